@@ -31,7 +31,7 @@ BANNED = {
     "kept": "retained, documents, entries",
     "known": "registry, entries, is_known",
     "least": "min_NAME",
-    "left": "remaining; of a pair: first, lower, lhs",
+    "left": "remaining (beside right it is fine)",
     "let_go": "release",
     "look": "update, inspect, sample",
     "made": "result, output, created",
@@ -77,8 +77,10 @@ def check(path: Path) -> Iterator[str]:
     """The complaints about one file, in the order of its lines."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     complaints = set()
-    for line, name in _defined(tree):
-        if instead := BANNED.get(name.strip("_").lower()):
+    defined = list(_defined(tree))
+    halves = {"left", "_left"} if any(name == "right" for _, name in defined) else set()
+    for line, name in defined:
+        if name not in halves and (instead := BANNED.get(name.strip("_").lower())):
             complaints.add((line, f"{name}: use {instead}"))
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and _is_exception(node) and not node.name.endswith("Error"):

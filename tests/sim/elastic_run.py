@@ -64,7 +64,7 @@ def elastic(settings: Settings) -> Result:
     ended = world.clock.run(world.is_over, until)
     end = max(world.ends or [rank.learned for rank in world.ranks.values()], key=lambda one: one.step)
     steps = world.run.num_steps or 0
-    epoch_of = world.run.places(0, steps)[0]
+    epoch_of = world.run.progress_table(0, steps)[0]
     verdict, torn = check(end, world.run.orders[0].num_samples, epoch_of, world.steps_done())
     fault = torn or world.fault()
     if not ended:

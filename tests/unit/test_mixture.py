@@ -36,7 +36,7 @@ def test_every_prefix_is_within_a_few_samples_of_its_quotas(given_weights: list[
     """Bound: a source's turns are half a spacing off, and so are the others' before it: (1 + D) / 2 samples."""
     quotas = quotas_of(given_weights)
     pattern = Pattern(quotas)
-    sources, _ = pattern.at(np.arange(PERIOD))
+    sources, _ = pattern.locate(np.arange(PERIOD))
     seen = np.cumsum(sources[:, None] == np.arange(len(quotas)), axis=0)
     expected = np.arange(1, PERIOD + 1)[:, None] * (quotas / PERIOD)
     assert np.abs(seen - expected).max() <= (1 + len(quotas)) / 2
@@ -50,11 +50,11 @@ def test_every_prefix_is_within_a_few_samples_of_its_quotas(given_weights: list[
 def test_a_sources_own_samples_rise_by_one(given_weights: list[float], start: int, length: int) -> None:
     pattern = Pattern(quotas_of(given_weights))
     before = pattern.counts(start)
-    sources, own = pattern.at(np.arange(start, start + length))
+    sources, own = pattern.locate(np.arange(start, start + length))
     for source in range(len(before)):
         mine = own[sources == source]
         assert mine.tolist() == list(range(int(before[source]), int(before[source]) + len(mine)))
-    alone = pattern.at(np.array([start + length - 1]))
+    alone = pattern.locate(np.array([start + length - 1]))
     assert (int(alone[0][0]), int(alone[1][0])) == (int(sources[-1]), int(own[-1]))
 
 
@@ -65,21 +65,21 @@ def test_sources_go_on_where_the_change_before_left_them(parts: list[tuple[int, 
     quotas = [quotas_of(given_weights) for _, given_weights in parts]
     starts = np.cumsum([0, *(length for length, _ in parts)]).tolist()
     mixture = Mixture(quotas, starts[:-1])
-    sources, own = mixture.at(0, starts[-1])
+    sources, own = mixture.locate(0, starts[-1])
     for source in range(6):
         mine = own[sources == source]
         assert np.array_equal(mine, np.arange(len(mine)))
     fresh = Mixture(quotas, starts[:-1])
     low = max(0, starts[-2] - 5)
-    seen = fresh.at(low, starts[-1])
+    seen = fresh.locate(low, starts[-1])
     assert np.array_equal(seen[0], sources[low:]) and np.array_equal(seen[1], own[low:])
-    none = fresh.at(7, 7)
+    none = fresh.locate(7, 7)
     assert len(none[0]) == len(none[1]) == 0
 
 
 def test_a_pattern_is_spread_evenly() -> None:
     """Golden: it changes only with a version of the order."""
-    sources, own = Pattern(Weights(((0, (4, 2, 1, 1)),)).quotas[0]).at(np.arange(PERIOD - 4, PERIOD + 12))
+    sources, own = Pattern(Weights(((0, (4, 2, 1, 1)),)).quotas[0]).locate(np.arange(PERIOD - 4, PERIOD + 12))
     assert sources.tolist() == [3, 0, 1, 0, 0, 1, 0, 2, 3, 0, 1, 0, 0, 1, 0, 2]
     assert own[4:].tolist() == [32768, 16384, 32769, 8192, 8192, 32770, 16385, 32771, 32772, 16386, 32773, 8193]
 

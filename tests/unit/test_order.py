@@ -327,7 +327,7 @@ def test_promise_bounded(order: Order, epoch: int, data: st.DataObject) -> None:
 @given(counts, st.integers(), st.integers(1, 50), st.none() | st.integers(0, 60))
 def test_a_run_begins_in_one_slice(sizes: list[int], seed: int, batch: int, head: int | None) -> None:
     order = Order(np.array(sizes), seed, batch, head=head)
-    slices, within = order.places_at(0, np.arange(order.num_samples))
+    slices, within = order.samples_at(0, np.arange(order.num_samples))
     if order.head_samples:
         assert len(set(slices[: order.head_samples].tolist())) == 1
         assert order.head_samples == min(sizes[slices[0]], order.num_samples // 8 if head is None else head)
@@ -345,13 +345,13 @@ def test_a_run_begins_in_one_slice(sizes: list[int], seed: int, batch: int, head
 def test_positions_read_together_or_alone_are_the_same(order: Order, epoch: int, seed: int) -> None:
     """Whole blocks are read by tables, scattered positions one by one."""
     whole = np.arange(order.num_samples)
-    reads = [np.array(order.places_at(epoch, whole)) for _ in range(12)]  # After some there are tables.
+    reads = [np.array(order.samples_at(epoch, whole)) for _ in range(12)]  # After some there are tables.
     assert all(np.array_equal(reads[0], read) for read in reads[1:])
     some = random_words(derive_key(seed), np.arange(9, dtype=np.uint64)) % np.uint64(order.num_samples)
     at = some.astype(np.int64)
     fresh = replace(order, head=order.head_samples)
-    assert np.array_equal(np.array(fresh.places_at(epoch, at)), reads[0][:, at])
-    assert np.array_equal(np.array(fresh.places_at(epoch, at[:1])), reads[0][:, at[:1]])
+    assert np.array_equal(np.array(fresh.samples_at(epoch, at)), reads[0][:, at])
+    assert np.array_equal(np.array(fresh.samples_at(epoch, at[:1])), reads[0][:, at[:1]])
 
 
 def test_threads_may_share_an_order() -> None:

@@ -80,9 +80,9 @@ def all_samples(order: Order, source: int = 0) -> list[Sample]:
 def test_every_epoch_has_every_sample_once_whatever_the_batch_sizes(run: Run) -> None:
     assert run.num_steps is not None
     by_epoch: dict[int, list[Sample]] = {}
-    epochs, in_epoch, taken = run.places(0, run.num_steps)
+    epochs, in_epoch, taken = run.progress_table(0, run.num_steps)
     for step, batch in enumerate(whole(run)):
-        place = run.place(step)
+        place = run.progress(step)
         assert (place.epoch, place.step_in_epoch, place.samples_taken) == (epochs[step], in_epoch[step], taken[step])
         seen = by_epoch.setdefault(place.epoch, [])
         assert len(seen) == place.samples_taken
@@ -94,7 +94,7 @@ def test_every_epoch_has_every_sample_once_whatever_the_batch_sizes(run: Run) ->
     for seen in by_epoch.values():
         assert len(set(seen)) == len(seen) and set(seen) <= set(every)
         assert len(seen) == len(every) or len(every) - len(seen) < run.batches.largest
-    assert run.place(run.num_steps).samples_taken == 0 and run.place(run.num_steps).epoch == len(by_epoch)
+    assert run.progress(run.num_steps).samples_taken == 0 and run.progress(run.num_steps).epoch == len(by_epoch)
 
 
 def test_without_drop_last_no_sample_is_left_out() -> None:
@@ -110,7 +110,7 @@ def test_drop_last_leaves_out_what_makes_no_batch() -> None:
     order = Order(np.array([23]), 3, 9)
     run = Run([order], BatchSizes.of([(0, 2), (10, 5)]), epochs=2, drop_last=True)  # 10 x 2, and 3 of 23 dropped.
     assert [len(batch) for batch in whole(run)] == [2] * 10 + [5] * 4
-    assert run.place(10).epoch == 1 and run.step_of(0, 20) == run.step_of(1, 0) == 10
+    assert run.progress(10).epoch == 1 and run.step_of(0, 20) == run.step_of(1, 0) == 10
     short = Run([order], BatchSizes.of([(0, 2), (10, 50)]), epochs=1, drop_last=True)
     assert short.num_steps == 10
     for epochs in (2, None):
@@ -123,7 +123,7 @@ def test_drop_last_leaves_out_what_makes_no_batch() -> None:
 def test_a_batch_is_what_the_order_says_of_its_epoch(run: Run, step: int) -> None:
     assert run.num_steps is not None
     step %= run.num_steps
-    place, order = run.place(step), run.orders[0]
+    place, order = run.progress(step), run.orders[0]
     (batch,) = batches_of(run.steps(step, step + 1, 0, 1))
     positions = np.arange(place.samples_taken, place.samples_taken + len(batch))
     slices, samples = order.locate(order.sample_ids_at(place.epoch, positions))
@@ -190,7 +190,7 @@ def test_any_two_worlds_read_the_same_global_batches(mixed: bool) -> None:
 @given(single_runs() | mixed_runs(), st.integers(0, 400))
 def test_place_and_step_of_undo_one_another(run: Run, step: int) -> None:
     step = step % (run.num_steps + 1) if run.num_steps is not None else step
-    place = run.place(step)
+    place = run.progress(step)
     assert run.step_of(place.epoch, place.samples_taken) == step
     sizes_here = [size for first, size in run.batches.changes if first <= step]
     for epoch, taken in ((place.epoch, place.samples_taken + 1), (place.epoch + 99, 1), (0, -1)):
@@ -199,7 +199,7 @@ def test_place_and_step_of_undo_one_another(run: Run, step: int) -> None:
                 found = run.step_of(epoch, taken)
             except UsageError:
                 continue
-            assert run.place(found).samples_taken == taken
+            assert run.progress(found).samples_taken == taken
 
 
 @law
@@ -238,7 +238,7 @@ def test_the_first_batches_of_a_run_need_one_slice() -> None:
 @given(mixed_runs())
 def test_every_source_of_a_mixture_has_every_sample_once_an_epoch(run: Run) -> None:
     flat = [sample for batch in whole(run, 50) for sample in batch]
-    assert len(flat) == run.place(50).samples_taken
+    assert len(flat) == run.progress(50).samples_taken
     for source, order in enumerate(run.orders):
         read = [sample for sample in flat if sample[0] == source]
         epochs, rest = divmod(len(read), order.num_samples)
@@ -258,8 +258,8 @@ def test_the_epoch_of_a_step_is_that_of_all_it_reads(run: Run, step: int, source
     before = sum(map(len, read[:step]))
     epochs = {place // run.orders[source].num_samples for place in range(before, before + len(read[step]))}
     if run.weights is None:
-        later = [other for other in range(step, end) if run.place(other).epoch > run.place(step).epoch]
-        assert run.epoch_of(step, source) == (run.place(step).epoch, later[0] if later else end)
+        later = [other for other in range(step, end) if run.progress(other).epoch > run.progress(step).epoch]
+        assert run.epoch_of(step, source) == (run.progress(step).epoch, later[0] if later else end)
     else:
         assert run.epoch_of(step, source) == (epochs.pop() if len(epochs) == 1 else None, None)
 
@@ -276,7 +276,7 @@ def test_a_change_at_a_step_leaves_all_before_it_as_it_was(run: Run, step: int, 
     end = min(step, run.num_steps or step)
     assert whole(run, end) == whole(other, end)
     assert run.weights.digest(step) == changed.digest(step)
-    assert run.place(end) == other.place(end)
+    assert run.progress(end) == other.progress(end)
 
 
 def test_a_mixtures_prefix_is_near_its_weights() -> None:
@@ -294,7 +294,7 @@ def test_a_mixture_of_one_is_the_dataset_over_and_over() -> None:
     order = Order(np.array([5, 8]), 1, 13, lanes=2)
     batches = whole(Run([order], BatchSizes.of(13), weights=Weights(((0, (1,)),))), 12)
     for epoch, batch in enumerate(batches):
-        slices, samples = order.places_at(epoch, order.positions(0, 0, 1))
+        slices, samples = order.samples_at(epoch, order.positions(0, 0, 1))
         assert batch == list(zip([0] * 13, slices.tolist(), samples.tolist()))
         assert sorted(batch) == all_samples(order)
     assert batches[0] != batches[1] != batches[2]
@@ -315,7 +315,7 @@ def test_any_step_of_fifteen_trillion_tokens_is_found_in_milliseconds(mixed: boo
     for step in (5_123_457, 17, 6_999_990, 3_000_001, 123_456):
         began = time.thread_time()
         steps = run.steps(step, step + 1, 3, 8)
-        run.step_of(*(lambda p: (p.epoch, p.samples_taken))(run.place(step)))
+        run.step_of(*(lambda p: (p.epoch, p.samples_taken))(run.progress(step)))
         spent.append(1e3 * (time.thread_time() - began))
         assert len(steps.samples) == (128 if step >= 10**5 else 32)
     print(f"first {spent[0]:.1f} ms, then at most {max(spent[1:]):.1f} ms")
@@ -329,7 +329,7 @@ def test_limits_of_a_run() -> None:
     assert Run([order], BatchSizes.of(4), epochs=1, num_steps=7).num_steps == 5
     assert Run([order], BatchSizes.of(4), epochs=None, num_steps=70).num_steps == 70
     endless = Run([order], BatchSizes.of(4), epochs=None)
-    assert endless.num_steps is None and endless.place(10**9).epoch == 2 * 10**8
+    assert endless.num_steps is None and endless.progress(10**9).epoch == 2 * 10**8
     assert Run([order], BatchSizes.of(4), weights=Weights(((0, (1,)),)), epochs=1).num_steps is None
     assert BatchSizes.of([(0, 4), (9, 8)]).largest == 8
 
@@ -354,4 +354,4 @@ def test_wrong_arguments() -> None:
         with pytest.raises(UsageError):
             Run([order], BatchSizes.of(4), **limits)  # type: ignore[arg-type]
     with pytest.raises(UsageError):
-        run.place(16)
+        run.progress(16)

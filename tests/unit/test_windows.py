@@ -43,7 +43,7 @@ def read_by(order: Order, ranks: tuple[int, int], world: int, epochs: int):
         for step in range(per_epoch):
             for rank in range(*ranks):
                 positions = order.positions(step, rank, world)
-                slices, _ = order.places_at(epoch, positions)
+                slices, _ = order.samples_at(epoch, positions)
                 for position, index in zip(positions.tolist(), slices.tolist()):
                     head = order.head_samples if epoch == 0 else 0
                     if not order.shuffle:
@@ -133,7 +133,7 @@ def test_peaks_are_sums_of_what_is_open(case, lead):
         return most
 
     assert spans.peak(weights)[0] == brute(spans, 0, False)
-    assert spans.ahead(lead).peak(weights)[0] == brute(spans, lead, False)
+    assert spans.prefetched(lead).peak(weights)[0] == brute(spans, lead, False)
     assert spans.once().peak(weights)[0] == brute(spans, 0, True)
 
 
@@ -151,7 +151,7 @@ def test_one_lane_of_whole_slices_opens_one_at_a_time():
     spans = node_spans(order, (0, 1), 1)
     ones = np.ones(10, np.int64)
     assert spans.peak(ones)[0] == 1
-    assert spans.ahead(window_steps(order)).peak(ones)[0] == 2
+    assert spans.prefetched(window_steps(order)).peak(ones)[0] == 2
     assert sorted(spans.slices.tolist()) == list(range(10))
 
 

@@ -139,14 +139,14 @@ class Blocks:
         if step + k >= stop:
             return None
         taken = self._run.steps(step, stop, self._rank, self._world_size)
-        epochs, steps_in_epoch, places = self._run.places(step, stop)
+        epochs, steps_in_epoch, places = self._run.progress_table(step, stop)
         keys = taken.slices if not self._mixed else self._slices.first_key[taken.sources] + taken.slices
         samples, sources, lengths = taken.samples, taken.sources, np.diff(taken.bounds)
         weights = lengths * self._world_size / self._run.batch_lens(step, stop)
         for at in np.flatnonzero(lengths == 0)[::-1].tolist():  # Only without a mixture, whose batches are all full.
             order, row = self._run.orders[0], int(taken.bounds[at])
             place = np.array([min(int(places[at]), order.num_samples - 1)])
-            key, sample = order.places_at(int(epochs[at]), place)
+            key, sample = order.samples_at(int(epochs[at]), place)
             keys, samples, sources = (
                 np.insert(keys, row, key),
                 np.insert(samples, row, sample),

@@ -134,7 +134,7 @@ def nodes_of(job: Job, order: Order) -> list[Node]:
     for ranks, count in _kinds_of_node(job, order):
         epochs = [node_spans(order, ranks, job.world_size, first_epoch=at) for at in range(min(job.epochs, _EPOCHS))]
         spans = epochs[0] if len(epochs) == 1 else node_spans(order, ranks, job.world_size, epochs=len(epochs))
-        ahead = spans.ahead(lead)
+        ahead = spans.prefetched(lead)
         of_epoch, once_bytes, again = [], 0, (0, 0)
         for one in epochs:
             once = one.once()

@@ -28,7 +28,7 @@ from forebay.files import atomic_write, remove_stale
 from forebay.load.packing import DocumentFilter, Pieces, count_fit, kept_pieces
 from forebay.order.bijection import derive_key, permute
 from forebay.order.plan import samples_per_slice
-from forebay.order.rendezvous import homes_of
+from forebay.order.rendezvous import assign_owners
 from forebay.storage.base import Origin, read_small
 from forebay.storage.remote_dataset import RemoteDataset
 
@@ -334,7 +334,7 @@ def share_of(
     names = list(map(str, range(world_size) if workers is None else workers))
     if len(names) != world_size:
         raise UsageError(f"workers: expected a name for each of {world_size} ranks, got {len(names)}.")
-    homes = homes_of(dataset.table.sha256, names, SLACK)
+    homes = assign_owners(dataset.table.sha256, names, SLACK)
     owned = np.bincount(homes, weights=view.counts, minlength=world_size).astype(np.int64)
     if not owned.all():
         raise UsageError(

@@ -40,7 +40,7 @@ def identity_of(
 
 def make_state(identity: Mapping[str, Any], run: Run, step: int) -> dict[str, Any]:
     """The state before run step `step`."""
-    place = run.place(step)
+    place = run.progress(step)
     return {
         **identity,
         "global_batch_size": _sizes(run, step),
@@ -74,7 +74,7 @@ def step_of_state(state: object, identity: Mapping[str, Any], run: Run) -> int:
             "would change the order of the data. Change weights from a later step on, or start anew."
         )
     try:
-        place = run.place(step)
+        place = run.progress(step)
     except UsageError as error:
         raise StateError(f"loader state: {error}") from error
     if (place.epoch, place.samples_taken) != (state["epoch"], state["samples_taken"]):

@@ -240,7 +240,7 @@ def blame_order(
     counts = run.orders[0].samples_per_slice
     base = np.cumsum(counts) - counts
     ids = base[taken.slices] + taken.samples
-    place = run.place(step)
+    place = run.progress(step)
     parts = []
     for rank in range(world_size):
         low, high = part_of(len(ids), rank, world_size)

@@ -184,7 +184,7 @@ def _first_bytes(job: Job, order: Order) -> int:
     if not order.steps_per_epoch:
         return 0
     parts = [order.positions(0, rank, job.world_size) for rank in range(job.ranks_per_node)]
-    slices, _ = order.places_at(0, np.concatenate(parts))
+    slices, _ = order.samples_at(0, np.concatenate(parts))
     return int(job.slice_bytes[np.unique(slices)].sum())
 
 

@@ -1,13 +1,12 @@
-"""A keyed bijection on [0, n), and the counter-based generator under it.
+"""A keyed bijection on [0, n), and the counter-based random generator that it uses.
 
-Hides how an index is sent to another without a table: a generalised Feistel network over Z_a x Z_b with
-a = ceil(sqrt n), b = ceil(n / a), and a walk along the cycle for the at most a - 1 values of the grid that
-lie beyond n. Everything is 64-bit integer arithmetic of our own, so that the order never changes with a
-library's version; tests/golden/order_v3.json fixes it.
+The bijection is a generalised Feistel network over Z_a x Z_b with a = ceil(sqrt n), b = ceil(n / a), with cycle
+walking for the at most a - 1 values of the grid that are >= n. It uses 64-bit integer arithmetic only, so that the
+order does not depend on the version of a library; tests/golden/order_v3.json fixes it.
 
 Costs: no memory per element; about 0.1 us an index, or 10 to 20 ns where few keys are asked for many more
 indexes than sqrt n each (the round functions are then tabulated; the values are the same).
-This is a shuffle, not a cipher: it has the statistics of a random order, and keeps no secret.
+This is a shuffle and not a cipher: it has the statistics of a random order and no security.
 
 Sources: Black and Rogaway 2002, "Ciphers with arbitrary finite domains" (the generalised Feistel network and
 cycle walking); Steele, Lea and Flood 2014, SplitMix64, with Stafford's mix 13 (the generator's mix).
@@ -54,7 +53,7 @@ def _spelled(part: int | str) -> str:
 
 
 def mix64(z: U64) -> U64:
-    """SplitMix64's finaliser: a bijection of 64-bit words in which each input bit moves half of the output's.
+    """SplitMix64's finaliser: a bijection of 64-bit words; each input bit changes half of the output bits on average.
 
     Works in place on `z` (an array with at least one dimension) and returns it.
     """
@@ -80,9 +79,9 @@ def subkeys(key: bytes, a: U64, b: U64) -> U64:
 
 
 def permute(index: U64, n: int, key: bytes) -> U64:
-    """Where a keyed bijection on [0, n) sends each index, n from 1 to 2**62: uint64, values in [0, n).
+    """The image of each index under a keyed bijection on [0, n), n from 1 to 2**62: uint64, values in [0, n).
 
-    Depends on the arguments only, so that any rank computes it at any time. Another key (16 bytes), another order.
+    A pure function of its arguments. Each key (16 bytes) gives another order.
 
     Source: Black and Rogaway 2002. Cost: O(len(index)), no state.
     """
@@ -90,20 +89,20 @@ def permute(index: U64, n: int, key: bytes) -> U64:
 
 
 def inverse(index: U64, n: int, key: bytes) -> U64:
-    """The index that `permute` sends here: inverse(permute(i, n, key), n, key) == i. Same arguments."""
+    """The inverse of `permute`: inverse(permute(i, n, key), n, key) == i. Same arguments."""
     return _one_key(index, n, key, inverse_of=True)
 
 
 def permute_each(index: U64, n: U64, keys: U64) -> U64:
-    """`permute` with a domain and a key of its own for each element, without a loop over elements.
+    """`permute` with one domain and one key per element, vectorized.
 
-    All uint64 [K]: index[i] and the result in [0, n[i]), for which the caller vouches; n[i] from 1 to 2**62; `keys`
-    from `subkeys`.
+    All uint64 [K]: index[i] and the result are in [0, n[i]) (not checked); n[i] from 1 to 2**62; `keys` are from
+    `subkeys`.
     """
     out = np.empty(len(index), np.uint64)
-    for at in range(0, len(index), _CHUNK):
-        stop = at + _CHUNK
-        out[at:stop] = _each_chunk(index[at:stop], n[at:stop], keys[at:stop])
+    for start in range(0, len(index), _CHUNK):
+        stop = start + _CHUNK
+        out[start:stop] = _each_chunk(index[start:stop], n[start:stop], keys[start:stop])
     return out
 
 
@@ -115,7 +114,7 @@ class Tables:
     a: NDArray[np.uint32]  # [G], ceil(sqrt n).
     b: NDArray[np.uint32]  # [G], ceil(n / a).
     width: int  # The greatest a. G * width < 2**32.
-    alike: bool  # All domains are equal.
+    alike: bool  # Whether all domains are equal.
     rounds: tuple[NDArray[np.uint32], ...]  # ROUNDS times [G * width].
 
 
@@ -140,19 +139,19 @@ def tabulate(n: U64, keys: U64) -> Tables:
 def permute_tabulated(index: I64, group: I64, tables: Tables) -> I64:
     """permute_each(index, n[group], keys[group]) by the tables of n and keys: the same values, five times as fast.
 
-    All int64 [K]: index[i] in [0, n[group[i]]), for which the caller vouches; `group` has values in [0, G).
+    All int64 [K]: index[i] in [0, n[group[i]]) (not checked); `group` has values in [0, G).
     """
     out = np.empty(len(index), np.int64)
-    for at in range(0, len(index), _CHUNK):
-        of_chunk = group[at : at + _CHUNK]
-        part = _by_tables(index[at : at + _CHUNK].astype(np.uint32), of_chunk, tables)
+    for start in range(0, len(index), _CHUNK):
+        of_chunk = group[start : start + _CHUNK]
+        part = _by_tables(index[start : start + _CHUNK].astype(np.uint32), of_chunk, tables)
         n: Any = tables.n[0] if tables.alike else tables.n.take(of_chunk)
         outside = np.flatnonzero(part >= n)
         while len(outside):
             again = of_chunk[outside]
             part[outside] = _by_tables(part[outside], again, tables)
             outside = outside[part[outside] >= tables.n[again]]
-        out[at : at + _CHUNK] = part
+        out[start : start + _CHUNK] = part
     return out
 
 
@@ -180,13 +179,13 @@ def _each_chunk(index: U64, n: U64, keys: U64) -> U64:
     b = (n + a - np.uint64(1)) // a
     round_keys = [mix64(keys + np.uint64((r + 1) * int(_GOLDEN) % 2**64)) for r in range(ROUNDS)]
 
-    def walk(x: U64, at: NDArray[np.intp] | slice) -> U64:
-        left: U64 = x // b[at]
-        right: U64 = x - left * b[at]
-        sides = (a[at], b[at])
+    def walk(x: U64, rows: NDArray[np.intp] | slice) -> U64:
+        left: U64 = x // b[rows]
+        right: U64 = x - left * b[rows]
+        sides = (a[rows], b[rows])
         for r in range(ROUNDS):
             moved, other = (left, right) if r % 2 == 0 else (right, left)
-            moved += _scaled(round_keys[r][at] + other * _GOLDEN, sides[r % 2])
+            moved += _scaled(round_keys[r][rows] + other * _GOLDEN, sides[r % 2])
             np.minimum(moved, moved - sides[r % 2], out=moved)
         left *= sides[1]
         left += right
@@ -202,15 +201,15 @@ def _each_chunk(index: U64, n: U64, keys: U64) -> U64:
 
 def _ceil_sqrt(n: U64) -> U64:
     root: U64 = np.sqrt(n.astype(np.float64)).astype(np.uint64)
-    one = np.uint64(1)
+    unit = np.uint64(1)
     root -= (root * root > n).astype(np.uint64)
-    root += ((root + one) * (root + one) <= n).astype(np.uint64)
+    root += ((root + unit) * (root + unit) <= n).astype(np.uint64)
     root += (root * root < n).astype(np.uint64)
     return root
 
 
 def _scaled(z: U64, side: U64 | np.uint64) -> U64:
-    """A uniform word to [0, side) by its high 32 bits: no division. side <= 2**31. Works in place on z."""
+    """Map uniform words to [0, side) by their high 32 bits, without division. side <= 2**31. Works in place on z."""
     z = mix64(z)
     z >>= _S32
     z *= side
@@ -221,31 +220,31 @@ def _scaled(z: U64, side: U64 | np.uint64) -> U64:
 def _one_key(index: U64, n: int, key: bytes, *, inverse_of: bool) -> U64:
     if not 1 <= n <= MAX_N:
         raise UsageError(f"permute: expected n from 1 to 2**62, got {n}.")
-    given = np.asarray(index)
-    flat = np.ascontiguousarray(given, dtype=np.uint64).reshape(-1)
+    indexes = np.asarray(index)
+    flat = np.ascontiguousarray(indexes, dtype=np.uint64).reshape(-1)
     if len(flat) and int(flat.max()) >= n:
         raise UsageError(f"permute: expected indexes in [0, {n}), got {int(flat.max())}.")
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
     words = random_words(key, np.arange(ROUNDS, dtype=np.uint64))
     tabulate = a <= _TABLE_LIMIT and len(flat) > 4 * a
-    kind: Any = np.uint32 if tabulate else np.uint64
+    dtype: Any = np.uint32 if tabulate else np.uint64
     moves = [_round(words[r], (a, b)[r % 2], (b, a)[r % 2] if tabulate else 0) for r in range(ROUNDS)]
     out = np.empty(len(flat), np.uint64)
-    for at in range(0, len(flat), _CHUNK):
-        part = flat[at : at + _CHUNK].astype(kind)
+    for start in range(0, len(flat), _CHUNK):
+        part = flat[start : start + _CHUNK].astype(dtype)
         part = _network(part, a, b, moves, inverse_of)
         if a * b > n:
-            outside = np.flatnonzero(part >= kind(n))
+            outside = np.flatnonzero(part >= dtype(n))
             while len(outside):
                 part[outside] = _network(part[outside], a, b, moves, inverse_of)
-                outside = outside[part[outside] >= kind(n)]
-        out[at : at + _CHUNK] = part
-    return out.reshape(given.shape)
+                outside = outside[part[outside] >= dtype(n)]
+        out[start : start + _CHUNK] = part
+    return out.reshape(indexes.shape)
 
 
 def _round(word: np.uint64, side: int, table_len: int) -> Callable[[NDArray[Any]], NDArray[Any]]:
-    """The round function [0, other side) -> [0, side): as a table where `table_len` says how long, else computed."""
+    """The round function [0, other side) -> [0, side): as a table of this length if `table_len` > 0, else computed."""
     side_word = np.uint64(side)
     if table_len:
         other = np.arange(table_len, dtype=np.uint64)
@@ -261,10 +260,10 @@ def _network(
     moves: Sequence[Callable[[NDArray[Any]], NDArray[Any]]],
     inverse_of: bool,
 ) -> NDArray[Any]:
-    kind = x.dtype.type
-    left: NDArray[Any] = x // kind(b)
-    right: NDArray[Any] = x - left * kind(b)
-    sides = (kind(a), kind(b))
+    dtype = x.dtype.type
+    left: NDArray[Any] = x // dtype(b)
+    right: NDArray[Any] = x - left * dtype(b)
+    sides = (dtype(a), dtype(b))
     for r in reversed(range(ROUNDS)) if inverse_of else range(ROUNDS):
         moved, other = (left, right) if r % 2 == 0 else (right, left)
         if inverse_of:

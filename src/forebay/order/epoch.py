@@ -1,11 +1,11 @@
-"""One epoch: its slices in their order, and where each position of it reads.
+"""One epoch: its slices in their order, and the sample at each position.
 
-Hides lanes and windows. A head of h samples (the first epoch's; else 0) comes first, all of the first slice.
-The other samples are cut into C lanes, one after another; position t >= h is the next sample of lane t mod C; inside
-each window of a lane the samples are permuted by a key of their own. Lane l begins l / C into a window, so that lanes
-come to their next windows, and to new slices, in turn and not all at one step.
+A head of h samples of the first slice comes first (h is 0 in all epochs but the first). The other samples are cut into
+C consecutive lanes; position t >= h is the next sample of lane t mod C; inside each window of a lane the samples are
+permuted by a key of their own. Lane l begins l / C into a window, so that lanes reach their next windows, and new
+slices, in turn instead of all at one step.
 
-What it costs: 16 bytes a slice, and the tables of the windows that were read last: for C lanes with windows of
+Costs: 16 bytes a slice, and tables of the windows read last: for C lanes with windows of
 w samples at most 64 C sqrt(w) bytes (1 MB for 64 lanes of 64 000), for up to four groups of windows. With the tables
 a sample is found in about 40 ns, in blocks of some thousands; without, in about 150.
 """
@@ -28,11 +28,11 @@ from forebay.order.bijection import (
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
 
-_CHUNK = 1 << 13  # Positions at once: 64 KiB an array, which malloc keeps, and the processor's cache too.
+_CHUNK = 1 << 13  # Positions at once: 64 KiB an array, small enough for malloc to reuse and for the CPU cache.
 _MOST_ENTRIES = 1 << 20  # Of the tables of one group of windows: 4 MiB.
 _MOST_SIZE = 1 << 31  # Of a window that has tables.
-_ENTRIES_PER_SAMPLE = 6  # A table's entry costs a sixth of what it saves a sample.
-_KEPT = 4  # Groups of windows: a reader's and a prefetcher's, each at the edge of two.
+_ENTRIES_PER_SAMPLE = 6  # Computing a table entry costs a sixth of what it saves per sample.
+_MAX_WINDOW_GROUPS = 4  # A reader and a prefetcher, each at the border of two groups.
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Lanes:
     window: int
 
     def start(self, lane: I64) -> I64:
-        """Where lanes begin in the epoch's sequence of samples."""
+        """The first sample of lanes, counted in the epoch's sequence."""
         return self.head + self._before(self.num_samples, lane) - self._before(self.head, lane)
 
     def taken(self, position: int, lane: I64) -> I64:
@@ -66,7 +66,7 @@ class Lanes:
         return start
 
     def window_stop(self, lane: I64, window: I64) -> I64:
-        """Behind the last sample of windows."""
+        """The end (exclusive) of windows, counted in their lanes."""
         stop: I64 = np.minimum(self.length(lane), (window + 1) * self.window - self._phase(lane))
         return stop
 
@@ -77,14 +77,14 @@ class Lanes:
         return counts
 
     def _phase(self, lane: I64) -> I64:
-        """How far into a window lanes begin. Nowhere, if each lane is one window."""
+        """The offset within a window at which each lane begins; 0 if each lane is one window."""
         if self.window * self.num_lanes >= self.num_samples:
             return np.zeros_like(lane)
         turns, rest = divmod(self.window, self.num_lanes)
         return lane * turns + lane * rest // self.num_lanes
 
     def in_head(self, lane: I64) -> I64:
-        """How many positions of the head would have been lanes' own."""
+        """How many positions of the head would have belonged to lanes."""
         return self._share(self.head, lane)
 
     def split(self, positions: I64) -> tuple[I64, I64]:
@@ -94,7 +94,7 @@ class Lanes:
         return lane, turn - self._share(self.head, lane) if self.head else turn
 
     def _share(self, num_positions: int, lane: I64) -> I64:
-        """How many of the first positions of an epoch are a lane's."""
+        """How many of the first positions of an epoch belong to each lane."""
         turns, rest = divmod(num_positions, self.num_lanes)
         return turns + (lane < rest)
 
@@ -105,13 +105,13 @@ class Lanes:
 
 @dataclass
 class _Windows:
-    """G neighbouring windows, lane by lane: what it takes to read them. Only `asked` and `tables` ever change."""
+    """G neighbouring windows, lane by lane: all that is needed to read them. Only `asked` and `tables` change."""
 
     starts: I64  # [G], in the epoch's sequence.
     lows: I64  # [G], in their lanes.
     sizes: U64  # [G], at least 1.
     keys: U64  # [G]
-    places: I64  # [P], where in the order of slices the windows' slices are, rising.
+    places: I64  # [P], indexes of the windows' slices in the epoch's order of slices, rising.
     place_starts: I64  # [P], first of each place in the sequence.
     asked: int = 0  # Samples read so far.
     tables: Tables | None = None
@@ -120,9 +120,9 @@ class _Windows:
         """Indexes within lanes to (place, sample within its slice)."""
         sequence = self.starts.take(group)
         sequence += self._permuted(index - self.lows.take(group), group)
-        at = np.searchsorted(self.place_starts, sequence, side="right")
-        at -= 1
-        return self.places.take(at), sequence - self.place_starts.take(at)
+        index_of_place = np.searchsorted(self.place_starts, sequence, side="right")
+        index_of_place -= 1
+        return self.places.take(index_of_place), sequence - self.place_starts.take(index_of_place)
 
     def _permuted(self, index: I64, group: I64) -> I64:
         self.asked += len(index)
@@ -139,7 +139,7 @@ class _Windows:
 
 
 class Epoch:
-    """Where each position of one epoch reads. Safe to share between threads.
+    """The samples of one epoch by position. Safe to share between threads.
 
     `slices` are int64 [K], the indexes of those that have samples, in the epoch's order; `counts` int64 [K] the samples
     of each. The head of `lanes` lies in the first slice. `window_key` and `head_key` have 16 bytes each.
@@ -160,9 +160,9 @@ class Epoch:
             places, samples = self._read_chunk(positions)
             return self.slices.take(places), samples
         places, samples = np.empty_like(positions), np.empty_like(positions)
-        for at in range(0, len(positions), _CHUNK):
-            stop = at + _CHUNK
-            places[at:stop], samples[at:stop] = self._read_chunk(positions[at:stop])
+        for start in range(0, len(positions), _CHUNK):
+            stop = start + _CHUNK
+            places[start:stop], samples[start:stop] = self._read_chunk(positions[start:stop])
         return self.slices.take(places), samples
 
     def _read_chunk(self, positions: I64) -> tuple[I64, I64]:
@@ -222,13 +222,13 @@ class Epoch:
     def _open(self, low: int, high: int, first: int, last: int) -> _Windows:
         """Windows [first, last] of lanes [low, high], lane by lane."""
         key = (low, high, first, last)
-        found = self._windows.get(key)
-        if found is None:
-            found = self._windows_of(low, high, first, last)
-            for old in list(self._windows)[: max(0, len(self._windows) + 1 - _KEPT)]:
+        windows = self._windows.get(key)
+        if windows is None:
+            windows = self._windows_of(low, high, first, last)
+            for old in list(self._windows)[: max(0, len(self._windows) + 1 - _MAX_WINDOW_GROUPS)]:
                 self._windows.pop(old, None)  # Another thread may have been quicker.
-            self._windows[key] = found
-        return found
+            self._windows[key] = windows
+        return windows
 
     def _windows_of(self, low: int, high: int, first: int, last: int) -> _Windows:
         num_windows = last - first + 1
@@ -236,9 +236,9 @@ class Epoch:
         window = np.tile(np.arange(first, last + 1, dtype=np.int64), high - low + 1)
         lows, sizes, keys = self._shape(lane, window)
         starts = self.lanes.start(lane) + lows
-        there = lows < self.lanes.length(lane)
-        from_place = self._places(starts[there])
-        to_place = self._places((starts + sizes.view(np.int64) - 1)[there])
+        is_used = lows < self.lanes.length(lane)
+        from_place = self._places(starts[is_used])
+        to_place = self._places((starts + sizes.view(np.int64) - 1)[is_used])
         # Windows follow one another in the sequence, so that places rise; two neighbours may share one.
         counts = to_place - from_place + 1
         skipped = np.cumsum(counts) - counts

@@ -3,14 +3,14 @@
 The slices are permuted by a keyed bijection; the resulting sequence of N samples is cut into C equal lanes;
 inside each window of a lane the samples are permuted again; and position t of the epoch reads lane t mod C. A global
 batch is the positions of its step, put in order of lane, so that a rank's share is a contiguous run of it and stays
-in few lanes. A run's first samples are an exception, its head: they all come from one slice, so that the first batch
-waits for one slice and not for one of every lane.
+in few lanes. The first samples of a run, its head, all come from one slice, so that the first batch
+waits for one slice instead of one of every lane.
 
-What it costs: 16 bytes a slice for the current epoch and for the next (8 MB for 250 000 slices, built in a few
-milliseconds), and under a millisecond for a step of 1 024 samples. What it buys: any step of any epoch on any
-world size without replay, and a cache that needs the open windows only: at most C windows of w samples.
-What it loses: samples of a window are mixed well, but samples further apart than a lane's window keep the
-order of their slices. Slices are shuffled whole; lanes bring C windows from all over the dataset into a batch.
+Costs: 16 bytes a slice for the current epoch and for the next (8 MB for 250 000 slices, built in a few milliseconds),
+and under a millisecond for a step of 1 024 samples. Benefits: any step of any epoch on any world size without replay, and a
+cache needs the open windows only: at most C windows of w samples. Limits: samples of a window are mixed well, but
+samples further apart than a lane's window keep the order of their slices. Slices are shuffled whole; lanes bring C
+windows from all over the dataset into a batch.
 
 Locality: with W ranks, a rank reads about 1 / min(W, C) of the slices (ranks beyond C share a lane).
 """
@@ -31,7 +31,7 @@ MAX_LANES = 64  # More lanes mix more of the dataset into a batch, and open more
 SLICES_PER_LANE = (
     16  # By default at least: a lane has some three slices open, and slices at two lanes' border come twice.
 )
-_KEPT_SLICES = 1 << 12  # Epochs are kept for so many slices in all, and two in any case.
+_MAX_SLICES_OF_EPOCHS = 1 << 12  # Epochs are kept for so many slices in all, and two in any case.
 
 
 def samples_per_slice(counts: I64, seq_len: int | None, layout: str = "tokens") -> I64:
@@ -50,13 +50,13 @@ def default_lanes(global_batch: int, num_slices: int) -> int:
     """The batch if it is at most M; else its largest divisor in (M / 2, M], or the number that is nearest to one.
 
     M is a sixteenth of the slices with samples, at least 1 and at most 64: then the open windows are about a fifth of
-    the dataset. Where C divides the batch, every step takes as many samples of each lane, and a rank keeps its lanes.
-    Where the batch is one off a multiple of C, the shares' edges move by one sample from step to step.
+    the dataset. If C divides the batch, every step takes equally many samples of each lane, and a rank keeps its lanes.
+    If the batch differs by one from a multiple of C, the edges of the ranks' shares move by one sample per step.
     """
-    most = max(1, min(MAX_LANES, num_slices // SLICES_PER_LANE))
-    if global_batch <= most:
+    max_lanes = max(1, min(MAX_LANES, num_slices // SLICES_PER_LANE))
+    if global_batch <= max_lanes:
         return global_batch
-    candidates = range(most, most // 2, -1)
+    candidates = range(max_lanes, max_lanes // 2, -1)
     return min(candidates, key=lambda lanes: (min(global_batch % lanes, -global_batch % lanes), -lanes))
 
 
@@ -70,8 +70,8 @@ def part_of(size: int, rank: int, world_size: int) -> tuple[int, int]:
 def lease_order(seed: int, epoch: int, slice_index: int, num_samples: int, start: int, stop: int) -> I64:
     """The in-slice sample indexes at [start, stop) of a leased slice's own shuffled order: int64 [stop - start].
 
-    Over [0, num_samples) a bijection. Depends on the arguments only: whoever takes a lease over at an offset goes on
-    exactly there.
+    Over [0, num_samples) a bijection. A pure function of its arguments: a worker that takes a lease over at an
+    offset continues exactly there.
     """
     if not 0 <= start <= stop <= num_samples:
         raise UsageError(f"lease_order: expected 0 <= start <= stop <= {num_samples}, got [{start}, {stop}).")
@@ -83,7 +83,7 @@ def lease_order(seed: int, epoch: int, slice_index: int, num_samples: int, start
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """The order of a run. Immutable; safe to share between threads; orders of equal arguments read the same.
+    """The order of samples of one dataset. Immutable and safe to share between threads; equal arguments, equal order.
 
     Args:
         samples_per_slice: int64 [S], from `samples_per_slice`.
@@ -109,7 +109,7 @@ class Order:
     num_lanes: int = field(init=False)
     window_samples: int = field(init=False)
     head_samples: int = field(init=False)
-    _ends: I64 = field(init=False, repr=False)
+    _stops: I64 = field(init=False, repr=False)
     _used: I64 | None = field(init=False, repr=False)  # None: every slice has samples.
     _epochs: dict[int, Epoch] = field(init=False, repr=False)
 
@@ -117,14 +117,14 @@ class Order:
         counts = np.array(self.samples_per_slice, dtype=np.int64)
         if counts.ndim != 1 or (len(counts) and int(counts.min()) < 0):
             raise UsageError("samples_per_slice: expected counts from 0 in one dimension.")
-        for name, least in (("global_batch", 1), ("lanes", 1), ("window", 1), ("head", 0)):
+        for name, minimum in (("global_batch", 1), ("lanes", 1), ("window", 1), ("head", 0)):
             value = getattr(self, name)
             if value is None and name == "global_batch":
                 raise UsageError("global_batch: expected an integer from 1, got None.")
-            check_integer(name, value, least)
+            check_integer(name, value, minimum)
         counts.flags.writeable = False
-        ends = np.cumsum(counts)
-        total = int(ends[-1]) if len(ends) else 0
+        stops = np.cumsum(counts)
+        total = int(stops[-1]) if len(stops) else 0
         used = np.flatnonzero(counts)
         lanes = int(self.lanes) if self.lanes is not None else default_lanes(int(self.global_batch), len(used))
         window = int(self.window) if self.window is not None else max(1, 2 * total // max(len(used), 1))
@@ -133,7 +133,7 @@ class Order:
             "num_samples": total,
             "num_lanes": lanes,
             "window_samples": window,
-            "_ends": ends,
+            "_stops": stops,
             "_used": used if len(used) < len(counts) else None,
             "_epochs": {},
         }.items():
@@ -151,7 +151,7 @@ class Order:
         """A rank's part of the global batch: int64 global sample ids.
 
         Shares of a step differ by at most one in length (they may be empty where the batch is shorter than the
-        world), follow one another in the global batch, and together are it, whatever the world size.
+        world size); concatenated by rank they are the global batch, whatever the world size.
         """
         return self.sample_ids_at(epoch, self.positions(step, rank, world_size))
 
@@ -167,7 +167,7 @@ class Order:
         """The positions of a rank's parts of batches of one size, one after another: int64 [num_steps, samples].
 
         The first batch has the positions [first, first + size); each part is sorted by lane.
-        Where the lanes divide the batch, all have one pattern, and it is computed once.
+        If the number of lanes divides the batch, all batches have one pattern, which is computed once.
         """
         low, high = part_of(size, rank, world_size)
         firsts = first + size * np.arange(num_steps, dtype=np.int64)
@@ -177,27 +177,27 @@ class Order:
         if num_steps > 1 and size % self.num_lanes:
             phases, which = np.unique(firsts % self.num_lanes, return_inverse=True)
         patterns = np.empty((len(phases), high - low), np.int64)
-        kind = np.uint16 if self.num_lanes <= 1 << 16 else np.int64  # 16 bits are sorted by radix.
+        dtype = np.uint16 if self.num_lanes <= 1 << 16 else np.int64  # 16 bits are sorted by radix.
         for i, phase in enumerate(phases.tolist()):
             lanes = np.arange(phase, phase + size) % self.num_lanes
-            patterns[i] = np.argsort(lanes.astype(kind), kind="stable")[low:high]
+            patterns[i] = np.argsort(lanes.astype(dtype), kind="stable")[low:high]
         return firsts[:, None] + patterns[which]
 
     def sample_ids_at(self, epoch: int, positions: I64) -> I64:
         """The global sample ids, int64 [K], at positions of an epoch, int64 [K], each in [0, num_samples)."""
         if not self.shuffle:
             return positions
-        slices, samples = self.places_at(epoch, positions)
-        return self._ends[slices] - self.samples_per_slice[slices] + samples
+        slices, samples = self.samples_at(epoch, positions)
+        return self._stops[slices] - self.samples_per_slice[slices] + samples
 
-    def places_at(self, epoch: int, positions: I64) -> tuple[I64, I64]:
-        """`sample_ids_at` as (slice index, sample within the slice), both int64 [K]. Quickest for neighbours."""
+    def samples_at(self, epoch: int, positions: I64) -> tuple[I64, I64]:
+        """`sample_ids_at` as (slice index, sample within the slice), both int64 [K]. Fastest for neighbours."""
         return self.epoch_at(epoch).read(positions) if self.shuffle else self.locate(positions)
 
     def locate(self, sample_ids: I64) -> tuple[I64, I64]:
         """Global sample ids to (slice index, sample within the slice), both int64 of the same shape."""
-        slices = np.searchsorted(self._ends, sample_ids, side="right")
-        return slices, sample_ids - (self._ends[slices] - self.samples_per_slice[slices])
+        slices = np.searchsorted(self._stops, sample_ids, side="right")
+        return slices, sample_ids - (self._stops[slices] - self.samples_per_slice[slices])
 
     def _head_samples(self) -> int:
         if not self.shuffle or self.num_samples == 0 or self.head == 0:
@@ -206,22 +206,22 @@ class Order:
         return min(first, self.num_samples // 8 if self.head is None else self.head)
 
     def epoch_at(self, epoch: int) -> Epoch:
-        """The tables of an epoch, shared by all who read it. Without shuffling there is none."""
+        """The tables of an epoch, shared by all readers; only for shuffled orders."""
         if epoch < 0:
             raise UsageError(f"epoch: expected an integer from 0, got {epoch}.")
-        found = self._epochs.get(epoch)
-        if found is None:
+        tables = self._epochs.get(epoch)
+        if tables is None:
             slices = self._slices_at(epoch)
             head = self.head_samples if epoch == 0 else 0
             lanes = Lanes(self.num_samples, head, self.num_lanes, self.window_samples)
             keys = (derive_key(self.seed, "window", epoch), derive_key(self.seed, "head"))
-            found = Epoch(slices, self.samples_per_slice.take(slices), lanes, *keys)
+            tables = Epoch(slices, self.samples_per_slice.take(slices), lanes, *keys)
             # The current epoch and the next are kept, and more where they are small; two threads may build one twice.
-            spare = len(self._epochs) + 1 - max(2, _KEPT_SLICES // max(1, len(slices)))
+            spare = len(self._epochs) + 1 - max(2, _MAX_SLICES_OF_EPOCHS // max(1, len(slices)))
             for old in sorted(self._epochs)[: max(0, spare)]:
                 self._epochs.pop(old, None)
-            self._epochs[epoch] = found
-        return found
+            self._epochs[epoch] = tables
+        return tables
 
     def _slices_at(self, epoch: int, num_places: int | None = None) -> I64:
         """The slices that have samples, in the epoch's order: all, or the first few."""

@@ -1,12 +1,13 @@
-"""Hash sharding: which worker owns which slice, so that little moves when data or workers come and go.
+"""Hash sharding: which worker owns which slice; few slices move when data or workers are added or removed.
 
 Rendezvous hashing: every pair of a slice and a worker has a score, a pure function of the slice's hash and the
-worker's name; a slice is at home where its score is highest. A worker that joins takes about 1 / W of the slices from
-all others alike, one that leaves gives its slices to all; no other slice moves, and data that is appended moves none.
+worker's name; the worker with the highest score owns the slice. A worker that joins takes about 1 / W of the slices
+evenly from all others; the slices of one that leaves are spread over all; no other slice moves, and appended data
+moves none.
 
 Pure hashing is uneven: with n slices a worker, shares differ by some 1 / sqrt(n). `slack` bounds that: no worker
-owns more than (1 + slack) times the mean, rounded up to a whole slice. A slice whose first choice is full goes to its
-next, those with the highest scores first; then a few slices more move. Measured (`python -m benchmarks.homes`):
+owns more than (1 + slack) times the mean, rounded up to a whole slice. A slice whose best worker is full goes to
+its next best, in descending order of score; a few more slices then move. Measured (`python -m benchmarks.rendezvous`):
 docs/sharding.md.
 
 Sources: Thaler and Ravishankar 1998 (highest random weight); Mirrokni, Thorup and Zadimoghaddam 2018 (bounded loads);
@@ -28,29 +29,29 @@ U64 = NDArray[np.uint64]
 _BLOCK = 1 << 20  # Scores at once: 8 MiB.
 
 
-def homes_of(hashes: NDArray[np.uint8], workers: Sequence[str], slack: float | None = None) -> I64:
+def assign_owners(hashes: NDArray[np.uint8], workers: Sequence[str], slack: float | None = None) -> I64:
     """The worker that owns each slice, int64 [S], values in [0, W). A pure function of its arguments.
 
-    `hashes` are uint8 [S, 32], the slices' sha256; equal ones have one home. Of `workers` the names decide, not their
-    places; each comes once. `slack` is from 0; None for no bound.
+    `hashes` are uint8 [S, 32], the slices' sha256; equal hashes have the same owner. The names of `workers`
+    decide, not their order; each name occurs once. `slack` is at least 0; None for no bound.
 
-    Cost: O(S W), 10 ns a pair; memory O(S + W), with slack O(W) for each slice that is turned away.
+    Cost: O(S W), 10 ns a pair; memory O(S + W), with slack O(W) for each slice that is rejected.
     """
     if not workers or len(set(workers)) != len(workers):
-        raise UsageError(f"homes: expected names of workers, each once, got {list(workers)[:8]}.")
+        raise UsageError(f"rendezvous: expected distinct names of workers, got {list(workers)[:8]}.")
     if slack is not None and not 0 <= slack < math.inf:
-        raise UsageError(f"homes: expected slack from 0, got {slack!r}.")
+        raise UsageError(f"rendezvous: expected slack >= 0, got {slack!r}.")
     words, back = np.unique(np.ascontiguousarray(hashes[:, :8]).view("<u8").reshape(-1), return_inverse=True)
     keys = [derive_key(0, "home", name) for name in workers]
-    homes, scores = _best(words, keys, None)
+    owners, scores = _best(words, keys, None)
     if slack is not None:
-        _bound(words, keys, homes, scores, math.ceil((1 + slack) * len(words) / len(keys)))
-    return homes[back]
+        _bound(words, keys, owners, scores, math.ceil((1 + slack) * len(words) / len(keys)))
+    return owners[back]
 
 
 def _best(words: U64, keys: Sequence[bytes], below: U64 | None) -> tuple[I64, U64]:
-    """For each slice the worker of the highest score (below a bound), and that score; 0 where none is left."""
-    homes, best = np.full(len(words), -1, np.int64), np.zeros(len(words), np.uint64)
+    """For each slice the worker of the highest score (below a bound), and that score; 0 where no worker remains."""
+    owners, best = np.full(len(words), -1, np.int64), np.zeros(len(words), np.uint64)
     for start in range(0, len(words), _BLOCK):
         part = slice(start, start + _BLOCK)
         for index, key in enumerate(keys):
@@ -58,17 +59,17 @@ def _best(words: U64, keys: Sequence[bytes], below: U64 | None) -> tuple[I64, U6
             wins = scores > best[part]
             if below is not None:
                 wins &= scores < below[part]
-            homes[part][wins], best[part][wins] = index, scores[wins]
-    return homes, best
+            owners[part][wins], best[part][wins] = index, scores[wins]
+    return owners, best
 
 
-def _bound(words: U64, keys: Sequence[bytes], homes: I64, scores: U64, most: int) -> None:
-    """Deferred acceptance in place: workers beyond `most` turn away their lowest scores, who ask the next."""
+def _bound(words: U64, keys: Sequence[bytes], owners: I64, scores: U64, max_slices: int) -> None:
+    """Deferred acceptance, in place: a worker with more than `max_slices` rejects those of the lowest scores."""
     while True:
-        turn = np.lexsort((scores, homes))[::-1]  # By worker, highest score first.
-        of = homes[turn]
-        place = np.arange(len(of)) - np.searchsorted(-of, -of, side="left")
-        away = turn[place >= most]
-        if not len(away):
+        turn = np.lexsort((scores, owners))[::-1]  # By worker, highest score first.
+        owner_of = owners[turn]
+        rank_of_slice = np.arange(len(owner_of)) - np.searchsorted(-owner_of, -owner_of, side="left")
+        rejected = turn[rank_of_slice >= max_slices]
+        if not len(rejected):
             return
-        homes[away], scores[away] = _best(words[away], keys, scores[away])
+        owners[rejected], scores[rejected] = _best(words[rejected], keys, scores[rejected])

@@ -1,11 +1,10 @@
 """A run: which samples of which datasets a rank takes at each run step, over epochs, batch sizes and mixtures.
 
-Hides: where epochs end, what a change of the global batch does to them, and how a mixture's places are found.
-A run step is the number of global batches since the run began. Everything is computed from the step asked
-for, so that a run is resumed, or looked into ahead, at any step and on any world size; nothing here has a state.
+A run step is the number of global batches since the run began. Everything is computed from the requested step, without
+state: a run can be resumed, or computed in advance, at any step and for any world size.
 
-One dataset: a batch never crosses an epoch's end. A mixture: no epochs of its own; each source begins again,
-in another order, whenever it is used up, and a batch may hold the end of one of its epochs and the start of the next.
+One dataset: a batch never crosses the end of an epoch. A mixture has no epochs of its own: each source starts over, in
+another order, when it is used up, and a batch may contain the end of one of its epochs and the start of the next.
 """
 
 from collections.abc import Sequence
@@ -17,9 +16,9 @@ from numpy.typing import NDArray
 from forebay.errors import UsageError
 from forebay.order.mixture import Mixture, Weights
 from forebay.order.plan import Order, part_of
-from forebay.order.step_index import BatchSizes, Calendar, Place, Segment, check_range
+from forebay.order.step_index import BatchSizes, RunProgress, Segment, StepIndex, check_range
 
-__all__ = ["BatchSizes", "OwnedRun", "Place", "Run", "Steps", "Weights"]
+__all__ = ["BatchSizes", "OwnedRun", "Run", "RunProgress", "Steps", "Weights"]
 
 I64 = NDArray[np.int64]
 
@@ -41,8 +40,8 @@ class Run:
     """The samples of a run, by run step. Safe to share between threads.
 
     `orders` are made with the largest batch size as global batch. `weights` of the datasets are None for a single one
-    in epochs. `epochs` and `num_steps` limit the run; None for no limit. A mixture ends by num_steps alone; others may
-    `drop_last`: leave out the batch that an epoch's end would make short.
+    in epochs. `epochs` and `num_steps` limit the run; None for no limit. A mixture ends by num_steps alone. With
+    `drop_last` the short last batch of each epoch is left out.
     """
 
     def __init__(
@@ -59,70 +58,70 @@ class Run:
         self.batches = batches
         self.weights = weights
         if len(self.orders) != (1 if weights is None else weights.num_sources):
-            known = "no weights" if weights is None else f"weights of {weights.num_sources}"
-            raise UsageError(f"run: expected weights for each of {len(self.orders)} datasets, got {known}.")
+            actual = "no weights" if weights is None else f"weights of {weights.num_sources}"
+            raise UsageError(f"run: expected weights for each of {len(self.orders)} datasets, got {actual}.")
         self._num_slices = np.array([len(order.samples_per_slice) for order in self.orders], np.int64)
         self._num_samples = np.array([order.num_samples for order in self.orders], np.int64)
         num_samples = self.orders[0].num_samples if weights is None else None
-        self._calendar = Calendar(batches, num_samples, epochs=epochs, num_steps=num_steps, drop_last=drop_last)
+        self._step_index = StepIndex(batches, num_samples, epochs=epochs, num_steps=num_steps, drop_last=drop_last)
         self._mixture = None if weights is None else self._mix(weights)
 
     @property
     def num_steps(self) -> int | None:
         """Run steps in all, the same for every rank. None: no end."""
-        return self._calendar.num_steps
+        return self._step_index.num_steps
 
     @property
     def steps_per_epoch(self) -> int:
         """Of the first dataset, with the largest batches."""
         return self.orders[0].steps_per_epoch
 
-    def place(self, step: int) -> Place:
-        """Where the run stands before a step in [0, num_steps]. As `Calendar.place`."""
-        return self._calendar.place(step)
+    def progress(self, step: int) -> RunProgress:
+        """Epoch and samples taken before a step in [0, num_steps]. See `StepIndex.progress`."""
+        return self._step_index.progress(step)
 
     def step_of(self, epoch: int, samples_taken: int) -> int:
-        """The run step that begins at a place. As `Calendar.step_of`: UsageError if none does."""
-        return self._calendar.step_of(epoch, samples_taken)
+        """The run step that begins there. See `StepIndex.step_of`."""
+        return self._step_index.step_of(epoch, samples_taken)
 
     def epoch_of(self, step: int, source: int) -> tuple[int | None, int | None]:
-        """Which time a dataset is being read at a run step, and the step at which that epoch ends; None where unknown.
+        """The epoch of a dataset at a run step, and the step at which that epoch ends; None where unknown.
 
-        Of a mixture's dataset no end is known, nor the epoch at a step that reads nothing of it, or of two epochs.
+        For a mixture the end is unknown; so is the epoch at a step that reads nothing of the dataset, or two epochs.
         """
         if self.num_steps is not None and step >= self.num_steps:
             return None, None
         if self._mixture is None:
-            epoch = self.place(step).epoch
+            epoch = self.progress(step).epoch
             try:
                 return epoch, self.step_of(epoch + 1, 0)
             except UsageError:
                 return epoch, self.num_steps  # The last epoch.
-        taken = self.place(step).samples_taken
-        sources, positions = self._mixture.at(taken, taken + int(self.batch_lens(step, step + 1)[0]))
+        taken = self.progress(step).samples_taken
+        sources, positions = self._mixture.locate(taken, taken + int(self.batch_lens(step, step + 1)[0]))
         epochs = np.unique(positions[sources == source] // self._num_samples[source])
         return (int(epochs[0]) if len(epochs) == 1 else None), None
 
-    def places(self, start: int, stop: int) -> tuple[I64, I64, I64]:
-        """`place` of each step in [start, stop): (epochs, steps in their epoch, samples taken), each int64 [n]."""
-        found: list[I64] = [np.empty((3, 0), np.int64)]
+    def progress_table(self, start: int, stop: int) -> tuple[I64, I64, I64]:
+        """`progress` of each step in [start, stop): (epochs, steps in their epoch, samples taken), each int64 [n]."""
+        parts: list[I64] = [np.empty((3, 0), np.int64)]
         for segment in self._segments(start, stop):
             turn = np.arange(segment.num_steps, dtype=np.int64)
-            at = segment.place
-            epochs = np.full_like(turn, at.epoch)
-            found.append(np.stack([epochs, at.step_in_epoch + turn, at.samples_taken + segment.size * turn]))
-        epochs, steps, taken = np.concatenate(found, axis=1)
+            before = segment.before
+            epochs = np.full_like(turn, before.epoch)
+            parts.append(np.stack([epochs, before.step_in_epoch + turn, before.samples_taken + segment.size * turn]))
+        epochs, steps, taken = np.concatenate(parts, axis=1)
         return epochs, steps, taken
 
     def batch_lens(self, start: int, stop: int) -> I64:
         """Samples of all ranks in each step of [start, stop), int64 [n]."""
-        found = [np.full(segment.num_steps, segment.size, np.int64) for segment in self._segments(start, stop)]
-        return _joined(found)
+        sizes = [np.full(segment.num_steps, segment.size, np.int64) for segment in self._segments(start, stop)]
+        return _joined(sizes)
 
     def steps(self, start: int, stop: int, rank: int, world_size: int) -> Steps:
-        """A rank's samples of run steps [start, stop). Ask for some thousand samples at once: far cheaper each.
+        """A rank's samples of run steps [start, stop). Cheapest for some thousand samples at once.
 
-        The ranks' parts of a step, one after another, are its global batch, which no world size changes.
+        Concatenated by rank, the parts of a step are its global batch, which does not depend on the world size.
         """
         segments = self._segments(start, stop)
         lengths = [np.zeros(1, np.int64)]
@@ -143,23 +142,23 @@ class Run:
         fresh = np.flatnonzero(np.diff(use, prepend=-1))  # Neighbours in a batch are mostly of one lane and slice.
         first = np.zeros(len(fresh), bool)
         first[np.unique(use[fresh], return_index=True)[1]] = True
-        kept = fresh[first]
-        return steps.take(kept) + start, read.sources.take(kept), read.slices.take(kept)
+        rows = fresh[first]
+        return steps.take(rows) + start, read.sources.take(rows), read.slices.take(rows)
 
     def _segments(self, start: int, stop: int) -> list[Segment]:
         check_range(start, stop, self.num_steps)
-        return list(self._calendar.segments(start, stop))
+        return list(self._step_index.segments(start, stop))
 
     def _single(self, segments: Sequence[Segment], rank: int, world_size: int) -> tuple[I64, I64, I64]:
         order, slices, samples = self.orders[0], [], []
         for segment in segments:
-            at = segment.place
-            positions = order.shares_of(at.samples_taken, segment.size, segment.num_steps, rank, world_size)
-            of_segment = order.places_at(at.epoch, positions.reshape(-1))
+            before = segment.before
+            positions = order.shares_of(before.samples_taken, segment.size, segment.num_steps, rank, world_size)
+            of_segment = order.samples_at(before.epoch, positions.reshape(-1))
             slices.append(of_segment[0])
             samples.append(of_segment[1])
-        found = _joined(slices)
-        return np.zeros_like(found), found, _joined(samples)
+        all_slices = _joined(slices)
+        return np.zeros_like(all_slices), all_slices, _joined(samples)
 
     def _mixed(self, segments: Sequence[Segment], rank: int, world_size: int) -> tuple[I64, I64, I64]:
         assert self._mixture is not None
@@ -169,8 +168,8 @@ class Run:
             low, high = part_of(size, rank, world_size)
             for step in range(0, segment.num_steps, per_block):
                 count = min(per_block, segment.num_steps - step)
-                taken = segment.place.samples_taken + step * size
-                of_batches, positions = self._mixture.at(taken, taken + count * size)
+                taken = segment.before.samples_taken + step * size
+                of_batches, positions = self._mixture.locate(taken, taken + count * size)
                 turn = np.argsort(self._lane_keys(of_batches, positions).reshape(count, size), axis=1, kind="stable")
                 chosen = (turn[:, low:high] + size * np.arange(count, dtype=np.int64)[:, None]).reshape(-1)
                 all_sources.append(of_batches[chosen])
@@ -184,11 +183,11 @@ class Run:
             epochs, within = np.divmod(positions[mine], order.num_samples)
             for epoch in range(int(epochs.min()), int(epochs.max()) + 1):
                 of_epoch = np.flatnonzero(epochs == epoch)
-                slices[mine[of_epoch]], samples[mine[of_epoch]] = order.places_at(epoch, within[of_epoch])
+                slices[mine[of_epoch]], samples[mine[of_epoch]] = order.samples_at(epoch, within[of_epoch])
         return sources, slices, samples
 
     def _lane_keys(self, sources: I64, positions: I64) -> NDArray[np.uint16] | I64:
-        """Keys that sort as (source, lane) do. In 16 bits where those suffice: they are sorted by radix."""
+        """Keys that sort like (source, lane); 16 bits where they suffice, as NumPy sorts those by radix."""
         lanes = np.array([order.num_lanes if order.shuffle else 1 for order in self.orders], np.int64)
         bases = np.cumsum(lanes) - lanes
         keys: I64 = positions % self._num_samples[sources] % lanes[sources] + bases[sources]
@@ -202,18 +201,18 @@ class Run:
                 )
         last = self.num_steps
         reached = [step for step, _ in weights.changes if last is None or step < last]
-        return Mixture(weights.quotas[: len(reached)], [self.place(step).samples_taken for step in reached])
+        return Mixture(weights.quotas[: len(reached)], [self.progress(step).samples_taken for step in reached])
 
 
 class OwnedRun(Run):
-    """As `Run`, for one rank that has slices of its own, the same in all epochs: hash sharding.
+    """A `Run` for one rank that owns slices, the same in all epochs: hash sharding.
 
-    Ranks that own unequal numbers of samples take equally many steps: of an epoch's S steps a rank takes its samples
-    evenly, so its batches differ by at most one sample, and no rank's is larger than `batch_size`. What a rank reads
-    depends on who else is in the world. Rank and world size of the methods are unused.
+    Ranks that own unequal numbers of samples take equally many steps: a rank spreads its samples evenly over an epoch's
+    S steps, so its batches differ by at most one sample and are at most `batch_size`. The samples of a rank depend on
+    the other ranks. The arguments rank and world_size of the methods are unused.
 
-    `order` is of this rank's samples: slices of others count 0. `num_samples` of every rank, int64 [W], fix the steps
-    of an epoch.
+    `order` has this rank's samples: slices of others count 0. `num_samples` of every rank, int64 [W], determine the
+    steps of an epoch.
     """
 
     def __init__(
@@ -241,25 +240,25 @@ class OwnedRun(Run):
         """The same for every rank."""
         return self._per_epoch
 
-    def place(self, step: int) -> Place:
-        """Where this rank stands before a step; samples are its own."""
+    def progress(self, step: int) -> RunProgress:
+        """As `Run.progress`; samples_taken counts this rank's."""
         check_range(step, step, self._end)
         epoch, within = divmod(step, self._per_epoch)
-        return Place(epoch, within, self._taken(within))
+        return RunProgress(epoch, within, self._taken(within))
 
     def step_of(self, epoch: int, samples_taken: int) -> int:
-        """The first step before which this rank stands at a place. UsageError if none does."""
+        """As `Run.step_of`: the first such step."""
         within = -(-samples_taken * self._per_epoch // self.orders[0].num_samples)
         step = epoch * self._per_epoch + within
         past = self._end is not None and step > self._end
         if min(epoch, samples_taken) < 0 or within > self._per_epoch or self._taken(within) != samples_taken or past:
             raise UsageError(
-                f"run: expected a place at which a step begins, got epoch {epoch}, {samples_taken} samples taken."
+                f"run: expected a position at which a step begins, got epoch {epoch}, {samples_taken} samples taken."
             )
         return step
 
-    def places(self, start: int, stop: int) -> tuple[I64, I64, I64]:
-        """As `Run.places`."""
+    def progress_table(self, start: int, stop: int) -> tuple[I64, I64, I64]:
+        """As `Run.progress_table`."""
         check_range(start, stop, self._end)
         epochs, within = np.divmod(np.arange(start, stop, dtype=np.int64), self._per_epoch)
         return epochs, within, within * self.orders[0].num_samples // self._per_epoch
@@ -283,7 +282,7 @@ class OwnedRun(Run):
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
             low, high = np.clip(taken[[0, -1]] - epoch * num_samples, 0, num_samples).tolist()
             into = slice(epoch * num_samples + low - int(taken[0]), epoch * num_samples + high - int(taken[0]))
-            slices[into], samples[into] = order.places_at(epoch, np.arange(low, high, dtype=np.int64))
+            slices[into], samples[into] = order.samples_at(epoch, np.arange(low, high, dtype=np.int64))
         return Steps(start, taken - taken[0], np.zeros_like(slices), slices, samples)
 
     def _taken(self, within: int) -> int:

@@ -1,8 +1,8 @@
-"""Which shard and which of its samples a window of a run reads: pure, so that whoever checks a miner can replay it.
+"""Which shard and which of its samples a window of a run reads: a pure function, so that a validator can replay it.
 
 Two samplers. `compat` draws as Templar's does: NumPy's `default_rng(seed32).choice` without replacement, which may
-repeat over windows, never sees some samples, and is the stream of one NumPy: tests/golden pins it, NumPy does not
-promise it. `forebay` walks a keyed bijection of our own: no sample twice before all were read once.
+repeat samples over windows, may miss some, and depends on NumPy's stream (pinned by tests/golden, not promised by
+NumPy). `forebay` uses a keyed bijection: no sample is read twice before all were read once.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ def shard_of_step(
 
     Args:
         step: From 0, over the whole run, whenever it was resumed.
-        num_shards: After the last comes the first again.
-        reset_step: From here on it begins with shard 0 anew.
+        num_shards: The first follows the last.
+        reset_step: From here on it begins with shard 0 again.
         remap: Shards that are replaced, by index: {7: 13}.
 
     Raises:
@@ -44,7 +44,7 @@ def shard_of_step(
 
 
 def shard_turn(step: int, steps_per_shard: int = STEPS_PER_SHARD, reset_step: int | None = None) -> tuple[int, int]:
-    """(how many shards were used up since the beginning or the reset, the first step of this one)."""
+    """(number of shards used up since the beginning or the reset, first step of the current one)."""
     if step < 0 or steps_per_shard < 1 or (reset_step is not None and reset_step < 0):
         raise UsageError(f"shards: expected step >= 0 and steps_per_shard >= 1, got {step=}, {steps_per_shard=}.")
     base = reset_step if reset_step is not None and step >= reset_step else 0
@@ -76,11 +76,11 @@ def window_sample_ids(
     seed: int = 42,
     first_window: int = 0,
 ) -> NDArray[np.int64]:
-    """Where in a shard the samples of one window stand, for one rank.
+    """The samples of one window within a shard, for one rank.
 
     Args:
-        uid: Whose window it is.
-        window: Its number.
+        uid: The miner's number.
+        window: The window's number.
         dataset_len: Samples of the shard.
         steps, batch: The window is `steps` global batches of `batch` samples.
         rank, world: This rank takes every world-th, from the rank-th on.
@@ -125,9 +125,9 @@ def window_sample_ids(
 
 
 def receipt(sample_ids: NDArray[np.uint64]) -> tuple[str, int]:
-    """What proves which samples were used: the 128-bit BLAKE2b of their sorted ids (hex), and their count.
+    """A digest of the samples used: the 128-bit BLAKE2b of their sorted ids (hex), and their count.
 
-    The order in which they were read does not matter; ids that repeat count as often.
+    Independent of the order in which they were read; repeated ids count repeatedly.
     """
     ids = np.sort(np.asarray(sample_ids, "<u8"))
     return hashlib.blake2b(ids.tobytes(), digest_size=16).hexdigest(), len(ids)

@@ -1,7 +1,7 @@
-"""Run steps, epochs and batch sizes: where a run stands before each of its steps.
+"""Run steps, epochs and batch sizes: the epoch and the samples taken before each step of a run.
 
-Hides: where epochs end, and what a change of the global batch in the middle of one does to its steps. A calendar is as
-long as the list of changes, however long the run, and answers for any step at once.
+Handles the ends of epochs and changes of the global batch within an epoch. Memory and time depend on the number of
+changes, not on the length of the run.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class BatchSizes:
         return max(size for _, size in self.changes)
 
     def before(self, step: int) -> tuple[tuple[int, int], ...]:
-        """The changes that begin before a run step: what the samples until then depend on."""
+        """The changes that begin before a run step: the samples of earlier steps depend on no others."""
         return tuple(change for change in self.changes if change[0] < step)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a run stands before a run step. In a mixture the epoch is 0, and counts go from the run's start."""
+class RunProgress:
+    """The progress of a run before a run step. In a mixture the epoch is 0, and counts begin at the run's start."""
 
     epoch: int
     step_in_epoch: int
@@ -57,12 +57,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Segment:
-    """Run steps one after another, of one epoch and of batches of one size."""
+    """Consecutive run steps of one epoch with batches of one size."""
 
     first: int
     num_steps: int
-    size: int  # Samples of each global batch, as it is: an epoch's short last one is a segment of its own.
-    place: Place  # Before `first`.
+    size: int  # Samples of each global batch; an epoch's short last batch is a segment of its own.
+    before: RunProgress  # Before `first`.
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,19 @@ class _Stretch:
 
     first: int
     size: int
-    place: Place  # Before `first`.
-    left: int  # Steps to the end of place.epoch, if the stretch goes on for so long.
+    before: RunProgress  # Before `first`.
+    steps_left: int  # Steps to the end of `before.epoch`, if the stretch is that long.
     per_epoch: int  # Steps of each later epoch.
 
 
-class Calendar:
-    """The places of a run's steps. Immutable.
+class StepIndex:
+    """From run steps to epochs and samples, and back. Immutable.
 
-    An epoch has `num_samples`; None for a single epoch without end. `epochs` and `num_steps` limit the run; None for no
-    limit. `drop_last` leaves out the batch that an epoch's end would make short.
+    Args:
+        batches: The global batch sizes.
+        num_samples: Of an epoch; None for a single epoch without end.
+        epochs, num_steps: Limits of the run; None for no limit.
+        drop_last: Leave out the short last batch of an epoch.
     """
 
     def __init__(
@@ -101,80 +104,80 @@ class Calendar:
         self._firsts: list[int] = []
         self.num_steps: int | None = self._build(None if num_samples is None else epochs, num_steps)  # None: no end.
 
-    def place(self, step: int) -> Place:
-        """Where the run stands before a step in [0, num_steps]: at an epoch's start, never at the end of the last."""
+    def progress(self, step: int) -> RunProgress:
+        """The progress before a step in [0, num_steps]: at an epoch's start, never at the end of the one before."""
         check_range(step, step, self.num_steps)
-        return self._place(step)
+        return self._progress(step)
 
     def step_of(self, epoch: int, samples_taken: int) -> int:
-        """The step before which the run stands at a place: undoes `place`. UsageError if no step begins there."""
+        """The inverse of `progress`. Raises UsageError if no step begins there."""
         for i, stretch in enumerate(self._stretches):
-            at = stretch.place
-            if epoch == at.epoch:
-                steps, rest = divmod(samples_taken - at.samples_taken, stretch.size)
-                fits = rest == 0 and (0 <= steps < stretch.left or steps == 0)
+            before = stretch.before
+            if epoch == before.epoch:
+                steps, rest = divmod(samples_taken - before.samples_taken, stretch.size)
+                fits = rest == 0 and (0 <= steps < stretch.steps_left or steps == 0)
             else:
                 steps, rest = divmod(samples_taken, stretch.size)
-                fits = rest == 0 and epoch > at.epoch and (0 <= steps < stretch.per_epoch or steps == 0)
-                steps += stretch.left + (epoch - at.epoch - 1) * stretch.per_epoch
+                fits = rest == 0 and epoch > before.epoch and (0 <= steps < stretch.per_epoch or steps == 0)
+                steps += stretch.steps_left + (epoch - before.epoch - 1) * stretch.per_epoch
             step = stretch.first + steps
-            # A change of size may end an epoch at once: the place before it counts too, and is the same step.
+            # A change of size may end an epoch at once: the position before it counts too, and is the same step.
             if fits and all(limit is None or step <= limit for limit in (self._stop(i), self.num_steps)):
                 return step
         raise UsageError(
-            f"run: expected a place at which a step begins, got epoch {epoch}, {samples_taken} samples taken "
+            f"run: expected a position at which a step begins, got epoch {epoch}, {samples_taken} samples taken "
             f"(batch sizes by step: {list(self.batches.changes)})."
         )
 
     def segments(self, start: int, stop: int) -> Iterator[Segment]:
-        """Steps [start, stop), within [0, num_steps], in order, as few segments as there can be."""
+        """Steps [start, stop), within [0, num_steps], in order, in as few segments as possible."""
         while start < stop:
             i = self._index(start)
-            size, place = self._stretches[i].size, self._place(start)
+            size, before = self._stretches[i].size, self._progress(start)
             count = min(stop, self._stop(i) or stop) - start
             if self._num_samples is not None:
-                rest = self._num_samples - place.samples_taken
+                rest = self._num_samples - before.samples_taken
                 size = min(size, rest)
                 count = min(count, rest // size)
-            yield Segment(start, count, size, place)
+            yield Segment(start, count, size, before)
             start += count
 
     def _build(self, epochs: int | None, limit: int | None) -> int | None:
-        """Fills in the stretches that the run reaches. Returns its number of steps."""
+        """Fill in the stretches that the run reaches; return its number of steps."""
         for i, (first, size) in enumerate(self.batches.changes):
             if limit is not None and first >= limit:
                 break
-            place = self._place(first) if i else Place(0, 0, 0)
-            per_epoch, left = self._steps_in(0, size), self._steps_in(place.samples_taken, size)
-            if left == 0:
-                place, left = Place(place.epoch + 1, 0, 0), per_epoch
-            if left == 0 and (i == 0 or epochs is None or place.epoch < epochs):
+            before = self._progress(first) if i else RunProgress(0, 0, 0)
+            per_epoch, steps_left = self._steps_in(0, size), self._steps_in(before.samples_taken, size)
+            if steps_left == 0:
+                before, steps_left = RunProgress(before.epoch + 1, 0, 0), per_epoch
+            if steps_left == 0 and (i == 0 or epochs is None or before.epoch < epochs):
                 raise UsageError(
                     f"run: expected at least one batch an epoch, got {self._num_samples} samples for a global batch "
                     f"of {size} (from step {first}). Ask for shorter samples or smaller batches."
                 )
-            self._stretches.append(_Stretch(first, size, place, left, per_epoch))
+            self._stretches.append(_Stretch(first, size, before, steps_left, per_epoch))
             self._firsts.append(first)
             if epochs is not None:
-                end = first + left + (epochs - 1 - place.epoch) * per_epoch
+                end = first + steps_left + (epochs - 1 - before.epoch) * per_epoch
                 if i + 1 == len(self.batches.changes) or end <= self.batches.changes[i + 1][0]:
                     return end if limit is None else min(end, limit)
         return limit
 
     def _steps_in(self, taken: int, size: int) -> int:
-        """Steps from a place of an epoch to its end."""
+        """Steps from a position of an epoch to its end."""
         if self._num_samples is None:
             return _NO_END
         rest = self._num_samples - taken
         return rest // size if self._drop_last else -(-rest // size)
 
-    def _place(self, step: int) -> Place:
+    def _progress(self, step: int) -> RunProgress:
         stretch = self._stretches[self._index(step)]
-        at, steps = stretch.place, step - stretch.first
-        if steps < stretch.left:
-            return Place(at.epoch, at.step_in_epoch + steps, at.samples_taken + steps * stretch.size)
-        epochs, steps = divmod(steps - stretch.left, max(1, stretch.per_epoch))
-        return Place(at.epoch + 1 + epochs, steps, steps * stretch.size)
+        before, steps = stretch.before, step - stretch.first
+        if steps < stretch.steps_left:
+            return RunProgress(before.epoch, before.step_in_epoch + steps, before.samples_taken + steps * stretch.size)
+        epochs, steps = divmod(steps - stretch.steps_left, max(1, stretch.per_epoch))
+        return RunProgress(before.epoch + 1 + epochs, steps, steps * stretch.size)
 
     def _index(self, step: int) -> int:
         return bisect_right(self._firsts, step) - 1
@@ -183,10 +186,10 @@ class Calendar:
         return self._firsts[index + 1] if index + 1 < len(self._firsts) else None
 
 
-def check_integer(what: str, value: Any, least: int) -> None:
+def check_integer(what: str, value: Any, minimum: int) -> None:
     """Raises UsageError unless a value is None or an integer from `least`."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least):
-        raise UsageError(f"{what}: expected an integer from {least}, got {value!r}.")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < minimum):
+        raise UsageError(f"{what}: expected an integer from {minimum}, got {value!r}.")
 
 
 def check_rising(what: str, steps: Sequence[int]) -> None:

@@ -1,11 +1,11 @@
-"""Which slices a node's windows keep open, and when: what a cache must hold, told before a run starts.
+"""Which slices a node has open, and when: the cache that a run needs, computed before it starts.
 
-Computed per window and not per sample, so that 15 trillion tokens take as long as their table of slices: a window of
-a lane is read from the step of its first sample to that of its last, and opens all slices that its samples lie in.
-Within a window a slice may be read a little later for the first time, or earlier for the last, than its span says:
-spans are what a cache is to be made for, never less than what is read.
+Computed per window instead of per sample, so that the time depends on the number of slices, not of tokens: a window of
+a lane is open from the step of its first sample to that of its last, with all slices that contain its samples. Within a
+window a slice may be read for the first time a little after its span begins, or for the last time a little before it
+ends: spans are an upper bound of what is read.
 
-What it costs: about 0.5 us a slice and epoch (250 000 slices: 0.2 s), 100 bytes a span.
+Costs: about 0.5 us a slice and epoch (250 000 slices: 0.2 s), 100 bytes a span.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from forebay.order.epoch import Lanes
 from forebay.order.plan import Order, part_of
 
 I64 = NDArray[np.int64]
-_Found = tuple[I64, I64, I64]  # Slices, first steps, last steps.
+_Columns = tuple[I64, I64, I64]  # Slices, first steps, last steps.
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Spans:
     first: I64  # [K], steps
     last: I64  # [K], steps, inclusive
     num_steps: int  # of all epochs looked at
-    exact: bool  # every slice of a span is read in it; else other nodes, which share its lanes, may read all of one
+    exact: bool  # whether the node reads every slice of a span; if not, nodes that share its lanes may read all of one
 
-    def ahead(self, num_steps: int) -> Spans:
-        """The spans as they are if each slice is there so many steps before it is needed."""
+    def prefetched(self, num_steps: int) -> Spans:
+        """The spans if each slice is fetched so many steps before it is needed."""
         first = np.maximum(0, self.first - num_steps)
         return Spans(*_merged(self.slices, first, self.last), self.num_steps, self.exact)
 
     def once(self) -> Spans:
-        """One span for each slice, from its first use to its last: what it takes to fetch none twice."""
+        """One span for each slice, from its first use to its last: cached for so long, none is fetched twice."""
         order = np.lexsort((self.first, self.slices))
         slices, first, last = self.slices[order], self.first[order], self.last[order]
         starts = np.flatnonzero(np.diff(slices, prepend=-1))
@@ -56,15 +56,15 @@ class Spans:
         weight = weights[self.slices]
         by_last = np.argsort(self.last, kind="stable")
         ended = np.concatenate([[0], np.cumsum(weight[by_last])])
-        begun = np.cumsum(weight)
-        # The last span that begins at a step has the sum of all that do, so that no sum of a part is the largest.
-        held = begun - ended[np.searchsorted(self.last[by_last], self.first, side="left")]
-        most = int(held.max())
-        return most, int(self.first[int(held.argmax())])
+        opened = np.cumsum(weight)
+        # The last span that begins at a step has the sum of all that begin there.
+        open_weight = opened - ended[np.searchsorted(self.last[by_last], self.first, side="left")]
+        peak = int(open_weight.max())
+        return peak, int(self.first[int(open_weight.argmax())])
 
 
 def window_steps(order: Order) -> int:
-    """Steps that a window of a lane lasts, rounded up: after so many, the next windows are open."""
+    """Steps that a window of a lane lasts, rounded up."""
     if not order.shuffle:
         return 1
     return -(-min(order.window_samples * order.num_lanes, max(1, order.num_samples)) // order.global_batch)
@@ -80,15 +80,15 @@ def node_spans(
             f"node: expected 0 <= start < stop <= {world_size} and epochs from 0, got ranks {ranks}, epochs "
             f"{first_epoch} to {first_epoch + epochs - 1}."
         )
-    parts: list[_Found] = []
+    parts: list[_Columns] = []
     exact = True
     for turn in range(epochs):
-        found, whole = _shuffled(order, first_epoch + turn, ranks, world_size) if order.shuffle else _plain(
+        columns, is_exact = _shuffled(order, first_epoch + turn, ranks, world_size) if order.shuffle else _plain(
             order, ranks, world_size
         )  # fmt: skip
         offset = turn * order.steps_per_epoch
-        parts.append((found[0], found[1] + offset, found[2] + offset))
-        exact &= whole
+        parts.append((columns[0], columns[1] + offset, columns[2] + offset))
+        exact &= is_exact
     slices, first, last = (np.concatenate(columns) for columns in zip(*parts))
     return Spans(*_merged(slices, first, last), epochs * order.steps_per_epoch, exact)
 
@@ -96,9 +96,9 @@ def node_spans(
 def lanes_of(
     order: Order, ranks: tuple[int, int], world_size: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], bool]:
-    """Lanes that a node reads in full batches, and in an epoch's short last one, bool [C] each; whether it alone does.
+    """Lanes that a node reads in full batches, and in an epoch's short last one, bool [C] each; whether no other does.
 
-    Nodes for which these agree have the same spans.
+    Nodes with equal results have the same spans.
     """
     num_lanes, size = order.num_lanes, order.global_batch
     full, rest = divmod(order.num_samples, size)
@@ -124,67 +124,67 @@ def _shares(first: int, size: int, num_lanes: int, ranks: tuple[int, int], world
     turns, more = divmod(size, num_lanes)
     of_lane = np.full(num_lanes, turns, np.int64)
     of_lane[(first + np.arange(more)) % num_lanes] += 1
-    ends = np.cumsum(of_lane)
-    return np.maximum(0, np.minimum(ends, high) - np.maximum(ends - of_lane, low)), of_lane
+    stops = np.cumsum(of_lane)
+    return np.maximum(0, np.minimum(stops, high) - np.maximum(stops - of_lane, low)), of_lane
 
 
-def _shuffled(order: Order, epoch: int, ranks: tuple[int, int], world_size: int) -> tuple[_Found, bool]:
-    one = order.epoch_at(epoch)
+def _shuffled(order: Order, epoch: int, ranks: tuple[int, int], world_size: int) -> tuple[_Columns, bool]:
+    tables = order.epoch_at(epoch)
     touched, at_end, exact = lanes_of(order, ranks, world_size)
     num_steps, size = order.steps_per_epoch, order.global_batch
-    lane, low, high = _windows(one.lanes, np.flatnonzero(touched | at_end))
-    # Sample j of lane l is read at position (what the head took of the lane's turns + j) * C + l.
-    before = one.lanes.in_head(lane)
+    lane, low, high = _windows(tables.lanes, np.flatnonzero(touched | at_end))
+    # Sample j of lane l is read at position (number of the lane's positions in the head + j) * C + l.
+    before = tables.lanes.in_head(lane)
     first = ((before + low) * order.num_lanes + lane) // size
     last = ((before + high - 1) * order.num_lanes + lane) // size
     first = np.where(touched[lane], first, np.maximum(first, num_steps - 1))
-    kept = (first < num_steps) & (first <= last)
-    lane, low, high, first, last = (column[kept] for column in (lane, low, high, first, last))
-    start = one.lanes.start(lane)
-    places, of_window = one.places_under(start + low, start + high)
-    slices, first, last = one.slices[places], first[of_window], np.minimum(last[of_window], num_steps - 1)
-    head = one.lanes.head
+    is_read = (first < num_steps) & (first <= last)
+    lane, low, high, first, last = (column[is_read] for column in (lane, low, high, first, last))
+    start = tables.lanes.start(lane)
+    places, of_window = tables.places_under(start + low, start + high)
+    slices, first, last = tables.slices[places], first[of_window], np.minimum(last[of_window], num_steps - 1)
+    head = tables.lanes.head
     if head and (touched.any() or at_end.any()):
-        slices = np.append(slices, one.slices[0])
+        slices = np.append(slices, tables.slices[0])
         first, last = np.append(first, 0), np.append(last, min(num_steps - 1, (head - 1) // size))
     of_head = not head or ranks == (0, world_size) or (head % size == 0 and bool(touched.any()))
-    whole = exact and of_head and not (order.drop_last and order.num_samples % size)
-    return (slices, first, last), whole
+    is_exact = exact and of_head and not (order.drop_last and order.num_samples % size)
+    return (slices, first, last), is_exact
 
 
-def _windows(lanes: Lanes, read: I64) -> _Found:
-    """All windows of these lanes: (lane, first sample in the lane, behind its last)."""
+def _windows(lanes: Lanes, read: I64) -> _Columns:
+    """All windows of these lanes: (lane, start in the lane, stop)."""
     counts = lanes.num_windows(read)
     lane = np.repeat(read, counts)
     window = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return lane, lanes.window_start(lane, window), lanes.window_stop(lane, window)
 
 
-def _plain(order: Order, ranks: tuple[int, int], world_size: int) -> tuple[_Found, bool]:
+def _plain(order: Order, ranks: tuple[int, int], world_size: int) -> tuple[_Columns, bool]:
     """Without shuffling: step i reads [i * B + low, i * B + high) of the dataset's own order."""
     size = order.global_batch
     full, rest = divmod(order.num_samples, size)
     used = np.flatnonzero(order.samples_per_slice)
     stops = np.cumsum(order.samples_per_slice)[used]
     starts = stops - order.samples_per_slice[used]
-    found: list[_Found] = []
+    parts: list[_Columns] = []
     for steps, of_step, offset in ((full, size, 0), (int(rest > 0 and not order.drop_last), rest, full)):
         low, high = part_of(of_step, ranks[0], world_size)[0], part_of(of_step, ranks[1] - 1, world_size)[1]
         if not steps or low == high:
             continue
-        at, until = starts - offset * size, stops - offset * size
-        first = np.maximum(0, (at - high) // size + 1)
+        starts_in_steps, until = starts - offset * size, stops - offset * size
+        first = np.maximum(0, (starts_in_steps - high) // size + 1)
         last = np.minimum(steps - 1, -(-(until - low) // size) - 1)
-        kept = (first <= last) & (until > 0)
-        found.append((used[kept], first[kept] + offset, last[kept] + offset))
-    if not found:
+        is_read = (first <= last) & (until > 0)
+        parts.append((used[is_read], first[is_read] + offset, last[is_read] + offset))
+    if not parts:
         return (np.empty(0, np.int64),) * 3, True
-    slices, first, last = (np.concatenate(columns) for columns in zip(*found))
+    slices, first, last = (np.concatenate(columns) for columns in zip(*parts))
     return (slices, first, last), True
 
 
-def _merged(slices: I64, first: I64, last: I64) -> _Found:
-    """Spans of one slice that overlap or touch made one; by first step."""
+def _merged(slices: I64, first: I64, last: I64) -> _Columns:
+    """Merge spans of one slice that overlap or touch; sorted by first step."""
     if not len(slices):
         return slices, first, last
     order = np.lexsort((first, slices))
@@ -196,6 +196,6 @@ def _merged(slices: I64, first: I64, last: I64) -> _Found:
     fresh = other.copy()
     fresh[1:] |= first[1:] > reached[:-1] + 1
     starts = np.flatnonzero(fresh)
-    found = slices[starts], first[starts], np.maximum.reduceat(last, starts)
-    by_first = np.argsort(found[1], kind="stable")
-    return found[0][by_first], found[1][by_first], found[2][by_first]
+    merged = slices[starts], first[starts], np.maximum.reduceat(last, starts)
+    by_first = np.argsort(merged[1], kind="stable")
+    return merged[0][by_first], merged[1][by_first], merged[2][by_first]

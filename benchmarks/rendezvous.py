@@ -1,4 +1,4 @@
-"""How evenly hash sharding deals slices, and how few move when workers or data come: `python -m benchmarks.homes`."""
+"""Balance of hash sharding, and slices that move when workers or data are added: `python -m benchmarks.rendezvous`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from forebay.order.rendezvous import homes_of
+from forebay.order.rendezvous import assign_owners
 
 SLACKS = (None, 0.25, 0.1, 0.05, 0.0)
 
@@ -21,10 +21,10 @@ def main() -> None:
         names = [f"worker-{i}" for i in range(num_workers)]
         for slack in SLACKS:
             began = time.process_time()
-            homes = homes_of(hashes, names, slack)
+            homes = assign_owners(hashes, names, slack)
             spent = time.process_time() - began
-            joined = homes_of(hashes, [*names, "another"], slack)
-            appended = homes_of(grown, names, slack)[:num_slices]
+            joined = assign_owners(hashes, [*names, "another"], slack)
+            appended = assign_owners(grown, names, slack)[:num_slices]
             counts = np.bincount(homes, minlength=num_workers)
             row = (
                 f"{num_slices:,} on {num_workers}", "none" if slack is None else f"{slack:g}",

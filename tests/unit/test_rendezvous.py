@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forebay.errors import UsageError
 from forebay.order.plan import Order
-from forebay.order.rendezvous import homes_of
+from forebay.order.rendezvous import assign_owners
 from forebay.order.run import OwnedRun
 
 
@@ -28,13 +28,13 @@ def names(count: int) -> list[str]:
 def test_little_moves(workers: int, slack: float | None) -> None:
     """A tenth more data, one worker more, one fewer: at most what they own and two hundredths."""
     slices = hashes(2000)
-    before = homes_of(slices, names(workers), slack)
-    joined = homes_of(slices, names(workers + 1), slack)
+    before = assign_owners(slices, names(workers), slack)
+    joined = assign_owners(slices, names(workers + 1), slack)
     assert (before != joined).mean() <= 1 / (workers + 1) + 0.02
     assert slack is not None or set(joined[before != joined].tolist()) == {workers}
-    grown = homes_of(np.concatenate([slices, hashes(200, 1)]), names(workers), slack)[: len(slices)]
+    grown = assign_owners(np.concatenate([slices, hashes(200, 1)]), names(workers), slack)[: len(slices)]
     assert (before != grown).mean() <= (0.0 if slack is None else 0.02)
-    left = homes_of(slices, names(workers)[1:], slack)
+    left = assign_owners(slices, names(workers)[1:], slack)
     assert ((before - 1 != left) & (before != 0)).mean() <= (0.0 if slack is None else 0.02)
 
 
@@ -42,27 +42,27 @@ def test_little_moves(workers: int, slack: float | None) -> None:
 @settings(max_examples=40, deadline=None)
 def test_shares_are_bounded_and_names_decide(workers: int, count: int, slack: float, seed: int) -> None:
     slices, who = hashes(count, seed), names(workers)
-    homes = homes_of(slices, who, slack)
+    homes = assign_owners(slices, who, slack)
     assert np.bincount(homes, minlength=workers).max(initial=0) <= np.ceil((1 + slack) * count / workers)
     turn = np.random.default_rng(seed).permutation(workers)
-    other = homes_of(slices, [who[i] for i in turn], slack)
+    other = assign_owners(slices, [who[i] for i in turn], slack)
     assert [who[i] for i in homes] == [who[turn[i]] for i in other]
     mixed = np.random.default_rng(seed).permutation(count)
-    assert np.array_equal(homes_of(slices[mixed], who, slack), homes[mixed])
+    assert np.array_equal(assign_owners(slices[mixed], who, slack), homes[mixed])
 
 
 GOLDEN = [2, 2, 1, 0, 2, 1, 0, 0, 2, 2]
 
 
-def test_homes_do_not_change_with_a_version() -> None:
+def test_owners_do_not_change_with_a_version() -> None:
     slices = np.arange(10 * 32, dtype=np.uint16).astype(np.uint8).reshape(10, 32)
-    assert homes_of(slices, ["a", "b", "c"]).tolist() == GOLDEN
+    assert assign_owners(slices, ["a", "b", "c"]).tolist() == GOLDEN
 
 
 @pytest.mark.parametrize(("workers", "slack"), [([], None), (["a", "a"], None), (["a"], -0.1)])
 def test_what_cannot_be_is_refused(workers: list[str], slack: float | None) -> None:
-    with pytest.raises(UsageError, match="homes: expected"):
-        homes_of(hashes(3), workers, slack)
+    with pytest.raises(UsageError, match="rendezvous: expected"):
+        assign_owners(hashes(3), workers, slack)
 
 
 @given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=5), min_size=1, max_size=4), st.integers(1, 9))
@@ -88,8 +88,8 @@ def test_ranks_that_own_take_equally_many_steps(slices: list[list[int]], batch: 
         assert np.array_equal(piece.samples, whole.samples[whole.bounds[middle] :])
         assert np.array_equal(piece.bounds, whole.bounds[middle:] - whole.bounds[middle])
         for step in range(run.num_steps + 1):
-            place = run.place(step)
+            place = run.progress(step)
             again = run.step_of(place.epoch, place.samples_taken)
-            assert again <= step and run.place(again).samples_taken == place.samples_taken
+            assert again <= step and run.progress(again).samples_taken == place.samples_taken
     with pytest.raises(UsageError, match="run steps"):
         runs[0].steps(0, (runs[0].num_steps or 0) + 1, 0, 1)
