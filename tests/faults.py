@@ -328,7 +328,7 @@ class LedgerQuestions(Scenario):
         from forebay.ledger import index
         from forebay.observe.ledger_export import export_uses
 
-        index._WORTH_KEEPING = 2
+        index._MIN_CACHED = 2
         found = index.open_index(folder / "ledger.jsonl")
         for form in ("jsonl", "parquet"):
             export_uses(found, folder / f"out.{form}", form)

@@ -196,7 +196,7 @@ def test_receipts_by_sample_ids(tmp_path: Path) -> None:
     other = Used(*WHOLE[1].to_row(), signed[0].digest)
     write_job(tmp_path / "wrong", [signed[0], other, signed[2]])
     assert verify_ledger(tmp_path / "wrong", KEY, check).ok
-    assert "it read others" in verify_ledger(tmp_path / "wrong", KEY, check, replay).problems[0]
+    assert "it read other samples" in verify_ledger(tmp_path / "wrong", KEY, check, replay).problems[0]
     # The published receipt, of ids 1, 2 and 3.
     assert replay.__module__ and receipt_of([1, 2, 3]) == "abccad42d03c940bc2b249bf5a4e1e3d"
 
@@ -340,7 +340,7 @@ def test_the_form_on_disk(tmp_path: Path) -> None:
 def test_the_index_grows_with_the_ledger_and_is_begun_anew_if_it_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.ledger.index._WORTH_KEEPING", 1)
+    monkeypatch.setattr("forebay.ledger.index._MIN_CACHED", 1)
     path = tmp_path / "l"
     write_job(path, WHOLE[:2], per_entry=1)
     assert len(open_index(path).uses) == 2 and path.with_name("l.index").exists()

@@ -1,11 +1,11 @@
-"""Coverage: how the uses of an epoch fill its samples, what is missing, what came twice, and one hash of it all.
+"""Coverage of an epoch: which samples were used, are missing or were used twice, and its Merkle root.
 
-The root of an epoch is that of a Merkle tree with a leaf a slice: which of its samples were used, which were set
-aside. It names the job, so that it cannot be taken for another's. All counting is by sorted arrays: no loop over uses.
+The Merkle tree has one leaf per slice: which of its samples were used and which were set aside. Leaves name the job, so
+that a root is valid for one job only. Counting uses sorted arrays, without a loop over uses.
 
-The tree is as in RFC 6962 (section 2.1): leaves are hashed with a 0 byte in front, nodes with a 1 byte, so that
-neither can be taken for the other; the left half of n leaves has the largest power of two below n. A proof that a leaf
-is one of them is at most log2(n) hashes: 18 of 250 000 leaves. A root of so many costs about 0.4 s.
+The tree is that of RFC 6962 (section 2.1): leaves are hashed with a 0 byte in front, nodes with a 1 byte, so that
+neither can be mistaken for the other; the left half of n leaves has the largest power of two below n. An inclusion
+proof has at most log2(n) hashes: 18 for 250 000 leaves. A root of so many costs about 0.4 s.
 """
 
 import hashlib
@@ -23,10 +23,10 @@ _NONE = np.empty(0, np.int64)
 
 
 def count_coverage(starts: I64, stops: I64, num_samples: int) -> dict[str, int]:
-    """How the intervals [start, stop), none empty, in any order, cover [0, num_samples).
+    """Count how non-empty intervals [start, stop), in any order, cover [0, num_samples).
 
-    `samples`: the sum of the lengths; `missing`: how many points no interval covers; `repeated`: how many uses of a
-    point came after its first. Cost: one sort, O(N log N), no loop in Python.
+    `samples`: the sum of the lengths; `missing`: points that no interval covers; `repeated`: uses of a point after its
+    first. Cost: one sort, O(N log N).
     """
     total = int((stops - starts).sum())
     order = np.argsort(starts, kind="stable")
@@ -36,19 +36,19 @@ def count_coverage(starts: I64, stops: I64, num_samples: int) -> dict[str, int]:
 
 
 def _reached(stops: I64) -> I64:
-    """How far the intervals before each reach, of intervals by rising start."""
+    """For intervals sorted by start: the largest stop of all intervals before each."""
     return np.maximum.accumulate(np.concatenate([[0], stops]).astype(np.int64))[:-1]
 
 
 @dataclass(frozen=True, eq=False)
 class Coverage:
-    """How an epoch of slices with `samples[i]` samples each was used."""
+    """The uses of an epoch's samples."""
 
-    samples: I64  # int64 [S].
-    counts: dict[str, int]  # samples (used, again and again counted), missing, repeated; set_aside where there is any.
+    samples: I64  # int64 [S], of each slice.
+    counts: dict[str, int]  # samples (repeated uses included), missing, repeated; set_aside if any.
     missing: I64  # (slice, start, stop): neither used nor set aside. int64 [M, 3].
     repeated: I64  # (slice, start, stop, which use): used before by another. int64 [R, 4].
-    used: Mapping[int, Ranges]  # By slice: what was used.
+    used: Mapping[int, Ranges]  # By slice: used samples.
     aside: Mapping[int, Ranges]  # By slice: set aside and not used.
 
     def leaf(self, job_id: str, epoch: int, index: int, first: int = 0) -> bytes:
@@ -62,9 +62,9 @@ class Coverage:
 
 
 def cover(samples: I64, slices: I64, starts: I64, stops: I64, aside: Iterable[tuple[int, int, int]] = ()) -> Coverage:
-    """The coverage that uses [N], in any order, none empty, make of slices with `samples` [S].
+    """The coverage of slices with `samples` [S] by non-empty uses [N] in any order.
 
-    `aside` has (slice, start, stop), in any order. All lie within their slices.
+    `aside` has (slice, start, stop), in any order. All must lie within their slices.
     """
     base = np.concatenate([[0], np.cumsum(samples)]).astype(np.int64)
     total = int(base[-1])
@@ -81,17 +81,17 @@ def cover(samples: I64, slices: I64, starts: I64, stops: I64, aside: Iterable[tu
     set_aside = _merged(base[left[:, 0]] + left[:, 1], base[left[:, 0]] + left[:, 2], base)
     either = _merged(np.concatenate([used[0], set_aside[0]]), np.concatenate([used[1], set_aside[1]]), base)
     missing = _gaps(either, base)
-    # What was set aside and yet used counts as used.
+    # Samples that were set aside and used count as used.
     others = [np.concatenate(pair) for pair in zip(used, missing)]
-    kept = _gaps(_merged(others[0], others[1], base), base)
+    aside_only = _gaps(_merged(others[0], others[1], base), base)
     counts["missing"] = int((missing[1] - missing[0]).sum())
-    if len(kept[0]):
-        counts["set_aside"] = int((kept[1] - kept[0]).sum())
-    return Coverage(samples, counts, _rows(missing, base), repeated, _by_slice(used, base), _by_slice(kept, base))
+    if len(aside_only[0]):
+        counts["set_aside"] = int((aside_only[1] - aside_only[0]).sum())
+    return Coverage(samples, counts, _rows(missing, base), repeated, _by_slice(used, base), _by_slice(aside_only, base))
 
 
 def _merged(starts: I64, stops: I64, base: I64) -> tuple[I64, I64]:
-    """The union of intervals, as intervals that do not touch but where a slice ends."""
+    """The union of intervals, cut at the ends of slices."""
     if not len(starts):
         return _NONE, _NONE
     order = np.argsort(starts, kind="stable")
@@ -99,12 +99,12 @@ def _merged(starts: I64, stops: I64, base: I64) -> tuple[I64, I64]:
     edge = base[np.searchsorted(base, starts, "right") - 1] == starts
     first = (starts > _reached(stops)) | (edge & (starts >= _reached(stops)))
     first[0] = True
-    at = np.flatnonzero(first)
-    return starts[at], np.maximum.reduceat(stops, at)
+    first_rows = np.flatnonzero(first)
+    return starts[first_rows], np.maximum.reduceat(stops, first_rows)
 
 
 def _gaps(covered: tuple[I64, I64], base: I64) -> tuple[I64, I64]:
-    """What intervals leave of all samples, cut where slices end."""
+    """The samples outside of intervals, cut at the ends of slices."""
     starts, stops = np.concatenate([[0], covered[1]]), np.concatenate([covered[0], base[-1:]])
     some = np.flatnonzero(starts < stops)
     starts, stops = starts[some], stops[some]
@@ -119,20 +119,20 @@ def _gaps(covered: tuple[I64, I64], base: I64) -> tuple[I64, I64]:
 
 
 def _rows(ranges: tuple[I64, I64], base: I64) -> I64:
-    """(slice, start, stop) of intervals that end where slices do."""
+    """(slice, start, stop) of intervals that were cut at the ends of slices."""
     of = np.searchsorted(base, ranges[0], "right") - 1
     return np.stack([of, ranges[0] - base[of], ranges[1] - base[of]], axis=1).astype(np.int64)
 
 
 def _by_slice(ranges: tuple[I64, I64], base: I64) -> dict[int, Ranges]:
-    found: dict[int, list[tuple[int, int]]] = {}
+    by_slice: dict[int, list[tuple[int, int]]] = {}
     for index, start, stop in _rows(ranges, base).tolist():
-        found.setdefault(index, []).append((start, stop))
-    return {index: tuple(ranges) for index, ranges in found.items()}
+        by_slice.setdefault(index, []).append((start, stop))
+    return {index: tuple(ranges) for index, ranges in by_slice.items()}
 
 
 def coverage_leaf(job_id: str, epoch: int, slice_index: int, samples: int, used: Ranges, aside: Ranges = ()) -> bytes:
-    """What a leaf of the tree says, in words: `forebay coverage 2 JOB EPOCH SLICE SAMPLES 0-8,9-10 8-9`."""
+    """The bytes of a leaf: `forebay coverage 2 JOB EPOCH SLICE SAMPLES 0-8,9-10 8-9`."""
     ranges = [",".join(f"{start}-{stop}" for start, stop in part) or "none" for part in (used, aside)]
     return f"forebay coverage 2 {job_id} {epoch} {slice_index} {samples} {ranges[0]} {ranges[1]}".encode()
 
@@ -140,25 +140,25 @@ def coverage_leaf(job_id: str, epoch: int, slice_index: int, samples: int, used:
 def coverage_root(
     job_id: str, epoch: int, samples: I64, aside: Mapping[int, Ranges] | None = None, first: int = 0
 ) -> str:
-    """The root, in hex, of an epoch of which every sample was used that was not set aside: for its `epoch` entry.
+    """The root, in hex, of an epoch in which all samples were used but those set aside: for its `epoch` entry.
 
     Args:
         samples: int64 [S], of each slice.
-        aside: By slice (from 0), what was set aside and not used, rising.
-        first: Where the numbers of the slices begin, in a job of several datasets.
+        aside: By slice (from 0), ranges set aside and not used, rising.
+        first: Number of the first slice, in a job of several datasets.
     """
     aside = aside or {}
     leaves = []
     for index, count in enumerate(samples.tolist()):
-        gone = aside.get(index, ())
-        edges = [0, *(edge for part in gone for edge in part), count]
+        removed = aside.get(index, ())
+        edges = [0, *(edge for part in removed for edge in part), count]
         used = [(a, b) for a, b in zip(edges[::2], edges[1::2]) if a < b]
-        leaves.append(coverage_leaf(job_id, epoch, first + index, count, used, gone))
+        leaves.append(coverage_leaf(job_id, epoch, first + index, count, used, removed))
     return merkle_root(leaves).hex()
 
 
 def leaf_hash(leaf: bytes) -> bytes:
-    """Of one leaf; 32 bytes."""
+    """The hash of one leaf; 32 bytes."""
     return hashlib.sha256(b"\x00" + leaf).digest()
 
 
@@ -167,7 +167,7 @@ def _node(left: bytes, right: bytes) -> bytes:
 
 
 def merkle_root(leaves: Sequence[bytes]) -> bytes:
-    """The root over these leaves, in their order; of none, the hash of nothing."""
+    """The root over leaves in this order; without leaves, the hash of no bytes."""
     level = [leaf_hash(leaf) for leaf in leaves]
     while len(level) > 1:
         level = _above(level)
@@ -175,7 +175,7 @@ def merkle_root(leaves: Sequence[bytes]) -> bytes:
 
 
 def merkle_path(leaves: Sequence[bytes], index: int) -> list[bytes]:
-    """What proves that leaf `index` is of these: its siblings' hashes, from below."""
+    """The inclusion proof of leaf `index`: the hashes of its siblings, from the leaves up."""
     if not 0 <= index < len(leaves):
         raise IndexError(f"leaf: expected one of {len(leaves)}, got {index}")
     level, path = [leaf_hash(leaf) for leaf in leaves], []
@@ -188,21 +188,21 @@ def merkle_path(leaves: Sequence[bytes], index: int) -> list[bytes]:
 
 
 def root_of_path(leaf: bytes, index: int, size: int, path: Sequence[bytes]) -> bytes | None:
-    """The root that a proof leads to; None if it is too long or too short for leaf `index` of `size`."""
+    """The root that an inclusion proof gives; None if its length is wrong for leaf `index` of `size`."""
     if not 0 <= index < size:
         return None
-    found, rest, last = leaf_hash(leaf), list(path), size - 1
+    digest, rest, last = leaf_hash(leaf), list(path), size - 1
     while last > 0:
-        if index ^ 1 <= last:  # Otherwise it has no sibling, and goes up as it is.
+        if index ^ 1 <= last:  # Otherwise it has no sibling and moves up unchanged.
             if not rest:
                 return None
             sibling = rest.pop(0)
-            found = _node(sibling, found) if index & 1 else _node(found, sibling)
+            digest = _node(sibling, digest) if index & 1 else _node(digest, sibling)
         index, last = index >> 1, last >> 1
-    return found if not rest else None
+    return digest if not rest else None
 
 
 def _above(level: list[bytes]) -> list[bytes]:
-    """A last node without a sibling goes up as it is: the tree that the RFC's rule of halves gives."""
+    """The next level. A last node without a sibling moves up unchanged, which gives the RFC's tree."""
     nodes = [_node(left, right) for left, right in zip(level[::2], level[1::2])]
     return nodes + level[-1:] if len(level) % 2 else nodes

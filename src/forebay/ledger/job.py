@@ -1,4 +1,4 @@
-"""What a ledger's first entry says: the datasets of the job, their slices' samples, and how they are ordered."""
+"""The first entry of a ledger: the datasets of the job, the samples of their slices, and the seed of their order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from forebay.errors import LedgerError
 from forebay.ledger.chain import Entry
 
-LEDGER_FORMAT = 2  # In the job entry. Format 1 named none; its samples had another order.
+LEDGER_FORMAT = 2  # In the job entry; absent in format 1, whose samples had another order.
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,24 +38,24 @@ class Job:
                 "by another version, which orders samples otherwise. Use that version, or start in a new directory."
             )
         listed = body.get("datasets") or [body]
-        if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+        if not isinstance(listed, list) or not all(isinstance(dataset, dict) for dataset in listed):
             raise LedgerError("ledger entry 0: expected datasets as a list of objects")
-        parts = [decode_runs(one.get("samples_per_slice")) for one in listed]
+        parts = [decode_runs(dataset.get("samples_per_slice")) for dataset in listed]
         try:
             scheduler = bytes.fromhex(str(body.get("scheduler", "")))
         except ValueError:
             raise LedgerError("ledger entry 0: expected the scheduler's key in hex") from None
         bounds = tuple(np.cumsum([0, *map(len, parts)]).tolist())
-        ids = tuple(str(one.get("dataset_id", "")) for one in listed)
+        ids = tuple(str(dataset.get("dataset_id", "")) for dataset in listed)
         return cls(entry.hash, body, scheduler, np.concatenate(parts), ids, bounds)
 
     @property
     def seed(self) -> int:
-        """Of the samples' order."""
+        """The seed of the samples' order."""
         return int(self.body.get("seed", 0))
 
     def dataset_of(self, slice_index: int) -> int:
-        """Which of the datasets a slice is of."""
+        """The index of the dataset that a slice belongs to."""
         return int(np.searchsorted(self.bounds, slice_index, "right")) - 1
 
     def slices_of(self, dataset: int) -> slice:
@@ -64,17 +64,17 @@ class Job:
 
 
 Asides = dict[tuple[int, int], list[tuple[int, int, int]]]
-"""(epoch, slice) to what is set aside of it: (slice, start, stop)."""
+"""(epoch, slice) to the ranges set aside: (slice, start, stop)."""
 
 
-def note_aside(entry: Entry, job: Job, aside: Asides, ended: Container[tuple[int, int]]) -> None:
-    """Applies an entry of kind set_aside or readmitted; the latter is of the epoch that it names, or of all not ended.
+def apply_aside(entry: Entry, job: Job, aside: Asides, ended: Container[tuple[int, int]]) -> None:
+    """Apply an entry of kind set_aside or readmitted to `aside`. The latter has an epoch, or means all not ended.
 
     Args:
-        ended: (dataset, epoch) of those that are over.
+        ended: (dataset, epoch) of the epochs that have ended.
 
     Raises:
-        LedgerError: If it is not of samples of the job.
+        LedgerError: If the samples are not in the job.
     """
     index, epoch = entry.body["slice"], entry.body.get("epoch")
     if type(index) is not int or not 0 <= index < len(job.samples) or type(epoch) not in (int, type(None)):
@@ -94,7 +94,7 @@ MAX_SLICES = 100_000_000
 
 
 def encode_runs(counts: NDArray[np.int64]) -> list[list[int]]:
-    """Run-length form [[count, run], …] of an int64 array: equal slices take a few bytes, however many."""
+    """The run-length form [[count, run], …] of an int64 array: a few bytes for any number of equal slices."""
     if len(counts) == 0:
         return []
     edges = np.flatnonzero(np.diff(counts)) + 1
@@ -104,7 +104,7 @@ def encode_runs(counts: NDArray[np.int64]) -> list[list[int]]:
 
 
 def decode_runs(runs: Any) -> NDArray[np.int64]:
-    """The array that `encode_runs` encoded, or that a plain list of counts gives."""
+    """The inverse of `encode_runs`; also accepts a plain list of counts."""
     message = "ledger: expected samples_per_slice as counts or [count, run] pairs"
     if not isinstance(runs, list):
         raise LedgerError(f"{message}, got {type(runs).__name__}.")

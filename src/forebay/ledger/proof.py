@@ -1,6 +1,6 @@
-"""Proofs that a slice was used in an epoch, to be checked by somebody who has no ledger.
+"""Proofs that a slice was used in an epoch, verifiable without the ledger.
 
-A proof holds the leaf of the slice and its path to the root, and as evidence the ledger's own lines: the job, the
+A proof has the leaf of the slice and its path to the root, and as evidence lines of the ledger: the job, the
 epoch's entry with its root, and the entries whose receipts used the slice. Each line is signed by the scheduler, each
 receipt by its worker.
 """
@@ -15,7 +15,7 @@ from forebay.ledger.chain import Link, read_link
 from forebay.ledger.coverage import Ranges, cover, merkle_path, merkle_root, root_of_path
 from forebay.ledger.index import LedgerIndex
 from forebay.ledger.job import Job
-from forebay.ledger.verify import Reading, Verifier, coverage_of, read_entry
+from forebay.ledger.verify import LedgerReading, Verifier, coverage_of, read_entry
 
 FORMAT = "forebay coverage proof 2"
 
@@ -39,8 +39,8 @@ def prove(index: LedgerIndex, epoch: int, slice_index: int) -> dict[str, Any]:
     used = np.unique(uses["seq"][(uses["epoch"] == epoch) & (uses["slice"] == slice_index)]).tolist()
     asides = [e.seq for e in index.others if e.kind == "set_aside" and e.body.get("slice") == slice_index]
     by = set(uses["worker"][np.isin(uses["seq"], used)].tolist())
-    known = {index.workers[number] for number in by}
-    workers = [e.seq for e in index.others if e.kind == "worker" and e.body.get("worker") in known]
+    peer_ids = {index.workers[number] for number in by}
+    workers = [e.seq for e in index.others if e.kind == "worker" and e.body.get("worker") in peer_ids]
     lines = index.lines([0, *ended, *workers, *used, *asides])
     return {
         "format": FORMAT,
@@ -57,7 +57,7 @@ def prove(index: LedgerIndex, epoch: int, slice_index: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ProofReport:
-    """What a proof shows. `recorded`: the scheduler signed this root. `used`: the leaf's samples, as receipts say."""
+    """Result of `check_proof`. `recorded`: the scheduler signed this root. `used`: the samples, by the receipts."""
 
     ok: bool
     problems: list[str]
@@ -69,21 +69,21 @@ class ProofReport:
     workers: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """What `forebay ledger prove --check --json` prints."""
+        """The output of `forebay ledger prove --check --json`."""
         return dict(vars(self))
 
 
 def check_proof(proof: Any, verify: Verifier, *, key: bytes | None = None, root: str | None = None) -> ProofReport:
-    """Whether a proof holds: the leaf leads to the root, and the evidence is signed and says what the leaf says.
+    """Check that the leaf leads to the root, and that the evidence is signed and agrees with the leaf.
 
     Args:
-        key: The scheduler's public key; without it, that of the proof's own job entry, which proves less.
-        root: A root that the checker has from elsewhere, in hex.
+        key: The scheduler's public key; by default that of the proof's own job entry, which proves less.
+        root: A root from another source, in hex.
     """
     try:
         epoch, slice_index = int(proof["epoch"]), int(proof["slice"])
         leaf, path = str(proof["leaf"]).encode(), [bytes.fromhex(node) for node in proof["path"]]
-        size, place, claimed = int(proof["size"]), int(proof["index"]), str(proof["root"])
+        size, leaf_index, claimed = int(proof["size"]), int(proof["index"]), str(proof["root"])
         links = [read_link(line.encode(), int(seq), None, "proof") for seq, line in proof["lines"]]
         if proof["format"] != FORMAT or not links:
             raise ValueError(f"format {proof['format']}")
@@ -92,19 +92,19 @@ def check_proof(proof: Any, verify: Verifier, *, key: bytes | None = None, root:
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise LedgerError(f"proof: expected one of `forebay ledger prove`, got {error!r}.") from None
     problems: list[str] = []
-    found = root_of_path(leaf, place, size, path)
-    if found is None or found.hex() != claimed or (root is not None and root != claimed):
+    computed = root_of_path(leaf, leaf_index, size, path)
+    if computed is None or computed.hex() != claimed or (root is not None and root != claimed):
         problems.append(f"the leaf does not lead to the root {root or claimed}")
-    if (place, size) != (slice_index - first, last - first):
+    if (leaf_index, size) != (slice_index - first, last - first):
         problems.append(
-            f"the leaf is {place} of {size}, slice {slice_index} would be {slice_index - first} of {last - first}"
+            f"the leaf is {leaf_index} of {size}, slice {slice_index} would be {slice_index - first} of {last - first}"
         )
     used, aside, workers, recorded = _evidence(links, job, key or job.scheduler, verify, epoch, slice_index, problems)
     if recorded is not None and recorded != claimed:
         problems.append(f"the epoch's entry has root {recorded}, the proof {claimed}")
-    said = _leaf_of(job, epoch, slice_index, used, aside)
-    if said != leaf:
-        problems.append(f"the leaf says {leaf.decode()!r}, the receipts {said.decode()!r}")
+    expected_leaf = _leaf_of(job, epoch, slice_index, used, aside)
+    if expected_leaf != leaf:
+        problems.append(f"the leaf says {leaf.decode()!r}, the receipts {expected_leaf.decode()!r}")
     ranges = [list(part) for part in used]
     return ProofReport(
         not problems, problems, epoch, slice_index, claimed, recorded == claimed, ranges, sorted(workers)
@@ -112,18 +112,18 @@ def check_proof(proof: Any, verify: Verifier, *, key: bytes | None = None, root:
 
 
 def _leaf_of(job: Job, epoch: int, slice_index: int, used: Ranges, aside: Ranges) -> bytes:
-    one = job.samples[slice_index : slice_index + 1]
+    samples = job.samples[slice_index : slice_index + 1]
     table = np.array(used, np.int64).reshape(-1, 2)
     gone = [(0, start, stop) for start, stop in aside]
-    made = cover(one, np.zeros(len(table), np.int64), table[:, 0], table[:, 1], gone)
-    return made.leaf(job.job_id, epoch, 0, slice_index)
+    coverage = cover(samples, np.zeros(len(table), np.int64), table[:, 0], table[:, 1], gone)
+    return coverage.leaf(job.job_id, epoch, 0, slice_index)
 
 
 def _evidence(
     links: list[Link], job: Job, key: bytes, verify: Verifier, epoch: int, slice_index: int, problems: list[str]
 ) -> tuple[Ranges, Ranges, set[str], str | None]:
-    """What the lines say of the slice: used, set aside, by whom, and the epoch's root."""
-    reading = Reading(verify, is_part=True, problems=problems)
+    """The slice by the lines: ranges used, ranges set aside, the workers, and the epoch's root."""
+    reading = LedgerReading(verify, is_part=True, problems=problems)
     for link in links:
         try:
             verify(key, link.signed, bytes.fromhex(link.sig))

@@ -1,4 +1,4 @@
-"""Receipts: what a worker signs to say what it used, one signature for as many uses as it has to tell."""
+"""Receipts: signed statements of workers about the samples that they used, one signature for many uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Used:
     """Samples [start, stop) of a slice, in the slice's order in an epoch, used under a lease by a worker's `step`.
 
     `digest`, if not empty, is the receipt of the sample ids that were read (`order.shard_windows.receipt`, 32 hex
-    digits): it says that the worker's order is the job's, not only that it counted so far.
+    digits): it shows that the worker read in the job's order.
     """
 
     lease_id: str
@@ -32,13 +32,13 @@ class Used:
     digest: str = ""
 
     def to_row(self) -> list[Any]:
-        """As it stands in a `uses` entry and under the worker's signature: 6 values, 7 with a digest."""
+        """The row in a `uses` entry, which the worker signs: 6 values, 7 with a digest."""
         row = [self.lease_id, self.epoch, self.slice, self.start, self.stop, self.step]
         return [*row, self.digest] if self.digest else row
 
     @classmethod
     def from_row(cls, row: Any) -> Used:
-        """What `to_row` gave. Raises LedgerError for anything else."""
+        """The inverse of `to_row`. Raises LedgerError for an invalid row."""
         if not isinstance(row, list) or len(row) not in (6, 7):
             raise LedgerError(f"expected a use of 6 or 7 values, got {str(row)[:100]}")
         lease_id, counts = row[0], row[1:6]
@@ -51,7 +51,7 @@ class Used:
 
 
 def receipt_message(job_id: str, uses: Sequence[Used]) -> bytes:
-    """What a worker signs to say that it made these uses, in this order."""
+    """The bytes that a worker signs for these uses, in this order."""
     return b"forebay receipt 3\n" + canonical_json({"job": job_id, "uses": [use.to_row() for use in uses]})
 
 
@@ -67,14 +67,14 @@ USE = np.dtype(
     [(name, "<i8") for name in ("seq", "worker", "epoch", "slice", "start", "stop", "step", "session")]
     + [("at", "<f8")]
 )
-"""A use: `worker` is an index into the workers, `session` one into their sessions, whose steps are numbered each by
-itself; `seq` the entry; `at` unix seconds."""
+"""A use: `worker` is an index into the workers, `session` into their sessions (each numbers its own steps); `seq` is
+the entry; `at` is in unix seconds."""
 _BLOCK = 1 << 16
 
 
 @dataclass
 class UseColumns:
-    """Gathers uses. `workers` are peer ids; `sessions` are theirs: peer id, a space, the name. As they first came."""
+    """A growing table of uses. `workers`: peer ids; `sessions`: peer id, a space, name; both numbered by first use."""
 
     workers: dict[str, int] = field(default_factory=dict)
     sessions: dict[str, int] = field(default_factory=dict)
@@ -86,16 +86,18 @@ class UseColumns:
         return self._size
 
     def add(self, entry: Entry, worker: str, use: Used) -> None:
-        """One use of an entry."""
+        """Add one use of an entry."""
         number = self.workers.setdefault(worker, len(self.workers))
         name = f"{worker} {entry.body.get('session', '')}"
         session = self.sessions.setdefault(name, len(self.sessions))
-        self._rows.append((entry.seq, number, use.epoch, use.slice, use.start, use.stop, use.step, session, entry.at))
+        self._rows.append(
+            (entry.seq, number, use.epoch, use.slice, use.start, use.stop, use.step, session, entry.recorded_at)
+        )
         self._size += 1
         if len(self._rows) == _BLOCK:
             self._blocks.append(np.array(self._rows, USE))
             self._rows = []
 
     def table(self) -> NDArray[Any]:
-        """All of them, of dtype USE, in the order in which they came."""
+        """All uses, of dtype USE, in the order of adding."""
         return np.concatenate([np.empty(0, USE), *self._blocks, np.array(self._rows, USE)])

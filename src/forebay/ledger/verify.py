@@ -1,7 +1,7 @@
-"""What a ledger proves: its chain, its signatures, and that each epoch used each sample exactly once.
+"""Verify a ledger: its chain, its signatures, and that each epoch used each sample exactly once.
 
-One pass: 15 us an entry, and a signature check of 0.11 ms for each receipt. The scheduler's own signatures cost one
-check in all: that of the last entry covers the chain. A million entries: 20 s, and 2 minutes for their receipts.
+One pass: 15 us an entry, and a signature check of 0.11 ms for each receipt. Of the scheduler's signatures only
+the last is checked: it covers the chain. A million entries: 20 s, and 2 minutes for their receipts.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from forebay.errors import ForebayError, LedgerError
 from forebay.ledger.chain import READ_BYTES, Entry, Link, read_links
 from forebay.ledger.coverage import Coverage, cover, merkle_root
-from forebay.ledger.job import Asides, Job, note_aside
+from forebay.ledger.job import Asides, Job, apply_aside
 from forebay.ledger.receipts import UseColumns, receipt_message, uses_of
 from forebay.peer_id import peer_id_of
 
 MAX_PROBLEMS = 100
 
-# (public key, message, signature); raises a ForebayError unless the signature is right.
+# (public key, message, signature); raises a ForebayError unless the signature is valid.
 Verifier = Callable[[bytes, bytes, bytes], None]
 # (job, epoch, slice, start, stop): the sample ids of a use, counted in its slice, and their receipt.
 Replay = Callable[[Job, int, int, int, int], tuple[NDArray[np.int64], str]]
@@ -29,11 +29,11 @@ Replay = Callable[[Job, int, int, int, int], tuple[NDArray[np.int64], str]]
 
 @dataclass(frozen=True)
 class LedgerReport:
-    """What a ledger proves."""
+    """Result of `verify_ledger`."""
 
-    ok: bool  # Intact, and every epoch that was begun used every sample once, but for the share that may be set aside.
-    intact: bool  # The chain, the signatures, the receipts and the recorded roots are right.
-    # A dict each: epoch, samples, missing, repeated; set_aside where there is any, dataset where the job has several.
+    ok: bool  # Intact, and every started epoch used every sample once, apart from the share that may be set aside.
+    intact: bool  # The chain, the signatures, the receipts and the recorded roots are valid.
+    # Of each: epoch, samples, missing, repeated; set_aside if any, dataset if the job has several.
     epochs: list[dict[str, int]]
     problems: list[str]
     entries: int = 0
@@ -44,13 +44,13 @@ class LedgerReport:
     roots: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """What `forebay ledger verify --json` prints."""
+        """The output of `forebay ledger verify --json`."""
         return {name: value for name, value in vars(self).items() if name != "job"}
 
 
 @dataclass
-class Reading:
-    """What one pass over the file, or over some of its entries (`is_part`), gathers."""
+class LedgerReading:
+    """State of one pass over the file, or over some of its entries (`is_part`)."""
 
     verify: Verifier | None
     is_part: bool = False
@@ -76,20 +76,20 @@ def verify_ledger(
     replay: Replay | None = None,
     allow_aside: float = 0.0,
 ) -> LedgerReport:
-    """Checks the chain, the signatures and that each epoch used each sample exactly once.
+    """Check the chain, the signatures and that each epoch used each sample exactly once.
 
     Args:
-        public_key: The scheduler's key, 32 bytes; without it, the key that the ledger itself names.
-        verify: Checks one signature; without it signatures and receipts are left unchecked, hashes are not.
-        replay: Computes the sample ids of each use: coverage is then counted by sample too, and the digests of ids
+        public_key: The scheduler's key, 32 bytes; by default the key that the ledger itself names.
+        verify: Checks one signature; without it only hashes are checked.
+        replay: Computes the sample ids of each use: coverage is then also counted by sample, and the digests
             that workers signed are compared.
-        allow_aside: Share of an epoch's samples, 0 to 1, that may be set aside, which nobody used.
+        allow_aside: Share of an epoch's samples, 0 to 1, that may be set aside and unused.
 
     Returns:
-        The report; a broken chain is read up to the break, and the rest counts as missing.
+        A report; a broken chain is read up to the break, and the rest counts as missing.
     """
     path = Path(path)
-    reading = Reading(verify)
+    reading = LedgerReading(verify)
     last: Link | None = None
     end = 0
     try:
@@ -116,7 +116,7 @@ def verify_ledger(
     return _report(reading, job, replay, allow_aside)
 
 
-def _check_signatures(path: Path, last: Link, key: bytes, verify: Verifier, reading: Reading) -> None:
+def _check_signatures(path: Path, last: Link, key: bytes, verify: Verifier, reading: LedgerReading) -> None:
     """The last signature covers all; where it is wrong, the first wrong one is found."""
     if is_signed(last, key, verify):
         return
@@ -138,7 +138,7 @@ def is_signed(link: Link, key: bytes, verify: Verifier) -> bool:
     return True
 
 
-def read_entry(entry: Entry, reading: Reading) -> None:
+def read_entry(entry: Entry, reading: LedgerReading) -> None:
     """Adds an entry to what was gathered, what is wrong with it to the problems."""
     if entry.seq == 0:
         reading.job = Job.of(entry)
@@ -153,21 +153,21 @@ def read_entry(entry: Entry, reading: Reading) -> None:
                 _read_uses(entry, reading)
             case "set_aside" | "readmitted":
                 assert reading.job is not None
-                note_aside(entry, reading.job, reading.aside_of, reading.roots)
+                apply_aside(entry, reading.job, reading.aside_of, reading.roots)
             case "epoch":
                 _read_epoch(entry, reading)
     except (ForebayError, ValueError, KeyError, TypeError) as error:
         reading.problem(f"entry {entry.seq} ({entry.kind}): {error}")
 
 
-def _read_worker(entry: Entry, reading: Reading) -> None:
+def _read_worker(entry: Entry, reading: LedgerReading) -> None:
     key = bytes.fromhex(entry.body["key"])
     if peer_id_of(key) != entry.body["worker"]:
         raise LedgerError(f"the key is not that of worker {entry.body['worker']}")
     reading.keys[entry.body["worker"]] = key
 
 
-def _read_uses(entry: Entry, reading: Reading) -> None:
+def _read_uses(entry: Entry, reading: LedgerReading) -> None:
     body, job = entry.body, reading.job
     assert job is not None
     uses = uses_of(entry)
@@ -198,7 +198,7 @@ def _read_uses(entry: Entry, reading: Reading) -> None:
         reading.verify(reading.keys[worker], message, bytes.fromhex(body["receipt"]))
 
 
-def _read_epoch(entry: Entry, reading: Reading) -> None:
+def _read_epoch(entry: Entry, reading: LedgerReading) -> None:
     dataset, epoch = entry.body.get("dataset", 0), entry.body["epoch"]
     assert reading.job is not None
     if not (type(epoch) is int and type(dataset) is int and 0 <= dataset < len(reading.job.dataset_ids)):
@@ -226,7 +226,7 @@ def coverage_of(job: Job, table: NDArray[Any], aside: dict[tuple[int, int], Any]
     return cover(job.samples[here], mine["slice"] - here.start, mine["start"], mine["stop"], gone)
 
 
-def _report(reading: Reading, job: Job, replay: Replay | None, allow_aside: float) -> LedgerReport:
+def _report(reading: LedgerReading, job: Job, replay: Replay | None, allow_aside: float) -> LedgerReport:
     table = reading.uses.table()
     epochs: list[dict[str, int]] = []
     missing: list[dict[str, int]] = []
@@ -241,16 +241,16 @@ def _report(reading: Reading, job: Job, replay: Replay | None, allow_aside: floa
             if epoch > reading.entries:
                 reading.problem(f"epoch {epoch} and later: more epochs than entries")
                 break
-            found = coverage_of(job, table, reading.aside_of, dataset, epoch)
+            coverage = coverage_of(job, table, reading.aside_of, dataset, epoch)
             extra = {"dataset": dataset} if len(job.dataset_ids) > 1 else {}
-            epochs.append({"epoch": epoch, **found.counts, **extra})
+            epochs.append({"epoch": epoch, **coverage.counts, **extra})
             mine = of[of["epoch"] == epoch]
-            for index, start, stop in found.missing[: MAX_PROBLEMS - len(missing)].tolist():
+            for index, start, stop in coverage.missing[: MAX_PROBLEMS - len(missing)].tolist():
                 missing.append({"epoch": epoch, "slice": here.start + index, "start": start, "stop": stop})
-            for index, start, stop, which in found.repeated[: MAX_PROBLEMS - len(repeated)].tolist():
-                at = {"epoch": epoch, "slice": here.start + index, "start": start, "stop": stop}
-                repeated.append({**at, "entry": int(mine["seq"][which])})
-            roots.append(_compare_root(reading, job, found, dataset, epoch))
+            for index, start, stop, which in coverage.repeated[: MAX_PROBLEMS - len(repeated)].tolist():
+                interval = {"epoch": epoch, "slice": here.start + index, "start": start, "stop": stop}
+                repeated.append({**interval, "entry": int(mine["seq"][which])})
+            roots.append(_compare_root(reading, job, coverage, dataset, epoch))
     if replay is not None:
         _check_samples(reading, job, table, replay)
     intact, few_aside = not reading.problems, True
@@ -259,12 +259,12 @@ def _report(reading: Reading, job: Job, replay: Replay | None, allow_aside: floa
         if aside > allow_aside * total:
             few_aside = False
             reading.problem(
-                f"epoch {e['epoch']}: {aside:,} of {total:,} samples were set aside and used by nobody, more than the "
+                f"epoch {e['epoch']}: {aside:,} of {total:,} samples were set aside and never used, more than the "
                 f"share {allow_aside:g} that is allowed (--allow-aside)"
             )
-    whole = all(e["missing"] == 0 and e["repeated"] == 0 for e in epochs)
+    is_complete = all(e["missing"] == 0 and e["repeated"] == 0 for e in epochs)
     return LedgerReport(
-        intact and whole and few_aside,
+        intact and is_complete and few_aside,
         intact,
         epochs,
         reading.problems,
@@ -276,24 +276,24 @@ def _report(reading: Reading, job: Job, replay: Replay | None, allow_aside: floa
     )
 
 
-def _compare_root(reading: Reading, job: Job, found: Coverage, dataset: int, epoch: int) -> dict[str, Any]:
-    """The root of an epoch, and whether it is on record; one that differs is a problem."""
-    root = merkle_root(found.leaves(job.job_id, epoch, job.bounds[dataset])).hex()
+def _compare_root(reading: LedgerReading, job: Job, coverage: Coverage, dataset: int, epoch: int) -> dict[str, Any]:
+    """The root of an epoch, and whether the scheduler recorded it; another recorded root is a problem."""
+    root = merkle_root(coverage.leaves(job.job_id, epoch, job.bounds[dataset])).hex()
     seq, recorded = reading.roots.get((dataset, epoch), (-1, None))
     if recorded is not None and recorded != root:
         reading.problem(f"entry {seq} (epoch): epoch {epoch} has root {root}, the entry says {str(recorded)[:64]}")
     return {"epoch": epoch, "root": root, "recorded": recorded == root}
 
 
-def _check_samples(reading: Reading, job: Job, table: NDArray[Any], replay: Replay) -> None:
-    """By sample ids: each use's digest is that of its samples, and no id of a slice comes twice in an epoch."""
+def _check_samples(reading: LedgerReading, job: Job, table: NDArray[Any], replay: Replay) -> None:
+    """Check by sample ids: the digest of each use, and that no sample of a slice is used twice in an epoch."""
     for row, digest in reading.digests.items():
         use = table[row]
         _, expected = replay(job, *(int(use[name]) for name in ("epoch", "slice", "start", "stop")))
         if expected != digest:
             reading.problem(
                 f"entry {use['seq']} (uses): samples [{use['start']}, {use['stop']}) of slice {use['slice']} in epoch "
-                f"{use['epoch']} have the receipt {expected}, the worker signed {digest}: it read others"
+                f"{use['epoch']} have the receipt {expected}, the worker signed {digest}: it read other samples"
             )
     order = np.lexsort((table["start"], table["slice"], table["epoch"]))
     edges = np.flatnonzero(np.diff(table["slice"][order], prepend=-1) | np.diff(table["epoch"][order], prepend=-1))

@@ -1,9 +1,9 @@
-"""A ledger that is open for writing: entries go to disk before anybody is told of them.
+"""A ledger open for writing: entries are on disk before they are acknowledged.
 
-Many threads may wait for one fsync: `append(…, sync=False)` writes, `sync()` returns once it is on disk, and whoever
-comes while an fsync runs shares the next. So the rate is not bound by the disk's some hundreds of fsyncs a second but
-by what an entry costs: about 60 us, most of it the Ed25519 signature of each. A signature a batch would save that, and
-single entries could no longer be shown to others as evidence; at 167 entries a second it is 1 % of a core.
+Threads share fsyncs: `append(…, sync=False)` writes, `sync()` returns once the entry is on disk; calls that arrive
+during an fsync share the next one. So the rate is bound by the cost of an entry (about 60 us, mostly its Ed25519
+signature) and not by the disk's fsyncs per second. One signature per batch would be cheaper, but single entries could
+then not serve as evidence.
 
 Not rotated: 1 000 000 entries are about 600 MB, and a checkpoint makes the length irrelevant to opening.
 """
@@ -29,12 +29,12 @@ Signer = Callable[[bytes], bytes]
 
 
 class Ledger:
-    """An open ledger, one process at a time; close it, or use it in a `with`. Threads may share it."""
+    """An open ledger, one process at a time; a context manager. Threads may share it."""
 
     def __init__(self, path: Path, fd: int, signer: Signer, now: Callable[[], float]) -> None:
         self.path = path
         self.first: Entry | None = None  # Entry 0; None in an empty ledger.
-        self.truncated_bytes = 0  # Of a torn last line that opening cut off.
+        self.truncated_bytes = 0  # Of an incomplete last line that opening removed.
         self.read_bytes = 0  # By opening.
         self._fd = fd
         self._signer = signer
@@ -53,13 +53,12 @@ class Ledger:
         now: Callable[[], float] = time.time,
         checkpoint: Checkpoint | None = None,
     ) -> Ledger:
-        """Opens or creates a ledger, checks its chain and cuts off a last line that a crash tore.
+        """Open or create a ledger, check its chain and remove an incomplete last line left by a crash.
 
         Args:
-            signer: Must sign a message the same way each time, as Ed25519 does: so the last entry is checked, and
-                with it that this key signed the whole chain.
-            checkpoint: Of this ledger, from a time before: only what came later is read. One that does not fit
-                is not used, and all is read.
+            signer: Must be deterministic, as Ed25519 is: opening signs the last entry again, to check that this
+                key signed the whole chain.
+            checkpoint: An earlier position: only later entries are read. One that does not fit is ignored.
         """
         path = Path(path)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -86,15 +85,15 @@ class Ledger:
                 self.first = last.entry(self.path)
                 self._advance(last)
                 is_ours = checkpoint is not None and checkpoint.first == self.first.hash
-                if is_ours and checkpoint is not None and (known := link_before(file, checkpoint, self.path)):
-                    last = known
+                if is_ours and checkpoint is not None and (link := link_before(file, checkpoint, self.path)):
+                    last = link
                     self._seq, self._prev = checkpoint.seq, checkpoint.prev
                     self._size, self._last_bytes = checkpoint.size, checkpoint.last_bytes
-                begun = self._size - self._last_bytes
+                start_bytes = self._size - self._last_bytes
                 file.seek(self._size)
                 for last in read_links(file, self.path, self._seq, self._prev):
                     self._advance(last)
-                self.read_bytes = self._size - begun
+                self.read_bytes = self._size - start_bytes
         self.truncated_bytes = self.path.stat().st_size - self._size
         if last is not None and self._signer(last.signed).hex() != last.sig:
             raise LedgerError(
@@ -115,25 +114,25 @@ class Ledger:
 
     @property
     def next_seq(self) -> int:
-        """How many entries there are, which is the seq of the next."""
+        """The number of entries, which is the seq of the next."""
         return self._seq
 
     def append(self, kind: str, body: dict[str, Any], *, sync: bool = True) -> Entry:
-        """Signs an entry, writes it and returns it; once it is on disk, unless `sync` is False.
+        """Sign, write and return an entry; it is on disk then, unless `sync` is False.
 
-        After an error of writing, the ledger is as before. After one of flushing, it is as after the last `sync` that
-        succeeded and takes no more: open it again.
+        After a failed write the ledger is unchanged. After a failed fsync it is truncated to the last successful
+        `sync` and refuses further entries: open it again.
         """
         with self._lock:
             if self._broken:
                 raise LedgerError(self._broken)
-            at = round(self._now(), 3)
+            recorded_at = round(self._now(), 3)
             if kind == "job":
                 body = {"format": LEDGER_FORMAT, **body}
-            link = make_line(self._seq, self._prev, at, kind, body, self._signer)
+            link = make_line(self._seq, self._prev, recorded_at, kind, body, self._signer)
             self._write(link.line + b"\n")
             self._advance(link)
-            entry = Entry(link.seq, link.prev, at, kind, body, link.sig, link.hash)
+            entry = Entry(link.seq, link.prev, recorded_at, kind, body, link.sig, link.hash)
             if self.first is None:
                 self.first = entry
         if sync:
@@ -150,14 +149,14 @@ class Ledger:
             try:
                 os.ftruncate(self._fd, self._size)
             except OSError:
-                self._broken = text  # What follows a torn line could not be read.
+                self._broken = text  # Entries after an incomplete line could not be read.
             raise LedgerError(text) from error
 
     def sync(self) -> None:
-        """Returns once every entry appended before the call is on disk; calls that overlap share an fsync."""
-        wanted = self._seq
+        """Return once every entry appended before the call is on disk; overlapping calls share an fsync."""
+        target_seq = self._seq
         with self._sync_lock:
-            if self._synced[0] >= wanted:
+            if self._synced[0] >= target_seq:
                 return
             if self._broken:
                 raise LedgerError(self._broken)
@@ -166,20 +165,20 @@ class Ledger:
             try:
                 os.fsync(self._fd)
             except OSError as error:
-                self._give_up(error)
+                self._fail(error)
                 raise LedgerError(self._broken) from error
             self._synced = mark
 
-    def _give_up(self, error: OSError) -> None:
-        """What an fsync that failed left on disk nobody knows: back to what is known, and no further."""
+    def _fail(self, error: OSError) -> None:
+        """The state on disk is unknown after a failed fsync: truncate to the last synced size, refuse writes."""
         with self._lock:
-            self._broken = f"ledger {self.path}: cannot flush its entries: {error}. Make room and start again."
+            self._broken = f"ledger {self.path}: cannot flush its entries: {error}. Free disk space and start again."
             self._seq, self._prev, self._size, self._last_bytes = self._synced
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._size)
 
     def checkpoint(self) -> Checkpoint:
-        """Where the chain stands on disk, for a later `open`. Raises LedgerError in an empty ledger."""
+        """The position on disk, for a later `open`. Raises LedgerError in an empty ledger."""
         self.sync()
         seq, prev, size, last_bytes = self._synced
         if self.first is None or seq == 0:
@@ -187,16 +186,18 @@ class Ledger:
         return Checkpoint(seq, prev, size, last_bytes, self.first.hash)
 
     def entries(self, start: int = 0, checkpoint: Checkpoint | None = None) -> Iterator[Entry]:
-        """The entries from seq `start` on, as they lie on disk; those behind a checkpoint without reading the rest."""
-        at = checkpoint if checkpoint is not None and checkpoint.seq <= start else None
+        """The entries on disk from seq `start` on; with a checkpoint before `start`, earlier ones are not read."""
+        start_from = checkpoint if checkpoint is not None and checkpoint.seq <= start else None
         with self.path.open("rb", READ_BYTES) as file:
-            file.seek(at.size if at else 0)
-            for link in read_links(file, self.path, at.seq if at else 0, at.prev if at else GENESIS):
+            file.seek(start_from.size if start_from else 0)
+            for link in read_links(
+                file, self.path, start_from.seq if start_from else 0, start_from.prev if start_from else GENESIS
+            ):
                 if link.seq >= start:
                     yield link.entry(self.path)
 
     def close(self) -> None:
-        """Gives the file up, flushed if it can be; may be called twice."""
+        """Sync if possible and close the file; may be called twice."""
         if self._fd >= 0:
             with contextlib.suppress(LedgerError):
                 self.sync()

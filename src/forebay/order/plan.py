@@ -7,9 +7,9 @@ in few lanes. The first samples of a run, its head, all come from one slice, so 
 waits for one slice instead of one of every lane.
 
 Costs: 16 bytes a slice for the current epoch and for the next (8 MB for 250 000 slices, built in a few milliseconds),
-and under a millisecond for a step of 1 024 samples. Benefits: any step of any epoch on any world size without replay, and a
-cache needs the open windows only: at most C windows of w samples. Limits: samples of a window are mixed well, but
-samples further apart than a lane's window keep the order of their slices. Slices are shuffled whole; lanes bring C
+and under a millisecond for a step of 1 024 samples. Benefits: any step of any epoch on any world size without replay;
+a cache needs the open windows only: at most C windows of w samples. Limits: samples of a window are mixed well, but
+samples further apart than a lane's window keep the order of their slices. Slices are shuffled as units; lanes bring C
 windows from all over the dataset into a batch.
 
 Locality: with W ranks, a rank reads about 1 / min(W, C) of the slices (ranks beyond C share a lane).
