@@ -205,7 +205,7 @@ def _ledger_who(args: argparse.Namespace) -> int:
                 raise UsageError(f"who: {documents.dataset.path} is not a dataset of this job.")
             first = index.job.bounds[index.job.dataset_ids.index(id)]
             for number in documents.find(args.document):
-                places += [(first + at, start, stop) for at, start, stop in documents.where(number)]
+                places += [(first + at, start, stop) for at, start, stop in documents.token_ranges(number)]
     else:
         raise UsageError("who: expected --document ID --dataset DIR, or --slice I --tokens A:B.")
     parts = [part for place in places for part in who_saw(index, *place)]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.dataset.documents import Documents, Piece
+from forebay.dataset.documents import Documents, DocumentRange
 from forebay.errors import UsageError
 from forebay.ledger.index import LedgerIndex
 from forebay.ledger.job import Job
@@ -44,7 +44,9 @@ class Part:
     entry: int = -1  # Of the ledger; -1 where there is none.
     exact: bool = True  # False: the samples are of these steps, and which are of the step asked for is not known.
     samples: list[int] = field(default_factory=list)  # Global sample ids, over all slices of the job.
-    documents: list[Piece] = field(default_factory=list)  # Of the samples, one after another; empty without a dataset.
+    documents: list[DocumentRange] = field(
+        default_factory=list
+    )  # Of the samples, one after another; empty without a dataset.
     session: str = ""  # Which process of the worker, where it says so: its steps are numbered by themselves.
 
 
@@ -174,7 +176,7 @@ def _narrowed(
 
 def _documents_of(
     job: Job, documents: Mapping[str, Documents], slice_index: int, samples: Sequence[int], text: bool
-) -> list[Piece]:
+) -> list[DocumentRange]:
     dataset = job.dataset_of(slice_index)
     known, seq_len = documents.get(job.dataset_ids[dataset]), job.body.get("seq_len")
     if known is None or not seq_len or job.body.get("layout", "tokens") != "tokens":
