@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.dataset.documents import Documents, DocumentRange
+from forebay.dataset.documents import DocumentRange, Documents
 from forebay.errors import UsageError
 from forebay.ledger.index import LedgerIndex
 from forebay.ledger.job import Job
