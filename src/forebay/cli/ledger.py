@@ -13,7 +13,7 @@ from forebay.cli.arguments import positive, share
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
-    from forebay.observe.blame import Part
+    from forebay.observe.blame import BatchShare
 
 
 def _ledger_verify(args: argparse.Namespace) -> int:
@@ -124,7 +124,7 @@ def _blame_order(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """Order mode: the coordinator's record, if there is one, and the order as a function."""
     from forebay.dataset.documents import Documents
     from forebay.dataset.reader import open_dataset
-    from forebay.observe.blame import Blame, Part, blame_order
+    from forebay.observe.blame import Blame, BatchShare, blame_order
     from forebay.observe.steps import open_log
 
     record, config = None, {}
@@ -141,7 +141,7 @@ def _blame_order(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         first, world = int(record["first_sample"]), len(workers)
         dealt = [list(range(first + r, first + int(record["count"]), world)) for r in range(world)]
         parts = [
-            Part(name, name, rank, first_step=args.step, last_step=args.step, samples=samples)
+            BatchShare(name, name, rank, first_step=args.step, last_step=args.step, samples=samples)
             for rank, (name, samples) in enumerate(zip(workers, dealt))
         ]
         return Blame(parts), facts
@@ -164,7 +164,7 @@ def _blame_order(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     return Blame([part for part in parts if args.worker in ("", part.worker)]), facts
 
 
-def _headline(part: Part) -> str:
+def _headline(part: BatchShare) -> str:
     from datetime import datetime
 
     who = f"rank {part.rank}" if part.rank >= 0 else part.name or "worker"
@@ -173,12 +173,16 @@ def _headline(part: Part) -> str:
         f"one of steps {part.first_step} to {part.last_step}"
     )  # fmt: skip
     where = f", slice {part.slice}, order [{part.start:,}, {part.stop:,})" if part.slice >= 0 else ""
-    at = f", {datetime.fromtimestamp(part.at).astimezone().isoformat(timespec='seconds')}" if part.at else ""
+    at = (
+        f", {datetime.fromtimestamp(part.recorded_at).astimezone().isoformat(timespec='seconds')}"
+        if part.recorded_at
+        else ""
+    )
     entry = f", entry {part.entry}" if part.entry >= 0 else ""
     return f"{who}, {steps}, epoch {part.epoch}{where}{at}{entry}"
 
 
-def _print_part(part: Part) -> None:
+def _print_part(part: BatchShare) -> None:
     print(_headline(part))
     shown = ", ".join(map(str, part.samples[:16])) + (", …" if len(part.samples) > 16 else "")
     print(f"  {len(part.samples):,} samples: {shown}")
