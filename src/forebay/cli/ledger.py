@@ -124,7 +124,7 @@ def _blame_order(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """Order mode: the coordinator's record, if there is one, and the order as a function."""
     from forebay.dataset.documents import Documents
     from forebay.dataset.reader import open_dataset
-    from forebay.observe.blame import Blame, BatchShare, blame_order
+    from forebay.observe.blame import BatchShare, Blame, blame_order
     from forebay.observe.steps import open_log
 
     record, config = None, {}
