@@ -104,17 +104,17 @@ def verify_steps(path: Path) -> StepsReport:
             problems.append(f"steps [{start}, {stop}) of generation {number}: there is no such generation or step")
             continue
         end = end_steps[number]
-        kept = stop if end is None else max(start, min(stop, end))
-        redone += (stop - kept) * count
-        if kept == start:
+        counted_stop = stop if end is None else max(start, min(stop, end))
+        redone += (stop - counted_stop) * count
+        if counted_stop == start:
             continue
         if start != next_step:
             problems.append(f"generation {number}: step {start} follows, expected step {next_step}")
         gap = first_sample - next_sample
         missing, repeated = missing + max(gap, 0), repeated + max(-gap, 0)
-        samples += (kept - start) * count
-        steps += kept - start
-        next_step, next_sample = kept, max(next_sample, first_sample + (kept - start) * count)
+        samples += (counted_stop - start) * count
+        steps += counted_stop - start
+        next_step, next_sample = counted_stop, max(next_sample, first_sample + (counted_stop - start) * count)
     epoch = {"epoch": 0, "samples": samples, "missing": missing, "repeated": repeated, "redone": redone}
     ok = not problems and not missing and not repeated and steps > 0
     return StepsReport(ok, [epoch], problems, len(generations), steps)
