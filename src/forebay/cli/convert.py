@@ -72,7 +72,7 @@ def _height_width(text: str) -> tuple[int, int]:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    p = verb("convert", _convert, "from one format of training data to another, verified", flags="json quiet")
+    p = verb("convert", _convert, "from one format of training data to another, verified")
     p.add_argument("source", metavar="SRC", help="a file, a directory, or a pattern in quotes")
     p.add_argument("out", metavar="OUT", type=Path, help="where to write; must be free")
     p.add_argument("--to", metavar="FORMAT", help="safetensors, npy, bin, ds, megatron, mds, litdata, arrow, parquet …")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from forebay.cli.arguments import address, positive, seconds
-from forebay.cli.running import ready, until_stopped
+from forebay.cli.running import add_server_options, ready, until_stopped
 from forebay.errors import UsageError
 from forebay.toml import read_toml
 
@@ -109,5 +109,4 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     )
     p.add_argument("--grace", type=seconds, default=600.0, metavar="S", help="wait so long for a step's end (600)")
     p.add_argument("--until-done", action="store_true", help="end when the run's last step is done")
-    p.add_argument("--lifeline", action="store_true", help=argparse.SUPPRESS)
-    p.add_argument("--json", action="store_true", help="ready line and final status as JSON")
+    add_server_options(p)

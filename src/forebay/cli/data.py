@@ -110,11 +110,11 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         ("inspect", _inspect, "show what is in a dataset"),
         ("verify", _verify, "verify a dataset's hashes, or its structure where the format has none"),
     ):
-        p = verb(name, run, about, flags="json quiet")
+        p = verb(name, run, about)
         p.add_argument("dataset", help="a directory or URL, of Forebay's format or one of docs/formats.md")
         if name == "inspect":
             p.add_argument("--documents", type=positive, metavar="N", help="also print the first N documents or rows")
         p.add_argument("--network", metavar="DIR", help="for forebay:// URLs: the node's directory")
-    p = verb("adopt", _adopt, "give a directory of SafeTensors files a manifest", flags="json")
+    p = verb("adopt", _adopt, "give a directory of SafeTensors files a manifest")
     p.add_argument("directory", type=Path, help="with slices/*.safetensors")
     p.add_argument("--name", help="the dataset's (default: the directory's)")

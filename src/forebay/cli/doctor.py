@@ -70,7 +70,7 @@ def _show(report: Report) -> None:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    p = verb("doctor", _doctor, "what a training-data file is, what is wrong with it, and what to do", flags="json")
+    p = verb("doctor", _doctor, "what a training-data file is, what is wrong with it, and what to do")
     p.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, directories, or a pattern in quotes")
     p.add_argument("--dtype", metavar="TYPE", help="of tokens that no header tells: uint16, uint32, int64")
     p.add_argument("--vocab-size", type=positive, metavar="N", help="every id is below it")

@@ -244,7 +244,7 @@ def _tokens(text: str) -> tuple[int, int]:
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     verbs = group("ledger", "who used which samples")
-    p = verb("verify", _ledger_verify, "prove that each sample of an epoch was used exactly once", verbs, "json")
+    p = verb("verify", _ledger_verify, "prove that each sample of an epoch was used exactly once", verbs)
     p.add_argument("file", type=Path, help="a ledger, or a coordinator's state")
     p.add_argument("--key", metavar="HEX", help="the scheduler's public key (default: the one the ledger names)")
     p.add_argument(
@@ -256,7 +256,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     )
     p.add_argument("--samples", action="store_true", help="by sample ids, too: recompute the order of every use")
 
-    p = verb("prove", _ledger_prove, "prove a slice's use to somebody without the ledger, or check that", verbs, "json")
+    p = verb("prove", _ledger_prove, "prove a slice's use to somebody without the ledger, or check that", verbs)
     p.add_argument("file", type=Path, nargs="?", help="the ledger")
     p.add_argument("--epoch", type=int, metavar="E", help="from 0")
     p.add_argument("--slice", type=int, metavar="I", help="index in the job, from 0")
@@ -264,7 +264,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--root", metavar="HEX", help="a root from elsewhere, that the proof must lead to")
     p.add_argument("--key", metavar="HEX", help="the scheduler's public key (default: the one the proof names)")
 
-    p = verb("blame", _ledger_blame, "from a step to its samples, documents and workers", verbs, "json")
+    p = verb("blame", _ledger_blame, "from a step to its samples, documents and workers", verbs)
     p.add_argument("file", help="a ledger; a coordinator's state; - for a Loader's run, which needs no record")
     p.add_argument("step", type=int, help="of the worker, or of the run")
     p.add_argument("--worker", default="", metavar="P", help="a worker's name, or the beginning of its peer id")
@@ -275,14 +275,14 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--world-size", type=positive, metavar="W", help="ranks among which the batch is shared")
     p.add_argument("--no-text", action="store_true", help="no previews")
 
-    p = verb("who", _ledger_who, "from a document to every step and worker that saw it", verbs, "json")
+    p = verb("who", _ledger_who, "from a document to every step and worker that saw it", verbs)
     p.add_argument("file", type=Path, help="the ledger")
     p.add_argument("--document", metavar="ID", help="its source id, or #NUMBER in the dataset")
     p.add_argument("--dataset", action="append", metavar="DIR", help="to find the document in; may be repeated")
     p.add_argument("--slice", type=int, metavar="I", help="index in the job, with --tokens")
     p.add_argument("--tokens", type=_tokens, metavar="A:B", help="of the slice; of a row dataset, rows")
 
-    p = verb("export", _ledger_export, "its uses as a table", verbs, "json")
+    p = verb("export", _ledger_export, "its uses as a table", verbs)
     p.add_argument("file", type=Path, help="the ledger")
     p.add_argument("--format", choices=["jsonl", "csv", "parquet"], default="jsonl", help="of the table")
     p.add_argument("--out", required=True, type=Path, metavar="FILE", help="where it goes")

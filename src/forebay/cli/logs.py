@@ -20,7 +20,11 @@ LEVELS = ("debug", "info", "warning", "error")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that every command takes, before or after its name."""
-    group = parser.add_argument_group("logging")
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="print results, and errors, as JSON"
+    )
+    group.add_argument("-q", "--quiet", action="store_true", default=argparse.SUPPRESS, help="show no progress")
     group.add_argument(
         "-v", "--verbose", action="count", default=argparse.SUPPRESS, help="log more: info, and twice: debug"
     )

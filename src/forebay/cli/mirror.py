@@ -94,7 +94,7 @@ def _slices(text: str) -> tuple[int, int | None]:
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     about = "copy a dataset or shared shards to a directory or a bucket; run it again to go on"
-    p = verb("mirror", _mirror, about, flags="json quiet")
+    p = verb("mirror", _mirror, about)
     p.add_argument("source", metavar="SRC", help="any URL of a dataset or of shared shards; r2://: by R2_DATASET_*")
     p.add_argument("target", metavar="DST", help="a directory, s3://, r2://, gs:// or az://")
     p.add_argument("--slices", type=_slices, metavar="A:B", help="only these, from 0")

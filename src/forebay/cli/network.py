@@ -108,7 +108,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--access", type=Path, metavar="FILE", help="who may read what, and how much a day (TOML)")
     p = add_node(verb, "find", _find, "who has a dataset", timeout_s=10.0, timeout_of="an answer of the DHT")
     p.add_argument("name", help="the dataset's")
-    p = verb("probe", _probe, "whether a scheduler or data node answers and takes requests: exit 0 or 1", flags="json")
+    p = verb("probe", _probe, "whether a scheduler or data node answers and takes requests: exit 0 or 1")
     p.add_argument("address", metavar="HOST:PORT", help="of a scheduler or data node")
     p.add_argument("--network", type=Path, required=True, metavar="DIR", help="the asking node's directory")
     p.add_argument("--timeout", type=seconds, default=2.0, metavar="S", help="longest wait for its answer")

@@ -2,8 +2,10 @@
 
 import argparse
 import difflib
+import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 PANELS = {
     "Data": (
@@ -14,15 +16,29 @@ PANELS = {
     "Network": ("network", "dht", "serve", "find"),
     "Operate": ("status", "probe", "simulate", "demo", "completion"),
 }  # fmt: skip
-FLAGS = {"json": "print JSON", "quiet": "show no progress", "lifeline": "stop when standard input ends"}
-"""Options that mean the same in every command that has them, with their help."""
+
+
+def report_failure(kind: str, text: str, as_json: bool) -> None:
+    """Report an error: a line on stderr, and with `--json` an object on stdout."""
+    if as_json:
+        message, _, hint = text.partition(". ")
+        print(json.dumps({"error": {"type": kind, "message": message.rstrip("."), "hint": hint}}))
+    print(f"forebay: {text}", file=sys.stderr)
 
 
 class Parser(argparse.ArgumentParser):
     """A parser of one command, or of the commands below it."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **options})
+        # `resolve`: demo has a `--json FILE` of its own.
+        options = {"allow_abbrev": False, "formatter_class": _Help, "conflict_handler": "resolve", **options}
+        super().__init__(**options)
+
+    def error(self, message: str) -> NoReturn:
+        """As of argparse; with `--json` also an object on stdout."""
+        self.print_usage(sys.stderr)
+        report_failure("UsageError", f"{message}. See `{self.prog} --help`.", "--json" in sys.argv)
+        sys.exit(2)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As of argparse; refuses what it does not know here, where the options that come near are known."""

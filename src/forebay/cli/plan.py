@@ -129,7 +129,7 @@ def _memory() -> int:
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     about = "disk, time and memory that a run will need, before it starts; exit 1 if it cannot be"
-    p = verb("plan", _plan, about, flags="json")
+    p = verb("plan", _plan, about)
     p.add_argument("dataset", nargs="?", help="a directory or URL; only its description is read")
     p.add_argument("--bytes", type=size, help="of a dataset to come, instead: 2TB")
     p.add_argument("--slice-bytes", type=size, help="200GB")

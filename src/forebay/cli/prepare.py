@@ -178,7 +178,7 @@ example:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    p = verb("prepare", _prepare, "raw text to a dataset", flags="quiet json")
+    p = verb("prepare", _prepare, "raw text to a dataset")
     p.add_argument("inputs", nargs="*", metavar="INPUT", help="files, directories, URLs (default: those of the recipe)")
     p.add_argument("--out", type=Path, metavar="DIR", help="the dataset to make; must be free, or an interrupted run's")
     p.add_argument("--recipe", metavar="NAME", help="fineweb, gopher, c4, wikipedia, code or sft")
@@ -215,16 +215,16 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p = verb("recipe", _show_recipe, "a recipe to copy, or what a table of one means")
     p.add_argument("name", nargs="?", metavar="NAME", help="a recipe or a table; without it: a list of both")
 
-    p = verb("report", _report, "what preparation kept and dropped, and why", flags="json")
+    p = verb("report", _report, "what preparation kept and dropped, and why")
     p.add_argument("dataset", help="a dataset, or its report.html")
 
-    p = verb("acquire", _acquire, "fetch a paged JSON API to JSONL, resumably", flags="quiet")
+    p = verb("acquire", _acquire, "fetch a paged JSON API to JSONL, resumably")
     p.epilog = _API_FILE
     p.add_argument("spec", type=Path, help="a TOML file that describes the API, see below")
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="where the JSONL goes; again to resume")
 
     verbs = group("lm", "models for the perplexity filter")
-    p = verb("train", _lm_train, "a Kneser-Ney language model of text", verbs, "json")
+    p = verb("train", _lm_train, "a Kneser-Ney language model of text", verbs)
     p.add_argument("inputs", nargs="+", metavar="INPUT", help="files, directories, URLs of text")
     p.add_argument("--out", required=True, type=Path, metavar="FILE", help="the model to write")
     p.add_argument("--order", type=positive, default=3, metavar="N", help="words of an n-gram")

@@ -92,10 +92,10 @@ def ready(args: argparse.Namespace, **facts: Any) -> None:
 
 
 def on_stop(stop: threading.Event, args: argparse.Namespace) -> None:
-    """SIGTERM and SIGINT set `stop`; so does the end of our standard input, if --lifeline was given."""
+    """SIGTERM and SIGINT set `stop`; so does the end of standard input with --exit-on-stdin-close."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    if args.lifeline:
+    if args.exit_on_stdin_close:
 
         def watch() -> None:
             # A parent that dies, however it dies, closes the pipe: no process is left behind.
@@ -104,7 +104,7 @@ def on_stop(stop: threading.Event, args: argparse.Namespace) -> None:
                 pass
             stop.set()
 
-        Supervised(watch, "lifeline").start()
+        Supervised(watch, "stdin-close").start()
 
 
 def until_stopped(
@@ -119,6 +119,12 @@ def until_stopped(
             return
 
 
+def add_server_options(p: argparse.ArgumentParser) -> None:
+    """What commands that run until they are stopped have in common."""
+    p.set_defaults(default_log_level="info")
+    p.add_argument("--exit-on-stdin-close", action="store_true", help="stop when standard input ends")
+
+
 def add_node(
     verb: Callable[..., argparse.ArgumentParser],
     name: str,
@@ -129,8 +135,8 @@ def add_node(
     timeout_of: str = "a bootstrap node",
 ) -> argparse.ArgumentParser:
     """A verb that runs a node: the flags which all of them have."""
-    p = verb(name, run, about, flags="json lifeline")
-    p.set_defaults(default_log_level="info")
+    p = verb(name, run, about)
+    add_server_options(p)
     if network:
         p.add_argument("--network", type=Path, metavar="DIR", help="this node's directory, from network join")
         where = "where our DHT node listens (UDP); default: the address from which the first bootstrap node is reached"

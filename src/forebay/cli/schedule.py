@@ -216,7 +216,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument(
         "--at", metavar="HOST:PORT", help=f"a running scheduler: {', '.join(VERBS)} NAME's job; needs the role admin"
     )
-    p = verb("status", _status, "what a scheduler or data node says of itself", flags="json")
+    p = verb("status", _status, "what a scheduler or data node says of itself")
     p.add_argument("address", metavar="HOST:PORT", help="of a scheduler or data node")
     p.add_argument("--network", type=Path, required=True, metavar="DIR", help="the asking node's directory")
 

@@ -70,6 +70,6 @@ _OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     about = "a whole network in virtual time, on the real code; exit 1 if a sample is lost"
-    p = verb("simulate", _simulate, about, flags="json")
+    p = verb("simulate", _simulate, about)
     for flag, (kind, about) in _OPTIONS.items():
         p.add_argument(f"--{flag}", type=kind, help=about)
