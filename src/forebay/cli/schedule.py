@@ -14,7 +14,7 @@ from forebay.cli.arguments import add_from_urls, add_limits, positive
 from forebay.cli.running import add_node, ask, joined_network, listen_at, on_stop, ready
 from forebay.errors import LeaseError, UsageError
 from forebay.threads import Supervised
-from forebay.units import words_of_bytes, words_of_seconds
+from forebay.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from forebay.scheduler.catalog import JobPlan
@@ -229,8 +229,8 @@ def _node_lines(status: Mapping[str, Any]) -> Iterator[str]:
     state = "draining" if status["draining"] else "up"
     yield (
         f"data node {status['name']} ({status['peer_id']}) at {status['address']}: {state} for "
-        f"{words_of_seconds(status['up_s'])}, {status['connections']:,} connections, "
-        f"{words_of_bytes(status['bytes_sent'])} sent"
+        f"{format_seconds(status['up_s'])}, {status['connections']:,} connections, "
+        f"{format_bytes(status['bytes_sent'])} sent"
     )
     if status["announce_error"]:
         yield f"  cannot be found by name: {status['announce_error']}"
@@ -240,7 +240,7 @@ def _node_lines(status: Mapping[str, Any]) -> Iterator[str]:
     if readers:
         yield "sent to"
     for peer_id, num_bytes in readers[:_MOST_PEERS]:
-        yield f"  {peer_id}  {words_of_bytes(num_bytes):>10}"
+        yield f"  {peer_id}  {format_bytes(num_bytes):>10}"
     if len(readers) > _MOST_PEERS:
         yield f"  and {len(readers) - _MOST_PEERS:,} more"
 

@@ -41,7 +41,7 @@ from forebay.order.shard_windows import (
 )
 from forebay.storage.base import environment
 from forebay.storage.ranged_download import Workers
-from forebay.units import words_of_bytes, words_of_rate
+from forebay.units import format_bytes, format_rate
 
 COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
 COMMON_MEM_BYTES = 4 * 10**9
@@ -328,7 +328,7 @@ class SharedShardedDatasetManager:
             self._stats["fetched_bytes"] += fetched.bytes_fetched
             self._stats["fetch_s"] += fetched.seconds
             if fetched.seconds > _LEAST_S and fetched.bytes_fetched / fetched.seconds < COMMON_BYTES_PER_S:
-                rate = words_of_rate(fetched.bytes_fetched / fetched.seconds)
+                rate = format_rate(fetched.bytes_fetched / fetched.seconds)
                 log.warning("shard %d came at %s; runs like this have 1 Gb/s or more", index, rate)
         return pair
 
@@ -350,18 +350,18 @@ class SharedShardedDatasetManager:
         free = shutil.disk_usage(folder.folder).free
         if free + held < count * one:
             raise UsageError(
-                f"{folder.folder}: expected room for {count} shards of {words_of_bytes(one)} ({count * one} "
+                f"{folder.folder}: expected room for {count} shards of {format_bytes(one)} ({count * one} "
                 f"bytes), got {free + held} bytes ({held} of them hold shards). Nothing was fetched. Free "
                 f"{count * one - free - held} bytes, or choose another folder."
             )
         if free + held < COMMON_SHARDS * one:
             log.warning(
                 "disk: room for %s in %s; %s or more is what runs like this have (750 GB for shards of 215 GB)",
-                words_of_bytes(free + held), folder.folder, words_of_bytes(int(COMMON_SHARDS * one)),
+                format_bytes(free + held), folder.folder, format_bytes(int(COMMON_SHARDS * one)),
             )  # fmt: skip
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if memory < COMMON_MEM_BYTES:
-            log.warning("memory: %s; 4 GB or more is what runs like this have", words_of_bytes(memory))
+            log.warning("memory: %s; 4 GB or more is what runs like this have", format_bytes(memory))
 
     def _prune(self) -> None:
         """Remove what was used up, on local rank 0, as soon as no rank uses it."""

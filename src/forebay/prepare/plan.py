@@ -13,7 +13,7 @@ from forebay.prepare.read import Skipped, cut, find_sources
 from forebay.prepare.read.base import Piece
 from forebay.prepare.read.listing import count_reasons, describe_skipped
 from forebay.prepare.recipe import Recipe
-from forebay.units import words_of_bytes
+from forebay.units import format_bytes
 
 
 def cores() -> int:
@@ -60,10 +60,10 @@ class Plan:
         recipe = self.recipe
         lines = ["read"]
         for name, (files, size) in sorted(self.inputs.items()):
-            lines.append(f"  {name:<14} {files:>8,} files  {words_of_bytes(size):>10}")
+            lines.append(f"  {name:<14} {files:>8,} files  {format_bytes(size):>10}")
         lines += [f"  {line}" for line in describe_skipped(self.skipped)]
         share = f", a sample of {recipe.sample:.3g}" if recipe.sample < 1 else ""
-        lines.append(f"  {words_of_bytes(self.bytes)} in {self.pieces:,} tasks over {self.workers} processes{share}")
+        lines.append(f"  {format_bytes(self.bytes)} in {self.pieces:,} tasks over {self.workers} processes{share}")
         for name, settings in recipe.to_json()["stages"]:
             shown = ", ".join(f"{k}={v!r}" for k, v in settings.items())
             lines.append(f"{name}\n  {shown if len(shown) < 300 else shown[:299] + '…'}")
@@ -71,7 +71,7 @@ class Plan:
         if dedup.active:
             kinds = [kind for kind in ("exact", "paragraphs", "lines", "minhash") if getattr(dedup, kind)]
             lines.append(f"dedup\n  {', '.join(kinds)}; keeps the {dedup.keep}")
-        made = f"{recipe.slice.tokens:,} tokens" if recipe.slice.tokens else words_of_bytes(recipe.slice.bytes)
+        made = f"{recipe.slice.tokens:,} tokens" if recipe.slice.tokens else format_bytes(recipe.slice.bytes)
         shuffled = (
             f", shuffled with seed {recipe.slice.seed}" if recipe.slice.shuffle else ", in the order of the input"
         )
