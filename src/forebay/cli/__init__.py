@@ -35,7 +35,7 @@ from forebay.errors import ForebayError, UsageError, install_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; no error leaves it as a traceback."""
+    """Run one command and return its exit code; errors are reported without a traceback."""
     with logs.filtered_streams():
         args = make_parser().parse_args(argv)
         with logs.logging_to_stderr(args):
@@ -43,16 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Runs the command of this process and ends it: the console script and `python -m forebay`."""
+    """Run the command of this process and exit: the console script and `python -m forebay`."""
     try:
         code = main()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # All is done.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command has ended.
     except KeyboardInterrupt:  # when the command had ended
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("forebay: interrupted", file=sys.stderr)
         code = 130
-    # An interrupt that fell into `exec` of a string (dataclasses are made by it) makes Python end by the signal,
-    # although it was caught; unless another string is executed after it.
+    # An interrupt during `exec` of a string (which creates dataclasses) makes Python exit by the signal although it
+    # was caught, unless another string is executed after it.
     exec("")
     sys.exit(code)
 
@@ -94,7 +94,7 @@ _EXTRAS = {
 
 
 def _explain(error: OSError) -> str:
-    where = f" ({error.filename})" if error.filename else ""
+    path = f" ({error.filename})" if error.filename else ""
     advice = {
         errno.ENOSPC: "the disk is full. Free some space or choose another directory, then run the same command again",
         errno.EDQUOT: "the disk quota is used up. Free some space or choose another directory",
@@ -102,7 +102,7 @@ def _explain(error: OSError) -> str:
         errno.EROFS: "the file system is read-only. Choose another directory",
         errno.ENOENT: "it does not exist. Check the path",
     }.get(error.errno or 0, "the operating system refused")
-    return f"{error.strerror or error}{where}: {advice}."
+    return f"{error.strerror or error}{path}: {advice}."
 
 
 def make_parser() -> argparse.ArgumentParser:

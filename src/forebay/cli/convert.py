@@ -42,19 +42,19 @@ def _convert(args: argparse.Namespace) -> int:
     result = report.to_json() | ({"skipped": count_reasons(skipped)} if args.json else {})
     notes = result["notes"] if args.json else result.pop("notes")
     show(result, args.json)
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    for text in notes:
+        print(f"note: {text}", file=sys.stderr)
     return 0
 
 
 def _options(args: argparse.Namespace) -> Options:
     from forebay.convert.content import Options
 
-    given = {name: value for name, value in vars(args).items() if name in Options.__dataclass_fields__}
+    values = {name: value for name, value in vars(args).items() if name in Options.__dataclass_fields__}
     more = {name: getattr(args, name) for name in ("header", "generation", "items", "slice_rows")}
-    given["more"] = {key: value for key, value in more.items() if value}
-    given |= {"dtype": _DTYPES.get(args.dtype), "compress": args.compress or "", "tensors": dict(args.tensor)}
-    return Options(**given)
+    values["more"] = {key: value for key, value in more.items() if value}
+    values |= {"dtype": _DTYPES.get(args.dtype), "compress": args.compress or "", "tensors": dict(args.tensor)}
+    return Options(**values)
 
 
 def _tensor(text: str) -> tuple[str, str]:

@@ -18,19 +18,19 @@ def _doctor(args: argparse.Namespace) -> int:
     from forebay.doctor import examine
 
     reports = examine(args.paths, _options(args))
-    ok = all(one.ok for one in reports)
+    ok = all(report.ok for report in reports)
     if args.json:
-        print(json.dumps({"ok": ok, "reports": [one.to_json() for one in reports]}))
+        print(json.dumps({"ok": ok, "reports": [report.to_json() for report in reports]}))
     else:
-        for one in reports:
-            _show(one)
-        wrong, unchecked = sum(one.is_wrong for one in reports), sum(one.depth == "none" for one in reports)
+        for report in reports:
+            _show(report)
+        wrong, unchecked = sum(report.is_wrong for report in reports), sum(report.depth == "none" for report in reports)
         if wrong:
             print(f"NOT ok: {wrong} of {len(reports)} have something wrong")
         elif unchecked:
             print(f"NOT checked: {unchecked} of {len(reports)} are of a format that doctor does not examine")
         else:
-            is_part = any(one.depth == "part" for one in reports)
+            is_part = any(report.depth == "part" for report in reports)
             print(f"ok: nothing wrong found{' in the part that was read' if is_part else ''}")
     return 0 if ok else 1
 
@@ -43,9 +43,9 @@ def _options(args: argparse.Namespace) -> Options:
     if args.tokenizer is not None:
         from forebay.prepare.tokens.tokenizers import AUTO, load_tokenizer, parse
 
-        found = load_tokenizer(args.tokenizer, eos=AUTO)
-        tokenizer = parse(found.data, found.description)
-        vocab, eos = vocab or found.vocab_size, found.eos_id if eos is None else eos
+        loaded = load_tokenizer(args.tokenizer, eos=AUTO)
+        tokenizer = parse(loaded.data, loaded.description)
+        vocab, eos = vocab or loaded.vocab_size, loaded.eos_id if eos is None else eos
     return Options(
         dtype=token_kind(args.dtype) if args.dtype is not None else None,
         vocab_size=vocab,
@@ -63,10 +63,13 @@ def _show(report: Report) -> None:
     print(f"{report.path}: {report.kind}, {total:,} bytes ({seen[report.depth]}; {report.seconds:.2f} s)")
     for name, value in report.facts.items():
         print(f"    {name.replace('_', ' ')}: {repr(value) if name == 'first_text' else plain(value)}")
-    for one in report.findings:
-        print(f"  {'WRONG' if one.is_wrong else 'maybe'} {one.fault} ({one.confidence}) at {one.place} of {one.path}")
-        print(f"      {one.evidence}")
-        print(f"      {one.advice}")
+    for finding in report.findings:
+        print(
+            f"  {'WRONG' if finding.is_wrong else 'maybe'} {finding.fault} ({finding.confidence}) at {finding.place} "
+            f"of {finding.path}"
+        )
+        print(f"      {finding.evidence}")
+        print(f"      {finding.advice}")
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:

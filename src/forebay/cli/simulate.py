@@ -14,8 +14,8 @@ def _simulate(args: argparse.Namespace) -> int:
     from forebay.observe.progress import bar
     from forebay.simulate import Settings, simulate
 
-    given = {field.name: getattr(args, field.name, None) for field in fields(Settings)}
-    settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    arguments = {field.name: getattr(args, field.name, None) for field in fields(Settings)}
+    settings = Settings(**{name: value for name, value in arguments.items() if value is not None})
     shown = 0
 
     with bar("simulate", 100, "%", enabled=not args.json) as advance:
