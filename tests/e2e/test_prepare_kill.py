@@ -18,7 +18,7 @@ from calibration import scaled
 _SCRIPT = """
 import sys
 from forebay.prepare import load_recipe, pipeline, prepare, text
-from forebay.prepare.read import sources
+from forebay.prepare import inputs as sources
 
 sources.GROUP_BYTES = 1 << 15
 RECIPE = {

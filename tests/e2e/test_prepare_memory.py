@@ -30,10 +30,10 @@ import functools, json, sys
 from forebay.prepare import finish, load_recipe, prepare
 from forebay.prepare.tokens import shuffle
 from forebay.prepare.dedup import corpus
-from forebay.prepare.read import lines
+from forebay.formats import text as lines
 
 # Constants as much smaller as the input is: it is many pieces and many runs.
-lines.PIECE_BYTES = 1 << 19
+lines.SPLIT_BYTES = 1 << 19
 corpus._RUN_RECORDS = 1 << 16
 corpus.deduplicate.__defaults__ = (None, 8 << 20)
 finish.plan_shuffle = functools.partial(shuffle.plan_shuffle, bucket_bytes=1 << 20)

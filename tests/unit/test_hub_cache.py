@@ -20,7 +20,8 @@ from forebay.errors import (
     PrepareError,
     UnknownDatasetError,
 )
-from forebay.prepare.read import ReadOptions, find_sources
+from forebay.formats.inputs import ReadOptions
+from forebay.prepare.inputs import find_inputs
 from forebay.prepare.read.hub_cache import download_hub, fetch_tokenizer, hub_cache
 from forebay.prepare.tokens.tokenizers import load_tokenizer, train_tokenizer
 from hub_repos import write_jsonl, write_repo
@@ -271,7 +272,7 @@ def test_a_hub_that_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: s
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         try:
             with pytest.raises(DownloadError if lie == "sent to ftp" else PrepareError, match=message):
-                find_sources("hf://datasets/o/n", ReadOptions())
+                find_inputs("hf://datasets/o/n", ReadOptions())
         finally:
             server.shutdown()
             thread.join()

@@ -25,8 +25,8 @@ from forebay.errors import (
     UnknownDatasetError,
     UsageError,
 )
+from forebay.formats.inputs import ReadOptions
 from forebay.prepare.pipeline import prepare
-from forebay.prepare.read import ReadOptions
 from forebay.prepare.read.hub import find_dataset
 from forebay.storage.http import asked_wait_s
 from forebay.stream.hub import records_of

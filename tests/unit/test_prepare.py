@@ -21,8 +21,10 @@ from tokenizers import Tokenizer
 
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import PrepareError, UsageError
+from forebay.formats import parquet as tables
+from forebay.formats import text as lines
 from forebay.prepare import PrepareSummary, Progress, load_recipe, prepare
-from forebay.prepare.read import lines, sources, tables
+from forebay.prepare import inputs as sources
 from forebay.prepare.tokens import slicing, tokenizers
 
 TEXTS = [f"Document {i}: " + "grüße, 世界! \x00\r\n<|endoftext|> " * (i % 9) for i in range(300)]
@@ -50,8 +52,8 @@ def jsonl(texts: list[str], **extra: Any) -> bytes:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces of little data."""
-    monkeypatch.setattr(lines, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(tables, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(lines, "SPLIT_BYTES", 4096)
+    monkeypatch.setattr(tables, "SPLIT_BYTES", 4096)
     monkeypatch.setattr(sources, "GROUP_BYTES", 4096)
 
 

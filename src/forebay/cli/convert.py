@@ -13,21 +13,21 @@ from forebay.cli.arguments import positive, show, size
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
-    from forebay.convert.content import Options
+    from forebay.formats.conversion import ConvertOptions
 
 _DTYPES = {"uint16": "U16", "uint32": "U32"}
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from forebay.convert.content import TokenSource
-    from forebay.convert.convert import FORMATS, check_place, convert, format_named, open_source
+    from forebay.convert.convert import check_output, convert, format_named, open_source, written_formats
+    from forebay.formats.conversion import TokenSource
     from forebay.observe.progress import bar
-    from forebay.prepare.read.listing import Skipped, count_reasons, describe_skipped
+    from forebay.storage.listing import Skipped, count_reasons, describe_skipped
 
     options = _options(args)
     if args.to is None:
-        raise UsageError(f"convert: expected --to (one of {', '.join(FORMATS)}), got none.")
-    check_place(args.source, args.out, args.force)
+        raise UsageError(f"convert: expected --to (one of {', '.join(written_formats())}), got none.")
+    check_output(args.source, args.out, args.force)
     to = format_named(args.to)
     skipped: list[Skipped] = []
     options = replace(options, on_skipped=skipped.extend)
@@ -47,14 +47,14 @@ def _convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def _options(args: argparse.Namespace) -> Options:
-    from forebay.convert.content import Options
+def _options(args: argparse.Namespace) -> ConvertOptions:
+    from forebay.formats.conversion import ConvertOptions
 
-    values = {name: value for name, value in vars(args).items() if name in Options.__dataclass_fields__}
+    given = {name: value for name, value in vars(args).items() if name in ConvertOptions.__dataclass_fields__}
     more = {name: getattr(args, name) for name in ("header", "generation", "items", "slice_rows")}
-    values["more"] = {key: value for key, value in more.items() if value}
-    values |= {"dtype": _DTYPES.get(args.dtype), "compress": args.compress or "", "tensors": dict(args.tensor)}
-    return Options(**values)
+    given["more"] = {key: value for key, value in more.items() if value}
+    given |= {"dtype": _DTYPES.get(args.dtype), "compress": args.compress or "", "tensors": dict(args.tensor)}
+    return ConvertOptions(**given)
 
 
 def _tensor(text: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.cli.arguments import plain, positive, whole_number
 
 if TYPE_CHECKING:
-    from forebay.doctor import Options, Report
+    from forebay.formats.report import CheckOptions, Report
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -35,19 +35,19 @@ def _doctor(args: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
-def _options(args: argparse.Namespace) -> Options:
-    from forebay.doctor import Options
-    from forebay.formats.foreign import token_kind
+def _options(args: argparse.Namespace) -> CheckOptions:
+    from forebay.formats.external import token_dtype
+    from forebay.formats.report import CheckOptions
 
     vocab, eos, tokenizer = args.vocab_size or 0, args.eos_id, None
     if args.tokenizer is not None:
         from forebay.prepare.tokens.tokenizers import AUTO, load_tokenizer, parse
 
-        loaded = load_tokenizer(args.tokenizer, eos=AUTO)
-        tokenizer = parse(loaded.data, loaded.description)
-        vocab, eos = vocab or loaded.vocab_size, loaded.eos_id if eos is None else eos
-    return Options(
-        dtype=token_kind(args.dtype) if args.dtype is not None else None,
+        found = load_tokenizer(args.tokenizer, eos=AUTO)
+        tokenizer = parse(found.data, found.description)
+        vocab, eos = vocab or found.vocab_size, found.eos_id if eos is None else eos
+    return CheckOptions(
+        dtype=token_dtype(args.dtype) if args.dtype is not None else None,
         vocab_size=vocab,
         eos_id=eos,
         seq_len=args.seq_len or 0,
@@ -61,15 +61,14 @@ def _show(report: Report) -> None:
     seen = {"all": "read all of it", "none": "not checked", "part": f"read {read:,} bytes; --full reads all"}
     seen["structure"] = f"read {read:,} bytes: sizes, counts and offsets; the contents are of no type that is checked"
     print(f"{report.path}: {report.kind}, {total:,} bytes ({seen[report.depth]}; {report.seconds:.2f} s)")
-    for name, value in report.facts.items():
+    for name, value in report.metadata.items():
         print(f"    {name.replace('_', ' ')}: {repr(value) if name == 'first_text' else plain(value)}")
-    for finding in report.findings:
+    for one in report.findings:
         print(
-            f"  {'WRONG' if finding.is_wrong else 'maybe'} {finding.fault} ({finding.confidence}) at {finding.place} "
-            f"of {finding.path}"
+            f"  {'WRONG' if one.is_wrong else 'maybe'} {one.fault} ({one.confidence}) at {one.location} of {one.path}"
         )
-        print(f"      {finding.evidence}")
-        print(f"      {finding.advice}")
+        print(f"      {one.evidence}")
+        print(f"      {one.advice}")
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:

@@ -26,7 +26,6 @@ from typing import Any, Literal
 import numpy as np
 
 from forebay.errors import UsageError
-from forebay.formats.foreign import token_kind
 from forebay.load.batch import IGNORE_INDEX, Batch
 from forebay.load.shard_dataset import Arrival, ShardDataset
 from forebay.load.shard_folder import Pair
@@ -139,7 +138,7 @@ class SharedShardedDatasetManager:
         home = Path(folder if folder is not None else environment("DATASET_BINS_PATH", "shards")).absolute()
         source = "r2://" if url is None else str(url) if "://" in str(url) else str(Path(url).absolute())
         settings: dict[str, Any] = {
-            "sequence_length": sequence_length, "kind": None if token_dtype is None else token_kind(token_dtype),
+            "sequence_length": sequence_length, "kind": None if token_dtype is None else token_dtype(token_dtype),
             "tmp_dir": None if tmp_dir is None else Path(tmp_dir).absolute(), "chunk_size": chunk_size,
             "max_workers": max_workers, "generation": generation, "prefix": prefix, "patience_s": patience_s,
         }  # fmt: skip

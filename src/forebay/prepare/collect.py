@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
 from forebay.files import atomic_write, open_atomic
+from forebay.formats.inputs import InputSplit
 from forebay.prepare.documents import part_batches
-from forebay.prepare.read import Found, Skipped
-from forebay.prepare.read.base import Piece
-from forebay.prepare.read.listing import count_reasons, shown_path
+from forebay.prepare.inputs import InputFiles
 from forebay.prepare.report import write_report
 from forebay.prepare.stats import CLUSTER, EDGES, SAMPLE_CHARACTERS, SAMPLES, Sample, Tally
 from forebay.prepare.text import TextResult, bases, mix, row_place
+from forebay.storage.listing import Skipped, count_reasons, shown_path
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.config import Dedup
@@ -47,8 +47,8 @@ CLUSTERS = pa.schema([("cluster", pa.int64()), ("id", pa.large_string()), ("kept
 class Corpus:
     """What was read and sifted: the pieces, what came of each, and which of their documents are copies."""
 
-    found: Found
-    pieces: Sequence[Piece]
+    found: InputFiles
+    pieces: Sequence[InputSplit]
     texts: Sequence[TextResult]
     dedup: DedupResult | None
     folder: str
@@ -116,22 +116,22 @@ class Corpus:
         }
 
     def _inputs(self) -> list[dict[str, Any]]:
-        read = {(s.path, s.sha256): [0, 0] for s in self.found.sources}
+        read = {(s.path, s.sha256): [0, 0] for s in self.found.files}
         for piece, text in zip(self.pieces, self.texts):
-            key = piece.sources[0].path, piece.sources[0].sha256
-            if len(piece.sources) == 1:
+            key = piece.files[0].path, piece.files[0].sha256
+            if len(piece.files) == 1:
                 read[key][0] += text.documents_in
                 read[key][1] += text.malformed
                 continue
-            for source in piece.sources:
+            for source in piece.files:
                 read[source.path, source.sha256][0] += 1
             if text.malformed:
                 for line in Path(f"{self.folder}/{text.name}.rejects").read_text("utf-8").splitlines():
-                    source = piece.sources[json.loads(line)["place"]]
+                    source = piece.files[json.loads(line)["place"]]
                     read[source.path, source.sha256][1] += 1
         return [
             {"name": s.name, "format": s.format, "bytes": s.bytes, "documents": n, "malformed": bad}
-            for s, (n, bad) in zip(self.found.sources, (read[s.path, s.sha256] for s in self.found.sources))
+            for s, (n, bad) in zip(self.found.files, (read[s.path, s.sha256] for s in self.found.files))
         ]
 
     def _rejects(self, run: Run) -> Iterator[dict[str, Any]]:
@@ -281,7 +281,7 @@ def _samples(corpus: Corpus, chosen: Sequence[_Chosen]) -> Iterator[Sample]:
                 break
 
 
-def id_of(piece: Piece, batch: pa.RecordBatch, row: int, base: int) -> str:
+def id_of(piece: InputSplit, batch: pa.RecordBatch, row: int, base: int) -> str:
     """The source id of a document: the input's own, or where it stands."""
     return batch.column("id")[row].as_py() or row_place(piece, batch, row, base)
 

@@ -9,10 +9,10 @@ them as dropped, and whoever runs it takes them out.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import PurePath
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
 from forebay.prepare.settings import check_fields
-
-T = TypeVar("T")
 
 SCHEMA = pa.schema(
     [
@@ -32,52 +30,9 @@ SCHEMA = pa.schema(
         ("text", pa.large_string()),
     ]
 )
-OWN_COLUMNS = frozenset((*SCHEMA.names, "where", "text_bytes", "language", "language_score", "perplexity"))
-"""Columns that readers, stages and tasks make; fields of the input may not take their names."""
 BATCH_BYTES = 4 << 20
 """UTF-8 bytes of text in a batch, about: one document larger than that is a batch alone."""
 BATCH_ROWS = 4096
-
-TURN_GIVEN, TURN_LEARNT = "\ufdd0", "\ufdd1"
-"""What begins a turn of a conversation whose tokens are masked (a prompt), or learnt (a response), inside `text`.
-Unicode keeps these noncharacters for internal use; readers take them out of what they read."""
-
-
-def without_turns(text: str) -> str:
-    """The text without the noncharacters that begin turns: they are ours, and no input may bring its own."""
-    if TURN_GIVEN in text or TURN_LEARNT in text:
-        return text.replace(TURN_GIVEN, "").replace(TURN_LEARNT, "")
-    return text
-
-
-@dataclass(frozen=True)
-class Record:
-    """One document as a reader yields it, or what is wrong with it.
-
-    A record with a `problem` is malformed: it is counted, and kept aside with where it was, `problem` and the first
-    bytes of `text`. `problem="blank"` is no document and is not counted (an empty line).
-
-    `where` says where in its file it was, if that is not its line, row or record number `place` (from 0): `byte 5120`,
-    `page "Anarchism"`, `inner/file.txt`.
-
-    `start`, if not -1: a piece with this `start` begins with this record, so that reading may go on from here. In
-    unpacked bytes where a format is a stream of them.
-
-    `failed`: the problem is that nothing (more) of its file can be read, by no fault of one record.
-
-    `values`: what `ReadOptions.columns` asks for, in that order.
-    """
-
-    place: int
-    id: str = ""
-    text: str = ""
-    url: str = ""
-    html: bool = False
-    problem: str = ""
-    where: str = ""
-    start: int = field(default=-1, compare=False)
-    failed: bool = False
-    values: tuple[float | str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -161,20 +116,6 @@ def replace_column(batch: pa.RecordBatch, name: str, column: pa.Array) -> pa.Rec
     if name in batch.schema.names:
         return batch.set_column(batch.schema.get_field_index(name), name, column)
     return batch.append_column(name, column)
-
-
-def batched(items: Iterable[T], weigh: Callable[[T], int], most: int, most_items: int) -> Iterator[list[T]]:
-    """Items in lists, each of which ends once its items weigh `most` or are `most_items`."""
-    held: list[T] = []
-    weight = 0
-    for item in items:
-        held.append(item)
-        weight += weigh(item)
-        if weight >= most or len(held) >= most_items:
-            yield held
-            held, weight = [], 0
-    if held:
-        yield held
 
 
 def part_batches(path: str, columns: Iterable[str] = ()) -> Iterator[tuple[int, pa.RecordBatch]]:

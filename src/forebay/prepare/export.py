@@ -21,9 +21,9 @@ import pyarrow.parquet as pq
 
 from forebay.dataset.slices import hash_file
 from forebay.files import atomic_write, open_atomic
+from forebay.formats.inputs import RESERVED_COLUMNS, InputSplit
 from forebay.prepare.collect import Corpus, collect, conclude, id_of, write_ids
-from forebay.prepare.documents import OWN_COLUMNS, part_batches
-from forebay.prepare.read import Piece
+from forebay.prepare.documents import part_batches
 from forebay.prepare.stats import Tally
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class ExportTask:
 
     arrow: str
     documents: int
-    piece: Piece
+    piece: InputSplit
     base: int
     drop: Flags | None
     cut: Cutter | None
@@ -49,7 +49,7 @@ class ExportTask:
 
     @property
     def label(self) -> str:
-        return f"text of {self.piece.sources[0].path}"
+        return f"text of {self.piece.files[0].path}"
 
     @property
     def file(self) -> str:
@@ -86,7 +86,7 @@ def export(task: ExportTask, scale: int = 0) -> Exported:
             empty = pc.equal(texts, "").to_numpy(zero_copy_only=False)  # all of whose lines stood elsewhere
             left_out.append(start + np.flatnonzero(kept & empty))
             columns = {"id": pa.array(ids, pa.large_string())}
-            others = [name for name in batch.schema.names if name not in OWN_COLUMNS]
+            others = [name for name in batch.schema.names if name not in RESERVED_COLUMNS]
             columns |= {name: batch.column(name) for name in (*_COLUMNS, *others) if name in batch.schema.names}
             table = pa.table({**columns, "text": texts}).filter(pa.array(kept & ~empty))
             if table.num_rows and writer is None:

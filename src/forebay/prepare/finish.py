@@ -26,9 +26,8 @@ from forebay.dataset.manifest import (
 )
 from forebay.dataset.slices import hash_file
 from forebay.files import atomic_write, open_atomic, remove_stale, sync_directory
+from forebay.formats.inputs import InputSplit
 from forebay.prepare.collect import Corpus, collect, conclude, nothing_left, write_ids
-from forebay.prepare.read.base import Piece
-from forebay.prepare.read.listing import shown_path
 from forebay.prepare.stats import Tally
 from forebay.prepare.text import place_name
 from forebay.prepare.tokens.coders import CoderSpec
@@ -38,6 +37,7 @@ from forebay.prepare.tokens.shuffle import Shuffle, TokenPart, finished_shuffle,
 from forebay.prepare.tokens.slicing import finished_slice, plan_slices, write_slice
 from forebay.prepare.tokens.subsets import TRAIN
 from forebay.prepare.tokens.tokenizers import TokenizerFile
+from forebay.storage.listing import shown_path
 
 if TYPE_CHECKING:
     from forebay.prepare.pipeline import PrepareSummary, Run
@@ -199,7 +199,7 @@ _ROWS = 1 << 16
 
 def write_documents(path: Path, corpus: Corpus, parts: Sequence[TokenPart]) -> str:
     """Write the table of these parts' documents, in their order; its sha256 in hex."""
-    pieces: dict[str, tuple[Piece, int]] = {}
+    pieces: dict[str, tuple[InputSplit, int]] = {}
     for piece, text, base in zip(corpus.pieces, corpus.texts, corpus.bases):
         pieces.setdefault(text.part(corpus.folder).name, (piece, base))
     with open_atomic(path) as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as table:
@@ -209,13 +209,13 @@ def write_documents(path: Path, corpus: Corpus, parts: Sequence[TokenPart]) -> s
     return hash_file(path)
 
 
-def _rows(pieces: dict[str, tuple[Piece, int]], parts: Sequence[TokenPart]) -> Iterator[tuple[str, str, str]]:
+def _rows(pieces: dict[str, tuple[InputSplit, int]], parts: Sequence[TokenPart]) -> Iterator[tuple[str, str, str]]:
     for part in parts:
         with part.file("ids").open("rb") as lines:
             for line in lines:
                 name, place, given, url, inner = json.loads(line)
                 piece, base = pieces[name]
-                source = piece.sources[place if len(piece.sources) > 1 else 0]
+                source = piece.files[place if len(piece.files) > 1 else 0]
                 # As the input is named in the lineage: not where it lay.
                 there = source.name + place_name(piece, place, inner, base).removeprefix(shown_path(source.path))
                 yield given or there, source.name, url

@@ -30,15 +30,13 @@ from forebay.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE
 from forebay.dataset.reader import open_dataset
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, remove_stale
+from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit, check_unchanged
 from forebay.prepare.collect import Corpus, nothing_left, read_skipped, write_empty_report, write_skipped
-from forebay.prepare.documents import OWN_COLUMNS
 from forebay.prepare.engines import Engine, local_engine
 from forebay.prepare.export import TEXT_FILE, finish_text
 from forebay.prepare.finish import finish
+from forebay.prepare.inputs import InputFiles, find_inputs, read_split, split_files
 from forebay.prepare.plan import cores, sampled
-from forebay.prepare.read import Found, Piece, Skipped, Source, cut, find_sources, read
-from forebay.prepare.read.listing import count_reasons, describe_skipped, shown_path
-from forebay.prepare.read.opening import check_unchanged
 from forebay.prepare.recipe import Recipe, load_recipe
 from forebay.prepare.stats import PERPLEXITY, Tally, percentile_threshold
 from forebay.prepare.text import (
@@ -59,6 +57,7 @@ from forebay.prepare.text import (
 )
 from forebay.prepare.tokens.encode import Encoded, sample_texts
 from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer, train_tokenizer, vocab_to_train
+from forebay.storage.listing import Skipped, count_reasons, describe_skipped, shown_path
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.corpus import DedupResult
@@ -250,7 +249,7 @@ def prepare(
     vocab = vocab_to_train(whole.tokenize.tokenizer)
     known = _load_tokenizer(whole) if vocab is None else None
     trouble = on_trouble or (lambda message: None)
-    found = find_sources(
+    found = find_inputs(
         inputs or whole.inputs, whole.read, workers=workers or cores(), leave_out=out, follow_links=follow_links
     )
     for line in describe_skipped(found.skipped):
@@ -292,7 +291,7 @@ def _with_settings(recipe: Recipe, out: Path, settings: dict[str, Any]) -> Recip
     score, read = recipe.dedup.score, recipe.read
     if (
         score
-        and score not in {*OWN_COLUMNS, *read.columns}
+        and score not in {*RESERVED_COLUMNS, *read.columns}
         and all(type(stage).__module__.startswith("forebay.") for stage in recipe.stages)
     ):  # No stage makes it, so it is a field of the input.
         read = dataclasses.replace(read, columns={**read.columns, score: "number"})
@@ -343,7 +342,7 @@ def _engine(
     raise UsageError(f"engine: expected local or ray, got {name!r}.")
 
 
-def _lineage(run: Run, found: Found, known: TokenizerFile | None, against: Sequence[str]) -> dict[str, Any]:
+def _lineage(run: Run, found: InputFiles, known: TokenizerFile | None, against: Sequence[str]) -> dict[str, Any]:
     recipe = run.recipe.to_json()
     name = recipe.pop("name")
     assert name
@@ -351,10 +350,10 @@ def _lineage(run: Run, found: Found, known: TokenizerFile | None, against: Seque
     recipe["tokenize"]["tokenizer"] = known.description if known else run.recipe.tokenize.tokenizer
     recipe["tokenize"]["sha256"] = known.sha256 if known else None
     return {
-        "inputs": [{"name": s.name, "bytes": s.bytes, "sha256": s.sha256, "format": s.format} for s in found.sources],
+        "inputs": [{"name": s.name, "bytes": s.bytes, "sha256": s.sha256, "format": s.format} for s in found.files],
         "recipe": recipe,
         "models": [sha256 for _, sha256 in stage_files(run.recipe.stages)],
-        "versions": versions({s.format for s in found.sources}, run.recipe.stages),
+        "versions": versions({s.format for s in found.files}, run.recipe.stages),
     }
 
 
@@ -388,20 +387,20 @@ def _locked(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _with_hashes(run: Run, found: Found, lineage: dict[str, Any], sha256s: Mapping[str, str]) -> dict[str, Any]:
+def _with_hashes(run: Run, found: InputFiles, lineage: dict[str, Any], sha256s: Mapping[str, str]) -> dict[str, Any]:
     """The lineage with the hash of each input's content; what is not among `sha256s` yet is hashed by the engine.
 
     What is learnt is kept in the output, by what tells a file from others, so that no run reads a file for that again.
     """
     path = run.out / INDEX_FILE
-    names = {source.path: identity(source) for source in found.sources if "://" not in source.path}
+    names = {source.path: identity(source) for source in found.files if "://" not in source.path}
     try:
         before = json.loads(path.read_bytes())
     except (OSError, ValueError):
         before = {}
     index = {name: str(before[name]) for name in names.values() if name in before}
     index |= {names[path]: sha256 for path, sha256 in sha256s.items() if path in names}
-    missing = [source for source in found.sources if names.get(source.path, "") not in {"", *index}]
+    missing = [source for source in found.files if names.get(source.path, "") not in {"", *index}]
     hashed = run.map(_hash_task, missing, weights=[source.bytes for source in missing])
     index |= {names[source.path]: sha256 for source, sha256 in zip(missing, hashed)}
     if index != before:
@@ -409,19 +408,19 @@ def _with_hashes(run: Run, found: Found, lineage: dict[str, Any], sha256s: Mappi
             atomic_write(path, json.dumps(index, sort_keys=True).encode())
     inputs = [
         {**entry, "sha256": index[names[source.path]] if source.path in names else entry["sha256"]}
-        for source, entry in zip(found.sources, lineage["inputs"])
+        for source, entry in zip(found.files, lineage["inputs"])
     ]
     return {**lineage, "inputs": inputs}
 
 
-def _hash_task(source: Source, scale: int) -> str:
+def _hash_task(source: InputFile, scale: int) -> str:
     check_unchanged(source)
     found = hash_source(source)
     check_unchanged(source)
     return found
 
 
-def _is_same(run: Run, found: Found, theirs: Mapping[str, Any], lineage: dict[str, Any]) -> bool:
+def _is_same(run: Run, found: InputFiles, theirs: Mapping[str, Any], lineage: dict[str, Any]) -> bool:
     """Whether a lineage is that of this run: names and sizes are compared before any file is read."""
     ours = [{**entry, "sha256": ""} for entry in lineage["inputs"]]
     if [{**entry, "sha256": ""} for entry in theirs.get("inputs", ())] != ours:
@@ -438,7 +437,7 @@ def _is_same(run: Run, found: Found, theirs: Mapping[str, Any], lineage: dict[st
     return True
 
 
-def _already_there(run: Run, found: Found, lineage: dict[str, Any]) -> PrepareSummary | None:
+def _already_there(run: Run, found: InputFiles, lineage: dict[str, Any]) -> PrepareSummary | None:
     if (run.out / TEXT_FILE).exists():
         return _text_already_there(run, found, lineage)
     if not (run.out / MANIFEST_FILE).exists():
@@ -461,7 +460,7 @@ def _already_there(run: Run, found: Found, lineage: dict[str, Any]) -> PrepareSu
     )  # fmt: skip
 
 
-def _text_already_there(run: Run, found: Found, lineage: dict[str, Any]) -> PrepareSummary:
+def _text_already_there(run: Run, found: InputFiles, lineage: dict[str, Any]) -> PrepareSummary:
     data = (run.out / TEXT_FILE).read_bytes()
     try:
         facts = json.loads(data)
@@ -477,12 +476,12 @@ def _text_already_there(run: Run, found: Found, lineage: dict[str, Any]) -> Prep
 
 
 def _make(
-    run: Run, found: Found, known: TokenizerFile | None, vocab: int, lineage: dict[str, Any], strict: bool
+    run: Run, found: InputFiles, known: TokenizerFile | None, vocab: int, lineage: dict[str, Any], strict: bool
 ) -> PrepareSummary:
     run.tasks.mkdir(parents=True, exist_ok=True)
     remove_stale(run.out)
     remove_stale(run.tasks)
-    pieces, sample = sampled(cut(found.sources, run.recipe.read), run.recipe.sample)
+    pieces, sample = sampled(split_files(found.files, run.recipe.read), run.recipe.sample)
     content = content_key(run.recipe.read, run.recipe.stages, stage_files(run.recipe.stages), sample)
     texts = _texts(run, pieces, sample, content)
     failed = _failed(pieces, texts)
@@ -497,12 +496,12 @@ def _make(
         tally.add(result.tally(str(run.tasks)))
     _check(run, Corpus(found, pieces, texts, None, str(run.tasks)), tally)
     sha256s = {
-        piece.sources[int(index)].path: sha256
+        piece.files[int(index)].path: sha256
         for piece, text in zip(pieces, texts)
         for index, sha256 in text.sha256s.items()
     }
     lineage = _with_hashes(run, found, lineage, sha256s)
-    sha256s = {source.path: entry["sha256"] for source, entry in zip(found.sources, lineage["inputs"])}
+    sha256s = {source.path: entry["sha256"] for source, entry in zip(found.files, lineage["inputs"])}
     texts = [dataclasses.replace(t, key=random_key(content, piece, sha256s)) for piece, t in zip(pieces, texts)]
     texts = _trimmed(run, texts, tally)
     corpus = Corpus(found, pieces, texts, _deduplicated(run, texts), str(run.tasks))
@@ -512,17 +511,17 @@ def _make(
     return finish(run, corpus, used, tally, lineage)
 
 
-def _failed(pieces: Sequence[Piece], texts: Sequence[TextResult]) -> list[Skipped]:
+def _failed(pieces: Sequence[InputSplit], texts: Sequence[TextResult]) -> list[Skipped]:
     """The files of which nothing could be read, each with the first reason."""
     failed: dict[str, str] = {}
     for piece, text in zip(pieces, texts):
         for index, reason in text.failed.items():
-            path = piece.sources[int(index)].path
+            path = piece.files[int(index)].path
             failed.setdefault(path, reason.removeprefix(f"{path}: "))
     return [Skipped(path, reason, "failed") for path, reason in failed.items()]
 
 
-def _texts(run: Run, pieces: Sequence[Piece], sample: float, content: str) -> list[TextResult]:
+def _texts(run: Run, pieces: Sequence[InputSplit], sample: float, content: str) -> list[TextResult]:
     recipe = run.recipe
     sign = recipe.dedup.active and not recipe.percentiles
     formats = {piece.format for piece in pieces}
@@ -610,8 +609,8 @@ def _trained(run: Run, texts: Sequence[TextResult], vocab: int) -> TokenizerFile
 
 def texts_of(inputs: Sequence[str | Path], recipe: Recipe) -> Iterator[str]:
     """Every text of the inputs, in order, unfiltered: for what learns from raw text."""
-    found = find_sources(inputs, recipe.read)
-    for piece in cut(found.sources, recipe.read):
-        for record in read(piece, recipe.read):
+    found = find_inputs(inputs, recipe.read)
+    for piece in split_files(found.files, recipe.read):
+        for record in read_split(piece, recipe.read):
             if not record.problem and record.text:
                 yield record.text

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forebay.prepare.read import Skipped, cut, find_sources
-from forebay.prepare.read.base import Piece
-from forebay.prepare.read.listing import count_reasons, describe_skipped
+from forebay.formats.inputs import InputSplit
+from forebay.prepare.inputs import find_inputs, split_files
 from forebay.prepare.recipe import Recipe
+from forebay.storage.listing import Skipped, count_reasons, describe_skipped
 from forebay.units import format_bytes
 
 
@@ -21,7 +21,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def sampled(pieces: list[Piece], fraction: float) -> tuple[list[Piece], float]:
+def sampled(pieces: list[InputSplit], fraction: float) -> tuple[list[InputSplit], float]:
     """About that share of the pieces, spread evenly, and the share of their documents that makes it exact."""
     if fraction >= 1 or not pieces:
         return pieces, 1.0
@@ -86,10 +86,10 @@ def plan(
     inputs: Sequence[str | Path], recipe: Recipe, *, workers: int | None = None, follow_links: bool = False
 ) -> Plan:
     """What `prepare` would run, on how much."""
-    found = find_sources(inputs or recipe.inputs, recipe.read, follow_links=follow_links)
-    pieces, _ = sampled(cut(found.sources, recipe.read), recipe.sample)
+    found = find_inputs(inputs or recipe.inputs, recipe.read, follow_links=follow_links)
+    pieces, _ = sampled(split_files(found.files, recipe.read), recipe.sample)
     by_format: dict[str, tuple[int, int]] = {}
-    for source in found.sources:
+    for source in found.files:
         files, size = by_format.get(source.format, (0, 0))
         by_format[source.format] = files + 1, size + source.bytes
     return Plan(by_format, found.skipped, len(pieces), recipe.sample, recipe, workers or cores())

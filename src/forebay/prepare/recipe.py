@@ -24,11 +24,11 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field
 
 from forebay.errors import ForebayError, UsageError, install_command
+from forebay.formats.inputs import ReadOptions
 from forebay.prepare.dedup.config import Dedup
 from forebay.prepare.documents import Stage, portable
 from forebay.prepare.guard import Limits
 from forebay.prepare.layers import Keys, Layer, merge, parse_layer, place_of
-from forebay.prepare.read.base import ReadOptions
 from forebay.prepare.settings import Positive, Settings, Share, field_types, fit
 from forebay.prepare.tokens.rows import TEMPLATES, Conversations
 from forebay.prepare.tokens.slicing import MIN_SLICE_BYTES

@@ -28,16 +28,16 @@ from numpy.typing import NDArray
 from forebay.dataset.slices import hash_file
 from forebay.errors import ForebayError, PrepareError
 from forebay.files import atomic_write, open_atomic
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, check_unchanged
+from forebay.formats.parquet import read_metadata
+from forebay.formats.records import Record
 from forebay.prepare.dedup.config import Dedup
-from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, Verdict, part_batches, portable
+from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage, Verdict, part_batches, portable
 from forebay.prepare.guard import Buffer, Limits, ending, say, worker_for
-from forebay.prepare.read import read
-from forebay.prepare.read.base import Piece, ReadOptions, Source
-from forebay.prepare.read.listing import shown_path
-from forebay.prepare.read.opening import check_unchanged
-from forebay.prepare.read.tables import read_metadata
+from forebay.prepare.inputs import read_split
 from forebay.prepare.stats import Tally, text_bytes
 from forebay.prepare.tokens.encode import TextPart
+from forebay.storage.listing import shown_path
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.signer import Signer
@@ -68,7 +68,7 @@ _USED_BY = {
 class TextTask:
     """One piece to be read and sifted; `recipe_key` hashes all else that the result depends on (`task_key`)."""
 
-    piece: Piece
+    piece: InputSplit
     read: ReadOptions
     stages: tuple[Stage, ...]
     dedup: Dedup
@@ -82,14 +82,14 @@ class TextTask:
     def name(self) -> str:
         """What its files are called: by which files it reads, as they were listed, and not by their contents, which
         only the task reads."""
-        sources = [identity(source) for source in self.piece.sources]
+        sources = [identity(source) for source in self.piece.files]
         return _hash([self.recipe_key, sources, self.piece.start, self.piece.stop, repr(self.limits)])
 
     @property
     def label(self) -> str:
-        more = f" and {len(self.piece.sources) - 1} more" if len(self.piece.sources) > 1 else ""
+        more = f" and {len(self.piece.files) - 1} more" if len(self.piece.files) > 1 else ""
         at = f" from {self.piece.start}" if self.piece.start else ""
-        return f"{self.piece.sources[0].path}{at}{more}"
+        return f"{self.piece.files[0].path}{at}{more}"
 
     @property
     def prefix(self) -> str:
@@ -100,7 +100,7 @@ def _hash(facts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
-def identity(source: Source) -> str:
+def identity(source: InputFile) -> str:
     """What tells a source from others and from itself after a change, without reading it."""
     path = source.path if "://" in source.path else os.path.abspath(source.path)  # noqa: PTH100 - links stay
     version = source.version or source.sha256
@@ -110,7 +110,7 @@ def identity(source: Source) -> str:
 def content_key(read: ReadOptions, stages: Iterable[Stage], files: Iterable[tuple[str, str]], sample: float) -> str:
     """A hash of what is done to the input, not by which version. `files` are (path, sha256) of what stages read."""
     done = [(stage.name, stage.version, repr(portable(stage))) for stage in stages]
-    return _hash([repr(read.facts), done, [(Path(path).name, sha256) for path, sha256 in files], sample])
+    return _hash([repr(read.changed), done, [(Path(path).name, sha256) for path, sha256 in files], sample])
 
 
 def task_key(content: str, format: str, stages: Iterable[Stage], dedup: Dedup, sign: bool) -> str:
@@ -118,13 +118,13 @@ def task_key(content: str, format: str, stages: Iterable[Stage], dedup: Dedup, s
     return _hash([TEXT_VERSION, versions([format], stages), content, dedup.signature() if sign else {}])
 
 
-def random_key(content: str, piece: Piece, sha256s: Mapping[str, str]) -> str:
+def random_key(content: str, piece: InputSplit, sha256s: Mapping[str, str]) -> str:
     """What random choices hang on: a hash of a piece's content (`sha256s` by path) and of what is done to it."""
-    sources = [(sha256s.get(s.path, s.sha256), s.format, s.compression) for s in piece.sources]
+    sources = [(sha256s.get(s.path, s.sha256), s.format, s.compression) for s in piece.files]
     return _hash([sources, [piece.start, piece.stop], content])
 
 
-def hash_source(source: Source) -> str:
+def hash_source(source: InputFile) -> str:
     """The SHA-256 of a source that lies here; "" for one at a URL, and for one that cannot be read."""
     if "://" in source.path:
         return ""
@@ -160,18 +160,18 @@ class TextResult:
         return Tally.from_json(json.loads(Path(f"{folder}/{self.name}.stats").read_bytes()))
 
 
-def bases(pieces: Sequence[Piece], texts: Sequence[TextResult]) -> Iterator[int]:
+def bases(pieces: Sequence[InputSplit], texts: Sequence[TextResult]) -> Iterator[int]:
     """For each piece how many lines or rows its file has in earlier pieces."""
     base, source = 0, None
     for piece, text in zip(pieces, texts):
-        base = base if piece.sources[0] == source and piece.start else 0
-        source = piece.sources[0]
+        base = base if piece.files[0] == source and piece.start else 0
+        source = piece.files[0]
         yield base
         base += text.places
 
 
 def write_rejects(
-    path: Path, pieces: Sequence[Piece], texts: Sequence[TextResult], folder: str
+    path: Path, pieces: Sequence[InputSplit], texts: Sequence[TextResult], folder: str
 ) -> list[dict[str, Any]]:
     """All that was malformed, a JSON line each with `where`, `reason` and the first of its text; returns three.
 
@@ -192,7 +192,7 @@ def write_rejects(
                         first.append(reject)
                     yield json.dumps(reject, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
             if text.malformed > MAX_REJECTS:
-                more = {"where": piece.sources[0].path, "reason": f"{text.malformed - MAX_REJECTS} more", "text": ""}
+                more = {"where": piece.files[0].path, "reason": f"{text.malformed - MAX_REJECTS} more", "text": ""}
                 yield json.dumps(more).encode() + b"\n"
 
     if any(text.malformed for text in texts):
@@ -260,9 +260,9 @@ def sift(task: TextTask, scale: int) -> TextResult:
                 out.add(kept)
                 del kept
             del batch
-    sources = enumerate(task.piece.sources if task.piece.start == 0 else ())
+    sources = enumerate(task.piece.files if task.piece.start == 0 else ())
     sha256s = {str(index): sha256 for index, source in sources if (sha256 := hash_source(source))}
-    for source in task.piece.sources:
+    for source in task.piece.files:
         check_unchanged(source)  # since it was read
     result = TextResult(
         task.name, "", reader.documents, out.documents, reader.malformed, reader.num_places, out.bytes, sha256s,
@@ -287,10 +287,10 @@ def _readable(task: TextTask, scale: int) -> tuple[int, str]:
     """
 
     def read_all() -> None:
-        for number, _ in enumerate(read(task.piece, task.read), 1):
+        for number, _ in enumerate(read_split(task.piece, task.read), 1):
             say(str(number))
 
-    if any("://" in source.path for source in task.piece.sources):
+    if any("://" in source.path for source in task.piece.files):
         return -1, ""  # what fetches them has threads, which a fork does not
     if scale:
         how, said = ending(read_all)
@@ -426,13 +426,13 @@ _Reject = dict[str, Any]
 class _Places:
     """Where the documents of a piece are, for people and for choosing samples."""
 
-    piece: Piece
+    piece: InputSplit
     seed: np.uint64
 
     @classmethod
-    def of(cls, piece: Piece) -> _Places:
+    def of(cls, piece: InputSplit) -> _Places:
         """With a seed of the first bytes, as the whole is not read yet; no path and no time: a copy gives the same."""
-        facts = [*(f"{s.sha256} {s.bytes}" for s in piece.sources), str(piece.start)]
+        facts = [*(f"{s.sha256} {s.bytes}" for s in piece.files), str(piece.start)]
         return cls(piece, np.uint64(int.from_bytes(hashlib.sha256(" ".join(facts).encode()).digest()[:8], "little")))
 
     def keys(self, batch: pa.RecordBatch) -> NDArray[np.uint64]:
@@ -457,18 +457,18 @@ class _Reader:
         held: list[Record] = []
         size = 0
         for record in self._records():
-            self.num_places = max(self.num_places, record.place + 1)
-            if record.problem == "blank" or not self._sampled(record.place):
+            self.num_places = max(self.num_places, record.index + 1)
+            if record.problem == "blank" or not self._sampled(record.index):
                 continue
             self.documents += 1
             count.documents_in += 1
             if record.problem:
                 count.dropped["malformed"] += 1
                 text = record.text[:REJECT_CHARACTERS]
-                found = {"place": record.place, "where": record.where, "reason": record.problem, "text": text}
+                found = {"place": record.index, "where": record.location, "reason": record.problem, "text": text}
                 self.reject([found])
                 if record.failed:
-                    self.failed[str(record.place if len(self._task.piece.sources) > 1 else 0)] = record.problem
+                    self.failed[str(record.index if len(self._task.piece.files) > 1 else 0)] = record.problem
                 continue
             if not record.text:
                 count.dropped["empty"] += 1
@@ -486,11 +486,11 @@ class _Reader:
 
     def _records(self) -> Iterator[Record]:
         if self._stop < 0:
-            yield from read(self._task.piece, self._task.read)
+            yield from read_split(self._task.piece, self._task.read)
             return
         place = -1
-        for record in islice(read(self._task.piece, self._task.read), self._stop):
-            place = record.place
+        for record in islice(read_split(self._task.piece, self._task.read), self._stop):
+            place = record.index
             yield record
         yield Record(place + 1, problem=self._why)
 
@@ -527,24 +527,25 @@ class _Reader:
         return key < self._task.sample * 2**64
 
 
-def place_name(piece: Piece, place: int, inner: str, base: int) -> str:
+def place_name(piece: InputSplit, place: int, inner: str, base: int) -> str:
     """`file:line` or `file (inner)`; `base` is how many lines or rows earlier pieces of the file have."""
-    if piece.format in _FILE_FORMATS or len(piece.sources) > 1:
-        return shown_path(piece.sources[place].path)
-    path = shown_path(piece.sources[0].path)
+    if piece.format in _FILE_FORMATS or len(piece.files) > 1:
+        return shown_path(piece.files[place].path)
+    path = shown_path(piece.files[0].path)
     if inner and not (piece.format in _LINE_FORMATS and inner.startswith("byte ")):
         return f"{path} ({inner})"
     return f"{path}:{base + place + 1}" if base or not piece.start else f"{path}: {place + 1} after {piece.start}"
 
 
-def row_place(piece: Piece, batch: pa.RecordBatch, row: int, base: int = 0) -> str:
+def row_place(piece: InputSplit, batch: pa.RecordBatch, row: int, base: int = 0) -> str:
     """`place_name` of a row; without a base, the line in a later piece of a file is counted from that piece."""
     return place_name(piece, batch.column("place")[row].as_py(), batch.column("where")[row].as_py(), base)
 
 
 def _batch(records: list[Record], options: ReadOptions) -> pa.RecordBatch:
-    columns = {f.name: pa.array([getattr(r, f.name) for r in records], f.type) for f in SCHEMA}
-    columns["where"] = pa.array([r.where for r in records], pa.large_string())
+    fields = {f.name: "index" if f.name == "place" else f.name for f in SCHEMA}
+    columns = {f.name: pa.array([getattr(r, fields[f.name]) for r in records], f.type) for f in SCHEMA}
+    columns["where"] = pa.array([r.location for r in records], pa.large_string())
     for index, (name, kind) in enumerate(options.columns.items()):
         missing, column_type = (math.nan, pa.float64()) if kind == "number" else ("", pa.large_string())
         columns[name] = pa.array([r.values[index] if r.values else missing for r in records], column_type)
@@ -552,7 +553,7 @@ def _batch(records: list[Record], options: ReadOptions) -> pa.RecordBatch:
 
 
 def mix(values: NDArray[np.uint64], seed: np.uint64) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser over seed + values. Source: Steele, Lea, Flood 2014."""
+    """SplitMix64's finaliser over seed + values. InputFile: Steele, Lea, Flood 2014."""
     with np.errstate(over="ignore"):
         z = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + seed
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import ForebayError, PrepareError, StateError, UsageError
+from forebay.formats.inputs import InputFile as Source
+from forebay.formats.inputs import ReadOptions
+from forebay.formats.records import Record, to_record
 from forebay.order.bijection import permute
-from forebay.prepare.documents import Record
-from forebay.prepare.read import ReadOptions, Source, settle
-from forebay.prepare.read.fields import to_record
+from forebay.prepare.inputs import resolve_format as settle
 from forebay.prepare.read.hub import PREFIX, HubDataset, find_dataset, open_hub
 from forebay.prepare.read.hub_cache import HubCopy
 from forebay.stream.records import FileReading, Records, checked_place
@@ -169,7 +170,7 @@ def _record(number: int, row: Any, options: ReadOptions) -> Record:
     if isinstance(row, str | bytes):
         row = {options.text_key: row}
     if not isinstance(row, Mapping):
-        return Record(number, problem=f"expected a row with fields, got {type(row).__name__}", where=where)
+        return Record(number, problem=f"expected a row with fields, got {type(row).__name__}", location=where)
     if "__key__" in row and options.text_key not in row:  # a sample of WebDataset: members by suffix
         if "txt" in row:
             row = {**row, options.text_key: row["txt"]}
@@ -178,9 +179,9 @@ def _record(number: int, row: Any, options: ReadOptions) -> Record:
             try:
                 row = told if isinstance(told, Mapping) else json.loads(told)
             except ValueError as error:
-                return Record(number, problem=f"not JSON: {error}", where=where)
+                return Record(number, problem=f"not JSON: {error}", location=where)
             if not isinstance(row, Mapping):
-                return Record(number, problem=f"expected an object, got {type(row).__name__}", where=where)
+                return Record(number, problem=f"expected an object, got {type(row).__name__}", location=where)
     return to_record(number, row, options, where)
 
 

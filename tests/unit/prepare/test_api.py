@@ -19,9 +19,10 @@ import pytest
 from calibration import scaled
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.detect import detect
-from forebay.prepare.read import ReadOptions, cut, find_sources, read
-from forebay.prepare.read.api import API, Progress, acquire
-from forebay.prepare.read.base import Piece, Source
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+from forebay.formats.registry import get_format
+from forebay.prepare.inputs import find_inputs, read_split, split_files
+from forebay.prepare.read.api import Progress, acquire
 
 PER_PAGE, PAGES = 10, 12
 
@@ -148,7 +149,9 @@ def test_all_faults_at_once(tmp_path: Path, server: Server) -> None:
     assert acquire(spec(tmp_path, server), tmp_path / "out") == path
     assert len(server.asked) == requests  # done is done
     options = ReadOptions()
-    records = [r for piece in cut(find_sources(path, options).sources, options) for r in read(piece, options)]
+    records = [
+        r for piece in split_files(find_inputs(path, options).files, options) for r in read_split(piece, options)
+    ]
     assert [r.text for r in records] == [item["text"] for item in found]
 
 
@@ -241,4 +244,8 @@ def test_a_folder_is_of_one_description(tmp_path: Path, server: Server) -> None:
     path = spec(tmp_path, server)
     assert detect(path).format == "api"
     with pytest.raises(UsageError, match="forebay acquire"):
-        list(API.read(Piece((Source(str(path), path.name, "api", "", path.stat().st_size, ""),)), ReadOptions()))
+        list(
+            get_format("api").read_text(
+                InputSplit((InputFile(str(path), path.name, "api", "", path.stat().st_size, ""),)), ReadOptions()
+            )
+        )

@@ -18,11 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from forebay.errors import UsageError
+from forebay.formats import jsonl as lines
+from forebay.formats.records import Record
 from forebay.prepare import guard, load_recipe, pipeline, prepare
-from forebay.prepare.documents import Record, Verdict
+from forebay.prepare.documents import Verdict
 from forebay.prepare.filters.length import Length
 from forebay.prepare.guard import Limits
-from forebay.prepare.read import lines
 from forebay.prepare.text import sift
 
 DOCUMENTS = 300

@@ -18,10 +18,10 @@ import pytest
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError, UsageError
+from forebay.formats import text as lines
 from forebay.prepare import load_recipe, prepare
 from forebay.prepare.pipeline import texts_of
 from forebay.prepare.plan import plan
-from forebay.prepare.read import lines
 from forebay.prepare.report import load_report
 from forebay.prepare.text import TextTask
 from forebay.prepare.tokens.encode import EncodeTask
@@ -125,9 +125,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(path.name)
         return hash_file(path)
 
-    for module in ("text", "read.sources", "pipeline"):
+    for module in ("text", "inputs", "pipeline"):
         monkeypatch.setattr(f"forebay.prepare.{module}.hash_file", counting, raising=False)
-    monkeypatch.setattr(lines, "PIECE_BYTES", 500)
+    monkeypatch.setattr(lines, "SPLIT_BYTES", 500)
     return names
 
 

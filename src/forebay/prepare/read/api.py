@@ -29,8 +29,6 @@ from typing import IO, Any
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.network.retry import backoff_s
-from forebay.prepare.documents import Record
-from forebay.prepare.read.base import Format, Piece, ReadOptions
 from forebay.storage.base import PermanentError, Timeouts, TransientError
 from forebay.storage.http import WebOrigin, asked_wait_s
 from forebay.storage.locks import try_take
@@ -370,14 +368,3 @@ def _with_variables(value: str) -> str:
         return os.environ[found[1]]
 
     return _VARIABLE.sub(look_up, value)
-
-
-def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
-    path = piece.sources[0].path
-    raise UsageError(
-        f"{path}: describes an API, and is no data yet. Run `forebay acquire {path} --out DIR`, then prepare DIR."
-    )
-    yield
-
-
-API = Format("api", _read)

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from forebay.errors import MissingPackageError, PrepareError
-from forebay.formats.compression import COMPRESSIONS
-from forebay.prepare.documents import Record
-from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
-from forebay.prepare.read.fields import to_record
+from forebay.formats.base import Format
+from forebay.formats.inputs import InputFile as Source
+from forebay.formats.inputs import InputSplit, ReadOptions
+from forebay.formats.records import Record, to_record
 from forebay.prepare.read.hub_api import TRIES, HubFile, Repo, find_repo, list_pages
 from forebay.prepare.read.hub_files import fetch_range, file_url
 from forebay.prepare.read.hub_rules import kind_of, matches, of_one_kind, parts_of
+from forebay.storage.compression import COMPRESSIONS
 
 PREFIX = "hf://datasets/"
 _NAME = re.compile(r"([^/@:]+(?:/[^/@:]+)?)(?:@([^/@:]+))?(?:/([^@:]+))?(?::([^@:]+))?(?:@([^@:]+))?")
@@ -140,19 +141,24 @@ def hub_source(url: str) -> Source:
     return Source(url, url.removeprefix(PREFIX).strip("/"), "hub", "", 0, "")
 
 
-def _read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
-    url = piece.sources[0].path
-    place = -1
-    try:
-        for place, row in enumerate(open_hub(url)):
-            yield to_record(place, row, options) if isinstance(row, Mapping) else Record(place, problem="no row")
-    except (PrepareError, MissingPackageError):
-        raise
-    except Exception as error:  # file systems raise anything
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        raise PrepareError(
-            f"{url}: cannot read input after {place + 1} rows: {why}. Check name and network."
-        ) from error
+class Hub(Format):
+    """A dataset that the hub's library reads."""
+
+    name = "hub"
+
+    def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
+        url = split.files[0].path
+        index = -1
+        try:
+            for index, row in enumerate(open_hub(url)):
+                yield to_record(index, row, options) if isinstance(row, Mapping) else Record(index, problem="no row")
+        except (PrepareError, MissingPackageError):
+            raise
+        except Exception as error:  # file systems raise anything
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+            raise PrepareError(
+                f"{url}: cannot read input after {index + 1} rows: {reason}. Check name and network."
+            ) from error
 
 
 def open_hub(url: str) -> Any:
@@ -173,4 +179,4 @@ def missing_packages(why: str) -> MissingPackageError:
     )
 
 
-HUB = Format("hub", _read)
+HUB = Hub()

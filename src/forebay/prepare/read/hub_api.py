@@ -18,8 +18,8 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from forebay.errors import AccessError, DownloadError, ForebayError, PrepareError, UnknownDatasetError, UsageError
+from forebay.formats.inputs import MAX_INPUT_BYTES
 from forebay.network.retry import backoff_s
-from forebay.prepare.read.base import MAX_SOURCE_BYTES
 from forebay.storage.base import PermanentError, Timeouts, TransientError
 from forebay.storage.http import WebOrigin, hub_endpoint, hub_headers
 
@@ -140,9 +140,9 @@ def list_pages(repo: Repo, folder: str = "", *, recursive: bool = False) -> Iter
 
 def _file(repo: Repo, entry: Mapping[str, Any]) -> HubFile:
     lfs, size = entry.get("lfs") or {}, entry.get("size") or 0
-    if type(size) is not int or not 0 <= size <= MAX_SOURCE_BYTES or not isinstance(lfs, Mapping):
+    if type(size) is not int or not 0 <= size <= MAX_INPUT_BYTES or not isinstance(lfs, Mapping):
         raise PrepareError(
-            f"{repo.what}: expected a file of at most {MAX_SOURCE_BYTES >> 40} TiB, got {entry['path']!r:.200} of "
+            f"{repo.what}: expected a file of at most {MAX_INPUT_BYTES >> 40} TiB, got {entry['path']!r:.200} of "
             f"{size!r:.40} bytes ({hub_endpoint()}). Check HF_ENDPOINT."
         )
     return HubFile(str(entry["path"]), size, str(entry.get("oid", "")), str(lfs.get("oid", "")))

@@ -23,7 +23,7 @@ from typing import Any
 
 from forebay.errors import DatasetError, DownloadError, IntegrityError, PrepareError
 from forebay.files import atomic_write, commit_files, remove_stale
-from forebay.prepare.read.base import Source
+from forebay.formats.inputs import InputFile
 from forebay.prepare.read.hub import PREFIX, find_dataset, hub_file_source, missing_packages, parse_url
 from forebay.prepare.read.hub_api import TRIES, HubFile, Repo, find_repo, is_commit, list_pages
 from forebay.prepare.read.hub_files import fetch_range, file_url
@@ -53,7 +53,7 @@ class HubCopy:
     def bytes(self) -> int:
         return sum(file.size for file in self.files)
 
-    def source(self, index: int) -> Source | None:
+    def source(self, index: int) -> InputFile | None:
         """As of HubDataset."""
         if index >= len(self.files):
             return None

@@ -16,8 +16,8 @@ from itertools import chain, islice
 from typing import Any
 
 from forebay.errors import UsageError
-from forebay.formats.compression import COMPRESSIONS
 from forebay.prepare.read.hub_api import HubFile, Repo, list_pages
+from forebay.storage.compression import COMPRESSIONS
 
 KEYWORDS = {
     "train": ("train", "training"),

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar
 
 from forebay.errors import PrepareError
+from forebay.formats.inputs import MAX_INPUT_BYTES
+from forebay.formats.inputs import changed_error as changed
 from forebay.network.retry import backoff_s
-from forebay.prepare.read.base import MAX_SOURCE_BYTES
-from forebay.prepare.read.opening import changed
 from forebay.storage.base import ChangedError, PermanentError, Timeouts, TransientError, check_etag
 from forebay.storage.buckets import BucketOrigin
 from forebay.storage.http import WebOrigin
@@ -177,10 +177,10 @@ def _open_http(url: str, position: int, version: str) -> _Opened:
     origin = WebOrigin(url, patience=Timeouts(_TIMEOUT_S, _TIMEOUT_S))
     partial, headers, body = origin.stream(url, position, asked)
     length = headers.get("Content-Length") or "0"
-    if not (length.isascii() and length.isdigit() and len(length) < 20 and int(length) <= MAX_SOURCE_BYTES):
+    if not (length.isascii() and length.isdigit() and len(length) < 20 and int(length) <= MAX_INPUT_BYTES):
         body.close()
         raise PrepareError(
-            f"{url}: expected a Content-Length of at most {MAX_SOURCE_BYTES >> 40} TiB, got {length[:40]!r}. "
+            f"{url}: expected a Content-Length of at most {MAX_INPUT_BYTES >> 40} TiB, got {length[:40]!r}. "
             "Check the URL."
         )
     size = int(length) + position if partial and int(length) else int(length)

@@ -27,7 +27,7 @@ from pydantic import Field
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import UsageError
-from forebay.prepare.documents import TURN_GIVEN, TURN_LEARNT
+from forebay.formats.records import TURN_GIVEN, TURN_LEARNT
 from forebay.prepare.settings import Settings
 from forebay.prepare.tokens.coders import CoderSpec, coder_for
 from forebay.prepare.tokens.shuffle import TokenPart
