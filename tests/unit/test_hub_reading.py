@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,8 @@ from forebay.errors import (
 )
 from forebay.prepare.pipeline import prepare
 from forebay.prepare.read import ReadOptions
-from forebay.prepare.read.hub import find_dataset
 from forebay.storage.http import asked_wait_s
+from forebay.storage.hub_splits import find_dataset
 from forebay.stream.hub import records_of
 from hub_repos import write_jsonl, write_parquet, write_repo
 from hub_server import TOKEN, HubServer, make_hub
@@ -41,7 +42,6 @@ def repos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(repos: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with HubServer(repos) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -51,14 +51,15 @@ def hub(repos: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tries with shorter waits."""
-    monkeypatch.setattr("forebay.prepare.read.hub_api._FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr("forebay.prepare.read.hub_files._blocks", type(_blocks())())
+    monkeypatch.setattr("forebay.storage.hub._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda wait_s: None))
+    monkeypatch.setattr("forebay.storage.hub_reader._blocks", type(_blocks())())
 
 
 def _blocks() -> Any:
-    from forebay.prepare.read import hub_files
+    from forebay.storage import hub_reader
 
-    return hub_files._blocks
+    return hub_reader._blocks
 
 
 def texts(name: str, text_key: str = "text") -> list[str]:
@@ -194,14 +195,14 @@ def test_a_hub_that_is_away(hub: HubServer, impatient: None, monkeypatch: pytest
     error = caught.value
     assert isinstance(error, DownloadError) and (error.dataset, error.endpoint, error.attempts) == ("a/b", hub.url, 5)
     assert 0 < error.elapsed_s < scaled(5) and "Connection refused" in str(error)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DownloadError, match=r"HF_HUB_OFFLINE, which forbids to ask \(tries: 0"):
         find_dataset("a/b")
 
 
 def test_a_hub_that_is_silent(hub: HubServer, impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.05")
-    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "0.05")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 0.05)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.05)
     hub.faults.black_hole = True
     with pytest.raises(DownloadError, match=r"got no answer from 127\.0\.0\.1:\d+ in 0\.05 s"):
         find_dataset("EleutherAI/pile")
@@ -252,10 +253,10 @@ def test_what_is_gated_needs_a_token_which_no_other_host_sees(
     monkeypatch.setenv("HF_TOKEN", f" {TOKEN}\n")
     assert texts("hf:bigcode/the-stack", "content") == wanted
     monkeypatch.delenv("HF_TOKEN")
-    (tmp_path / "hf-home").mkdir()
-    (tmp_path / "hf-home/token").write_text(TOKEN + "\n")
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     hub.reset()
-    monkeypatch.setattr("forebay.prepare.read.hub_files._blocks", type(_blocks())())
+    monkeypatch.setattr("forebay.storage.hub_reader._blocks", type(_blocks())())
     assert texts("hf:bigcode/the-stack/data/python", "content") == wanted[: len(wanted) - 1]
     shown = dict(zip(hub.paths, hub.authorizations))
     assert {bool(value) for path, value in shown.items() if path.startswith("/datasets/")} == {False}

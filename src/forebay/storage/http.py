@@ -5,15 +5,12 @@ server asks to wait is known, and a body goes from the socket into one reused bu
 """
 
 import base64
-import contextlib
-import os
 import re
 import socket
 import ssl
 import time
 import urllib.parse
 from collections.abc import Generator, Iterator, Mapping
-from pathlib import Path
 from typing import Literal
 from urllib.request import getproxies, proxy_bypass  # the environment's settings, and nothing of its client
 
@@ -304,37 +301,6 @@ class _Pool:
         return made
 
 
-def hub_address(url: str) -> tuple[str, dict[str, str]]:
-    """Where the hub keeps the files of `hf://datasets/OWNER/NAME[@REVISION][/PATH]`, and the headers to send."""
-    found = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", url)
-    if found is None:
-        raise UsageError(f"open an origin: expected hf://datasets/OWNER/NAME[@REVISION][/PATH], got {url!r}.")
-    revision = urllib.parse.quote(urllib.parse.unquote(found[2] or "main"), safe="")
-    address = f"{hub_endpoint()}/datasets/{found[1]}/resolve/{revision}/{urllib.parse.quote(found[3] or '')}"
-    return address, hub_headers()
-
-
-def hub_endpoint() -> str:
-    """Where the hub is: HF_ENDPOINT, or huggingface.co."""
-    return os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or "https://huggingface.co"
-
-
-def hub_home() -> Path:
-    """Where the hub's own library keeps token and cache: HF_HOME, or `huggingface` in XDG_CACHE_HOME or ~/.cache."""
-    told = os.environ.get("HF_HOME")
-    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-
-
-def hub_headers() -> dict[str, str]:
-    """The header that says who asks: HF_TOKEN, or the token that `hf auth login` wrote; empty if there is neither."""
-    token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or ""
-    if not token:
-        with contextlib.suppress(OSError, ValueError):
-            token = Path(os.environ.get("HF_TOKEN_PATH") or hub_home() / "token").read_text("utf-8")
-    token = "".join(token.split())
-    return {"Authorization": f"Bearer {token}"} if token else {}
-
-
 def _joined(target: str, location: str, fault: Exception) -> str:
     try:
         joined = urllib.parse.urljoin(target, location)
@@ -363,10 +329,15 @@ def _proxy_headers(proxy: urllib3.util.Url) -> dict[str, str]:
 def _refusal(what: str, answer: Answer) -> TransientError | PermanentError:
     status = answer.status
     text = f"{what}: HTTP status {status} {answer.reason}"
-    if status in _PASSING or status >= 500:
+    if is_transient_status(status):
         wait_s = asked_wait_s(answer.headers)
         return TransientError(text, wait_s=wait_s, throttled=status in _THROTTLED or wait_s > 0)
     return PermanentError(text, status=status, code=answer.headers.get("X-Error-Code", ""))
+
+
+def is_transient_status(status: int) -> bool:
+    """Whether a request that got this HTTP status may succeed later."""
+    return status in _PASSING or status >= 500
 
 
 def asked_wait_s(headers: Mapping[str, str]) -> float:

@@ -24,8 +24,9 @@ from forebay.order.bijection import permute
 from forebay.prepare.documents import Record
 from forebay.prepare.read import ReadOptions, Source, settle
 from forebay.prepare.read.fields import to_record
-from forebay.prepare.read.hub import PREFIX, HubDataset, find_dataset, open_hub
-from forebay.prepare.read.hub_cache import HubCopy
+from forebay.prepare.read.hub import open_with_library, source_at
+from forebay.storage.hub_copies import HubCopy
+from forebay.storage.hub_splits import PREFIX, HubDataset, find_dataset
 from forebay.stream.records import FileReading, Records, checked_place
 
 HUB = "hf:"
@@ -38,7 +39,7 @@ def records_of(given: Any, options: ReadOptions) -> Records:
     """A dataset object, `hf:NAME[/CONFIG][:SPLIT]` (a directory as NAME) or a copy of one, as records."""
     if isinstance(given, str):
         url = given if given.startswith(PREFIX) else PREFIX + given.removeprefix(HUB)
-        given = find_dataset(url) or open_hub(url)
+        given = find_dataset(url) or open_with_library(url)
     if isinstance(given, HubDataset | HubCopy):
         return HubRecords(given, options)
     home = type(given).__module__.partition(".")[0]
@@ -79,17 +80,17 @@ class HubRecords:
     def open(self, epoch: int, key: bytes | None, place: Any = None) -> FileReading:
         """As `Records` says; with a key the files come in another order within each run of `RUN_FILES`."""
 
-        def source_at(index: int) -> Source | None:
+        def open_source(index: int) -> Source | None:
             if key is not None:
                 first = index - index % RUN_FILES
-                size = next((n for n in range(RUN_FILES) if self._dataset.source(first + n) is None), RUN_FILES)
+                size = next((n for n in range(RUN_FILES) if self._dataset.file(first + n) is None), RUN_FILES)
                 if index >= first + size:
                     return None
                 index = first + int(permute(np.array([index - first], np.uint64), size, key)[0])
-            found = self._dataset.source(index)
+            found = source_at(self._dataset, index)
             return None if found is None else settle(found, self._options)
 
-        return FileReading(source_at, self._options, checked_place(place))
+        return FileReading(open_source, self._options, checked_place(place))
 
 
 class ObjectRecords:

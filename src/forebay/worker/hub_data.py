@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from tqdm import tqdm
-
 from forebay.errors import DownloadError, MissingPackageError, StateError, UsageError
 from forebay.load.batch import Batch
 from forebay.order.step_index import check_integer
-from forebay.prepare.read.hub import PREFIX, find_dataset, parse_url
-from forebay.prepare.read.hub_cache import HubCopy, download_hub
 from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer
+from forebay.storage.hub_copies import HubCopy, download_hub
+from forebay.storage.hub_splits import PREFIX, find_dataset, parse_url
 from forebay.stream.moments import Moment
 from forebay.stream.text_stream import TextStream
 from forebay.worker.batches import Batches
@@ -115,21 +113,10 @@ def _inputs(entry: CatalogEntry, config: str | None, split: str | None, streamin
     url += f":{split or name.split}"
     if not streaming:
         try:
-            return _kept(entry.name, url)
+            return download_hub(url)
         except MissingPackageError:
             _log.info("%s: its files are not read without the hub's library, which streams them.", entry.name)
     return find_dataset(url) or url
-
-
-def _kept(name: str, url: str) -> HubCopy:
-    """The files on this machine; on a terminal with a bar, if fetching them takes more than a moment."""
-    with tqdm(desc=name, unit="B", unit_scale=True, disable=None, delay=0.5, leave=False) as bar:
-
-        def show(here: int, whole: int) -> None:
-            bar.total = whole
-            bar.update(here - bar.n)
-
-        return download_hub(url, progress=show)
 
 
 class HubDataset(Batches):

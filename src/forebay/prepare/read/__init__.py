@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from forebay.errors import ForebayError
 from forebay.prepare.documents import Record
 from forebay.prepare.read.base import Piece, ReadOptions, Source
-from forebay.prepare.read.hub_api import Lost
 from forebay.prepare.read.listing import Skipped
 from forebay.prepare.read.opening import Budget, Damaged, Unreadable, check_unchanged
 from forebay.prepare.read.sources import FORMATS, Found, cut, find_sources, settle
+from forebay.storage.hub import HubReadError
 
 MAX_MALFORMED = 1000
 """From so many on, the fraction of malformed records matters."""
@@ -44,8 +44,8 @@ def read(piece: Piece, options: ReadOptions) -> Iterator[Record]:
         yield Record(place + 1, problem=str(error))
     except Unreadable as error:
         yield Record(place + 1, problem=str(error), failed=True)
-    except Lost as lost:
-        raise lost.error from lost
+    except HubReadError as failure:
+        raise failure.error from failure
     except ForebayError:
         raise
     except OSError as error:

@@ -158,7 +158,7 @@ def skip_to(file: BinaryIO, position: int) -> None:
 def open_packed(source: Source) -> BinaryIO:
     """The bytes of a source as they lie at its path or URL, at its version; buffered and seekable."""
     if "://" in source.path:
-        from forebay.prepare.read.remote import open_url
+        from forebay.storage.remote_file import open_url
 
         stream: BinaryIO = open_url(source.path, source.bytes, source.version)
         return stream

@@ -17,8 +17,7 @@ from forebay.formats.detect import HEAD_BYTES, detect, promised
 from forebay.network.retry import waiting
 from forebay.prepare.read.api import API
 from forebay.prepare.read.base import GROUP_BYTES, GROUP_FILES, MAX_SOURCE_BYTES, Format, Piece, ReadOptions, Source
-from forebay.prepare.read.hub import HUB, PREFIX, find_dataset, hub_source
-from forebay.prepare.read.hub_api import Lost
+from forebay.prepare.read.hub import HUB, library_source, source_at
 from forebay.prepare.read.lines import CSV, JSON, JSONL, LINE_FORMATS, LINES, TEXT
 from forebay.prepare.read.listing import Skipped, describe_skipped, list_files, shown_path
 from forebay.prepare.read.opening import Unreadable, local_version, open_packed
@@ -29,6 +28,8 @@ from forebay.prepare.read.tar import TAR
 from forebay.prepare.read.tfrecord import TFRECORD
 from forebay.prepare.read.warc import WARC, WET
 from forebay.prepare.read.wikipedia import WIKIPEDIA
+from forebay.storage.hub import HubReadError
+from forebay.storage.hub_splits import PREFIX, find_dataset
 
 log = logging.getLogger("forebay.prepare")
 _DUMPS = (WARC, WET, WIKIPEDIA, STACKEXCHANGE, SEVENZIP, REDDIT, API)
@@ -94,12 +95,12 @@ def find_sources(
 
 def _files(given: str | Path, leave_out: Path | None, follow_links: bool) -> Iterator[_Entry]:
     if isinstance(given, str) and given.startswith(PREFIX):
-        source = hub_source(given)
+        source = library_source(given)
         dataset = find_dataset(given)
-        listed = [source] if dataset is None else filter(None, map(dataset.source, range(len(dataset.files()))))
-        yield from ((source, True) for source in listed)
+        files = [source] if dataset is None else [source_at(dataset, n) for n in range(len(dataset.files()))]
+        yield from ((file, True) for file in files if file is not None)
     elif isinstance(given, str) and "://" in given:
-        from forebay.prepare.read.remote import find_urls
+        from forebay.storage.remote_file import find_urls
 
         base = given.partition("?")[0].rstrip("/").rpartition("/")[0] + "/"
         for found in find_urls(given):
@@ -166,8 +167,8 @@ def _known(source: Source, given: bool, options: ReadOptions) -> Source | Skippe
             encoding = encoding if name in _ENCODED else ""
             return replace(source, format=name, compression=found.compression, encoding=encoding)
         why = f"a file of the format {name}, which holds no text" if name else why
-    except Lost as lost:
-        raise lost.error from lost
+    except HubReadError as failure:
+        raise failure.error from failure
     except (Unreadable, OSError) as error:
         why = str(error) if isinstance(error, Unreadable) else f"cannot be read: {error.strerror or error}"
         if given:
@@ -218,5 +219,5 @@ def _parts(source: Source, known: Format, options: ReadOptions) -> Iterator[Piec
     try:
         for start, stop, size in known.cut(source, options):
             yield Piece((source,), start, stop, size)
-    except Lost as lost:
-        raise lost.error from lost
+    except HubReadError as failure:
+        raise failure.error from failure

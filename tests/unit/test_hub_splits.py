@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.read.hub import HubName, find_dataset, parse_url
-from forebay.prepare.read.hub_rules import Glob, kind_of
+from forebay.prepare.read.hub import source_at
+from forebay.storage.hub_splits import HubName, find_dataset, format_of, glob_matcher, parse_url
 from hub_repos import write_repo
 from hub_server import HubServer
 
@@ -63,29 +60,15 @@ def test_what_is_no_name(text: str) -> None:
         parse_url(f"hf://datasets/{text}")
 
 
-_STEPS = st.lists(
-    st.sampled_from(["a", "ab", "b.c", "*", "?", "a*", "*.c", "[ab]", "[!a]", "**"]), min_size=1, max_size=4
-)
-_PATHS = st.lists(st.sampled_from(["a", "ab", "b", "b.c", "abc.c"]), min_size=1, max_size=4)
-
-
-@settings(max_examples=300, deadline=None)
-@given(_STEPS, _PATHS)
-def test_globs_mean_what_they_mean_to_the_library(steps: list[str], path: list[str]) -> None:
-    fsspec = pytest.importorskip("fsspec.utils")
-    pattern, name = "/".join(steps), "/".join(path)
-    assert Glob(pattern)(name) == (re.match(fsspec.glob_translate(pattern), name) is not None)
-
-
 def test_hidden_files_are_found_if_they_are_named() -> None:
-    assert not Glob("**")(".git/a") and not Glob("**")("__cache__/a") and not Glob("*")(".a")
-    assert Glob(".git/*")(".git/a") and Glob("**")("a/__a")
+    assert not glob_matcher("**")(".git/a") and not glob_matcher("**")("__cache__/a") and not glob_matcher("*")(".a")
+    assert glob_matcher(".git/*")(".git/a") and glob_matcher("**")("a/__a")
 
 
 def test_kinds() -> None:
     names = {"a.parquet": "parquet", "a.jsonl.zst": "jsonl", "A.CSV.gz": "csv", "a.txt": "lines", "a.json": "json"}
     names |= {"a.png": "", "a": "", ".parquet": "", "a.zip": "", "a.gz": "", "b/a.arrow": "arrow"}
-    assert {name: kind_of(name) for name in names} == names
+    assert {name: format_of(name) for name in names} == names
 
 
 RULES: list[tuple[list[str], dict[str, list[str]]]] = [
@@ -182,7 +165,7 @@ def test_a_large_repository_is_not_listed_to_begin(hub: HubServer) -> None:
     assert found is not None and found.file(0) is not None and hub.requests == {"info": 1, "tree": 1}
     assert found.url == f"hf://datasets/a/b/default:train@{hub.commit(hub.directory / 'datasets/a/b')}"
     assert [file.path for file in found.files()] == names and hub.requests["tree"] == -(-603 // 50)
-    assert found.file(600) is None and found.source(600) is None
+    assert found.file(600) is None and source_at(found, 600) is None
 
 
 def test_without_a_card_two_pages_decide_and_what_is_held_out_stays_out(hub: HubServer) -> None:
