@@ -170,7 +170,7 @@ def test_a_worker_trains_on_it(hub: HubServer) -> None:
             dataset_type="huggingface", dataset_name="tiny_shakespeare", batch_size=4, seq_len=64, num_steps=20,
             trainer="count",
         )  # fmt: skip
-        worker = WorkerClient(config, tell=lambda line: None)
+        worker = WorkerClient(config, log=lambda line: None)
         await worker.start()
         report = await worker.run_training()
         await worker.stop()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from forebay.worker.config import WorkerConfig
-from forebay.worker.together import _Together
+from forebay.worker.distributed import DistributedRun
 from forebay.worker.training import Training
 
 
@@ -92,10 +92,10 @@ def work(coordinator: str, name: str, batch_size: int, num_steps: int, step_s: f
 
     config = WorkerConfig(
         batch_size=batch_size, num_steps=num_steps, worker_id=name, coordinator=coordinator,
-        patience_s=20.0, seq_len=2, trainer=f"{__file__}:Layer",
+        timeout_s=20.0, seq_len=2, trainer=f"{__file__}:Layer",
     )  # fmt: skip
     training = Training(config, threading.Event(), lambda line: None, on_step)
-    together = _Together(training)
+    together = DistributedRun(training)
     together.run()
 
 
