@@ -23,7 +23,7 @@ from forebay.files import atomic_write
 from forebay.storage.base import TransientError
 from forebay.storage.http import asked_wait_s, is_transient_status
 from forebay.storage.hub import API_TRIES, HubFile, HubRepo, find_repo, hub_endpoint, missing_packages, refusal, retry
-from forebay.storage.hub_splits import PREFIX, find_dataset, parse_url
+from forebay.storage.hub_splits import PREFIX, find_split, parse_url
 
 _NUM_THREADS = 4
 _TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".vocab", ".bpe", ".tiktoken")
@@ -34,7 +34,7 @@ _MAX_TOKENIZER_BYTES = 64 << 20
 class HubCopy:
     """The files of one split on this machine, in order. A TextStream takes it as its input.
 
-    `url` is the HubDataset's: a stream's state fits both. `offline`: the hub did not respond; this is an earlier copy.
+    `url` is the HubSplit's: a stream's state fits both. `offline`: the hub did not respond; this is an earlier copy.
     """
 
     url: str
@@ -43,7 +43,7 @@ class HubCopy:
     offline: bool = False
 
     def file(self, index: int) -> HubFile | None:
-        """As of HubDataset."""
+        """As of HubSplit."""
         return self.files[index] if index < len(self.files) else None
 
     def location(self, index: int) -> str:
@@ -69,7 +69,7 @@ def download_hub(url: str) -> HubCopy:
     index = Path(constants.HF_HUB_CACHE) / f"datasets--{name.name.replace('/', '--')}" / f"forebay-{quoted}.json"
     earlier = _read_index(index, name.name)
     try:
-        dataset = find_dataset(url, tries=1 if earlier is not None else API_TRIES)
+        dataset = find_split(url, tries=1 if earlier is not None else API_TRIES)
         if dataset is None:
             raise missing_packages(f"{url} has files that are not read without them")
         files = tuple(dataset.files())

@@ -63,7 +63,7 @@ class FilePattern:
     matches: Callable[[str], bool]
 
 
-class HubDataset:
+class HubSplit:
     """The files of one split at one commit, listed as they are requested, by path within each page of the hub's
     listing. `url` names them for good, with configuration and commit."""
 
@@ -105,8 +105,8 @@ def parse_url(url: str) -> HubName:
     return HubName(match[1], match[3], match[4] or "train", revision)
 
 
-def find_dataset(url: str, *, tries: int = API_TRIES) -> HubDataset | None:
-    """The dataset of a URL; None if only the package `datasets` reads its files.
+def find_split(url: str, *, tries: int = API_TRIES) -> HubSplit | None:
+    """The split that a URL names; None if only the package `datasets` reads its files.
 
     Sends the hub two to four requests, whatever the dataset's size.
     """
@@ -117,11 +117,11 @@ def find_dataset(url: str, *, tries: int = API_TRIES) -> HubDataset | None:
     patterns, config = find_patterns(repo, name.config, name.split)
     if any("://" in pattern.folder for pattern in patterns):
         return None
-    dataset = HubDataset(repo, config, name.split, _of_one_format(list_matches(repo, patterns)))
-    first = dataset.file(0)
+    files = HubSplit(repo, config, name.split, _of_one_format(list_matches(repo, patterns)))
+    first = files.file(0)
     if first is None:
         raise PrepareError(
-            f"{repo.label}: expected files of split {name.split!r}, got none that is data ({dataset.url}). Check the "
+            f"{repo.label}: expected files of split {name.split!r}, got none that is data ({files.url}). Check the "
             "dataset's page."
         )
     if not format_of(first.path):
@@ -129,7 +129,7 @@ def find_dataset(url: str, *, tries: int = API_TRIES) -> HubDataset | None:
         return None
     if repo.gated:  # An error now, not at the first batch.
         fetch_range(repo.file_url(first.path), 0, min(1, first.size), len)
-    return dataset
+    return files
 
 
 def _check_no_script(repo: HubRepo) -> None:
@@ -327,8 +327,8 @@ def _named_in(steps: list[str], pattern: str) -> list[str]:
 def _check_split(repo: HubRepo, split: str, names: Iterable[str], config: str = "") -> None:
     """UsageError unless the split is one of these."""
     if split not in names:
-        where = f" (configuration {config!r})" if config else ""
+        suffix = f" (configuration {config!r})" if config else ""
         raise UsageError(
-            f"{repo.label}{where}: expected a split among {', '.join(sorted(names))}, got {split!r}. Name one: "
+            f"{repo.label}{suffix}: expected a split among {', '.join(sorted(names))}, got {split!r}. Name one: "
             f"hf:NAME:{min(names)}."
         )

@@ -20,7 +20,7 @@ from forebay.load.batch import Batch
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer
 from forebay.storage.hub_copies import HubCopy, download_hub
-from forebay.storage.hub_splits import PREFIX, find_dataset, parse_url
+from forebay.storage.hub_splits import PREFIX, find_split, parse_url
 from forebay.stream.moments import Moment
 from forebay.stream.text_stream import TextStream
 from forebay.worker.batches import Batches
@@ -113,7 +113,7 @@ def _find_inputs(entry: CatalogEntry, config: str | None, split: str | None, str
             return download_hub(url)
         except MissingPackageError:
             _log.info("%s: only the package datasets reads its files; they are streamed.", entry.name)
-    return find_dataset(url) or url
+    return find_split(url) or url
 
 
 class HubDataset(Batches):

@@ -16,10 +16,10 @@ from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
 from forebay.prepare.read.fields import to_record
 from forebay.storage.hub import missing_packages
 from forebay.storage.hub_copies import HubCopy
-from forebay.storage.hub_splits import PREFIX, HubDataset, format_of, parse_url
+from forebay.storage.hub_splits import PREFIX, HubSplit, format_of, parse_url
 
 
-def source_at(dataset: HubDataset | HubCopy, index: int) -> Source | None:
+def source_at(dataset: HubSplit | HubCopy, index: int) -> Source | None:
     """The file of that number as a source, None after the last; its format is "" if its first bytes have to say."""
     file = dataset.file(index)
     if file is None:

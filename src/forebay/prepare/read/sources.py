@@ -29,7 +29,7 @@ from forebay.prepare.read.tfrecord import TFRECORD
 from forebay.prepare.read.warc import WARC, WET
 from forebay.prepare.read.wikipedia import WIKIPEDIA
 from forebay.storage.hub import HubReadError
-from forebay.storage.hub_splits import PREFIX, find_dataset
+from forebay.storage.hub_splits import PREFIX, find_split
 
 log = logging.getLogger("forebay.prepare")
 _DUMPS = (WARC, WET, WIKIPEDIA, STACKEXCHANGE, SEVENZIP, REDDIT, API)
@@ -96,7 +96,7 @@ def find_sources(
 def _files(given: str | Path, leave_out: Path | None, follow_links: bool) -> Iterator[_Entry]:
     if isinstance(given, str) and given.startswith(PREFIX):
         source = library_source(given)
-        dataset = find_dataset(given)
+        dataset = find_split(given)
         files = [source] if dataset is None else [source_at(dataset, n) for n in range(len(dataset.files()))]
         yield from ((file, True) for file in files if file is not None)
     elif isinstance(given, str) and "://" in given:
