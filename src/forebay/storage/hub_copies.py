@@ -67,17 +67,17 @@ def download_hub(url: str) -> HubCopy:
         raise PrepareError(f"{url}: expected a name on the hub, got a directory, which is here already.")
     quoted = urllib.parse.quote(f"{name.config or 'default'}:{name.split}@{name.revision}", safe="@:")
     index = Path(constants.HF_HUB_CACHE) / f"datasets--{name.name.replace('/', '--')}" / f"forebay-{quoted}.json"
-    earlier = _read_index(index, name.name)
+    previous = _read_index(index)
     try:
-        dataset = find_split(url, tries=1 if earlier is not None else API_TRIES)
+        dataset = find_split(url, tries=1 if previous is not None else API_TRIES)
         if dataset is None:
             raise missing_packages(f"{url} has files that are not read without them")
         files = tuple(dataset.files())
         paths = _download(dataset.repo, files)
     except DownloadError:
-        if earlier is None:
+        if previous is None:
             raise
-        return earlier
+        return previous
     entries = {"url": dataset.url, "name": dataset.repo.name, "commit": dataset.repo.commit}
     index.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(index, json.dumps({**entries, "files": [asdict(file) for file in files]}).encode())
@@ -89,7 +89,7 @@ def fetch_tokenizer(name: str) -> Path:
 
     Without a tokenizer.json it has all small files of which a tokenizer may be made.
     """
-    cached = _cached("model", name, "tokenizer.json", "main")
+    cached = _find_cached("model", name, "tokenizer.json", "main")
     try:
         repo = find_repo("model", name, tries=1 if cached is not None else API_TRIES)
         files = [file for page, _ in repo.pages() for file in page]
@@ -104,32 +104,37 @@ def fetch_tokenizer(name: str) -> Path:
     return paths[0].parent
 
 
-def _cached(kind: str, name: str, path: str, revision: str) -> Path | None:
-    """The file in the cache, if it is there."""
+def _find_cached(kind: str, name: str, path: str, revision: str, size: int | None = None) -> Path | None:
+    """The file in the cache, if it is there and has that size."""
     try:
         cached = try_to_load_from_cache(name, path, cache_dir=constants.HF_HUB_CACHE, revision=revision, repo_type=kind)
     except ValueError:  # no name of a repository or a file
         return None
-    return Path(cached) if isinstance(cached, str) else None
+    if not isinstance(cached, str) or (size is not None and Path(cached).stat().st_size != size):
+        return None
+    return Path(cached)
 
 
-def _read_index(index: Path, name: str) -> HubCopy | None:
+def _cached_copy(repo: HubRepo, file: HubFile) -> Path | None:
+    return _find_cached(repo.kind, repo.name, file.path, repo.commit, file.size)
+
+
+def _read_index(index: Path) -> HubCopy | None:
     """The copy that an index describes, if all its files are in the cache."""
     try:
         entries = json.loads(index.read_bytes())
         files = tuple(HubFile(**file) for file in entries["files"])
-        paths = [_cached("dataset", entries["name"], file.path, entries["commit"]) for file in files]
-        complete = tuple(path for path, file in zip(paths, files) if path and path.stat().st_size == file.size)
-        return HubCopy(entries["url"], complete, files, offline=True) if len(complete) == len(files) else None
+        repo = HubRepo("dataset", entries["name"], entries["commit"], {})
+        paths = tuple(path for file in files if (path := _cached_copy(repo, file)) is not None)
+        return HubCopy(entries["url"], paths, files, offline=True) if len(paths) == len(files) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _download(repo: HubRepo, files: Sequence[HubFile], revision: str | None = None) -> tuple[Path, ...]:
     """The paths of the files in the cache, after a download of those that are missing."""
-    cached = [_cached(repo.kind, repo.name, file.path, repo.commit) for file in files]
     cache = Path(constants.HF_HUB_CACHE)
-    missing = sum(file.size for file, path in zip(files, cached) if path is None)
+    missing = sum(file.size for file in files if _cached_copy(repo, file) is None)
     cache.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache).free
     if missing > free:
@@ -142,7 +147,7 @@ def _download(repo: HubRepo, files: Sequence[HubFile], revision: str | None = No
 
 
 def _download_file(repo: HubRepo, file: HubFile, revision: str) -> Path:
-    cached = _cached(repo.kind, repo.name, file.path, repo.commit)
+    cached = _cached_copy(repo, file)
     if cached is not None:
         return cached
     path = Path(retry(repo.label, lambda: _try_download(repo, file, revision), API_TRIES))
