@@ -100,18 +100,17 @@ def _fill(blocks: list[Future[bytes]], url: str, start: int, stop: int) -> None:
 _blocks = BlockCache()
 
 
-class HubStream(io.RawIOBase):
-    """A file of the hub; the longer it is read on without a seek, the further ahead it fetches."""
+class RangedStream(io.RawIOBase):
+    """A file of known size at a URL; a subclass reads from `_offset` on. `_size` 0: unknown, and no seek."""
 
-    def __init__(self, url: str, size: int, blocks: BlockCache) -> None:
-        self.url, self._size, self._blocks = url, size, blocks
-        self._offset, self._last_block, self._num_read_on = 0, 0, 0
+    def __init__(self, url: str, size: int) -> None:
+        self._url, self._size, self._offset = url, size, 0
 
     def readable(self) -> bool:
         return True
 
     def seekable(self) -> bool:
-        return True
+        return self._size > 0
 
     def tell(self) -> int:
         return self._offset
@@ -119,6 +118,17 @@ class HubStream(io.RawIOBase):
     def seek(self, offset: int, whence: int = 0, /) -> int:
         self._offset = offset + (0, self._offset, self._size)[whence]
         return self._offset
+
+
+class HubStream(RangedStream):
+    """A file of the hub; the longer it is read on without a seek, the further ahead it fetches."""
+
+    def __init__(self, url: str, size: int, blocks: BlockCache) -> None:
+        super().__init__(url, size)
+        self._blocks, self._last_block, self._num_read_on = blocks, 0, 0
+
+    def seekable(self) -> bool:
+        return True
 
     def readinto(self, buffer: Any, /) -> int:
         if self._offset >= self._size:
@@ -132,7 +142,7 @@ class HubStream(io.RawIOBase):
         is_parallel = self._num_read_on >= _PARALLEL_AFTER
         num_ahead = _WINDOW_BLOCKS if is_parallel else min(_MAX_REQUEST_BLOCKS, _FIRST_BLOCKS + self._num_read_on)
         try:
-            block = self._blocks.read(self.url, self._size, index, num_ahead)
+            block = self._blocks.read(self._url, self._size, index, num_ahead)
         except ForebayError as error:
             raise HubReadError(error) from error
         count = min(len(buffer), len(block) - skip)

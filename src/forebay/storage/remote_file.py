@@ -18,7 +18,7 @@ from forebay.storage.base import ChangedError, PermanentError, Timeouts, Transie
 from forebay.storage.buckets import BucketOrigin
 from forebay.storage.http import WebOrigin
 from forebay.storage.hub import MAX_FILE_BYTES
-from forebay.storage.hub_reader import open_hub_file
+from forebay.storage.hub_reader import RangedStream, open_hub_file
 
 _HTTP_TRIES, _BUCKET_TRIES = 6, 10
 _FIRST_WAIT_S = 0.25  # 0.25, 0.5, 1, 2, 4: 8 s in all; of a bucket, 92 s
@@ -67,30 +67,20 @@ class _Response(NamedTuple):
     has_ranges: bool = True
 
 
-class _RemoteStream(io.RawIOBase):
-    """Reads from the offset of the last seek on; requests the rest again when a connection fails."""
+class _RemoteStream(RangedStream):
+    """Reads one response to its end; requests the rest after a seek, or when a connection fails."""
 
     def __init__(self, url: str, size: int, version: str) -> None:
-        self._url, self._size, self._version = url, size, version
-        self._offset = 0
+        super().__init__(url, size)
+        self._version = version
         self._body: Generator[memoryview, None, None] | None = None
         self._pending = memoryview(b"")
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return self._size > 0
-
-    def tell(self) -> int:
-        return self._offset
-
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        target = offset + (0, self._offset, self._size)[whence]
-        if target != self._offset:
+        before = self._offset
+        if super().seek(offset, whence) != before:
             self._close_body()
-            self._offset = target
-        return target
+        return self._offset
 
     def readinto(self, buffer: Any, /) -> int:
         if not self._pending:
