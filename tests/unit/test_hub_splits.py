@@ -63,6 +63,8 @@ def test_what_is_no_name(text: str) -> None:
 def test_hidden_files_are_found_if_they_are_named() -> None:
     assert not glob_matcher("**")(".git/a") and not glob_matcher("**")("__cache__/a") and not glob_matcher("*")(".a")
     assert glob_matcher(".git/*")(".git/a") and glob_matcher("**")("a/__a")
+    with pytest.raises(UsageError, match=r"a\*\*b: expected a glob of files"):
+        glob_matcher("a**b")
 
 
 def test_kinds() -> None:

@@ -112,9 +112,6 @@ class RangedStream(io.RawIOBase):
     def seekable(self) -> bool:
         return self._size > 0
 
-    def tell(self) -> int:
-        return self._offset
-
     def seek(self, offset: int, whence: int = 0, /) -> int:
         self._offset = offset + (0, self._offset, self._size)[whence]
         return self._offset

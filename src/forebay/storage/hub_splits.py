@@ -255,7 +255,10 @@ def glob_matcher(glob: str) -> Callable[[str], bool]:
     """A test of paths: `*` and `?` do not cross a slash, `**` does; hidden files only if the glob names them."""
     from fsspec.utils import glob_translate  # of huggingface_hub's dependencies; `datasets` matches with it
 
-    expression = re.compile(glob_translate(glob))
+    try:
+        expression = re.compile(glob_translate(glob))
+    except ValueError as error:
+        raise UsageError(f"{glob}: expected a glob of files: {error}. `**` stands for whole folders.") from error
     return lambda path: (_is_hidden(glob) or not _is_hidden(path)) and expression.match(path) is not None
 
 
