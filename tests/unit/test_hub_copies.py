@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from forebay.errors import (
 from forebay.prepare.read import ReadOptions, find_sources
 from forebay.prepare.tokens.tokenizers import load_tokenizer, train_tokenizer
 from forebay.storage.hub_copies import download_hub, fetch_tokenizer
+from forebay.storage.hub_splits import HubSplit, find_split
 from hub_repos import write_jsonl, write_repo
 from hub_server import TOKEN, HubServer
 
@@ -114,6 +116,43 @@ def test_cut_connections_are_resumed(hub: HubServer) -> None:
     hub.faults.truncate = 0.7
     copy = download_hub("hf:a/b")
     assert copy.paths[0].read_bytes() == (hub.directory / "datasets/a/b/data/train-0.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), PrepareError, "cannot write the copy: No space left"),
+        (RuntimeError("cut off"), DownloadError, r"got RuntimeError: cut off \(tries: 5"),
+    ],
+)
+def test_a_download_that_fails(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, failure: Exception, error: type[Exception], message: str
+) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise failure
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
+    with pytest.raises(error, match=message):
+        download_hub("hf:a/b")
+
+
+def test_a_hub_that_is_busy_while_it_is_copied(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listed(url: str, *, tries: int) -> HubSplit | None:
+        split = find_split(url, tries=tries)
+        assert split is not None and split.files()
+        hub.faults.broken = 8
+        return split
+
+    monkeypatch.setattr("forebay.storage.hub_copies.find_split", listed)
+    assert len(download_hub("hf:a/b").files) == 2 and not hub.faults.broken
+
+
+def test_a_cached_file_of_another_size_is_not_used(hub: HubServer) -> None:
+    path = download_hub("hf:a/b").paths[0]
+    path.resolve().write_bytes(b"short")
+    with pytest.raises(IntegrityError):
+        download_hub("hf:a/b")
+    assert len(download_hub("hf:a/b").paths[0].read_bytes()) > 5
 
 
 def test_ranks_that_start_together_fetch_once(hub: HubServer) -> None:

@@ -255,9 +255,16 @@ def _label(kind: str, name: str) -> str:
     return f"{'tokenizer' if kind == 'model' else kind} {name!r}"
 
 
+_Error = TypeVar("_Error", DownloadError, AccessError, UnknownDatasetError)
+
+
+def _with_source(error: _Error, label: str) -> _Error:
+    error.dataset, error.endpoint = label.split("'")[1], hub_endpoint()
+    return error
+
+
 def unreachable(label: str, reason: str, tries: int, elapsed_s: float) -> DownloadError:
     """The error for a hub that does not respond."""
-    endpoint = hub_endpoint()
     if label.startswith("tokenizer"):
         advice = "name a tokenizer.json that is here, or `bytes`, which needs none"
     elif "tiny-shakespeare" in label.replace("_", "-"):
@@ -265,11 +272,11 @@ def unreachable(label: str, reason: str, tries: int, elapsed_s: float) -> Downlo
     else:
         advice = "take tiny_shakespeare: a part of it comes with the package"
     error = DownloadError(
-        f"Failed to download {label}: expected an answer of {endpoint}, got {reason} (tries: {tries}, {elapsed_s:.1f} "
-        f"s). Check the internet connection and HF_ENDPOINT, or {advice}."
+        f"Failed to download {label}: expected an answer of {hub_endpoint()}, got {reason} (tries: {tries}, "
+        f"{elapsed_s:.1f} s). Check the internet connection and HF_ENDPOINT, or {advice}."
     )
-    error.dataset, error.endpoint, error.attempts, error.elapsed_s = label.split("'")[1], endpoint, tries, elapsed_s
-    return error
+    error.attempts, error.elapsed_s = tries, elapsed_s
+    return _with_source(error, label)
 
 
 def refusal(label: str, status: int, code: str, reason: str) -> ForebayError:
@@ -283,12 +290,9 @@ def refusal(label: str, status: int, code: str, reason: str) -> ForebayError:
     if code == "GatedRepo" or (status == 403 and code != "RepoNotFound"):
         token = "HF_TOKEN's account has no access" if hub_headers() else "no token was sent"
         page = f"{endpoint}/{'' if label.startswith('tokenizer') else 'datasets/'}{name}"
-        no_access = AccessError(
-            f"{title} is gated or private: expected access, got HTTP status {status}; {token}. Accept its terms on "
-            f"{page} and set HF_TOKEN to a token of that account."
-        )
-        no_access.dataset, no_access.endpoint = name, endpoint
-        return no_access
+        message = f"{title} is gated or private: expected access, got HTTP status {status}; {token}. "
+        message += f"Accept its terms on {page} and set HF_TOKEN to a token of that account."
+        return _with_source(AccessError(message), label)
     if code == "RevisionNotFound":
         return UsageError(
             f"{label}: expected a revision of it, got one that the hub does not know. Check what follows @."
@@ -296,11 +300,8 @@ def refusal(label: str, status: int, code: str, reason: str) -> ForebayError:
     if code in ("", "RepoNotFound") and status in (401, 403, 404):  # 401 also for what does not exist
         advice = "expected a full path, OWNER/NAME" + ("" if "/" in name else ", or a short name of the catalogue")
         private = "" if hub_headers() else " If it is private, set HF_TOKEN."
-        unknown = UnknownDatasetError(
-            f"{title} not found on {endpoint}: {advice} such as HuggingFaceFW/fineweb-edu. Check the spelling.{private}"
-        )
-        unknown.dataset, unknown.endpoint = name, endpoint
-        return unknown
+        message = f"{title} not found on {endpoint}: {advice} such as HuggingFaceFW/fineweb-edu. Check the spelling."
+        return _with_source(UnknownDatasetError(message + private), label)
     if not status:  # a redirect that is not followed, a certificate that is not trusted
         return unreachable(label, reason, 1, 0.0)
     return PrepareError(f"{label}: cannot read input: {reason}. Check the name, or try again later.")
