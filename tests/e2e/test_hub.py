@@ -68,7 +68,7 @@ def test_five_gigabytes_begin_at_once(hub: HubServer, tmp_path: Path) -> None:
     assert hub.bytes_sent["train.jsonl"] < 8 << 20 and not (tmp_path / "cache").exists()
 
 
-def test_a_killed_download_leaves_no_part_under_the_files_name(hub: HubServer, tmp_path: Path) -> None:
+def test_a_killed_download_is_continued(hub: HubServer, tmp_path: Path) -> None:
     data = hub.directory / "datasets/a/b/train.jsonl"
     data.write_bytes(b'{"text": "a line of text"}\n' * 200_000)
     hub.faults.bytes_per_s = 2e6
@@ -81,11 +81,13 @@ def test_a_killed_download_leaves_no_part_under_the_files_name(hub: HubServer, t
     before = hub.bytes_sent["train.jsonl"]
     assert 1 << 20 <= before < data.stat().st_size
     assert not list((tmp_path / "cache").rglob("*.jsonl"))
+    hub.reset()
     hub.faults.bytes_per_s = 0
     process = started(DOWNLOAD, tmp_path, HF_ENDPOINT=hub.url)
     out, err = process.communicate(timeout=scaled(60))
     assert process.returncode == 0, err
     assert Path(out.strip()).read_bytes() == data.read_bytes()
+    assert hub.bytes_sent["train.jsonl"] < data.stat().st_size - (256 << 10)
 
 
 def test_without_a_network(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,6 @@ def hub(repos: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tries with shorter waits."""
     monkeypatch.setattr("forebay.storage.hub._FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda wait_s: None))
     monkeypatch.setattr("forebay.storage.hub_reader._blocks", type(_blocks())())
 
 

@@ -329,15 +329,10 @@ def _proxy_headers(proxy: urllib3.util.Url) -> dict[str, str]:
 def _refusal(what: str, answer: Answer) -> TransientError | PermanentError:
     status = answer.status
     text = f"{what}: HTTP status {status} {answer.reason}"
-    if is_transient_status(status):
+    if status in _PASSING or status >= 500:
         wait_s = asked_wait_s(answer.headers)
         return TransientError(text, wait_s=wait_s, throttled=status in _THROTTLED or wait_s > 0)
     return PermanentError(text, status=status, code=answer.headers.get("X-Error-Code", ""))
-
-
-def is_transient_status(status: int) -> bool:
-    """Whether a request that got this HTTP status may succeed later."""
-    return status in _PASSING or status >= 500
 
 
 def asked_wait_s(headers: Mapping[str, str]) -> float:

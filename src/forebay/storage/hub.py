@@ -213,7 +213,7 @@ def fetch_range(url: str, start: int, stop: int, receive: Callable[[memoryview],
             raise TransientError(str(error)) from error
 
     while offset < stop:
-        retry(label, read_on, RANGE_TRIES)
+        _retry(label, read_on, RANGE_TRIES)
 
 
 @lru_cache(8)
@@ -238,10 +238,10 @@ def _request_json(path: str, label: str, tries: int, missing: Any = None) -> tup
                 return missing, ""
             raise refusal(label, error.status, error.code, str(error)) from error
 
-    return retry(label, attempt, tries)
+    return _retry(label, attempt, tries)
 
 
-def retry(label: str, attempt: Callable[[], _T], tries: int) -> _T:
+def _retry(label: str, attempt: Callable[[], _T], tries: int) -> _T:
     """The result of `attempt`, which is repeated after a TransientError; DownloadError after the last one."""
     started = time.monotonic()
     try:

@@ -1,31 +1,42 @@
-"""Copies of the hub's files on this machine, in huggingface_hub's own cache (`HF_HUB_CACHE`).
+"""Copies of the hub's files on this machine, in huggingface_hub's cache (`HF_HUB_CACHE`), which other programs share.
 
-Each file is checked against the hub's hash after its download. An index beside the repository's files says which of
-them, at which commit, a dataset's name stands for, so that a copy is used when the hub does not respond or
-HF_HUB_OFFLINE=1. Cost: the bytes of a file are read once more for its hash (1.5 GB/s).
+A file has its name in the cache only after its hash was checked; an interrupted download is continued. An index beside
+a repository's files says which of them, at which commit, a name stands for, so that a copy is used when the hub does
+not respond or HF_HUB_OFFLINE=1. Not hf_hub_download: it checks no hash, restarts an interrupted file, and takes a path
+from the server (its ETag). Cost: a file's bytes are read once more for the hash (1.5 GB/s).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import shutil
 import urllib.parse
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from huggingface_hub import constants
 
-from forebay.errors import DownloadError, IntegrityError, PrepareError
-from forebay.files import atomic_write
-from forebay.storage.base import TransientError
-from forebay.storage.http import asked_wait_s, is_transient_status
-from forebay.storage.hub import API_TRIES, HubFile, HubRepo, find_repo, hub_endpoint, missing_packages, refusal, retry
+from forebay.errors import DownloadError, ForebayError, IntegrityError, PrepareError
+from forebay.files import atomic_write, commit_files
+from forebay.storage import locks
+from forebay.storage.hub import (
+    API_TRIES,
+    HubFile,
+    HubRepo,
+    fetch_range,
+    find_repo,
+    hub_endpoint,
+    missing_packages,
+)
 from forebay.storage.hub_splits import PREFIX, find_split, parse_url
 
 _NUM_THREADS = 4
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".vocab", ".bpe", ".tiktoken")
 _MAX_TOKENIZER_BYTES = 64 << 20
 
@@ -66,7 +77,7 @@ def download_hub(url: str) -> HubCopy:
     if name.is_local:
         raise PrepareError(f"{url}: expected a name on the hub, got a directory, which is here already.")
     quoted = urllib.parse.quote(f"{name.config or 'default'}:{name.split}@{name.revision}", safe="@:")
-    index = Path(constants.HF_HUB_CACHE) / f"datasets--{name.name.replace('/', '--')}" / f"forebay-{quoted}.json"
+    index = _repo_folder("dataset", name.name) / f"forebay-{quoted}.json"
     previous = _read_index(index)
     try:
         dataset = find_split(url, tries=1 if previous is not None else API_TRIES)
@@ -96,7 +107,10 @@ def fetch_tokenizer(name: str) -> Path:
         chosen = [file for file in files if file.path in ("tokenizer.json", "tokenizer_config.json")]
         if all(file.path != "tokenizer.json" for file in chosen):
             chosen = [f for f in files if f.path.endswith(_TOKENIZER_SUFFIXES) and f.size <= _MAX_TOKENIZER_BYTES]
-        paths = _download(repo, chosen, revision="main")
+        paths = _download(repo, chosen)
+        reference = _repo_folder("model", repo.name) / "refs" / "main"
+        reference.parent.mkdir(exist_ok=True)
+        atomic_write(reference, repo.commit.encode())
     except DownloadError:
         if cached is None:
             raise
@@ -106,7 +120,7 @@ def fetch_tokenizer(name: str) -> Path:
 
 def _find_cached(kind: str, name: str, path: str, revision: str, size: int | None = None) -> Path | None:
     """The file in the cache, if it is there and has that size."""
-    from huggingface_hub import try_to_load_from_cache  # 0.15 s of CPU, as for hf_hub_download
+    from huggingface_hub import try_to_load_from_cache  # 0.15 s of CPU
 
     try:
         cached = try_to_load_from_cache(name, path, cache_dir=constants.HF_HUB_CACHE, revision=revision, repo_type=kind)
@@ -133,7 +147,11 @@ def _read_index(index: Path) -> HubCopy | None:
         return None
 
 
-def _download(repo: HubRepo, files: Sequence[HubFile], revision: str | None = None) -> tuple[Path, ...]:
+def _repo_folder(kind: str, name: str) -> Path:
+    return Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"
+
+
+def _download(repo: HubRepo, files: Sequence[HubFile]) -> tuple[Path, ...]:
     """The paths of the files in the cache, after a download of those that are missing."""
     cache = Path(constants.HF_HUB_CACHE)
     missing = sum(file.size for file in files if _cached_copy(repo, file) is None)
@@ -145,46 +163,58 @@ def _download(repo: HubRepo, files: Sequence[HubFile], revision: str | None = No
             "instead, or set HF_HUB_CACHE to a larger disk."
         )
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        return tuple(pool.map(lambda file: _download_file(repo, file, revision or repo.commit), files))
+        return tuple(pool.map(lambda file: _download_file(repo, file), files))
 
 
-def _download_file(repo: HubRepo, file: HubFile, revision: str) -> Path:
+def _download_file(repo: HubRepo, file: HubFile) -> Path:
+    """Download a file to `blobs/HASH`, with a link to it at `snapshots/COMMIT/PATH`, unless it is cached."""
     cached = _cached_copy(repo, file)
     if cached is not None:
         return cached
-    path = Path(retry(repo.label, lambda: _try_download(repo, file, revision), API_TRIES))
-    digest = _hash(path, file)
-    if digest not in (file.sha256, file.oid):
-        path.resolve().unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
-        raise IntegrityError(
-            f"{repo.label}: expected {file.path} to have the hash {file.sha256 or file.oid}, got {digest}. The bytes "
-            "were damaged on the way, or at the hub. Try again."
+    digest, parts = file.sha256 or file.oid, PurePosixPath(file.path).parts
+    if not _DIGEST.fullmatch(digest) or not parts or parts[0] == "/" or ".." in parts or "\0" in file.path:
+        raise PrepareError(
+            f"{repo.label}: expected a file below the repository and its hash, got {file.path!r:.200}, {digest!r:.80} "
+            f"({hub_endpoint()}). Check HF_ENDPOINT."
         )
+    folder = _repo_folder(repo.kind, repo.name)
+    blob, path = folder / "blobs" / digest, folder.joinpath("snapshots", repo.commit, *parts)
+    lock = folder.parent / ".locks" / folder.name / f"{digest}.lock"  # as of huggingface_hub, which locks it likewise
+    try:
+        for directory in (blob.parent, path.parent, lock.parent):
+            directory.mkdir(parents=True, exist_ok=True)
+        with locks.take(lock):
+            if not blob.is_file() or blob.stat().st_size != file.size:
+                _download_blob(repo, file, blob)
+            if _cached_copy(repo, file) is None:
+                path.unlink(missing_ok=True)
+                path.symlink_to(os.path.relpath(blob, path.parent))
+    except OSError as error:
+        if isinstance(error, ForebayError):
+            raise
+        raise PrepareError(f"{path}: cannot write the copy: {error.strerror or error}. Check the disk.") from error
     return path
 
 
-def _try_download(repo: HubRepo, file: HubFile, revision: str) -> str:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        path: str = hf_hub_download(
-            repo.name, file.path, repo_type=repo.kind, revision=revision, endpoint=hub_endpoint(),
-            cache_dir=constants.HF_HUB_CACHE,
-        )  # fmt: skip
-        return path
-    except HfHubHTTPError as error:
-        status, code = error.response.status_code, error.response.headers.get("X-Error-Code", "")
-        if is_transient_status(status):
-            raise TransientError(f"HTTP status {status}", wait_s=asked_wait_s(error.response.headers)) from error
-        raise refusal(repo.label, status, code, f"HTTP status {status}") from error
-    except Exception as error:  # of the HTTP library, which is another in each major version
-        if isinstance(error, OSError) and error.errno is not None:
-            raise PrepareError(
-                f"{constants.HF_HUB_CACHE}: cannot write the copy: {error.strerror or error}. Check the disk."
-            ) from error
-        raise TransientError(" ".join(f"{type(error).__name__}: {error}".split())[:300]) from error
+def _download_blob(repo: HubRepo, file: HubFile, blob: Path) -> None:
+    """Download a file's bytes and check their hash; what an interrupted download left is continued."""
+    partial = blob.with_name(f"{blob.name}.forebay.incomplete")  # A fixed name, under the lock.
+    for resumes in (True, False):
+        with partial.open("ab") as out:
+            if not resumes or out.tell() > file.size:
+                out.truncate(0)
+            start = out.seek(0, os.SEEK_END)
+            fetch_range(repo.file_url(file.path), start, file.size, out.write)
+        digest = _hash(partial, file)
+        if digest == blob.name:
+            return commit_files({partial: blob})
+        if not start:
+            break
+    partial.unlink()
+    raise IntegrityError(
+        f"{repo.label}: expected {file.path} to have the hash {blob.name}, got {digest}. The bytes were damaged on the "
+        "way, or at the hub. Try again."
+    )
 
 
 def _hash(path: Path, file: HubFile) -> str:
