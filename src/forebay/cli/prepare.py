@@ -133,7 +133,7 @@ def _acquire(args: argparse.Namespace) -> int:
         print(f"\r{progress.pages:,} pages, {progress.items:,} items", end="", file=sys.stderr)
 
     is_shown = sys.stderr.isatty() and not args.quiet
-    folder = acquire(args.spec, args.out, on_progress=show_pages if is_shown else None)
+    folder = acquire(args.spec, args.out, *([show_pages] if is_shown else []))
     if is_shown:
         print(file=sys.stderr)
     print(folder)
@@ -162,9 +162,6 @@ the API file:
   next_parameter   the parameter that takes the cursor (default: cursor)
   requests_per_s   at most (default: 1)
   max_pages        0: all (default)
-  timeout_s        for a connection, and for each piece of an answer (default: 30)
-  max_attempts     for a page, before the run ends; it can be resumed (default: 8)
-  retry_s          the first pause after a failure, doubled each time (default: 1)
   max_wait_s       a server that wants a longer pause ends the run (default: 900)
   [parameters], [headers]   of each request; ${NAME} is a variable of the environment
 

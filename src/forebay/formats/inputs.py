@@ -5,7 +5,6 @@ their order depend on the inputs alone, never on the number of tasks.
 """
 
 import codecs
-import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -181,8 +180,9 @@ def _transcoded(raw: BinaryIO, encoding: str) -> Iterator[bytes]:
 def open_stored(file: InputFile) -> BinaryIO:
     """Open the bytes of a file as stored at its path or URL, of its version; buffered and seekable."""
     if "://" in file.path:
-        remote = importlib.import_module("forebay.prepare.read.remote")
-        stream: BinaryIO = remote.open_url(file.path, file.bytes, file.version)
+        from forebay.storage.remote_file import open_url  # Loads an HTTP client, which local files do not need.
+
+        stream: BinaryIO = open_url(file.path, file.bytes, file.version)
         return stream
     try:
         return Path(file.path).open("rb", _BUFFER_BYTES)

@@ -32,8 +32,9 @@ from forebay.formats.inputs import (
 from forebay.formats.records import Record
 from forebay.formats.registry import get_format, names_with
 from forebay.network.retry import waiting
-from forebay.prepare.read.hub import HUB, PREFIX, find_dataset, hub_source
-from forebay.prepare.read.hub_api import Lost
+from forebay.prepare.read.hub import HUB, library_source, source_at
+from forebay.storage.hub import HubReadError
+from forebay.storage.hub_splits import PREFIX, find_split
 from forebay.storage.listing import Skipped, describe_skipped, list_files, shown_path
 
 log = logging.getLogger("forebay.prepare")
@@ -108,12 +109,12 @@ def find_inputs(
 def _list(name: str | Path, leave_out: Path | None, follow_links: bool) -> Iterator[tuple[InputFile | Skipped, bool]]:
     """The files of one input, and whether the user named each, rather than a directory above it."""
     if isinstance(name, str) and name.startswith(PREFIX):
-        source = hub_source(name)
-        dataset = find_dataset(name)
-        listed = [source] if dataset is None else filter(None, map(dataset.source, range(len(dataset.files()))))
-        yield from ((source, True) for source in listed)
+        source = library_source(name)
+        dataset = find_split(name)
+        files = [source] if dataset is None else [source_at(dataset, n) for n in range(len(dataset.files()))]
+        yield from ((file, True) for file in files if file is not None)
     elif isinstance(name, str) and "://" in name:
-        from forebay.prepare.read.remote import find_urls
+        from forebay.storage.remote_file import find_urls
 
         base = name.partition("?")[0].rstrip("/").rpartition("/")[0] + "/"
         for remote in find_urls(name):
@@ -180,8 +181,8 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
             encoding = encoding if text_format(name).is_plain_text else ""
             return replace(file, format=name, compression=detection.compression, encoding=encoding)
         reason = f"a file of the format {name}, which holds no text" if name else reason
-    except Lost as lost:
-        raise lost.error from lost
+    except HubReadError as failure:
+        raise failure.error from failure
     except (UnreadableInputError, OSError) as error:
         is_ours = isinstance(error, UnreadableInputError)
         reason = str(error) if is_ours else f"cannot be read: {getattr(error, 'strerror', '') or error}"
@@ -232,8 +233,8 @@ def _splits_of(file: InputFile, options: ReadOptions) -> Iterator[InputSplit]:
     try:
         for start, stop, size in text_format(file.format).split(file, options):
             yield InputSplit((file,), start, stop, size)
-    except Lost as lost:
-        raise lost.error from lost
+    except HubReadError as failure:
+        raise failure.error from failure
 
 
 def read_split(split: InputSplit, options: ReadOptions) -> Iterator[Record]:
@@ -257,8 +258,8 @@ def read_split(split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         yield Record(index + 1, problem=str(error))
     except UnreadableInputError as error:
         yield Record(index + 1, problem=str(error), failed=True)
-    except Lost as lost:
-        raise lost.error from lost
+    except HubReadError as failure:
+        raise failure.error from failure
     except ForebayError:
         raise
     except OSError as error:

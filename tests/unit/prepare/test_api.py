@@ -57,7 +57,8 @@ class Server:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr("forebay.prepare.read.api.FIRST_WAIT_S", 0.01)
     state = Server()
 
     class Handler(BaseHTTPRequestHandler):
@@ -116,9 +117,7 @@ def server() -> Iterator[Server]:
 
 def spec(tmp_path: Path, server: Server, more: str = "", preset: str = "reddit") -> Path:
     path = tmp_path / "a.api.toml"
-    path.write_text(
-        f'preset = "{preset}"\nurl = "{server.url}"\nrequests_per_s = 1000\nretry_s = 0.01\ntimeout_s = 5\n{more}'
-    )
+    path.write_text(f'preset = "{preset}"\nurl = "{server.url}"\nrequests_per_s = 1000\n{more}')
     return path
 
 
@@ -167,9 +166,10 @@ def test_x_preset_and_limits(tmp_path: Path, server: Server) -> None:
     assert time.monotonic() - start >= 3 / 20
 
 
-def test_failures_keep_what_was_fetched(tmp_path: Path, server: Server) -> None:
+def test_failures_keep_what_was_fetched(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.faults = {3: ["500"] * 3}
-    description = spec(tmp_path, server, "max_attempts = 3\n")
+    description = spec(tmp_path, server)
+    monkeypatch.setattr("forebay.prepare.read.api.MAX_TRIES", 3)
     with pytest.raises(PrepareError, match=r"failed 3 times; last: HTTP status 500.*Run again to resume"):
         acquire(description, tmp_path / "out")
     assert len(items(tmp_path / "out/items.jsonl")) == 3 * PER_PAGE
@@ -222,10 +222,10 @@ def test_secrets_stay_in_the_environment(tmp_path: Path, server: Server, monkeyp
         ("url = 1", "url: expected a string"),
         ('url = "ftp://x"', "url: expected http"),
         ('preset = "myspace"', "preset: expected one of reddit, x"),
-        ('preset = "reddit"', "expected a url"),
+        ('preset = "reddit"', "url: expected http"),
         ('url = "http://x"\nitem = "y"', "unknown key 'item'"),
-        ('url = "http://x"\ntext = []', "text: expected names"),
-        ('url = "http://x"\nmax_pages = -1', "max_pages: expected a number"),
+        ('url = "http://x"\ntext = []', "text: expected more items"),
+        ('url = "http://x"\nmax_pages = -1', "max_pages: expected at least 0"),
         ('url = "http://x"\nheaders = 3', "headers: expected a table"),
         ("url = ", ":1: expected TOML"),
     ],

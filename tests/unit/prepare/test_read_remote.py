@@ -19,9 +19,10 @@ from forebay.formats.inputs import MAX_INPUT_BYTES, MAX_SPLITS, InputFile, ReadO
 from forebay.formats.records import Record
 from forebay.network.retry import retry_after_s
 from forebay.prepare.inputs import find_inputs, read_split, split_files
-from forebay.prepare.read.hub import hub_source, parse_url
+from forebay.prepare.read.hub import library_source
 from forebay.storage.base import PermanentError
 from forebay.storage.http import WebOrigin
+from forebay.storage.hub_splits import parse_url
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 LINES = b"".join(json.dumps({"id": i, "text": f"document {i} " * 20}).encode() + b"\n" for i in range(3000))
@@ -92,7 +93,7 @@ class Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def origin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Origin]:
-    monkeypatch.setattr("forebay.prepare.read.remote._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("forebay.storage.remote_file._FIRST_WAIT_S", 0.001)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     server = Origin()
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -229,7 +230,7 @@ def test_a_public_server_redirects_to_nothing_inside(
 
 
 def test_a_server_that_drips_is_given_up(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.prepare.read.remote._TIMEOUT_S", 0.3)
+    monkeypatch.setattr("forebay.storage.remote_file._TIMEOUT_S", 0.3)
     origin.at_once, origin.drop_after = 1, 200
     with pytest.raises(PrepareError, match=r"after 6 tries: stalled, under 1024 bytes/s for 0\.3 s"):
         ids(origin.url + "/a.jsonl")
@@ -276,7 +277,7 @@ def test_names_on_the_hub() -> None:
     assert parse_url("hf://datasets/owner/name/en:validation") == ("owner/name", "en", "validation", "main")
     assert parse_url("hf://datasets//tmp/folder:test") == ("/tmp/folder", None, "test", "main")
     with pytest.raises(PrepareError, match="expected hf://datasets/NAME"):
-        hub_source("hf://datasets/")
+        library_source("hf://datasets/")
 
 
 def test_a_dataset_in_a_directory_is_streamed(tmp_path: Path) -> None:
@@ -308,7 +309,7 @@ def test_a_server_that_says_no_size_is_named(origin: Origin, tmp_path: Path) -> 
 def test_a_long_wait_for_a_server_is_logged(
     origin: Origin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("forebay.prepare.read.remote._FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr("forebay.storage.remote_file._FIRST_WAIT_S", 0.02)
     monkeypatch.setattr("forebay.network.retry.FIRST_S", 0.01)
     origin.failures = 4
     assert len(find_inputs(f"{origin.url}/a.jsonl", ReadOptions()).files) == 1

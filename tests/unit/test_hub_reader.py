@@ -13,20 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import PrepareError
-from forebay.prepare.read import hub_files
-from forebay.prepare.read.hub_files import Blocks, HubFileReader
+from forebay.storage import hub_reader
+from forebay.storage.hub_reader import BlockCache, HubStream
 
 
 class _File:
     """Bytes, given in pieces; how many requests were under way at once; `refuse` says which starts fail."""
+
+    current: _File
 
     def __init__(self, size: int) -> None:
         self.data = bytes(i * 7 % 251 for i in range(size))
         self.under_way, self.most, self.ranges = 0, 0, list[tuple[int, int]]()
         self.refuse: Callable[[int], bool] = lambda start: False
         self.together: threading.Barrier | None = None
-        self.blocks = Blocks()
-        self.reader = HubFileReader("url", size, self.fetch, self.blocks)
+        self.blocks = BlockCache()
+        self.reader = HubStream("url", size, self.blocks)
+        _File.current = self
         self._lock = threading.Lock()
 
     def fetch(self, url: str, start: int, stop: int, take: Any) -> None:
@@ -53,7 +56,8 @@ class _File:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_files, "BLOCK", 16)
+    monkeypatch.setattr(hub_reader, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(hub_reader, "fetch_range", lambda *arguments: _File.current.fetch(*arguments))
 
 
 @settings(max_examples=40, deadline=None)
@@ -64,8 +68,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_any_reading_gives_the_files_bytes_within_the_bounds(size: int, numbers: list[int], most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub_files, "_MOST_BLOCKS", most)
-        patch.setattr(hub_files, "BLOCK", 16)
+        patch.setattr(hub_reader, "MAX_BLOCKS", most)
+        patch.setattr(hub_reader, "BLOCK_BYTES", 16)
         file, at = _File(size), 0
         for number in numbers:
             at = (at + 1 if number < 0 else number) % -(-size // 16)  # -1: read on
@@ -86,17 +90,6 @@ def test_reading_on_has_requests_under_way_at_the_same_time_and_asks_for_no_byte
     starts = sorted(file.ranges)
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(starts))
     assert max(stop for _, stop in starts) <= (92 + 64) * 16
-
-
-def test_readers_share_the_window_by_files() -> None:
-    file = _File(16 * 600)
-    others = [HubFileReader(f"url {n % 3}", 1, file.fetch, file.blocks) for n in range(6)]
-    for number in range(92):
-        file.assert_reads(number)
-    assert max(stop for _, stop in file.ranges) <= (92 + 16) * 16
-    for other in others:
-        other.close()
-    assert list(file.blocks.readers) == [file.reader]
 
 
 def test_what_fails_ahead_is_told_when_it_is_wanted_and_may_be_asked_for_again() -> None:

@@ -1,11 +1,13 @@
-"""Copies of the hub's files: verified, resumed, used without the hub; and tokenizers by their names."""
+"""Copies of the hub's files: verified, used without the hub; and tokenizers by their names."""
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -22,8 +24,9 @@ from forebay.errors import (
 )
 from forebay.formats.inputs import ReadOptions
 from forebay.prepare.inputs import find_inputs
-from forebay.prepare.read.hub_cache import download_hub, fetch_tokenizer, hub_cache
 from forebay.prepare.tokens.tokenizers import load_tokenizer, train_tokenizer
+from forebay.storage.hub_copies import download_hub, fetch_tokenizer
+from forebay.storage.hub_splits import HubSplit, find_split
 from hub_repos import write_jsonl, write_repo
 from hub_server import TOKEN, HubServer
 
@@ -39,16 +42,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     (model / "tokenizer.json").write_bytes(train_tokenizer(iter(["some text"]), 300).data)
     (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     (model / "weights.safetensors").write_bytes(bytes(1000))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
-    monkeypatch.setenv("FOREBAY_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("forebay.prepare.read.hub_api._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("forebay.storage.hub._FIRST_WAIT_S", 0.01)
     with HubServer(tmp_path / "hub") as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
-
-
-def left_over() -> list[str]:
-    return [path.name for path in hub_cache().rglob(".*") if not path.name.endswith(".lock")]
 
 
 def stream(inputs: object) -> TextStream:
@@ -56,15 +54,14 @@ def stream(inputs: object) -> TextStream:
 
 
 def test_a_copy_is_fetched_once_and_is_the_same_as_the_stream(hub: HubServer) -> None:
-    seen: list[tuple[int, int]] = []
-    copy = download_hub("hf:a/b", progress=lambda here, total: seen.append((here, total)))
+    copy = download_hub("hf:a/b")
+    num_bytes = sum(file.size for file in copy.files)
     assert [path.read_bytes() for path in copy.paths] == [
         (hub.directory / f"datasets/a/b/data/train-{n}.jsonl").read_bytes() for n in (0, 1)
     ]
-    assert seen[0] == (0, copy.bytes) and seen[-1] == (copy.bytes, copy.bytes) and not left_over()
-    assert sum(hub.bytes_sent.values()) == copy.bytes and not copy.offline
+    assert sum(hub.bytes_sent.values()) == num_bytes and not copy.offline
     assert download_hub("hf:a/b:train").files == copy.files
-    assert sum(hub.bytes_sent.values()) == copy.bytes
+    assert sum(hub.bytes_sent.values()) == num_bytes
     streamed, copied = stream("hf:a/b"), stream(copy)
     for left, right in zip(streamed, copied, strict=True):
         assert left.inputs.tolist() == right.inputs.tolist()
@@ -84,7 +81,7 @@ def test_what_was_fetched_is_used_without_the_hub(
         download_hub("hf:a/c")
     copy = download_hub("hf:a/b")
     if offline:
-        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     else:
         hub.close()
     again = download_hub("hf:a/b")
@@ -106,51 +103,99 @@ def test_a_new_commit_is_fetched_beside_the_old(hub: HubServer) -> None:
 
 
 @pytest.mark.parametrize("name", ["data/train-0.jsonl", "data/train-1.jsonl"])
-def test_other_bytes_than_the_hub_says_are_refused(hub: HubServer, name: str) -> None:
+def test_other_bytes_than_the_hub_says_are_refused(hub: HubServer, tmp_path: Path, name: str) -> None:
     hub.faults.corrupt[name] = 1000
     with pytest.raises(IntegrityError, match=f"expected {name} to have the hash"):
         download_hub("hf:a/b")
-    assert not list(hub_cache().rglob(f"*/{name}")) and not [left for left in left_over() if name[-7:] in left]
+    assert not list((tmp_path / "cache").rglob(f"*/{name}"))
     hub.faults.corrupt.clear()
     assert len(download_hub("hf:a/b").files) == 2
 
 
-def test_what_broke_off_goes_on(hub: HubServer) -> None:
+def test_an_interrupted_download_is_continued(hub: HubServer) -> None:
     copy = download_hub("hf:a/b")
-    path, whole = copy.paths[0], copy.paths[0].read_bytes()
-    partial = path.with_name(f".{path.name}.partial")
-    for held in (whole[:100_000], b"x" * 1000, whole + b"more"):
-        path.unlink()
-        partial.write_bytes(held)
+    path, data = copy.paths[0], copy.paths[0].read_bytes()
+    blob = path.resolve()
+    partial = blob.with_name(f"{blob.name}.forebay.incomplete")
+    for left in (data[:100_000], b"x" * 1000, data + b"more"):
+        blob.unlink()
+        partial.write_bytes(left)
         hub.reset()
-        assert download_hub("hf:a/b").paths[0].read_bytes() == whole
+        assert download_hub("hf:a/b").paths[0].read_bytes() == data
         sent = hub.bytes_sent["data/train-0.jsonl"]
-        assert sent == len(whole) - 100_000 if held[:1] != b"x" and len(held) < len(whole) else sent >= len(whole)
+        assert sent == len(data) - 100_000 if left == data[:100_000] else sent >= len(data)
     hub.faults.truncate = 0.7
-    path.unlink()
-    assert download_hub("hf:a/b").paths[0].read_bytes() == whole
+    blob.unlink()
+    assert download_hub("hf:a/b").paths[0].read_bytes() == data
+
+
+def test_a_full_disk(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("forebay.storage.hub_copies.fetch_range", fail)
+    with pytest.raises(PrepareError, match="cannot write the copy: No space left"):
+        download_hub("hf:a/b")
+
+
+@pytest.mark.parametrize("change", [{"path": "../../../x"}, {"path": "/tmp/x"}, {"oid": "../../x", "sha256": ""}])
+def test_a_path_or_hash_of_the_hub_leads_nowhere(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: dict[str, str]
+) -> None:
+    monkeypatch.setattr("forebay.storage.hub_splits.HubSplit.files", lambda self: [replace(self.file(0), **change)])
+    with pytest.raises(PrepareError, match="expected a file below the repository and its hash"):
+        download_hub("hf:a/b")
+    assert {path.name for path in tmp_path.iterdir()} <= {"hub", "cache"}
+
+
+def test_another_program_finds_the_copy(hub: HubServer) -> None:
+    from huggingface_hub import hf_hub_download
+
+    path = download_hub("hf:a/b").paths[0]
+    commit = hub.commit(hub.directory / "datasets/a/b")
+    sent = sum(hub.bytes_sent.values())
+    shared = hf_hub_download(
+        "a/b", "data/train-0.jsonl", repo_type="dataset", revision=commit, cache_dir=path.parents[4]
+    )
+    assert Path(shared) == path and sum(hub.bytes_sent.values()) == sent
+
+
+def test_a_hub_that_is_busy_while_it_is_copied(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listed(url: str, *, tries: int) -> HubSplit | None:
+        split = find_split(url, tries=tries)
+        assert split is not None and split.files()
+        hub.faults.broken = 8
+        return split
+
+    monkeypatch.setattr("forebay.storage.hub_copies.find_split", listed)
+    assert len(download_hub("hf:a/b").files) == 2 and not hub.faults.broken
+
+
+def test_a_cached_file_of_another_size_is_not_used(hub: HubServer) -> None:
+    path = download_hub("hf:a/b").paths[0]
+    path.resolve().write_bytes(b"short")
+    assert len(download_hub("hf:a/b").paths[0].read_bytes()) > 5
 
 
 def test_ranks_that_start_together_fetch_once(hub: HubServer) -> None:
     with ThreadPoolExecutor(6) as pool:
         copies = list(pool.map(download_hub, ["hf:a/b"] * 6))
-    assert len({copy.paths for copy in copies}) == 1 and sum(hub.bytes_sent.values()) == copies[0].bytes
+    assert len({copy.paths for copy in copies}) == 1 and sum(hub.bytes_sent.values()) == sum(
+        file.size for file in copies[0].files
+    )
 
 
 def test_a_disk_that_is_too_small(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
         free = 1000
 
-    monkeypatch.setattr("forebay.prepare.read.hub_cache.shutil.disk_usage", lambda path: Usage)
-    with pytest.raises(PrepareError, match=r"GB free in .*Stream it instead, or set FOREBAY_HUB_CACHE"):
+    monkeypatch.setattr("forebay.storage.hub_copies.shutil.disk_usage", lambda path: Usage)
+    with pytest.raises(PrepareError, match=r"GB free in .*Stream it instead, or set HF_HUB_CACHE"):
         download_hub("hf:a/b")
     assert not hub.ranges
 
 
-def test_where_copies_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("FOREBAY_HUB_CACHE")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert hub_cache() == tmp_path / ".cache/forebay/hub"
+def test_a_directory_is_not_copied(tmp_path: Path) -> None:
     with pytest.raises(PrepareError, match="got a directory, which is here already"):
         download_hub(f"hf:{tmp_path}")
 
@@ -166,7 +211,7 @@ def test_a_tokenizer_by_its_name_or_alias(hub: HubServer) -> None:
 
 
 def test_a_tokenizer_that_the_library_fetched(hub: HubServer, tmp_path: Path) -> None:
-    home = tmp_path / "hf-home/hub/models--gpt2"
+    home = tmp_path / "cache/models--gpt2"
     (home / "refs").mkdir(parents=True)
     (home / "refs/main").write_text("abc")
     (home / "snapshots/abc").mkdir(parents=True)
@@ -205,13 +250,13 @@ def test_a_commit_is_no_path(hub: HubServer, tmp_path: Path, commit: str) -> Non
     for fetch in (lambda: download_hub("hf:a/b"), lambda: fetch_tokenizer("Salesforce/codegen-350M-mono")):
         with pytest.raises(PrepareError, match="expected the hub to say its commit, 40 hex digits"):
             fetch()
-    assert {path.name for path in tmp_path.iterdir()} <= {"hub", "hf-home", "cache"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"hub", "cache"}
 
 
-def test_an_index_that_was_changed_leads_nowhere(hub: HubServer) -> None:
+def test_an_index_that_was_changed_leads_nowhere(hub: HubServer, tmp_path: Path) -> None:
     copy = download_hub("hf:a/b")
-    (index,) = (hub_cache() / "datasets--a--b").glob("*.json")
-    (hub_cache() / "secret.jsonl").write_text("secret")
+    (index,) = (tmp_path / "cache/datasets--a--b").glob("forebay-*.json")
+    (tmp_path / "cache/secret.jsonl").write_text("secret")
     plain = json.loads(index.read_text())
     hub.close()
     file = {**plain["files"][0], "path": "../../secret.jsonl", "size": 6}
@@ -265,7 +310,7 @@ class Liar(BaseHTTPRequestHandler):
     ],
 )
 def test_a_hub_that_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str, message: str) -> None:
-    monkeypatch.setattr("forebay.prepare.read.hub_api._MAX_PAGES", 30)
+    monkeypatch.setattr("forebay.storage.hub._MAX_PAGES", 30)
     with ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Liar,), {"lie": lie})) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
@@ -279,7 +324,7 @@ def test_a_hub_that_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: s
 
 
 def test_what_to_do_without_the_hub_fits_what_was_wanted(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DownloadError, match=r"or name a tokenizer\.json that is here") as error:
         fetch_tokenizer("gpt2")
     assert "tiny_shakespeare" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Workers of a coordinated run, each a process: `python together.py COORDINATOR` reads them from its standard input.
+"""Workers of a coordinated run, each a process: `python distributed_workers.py COORDINATOR` reads them from stdin.
 
 A line `{"name": …, "pid_of": …, "batch_size": …, "num_steps": …, "step_s": …}` begins one, forked, for PyTorch takes
 longer to import than the run. Workers train a layer of four weights; a sample's number fixes its point. Each prints a
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from forebay.worker.config import WorkerConfig
-from forebay.worker.together import _Together
+from forebay.worker.distributed import DistributedRun
 from forebay.worker.training import Training
 
 
@@ -80,7 +80,7 @@ def work(coordinator: str, name: str, batch_size: int, num_steps: int, step_s: f
 
     def on_step(step: int, batch: Any, loss: float) -> None:
         time.sleep(step_s)
-        generation = together.generation
+        generation = run.generation
         assert generation is not None
         layer: Any = training.trainer
         flat = torch.cat(
@@ -92,11 +92,11 @@ def work(coordinator: str, name: str, batch_size: int, num_steps: int, step_s: f
 
     config = WorkerConfig(
         batch_size=batch_size, num_steps=num_steps, worker_id=name, coordinator=coordinator,
-        patience_s=20.0, seq_len=2, trainer=f"{__file__}:Layer",
+        timeout_s=20.0, seq_len=2, trainer=f"{__file__}:Layer",
     )  # fmt: skip
     training = Training(config, threading.Event(), lambda line: None, on_step)
-    together = _Together(training)
-    together.run()
+    run = DistributedRun(training)
+    run.run()
 
 
 def main(coordinator: str) -> None:

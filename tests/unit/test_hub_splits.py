@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.read.hub import HubName, find_dataset, parse_url
-from forebay.prepare.read.hub_rules import Glob, kind_of
+from forebay.prepare.read.hub import source_at
+from forebay.storage.hub_splits import HubName, find_split, format_of, glob_matcher, parse_url
 from hub_repos import write_repo
 from hub_server import HubServer
 
@@ -35,7 +32,7 @@ def repo(hub: HubServer, names: list[str], card: dict[str, Any] | None = None) -
 
 
 def paths(name: str) -> list[str]:
-    found = find_dataset(name)
+    found = find_split(name)
     assert found is not None
     return [file.path for file in found.files()]
 
@@ -63,29 +60,17 @@ def test_what_is_no_name(text: str) -> None:
         parse_url(f"hf://datasets/{text}")
 
 
-_STEPS = st.lists(
-    st.sampled_from(["a", "ab", "b.c", "*", "?", "a*", "*.c", "[ab]", "[!a]", "**"]), min_size=1, max_size=4
-)
-_PATHS = st.lists(st.sampled_from(["a", "ab", "b", "b.c", "abc.c"]), min_size=1, max_size=4)
-
-
-@settings(max_examples=300, deadline=None)
-@given(_STEPS, _PATHS)
-def test_globs_mean_what_they_mean_to_the_library(steps: list[str], path: list[str]) -> None:
-    fsspec = pytest.importorskip("fsspec.utils")
-    pattern, name = "/".join(steps), "/".join(path)
-    assert Glob(pattern)(name) == (re.match(fsspec.glob_translate(pattern), name) is not None)
-
-
 def test_hidden_files_are_found_if_they_are_named() -> None:
-    assert not Glob("**")(".git/a") and not Glob("**")("__cache__/a") and not Glob("*")(".a")
-    assert Glob(".git/*")(".git/a") and Glob("**")("a/__a")
+    assert not glob_matcher("**")(".git/a") and not glob_matcher("**")("__cache__/a") and not glob_matcher("*")(".a")
+    assert glob_matcher(".git/*")(".git/a") and glob_matcher("**")("a/__a")
+    with pytest.raises(UsageError, match=r"a\*\*b: expected a glob of files"):
+        glob_matcher("a**b")
 
 
 def test_kinds() -> None:
     names = {"a.parquet": "parquet", "a.jsonl.zst": "jsonl", "A.CSV.gz": "csv", "a.txt": "lines", "a.json": "json"}
     names |= {"a.png": "", "a": "", ".parquet": "", "a.zip": "", "a.gz": "", "b/a.arrow": "arrow"}
-    assert {name: kind_of(name) for name in names} == names
+    assert {name: format_of(name) for name in names} == names
 
 
 RULES: list[tuple[list[str], dict[str, list[str]]]] = [
@@ -119,7 +104,7 @@ def test_splits_by_the_names_of_files(hub: HubServer, names: list[str], splits: 
     name = repo(hub, names)
     assert {split: paths(f"{name}:{split}") for split in splits} == splits
     with pytest.raises(UsageError, match=f"expected a split among .*{min(splits)}"):
-        find_dataset(f"{name}:nope")
+        find_split(f"{name}:nope")
 
 
 def test_a_folder_or_a_glob_in_place_of_a_configuration(hub: HubServer) -> None:
@@ -131,7 +116,7 @@ def test_a_folder_or_a_glob_in_place_of_a_configuration(hub: HubServer) -> None:
     )
     assert paths(f"{name}/data/c/test.parquet") == ["data/c/test.parquet"]
     with pytest.raises(PrepareError, match="expected files of split 'train', got none"):
-        find_dataset(f"{name}/data/none/*.parquet")
+        find_split(f"{name}/data/none/*.parquet")
 
 
 CARDS: list[tuple[Any, dict[str, list[str]]]] = [
@@ -159,18 +144,18 @@ def test_which_configuration_is_the_default(hub: HubServer) -> None:
     name = repo(hub, names, {"configs": two})
     assert paths(f"{name}/x:test") == ["a/test.csv"] and paths(f"{name}/y") == ["b/train.csv"]
     with pytest.raises(UsageError, match=r"several and no default: x, y\. Name one: hf:a/b/x"):
-        find_dataset(name)
+        find_split(name)
     with pytest.raises(UsageError, match="expected a configuration among x, y, got 'z'"):
-        find_dataset(f"{name}/z")
+        find_split(f"{name}/z")
     with pytest.raises(UsageError, match=r"configuration 'y'\): expected a split among train, got 'test'"):
-        find_dataset(f"{name}/y:test")
+        find_split(f"{name}/y:test")
     repo(hub, names, {"configs": [two[0], {**two[1], "default": True}]})
     assert paths(name) == ["b/train.csv"]
 
 
 def test_what_only_the_library_reads(hub: HubServer) -> None:
-    assert find_dataset(repo(hub, ["train/1.png", "train/2.png", "train/metadata.csv"])) is None
-    assert find_dataset(f"{hub.directory}/datasets/a/b") is None
+    assert find_split(repo(hub, ["train/1.png", "train/2.png", "train/metadata.csv"])) is None
+    assert find_split(f"{hub.directory}/datasets/a/b") is None
 
 
 def test_a_large_repository_is_not_listed_to_begin(hub: HubServer) -> None:
@@ -178,18 +163,18 @@ def test_a_large_repository_is_not_listed_to_begin(hub: HubServer) -> None:
     names = [f"data/{dump}/{number:03d}.parquet" for dump in "abc" for number in range(200)]
     card = {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "data/*/*"}]}]}
     name = repo(hub, names, card)
-    found = find_dataset(name)
+    found = find_split(name)
     assert found is not None and found.file(0) is not None and hub.requests == {"info": 1, "tree": 1}
     assert found.url == f"hf://datasets/a/b/default:train@{hub.commit(hub.directory / 'datasets/a/b')}"
     assert [file.path for file in found.files()] == names and hub.requests["tree"] == -(-603 // 50)
-    assert found.file(600) is None and found.source(600) is None
+    assert found.file(600) is None and source_at(found, 600) is None
 
 
 def test_without_a_card_two_pages_decide_and_what_is_held_out_stays_out(hub: HubServer) -> None:
     hub.page_size = 50
     name = repo(hub, [f"a/{number:03d}.jsonl" for number in range(120)] + ["z/test/x.jsonl"])
-    found = find_dataset(name)
+    found = find_split(name)
     assert found is not None and found.file(0) is not None and hub.requests["tree"] <= 3
     assert len(found.files()) == 120
     with pytest.raises(UsageError, match="expected a split among train, got 'test'"):
-        find_dataset(f"{name}:test")
+        find_split(f"{name}:test")

@@ -1,11 +1,11 @@
-"""Training in step with the other workers of a coordinator: generation by generation, no step half done.
+"""Training in step with the other workers of a coordinator, by generations; no step is applied in part.
 
-Each step: gradients of this rank's samples, their mean over all ranks, one step of the optimizer. Where a peer dies in
-a step, nothing of it was applied; it is taken again by the ranks of the next generation. At a generation's beginning
-the source's weights, optimizer and place in the data go to all, so that it does not matter who was where.
+Each step: gradients of this rank's samples, their mean over all ranks, one step of the optimizer. If a peer dies in a
+step, none of it was applied, and the ranks of the next generation take it again. At the start of a generation all ranks
+receive the weights, the optimizer's state and the position in the data of one of them, the source.
 
-Counts have no mean: each worker's are its own, and only ranks, samples and steps are shared. Such a worker that comes
-late to a text reads what the others have read, for a place in a text may be megabytes large.
+A `count` trainer has no gradients: each worker counts on its own, and only ranks, samples and steps are shared. Such a
+worker that joins late in a text reads what the others have read, as a position in a text may take megabytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forebay.threads import Supervised
 from forebay.worker.config import WorkerConfig
 from forebay.worker.dummy import DummyDataset
 from forebay.worker.membership import Generation, Membership, MembershipLostError
-from forebay.worker.trainer import LockstepTrainer, trainer_class
+from forebay.worker.trainer import LockstepTrainer, PeerLostError, trainer_class
 from forebay.worker.training import Training, TrainingReport
 
 if TYPE_CHECKING:
@@ -32,115 +32,119 @@ SHARED = (
     "dataset_type", "dataset_name", "tokenizer_name", "batch_size", "seq_len", "num_steps", "model_size", "seed",
     "shuffle_buffer", "partition", "text_key", "vocab_size", "learning_rate",
 )  # fmt: skip
-"""Settings that all workers of a run have alike; the coordinator's go before a worker's."""
-SETTLE_S = 5.0
-"""A worker that is told to stop gets so long for its step; then it leaves, for it may be waiting for others."""
-MAX_BREAKS = 20
-"""Tries of a step in a row; more mean that something else is wrong."""
-_alone = threading.Lock()
+"""Settings that are the same for all workers of a run; the coordinator's replace a worker's."""
+STOP_S = 5.0
+"""How long a worker that is stopped has for its step; then it leaves, as it may be waiting for others."""
+MAX_FAILURES = 20
+"""Failures of a step in a row after which the last one is raised."""
+_one_at_a_time = threading.Lock()
 
 
-def train_together(training: Training) -> TrainingReport:
-    """Train as a member of the coordinator's run to its end, or until told to stop. Raises as `WorkerClient` says."""
+def train_distributed(training: Training) -> TrainingReport:
+    """Train as a member of the coordinator's run to its end, or until stopped. Raises as `WorkerClient` says."""
     if training.config.partition != "samples":
         raise UsageError("partition: expected 'samples' where a coordinator deals ranks, got 'records'.")
-    if not _alone.acquire(blocking=False):
-        raise UsageError("worker: expected one at a time that trains together, got two. Use a process for each.")
+    if not _one_at_a_time.acquire(blocking=False):
+        raise UsageError("worker: expected one at a time that trains with others, got two. Use a process for each.")
     try:
-        return _Together(training).run()
+        return DistributedRun(training).run()
     finally:
-        _alone.release()
+        _one_at_a_time.release()
 
 
-class _Together:
+class DistributedRun:
+    """A worker's part of a run, generation by generation."""
+
     def __init__(self, training: Training) -> None:
         config = training.config
         self.training, self.lockstep = training, hasattr(trainer_class(config.trainer), "gradients")
         self.collective: Collective | None = None
         self.generation: Generation | None = None
         self._ended = threading.Event()
-        self._holds, self._breaks = False, 0
-        step, samples = training.checkpointed()
+        self._holds_state, self._num_failures = False, 0
+        step, samples = training.progress()
         self.membership = Membership(
             config.resolved_coordinator(),
             config.worker_id,
             settings=shared_settings(config),
             defaults=default_settings(config),
-            identity=_identity(config),
+            identity=_load_identity(config),
             lockstep=self.lockstep,
             step=step,
             samples=samples,
-            patience_s=config.patience_s,
-            on_note=training.tell,
+            patience_s=config.timeout_s,
+            on_note=training.log,
         )
 
     def run(self) -> TrainingReport:
-        training, ended = self.training, self._ended
+        """Train to the end; see `train_distributed`."""
+        training = self.training
         with self.membership as membership:
             Supervised(self._leave_when_stopped, "leave when stopped", stopping=self._ended).start()
             try:
-                training.adopt(agreed(training.config, membership.agree()))
+                training.apply_config(merge_settings(training.config, membership.agree()))
                 training.resume()
-                training.begin()  # The model is made before others wait for us.
+                training.start()  # The model is made before others wait for this worker.
                 generation: Generation = membership.join()
-                training.begin()
+                training.start()
                 while training.step < training.config.num_steps and not training.stop.is_set():
                     generation = self._step(generation)
-                report = training.end()
+                report = training.finish()
                 membership.leave(finished=report.finished)
                 return report
             except MembershipLostError:
                 if not training.stop.is_set():
                     raise
-                return training.end()
+                return training.finish()
             finally:
-                ended.set()
-                self._part()
+                self._ended.set()
+                self._leave_group()
 
     def _leave_when_stopped(self) -> None:
-        """A worker that is told to stop while it waits for others leaves; in a step it ends that first."""
+        """Leave if the worker is stopped while it waits for others; in a step, give it STOP_S to end."""
         while not self._ended.wait(0.1):
             if self.training.stop.is_set():
-                if self.generation is None or not self._ended.wait(SETTLE_S):
+                if self.generation is None or not self._ended.wait(STOP_S):
                     self.membership.leave()
                 return
 
     def _step(self, generation: Generation) -> Generation:
-        """One step, or what has to be done in its place; the generation to go on in."""
-        training, lost = self.training, _peer_lost(self.lockstep)
+        """Take one step; returns the generation of the next one."""
+        training = self.training
         try:
             if self.generation is None or self.generation.number != generation.number:
                 self._enter(generation)
                 if training.step >= training.config.num_steps:
                     return generation  # The others had done it all.
-            mark = training.data.mark()
+            position = training.data.position()
             batch = training.next_batch()
             try:
                 loss, stop = self._learn(batch)
-            except lost:
+            except PeerLostError:
                 training.close_batches()
-                training.data.go_to(mark)
+                training.data.seek(position)
                 raise
-        except lost as error:
-            self._breaks += 1
-            if self._breaks > MAX_BREAKS:
+        except PeerLostError as error:
+            self._num_failures += 1
+            if self._num_failures > MAX_FAILURES:
                 raise
-            training.tell(str(error))
-            self._part()
+            training.log(str(error))
+            self._leave_group()
             return self._boundary(stop=True, broken=True)
-        self._breaks = 0
-        training.count(batch, loss)
+        self._num_failures = 0
+        training.record_step(batch, loss)
         return self._boundary(stop=stop if training.step < training.config.num_steps else False)
 
     def _boundary(self, *, stop: bool | None, broken: bool = False) -> Generation:
+        """Report the end of a step; returns the generation of the next one, which may be a new one."""
         try:
-            return self.membership.boundary(self.training.step, stop=stop, broken=broken, holds=self._holds)
+            return self.membership.boundary(self.training.step, stop=stop, broken=broken, holds=self._holds_state)
         except MembershipLostError as error:
             if self.training.stop.is_set():
                 raise
-            self.training.tell(f"{error} Joining again.")
-            self._part()
-            self._holds = False
+            self.training.log(f"{error} Joining again.")
+            self._leave_group()
+            self._holds_state = False
             return self.membership.join()
 
     def _learn(self, batch: Batch) -> tuple[float, bool | None]:
@@ -155,11 +159,12 @@ class _Together:
         return mean, stop
 
     def _enter(self, generation: Generation) -> None:
-        """Begin a generation: its group, the source's state, this rank's share of the data."""
+        """Begin a generation: join its group, receive the source's state, read this rank's share of the data."""
         training, membership = self.training, self.membership
-        self._part()
-        here, training.report.step = training.step, generation.start_step
-        self._holds = generation.rank == generation.source or (self._holds and here == generation.start_step)
+        self._leave_group()
+        step, training.report.step = training.step, generation.start_step
+        is_source = generation.rank == generation.source
+        self._holds_state = is_source or (self._holds_state and step == generation.start_step)
         if self.lockstep:
             from forebay.worker.collective import Collective
 
@@ -168,94 +173,91 @@ class _Together:
                 generation,
                 membership.meet,
                 device=trainer.device.partition(":")[0],
-                timeout_s=training.config.patience_s,
+                timeout_s=training.config.timeout_s,
                 abandon=lambda: membership.changing,
                 broken=lambda: membership.broken,
             )
-            self.collective.share(trainer.model, _Carried(trainer.optimizer, training))
-            self._holds = True
+            self.collective.share(trainer.model, OptimizerAndPosition(trainer.optimizer, training))
+            self._holds_state = True
         elif isinstance(training.data, DummyDataset):
             training.close_batches()
-            training.data.go_to(generation.start_sample)
-        elif here != generation.start_step:
-            self._catch_up(here, generation.start_step)
+            training.data.seek(generation.start_sample)
+        elif step != generation.start_step:
+            self._catch_up(step, generation.start_step)
             if training.stop.is_set():
                 return
         training.samples_taken = generation.start_sample
-        training.dealt(generation.rank, generation.world_size)
+        training.set_rank(generation.rank, generation.world_size)
         training.report.generations += self.generation is not None
         self.generation = generation
 
-    def _catch_up(self, here: int, start: int) -> None:
-        """Read what the run's workers have read and leave it, up to step `start`: so the place is theirs."""
+    def _catch_up(self, step: int, start_step: int) -> None:
+        """Read and skip the batches of the other workers' steps up to `start_step`."""
         training = self.training
         training.close_batches()
-        training.tell(f"reading on from step {here if here < start else 0} to {start}, where the others are")
-        if here > start:  # Of a checkpoint that nobody waited for.
-            here = 0
+        training.log(f"reading on from step {step if step < start_step else 0} to {start_step}, where the others are")
+        if step > start_step:  # of a checkpoint that is ahead of the run
+            step = 0
             training.data.rewind()
         for first, stop, world_size in self.membership.past():
-            if stop <= here:
+            if stop <= step:
                 continue
-            training.data = training.data.dealt(0, world_size)
-            for step in range(max(first, here), stop):
+            training.data = training.data.reshard(0, world_size)
+            for skipped in range(max(first, step), stop):
                 if training.stop.is_set():
                     return
                 training.next_batch()
-                training.report.step = step + 1
+                training.report.step = skipped + 1
             training.close_batches()
 
-    def _part(self) -> None:
-        """Leave the group; peers that wait hear of it."""
+    def _leave_group(self) -> None:
+        """Leave the generation's group; peers that wait for this rank are notified."""
         collective, self.collective = self.collective, None
         if collective is not None:
             collective.close()
 
 
-class _Carried:
-    """An optimizer's state with the place in the data, as one state: what a source hands to its generation."""
+class OptimizerAndPosition:
+    """An optimizer's state and the position in the data as one state, which a source sends to its generation."""
 
     def __init__(self, optimizer: Any, training: Training) -> None:
         self._optimizer, self._training = optimizer, training
 
     def state_dict(self) -> dict[str, Any]:
-        """For the source."""
+        """Both states."""
         self._training.close_batches()
         return {"optimizer": self._optimizer.state_dict(), "data": json.dumps(self._training.data.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """For the others."""
+        """Load both states."""
         self._optimizer.load_state_dict(state["optimizer"])
         self._training.close_batches()
         self._training.data.load_state_dict(json.loads(state["data"]))
 
 
 def shared_settings(config: WorkerConfig) -> dict[str, Any]:
-    """What a worker would do, for the run to agree on: what it was given, or what differs from the default."""
+    """The settings for the run to agree on: those that differ from the default, and a seq_len that was given."""
     defaults = {field.name: field.default for field in fields(config)}
-    found = {name: getattr(config, name) for name in SHARED if getattr(config, name) != defaults[name]}
-    if config.seq_len_is_given:
-        found["seq_len"] = config.seq_len
-    return found
+    settings = {name: getattr(config, name) for name in SHARED if getattr(config, name) != defaults[name]}
+    return settings | ({"seq_len": config.seq_len} if config.seq_len_is_given else {})
 
 
 def default_settings(config: WorkerConfig) -> dict[str, Any]:
-    """What nobody chose, but a run has to have."""
-    names = ("dataset_type", "batch_size", "num_steps", "seed")
-    return {name: getattr(config, name) for name in names}
+    """Settings that a run must have, even where no worker was given them."""
+    return {name: getattr(config, name) for name in ("dataset_type", "batch_size", "num_steps", "seed")}
 
 
-def agreed(config: WorkerConfig, told: dict[str, Any]) -> WorkerConfig:
-    """The configuration with what the run agreed on in its place; settings that a worker does not have are left out."""
-    found = {name: told[name] for name in SHARED if name in told}
-    if found.get("dataset_name") != config.dataset_name and "dataset_type" in found:
-        found["dataset_type"] = "huggingface"  # A name from elsewhere says what kind it is.
-    elif found.get("dataset_type") != "huggingface":
-        found["dataset_name"] = None
-    return replace(config, **found)
+def merge_settings(config: WorkerConfig, settings: dict[str, Any]) -> WorkerConfig:
+    """The configuration with the run's settings; those that a worker does not have are left out."""
+    changes = {name: settings[name] for name in SHARED if name in settings}
+    if changes.get("dataset_name") != config.dataset_name and "dataset_type" in changes:
+        changes["dataset_type"] = "huggingface"  # A name that is not this worker's decides the type.
+    elif changes.get("dataset_type") != "huggingface":
+        changes["dataset_name"] = None
+    return replace(config, **changes)
 
 
-def _identity(config: WorkerConfig) -> Identity | None:
+def _load_identity(config: WorkerConfig) -> Identity | None:
     if config.network is None:
         return None
     try:
@@ -265,11 +267,3 @@ def _identity(config: WorkerConfig) -> Identity | None:
             f"network {config.network}: {error.name} is not installed. Run: {install_command('network')}."
         ) from error
     return Identity.load(config.network)
-
-
-def _peer_lost(lockstep: bool) -> type[Exception] | tuple[type[Exception], ...]:
-    if not lockstep:
-        return ()
-    from forebay.worker.collective import PeerLostError
-
-    return PeerLostError

@@ -24,8 +24,8 @@ from forebay.coordinator.server import Coordinator
 from forebay.errors import ForebayError, UsageError
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
+from forebay.worker.distributed import OptimizerAndPosition, default_settings, merge_settings, shared_settings
 from forebay.worker.membership import CoordinatorGoneError, Membership
-from forebay.worker.together import _Carried, agreed, default_settings, shared_settings
 from forebay.worker.training import Training
 
 WORKER = """
@@ -48,9 +48,9 @@ async def main():
 
 config = WorkerConfig(
     worker_id=sys.argv[1], dataset_name=sys.argv[4], tokenizer_name="bytes", seq_len=16, shuffle_buffer=20,
-    batch_size=2, num_steps=40, trainer="count", patience_s=20,
+    batch_size=2, num_steps=40, trainer="count", timeout_s=20,
 )
-worker = WorkerClient(config, tell=lambda line: None, on_step=on_step)
+worker = WorkerClient(config, log=lambda line: None, on_step=on_step)
 asyncio.run(main())
 """
 
@@ -116,7 +116,7 @@ def test_a_killed_worker_costs_no_sample_and_others_may_come(tmp_path: Path, mon
 
 def alone(config: WorkerConfig, lines: list[str]) -> Any:
     async def run() -> Any:
-        async with WorkerClient(config, tell=lines.append) as worker:
+        async with WorkerClient(config, log=lines.append) as worker:
             return await worker.run_training(use_distributed=True)
 
     return asyncio.run(run())
@@ -144,7 +144,7 @@ def test_only_members_of_the_network_join(tmp_path: Path) -> None:
         join(tmp_path / "net", tmp_path / name, name=name)
     rules = Rules(heartbeat_s=1.0, stale_s=3.0)
     with Coordinator("127.0.0.1", 0, rules=rules, identity=Identity.load(tmp_path / "alice")) as coordinator:
-        config = WorkerConfig(trainer="count", num_steps=3, coordinator=coordinator.address, patience_s=0.5)
+        config = WorkerConfig(trainer="count", num_steps=3, coordinator=coordinator.address, timeout_s=0.5)
         assert alone(replace(config, network=tmp_path / "bob"), []).finished
         with pytest.raises(ForebayError):
             alone(config, [])
@@ -178,7 +178,7 @@ def test_control_c_ends_a_worker_after_its_step(tmp_path: Path) -> None:
 
 def test_a_coordinator_that_is_away(tmp_path: Path) -> None:
     with pytest.raises(CoordinatorGoneError, match="forebay coordinate"):
-        alone(WorkerConfig(trainer="count", coordinator="127.0.0.1:9", patience_s=0.3), [])
+        alone(WorkerConfig(trainer="count", coordinator="127.0.0.1:9", timeout_s=0.3), [])
     with pytest.raises(UsageError, match="partition"):
         alone(WorkerConfig(dataset_name=__file__, tokenizer_name="bytes", partition="records"), [])
 
@@ -186,7 +186,7 @@ def test_a_coordinator_that_is_away(tmp_path: Path) -> None:
 def test_a_worker_that_waits_for_others_can_be_stopped() -> None:
     async def run(address: str) -> Any:
         lines: list[str] = []
-        worker = WorkerClient(WorkerConfig(trainer="count", coordinator=address), tell=lines.append)
+        worker = WorkerClient(WorkerConfig(trainer="count", coordinator=address), log=lines.append)
         await worker.start()
         running = asyncio.create_task(worker.run_training(use_distributed=True))
         while not any("waiting" in line for line in lines):
@@ -204,10 +204,12 @@ def test_what_workers_agree_on() -> None:
     shared = shared_settings(config)
     assert shared == {"dataset_type": "huggingface", "dataset_name": "pile"}
     assert default_settings(config) == {"dataset_type": "huggingface", "batch_size": 4, "num_steps": 100, "seed": 42}
-    assert agreed(config, shared) == config and agreed(config, shared).resolved_seq_len() == 2048
-    named = agreed(WorkerConfig(), {"dataset_type": "dummy", "dataset_name": "fineweb", "batch_size": 2, "other": 1})
+    assert merge_settings(config, shared) == config and merge_settings(config, shared).resolved_seq_len() == 2048
+    named = merge_settings(
+        WorkerConfig(), {"dataset_type": "dummy", "dataset_name": "fineweb", "batch_size": 2, "other": 1}
+    )
     assert (named.dataset_type, named.dataset_name, named.resolved_seq_len()) == ("huggingface", "fineweb", 1024)
-    assert agreed(config, {**shared, "dataset_type": "dummy"}).dataset_name is None
+    assert merge_settings(config, {**shared, "dataset_type": "dummy"}).dataset_name is None
 
 
 def test_weights_optimizer_and_place_are_handed_over(tmp_path: Path) -> None:
@@ -222,12 +224,12 @@ def test_weights_optimizer_and_place_are_handed_over(tmp_path: Path) -> None:
         batch = source.next_batch()
         source.learn(source.trainer.step, batch)
     data = io.BytesIO()
-    torch.save(_Carried(source.trainer.optimizer, source).state_dict(), data)  # type: ignore[attr-defined]
+    torch.save(OptimizerAndPosition(source.trainer.optimizer, source).state_dict(), data)  # type: ignore[attr-defined]
     data.seek(0)
     state = torch.load(data, weights_only=True)
-    _Carried(newcomer.trainer.optimizer, newcomer).load_state_dict(state)  # type: ignore[attr-defined]
-    source.dealt(0, 2)
-    newcomer.dealt(1, 2)
+    OptimizerAndPosition(newcomer.trainer.optimizer, newcomer).load_state_dict(state)  # type: ignore[attr-defined]
+    source.set_rank(0, 2)
+    newcomer.set_rank(1, 2)
     first, second = source.next_batch(), newcomer.next_batch()
     assert [first.sample_ids.tolist(), second.sample_ids.tolist()] == [[12, 14, 16, 18], [13, 15, 17, 19]]
     source.close()
