@@ -32,7 +32,7 @@ from forebay.network.pki.identity import Identity, Peer
 from forebay.network.publications import SIGNATURE_NAME
 from forebay.storage.base import Origin, read_small
 from forebay.storage.remote_dataset import RemoteDataset
-from forebay.swarm.share import Offer, SliceFile, SliceServer
+from forebay.swarm.share import SharedDataset, SliceFile, SliceServer
 
 _MAX_SMALL_BYTES = 1 << 30
 FILES = (MANIFEST_FILE, TABLE_FILE, "tokenizer.json", DOCUMENTS_FILE, SIGNATURE_NAME)
@@ -104,7 +104,7 @@ class DataNode(SliceServer):
             else:
                 files = _small_files(dataset, origin)
             url = "" if origin is None else origin.url
-            self._offers[dataset.id] = Offer(dataset.name, dataset.id, dataset.num_slices, files, url=url)
+            self._offers[dataset.id] = SharedDataset(dataset.name, dataset.id, dataset.num_slices, files, url=url)
         self._server.start()
         for offer, dataset in zip(self._offers.values(), self.datasets):
             # A web server or bucket is a holder, known by its URL.

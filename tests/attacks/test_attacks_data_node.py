@@ -26,7 +26,7 @@ from forebay.network.pki.identity import Identity
 from forebay.network.reachability import Dialer, may_dial
 from forebay.storage import peer_source as holders
 from forebay.swarm import tracker
-from forebay.swarm.share import Offer, SliceShare
+from forebay.swarm.share import SharedDataset, SliceShare
 from rude_peer import RudePeer, http
 from wire import until
 
@@ -182,7 +182,7 @@ def test_small_files_in_memory_are_sent_in_pieces(dataset: Dataset, network_dir:
     """Finding 24: requests for a large file that nobody reads queue a piece each, not the file."""
     num, size = 8, 32 << 20
     with sharing(issue(network_dir, "sharer"), dataset) as share, contextlib.ExitStack() as stack:
-        share.offer(Offer("d", "ab" * 32, 1, {"manifest.json": bytes(size)}, lambda: np.zeros(1, np.bool_)))
+        share.offer(SharedDataset("d", "ab" * 32, 1, {"manifest.json": bytes(size)}, lambda: np.zeros(1, np.bool_)))
         evil = issue(network_dir, "evil")
         for _ in range(num):
             sock = stack.enter_context(connection(evil, share.address))
@@ -224,11 +224,11 @@ def test_a_check_of_a_peer_that_drips_ends(network_dir: Path, monkeypatch: pytes
             time.sleep(0.001)
             yield memoryview(b"x")
 
-    monkeypatch.setattr(holders, "read_from", drip)
+    monkeypatch.setattr(holders, "read_slice", drip)
     monkeypatch.setattr(holders, "STALL_S", 0.05)
     info, holder = SliceInfo(0, "s", 10_000, "ab" * 32, 1, 1), Provider("p", f"{HOST}:1", False)
     with Client(issue(network_dir, "n")) as client:
-        assert holders.gives_right_bytes(client, holder, info) is None
+        assert holders.verify_provider(client, holder, info) is None
 
 
 def test_an_organisation_has_so_many_processes_in_a_swarm(
@@ -258,7 +258,7 @@ def test_slow_readers_make_room(dataset: Dataset, network_dir: Path, monkeypatch
     monkeypatch.setattr(connections, "SLOW_S", 0.05)
     limits = Limits(connections=8, connections_per_peer=4)
     with sharing(issue(network_dir, "sharer"), dataset) as share, contextlib.ExitStack() as stack:
-        share.offer(Offer("d", "ab" * 32, 1, {"manifest.json": bytes(16 << 20)}, lambda: np.zeros(1, np.bool_)))
+        share.offer(SharedDataset("d", "ab" * 32, 1, {"manifest.json": bytes(16 << 20)}, lambda: np.zeros(1, np.bool_)))
         table = share._server._core.connections
         table.limits = limits
         for name in ("b", "c"):

@@ -212,7 +212,7 @@ def test_a_tracker_that_names_no_address_and_goes_ends_the_wait(
     with serve(tracker, handle) as server:
         at = Provider(tracker.peer_id, server.address, True)
         client = Client(Identity.load(world / "b"))
-        reader = SwarmReader(client, "ab" * 32, table, lambda: [at], lambda: np.zeros(SLICES, bool), patience_s=1.0)
+        reader = SwarmReader(client, "ab" * 32, table, lambda: [at], lambda: np.zeros(SLICES, bool), timeout_s=1.0)
         transfer = reader.fetch(0, tmp_path / "part")
         assert asked.wait(30)
     assert transfer.wait(60) and isinstance(transfer.error, NetworkError)

@@ -13,8 +13,8 @@ import pytest
 from cached import put, reserve
 from calibration import scaled
 from forebay.cache import cache as cache_module
-from forebay.cache.cache import Refusal, Reservation, SliceCache
-from forebay.cache.eviction import Evict, Room
+from forebay.cache.cache import NotReserved, Reservation, SliceCache
+from forebay.cache.eviction import DiskBudget, Evict
 from forebay.errors import UsageError
 from forebay.storage import locks
 
@@ -78,10 +78,10 @@ def test_one_fetch_a_slice(tmp_path: Path) -> None:
     cache, other = SliceCache(tmp_path, 100), SliceCache(tmp_path, 100)
     sha256 = hashlib.sha256(b"abc").hexdigest()
     reserved = reserve(cache, sha256, 3)
-    assert other.try_reserve(sha256, 3) == Refusal("busy") == cache.try_reserve(sha256, 3)
+    assert other.try_reserve(sha256, 3) == NotReserved("busy") == cache.try_reserve(sha256, 3)
     reserved.part.write_bytes(b"abc")
     reserved.commit()
-    assert other.try_reserve(sha256, 3) == Refusal("here") and other.get(sha256) is not None
+    assert other.try_reserve(sha256, 3) == NotReserved("here") and other.get(sha256) is not None
 
 
 def test_a_killed_process_holds_neither_pin_nor_reservation(tmp_path: Path) -> None:
@@ -116,12 +116,12 @@ def test_a_reservation_does_not_wait(tmp_path: Path) -> None:
     cache, other = SliceCache(tmp_path, 30), SliceCache(tmp_path, 30)
     first = cache.try_reserve("a" * 64, 20)
     assert isinstance(first, Reservation) and cache.used_bytes() == 20
-    assert other.try_reserve("a" * 64, 20) == Refusal("busy")
+    assert other.try_reserve("a" * 64, 20) == NotReserved("busy")
     refused = other.try_reserve("b" * 64, 11)
-    assert isinstance(refused, Refusal) and refused.why == "no room" and "20 in use" in refused.detail
+    assert isinstance(refused, NotReserved) and refused.why == "no room" and "20 in use" in refused.detail
     first.part.write_bytes(b"x" * 20)
     assert first.commit() == tmp_path / ("a" * 64)
-    assert other.try_reserve("a" * 64, 20) == Refusal("here")
+    assert other.try_reserve("a" * 64, 20) == NotReserved("here")
     second = other.try_reserve("b" * 64, 11)  # nobody wants the first any more
     assert isinstance(second, Reservation) and second.evicted == ["a" * 64]
     second.release()
@@ -140,7 +140,7 @@ def test_eviction_goes_by_what_all_will_read(tmp_path: Path) -> None:
     mine.publish({late: (40, 41, 60), soon: (50, 50, None)})
     assert evicted(mine, "1" * 64, steps=2.0) == [unwanted]
     put(mine, b"d" * 10)
-    theirs.stand(1)
+    theirs.set_position(1)
     age(mine, names[0], 1)
     pinned = SliceCache(tmp_path, 30)
     put(mine, b"e" * 10)  # in the place of d, which nobody wants
@@ -154,7 +154,7 @@ def test_eviction_goes_by_what_all_will_read(tmp_path: Path) -> None:
 
 def evicted(cache: SliceCache, sha256: str, steps: float, evict: Evict = "later") -> list[str] | None:
     reserved = cache.try_reserve(sha256, 10, steps=steps, evict=evict)
-    if isinstance(reserved, Refusal):
+    if isinstance(reserved, NotReserved):
         return None
     reserved.part.write_bytes(b"x" * 10)
     reserved.commit()
@@ -172,7 +172,7 @@ def test_of_two_that_need_room_at_once_the_elder_gets_it(tmp_path: Path) -> None
         return 0.0 if sha256 in (theirs, "c" * 64) else float("inf")
 
     refused = younger.try_reserve("c" * 64, 10, next_use=next_use)
-    assert isinstance(refused, Refusal) and refused.why == "no room"
+    assert isinstance(refused, NotReserved) and refused.why == "no room"
     taken = elder.try_reserve("d" * 64, 10, next_use=lambda sha256: 0.0 if sha256 == ours else float("inf"))
     assert isinstance(taken, Reservation) and taken.evicted == [theirs]
     taken.release()
@@ -214,8 +214,8 @@ def test_drop_spares_what_others_keep(tmp_path: Path) -> None:
     other.publish(dict.fromkeys(names[:2], (5, 5, None)), released=names[1:2])
     cache.pin(names[3])
     assert cache.drop(names) == [names[1], names[2]]
-    other.retire()
-    other.retire()
+    other.unpublish()
+    other.unpublish()
     assert cache.drop(names) == [names[0]]
 
 
@@ -238,7 +238,7 @@ def test_what_killed_processes_left_is_cleaned(tmp_path: Path) -> None:
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = SliceCache(tmp_path, 10_000)
     cache.check_space(10_000)
-    monkeypatch.setattr(Room, "free_bytes", lambda room: 4096)
+    monkeypatch.setattr(DiskBudget, "free_bytes", lambda room: 4096)
     with pytest.raises(UsageError, match=r"needs 9000 bytes \(budget 10000, slices 9000\), but its disk has 4096 free"):
         cache.check_space(9000)
     old = put(cache, b"a" * 4000)
@@ -246,7 +246,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     reserved = cache.try_reserve("b" * 64, 6000)  # within the budget, but not on this disk unless the old one goes
     assert isinstance(reserved, Reservation) and reserved.evicted == [old]
     refused = cache.try_reserve("c" * 64, 3000)
-    assert isinstance(refused, Refusal) and "its disk is full" in refused.detail
+    assert isinstance(refused, NotReserved) and "its disk is full" in refused.detail
     reserved.release()
 
 
@@ -269,10 +269,10 @@ def test_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_lock_file_that_was_cleaned_away_is_not_held(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    held = locks.take(path)
-    assert locks.try_take(path) is None and locks.is_locked(path, locks.SHARED)
+    held = locks.acquire(path)
+    assert locks.try_acquire(path) is None and locks.is_locked(path, locks.SHARED)
     path.unlink()
-    other = locks.try_take(path)
+    other = locks.try_acquire(path)
     assert other is not None
     held.release()
     held.release()

@@ -71,7 +71,7 @@ def test_two_that_fit_one_at_a_time_take_turns(tmp_path: Path, closing: list[Sli
 
 
 def test_two_that_hold_what_the_other_needs_do_not_wait_forever(tmp_path: Path, closing: list[SliceFeed]) -> None:
-    feeds = [feed_of(tmp_path, [[key], [key, key + 1]], 2, Origin(), patience_s=0.5) for key in (0, 2)]
+    feeds = [feed_of(tmp_path, [[key], [key, key + 1]], 2, Origin(), timeout_s=0.5) for key in (0, 2)]
     closing += feeds
     for key, feed in zip((0, 2), feeds):
         feed.seek(0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from forebay.cache import planned_use as uses_module
 from forebay.cache.cache import Reservation, SliceCache
-from forebay.cache.planned_use import RunSlices, Uses
+from forebay.cache.planned_use import PlannedUses, RunSlices
 from forebay.cache.planner import Planner
 
 
@@ -79,7 +79,7 @@ def test_no_order_of_fetching_needs_fewer(
     cache = SliceCache(tmp_path_factory.mktemp("cache"), slices * SIZE + SIZE // 2)
     planner = Planner(
         cache, RunSlices.of(NAMES[:6], np.full(6, SIZE), uses_of(steps), len(steps)), origin.start, origin.cancel,
-        ended.append, keep="budget", horizon_bytes=ahead * SIZE, epoch_of=None, patience_s=1, clock=lambda: 0.0,
+        ended.append, keep="budget", horizon_bytes=ahead * SIZE, epoch_of=None, timeout_s=1, clock=lambda: 0.0,
     )  # fmt: skip
     planner.seek(0)
     sets = needed(steps, ahead)
@@ -103,7 +103,7 @@ def test_what_is_read_again_does_not_go_for_one_that_was_read_before_its_transfe
     cache = SliceCache(tmp_path, room_for(2))
     planner = Planner(
         cache, RunSlices.of(NAMES[:3], np.full(3, SIZE), uses_of(steps), len(steps)), origin.start, origin.cancel,
-        ended.append, keep="budget", horizon_bytes=2 * SIZE, epoch_of=None, patience_s=1, clock=lambda: 0.0,
+        ended.append, keep="budget", horizon_bytes=2 * SIZE, epoch_of=None, timeout_s=1, clock=lambda: 0.0,
     )  # fmt: skip
     planner.seek(0)
     later: list[Callable[[], None]] = []
@@ -134,7 +134,7 @@ def test_next_uses_are_those_of_the_run(steps: list[list[int]], first: int, exac
         patch.setattr(uses_module, "_CHUNK_INTERVALS", 2)
         patch.setattr(uses_module, "_CHUNK_USES", 8)
         first = min(first, len(steps) - 1)
-        found = Uses(uses_of(steps), len(steps), first, exact=exact)
+        found = PlannedUses(uses_of(steps), len(steps), first, exact=exact)
         begun = []
         while not found.ended:
             begun += found.extend()

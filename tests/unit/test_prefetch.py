@@ -200,7 +200,7 @@ def test_exactly_the_slices_of_a_step_fit(tmp_path: Path, closing: list[SliceFee
 def test_a_step_that_cannot_fit_says_so(
     tmp_path: Path, closing: list[SliceFeed], caplog: pytest.LogCaptureFixture
 ) -> None:
-    feed = feed_of(tmp_path, [[0, 1, 2]], 2, Origin(), patience_s=0.3)
+    feed = feed_of(tmp_path, [[0, 1, 2]], 2, Origin(), timeout_s=0.3)
     closing.append(feed)
     feed.seek(0)
     with pytest.raises(UsageError, match=r"no room for 1002 bytes .* budget 2002, 2000 in use .* Raise the budget"):
@@ -213,7 +213,7 @@ def test_windows_bridged_too_coarsely_are_planned_exactly(tmp_path: Path, closin
     origin = Origin()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uses_module, "_CHUNK_INTERVALS", 1)
-        feed = feed_of(tmp_path, steps, 2, origin, 4, patience_s=0.5)
+        feed = feed_of(tmp_path, steps, 2, origin, 4, timeout_s=0.5)
         closing.append(feed)
         feed.seek(0)
         read(feed, steps)  # And the bytes are compared.

@@ -33,11 +33,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from forebay.cache.eviction import SHA256, Evict, Futures, Room, Use
+from forebay.cache.eviction import SHA256, DiskBudget, Evict, PlannedUse, SharedPlans
 from forebay.dataset.slices import hash_file
 from forebay.errors import UsageError
 from forebay.files import atomic_write, commit_files, remove_stale
-from forebay.storage.locks import SHARED, Lock, at_fork, take, try_take
+from forebay.storage.locks import SHARED, Lock, acquire, at_fork, try_acquire
 
 _MIN_LINES = 4096  # Fewer are not worth writing anew.
 _RAM = Path("/dev/shm")
@@ -83,7 +83,7 @@ class VerifiedIndex:
         with self._lock:
             self._marks[name] = mark
             try:
-                with take(self._path) as lock:
+                with acquire(self._path) as lock:
                     os.lseek(lock.descriptor, 0, os.SEEK_END)
                     os.write(lock.descriptor, name + b" " + mark + b"\n")
                     self._num_lines += 1
@@ -123,7 +123,7 @@ def _mark(found: os.stat_result) -> bytes:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class NotReserved:
     """Why no room was reserved: the slice is here, another thread or process fetches it, or there is no room."""
 
     why: Literal["here", "busy", "no room"]
@@ -191,7 +191,7 @@ class SliceCache:
             raise UsageError(f"cache: expected a budget over 0 bytes, got {budget_bytes}")
         self.directory = cache_directory(directory)
         self.budget_bytes = budget_bytes
-        self._room = Room(self.directory, budget_bytes)
+        self._room = DiskBudget(self.directory, budget_bytes)
         self._locks = self._room.locks
         self._verified = VerifiedIndex(self.directory)
         try:
@@ -208,7 +208,7 @@ class SliceCache:
         self._lock = threading.RLock()
         self._pins: Counter[str] = Counter()
         self._pin_locks: dict[str, Lock] = {}
-        self._futures = Futures(self.directory / "futures")
+        self._futures = SharedPlans(self.directory / "futures")
 
     def path_of(self, sha256: str) -> Path:
         """Where a slice lies, or would."""
@@ -300,7 +300,7 @@ class SliceCache:
         steps: float = 0.0,
         next_use: Callable[[str], float] | None = None,
         evict: Evict = "later",
-    ) -> Reservation | Refusal:
+    ) -> Reservation | NotReserved:
         """The right to fetch a slice, with room made for it, without waiting.
 
         Args:
@@ -316,13 +316,13 @@ class SliceCache:
                 f"cache: slice {sha256[:12]}… has {num_bytes} bytes, the budget of {self.directory} is "
                 f"{self.budget_bytes}. Raise the cache's budget to a few slices at least."
             )
-        lock = try_take(self._locks / f"{sha256}.fetch")
+        lock = try_acquire(self._locks / f"{sha256}.fetch")
         if lock is None:
-            return Refusal("busy")
+            return NotReserved("busy")
         try:
             if final.exists():
                 _clear(lock)
-                return Refusal("here")
+                return NotReserved("here")
             next_use = next_use or (lambda _: math.inf)
             made = self._room.make(sha256, num_bytes, lock, self._futures, steps, next_use, evict)
         except BaseException:
@@ -330,7 +330,7 @@ class SliceCache:
             raise
         if isinstance(made, str):
             _clear(lock)
-            return Refusal("no room", made)
+            return NotReserved("no room", made)
         return Reservation(final.with_name(f"{sha256}.part"), self._verified, lock, made)
 
     def drop(self, sha256s: Collection[str]) -> list[str]:
@@ -350,7 +350,7 @@ class SliceCache:
         with self._room.lock():
             self.path_of(sha256).unlink(missing_ok=True)
 
-    def publish(self, uses: Mapping[str, Use], released: Collection[str] = ()) -> None:
+    def publish(self, uses: Mapping[str, PlannedUse], released: Collection[str] = ()) -> None:
         """Tell the other processes what this one will read: (first, last) steps of the next uses, and the one after.
 
         Those in `released` they need not keep for its sake. It holds until this process ends or calls `retire`.
@@ -358,11 +358,11 @@ class SliceCache:
         with self._lock, self._room.lock():
             self._futures.publish(uses, released)
 
-    def stand(self, now: int, starved_at: float = 0.0) -> None:
+    def set_position(self, now: int, waiting_since: float = 0.0) -> None:
         """Tell them at which step this process is, and since when (`time.monotonic`) it waits for room in vain."""
-        self._futures.stand(now, starved_at)
+        self._futures.set_position(now, waiting_since)
 
-    def retire(self) -> None:
+    def unpublish(self) -> None:
         """Take back what was published. May be called twice."""
         with self._lock, contextlib.suppress(UsageError), self._room.lock():
             self._futures.close()
@@ -370,7 +370,7 @@ class SliceCache:
     def is_stuck(self, since: float) -> bool:
         """Whether every other live process that published waits for room since then, and nobody is fetching."""
         with self._room.lock():
-            starved = all(0.0 < future.starved_at <= since for future in self._futures.others())
+            starved = all(0.0 < future.waiting_since <= since for future in self._futures.others())
             return starved and not self._room.reservations()
 
     def _use(self, path: Path) -> bool:
@@ -389,7 +389,7 @@ class SliceCache:
         """Hash a slice that has no record or differs from it, once for all processes; delete it if it is wrong."""
         if not path.exists():
             return False
-        lock = take(self._locks / f"{path.name}.hash")
+        lock = acquire(self._locks / f"{path.name}.hash")
         try:
             while not self._use(path):
                 if hash_file(path) != path.name:
@@ -405,7 +405,7 @@ class SliceCache:
 
     def _pin(self, sha256: str) -> None:
         if self._pins[sha256] == 0:
-            self._pin_locks[sha256] = take(self._locks / f"{sha256}.pin", SHARED)
+            self._pin_locks[sha256] = acquire(self._locks / f"{sha256}.pin", SHARED)
         self._pins[sha256] += 1
 
 

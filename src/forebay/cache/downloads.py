@@ -9,7 +9,7 @@ from typing import Any
 
 from forebay.cache.cache import Reservation
 from forebay.errors import ForebayError, UsageError
-from forebay.storage.transfer_state import Pending
+from forebay.storage.transfer_state import Transfer
 
 _CLOSE_S = 0.4
 _RETRY_S = 1.0
@@ -17,10 +17,10 @@ _MAX_RETRY_S = 60.0
 
 
 @dataclass(eq=False)
-class Flight:
+class Download:
     """A transfer under way. `fault`: why a slice that came could not be named; `again`: the second for an epoch."""
 
-    transfer: Pending
+    transfer: Transfer
     reservation: Reservation
     epoch: int | None
     cancelled: bool = False
@@ -28,7 +28,7 @@ class Flight:
     fault: OSError | None = None
 
 
-class Flights(dict[int, Flight]):
+class Downloads(dict[int, Download]):
     """The transfers of one run that are under way, by key. One thread changes it; others may look.
 
     A slice is named by the thread that ended its transfer, so that whoever waits for it need not wait for a look too.
@@ -38,7 +38,7 @@ class Flights(dict[int, Flight]):
     def __init__(
         self,
         sizes: Sequence[int],
-        start: Callable[[int, Path], Pending],
+        start: Callable[[int, Path], Transfer],
         cancel: Callable[[Any], object],
         on_done: Callable[[int], None],
         clock: Callable[[], float],
@@ -65,7 +65,7 @@ class Flights(dict[int, Flight]):
         except Exception as error:  # noqa: BLE001 - whoever waits for the slice gets it
             reservation.release()
             return self._fail(key, error)
-        self[key] = flight = Flight(transfer, reservation, epoch)
+        self[key] = flight = Download(transfer, reservation, epoch)
         transfer.on_done(lambda _: self._ended(key, flight))
         return None
 
@@ -117,7 +117,7 @@ class Flights(dict[int, Flight]):
             flight.transfer.done.wait(max(0.0, deadline - time.monotonic()))
         self.clear()
 
-    def _ended(self, key: int, flight: Flight) -> None:
+    def _ended(self, key: int, flight: Download) -> None:
         """From any thread."""
         if flight.transfer.error is None:
             with self._lock:  # Counted before anybody can see it.

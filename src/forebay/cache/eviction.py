@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Literal
 
 from forebay.errors import UsageError
-from forebay.storage.locks import EXCLUSIVE, SHARED, Lock, is_locked, take, try_take
+from forebay.storage.locks import EXCLUSIVE, SHARED, Lock, acquire, is_locked, try_acquire
 
 _HEADER = 96
-Use = tuple[int, int, int | None]  # First and last run step of the next uses, and the first one after them.
+PlannedUse = tuple[int, int, int | None]  # First and last run step of the next uses, and the first one after them.
 SHA256 = re.compile(r"[0-9a-f]{64}")
 _PIECE_BYTES = 8 << 20
 log = logging.getLogger("forebay.cache")
@@ -29,14 +29,14 @@ Evict = Literal["unwanted", "later", "any"]
 
 
 @dataclass
-class Future:
+class ProcessPlan:
     """What one live process will read. Steps are counted by that process."""
 
     birth: int = 0  # elder processes have the lower one
     now: int = 0  # the step it stands before
     version: int = -1
-    starved_at: float = 0.0  # `time.monotonic()` since when it waits for room in vain, or 0
-    uses: Mapping[str, Use] = field(default_factory=dict)  # by sha256
+    waiting_since: float = 0.0  # `time.monotonic()` since when it waits for room in vain, or 0
+    uses: Mapping[str, PlannedUse] = field(default_factory=dict)  # by sha256
     released: Collection[str] = ()  # it does not ask others to keep these, though it may read them again
 
     def steps_to(self, sha256: str) -> float:
@@ -54,7 +54,7 @@ class Future:
         return sha256 not in self.released and self.steps_to(sha256) < math.inf
 
 
-class Futures:
+class SharedPlans:
     """What live processes will read next, told to each other through files, so that any of them may evict for all.
 
     A process writes `DIR/PID-RANDOM.json` and holds its lock for as long as it lives. The first line is of fixed length
@@ -71,27 +71,27 @@ class Futures:
         self._lock: Lock | None = None
         self._version = 0
         self._stands: tuple[int, float] = (0, 0.0)
-        self._read: dict[str, Future] = {}
+        self._read: dict[str, ProcessPlan] = {}
 
-    def publish(self, uses: Mapping[str, Use], released: Collection[str]) -> None:
+    def publish(self, uses: Mapping[str, PlannedUse], released: Collection[str]) -> None:
         """Say what this process will read; under the room lock."""
         if self._lock is None:
             self._own = self.directory / f"{os.getpid()}-{secrets.token_hex(4)}.json"
-            self._lock = take(self._own)
+            self._lock = acquire(self._own)
         body = json.dumps({"uses": uses, "released": list(released)}, separators=(",", ":")).encode()
         os.ftruncate(self._lock.descriptor, _HEADER)
         os.pwrite(self._lock.descriptor, body, _HEADER)
         self._version += 1
-        self.stand(*self._stands)
+        self.set_position(*self._stands)
 
-    def stand(self, now: int, starved_at: float = 0.0) -> None:
+    def set_position(self, now: int, waiting_since: float = 0.0) -> None:
         """Say where this process stands; needs no lock."""
-        self._stands = (now, starved_at)
+        self._stands = (now, waiting_since)
         if self._lock is not None and self._lock.descriptor >= 0:
-            text = f"{self.birth} {now} {self._version} {starved_at!r}"
+            text = f"{self.birth} {now} {self._version} {waiting_since!r}"
             os.pwrite(self._lock.descriptor, text.ljust(_HEADER - 1).encode() + b"\n", 0)
 
-    def others(self) -> list[Future]:
+    def others(self) -> list[ProcessPlan]:
         """What the other live processes will read; under the room lock. Files of dead ones are removed."""
         found = {}
         for item in os.scandir(self.directory):
@@ -99,7 +99,7 @@ class Futures:
             if path == self._own:
                 continue
             try:
-                gone = try_take(path, EXCLUSIVE)
+                gone = try_acquire(path, EXCLUSIVE)
                 if gone is not None:
                     path.unlink(missing_ok=True)
                     gone.release()
@@ -119,19 +119,19 @@ class Futures:
         self._lock = self._own = None
 
 
-def _read(path: Path, known: Future | None) -> Future:
+def _read(path: Path, known: ProcessPlan | None) -> ProcessPlan:
     with path.open("rb") as file:
-        birth, now, version, starved_at = file.read(_HEADER).split()
+        birth, now, version, waiting_since = file.read(_HEADER).split()
         if known is not None and known.birth == int(birth) and known.version == int(version):
-            known.now, known.starved_at = int(now), float(starved_at)
+            known.now, known.waiting_since = int(now), float(waiting_since)
             return known
         told = json.loads(file.read() or b'{"uses": {}, "released": []}')
     uses = {sha256: (first, last, after) for sha256, (first, last, after) in told["uses"].items()}
-    return Future(int(birth), int(now), int(version), float(starved_at), uses, set(told["released"]))
+    return ProcessPlan(int(birth), int(now), int(version), float(waiting_since), uses, set(told["released"]))
 
 
 @dataclass(slots=True)
-class Entry:
+class CacheEntry:
     """A slice or partial file, or a reservation of which no byte is written yet."""
 
     name: str
@@ -148,7 +148,7 @@ def part_bytes(num_bytes: int) -> int:
     return num_bytes + -(-num_bytes // _PIECE_BYTES) + 1
 
 
-class Room:
+class DiskBudget:
     """The room in a directory, with `locks` and `futures` in it. `lock` excludes whoever reserves, evicts or pins."""
 
     def __init__(self, directory: Path, budget_bytes: int) -> None:
@@ -160,12 +160,12 @@ class Room:
         """Wait for the room's lock and hold it. A directory that was deleted meanwhile is made anew, and is empty."""
         try:
             try:
-                return take(self.locks / "room")
+                return acquire(self.locks / "room")
             except FileNotFoundError:
                 log.warning("%s was deleted while it was in use. Made anew.", self.directory)
                 self.locks.mkdir(parents=True, exist_ok=True)
                 (self.directory / "futures").mkdir(exist_ok=True)
-                return take(self.locks / "room")
+                return acquire(self.locks / "room")
         except OSError as error:
             raise UsageError(
                 f"cache: cannot write in {self.directory}: {error.strerror or error}. Check its permissions and its "
@@ -186,10 +186,10 @@ class Room:
             return True
         return False
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CacheEntry]:
         """The cache's files, and the reservations of which no byte is written yet."""
         reserved = self.reservations()
-        entries: dict[str, Entry] = {}
+        entries: dict[str, CacheEntry] = {}
         for item in os.scandir(self.directory):
             sha256 = item.name.removesuffix(".part")
             if not SHA256.fullmatch(sha256):
@@ -204,9 +204,9 @@ class Room:
             if sha256 in entries and entries[sha256].counted > size:
                 continue  # renamed meanwhile, and listed under both names
             written = found.st_blocks * 512
-            entries[sha256] = Entry(item.name, sha256, is_part, size, written, room > 0, found.st_atime)
+            entries[sha256] = CacheEntry(item.name, sha256, is_part, size, written, room > 0, found.st_atime)
         for sha256, size in reserved.items():
-            entries.setdefault(sha256, Entry(f"{sha256}.part", sha256, True, size, 0, True, math.inf))
+            entries.setdefault(sha256, CacheEntry(f"{sha256}.part", sha256, True, size, 0, True, math.inf))
         return list(entries.values())
 
     def reservations(self) -> dict[str, int]:
@@ -225,7 +225,7 @@ class Room:
         sha256: str,
         num_bytes: int,
         lock: Lock,
-        futures: Futures,
+        futures: SharedPlans,
         steps: float,
         next_use: Callable[[str], float],
         evict: Evict,
@@ -238,7 +238,7 @@ class Room:
             over = sum(entry.counted for entry in entries) + num_bytes - self.budget_bytes
             unwritten = sum(max(0, entry.counted - entry.written) for entry in entries if entry.reserved)
             short = unwritten + max(0, num_bytes - own) - self.free_bytes()
-            chosen: list[Entry] = []
+            chosen: list[CacheEntry] = []
             if over > 0 or short > 0:
                 for entry in self._victims(entries, futures, steps, next_use, evict):
                     guard = self.locks / f"{entry.sha256}.{'fetch' if entry.is_part else 'pin'}"
@@ -267,8 +267,13 @@ class Room:
             return [entry.sha256 for entry in chosen if not entry.is_part]
 
     def _victims(
-        self, entries: list[Entry], futures: Futures, steps: float, next_use: Callable[[str], float], evict: Evict
-    ) -> list[Entry]:
+        self,
+        entries: list[CacheEntry],
+        futures: SharedPlans,
+        steps: float,
+        next_use: Callable[[str], float],
+        evict: Evict,
+    ) -> list[CacheEntry]:
         """What may go, in order: broken-off downloads and what nobody wants, longest unused first; then read last."""
         others = futures.others()
         ranked = []

@@ -18,11 +18,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.cache.eviction import Use, part_bytes
+from forebay.cache.eviction import PlannedUse, part_bytes
 from forebay.errors import UsageError
 
 I64 = NDArray[np.int64]
-UsesOf = Callable[[int, int], tuple[I64, I64]]
+UsesFunction = Callable[[int, int], tuple[I64, I64]]
 
 _FIRST_STEPS = 256
 _CHUNK_USES = 1 << 17
@@ -31,14 +31,14 @@ _MAX_INTERVALS = 1 << 18
 _MAX_USES = 1 << 25
 
 
-class Uses:
+class PlannedUses:
     """The next uses of each slice from a step on; nothing before it counts. For one thread.
 
     `uses`: run steps [start, stop) to (steps, keys), distinct pairs by step, then in order of first use. `num_steps`:
     where the run ends; None for never. `exact`: bridge no gap.
     """
 
-    def __init__(self, uses: UsesOf, num_steps: int | None, step: int, *, exact: bool = False) -> None:
+    def __init__(self, uses: UsesFunction, num_steps: int | None, step: int, *, exact: bool = False) -> None:
         self._uses = uses
         self._num_steps = num_steps
         self._exact = exact
@@ -89,7 +89,7 @@ class Uses:
             self._span = max(1, self._span // 2)
         return begun
 
-    def use(self, key: int, now: int) -> Use | None:
+    def use(self, key: int, now: int) -> PlannedUse | None:
         """First and last step of the interval that a slice is in or comes to, and the first step of the one after."""
         intervals = self._intervals.get(key)
         if intervals is None:
@@ -144,14 +144,14 @@ class RunSlices:
     sha256s: Sequence[str]  # hex, by key
     sizes: Sequence[int]  # bytes, by key
     # Run steps [start, stop) to (steps, keys), by step, then in order of first use; of a slice's keys only the first.
-    uses: UsesOf
+    uses: UsesFunction
     num_steps: int | None  # None: the run never ends
     keys: Mapping[str, int]  # first key of each slice
     same: Sequence[int]  # by key, the first key of its slice
 
     @classmethod
     def of(
-        cls, sha256s: Sequence[str] | NDArray[np.uint8], sizes: I64, uses: UsesOf, num_steps: int | None
+        cls, sha256s: Sequence[str] | NDArray[np.uint8], sizes: I64, uses: UsesFunction, num_steps: int | None
     ) -> RunSlices:
         """From hex or uint8 [S, 32], and int64 [S]. Raises UsageError if their lengths differ."""
         names = [row if isinstance(row, str) else row.tobytes().hex() for row in sha256s]

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forebay.cache.cache import Refusal, Reservation, SliceCache
-from forebay.cache.downloads import Flights
+from forebay.cache.cache import NotReserved, Reservation, SliceCache
+from forebay.cache.downloads import Downloads
 from forebay.cache.eviction import Evict, part_bytes
-from forebay.cache.planned_use import Keep, RunSlices, Uses
+from forebay.cache.planned_use import Keep, PlannedUses, RunSlices
 from forebay.errors import UsageError
-from forebay.storage.transfer_state import Pending
+from forebay.storage.transfer_state import Transfer
 
 NEVER = 1 << 62
 
@@ -44,7 +44,7 @@ log = logging.getLogger("forebay")
 
 
 @dataclass
-class Outcome:
+class PlanUpdate:
     """What one look came to."""
 
     gone: list[int] = field(default_factory=list)  # keys that were here and are no longer
@@ -61,21 +61,21 @@ class Planner:
         self,
         cache: SliceCache,
         slices: RunSlices,
-        start_transfer: Callable[[int, Path], Pending],
+        start_transfer: Callable[[int, Path], Transfer],
         cancel_transfer: Callable[[Any], object],
         on_done: Callable[[int], None],
         *,
         keep: Keep,
         horizon_bytes: int | None,
         epoch_of: Callable[[int, int], tuple[int | None, int | None]] | None,
-        patience_s: float,
+        timeout_s: float,
         clock: Callable[[], float],
         first_alone: bool = False,
         window_steps: int = 0,
     ) -> None:
         self.cache = cache
         self.here: set[int] = set()  # keys known to be in the cache
-        self.flights = Flights(slices.sizes, start_transfer, cancel_transfer, on_done, clock)
+        self.flights = Downloads(slices.sizes, start_transfer, cancel_transfer, on_done, clock)
         self.evicted = 0  # slices, by this process
         self.lost_to: dict[int, str] = {}  # why a slice is here no longer: `room`, `another process` or `damage`
         self._refetched_for: Counter[str] = Counter()
@@ -84,17 +84,17 @@ class Planner:
         self._sha256s, self._sizes, self._keys = slices.sha256s, slices.sizes, slices.keys
         self._keep, self._horizon_bytes = keep, horizon_bytes
         self._epoch_of = epoch_of or (lambda step, key: (0, None))
-        self._patience_s, self._clock, self._first_alone = patience_s, clock, first_alone
+        self._timeout_s, self._clock, self._first_alone = timeout_s, clock, first_alone
         self._window_steps = window_steps
         self._first: list[int] = []  # What the first step reads, until it is here.
         self._now = 0
         self._asked: Collection[int] = ()
-        self._uses = Uses(slices.uses, 0, 0)
+        self._uses = PlannedUses(slices.uses, 0, 0)
         self._queue: list[tuple[int, int, int]] = []  # (next use, tie, key) of what is not here
         self._queued: set[int] = set()
         self._finished, self._gone, self._released = list[int](), list[int](), list[str]()
         self._unread, self._aims = dict[int, int](), dict[int, int]()  # fetched, under way: for which step
-        self._ties, self._starved_at = 0, 0.0
+        self._ties, self._waiting_since = 0, 0.0
         self._listed_at = self._published_at = -math.inf
         self._told: object = None
         self._warned_at = -math.inf
@@ -103,17 +103,17 @@ class Planner:
     def seek(self, step: int, *, exact: bool = False) -> None:
         """The consumer stands before `step`: plan anew from there."""
         self._now = step
-        self._uses = Uses(self._slices.uses, self._slices.num_steps, step, exact=exact)
+        self._uses = PlannedUses(self._slices.uses, self._slices.num_steps, step, exact=exact)
         self._queue, self._queued, self._aims = [], set(), {}
         self._rate = (self._clock(), step, math.inf)
         self._listed_at = self._published_at = -math.inf
         self._extend()
         self._first = [key for at, _, key in self._queue if at <= step and self._first_alone]
 
-    def look(self, now: int, asked: Collection[int], finished: Iterable[int], lost: Iterable[int]) -> Outcome:
+    def look(self, now: int, asked: Collection[int], finished: Iterable[int], lost: Iterable[int]) -> PlanUpdate:
         """Name what has arrived, evict, start what can be started. The consumer stands before step `now` and waits for
         `asked`; the transfers of `finished` have ended; `lost` were thought to be here and are not."""
-        outcome = Outcome()
+        outcome = PlanUpdate()
         began = time.perf_counter()
         self._now, self._asked = now, asked
         at, step, _ = self._rate
@@ -142,7 +142,7 @@ class Planner:
     def close(self) -> None:
         """Cancel what is under way, and take back what other processes were told."""
         self.flights.close()
-        self.cache.retire()
+        self.cache.unpublish()
 
     def steps_to(self, sha256: str) -> float:
         """Steps from now until this run reads a slice; of one not seen ahead, at least."""
@@ -190,7 +190,7 @@ class Planner:
             if key not in self.here and key not in self._queued and not self.flights.is_postponed(key):
                 self._push(step, key)
 
-    def _finish(self, key: int, outcome: Outcome) -> None:
+    def _finish(self, key: int, outcome: PlanUpdate) -> None:
         again = self.flights[key].again
         is_here, error = self.flights.finish(key)
         if is_here:
@@ -219,7 +219,7 @@ class Planner:
             _LOST[why].format(budget=self.cache.budget_bytes, directory=self.cache.directory, name=self._sha256s[key]),
         )  # fmt: skip
 
-    def _bring_asked(self, outcome: Outcome) -> bool:
+    def _bring_asked(self, outcome: PlanUpdate) -> bool:
         """Start what the consumer waits for; whether there is room to go on with what it will want."""
         missing = [key for key in self._asked if key not in self.here and key not in outcome.errors]
         absent = [key for key in missing if key not in self.flights]
@@ -237,26 +237,26 @@ class Planner:
                 if key not in self._asked and self.steps_to(self._sha256s[key]) > 0:
                     self.flights.cancel(key)
         if not starved:
-            self._starved_at = 0.0
+            self._waiting_since = 0.0
             return True
         outcome.starved = starved
         if self._uses.bridged:
             self.seek(self._now, exact=True)
             outcome.again_s = 0.0
             return False
-        self._starved_at = self._starved_at or self._clock()
-        since = self._clock() - self._patience_s
-        if self._starved_at <= since and not self.flights and self.cache.is_stuck(since):
-            self._starved_at = 0.0
+        self._waiting_since = self._waiting_since or self._clock()
+        since = self._clock() - self._timeout_s
+        if self._waiting_since <= since and not self.flights and self.cache.is_stuck(since):
+            self._waiting_since = 0.0
             for key in missing:
                 outcome.errors[key] = UsageError(
                     f"cache: slice {self._sha256s[key][:12]}… was needed at step {self._now} and found no room in "
-                    f"{self._patience_s:.0f} s: {starved} All processes that share it wait for each other. Raise the "
+                    f"{self._timeout_s:.0f} s: {starved} All processes that share it wait for each other. Raise the "
                     "budget to the slices that they read at once."
                 )
         return False
 
-    def _bring_wanted(self, outcome: Outcome) -> None:
+    def _bring_wanted(self, outcome: PlanUpdate) -> None:
         """Start what is read next, the nearest first, while there is room."""
         extended = False
         while len(self.flights) < _MAX_FLIGHTS:
@@ -299,15 +299,15 @@ class Planner:
                 self._push(at, key)
         return None
 
-    def _start(self, key: int, steps: int, outcome: Outcome) -> Refusal | None:
+    def _start(self, key: int, steps: int, outcome: PlanUpdate) -> NotReserved | None:
         """Begin to fetch a slice, evicting what may go; None, or why it could not be begun."""
         reserved = self._reserve(key, steps, "unwanted")
-        is_full = isinstance(reserved, Refusal) and reserved.why == "no room" and self._keep != "all"
+        is_full = isinstance(reserved, NotReserved) and reserved.why == "no room" and self._keep != "all"
         if is_full and (steps <= 0 or (self._is_near(key, steps) and not self._is_ending_unwanted())):
             self._know_held(once=steps <= 0)
             # What is fetched ahead pushes out nothing of a window that is open: it would come back at once.
             reserved = self._reserve(key, max(steps, self._window_steps) if steps > 0 else steps, "later")
-        if isinstance(reserved, Refusal):
+        if isinstance(reserved, NotReserved):
             if reserved.why == "here":
                 self.here.add(key)
             return reserved
@@ -323,7 +323,7 @@ class Planner:
         unwanted = [key for key in self.flights if self._uses.next_use(key, self._now) is None]
         return any(self.cache.path_of(self._sha256s[key]).exists() for key in unwanted)
 
-    def _reserve(self, key: int, steps: int, evict: Evict) -> Reservation | Refusal:
+    def _reserve(self, key: int, steps: int, evict: Evict) -> Reservation | NotReserved:
         reserved = self.cache.try_reserve(
             self._sha256s[key], part_bytes(self._sizes[key]), steps=steps, next_use=self.steps_to, evict=evict
         )
@@ -405,7 +405,7 @@ class Planner:
             if (told, self._released) != self._told:
                 self._told = (told, self._released)
                 self.cache.publish(told, self._released)
-        self.cache.stand(self._now, self._starved_at)
+        self.cache.set_position(self._now, self._waiting_since)
 
     def _next_change(self) -> int:
         """The first step at which the use of a slice that is here begins or ends, if that matters."""

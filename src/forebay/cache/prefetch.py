@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 
 from forebay.cache.cache import SliceCache
 from forebay.cache.downloads import named
-from forebay.cache.planned_use import I64, Keep, RunSlices, UsesOf
-from forebay.cache.planner import NEVER, Outcome, Planner
+from forebay.cache.planned_use import I64, Keep, RunSlices, UsesFunction
+from forebay.cache.planner import NEVER, Planner, PlanUpdate
 from forebay.errors import UsageError
 from forebay.storage.locks import at_fork
-from forebay.storage.transfer_state import Pending
+from forebay.storage.transfer_state import Transfer
 
 __all__ = ["Keep", "SliceFeed"]
 
@@ -73,7 +73,7 @@ class SliceFeed:
         first_alone: Begin with what the first step after a seek reads, and with nothing else before that is here:
             where the way is narrow, it would share it with what is needed later.
         window_steps: What is read again within so many steps is not evicted for what is fetched ahead.
-        patience_s: How long to wait for room when nobody can make any.
+        timeout_s: How long to wait for room when nobody can make any.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class SliceFeed:
         cache: SliceCache,
         sha256s: Sequence[str] | NDArray[np.uint8],
         sizes: I64,
-        uses: UsesOf,
+        uses: UsesFunction,
         num_steps: int | None,
-        start_transfer: Callable[[int, Path], Pending],
+        start_transfer: Callable[[int, Path], Transfer],
         cancel_transfer: Callable[[Any], object],
         *,
         keep: Keep = "budget",
@@ -92,7 +92,7 @@ class SliceFeed:
         epoch_of: Callable[[int, int], tuple[int | None, int | None]] | None = None,
         first_alone: bool = False,
         window_steps: int = 0,
-        patience_s: float = 10.0,
+        timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
@@ -100,10 +100,10 @@ class SliceFeed:
         self._slices = RunSlices.of(sha256s, sizes, uses, num_steps)
         self._slices.check(keep, cache.budget_bytes)
         self._sha256s, self._sizes, self._same = self._slices.sha256s, self._slices.sizes, self._slices.same
-        self._clock, self._on_evict, self._patience_s = clock, on_evict, patience_s
+        self._clock, self._on_evict, self._timeout_s = clock, on_evict, timeout_s
         self._planner = Planner(
             cache, self._slices, start_transfer, cancel_transfer, _weakly(self),
-            keep=keep, horizon_bytes=horizon_bytes, epoch_of=epoch_of, patience_s=patience_s, clock=clock,
+            keep=keep, horizon_bytes=horizon_bytes, epoch_of=epoch_of, timeout_s=timeout_s, clock=clock,
             first_alone=first_alone, window_steps=window_steps,
         )  # fmt: skip
         self._waited_s, self._late = 0.0, 0
@@ -315,7 +315,7 @@ class SliceFeed:
                 wait.level, "%s at step %d. Waiting; %d waits and %.1f s so far.", self._progress(keys), self._now,
                 self._late, self._waited_s + waited_s,
             )  # fmt: skip
-        if not wait.told_starved and waited_s >= self._patience_s / 2 and (starved := self._starved):
+        if not wait.told_starved and waited_s >= self._timeout_s / 2 and (starved := self._starved):
             wait.told_starved = True
             log.warning("waiting for room in the cache: %s", starved)
 
@@ -345,7 +345,7 @@ class SliceFeed:
                 self._planner.seek(seek_to)
             outcome = self._planner.look(now, asked, finished, lost)
         except Exception as error:  # noqa: BLE001 - who waits for a slice gets it; the thread tries again
-            outcome = Outcome(errors=dict.fromkeys(asked, error), wake_at=now + 1)
+            outcome = PlanUpdate(errors=dict.fromkeys(asked, error), wake_at=now + 1)
         else:
             seek_to = None
         with self._changed:

@@ -21,7 +21,7 @@ from forebay.cache.cache import SliceCache
 from forebay.dataset.reader import Dataset
 from forebay.errors import NetworkError
 from forebay.storage.origins import open_origin
-from forebay.storage.transfer_state import SteeredTransfer, Transfer
+from forebay.storage.transfer_state import PoolTransfer, SwarmTransfer
 from forebay.storage.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Fetches:
         self._transfers = Transfers(connections=connections)
         self._shares: dict[str, SliceShare | None] = {}  # by node
         self._members: dict[str, SwarmMember] = {}  # by dataset id
-        self._steered: weakref.WeakKeyDictionary[SteeredTransfer, SwarmMember] = weakref.WeakKeyDictionary()
+        self._steered: weakref.WeakKeyDictionary[SwarmTransfer, SwarmMember] = weakref.WeakKeyDictionary()
         try:
             for dataset in datasets if share else ():
                 if dataset.id not in self._members:
@@ -54,7 +54,7 @@ class Fetches:
             self.close()
             raise
 
-    def start(self, dataset: Dataset, index: int, part: Path) -> Transfer | SteeredTransfer:
+    def start(self, dataset: Dataset, index: int, part: Path) -> PoolTransfer | SwarmTransfer:
         """Begin to fetch a slice into its partial file."""
         if (member := self._members.get(dataset.id)) is not None:
             transfer = member.reader.fetch(index, part)
@@ -64,9 +64,9 @@ class Fetches:
         origin = origin if origin is not None else open_origin(str(dataset.path))
         return self._transfers.start(dataset.table.row(index), part, [origin])
 
-    def cancel(self, transfer: Transfer | SteeredTransfer) -> None:
+    def cancel(self, transfer: PoolTransfer | SwarmTransfer) -> None:
         """Make a transfer end soon."""
-        if isinstance(transfer, Transfer):
+        if isinstance(transfer, PoolTransfer):
             return self._transfers.cancel(transfer)
         self._steered[transfer].reader.cancel(transfer)
 

@@ -27,7 +27,7 @@ from forebay.errors import DatasetError, UsageError
 from forebay.storage.base import read_small
 from forebay.storage.remote_dataset import RemoteDataset
 from forebay.storage.targets import Target
-from forebay.storage.transfer_state import Pending
+from forebay.storage.transfer_state import Transfer
 from forebay.storage.transfers import Transfers
 
 _MOST_SLICES = 4
@@ -87,7 +87,7 @@ def mirror(
     """
 
     def copy(absent: list[SliceInfo], there: list[SliceInfo], say: Say) -> None:
-        def place(transfer: Pending) -> None:
+        def place(transfer: Transfer) -> None:
             target.place(transfer.info.name, transfer.part, transfer.info.sha256)
 
         with Transfers(connections) as transfers, ThreadPoolExecutor(_MOST_SLICES) as pool:
@@ -126,7 +126,7 @@ def mirror_by_swarm(
             folder[row.sha256] = Path(target.url) / row.name
             held[row.index] = True
 
-        def place(transfer: Pending) -> None:
+        def place(transfer: Transfer) -> None:
             target.place(transfer.info.name, transfer.part, transfer.info.sha256)
             show(transfer.info)
 
@@ -218,17 +218,17 @@ def _look(target: Target, rows: Iterator[SliceInfo], *, verify: bool) -> Iterato
 def _copy(
     target: Target,
     rows: list[SliceInfo],
-    fetch: Callable[[SliceInfo, Path], Pending],
-    place: Callable[[Pending], object],
+    fetch: Callable[[SliceInfo, Path], Transfer],
+    place: Callable[[Transfer], object],
     submit: Callable[[Callable[[], object]], object],
     most: int,
     most_bytes: int | None,
     say: Say,
 ) -> None:
     """Fetch and place slices, some at a time, begun in order; `submit` runs what places one."""
-    ended: queue.SimpleQueue[tuple[Pending, Exception | None]] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[tuple[Transfer, Exception | None]] = queue.SimpleQueue()
 
-    def finish(transfer: Pending) -> None:
+    def finish(transfer: Transfer) -> None:
         error = transfer.error
         try:
             if error is None:
@@ -241,14 +241,14 @@ def _copy(
             error = fault
         ended.put((transfer, error))
 
-    def hand_over(transfer: Pending) -> None:
+    def hand_over(transfer: Transfer) -> None:
         try:
             submit(functools.partial(finish, transfer))
         except RuntimeError as error:  # no thread for it; or the pool was closed, as another slice failed
             ended.put((transfer, error))
 
     waiting = list(reversed(rows))
-    under_way: dict[Pending, int] = {}  # bytes told of
+    under_way: dict[Transfer, int] = {}  # bytes told of
     num_bytes = 0
     while waiting or under_way:
         while waiting and len(under_way) < most and (

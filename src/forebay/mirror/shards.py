@@ -22,9 +22,9 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, IntegrityError, UsageError
 from forebay.formats.shard_writer import LIST_FILE
 from forebay.load.shard_folder import Pair, ShardFolder
-from forebay.storage.base import Head, read_small
+from forebay.storage.base import ObjectMeta, read_small
 from forebay.storage.origins import open_origin
-from forebay.storage.ranged_download import Workers, head_of, head_origin
+from forebay.storage.ranged_download import Workers, as_object_origin, head_object
 from forebay.storage.targets import FolderTarget, Target, open_target
 from forebay.units import format_bytes
 
@@ -54,7 +54,7 @@ def holds_shards(source: str, prefix: str = "train") -> bool:
         return False
     for name, there in ((MANIFEST_FILE, False), (LIST_FILE, True), (f"{prefix}_000000.npy", True)):
         with contextlib.suppress(DatasetError):
-            head_of(head_origin(origin), name)
+            head_object(as_object_origin(origin), name)
             return there
     names: Any = getattr(origin, "names", None)
     return names is not None and any(name.endswith(".npy") for name in names(f"{prefix}_"))
@@ -136,7 +136,7 @@ class _Mirror:
             self._copy(index, sizes[index])
         return absent, skipped, sizes
 
-    def has(self, index: int, heads: Sequence[tuple[str, Head]], *, verify: bool) -> bool:
+    def has(self, index: int, heads: Sequence[tuple[str, ObjectMeta]], *, verify: bool) -> bool:
         """Whether the target has a pair of these sizes; and right, if it can be read at once."""
         if not all(self._target.has(name, head.bytes, None) for name, head in heads):
             return False
@@ -155,7 +155,7 @@ class _Mirror:
         origin = self._folder.origin
         assert origin is not None
         try:
-            head_of(origin, LIST_FILE)
+            head_object(origin, LIST_FILE)
         except DatasetError:
             return
         data = read_small(origin, LIST_FILE, _MOST_LIST_BYTES)

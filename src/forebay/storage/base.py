@@ -20,7 +20,7 @@ from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError
 from forebay.network.retry import backoff_s, waiting
 
 log = logging.getLogger("forebay.storage")
-STEP_BYTES = 256 << 10  # as much as lies between two looks at the clock; 4 x this is no faster on loopback
+CHUNK_BYTES = 256 << 10  # as much as lies between two looks at the clock; 4 x this is no faster on loopback
 _SMALL_S = 25.0
 _SMALL_TRIES, _SMALL_WAIT_S, _SMALL_MOST_S = 8, 0.25, 4.0  # Where 3 of 10 fail, 1 start in 15 000 does.
 
@@ -50,7 +50,7 @@ class ChangedError(PermanentError):
 
 
 @dataclass(frozen=True)
-class Head:
+class ObjectMeta:
     """What an origin says of an object. `etag` changes with its bytes; empty if the origin tells none."""
 
     bytes: int
@@ -65,9 +65,9 @@ class Timeouts:
     stall_s: float = 30.0
 
     @classmethod
-    def within(cls, patience_s: float) -> Timeouts:
+    def within(cls, timeout_s: float) -> Timeouts:
         """The usual limits, or less, so that several requests fit into so many seconds."""
-        return cls(min(cls.connect_s, patience_s / 4), min(cls.stall_s, patience_s / 4))
+        return cls(min(cls.connect_s, timeout_s / 4), min(cls.stall_s, timeout_s / 4))
 
 
 class Origin(Protocol):
@@ -95,10 +95,10 @@ class Origin(Protocol):
         return [self]
 
 
-class HeadOrigin(Origin, Protocol):
+class ObjectOrigin(Origin, Protocol):
     """An origin that describes objects, and can hold them to what it said."""
 
-    def head(self, name: str) -> Head:
+    def head(self, name: str) -> ObjectMeta:
         """Size and ETag of an object. Errors as of `read`."""
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
@@ -149,19 +149,19 @@ def read_small(
     raise AssertionError
 
 
-class PathOrigin(HeadOrigin):
+class PathOrigin(ObjectOrigin):
     """A directory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.url = str(folder)
 
-    def head(self, name: str) -> Head:
+    def head(self, name: str) -> ObjectMeta:
         try:
             found = (self.folder / name).stat()
         except OSError as error:
             raise _path_error(error) from error
-        return Head(found.st_size, f"{found.st_ino:x}-{found.st_size:x}-{found.st_mtime_ns:x}")
+        return ObjectMeta(found.st_size, f"{found.st_ino:x}-{found.st_size:x}-{found.st_mtime_ns:x}")
 
     def names(self, prefix: str) -> list[str]:
         """Of the objects that begin so, sorted; not below directories."""
@@ -170,7 +170,7 @@ class PathOrigin(HeadOrigin):
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
         if etag:
             check_etag(str(self.folder / name), etag, self.head(name).etag)
-        buffer = memoryview(bytearray(min(STEP_BYTES, max(stop - start, 1))))
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, max(stop - start, 1))))
         try:
             with (self.folder / name).open("rb", buffering=0) as file:
                 file.seek(start)
@@ -188,10 +188,10 @@ class PathOrigin(HeadOrigin):
                 data = file.read(max_bytes + 1)
         except OSError as error:
             raise _path_error(error) from error
-        return at_most(data, max_bytes, str(self.folder / name))
+        return limit_size(data, max_bytes, str(self.folder / name))
 
 
-def at_most(data: bytes, max_bytes: int, what: str) -> bytes:
+def limit_size(data: bytes, max_bytes: int, what: str) -> bytes:
     """`data`, or PermanentError if there is more of it than `max_bytes`."""
     if len(data) > max_bytes:
         raise PermanentError(f"{what} is larger than {max_bytes} bytes")
@@ -204,7 +204,7 @@ def _path_error(error: OSError) -> ForebayError:
     return TransientError(str(error))
 
 
-def environment(name: str, why: str) -> str:
+def require_env(name: str, why: str) -> str:
     """An environment variable that must be set; the error names it and no value."""
     value = os.environ.get(name, "")
     if not value:

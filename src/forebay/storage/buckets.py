@@ -14,14 +14,14 @@ from typing import Any
 
 from forebay.errors import ForebayError, UsageError, install_command
 from forebay.storage.base import (
-    STEP_BYTES,
-    Head,
-    HeadOrigin,
+    CHUNK_BYTES,
+    ObjectMeta,
+    ObjectOrigin,
     PermanentError,
     Timeouts,
     TransientError,
     check_etag,
-    environment,
+    require_env,
 )
 
 _LASTING = ("NotFound", "Unauthenticated", "PermissionDenied", "InvalidPath", "NotSupported", "UnknownConfig")
@@ -29,7 +29,7 @@ _BUSY = re.compile(r"\b(429|503)\b|SlowDown|TooManyRequests", re.IGNORECASE)
 _used_by = 0  # Which process has obstore's threads.
 
 
-class BucketOrigin(HeadOrigin):
+class BucketOrigin(ObjectOrigin):
     """Objects below a prefix of a bucket.
 
     `s3://BUCKET/PREFIX` takes `AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_ACCESS_KEY_ID` and so on from the environment;
@@ -41,9 +41,9 @@ class BucketOrigin(HeadOrigin):
     r2_right = "READ"
     max_retries = 0
 
-    def __init__(self, url: str, *, patience: Timeouts | None = None) -> None:
+    def __init__(self, url: str, *, timeouts: Timeouts | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
-        self._patience = patience or Timeouts()
+        self._timeouts = timeouts or Timeouts()
         self._options = dict(urllib.parse.parse_qsl(parts.query))
         secret = [name for name in self._options if re.search("secret|token|password|account_key|sas", name)]
         if secret:
@@ -61,11 +61,11 @@ class BucketOrigin(HeadOrigin):
         self._lock = threading.Lock()
         self._opened: tuple[Any, Any] | None = None
 
-    def head(self, name: str) -> Head:
+    def head(self, name: str) -> ObjectMeta:
         with self._telling(name) as (obstore, store):
             return _head(obstore.head(store, self._prefix + name))
 
-    def find(self, name: str) -> list[tuple[str, Head]]:
+    def find(self, name: str) -> list[tuple[str, ObjectMeta]]:
         """The object of that name, or all below it, in any order. Errors as of `get`."""
         with self._telling(name) as (obstore, store):
             if name and not name.endswith("/"):
@@ -87,7 +87,7 @@ class BucketOrigin(HeadOrigin):
             check_etag(f"{self.url}/{name}", etag, str(result.meta["e_tag"] or ""))
             if tuple(result.range) != (start, stop):
                 raise PermanentError(f"{self.url}/{name} ends at byte {result.range[1]}, before {stop}")
-            stream = iter(result.stream(min_chunk_size=STEP_BYTES))
+            stream = iter(result.stream(min_chunk_size=CHUNK_BYTES))
             while (chunk := next(stream, None)) is not None:
                 yield memoryview(chunk)
 
@@ -123,8 +123,8 @@ class BucketOrigin(HeadOrigin):
         endpoint = self._options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
         client = {
             "allow_http": (endpoint or "").startswith("http://"),
-            "connect_timeout": timedelta(seconds=self._patience.connect_s),
-            "read_timeout": timedelta(seconds=self._patience.stall_s),
+            "connect_timeout": timedelta(seconds=self._timeouts.connect_s),
+            "read_timeout": timedelta(seconds=self._timeouts.stall_s),
             "timeout": timedelta(days=1),  # of a whole body; what stalls is cut by read_timeout
             "user_agent": "forebay",
         }
@@ -140,17 +140,17 @@ class BucketOrigin(HeadOrigin):
     def _read_r2(self, bucket: str, prefix: str) -> tuple[str, str]:
         endpoint = os.environ.get("R2_DATASET_ENDPOINT")
         if not endpoint:
-            account = environment("R2_DATASET_ACCOUNT_ID", "r2")
+            account = require_env("R2_DATASET_ACCOUNT_ID", "r2")
             endpoint = os.environ.get("AWS_ENDPOINT_URL") or f"https://{account}.r2.cloudflarestorage.com"
         self._options = {
             "endpoint": endpoint,
             "region": "auto",
             **self._options,
-            "access_key_id": environment(f"R2_DATASET_{self.r2_right}_ACCESS_KEY_ID", "r2"),
-            "secret_access_key": environment(f"R2_DATASET_{self.r2_right}_SECRET_ACCESS_KEY", "r2"),
+            "access_key_id": require_env(f"R2_DATASET_{self.r2_right}_ACCESS_KEY_ID", "r2"),
+            "secret_access_key": require_env(f"R2_DATASET_{self.r2_right}_SECRET_ACCESS_KEY", "r2"),
         }
-        bucket = bucket or environment("R2_DATASET_BUCKET_NAME", "r2")
-        return bucket, prefix or environment("DATASET_BINS_PATH", "r2").strip("/")
+        bucket = bucket or require_env("R2_DATASET_BUCKET_NAME", "r2")
+        return bucket, prefix or require_env("DATASET_BINS_PATH", "r2").strip("/")
 
     @contextlib.contextmanager
     def _telling(self, name: str) -> Iterator[tuple[Any, Any]]:
@@ -178,5 +178,5 @@ class BucketOrigin(HeadOrigin):
         return TransientError(text, throttled=bool(_BUSY.search(why)))
 
 
-def _head(found: Mapping[str, Any]) -> Head:
-    return Head(int(found["size"]), str(found["e_tag"] or ""))
+def _head(found: Mapping[str, Any]) -> ObjectMeta:
+    return ObjectMeta(int(found["size"]), str(found["e_tag"] or ""))

@@ -34,7 +34,15 @@ from forebay.network.http import (
     exchange,
 )
 from forebay.network.retry import retry_after_s
-from forebay.storage.base import STEP_BYTES, Head, HeadOrigin, PermanentError, Timeouts, TransientError, check_etag
+from forebay.storage.base import (
+    CHUNK_BYTES,
+    ObjectMeta,
+    ObjectOrigin,
+    PermanentError,
+    Timeouts,
+    TransientError,
+    check_etag,
+)
 
 _KEEP_IDLE_S = 30.0
 _MOST_REDIRECTS = 5
@@ -46,7 +54,7 @@ _PASSING = (408, 423, 425, 429)
 _THROTTLED = (429, 503)
 
 
-class WebOrigin(HeadOrigin):
+class WebOrigin(ObjectOrigin):
     """A directory of a web server. The query of its URL, if any, goes with each request and into no message.
 
     Args:
@@ -61,7 +69,7 @@ class WebOrigin(HeadOrigin):
         url: str,
         *,
         headers: Mapping[str, str] | None = None,
-        patience: Timeouts | None = None,
+        timeouts: Timeouts | None = None,
         same_host: bool = False,
         foreign: Literal["", "public", "any"] = "",
     ) -> None:
@@ -75,13 +83,13 @@ class WebOrigin(HeadOrigin):
         if parts.username is not None and "Authorization" not in self._headers:
             pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
             self._headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
-        self._patience = patience or Timeouts()
+        self._timeouts = timeouts or Timeouts()
         self._same_host, self._foreign = same_host, foreign
-        self._pool = _Pool(self._patience, foreign)
+        self._pool = _Pool(self._timeouts, foreign)
         self._moved: dict[str, tuple[str, float]] = {}
 
-    def head(self, name: str) -> Head:
-        """See HeadOrigin. Asks for one byte, as a signed address often allows nothing but GET."""
+    def head(self, name: str) -> ObjectMeta:
+        """See ObjectOrigin. Asks for one byte, as a signed address often allows nothing but GET."""
         connection, answer = self._open(name, {"Range": "bytes=0-0"})
         given = re.fullmatch(r"bytes 0-0/([0-9]{1,18})", answer.headers.get("Content-Range", ""))
         size = int(given[1]) if given else answer.length if answer.status == 200 else None
@@ -89,14 +97,14 @@ class WebOrigin(HeadOrigin):
         self._pool.put_back(connection, answer)
         if size is None:
             raise PermanentError(f"{self.url}/{name}: the server does not tell its size")
-        return Head(size, etag)
+        return ObjectMeta(size, etag)
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
         connection, answer = self._open(name, {"Range": f"bytes={start}-{stop - 1}"})
         try:
             check_etag(f"{self.url}/{name}", etag, answer.headers.get("ETag", ""))
             skip = self._check_range(name, answer, start, stop)
-            body = _Body(answer, self._patience.stall_s, f"{self.url}/{name}")
+            body = _Body(answer, self._timeouts.stall_s, f"{self.url}/{name}")
             while skip and (data := body.next(skip)):
                 skip -= len(data)
             left = stop - start
@@ -116,7 +124,7 @@ class WebOrigin(HeadOrigin):
             what, expected = f"{self.url}/{name}", answer.length
             if expected is not None and expected > max_bytes:
                 raise PermanentError(f"{what} is larger than {max_bytes} bytes")
-            body = _Body(answer, self._patience.stall_s, what)
+            body = _Body(answer, self._timeouts.stall_s, what)
             data = bytearray()
             while piece := body.next(max_bytes + 1 - len(data)):
                 data += piece
@@ -142,8 +150,8 @@ class WebOrigin(HeadOrigin):
             skip = 0 if answer.status == 206 else start
             try:
                 yield memoryview(b"")
-                body = _Body(answer, self._patience.stall_s, self.url)
-                while piece := body.next(STEP_BYTES):
+                body = _Body(answer, self._timeouts.stall_s, self.url)
+                while piece := body.next(CHUNK_BYTES):
                     if skip < len(piece):
                         yield piece[skip:]
                     skip = max(0, skip - len(piece))
@@ -209,12 +217,12 @@ class _Body:
         self._answer = answer
         self._stall_s = stall_s
         self._what = what
-        self._buffer = memoryview(bytearray(STEP_BYTES))
+        self._buffer = memoryview(bytearray(CHUNK_BYTES))
         answer.pace(stall_s, _LEAST_BYTES_PER_S)
 
     def next(self, most: int) -> memoryview:
         """Up to 256 KiB; empty at the end or where the connection was closed."""
-        filled, limit, began = 0, min(most, STEP_BYTES), time.monotonic()
+        filled, limit, began = 0, min(most, CHUNK_BYTES), time.monotonic()
         try:
             while filled < limit and (got := self._answer.readinto(self._buffer[filled:limit])):
                 filled += got
@@ -231,8 +239,8 @@ class _Body:
 class _Pool:
     """Kept connections, by scheme and host; a proxy of the environment is used where it says so."""
 
-    def __init__(self, patience: Timeouts, foreign: str) -> None:
-        self._patience = patience
+    def __init__(self, timeouts: Timeouts, foreign: str) -> None:
+        self._timeouts = timeouts
         self._foreign = foreign
         self._kept = KeptConnections(keep_s=_KEEP_IDLE_S)
         self._context: ssl.SSLContext | None = None
@@ -249,11 +257,11 @@ class _Pool:
             connection.key = key
             try:
                 if not kept:
-                    connection.timeout = self._patience.connect_s
+                    connection.timeout = self._timeouts.connect_s
                     connection.connect()
                 if connection.proxy is not None and parts.scheme == "http":
                     path, headers = target, {**headers, **_proxy_headers(connection.proxy)}
-                deadline = time.monotonic() + self._patience.stall_s
+                deadline = time.monotonic() + self._timeouts.stall_s
                 return connection, exchange(connection, "GET", path, headers, None, deadline, _MAX_HEAD_BYTES)
             except ssl.SSLCertVerificationError as error:
                 connection.close()
@@ -264,7 +272,7 @@ class _Pool:
                 connection.close()
                 if kept and not isinstance(error, (TimeoutError, ProtocolViolation)):
                     continue
-                raise TransientError(_why(what, connection, error, self._patience)) from error
+                raise TransientError(_why(what, connection, error, self._timeouts)) from error
             except BaseException:
                 connection.close()
                 raise
@@ -364,12 +372,12 @@ def _refusal(what: str, answer: Answer) -> TransientError | PermanentError:
     status = answer.status
     text = f"{what}: HTTP status {status} {answer.reason}"
     if status in _PASSING or status >= 500:
-        wait_s = asked_wait_s(answer.headers)
+        wait_s = retry_delay_s(answer.headers)
         return TransientError(text, wait_s=wait_s, throttled=status in _THROTTLED or wait_s > 0)
     return PermanentError(text, status=status, code=answer.headers.get("X-Error-Code", ""))
 
 
-def asked_wait_s(headers: Mapping[str, str]) -> float:
+def retry_delay_s(headers: Mapping[str, str]) -> float:
     """Seconds that a server asks to wait: Retry-After, or until its rate limit begins anew (`RateLimit:
     "api";r=0;t=55`, or X-RateLimit-Reset in seconds or Unix time); at most an hour, and 0 if it does not ask."""
     now = time.time()
@@ -398,9 +406,9 @@ def _is_inside(host: str | None) -> bool:
         return False
 
 
-def _why(what: str, connection: Connection, error: Exception, patience: Timeouts) -> str:
+def _why(what: str, connection: Connection, error: Exception, timeouts: Timeouts) -> str:
     where = f"{connection.host}:{connection.port}"
     if isinstance(error, TimeoutError):
-        waited = patience.connect_s if connection.sock is None else patience.stall_s
+        waited = timeouts.connect_s if connection.sock is None else timeouts.stall_s
         return f"{what}: no answer from {where} in {waited:g} s"
     return f"{what}: cannot be reached at {where}: {type(error).__name__}: {error}"

@@ -23,12 +23,12 @@ class Lock:
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self.descriptor = descriptor
-        _held.add(self)
+        _locks.add(self)
 
     def release(self) -> None:
         """Let go of it, also where a forked child has a copy."""
         descriptor, self.descriptor = self.descriptor, -1
-        _held.discard(self)
+        _locks.discard(self)
         if descriptor >= 0:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
@@ -40,26 +40,26 @@ class Lock:
         self.release()
 
 
-_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 _forked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def take(path: Path, kind: int = EXCLUSIVE) -> Lock:
+def acquire(path: Path, kind: int = EXCLUSIVE) -> Lock:
     """Hold a lock, waiting for it. The file is made if absent."""
-    lock = _take(path, kind, os.O_CREAT)
+    lock = _lock_file(path, kind, os.O_CREAT)
     assert lock is not None
     return lock
 
 
-def try_take(path: Path, kind: int = EXCLUSIVE) -> Lock | None:
+def try_acquire(path: Path, kind: int = EXCLUSIVE) -> Lock | None:
     """Hold a lock if nobody, in this process or another, holds one that excludes it."""
-    return _take(path, kind | fcntl.LOCK_NB, os.O_CREAT)
+    return _lock_file(path, kind | fcntl.LOCK_NB, os.O_CREAT)
 
 
 def is_locked(path: Path, kind: int) -> bool:
     """Whether anybody, in this process or another, holds a lock on this file that excludes one of this kind."""
     try:
-        lock = _take(path, kind | fcntl.LOCK_NB, 0)
+        lock = _lock_file(path, kind | fcntl.LOCK_NB, 0)
     except FileNotFoundError:
         return False
     if lock is None:
@@ -73,7 +73,7 @@ def at_fork(holder: Any) -> None:
     _forked.add(holder)
 
 
-def _take(path: Path, operation: int, flags: int) -> Lock | None:
+def _lock_file(path: Path, operation: int, flags: int) -> Lock | None:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
         try:
@@ -90,11 +90,11 @@ def _take(path: Path, operation: int, flags: int) -> Lock | None:
 
 
 def _after_fork() -> None:
-    for lock in list(_held):
+    for lock in list(_locks):
         if lock.descriptor >= 0:
             os.close(lock.descriptor)  # Not unlocked: the parent still holds it.
             lock.descriptor = -1
-    _held.clear()
+    _locks.clear()
     for holder in list(_forked):
         holder.after_fork()
 

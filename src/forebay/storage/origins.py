@@ -28,7 +28,7 @@ def open_origin(
     identity: str | Path | Identity | None = None,
     dataset_id: str | None = None,
     discovery: Discovery | None = None,
-    patience: Timeouts | None = None,
+    timeouts: Timeouts | None = None,
     from_urls: FromUrls = "",
 ) -> Origin:
     """The origin behind a URL of the user's own hand, with the environment's credentials. Opens no connection.
@@ -46,7 +46,7 @@ def open_origin(
         UsageError: If the URL is of no known kind, or lacks a part.
     """
     text = str(url)
-    patience = patience or Timeouts()
+    timeouts = timeouts or Timeouts()
     scheme = text.partition("://")[0].lower() if "://" in text else ""
     match scheme:
         case "" | "file":
@@ -56,20 +56,20 @@ def open_origin(
         case "http" | "https":
             from forebay.storage.http import WebOrigin
 
-            return WebOrigin(text, patience=patience)
+            return WebOrigin(text, timeouts=timeouts)
         case "hf":
             from forebay.storage.http import WebOrigin, hub_address
 
             address, headers = hub_address(text)
-            return WebOrigin(address, headers=headers, patience=patience)
+            return WebOrigin(address, headers=headers, timeouts=timeouts)
         case "s3" | "r2" | "gs" | "az":
             from forebay.storage.buckets import BucketOrigin
 
-            return BucketOrigin(text, patience=patience)
+            return BucketOrigin(text, timeouts=timeouts)
         case "forebay":
             from forebay.storage.peer_dataset import open_peers
 
-            return open_peers(text, identity, dataset_id, discovery, patience, from_urls)
+            return open_peers(text, identity, dataset_id, discovery, timeouts, from_urls)
     raise UsageError(f"open an origin: expected {_SCHEMES}, got {text!r}. Check the URL.")
 
 
@@ -79,13 +79,13 @@ def open_remote(
     dataset_id: str | None = None,
     identity: str | Path | Identity | None = None,
     discovery: Discovery | None = None,
-    patience: Timeouts | None = None,
+    timeouts: Timeouts | None = None,
     from_urls: FromUrls = "",
 ) -> RemoteDataset:
     """Open the dataset at a URL: two small reads, kept in memory.
 
     Args:
-        url, identity, discovery, patience, from_urls: As of `open_origin`.
+        url, identity, discovery, timeouts, from_urls: As of `open_origin`.
         dataset_id: What it must be; without it the first answer is believed.
 
     Raises:
@@ -94,6 +94,6 @@ def open_remote(
         UsageError: If the URL is of no known kind.
     """
     origin = open_origin(
-        url, identity=identity, dataset_id=dataset_id, discovery=discovery, patience=patience, from_urls=from_urls
+        url, identity=identity, dataset_id=dataset_id, discovery=discovery, timeouts=timeouts, from_urls=from_urls
     )
     return read_remote(origin, dataset_id)

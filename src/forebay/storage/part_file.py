@@ -67,7 +67,7 @@ class SizeOnly(Check):
 
 
 @dataclass(eq=False, slots=True)
-class Span:
+class ByteRange:
     """What one connection fetches: bytes [start, stop) from `piece` on, of which [start, at) are written."""
 
     start: int
@@ -85,7 +85,7 @@ class PartFile:
     """The partial file of one slice. One lock: nobody writes after `close`.
 
     One that fits is resumed, any other begun anew. `piece_bytes` is a power of two. At least `num_spans` spans are made
-    of it, so that all connections have work, if they can be of `least_span_bytes`; or spans of `span_bytes`, a multiple
+    of it, so that all connections have work, if they can be of `min_range_bytes`; or spans of `span_bytes`, a multiple
     of `piece_bytes`. `check` judges the bytes in place of the hash, which is not computed then.
     """
 
@@ -95,7 +95,7 @@ class PartFile:
         num_bytes: int,
         piece_bytes: int,
         num_spans: int,
-        least_span_bytes: int = 1 << 20,
+        min_range_bytes: int = 1 << 20,
         *,
         span_bytes: int = 0,
         check: Check | None = None,
@@ -110,12 +110,12 @@ class PartFile:
         self.check = check or Sha256Check()
         self._times_begun = 0
         self._span_bytes = span_bytes or piece_bytes
-        while not span_bytes and self._span_bytes > least_span_bytes and num_bytes < num_spans * self._span_bytes:
+        while not span_bytes and self._span_bytes > min_range_bytes and num_bytes < num_spans * self._span_bytes:
             self._span_bytes //= 2
         self._file = -1
         self._left: list[int] = []
         self._first_open = 0
-        self.spans: list[Span] = []  # all, by start; those of pieces that were there already are complete
+        self.spans: list[ByteRange] = []  # all, by start; those of pieces that were there already are complete
         self._index_of: dict[int, int] = {}  # by start
 
     def open(self) -> None:
@@ -171,10 +171,10 @@ class PartFile:
         self._left += [0 if there else -(-len(starts) // (end - piece))] * (end - piece)
         for start in starts:
             stop = min(start + self._span_bytes, last)
-            self.spans.append(Span(start, stop, piece, stop if there else start, (EARLIER,) if there else ()))
+            self.spans.append(ByteRange(start, stop, piece, stop if there else start, (EARLIER,) if there else ()))
         self.received += last - first if there else 0
 
-    def write(self, span: Span, data: memoryview, source: str) -> bool:
+    def write(self, span: ByteRange, data: memoryview, source: str) -> bool:
         """Put what came next of a span in its place; False if it is wanted no more. Raises OSError."""
         with self.lock:
             if self._file < 0 or not self.is_current(span):
@@ -191,7 +191,7 @@ class PartFile:
                         self._write_all(b"\1", self.num_bytes + 1 + piece)
             return True
 
-    def is_current(self, span: Span) -> bool:
+    def is_current(self, span: ByteRange) -> bool:
         """Whether it was not forgotten by `restart`."""
         index = self._index_of.get(span.start)
         return index is not None and self.spans[index] is span
@@ -242,7 +242,7 @@ class PartFile:
             os.ftruncate(self._file, self.num_bytes)
             os.fsync(self._file)
 
-    def take_over(self, span: Span) -> Span | None:
+    def take_over(self, span: ByteRange) -> ByteRange | None:
         """The rest of a span for somebody else: whoever has it now writes no more. None if it is complete or old."""
         with self.lock:
             if self._file < 0 or not self.is_current(span) or span.at == span.stop:

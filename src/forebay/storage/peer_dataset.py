@@ -25,9 +25,9 @@ from forebay.network.discovery import Claim, Discovery, find_providers
 from forebay.network.pki.identity import Identity
 from forebay.network.publications import published
 from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError
-from forebay.storage.peer_source import read_by_hash, told
+from forebay.storage.peer_source import classify_error, read_by_hash
 from forebay.storage.remote_dataset import read_remote
-from forebay.storage.url_policy import FromUrls, RefusingOrigin, check_from_urls, open_foreign_origin
+from forebay.storage.url_policy import FromUrls, UnusableOrigin, check_from_urls, open_untrusted_origin
 
 log = logging.getLogger("forebay.storage")
 _FIND_S = 10.0
@@ -52,7 +52,7 @@ class PeerOrigin(Origin):
         *,
         expected_id: str | None = None,
         discovery: Discovery | None = None,
-        patience: Timeouts | None = None,
+        timeouts: Timeouts | None = None,
         publishers: Collection[str] = (),
         from_urls: FromUrls = "",
     ) -> None:
@@ -64,7 +64,7 @@ class PeerOrigin(Origin):
         self._from_urls = from_urls
         self._opened: dict[str, Origin] = {}
         self.identity = identity
-        self.patience = patience or Timeouts()
+        self.timeouts = timeouts or Timeouts()
         self.client = Client(identity)
         self.discovery = discovery  # None before the first look-up, unless it was given
         self._lock = threading.Lock()
@@ -104,7 +104,7 @@ class PeerOrigin(Origin):
             if url not in {claim.url for claim in self._claimed}:
                 raise ProtocolViolation(f"swarm: expected a URL that a data node claims, got {url[:200]!r}")
             opened = self._open_url(url)
-        if isinstance(opened, RefusingOrigin):
+        if isinstance(opened, UnusableOrigin):
             raise PermanentError(str(opened.why))
         return opened
 
@@ -112,11 +112,11 @@ class PeerOrigin(Origin):
         """With the lock held; an origin that refuses, if it may not be opened."""
         if url not in self._opened:
             try:
-                patience = Timeouts(stall_s=10.0)
-                opened = open_foreign_origin(url, self._from_urls, signed=self.signed_urls, patience=patience)
+                timeouts = Timeouts(stall_s=10.0)
+                opened = open_untrusted_origin(url, self._from_urls, signed=self.signed_urls, timeouts=timeouts)
             except NetworkError as error:
                 log.info("%s: a URL that peers stand for is not read: %s", self.url, error)
-                opened = RefusingOrigin(url, error)
+                opened = UnusableOrigin(url, error)
             self._opened[url] = opened
         return self._opened[url]
 
@@ -201,7 +201,7 @@ class PeerSource(Origin):
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         origin, claim = self._origin, self.claim
-        sha256, stall_s = origin.sha256_of(name), origin.patience.stall_s
+        sha256, stall_s = origin.sha256_of(name), origin.timeouts.stall_s
         yield from read_by_hash(origin.client, claim.address, claim.peer_id, sha256, start, stop, stall_s, self.url)
 
     def get(self, name: str, max_bytes: int) -> bytes:
@@ -212,10 +212,10 @@ class PeerSource(Origin):
                 f"/v1/datasets/{claim.dataset_id}/{urllib.parse.quote(name)}",
                 max_bytes,
                 claim.peer_id,
-                self._origin.patience.stall_s,
+                self._origin.timeouts.stall_s,
             )
         except NetworkError as error:
-            raise told(self.url, error) from error
+            raise classify_error(self.url, error) from error
 
 
 def _worst(faults: list[NetworkError], none: str) -> NetworkError:
@@ -229,7 +229,7 @@ def open_peers(
     identity: str | Path | Identity | None,
     dataset_id: str | None,
     discovery: Discovery | None,
-    patience: Timeouts,
+    timeouts: Timeouts,
     from_urls: FromUrls = "",
 ) -> PeerOrigin:
     """The origin behind `forebay://NETWORK/NAME`; `identity` as of `open_origin`.
@@ -259,7 +259,7 @@ def open_peers(
         name,
         expected_id=next(iter(asked), None),
         discovery=discovery,
-        patience=patience,
+        timeouts=timeouts,
         publishers=publishers,
         from_urls=from_urls,
     )

@@ -11,7 +11,7 @@ from forebay.errors import NetworkError, ProtocolViolation
 from forebay.network.client import BrokenOffError, Client, RemoteError, WrongPeerError
 from forebay.network.peer import Provider, node_of
 from forebay.storage.base import Origin, PermanentError, TransientError
-from forebay.storage.url_policy import FromUrls, open_foreign_origin
+from forebay.storage.url_policy import FromUrls, open_untrusted_origin
 
 REQUEST_BYTES = 2 << 20
 STALL_S = 10.0
@@ -65,15 +65,15 @@ def read_by_hash(
         except BrokenOffError as error:
             into, fault = into[: error.received], error
         except NetworkError as error:
-            raise told(url, error) from error
+            raise classify_error(url, error) from error
         if len(into):
             yield into
         start += len(into)
         if fault is not None:
-            raise told(url, fault) from fault
+            raise classify_error(url, fault) from fault
 
 
-def told(url: str, error: NetworkError) -> NetworkError:
+def classify_error(url: str, error: NetworkError) -> NetworkError:
     """A client's error as one that says whether to ask again."""
     if isinstance(error, (ProtocolViolation, PermanentError, TransientError)):
         return error
@@ -87,21 +87,21 @@ def told(url: str, error: NetworkError) -> NetworkError:
     return TransientError(text)
 
 
-def read_from(
+def read_slice(
     client: Client, holder: Provider, info: SliceInfo, start: int, stop: int, from_urls: FromUrls = ""
 ) -> Iterator[memoryview]:
     """Bytes [start, stop) of a slice, not checked; each piece is valid until the next. Errors as of Origin."""
     if holder.is_url:
-        return open_foreign_origin(holder.address, from_urls).read(info.name, start, stop)
+        return open_untrusted_origin(holder.address, from_urls).read(info.name, start, stop)
     peer_id = node_of(holder.peer_id)
     return read_by_hash(client, holder.address, peer_id, info.sha256, start, stop, STALL_S, holder.address)
 
 
-def gives_right_bytes(client: Client, holder: Provider, info: SliceInfo, from_urls: FromUrls = "") -> bool | None:
+def verify_provider(client: Client, holder: Provider, info: SliceInfo, from_urls: FromUrls = "") -> bool | None:
     """Whether a holder gives a slice with its hash; None if it does not answer now, or may not be asked."""
     digest, deadline = hashlib.sha256(), time.monotonic() + STALL_S + info.bytes / MIN_BYTES_PER_S
     try:
-        for piece in read_from(client, holder, info, 0, info.bytes, from_urls):
+        for piece in read_slice(client, holder, info, 0, info.bytes, from_urls):
             digest.update(piece)
             if time.monotonic() > deadline:
                 raise NetworkError(f"{holder.address}: expected {MIN_BYTES_PER_S} bytes a second, got less")

@@ -23,8 +23,16 @@ from forebay.dataset.manifest import SliceInfo
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.files import commit_files
 from forebay.network.retry import backoff_s
-from forebay.storage.base import ChangedError, Head, HeadOrigin, Origin, PermanentError, Timeouts, TransientError
-from forebay.storage.locks import try_take
+from forebay.storage.base import (
+    ChangedError,
+    ObjectMeta,
+    ObjectOrigin,
+    Origin,
+    PermanentError,
+    Timeouts,
+    TransientError,
+)
+from forebay.storage.locks import try_acquire
 from forebay.storage.origins import open_origin
 from forebay.storage.part_file import Check, SizeOnly
 from forebay.storage.transfers import PIECE_BYTES, Transfers
@@ -38,7 +46,7 @@ log = logging.getLogger("forebay.storage")
 
 
 @dataclass(frozen=True)
-class LargePlan:
+class DownloadPlan:
     """How an object is fetched: `num_ranges` requests of `chunk_bytes`, `workers` at once.
 
     After a kill, pieces of `piece_bytes` are there or are fetched again; a chunk is a whole number of them.
@@ -52,7 +60,7 @@ class LargePlan:
 
 
 @dataclass(frozen=True)
-class Fetched:
+class DownloadResult:
     """What a download did. `bytes_fetched` leaves out what an earlier run had fetched."""
 
     path: Path
@@ -63,7 +71,7 @@ class Fetched:
     retries: int
 
 
-def plan_large(num_bytes: int, chunk_size: int | None = None, max_workers: Workers = None) -> LargePlan:
+def plan_download(num_bytes: int, chunk_size: int | None = None, max_workers: Workers = None) -> DownloadPlan:
     """The ranges of an object. 2 GiB of 215 GB are 101 ranges.
 
     Args:
@@ -84,7 +92,7 @@ def plan_large(num_bytes: int, chunk_size: int | None = None, max_workers: Worke
     piece = min(PIECE_BYTES, 1 << (chunk_size.bit_length() - 1))
     chunk = chunk_size // piece * piece
     ranges = max(1, -(-num_bytes // chunk))
-    return LargePlan(num_bytes, chunk, piece, ranges, ranges if most == "all" else min(most, ranges))
+    return DownloadPlan(num_bytes, chunk, piece, ranges, ranges if most == "all" else min(most, ranges))
 
 
 def download_large_file(
@@ -96,11 +104,11 @@ def download_large_file(
     max_workers: Workers = None,
     tmp_dir: str | Path | None = None,
     sha256: str = "",
-    patience_s: float = 300.0,
-    patience: Timeouts | None = None,
+    timeout_s: float = 300.0,
+    timeouts: Timeouts | None = None,
     stop: threading.Event | None = None,
     on_progress: Callable[[int, int], object] | None = None,
-) -> Fetched:
+) -> DownloadResult:
     """Fetch one object to a file, whole or not at all; after a kill, call it again and it goes on.
 
     Without a hash, what is checked is the size, and that all ranges are of one ETag.
@@ -109,12 +117,12 @@ def download_large_file(
         source: An origin, its URL, or the object's own URL where `name` is None.
         name: Of the object below the origin.
         path: Of the file; by default the object's name, here. A file that is there already is replaced.
-        chunk_size, max_workers: See `plan_large`.
+        chunk_size, max_workers: See `plan_download`.
         tmp_dir: Where the partial file lies; by default beside `path`. On another volume, one more copy is made.
         sha256: Of the object in hex, if it is known; checked as the bytes come.
-        patience_s: Fail when no byte, or no answer, came for so long, retries included. The last request may take a
+        timeout_s: Fail when no byte, or no answer, came for so long, retries included. The last request may take a
             quarter of that longer.
-        patience: Of one request; by default at most a quarter of `patience_s`.
+        timeouts: Of one request; by default at most a quarter of `timeout_s`.
         stop: Set from another thread, gives the download up; what was fetched stays.
         on_progress: Called some ten times a second with the bytes that are there and the size.
 
@@ -126,35 +134,35 @@ def download_large_file(
     if name is None:
         source, name = _split(source)
     if isinstance(source, (str, Path)):
-        source = open_origin(source, patience=patience or Timeouts.within(patience_s))
-    origin = head_origin(source)
+        source = open_origin(source, timeouts=timeouts or Timeouts.within(timeout_s))
+    origin = as_object_origin(source)
     path = Path(path if path is not None else Path(name).name)
     folder = Path(tmp_dir) if tmp_dir is not None else path.parent
     for made in {folder, path.parent}:
         made.mkdir(parents=True, exist_ok=True)
-    lock = try_take(folder / f".{path.name}.lock")
+    lock = try_acquire(folder / f".{path.name}.lock")
     if lock is None:
         raise UsageError(f"{path}: is being fetched by another process. Wait for it to end.")
     with lock:
         for left in range(_RESTARTS, -1, -1):
-            head = head_of(origin, name, patience_s=patience_s, stop=stop)
-            part, plan = part_path(folder, path.name, head), plan_large(head.bytes, chunk_size, max_workers)
+            head = head_object(origin, name, timeout_s=timeout_s, stop=stop)
+            part, plan = part_path(folder, path.name, head), plan_download(head.bytes, chunk_size, max_workers)
             try:
-                got = fetch_part(
+                got = download_part(
                     origin, name, head, part, plan,
-                    sha256=sha256, patience_s=patience_s, stop=stop, on_progress=on_progress,
+                    sha256=sha256, timeout_s=timeout_s, stop=stop, on_progress=on_progress,
                 )  # fmt: skip
                 break
             except ChangedError as error:
                 if not left:
                     raise
                 log.warning("%s; fetching the new one from its start", error)
-        place(got.path, path)
+        commit_part(got.path, path)
         lock.path.unlink(missing_ok=True)
-    return Fetched(path, got.num_bytes, got.bytes_fetched, got.etag, got.seconds, got.retries)
+    return DownloadResult(path, got.num_bytes, got.bytes_fetched, got.etag, got.seconds, got.retries)
 
 
-def part_path(folder: Path, name: str, head: Head) -> Path:
+def part_path(folder: Path, name: str, head: ObjectMeta) -> Path:
     """The partial file of one version of an object. Those of other versions, which are of no use now, are removed."""
     key = hashlib.blake2b(f"{head.bytes} {head.etag}".encode(), digest_size=6).hexdigest()
     part = folder / f".{name}.{key}.part"
@@ -164,28 +172,28 @@ def part_path(folder: Path, name: str, head: Head) -> Path:
     return part
 
 
-def fetch_part(
-    origin: HeadOrigin,
+def download_part(
+    origin: ObjectOrigin,
     name: str,
-    head: Head,
+    head: ObjectMeta,
     part: Path,
-    plan: LargePlan,
+    plan: DownloadPlan,
     *,
     sha256: str = "",
     check: Check | None = None,
-    patience_s: float = 300.0,
+    timeout_s: float = 300.0,
     stop: threading.Event | None = None,
     on_progress: Callable[[int, int], object] | None = None,
-) -> Fetched:
+) -> DownloadResult:
     """Fetch an object of this head into its partial file, checked and synced; ChangedError if it is another now."""
     if head.bytes == 0:
         part.write_bytes(b"")
-        return Fetched(part, 0, 0, head.etag, 0.0, 0)
+        return DownloadResult(part, 0, 0, head.etag, 0.0, 0)
     began = time.monotonic()
     info = SliceInfo(0, name, head.bytes, sha256, 0, 0)
     judge = None if sha256 else check or SizeOnly()
-    most_s = min(15.0, patience_s / 4)
-    settings: dict[str, Any] = {"patience_s": patience_s, "tries": 1, "max_backoff_s": most_s}
+    most_s = min(15.0, timeout_s / 4)
+    settings: dict[str, Any] = {"timeout_s": timeout_s, "tries": 1, "max_backoff_s": most_s}
     with Transfers(plan.workers, plan.piece_bytes, **settings) as transfers:
         transfer = transfers.start(info, part, [_Pinned(origin, head.etag)], span_bytes=plan.chunk_bytes, check=judge)
         had = transfer.received
@@ -199,10 +207,10 @@ def fetch_part(
         if on_progress is not None:
             on_progress(head.bytes, head.bytes)
         retries = int(transfers.stats()["retries"])
-    return Fetched(part, head.bytes, head.bytes - had, head.etag, time.monotonic() - began, retries)
+    return DownloadResult(part, head.bytes, head.bytes - had, head.etag, time.monotonic() - began, retries)
 
 
-def _changed(origin: HeadOrigin, name: str, head: Head, error: Exception) -> ChangedError | None:
+def _changed(origin: ObjectOrigin, name: str, head: ObjectMeta, error: Exception) -> ChangedError | None:
     """What a refusal was, if the object is another one by now; it may be shorter, so that a range is beyond it."""
     if isinstance(error.__cause__, ChangedError):
         return error.__cause__
@@ -216,8 +224,10 @@ def _changed(origin: HeadOrigin, name: str, head: Head, error: Exception) -> Cha
     return None
 
 
-def head_of(origin: HeadOrigin, name: str, *, patience_s: float = 300.0, stop: threading.Event | None = None) -> Head:
-    """What an origin says of an object, asked again while faults may pass and `patience_s` is not over. DatasetError,
+def head_object(
+    origin: ObjectOrigin, name: str, *, timeout_s: float = 300.0, stop: threading.Event | None = None
+) -> ObjectMeta:
+    """What an origin says of an object, asked again while faults may pass and `timeout_s` is not over. DatasetError,
     caused by the PermanentError, if it is not there or not for us."""
     began, tries = time.monotonic(), 0
     stop = stop or threading.Event()
@@ -229,8 +239,8 @@ def head_of(origin: HeadOrigin, name: str, *, patience_s: float = 300.0, stop: t
         except TransientError as error:
             tries += 1
             waited = time.monotonic() - began
-            pause_s = backoff_s(tries, 0.2, min(15.0, patience_s / 4), error.wait_s)
-            if stop.is_set() or waited + pause_s >= patience_s:
+            pause_s = backoff_s(tries, 0.2, min(15.0, timeout_s / 4), error.wait_s)
+            if stop.is_set() or waited + pause_s >= timeout_s:
                 raise NetworkError(
                     f"{name} from {origin.url}: no answer after {tries} attempts in {waited:.1f} s; the last: {error}. "
                     "Check the network and the endpoint."
@@ -238,7 +248,7 @@ def head_of(origin: HeadOrigin, name: str, *, patience_s: float = 300.0, stop: t
             stop.wait(pause_s)
 
 
-def place(part: Path, path: Path, check_copy: Callable[[Path], object] | None = None) -> None:
+def commit_part(part: Path, path: Path, check_copy: Callable[[Path], object] | None = None) -> None:
     """Give a whole, synced file its name; from another volume, by a copy beside it, which is then checked."""
     try:
         if part.stat().st_dev != path.parent.stat().st_dev:
@@ -255,17 +265,17 @@ def place(part: Path, path: Path, check_copy: Callable[[Path], object] | None = 
         ) from error
 
 
-def head_origin(origin: Origin) -> HeadOrigin:
+def as_object_origin(origin: Origin) -> ObjectOrigin:
     """An origin that can describe its objects; UsageError if it cannot, as peers do not."""
     if not hasattr(origin, "head"):
         raise UsageError(f"{origin.url}: expected a directory, http(s)://, s3://, r2://, gs:// or az://. Give one.")
-    return cast(HeadOrigin, origin)
+    return cast(ObjectOrigin, origin)
 
 
 class _Pinned(Origin):
     """An origin of one version of an object."""
 
-    def __init__(self, origin: HeadOrigin, etag: str) -> None:
+    def __init__(self, origin: ObjectOrigin, etag: str) -> None:
         self._origin = origin
         self._etag = etag
         self.url = origin.url

@@ -16,7 +16,7 @@ from forebay.errors import ForebayError, UsageError
 from forebay.files import atomic_write, commit_files, remove_stale
 from forebay.storage.base import PermanentError
 from forebay.storage.buckets import BucketOrigin
-from forebay.storage.locks import Lock, try_take
+from forebay.storage.locks import Lock, try_acquire
 from forebay.storage.origins import open_origin
 
 _LOCK_FILE = ".mirror.lock"
@@ -187,7 +187,7 @@ class BucketTarget(BucketOrigin, Target):
 def _lock(folder: Path, where: str) -> Lock:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = try_take(folder / _LOCK_FILE)
+        lock = try_acquire(folder / _LOCK_FILE)
     except OSError as error:
         raise UsageError(f"mirror: cannot write to {where}: {error}. Choose another directory.") from error
     if lock is None:

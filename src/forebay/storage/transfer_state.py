@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import IntegrityError, NetworkError, ProtocolViolation
 from forebay.storage.base import Origin, TransientError
-from forebay.storage.part_file import EARLIER, PartFile, Span
+from forebay.storage.part_file import EARLIER, ByteRange, PartFile
 
 _NEW_WEIGHT = 0.3
 _LATE = 3.0  # times the usual time between deliveries
@@ -29,13 +29,13 @@ _REQUEST_S = 0.1  # short enough that slices come one after the other, long enou
 LEAST_SPAN_BYTES = 1 << 20
 REFRESH_S = 15.0
 log = logging.getLogger("forebay.storage")
-OnBad = Callable[[Origin, str], None]
+OnSourceFault = Callable[[Origin, str], None]
 Backoff: TypeAlias = Callable[[int], float]
 """Seconds to wait after so many faults in a row, from 1."""
 
 
 @dataclass(eq=False)
-class Source:
+class SourceStats:
     """One source, over all transfers. `limit` and `active` count connections; moments are the pool's clock's.
 
     `gap_s`: the usual time between a request and its first bytes, and from then on between one delivery and the next.
@@ -89,7 +89,7 @@ class Source:
         self.avoid_until = now + backoff(self.failing)
 
 
-def choose(sources: Iterable[Source], now: float) -> tuple[Source | None, float]:
+def choose_source(sources: Iterable[SourceStats], now: float) -> tuple[SourceStats | None, float]:
     """Whom to ask now, or None and when to look again (infinity: when a request ends).
 
     Those that told the truth come first, then those that do not fail, then the fastest a connection; one of
@@ -104,7 +104,7 @@ def choose(sources: Iterable[Source], now: float) -> tuple[Source | None, float]
     if not free:
         return None, later
 
-    def rank(source: Source) -> tuple[int, float, float]:
+    def rank(source: SourceStats) -> tuple[int, float, float]:
         avoided = source.avoid_until if source.avoid_until > now else 0.0
         unknown = float("-inf") if source.active == 0 else 0.0
         return source.lies, avoided, -source.speed if source.speed is not None else unknown
@@ -112,7 +112,7 @@ def choose(sources: Iterable[Source], now: float) -> tuple[Source | None, float]
     return min(free, key=rank), later
 
 
-def least_span_bytes(sources: Iterable[Source]) -> int:
+def min_range_bytes(sources: Iterable[SourceStats]) -> int:
     """What to ask for in one request at least, where all connections have work: as much as comes in 0.1 s."""
     most = max((source.speed or 0.0 for source in sources), default=0.0) * _REQUEST_S
     return max(LEAST_SPAN_BYTES, 1 << int(most).bit_length() - 1) if most >= 1 else LEAST_SPAN_BYTES
@@ -125,19 +125,21 @@ class Work:
     info: SliceInfo
     file: PartFile
     origins: Sequence[Origin]
-    on_bad: OnBad | None
+    on_source_fault: OnSourceFault | None
     began_at: float
     byte_at: float
     finished: Callable[[Exception | None], object] = lambda error: None  # called once
-    flying: dict[Span, Source] = field(default_factory=dict)  # spans that somebody fetches, and from whom
-    pending: list[Span] = field(default_factory=list)  # the others, by start
+    flying: dict[ByteRange, SourceStats] = field(default_factory=dict)  # spans that somebody fetches, and from whom
+    pending: list[ByteRange] = field(default_factory=list)  # the others, by start
     found: dict[str, Origin] = field(default_factory=dict)  # by URL; another transfer's may be of another slice
-    sources: dict[str, Source] = field(default_factory=dict)  # by URL, shared by all transfers
+    sources: dict[str, SourceStats] = field(default_factory=dict)  # by URL, shared by all transfers
     refused: dict[str, str] = field(default_factory=dict)  # by URL, who will not give it, and why
     reasons: dict[str, str] = field(default_factory=dict)  # by URL, who did not give it, and why
     liars: set[str] = field(default_factory=set)
     alone: str | None = None  # the only source to ask, after bytes of several did not verify together
-    lookup: Span = field(default_factory=lambda: Span(0, 0, 0, 0))  # its tries, and when to look sources up again
+    lookup: ByteRange = field(
+        default_factory=lambda: ByteRange(0, 0, 0, 0)
+    )  # its tries, and when to look sources up again
     looking: bool = False
     looked_at: float = float("-inf")
     hashing: bool = False
@@ -150,15 +152,15 @@ class Work:
         stale = now - self.looked_at >= REFRESH_S
         return stale and not self.looking and bool(self.pending or not self.sources)
 
-    def allowed(self) -> list[Source]:
+    def allowed(self) -> list[SourceStats]:
         """Whom it may ask."""
         return [source for source in self.left() if self.alone in (None, source.origin.url)]
 
-    def left(self) -> list[Source]:
+    def left(self) -> list[SourceStats]:
         """Who has not refused or lied, `alone` or not."""
         return [source for url, source in self.sources.items() if url not in self.refused]
 
-    def stuck(self, now: float, least_s: float) -> Span | None:
+    def stuck(self, now: float, least_s: float) -> ByteRange | None:
         """A span that nobody else took over yet and whose source is late with it, taken over now."""
         for span, source in self.flying.items():
             if now - span.byte_at > source.late_s(least_s) and not span.taken_over:
@@ -167,13 +169,15 @@ class Work:
                     return rest
         return None
 
-    def put_back(self, span: Span, not_before: float) -> None:
+    def put_back(self, span: ByteRange, not_before: float) -> None:
         """A span that nobody fetches any more; one that was begun anew meanwhile is forgotten."""
         if self.file.is_current(span):
             span.not_before = not_before
             insort(self.pending, span, key=lambda span: span.start)
 
-    def receive(self, span: Span, source: Source, clock: Callable[[], float], look: Callable[[Work], object]) -> None:
+    def receive(
+        self, span: ByteRange, source: SourceStats, clock: Callable[[], float], look: Callable[[Work], object]
+    ) -> None:
         """Write a response's bytes into the part file, without the lock. Raises TransientError if it broke off."""
         url, start, stop = source.origin.url, span.at, span.stop
         body = self.found[url].read(self.info.name, start, stop)
@@ -197,8 +201,8 @@ class Work:
     def tell(self, origin: Origin, reason: str) -> None:
         """Name a bad source, to the log and to whoever asked for it. Without the lock."""
         log.warning("%s: %s", origin.url, reason)
-        if self.on_bad is not None:
-            self.on_bad(origin, reason)
+        if self.on_source_fault is not None:
+            self.on_source_fault(origin, reason)
 
     def suspect(self) -> str | None:
         """Who certainly gave the wrong bytes that lie there; None if several did, and then they are remembered."""
@@ -229,7 +233,7 @@ class Work:
         )
 
     def unreachable(self, now: float) -> NetworkError:
-        """The error if patience ran out."""
+        """The error if timeouts ran out."""
         return NetworkError(
             f"{self._name()}: got {self.file.received} of {self.info.bytes} bytes, then none for "
             f"{now - self.byte_at:.1f} s: {self.attempts} failed attempts in {now - self.began_at:.1f} s. "
@@ -252,7 +256,7 @@ class TransferCancelledError(NetworkError):
         return cls(f"{info.name}: the transfer was cancelled; what was fetched is kept and resumed")
 
 
-class Pending(ABC):
+class Transfer(ABC):
     """One slice on its way into a partial file."""
 
     def __init__(self, info: SliceInfo, part: Path) -> None:
@@ -295,7 +299,7 @@ class Pending(ABC):
                 log.exception("%s: what was to be called when it ended failed", self.info.name)
 
 
-class Transfer(Pending):
+class PoolTransfer(Transfer):
     """A slice that a pool of connections fetches. Made by `Transfers.start`."""
 
     def __init__(self, info: SliceInfo, part: Path, work: Work) -> None:
@@ -307,12 +311,12 @@ class Transfer(Pending):
         return self._work.file.received
 
 
-class SteeredTransfer(Pending):
+class SwarmTransfer(Transfer):
     """A slice that a swarm brings: waits for its turn, then comes by `current`, or one transfer after the other."""
 
     def __init__(self, info: SliceInfo, part: Path) -> None:
         super().__init__(info, part)
-        self.current: Transfer | None = None
+        self.current: PoolTransfer | None = None
         self.cancelled = False
 
     @property

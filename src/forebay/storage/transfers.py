@@ -26,16 +26,16 @@ from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, PermanentError, TransientError
-from forebay.storage.part_file import Check, PartFile, Sha256Check, Span, disk_error
+from forebay.storage.part_file import ByteRange, Check, PartFile, Sha256Check, disk_error
 from forebay.storage.transfer_state import (
     Backoff,
-    OnBad,
-    Source,
-    Transfer,
+    OnSourceFault,
+    PoolTransfer,
+    SourceStats,
     TransferCancelledError,
     Work,
-    choose,
-    least_span_bytes,
+    choose_source,
+    min_range_bytes,
 )
 from forebay.threads import Supervised
 
@@ -45,7 +45,7 @@ PIECE_BYTES = 8 << 20
 _CLOSE_S = 1.0
 _TURN_TRIES = 3  # of a source that is asked alone, before another is
 log = logging.getLogger("forebay.storage")
-_Job: TypeAlias = tuple[Work, Span, Source | None]
+_Job: TypeAlias = tuple[Work, ByteRange, SourceStats | None]
 
 
 class Transfers:
@@ -54,7 +54,7 @@ class Transfers:
     Args:
         connections: Requests under way at once, each a thread.
         piece_bytes: What is resumed after a kill as a whole, and the most asked for in one request; a power of two.
-        patience_s, tries: A transfer fails when no byte came for so long and one place was tried so often.
+        timeout_s, tries: A transfer fails when no byte came for so long and one place was tried so often.
         first_backoff_s, max_backoff_s: Before the second try of a place, and at most; times 0.5 to 1.5 by chance.
         hedge_s: An idle connection takes over from one that got no byte for so long, and for three times as long as its
             source usually takes, once a place.
@@ -66,7 +66,7 @@ class Transfers:
         connections: int = 16,
         piece_bytes: int = PIECE_BYTES,
         *,
-        patience_s: float = 300.0,
+        timeout_s: float = 300.0,
         tries: int = 6,
         first_backoff_s: float = 0.2,
         max_backoff_s: float = 15.0,
@@ -82,7 +82,7 @@ class Transfers:
             raise UsageError(f"piece_bytes: expected a power of two from 65536 on, got {piece_bytes}")
         self.connections = connections
         self.piece_bytes = piece_bytes
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._tries = tries
         self._hedge_s = hedge_s
         self._pid = os.getpid()
@@ -90,7 +90,7 @@ class Transfers:
         self._backoff: Backoff = partial(backoff_s, first_s=first_backoff_s, max_s=max_backoff_s, chance=chance)
         self._changed = threading.Condition()
         self._active: list[Work] = []
-        self._known: dict[str, Source] = {}
+        self._known: dict[str, SourceStats] = {}
         self._to_hash: SimpleQueue[Work | None] = SimpleQueue()
         self._hashers = [Supervised(self._hash, f"hash-{i}") for i in range(hashers)]
         self._threads: list[Supervised] = []
@@ -103,24 +103,24 @@ class Transfers:
         info: SliceInfo,
         part: Path,
         origins: Sequence[Origin],
-        on_bad: OnBad | None = None,
+        on_source_fault: OnSourceFault | None = None,
         *,
         span_bytes: int = 0,
         check: Check | None = None,
-    ) -> Transfer:
+    ) -> PoolTransfer:
         """Fetch a slice into `part`; what an earlier run left there is resumed. Earlier transfers go first.
 
-        `on_bad` is told, from another thread, of a source that gave wrong bytes or broke the protocol, and why.
+        `on_source_fault` is called from another thread with a source that gave wrong bytes or broke the protocol.
         `span_bytes` and `check` are as of PartFile; with a check, `info.sha256` is not looked at.
         """
         if os.getpid() != self._pid:
             raise UsageError("transfers: expected the process that made them, got a fork of it. Make new ones there.")
         if not origins:
             raise UsageError(f"fetch {info.name}: expected at least one origin, got none.")
-        now, least = self._clock(), least_span_bytes(list(self._known.values()) if self._active else ())
+        now, least = self._clock(), min_range_bytes(list(self._known.values()) if self._active else ())
         file = PartFile(part, info.bytes, self.piece_bytes, self.connections, least, span_bytes=span_bytes, check=check)
-        work = Work(info, file, list(origins), on_bad, now, now)
-        transfer = Transfer(info, part, work)
+        work = Work(info, file, list(origins), on_source_fault, now, now)
+        transfer = PoolTransfer(info, part, work)
         work.finished = transfer.finish
         try:
             file.open()
@@ -140,7 +140,7 @@ class Transfers:
         self._look(work)
         return transfer
 
-    def cancel(self, transfer: Transfer) -> None:
+    def cancel(self, transfer: PoolTransfer) -> None:
         """Give a transfer up; its part stays for a later run. No harm if it ended."""
         self._end(transfer._work, TransferCancelledError.of(transfer.info))
 
@@ -229,7 +229,7 @@ class Transfers:
                 if span.not_before > now:
                     soonest = min(soonest, span.not_before)
                     continue
-                source, later = choose(allowed, now)
+                source, later = choose_source(allowed, now)
                 if source is None:
                     soonest = min(soonest, later)
                     break
@@ -243,12 +243,12 @@ class Transfers:
             for span, source in work.flying.items():
                 if not span.taken_over:
                     soonest = min(soonest, span.byte_at + source.late_s(self._hedge_s))
-            other, _ = choose(work.allowed(), now)
+            other, _ = choose_source(work.allowed(), now)
             if other is not None and (rest := work.stuck(now, self._hedge_s)) is not None:
                 return self._take(work, rest, other, now), soonest
         return None, soonest
 
-    def _take(self, work: Work, span: Span, source: Source, now: float) -> _Job:
+    def _take(self, work: Work, span: ByteRange, source: SourceStats, now: float) -> _Job:
         source.active += 1
         span.byte_at = now
         work.flying[span] = source
@@ -268,7 +268,7 @@ class Transfers:
             now = self._clock()
             work.looking = False
             for url, origin in found.items():
-                source = self._known.setdefault(url, Source(origin, float(self.connections)))
+                source = self._known.setdefault(url, SourceStats(origin, float(self.connections)))
                 source.origin = origin
                 work.sources[url], work.found[url] = source, origin
             if found:
@@ -282,7 +282,7 @@ class Transfers:
         if self._is_hopeless(work, work.lookup, now):
             self._end(work, work.unreachable(now), fault)
 
-    def _ask(self, work: Work, span: Span, source: Source) -> None:
+    def _ask(self, work: Work, span: ByteRange, source: SourceStats) -> None:
         """One request: from where the span broke off to its end."""
         began_at, first = self._clock(), span.at
         fault: Exception | None = None
@@ -305,7 +305,9 @@ class Transfers:
             work.attempts += 1
         self._settle(work, span, source, fault, began_at, got)
 
-    def _settle(self, work: Work, span: Span, source: Source, fault: Exception, began_at: float, got: int) -> None:
+    def _settle(
+        self, work: Work, span: ByteRange, source: SourceStats, fault: Exception, began_at: float, got: int
+    ) -> None:
         """What follows from a failed request."""
         url, now = source.origin.url, self._clock()
         if not isinstance(fault, NetworkError):
@@ -337,8 +339,8 @@ class Transfers:
         elif turn:
             self._restart(work, others[0])
 
-    def _is_hopeless(self, work: Work, span: Span, now: float) -> bool:
-        return span.tries >= self._tries and now - work.byte_at >= self._patience_s
+    def _is_hopeless(self, work: Work, span: ByteRange, now: float) -> bool:
+        return span.tries >= self._tries and now - work.byte_at >= self._timeout_s
 
     def _look(self, work: Work) -> None:
         """Have a thread hash on, if none does and there is enough, or the end."""
@@ -382,7 +384,7 @@ class Transfers:
             self._blame(work, liar, reason)
         with self._changed:
             left = work.left()
-            best = choose(left, self._clock())[0] or (left[0] if left else None)
+            best = choose_source(left, self._clock())[0] or (left[0] if left else None)
         if best is None and work.refused:
             return self._end(work, work.nobody())
         self._restart(work, best.origin.url if best is not None else None)

@@ -26,8 +26,8 @@ def check_from_urls(value: str) -> None:
         raise UsageError(f"from_urls: expected '', 'public' or 'any', got {value!r}.")
 
 
-def open_foreign_origin(
-    url: str, from_urls: FromUrls, *, signed: Collection[str] = (), patience: Timeouts | None = None
+def open_untrusted_origin(
+    url: str, from_urls: FromUrls, *, signed: Collection[str] = (), timeouts: Timeouts | None = None
 ) -> Origin:
     """The web server or public bucket behind a URL that came from the network. Opens no connection.
 
@@ -55,12 +55,12 @@ def open_foreign_origin(
             raise PermanentError(
                 f"{url}: names no account, which only its owner's environment has. Serve its https URL."
             )
-    origin = WebOrigin(url, patience=patience, foreign="any" if from_urls == "any" else "public")
+    origin = WebOrigin(url, timeouts=timeouts, foreign="any" if from_urls == "any" else "public")
     origin.url = parts.geturl()  # by which the others know it
     return origin
 
 
-class RefusingOrigin(Origin):
+class UnusableOrigin(Origin):
     """A source that cannot be used, and says why to whoever asks it."""
 
     def __init__(self, url: str, why: NetworkError) -> None:

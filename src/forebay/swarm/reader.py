@@ -26,11 +26,11 @@ from forebay.storage.base import Origin, read_small
 from forebay.storage.peer_dataset import PeerOrigin
 from forebay.storage.peer_source import ProviderSource
 from forebay.storage.remote_dataset import RemoteDataset
-from forebay.storage.transfer_state import SteeredTransfer, TransferCancelledError
+from forebay.storage.transfer_state import SwarmTransfer, TransferCancelledError
 from forebay.storage.transfers import Transfers
 from forebay.swarm.reader_state import Body, Flags, SwarmReaderState
-from forebay.swarm.share import Offer, Shelf, SliceShare
-from forebay.swarm.tracker_client import Trackers
+from forebay.swarm.share import SharedDataset, SliceIndex, SliceShare
+from forebay.swarm.tracker_client import TrackerClient
 from forebay.threads import Supervised
 
 log = logging.getLogger("forebay.swarm")
@@ -48,7 +48,7 @@ class SwarmReader:
         share: Its server, if it shares; stays the caller's. None: it only gets.
         downloads: Slices at once. `connections`: requests at once, over all of them.
         open_url: The origin behind a URL that a tracker names, if it may be read; raises NetworkError if not.
-        patience_s: Nothing came for so long, and nobody was there who might give it: what is wanted fails.
+        timeout_s: Nothing came for so long, and nobody was there who might give it: what is wanted fails.
     """
 
     def __init__(
@@ -63,30 +63,30 @@ class SwarmReader:
         downloads: int = 4,
         connections: int = 16,
         open_url: Callable[[str], Origin] | None = None,
-        patience_s: float = 120.0,
+        timeout_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.dataset_id = dataset_id
         self._client, self._table, self._held, self._open_url = client, table, held, open_url
-        self._patience_s, self._clock = patience_s, clock
+        self._timeout_s, self._clock = timeout_s, clock
         self._session = share.session if share is not None else secrets.token_hex(8)
         address = share.address if share is not None else ""
         self._state = SwarmReaderState(
             clock(), session=self._session, address=address, downloads=downloads,
-            patience_s=patience_s,
+            patience_s=timeout_s,
         )  # fmt: skip
         self._changed = threading.Condition()  # and the lock of the state and of what is below
-        self._transfers_by_index: dict[int, SteeredTransfer] = {}
+        self._transfers_by_index: dict[int, SwarmTransfer] = {}
         self._closed = False
         own = Provider(share.identity.peer_id, address, False) if share is not None else None
-        self._trackers = Trackers(client, dataset_id, trackers, own, clock)
+        self._trackers = TrackerClient(client, dataset_id, trackers, own, clock)
         # One source for each: no other is faster.
-        self._transfers = Transfers(connections, tries=2, patience_s=5.0, hedge_s=30.0)
+        self._transfers = Transfers(connections, tries=2, timeout_s=5.0, hedge_s=30.0)
         self._thread = Supervised(self._run, "swarm").start()
 
-    def fetch(self, index: int, part: Path) -> SteeredTransfer:
+    def fetch(self, index: int, part: Path) -> SwarmTransfer:
         """Want a slice, into a partial file; what is there already is gone on from. Returns at once."""
-        transfer = SteeredTransfer(self._table.row(index), part)
+        transfer = SwarmTransfer(self._table.row(index), part)
         with self._changed:
             if self._closed:
                 transfer.finish(TransferCancelledError.of(transfer.info))
@@ -96,7 +96,7 @@ class SwarmReader:
             self._changed.notify_all()
         return transfer
 
-    def cancel(self, transfer: SteeredTransfer) -> None:
+    def cancel(self, transfer: SwarmTransfer) -> None:
         """Give a slice up; its part stays for a later run. No harm if it ended."""
         transfer.cancelled = True
         index = transfer.info.index
@@ -218,7 +218,7 @@ class SwarmReader:
             raise ProtocolViolation(f"swarm: expected a peer, got the URL {holder.address}")
         return self._open_url(holder.address)
 
-    def _ended(self, transfer: SteeredTransfer, holder: Provider, error: Exception | None, wrong: bool) -> None:
+    def _ended(self, transfer: SwarmTransfer, holder: Provider, error: Exception | None, wrong: bool) -> None:
         index, is_cancelled = transfer.info.index, transfer.cancelled or self._closed
         transfer.current = None
         if is_cancelled or SwarmReaderState.is_final(error):
@@ -241,7 +241,7 @@ class SwarmReader:
                 error
                 or NetworkError(
                     f"slice {transfer.info.name}: nobody who has it of {self.dataset_id[:12]}… was there for "
-                    f"{self._patience_s:.0f} s. Start a data node that has it (forebay serve)."
+                    f"{self._timeout_s:.0f} s. Start a data node that has it (forebay serve)."
                 )
             )
 
@@ -259,7 +259,7 @@ class SwarmMember:
     def __init__(
         self,
         dataset: RemoteDataset,
-        shelf: Shelf,
+        shelf: SliceIndex,
         held: Callable[[], Flags],
         *,
         share: bool | str | SliceShare = True,
@@ -284,7 +284,7 @@ class SwarmMember:
             hashes = [row.tobytes().hex() for row in dataset.table.sha256]
             sizes = dataset.table.bytes.tolist()
             self.share.hashes.update({sha256: (size, dataset.name) for sha256, size in zip(hashes, sizes)})
-            self.share.offer(Offer(origin.name, dataset.id, dataset.num_slices, self.files, held))
+            self.share.offer(SharedDataset(origin.name, dataset.id, dataset.num_slices, self.files, held))
         self.reader = SwarmReader(
             origin.client, dataset.id, dataset.table,
             lambda: [Provider(claim.peer_id, claim.address, claim.is_whole) for claim in origin.claims(_AGAIN_S)], held,
@@ -305,7 +305,9 @@ class SwarmMember:
         self.close()
 
 
-def open_share(origin: PeerOrigin, shelf: Shelf, share: bool | str, throttle: Throttle | None = None) -> SliceShare:
+def open_share(
+    origin: PeerOrigin, shelf: SliceIndex, share: bool | str, throttle: Throttle | None = None
+) -> SliceShare:
     """A server for what is offered by it later. As SwarmMember."""
     host, port = parse_address(share) if isinstance(share, str) else ("0.0.0.0", 0)
     named = named_host(host, origin.claims(_FRESH_S)[0].address)

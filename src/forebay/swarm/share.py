@@ -58,7 +58,7 @@ class SliceFile:
 
 
 @dataclass(frozen=True)
-class Offer:
+class SharedDataset:
     """A dataset that is shared, or a part of it."""
 
     name: str
@@ -96,7 +96,7 @@ class SliceServer(ABC):
         self.discovery = discovery
         self.ttl_s = ttl_s
         self._named = named
-        self._offers: dict[str, Offer] = {}
+        self._offers: dict[str, SharedDataset] = {}
         self._announcements, self._announce_error = 0, ""
         self._client = Client(identity)
         self.tracker = Tracker(self._client)
@@ -195,7 +195,7 @@ class SliceServer(ABC):
         self._announcements, self._announce_error = self._announcements + 1, failure
 
 
-class Shelf(Protocol):
+class SliceIndex(Protocol):
     """Where verified slices lie: a SliceCache, or a dict of files by hash."""
 
     def get(self, sha256: str, /) -> Path | None:
@@ -214,7 +214,7 @@ class SliceShare(SliceServer):
     def __init__(
         self,
         identity: Identity,
-        cache: Shelf,
+        cache: SliceIndex,
         hashes: dict[str, tuple[int, str]],
         host: str,
         port: int,
@@ -235,7 +235,7 @@ class SliceShare(SliceServer):
         self._server.start()
         self._announcer.start()
 
-    def offer(self, offer: Offer) -> None:
+    def offer(self, offer: SharedDataset) -> None:
         """Announce a dataset, track its swarm, and serve its small files. Its slices are those of `hashes`."""
         own = Provider(member_id(self.identity.peer_id, self.session), self.address, False)
         self.tracker.add(offer.dataset_id, offer.num_slices, [own], offer.held)

@@ -25,7 +25,7 @@ from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id, node_of
 from forebay.network.pki.identity import Identity
 from forebay.network.reachability import Dialer
-from forebay.storage.peer_source import gives_right_bytes
+from forebay.storage.peer_source import verify_provider
 from forebay.swarm.members import parse_ranges
 from forebay.swarm.steering import Swarm
 
@@ -59,7 +59,7 @@ class Tracker:
         self._dialer = Dialer(client, clock)
         self._checks = ThreadPoolExecutor(1, thread_name_prefix="check")
         self._checking: set[tuple[str, str]] = set()
-        self._bans = BanNotes(client.identity)
+        self._bans = BanLog(client.identity)
         self._client_id = client.identity.peer_id if client.identity is not None else ""
 
     def add(
@@ -112,7 +112,7 @@ class Tracker:
             member = own or Provider(me, ask.address if is_reached else "", False)
             reply = steer(swarm, member, ask, now, organisation=peer.org, may_fetch=is_reached is not None)
             if any(failed.wrong for failed in ask.failed):
-                self._bans.look(dataset_id, swarm.facts()["banned"], peer.peer_id)
+                self._bans.record(dataset_id, swarm.facts()["banned"], peer.peer_id)
                 self._check_suspects(dataset_id, tracked)
             return reply
 
@@ -150,7 +150,7 @@ class Tracker:
     def _check(self, dataset_id: str, tracked: _Tracked, holder: Provider, index: int) -> None:
         assert tracked.slice_of is not None
         try:
-            is_right = gives_right_bytes(self._client, holder, tracked.slice_of(index))
+            is_right = verify_provider(self._client, holder, tracked.slice_of(index))
         except Exception:
             log.exception("check of %s failed", holder.peer_id)
             is_right = None
@@ -160,7 +160,7 @@ class Tracker:
                 tracked.swarm.pardon(holder.peer_id)
             elif is_right is False:
                 tracked.swarm.ban(holder.peer_id)
-                self._bans.look(dataset_id, tracked.swarm.facts()["banned"], self._client_id, "wrong bytes")
+                self._bans.record(dataset_id, tracked.swarm.facts()["banned"], self._client_id, "wrong bytes")
 
     def _refresh(self, tracked: _Tracked, now: float) -> None:
         held = None
@@ -231,22 +231,22 @@ def _holder(one: Provider) -> dict[str, Any]:
 log = logging.getLogger("forebay.network")
 
 
-class BanNotes:
+class BanLog:
     """What a node that steers swarms has noted of whom they ban; `identity` None: only in the program's log."""
 
     def __init__(self, identity: Identity | None) -> None:
         self._identity = identity
         self._noted: set[tuple[str, str]] = set()
 
-    def know(self, dataset_id: str, banned: Iterable[str]) -> list[str]:
+    def mark_recorded(self, dataset_id: str, banned: Iterable[str]) -> list[str]:
         """Takes them for noted; returns who is new."""
         new = [peer_id for peer_id in banned if (dataset_id, peer_id) not in self._noted]
         self._noted.update((dataset_id, peer_id) for peer_id in new)
         return new
 
-    def look(self, dataset_id: str, banned: Iterable[str], by: str, reason: str = "") -> None:
+    def record(self, dataset_id: str, banned: Iterable[str], by: str, reason: str = "") -> None:
         """Notes who is newly banned, after `by` reported."""
-        for peer_id in self.know(dataset_id, banned):
+        for peer_id in self.mark_recorded(dataset_id, banned):
             log.warning("nobody is sent to %s any more for slices of %s: %s", peer_id, dataset_id, reason)
             if self._identity is not None:
                 facts = {"reason": reason} if reason else {}

@@ -32,13 +32,13 @@ _MAX_ANSWER_BYTES = 1 << 20
 log = logging.getLogger("forebay.swarm")
 
 
-def holder_of(reply: ProviderReply) -> Provider:
+def provider_of(reply: ProviderReply) -> Provider:
     """Whom a reply names, at `host:port` or a URL; ProtocolViolation if its address is neither."""
     (check_url if "://" in reply.address else peer_address)(reply.address)
     return Provider(reply.member[:2048], reply.address, reply.is_origin)
 
 
-class Trackers:
+class TrackerClient:
     """The trackers of one dataset. One thread.
 
     `find` finds them anew, when one is needed: those that are origins first. `own` is this node's, the last resort;

@@ -30,8 +30,8 @@ from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.network.retry import backoff_s
 from forebay.storage.base import PermanentError, Timeouts, TransientError
-from forebay.storage.http import WebOrigin, asked_wait_s
-from forebay.storage.locks import try_take
+from forebay.storage.http import WebOrigin, retry_delay_s
+from forebay.storage.locks import try_acquire
 from forebay.toml import read_toml
 
 MAX_PAGE_BYTES = 64 << 20
@@ -179,7 +179,7 @@ def acquire(
     spec = read_spec(spec_path)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = try_take(folder / "lock")
+    lock = try_acquire(folder / "lock")
     if lock is None:
         raise UsageError(f"{folder}: another run fetches into it. Wait for it, or name another folder.")
     with lock:
@@ -304,7 +304,7 @@ class _Pages:
         self._parameters = {key: _with_variables(value) for key, value in spec.parameters.items()}
         headers = {**_HEADERS, **{key: _with_variables(value) for key, value in spec.headers.items()}}
         patience = Timeouts(spec.timeout_s, spec.timeout_s)
-        self._origin = WebOrigin(spec.url, headers=headers, patience=patience, same_host=True)
+        self._origin = WebOrigin(spec.url, headers=headers, timeouts=patience, same_host=True)
 
     def get(self, cursor: str) -> object:
         """The page at a cursor; the first one at ""."""
@@ -356,7 +356,7 @@ class _Pages:
         left = headers.get("X-Ratelimit-Remaining") or headers.get("X-Rate-Limit-Remaining") or "nan"
         with suppress(ValueError):
             if float(left) < 1:
-                self._next_at = max(self._next_at, time.time() + min(asked_wait_s(headers), self._spec.max_wait_s))
+                self._next_at = max(self._next_at, time.time() + min(retry_delay_s(headers), self._spec.max_wait_s))
 
 
 def _with_variables(value: str) -> str:

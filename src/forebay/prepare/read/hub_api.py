@@ -180,7 +180,7 @@ def hub_origin(timeout: str) -> WebOrigin:
 
 @lru_cache(8)
 def _origin(endpoint: str, headers: tuple[tuple[str, str], ...], stall_s: float) -> WebOrigin:
-    return WebOrigin(endpoint, headers=dict(headers), patience=Timeouts(connect_s=stall_s, stall_s=stall_s))
+    return WebOrigin(endpoint, headers=dict(headers), timeouts=Timeouts(connect_s=stall_s, stall_s=stall_s))
 
 
 def retried(what: str, attempt: Callable[[], _T], tries: int) -> _T:

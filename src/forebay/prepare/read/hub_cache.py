@@ -196,7 +196,7 @@ def _fetch_file(repo: Repo, file: HubFile, folder: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")  # A fixed name, under the lock: a broken-off one is resumed.
     try:
-        with locks.take(path.with_name(f".{path.name}.lock")):
+        with locks.acquire(path.with_name(f".{path.name}.lock")):
             if not _is_here(file, folder):
                 _fetch_partial(repo, file, partial)
                 commit_files({partial: path})

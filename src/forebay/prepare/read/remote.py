@@ -174,7 +174,7 @@ def _open_http(url: str, position: int, version: str) -> _Opened:
         asked["If-Match"] = tag
     elif kind == "modified":
         asked["If-Unmodified-Since"] = tag
-    origin = WebOrigin(url, patience=Timeouts(_TIMEOUT_S, _TIMEOUT_S))
+    origin = WebOrigin(url, timeouts=Timeouts(_TIMEOUT_S, _TIMEOUT_S))
     partial, headers, body = origin.stream(url, position, asked)
     length = headers.get("Content-Length") or "0"
     if not (length.isascii() and length.isdigit() and len(length) < 20 and int(length) <= MAX_INPUT_BYTES):
