@@ -26,8 +26,8 @@ NAMES = [hashlib.sha256(content).hexdigest() for content in CONTENTS]
 class FakeTransfer:
     """Writes real bytes when it is told to."""
 
-    def __init__(self, key: int, part: Path) -> None:
-        self.key, self.part = key, part
+    def __init__(self, key: int, part: Path, deaf: bool = False) -> None:
+        self.key, self.part, self.deaf = key, part, deaf
         self.done = threading.Event()
         self.error: Exception | None = None
         self.received = 0
@@ -38,6 +38,10 @@ class FakeTransfer:
             callback(self)
         else:
             self.callbacks.append(callback)
+
+    def cancel(self) -> None:
+        if not self.deaf:
+            self.end(NetworkError("cancelled"))
 
     def end(self, error: Exception | None = None) -> None:
         if self.done.is_set():
@@ -62,7 +66,7 @@ class Origin:
     transfers: dict[int, FakeTransfer] = field(default_factory=dict)
 
     def start(self, key: int, part: Path) -> FakeTransfer:
-        transfer = FakeTransfer(key, part)
+        transfer = FakeTransfer(key, part, self.deaf)
         self.started.append(key)
         if key in self.failing:
             transfer.end(NetworkError("the origin is gone"))
@@ -70,10 +74,6 @@ class Origin:
             transfer.end()
         self.transfers[key] = transfer
         return transfer
-
-    def cancel(self, transfer: FakeTransfer) -> None:
-        if not self.deaf:
-            transfer.end(NetworkError("cancelled"))
 
     def end(self, key: int) -> None:
         self.transfers[key].end()
@@ -99,7 +99,7 @@ def feed_of(
 ) -> SliceFeed:
     return SliceFeed(
         SliceCache(directory, room_for(slices)), NAMES[:num_keys], np.full(num_keys, SIZE), uses_of(steps), len(steps),
-        origin.start, origin.cancel, **options,
+        origin.start, **options,
     )  # fmt: skip
 
 

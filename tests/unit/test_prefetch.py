@@ -141,7 +141,7 @@ def test_an_error_in_a_start_or_in_the_order_reaches_the_consumer(tmp_path: Path
     cases = ((uses, Origin().start, "no such step"), (uses_of([[0]]), start, "no more threads"))
     for number, (order, begin, reason) in enumerate(cases):
         cache = SliceCache(tmp_path / str(number), room_for(2))
-        feed = SliceFeed(cache, NAMES[:1], np.array([SIZE]), order, 1, begin, Origin().cancel)
+        feed = SliceFeed(cache, NAMES[:1], np.array([SIZE]), order, 1, begin)
         closing.append(feed)
         feed.seek(0)
         with pytest.raises(UsageError, match=reason):
@@ -171,7 +171,6 @@ def test_what_is_needed_now_comes_before_what_is_on_its_way(tmp_path: Path, clos
     origin = Origin(at_once=False)
     feed = SliceFeed(
         SliceCache(tmp_path, 2 * part_bytes(SIZE)), NAMES[:10], np.full(10, SIZE), uses_of(steps), 10, origin.start,
-        origin.cancel,
     )  # fmt: skip
     closing.append(feed)
     feed.seek(0)
@@ -266,9 +265,9 @@ def test_all_is_never_evicted_and_refused_if_it_does_not_fit(tmp_path: Path, clo
     with pytest.raises(UsageError, match="expected 'budget', 'window' or 'all', got 'some'"):
         feed_of(tmp_path, [[0]], 3, Origin(), 4, keep="some")
     with pytest.raises(UsageError, match="the largest slice takes 1002 bytes as it is fetched, the budget is 1000"):
-        SliceFeed(SliceCache(tmp_path, 1000), NAMES[:1], np.array([1000]), uses_of([]), 0, *[lambda *_: None] * 2)
+        SliceFeed(SliceCache(tmp_path, 1000), NAMES[:1], np.array([1000]), uses_of([]), 0, lambda *_: None)
     with pytest.raises(UsageError, match="a size for each of 1, got 2"):
-        SliceFeed(SliceCache(tmp_path, 5000), NAMES[:1], np.array([9, 9]), uses_of([]), 0, *[lambda *_: None] * 2)
+        SliceFeed(SliceCache(tmp_path, 5000), NAMES[:1], np.array([9, 9]), uses_of([]), 0, lambda *_: None)
     steps = [[key] for _ in range(3) for key in range(4)]
     origin = Origin()
     feed = feed_of(tmp_path, steps, 4, origin, 4, keep="all")
@@ -283,7 +282,6 @@ def test_the_same_slice_under_two_keys_is_fetched_once(tmp_path: Path, closing: 
     names = np.frombuffer(bytes.fromhex("".join([NAMES[0], NAMES[1], NAMES[0]])), np.uint8).reshape(3, 32)
     feed = SliceFeed(
         SliceCache(tmp_path, room_for(2)), names, np.full(3, SIZE), uses_of([[2], [1], [0]]), 3, origin.start,
-        origin.cancel,
     )  # fmt: skip
     closing.append(feed)
     feed.seek(0)

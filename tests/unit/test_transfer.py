@@ -141,7 +141,7 @@ def test_too_many_requests(server: OriginServer, tmp_path: Path) -> None:
         began = time.monotonic()
         assert fetch(transfers, tmp_path / "part", server.url).error is None
         took = time.monotonic() - began
-        (source,) = transfers._known.values()
+        (source,) = transfers._sources.values()
     assert server.statuses[503] > 0
     assert source.limit < 16, "fewer connections for who says that it is too busy"
     assert sum(server.requests.values()) < 14 + 16 + 40 * took, "it is not hammered"
@@ -219,7 +219,7 @@ def test_the_liar_is_named(make_server: Callable[..., OriginServer], tmp_path: P
             moved = fetch(transfers, tmp_path / f"{turn}", liar.url, honest.url, bad=named)
             assert moved.error is None
     assert named and set(named) == {liar.url}
-    assert transfers._known[liar.url].lies == len(named)
+    assert transfers._sources[liar.url].lies == len(named)
 
 
 def test_a_lie_among_several_is_traced(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_wrong_resumed_part_blames_nobody(server: OriginServer, tmp_path: Path
     part = tmp_path / "part"
     file = PartFile(part, INFO.bytes, 1 << 18, 1)
     file.open()
-    file.write(file.spans[0], memoryview(bytes(1 << 18)), "x")
+    file.write(file.ranges[0], memoryview(bytes(1 << 18)), "x")
     file.close()
     named: list[str] = []
     with Transfers(**QUICK) as transfers:
@@ -308,10 +308,10 @@ def test_cancel_and_resume(server: OriginServer, tmp_path: Path) -> None:
         moved = transfers.start(INFO, part, [open_origin(server.url)])
         while moved.received < 1_500_000:
             time.sleep(0.005)
-        transfers.cancel(moved)
+        moved.cancel()
         assert moved.done.is_set() and isinstance(moved.error, TransferCancelledError)
         left = part.read_bytes()
-        transfers.cancel(moved)
+        moved.cancel()
         time.sleep(0.1)
         assert part.read_bytes() == left, "nothing is written after the end"
         pieces = left[INFO.bytes + 1 :].count(1)
@@ -584,9 +584,9 @@ def test_a_part_file(
     data = CONTENT * 2
     file = PartFile(path, num_bytes, 1 << power, spans)
     file.open()
-    assert [span.start for span in file.spans] == [0, *(span.stop for span in file.spans[:-1])]
-    assert file.spans[-1].stop == num_bytes
-    todo = list(file.spans)
+    assert [span.start for span in file.ranges] == [0, *(span.stop for span in file.ranges[:-1])]
+    assert file.ranges[-1].stop == num_bytes
+    todo = list(file.ranges)
     order.shuffle(todo)
     for span in todo[: order.randint(0, len(todo) - 1)]:
         assert file.write(span, memoryview(data)[span.start : span.stop], "x")
@@ -595,11 +595,11 @@ def test_a_part_file(
     assert not file.write(todo[-1], memoryview(b"x"), "x")
     again = PartFile(path, num_bytes, 1 << power, 1)
     again.open()
-    assert sorted({span.piece for span in again.spans if span.at == span.stop}) == marked
-    for span in again.spans:
-        if span.at < span.stop:
+    assert sorted({span.start // again.piece_bytes for span in again.ranges if span.offset == span.stop}) == marked
+    for span in again.ranges:
+        if span.offset < span.stop:
             assert again.write(span, memoryview(data)[span.start : span.stop], "y")
-    assert again.check_on() and again.received == num_bytes
+    assert again.advance_check() and again.received == num_bytes
     again.finish()
     again.close()
     assert path.read_bytes() == data[:num_bytes]
@@ -611,8 +611,8 @@ def test_chunks_of_a_large_shard(tmp_path: Path) -> None:
     file = PartFile(tmp_path / "part", 215_000_000_000, 2 << 30, 16)
     file.open()
     file.close()
-    assert len(file.spans) == 101
-    assert file.spans[-1].stop == 215_000_000_000
+    assert len(file.ranges) == 101
+    assert file.ranges[-1].stop == 215_000_000_000
 
 
 def test_backoff_doubles_and_jitters() -> None:
@@ -658,19 +658,19 @@ def test_requests_are_as_long_as_a_connection_is_fast(tmp_path: Path) -> None:
     for file, spans in ((alone, 8), (one_of_many, 2), (endless, 3)):
         file.open()
         file.close()
-        assert len(file.spans) == spans
+        assert len(file.ranges) == spans
 
 
 def test_a_busy_source_gets_fewer_connections_and_then_more() -> None:
     made, backoff = SourceStats(Fake("x", honest), 16.0), partial(backoff_s, first_s=1, max_s=10)
-    made.throttle(10, 9, 5, backoff)
+    made.record_overload(10, 9, 5, backoff)
     assert (made.limit, made.wait_until) == (8, 15)
-    made.throttle(10.5, 9, 0, backoff)
+    made.record_overload(10.5, 9, 0, backoff)
     assert made.limit == 8, "what was asked before counts once"
-    made.throttle(20, 19, 0, backoff)
+    made.record_overload(20, 19, 0, backoff)
     assert made.limit == 4
     for _ in range(200):
-        made.finished(16)
+        made.record_success(16)
     assert made.limit == 16
 
 

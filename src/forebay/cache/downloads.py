@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from forebay.cache.cache import Reservation
 from forebay.errors import ForebayError, UsageError
@@ -39,7 +38,6 @@ class Downloads(dict[int, Download]):
         self,
         sizes: Sequence[int],
         start: Callable[[int, Path], Transfer],
-        cancel: Callable[[Any], object],
         on_done: Callable[[int], None],
         clock: Callable[[], float],
     ) -> None:
@@ -47,7 +45,7 @@ class Downloads(dict[int, Download]):
         self.counts = {"fetched_slices": 0, "fetched_bytes": 0, "repeated_fetches": 0, "failed": 0}
         self.counts |= {"refetched_slices": 0, "refetched_bytes": 0}
         self._sizes = sizes
-        self._start, self._cancel, self._on_done, self._clock = start, cancel, on_done, clock
+        self._start, self._on_done, self._clock = start, on_done, clock
         self._not_before: dict[int, float] = {}
         self._failures: dict[int, int] = {}
         self._fetched: dict[int, int | None] = {}  # The epoch of the last fetch.
@@ -74,7 +72,7 @@ class Downloads(dict[int, Download]):
         flight = self[key]
         if not flight.cancelled:
             flight.cancelled = True
-            self._cancel(flight.transfer)
+            flight.transfer.cancel()
 
     def finish(self, key: int) -> tuple[bool, Exception | None]:
         """Forget a transfer that has ended: whether its slice is here now, and why not unless it was cancelled."""

@@ -19,11 +19,12 @@ from typing import Literal
 
 from forebay.errors import UsageError
 from forebay.storage.locks import EXCLUSIVE, SHARED, Lock, acquire, is_locked, try_acquire
+from forebay.storage.part_file import MIN_RANGE_BYTES
 
 _HEADER = 96
 PlannedUse = tuple[int, int, int | None]  # First and last run step of the next uses, and the first one after them.
 SHA256 = re.compile(r"[0-9a-f]{64}")
-_PIECE_BYTES = 8 << 20
+
 log = logging.getLogger("forebay.cache")
 Evict = Literal["unwanted", "later", "any"]
 
@@ -144,8 +145,8 @@ class CacheEntry:
 
 
 def part_bytes(num_bytes: int) -> int:
-    """What to reserve for a slice whose partial file says at its end which pieces of 8 MiB are there."""
-    return num_bytes + -(-num_bytes // _PIECE_BYTES) + 1
+    """What to reserve for a slice whose partial file says at its end which pieces are there."""
+    return num_bytes + -(-num_bytes // MIN_RANGE_BYTES) + 1
 
 
 class DiskBudget:

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from forebay.cache.cache import NotReserved, Reservation, SliceCache
 from forebay.cache.downloads import Downloads
@@ -62,7 +61,6 @@ class Planner:
         cache: SliceCache,
         slices: RunSlices,
         start_transfer: Callable[[int, Path], Transfer],
-        cancel_transfer: Callable[[Any], object],
         on_done: Callable[[int], None],
         *,
         keep: Keep,
@@ -75,7 +73,7 @@ class Planner:
     ) -> None:
         self.cache = cache
         self.here: set[int] = set()  # keys known to be in the cache
-        self.flights = Downloads(slices.sizes, start_transfer, cancel_transfer, on_done, clock)
+        self.flights = Downloads(slices.sizes, start_transfer, on_done, clock)
         self.evicted = 0  # slices, by this process
         self.lost_to: dict[int, str] = {}  # why a slice is here no longer: `room`, `another process` or `damage`
         self._refetched_for: Counter[str] = Counter()

@@ -60,7 +60,6 @@ class SliceFeed:
             from the feed's thread.
         num_steps: Where the run ends; None for never.
         start_transfer: Begins to fetch a slice into its partial file, and returns at once.
-        cancel_transfer: Makes one end soon; its `done` is set when it has.
         keep: `budget` evicts when room is needed; `window` fetches ahead within the horizon only, and deletes a
             slice once this process and the others have read it in their epochs, unless it lies within the horizon;
             `all` never evicts a slice of the run.
@@ -84,7 +83,6 @@ class SliceFeed:
         uses: UsesFunction,
         num_steps: int | None,
         start_transfer: Callable[[int, Path], Transfer],
-        cancel_transfer: Callable[[Any], object],
         *,
         keep: Keep = "budget",
         horizon_bytes: int | None = None,
@@ -102,7 +100,7 @@ class SliceFeed:
         self._sha256s, self._sizes, self._same = self._slices.sha256s, self._slices.sizes, self._slices.same
         self._clock, self._on_evict, self._timeout_s = clock, on_evict, timeout_s
         self._planner = Planner(
-            cache, self._slices, start_transfer, cancel_transfer, _weakly(self),
+            cache, self._slices, start_transfer, _weakly(self),
             keep=keep, horizon_bytes=horizon_bytes, epoch_of=epoch_of, timeout_s=timeout_s, clock=clock,
             first_alone=first_alone, window_steps=window_steps,
         )  # fmt: skip

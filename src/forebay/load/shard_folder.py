@@ -25,15 +25,21 @@ from forebay.errors import DatasetError, IntegrityError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.formats.shard_writer import LIST_FILE, LIST_FORMAT
 from forebay.load.shard_check import LEAST_HEAD, SampleCheck
-from forebay.storage.base import ChangedError, ObjectMeta, Origin, PermanentError, TransientError
+from forebay.storage.base import (
+    ChangedError,
+    ObjectMeta,
+    Origin,
+    PermanentError,
+    TransientError,
+    as_object_origin,
+    head_object,
+)
 from forebay.storage.locks import EXCLUSIVE, SHARED, Lock, acquire, is_locked, try_acquire
 from forebay.storage.ranged_download import (
     DownloadResult,
     Workers,
-    as_object_origin,
     commit_part,
     download_part,
-    head_object,
     part_path,
     plan_download,
 )

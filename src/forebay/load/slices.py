@@ -244,7 +244,6 @@ class Slices:
             self._cached_uses,
             self._run.num_steps,
             lambda key, part: fetches.start(*find(key), part),
-            fetches.cancel,
             keep=self._cache.keep,
             horizon_bytes=self._cache.ahead_bytes,
             epoch_of=self._epoch_of,

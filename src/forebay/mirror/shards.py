@@ -22,9 +22,9 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, IntegrityError, UsageError
 from forebay.formats.shard_writer import LIST_FILE
 from forebay.load.shard_folder import Pair, ShardFolder
-from forebay.storage.base import ObjectMeta, read_small
+from forebay.storage.base import ObjectMeta, as_object_origin, head_object, read_small
 from forebay.storage.origins import open_origin
-from forebay.storage.ranged_download import Workers, as_object_origin, head_object
+from forebay.storage.ranged_download import Workers
 from forebay.storage.targets import FolderTarget, Target, open_target
 from forebay.units import format_bytes
 

@@ -26,7 +26,7 @@ from forebay.storage.base import Origin, read_small
 from forebay.storage.peer_dataset import PeerOrigin
 from forebay.storage.peer_source import ProviderSource
 from forebay.storage.remote_dataset import RemoteDataset
-from forebay.storage.transfer_state import SwarmTransfer, TransferCancelledError
+from forebay.storage.transfer_state import PoolTransfer, Transfer, TransferCancelledError
 from forebay.storage.transfers import Transfers
 from forebay.swarm.reader_state import Body, Flags, SwarmReaderState
 from forebay.swarm.share import SharedDataset, SliceIndex, SliceShare
@@ -37,6 +37,24 @@ log = logging.getLogger("forebay.swarm")
 _MAX_SMALL_BYTES = 1 << 30  # of a dataset, all together: they lie in memory
 _FRESH_S = 15.0
 _AGAIN_S = 3.0
+
+
+class SwarmTransfer(Transfer):
+    """A slice from a swarm: waits for a provider, then comes by `current`; by another one if that fails."""
+
+    def __init__(self, info: SliceInfo, part: Path, reader: SwarmReader) -> None:
+        super().__init__(info, part)
+        self.current: PoolTransfer | None = None
+        self.is_cancelled = False
+        self._reader = reader
+
+    @property
+    def received(self) -> int:
+        current = self.current
+        return self.info.bytes if self.done.is_set() and self.error is None else current.received if current else 0
+
+    def cancel(self) -> None:
+        self._reader.cancel(self)
 
 
 class SwarmReader:
@@ -86,7 +104,7 @@ class SwarmReader:
 
     def fetch(self, index: int, part: Path) -> SwarmTransfer:
         """Want a slice, into a partial file; what is there already is gone on from. Returns at once."""
-        transfer = SwarmTransfer(self._table.row(index), part)
+        transfer = SwarmTransfer(self._table.row(index), part, self)
         with self._changed:
             if self._closed:
                 transfer.finish(TransferCancelledError.of(transfer.info))
@@ -98,7 +116,7 @@ class SwarmReader:
 
     def cancel(self, transfer: SwarmTransfer) -> None:
         """Give a slice up; its part stays for a later run. No harm if it ended."""
-        transfer.cancelled = True
+        transfer.is_cancelled = True
         index = transfer.info.index
         with self._changed:
             is_waiting = self._transfers_by_index.get(index) is transfer and self._state.withdraw(index)
@@ -106,7 +124,7 @@ class SwarmReader:
                 del self._transfers_by_index[index]
             current = transfer.current
         if current is not None:
-            self._transfers.cancel(current)
+            current.cancel()
         elif is_waiting:
             transfer.finish(TransferCancelledError.of(transfer.info))
 
@@ -208,8 +226,8 @@ class SwarmReader:
                 error = NetworkError(f"slice {transfer.info.name}: {error}")
             return self._ended(transfer, holder, error, bool(wrong))
         transfer.current.on_done(lambda done: self._ended(transfer, holder, done.error, bool(wrong)))
-        if transfer.cancelled:
-            self._transfers.cancel(transfer.current)
+        if transfer.is_cancelled:
+            transfer.current.cancel()
 
     def _source(self, holder: Provider, info: SliceInfo) -> Origin:
         if not holder.is_url:
@@ -219,7 +237,7 @@ class SwarmReader:
         return self._open_url(holder.address)
 
     def _ended(self, transfer: SwarmTransfer, holder: Provider, error: Exception | None, wrong: bool) -> None:
-        index, is_cancelled = transfer.info.index, transfer.cancelled or self._closed
+        index, is_cancelled = transfer.info.index, transfer.is_cancelled or self._closed
         transfer.current = None
         if is_cancelled or SwarmReaderState.is_final(error):
             # Before the tracker is told: by then it can be shared.

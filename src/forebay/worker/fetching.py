@@ -257,7 +257,7 @@ class Fetcher:
         while not transfer.wait(0.25):
             now = time.monotonic()
             if held.over or self._closing.is_set():
-                self._transfers.cancel(transfer)
+                transfer.cancel()
             elif now - since >= _PACE_S:
                 if transfer.received - received < _PACE_BYTES:
                     self._leave(transfer, grant, sources)
@@ -266,7 +266,7 @@ class Fetcher:
             raise transfer.error
 
     def _leave(self, transfer: PoolTransfer, grant: Lease, sources: Sequence[Origin]) -> None:
-        self._transfers.cancel(transfer)
+        transfer.cancel()
         for source in sources:
             self._exclude(grant, source, f"gave under {_PACE_BYTES} bytes in {_PACE_S:g} s", wrong=False)
 
