@@ -12,7 +12,7 @@ def reserve(cache: SliceCache, sha256: str, num_bytes: int) -> Reservation:
     """Room for a slice, whatever must go for it. Raises UsageError with the cache's reason if there is none."""
     reserved = cache.try_reserve(sha256, num_bytes, evict="any")
     if isinstance(reserved, NotReserved):
-        raise UsageError(reserved.detail or reserved.why)
+        raise UsageError(reserved.detail or reserved.reason)
     return reserved
 
 

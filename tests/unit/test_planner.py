@@ -90,7 +90,7 @@ def test_no_order_of_fetching_needs_fewer(
             finished = ended.copy()
             ended.clear()
             planner.look(step, keys, finished, [])
-        assert sets[step] <= {NAMES.index(name) for name in cache.held()}
+        assert sets[step] <= {NAMES.index(name) for name in cache.list_slices()}
         assert cache.used_bytes() <= cache.budget_bytes
     planner.close()
     assert len(origin.started) == fewest_fetches(sets, slices)
@@ -110,14 +110,14 @@ def test_what_is_read_again_does_not_go_for_one_that_was_read_before_its_transfe
     release = Reservation.release
     monkeypatch.setattr(Reservation, "release", lambda one: later.append(lambda: release(one)))
     planner.look(0, [0, 1], [], [])
-    assert cache.held() == {NAMES[0], NAMES[1]} and ended == [0, 1]
+    assert cache.list_slices() == {NAMES[0], NAMES[1]} and ended == [0, 1]
     later.pop(1)()
     planner.look(1, [], [1], [])
-    assert cache.held() == {NAMES[0], NAMES[1]}
+    assert cache.list_slices() == {NAMES[0], NAMES[1]}
     later.pop()()
     monkeypatch.undo()
     planner.look(1, [], [0], [])
-    assert cache.held() == {NAMES[1], NAMES[2]} and origin.started == [0, 1, 2]
+    assert cache.list_slices() == {NAMES[1], NAMES[2]} and origin.started == [0, 1, 2]
     planner.close()
 
 

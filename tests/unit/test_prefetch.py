@@ -48,10 +48,10 @@ def test_a_slice_is_there_before_it_is_needed(tmp_path: Path, closing: list[Slic
     feed.seek(0)
     until(lambda: len(origin.started) == 3, "all that fits is started")
     assert origin.started == [0, 1, 2]  # the nearest first
-    assert not feed.held(0)
+    assert not feed.is_cached(0)
     origin.end(0)
     assert feed.acquire(0, 2).read_bytes() == CONTENTS[0]
-    assert feed.held(0) and not feed.held(1)
+    assert feed.is_cached(0) and not feed.is_cached(1)
     feed.advance(2)
     origin.end(1)
     origin.end(2)
@@ -102,7 +102,7 @@ def test_a_failure_is_told_to_who_needs_the_slice_only(tmp_path: Path, closing: 
     closing.append(feed)
     feed.seek(0)
     feed.acquire(0, 1)
-    until(lambda: feed.held(2), "the rest comes in spite of it")
+    until(lambda: feed.is_cached(2), "the rest comes in spite of it")
     until(lambda: feed.stats()["failed"] == 1, "the first try is over")
     feed.advance(1)
     for _ in range(2):  # tried again each time it is asked for
@@ -127,7 +127,7 @@ def test_a_failure_is_tried_again_before_it_is_needed(tmp_path: Path, closing: l
     assert origin.started.count(1) == 1
     origin.failing.clear()
     now[0] = 1.0
-    until(lambda: feed.held(1), "it is tried after a second")
+    until(lambda: feed.is_cached(1), "it is tried after a second")
     assert feed.stats()["late"] == 0
 
 
@@ -236,7 +236,7 @@ def test_window_deletes_what_the_epoch_has_read(tmp_path: Path, closing: list[Sl
         feed.advance(step + 1)
         ahead = [key for later in steps[step + 1 :] for key in later]
         lean = set(ahead[:1] + [key for key in ahead if key != ahead[0]][:1])
-        until(lambda lean=lean: {NAMES.index(name) for name in feed.cache.held()} <= lean, f"step {step}")
+        until(lambda lean=lean: {NAMES.index(name) for name in feed.cache.list_slices()} <= lean, f"step {step}")
     until(lambda: len(gone) == 8, "the last eviction is told")
     assert gone == [0, 1, 2, 3] * 2 and feed.stats()["repeated_fetches"] == 4
 
@@ -254,9 +254,9 @@ def test_window_waits_for_the_other_processes(tmp_path: Path, closing: list[Slic
     fast.seek(0)
     read(fast, steps)
     time.sleep(0.7)
-    assert fast.cache.held() == set(NAMES[:4])
+    assert fast.cache.list_slices() == set(NAMES[:4])
     slow.close()
-    until(lambda: not fast.cache.held(), "nobody wants them any more")
+    until(lambda: not fast.cache.list_slices(), "nobody wants them any more")
 
 
 def test_all_is_never_evicted_and_refused_if_it_does_not_fit(tmp_path: Path, closing: list[SliceFeed]) -> None:
@@ -287,4 +287,4 @@ def test_the_same_slice_under_two_keys_is_fetched_once(tmp_path: Path, closing: 
     feed.seek(0)
     assert feed.acquire(2, 1) == feed.acquire(0, 3) == tmp_path / NAMES[0]
     feed.acquire(1, 2)
-    assert sorted(origin.started) == [0, 1] and feed.held(2)
+    assert sorted(origin.started) == [0, 1] and feed.is_cached(2)

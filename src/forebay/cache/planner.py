@@ -159,7 +159,7 @@ class Planner:
         if self._clock() - self._listed_at < _POLL_S:
             return
         self._listed_at = self._clock()
-        here = {self._keys[sha256] for sha256 in self.cache.held() if sha256 in self._keys}
+        here = {self._keys[sha256] for sha256 in self.cache.list_slices() if sha256 in self._keys}
         for key in self.here - here:
             self._forget(key, "another process")
         self.here = here
@@ -227,7 +227,7 @@ class Planner:
             self.flights.hurry(key)
             refusal = self._start(key, 0, outcome)
             started |= refusal is None
-            if refusal is not None and refusal.why == "no room":
+            if refusal is not None and refusal.reason == "no room":
                 starved = refusal.detail
         outcome.again_s = _EAGER_S if absent else outcome.again_s
         if started or starved:
@@ -276,11 +276,11 @@ class Planner:
             if self._keep == "window" and not self._is_near(key, steps):
                 return
             refusal = self._start(key, steps, outcome)
-            if refusal is not None and refusal.why == "no room":
+            if refusal is not None and refusal.reason == "no room":
                 return
             heapq.heappop(self._queue)
             self._queued.discard(key)
-            if refusal is not None and refusal.why == "busy":
+            if refusal is not None and refusal.reason == "busy":
                 self.flights.postpone(key, _POLL_S)
 
     def _next_wanted(self) -> int | None:
@@ -300,13 +300,13 @@ class Planner:
     def _start(self, key: int, steps: int, outcome: PlanUpdate) -> NotReserved | None:
         """Begin to fetch a slice, evicting what may go; None, or why it could not be begun."""
         reserved = self._reserve(key, steps, "unwanted")
-        is_full = isinstance(reserved, NotReserved) and reserved.why == "no room" and self._keep != "all"
+        is_full = isinstance(reserved, NotReserved) and reserved.reason == "no room" and self._keep != "all"
         if is_full and (steps <= 0 or (self._is_near(key, steps) and not self._is_ending_unwanted())):
             self._know_held(once=steps <= 0)
             # What is fetched ahead pushes out nothing of a window that is open: it would come back at once.
             reserved = self._reserve(key, max(steps, self._window_steps) if steps > 0 else steps, "later")
         if isinstance(reserved, NotReserved):
-            if reserved.why == "here":
+            if reserved.reason == "cached":
                 self.here.add(key)
             return reserved
         self._aims[key] = self._now + steps

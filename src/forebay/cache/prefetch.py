@@ -149,7 +149,7 @@ class SliceFeed:
             )
             self._thread.start()
 
-    def held(self, key: int) -> bool:
+    def is_cached(self, key: int) -> bool:
         """Whether a slice is here, at this moment and without waiting; `acquire` may yet find it evicted."""
         return self.cache.path_of(self._sha256s[key]).exists()
 
@@ -176,7 +176,7 @@ class SliceFeed:
             self._await(wanted, until)
         return [self.cache.directory / self._sha256s[key] for key in keys]
 
-    def hold(self, keys: Sequence[int], until: int) -> bool:
+    def try_acquire_all(self, keys: Sequence[int], until: int) -> bool:
         """As `acquire_all`, but without waiting: False, and nothing more is kept, if one is not here."""
         self._check_open()
         return self._hold(list(dict.fromkeys(self._same[key] for key in keys)), until)
@@ -260,7 +260,7 @@ class SliceFeed:
         """Pin slices, all or none; False if one is not here."""
         with self._changed:
             fresh = [key for key in keys if key not in self._pins]
-            if fresh and self.cache.hold([self._sha256s[key] for key in fresh]) is None:
+            if fresh and self.cache.pin_all([self._sha256s[key] for key in fresh]) is None:
                 return False
             for key in keys:
                 self._pins[key] = max(until, self._now + 1, self._pins.get(key, 0))
@@ -287,7 +287,7 @@ class SliceFeed:
                     for key in keys:
                         if (flight := self._planner.flights.get(key)) is not None:
                             flight.transfer.needed = True
-                    lost = [key for key in keys if key in self._planner.here and not self.held(key)]
+                    lost = [key for key in keys if key in self._planner.here and not self.is_cached(key)]
                     if lost:  # evicted by another process
                         self._lost += lost
                         self._wake()
@@ -323,7 +323,7 @@ class SliceFeed:
         received = 0
         for key in keys:
             flight = self._planner.flights.get(key)
-            if self.held(key):
+            if self.is_cached(key):
                 received += self._sizes[key]
             elif flight is not None:
                 received += min(flight.transfer.received, self._sizes[key])

@@ -121,7 +121,7 @@ def _held(cache: SliceCache, sha256s: list[str]) -> Callable[[], NDArray[np.bool
 
     def held() -> NDArray[np.bool_]:
         flags = np.zeros(len(sha256s), np.bool_)
-        flags[[keys[sha256] for sha256 in cache.held() if sha256 in keys]] = True
+        flags[[keys[sha256] for sha256 in cache.list_slices() if sha256 in keys]] = True
         return flags
 
     return held

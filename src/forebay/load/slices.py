@@ -151,7 +151,7 @@ class Slices:
     def hold(self, keys: Sequence[int], until: int) -> bool:
         """Whether all of these are here; then they are kept until `advance(until)`. Does not wait."""
         wanted = [key for key in keys if self.is_cached(key)]
-        return not wanted or (self._feed is not None and self._feed.hold(wanted, until))
+        return not wanted or (self._feed is not None and self._feed.try_acquire_all(wanted, until))
 
     def bring(self, keys: Sequence[int], until: int) -> None:
         """Wait until all of these are here, kept together until `advance(until)`."""

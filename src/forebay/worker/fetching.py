@@ -80,7 +80,7 @@ class Shelf:
 
     def news(self, everything: bool = False) -> dict[str, str]:
         """Dataset id to the ranges of slices that are here now, of those that changed since `told`, or of all."""
-        here = self._cache.held()
+        here = self._cache.list_slices()
         with self._lock:
             ranges = {
                 i: format_ranges(np.array(sorted(known[s] for s in known.keys() & here), np.int64))
