@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from forebay.cache import planned_use as uses_module
 from forebay.cache.cache import Reservation, SliceCache
 from forebay.cache.planned_use import PlannedUses, RunSlices
-from forebay.cache.planner import Planner
+from forebay.cache.planner import FeedOptions, Planner
 
 
 def needed(steps: list[list[int]], ahead: int) -> list[frozenset[int]]:
@@ -79,7 +79,7 @@ def test_no_order_of_fetching_needs_fewer(
     cache = SliceCache(tmp_path_factory.mktemp("cache"), slices * SIZE + SIZE // 2)
     planner = Planner(
         cache, RunSlices.of(NAMES[:6], np.full(6, SIZE), uses_of(steps), len(steps)), origin.start,
-        ended.append, keep="budget", horizon_bytes=ahead * SIZE, epoch_of=None, timeout_s=1, clock=lambda: 0.0,
+        ended.append, FeedOptions(horizon_bytes=ahead * SIZE, timeout_s=1), clock=lambda: 0.0,
     )  # fmt: skip
     planner.seek(0)
     sets = needed(steps, ahead)
@@ -89,7 +89,7 @@ def test_no_order_of_fetching_needs_fewer(
             before = (len(origin.started), len(ended))
             finished = ended.copy()
             ended.clear()
-            planner.look(step, keys, finished, [])
+            planner.update(step, keys, finished, [])
         assert sets[step] <= {NAMES.index(name) for name in cache.list_slices()}
         assert cache.used_bytes() <= cache.budget_bytes
     planner.close()
@@ -103,20 +103,20 @@ def test_what_is_read_again_does_not_go_for_one_that_was_read_before_its_transfe
     cache = SliceCache(tmp_path, room_for(2))
     planner = Planner(
         cache, RunSlices.of(NAMES[:3], np.full(3, SIZE), uses_of(steps), len(steps)), origin.start,
-        ended.append, keep="budget", horizon_bytes=2 * SIZE, epoch_of=None, timeout_s=1, clock=lambda: 0.0,
+        ended.append, FeedOptions(horizon_bytes=2 * SIZE, timeout_s=1), clock=lambda: 0.0,
     )  # fmt: skip
     planner.seek(0)
     later: list[Callable[[], None]] = []
     release = Reservation.release
     monkeypatch.setattr(Reservation, "release", lambda one: later.append(lambda: release(one)))
-    planner.look(0, [0, 1], [], [])
+    planner.update(0, [0, 1], [], [])
     assert cache.list_slices() == {NAMES[0], NAMES[1]} and ended == [0, 1]
     later.pop(1)()
-    planner.look(1, [], [1], [])
+    planner.update(1, [], [1], [])
     assert cache.list_slices() == {NAMES[0], NAMES[1]}
     later.pop()()
     monkeypatch.undo()
-    planner.look(1, [], [0], [])
+    planner.update(1, [], [0], [])
     assert cache.list_slices() == {NAMES[1], NAMES[2]} and origin.started == [0, 1, 2]
     planner.close()
 
@@ -136,7 +136,7 @@ def test_next_uses_are_those_of_the_run(steps: list[list[int]], first: int, exac
         first = min(first, len(steps) - 1)
         found = PlannedUses(uses_of(steps), len(steps), first, exact=exact)
         begun = []
-        while not found.ended:
+        while not found.is_complete:
             begun += found.extend()
         firsts = {key: at for at, key in reversed(begun)}
         assert [at for at, _ in begun] == sorted(at for at, _ in begun)
@@ -145,7 +145,7 @@ def test_next_uses_are_those_of_the_run(steps: list[list[int]], first: int, exac
             assert firsts.get(key) == (true[0] if true else None)
             for now in range(first, len(steps)):
                 told, left = found.next_use(key, now), [at for at in true if at >= now]
-                if found.bridged and left:
+                if found.is_bridged and left:
                     assert told is not None and now <= told <= left[0]
                 else:
                     assert told == (left[0] if left else None)

@@ -107,7 +107,7 @@ def test_a_failure_is_told_to_who_needs_the_slice_only(tmp_path: Path, closing: 
     feed.advance(1)
     for _ in range(2):  # tried again each time it is asked for
         tries = origin.started.count(1)
-        with pytest.raises(NetworkError, match=rf"slice 1 \({NAMES[1][:12]}…\) did not come: the origin is gone"):
+        with pytest.raises(NetworkError, match=rf"slice 1 \({NAMES[1][:12]}…\) was not downloaded: the origin is gone"):
             feed.acquire(1, 2)
         assert origin.started.count(1) == tries + 1
     origin.failing.clear()
