@@ -105,7 +105,7 @@ class PeerOrigin(Origin):
                 raise ProtocolViolation(f"swarm: expected a URL that a data node claims, got {url[:200]!r}")
             opened = self._open_url(url)
         if isinstance(opened, UnusableOrigin):
-            raise PermanentError(str(opened.why))
+            raise PermanentError(str(opened.reason))
         return opened
 
     def _open_url(self, url: str) -> Origin:

@@ -337,7 +337,7 @@ class _Pages:
         query = urllib.parse.urlencode(parameters)
         url = spec.url + ("&" if "?" in spec.url else "?") + query if query else spec.url
         try:
-            body, headers = self._origin.ask("", MAX_PAGE_BYTES, url)
+            body, headers = self._origin.get_with_headers("", MAX_PAGE_BYTES, url)
         except PermanentError as error:
             raise PrepareError(
                 f"{spec.url}: {self._reason(error)}. Check url, parameters and credentials; what was fetched is kept."

@@ -239,7 +239,7 @@ def _ask_json(address: str, what: str, tries: int, missing_is_none: bool = False
 
     def attempt() -> tuple[Any, str]:
         try:
-            data, headers = origin.ask(address, _MOST_BYTES, f"{hub_endpoint()}/{address}")
+            data, headers = origin.get_with_headers(address, _MOST_BYTES, f"{hub_endpoint()}/{address}")
             return json.loads(data), headers.get("Link", "")
         except ValueError as error:
             raise TransientError(f"what is no JSON: {error}") from error
