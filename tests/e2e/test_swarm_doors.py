@@ -170,7 +170,7 @@ def test_two_versions_of_a_name_are_flagged_and_each_is_had_by_its_id(world: Pat
     make_dataset(tmp_path / "new" / "c4", SLICES + 1, 2, 512)
     both = [open_dataset(world / "c4"), open_dataset(tmp_path / "new" / "c4")]
     with DataNode(Identity.load(world / "node"), both, "127.0.0.1", 0, None) as node:
-        with pytest.raises(UsageError, match="Say which"):
+        with pytest.raises(UsageError, match="Choose one"):
             remote(world, "a", node.address)
         for one in both:
             assert remote(world, "a", node.address, query=f"?id={one.id}").num_slices == one.num_slices

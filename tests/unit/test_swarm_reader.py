@@ -107,7 +107,7 @@ def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp
     ):
         transfer = reader.fetch(0, tmp_path / "part")
         assert transfer.wait(scaled(20))
-        assert isinstance(transfer.error, NetworkError) and "nobody who has it" in str(transfer.error)
+        assert isinstance(transfer.error, NetworkError) and "no provider of" in str(transfer.error)
     assert threads.failures()["swarm"] > before
 
 

@@ -34,7 +34,7 @@ def at(name: str, is_origin: bool = False, port: int = 1) -> Provider:
 
 def ranking(dataset_id: str, day: int, found: list[Provider]) -> list[str]:
     trackers = TrackerClient(_Deaf(), dataset_id, lambda: found, None, now=lambda: day * 86400.0 + 5)  # type: ignore[arg-type]
-    assert trackers.ask({}, lambda body: None) is None
+    assert trackers.request({}, lambda body: None) is None
     return _Deaf.asked
 
 
@@ -67,8 +67,8 @@ def test_sharers_are_bounded() -> None:
     found: list[Provider] = []
     trackers = TrackerClient(_Deaf(), "ab" * 32, lambda: found, None)  # type: ignore[arg-type]
     for answer in range(100):
-        trackers.met([at(f"{answer}-{i}", port=1 + 64 * answer + i) for i in range(64)])
-    trackers.ask({}, lambda body: None)
+        trackers.add_sharers([at(f"{answer}-{i}", port=1 + 64 * answer + i) for i in range(64)])
+    trackers.request({}, lambda body: None)
     assert len(_Deaf.asked) == 256 and "99-15" in _Deaf.asked and "99-16" not in _Deaf.asked
 
 

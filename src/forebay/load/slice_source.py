@@ -63,7 +63,7 @@ class Fetches:
     def evicted(self, dataset: Dataset, index: int) -> None:
         """A slice is here no longer."""
         if (member := self._members.get(dataset.id)) is not None:
-            member.reader.lost(index)
+            member.reader.report_lost(index)
 
     def stats(self) -> dict[str, int]:
         """Slices by where they came from, and bytes that others took from here; empty if nothing is shared."""

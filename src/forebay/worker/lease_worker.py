@@ -324,4 +324,6 @@ def _open_share(identity: Identity, settings: LeaseSettings, worker: _Worker) ->
     others = [settings.scheduler] if settings.scheduler else [f"{host}:{port}" for host, port in identity.bootstrap]
     named = named_host(host, others[0]) if others else host
     throttle = Throttle(upload_bytes_per_s=settings.upload_bytes_per_s)
-    return SliceShare(identity, worker.cache, worker.shelf.sizes, host or "0.0.0.0", int(port), throttle, named=named)
+    return SliceShare(
+        identity, worker.cache, worker.shelf.sizes, host or "0.0.0.0", int(port), throttle, advertised_host=named
+    )
