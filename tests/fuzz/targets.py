@@ -245,7 +245,7 @@ def swarm(directory: Path, identity: Identity) -> Target:
 
     def answer(message: SwarmRequest) -> object:
         peer_id = base64.b32encode(next(client).to_bytes(20, "big")).decode().lower()
-        return json.dumps(tracker.answer(Peer(peer_id, b"", "m"), "0" * 64, message.model_copy(update={"address": ""})))
+        return json.dumps(tracker.handle(Peer(peer_id, b"", "m"), "0" * 64, message.model_copy(update={"address": ""})))
 
     made = _message(SwarmRequest, answer, seed, {})
     return replace(made, close=lambda: (tracker.close(), asking.close()))

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from swarm_readers import Reader
 
-from forebay.cache.planned_use import Uses
+from forebay.cache.planned_use import PlannedUses
 from forebay.errors import NetworkError
 from forebay.order.run import Run, Steps
 from forebay.simulate.nodes import STALL_S, Net
@@ -178,7 +178,7 @@ class Rank:
     _step: int = 0
     _sessions: int = 0
     _stands: bool = True
-    _uses: Uses | None = None
+    _uses: PlannedUses | None = None
     _queue: deque[tuple[int, int]] = field(default_factory=deque)
     _block: Steps | None = None
     _needs: set[int] = field(default_factory=set)
@@ -336,7 +336,7 @@ class Rank:
         if self.learned.step != step and step != self.run.num_steps:
             self.net.counts["wrong start"] += 1
         world_size, number = generation.world_size, generation.rank
-        self._uses = Uses(lambda a, b: self.run.uses(a, b, number, world_size)[::2], self.run.num_steps, step)
+        self._uses = PlannedUses(lambda a, b: self.run.uses(a, b, number, world_size)[::2], self.run.num_steps, step)
         self._queue, self._block = deque(), None
         self.reader.want_nothing()
         self._begin_step()

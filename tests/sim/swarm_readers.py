@@ -24,7 +24,7 @@ from forebay.simulate.usage_record import Verdict
 from forebay.swarm.reader_state import Body, SwarmReaderState
 from forebay.swarm.steering import Swarm
 from forebay.swarm.tracker import steer
-from forebay.swarm.tracker_client import ASK_S
+from forebay.swarm.tracker_client import REQUEST_TIMEOUT_S
 
 
 class Reader:
@@ -134,7 +134,7 @@ class Tracker:
 
         def arrive() -> None:
             if self.net.is_cut(reader.node):
-                return clock.after(ASK_S, lambda: reader.receive(None))
+                return clock.after(REQUEST_TIMEOUT_S, lambda: reader.receive(None))
             message = SwarmRequest.model_validate(body, strict=False)
             reply = steer(self.swarm, reader.node.holder, message, clock.now)
             clock.after(latency_s, lambda: reader.receive(reply))

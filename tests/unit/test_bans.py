@@ -28,11 +28,11 @@ def test_a_tracker_notes_whom_two_nodes_accuse(make_identity: Callable[[str], Id
         tracker = Tracker(client)
         tracker.add("d", 8, [Provider("origin", "h:1", True)])
         peers = {name: make_identity(name) for name in ("a", "b", "c", "liar")}
-        tracker.answer(peers["liar"].as_peer, "d", SwarmRequest(session="01"))
+        tracker.handle(peers["liar"].as_peer, "d", SwarmRequest(session="01"))
         member = f"{peers['liar'].peer_id}#01"
         said = SwarmRequest(failed=tuple(FailedFetch(index=i, member=member, wrong=True) for i in (1, 2)))
         for name in "aabc":
-            tracker.answer(peers[name].as_peer, "d", said)
+            tracker.handle(peers[name].as_peer, "d", said)
         tracker.close()
     lines = [json.loads(line) for line in (tmp_path / "audit.jsonl.decisions").read_text().splitlines()]
     (ban,) = [line for line in lines if "ban" in line.values()]

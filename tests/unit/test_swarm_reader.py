@@ -103,11 +103,11 @@ def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp
 
     with (
         Client(None) as client,
-        closing(SwarmReader(client, "ab" * 32, table, trackers, _never, patience_s=0.5)) as reader,
+        closing(SwarmReader(client, "ab" * 32, table, trackers, _never, timeout_s=0.5)) as reader,
     ):
         transfer = reader.fetch(0, tmp_path / "part")
         assert transfer.wait(scaled(20))
-        assert isinstance(transfer.error, NetworkError) and "nobody who has it" in str(transfer.error)
+        assert isinstance(transfer.error, NetworkError) and "no provider of" in str(transfer.error)
     assert threads.failures()["swarm"] > before
 
 

@@ -30,7 +30,7 @@ from forebay.scheduler.core import Bad
 from forebay.scheduler.jobs import JobSpec, Source
 from forebay.scheduler.messages import BadReport, Grant, Lease, proof_of, range_of
 from forebay.scheduler.sessions import Session
-from forebay.storage.peer_source import gives_right_bytes, read_from
+from forebay.storage.peer_source import read_slice, verify_provider
 from forebay.storage.url_policy import FromUrls
 
 DIRECTORY = "datasets"
@@ -362,7 +362,7 @@ class Catalog:
         if holder is None and origins and not self._from_urls and all(origin.is_url for origin in origins):
             return False
         asked = origins if holder is None else [holder]
-        answers = [gives_right_bytes(self._finder.client, one, row, self._from_urls) for one in asked]
+        answers = [verify_provider(self._finder.client, one, row, self._from_urls) for one in asked]
         if True in answers:
             return True
         return None if None in answers or not answers else False
@@ -374,7 +374,7 @@ class Catalog:
         is_any = None
         for origin in holders(self.claims.get(dataset_id, ())):  # one of them may be damaged, or lie
             try:
-                pieces = read_from(self._finder.client, origin, row, start, stop, self._from_urls)
+                pieces = read_slice(self._finder.client, origin, row, start, stop, self._from_urls)
                 data = b"".join(bytes(piece) for piece in pieces)
             except NetworkError as error:
                 log.info("slice %s of %s for a check: %s", row.name, origin.address, error)

@@ -42,7 +42,7 @@ from forebay.scheduler.journal import Journal, job_body, ledger_path, lock_state
 from forebay.scheduler.messages import Answer, Ask, is_checked
 from forebay.scheduler.sessions import MAX_SESSIONS_PER_PEER
 from forebay.storage.url_policy import FromUrls
-from forebay.swarm.tracker import BanNotes
+from forebay.swarm.tracker import BanLog
 
 # A peer whose certificate expired is found anew; a node that died stays named for so long.
 ORIGIN_TTL_S = 20.0
@@ -119,7 +119,7 @@ class SchedulerService:
         self._catalog = Catalog(jobs or [only], finder, from_urls)
         self.plans = self._catalog.plans
         self.name = next(iter(self.plans))
-        self._bans = BanNotes(identity)
+        self._bans = BanLog(identity)
         self._workers: dict[str, status.Seen] = {}
         self._dialer = Dialer(client)
         # The same after a restart, and nobody else's to know.
@@ -187,7 +187,7 @@ class SchedulerService:
             if self.is_done():
                 self._over_from = time.monotonic() + END_S
             for dataset_id, swarm in self._journal.desk.swarms.items():
-                self._bans.know(dataset_id, swarm.facts()["banned"])
+                self._bans.mark_recorded(dataset_id, swarm.facts()["banned"])
             self._name_origins()
             self._server.start()
             self._announce()
@@ -304,7 +304,7 @@ class SchedulerService:
                 ):
                     log.warning("checked: %s", event)
                     if isinstance(event, Banned) and event.banned:
-                        self._bans.look(event.dataset_id, [event.peer_id], self.identity.peer_id, "wrong bytes")
+                        self._bans.record(event.dataset_id, [event.peer_id], self.identity.peer_id, "wrong bytes")
 
     async def _written(self, journal: Journal, ticket: int) -> None:
         """Waits until what was put up to a ticket is on disk: one commit at a time, for all who wait meanwhile.

@@ -16,7 +16,7 @@ from forebay.network.messages import MAX_SWARM_ITEMS, SwarmReply
 from forebay.network.peer import Provider
 from forebay.storage.base import PermanentError
 from forebay.swarm.members import format_ranges
-from forebay.swarm.tracker_client import holder_of
+from forebay.swarm.tracker_client import provider_of
 
 MAX_WANTED = 4096
 """Wanted slices that one request names."""
@@ -202,8 +202,8 @@ class SwarmReaderState:
             ) from error
         named = [(one.index, one) for one in message.assignments]
         named += [(one.index, one.holders[0]) for one in message.must if one.holders]  # type: ignore[misc]
-        assigned = [(index, holder_of(holder)) for index, holder in named]
-        sharers = [holder_of(one) for one in message.sharers[:16]]
+        assigned = [(index, provider_of(holder)) for index, holder in named]
+        sharers = [provider_of(one) for one in message.sharers[:16]]
         is_origin = tracker is not None and tracker.is_origin
         self.settled = message.settled and tracker is not None and (is_origin or tracked_s >= _SETTLE_S)
         if assigned or sharers or is_origin:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forebay.cache.cache import Refusal, SliceCache
+from forebay.cache.cache import NotReserved, SliceCache
 from forebay.cache.eviction import part_bytes
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ForebayError, IntegrityError, NetworkError
@@ -25,9 +25,9 @@ from forebay.network.retry import backoff_s
 from forebay.scheduler.messages import Lease, prove
 from forebay.storage.base import Origin, TransientError
 from forebay.storage.peer_source import ProviderSource
-from forebay.storage.transfer_state import Transfer
+from forebay.storage.transfer_state import PoolTransfer
 from forebay.storage.transfers import Transfers
-from forebay.storage.url_policy import FromUrls, open_foreign_origin
+from forebay.storage.url_policy import FromUrls, open_untrusted_origin
 from forebay.swarm.members import format_ranges
 from forebay.threads import Supervised
 from forebay.worker.lease_buffer import LeaseBuffer
@@ -80,7 +80,7 @@ class Shelf:
 
     def news(self, everything: bool = False) -> dict[str, str]:
         """Dataset id to the ranges of slices that are here now, of those that changed since `told`, or of all."""
-        here = self._cache.held()
+        here = self._cache.list_slices()
         with self._lock:
             ranges = {
                 i: format_ranges(np.array(sorted(known[s] for s in known.keys() & here), np.int64))
@@ -132,7 +132,7 @@ class Fetcher:
         self._patience_s = patience_s
         self._from_urls = from_urls
         self._origins: dict[str, Origin] = {}  # by URL
-        self._transfers = Transfers(_CONNECTIONS, tries=2, patience_s=1.0, hedge_s=2.0, max_backoff_s=1.0)
+        self._transfers = Transfers(_CONNECTIONS, tries=2, timeout_s=1.0, hedge_s=2.0, max_backoff_s=1.0)
         self._lock = threading.Lock()
         self._bad: set[tuple[str, str]] = set()
         self._away: set[tuple[str, str]] = set()
@@ -209,7 +209,7 @@ class Fetcher:
         grant = held.grant
         while not (held.over or self._closing.is_set()):
             room = self._cache.try_reserve(grant.sha256, part_bytes(grant.bytes), evict="any")
-            if not isinstance(room, Refusal):
+            if not isinstance(room, NotReserved):
                 try:
                     self._ask_all(held)
                 except BaseException:
@@ -257,7 +257,7 @@ class Fetcher:
         while not transfer.wait(0.25):
             now = time.monotonic()
             if held.over or self._closing.is_set():
-                self._transfers.cancel(transfer)
+                transfer.cancel()
             elif now - since >= _PACE_S:
                 if transfer.received - received < _PACE_BYTES:
                     self._leave(transfer, grant, sources)
@@ -265,8 +265,8 @@ class Fetcher:
         if transfer.error is not None:
             raise transfer.error
 
-    def _leave(self, transfer: Transfer, grant: Lease, sources: Sequence[Origin]) -> None:
-        self._transfers.cancel(transfer)
+    def _leave(self, transfer: PoolTransfer, grant: Lease, sources: Sequence[Origin]) -> None:
+        transfer.cancel()
         for source in sources:
             self._exclude(grant, source, f"gave under {_PACE_BYTES} bytes in {_PACE_S:g} s", wrong=False)
 
@@ -289,7 +289,7 @@ class Fetcher:
                 if url not in self._origins:
                     if len(self._origins) >= _MAX_URLS:
                         self._origins.clear()
-                    self._origins[url] = open_foreign_origin(url, self._from_urls)
+                    self._origins[url] = open_untrusted_origin(url, self._from_urls)
                 return self._origins[url]
 
         def on_fault(error: NetworkError) -> None:

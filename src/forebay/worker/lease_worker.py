@@ -31,7 +31,7 @@ from forebay.network.pki.identity import Identity
 from forebay.network.reachability import named_host
 from forebay.network.revocation_sync import TrustWatch
 from forebay.scheduler.messages import Answer, Ask
-from forebay.storage.locks import Lock, try_take
+from forebay.storage.locks import Lock, try_acquire
 from forebay.storage.url_policy import FromUrls, check_from_urls
 from forebay.swarm.share import SliceShare
 from forebay.threads import Supervised
@@ -61,7 +61,7 @@ class Session:
 def open_session(directory: Path) -> Session:
     """The first session of a cache's directory that nobody has, begun or gone on with."""
     numbers = itertools.count()
-    while (lock := try_take(directory / f"session-{next(numbers)}")) is None:
+    while (lock := try_acquire(directory / f"session-{next(numbers)}")) is None:
         pass
     found = _CONTENT.fullmatch(os.pread(lock.descriptor, 64, 0))
     name = found[1].decode() if found else secrets.token_hex(8)
@@ -324,4 +324,6 @@ def _open_share(identity: Identity, settings: LeaseSettings, worker: _Worker) ->
     others = [settings.scheduler] if settings.scheduler else [f"{host}:{port}" for host, port in identity.bootstrap]
     named = named_host(host, others[0]) if others else host
     throttle = Throttle(upload_bytes_per_s=settings.upload_bytes_per_s)
-    return SliceShare(identity, worker.cache, worker.shelf.sizes, host or "0.0.0.0", int(port), throttle, named=named)
+    return SliceShare(
+        identity, worker.cache, worker.shelf.sizes, host or "0.0.0.0", int(port), throttle, advertised_host=named
+    )
