@@ -10,9 +10,9 @@ from typing import Any
 from calibration import scaled
 from forebay.cache.cache import SliceCache
 from forebay.network.client import Client
-from forebay.scheduler.messages import Answer
+from forebay.scheduler.messages import ExchangeReply
 from forebay.storage.url_policy import FromUrls
-from forebay.worker.fetching import Fetcher, Shelf
+from forebay.worker.fetching import CacheIndex, SliceFetcher
 from forebay.worker.lease_buffer import LeaseBuffer
 from forebay.worker.lease_state import ActiveLease, LeaseState
 
@@ -28,8 +28,8 @@ class FetchingWorker:
         self.cache = SliceCache(directory, cache_bytes)
         state = LeaseState(4, None, cache_bytes, 0.1, lambda grant: self.cache.unpin(grant.sha256))
         self.leases = LeaseBuffer(state)
-        self.shelf = Shelf(self.cache)
-        self.fetcher = Fetcher(client, self.cache, self.shelf, self.leases, 0.2, threads=2, from_urls=from_urls)
+        self.shelf = CacheIndex(self.cache)
+        self.fetcher = SliceFetcher(client, self.cache, self.shelf, self.leases, 0.2, threads=2, from_urls=from_urls)
         self.fetcher.start()
 
     def lease(
@@ -44,8 +44,8 @@ class FetchingWorker:
             "providers": holders, "expires_in_s": 30.0,
         }  # fmt: skip
         request = self.leases.request()
-        live = {lease: {"stop": 9, "expires_in_s": 30.0} for lease in request.held}
-        self.leases.receive(request, answer(leases=[lease], live=live))
+        live = {lease: {"stop": 9, "expires_in_s": 30.0} for lease in request.known_leases}
+        self.leases.receive(request, answer(leases=[lease], active=live))
         return next(lease for lease in self.leases.state.leases if lease.grant.lease_id == lease_id)
 
     def fetched(self, lease: ActiveLease) -> bytes:
@@ -76,9 +76,9 @@ class FetchingWorker:
         self.leases.clear()
 
 
-def answer(**more: Any) -> Answer:
+def answer(**more: Any) -> ExchangeReply:
     empty = {
-        "uses": [], "refused": [], "live": {}, "lost": [], "leases": [], "wait_s": 0.1, "done": False, "paused": False,
-        "tell_have": False,
+        "uses": [], "refused": [], "active": {}, "lost": [], "leases": [], "wait_s": 0.1, "done": False,
+        "paused": False, "report_cached": False,
     }  # fmt: skip
-    return Answer.from_json({**empty, **more})
+    return ExchangeReply.from_json({**empty, **more})

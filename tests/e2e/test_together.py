@@ -24,7 +24,7 @@ from forebay.coordinator.server import Coordinator
 from forebay.errors import ForebayError, UsageError
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
-from forebay.worker.membership import CoordinatorGoneError, Membership
+from forebay.worker.membership import CoordinatorUnreachableError, Membership
 from forebay.worker.together import _Carried, agreed, default_settings, shared_settings
 from forebay.worker.training import Training
 
@@ -177,7 +177,7 @@ def test_control_c_ends_a_worker_after_its_step(tmp_path: Path) -> None:
 
 
 def test_a_coordinator_that_is_away(tmp_path: Path) -> None:
-    with pytest.raises(CoordinatorGoneError, match="forebay coordinate"):
+    with pytest.raises(CoordinatorUnreachableError, match="forebay coordinate"):
         alone(WorkerConfig(trainer="count", coordinator="127.0.0.1:9", patience_s=0.3), [])
     with pytest.raises(UsageError, match="partition"):
         alone(WorkerConfig(dataset_name=__file__, tokenizer_name="bytes", partition="records"), [])

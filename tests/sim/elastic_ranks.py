@@ -19,8 +19,8 @@ from swarm_readers import Reader
 from forebay.cache.planned_use import Uses
 from forebay.errors import NetworkError
 from forebay.order.run import Run, Steps
-from forebay.simulate.nodes import STALL_S, Net
-from forebay.simulate.usage_record import I64, Verdict
+from forebay.simulate.nodes import STALL_S, SimNetwork
+from forebay.simulate.usage_record import I64, UsageCheck
 from forebay.worker.membership_state import (
     DuplicateWorkerError,
     Generation,
@@ -65,7 +65,7 @@ def ancestors(weights: Weights) -> Iterator[Weights]:
         at = at.before
 
 
-def check(end: Weights, num_samples: int, epoch_of: I64, steps_done: int) -> tuple[Verdict, str]:
+def check(end: Weights, num_samples: int, epoch_of: I64, steps_done: int) -> tuple[UsageCheck, str]:
     """Counts the samples along a lineage; and says where it is torn, "" for nowhere.
 
     Args:
@@ -89,7 +89,7 @@ def check(end: Weights, num_samples: int, epoch_of: I64, steps_done: int) -> tup
     wasted = (steps_done - length) * (num_samples * epochs // len(epoch_of))
     if expected != 0:
         torn = f"the lineage begins at step {expected}."
-    return Verdict(counts.size, missing, repeated, 0, wasted, tuple(examples)), torn
+    return UsageCheck(counts.size, missing, repeated, 0, wasted, tuple(examples)), torn
 
 
 class World(Protocol):
@@ -108,7 +108,7 @@ class World(Protocol):
 class Group:
     """The ranks of one generation, stepping together. What is under way when one is gone nobody finishes any more."""
 
-    def __init__(self, net: Net, number: int, size: int) -> None:
+    def __init__(self, net: SimNetwork, number: int, size: int) -> None:
         self.net, self.number, self.size = net, number, size
         self.members: dict[int, Rank] = {}
         self.steps_done = 0
@@ -165,7 +165,7 @@ class Rank:
         learned: The weights that it has.
     """
 
-    net: Net
+    net: SimNetwork
     reader: Reader
     run: Run
     world: World

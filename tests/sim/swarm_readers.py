@@ -17,10 +17,10 @@ from forebay.network.peer import Provider
 from forebay.simulate.bound import Bound
 from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.links import Clock
-from forebay.simulate.nodes import Fetch, Net, Node
-from forebay.simulate.result import Result
-from forebay.simulate.settings import Settings
-from forebay.simulate.usage_record import Verdict
+from forebay.simulate.nodes import SimFetch, SimNetwork, SimNode
+from forebay.simulate.result import SimulationResult
+from forebay.simulate.settings import SimulationSettings
+from forebay.simulate.usage_record import UsageCheck
 from forebay.swarm.reader_state import Body, SwarmReaderState
 from forebay.swarm.steering import Swarm
 from forebay.swarm.tracker import steer
@@ -34,11 +34,13 @@ class Reader:
         on_slice: Called with each slice that came.
     """
 
-    def __init__(self, net: Net, node: Node, tracker: Tracker, on_slice: Callable[[Reader, int], object]) -> None:
+    def __init__(
+        self, net: SimNetwork, node: SimNode, tracker: Tracker, on_slice: Callable[[Reader, int], object]
+    ) -> None:
         assert node.machine is not None
         self.net, self.node, self.machine, self.alive = net, node, node.machine, True
         self._tracker, self._on_slice = tracker, on_slice
-        self._fetches: dict[int, Fetch] = {}
+        self._fetches: dict[int, SimFetch] = {}
         self._body: Body | None = None  # of the request under way
         self._timer = 0
         self._state = SwarmReaderState(net.clock.now, address=node.holder.address, patience_s=float("inf"))
@@ -116,14 +118,14 @@ class Reader:
                 self._on_slice(self, index)
             self.ask()
 
-        fetch = Fetch(self.net, self.node, index, [holder], end, lambda _, why: wrong.append(why), rounds=1)
+        fetch = SimFetch(self.net, self.node, index, [holder], end, lambda _, why: wrong.append(why), rounds=1)
         self._fetches[index] = fetch.start()
 
 
 class Tracker:
     """The swarm of a data node, behind the latency of those who speak with it."""
 
-    def __init__(self, net: Net) -> None:
+    def __init__(self, net: SimNetwork) -> None:
         self.net = net
         self.swarm = Swarm(net.settings.slices)
         self._refresh()
@@ -150,7 +152,7 @@ class Tracker:
         self.net.clock.after(1.0, self._refresh)
 
 
-def swarm_bound(settings: Settings, machines: Sequence[Machine]) -> Bound:
+def swarm_bound(settings: SimulationSettings, machines: Sequence[Machine]) -> Bound:
     """The least time in which every machine that lives to the end can have every slice.
 
     Source: Kumar and Ross 2006, Peer-assisted file distribution, theorem 1.
@@ -164,7 +166,7 @@ def swarm_bound(settings: Settings, machines: Sequence[Machine]) -> Bound:
     return Bound({"origin": everything / origin_up, "narrowest link": narrowest_s, "all links": all_s})
 
 
-def broadcast(settings: Settings) -> Result:
+def broadcast(settings: SimulationSettings) -> SimulationResult:
     """Runs until every reader that lives has every slice."""
     calm = swarm_bound(settings, draw(replace(settings, churn=0.0), 1.0).machines)
     faults = draw(settings, calm.seconds)
@@ -173,18 +175,18 @@ def broadcast(settings: Settings) -> Result:
     ended = world.clock.run(lambda: world.left == 0, 20 * bound.seconds + 1000.0)
     missing = sum(settings.slices - len(one.node.cache) for one in world.readers.values() if one.alive)
     repeated = sum(max(0, count - 1) for count in world.arrivals.values())
-    verdict = Verdict(len(world.staying) * settings.slices, missing, repeated, 0, 0, ())
+    verdict = UsageCheck(len(world.staying) * settings.slices, missing, repeated, 0, 0, ())
     counts = {"overdue": world.tracker.swarm.facts()["overdue"]}
     fault = "" if ended else f"after {world.clock.now:,.0f} virtual seconds slices are missing."
-    return Result(settings, verdict, world.clock.now, bound, world.net.origin_bytes(), counts, fault)
+    return SimulationResult(settings, verdict, world.clock.now, bound, world.net.origin_bytes(), counts, fault)
 
 
 class World:
     """Readers that all want every slice, and their tracker."""
 
-    def __init__(self, settings: Settings, faults: Faults) -> None:
+    def __init__(self, settings: SimulationSettings, faults: Faults) -> None:
         self.clock = Clock()
-        self.net = Net(settings, self.clock, faults)
+        self.net = SimNetwork(settings, self.clock, faults)
         self.tracker = Tracker(self.net)
         self.readers: dict[int, Reader] = {}
         self.arrivals: dict[tuple[int, int], int] = {}

@@ -9,7 +9,7 @@ import pytest
 
 from forebay.errors import LeaseError, UsageError
 from forebay.ledger.receipts import Used
-from forebay.scheduler.lease_holders import Lease, Speed
+from forebay.scheduler.lease_holders import LiveLease, SpeedEstimate
 from forebay.scheduler.leases import IDLE_ASKS_PER_S, LeaseLostError, LeaseTable
 
 
@@ -18,12 +18,12 @@ def table(samples: list[int], epochs: int = 1, seed: int = 0, **settings: float)
     return LeaseTable(np.array(samples, np.int64), seed=seed, epochs=epochs, **settings)  # type: ignore[arg-type]
 
 
-def grant(leases: LeaseTable, worker: str, lease_id: str, now: float = 0.0) -> Lease | None:
+def grant(leases: LeaseTable, worker: str, lease_id: str, now: float = 0.0) -> LiveLease | None:
     part = leases.choose(leases.touch((worker, ""), now), lambda index: False, now)
     return None if part is None else leases.grant(lease_id, worker, "", part, now)
 
 
-def use(leases: LeaseTable, lease: Lease, num: int, now: float = 0.0) -> bool:
+def use(leases: LeaseTable, lease: LiveLease, num: int, now: float = 0.0) -> bool:
     used = Used(lease.lease_id, lease.epoch, lease.slice_index, lease.position, lease.position + num, 0)
     if not leases.check_use(lease.worker, used):
         return False
@@ -195,7 +195,7 @@ def test_empty_slices_count_as_used_and_an_empty_dataset_is_refused() -> None:
 
 
 def test_a_speed_forgets_and_does_not_count_idleness() -> None:
-    speed = Speed()
+    speed = SpeedEstimate()
     speed.told(7.0)
     speed.begin(0.0)
     speed.used(100, 10.0)

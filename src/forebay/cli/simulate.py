@@ -12,10 +12,10 @@ from forebay.cli.arguments import positive, rate, seconds, size
 
 def _simulate(args: argparse.Namespace) -> int:
     from forebay.observe.progress import bar
-    from forebay.simulate import Settings, simulate
+    from forebay.simulate import SimulationSettings, simulate
 
-    given = {field.name: getattr(args, field.name, None) for field in fields(Settings)}
-    settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    given = {field.name: getattr(args, field.name, None) for field in fields(SimulationSettings)}
+    settings = SimulationSettings(**{name: value for name, value in given.items() if value is not None})
     shown = 0
 
     with bar("simulate", 100, "%", enabled=not args.json) as advance:

@@ -22,37 +22,37 @@ from typing import Any
 from forebay.coordinator.messages import (
     ANSWER_S,
     Action,
-    Agree,
     Disconnect,
     Event,
     Formed,
     Gap,
-    Generation,
     Heartbeat,
     Join,
     Leave,
-    Member,
+    LogLine,
     MemberMessage,
-    Note,
-    Place,
+    PollChange,
+    ProposeConfig,
+    RankGeneration,
+    RankSlot,
     Ready,
     Refuse,
-    State,
+    RunMember,
+    RunState,
     Stepped,
     Tick,
-    Waits,
 )
 
 MAX_BREAKS = 3
 MAX_SEATS = 4096  # kept of workers that are gone, too; those that finished a step longest ago are forgotten first
 
 
-def apply(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
+def apply(state: RunState, event: Event, now: float) -> tuple[RunState, list[Action]]:
     """The state after an event, and what to do about it; a refused event changes nothing but expiries."""
     actions: list[Action] = []
     state = _settle(state, now, actions)
     match event:
-        case Agree():
+        case ProposeConfig():
             state = _agree(state, event)
         case Join():
             state = _join(state, event, now, actions)
@@ -63,13 +63,13 @@ def apply(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
     return _settle(state, now, actions), actions
 
 
-def _agree(state: State, event: Agree) -> State:
+def _agree(state: RunState, event: ProposeConfig) -> RunState:
     if state.members or state.generation is not None:
         return state
     return replace(state, config={**event.settings, **state.told})
 
 
-def _join(state: State, event: Join, now: float, actions: list[Action]) -> State:
+def _join(state: RunState, event: Join, now: float, actions: list[Action]) -> RunState:
     old = state.members.get(event.worker_id)
     rules = state.rules
     if old is not None and old.peer_id != event.peer_id:
@@ -93,24 +93,24 @@ def _join(state: State, event: Join, now: float, actions: list[Action]) -> State
     taken = [*state.seats.values(), *(member.seat for member in state.members.values())]
     seat = old.seat if old is not None else state.seats.get(event.worker_id, max(taken, default=-1) + 1)
     held = (event.step, event.step, event.samples)
-    member = Member(event.worker_id, event.session, seat, event.address, event.peer_id, *held, now, now)
-    actions.append(Note(f"worker {event.worker_id!r} joins" + (" again" if event.worker_id in state.seats else "")))
+    member = RunMember(event.worker_id, event.session, seat, event.address, event.peer_id, *held, now, now)
+    actions.append(LogLine(f"worker {event.worker_id!r} joins" + (" again" if event.worker_id in state.seats else "")))
     return _put(state, member)
 
 
 def _of_member(
-    state: State, event: Ready | Heartbeat | Leave | Waits | Disconnect, now: float, actions: list[Action]
-) -> State:
+    state: RunState, event: Ready | Heartbeat | Leave | PollChange | Disconnect, now: float, actions: list[Action]
+) -> RunState:
     """What only a live session may say."""
     member = state.members.get(event.worker_id)
     if member is None or member.session != event.session:
-        if not isinstance(event, (Leave, Waits, Disconnect)):
+        if not isinstance(event, (Leave, PollChange, Disconnect)):
             text = f"worker {event.worker_id!r}: not a member in this session, given up or replaced. Join again."
             actions.append(Refuse("expelled", text))
         return state
     if isinstance(event, Disconnect):
         return _put(state, replace(member, lost_at=now if member.lost_at is None else member.lost_at))
-    if isinstance(event, Waits):
+    if isinstance(event, PollChange):
         polling, returns_at = max(0, member.polling + event.change), member.returns_at
         if event.change > 0:
             returns_at = max(returns_at, now + event.wait_s + ANSWER_S)
@@ -143,8 +143,8 @@ def _of_member(
 
 
 def _advance(
-    state: State, generation: Generation, member: Member, step: int, now: float, actions: list[Action]
-) -> tuple[State, Member]:
+    state: RunState, generation: RankGeneration, member: RunMember, step: int, now: float, actions: list[Action]
+) -> tuple[RunState, RunMember]:
     """A member of the generation finished more steps."""
     if step > member.step:
         member = replace(member, step=step, moved_at=now)
@@ -156,7 +156,7 @@ def _advance(
     return state, member
 
 
-def _break(state: State, member: Member, actions: list[Action]) -> State:
+def _break(state: RunState, member: RunMember, actions: list[Action]) -> RunState:
     """The step under way cannot be finished, says a member; one that says so again and again before a step is out."""
     if state.broken or state.generation is None:
         return state
@@ -168,18 +168,18 @@ def _break(state: State, member: Member, actions: list[Action]) -> State:
     return _drop(state, member, f"{num} generations broke at its word before a step was finished", actions)
 
 
-def _stepped(state: State, generation: Generation, stop: int) -> Stepped:
+def _stepped(state: RunState, generation: RankGeneration, stop: int) -> Stepped:
     count = state.batch_size * len(generation.places)
     first = generation.sample_at(state.reached, state.batch_size)
     return Stepped(generation.number, state.reached, stop, first, count)
 
 
-def _voter(member: Member) -> str:
+def _voter(member: RunMember) -> str:
     """Members of one certificate count once; without certificates each session does."""
     return member.peer_id or member.session
 
 
-def _confirmed(state: State) -> int:
+def _confirmed(state: RunState) -> int:
     """The step that members of two certificates finished in this generation; of one, if there is no second."""
     generation, best = state.generation, dict[str, int]()
     in_it = (m for m in state.members.values() if generation is not None and generation.rank_of(m.session) is not None)
@@ -188,17 +188,17 @@ def _confirmed(state: State) -> int:
     return sorted([0, *best.values()])[-2 if len(best) > 1 else -1]
 
 
-def _put(state: State, member: Member) -> State:
+def _put(state: RunState, member: RunMember) -> RunState:
     return replace(state, members={**state.members, member.worker_id: member})
 
 
-def _without(state: State, member: Member) -> State:
+def _without(state: RunState, member: RunMember) -> RunState:
     return replace(state, members={k: v for k, v in state.members.items() if k != member.worker_id})
 
 
-def _drop(state: State, member: Member, why: str, actions: list[Action]) -> State:
+def _drop(state: RunState, member: RunMember, why: str, actions: list[Action]) -> RunState:
     """Takes a member out; its place in the generation is remembered as gone."""
-    actions.append(Note(f"worker {member.worker_id!r} is out: {why}"))
+    actions.append(LogLine(f"worker {member.worker_id!r} is out: {why}"))
     state = _without(state, member)
     rank = state.generation.rank_of(member.session) if state.generation is not None else None
     if rank is not None:
@@ -208,7 +208,7 @@ def _drop(state: State, member: Member, why: str, actions: list[Action]) -> Stat
     return state
 
 
-def _keep_seats(state: State, members: list[Member]) -> State:
+def _keep_seats(state: RunState, members: list[RunMember]) -> RunState:
     """The seats of members of this generation that finished a step of it; of others that are gone, none is kept.
 
     In lockstep all had a part in a step that counts, though not all may have said so yet.
@@ -220,7 +220,7 @@ def _keep_seats(state: State, members: list[Member]) -> State:
     return replace(state, seats=dict(list(seats.items())[-MAX_SEATS:]))
 
 
-def _settle(state: State, now: float, actions: list[Action]) -> State:
+def _settle(state: RunState, now: float, actions: list[Action]) -> RunState:
     """Gives up who is late, then begins a generation if one is wanted and all stand still."""
     state = _mark(state, now)
     for member in list(state.members.values()):
@@ -235,7 +235,7 @@ def _settle(state: State, now: float, actions: list[Action]) -> State:
     return replace(state, run_to=0)
 
 
-def _end(state: State) -> State:
+def _end(state: RunState) -> RunState:
     """Ends the run at the last step that a member says is the last, once it counts."""
     most = _confirmed(state) if state.lockstep else None
     steps = [step for _, step in state.finished.values() if most is None or step <= most]
@@ -243,14 +243,14 @@ def _end(state: State) -> State:
     return replace(state, end=end, floor=max(state.floor, end)) if end is not None and steps else state
 
 
-def _mark(state: State, now: float) -> State:
+def _mark(state: RunState, now: float) -> RunState:
     """Remembers since when another generation is wanted."""
     if not state.changing:
         return replace(state, changing_at=None)
     return state if state.changing_at is not None else replace(state, changing_at=now)
 
 
-def _late(state: State, member: Member, now: float) -> str | None:
+def _late(state: RunState, member: RunMember, now: float) -> str | None:
     """Why a member is to be given up, None if it is not."""
     rules = state.rules
     if member.lost_at is not None and now >= member.lost_at + rules.lost_s:
@@ -269,7 +269,7 @@ def _late(state: State, member: Member, now: float) -> str | None:
     return None
 
 
-def _form(state: State, now: float, actions: list[Action]) -> State:
+def _form(state: RunState, now: float, actions: list[Action]) -> RunState:
     """The next generation, if every live member of this one is ready and present."""
     old = state.generation
     survivors = [m for m in state.members.values() if old is not None and old.rank_of(m.session) is not None]
@@ -296,9 +296,9 @@ def _form(state: State, now: float, actions: list[Action]) -> State:
         for rank, reached in state.gone:
             if reached < step:
                 actions.append(Gap(old.number, old.places[rank].worker_id, rank, reached, step))
-    places = tuple(Place(m.worker_id, m.session, m.address) for m in order)
+    places = tuple(RankSlot(m.worker_id, m.session, m.address) for m in order)
     number = 1 if old is None else old.number + 1
-    generation = Generation(number, places, step, sample, order.index(source))
+    generation = RankGeneration(number, places, step, sample, order.index(source))
     actions.append(Formed(generation))
     members = {m.worker_id: replace(m, ready=False, step=step, moved_at=now) for m in order}
     return replace(
@@ -307,7 +307,7 @@ def _form(state: State, now: float, actions: list[Action]) -> State:
     )  # fmt: skip
 
 
-def _beginning(state: State, survivors: list[Member], actions: list[Action]) -> tuple[Member, int, int]:
+def _beginning(state: RunState, survivors: list[RunMember], actions: list[Action]) -> tuple[RunMember, int, int]:
     """Whose weights the next generation begins with, at which step and sample."""
     old, everybody = state.generation, list(state.members.values())
     if old is not None and (state.end is not None or not state.lockstep):
@@ -329,7 +329,7 @@ def _beginning(state: State, survivors: list[Member], actions: list[Action]) -> 
     sample = old.sample_at(step, state.batch_size) if step >= old.start_step else min(source.samples, old.start_sample)
     if step < state.reached and not alive:
         lost = f"steps {step} to {state.reached} are redone" if step else "the run begins again"
-        actions.append(Note(f"no worker is left that has the weights of step {state.reached}: {lost}"))
+        actions.append(LogLine(f"no worker is left that has the weights of step {state.reached}: {lost}"))
     return source, step, sample
 
 
@@ -344,7 +344,7 @@ REQUESTS: dict[str, type[Join | Ready | Heartbeat | Leave]] = {
 }
 
 
-def is_due(state: State, message: MemberMessage) -> bool:
+def is_due(state: RunState, message: MemberMessage) -> bool:
     """Whether a request need not wait any longer: there is something to answer, or its session has ended."""
     if not _is_member(state, message):
         return True
@@ -363,7 +363,7 @@ def is_due(state: State, message: MemberMessage) -> bool:
     return True
 
 
-def reply(state: State, message: MemberMessage, run_id: str) -> dict[str, Any] | Refuse:
+def reply(state: RunState, message: MemberMessage, run_id: str) -> dict[str, Any] | Refuse:
     """The answer now: a generation, how far to run on, or to ask again; to a heartbeat, whether to stop."""
     if isinstance(message, Leave):
         return {"left": True}
@@ -382,7 +382,7 @@ def reply(state: State, message: MemberMessage, run_id: str) -> dict[str, Any] |
     return {"waiting": {"members": len(state.members), "waits_for": waits_for}}
 
 
-def generation_reply(state: State, run_id: str) -> dict[str, Any]:
+def generation_reply(state: RunState, run_id: str) -> dict[str, Any]:
     """The generation now; number 0 before the first."""
     generation = state.generation
     if generation is None:
@@ -401,7 +401,7 @@ def generation_reply(state: State, run_id: str) -> dict[str, Any]:
     }
 
 
-def config_reply(state: State, run_id: str) -> dict[str, Any]:
+def config_reply(state: RunState, run_id: str) -> dict[str, Any]:
     """What the run does, and how patient its coordinator is."""
     rules = state.rules
     return {
@@ -414,6 +414,6 @@ def config_reply(state: State, run_id: str) -> dict[str, Any]:
     }
 
 
-def _is_member(state: State, message: MemberMessage) -> bool:
+def _is_member(state: RunState, message: MemberMessage) -> bool:
     member = state.members.get(message.worker_id)
     return member is not None and member.session == message.session

@@ -40,7 +40,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Member:
+class RunMember:
     """A live worker: one process (session) under a worker id.
 
     Args:
@@ -66,7 +66,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankSlot:
     """A rank of a generation; its index there is the rank."""
 
     worker_id: str
@@ -75,11 +75,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Generation:
+class RankGeneration:
     """A membership that holds from `start_step` on. `source` is the rank whose weights count."""
 
     number: int
-    places: tuple[Place, ...]
+    places: tuple[RankSlot, ...]
     start_step: int
     start_sample: int
     source: int
@@ -98,7 +98,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class State:
+class RunState:
     """All that the coordinator knows. `members` are the live ones; `seats` those of workers that finished a step.
 
     Args:
@@ -117,8 +117,8 @@ class State:
     rules: Rules
     told: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
-    generation: Generation | None = None
-    members: Mapping[str, Member] = field(default_factory=dict)
+    generation: RankGeneration | None = None
+    members: Mapping[str, RunMember] = field(default_factory=dict)
     seats: Mapping[str, int] = field(default_factory=dict)
     reached: int = 0
     floor: int = 0
@@ -155,7 +155,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Agree:
+class ProposeConfig:
     """A worker says what it would do; the first one settles what the coordinator was not told."""
 
     settings: Mapping[str, Any]
@@ -236,7 +236,7 @@ class MeetRequest(MemberMessage):
 
 
 @dataclass(frozen=True)
-class Waits:
+class PollChange:
     """A member's long poll of at most `wait_s` begins (+1) or is answered (-1)."""
 
     worker_id: str
@@ -258,7 +258,7 @@ class Tick:
     """Nothing happened, but time."""
 
 
-Event: TypeAlias = Agree | Join | Ready | Heartbeat | Leave | Waits | Disconnect | Tick
+Event: TypeAlias = ProposeConfig | Join | Ready | Heartbeat | Leave | PollChange | Disconnect | Tick
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class Refuse:
 
 
 @dataclass(frozen=True)
-class Note:
+class LogLine:
     """A line for the log."""
 
     text: str
@@ -280,7 +280,7 @@ class Note:
 class Formed:
     """A generation began."""
 
-    generation: Generation
+    generation: RankGeneration
 
 
 @dataclass(frozen=True)
@@ -305,4 +305,4 @@ class Gap:
     stop: int
 
 
-Action: TypeAlias = Refuse | Note | Formed | Stepped | Gap
+Action: TypeAlias = Refuse | LogLine | Formed | Stepped | Gap

@@ -27,23 +27,23 @@ from fastapi import FastAPI, Query, Request, Response
 
 from forebay.coordinator.membership import REQUESTS, apply, config_reply, generation_reply, is_due, reply
 from forebay.coordinator.messages import (
-    Agree,
     Disconnect,
     Event,
     Formed,
     Heartbeat,
     Join,
     Leave,
+    LogLine,
     MeetRequest,
     MemberMessage,
-    Note,
+    PollChange,
+    ProposeConfig,
     Ready,
     Refuse,
     Rules,
     Tick,
-    Waits,
 )
-from forebay.coordinator.store import Roster
+from forebay.coordinator.store import RunStore
 from forebay.errors import StateError
 from forebay.network.app import ApiError, JsonResponse, Metric, gauge, make_app, peer_of, role, wait_until
 from forebay.network.limits import Limits, TokenBucket
@@ -100,7 +100,7 @@ class Coordinator:
         self._stopping = False
         self._began = self._ran_at = time.monotonic()
         self._stopped_s = 0.0
-        self._roster: Roster | None = None
+        self._roster: RunStore | None = None
         # What ranks of a generation tell each other to meet: its number, and (value, session) by key.
         self._values: tuple[int, dict[str, tuple[str, str]]] | None = None
         self._unwritten: deque[Event] = deque()  # what must be applied, once the disk takes it
@@ -133,7 +133,7 @@ class Coordinator:
             StateError: If the state directory holds a run that was told otherwise, or another coordinator has it.
             NetworkError: If the port cannot be had.
         """
-        self._roster = Roster(self.state_dir)
+        self._roster = RunStore(self.state_dir)
         try:
             self._state, self.run_id = self._roster.load(self.rules, self.told, self._now(), secrets.token_hex(8))
             self._changed = asyncio.Event()
@@ -203,7 +203,7 @@ class Coordinator:
 
     # The state and its changes, in the server's loop alone; the state is replaced, never changed in place.
 
-    def _open(self) -> Roster:
+    def _open(self) -> RunStore:
         assert self._roster is not None  # no request comes before start
         return self._roster
 
@@ -221,11 +221,15 @@ class Coordinator:
         state, actions = apply(before, event, self._now())
         refused = next((action for action in actions if isinstance(action, Refuse)), None)
         kept = [action for action in actions if not isinstance(action, Refuse)]
-        if kept or not isinstance(event, Waits | Disconnect | Tick) or before.members.keys() != state.members.keys():
+        if (
+            kept
+            or not isinstance(event, PollChange | Disconnect | Tick)
+            or before.members.keys() != state.members.keys()
+        ):
             self._open().save(state, kept, self.run_id)
         self._state = state
         for action in actions:
-            if isinstance(action, Note):
+            if isinstance(action, LogLine):
                 self._on_note(action.text)
             elif isinstance(action, Formed):
                 formed = action.generation
@@ -271,7 +275,7 @@ class Coordinator:
         """Waits until the answer is due, or time is up; notices a peer that hangs up, now or after the answer."""
         worker_id, session = message.worker_id, message.session
         self._note_connection(request, message)
-        self._tell(Waits(worker_id, session, +1, message.wait_s))
+        self._tell(PollChange(worker_id, session, +1, message.wait_s))
         try:
             is_there = await wait_until(
                 request, self._change, lambda: self._stopping or is_due(self._state, message), message.wait_s
@@ -280,7 +284,7 @@ class Coordinator:
                 self._tell_surely(Disconnect(worker_id, session))
         finally:
             if not self._stopping:
-                self._tell_surely(Waits(worker_id, session, -1))
+                self._tell_surely(PollChange(worker_id, session, -1))
 
     def _note_connection(self, request: Request, message: MemberMessage) -> None:
         lost: asyncio.Future[None] = request.state.connection.lost
@@ -370,7 +374,7 @@ class Coordinator:
             raise ApiError(400, "bad_request", f"settings: expected batch_size of at least 1, got {size!r}")
         # What all members train on is not for any one of them to say.
         if self._is_open or peer_of(request).scope.allows("admin"):
-            self._tell(Agree(message.settings))
+            self._tell(ProposeConfig(message.settings))
         return JsonResponse(config_reply(self._state, self.run_id))
 
     async def _answer(self, request: Request, message: Join | Ready | Heartbeat | Leave) -> Response:

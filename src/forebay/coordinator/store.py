@@ -24,12 +24,12 @@ from forebay.coordinator.messages import (
     Action,
     Formed,
     Gap,
-    Generation,
-    Member,
-    Note,
-    Place,
+    LogLine,
+    RankGeneration,
+    RankSlot,
     Rules,
-    State,
+    RunMember,
+    RunState,
     Stepped,
 )
 from forebay.errors import StateError
@@ -53,7 +53,7 @@ CREATE TABLE IF NOT EXISTS notes (at REAL NOT NULL, text TEXT NOT NULL);
 _FLEETING = ("seen_at", "moved_at", "ready", "polling", "returns_at", "lost_at")
 
 
-class Roster:
+class RunStore:
     """A run's state on disk. One thread at a time; close it.
 
     Args:
@@ -83,7 +83,7 @@ class Roster:
             ) from error
         self._written = ""
 
-    def load(self, rules: Rules, told: Mapping[str, Any], now: float, run_id: str) -> tuple[State, str]:
+    def load(self, rules: Rules, told: Mapping[str, Any], now: float, run_id: str) -> tuple[RunState, str]:
         """The state as it was, or the beginning of a run under `run_id`; and the run's id.
 
         Raises:
@@ -91,7 +91,7 @@ class Roster:
         """
         row = self._database.execute("SELECT run_id, body FROM state").fetchone()
         if row is None:
-            state = State(rules, dict(told), dict(told))
+            state = RunState(rules, dict(told), dict(told))
             self.save(state, [], run_id)
             return state, run_id
         body = json.loads(row[1])
@@ -105,10 +105,10 @@ class Roster:
         try:
             members, generation = body["members"], body["generation"]
             if generation is not None:
-                generation["places"] = tuple(Place(**place) for place in generation["places"])
-            state = State(
-                rules, body["told"], body["config"], Generation(**generation) if generation else None,
-                {m["worker_id"]: Member(**m, seen_at=now, moved_at=now, returns_at=returns_at) for m in members},
+                generation["places"] = tuple(RankSlot(**place) for place in generation["places"])
+            state = RunState(
+                rules, body["told"], body["config"], RankGeneration(**generation) if generation else None,
+                {m["worker_id"]: RunMember(**m, seen_at=now, moved_at=now, returns_at=returns_at) for m in members},
                 body["seats"],
                 body["reached"], body["floor"], body["run_to"], body["end"],
                 {session: (voter, step) for session, (voter, step) in body["finished"].items()},
@@ -122,7 +122,7 @@ class Roster:
         self._written = row[1]
         return state, str(row[0])
 
-    def save(self, state: State, actions: Iterable[Action], run_id: str) -> None:
+    def save(self, state: RunState, actions: Iterable[Action], run_id: str) -> None:
         """Writes what changed, all or nothing; on disk when it returns.
 
         Raises:
@@ -146,7 +146,7 @@ class Roster:
             ) from error
         self._written = body
 
-    def _log(self, action: Action, state: State, at: float) -> None:
+    def _log(self, action: Action, state: RunState, at: float) -> None:
         execute = self._database.execute
         match action:
             case Formed(generation):
@@ -157,7 +157,7 @@ class Roster:
                 execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?)", (generation, start, stop, first_sample, count))
             case Gap(generation, worker, rank, start, stop):
                 execute("INSERT INTO gaps VALUES (?, ?, ?, ?, ?)", (generation, worker, rank, start, stop))
-            case Note(text):
+            case LogLine(text):
                 execute("INSERT INTO notes VALUES (?, ?)", (at, text))
 
     def generations(self) -> list[dict[str, Any]]:
@@ -214,7 +214,7 @@ class Roster:
         self._database.close()
 
 
-def _durable(state: State) -> dict[str, Any]:
+def _durable(state: RunState) -> dict[str, Any]:
     members = [asdict(member) for member in state.members.values()]
     return {
         "told": dict(state.told),

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.network.app import Metric, counter, gauge
-from forebay.scheduler.core import Desk
-from forebay.scheduler.jobs import Job
+from forebay.scheduler.core import SchedulerCore
+from forebay.scheduler.jobs import SchedulerJob
 
 # The span over which a worker's rate is stated.
 RATE_SPAN_S = 30.0
@@ -15,7 +15,7 @@ MAX_WORKERS_SHOWN = 1000
 
 
 @dataclass(slots=True)
-class Seen:
+class WorkerUsage:
     """What is told of a worker since this scheduler began."""
 
     name: str
@@ -37,7 +37,7 @@ class Seen:
         return sum(tokens for _, tokens in recent[1:]) / max(0.1, now - recent[0][0])
 
 
-def job_status(job: Job) -> dict[str, Any]:
+def job_status(job: SchedulerJob) -> dict[str, Any]:
     """How far a job is; samples count over all epochs, slices in the epoch of each dataset."""
     return {
         "name": job.name,
@@ -69,7 +69,7 @@ def job_status(job: Job) -> dict[str, Any]:
     }
 
 
-def _state(job: Job) -> str:
+def _state(job: SchedulerJob) -> str:
     if job.done:
         return "incomplete" if job.num_left_out else "done"
     return "paused" if job.paused else "running"
@@ -85,7 +85,7 @@ def left_out_line(job: Mapping[str, Any]) -> str:
     )
 
 
-def workers_status(workers: Mapping[str, Seen], desk: Desk, now: float) -> dict[str, Any]:
+def workers_status(workers: Mapping[str, WorkerUsage], core: SchedulerCore, now: float) -> dict[str, Any]:
     """Those heard of last first, at most MAX_WORKERS_SHOWN."""
     latest = sorted(workers.items(), key=lambda item: item[1].seen_at, reverse=True)[:MAX_WORKERS_SHOWN]
     return {
@@ -94,7 +94,7 @@ def workers_status(workers: Mapping[str, Seen], desk: Desk, now: float) -> dict[
             "samples": seen.samples,
             "last_seen_s": round(now - seen.seen_at, 3),
             "tokens_per_s": round(seen.rate(now), 1),
-            "leases": desk.sessions.num_leases(peer_id),
+            "leases": core.sessions.num_leases(peer_id),
         }
         for peer_id, seen in latest
     }

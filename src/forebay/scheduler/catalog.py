@@ -26,10 +26,10 @@ from forebay.network.peer import Provider
 from forebay.network.publications import published
 from forebay.network.retry import waiting
 from forebay.order.plan import samples_per_slice
-from forebay.scheduler.core import Bad
-from forebay.scheduler.jobs import JobSpec, Source
-from forebay.scheduler.messages import BadReport, Grant, Lease, proof_of, range_of
-from forebay.scheduler.sessions import Session
+from forebay.scheduler.core import ProviderFault
+from forebay.scheduler.jobs import JobSource, JobSpec
+from forebay.scheduler.messages import Lease, LeaseGrant, ProviderReport, proof_of, range_of
+from forebay.scheduler.sessions import WorkerSession
 from forebay.storage.peer_source import gives_right_bytes, read_from
 from forebay.storage.url_policy import FromUrls
 
@@ -64,7 +64,7 @@ def begun(ledgers: Mapping[str, Path]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-class Kept:
+class ManifestStore:
     """The files of one state directory."""
 
     def __init__(self, state_dir: Path) -> None:
@@ -93,7 +93,7 @@ log = logging.getLogger("forebay.scheduler")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DatasetRef:
     """A dataset of a job, as its user named it; `dataset_id` where the name stands for several."""
 
     name: str
@@ -102,7 +102,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class JobDataset:
     """A dataset that is there: `samples` int64 [S], `bases` int64 [S], the samples before each slice."""
 
     name: str
@@ -113,7 +113,7 @@ class Found:
     bases: NDArray[np.int64]
 
 
-class Finder:
+class DatasetFinder:
     """Looks for data nodes, in the DHT and then at the nodes.
 
     Args:
@@ -127,7 +127,7 @@ class Finder:
         discovery: Discovery,
         client: Client,
         stopping: threading.Event,
-        kept: Kept,
+        kept: ManifestStore,
         publishers: Collection[str] = (),
     ) -> None:
         self._network_id = network_id
@@ -139,7 +139,7 @@ class Finder:
         self._unsigned: list[str] = []
         self._state = ""
 
-    def claims(self, wanted: Wanted, timeout_s: float = ASK_S) -> list[Claim]:
+    def claims(self, wanted: DatasetRef, timeout_s: float = ASK_S) -> list[Claim]:
         """Who serves it now."""
         claims = find_providers(self._discovery, self.client, self._network_id, wanted.name, timeout_s=timeout_s)
         claims = [claim for claim in claims if claim.is_whole and wanted.dataset_id in ("", claim.dataset_id)]
@@ -157,7 +157,7 @@ class Finder:
             found += [one for one in again if (one.peer_id, one.dataset_id) == (claim.peer_id, claim.dataset_id)]
         return found
 
-    def find(self, wanted: Wanted, seq_len: int, wait_s: float) -> tuple[Found, list[Claim]]:
+    def find(self, wanted: DatasetRef, seq_len: int, wait_s: float) -> tuple[JobDataset, list[Claim]]:
         """A dataset and who serves it; waits for a data node that gives its manifest.
 
         Raises:
@@ -168,7 +168,7 @@ class Finder:
         with waiting(log, lambda: f"data nodes of {wanted.name!r}: {self._state}"):
             return self._find(wanted, seq_len, wait_s)
 
-    def _find(self, wanted: Wanted, seq_len: int, wait_s: float) -> tuple[Found, list[Claim]]:
+    def _find(self, wanted: DatasetRef, seq_len: int, wait_s: float) -> tuple[JobDataset, list[Claim]]:
         deadline = time.monotonic() + wait_s
         while True:
             claims = self._wait_for_claims(wanted, wait_s, deadline)
@@ -192,7 +192,7 @@ class Finder:
                 told = "; ".join(failures)
                 raise NetworkError(f"scheduler: no provider gave the manifest of {wanted.name!r}: {told}")
 
-    def _wait_for_claims(self, wanted: Wanted, wait_s: float, deadline: float) -> list[Claim]:
+    def _wait_for_claims(self, wanted: DatasetRef, wait_s: float, deadline: float) -> list[Claim]:
         claims: list[Claim] = []
         while not claims:
             claims = self.claims(wanted, min(ASK_S, wait_s))
@@ -218,10 +218,10 @@ class Finder:
         return found
 
 
-def found_of(name: str, dataset_id: str, seq_len: int, manifest: Manifest, table: SliceTable) -> Found:
+def found_of(name: str, dataset_id: str, seq_len: int, manifest: Manifest, table: SliceTable) -> JobDataset:
     """A dataset as a job of this sequence length sees it."""
     samples = samples_per_slice(table.count, seq_len, manifest.layout)
-    return Found(name, dataset_id, manifest, table, samples, samples.cumsum() - samples)
+    return JobDataset(name, dataset_id, manifest, table, samples, samples.cumsum() - samples)
 
 
 def holders(claims: Sequence[Claim]) -> list[Provider]:
@@ -237,7 +237,7 @@ class JobPlan:
     """
 
     name: str
-    datasets: tuple[Wanted, ...]
+    datasets: tuple[DatasetRef, ...]
     seq_len: int
     epochs: int = 1
     seed: int = 0
@@ -254,13 +254,13 @@ class JobPlan:
 class Catalog:
     """The jobs as planned, with the datasets found for them; what leases and doors say of them."""
 
-    def __init__(self, plans: Sequence[JobPlan], finder: Finder, from_urls: FromUrls = "") -> None:
+    def __init__(self, plans: Sequence[JobPlan], finder: DatasetFinder, from_urls: FromUrls = "") -> None:
         self._from_urls = from_urls
         self.plans = {plan.name: plan for plan in plans}
         self.specs: dict[str, JobSpec] = {}
         self.claims: dict[str, list[Claim]] = {}
         self._finder = finder
-        self._found: dict[tuple[str, str], Found] = {}  # by job and dataset id
+        self._found: dict[tuple[str, str], JobDataset] = {}  # by job and dataset id
 
     def find(self, wait_s: float, begun: Mapping[str, Sequence[str]] | None = None) -> None:
         """Finds every dataset; raises as Finder.find, or UsageError if those of a job do not go together.
@@ -280,13 +280,13 @@ class Catalog:
             layouts = {dataset.manifest.layout for dataset in found}
             if len(layouts) != 1:
                 raise UsageError(f"job {plan.name}: expected datasets of one layout, got {', '.join(sorted(layouts))}.")
-            sources = tuple(Source(d.name, d.dataset_id, d.samples, w.weight) for d, w in zip(found, plan.datasets))
+            sources = tuple(JobSource(d.name, d.dataset_id, d.samples, w.weight) for d, w in zip(found, plan.datasets))
             self.specs[plan.name] = JobSpec(
                 plan.name, sources, plan.seed, plan.epochs, plan.lease_s, plan.stall_s, plan.max_failures,
                 plan.steal_s, plan.priority, plan.weight, plan.changes,
             )  # fmt: skip
 
-    def _kept(self, wanted: Wanted, dataset_id: str, seq_len: int) -> tuple[Found, list[Claim]] | None:
+    def _kept(self, wanted: DatasetRef, dataset_id: str, seq_len: int) -> tuple[JobDataset, list[Claim]] | None:
         """A dataset as this job began with it, without a look at who serves it."""
         kept = self._finder.kept.get(dataset_id) if dataset_id and wanted.dataset_id in ("", dataset_id) else None
         if kept is None or kept[0].name != wanted.name:
@@ -304,7 +304,7 @@ class Catalog:
         """Who serves any of them."""
         return [claim for claims in list(self.claims.values()) for claim in claims]
 
-    def of(self, job: str) -> list[Found]:
+    def of(self, job: str) -> list[JobDataset]:
         """The datasets of a job."""
         return [self._found[job, source.dataset_id] for source in self.specs[job].sources]
 
@@ -341,7 +341,7 @@ class Catalog:
             "jobs": list(self.plans),
         }
 
-    def describe(self, grant: Grant, job_id: str) -> Lease:
+    def describe(self, grant: LeaseGrant, job_id: str) -> Lease:
         """A lease as a worker hears of it."""
         plan, found = self.plans[grant.job], self._found[grant.job, grant.dataset_id]
         ids = [source.dataset_id for source in self.specs[grant.job].sources]
@@ -387,7 +387,9 @@ class Catalog:
     def _row(self, dataset_id: str, index: int) -> SliceInfo:
         return next(found for found in self._found.values() if found.dataset_id == dataset_id).table.row(index)
 
-    def place_reports(self, session: Session | None, reports: Sequence[BadReport]) -> tuple[Bad, ...]:
+    def place_reports(
+        self, session: WorkerSession | None, reports: Sequence[ProviderReport]
+    ) -> tuple[ProviderFault, ...]:
         """Reports by slice; only who is, or lately was, leased a slice of that hash is heard."""
         if session is None or not reports:
             return ()
@@ -395,4 +397,6 @@ class Catalog:
         for job, dataset, index in session.leased():
             found = self.of(job)[dataset]
             leased[found.table.row(index).sha256] = (found.dataset_id, index)
-        return tuple(Bad(r.peer_id, *leased[r.sha256], r.reason, r.wrong) for r in reports if r.sha256 in leased)
+        return tuple(
+            ProviderFault(r.peer_id, *leased[r.sha256], r.reason, r.wrong) for r in reports if r.sha256 in leased
+        )

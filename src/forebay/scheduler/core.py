@@ -18,19 +18,19 @@ from forebay.errors import LeaseError, ProtocolViolation, UsageError
 from forebay.network.peer import Provider
 from forebay.scheduler import events
 from forebay.scheduler.events import Event
-from forebay.scheduler.free_ranges import Part
-from forebay.scheduler.jobs import Job, JobSpec, Source
-from forebay.scheduler.lease_holders import Owner, OwnerKey
+from forebay.scheduler.free_ranges import SampleRange
+from forebay.scheduler.jobs import JobSpec, SchedulerJob
+from forebay.scheduler.lease_holders import HolderKey, LeaseHolder
 from forebay.scheduler.leases import LeaseTable
-from forebay.scheduler.messages import Accepted, Ask, Failed, Grant, Refused, Reply
+from forebay.scheduler.messages import AcceptedUse, ExchangeRequest, ExchangeResult, FailedLease, LeaseGrant, RefusedUse
 from forebay.scheduler.receipts import judge, standing, tell
-from forebay.scheduler.sessions import Session, Sessions
+from forebay.scheduler.sessions import WorkerSession, WorkerSessions
 from forebay.swarm.members import Offers, parse_ranges
 from forebay.swarm.steering import Swarm
 
 
 @dataclass(frozen=True)
-class Barred:
+class LeaseFilter:
     """A question about the slices of one dataset of a job.
 
     Args:
@@ -38,8 +38,8 @@ class Barred:
         offers: What the others can give it; None: not known, so all.
     """
 
-    session: Session
-    job: Job
+    session: WorkerSession
+    job: SchedulerJob
     dataset: int
     avoided: Mapping[tuple[str, str, int], float]
     offers: Offers | None
@@ -64,7 +64,7 @@ class Barred:
 
 
 @dataclass(frozen=True)
-class Bad:
+class ProviderFault:
     """As `exchange.BadReport`, of slice `index` of a dataset."""
 
     peer_id: str
@@ -75,7 +75,7 @@ class Bad:
 
 
 @dataclass(frozen=True)
-class Doubt:
+class PendingCheck:
     """What workers say and is to be checked: a slice of a job, or a peer that has slice `index` of a dataset."""
 
     dataset_id: str
@@ -85,8 +85,6 @@ class Doubt:
     peer: Provider | None = None
 
 
-__all__ = ["Bad", "Desk", "Doubt", "JobSpec", "Source"]
-
 # A session has the lease in use and those it fetches ahead; a peer runs several sessions.
 MAX_LEASES = 16
 FIRST_LEASES_PER_PEER = 32
@@ -95,7 +93,7 @@ MAX_PROVIDERS = 4
 
 
 @dataclass(slots=True)
-class Standing:
+class PeerQuota:
     """What a peer used of what it was leased, over all its sessions.
 
     Attributes:
@@ -122,7 +120,7 @@ class StaleAttemptError(LeaseError):
     """An exchange comes again, or after a later one of its session; another attempt is answered."""
 
 
-class Desk:
+class SchedulerCore:
     """Several jobs and their swarms.
 
     Args:
@@ -133,7 +131,7 @@ class Desk:
     """
 
     def __init__(self, jobs: Sequence[JobSpec], *, salt: str = "", ttl_s: float = 30.0, checks: bool = False) -> None:
-        self.jobs = {spec.name: Job(spec) for spec in jobs}
+        self.jobs = {spec.name: SchedulerJob(spec) for spec in jobs}
         if len(self.jobs) != len(jobs) or not jobs:
             raise UsageError(f"desk: expected jobs of different names, got {[spec.name for spec in jobs]}.")
         self.salt = salt
@@ -143,11 +141,11 @@ class Desk:
         for spec in jobs:
             for source in spec.sources:
                 self.swarms.setdefault(source.dataset_id, Swarm(len(source.samples), ttl_s=ttl_s, checks=checks))
-        self.sessions = Sessions(self.swarms, 5 * max(spec.lease_s for spec in jobs))
+        self.sessions = WorkerSessions(self.swarms, 5 * max(spec.lease_s for spec in jobs))
         # (peer, dataset, slice) to who said that it gave wrong bytes: the reason, and the accuser.
         self.reports: dict[tuple[str, str, int], dict[str, tuple[str, str]]] = {}
         self.banned: dict[str, dict[str, None]] = {}  # by dataset
-        self._standings: dict[str, Standing] = {}
+        self._standings: dict[str, PeerQuota] = {}
         self._newcomers: dict[str, set[str]] = {}  # by organisation
         self._num_slices = sum(len(source.samples) for spec in jobs for source in spec.sources)
         self._num_ids = 0
@@ -158,13 +156,19 @@ class Desk:
     # What a worker says.
 
     def exchange(
-        self, peer_id: str, ask: Ask, now: float, *, organisation: str = "", bad: Sequence[Bad] = ()
-    ) -> tuple[Reply, list[Event]]:
+        self,
+        peer_id: str,
+        ask: ExchangeRequest,
+        now: float,
+        *,
+        organisation: str = "",
+        faults: Sequence[ProviderFault] = (),
+    ) -> tuple[ExchangeResult, list[Event]]:
         """Takes what a session of a worker says and answers it; the events belong on disk before the reply goes out.
 
         Args:
             organisation: Of the worker's certificate; "" if the network's root signed it.
-            bad: What `ask.bad` comes to, of slices that are or lately were leased to it.
+            faults: What `ask.reports` comes to, of slices that are or lately were leased to it.
 
         Raises:
             LeaseError: If it names a job that is not here, or has slices that a dataset does not have.
@@ -180,15 +184,17 @@ class Desk:
         session.attempt = max(session.attempt, ask.attempt)
         self._hear(session, ask, organisation, now)
         accepted, refused = self._take_uses(peer_id, ask, done, now)
-        self._take_back(session, ask, organisation, bad, done, now)
+        self._take_back(session, ask, organisation, faults, done, now)
         self._cut(session, ask, done, now)
         for job in self.jobs.values():
             self._settle(job, done, now)
         grants, wait_s = self._grant(session, ask, organisation, done, now)
-        live, lost = tell(session, session.lease_ids() if ask.held is None else ask.held, self.find, now)
+        live, lost = tell(
+            session, session.lease_ids() if ask.known_leases is None else ask.known_leases, self.find, now
+        )
         jobs = [self.jobs[ask.job]] if ask.job else list(self.jobs.values())
         unfinished = [job for job in jobs if not job.done]
-        reply = Reply(
+        reply = ExchangeResult(
             tuple(accepted),
             live,
             tuple(grants),
@@ -203,7 +209,7 @@ class Desk:
         session.told_done, session.silent_until = reply.done, now + wait_s
         return reply, done
 
-    def _session(self, key: OwnerKey, now: float) -> Session:
+    def _session(self, key: HolderKey, now: float) -> WorkerSession:
         """Who speaks, alive now; after a restart it finds its leases again."""
         is_new = key not in self.sessions.all
         session = self.sessions.at(key, now)
@@ -214,13 +220,13 @@ class Desk:
                         session.owners[job.name, dataset] = table, table.touch(key, now)
         return session
 
-    def _hear(self, session: Session, ask: Ask, organisation: str, now: float) -> None:
+    def _hear(self, session: WorkerSession, ask: ExchangeRequest, organisation: str, now: float) -> None:
         """What it has and hands on, and how fast it says it is; slices of other datasets do not count."""
         swarms = self.swarms
         try:
-            have = {i: parse_ranges(text, swarms[i].num_slices) for i, text in ask.have.items() if i in swarms}
+            have = {i: parse_ranges(text, swarms[i].num_slices) for i, text in ask.cached.items() if i in swarms}
         except ProtocolViolation as error:
-            raise LeaseError(f"have: {error}") from error
+            raise LeaseError(f"cached: {error}") from error
         self.sessions.tell(session, ask.address, have, now, organisation)
         for (job, dataset), (table, owner) in session.owners.items():
             dataset_id = self.jobs[job].spec.sources[dataset].dataset_id
@@ -229,26 +235,28 @@ class Desk:
             if ask.speed is not None:
                 owner.speed.told(ask.speed)
 
-    def _take_uses(self, peer_id: str, ask: Ask, done: list[Event], now: float) -> tuple[list[Accepted], list[Refused]]:
+    def _take_uses(
+        self, peer_id: str, ask: ExchangeRequest, done: list[Event], now: float
+    ) -> tuple[list[AcceptedUse], list[RefusedUse]]:
         """Records the batch, or nothing of it unless all of it is new: the receipt is over all of it."""
         batch = judge(self.find, peer_id, ask.uses)
         if not batch.is_whole:
             return list(batch.known.values()), batch.refused + batch.put_off()
         self._note_fetched(peer_id, batch.fresh, now)
-        self._do(events.Recorded(batch.job, peer_id, ask.uses, ask.signature, ask.session), done, now)
-        standing_of_peer = self._standings.setdefault(peer_id, Standing())
+        self._do(events.UsesRecorded(batch.job, peer_id, ask.uses, ask.signature, ask.session), done, now)
+        standing_of_peer = self._standings.setdefault(peer_id, PeerQuota())
         standing_of_peer.max_leases = min(MAX_LEASES_PER_PEER, standing_of_peer.max_leases + len(ask.uses))
         standing_of_peer.unused_since, standing_of_peer.num_stalls, standing_of_peer.has_used = None, 0, True
         return [standing(table, lease_id) for lease_id, (_, _, table) in batch.fresh.items()], []
 
-    def _note_fetched(self, peer_id: str, fresh: dict[str, tuple[Job, int, LeaseTable]], now: float) -> None:
+    def _note_fetched(self, peer_id: str, fresh: dict[str, tuple[SchedulerJob, int, LeaseTable]], now: float) -> None:
         """Who begins a slice has it."""
         for lease_id, (job, dataset, table) in fresh.items():
             lease = table.leases[lease_id]
             if lease.position == lease.start:
                 self.swarms[job.spec.sources[dataset].dataset_id].finished(peer_id, lease.slice_index, now)
 
-    def find(self, lease_id: str) -> tuple[Job, int, LeaseTable] | None:
+    def find(self, lease_id: str) -> tuple[SchedulerJob, int, LeaseTable] | None:
         """Where a lease is live or remembered."""
         for job in self.jobs.values():
             found = job.find(lease_id)
@@ -257,10 +265,16 @@ class Desk:
         return None
 
     def _take_back(
-        self, session: Session, ask: Ask, organisation: str, bad: Sequence[Bad], done: list[Event], now: float
+        self,
+        session: WorkerSession,
+        ask: ExchangeRequest,
+        organisation: str,
+        faults: Sequence[ProviderFault],
+        done: list[Event],
+        now: float,
     ) -> None:
         """Failed and released leases, those that it never heard of, and its reports of bad providers."""
-        for one in bad:
+        for one in faults:
             key = (one.peer_id, one.dataset_id, one.index)
             swarm = self.swarms.get(one.dataset_id)
             if swarm is None or swarm.knows(one.peer_id) is None:
@@ -269,10 +283,10 @@ class Desk:
                 swarm.failed(session.key[0], one.index, one.peer_id, now)
             elif session.key[0] not in self.reports.get(key, ()):
                 accuser = organisation or session.key[0]
-                self._do(events.Reported(*key, session.key[0], one.reason, accuser), done, now)
+                self._do(events.ProviderReported(*key, session.key[0], one.reason, accuser), done, now)
         for failed in ask.failed:
             self._fail(session, failed, done, now)
-        unheld = [] if ask.held is None else [i for i in session.lease_ids() if i not in ask.held]
+        unheld = [] if ask.known_leases is None else [i for i in session.lease_ids() if i not in ask.known_leases]
         for why, lease_ids in (("released", ask.release), ("unheld", unheld)):
             for lease_id in lease_ids:
                 if (own := self._own(session, lease_id)) is not None:
@@ -282,20 +296,20 @@ class Desk:
                     if why == "released":  # others go first
                         self._avoided[session.key[0], job.name, index] = now + job.spec.lease_s / 4
 
-    def _fail(self, session: Session, failed: Failed, done: list[Event], now: float) -> None:
+    def _fail(self, session: WorkerSession, failed: FailedLease, done: list[Event], now: float) -> None:
         own = self._own(session, failed.lease_id)
         if own is None:
             return
         job, dataset, table = own
         worker = session.key[0]
         index = job.bases[dataset] + table.leases[failed.lease_id].slice_index
-        self._do(events.Failure(job.name, index, worker, failed.reason), done, now)
+        self._do(events.SliceFailed(job.name, index, worker, failed.reason), done, now)
         self._give_back(failed.lease_id, "failed", done, now)
         self._avoided[worker, job.name, index] = now + job.spec.lease_s
         if not self.checks and job.is_doubtful(index):
             done += self._set_aside(job, index, failed.reason, now)
 
-    def _set_aside(self, job: Job, index: int, reason: str, now: float) -> list[Event]:
+    def _set_aside(self, job: SchedulerJob, index: int, reason: str, now: float) -> list[Event]:
         done = job.set_aside(index, reason)
         for event in done:
             self.apply(event, now)
@@ -304,32 +318,32 @@ class Desk:
 
     # What workers say and nobody has checked yet.
 
-    def doubts(self) -> list[Doubt]:
+    def pending_checks(self) -> list[PendingCheck]:
         """Slices that several workers could not read, and peers of whom two say that they gave wrong bytes."""
         found = [
-            Doubt(job.spec.sources[dataset].dataset_id, local, job=job.name, slice_index=index)
+            PendingCheck(job.spec.sources[dataset].dataset_id, local, job=job.name, slice_index=index)
             for job in self.jobs.values()
             for index in job.failures
             if job.is_doubtful(index)
             for dataset, local in [job.place(index)]
         ]
         return found + [
-            Doubt(dataset_id, index, peer=holder)
+            PendingCheck(dataset_id, index, peer=holder)
             for dataset_id, swarm in self.swarms.items()
             for holder, index in swarm.suspects()
         ]
 
-    def resolve(self, doubt: Doubt, is_good: bool, now: float) -> list[Event]:
+    def resolve(self, doubt: PendingCheck, is_good: bool, now: float) -> list[Event]:
         """A doubt was checked: whether right bytes were read, of the slice from any origin, or from the peer."""
         done: list[Event] = []
         if doubt.peer is not None:
-            self._do(events.Banned(doubt.peer.peer_id, doubt.dataset_id, not is_good), done, now)
+            self._do(events.PeerBanned(doubt.peer.peer_id, doubt.dataset_id, not is_good), done, now)
         elif self.jobs[doubt.job].is_doubtful(doubt.slice_index):
             job = self.jobs[doubt.job]
             if is_good:
                 for worker in job.failures[doubt.slice_index]:  # reading costs us a slice: not as often as they like
                     self.bar(worker, now)
-                self._do(events.Cleared(job.name, doubt.slice_index), done, now)
+                self._do(events.SliceCleared(job.name, doubt.slice_index), done, now)
             else:
                 reason = next(iter(job.failures[doubt.slice_index].values()))
                 done = self._set_aside(job, doubt.slice_index, reason, now)
@@ -341,20 +355,20 @@ class Desk:
         said = {key[1] for key in self.reports if key[0] == peer_id}
         for dataset_id in self.swarms:
             if dataset_id in said or peer_id in self.banned.get(dataset_id, ()):
-                self._do(events.Banned(peer_id, dataset_id, False), done, 0.0)
+                self._do(events.PeerBanned(peer_id, dataset_id, False), done, 0.0)
         return done
 
-    def _cut(self, session: Session, ask: Ask, done: list[Event], now: float) -> None:
-        for lease_id, horizon in ask.horizons.items():
+    def _cut(self, session: WorkerSession, ask: ExchangeRequest, done: list[Event], now: float) -> None:
+        for lease_id, horizon in ask.declared_until.items():
             own = self._own(session, lease_id)
             if own is None:
                 continue
             job, _, table = own
             stop = table.declare(table.leases[lease_id], horizon, now)
             if stop is not None:
-                self._do(events.Cut(job.name, lease_id, stop), done, now)
+                self._do(events.LeaseCut(job.name, lease_id, stop), done, now)
 
-    def _own(self, session: Session, lease_id: str) -> tuple[Job, int, LeaseTable] | None:
+    def _own(self, session: WorkerSession, lease_id: str) -> tuple[SchedulerJob, int, LeaseTable] | None:
         """Where a live lease of this session is."""
         place = session.place_of(lease_id)
         return None if place is None else (self.jobs[place[0]], *place[1:])
@@ -366,19 +380,19 @@ class Desk:
         lease = table.leases[lease_id]
         index = job.bases[dataset] + lease.slice_index
         self.swarms[job.spec.sources[dataset].dataset_id].dropped(lease.worker, lease.slice_index)
-        self._do(events.Returned(job.name, lease_id, why), done, now)
+        self._do(events.LeaseReturned(job.name, lease_id, why), done, now)
         if index in job.reasons and lease.left:
             part = (lease.position, lease.stop)
-            self._do(events.SetAside(job.name, lease.epoch, index, *part, job.reasons[index]), done, now)
+            self._do(events.SliceSetAside(job.name, lease.epoch, index, *part, job.reasons[index]), done, now)
 
     # What it gets.
 
     def _grant(
-        self, session: Session, ask: Ask, organisation: str, done: list[Event], now: float
-    ) -> tuple[list[Grant], float]:
+        self, session: WorkerSession, ask: ExchangeRequest, organisation: str, done: list[Event], now: float
+    ) -> tuple[list[LeaseGrant], float]:
         """Up to `want` leases, and how long to wait for more, seconds."""
-        grants: list[Grant] = []
-        own = self._standings.setdefault(session.key[0], Standing())
+        grants: list[LeaseGrant] = []
+        own = self._standings.setdefault(session.key[0], PeerQuota())
         room = MAX_LEASES - session.num_leases() if now >= own.barred_until else 0
         if any(owner.stalled for _, owner in session.owners.values()):
             room = min(room, 1 - session.num_leases())
@@ -396,7 +410,7 @@ class Desk:
             self._num_ids += 1
             index = job.bases[dataset] + part[0]
             epoch = job.tables[dataset].epoch
-            self._do(events.Granted(job.name, lease_id, *session.key, epoch, index, *part[1:]), done, now)
+            self._do(events.LeaseGranted(job.name, lease_id, *session.key, epoch, index, *part[1:]), done, now)
             for table, owner in session.owners.values():
                 table.stop_waiting(owner)
             session.note_lease((job.name, dataset, part[0]))
@@ -409,7 +423,7 @@ class Desk:
             return grants, 0.0
         return grants, self._wait(session, ask.job, now)
 
-    def _room_of_peer(self, peer_id: str, own: Standing, organisation: str) -> int:
+    def _room_of_peer(self, peer_id: str, own: PeerQuota, organisation: str) -> int:
         """How many more leases a peer may get, in all its sessions together."""
         room = own.max_leases - self.sessions.num_leases(peer_id)
         return room if own.has_used or not organisation else min(room, self._room_of_newcomers(organisation, peer_id))
@@ -425,26 +439,26 @@ class Desk:
         newcomers -= gone
         return max(1, self._num_slices // 2) - sum(map(self.sessions.num_leases, newcomers))
 
-    def _turns(self, name: str) -> list[Job]:
+    def _turns(self, name: str) -> list[SchedulerJob]:
         """The jobs that a worker may get leases of, whose turn it is first."""
         if name:
             return [self.jobs[name]] if not self.jobs[name].paused else []
         jobs = [job for job in self.jobs.values() if not job.paused and not job.done]
         return sorted(jobs, key=lambda job: (-job.spec.priority, job.given / job.spec.weight))
 
-    def _choose(self, session: Session, name: str, now: float) -> tuple[Job, int, Part] | None:
+    def _choose(self, session: WorkerSession, name: str, now: float) -> tuple[SchedulerJob, int, SampleRange] | None:
         for job in self._turns(name):
             for dataset in job.turns():
                 owner, dataset_id = self._owner(session, job, dataset, now), job.spec.sources[dataset].dataset_id
                 swarm = self.swarms[dataset_id] if dataset_id in self._served else None
                 offers = swarm.offers(session.key[0], now) if swarm is not None else None
-                barred = Barred(session, job, dataset, self._avoided, offers, now)
+                barred = LeaseFilter(session, job, dataset, self._avoided, offers, now)
                 part = job.tables[dataset].choose(owner, barred, now, barred.offered())
                 if part is not None:
                     return job, dataset, part
         return None
 
-    def _owner(self, session: Session, job: Job, dataset: int, now: float) -> Owner:
+    def _owner(self, session: WorkerSession, job: SchedulerJob, dataset: int, now: float) -> LeaseHolder:
         """This session's place at a table; a new one knows what the session has cached."""
         at, table = session.owners.get((job.name, dataset)), job.tables[dataset]
         if at is None or table.owners.all.get(session.key) is not at[1]:
@@ -456,7 +470,7 @@ class Desk:
             return owner
         return at[1]
 
-    def _wait(self, session: Session, name: str, now: float) -> float:
+    def _wait(self, session: WorkerSession, name: str, now: float) -> float:
         waits = [
             job.tables[dataset].wait(self._owner(session, job, dataset, now), now)
             for job in self._turns(name)[:1]
@@ -464,13 +478,15 @@ class Desk:
         ]
         return round(min(waits, default=1.0), 3)
 
-    def _describe(self, session: Session, job: Job, dataset: int, lease_id: str, now: float) -> Grant:
+    def _describe(
+        self, session: WorkerSession, job: SchedulerJob, dataset: int, lease_id: str, now: float
+    ) -> LeaseGrant:
         table, dataset_id = job.tables[dataset], job.spec.sources[dataset].dataset_id
         lease = table.leases[lease_id]
         swarm, index = self.swarms[dataset_id], lease.slice_index
         is_cached = session.has(dataset_id, index)
         providers = () if is_cached else tuple(swarm.providers(index, lease.worker, now, MAX_PROVIDERS))
-        return Grant(
+        return LeaseGrant(
             lease_id, job.name, lease.epoch, job.bases[dataset] + index, dataset_id, lease.start, lease.stop,
             int(table.samples[index]), providers, round(table.lease_s, 3), first=job.bases[dataset],
         )  # fmt: skip
@@ -480,10 +496,10 @@ class Desk:
     def _do(self, event: Event, done: list[Event], now: float) -> None:
         self.apply(event, now)
         done.append(event)
-        if isinstance(event, events.Recorded | events.SetAside):
+        if isinstance(event, events.UsesRecorded | events.SliceSetAside):
             self._settle(self.jobs[event.job], done, now)
 
-    def _settle(self, job: Job, done: list[Event], now: float) -> None:
+    def _settle(self, job: SchedulerJob, done: list[Event], now: float) -> None:
         """Ends epochs that are over, and changes weights that are due."""
         for event in (*map(job.ended, range(len(job.tables))), job.due_change()):
             if event is not None:
@@ -506,7 +522,7 @@ class Desk:
             LeaseError: If it contradicts the state.
         """
         match event:
-            case events.Banned(peer_id, dataset_id, banned):
+            case events.PeerBanned(peer_id, dataset_id, banned):
                 if banned:
                     self.banned.setdefault(dataset_id, {})[peer_id] = None
                 else:
@@ -514,7 +530,7 @@ class Desk:
                     self.reports = {key: said for key, said in self.reports.items() if key[:2] != (peer_id, dataset_id)}
                 if (swarm := self.swarms.get(dataset_id)) is not None:
                     (swarm.ban if banned else swarm.pardon)(peer_id)
-            case events.Reported(peer_id, dataset_id, index, reporter, reason, accuser):
+            case events.ProviderReported(peer_id, dataset_id, index, reporter, reason, accuser):
                 self.reports.setdefault((peer_id, dataset_id, index), {})[reporter] = reason, accuser
                 if (swarm := self.swarms.get(dataset_id)) is not None:
                     swarm.failed(reporter, index, peer_id, now, wrong=True, accuser=accuser)
@@ -543,7 +559,7 @@ class Desk:
     def bar(self, peer_id: str, now: float) -> None:
         """A peer lied: it is leased nothing for a while, as if it had used nothing of what it was leased."""
         stall_s = min(job.spec.stall_s for job in self.jobs.values())
-        self._standings.setdefault(peer_id, Standing()).stall(stall_s, now)
+        self._standings.setdefault(peer_id, PeerQuota()).stall(stall_s, now)
 
     def _end_unused(self, done: list[Event], now: float) -> None:
         """Takes back all leases of a peer that used nothing for `stall_s`, whichever of its sessions has them."""
@@ -585,7 +601,7 @@ class Desk:
             self._do(event, done, 0.0)
         return done
 
-    def _job(self, name: str) -> Job:
+    def _job(self, name: str) -> SchedulerJob:
         if name not in self.jobs:
             raise UsageError(f"job {name}: this scheduler has none of that name, but {', '.join(self.jobs)}.")
         return self.jobs[name]
@@ -623,6 +639,6 @@ class Desk:
             self.jobs[name].restore(state, now)
         for peer_id, dataset_id, index, reporters in saved["reports"]:
             for reporter, (reason, accuser) in reporters.items():
-                self.apply(events.Reported(peer_id, dataset_id, index, reporter, reason, accuser), now)
+                self.apply(events.ProviderReported(peer_id, dataset_id, index, reporter, reason, accuser), now)
         for dataset_id, peer_id in saved["banned"]:
-            self.apply(events.Banned(peer_id, dataset_id), now)
+            self.apply(events.PeerBanned(peer_id, dataset_id), now)

@@ -7,7 +7,7 @@ from forebay.ledger.receipts import Used
 
 
 @dataclass(frozen=True, slots=True)
-class Enlisted:
+class WorkerEnlisted:
     """A worker uses samples of a job for the first time; `key` is its public key in hex."""
 
     job: str
@@ -17,7 +17,7 @@ class Enlisted:
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class LeaseGranted:
     """A worker got samples [start, stop) of a slice."""
 
     job: str
@@ -31,7 +31,7 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class UsesRecorded:
     """A session of a worker acknowledged uses; `receipt` is its signature over them in hex."""
 
     job: str
@@ -42,7 +42,7 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class LeaseCut:
     """A lease ends at `stop` from now on; what lay behind is to be had again."""
 
     job: str
@@ -51,7 +51,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class LeaseReturned:
     """A lease ended before its samples did: released, unknown, expired, stalled, clutched or failed."""
 
     job: str
@@ -60,7 +60,7 @@ class Returned:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class SliceFailed:
     """A worker could not have a slice."""
 
     job: str
@@ -70,7 +70,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class SetAside:
+class SliceSetAside:
     """Samples [start, stop), and all that comes back of their slice, are not leased until it is readmitted."""
 
     job: str
@@ -82,7 +82,7 @@ class SetAside:
 
 
 @dataclass(frozen=True, slots=True)
-class Readmitted:
+class SliceReadmitted:
     """A slice that was set aside is leased again."""
 
     job: str
@@ -101,7 +101,7 @@ class EpochEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Paused:
+class JobPaused:
     """Nothing new is leased of a job; or, if it is not `paused`, it goes on."""
 
     job: str
@@ -109,7 +109,7 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
-class Weighted:
+class WeightsChanged:
     """The weights of a job's datasets from the `at`-th sample used on."""
 
     job: str
@@ -118,7 +118,7 @@ class Weighted:
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class ProviderReported:
     """A worker says that a provider served wrong bytes for a slice of a dataset."""
 
     peer_id: str
@@ -130,7 +130,7 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
+class SliceCleared:
     """The scheduler read a slice itself: whoever could not was at fault."""
 
     job: str
@@ -138,7 +138,7 @@ class Cleared:
 
 
 @dataclass(frozen=True, slots=True)
-class Banned:
+class PeerBanned:
     """The scheduler got wrong bytes of a dataset from a peer itself; not `banned`: what was said against it is void."""
 
     peer_id: str
@@ -147,20 +147,20 @@ class Banned:
 
 
 Event = (
-    Enlisted
-    | Granted
-    | Recorded
-    | Cut
-    | Returned
-    | Failure
-    | SetAside
-    | Readmitted
+    WorkerEnlisted
+    | LeaseGranted
+    | UsesRecorded
+    | LeaseCut
+    | LeaseReturned
+    | SliceFailed
+    | SliceSetAside
+    | SliceReadmitted
     | EpochEnded
-    | Paused
-    | Weighted
-    | Reported
-    | Cleared
-    | Banned
+    | JobPaused
+    | WeightsChanged
+    | ProviderReported
+    | SliceCleared
+    | PeerBanned
 )
 _KINDS: tuple[type[Event], ...] = get_args(Event)  # In this order they are numbered on disk.
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
@@ -168,16 +168,16 @@ _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 def to_row(event: Event) -> list[Any]:
     """An event as a list of plain values, for JSON."""
-    if isinstance(event, Recorded):
+    if isinstance(event, UsesRecorded):
         rows = [used.to_row() for used in event.uses]
-        return [_NUMBERS[Recorded], event.job, event.worker, rows, event.receipt, event.session]
+        return [_NUMBERS[UsesRecorded], event.job, event.worker, rows, event.receipt, event.session]
     return [_NUMBERS[type(event)], *(getattr(event, name) for name in event.__slots__)]
 
 
 def from_row(row: list[Any]) -> Event:
     """The event that `to_row` gave."""
     kind, *values = row
-    if _KINDS[kind] is Recorded:
+    if _KINDS[kind] is UsesRecorded:
         values[2] = (Used(*used) for used in values[2])
     elif _KINDS[kind] is EpochEnded:
         values[4] = map(tuple, values[4])

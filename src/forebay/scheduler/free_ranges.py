@@ -22,11 +22,11 @@ from forebay.order.bijection import derive_key, permute
 STRIDE = 256
 MAX_LOOKED_AT = 64
 
-Part = tuple[int, int, int]  # (slice, start, stop): samples [start, stop) of a slice.
+SampleRange = tuple[int, int, int]  # (slice, start, stop): samples [start, stop) of a slice.
 
 
 @dataclass
-class Cached:
+class CachedSlices:
     """The slices that a worker has, int64 rising, and how far they were offered to it in this epoch."""
 
     indexes: NDArray[np.int64]
@@ -37,7 +37,7 @@ class Cached:
         return at < len(self.indexes) and int(self.indexes[at]) == index
 
 
-class Parts:
+class FreeRanges:
     """The parts of one epoch that nobody holds; `samples` is int64 [S]."""
 
     def __init__(self, samples: NDArray[np.int64], seed: int) -> None:
@@ -93,7 +93,7 @@ class Parts:
                 return
         raise LeaseError(f"slice {index}: samples [{start}, {stop}) are leased or used.")
 
-    def take_slice(self, index: int) -> list[Part]:
+    def take_slice(self, index: int) -> list[SampleRange]:
         """Takes all that is here of a slice."""
         if self.fresh[index]:
             self.fresh[index] = False
@@ -103,15 +103,15 @@ class Parts:
             self._forget(index, start)
         return found
 
-    def of_slice(self, index: int) -> list[Part]:
+    def of_slice(self, index: int) -> list[SampleRange]:
         """What is here of a slice."""
         if self.fresh[index]:
             return [(index, 0, int(self.samples[index]))]
         return [(index, start, self.returned[index, start]) for start in sorted(self._starts.get(index, ()))]
 
     def choose(
-        self, cached: Cached | None, avoided: Callable[[int], bool], offered: NDArray[np.bool_] | None = None
-    ) -> Part | None:
+        self, cached: CachedSlices | None, avoided: Callable[[int], bool], offered: NDArray[np.bool_] | None = None
+    ) -> SampleRange | None:
         """What this worker should get next; None if there is nothing. The caller takes it.
 
         Args:
@@ -130,7 +130,7 @@ class Parts:
             index = self._of_those_left(avoided)
         return None if index is None else (index, 0, int(self.samples[index]))
 
-    def _of_the_cached(self, cached: Cached, avoided: Callable[[int], bool]) -> int | None:
+    def _of_the_cached(self, cached: CachedSlices, avoided: Callable[[int], bool]) -> int | None:
         while cached.at < len(cached.indexes):
             some = cached.indexes[cached.at : cached.at + STRIDE]
             for at in np.flatnonzero(self.fresh[some]).tolist():
@@ -140,8 +140,8 @@ class Parts:
             cached.at += len(some)
         return None
 
-    def _of_the_returned(self, cached: Cached | None, avoided: Callable[[int], bool]) -> Part | None:
-        first: Part | None = None
+    def _of_the_returned(self, cached: CachedSlices | None, avoided: Callable[[int], bool]) -> SampleRange | None:
+        first: SampleRange | None = None
         for looked_at, ((index, start), stop) in enumerate(self.returned.items()):
             if looked_at >= MAX_LOOKED_AT:
                 break

@@ -13,8 +13,8 @@ from forebay.errors import UsageError
 from forebay.ledger.receipts import Used
 from forebay.scheduler import events
 from forebay.scheduler.events import Event
-from forebay.scheduler.free_ranges import Part
-from forebay.scheduler.lease_holders import Ended, Lease
+from forebay.scheduler.free_ranges import SampleRange
+from forebay.scheduler.lease_holders import EndedLease, LiveLease
 from forebay.scheduler.leases import LeaseTable
 
 
@@ -58,11 +58,11 @@ def load(table: LeaseTable, saved: dict[str, Any], now: float) -> None:
     table.num_aside = sum(stop - start for parts in table.aside.values() for _, start, stop in parts)
     for lease_id, worker, session, index, start, stop, position in saved["leases"]:
         owner = table.owners.at((worker, session), table.lease_s, now)
-        lease = Lease(lease_id, worker, session, table.epoch, index, start, stop, position, position, now)
+        lease = LiveLease(lease_id, worker, session, table.epoch, index, start, stop, position, position, now)
         table.leases[lease_id] = owner.leases[lease_id] = lease
         table.leased += lease.left
     for lease_id, *values in saved["remembered"]:
-        table.remembered[lease_id] = Ended(*values)
+        table.remembered[lease_id] = EndedLease(*values)
 
 
 def _bits(packed: str, count: int) -> NDArray[np.bool_]:
@@ -71,7 +71,7 @@ def _bits(packed: str, count: int) -> NDArray[np.bool_]:
 
 
 @dataclass(frozen=True)
-class Source:
+class JobSource:
     """A dataset of a job: `samples` is int64 [S], the samples of each slice; `weight` its share in a mixture."""
 
     name: str
@@ -96,7 +96,7 @@ class JobSpec:
     """
 
     name: str
-    sources: tuple[Source, ...]
+    sources: tuple[JobSource, ...]
     seed: int = 0
     epochs: int = 1
     lease_s: float = 30.0
@@ -130,7 +130,7 @@ def check_weights(job: str, weights: Sequence[float], num_sources: int) -> None:
         )
 
 
-class Job:
+class SchedulerJob:
     """One job's state. `slice_index` counts over all its datasets, as in the ledger."""
 
     def __init__(self, spec: JobSpec) -> None:
@@ -217,16 +217,16 @@ class Job:
             return None
         at, weights = self.changes[0]
         starved = all(t.done for t, w in zip(self.tables, self.weights) if w > 0)
-        return events.Weighted(self.name, at, weights) if self.used >= at or starved else None
+        return events.WeightsChanged(self.name, at, weights) if self.used >= at or starved else None
 
     def pausing(self, paused: bool) -> list[Event]:
         """What pauses or resumes it; nothing, if it is so."""
-        return [] if self.paused == paused else [events.Paused(self.name, paused)]
+        return [] if self.paused == paused else [events.JobPaused(self.name, paused)]
 
     def readmitting(self, slices: Sequence[int] | None) -> list[Event]:
         """What readmits slices, of those set aside; None: all."""
         wanted = list(self.reasons) if slices is None else slices
-        return [events.Readmitted(self.name, index) for index in wanted if index in self.reasons]
+        return [events.SliceReadmitted(self.name, index) for index in wanted if index in self.reasons]
 
     def reweighting(self, weights: Mapping[str, float], at: int | None) -> list[Event]:
         """What gives its datasets other weights, by name, from the `at`-th sample used on."""
@@ -235,7 +235,7 @@ class Job:
             raise UsageError(f"job {self.name}: expected weights of {', '.join(names)}, got {', '.join(weights)}.")
         given = tuple(float(weights.get(name, old)) for name, old in zip(names, self.weights))
         check_weights(self.name, given, len(names))
-        return [events.Weighted(self.name, self.used if at is None else at, given)]
+        return [events.WeightsChanged(self.name, self.used if at is None else at, given)]
 
     def ended(self, dataset: int) -> Event | None:
         """The end of a dataset's epoch, if it is there."""
@@ -254,7 +254,7 @@ class Job:
         dataset, local = self.place(slice_index)
         table = self.tables[dataset]
         parts = table.parts.of_slice(local) if local not in table.aside else table.aside[local]
-        return [events.SetAside(self.name, table.epoch, slice_index, *part[1:], reason) for part in parts]
+        return [events.SliceSetAside(self.name, table.epoch, slice_index, *part[1:], reason) for part in parts]
 
     def still_aside(self, dataset: int) -> list[Event]:
         """What is set aside of an epoch that has just begun."""
@@ -264,36 +264,36 @@ class Job:
     def apply(self, event: Event, now: float) -> None:
         """Changes the state by an event of this job."""
         match event:
-            case events.Enlisted(_, worker, _, _):
+            case events.WorkerEnlisted(_, worker, _, _):
                 self.enlisted.add(worker)
-            case events.Granted(_, lease_id, worker, session, _, index, start, stop):
+            case events.LeaseGranted(_, lease_id, worker, session, _, index, start, stop):
                 dataset, local = self.place(index)
-                part: Part = (local, start, stop)
+                part: SampleRange = (local, start, stop)
                 self.tables[dataset].grant(lease_id, worker, session, part, now)
-            case events.Recorded(_, worker, uses, _):
+            case events.UsesRecorded(_, worker, uses, _):
                 self._record(worker, uses, now)
-            case events.Cut(_, lease_id, stop):
+            case events.LeaseCut(_, lease_id, stop):
                 self.table_of(lease_id).cut(lease_id, stop, now)
-            case events.Returned(_, lease_id, _):
+            case events.LeaseReturned(_, lease_id, _):
                 self.table_of(lease_id).give_back(lease_id)
-            case events.Failure(_, index, worker, reason):
+            case events.SliceFailed(_, index, worker, reason):
                 self.failures.setdefault(index, {})[worker] = reason
-            case events.SetAside(_, _, index, _, _, reason):
+            case events.SliceSetAside(_, _, index, _, _, reason):
                 dataset, local = self.place(index)
                 self.tables[dataset].set_aside(local)
                 self.reasons[index] = reason
-            case events.Cleared(_, index):
+            case events.SliceCleared(_, index):
                 self.failures.pop(index, None)
-            case events.Readmitted(_, index):
+            case events.SliceReadmitted(_, index):
                 dataset, local = self.place(index)
                 self.tables[dataset].readmit(local)
                 self.failures.pop(index, None)
                 self.reasons.pop(index, None)
             case events.EpochEnded(_, dataset, _, _, _):
                 self.tables[dataset].end_epoch()
-            case events.Paused(_, paused):
+            case events.JobPaused(_, paused):
                 self.paused = paused
-            case events.Weighted(_, at, weights):
+            case events.WeightsChanged(_, at, weights):
                 self._reweight(at, weights)
 
     def _record(self, worker: str, uses: Sequence[Used], now: float) -> None:

@@ -32,8 +32,9 @@ from forebay.ledger.job import encode_runs
 from forebay.ledger.receipts import Used
 from forebay.ledger.writer import Ledger, Signer
 from forebay.scheduler import events
-from forebay.scheduler.core import Desk, JobSpec
+from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event, from_row, to_row
+from forebay.scheduler.jobs import JobSpec
 
 LEDGER_NAME = "ledger.jsonl"
 JOURNAL_NAME = "journal.sqlite"
@@ -78,8 +79,10 @@ class Journal:
     same lock, then `wait` outside of it, and only then answer. Close it, or use it in a `with`.
     """
 
-    def __init__(self, desk: Desk, ledgers: dict[str, Ledger], database: sqlite3.Connection, lock: int) -> None:
-        self.desk = desk
+    def __init__(
+        self, core: SchedulerCore, ledgers: dict[str, Ledger], database: sqlite3.Connection, lock: int
+    ) -> None:
+        self.core = core
         self.ledgers = ledgers
         self.job_ids = {name: ledger.first.hash for name, ledger in ledgers.items() if ledger.first is not None}
         self.broken = ""
@@ -135,7 +138,7 @@ class Journal:
                     stack.callback(ledger.close)
                     first = ledger.first or ledger.append("job", dict(bodies[spec.name]))
                     _check_same_job(first, bodies[spec.name], path)
-                journal = cls(Desk(specs, salt=salt, ttl_s=ttl_s, checks=checks), ledgers, database, lock)
+                journal = cls(SchedulerCore(specs, salt=salt, ttl_s=ttl_s, checks=checks), ledgers, database, lock)
                 journal._recover(now())
             except (sqlite3.Error, OSError) as error:
                 raise StateError(f"journal in {state_dir}: cannot be opened: {error}. Is the disk full?") from error
@@ -159,24 +162,24 @@ class Journal:
             applied = {}
         for name, ledger in self.ledgers.items():
             self._catch_up(name, ledger, applied.get(name, 1), now)
-        due = [event for name in self.ledgers for event in self.desk.settle_all(name, now)]
-        self.desk.extend_all(now)
+        due = [event for name in self.ledgers for event in self.core.settle_all(name, now)]
+        self.core.extend_all(now)
         # Begin with a snapshot: the next start replays little.
-        self._pending = _Batch(due, self.desk.snapshot(), len(due))
+        self._pending = _Batch(due, self.core.snapshot(), len(due))
         self._put = 1
         self.wait(self._put)
 
     def _load(self, meta: dict[str, Any]) -> None:
         snapshot = _meta(self._database, "snapshot")
         if snapshot is not None:
-            self.desk.restore(orjson.loads(snapshot))
+            self.core.restore(orjson.loads(snapshot))
         for (rows,) in self._database.execute("SELECT events FROM batches ORDER BY number"):
             for row in orjson.loads(rows):
-                self.desk.apply(from_row(row))
+                self.core.apply(from_row(row))
 
     def _catch_up(self, name: str, ledger: Ledger, start: int, now: float) -> None:
         """Applies a ledger's entries from `start` on."""
-        job = self.desk.jobs[name]
+        job = self.core.jobs[name]
         marks = orjson.loads(_meta(self._database, "checkpoints") or b"{}")
         checkpoint = Checkpoint.from_json(marks.get(name))
         if ledger.next_seq <= start:
@@ -186,7 +189,7 @@ class Journal:
                 for event in _events_of(name, entry):
                     if isinstance(event, events.EpochEnded) and job.ended(event.dataset) is None:
                         raise LeaseError(f"epoch {event.epoch} ends before its samples are used")
-                    self.desk.apply(event, now)
+                    self.core.apply(event, now)
             except (LeaseError, KeyError, TypeError, ValueError) as error:
                 raise LedgerError(f"ledger {ledger.path}, entry {entry.seq} ({entry.kind}): {error}") from error
 
@@ -203,7 +206,7 @@ class Journal:
                 self._put += 1
                 if self._since_snapshot >= SNAPSHOT_EVENTS:
                     self._since_snapshot = 0
-                    self._pending.snapshot, self._pending.upto = self.desk.snapshot(), len(self._pending.events)
+                    self._pending.snapshot, self._pending.upto = self.core.snapshot(), len(self._pending.events)
             return self._put
 
     def is_durable(self, ticket: int) -> bool:
@@ -274,25 +277,25 @@ class Journal:
     def _entries_of(self, event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
         """What of an event the ledger keeps."""
         match event:
-            case events.Enlisted(_, worker, key, name):
+            case events.WorkerEnlisted(_, worker, key, name):
                 yield "worker", {"worker": worker, "key": key, "name": name}
-            case events.Recorded(_, worker, uses, receipt, session):
+            case events.UsesRecorded(_, worker, uses, receipt, session):
                 body = {"worker": worker, "uses": [used.to_row() for used in uses], "receipt": receipt}
                 yield "uses", {**body, "session": session} if session else body
             case events.EpochEnded():
                 yield "epoch", self._epoch_body(event)
-            case events.SetAside(_, epoch, index, start, stop, reason):
+            case events.SliceSetAside(_, epoch, index, start, stop, reason):
                 place = {"epoch": epoch, "slice": index, "start": start, "stop": stop}
                 yield "set_aside", {**place, "reason": reason[:300]}
-            case events.Readmitted(_, index):
+            case events.SliceReadmitted(_, index):
                 yield "readmitted", {"slice": index}
-            case events.Paused(_, paused):
+            case events.JobPaused(_, paused):
                 yield "paused" if paused else "resumed", {}
-            case events.Weighted(_, at, weights):
+            case events.WeightsChanged(_, at, weights):
                 yield "weights", {"at": at, "weights": list(weights)}
 
     def _epoch_body(self, event: events.EpochEnded) -> dict[str, Any]:
-        job = self.desk.jobs[event.job]
+        job = self.core.jobs[event.job]
         aside: dict[int, list[tuple[int, int]]] = {}
         for index, start, stop in event.aside:
             aside.setdefault(index, []).append((start, stop))
@@ -393,18 +396,20 @@ def _events_of(job: str, entry: Entry) -> Iterator[Event]:
     body = entry.body
     match entry.kind:
         case "worker":
-            yield events.Enlisted(job, str(body["worker"]), str(body["key"]), str(body.get("name", "")))
+            yield events.WorkerEnlisted(job, str(body["worker"]), str(body["key"]), str(body.get("name", "")))
         case "uses":
             uses = tuple(Used.from_row(row) for row in body["uses"])
-            yield events.Recorded(job, str(body["worker"]), uses, str(body["receipt"]), str(body.get("session", "")))
+            yield events.UsesRecorded(
+                job, str(body["worker"]), uses, str(body["receipt"]), str(body.get("session", ""))
+            )
         case "epoch":
             yield events.EpochEnded(job, int(body["dataset"]), int(body["epoch"]), int(body["samples"]), ())
         case "set_aside":
             epoch, index, start, stop = (int(body[key]) for key in ("epoch", "slice", "start", "stop"))
-            yield events.SetAside(job, epoch, index, start, stop, str(body["reason"]))
+            yield events.SliceSetAside(job, epoch, index, start, stop, str(body["reason"]))
         case "readmitted":
-            yield events.Readmitted(job, int(body["slice"]))
+            yield events.SliceReadmitted(job, int(body["slice"]))
         case "paused" | "resumed":
-            yield events.Paused(job, entry.kind == "paused")
+            yield events.JobPaused(job, entry.kind == "paused")
         case "weights":
-            yield events.Weighted(job, int(body["at"]), tuple(float(w) for w in body["weights"]))
+            yield events.WeightsChanged(job, int(body["at"]), tuple(float(w) for w in body["weights"]))

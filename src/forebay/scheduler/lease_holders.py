@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from forebay.scheduler.free_ranges import Cached
+from forebay.scheduler.free_ranges import CachedSlices
 
 # After this long, what was seen before counts 1/e.
 MEMORY_S = 30.0
@@ -14,7 +14,7 @@ SHORTEST_S = 0.01
 
 
 @dataclass(slots=True)
-class Speed:
+class SpeedEstimate:
     """Samples a second as a mean that forgets; None before anything is known."""
 
     value: float | None = None
@@ -45,11 +45,11 @@ class Speed:
             self.value = value
 
 
-OwnerKey = tuple[str, str]  # (worker, session)
+HolderKey = tuple[str, str]  # (worker, session)
 
 
 @dataclass(slots=True)
-class Lease:
+class LiveLease:
     """An owner's right to samples [position, stop) of a slice; it began at `start`.
 
     `horizon` is the highest that the owner ever named: it may have used all before it.
@@ -67,7 +67,7 @@ class Lease:
     moved_at: float = 0.0
 
     @property
-    def key(self) -> OwnerKey:
+    def key(self) -> HolderKey:
         return self.worker, self.session
 
     @property
@@ -80,7 +80,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedLease:
     """A lease that is no more: [start, reached) of its slice was used under it; `whole`: it was used to its end."""
 
     worker: str
@@ -92,7 +92,7 @@ class Ended:
 
 
 @dataclass(slots=True, eq=False)
-class Owner:
+class LeaseHolder:
     """One session of a worker at a table.
 
     Attributes:
@@ -102,12 +102,12 @@ class Owner:
         wish: The lease that it waits to be given a piece of.
     """
 
-    key: OwnerKey
+    key: HolderKey
     deadline: float
     moved_at: float
-    leases: dict[str, Lease] = field(default_factory=dict)
-    speed: Speed = field(default_factory=Speed)
-    cached: Cached | None = None
+    leases: dict[str, LiveLease] = field(default_factory=dict)
+    speed: SpeedEstimate = field(default_factory=SpeedEstimate)
+    cached: CachedSlices | None = None
     stalled: bool = False
     wish: str | None = None
     finish: float = 0.0
@@ -118,29 +118,29 @@ class Owner:
         return sum(lease.left for lease in self.leases.values())
 
 
-class Owners:
+class LeaseHolders:
     """The owners of a table, by who is late and by who would finish last. O(log n) a call."""
 
     def __init__(self) -> None:
-        self.all: dict[OwnerKey, Owner] = {}
+        self.all: dict[HolderKey, LeaseHolder] = {}
         self.mean_speed: float | None = None
-        self._due: list[tuple[float, OwnerKey]] = []
-        self._finish: list[tuple[float, OwnerKey]] = []
+        self._due: list[tuple[float, HolderKey]] = []
+        self._finish: list[tuple[float, HolderKey]] = []
 
-    def at(self, key: OwnerKey, lease_s: float, now: float) -> Owner:
+    def at(self, key: HolderKey, lease_s: float, now: float) -> LeaseHolder:
         """The owner, whose deadline moves; a new one if need be."""
         owner = self.all.get(key)
         if owner is None:
-            owner = self.all[key] = Owner(key, now + lease_s, now)
+            owner = self.all[key] = LeaseHolder(key, now + lease_s, now)
             heapq.heappush(self._due, (owner.deadline, key))
         owner.deadline = max(owner.deadline, now + lease_s)
         return owner
 
-    def drop(self, key: OwnerKey) -> None:
+    def drop(self, key: HolderKey) -> None:
         """Forgets one that has no leases."""
         self.all.pop(key, None)
 
-    def late(self, now: float, patience_s: float) -> Iterator[tuple[Owner, bool]]:
+    def late(self, now: float, patience_s: float) -> Iterator[tuple[LeaseHolder, bool]]:
         """Owners due for a look: (owner, whether its deadline passed); each is looked at again by itself.
 
         Args:
@@ -156,7 +156,7 @@ class Owners:
                 heapq.heappush(self._due, (min(owner.deadline, now + patience_s), key))
             yield owner, dead
 
-    def saw(self, owner: Owner, now: float) -> None:
+    def saw(self, owner: LeaseHolder, now: float) -> None:
         """Something of its leases or speed changed: when would it finish?"""
         speed = self.speed_of(owner)
         owner.finish = now + owner.left / speed
@@ -166,20 +166,20 @@ class Owners:
                 self._finish = [(-o.finish, key) for key, o in self.all.items() if o.leases]
                 heapq.heapify(self._finish)
 
-    def speed_of(self, owner: Owner) -> float:
+    def speed_of(self, owner: LeaseHolder) -> float:
         """Its speed in samples a second; where it is not known that of the others; never 0."""
         return max(owner.speed.value or self.mean_speed or 1.0, 1e-9)
 
-    def learned(self, owner: Owner) -> None:
+    def learned(self, owner: LeaseHolder) -> None:
         """Its speed was measured: so moves the mean."""
         value = owner.speed.value
         if value is not None:
             self.mean_speed = value if self.mean_speed is None else 0.98 * self.mean_speed + 0.02 * value
 
-    def slowest(self, skip: Callable[[Owner], bool]) -> Iterator[Owner]:
+    def slowest(self, skip: Callable[[LeaseHolder], bool]) -> Iterator[LeaseHolder]:
         """The owners that hold leases, who would finish last first, but for those to skip."""
-        kept: list[tuple[float, OwnerKey]] = []
-        seen: set[OwnerKey] = set()
+        kept: list[tuple[float, HolderKey]] = []
+        seen: set[HolderKey] = set()
         try:
             while self._finish:
                 item = heapq.heappop(self._finish)

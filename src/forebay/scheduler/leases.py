@@ -25,24 +25,26 @@ from numpy.typing import NDArray
 
 from forebay.errors import LeaseError, UsageError
 from forebay.ledger.receipts import Used
-from forebay.scheduler.free_ranges import Cached, Part, Parts
-from forebay.scheduler.lease_holders import Ended, Lease, Owner, OwnerKey, Owners, Speed
+from forebay.scheduler.free_ranges import CachedSlices, FreeRanges, SampleRange
+from forebay.scheduler.lease_holders import EndedLease, HolderKey, LeaseHolder, LeaseHolders, LiveLease, SpeedEstimate
 
 # Who would finish last, second to last, …: so many are looked at for something to take.
 CANDIDATES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PlannedSteal:
     """A lease should end at `target`, for the sake of `thief`."""
 
     lease_id: str
     target: int
-    thief: OwnerKey
+    thief: HolderKey
     at: float
 
 
-def plan_steal(owners: Owners, thief: Owner, wished: dict[str, Wish], steal_s: float, now: float) -> Wish | None:
+def plan_steal(
+    owners: LeaseHolders, thief: LeaseHolder, wished: dict[str, PlannedSteal], steal_s: float, now: float
+) -> PlannedSteal | None:
     """The best piece for an idle owner; None if nobody has enough left to be worth it.
 
     Args:
@@ -51,7 +53,7 @@ def plan_steal(owners: Owners, thief: Owner, wished: dict[str, Wish], steal_s: f
     """
     speed = owners.speed_of(thief)
 
-    def is_spared(owner: Owner) -> bool:
+    def is_spared(owner: LeaseHolder) -> bool:
         return owner.key == thief.key or any(lease_id in wished for lease_id in owner.leases)
 
     # Those spared do not count: else, where many are idle, only as many could steal at once as are looked at.
@@ -64,16 +66,16 @@ def plan_steal(owners: Owners, thief: Owner, wished: dict[str, Wish], steal_s: f
         lease = _choose(victim, share)
         target = lease.start if _is_whole(victim, lease, share) else lease.stop - math.ceil(min(share, lease.left - 1))
         if max(lease.position, lease.horizon if lease.begun else 0, target) < lease.stop:
-            return Wish(lease.lease_id, max(target, lease.start), thief.key, now)
+            return PlannedSteal(lease.lease_id, max(target, lease.start), thief.key, now)
     return None
 
 
-def _is_whole(victim: Owner, lease: Lease, share: float) -> bool:
+def _is_whole(victim: LeaseHolder, lease: LiveLease, share: float) -> bool:
     """Whether to take it altogether: not begun, not all that its owner has, not much more than the fair share."""
     return not lease.begun and len(victim.leases) > 1 and lease.left <= 1.5 * share
 
 
-def _choose(victim: Owner, share: float) -> Lease:
+def _choose(victim: LeaseHolder, share: float) -> LiveLease:
     """The last lease that was not begun, if it may go as a whole; else the one with most left."""
     for lease in reversed(victim.leases.values()):
         if _is_whole(victim, lease, share):
@@ -127,16 +129,16 @@ class LeaseTable:
         self.samples = samples_per_slice.astype(np.int64)
         self.num_samples = int(self.samples.sum())
         self.epochs, self.lease_s, self.stall_s, self.steal_s = epochs, lease_s, stall_s, steal_s
-        self.owners = Owners()
-        self.leases: dict[str, Lease] = {}
-        self.aside: dict[int, list[Part]] = {}
-        self.remembered: OrderedDict[str, Ended] = OrderedDict()
-        self.wishes: dict[str, Wish] = {}
-        self.waiting: set[OwnerKey] = set()
+        self.owners = LeaseHolders()
+        self.leases: dict[str, LiveLease] = {}
+        self.aside: dict[int, list[SampleRange]] = {}
+        self.remembered: OrderedDict[str, EndedLease] = OrderedDict()
+        self.wishes: dict[str, PlannedSteal] = {}
+        self.waiting: set[HolderKey] = set()
         # Those of them who have nothing to use, and when they last asked, the latest last.
-        self.idle: dict[OwnerKey, float] = {}
+        self.idle: dict[HolderKey, float] = {}
         self.next_ask = -math.inf  # when the last of those that only wait was told to ask again
-        self.parts = Parts(self.samples, seed)
+        self.parts = FreeRanges(self.samples, seed)
         self.before = 0
         self.begin(0)
 
@@ -166,11 +168,13 @@ class LeaseTable:
 
     # Asking.
 
-    def touch(self, key: OwnerKey, now: float) -> Owner:
+    def touch(self, key: HolderKey, now: float) -> LeaseHolder:
         """A sign of life of an owner: its leases live another `lease_s`."""
         return self.owners.at(key, self.lease_s, now)
 
-    def choose(self, owner: Owner, avoided: Any, now: float, offered: NDArray[np.bool_] | None = None) -> Part | None:
+    def choose(
+        self, owner: LeaseHolder, avoided: Any, now: float, offered: NDArray[np.bool_] | None = None
+    ) -> SampleRange | None:
         """What an owner should get next; None if nothing is to be had now.
 
         While somebody is idle, who has something to do gets nothing more: it would take back what was cut from it.
@@ -180,7 +184,7 @@ class LeaseTable:
             return None
         return self.parts.choose(owner.cached, avoided, offered)
 
-    def wait(self, owner: Owner, now: float) -> float:
+    def wait(self, owner: LeaseHolder, now: float) -> float:
         """Notes that an owner is idle, and whom it waits for; how long until it should ask again, seconds."""
         self.waiting.add(owner.key)
         if not owner.leases:
@@ -204,7 +208,7 @@ class LeaseTable:
         # Who has leases must be heard of before they expire.
         return min(wait_s, self.lease_s / 2 if owner.leases else 4 * self.lease_s)
 
-    def stop_waiting(self, owner: Owner) -> None:
+    def stop_waiting(self, owner: LeaseHolder) -> None:
         """An owner has something to do, or is gone: nobody needs to cut a lease for it."""
         self.waiting.discard(owner.key)
         self.idle.pop(owner.key, None)
@@ -212,7 +216,7 @@ class LeaseTable:
             self.wishes.pop(owner.wish, None)
             owner.wish = None
 
-    def declare(self, lease: Lease, horizon: int, now: float) -> int | None:
+    def declare(self, lease: LiveLease, horizon: int, now: float) -> int | None:
         """An owner uses nothing from `horizon` on before it hears more: where to cut its lease now, if wished."""
         lease.horizon = max(lease.horizon, min(horizon, lease.stop))
         wish = self.wishes.get(lease.lease_id)
@@ -254,11 +258,11 @@ class LeaseTable:
 
     # Changing; all of it is replayed from the journal.
 
-    def grant(self, lease_id: str, worker: str, session: str, part: Part, now: float) -> Lease:
+    def grant(self, lease_id: str, worker: str, session: str, part: SampleRange, now: float) -> LiveLease:
         """Takes a part that is to be had, and leases it."""
         index, start, stop = part
         self.parts.take(index, start, stop)
-        lease = Lease(lease_id, worker, session, self.epoch, index, start, stop, start, start, now)
+        lease = LiveLease(lease_id, worker, session, self.epoch, index, start, stop, start, start, now)
         owner = self.owners.at((worker, session), self.lease_s, now)
         if not owner.leases:
             owner.moved_at = now
@@ -277,7 +281,7 @@ class LeaseTable:
         Raises:
             LeaseError: If one of them uses a sample again: the record is of another job, or broken.
         """
-        moved: dict[OwnerKey, int] = {}
+        moved: dict[HolderKey, int] = {}
         for used in uses:
             lease = self.leases.get(used.lease_id)
             if lease is None:
@@ -312,7 +316,7 @@ class LeaseTable:
         self._count(used)
         before = self.remembered.get(used.lease_id)
         start = before.start if before is not None else used.start
-        self._remember(used.lease_id, Ended(worker, used.epoch, used.slice, start, used.stop, whole=False))
+        self._remember(used.lease_id, EndedLease(worker, used.epoch, used.slice, start, used.stop, whole=False))
 
     def _take_aside(self, used: Used) -> bool:
         """Takes samples out of a slice set aside, as they were used after all; False if they are not there."""
@@ -333,7 +337,7 @@ class LeaseTable:
         if self.used_of[used.slice] == self.samples[used.slice]:
             self.num_used_slices += 1
 
-    def cut(self, lease_id: str, stop: int, now: float) -> Lease:
+    def cut(self, lease_id: str, stop: int, now: float) -> LiveLease:
         """Moves a lease's end nearer; one that stands there already is over."""
         lease = self.leases[lease_id]
         self.parts.give(lease.slice_index, stop, lease.stop)
@@ -346,7 +350,7 @@ class LeaseTable:
         self.owners.saw(owner, now)
         return lease
 
-    def give_back(self, lease_id: str) -> Lease:
+    def give_back(self, lease_id: str) -> LiveLease:
         """Ends a lease: what it did not use is to be had again, or set aside with its slice."""
         lease = self.leases[lease_id]
         part = (lease.slice_index, lease.position, lease.stop)
@@ -359,16 +363,16 @@ class LeaseTable:
             self.parts.give(*part)
         return lease
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: LiveLease) -> None:
         del self.leases[lease.lease_id]
         self.wishes.pop(lease.lease_id, None)
         owner = self.owners.all.get(lease.key)
         if owner is not None:
             owner.leases.pop(lease.lease_id, None)
         place = (lease.worker, lease.epoch, lease.slice_index, lease.start, lease.position)
-        self._remember(lease.lease_id, Ended(*place, whole=lease.position == lease.stop))
+        self._remember(lease.lease_id, EndedLease(*place, whole=lease.position == lease.stop))
 
-    def _remember(self, lease_id: str, ended: Ended) -> None:
+    def _remember(self, lease_id: str, ended: EndedLease) -> None:
         self.remembered[lease_id] = ended
         self.remembered.move_to_end(lease_id)
         while len(self.remembered) > MAX_REMEMBERED:
@@ -386,9 +390,9 @@ class LeaseTable:
             self.num_aside -= part[2] - part[1]
             self.parts.give(*part)
 
-    def parts_aside(self) -> tuple[Part, ...]:
+    def parts_aside(self) -> tuple[SampleRange, ...]:
         """What is set aside, rising, pieces that touch as one."""
-        found: list[Part] = []
+        found: list[SampleRange] = []
         for index, start, stop in sorted(part for parts in self.aside.values() for part in parts):
             if found and found[-1][0] == index and found[-1][2] == start:
                 found[-1] = (index, found[-1][1], stop)
@@ -426,18 +430,18 @@ class LeaseTable:
                 ]
         return found
 
-    def forget(self, owner: Owner) -> None:
+    def forget(self, owner: LeaseHolder) -> None:
         """An owner is gone; its leases are given back by the caller."""
         self.stop_waiting(owner)
         self.know(owner, None)
         owner.leases.clear()
         self.owners.drop(owner.key)
 
-    def know(self, owner: Owner, cached: NDArray[np.int64] | None) -> None:
+    def know(self, owner: LeaseHolder, cached: NDArray[np.int64] | None) -> None:
         """What an owner has cached; int64, rising; None: nothing."""
         if owner.cached is not None:
             self.parts.cached_by[owner.cached.indexes] -= 1
-        owner.cached = Cached(cached) if cached is not None else None
+        owner.cached = CachedSlices(cached) if cached is not None else None
         if cached is not None:
             self.parts.cached_by[cached] += 1
 
@@ -446,7 +450,7 @@ class LeaseTable:
         self.owners.mean_speed = None
         for key in list(self.owners.all):
             owner = self.touch(key, now)
-            owner.moved_at, owner.speed = now, Speed()
+            owner.moved_at, owner.speed = now, SpeedEstimate()
             if owner.leases:
                 owner.speed.begin(now)
             self.owners.saw(owner, now)
@@ -454,7 +458,7 @@ class LeaseTable:
             lease.moved_at = now
 
 
-def _inside(used: Used, start: int, stop: int, of: Lease | Ended) -> bool:
+def _inside(used: Used, start: int, stop: int, of: LiveLease | EndedLease) -> bool:
     """Whether a use lies in what a lease has on record."""
     same = (used.epoch, used.slice) == (of.epoch, of.slice_index)
     return same and start <= used.start < used.stop <= stop

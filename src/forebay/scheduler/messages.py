@@ -1,4 +1,4 @@
-"""`POST /v1/exchange`: what a worker asks its scheduler, and what it is answered.
+"""`POST /v2/exchange`: what a worker asks its scheduler, and what it is answered.
 
 These are the values of the worker's leases and of the desk, and, as JSON, the messages between them: constraints on
 the fields hold for what comes in over the network. What a sender has to know:
@@ -75,7 +75,7 @@ class UseMessage(Used):
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedLease:
     """A lease given back because its slice could not be fetched or read."""
 
     lease_id: LeaseId
@@ -85,7 +85,7 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class BadReport:
+class ProviderReport:
     """Who gave wrong bytes of a slice that is or lately was leased to the worker (`wrong`), or came late or refused.
 
     One that is not `wrong` is avoided for a while, and nobody is banned.
@@ -100,7 +100,7 @@ class BadReport:
 
 
 @dataclass(frozen=True)
-class Ask:
+class ExchangeRequest:
     """One exchange of one session of a worker; a session has one at a time under way.
 
     Args:
@@ -124,16 +124,16 @@ class Ask:
     session: Session = ""
     attempt: Count = 0
     address: Address = ""
-    held: Annotated[tuple[LeaseId, ...], Field(max_length=MAX_HELD)] | None = None
+    known_leases: Annotated[tuple[LeaseId, ...], Field(max_length=MAX_HELD)] | None = None
     job_id: Annotated[str, StringConstraints(pattern="^([0-9a-f]{64})?$")] = ""
     uses: Annotated[tuple[UseMessage, ...], Field(max_length=MAX_USES)] = ()
     signature: Annotated[str, StringConstraints(pattern="^([0-9a-f]{128})?$")] = ""
-    horizons: Annotated[dict[LeaseId, Count], Field(max_length=MAX_HELD)] = field(default_factory=dict)
+    declared_until: Annotated[dict[LeaseId, Count], Field(max_length=MAX_HELD)] = field(default_factory=dict)
     release: Annotated[tuple[LeaseId, ...], Field(max_length=MAX_HELD)] = ()
-    failed: Annotated[tuple[Failed, ...], Field(max_length=MAX_HELD)] = ()
+    failed: Annotated[tuple[FailedLease, ...], Field(max_length=MAX_HELD)] = ()
     want: Annotated[int, Field(ge=0, le=MAX_WANT)] = 0
-    have: Annotated[dict[Sha256, Ranges], Field(max_length=64)] = field(default_factory=dict)
-    bad: Annotated[tuple[BadReport, ...], Field(max_length=MAX_REPORTS)] = ()
+    cached: Annotated[dict[Sha256, Ranges], Field(max_length=64)] = field(default_factory=dict)
+    reports: Annotated[tuple[ProviderReport, ...], Field(max_length=MAX_REPORTS)] = ()
     speed: Annotated[float, Field(ge=0, lt=1e15)] | None = None
 
     __pydantic_config__ = _MESSAGE
@@ -145,7 +145,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Accepted:
+class AcceptedUse:
     """A use on record: the lease got to `offset` and ends at `stop`."""
 
     lease_id: str
@@ -156,7 +156,7 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedUse:
     """A use that was not taken: `code` is lost (drop the lease) or range (go on from `offset`)."""
 
     lease_id: str
@@ -168,7 +168,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Live:
+class LeaseStatus:
     """A lease held: it ends at `stop`, which may be nearer than before; who stands there is done with it."""
 
     stop: Count
@@ -178,7 +178,7 @@ class Live:
 
 
 @dataclass(frozen=True)
-class Grant:
+class LeaseGrant:
     """A new lease: samples [start, stop) of the `count` of a slice in its own shuffled order.
 
     `slice` counts over the job, as in the ledger; `first` is the dataset's first slice; `index` counts from there,
@@ -205,7 +205,7 @@ class Grant:
 
 
 @dataclass(frozen=True)
-class Lease(Grant):
+class Lease(LeaseGrant):
     """A grant, and what a worker has to know of its slice; `job_id` is that of the ledger.
 
     `sample_base` + sample is the global id. `dataset` is not sent where it is the job's name.
@@ -225,7 +225,7 @@ class Lease(Grant):
 
 
 @dataclass(frozen=True)
-class Reply:
+class ExchangeResult:
     """What an exchange is answered.
 
     Attributes:
@@ -234,18 +234,18 @@ class Reply:
         wait_s: When to ask again, if fewer leases than wanted were given.
         done: Nothing is left to lease, now or later; `paused`: there may be, but not now.
         num_left_out: Samples that were set aside in epochs that ended, and so are used by nobody.
-        tell_have: The desk does not know what this session has cached.
+        report_cached: The desk does not know what this session has cached.
     """
 
-    uses: tuple[Accepted, ...]
-    live: Mapping[str, Live]
-    leases: tuple[Grant, ...]
+    uses: tuple[AcceptedUse, ...]
+    active: Mapping[str, LeaseStatus]
+    leases: tuple[LeaseGrant, ...]
     wait_s: Seconds
     done: bool
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[RefusedUse, ...] = ()
     lost: tuple[str, ...] = ()
     paused: bool = False
-    tell_have: bool = False
+    report_cached: bool = False
     num_left_out: Count = 0
 
     __pydantic_config__ = _REPLY
@@ -276,7 +276,7 @@ def _usable_providers(providers: Iterable[Provider]) -> Iterator[Provider]:
 
 
 @dataclass(frozen=True)
-class Answer(Reply):
+class ExchangeReply(ExchangeResult):
     """A reply as a worker gets it."""
 
     leases: Annotated[tuple[Lease, ...], AfterValidator(_usable)]
@@ -287,7 +287,7 @@ class Answer(Reply):
         return body
 
     @classmethod
-    def from_json(cls, value: Any) -> Answer:
+    def from_json(cls, value: Any) -> ExchangeReply:
         """An answer as the scheduler must word it; ProtocolViolation if it does not."""
         try:
             return _ANSWER.validate_json(orjson.dumps(value))
@@ -296,10 +296,10 @@ class Answer(Reply):
             if isinstance(error, ValidationError):
                 first = error.errors()[0]
                 where = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.80}"
-            raise ProtocolViolation(f"exchange: expected an answer as /v1/exchange words it: {where}") from error
+            raise ProtocolViolation(f"exchange: expected an answer as /v2/exchange words it: {where}") from error
 
 
-_ASK, _ANSWER = TypeAdapter(Ask), TypeAdapter(Answer)
+_ASK, _ANSWER = TypeAdapter(ExchangeRequest), TypeAdapter(ExchangeReply)
 
 
 # Proof that a worker had a slice: a keyed digest over a range of it that the lease and the worker determine.

@@ -5,21 +5,21 @@ from dataclasses import dataclass, field
 
 from forebay.errors import LeaseError
 from forebay.ledger.receipts import Used
-from forebay.scheduler.jobs import Job, at_index
+from forebay.scheduler.jobs import SchedulerJob, at_index
 from forebay.scheduler.leases import LeaseLostError, LeaseTable
-from forebay.scheduler.messages import Accepted, Live, Refused
-from forebay.scheduler.sessions import Session
+from forebay.scheduler.messages import AcceptedUse, LeaseStatus, RefusedUse
+from forebay.scheduler.sessions import WorkerSession
 
-Place = tuple[Job, int, LeaseTable]  # The job, which of its datasets, and that one's table.
+LeaseLocation = tuple[SchedulerJob, int, LeaseTable]  # The job, which of its datasets, and that one's table.
 
 
 @dataclass
-class Batch:
+class CheckedUses:
     """By lease: `known` uses are on record already, `fresh` ones continue their leases."""
 
-    known: dict[str, Accepted] = field(default_factory=dict)
-    refused: list[Refused] = field(default_factory=list)
-    fresh: dict[str, Place] = field(default_factory=dict)
+    known: dict[str, AcceptedUse] = field(default_factory=dict)
+    refused: list[RefusedUse] = field(default_factory=list)
+    fresh: dict[str, LeaseLocation] = field(default_factory=dict)
 
     @property
     def job(self) -> str:
@@ -31,20 +31,20 @@ class Batch:
         of_one_job = len({job.name for job, _, _ in self.fresh.values()}) == 1
         return of_one_job and not self.known and not self.refused
 
-    def put_off(self) -> list[Refused]:
+    def put_off(self) -> list[RefusedUse]:
         """The fresh uses of a batch that is not whole."""
         message = "the rest of this receipt was not taken: sign the uses anew, as of the offsets"
-        return [Refused(i, "range", message, table.leases[i].position) for i, (_, _, table) in self.fresh.items()]
+        return [RefusedUse(i, "range", message, table.leases[i].position) for i, (_, _, table) in self.fresh.items()]
 
 
-def judge(find: Callable[[str], Place | None], worker: str, uses: Sequence[Used]) -> Batch:
+def judge(find: Callable[[str], LeaseLocation | None], worker: str, uses: Sequence[Used]) -> CheckedUses:
     """What is to be said of each use; nothing is recorded.
 
     Args:
         find: Where a lease is live or remembered.
         uses: Several of one lease follow each other.
     """
-    batch = Batch()
+    batch = CheckedUses()
     reached: dict[str, int] = {}
     for used in uses:
         place = find(used.lease_id)
@@ -57,40 +57,40 @@ def judge(find: Callable[[str], Place | None], worker: str, uses: Sequence[Used]
             else:
                 batch.known[used.lease_id] = standing(table, used.lease_id)
         except LeaseLostError as error:
-            batch.refused.append(Refused(used.lease_id, "lost", str(error), 0))
+            batch.refused.append(RefusedUse(used.lease_id, "lost", str(error), 0))
         except LeaseError as error:
             assert place is not None
             position = place[2].leases[used.lease_id].position
-            batch.refused.append(Refused(used.lease_id, "range", str(error), position))
+            batch.refused.append(RefusedUse(used.lease_id, "range", str(error), position))
     return batch
 
 
-def standing(table: LeaseTable, lease_id: str) -> Accepted:
+def standing(table: LeaseTable, lease_id: str) -> AcceptedUse:
     """How far a lease got that is live or remembered."""
     lease = table.leases.get(lease_id)
     if lease is not None:
-        return Accepted(lease_id, lease.position, lease.stop)
+        return AcceptedUse(lease_id, lease.position, lease.stop)
     reached = table.remembered[lease_id].reached
-    return Accepted(lease_id, reached, reached)
+    return AcceptedUse(lease_id, reached, reached)
 
 
 def tell(
-    session: Session, held: Sequence[str], find: Callable[[str], Place | None], now: float
-) -> tuple[dict[str, Live], list[str]]:
+    session: WorkerSession, held: Sequence[str], find: Callable[[str], LeaseLocation | None], now: float
+) -> tuple[dict[str, LeaseStatus], list[str]]:
     """Of the leases that a session holds: those that live, or were used or cut to their ends; and those lost."""
-    live: dict[str, Live] = {}
+    live: dict[str, LeaseStatus] = {}
     lost: list[str] = []
     for lease_id in held:
         own = session.place_of(lease_id)
         if own is not None:
             table = own[2]
             expires_in_s = table.owners.all[session.key].deadline - now
-            live[lease_id] = Live(table.leases[lease_id].stop, round(expires_in_s, 3))
+            live[lease_id] = LeaseStatus(table.leases[lease_id].stop, round(expires_in_s, 3))
             continue
         place = find(lease_id)
         ended = place[2].remembered.get(lease_id) if place is not None else None
         if ended is not None and ended.whole and ended.worker == session.key[0]:
-            live[lease_id] = Live(ended.reached, 0.0)
+            live[lease_id] = LeaseStatus(ended.reached, 0.0)
         else:
             lost.append(lease_id)
     return live, lost

@@ -35,11 +35,11 @@ from forebay.network.pki.identity import Identity, Peer, verify
 from forebay.network.reachability import Dialer
 from forebay.network.server import Server
 from forebay.scheduler import admin_api as status
-from forebay.scheduler.catalog import Catalog, Finder, JobPlan, Kept, Wanted, begun, holders
-from forebay.scheduler.core import Desk, StaleAttemptError
-from forebay.scheduler.events import Banned, Enlisted, Event, Recorded, Reported
+from forebay.scheduler.catalog import Catalog, DatasetFinder, DatasetRef, JobPlan, ManifestStore, begun, holders
+from forebay.scheduler.core import SchedulerCore, StaleAttemptError
+from forebay.scheduler.events import Event, PeerBanned, ProviderReported, UsesRecorded, WorkerEnlisted
 from forebay.scheduler.journal import Journal, job_body, ledger_path, lock_state
-from forebay.scheduler.messages import Answer, Ask, is_checked
+from forebay.scheduler.messages import ExchangeReply, ExchangeRequest, is_checked
 from forebay.scheduler.sessions import MAX_SESSIONS_PER_PEER
 from forebay.storage.url_policy import FromUrls
 from forebay.swarm.tracker import BanNotes
@@ -103,7 +103,9 @@ class SchedulerService:
         limits: Limits = LIMITS,
         from_urls: FromUrls = "",
     ) -> None:
-        only = JobPlan(name, (Wanted(name, 1.0, dataset_id or ""),), seq_len, epochs, seed, lease_s, steal_s=steal_s)
+        only = JobPlan(
+            name, (DatasetRef(name, 1.0, dataset_id or ""),), seq_len, epochs, seed, lease_s, steal_s=steal_s
+        )
         self.identity = identity
         self.state_dir = Path(state_dir)
         self.waiting = threading.Event()
@@ -114,18 +116,18 @@ class SchedulerService:
         self._standby = standby
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        kept = Kept(self.state_dir)
-        finder = Finder(identity.network_id, discovery, client, self._stopping, kept, publishers)
+        kept = ManifestStore(self.state_dir)
+        finder = DatasetFinder(identity.network_id, discovery, client, self._stopping, kept, publishers)
         self._catalog = Catalog(jobs or [only], finder, from_urls)
         self.plans = self._catalog.plans
         self.name = next(iter(self.plans))
         self._bans = BanNotes(identity)
-        self._workers: dict[str, status.Seen] = {}
+        self._workers: dict[str, status.WorkerUsage] = {}
         self._dialer = Dialer(client)
         # The same after a restart, and nobody else's to know.
         self._secret = hashlib.sha256(identity.sign(b"forebay/1 checks of leases")).digest()
         self._proven: dict[str, int] = {}  # by peer: proofs that were checked and right
-        self._exchanges, self._desk_s = 0, 0.0
+        self._exchanges, self._core_s = 0, 0.0
         self._over_from = 0.0
         self._journal: Journal | None = None
         self._state_lock = -1  # beside the journal's: no standby has the state while a journal is opened again
@@ -150,7 +152,7 @@ class SchedulerService:
 
     def is_done(self) -> bool:
         """Whether every sample of every epoch of every job is used, or set aside."""
-        return self._open_journal().desk.done()
+        return self._open_journal().core.done()
 
     def is_over(self) -> bool:
         """Whether all jobs are done and every live worker was told so.
@@ -159,13 +161,13 @@ class SchedulerService:
         heard from, gets END_S to ask.
         """
         with self._lock:
-            now, desk = time.monotonic(), self._open_journal().desk
-            return desk.done() and now >= self._over_from and desk.all_told(now, QUIET_S)
+            now, core = time.monotonic(), self._open_journal().core
+            return core.done() and now >= self._over_from and core.all_told(now, QUIET_S)
 
     def left_out(self) -> list[str]:
         """What was set aside of each job that has a sample which nobody used, as text."""
         with self._lock:
-            found = [status.job_status(job) for job in self._open_journal().desk.jobs.values()]
+            found = [status.job_status(job) for job in self._open_journal().core.jobs.values()]
         return [status.left_out_line(job) for job in found if job["num_left_out"]]
 
     def start(self) -> None:
@@ -186,7 +188,7 @@ class SchedulerService:
             self._journal = self._read_journal(lock)
             if self.is_done():
                 self._over_from = time.monotonic() + END_S
-            for dataset_id, swarm in self._journal.desk.swarms.items():
+            for dataset_id, swarm in self._journal.core.swarms.items():
                 self._bans.know(dataset_id, swarm.facts()["banned"])
             self._name_origins()
             self._server.start()
@@ -248,9 +250,9 @@ class SchedulerService:
             self._discovery.announce(key, self._server.port)
 
     def _name_origins(self) -> None:
-        desk, now = self._open_journal().desk, time.monotonic()
+        core, now = self._open_journal().core, time.monotonic()
         for dataset_id, claims in self._catalog.claims.items():
-            desk.origins(dataset_id, holders(claims), now)
+            core.origins(dataset_id, holders(claims), now)
 
     async def _run_discovery(self) -> None:
         often_s = self._rediscover_s
@@ -274,7 +276,7 @@ class SchedulerService:
                     if journal.broken:
                         self._begin_anew(journal)
                         continue
-                happened = await self._change(lambda desk: desk.expire(time.monotonic()))
+                happened = await self._change(lambda core: core.expire(time.monotonic()))
             except (LedgerError, StateError) as error:
                 log.error("scheduler %s: %s", self.name, error)
                 continue
@@ -287,10 +289,12 @@ class SchedulerService:
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
             with self._lock:
-                doubts = [] if self._open_journal().broken else self._open_journal().desk.doubts()
-            keys = [(doubt.dataset_id, doubt.index, doubt.peer.peer_id if doubt.peer else "") for doubt in doubts]
+                pending_checks = [] if self._open_journal().broken else self._open_journal().core.pending_checks()
+            keys = [
+                (doubt.dataset_id, doubt.index, doubt.peer.peer_id if doubt.peer else "") for doubt in pending_checks
+            ]
             put_off = {key: put_off[key] for key in keys if key in put_off}
-            for key, doubt in zip(keys, doubts):
+            for key, doubt in zip(keys, pending_checks):
                 until, wait_s = put_off.get(key, (0.0, CHECK_EVERY_S))
                 if time.monotonic() < until:
                     continue
@@ -300,10 +304,10 @@ class SchedulerService:
                     put_off[key] = time.monotonic() + wait_s, wait_s
                     continue
                 for event in await self._change(
-                    partial(Desk.resolve, doubt=doubt, is_good=is_good, now=time.monotonic())
+                    partial(SchedulerCore.resolve, doubt=doubt, is_good=is_good, now=time.monotonic())
                 ):
                     log.warning("checked: %s", event)
-                    if isinstance(event, Banned) and event.banned:
+                    if isinstance(event, PeerBanned) and event.banned:
                         self._bans.look(event.dataset_id, [event.peer_id], self.identity.peer_id, "wrong bytes")
 
     async def _written(self, journal: Journal, ticket: int) -> None:
@@ -334,7 +338,10 @@ class SchedulerService:
         app = make_app("Forebay scheduler", self._metrics)
         get, post, steer = app.get, app.post, partial(app.post, openapi_extra=role("admin"))
         summary = "What a worker used, has and wants; what it has now and gets."
-        post("/v1/exchange", openapi_extra=role("worker"), response_model=Answer, summary=summary)(self._exchange)
+        post("/v2/exchange", openapi_extra=role("worker"), response_model=ExchangeReply, summary=summary)(
+            self._exchange
+        )
+        post("/v1/exchange", include_in_schema=False)(_old_exchange)
         get("/v1/job", summary="What a job is; without a name the first.")(self._read_job)
         get("/v1/jobs", summary="How far each job is.")(self._read_jobs)
         get("/v1/status", summary="How far each job is, who works on it, who serves it.")(self._read_status)
@@ -383,7 +390,7 @@ class SchedulerService:
             raise ApiError(404, "not_found", f"job {name[:80]!r}: this scheduler has {names or 'none for you'}.")
         return plan
 
-    async def _exchange(self, request: Request, message: Ask) -> Response:
+    async def _exchange(self, request: Request, message: ExchangeRequest) -> Response:
         self._check_running()
         peer, ask = peer_of(request), message
         self._check(peer, ask)
@@ -400,29 +407,29 @@ class SchedulerService:
         with self._lock:
             journal = self._open_journal()
             begun = time.perf_counter()
-            sessions = journal.desk.sessions
+            sessions = journal.core.sessions
             session = sessions.all.get((peer.peer_id, ask.session))
             if session is None and len(sessions.of_peer.get(peer.peer_id, ())) >= MAX_SESSIONS_PER_PEER:
                 text = f"certificate of {peer.peer_id}: expected at most {MAX_SESSIONS_PER_PEER} sessions"
                 raise ApiError(429, "too_many_sessions", text, 10.0)
-            bad = self._catalog.place_reports(session, ask.bad)
+            bad = self._catalog.place_reports(session, ask.reports)
             before = self._enlist(journal, peer, ask)
-            reply, happened = journal.desk.exchange(peer.peer_id, ask, now, organisation=peer.org, bad=bad)
+            reply, happened = journal.core.exchange(peer.peer_id, ask, now, organisation=peer.org, faults=bad)
             for event in before:
-                journal.desk.apply(event)
+                journal.core.apply(event)
             ticket = journal.put([*before, *happened])
             self._see(peer, ask, happened, now)
             self._exchanges += 1
-            self._desk_s += time.perf_counter() - begun
+            self._core_s += time.perf_counter() - begun
         leases = tuple(self._catalog.describe(grant, journal.job_ids[grant.job]) for grant in reply.leases)
         await self._written(journal, ticket)
-        return JsonResponse(Answer(**{**vars(reply), "leases": leases}).to_json())
+        return JsonResponse(ExchangeReply(**{**vars(reply), "leases": leases}).to_json())
 
-    async def _check_proofs(self, peer: Peer, ask: Ask) -> None:
+    async def _check_proofs(self, peer: Peer, ask: ExchangeRequest) -> None:
         """Refuses the first use of a lease without proof that the worker has its slice, and uses that came too soon."""
-        now, desk = time.monotonic(), self._open_journal().desk
+        now, core = time.monotonic(), self._open_journal().core
         for use in {use.lease_id: use for use in reversed(ask.uses)}.values():
-            place = desk.find(use.lease_id)
+            place = core.find(use.lease_id)
             lease = place[2].leases.get(use.lease_id) if place is not None else None
             if place is None or lease is None or lease.worker != peer.peer_id or lease.position > lease.start:
                 continue  # the desk says what is wrong with it, or its proof was taken before
@@ -441,13 +448,13 @@ class SchedulerService:
             )
             if found is False:
                 with self._lock:
-                    desk.bar(peer.peer_id, time.monotonic())
+                    core.bar(peer.peer_id, time.monotonic())
                 self.identity.note("false_proof", peer=peer.peer_id, lease=use.lease_id)
                 raise ApiError(403, "false_proof", f"{what}: the proof is not of its slice's bytes")
             if found:
                 self._proven[peer.peer_id] = self._proven.get(peer.peer_id, 0) + 1  # others were checked meanwhile
 
-    def _check(self, peer: Peer, message: Ask) -> None:
+    def _check(self, peer: Peer, message: ExchangeRequest) -> None:
         if message.job:
             self._plan(peer, message.job)
         for name in self.plans if not message.job else ():
@@ -457,30 +464,30 @@ class SchedulerService:
         if message.uses and message.job_id not in self._open_journal().job_ids.values():
             raise ApiError(400, "bad_request", "job_id: expected that of one of this scheduler's jobs")
 
-    def _enlist(self, journal: Journal, peer: Peer, ask: Ask) -> list[Event]:
+    def _enlist(self, journal: Journal, peer: Peer, ask: ExchangeRequest) -> list[Event]:
         """The worker's key goes into the ledger before the first receipt, so that the ledger alone proves it."""
         if not ask.uses:
             return []
         name = next(name for name, job_id in journal.job_ids.items() if job_id == ask.job_id)
-        job = journal.desk.jobs[name]
-        own = all(found is None or found[0] is job for found in map(journal.desk.find, [u.lease_id for u in ask.uses]))
+        job = journal.core.jobs[name]
+        own = all(found is None or found[0] is job for found in map(journal.core.find, [u.lease_id for u in ask.uses]))
         if not own:
             text = "uses: expected all of them under leases of the job that job_id names"
             raise ApiError(400, "bad_request", text)
         if peer.peer_id in job.enlisted:
             return []
-        return [Enlisted(name, peer.peer_id, peer.public_key.hex(), peer.name)]
+        return [WorkerEnlisted(name, peer.peer_id, peer.public_key.hex(), peer.name)]
 
-    def _see(self, peer: Peer, ask: Ask, happened: Sequence[Event], now: float) -> None:
+    def _see(self, peer: Peer, ask: ExchangeRequest, happened: Sequence[Event], now: float) -> None:
         if peer.peer_id not in self._workers:
             log.info("worker joined: peer_id=%s name=%s address=%s", peer.peer_id, peer.name, ask.address or "none")
-        seen = self._workers.setdefault(peer.peer_id, status.Seen(peer.name, now))
+        seen = self._workers.setdefault(peer.peer_id, status.WorkerUsage(peer.name, now))
         seen.seen_at = now
         for event in happened:
-            if isinstance(event, Recorded):
+            if isinstance(event, UsesRecorded):
                 num = sum(used.stop - used.start for used in event.uses)
                 seen.used(num, num * self.plans[event.job].seq_len, now)
-            elif isinstance(event, Reported):
+            elif isinstance(event, ProviderReported):
                 sha256 = self._catalog.sha256(event.dataset_id, event.index)
                 log.warning("%s reports %s for slice %s: %s", event.reporter, event.peer_id, sha256, event.reason)
                 note = {"peer": event.peer_id, "slice": sha256, "by": event.reporter, "reason": event.reason}
@@ -490,25 +497,27 @@ class SchedulerService:
 
     async def _pardon(self, request: Request, peer_id: str) -> Response:
         self._check_running()
-        if not await self._change(lambda desk: desk.pardon(peer_id)):
+        if not await self._change(lambda core: core.pardon(peer_id)):
             raise ApiError(404, "not_found", f"peer {peer_id[:64]!r}: nobody said anything against it here")
         self.identity.note("pardon", peer=peer_id[:64], by=peer_of(request).peer_id)
         return JsonResponse({"pardoned": peer_id})
 
     async def _pause(self, request: Request, name: str) -> Response:
-        return await self._steer(request, name, "pause", lambda desk: desk.pause(name, True))
+        return await self._steer(request, name, "pause", lambda core: core.pause(name, True))
 
     async def _resume(self, request: Request, name: str) -> Response:
-        return await self._steer(request, name, "resume", lambda desk: desk.pause(name, False))
+        return await self._steer(request, name, "resume", lambda core: core.pause(name, False))
 
     async def _readmit(self, request: Request, name: str, message: ReadmitRequest) -> Response:
-        return await self._steer(request, name, "readmit", lambda desk: desk.readmit(name, message.slices))
+        return await self._steer(request, name, "readmit", lambda core: core.readmit(name, message.slices))
 
     async def _reweight(self, request: Request, name: str, message: WeightsRequest) -> Response:
-        change = partial(Desk.reweight, name=name, weights=message.weights, at=message.at)
+        change = partial(SchedulerCore.reweight, name=name, weights=message.weights, at=message.at)
         return await self._steer(request, name, "weights", change)
 
-    async def _steer(self, request: Request, name: str, verb: str, change: Callable[[Desk], list[Event]]) -> Response:
+    async def _steer(
+        self, request: Request, name: str, verb: str, change: Callable[[SchedulerCore], list[Event]]
+    ) -> Response:
         self._check_running()
         peer = peer_of(request)
         self._plan(peer, name)
@@ -516,13 +525,13 @@ class SchedulerService:
             self.identity.note(verb, job=name, by=peer.peer_id)
         log.warning("job %s: %s by %s", name, verb, peer.peer_id)
         with self._lock:
-            return JsonResponse(status.job_status(self._open_journal().desk.jobs[name]))
+            return JsonResponse(status.job_status(self._open_journal().core.jobs[name]))
 
-    async def _change(self, change: Callable[[Desk], list[Event]]) -> list[Event]:
+    async def _change(self, change: Callable[[SchedulerCore], list[Event]]) -> list[Event]:
         """Changes the desk; what happened is on disk when this returns."""
         with self._lock:
             journal = self._open_journal()
-            happened = change(journal.desk)
+            happened = change(journal.core)
             ticket = journal.put(happened)
         await self._written(journal, ticket)
         return happened
@@ -531,21 +540,25 @@ class SchedulerService:
         """What the jobs have reached; samples count over all epochs. The first job's figures stand at the top, too."""
         journal, now = self._open_journal(), time.monotonic()
         with self._lock:
-            desk = journal.desk
-            jobs = [status.job_status(job) for job in desk.jobs.values()]
-            workers = status.workers_status(self._workers, desk, now)
+            core = journal.core
+            jobs = [status.job_status(job) for job in core.jobs.values()]
+            workers = status.workers_status(self._workers, core, now)
             reports = [
                 {"peer_id": peer_id, "sha256": self._catalog.sha256(dataset_id, index), "reports": len(reporters),
                  "reason": next(iter(reporters.values()))[0]}
-                for (peer_id, dataset_id, index), reporters in desk.reports.items()
+                for (peer_id, dataset_id, index), reporters in core.reports.items()
             ]  # fmt: skip
         claims = [{"peer_id": claim.peer_id, "address": claim.address} for claim in self._catalog.all_claims()]
         return status.whole(jobs, workers, claims, reports)
 
     def _metrics(self) -> list[Metric]:
         with self._lock:
-            jobs = [status.job_status(job) for job in self._open_journal().desk.jobs.values()]
-            return status.metrics(jobs, len(self._workers), self._exchanges, self._desk_s)
+            jobs = [status.job_status(job) for job in self._open_journal().core.jobs.values()]
+            return status.metrics(jobs, len(self._workers), self._exchanges, self._core_s)
+
+
+async def _old_exchange(request: Request) -> Response:
+    raise ApiError(410, "old_version", "this scheduler takes POST /v2/exchange. Update Forebay on this worker.")
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.network.peer import Provider
-from forebay.scheduler.lease_holders import Owner, OwnerKey
+from forebay.scheduler.lease_holders import HolderKey, LeaseHolder
 from forebay.scheduler.leases import LeaseTable
 from forebay.swarm.steering import Swarm
 
@@ -21,7 +21,7 @@ _PAST = 32
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class WorkerSession:
     """One process of a worker.
 
     Attributes:
@@ -34,12 +34,12 @@ class Session:
         told_done: The last answer said that nothing is left to lease.
     """
 
-    key: OwnerKey
+    key: HolderKey
     deadline: float
     address: str = ""
     attempt: int = 0
     have: dict[str, NDArray[np.int64]] = field(default_factory=dict)
-    owners: dict[tuple[str, int], tuple[LeaseTable, Owner]] = field(default_factory=dict)
+    owners: dict[tuple[str, int], tuple[LeaseTable, LeaseHolder]] = field(default_factory=dict)
     announced_at: dict[str, float] = field(default_factory=dict)
     past: deque[tuple[str, int, int]] | None = None
     heard_at: float = 0.0
@@ -84,24 +84,24 @@ class Session:
         return at < len(have) and int(have[at]) == index
 
 
-class Sessions:
+class WorkerSessions:
     """The sessions heard of lately, and their part in the swarms."""
 
     def __init__(self, swarms: dict[str, Swarm], patience_s: float) -> None:
-        self.all: dict[OwnerKey, Session] = {}
-        self.of_peer: dict[str, set[OwnerKey]] = {}
+        self.all: dict[HolderKey, WorkerSession] = {}
+        self.of_peer: dict[str, set[HolderKey]] = {}
         self._swarms = swarms
         self._patience_s = patience_s
         self._have_bytes: Counter[str] = Counter()  # by organisation
-        self._due: list[tuple[float, OwnerKey]] = []
+        self._due: list[tuple[float, HolderKey]] = []
         # A peer is in a swarm once: by the session of it that came first.
-        self._sharing: dict[tuple[str, str], OwnerKey] = {}
+        self._sharing: dict[tuple[str, str], HolderKey] = {}
 
-    def at(self, key: OwnerKey, now: float) -> Session:
+    def at(self, key: HolderKey, now: float) -> WorkerSession:
         """The session, alive now; a new one if need be."""
         session = self.all.get(key)
         if session is None:
-            session = self.all[key] = Session(key, now + self._patience_s)
+            session = self.all[key] = WorkerSession(key, now + self._patience_s)
             self.of_peer.setdefault(key[0], set()).add(key)
             heapq.heappush(self._due, (session.deadline, key))
         session.deadline = max(session.deadline, now + self._patience_s)
@@ -115,7 +115,12 @@ class Sessions:
         return sum(self.all[key].num_leases() for key in self.of_peer.get(peer_id, ()))
 
     def tell(
-        self, session: Session, address: str, have: dict[str, NDArray[np.int64]], now: float, organisation: str = ""
+        self,
+        session: WorkerSession,
+        address: str,
+        have: dict[str, NDArray[np.int64]],
+        now: float,
+        organisation: str = "",
     ) -> None:
         """What a session says it has and hands on; the swarms hear of it."""
         moved = address != session.address
@@ -145,7 +150,7 @@ class Sessions:
         if key is not None and key in self.all:
             self.all[key].announced_at.pop(dataset_id, None)
 
-    def _share(self, session: Session, dataset_id: str, have: NDArray[np.int64] | None, now: float) -> None:
+    def _share(self, session: WorkerSession, dataset_id: str, have: NDArray[np.int64] | None, now: float) -> None:
         peer_id = session.key[0]
         if self._sharing.setdefault((dataset_id, peer_id), session.key) != session.key:
             return

@@ -4,7 +4,7 @@ Only time, sockets and disks are simulated: leases are granted by the scheduler'
 """
 
 from forebay.simulate.leasing import simulate
-from forebay.simulate.result import Result
-from forebay.simulate.settings import Settings
+from forebay.simulate.result import SimulationResult
+from forebay.simulate.settings import SimulationSettings
 
-__all__ = ["Result", "Settings", "simulate"]
+__all__ = ["SimulationResult", "SimulationSettings", "simulate"]

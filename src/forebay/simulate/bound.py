@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forebay.simulate.faults import Machine
-from forebay.simulate.settings import Settings
+from forebay.simulate.settings import SimulationSettings
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Bound:
         return self.parts[self.why]
 
 
-def lease_bound(settings: Settings, machines: Sequence[Machine]) -> Bound:
+def lease_bound(settings: SimulationSettings, machines: Sequence[Machine]) -> Bound:
     """The least time in which the samples of all epochs can be used."""
     sending_s = settings.slices * settings.slice_bytes / (settings.origin_up * settings.origins)
     work = float(settings.slices * settings.samples * settings.epochs)
@@ -40,7 +40,7 @@ def lease_bound(settings: Settings, machines: Sequence[Machine]) -> Bound:
     return Bound({"compute": compute_s, "origin": sending_s + 2 * settings.latency_s})
 
 
-def _supply(settings: Settings, machines: Sequence[Machine]) -> list[tuple[float, float]]:
+def _supply(settings: SimulationSettings, machines: Sequence[Machine]) -> list[tuple[float, float]]:
     """(moment, samples/s from then on), the most that could be used, by moment."""
     size = settings.slice_bytes
     changes: list[tuple[float, float]] = []
@@ -62,7 +62,7 @@ def _supply(settings: Settings, machines: Sequence[Machine]) -> list[tuple[float
     return supply
 
 
-def filling(settings: Settings, machines: Sequence[Machine]) -> list[float]:
+def filling(settings: SimulationSettings, machines: Sequence[Machine]) -> list[float]:
     """The moment before which no k machines can have a slice, for k from 1."""
     ups = sorted((one.up for one in machines), reverse=True)
     moments, at, sending = [], 2 * settings.latency_s, settings.origin_up * settings.origins

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from forebay.simulate.settings import Settings
+from forebay.simulate.settings import SimulationSettings
 
 Lie = Literal["", "wrong", "silent", "refuse"]
 _LIES: tuple[Lie, ...] = ("wrong", "silent", "refuse")
@@ -30,7 +30,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """Machines [first, stop), counted round, hear and are heard by nobody in [begins_at, ends_at)."""
 
     begins_at: float
@@ -49,14 +49,14 @@ class Faults:
 
     machines: tuple[Machine, ...]
     restarts: tuple[float, ...]
-    cuts: tuple[Cut, ...]
+    cuts: tuple[Partition, ...]
 
     def is_cut(self, index: int, now: float) -> bool:
         """Whether a machine is cut off at a moment."""
         return any(cut.holds(index, now) for cut in self.cuts)
 
 
-def draw(settings: Settings, about_s: float) -> Faults:
+def draw(settings: SimulationSettings, about_s: float) -> Faults:
     """The faults of a world that lasts about so long: kills, restarts and cuts fall into that time."""
     chance = {name: random.Random(f"{settings.seed} {name}") for name in ("machines", "churn", "faults")}
     machines = [_machine(settings, index, 0.0, chance["machines"]) for index in range(settings.workers)]
@@ -71,11 +71,11 @@ def draw(settings: Settings, about_s: float) -> Faults:
     for _ in range(settings.partitions):
         begins_at, first = chance["faults"].uniform(0, about_s), chance["faults"].randrange(settings.workers)
         size = max(1, settings.workers // 10)
-        cuts.append(Cut(begins_at, begins_at + settings.partition_s, first, first + size))
+        cuts.append(Partition(begins_at, begins_at + settings.partition_s, first, first + size))
     return Faults(tuple(machines), tuple(restarts), tuple(cuts))
 
 
-def _machine(settings: Settings, index: int, joins_at: float, chance: random.Random) -> Machine:
+def _machine(settings: SimulationSettings, index: int, joins_at: float, chance: random.Random) -> Machine:
     speed, up, down, latency = (chance.lognormvariate(0, settings.spread) for _ in range(4))
     lies, is_slow, which = chance.random() < settings.liars, chance.random() < settings.slow, chance.randrange(3)
     drag = 10.0 if is_slow else 1.0

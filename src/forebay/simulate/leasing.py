@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import LeaseError
-from forebay.scheduler.core import Bad, Desk, JobSpec, Source
-from forebay.scheduler.events import Cut, Event, Returned, from_row, to_row
-from forebay.scheduler.messages import Ask, Grant, Reply
+from forebay.scheduler.core import ProviderFault, SchedulerCore
+from forebay.scheduler.events import Event, LeaseCut, LeaseReturned, from_row, to_row
+from forebay.scheduler.jobs import JobSource, JobSpec
+from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, LeaseGrant
 from forebay.simulate.bound import lease_bound
 from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.links import Clock
-from forebay.simulate.nodes import Net
-from forebay.simulate.result import Result
-from forebay.simulate.settings import Settings
-from forebay.simulate.usage_record import Book, Range
+from forebay.simulate.nodes import SimNetwork
+from forebay.simulate.result import SimulationResult
+from forebay.simulate.settings import SimulationSettings
+from forebay.simulate.usage_record import UsageRecord, UsedRange
 from forebay.simulate.worker import Worker
 from forebay.worker.scheduler_client import ANSWER_S
 
@@ -36,7 +37,9 @@ _MAX_TIMES = 20.0
 """A run that takes so many times its bound hangs."""
 
 
-def simulate(settings: Settings, on_progress: Callable[[float], object] = lambda done: None) -> Result:
+def simulate(
+    settings: SimulationSettings, on_progress: Callable[[float], object] = lambda done: None
+) -> SimulationResult:
     """Runs a world until every sample is acknowledged, or it is clear that this will never be.
 
     Equal settings give equal results.
@@ -53,7 +56,7 @@ def simulate(settings: Settings, on_progress: Callable[[float], object] = lambda
             gc.enable()
 
 
-def _run(settings: Settings, on_progress: Callable[[float], object]) -> Result:
+def _run(settings: SimulationSettings, on_progress: Callable[[float], object]) -> SimulationResult:
     calm_s = lease_bound(settings, draw(replace(settings, churn=0.0), 1.0).machines).seconds
     faults = draw(settings, calm_s)
     bound = lease_bound(settings, faults.machines)
@@ -65,35 +68,35 @@ def _run(settings: Settings, on_progress: Callable[[float], object]) -> Result:
     counts = {**world.counts(), "events": world.clock.num_events}
     time_s = world.clock.now if world.ended_at is None else world.ended_at
     verdict = world.book.check(settings.deadline_s)
-    return Result(settings, verdict, time_s, bound, world.net.origin_bytes(), counts, world.fault(ended))
+    return SimulationResult(settings, verdict, time_s, bound, world.net.origin_bytes(), counts, world.fault(ended))
 
 
 class _Scheduler:
     """A desk, and the journal from which a killed one goes on."""
 
-    def __init__(self, spec: JobSpec, net: Net) -> None:
+    def __init__(self, spec: JobSpec, net: SimNetwork) -> None:
         self._spec, self._net = spec, net
         self._rows: list[list[Any]] = []
         self.counts: Counter[str] = Counter()
         self.starts = 0
         self.is_up = False
-        self._replies: dict[tuple[str, str], tuple[int, Reply]] = {}
+        self._replies: dict[tuple[str, str], tuple[int, ExchangeResult]] = {}
         self.start()
 
     def start(self) -> None:
         """Begins, or goes on from the journal."""
-        self.desk = self._replayed()
+        self.core = self._replayed()
         self._replies.clear()
         self.starts += 1
         self.is_up = True
         self.meet_origins()
 
-    def _replayed(self) -> Desk:
-        desk = Desk([self._spec], salt=f"{self.starts}-")
+    def _replayed(self) -> SchedulerCore:
+        core = SchedulerCore([self._spec], salt=f"{self.starts}-")
         for row in json.loads(json.dumps(self._rows)):
-            desk.apply(from_row(row), self._net.clock.now)
-        desk.extend_all(self._net.clock.now)  # The outage was not the workers' doing.
-        return desk
+            core.apply(from_row(row), self._net.clock.now)
+        core.extend_all(self._net.clock.now)  # The outage was not the workers' doing.
+        return core
 
     def kill(self) -> None:
         """What it had in memory is gone."""
@@ -102,14 +105,14 @@ class _Scheduler:
     def meet_origins(self) -> None:
         """Names the data nodes, as discovery does."""
         if self.is_up:
-            self.desk.origins(_DATASET, [node.holder for node in self._net.origins], self._net.clock.now)
+            self.core.origins(_DATASET, [node.holder for node in self._net.origins], self._net.clock.now)
 
     def expire(self) -> None:
         """Looks for what is late, as the service does every second."""
         if self.is_up:
-            self._keep(self.desk.expire(self._net.clock.now))
+            self._keep(self.core.expire(self._net.clock.now))
 
-    def exchange(self, peer_id: str, ask: Ask) -> Reply:
+    def exchange(self, peer_id: str, ask: ExchangeRequest) -> ExchangeResult:
         """Answers a worker; the events are on record first. An attempt that comes again gets the first reply again.
 
         Raises:
@@ -117,27 +120,29 @@ class _Scheduler:
         """
         reply = self._repeat(peer_id, ask)
         if reply is None:
-            bad = [Bad(one.peer_id, _DATASET, int(one.sha256, 16), one.reason, one.wrong) for one in ask.bad]
-            reply, events = self.desk.exchange(peer_id, ask, self._net.clock.now, bad=bad)
+            bad = [
+                ProviderFault(one.peer_id, _DATASET, int(one.sha256, 16), one.reason, one.wrong) for one in ask.reports
+            ]
+            reply, events = self.core.exchange(peer_id, ask, self._net.clock.now, faults=bad)
             self._keep(events)
             self._replies[peer_id, ask.session] = ask.attempt, reply
         return reply
 
-    def _repeat(self, peer_id: str, ask: Ask) -> Reply | None:
+    def _repeat(self, peer_id: str, ask: ExchangeRequest) -> ExchangeResult | None:
         """The first reply to an attempt that was answered last."""
         attempt, reply = self._replies.get((peer_id, ask.session), (None, None))
         return reply if attempt == ask.attempt else None
 
     def _keep(self, events: list[Event]) -> None:
         for event in events:
-            self.counts["cuts"] += isinstance(event, Cut)
-            if isinstance(event, Returned):
+            self.counts["cuts"] += isinstance(event, LeaseCut)
+            if isinstance(event, LeaseReturned):
                 self.counts[f"returned {event.why.partition(' ')[0]}"] += 1
             self._rows.append(to_row(event))
 
     def fault(self) -> str:
         """What the desk or its journal believes that is not so; "" for nothing."""
-        if not self.desk.done():
+        if not self.core.done():
             return "every sample is acknowledged, and the desk does not say that the job is done."
         if not self._replayed().done():
             return "the journal does not lead to the end that the desk came to."
@@ -147,21 +152,21 @@ class _Scheduler:
 class _World:
     """The machines, the scheduler, what goes between them, and the record."""
 
-    def __init__(self, settings: Settings, faults: Faults) -> None:
+    def __init__(self, settings: SimulationSettings, faults: Faults) -> None:
         self.settings = settings
         self.clock = Clock()
-        self.net = Net(settings, self.clock, faults)
+        self.net = SimNetwork(settings, self.clock, faults)
         samples = np.full(settings.slices, settings.samples, np.int64)
-        self.book = Book(samples, settings.epochs)
+        self.book = UsageRecord(samples, settings.epochs)
         self.workers: dict[str, Worker] = {}
         self.ended_at: float | None = None
         self._left = int(samples.sum()) * settings.epochs
         self._all = self._left
-        self._grants: dict[str, tuple[Grant, int]] = {}  # By lease id: the grant, and the offset on record.
+        self._grants: dict[str, tuple[LeaseGrant, int]] = {}  # By lease id: the grant, and the offset on record.
         self._closed: list[Worker] = []
         self._chance = self.net.chance("answers")
         spec = JobSpec(
-            _JOB, (Source(_DATASET, _DATASET, samples),), settings.seed, settings.epochs, settings.lease_s,
+            _JOB, (JobSource(_DATASET, _DATASET, samples),), settings.seed, settings.epochs, settings.lease_s,
             stall_s=settings.stall_s, steal_s=settings.steal_s,
         )  # fmt: skip
         self.scheduler = _Scheduler(spec, self.net)
@@ -203,7 +208,7 @@ class _World:
 
     # What goes between workers and the scheduler.
 
-    def _send(self, worker: Worker, ask: Ask, is_repeat: bool = False) -> None:
+    def _send(self, worker: Worker, ask: ExchangeRequest, is_repeat: bool = False) -> None:
         """Carries one attempt and its reply over a connection that may break: see `_BREAKS`."""
         latency_s = worker.machine.latency_s
         breaks = self._chance.choice(_BREAKS) if self._chance.random() < self.settings.lost else ""
@@ -230,7 +235,7 @@ class _World:
 
         self.clock.after(latency_s, arrive)
 
-    def _answer(self, worker: Worker, ask: Ask, is_awaited: bool = True) -> Reply | None:
+    def _answer(self, worker: Worker, ask: ExchangeRequest, is_awaited: bool = True) -> ExchangeResult | None:
         """The scheduler's reply; None for a refusal."""
         if not self.scheduler.is_up:
             return None
@@ -243,7 +248,7 @@ class _World:
         self._note(worker, reply)
         return reply
 
-    def _note(self, worker: Worker, reply: Reply) -> None:
+    def _note(self, worker: Worker, reply: ExchangeResult) -> None:
         """Puts on record what the scheduler took, from its answer as it left."""
         for grant in reply.leases:
             self._grants.setdefault(grant.lease_id, (grant, grant.start))
@@ -253,7 +258,7 @@ class _World:
                 continue
             self._grants[use.lease_id] = (grant, use.offset)
             self.book.acknowledged.append(
-                Range(grant.epoch, grant.slice, offset, use.offset, self.clock.now, worker.machine.index)
+                UsedRange(grant.epoch, grant.slice, offset, use.offset, self.clock.now, worker.machine.index)
             )
             self._left -= use.offset - offset
         if self._left <= 0 and self.ended_at is None:
@@ -271,11 +276,11 @@ class _World:
             for lease in worker.all_leases:
                 grant = lease.grant
                 offset = self._grants[grant.lease_id][1]
-                found = self.scheduler.desk.find(grant.lease_id)
+                found = self.scheduler.core.find(grant.lease_id)
                 is_lost = lease.over or found is None or grant.lease_id not in found[2].leases
                 if lease.used > offset and (is_lost or not worker.alive):
                     self.book.wasted.append(
-                        Range(grant.epoch, grant.slice, offset, lease.used, self.clock.now, worker.machine.index)
+                        UsedRange(grant.epoch, grant.slice, offset, lease.used, self.clock.now, worker.machine.index)
                     )
 
     def fault(self, ended: bool) -> str:
@@ -291,7 +296,7 @@ class _World:
         """What happened, by name."""
         workers = [*self._closed, *self.workers.values()]
         lost = sum(use.stop - use.start for use in self.book.wasted if f"worker-{use.worker}" in self.workers)
-        facts = self.scheduler.desk.swarms[_DATASET].facts()
+        facts = self.scheduler.core.swarms[_DATASET].facts()
         return {
             "killed": len(self._closed),
             "joined_later": sum(worker.machine.joins_at > 0 for worker in workers),

@@ -16,14 +16,14 @@ from forebay.network.peer import Provider
 from forebay.network.retry import backoff_s
 from forebay.simulate.faults import Faults, Machine
 from forebay.simulate.links import Clock, Flow, Links
-from forebay.simulate.settings import Settings
+from forebay.simulate.settings import SimulationSettings
 
 STALL_S = 5.0
 _ROUNDS = 4
 
 
 @dataclass(eq=False)
-class Node:
+class SimNode:
     """A machine on the network. `cache` are the slices that it holds, the latest used last; an origin has all."""
 
     holder: Provider
@@ -31,46 +31,46 @@ class Node:
     machine: Machine | None = None
     alive: bool = True
     cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    fetches: set[Fetch] = field(default_factory=set)  # Of others, from here.
+    fetches: set[SimFetch] = field(default_factory=set)  # Of others, from here.
 
     def has(self, index: int) -> bool:
         """Whether it holds a slice."""
         return self.machine is None or index in self.cache
 
 
-class Net:
+class SimNetwork:
     """The machines, the links between them, and what is wrong with them now."""
 
-    def __init__(self, settings: Settings, clock: Clock, faults: Faults) -> None:
+    def __init__(self, settings: SimulationSettings, clock: Clock, faults: Faults) -> None:
         self.settings = settings
         self.clock = clock
         self.links = Links(clock)
         self.faults = faults
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, SimNode] = {}
         self.counts: Counter[str] = Counter()
         self.retry_chance = self.chance("retries")
         self.origins = [self._origin(i) for i in range(settings.origins)]
 
-    def _origin(self, number: int) -> Node:
+    def _origin(self, number: int) -> SimNode:
         return self._add(Provider(f"origin-{number}", f"origin-{number}:1", True), self.settings.origin_up, 1e12, None)
 
-    def join(self, machine: Machine) -> Node:
+    def join(self, machine: Machine) -> SimNode:
         """A worker's machine comes up."""
         name = f"worker-{machine.index}"
         return self._add(Provider(name, f"{name}:1", False), machine.up, machine.down, machine)
 
-    def _add(self, holder: Provider, up: float, down: float, machine: Machine | None) -> Node:
-        node = Node(holder, self.links.add(up, down), machine)
+    def _add(self, holder: Provider, up: float, down: float, machine: Machine | None) -> SimNode:
+        node = SimNode(holder, self.links.add(up, down), machine)
         self.nodes[holder.peer_id] = node
         return node
 
-    def kill(self, node: Node) -> None:
+    def kill(self, node: SimNode) -> None:
         """A machine ends; what it was giving breaks off. Its own fetches are the caller's to drop."""
         node.alive = False
         for fetch in sorted(node.fetches, key=lambda fetch: fetch.number):
             fetch.broke()
 
-    def is_cut(self, node: Node) -> bool:
+    def is_cut(self, node: SimNode) -> bool:
         """Whether nobody hears a machine now."""
         return node.machine is not None and self.faults.is_cut(node.machine.index, self.clock.now)
 
@@ -83,7 +83,7 @@ class Net:
         return sum(self.links.sent[node.link] for node in self.origins)
 
 
-class Fetch:
+class SimFetch:
     """One slice on its way to a node.
 
     Args:
@@ -95,8 +95,8 @@ class Fetch:
 
     def __init__(
         self,
-        net: Net,
-        asker: Node,
+        net: SimNetwork,
+        asker: SimNode,
         index: int,
         providers: Sequence[Provider],
         on_end: Callable[[bool], object],
@@ -110,10 +110,10 @@ class Fetch:
         self._left = float(net.settings.slice_bytes)
         self._rounds, self._round, self._at = rounds, 1, 0
         self._flow: Flow | None = None
-        self._source: Node | None = None
+        self._source: SimNode | None = None
         self.over = False
 
-    def start(self) -> Fetch:
+    def start(self) -> SimFetch:
         """Begins. It ends later, never within this call."""
         self._net.clock.after(0.0, self._begin)
         return self

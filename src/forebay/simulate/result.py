@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.simulate.bound import Bound
-from forebay.simulate.settings import Settings
-from forebay.simulate.usage_record import Verdict
+from forebay.simulate.settings import SimulationSettings
+from forebay.simulate.usage_record import UsageCheck
 
 
 @dataclass(frozen=True)
-class Result:
+class SimulationResult:
     """A run's end.
 
     Attributes:
@@ -20,8 +20,8 @@ class Result:
         fault: Why the run is not ok beside the verdict; "" if nothing.
     """
 
-    settings: Settings
-    verdict: Verdict
+    settings: SimulationSettings
+    verdict: UsageCheck
     time_s: float
     bound: Bound
     origin_bytes: float

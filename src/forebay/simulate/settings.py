@@ -8,7 +8,7 @@ from forebay.worker.lease_state import MAX_FETCHES
 
 
 @dataclass(frozen=True)
-class Settings:
+class SimulationSettings:
     """A world.
 
     Args:

@@ -18,7 +18,7 @@ from forebay.errors import UsageError
 I64 = NDArray[np.int64]
 
 
-class Range(NamedTuple):
+class UsedRange(NamedTuple):
     """Samples [start, stop) of a slice in an epoch, at a moment, by a worker."""
 
     epoch: int
@@ -30,7 +30,7 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class UsageCheck:
     """What the record says. `late` were acknowledged after the deadline; `wasted` are samples used for nothing."""
 
     samples: int
@@ -47,7 +47,7 @@ class Verdict:
 
 
 @dataclass
-class Book:
+class UsageRecord:
     """Ranges as they were used, as they were acknowledged, and as they were lost.
 
     Args:
@@ -57,11 +57,11 @@ class Book:
 
     samples: I64
     epochs: int = 1
-    trained: list[Range] = field(default_factory=list)
-    acknowledged: list[Range] = field(default_factory=list)
-    wasted: list[Range] = field(default_factory=list)
+    trained: list[UsedRange] = field(default_factory=list)
+    acknowledged: list[UsedRange] = field(default_factory=list)
+    wasted: list[UsedRange] = field(default_factory=list)
 
-    def check(self, deadline: float | None = None) -> Verdict:
+    def check(self, deadline: float | None = None) -> UsageCheck:
         """Compares what was acknowledged and used with what there was."""
         total = int(self.samples.sum())
         missing = repeated = 0
@@ -78,9 +78,9 @@ class Book:
         if deadline is not None:
             late = sum(use.stop - use.start for use in self.acknowledged if use.at > deadline)
         wasted = sum(use.stop - use.start for use in self.wasted)
-        return Verdict(total * self.epochs, missing, repeated, late, wasted, tuple(examples[:5]))
+        return UsageCheck(total * self.epochs, missing, repeated, late, wasted, tuple(examples[:5]))
 
-    def _counts(self, ranges: list[Range], epoch: int) -> I64:
+    def _counts(self, ranges: list[UsedRange], epoch: int) -> I64:
         """How often each sample of an epoch lies in a range: int64 [samples]."""
         bases = np.concatenate(([0], np.cumsum(self.samples)))
         changes = np.zeros(bases[-1] + 1, np.int64)

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from forebay.network.retry import backoff_s
-from forebay.scheduler.messages import Answer, Ask, Lease, Reply
-from forebay.simulate.nodes import Fetch, Net, Node
-from forebay.simulate.usage_record import Book, Range
+from forebay.scheduler.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
+from forebay.simulate.nodes import SimFetch, SimNetwork, SimNode
+from forebay.simulate.usage_record import UsageRecord, UsedRange
 from forebay.swarm.members import format_ranges
 from forebay.worker.lease_state import ActiveLease, LeaseState
 from forebay.worker.scheduler_client import FIRST_WAIT_S, MOST_WAIT_S
@@ -24,7 +24,7 @@ _log = logging.getLogger("forebay.simulate")
 _log.setLevel(logging.ERROR)  # Refused uses are counted, not logged.
 _PATH = Path("slice")  # Stands for the file of a slice in the cache.
 
-Send = Callable[["Worker", Ask], object]
+Send = Callable[["Worker", ExchangeRequest], object]
 """Sends one attempt of a request; the world calls `receive`, `unanswered` or `refused` later."""
 
 
@@ -36,7 +36,9 @@ class Worker:
         send: Carries requests to the scheduler.
     """
 
-    def __init__(self, net: Net, node: Node, book: Book, job: str, dataset_id: str, send: Send) -> None:
+    def __init__(
+        self, net: SimNetwork, node: SimNode, book: UsageRecord, job: str, dataset_id: str, send: Send
+    ) -> None:
         assert node.machine is not None
         self.net, self.node, self.book, self.machine = net, node, book, node.machine
         self._job, self._dataset_id, self._send = job, dataset_id, send
@@ -53,10 +55,10 @@ class Worker:
         self._num_steps = 0
         self._lease: ActiveLease | None = None
         self._step: tuple[int, int, float] | None = None  # Samples [start, stop), and when they are used.
-        self._request: Ask | None = None
+        self._request: ExchangeRequest | None = None
         self._attempt, self._tried = 0, 0
         self._is_cache_new = True  # The scheduler has not been told of all that is cached.
-        self._fetches: dict[int, tuple[Fetch, list[ActiveLease]]] = {}
+        self._fetches: dict[int, tuple[SimFetch, list[ActiveLease]]] = {}
         self._num_free, self._misses = settings.fetches, 0
         self._timer = 0
         self._act()
@@ -126,7 +128,7 @@ class Worker:
         """Samples from `first` on were used; None for none."""
         if lease is not None and first is not None:
             use = lease.grant.epoch, lease.grant.slice, first, lease.used, self.net.clock.now
-            self.book.trained.append(Range(*use, self.machine.index))
+            self.book.trained.append(UsedRange(*use, self.machine.index))
 
     def _changes_at(self) -> float:
         """When use by itself changes what is due: at the first use to acknowledge, or where use has to stop."""
@@ -157,7 +159,7 @@ class Worker:
                 self._fetches[index] = self._fetch(lease, self.net.clock.now), [lease]
         return is_here
 
-    def _fetch(self, lease: ActiveLease, began_at: float) -> Fetch:
+    def _fetch(self, lease: ActiveLease, began_at: float) -> SimFetch:
         index, wrong = lease.grant.index, list[str]()
 
         def end(came: bool) -> None:
@@ -187,7 +189,7 @@ class Worker:
             self.state.report(peer_id, lease.grant.sha256, reason, wrong=True)
             self._act()
 
-        return Fetch(self.net, self.node, index, lease.grant.providers, end, bad).start()
+        return SimFetch(self.net, self.node, index, lease.grant.providers, end, bad).start()
 
     def _free_fetcher(self) -> None:
         self._num_free += 1
@@ -218,7 +220,7 @@ class Worker:
             session=f"{self.node.holder.peer_id}-session",
             attempt=self._attempt,
             address=self.node.holder.address,
-            have=have,
+            cached=have,
         )
         self._send(self, self._request)
 
@@ -228,20 +230,20 @@ class Worker:
             self._request = replace(self._request, attempt=self._attempt)
             self._send(self, self._request)
 
-    def unanswered(self, request: Ask) -> None:
+    def unanswered(self, request: ExchangeRequest) -> None:
         """No reply came to this attempt: the same request is sent again, under another number."""
         if self.alive and request is self._request:
             self._tried += 1
             wait_s = backoff_s(self._tried, FIRST_WAIT_S, MOST_WAIT_S, chance=self.net.retry_chance)
             self.net.clock.after(wait_s, self._send_again)
 
-    def refused(self, request: Ask, error: str) -> None:
+    def refused(self, request: ExchangeRequest, error: str) -> None:
         """The scheduler refused this attempt: that ends a worker."""
         if self.alive and request is self._request:
             self.error = error
             self.die()
 
-    def receive(self, request: Ask, reply: Reply) -> None:
+    def receive(self, request: ExchangeRequest, reply: ExchangeResult) -> None:
         """The scheduler's reply to an attempt."""
         if not self.alive or request is not self._request:
             return
@@ -256,10 +258,10 @@ class Worker:
             )
             for grant in reply.leases
         )  # fmt: skip
-        self.state.receive(request, Answer(**{**vars(reply), "leases": leases}), now)
+        self.state.receive(request, ExchangeReply(**{**vars(reply), "leases": leases}), now)
         granted = {lease.lease_id for lease in leases}
         self.all_leases += [lease for lease in self.state.leases if lease.grant.lease_id in granted]
-        self._is_cache_new = self._is_cache_new or reply.tell_have
+        self._is_cache_new = self._is_cache_new or reply.report_cached
         for index, (fetch, wanting) in list(self._fetches.items()):
             if all(lease.over for lease in wanting):
                 fetch.drop()

@@ -232,7 +232,7 @@ class Download:
     passed_on: bool  # the asker will give it to others
 
 
-class UnderWay:
+class Downloads:
     """Downloads by asker and slice, the oldest first."""
 
     def __init__(self, num_slices: int) -> None:

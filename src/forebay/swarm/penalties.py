@@ -15,7 +15,7 @@ _MAX_ACCUSED = 256  # nodes that one accuser is remembered to have accused
 _MAX_DISCREDITED = 4096
 
 
-class Avoidance:
+class PeerPenalties:
     """Who avoids whom.
 
     Who fails somebody is avoided by that member for 1 s, then 2 s, up to a minute. Who gave somebody wrong bytes is

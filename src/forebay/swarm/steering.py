@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.network.peer import Provider, node_of
-from forebay.swarm.members import Download, Members, Offers, UnderWay
-from forebay.swarm.penalties import Avoidance
+from forebay.swarm.members import Download, Downloads, Members, Offers
+from forebay.swarm.penalties import PeerPenalties
 
 __all__ = ["Assignment", "Provider", "Swarm"]
 
@@ -75,8 +75,8 @@ class Swarm:
         self.patience_s = patience_s
         self._members = Members(num_slices)
         self._holders: dict[str, Provider] = {}
-        self._under_way = UnderWay(num_slices)
-        self._avoidance = Avoidance(checks)
+        self._under_way = Downloads(num_slices)
+        self._avoidance = PeerPenalties(checks)
         self._cursor: dict[str, int] = {}
         self._passed_over: dict[str, int] = {}
         self._counts = {"from_origins": 0, "from_peers": 0, "finished": 0, "failed": 0, "overdue": 0}

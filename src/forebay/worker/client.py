@@ -79,7 +79,7 @@ class WorkerClient:
         Raises:
             UsageError: If `start` was not called, or the run is finished.
             OutOfMemory: If a step does not fit its device. It is a RuntimeError, too.
-            CoordinatorGoneError: If the coordinator does not answer.
+            CoordinatorUnreachableError: If the coordinator does not answer.
         """
         training = self._opened()
         if self._running is not None:

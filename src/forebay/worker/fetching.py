@@ -39,7 +39,7 @@ _NAME = re.compile(rb"^= ([^\x00-\x1f]{1,255})$", re.MULTILINE)
 _FILE = re.compile(r"([0-9a-f]{64})\.known")
 
 
-class Shelf:
+class CacheIndex:
     """What of each dataset lies in a cache. Threads and processes share it, as they do the cache.
 
     `sizes` has bytes and dataset's name of each slice that this worker was ever leased, by hash: what it may hand on.
@@ -106,7 +106,7 @@ class _NoSourceError(NetworkError):
     """Nobody who is said to have a slice can be asked."""
 
 
-class Fetcher:
+class SliceFetcher:
     """Fetches the slices of a worker's leases, `threads` at once, in threads of its own, from `start` to `close`.
 
     A slice that nobody gives for `patience_s`, and no other either, is the end of the worker.
@@ -116,7 +116,7 @@ class Fetcher:
         self,
         client: Client,
         cache: SliceCache,
-        shelf: Shelf,
+        shelf: CacheIndex,
         leases: LeaseBuffer,
         patience_s: float,
         threads: int = MAX_FETCHES,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from forebay.scheduler.messages import Answer, Ask
+from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
 from forebay.worker.lease_state import ActiveLease, LeaseState
 
 T = TypeVar("T")
@@ -98,12 +98,12 @@ class LeaseBuffer:
                 self._changed.wait(min(at - now, _LOOK_S))
         return False
 
-    def request(self, last: bool = False) -> Ask:
+    def request(self, last: bool = False) -> ExchangeRequest:
         """As `LeaseState.request`."""
         with self._changed:
             return self.state.request(self._clock(), last)
 
-    def receive(self, request: Ask, reply: Answer) -> None:
+    def receive(self, request: ExchangeRequest, reply: ExchangeReply) -> None:
         """As `LeaseState.receive`."""
         self._change(lambda: self.state.receive(request, reply, self._clock()))
 

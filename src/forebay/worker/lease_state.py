@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 
 from forebay.ledger.receipts import Used
 from forebay.order.shard_windows import receipt
-from forebay.scheduler.messages import Answer, Ask, BadReport, Failed, Lease, Refused, UseMessage
+from forebay.scheduler.messages import (
+    ExchangeReply,
+    ExchangeRequest,
+    FailedLease,
+    Lease,
+    ProviderReport,
+    RefusedUse,
+    UseMessage,
+)
 
 
 @dataclass(eq=False)
@@ -70,7 +78,7 @@ class LeaseCounts:
     wasted: int = 0
     lost: int = 0
     waited_s: float = 0.0
-    bad: list[BadReport] = field(default_factory=list)
+    bad: list[ProviderReport] = field(default_factory=list)
 
 
 # The scheduler grants a session no more: the lease in use, and those ahead.
@@ -116,7 +124,7 @@ class LeaseState:
         self._request_s = receipt_s / 2
         self._on_release = on_release
         self._leases: dict[str, ActiveLease] = {}  # In the order in which they were granted.
-        self._reports: list[BadReport] = []
+        self._reports: list[ProviderReport] = []
         self._awaits_reply = True  # The first request is still to be sent.
         self._requested_at = self._not_before = float("-inf")
         self._lease_s = math.inf
@@ -204,14 +212,14 @@ class LeaseState:
 
         `wrong`: it sent wrong bytes, and was not only late or unreachable. `rejected`: it is not asked for it again.
         """
-        report = BadReport(peer_id, sha256, reason[:300], wrong)
+        report = ProviderReport(peer_id, sha256, reason[:300], wrong)
         self._reports.append(report)
         if rejected:
             self.counts.bad.append(report)
 
     # Requests to the scheduler, one at a time.
 
-    def request(self, now: float, last: bool = False) -> Ask:
+    def request(self, now: float, last: bool = False) -> ExchangeRequest:
         """The next request, or one for a lost one; its horizons bind until its reply. The `last` releases all."""
         self._requested_at = now
         if last:
@@ -227,18 +235,18 @@ class LeaseState:
         }
         horizons = self._horizons()
         self._awaits_reply = True
-        return Ask(
-            held=tuple(self._leases),
+        return ExchangeRequest(
+            known_leases=tuple(self._leases),
             job_id=job_id,
             uses=uses,
-            horizons=horizons,
+            declared_until=horizons,
             release=tuple(lease_id for lease_id, lease in ended.items() if not lease.reason),
-            failed=tuple(Failed(lease_id, lease.reason) for lease_id, lease in ended.items() if lease.reason),
-            bad=tuple(self._reports),
+            failed=tuple(FailedLease(lease_id, lease.reason) for lease_id, lease in ended.items() if lease.reason),
+            reports=tuple(self._reports),
             want=0 if last else self._num_wanted(),
         )
 
-    def receive(self, request: Ask, reply: Answer, now: float) -> None:
+    def receive(self, request: ExchangeRequest, reply: ExchangeReply, now: float) -> None:
         """Apply the scheduler's reply to the latest request."""
         self._awaits_reply = False
         released = {*request.release, *(failed.lease_id for failed in request.failed)}
@@ -250,15 +258,15 @@ class LeaseState:
                 lease.acked, lease.stop, lease.refusals = recorded[use.lease_id].offset, recorded[use.lease_id].stop, 0
             else:
                 self._refused(lease, use, refused.get(use.lease_id))
-        for lease_id in request.held or ():
+        for lease_id in request.known_leases or ():
             lease = self._leases[lease_id]
-            if lease_id in reply.live:
-                lease.stop = reply.live[lease_id].stop
+            if lease_id in reply.active:
+                lease.stop = reply.active[lease_id].stop
             elif lease.acked < lease.stop and lease_id not in released:
                 self._lose(lease)
-            if lease.acked >= lease.stop or lease_id in released or lease_id not in reply.live:
+            if lease.acked >= lease.stop or lease_id in released or lease_id not in reply.active:
                 self._drop(lease)
-        del self._reports[: len(request.bad)]
+        del self._reports[: len(request.reports)]
         for grant in reply.leases:
             if grant.lease_id not in self._leases:
                 self._leases[grant.lease_id] = ActiveLease.of(grant)
@@ -339,9 +347,9 @@ class LeaseState:
             lease.limit = horizons[lease.grant.lease_id] = horizon
         return horizons
 
-    def _refused(self, lease: ActiveLease, use: Used, refused: Refused | None) -> None:
+    def _refused(self, lease: ActiveLease, use: Used, refused: RefusedUse | None) -> None:
         """A use is not on record; `refused` says why, None if the reply did not mention it."""
-        refused = refused or Refused(use.lease_id, "unanswered", "the reply does not mention it", use.start)
+        refused = refused or RefusedUse(use.lease_id, "unanswered", "the reply does not mention it", use.start)
         self.log.warning(
             "use refused: lease=%s samples=[%d, %d) code=%s: %s",
             use.lease_id, use.start, use.stop, refused.code, refused.message,

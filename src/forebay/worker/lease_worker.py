@@ -30,23 +30,23 @@ from forebay.network.limits import Throttle
 from forebay.network.pki.identity import Identity
 from forebay.network.reachability import named_host
 from forebay.network.revocation_sync import TrustWatch
-from forebay.scheduler.messages import Answer, Ask
+from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
 from forebay.storage.locks import Lock, try_take
 from forebay.storage.url_policy import FromUrls, check_from_urls
 from forebay.swarm.share import SliceShare
 from forebay.threads import Supervised
 from forebay.worker.consumer import Consumer, OnBatch, WorkerReport
-from forebay.worker.fetching import Fetcher, Shelf
+from forebay.worker.fetching import CacheIndex, SliceFetcher
 from forebay.worker.lease_buffer import LeaseBuffer
 from forebay.worker.lease_state import MAX_FETCHES, MAX_LEASES, LeaseState
-from forebay.worker.scheduler_client import Control, SchedulerGone
+from forebay.worker.scheduler_client import SchedulerClient, SchedulerUnreachableError
 from forebay.worker.trainer import check_trainer
 
 _CONTENT = re.compile(rb"([0-9a-f]{16}) (\d{1,9})\n")
 
 
 @dataclass(frozen=True)
-class Session:
+class SessionLock:
     """A session's name, and the number before that of its first attempt. Held until `close` or the process's end."""
 
     name: str
@@ -58,7 +58,7 @@ class Session:
         self.lock.release()
 
 
-def open_session(directory: Path) -> Session:
+def open_session(directory: Path) -> SessionLock:
     """The first session of a cache's directory that nobody has, begun or gone on with."""
     numbers = itertools.count()
     while (lock := try_take(directory / f"session-{next(numbers)}")) is None:
@@ -69,7 +69,7 @@ def open_session(directory: Path) -> Session:
     content = f"{name} {run}\n".encode()
     os.pwrite(lock.descriptor, content, 0)
     os.ftruncate(lock.descriptor, len(content))
-    return Session(name, run << 32, lock)
+    return SessionLock(name, run << 32, lock)
 
 
 @dataclass(frozen=True)
@@ -185,11 +185,11 @@ class _Worker:
         self.settings = settings
         self.report = WorkerReport()
         self.cache = SliceCache(settings.cache_dir, settings.cache_bytes)
-        self.shelf = Shelf(self.cache)
+        self.shelf = CacheIndex(self.cache)
         self.share: SliceShare | None = None
         self._stop = stop
         self.session = open_session(self.cache.directory)
-        self.control = Control(
+        self.control = SchedulerClient(
             identity,
             client,
             settings.name,
@@ -207,7 +207,7 @@ class _Worker:
             lambda grant: self.cache.unpin(grant.sha256),
         )
         self._leases = LeaseBuffer(state)
-        self._fetcher = Fetcher(
+        self._fetcher = SliceFetcher(
             client, self.cache, self.shelf, self._leases, settings.patience_s, settings.fetches, settings.from_urls
         )
         self._failure: Exception | None = None
@@ -259,7 +259,7 @@ class _Worker:
         try:
             while self._leases.wait_due():
                 self._exchange(self._leases.request())
-        except SchedulerGone as error:
+        except SchedulerUnreachableError as error:
             self._is_gone = True
             self._failure = None if self._stop.is_set() else error
         except Exception as error:
@@ -273,23 +273,23 @@ class _Worker:
         """What was used is acknowledged, the rest released; uses of several jobs take a request each."""
         if self._is_gone:
             return
-        with contextlib.suppress(SchedulerGone):  # the leases expire by themselves
-            while (request := self._leases.request(last=True)).held:
+        with contextlib.suppress(SchedulerUnreachableError):  # the leases expire by themselves
+            while (request := self._leases.request(last=True)).known_leases:
                 self._exchange(request, SETTLE_S)
 
-    def _exchange(self, request: Ask, patience_s: float | None = None) -> None:
+    def _exchange(self, request: ExchangeRequest, patience_s: float | None = None) -> None:
         have = self.shelf.news(everything=self._sends_all) if self.share is not None else {}
-        reply = Answer.from_json(self.control.exchange(self._body(request, have), patience_s))
+        reply = ExchangeReply.from_json(self.control.exchange(self._body(request, have), patience_s))
         self.shelf.told(have)
-        self._sends_all = reply.tell_have
+        self._sends_all = reply.report_cached
         self._leases.receive(request, reply)
         self._replied_at = time.monotonic()
 
-    def _body(self, request: Ask, have: dict[str, str]) -> dict[str, Any]:
-        """A request as /v1/exchange takes it, with one signature over all receipts."""
+    def _body(self, request: ExchangeRequest, have: dict[str, str]) -> dict[str, Any]:
+        """A request as /v2/exchange takes it, with one signature over all receipts."""
         signature = self.identity.sign(receipt_message(request.job_id, request.uses)).hex() if request.uses else ""
         return replace(
-            request, job=self.settings.name, session=self.session.name, have=have, signature=signature,
+            request, job=self.settings.name, session=self.session.name, cached=have, signature=signature,
             address=self.share.address if self.share is not None else "",
         ).to_json()  # fmt: skip
 

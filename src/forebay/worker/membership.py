@@ -26,10 +26,10 @@ from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.client import Client, parse_address
 from forebay.threads import Supervised
 from forebay.worker.membership_state import (
-    CoordinatorGoneError,
+    CoordinatorUnreachableError,
     DuplicateWorkerError,
     Generation,
-    Member,
+    GenerationMember,
     MembershipLostError,
     MembershipState,
     Operation,
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from forebay.network.pki.identity import Identity
 
 __all__ = [
-    "CoordinatorGoneError",
+    "CoordinatorUnreachableError",
     "DuplicateWorkerError",
     "Generation",
-    "Member",
+    "GenerationMember",
     "Membership",
     "MembershipLostError",
 ]
@@ -138,7 +138,7 @@ class Membership:
         """What the run does: this worker's settings, with the coordinator's in their place where it has any.
 
         Raises:
-            CoordinatorGoneError: After `patience_s` without an answer.
+            CoordinatorUnreachableError: After `patience_s` without an answer.
         """
         return self._drive(self._state.agree())
 
@@ -147,7 +147,7 @@ class Membership:
 
         Raises:
             DuplicateWorkerError: If another live process has this worker id.
-            CoordinatorGoneError: After `patience_s` without an answer.
+            CoordinatorUnreachableError: After `patience_s` without an answer.
         """
         if self._heartbeats is not None:
             self._heartbeats.stop()  # They end with their session; nobody waits for that.
@@ -169,7 +169,7 @@ class Membership:
 
         Raises:
             MembershipLostError: If this worker was expelled: its steps since do not count. Call `join` again.
-            CoordinatorGoneError: After `patience_s` without an answer, where one is needed.
+            CoordinatorUnreachableError: After `patience_s` without an answer, where one is needed.
         """
         return self._drive(self._state.boundary(step, stop=stop, broken=broken, holds=holds))
 
@@ -177,7 +177,7 @@ class Membership:
         """The steps before this generation as (start, stop, world size), those that count, in order and without a gap.
 
         Raises:
-            CoordinatorGoneError: After `patience_s` without an answer.
+            CoordinatorUnreachableError: After `patience_s` without an answer.
         """
         spans: list[tuple[int, int, int]] = []
         for one in self._drive(self._state.generations()):

@@ -26,7 +26,7 @@ FIRST_WAIT_S = 0.3
 MAX_PAUSE_S = RETRY_S / 1.5  # between two requests without an answer, on average; never more than RETRY_S
 
 
-class CoordinatorGoneError(NetworkError):
+class CoordinatorUnreachableError(NetworkError):
     """The coordinator did not answer for as long as the worker was told to wait."""
 
 
@@ -59,7 +59,7 @@ Operation: TypeAlias = Generator[Request | Pause, Any, T]
 
 
 @dataclass(frozen=True)
-class Member:
+class GenerationMember:
     """One worker of a generation; `address` is where its peers meet it, "host:port", or ""."""
 
     worker_id: str
@@ -86,7 +86,7 @@ class Generation:
     world_size: int
     start_step: int
     start_sample: int
-    members: tuple[Member, ...]
+    members: tuple[GenerationMember, ...]
     source: int
     run_id: str
 
@@ -310,7 +310,7 @@ class MembershipState:
                 tried += 1
                 pause_s = backoff_s(tried, 0.05, MAX_PAUSE_S, chance=self._random)
                 if self._clock() + pause_s > deadline:
-                    raise CoordinatorGoneError(
+                    raise CoordinatorUnreachableError(
                         f"coordinator {self._coordinator}: no answer for {self._patience_s:g} s. Start it with "
                         f"`forebay coordinate --listen {self._coordinator}`, or say where it is: --coordinator, "
                         f"FOREBAY_COORDINATOR. Last: {error}"

@@ -26,15 +26,15 @@ ANSWER_S = 10.0
 FIRST_WAIT_S, MOST_WAIT_S = 0.05, 1.0
 MOST_ASKED_S = 10.0  # a busy scheduler may ask for a longer wait, up to this
 MAX_JOB_BYTES = 1 << 20
-_DOOR, _ROLE = "/v1/exchange", "scheduler"
+_DOOR, _ROLE = "/v2/exchange", "scheduler"
 
 
-class SchedulerGone(NetworkError):  # noqa: N818  # it says what happened
+class SchedulerUnreachableError(NetworkError):
     """The scheduler did not answer for as long as the worker was told to wait."""
 
 
 @dataclass(eq=False)
-class Control:
+class SchedulerClient:
     """Calls a scheduler's doors; safe from several threads.
 
     The first scheduler that answers for the name is pinned by its peer id: after a restart, at whatever address, it
@@ -109,7 +109,7 @@ class Control:
                 deadline = min(deadline, began_stopping + STOP_PATIENCE_S)
             elif self.stop.wait(wait_s):
                 began_stopping = time.monotonic()
-        raise SchedulerGone(
+        raise SchedulerUnreachableError(
             f"scheduler of {self._what}: expected an answer within {patience_s:g} s, got none: {self._reason}. "
             "Check the name, and that the scheduler runs (forebay schedule) in this network."
         )
