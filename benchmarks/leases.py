@@ -47,7 +47,7 @@ def main() -> None:
         state = Path(directory)
         before = rss()
         with Journal.open(state, [spec], bodies, key.sign, salt="a") as journal:
-            journal.core.origins("1" * 64, [Provider("origin", "10.0.0.1:1", True)], 0.0)
+            journal.core.add_origins("1" * 64, [Provider("origin", "10.0.0.1:1", True)], 0.0)
             held = first_leases(journal, args.workers)
             print(f"memory: {(rss() - before) / 1e6:.0f} MB for {args.slices:,} slices and {args.workers:,} workers")
             run(journal, held, args)

@@ -22,9 +22,10 @@ from forebay.data_node import DataNode
 from forebay.ledger.receipts import Used, receipt_message
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity
+from forebay.scheduler import proofs, sessions
 from forebay.scheduler import server as service
-from forebay.scheduler import sessions
-from forebay.scheduler.core import PendingCheck, SchedulerCore
+from forebay.scheduler.checks import PendingCheck
+from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.jobs import JobSource, JobSpec
 from forebay.scheduler.messages import ExchangeRequest
 from forebay.scheduler.server import SchedulerService
@@ -61,7 +62,7 @@ def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, n
     have = {f"{i:064x}": "0-999999999" for i in range(64)}
     assert ask(evil, scheduler.address, "POST", "/v2/exchange", {"cached": have})[0] == 200
     (session,) = scheduler._open_journal().core.sessions.all.values()
-    assert session.have_bytes == 0
+    assert session.cached_bytes == 0
     (known,) = scheduler._open_journal().core.swarms
     status, said = ask(evil, scheduler.address, "POST", "/v2/exchange", {"cached": {known: "0-999999999"}})
     assert status == 409 and f"[0, {SLICES})" in said["message"]
@@ -81,15 +82,15 @@ def test_sessions_of_a_certificate_are_bounded(
 def test_what_an_organisation_says_it_has_is_bounded(
     scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "MAX_HAVE_BYTES_PER_ORGANISATION", 2 * SLICES * 8)
+    monkeypatch.setattr(sessions, "MAX_CACHED_BYTES_PER_ORGANISATION", 2 * SLICES * 8)
     (known,) = scheduler._open_journal().core.swarms
     org, said = organisation(network_dir, "acme"), {"cached": {known: f"0-{SLICES - 1}"}}
     for number in range(4):
         assert ask(issue(network_dir, f"m{number}", "worker", by=org), scheduler.address, "POST", "/v2/exchange", said)
     core = scheduler._open_journal().core
-    assert sum(session.have_bytes for session in core.sessions.all.values()) == 2 * SLICES * 8
+    assert sum(session.cached_bytes for session in core.sessions.all.values()) == 2 * SLICES * 8
     assert ask(issue(network_dir, "of-root", "worker"), scheduler.address, "POST", "/v2/exchange", said)[0] == 200
-    assert sum(session.have_bytes for session in core.sessions.all.values()) == 3 * SLICES * 8
+    assert sum(session.cached_bytes for session in core.sessions.all.values()) == 3 * SLICES * 8
 
 
 def test_reports_against_peers_that_are_not_there_are_not_kept(scheduler: SchedulerService, network_dir: Path) -> None:
@@ -117,7 +118,7 @@ def test_only_who_is_accused_can_be_pardoned(
     status, said = ask(boss, scheduler.address, "POST", f"/v1/peers/{node}/pardon")
     assert (status, said["error"]) == (404, "not_found")
     assert main(pardon) == 1
-    assert "nobody said anything against it here" in capsys.readouterr().err
+    assert "there are no reports about it here" in capsys.readouterr().err
     report = {"reports": [{"peer_id": node, "sha256": lease["sha256"]}]}
     assert ask(worker, scheduler.address, "POST", "/v2/exchange", report)[0] == 200
     assert main(pardon) == 0 and capsys.readouterr().out == f"pardoned {node}\n"
@@ -170,8 +171,8 @@ def test_proofs_that_are_checked_at_once_count_each(
         together.wait(60)
         return True
 
-    monkeypatch.setattr(service, "is_checked", lambda secret, lease_id, num_proven: num_proven < 3)
-    monkeypatch.setattr(scheduler._catalog, "check_proof", check)
+    monkeypatch.setattr(proofs, "is_checked", lambda secret, lease_id, num_proven: num_proven < 3)
+    monkeypatch.setattr(scheduler._proofs, "_is_valid", check)
     leases = ask(worker, scheduler.address, "POST", "/v2/exchange", {"want": 4})[1]["leases"]
     *first, last = [_use_of(lease, worker) for lease in leases]
     with ThreadPoolExecutor(3) as pool:
@@ -196,7 +197,7 @@ def test_checks_that_hang_hold_up_no_other_worker(
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
 
     scheduler._server.call(limit_threads())
-    monkeypatch.setattr(scheduler._catalog, "check_proof", hang)
+    monkeypatch.setattr(scheduler._proofs, "_is_valid", hang)
     (lease,) = ask(evil, scheduler.address, "POST", path, {"want": 1})[1]["leases"]
     said = _use_of(lease, evil)
     with ThreadPoolExecutor(1) as pool:

@@ -176,7 +176,7 @@ def broadcast(settings: SimulationSettings) -> SimulationResult:
     missing = sum(settings.slices - len(one.node.cache) for one in world.readers.values() if one.alive)
     repeated = sum(max(0, count - 1) for count in world.arrivals.values())
     verdict = UsageCheck(len(world.staying) * settings.slices, missing, repeated, 0, 0, ())
-    counts = {"overdue": world.tracker.swarm.facts()["overdue"]}
+    counts = {"overdue": world.tracker.swarm.status()["overdue"]}
     fault = "" if ended else f"after {world.clock.now:,.0f} virtual seconds slices are missing."
     return SimulationResult(settings, verdict, world.clock.now, bound, world.net.origin_bytes(), counts, fault)
 

@@ -18,7 +18,8 @@ from forebay.errors import LeaseError, UsageError
 from forebay.ledger.receipts import Used
 from forebay.network.peer import Provider
 from forebay.scheduler import events
-from forebay.scheduler.core import ProviderFault, SchedulerCore
+from forebay.scheduler.checks import ProviderFault
+from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event, from_row, to_row
 from forebay.scheduler.jobs import JobSource, JobSpec
 from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, FailedLease, LeaseGrant
@@ -221,14 +222,14 @@ class Churn(RuleBasedStateMachine):
                     continue
                 places = np.zeros((len(table.samples), int(table.samples.max())), np.int64)
                 held = [(x.slice_index, x.position, x.stop) for x in table.leases.values()]
-                back = [(i, start, stop) for (i, start), stop in table.parts.returned.items()]
-                fresh = [(int(i), 0, int(table.samples[i])) for i in np.flatnonzero(table.parts.fresh)]
+                back = [(i, start, stop) for (i, start), stop in table.free.returned.items()]
+                fresh = [(int(i), 0, int(table.samples[i])) for i in np.flatnonzero(table.free.fresh)]
                 aside = [part for parts in table.aside.values() for part in parts]
                 for index, start, stop in [*held, *back, *fresh, *aside]:
                     places[index, start:stop] += 1
                 for (name, epoch, index), samples in self.counts.items():
-                    if name == job.name and epoch == table.epoch and job.place(index)[0] == dataset:
-                        places[job.place(index)[1], list(samples)] += 1
+                    if name == job.name and epoch == table.epoch and job.locate(index)[0] == dataset:
+                        places[job.locate(index)[1], list(samples)] += 1
                 assert places.max() <= 1 and places.sum() == table.num_samples
                 assert table.leased == sum(stop - start for _, start, stop in held)
 
@@ -343,7 +344,7 @@ def test_where_slices_are_checked_what_workers_say_sets_none_aside() -> None:
 
 def test_who_two_organisations_accuse_is_checked_and_can_be_pardoned() -> None:
     core = SchedulerCore([spec("x", [3] * 8)], checks=True)
-    core.origins("x0", [Provider("origin", "h:1", True), Provider("second", "h:2", True)], 0.0)
+    core.add_origins("x0", [Provider("origin", "h:1", True), Provider("second", "h:2", True)], 0.0)
     for worker, organisation in (("a", "o"), ("b", "o"), ("c", "p")):
         assert core.pending_checks() == []
         bad = tuple(ProviderFault("origin", "x0", index, "wrong") for index in (0, 1))
@@ -354,10 +355,10 @@ def test_who_two_organisations_accuse_is_checked_and_can_be_pardoned() -> None:
     assert banned == events.PeerBanned("origin", "x0") and core.pending_checks() == []
     again = SchedulerCore([spec("x", [3] * 8)], checks=True)
     again.restore(core.snapshot())
-    assert again.swarms["x0"].facts()["banned"] == ["origin"] == core.swarms["x0"].facts()["banned"]
+    assert again.swarms["x0"].status()["banned"] == ["origin"] == core.swarms["x0"].status()["banned"]
     assert from_row(to_row(banned)) == banned
     core.pardon("origin")
-    assert core.swarms["x0"].facts()["banned"] == [] and not core.reports
+    assert core.swarms["x0"].status()["banned"] == [] and not core.reports
 
 
 def test_a_peer_that_uses_nothing_loses_its_leases_whatever_its_sessions_say() -> None:
@@ -405,7 +406,7 @@ def test_a_worker_that_failed_on_a_slice_gets_others_first_and_it_again_later() 
 
 def test_providers_come_from_the_swarm_and_one_liar_bans_nobody_for_all() -> None:
     core = SchedulerCore([spec("x", [3] * 8)])
-    core.origins("x0", [Provider("origin", "h:1", True)], 0.0)
+    core.add_origins("x0", [Provider("origin", "h:1", True)], 0.0)
     have = {"x0": "0-7"}
     core.exchange("a", ExchangeRequest(address="h:2", cached=have), 0.0)
     grant = core.exchange("b", ExchangeRequest(want=1), 0.0)[0].leases[0]
@@ -434,7 +435,7 @@ def test_what_the_desk_refuses() -> None:
             core.exchange("w", ExchangeRequest(cached={"x0": ranges}), 0.0)
     # A few bytes of ranges take no memory for an id that is none of its datasets'.
     core.exchange("w", ExchangeRequest(cached={"x9": "0-999999999"}), 0.0)
-    assert core.sessions.all["w", ""].have == {}
+    assert core.sessions.all["w", ""].cached == {}
     with pytest.raises(UsageError, match="weights"):
         core.reweight("x", {"nobody": 1.0})
     with pytest.raises(UsageError):

@@ -99,7 +99,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     with open_journal(tmp_path, now=500.0) as journal:
         table = journal.core.jobs["d"].tables[0]
         assert list(table.leases) == [one.lease_id]
-        assert table.owners.all["w", "s"].deadline == 510.0
+        assert table.holders.all["w", "s"].deadline == 510.0
         assert journal.core.snapshot()["jobs"]["d"]["tables"] == before["jobs"]["d"]["tables"]
         entries = journal.ledgers["d"].next_seq
         # The receipt whose answer was lost is asked again, and recorded once.

@@ -115,7 +115,7 @@ class World:
 
     def expire(self) -> None:
         """What a scheduler does every second or so: it says who is there, and forgets who is not."""
-        self.core.origins(DATASET, [Provider("origin", "a:1", True)], self.now)
+        self.core.add_origins(DATASET, [Provider("origin", "a:1", True)], self.now)
         self.core.expire(self.now)
 
     def carry(self, worker: Worker) -> None:
@@ -133,7 +133,7 @@ class World:
         try:
             reply, events = self.core.exchange(name, ask, self.now)
         except Exception as error:
-            if "came after" in str(error):
+            if "is not newer than" in str(error):
                 return None
             raise
         for event in events:

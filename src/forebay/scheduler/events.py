@@ -1,7 +1,7 @@
-"""What happens to a job, as values: the desk makes them, the journal keeps them, replaying them gives the same desk."""
+"""Events of the scheduler: `SchedulerCore` produces them, the journal stores them, replaying them restores the core."""
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 from forebay.ledger.receipts import Used
 
@@ -43,7 +43,7 @@ class UsesRecorded:
 
 @dataclass(frozen=True, slots=True)
 class LeaseCut:
-    """A lease ends at `stop` from now on; what lay behind is to be had again."""
+    """A lease ends at `stop` from now on; the samples behind it are free."""
 
     job: str
     lease_id: str
@@ -52,16 +52,16 @@ class LeaseCut:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReturned:
-    """A lease ended before its samples did: released, unknown, expired, stalled, clutched or failed."""
+    """A lease ended before its samples did. `reason`: released, unheld, expired, stalled, clutched or failed."""
 
     job: str
     lease_id: str
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SliceFailed:
-    """A worker could not have a slice."""
+    """A worker could not read a slice."""
 
     job: str
     slice_index: int
@@ -71,7 +71,7 @@ class SliceFailed:
 
 @dataclass(frozen=True, slots=True)
 class SliceSetAside:
-    """Samples [start, stop), and all that comes back of their slice, are not leased until it is readmitted."""
+    """Samples [start, stop), and all that is returned of their slice, are not leased until it is readmitted."""
 
     job: str
     epoch: int
@@ -91,7 +91,7 @@ class SliceReadmitted:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnded:
-    """A dataset's epoch is over: `samples` were used, and `aside` (slice of the dataset, start, stop) set aside."""
+    """A dataset's epoch ended: `samples` were used, and `aside` (slice of the dataset, start, stop) set aside."""
 
     job: str
     dataset: int
@@ -102,7 +102,7 @@ class EpochEnded:
 
 @dataclass(frozen=True, slots=True)
 class JobPaused:
-    """Nothing new is leased of a job; or, if it is not `paused`, it goes on."""
+    """A job grants no new leases; if not `paused`, it does again."""
 
     job: str
     paused: bool
@@ -110,16 +110,16 @@ class JobPaused:
 
 @dataclass(frozen=True, slots=True)
 class WeightsChanged:
-    """The weights of a job's datasets from the `at`-th sample used on."""
+    """The weights of a job's datasets from the sample number `start_sample` on."""
 
     job: str
-    at: int
+    start_sample: int
     weights: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ProviderReported:
-    """A worker says that a provider served wrong bytes for a slice of a dataset."""
+    """A worker reported that a provider sent wrong bytes of a slice of a dataset."""
 
     peer_id: str
     dataset_id: str
@@ -131,7 +131,7 @@ class ProviderReported:
 
 @dataclass(frozen=True, slots=True)
 class SliceCleared:
-    """The scheduler read a slice itself: whoever could not was at fault."""
+    """The scheduler read a slice itself: the workers' failures do not count."""
 
     job: str
     slice_index: int
@@ -139,30 +139,18 @@ class SliceCleared:
 
 @dataclass(frozen=True, slots=True)
 class PeerBanned:
-    """The scheduler got wrong bytes of a dataset from a peer itself; not `banned`: what was said against it is void."""
+    """The scheduler got wrong bytes of a dataset from a peer; if not `banned`: reports about the peer are void."""
 
     peer_id: str
     dataset_id: str
     banned: bool = True
 
 
-Event = (
-    WorkerEnlisted
-    | LeaseGranted
-    | UsesRecorded
-    | LeaseCut
-    | LeaseReturned
-    | SliceFailed
-    | SliceSetAside
-    | SliceReadmitted
-    | EpochEnded
-    | JobPaused
-    | WeightsChanged
-    | ProviderReported
-    | SliceCleared
-    | PeerBanned
-)
-_KINDS: tuple[type[Event], ...] = get_args(Event)  # In this order they are numbered on disk.
+Event: TypeAlias = (
+    WorkerEnlisted | LeaseGranted | UsesRecorded | LeaseCut | LeaseReturned | SliceFailed | SliceSetAside
+    | SliceReadmitted | EpochEnded | JobPaused | WeightsChanged | ProviderReported | SliceCleared | PeerBanned
+)  # fmt: skip
+_KINDS: tuple[type[Event], ...] = get_args(Event)  # their numbers on disk are their places here
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 
@@ -175,7 +163,7 @@ def to_row(event: Event) -> list[Any]:
 
 
 def from_row(row: list[Any]) -> Event:
-    """The event that `to_row` gave."""
+    """The event of a row of `to_row`."""
     kind, *values = row
     if _KINDS[kind] is UsesRecorded:
         values[2] = (Used(*used) for used in values[2])

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import LeaseError
-from forebay.scheduler.core import ProviderFault, SchedulerCore
+from forebay.scheduler.checks import ProviderFault
+from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event, LeaseCut, LeaseReturned, from_row, to_row
 from forebay.scheduler.jobs import JobSource, JobSpec
 from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, LeaseGrant
@@ -105,7 +106,7 @@ class _Scheduler:
     def meet_origins(self) -> None:
         """Names the data nodes, as discovery does."""
         if self.is_up:
-            self.core.origins(_DATASET, [node.holder for node in self._net.origins], self._net.clock.now)
+            self.core.add_origins(_DATASET, [node.holder for node in self._net.origins], self._net.clock.now)
 
     def expire(self) -> None:
         """Looks for what is late, as the service does every second."""
@@ -137,7 +138,7 @@ class _Scheduler:
         for event in events:
             self.counts["cuts"] += isinstance(event, LeaseCut)
             if isinstance(event, LeaseReturned):
-                self.counts[f"returned {event.why.partition(' ')[0]}"] += 1
+                self.counts[f"returned {event.reason.partition(' ')[0]}"] += 1
             self._rows.append(to_row(event))
 
     def fault(self) -> str:
@@ -166,8 +167,8 @@ class _World:
         self._closed: list[Worker] = []
         self._chance = self.net.chance("answers")
         spec = JobSpec(
-            _JOB, (JobSource(_DATASET, _DATASET, samples),), settings.seed, settings.epochs, settings.lease_s,
-            stall_s=settings.stall_s, steal_s=settings.steal_s,
+            _JOB, (JobSource(_DATASET, _DATASET, samples),), seed=settings.seed, epochs=settings.epochs,
+            lease_s=settings.lease_s, stall_s=settings.stall_s, steal_s=settings.steal_s,
         )  # fmt: skip
         self.scheduler = _Scheduler(spec, self.net)
         self.every(1.0, self.scheduler.expire)
@@ -296,7 +297,7 @@ class _World:
         """What happened, by name."""
         workers = [*self._closed, *self.workers.values()]
         lost = sum(use.stop - use.start for use in self.book.wasted if f"worker-{use.worker}" in self.workers)
-        facts = self.scheduler.core.swarms[_DATASET].facts()
+        facts = self.scheduler.core.swarms[_DATASET].status()
         return {
             "killed": len(self._closed),
             "joined_later": sum(worker.machine.joins_at > 0 for worker in workers),

@@ -210,12 +210,12 @@ class Offers:
         self._willing = willing
         self.is_all = bool((willing & members.is_origin).any())  # an origin, which has every slice, is among them
 
-    def has(self, index: int) -> bool:
+    def includes(self, index: int) -> bool:
         """Whether one of them has a slice."""
         return self.is_all or bool((self._members.holders_of(index) & self._willing).any())
 
     def copied(self) -> NDArray[np.bool_]:
-        """[num_slices] flags of what anybody has who is no origin: `has` is true of no other, without an origin."""
+        """[num_slices] flags of what non-origins have; without an origin `includes` is false of all others."""
         return self._members.copies > 0
 
 

@@ -253,7 +253,7 @@ class Swarm:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def knows(self, peer_id: str) -> Provider | None:
+    def get(self, peer_id: str) -> Provider | None:
         """A member as it joined last; None if it is not here."""
         return self._holders.get(peer_id)
 
@@ -281,7 +281,7 @@ class Swarm:
         all_or_none = holder is None or holder.is_origin
         return np.full(self.num_slices, holder is not None) if all_or_none else self._members.held_by(peer_id)
 
-    def facts(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Counts for status and metrics."""
         copies = self._members.copies
         return {

@@ -104,15 +104,15 @@ class Tracker:
                 if own is None:
                     swarm.leave(me)
                 return _reply(swarm, me)
-            if swarm.knows(me) is None and swarm.num_members(peer.peer_id) >= _MAX_SESSIONS:
+            if swarm.get(me) is None and swarm.num_members(peer.peer_id) >= _MAX_SESSIONS:
                 raise ProtocolViolation(f"swarm: expected at most {_MAX_SESSIONS} processes of {peer.peer_id}")
-            if swarm.knows(me) is None and peer.org:
+            if swarm.get(me) is None and peer.org:
                 self._count_session(tracked, peer.org, me)
             is_reached = True if own is not None else self._dialer.found(peer, ask.address, source)
             member = own or Provider(me, ask.address if is_reached else "", False)
             reply = steer(swarm, member, ask, now, organisation=peer.org, may_fetch=is_reached is not None)
             if any(failed.wrong for failed in ask.failed):
-                self._bans.look(dataset_id, swarm.facts()["banned"], peer.peer_id)
+                self._bans.look(dataset_id, swarm.status()["banned"], peer.peer_id)
                 self._check_suspects(dataset_id, tracked)
             return reply
 
@@ -120,7 +120,7 @@ class Tracker:
         """One more member of an organisation. ProtocolViolation if it has too many; with the lock held."""
         members = tracked.of_org.setdefault(org, set())
         if len(members) >= _MAX_SESSIONS_PER_ORGANISATION:
-            members.difference_update([one for one in members if tracked.swarm.knows(one) is None])
+            members.difference_update([one for one in members if tracked.swarm.get(one) is None])
         if len(members) >= _MAX_SESSIONS_PER_ORGANISATION:
             most = _MAX_SESSIONS_PER_ORGANISATION
             raise ProtocolViolation(f"swarm: expected at most {most} processes of organisation {org}")
@@ -129,7 +129,7 @@ class Tracker:
     def facts(self) -> dict[str, dict[str, Any]]:
         """Of each dataset, by id, for status and metrics."""
         with self._lock:
-            return {dataset_id: tracked.swarm.facts() for dataset_id, tracked in self._tracked.items()}
+            return {dataset_id: tracked.swarm.status() for dataset_id, tracked in self._tracked.items()}
 
     def close(self) -> None:
         """Dial and check nobody any more."""
@@ -160,7 +160,7 @@ class Tracker:
                 tracked.swarm.pardon(holder.peer_id)
             elif is_right is False:
                 tracked.swarm.ban(holder.peer_id)
-                self._bans.look(dataset_id, tracked.swarm.facts()["banned"], self._client_id, "wrong bytes")
+                self._bans.look(dataset_id, tracked.swarm.status()["banned"], self._client_id, "wrong bytes")
 
     def _refresh(self, tracked: _Tracked, now: float) -> None:
         held = None
@@ -183,7 +183,7 @@ def steer(
         organisation: To which its certificate belongs; its members accuse with one voice.
         may_fetch: False while it is being found out whether others reach it: it is to ask again in a moment.
     """
-    me, known = member.peer_id, swarm.knows(member.peer_id)
+    me, known = member.peer_id, swarm.get(member.peer_id)
     have = None
     if message.have is not None:
         have = np.zeros(swarm.num_slices, np.bool_)
@@ -193,7 +193,7 @@ def steer(
     is_new = known is None or known.address != member.address
     swarm.join(member, have, now, slots=slots)
     for failed in message.failed:
-        if swarm.knows(failed.member) is not None:  # it was never sent to a name that is not here
+        if swarm.get(failed.member) is not None:  # it was never sent to a name that is not here
             swarm.failed(me, failed.index, failed.member, now, failed.wrong, organisation)
     for index in message.dropped:
         swarm.dropped(me, index)
