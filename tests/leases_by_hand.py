@@ -28,8 +28,10 @@ class FetchingWorker:
         self.cache = SliceCache(directory, cache_bytes)
         state = LeaseState(4, None, cache_bytes, 0.1, lambda grant: self.cache.unpin(grant.sha256))
         self.leases = LeaseBuffer(state)
-        self.shelf = CacheIndex(self.cache)
-        self.fetcher = SliceFetcher(client, self.cache, self.shelf, self.leases, 0.2, threads=2, from_urls=from_urls)
+        self.index = CacheIndex(self.cache)
+        self.fetcher = SliceFetcher(
+            client, self.cache, self.index, self.leases, 0.2, num_threads=2, from_urls=from_urls
+        )
         self.fetcher.start()
 
     def lease(
@@ -52,7 +54,7 @@ class FetchingWorker:
         """Waits until its slice is here."""
         deadline = time.monotonic() + scaled(10)
         while lease.path is None and time.monotonic() < deadline:
-            assert not lease.over and self.fetcher.failure is None, (lease.reason, self.fetcher.failure)
+            assert not lease.ended and self.fetcher.failure is None, (lease.reason, self.fetcher.failure)
             time.sleep(0.005)
         assert lease.path is not None
         return lease.path.read_bytes()
@@ -60,20 +62,20 @@ class FetchingWorker:
     def lost(self, lease: ActiveLease) -> str:
         """Waits until it is given back, or failed: then why."""
         deadline = time.monotonic() + scaled(10)
-        while not lease.over and time.monotonic() < deadline:
+        while not lease.ended and time.monotonic() < deadline:
             time.sleep(0.005)
-        assert lease.over and lease.path is None
+        assert lease.ended and lease.path is None
         return lease.reason
 
     @property
     def bad(self) -> list[tuple[str, bool]]:
         """Who was left out, and whether for wrong bytes."""
-        return [(bad.peer_id, bad.wrong) for bad in self.leases.state.counts.bad]
+        return [(bad.peer_id, bad.wrong) for bad in self.leases.state.counts.rejected]
 
     def close(self) -> None:
         self.leases.close()
         self.fetcher.close()
-        self.leases.clear()
+        self.leases.state.clear()
 
 
 def answer(**more: Any) -> ExchangeReply:

@@ -65,7 +65,7 @@ class Coordinator:
         self._waiting.append(one)
         if isinstance(message, Leave):
             return self._end(one)
-        self._clock.after(message.wait_s, lambda: self._end(one))
+        self._clock.call_later(message.wait_s, lambda: self._end(one))
         self._apply(PollChange(message.worker_id, message.session, +1, message.wait_s))
 
     def disconnect(self, session: str) -> None:
@@ -78,7 +78,7 @@ class Coordinator:
 
     def _tick(self) -> None:
         self._apply(Tick())
-        self._clock.after(_TICK_S, self._tick)
+        self._clock.call_later(_TICK_S, self._tick)
 
     def _apply(self, event: Event) -> Refuse | None:
         self.state, actions = apply(self.state, event, self._clock.now)

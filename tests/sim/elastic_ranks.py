@@ -153,7 +153,7 @@ class Group:
 
     def _tell(self, act: Callable[[Rank], object]) -> None:
         for one in self.members.values():
-            self.net.clock.after(one.machine.latency_s, lambda one=one: act(one))  # type: ignore[misc]
+            self.net.clock.call_later(one.machine.latency_s, lambda one=one: act(one))  # type: ignore[misc]
 
 
 @dataclass(eq=False)
@@ -232,7 +232,7 @@ class Rank:
         if not self.alive or self.group is not group or self._stands or group.is_broken:
             return
         if self.is_cut:
-            return self.net.clock.after(STALL_S, lambda: self.fail(group))
+            return self.net.clock.call_later(STALL_S, lambda: self.fail(group))
         self.learned, self._step = learned, learned.step
         self._boundary(stop and learned.step != self.run.num_steps)
 
@@ -262,10 +262,10 @@ class Rank:
                 self.holds = False
                 return self.join()
             except DuplicateWorkerError:
-                return self.net.clock.after(_RESTART_S, self.join)
+                return self.net.clock.call_later(_RESTART_S, self.join)
             self._look()
             if isinstance(effect, Pause):
-                self.net.clock.after(effect.seconds, resume)
+                self.net.clock.call_later(effect.seconds, resume)
             else:
                 self.world.send(self, effect, resume)
 
@@ -309,7 +309,7 @@ class Rank:
         if self.alive and self.group is group and not self._stands and generation is not None:
             if generation.rank == generation.source:
                 return self._begin_at(generation)
-            self.net.clock.after(2 * self.machine.latency_s, lambda: self._take_over(generation, group))
+            self.net.clock.call_later(2 * self.machine.latency_s, lambda: self._take_over(generation, group))
 
     def _take_over(self, generation: Generation, group: Group) -> None:
         """The source's weights, if it is still there."""
@@ -403,8 +403,8 @@ class Rank:
             if not self.alive or self.group is not group or self._stands:
                 return
             if self.is_cut:
-                return self.net.clock.after(STALL_S, lambda: self.fail(group))
+                return self.net.clock.call_later(STALL_S, lambda: self.fail(group))
             if not group.is_broken:
                 group.arrive(self, generation.rank, read, self.membership.changing)
 
-        self.net.clock.after(len(read) / self.machine.speed, end)
+        self.net.clock.call_later(len(read) / self.machine.speed, end)

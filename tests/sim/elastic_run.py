@@ -114,11 +114,13 @@ class _World:
             rank.die()
             self.net.kill(rank.reader.node)
             session = rank.membership.session
-            self.clock.after(machine.latency_s, lambda: None if rank.is_cut else self.coordinator.disconnect(session))
+            self.clock.call_later(
+                machine.latency_s, lambda: None if rank.is_cut else self.coordinator.disconnect(session)
+            )
 
-        self.clock.at(machine.joins_at, join)
+        self.clock.call_at(machine.joins_at, join)
         if machine.dies_at < float("inf"):
-            self.clock.at(machine.dies_at, die)
+            self.clock.call_at(machine.dies_at, die)
 
     # What goes between ranks and the coordinator.
 
@@ -151,14 +153,14 @@ class _World:
             error: NetworkError | None = result if isinstance(result, RemoteError) else None
             if is_lost:
                 error = NetworkError("the connection closed before the answer")
-            self.clock.after(latency_s, lambda: end(result, error))
+            self.clock.call_later(latency_s, lambda: end(result, error))
 
         def arrive() -> None:
             if not rank.is_cut and rank.alive:
                 self.coordinator.receive(request, respond)
 
-        self.clock.after(latency_s, arrive)
-        self.clock.at(gives_up_at, lambda: end(None, NetworkError("no answer")))
+        self.clock.call_later(latency_s, arrive)
+        self.clock.call_at(gives_up_at, lambda: end(None, NetworkError("no answer")))
 
     def done(self, rank: Rank, learned: Weights) -> None:
         """As `World.done`."""

@@ -97,7 +97,7 @@ class Reader:
             return self.ask()
         self._timer += 1
         number = self._timer
-        self.net.clock.after(wait_s, lambda: self.ask() if number == self._timer else None)
+        self.net.clock.call_later(wait_s, lambda: self.ask() if number == self._timer else None)
 
     def die(self) -> None:
         """It is killed."""
@@ -136,12 +136,12 @@ class Tracker:
 
         def arrive() -> None:
             if self.net.is_cut(reader.node):
-                return clock.after(ASK_S, lambda: reader.receive(None))
+                return clock.call_later(ASK_S, lambda: reader.receive(None))
             message = SwarmRequest.model_validate(body, strict=False)
             reply = steer(self.swarm, reader.node.holder, message, clock.now)
-            clock.after(latency_s, lambda: reader.receive(reply))
+            clock.call_later(latency_s, lambda: reader.receive(reply))
 
-        clock.after(latency_s, arrive)
+        clock.call_later(latency_s, arrive)
 
     def _refresh(self) -> None:
         """Origins are here; who is silent goes."""
@@ -149,7 +149,7 @@ class Tracker:
         for node in self.net.origins:
             self.swarm.join(node.holder, None, now)
         self.swarm.expire(now)
-        self.net.clock.after(1.0, self._refresh)
+        self.net.clock.call_later(1.0, self._refresh)
 
 
 def swarm_bound(settings: SimulationSettings, machines: Sequence[Machine]) -> Bound:
@@ -207,9 +207,9 @@ class World:
             reader.die()
             self.net.kill(reader.node)
 
-        self.clock.at(machine.joins_at, join)
+        self.clock.call_at(machine.joins_at, join)
         if machine.dies_at < float("inf"):
-            self.clock.at(machine.dies_at, die)
+            self.clock.call_at(machine.dies_at, die)
 
     def _arrived(self, reader: Reader, index: int) -> None:
         key = reader.machine.index, index

@@ -78,12 +78,12 @@ class Worker:
             return
         if (taken := self.leases.take(lease, self.world.now)) is not None:
             start, stop = taken
-            assert stop <= lease.limit
+            assert stop <= lease.allowed_until
             self.world.now += self.step_s
             self.steps += 1
             self.leases.used(lease, self.steps, self.world.now)
             self.used += [(lease.grant.epoch, lease.grant.slice, sample) for sample in range(start, stop)]
-        if lease.taken >= lease.stop or lease.over:
+        if lease.started >= lease.stop or lease.ended:
             self.leases.finish(lease)
             self.lease = None
 
@@ -213,7 +213,7 @@ def _wasted(chance: random.Random, batch: int, receipt_s: float, step_s: float, 
         if lease is not None and step_ends_at is None:
             if leases.take(lease, now) is not None:
                 step_ends_at = now + step_s
-            elif lease.over or lease.taken >= lease.stop:
+            elif lease.ended or lease.started >= lease.stop:
                 leases.finish(lease)
                 lease = leases.next_to_use()
                 if lease is not None:
@@ -247,7 +247,7 @@ def test_leases_are_cut() -> None:
     for seed in range(5):
         world = World(seed, [60, 60], epochs=1)
         slow, fast = Worker("slow", world, 0.2), Worker("fast", world, 0.01)
-        slow.leases._ahead = 1
+        slow.leases._prefetch = 1
         for turn in range(4000):
             worker = slow if turn % 8 == 0 else fast
             if not worker.leases.closed:

@@ -176,17 +176,17 @@ class _World:
         for machine in faults.machines:
             self._plan(machine)
         for at in faults.restarts:
-            self.clock.at(at, self.scheduler.kill)
-            self.clock.at(at + settings.outage_s, self._restart)
+            self.clock.call_at(at, self.scheduler.kill)
+            self.clock.call_at(at + settings.outage_s, self._restart)
 
     def every(self, seconds: float, act: Callable[[], object]) -> None:
         """Does something again and again."""
 
         def again() -> None:
             act()
-            self.clock.after(seconds, again)
+            self.clock.call_later(seconds, again)
 
-        self.clock.after(seconds, again)
+        self.clock.call_later(seconds, again)
 
     def _restart(self) -> None:
         if not self.scheduler.is_up:
@@ -203,9 +203,9 @@ class _World:
             self.net.kill(worker.node)
             self._closed.append(worker)
 
-        self.clock.at(machine.joins_at, join)
+        self.clock.call_at(machine.joins_at, join)
         if machine.dies_at < float("inf"):
-            self.clock.at(machine.dies_at, die)
+            self.clock.call_at(machine.dies_at, die)
 
     # What goes between workers and the scheduler.
 
@@ -215,7 +215,7 @@ class _World:
         breaks = self._chance.choice(_BREAKS) if self._chance.random() < self.settings.lost else ""
 
         def later(act: Callable[..., object], *args: object, after_s: float = latency_s) -> None:
-            self.clock.after(after_s, lambda: act(*args))
+            self.clock.call_later(after_s, lambda: act(*args))
 
         def arrive() -> None:
             if self.net.is_cut(worker.node):
@@ -234,7 +234,7 @@ class _World:
             else:
                 later(worker.receive, ask, reply)
 
-        self.clock.after(latency_s, arrive)
+        self.clock.call_later(latency_s, arrive)
 
     def _answer(self, worker: Worker, ask: ExchangeRequest, is_awaited: bool = True) -> ExchangeResult | None:
         """The scheduler's reply; None for a refusal."""
@@ -278,7 +278,7 @@ class _World:
                 grant = lease.grant
                 offset = self._grants[grant.lease_id][1]
                 found = self.scheduler.core.find(grant.lease_id)
-                is_lost = lease.over or found is None or grant.lease_id not in found[2].leases
+                is_lost = lease.ended or found is None or grant.lease_id not in found[2].leases
                 if lease.used > offset and (is_lost or not worker.alive):
                     self.book.wasted.append(
                         UsedRange(grant.epoch, grant.slice, offset, lease.used, self.clock.now, worker.machine.index)

@@ -29,13 +29,13 @@ class Clock:
         self._queue: list[tuple[float, int, Callable[[], object]]] = []
         self._tie = itertools.count()
 
-    def at(self, moment: float, act: Callable[[], object]) -> None:
+    def call_at(self, moment: float, act: Callable[[], object]) -> None:
         """Do it at a moment; at once, after what is due already, if that has passed."""
         heapq.heappush(self._queue, (max(moment, self.now), next(self._tie), act))
 
-    def after(self, seconds: float, act: Callable[[], object]) -> None:
+    def call_later(self, seconds: float, act: Callable[[], object]) -> None:
         """Do it after so long."""
-        self.at(self.now + seconds, act)
+        self.call_at(self.now + seconds, act)
 
     def run(self, is_over: Callable[[], bool], until: float) -> bool:
         """Lets time pass until it is over, nothing is left to happen, or a moment; whether it is over."""
@@ -165,7 +165,7 @@ class Links:
         """Shares out anew, once for all that changes at this moment."""
         if not self._is_due:
             self._is_due = True
-            self._clock.at(self._clock.now, self._share_out)
+            self._clock.call_at(self._clock.now, self._share_out)
 
     def _share_out(self) -> None:
         self._is_due = False
@@ -180,7 +180,7 @@ class Links:
         if going.any():
             soonest = float(np.min(self._left[:n][going] / rates[going]))
             version = self._version
-            self._clock.after(max(0.0, soonest), lambda: self._end(version))
+            self._clock.call_later(max(0.0, soonest), lambda: self._end(version))
 
     def _end(self, version: int) -> None:
         """Ends what has arrived, unless the shares changed since this was foreseen."""

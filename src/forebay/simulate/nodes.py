@@ -115,7 +115,7 @@ class SimFetch:
 
     def start(self) -> SimFetch:
         """Begins. It ends later, never within this call."""
-        self._net.clock.after(0.0, self._begin)
+        self._net.clock.call_later(0.0, self._begin)
         return self
 
     def _begin(self) -> None:
@@ -146,8 +146,8 @@ class SimFetch:
                 return self._end(False)
             wait_s = backoff_s(self._round, 0.2, 5.0, chance=self._net.retry_chance)
             self._round, self._at = self._round + 1, 0
-            return self._net.clock.after(wait_s, self._ask)
-        self._net.clock.after(self._latency(), self._ask)
+            return self._net.clock.call_later(wait_s, self._ask)
+        self._net.clock.call_later(self._latency(), self._ask)
 
     def _latency(self) -> float:
         machine = self._asker.machine
@@ -160,7 +160,7 @@ class SimFetch:
         source = self._net.nodes[holder.peer_id]
         lie = source.machine.lie if source.machine is not None else ""
         if self._net.is_cut(source) or self._net.is_cut(self._asker):
-            return self._net.clock.after(STALL_S, self._skip)
+            return self._net.clock.call_later(STALL_S, self._skip)
         if not source.alive or not source.has(self.index):
             self._net.counts["refused"] += 1
             return self._skip()
@@ -169,7 +169,7 @@ class SimFetch:
             return self._skip()
         if lie == "silent":
             self._net.counts["stalls"] += 1
-            return self._net.clock.after(STALL_S, lambda: self._blame("silent"))
+            return self._net.clock.call_later(STALL_S, lambda: self._blame("silent"))
         self._source = source
         source.fetches.add(self)
         if lie == "wrong":

@@ -18,7 +18,7 @@ from forebay.simulate.nodes import SimFetch, SimNetwork, SimNode
 from forebay.simulate.usage_record import UsageRecord, UsedRange
 from forebay.swarm.members import format_ranges
 from forebay.worker.lease_state import ActiveLease, LeaseState
-from forebay.worker.scheduler_client import FIRST_WAIT_S, MOST_WAIT_S
+from forebay.worker.scheduler_client import FIRST_WAIT_S, MAX_WAIT_S
 
 _log = logging.getLogger("forebay.simulate")
 _log.setLevel(logging.ERROR)  # Refused uses are counted, not logged.
@@ -89,7 +89,7 @@ class Worker:
             return self._send_request()
         self._timer += 1
         number = self._timer
-        self.net.clock.at(min(due_at, self._changes_at()), lambda: self._act() if number == self._timer else None)
+        self.net.clock.call_at(min(due_at, self._changes_at()), lambda: self._act() if number == self._timer else None)
 
     # Use.
 
@@ -116,7 +116,7 @@ class Worker:
             elif (taken := state.take(lease, at)) is not None:
                 state.counts.waited_s += at - self._free_at
                 self._step = *taken, at + (taken[1] - taken[0]) / self.machine.speed
-            elif lease.over or lease.taken >= lease.stop:
+            elif lease.ended or lease.started >= lease.stop:
                 self._record(lease, first)
                 state.finish(lease)
                 self._lease = first = None
@@ -135,10 +135,10 @@ class Worker:
         lease, step = self._lease, self._step
         if lease is None or step is None:
             return float("inf")
-        if not any(one.used > one.acked for one in self.state.leases):
+        if not any(one.used > one.acknowledged for one in self.state.leases):
             return step[2]
-        more = min(lease.stop, lease.limit) - lease.taken
-        if lease.limit < lease.stop:
+        more = min(lease.stop, lease.allowed_until) - lease.started
+        if lease.allowed_until < lease.stop:
             more -= more % self.net.settings.batch
         return step[2] + max(0, more) / self.machine.speed
 
@@ -181,7 +181,7 @@ class Worker:
                 self._num_free += 1
             else:
                 self.net.counts["failed"] += 1
-                self.net.clock.after(min(2.0, 0.1 * 2 ** min(self._misses, 5)), self._free_fetcher)
+                self.net.clock.call_later(min(2.0, 0.1 * 2 ** min(self._misses, 5)), self._free_fetcher)
             self._act()
 
         def bad(peer_id: str, reason: str) -> None:
@@ -234,8 +234,8 @@ class Worker:
         """No reply came to this attempt: the same request is sent again, under another number."""
         if self.alive and request is self._request:
             self._tried += 1
-            wait_s = backoff_s(self._tried, FIRST_WAIT_S, MOST_WAIT_S, chance=self.net.retry_chance)
-            self.net.clock.after(wait_s, self._send_again)
+            wait_s = backoff_s(self._tried, FIRST_WAIT_S, MAX_WAIT_S, chance=self.net.retry_chance)
+            self.net.clock.call_later(wait_s, self._send_again)
 
     def refused(self, request: ExchangeRequest, error: str) -> None:
         """The scheduler refused this attempt: that ends a worker."""
@@ -263,7 +263,7 @@ class Worker:
         self.all_leases += [lease for lease in self.state.leases if lease.grant.lease_id in granted]
         self._is_cache_new = self._is_cache_new or reply.report_cached
         for index, (fetch, wanting) in list(self._fetches.items()):
-            if all(lease.over for lease in wanting):
+            if all(lease.ended for lease in wanting):
                 fetch.drop()
                 del self._fetches[index]
                 self._num_free += 1

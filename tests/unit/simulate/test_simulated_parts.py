@@ -17,9 +17,9 @@ from forebay.simulate.usage_record import UsageRecord, UsedRange
 
 def test_events_come_in_order_of_their_moment_then_of_their_making() -> None:
     clock, seen = Clock(), list[str]()
-    clock.at(2.0, lambda: seen.append("late"))
-    clock.at(1.0, lambda: seen.append("first"))
-    clock.at(1.0, lambda: seen.append("second"))
+    clock.call_at(2.0, lambda: seen.append("late"))
+    clock.call_at(1.0, lambda: seen.append("first"))
+    clock.call_at(1.0, lambda: seen.append("second"))
     assert not clock.run(lambda: False, 10.0)
     assert seen == ["first", "second", "late"]
     assert clock.now == 2.0
