@@ -160,7 +160,7 @@ def test_another_seq_len_gives_way_and_is_told(tmp_path: Path) -> None:
             membership.join()
         report = alone(replace(config, seq_len=16), lines)
     assert report.tokens == 2 * 4 * 8
-    assert any(line.startswith("seq_len: the run's 8 holds, not 16 as given to") for line in lines)
+    assert any(line.startswith("seq_len: the run has 8, which overrides 16 of") for line in lines)
     assert not any(line.startswith(("batch_size", "seed")) for line in lines)
 
 

@@ -114,7 +114,7 @@ def test_after_the_coordinators_restart_a_member_has_time_to_notice_that_it_was_
     with contextlib.closing(RunStore(tmp_path)) as roster:
         roster.save(coordinator.state, [], "run")
     with contextlib.closing(RunStore(tmp_path)) as roster:
-        coordinator.state, _ = roster.load(coordinator.state.rules, coordinator.state.told, coordinator.now, "")
+        coordinator.state, _ = roster.load(coordinator.state.rules, coordinator.state.fixed, coordinator.now, "")
     coordinator.tell(Disconnect("b", "b/1"))
     coordinator.join("e")
     noticed_s = HEARTBEAT_WAIT_S + ANSWER_S + RETRY_S

@@ -250,7 +250,9 @@ class SliceFetcher:
         info = SliceInfo(grant.index, grant.name, grant.bytes, grant.sha256, 0, 0)
         sources = self._sources(grant, providers)
         part = self._cache.path_of(grant.sha256).with_name(f"{grant.sha256}.part")
-        transfer = self._transfers.start(info, part, sources, lambda source, why: self._reject(grant, source, why))
+        transfer = self._transfers.start(
+            info, part, sources, lambda source, reason: self._reject(grant, source, reason)
+        )
         received, since = 0, time.monotonic()
         while not transfer.wait(0.25):
             now = time.monotonic()
