@@ -164,7 +164,7 @@ def main() -> None:
         data = Path(name) / "dataset"
         make_dataset(data, settings)
         result = simulate(settings)
-        told = {**result.counts, "origin": result.origin_ratio, "wasted": result.verdict.wasted}
+        told = {**result.counts, "origin": result.origin_ratio, "wasted": result.usage.wasted}
         for run in range(args.runs):
             real = run_real(settings, Path(name) / f"run-{run}", data)
             ratios.append(real["time_s"] / result.time_s)

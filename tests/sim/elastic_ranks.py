@@ -188,7 +188,7 @@ class Rank:
         self.membership = MembershipState(
             self.worker_id,
             "coordinator",
-            address=self.reader.node.holder.address,
+            address=self.reader.node.provider.address,
             settings={},
             defaults={},
             lockstep=True,

@@ -43,12 +43,12 @@ class Reader:
         self._fetches: dict[int, SimFetch] = {}
         self._body: Body | None = None  # of the request under way
         self._timer = 0
-        self._state = SwarmReaderState(net.clock.now, address=node.holder.address, patience_s=float("inf"))
+        self._state = SwarmReaderState(net.clock.now, address=node.provider.address, patience_s=float("inf"))
 
     @property
     def asked_for(self) -> set[int]:
         """Slices that are wanted or on their way."""
-        return self._state.wanted.keys() | self._state.running.keys()
+        return self._state.missing.keys() | self._state.running.keys()
 
     def want(self, index: int) -> None:
         """Fetch a slice; `ask` follows."""
@@ -62,7 +62,7 @@ class Reader:
 
     def want_nothing(self) -> None:
         """What is not on its way is wanted no longer."""
-        for index in list(self._state.wanted):
+        for index in list(self._state.missing):
             self._state.withdraw(index)
 
     def drop(self, index: int) -> None:
@@ -93,7 +93,7 @@ class Reader:
             assigned, _, wait_s = self._state.receive(reply, self.net.clock.now)
             for index, holder in assigned:
                 self._fetch(index, holder)
-        if self._state.has_news:
+        if self._state.is_request_due:
             return self.ask()
         self._timer += 1
         number = self._timer
@@ -138,7 +138,7 @@ class Tracker:
             if self.net.is_cut(reader.node):
                 return clock.call_later(ASK_S, lambda: reader.receive(None))
             message = SwarmRequest.model_validate(body, strict=False)
-            reply = steer(self.swarm, reader.node.holder, message, clock.now)
+            reply = steer(self.swarm, reader.node.provider, message, clock.now)
             clock.call_later(latency_s, lambda: reader.receive(reply))
 
         clock.call_later(latency_s, arrive)
@@ -147,7 +147,7 @@ class Tracker:
         """Origins are here; who is silent goes."""
         now = self.net.clock.now
         for node in self.net.origins:
-            self.swarm.join(node.holder, None, now)
+            self.swarm.join(node.provider, None, now)
         self.swarm.expire(now)
         self.net.clock.call_later(1.0, self._refresh)
 

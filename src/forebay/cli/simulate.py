@@ -27,7 +27,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
         result = simulate(settings, progress)
     if not result.ok or not args.json:
-        print(result.words(), file=sys.stderr if args.json else sys.stdout)
+        print(result.to_text(), file=sys.stderr if args.json else sys.stdout)
     if args.json:
         print(json.dumps(result.to_json()))
     return 0 if result.ok else 1

@@ -36,9 +36,9 @@ def test_every_sample_is_used_exactly_once(
         partition_s=25.0,
     )  # fmt: skip
     result = simulate(world)
-    assert result.ok, result.words()
+    assert result.ok, result.to_text()
     if not restarts and result.counts["longest_silence_s"] < world.lease_s:  # No live worker loses a lease.
-        assert result.counts["wasted_by_living"] == 0, result.words()
+        assert result.counts["wasted_by_living"] == 0, result.to_text()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -47,11 +47,11 @@ def test_a_request_that_comes_twice_is_answered_twice(seed: int, monkeypatch: py
     for it, the scheduler refuses the repeat as late, the workers end, and samples stay unused."""
     world = SimulationSettings(**_SMALL, lost=0.2, seed=seed)
     result = simulate(world)
-    assert result.ok, result.words()
+    assert result.ok, result.to_text()
     monkeypatch.setattr(leasing._Scheduler, "_repeat", lambda *_: None)
     result = simulate(world)
-    assert not result.ok and result.verdict.missing > 0
-    assert "workers ended: exchange: attempt" in result.fault, result.words()
+    assert not result.ok and result.usage.missing > 0
+    assert "workers ended: exchange: attempt" in result.fault, result.to_text()
 
 
 def test_as_many_slices_are_fetched_at_once_as_told() -> None:
@@ -72,7 +72,7 @@ def test_without_faults_nothing_is_wasted_and_the_bound_is_near() -> None:
     results = [simulate(SimulationSettings(**{**_SMALL, "slices": 80, "seed": seed})) for seed in range(5)]
     for result in results:
         assert result.ok
-        assert result.verdict.wasted == 0
+        assert result.usage.wasted == 0
         assert result.origin_ratio == pytest.approx(1.0)
         assert result.time_ratio >= 1.0
     assert median(result.time_ratio for result in results) < 1.2
