@@ -84,7 +84,7 @@ def test_a_sharer_is_dialled_back_and_named_and_one_that_only_gets_never_is(
     swarm = node.tracker._tracked[node.datasets[0].id].swarm
     with member(world, "b", node, shelves[0], share=False) as leech:
         take_all(leech, shelves[0], tmp_path / "leech")
-        assert swarm.copies().max() == 0 and swarm.facts()["unreachable"] == 1
+        assert swarm.copies().max() == 0 and swarm.status()["unreachable"] == 1
         with member(world, "a", node, shelves[1], share=True) as sharer:
             take_all(sharer, shelves[1], tmp_path / "sharer")
             assert sharer.reader.stats()["from_origins"] == SLICES

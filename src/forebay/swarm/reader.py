@@ -155,8 +155,8 @@ class SwarmReader:
                 return
             self._closed = True
             self._thread.stop()
-            waiting = [self._waiting.pop(index) for index in self._state.wanted]
-            self._state.wanted.clear()
+            waiting = [self._waiting.pop(index) for index in self._state.missing]
+            self._state.missing.clear()
             self._changed.notify_all()
         self._transfers.close()
         for transfer in waiting:
@@ -168,7 +168,7 @@ class SwarmReader:
         while not self._closed:
             self._fail_timed_out()  # first, so that transfers end even if the requests below fail
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._state.has_news, wait_s)
+                self._changed.wait_for(lambda: self._closed or self._state.is_request_due, wait_s)
             if not self._closed:
                 wait_s = self._request()
         self._trackers.leave({"session": self._session})

@@ -112,7 +112,7 @@ class Tracker:
                 if own is None:
                     swarm.leave(me)
                 return _reply(swarm, me)
-            if swarm.knows(me) is None:
+            if swarm.get(me) is None:
                 if swarm.num_members(peer.peer_id) >= _MAX_SESSIONS:
                     raise ProtocolViolation(f"swarm: expected at most {_MAX_SESSIONS} processes of {peer.peer_id}")
                 if peer.org:
@@ -121,7 +121,7 @@ class Tracker:
             member = own or Provider(me, request.address if is_reached else "", False)
             reply = steer(swarm, member, request, now, organisation=peer.org, may_fetch=is_reached is not None)
             if any(fetch.wrong for fetch in request.failed):
-                self._bans.record(dataset_id, swarm.facts()["banned"], peer.peer_id)
+                self._bans.record(dataset_id, swarm.status()["banned"], peer.peer_id)
                 self._check_suspects(dataset_id, tracked)
             return reply
 
@@ -129,7 +129,7 @@ class Tracker:
         """Count one more member of an organisation; ProtocolViolation if it has too many. With the lock held."""
         members = tracked.members_of.setdefault(org, set())
         if len(members) >= _MAX_SESSIONS_PER_ORGANISATION:
-            members.difference_update([other for other in members if tracked.swarm.knows(other) is None])
+            members.difference_update([other for other in members if tracked.swarm.get(other) is None])
         if len(members) >= _MAX_SESSIONS_PER_ORGANISATION:
             raise ProtocolViolation(
                 f"swarm: expected at most {_MAX_SESSIONS_PER_ORGANISATION} processes of organisation {org}"
@@ -139,7 +139,7 @@ class Tracker:
     def status(self) -> dict[str, dict[str, Any]]:
         """Return figures of each dataset, by id, for status and metrics."""
         with self._lock:
-            return {dataset_id: tracked.swarm.facts() for dataset_id, tracked in self._tracked.items()}
+            return {dataset_id: tracked.swarm.status() for dataset_id, tracked in self._tracked.items()}
 
     def close(self) -> None:
         """Stop connecting to members and checking providers. May be called twice."""
@@ -170,7 +170,7 @@ class Tracker:
                 tracked.swarm.pardon(provider.peer_id)
             elif is_right is False:
                 tracked.swarm.ban(provider.peer_id)
-                self._bans.record(dataset_id, tracked.swarm.facts()["banned"], self._client_id, "wrong bytes")
+                self._bans.record(dataset_id, tracked.swarm.status()["banned"], self._client_id, "wrong bytes")
 
     def _refresh(self, tracked: _TrackedSwarm, now: float) -> None:
         flags = None
@@ -195,7 +195,7 @@ def steer(
     Raises:
         ProtocolViolation: If ranges are malformed; nothing is applied then.
     """
-    me, registered = member.peer_id, swarm.knows(member.peer_id)
+    me, registered = member.peer_id, swarm.get(member.peer_id)
     have = None
     if request.have is not None:
         have = np.zeros(swarm.num_slices, np.bool_)
@@ -205,7 +205,7 @@ def steer(
     is_new = registered is None or registered.address != member.address
     swarm.join(member, have, now, slots=slots)
     for failed in request.failed:
-        if swarm.knows(failed.member) is not None:  # else this tracker never named it
+        if swarm.get(failed.member) is not None:  # else this tracker never named it
             swarm.failed(me, failed.index, failed.member, now, failed.wrong, organisation)
     for index in request.dropped:
         swarm.dropped(me, index)
