@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.x509.oid import NameOID
 from starlette.responses import Response
 
-from forebay.errors import ProtocolViolation
+from forebay.errors import ProtocolError
 from forebay.network.admission import Admissions
 from forebay.network.app import JsonResponse, make_app
 from forebay.network.messages import RenewRequest
@@ -90,7 +90,7 @@ def test_another_members_certificate_is_not_renewed(network_dir: Path) -> None:
     pem = victim.certificate.public_bytes(PEM).decode()
     admissions = Admissions(network_dir)
     for shown in (der_of(evil.certificate), der_of(victim.certificate), b""):
-        with pytest.raises(ProtocolViolation, match="renew"):
+        with pytest.raises(ProtocolError, match="renew"):
             admissions.renew(RenewRequest(certificate=pem, request=own), HOST, shown)
     admissions.close()
 
@@ -126,7 +126,7 @@ def test_certificates_that_say_two_things_or_too_much(network_dir: Path) -> None
         (one, b"[" * 100_000),
         (one, b'{"roles": ["root"], "datasets": []}'),
     ]:
-        with pytest.raises(ProtocolViolation):
+        with pytest.raises(ProtocolError):
             judge(forged(org, node, subject, scope), roots)
 
 
@@ -174,5 +174,5 @@ def test_a_publication_is_of_one_name_one_dataset_and_one_network(network_dir: P
         ("name", "other"), ("dataset_id", "ab" * 32), ("serial", signed["serial"] + 1),
         ("expires_at", time.time() + 1e6), ("origins", ["https://evil.example/d"]), ("serial", 1 << 63), ("serial", -1),
     ]:  # fmt: skip
-        with pytest.raises(ProtocolViolation):
+        with pytest.raises(ProtocolError):
             read_publication(json.dumps(signed | {field: value}).encode(), reader)

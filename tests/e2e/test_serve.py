@@ -20,7 +20,7 @@ from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network import client as peers
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
@@ -226,9 +226,9 @@ def test_claims_are_the_signers_own(node: DataNode, client: Client, make_identit
     assert parse_claim(good, peer).num_slices == 3
     changed = {**good, "num_slices": 4}
     for bad in (changed, {**good, "peer_id": other.peer_id}, {}, None, [], {**good, "signature": "zz"}):
-        with pytest.raises(ProtocolViolation):
+        with pytest.raises(ProtocolError):
             parse_claim(bad, peer)
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         parse_claim(good, Peer(other.peer_id, other.public_key, "other"))
 
 

@@ -22,7 +22,7 @@ from calibration import scaled
 from forebay.data_node import DataNode
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, NetworkError, UsageError
-from forebay.network.access import Access
+from forebay.network.access import AccessPolicy
 from forebay.network.admission import Admissions, AdmissionServer
 from forebay.network.app import Response, make_app
 from forebay.network.audit import AuditLog
@@ -147,7 +147,7 @@ def test_access_lists_and_quotas_at_the_door(
     identity, path = make_identity("data"), f"/v1/slices/{row.sha256}"
     with (
         AuditLog(tmp_path / "audit.log") as identity.audit,
-        DataNode(identity, [dataset], HOST, 0, None, access=Access.load(rules)) as node,
+        DataNode(identity, [dataset], HOST, 0, None, access=AccessPolicy.load(rules)) as node,
     ):
         assert len(client.get_bytes(node.address, path, 1 << 20)) == row.bytes
         with pytest.raises(RemoteError, match="quota") as caught:

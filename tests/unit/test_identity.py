@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import ProtocolError, UsageError
 from forebay.network.pki.identity import Identity, create_network, join, peer_of, renew, revoke, verify
 
 Make = Callable[[str], Identity]
@@ -39,7 +39,7 @@ def test_signatures(make_identity: Make) -> None:
         (node.public_key, b"word", signature[:-1]),
         (b"short", b"word", signature),
     ]:
-        with pytest.raises(ProtocolViolation, match="signature"):
+        with pytest.raises(ProtocolError, match="signature"):
             verify(key, message, word)
 
 
@@ -106,7 +106,7 @@ def test_a_garbled_revocation_list_lets_nobody_in(make_identity: Make, caplog: p
 
 
 def test_garbage_is_no_certificate() -> None:
-    with pytest.raises(ProtocolViolation, match="certificate"):
+    with pytest.raises(ProtocolError, match="certificate"):
         peer_of(b"\x30\x03garbage")
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network import join as joining
 from forebay.network.admission import USES_NAME, Admissions, AdmissionServer
 from forebay.network.audit import AuditLog
@@ -99,10 +99,10 @@ def test_tokens_that_do_not_count(server: AdmissionServer, clock: Clock, network
         ("forebay1.e30.AA", "token: expected"),
         (changed, "token"),
     ]:
-        with pytest.raises(ProtocolViolation, match=why):
+        with pytest.raises(ProtocolError, match=why):
             check_token(bad, server.admissions.public_key, clock.at)
         request = joining._request(read_key(tmp_path / "network" / "root-key.pem"), "n")
-        with pytest.raises(ProtocolViolation):
+        with pytest.raises(ProtocolError):
             server.admissions.admit(AdmitRequest(token=bad, name="n", request=request), "x")
     assert check_token(good, server.admissions.public_key, clock.at).uses == 1 and signed and len(signature) == 64
     with pytest.raises(UsageError, match="may give worker, got data"):
@@ -143,7 +143,7 @@ def test_an_unfinished_line_is_no_use(server: AdmissionServer, clock: Clock, tmp
         "name": "b",
         "request": joining._request(read_key(tmp_path / "network" / "root-key.pem"), "b"),
     }
-    with pytest.raises(ProtocolViolation, match="used up"):
+    with pytest.raises(ProtocolError, match="used up"):
         again.admit(AdmitRequest(**body), "x")
     again.close()
 
@@ -171,7 +171,7 @@ def test_a_certificate_is_renewed_from_afar(server: AdmissionServer, clock: Cloc
     own = joining._request(read_key(node.node_dir / "node-key.pem"), "n")
     shown = der_of(renewed.certificate)
     for request, handshake in [(thief, shown), (thief, b""), (own, b""), (own, der_of(server.admissions.issuer.cert))]:
-        with pytest.raises(ProtocolViolation, match="another key"):
+        with pytest.raises(ProtocolError, match="another key"):
             server.admissions.renew(RenewRequest(certificate=cert, request=request), "x", handshake)
     clock.at += 3 * 86400
     with pytest.raises(NetworkError, match="Join anew"):
@@ -192,7 +192,7 @@ def test_a_node_of_the_root_is_not_the_organisations_to_renew(
         "certificate": (node.node_dir / "node-cert.pem").read_text(),
         "request": joining._request(read_key(node.node_dir / "node-key.pem"), "n"),
     }
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         server.admissions.renew(RenewRequest(**body), "x", der_of(node.certificate))
 
 
@@ -227,14 +227,14 @@ def root_admissions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admiss
     token=st.text(max_size=80), name=st.text(max_size=200), request=st.text(max_size=80), shown=st.binary(max_size=80)
 )
 def test_garbage_is_refused(root_admissions: Admissions, token: str, name: str, request: str, shown: bytes) -> None:
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         root_admissions.admit(AdmitRequest(token=token, name=name, request=request), "x")
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         root_admissions.renew(RenewRequest(certificate=token, request=request), "x", shown)
 
 
 @given(st.text(max_size=60))
 def test_garbage_is_no_token(text: str) -> None:
     for form in (text, f"forebay1.{text}", f"forebay1.{text}.{text}"):
-        with pytest.raises(ProtocolViolation, match="token"):
+        with pytest.raises(ProtocolError, match="token"):
             read_token(form)

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.network.peer import ROLES, Peer, Scope
 from forebay.network.pki import certificates
@@ -133,17 +133,17 @@ def test_an_organisation_that_exceeds_its_scope_is_refused(org_dir: Path, tmp_pa
     crown = x509.UnrecognizedExtension(SCOPE_OID, json.dumps({"roles": ["admin"], "datasets": []}).encode())
     of_itself = key_id_of(org.cert)
     bad = forge(org_dir, tmp_path / "a", of_itself, carried(org.cert), crown)
-    with pytest.raises(ProtocolViolation, match="may give data, worker, got admin"):
+    with pytest.raises(ProtocolError, match="may give data, worker, got admin"):
         one.peer(shown(bad, one))
 
     wider = issue(Issuer(org.key, root.cert, True), "acme", org.key.public_key(), Scope(), 9, organisation=True)
     bad = forge(org_dir, tmp_path / "b", of_itself, carried(wider), crown)
-    with pytest.raises(ProtocolViolation, match="signed by the network's root, got another"):
+    with pytest.raises(ProtocolError, match="signed by the network's root, got another"):
         one.peer(shown(bad, one))
 
     create_organisation(tmp_path / "network", tmp_path / "rich", "rich")
     bad = forge(org_dir, tmp_path / "c", of_itself, carried(read_issuer(tmp_path / "rich").cert), crown)
-    with pytest.raises(ProtocolViolation, match="organisation that issued its own"):
+    with pytest.raises(ProtocolError, match="organisation that issued its own"):
         one.peer(shown(bad, one))
 
 
@@ -153,7 +153,7 @@ def test_an_organisation_cannot_pass_for_the_root(org_dir: Path, tmp_path: Path,
     as_root = forge(org_dir, tmp_path / "a", key_id_of(read_cert(org_dir / "root-cert.pem")))
     with pytest.raises(ssl.SSLCertVerificationError):
         shown(as_root, one)
-    with pytest.raises(ProtocolViolation, match="expected the key id of its issuer"):
+    with pytest.raises(ProtocolError, match="expected the key id of its issuer"):
         one.peer(shown(forge(org_dir, tmp_path / "b"), one))
 
 
@@ -227,12 +227,12 @@ def test_an_open_connection_ends_with_the_certificate(network_dir: Path, tmp_pat
 def test_a_signature_counts_without_tls(org_dir: Path, network_dir: Path, tmp_path: Path) -> None:
     """`judge` is all that stands between a publication and its reader: key identifiers are not enough."""
     stolen = forge(org_dir, tmp_path / "a", key_id_of(read_cert(network_dir / "root-cert.pem")))
-    with pytest.raises(ProtocolViolation, match="signed by the network's root"):
+    with pytest.raises(ProtocolError, match="signed by the network's root"):
         judge(der_of(read_cert(stolen / "node-cert.pem")), read_roots(network_dir))
     create_organisation(network_dir, tmp_path / "rich", "rich")
     rich = read_issuer(tmp_path / "rich").cert
     stolen = forge(org_dir, tmp_path / "b", key_id_of(rich), carried(rich))
-    with pytest.raises(ProtocolViolation, match="signed by its organisation"):
+    with pytest.raises(ProtocolError, match="signed by its organisation"):
         judge(der_of(read_cert(stolen / "node-cert.pem")), read_roots(network_dir))
 
 
@@ -257,7 +257,7 @@ def test_roots_are_rotated_without_a_break(network_dir: Path, org_dir: Path, tmp
     renewed = join(org_dir, tmp_path / "late-org", "late-org")
     for one, other in [(old, late), (late, old), (early, late), (late, of_org), (old, renewed), (renewed, old)]:
         assert meets(one, other).peer_id == other.peer_id
-    with pytest.raises(ProtocolViolation, match="neither our root"):
+    with pytest.raises(ProtocolError, match="neither our root"):
         meets(of_org, late)  # it never renewed, and so knows only the first root
     renew(org_dir, of_org.node_dir, valid_days=9)
     assert of_org.refresh() and meets(of_org, late).peer_id == late.peer_id
@@ -327,5 +327,5 @@ def test_a_name_is_one_that_a_terminal_can_show(network_dir: Path) -> None:
     root, key = read_issuer(network_dir), Ed25519PrivateKey.generate()
     for name in ("\x1b[2Jgone", "a b", "ä", "a\n", "../up"):
         cert = issue(root, name, key.public_key(), Scope(), 9)
-        with pytest.raises(ProtocolViolation, match="expected a common name"):
+        with pytest.raises(ProtocolError, match="expected a common name"):
             judge(der_of(cert), read_roots(network_dir))

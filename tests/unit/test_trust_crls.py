@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import ProtocolError, UsageError
 from forebay.network.pki import revocation
 from forebay.network.pki.certificates import Issuer, authority, der_of, issue_root, own_key_id
 from forebay.network.pki.files import read_cert, read_issuer, read_key, read_roots
@@ -90,7 +90,7 @@ def test_a_handshake_with_the_revoked_is_refused_at_its_end(network_dir: Path, m
     a, b = make_identity("a"), make_identity("b")
     assert a.peer(der_of(b.certificate)) == b.as_peer
     revoke(network_dir, b.peer_id, a.node_dir)
-    with pytest.raises(ProtocolViolation, match="is revoked"):
+    with pytest.raises(ProtocolError, match="is revoked"):
         a.peer(der_of(b.certificate))
 
 
@@ -113,7 +113,7 @@ def test_older_forged_and_foreign_crls_are_refused(network_dir: Path, tmp_path: 
         (b"", "malformed"),
         (b.certificate.public_bytes(PEM), "malformed"),
     ]:
-        with pytest.raises(ProtocolViolation, match=why):
+        with pytest.raises(ProtocolError, match=why):
             a.revocations.accept(bad)
     assert [crl.number for crl in a.revocations.crls()] == [8] and a.is_revoked(b.peer_id)
 
@@ -128,7 +128,7 @@ def test_what_a_crl_may_not_say(network_dir: Path) -> None:
     unnamed = builder.add_extension(x509.CRLNumber(3), critical=False)
     assert parse_crl(numbered.sign(root.key, None).public_bytes(PEM), read_roots(network_dir)).number == 3
     for bad in (builder, named, delta, huge, unnamed):
-        with pytest.raises(ProtocolViolation, match="CRL: malformed"):
+        with pytest.raises(ProtocolError, match="CRL: malformed"):
             parse_crl(bad.sign(root.key, None).public_bytes(PEM), read_roots(network_dir))
 
 
@@ -139,10 +139,10 @@ def test_the_largest_crl_fits_and_a_larger_one_is_refused(network_dir: Path, org
     assert len(largest) <= MAX_CRL_BYTES and len(parse_crl(largest, roots).serials) == MAX_REVOKED
     with pytest.raises(UsageError, match="at most 19,000"):
         sign_crl(org, serials, 1)
-    with pytest.raises(ProtocolViolation, match="at most 1,048,576 bytes"):
+    with pytest.raises(ProtocolError, match="at most 1,048,576 bytes"):
         parse_crl(largest + b"x" * (MAX_CRL_BYTES - len(largest) + 1), roots)
     short, was = sign_crl(org, range(1, 12), 1), revocation.MAX_REVOKED
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ProtocolViolation, match="entries"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ProtocolError, match="entries"):
         patch.setattr(revocation, "MAX_REVOKED", 10)
         parse_crl(short, roots)
     assert was == revocation.MAX_REVOKED
@@ -243,7 +243,7 @@ def test_an_overdue_crl_stays_in_force_and_is_told(network_dir: Path, make_ident
 @given(st.binary(max_size=200))
 def test_garbage_is_no_crl(data: bytes) -> None:
     for form in (data, b"-----BEGIN X509 CRL-----\n" + data + b"\n-----END X509 CRL-----\n"):
-        with pytest.raises(ProtocolViolation):
+        with pytest.raises(ProtocolError):
             parse_crl(form, _ROOTS)
 
 

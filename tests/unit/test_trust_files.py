@@ -15,7 +15,7 @@ from forebay.cli import main
 from forebay.cli.arguments import days
 from forebay.coordinator.store import RunStore
 from forebay.ledger.writer import Ledger
-from forebay.network.access import Access
+from forebay.network.access import AccessPolicy
 from forebay.network.audit import AuditLog
 from forebay.network.pki.identity import Identity, create_network, create_organisation, join, revoke
 from forebay.scheduler.journal import _open_database, lock_state
@@ -50,7 +50,7 @@ def test_state_is_private(tmp_path: Path, make_identity: Make) -> None:
     lock = try_acquire(state / "room")
     rules = tmp_path / "access.toml"
     rules.write_text("")
-    access = Access.load(rules)
+    access = AccessPolicy.load(rules)
     with AuditLog(state / "logs" / "audit.log") as log:
         log.append("ban", peer="x")
         assert lock is not None and open_to_others(state) == []

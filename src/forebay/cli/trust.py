@@ -15,7 +15,7 @@ from forebay.cli.arguments import address, days, positive, show
 from forebay.cli.running import add_server_options, log
 from forebay.errors import UsageError
 from forebay.network.peer import ROLES, Scope
-from forebay.network.retry import waiting
+from forebay.network.retry import log_while_waiting
 
 DAY_S = 86400
 TOKEN_VALID_DAYS = 7.0
@@ -53,7 +53,7 @@ def _network_join(args: argparse.Namespace) -> int:
         if len(args.directories) != 1 or args.role or args.dataset or args.days:
             raise UsageError("join: with a token expected the node's directory alone; the token says the rest")
         text = _token(args)
-        with waiting(log, lambda: "an answer of the admission server that the token names"):
+        with log_while_waiting(log, lambda: "an answer of the admission server that the token names"):
             identity = join_by_token(text, args.directories[0], args.name)
     else:
         if len(args.directories) != 2:
@@ -145,7 +145,7 @@ def _network_renew(args: argparse.Namespace) -> int:
     if len(args.directories) != (2 if args.at is None else 1):
         raise UsageError("renew: expected the directories of the issuer and of the node, or --at HOST:PORT and one")
     if args.at is not None:
-        with waiting(log, lambda: f"an answer of the admission server at {args.at}"):
+        with log_while_waiting(log, lambda: f"an answer of the admission server at {args.at}"):
             identity = renew_at(args.at, args.directories[0])
     elif (args.directories[1] / "org-key.pem").exists():
         peer_id = renew_organisation(args.directories[0], args.directories[1], **_days(args))
@@ -178,7 +178,7 @@ def _network_revoke(args: argparse.Namespace) -> int:
         for target in args.tell:
             with (
                 Client(Identity.load(nodes[0])) as client,
-                waiting(log, functools.partial("an answer of {}".format, target)),
+                log_while_waiting(log, functools.partial("an answer of {}".format, target)),
             ):
                 peer_id, is_new = send_crl(client, target, signed)
             later = "has it already, or takes this organisation's next CRL within a minute"

@@ -25,10 +25,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.app import ApiError, JsonResponse, Request, Response, make_app
 from forebay.network.audit import AuditLog
-from forebay.network.limits import Limits
+from forebay.network.limits import ServerLimits
 from forebay.network.messages import AdmitRequest, RenewRequest
 from forebay.network.peer import Peer
 from forebay.network.pki.certificates import EARLY, Issuer, der_of, issue_server, judge, peer_of, scope_of
@@ -40,7 +40,7 @@ from forebay.peer_id import peer_id_of
 
 TIMEOUT_S = 10.0
 # Nobody has a certificate yet: strangers get little time, and make room for each other by address.
-LIMITS = Limits(
+LIMITS = ServerLimits(
     connections=1024, connections_per_peer=1024, handshakes_per_address=512, requests_per_peer=64, requests_per_s=200.0,
     body_bytes=256 << 10, idle_s=3.0, handshake_s=3.0, head_s=3.0, body_s=5.0, send_s=5.0,
 )  # fmt: skip
@@ -70,7 +70,7 @@ class Admissions:
     def admit(self, message: AdmitRequest, sender: str) -> dict[str, Any]:
         """A certificate for a token: {"certificate", "root", "network", "crls"}; `sender` is the address that asks.
 
-        PEM, the network's description, and the CRLs of the roots and this issuer. A ProtocolViolation if refused.
+        PEM, the network's description, and the CRLs of the roots and this issuer. A ProtocolError if refused.
         """
         return self._issue("/v1/admit", sender, lambda key: self._admit(message, key), message.request)
 
@@ -79,7 +79,7 @@ class Admissions:
 
         def renew(key: Ed25519PublicKey) -> bytes:
             if not shown or peer_of(shown).public_key != key.public_bytes_raw():
-                raise ProtocolViolation("renew: expected a request by the key of the handshake, got another key")
+                raise ProtocolError("renew: expected a request by the key of the handshake, got another key")
             return self._renew(message, key)
 
         return self._issue("/v1/renew", sender, renew, message.request)
@@ -93,7 +93,7 @@ class Admissions:
             certificate = issue(key)
         except (NetworkError, UsageError) as error:
             self._note("refused", route=route, address=sender, reason=str(error))
-            raise ProtocolViolation(str(error)) from error
+            raise ProtocolError(str(error)) from error
         issuers = sorted(self._revocations.root_ids | {self.issuer.peer_id})
         crls = [pem.decode() for issuer in issuers if (pem := self._revocations.pem(issuer)) is not None]
         answer = {"certificate": certificate.decode(), "root": self._root.decode(), "network": self._network}
@@ -130,14 +130,14 @@ class Admissions:
         try:
             old = x509.load_pem_x509_certificate(message.certificate.encode())
         except (ValueError, TypeError) as error:
-            raise ProtocolViolation(f"renew: expected a certificate in PEM: {error}") from error
+            raise ProtocolError(f"renew: expected a certificate in PEM: {error}") from error
         peer = judge(der_of(old), self._roots).peer
         if peer.org != ("" if self.issuer.is_root else self.issuer.peer_id):
-            raise ProtocolViolation(f"renew: {peer.peer_id} was issued by {peer.org or 'the root'}. Ask that issuer.")
+            raise ProtocolError(f"renew: {peer.peer_id} was issued by {peer.org or 'the root'}. Ask that issuer.")
         if peer.public_key != key.public_bytes_raw():
-            raise ProtocolViolation(f"renew: expected a request by the key of {peer.peer_id}, got one by another key")
+            raise ProtocolError(f"renew: expected a request by the key of {peer.peer_id}, got one by another key")
         if old.not_valid_after_utc.timestamp() < self._now():
-            raise ProtocolViolation(f"renew: the certificate of {peer.peer_id} has expired. Join anew with a token.")
+            raise ProtocolError(f"renew: the certificate of {peer.peer_id} has expired. Join anew with a token.")
         self._check_not_revoked(peer.peer_id)
         self._note("renewed", peer=peer.peer_id, name=peer.name)
         days = (old.not_valid_after_utc - old.not_valid_before_utc - EARLY).total_seconds() / 86400
@@ -148,7 +148,7 @@ class Admissions:
     def _check_not_revoked(self, peer_id: str) -> None:
         own = "" if self.issuer.is_root else self.issuer.peer_id
         if (reason := self._revocations.reason(Peer(peer_id, b"", "", own))) is not None:
-            raise ProtocolViolation(reason)
+            raise ProtocolError(reason)
 
     def _note(self, kind: str, **facts: Any) -> None:
         log.info("admission: %s %s", kind, facts)
@@ -187,7 +187,7 @@ class _Uses:
         if peer_id in used:
             return False
         if len(used) >= token.uses:
-            raise ProtocolViolation(f"token {token.id[:8]}: used up ({token.uses} of {token.uses}). Ask for another.")
+            raise ProtocolError(f"token {token.id[:8]}: used up ({token.uses} of {token.uses}). Ask for another.")
         entry = {"token": token.id, "peer_id": peer_id, "name": name, "at": round(now, 3)}
         entry["valid_days"] = token.valid_days
         self._file.write(json.dumps(entry).encode() + b"\n")
@@ -209,7 +209,7 @@ class AdmissionServer:
         app = make_app("Forebay admission")
         app.post("/v1/admit", summary="A certificate for a token.")(self._admit)
         app.post("/v1/renew", summary="Another certificate for a key that has one.")(self._renew)
-        app.add_exception_handler(ProtocolViolation, _refused)
+        app.add_exception_handler(ProtocolError, _refused)
         self._server = Server(app, None, host, port, limits=LIMITS, tls=_context(admissions))
 
     @property
@@ -265,5 +265,5 @@ def _requested_key(pem: str) -> Ed25519PublicKey:
         if not isinstance(key, Ed25519PublicKey) or not request.is_signature_valid:
             raise ValueError("not signed by its own Ed25519 key")
     except ValueError as error:
-        raise ProtocolViolation(f"request: expected a certificate request in PEM: {error}") from error
+        raise ProtocolError(f"request: expected a certificate request in PEM: {error}") from error
     return key

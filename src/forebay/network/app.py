@@ -27,7 +27,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from forebay.errors import ProtocolViolation
+from forebay.errors import ProtocolError
 from forebay.network import peer as members
 from forebay.network.messages import ErrorReply
 from forebay.network.peer import Peer
@@ -294,7 +294,7 @@ def add_trust_routes(app: FastAPI, identity: Identity) -> None:
         pem, sender = await request.body(), peer_of(request).peer_id
         try:
             return {"new": await asyncio.to_thread(receive_crl, identity, pem, sender) is not None}
-        except ProtocolViolation as error:
+        except ProtocolError as error:
             raise ApiError(403, "bad_crl", str(error)) from error
 
     pem: dict[str, Any] = {"content": {PEM_TYPE: {"schema": {"type": "string", "maxLength": 1 << 20}}}}

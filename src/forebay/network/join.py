@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.network.addresses import parse_address
 from forebay.network.http import FAULTS, TlsConnection, bounded_context, exchange
@@ -112,13 +112,13 @@ def _write_node(
         check_roots(roots, network_id)
         peer = judge(der_of(certs[0]), roots).peer
     except (KeyError, ValueError, TypeError, IndexError, UsageError) as error:
-        raise ProtocolViolation(f"join: the server's answer makes no sense: {type(error).__name__}: {error}") from error
+        raise ProtocolError(f"join: the server's answer makes no sense: {type(error).__name__}: {error}") from error
     if named != network_id or peer.public_key != key.public_key().public_bytes_raw():
-        raise ProtocolViolation(f"join: expected a certificate of network {network_id} for our key, got another")
+        raise ProtocolError(f"join: expected a certificate of network {network_id} for our key, got another")
     if issuer not in (peer.org, *([peer_of(root).peer_id for root in roots] if not peer.org else [])):
-        raise ProtocolViolation(f"join: expected a certificate by {issuer}, got one by {peer.org or network_id}")
+        raise ProtocolError(f"join: expected a certificate by {issuer}, got one by {peer.org or network_id}")
     if roots[: len(known_roots)] != known_roots[: len(roots)]:
-        raise ProtocolViolation("join: the roots that the server names are not those known here, or further ones")
+        raise ProtocolError("join: the roots that the server names are not those known here, or further ones")
     if len(roots) >= len(known_roots):
         atomic_write(folder / "root-cert.pem", _pem(map(x509.load_der_x509_certificate, roots)))
     atomic_write(folder / "network.json", network)
@@ -174,7 +174,7 @@ def _ask(
             f"admission server at {address}: {type(error).__name__}: {error}. Does `forebay network admit` run there?"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ProtocolViolation(f"admission server at {address}: expected JSON, got {error}") from error
+        raise ProtocolError(f"admission server at {address}: expected JSON, got {error}") from error
     finally:
         connection.close()
     if not isinstance(answer, dict) or reply.status != 200:

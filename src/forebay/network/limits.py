@@ -25,7 +25,7 @@ MAX_PEERS = 4096  # whose turns are kept; the one seen longest ago is forgotten 
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Limits of one server. An organisation's are for all its members together; the root's own members have none."""
 
     connections: int = 256  # at once, those in their handshake included
@@ -51,7 +51,7 @@ class Limits:
                 raise UsageError(f"limits: expected {name} > 0, got {value}")
 
 
-def parse_limits(limits: Limits, items: Iterable[str]) -> Limits:
+def parse_limits(limits: ServerLimits, items: Iterable[str]) -> ServerLimits:
     """Limits with those of `NAME=NUMBER` in their place."""
     changes: dict[str, float] = {}
     for item in items:

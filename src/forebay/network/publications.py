@@ -21,7 +21,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from pydantic import Field, TypeAdapter
 
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.network.client import Client
 from forebay.network.discovery import Claim
@@ -106,7 +106,7 @@ def sign_dataset(
 
 
 def read_publication(data: bytes, identity: Identity) -> Publication:
-    """A publication that a member of this network signed and that has not expired; all else a ProtocolViolation."""
+    """A publication that a member of this network signed and that has not expired; all else a ProtocolError."""
     try:
         obj: dict[str, Any] = json.loads(data)
         if obj.get("format") != SIGNATURE_FORMAT:
@@ -119,20 +119,18 @@ def read_publication(data: bytes, identity: Identity) -> Publication:
         certificate = x509.load_pem_x509_certificate(found.certificate.encode())
         signature = bytes.fromhex(found.signature)
     except (AttributeError, ValueError, OverflowError, RecursionError, UsageError) as error:
-        raise ProtocolViolation(f"publication: malformed: {' '.join(str(error).split())[:400]}") from error
+        raise ProtocolError(f"publication: malformed: {' '.join(str(error).split())[:400]}") from error
     # The publication's own end counts, not the certificate's: it need not be signed anew every few days.
     peer = judge(der_of(certificate), identity.roots).peer
     if peer.peer_id != found.publisher:
-        raise ProtocolViolation(
-            f"publication: expected a certificate of {found.publisher[:40]}, got one of {peer.peer_id}"
-        )
+        raise ProtocolError(f"publication: expected a certificate of {found.publisher[:40]}, got one of {peer.peer_id}")
     verify(peer.public_key, found.signed_bytes(), signature)
     if (reason := identity.revocations.reason(peer)) is not None:
-        raise ProtocolViolation(f"dataset {found.name!r}: its publisher does not count: {reason}")
+        raise ProtocolError(f"dataset {found.name!r}: its publisher does not count: {reason}")
     if not peer.scope.covers(found.name):
-        raise ProtocolViolation(f"dataset {found.name!r}: the certificate of its publisher does not cover the name")
+        raise ProtocolError(f"dataset {found.name!r}: the certificate of its publisher does not cover the name")
     if not time.time() < found.expires_at:
-        raise ProtocolViolation(
+        raise ProtocolError(
             f"dataset {found.name!r}: the signature of {found.publisher} expired "
             f"{(time.time() - found.expires_at) / 86400:,.1f} days ago. Its publisher signs again: forebay network sign"
         )
@@ -145,18 +143,18 @@ def check_publication(
     """The word of one of the publishers demanded, for this name and dataset id."""
     found = read_publication(data, identity)
     if found.publisher not in publishers:
-        raise ProtocolViolation(
+        raise ProtocolError(
             f"dataset {name!r}: expected a signature of {', '.join(sorted(publishers))}, got one of {found.publisher}"
         )
     if (found.name, found.dataset_id) != (name, dataset_id):
-        raise ProtocolViolation(
+        raise ProtocolError(
             f"dataset {name!r}: expected a signature of {dataset_id[:12]}, got one of {found.name!r} "
             f"{found.dataset_id[:12]}. It was copied from another dataset."
         )
     return found
 
 
-def published(
+def select_published(
     client: Client, claims: Collection[Claim], publishers: Collection[str], dataset_id: str | None = None
 ) -> Published:
     """The claims on datasets that one of the publishers vouches for, each publisher's newest version alone.
@@ -178,7 +176,7 @@ def published(
             good[claim.dataset_id] = found
         except NetworkError as error:
             refused.append(f"{claim.address}: {error}")
-            identity.note(
+            identity.record_event(
                 "unsigned", dataset=claim.name, dataset_id=claim.dataset_id, peer=claim.peer_id, reason=str(error)
             )
     if not dataset_id:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from forebay.errors import ForebayError, ProtocolViolation
-from forebay.network.addresses import host_towards, is_public, join_address, peer_address
+from forebay.errors import ForebayError, ProtocolError
+from forebay.network.addresses import host_towards, is_public, join_address, parse_peer_address
 from forebay.network.client import Client
 from forebay.network.discovery import MAX_CLAIMS_BYTES
 from forebay.network.peer import Peer
@@ -24,11 +24,11 @@ AT_ONCE, AT_ONCE_PER_ORGANISATION = 8, 4
 MAX_PEERS, MAX_ADDRESSES = 16_384, 64  # remembered; addresses of one peer
 
 
-def named_host(host: str, towards: str) -> str:
+def advertised_host(host: str, towards: str) -> str:
     """What others are told for `host`: where that is everywhere, this host as seen from `towards`, `host:port`."""
     if host.strip("[]") not in ("", "0.0.0.0", "::"):
         return host
-    found = host_towards(peer_address(towards))
+    found = host_towards(parse_peer_address(towards))
     if found == "0.0.0.0":  # no way there now: those on this machine reach it
         return "127.0.0.1"
     return f"[{found}]" if ":" in found else found
@@ -78,7 +78,7 @@ class _Dialled:
     paused_until: float = float("-inf")
 
 
-class Dialer:
+class ReachabilityChecker:
     """Dials members back in the background, and remembers who was there. For many threads; `close` it.
 
     Peers take turns: one address of a peer is dialled at a time, and of the peers of one organisation half of what is
@@ -180,11 +180,11 @@ class Dialer:
 
     def _dial(self, peer_id: str, text: str, source: str) -> bool:
         try:
-            host, port = peer_address(text)
+            host, port = parse_peer_address(text)
             ips = [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
             ip = next((ip for ip in ips if may_dial(ip, source)), None)
             if ip is None:
-                raise ProtocolViolation(f"not an address that a member at {source} may have this node connect to")
+                raise ProtocolError(f"not an address that a member at {source} may have this node connect to")
             at = join_address(ip, port)
             self._client.request_json(
                 at, "GET", "/v1/claims?name=", expect_peer=peer_id, timeout_s=CHECK_S, max_bytes=MAX_CLAIMS_BYTES

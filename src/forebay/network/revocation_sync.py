@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from forebay.errors import ForebayError, NetworkError, ProtocolViolation
+from forebay.errors import ForebayError, NetworkError, ProtocolError
 from forebay.network.addresses import join_address, parse_address
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.join import admission_address, renew_at
 from forebay.network.pki.identity import Identity
 from forebay.network.pki.revocation import MAX_CRL_BYTES, MAX_ISSUERS, PEER_ID, Crl
-from forebay.threads import Supervised
+from forebay.threads import SupervisedThread
 
 CRLS = "/v1/crls"
 PEM_TYPE = "application/x-pem-file"
@@ -40,12 +40,12 @@ def receive_crl(identity: Identity, pem: bytes, sender: str) -> Crl | None:
     """Takes a CRL that a peer sent into force, and notes it in the audit log; None if it is not newer."""
     try:
         crl = identity.revocations.accept(pem)
-    except ProtocolViolation as error:
-        identity.note("refused", peer=sender, reason=str(error))
+    except ProtocolError as error:
+        identity.record_event("refused", peer=sender, reason=str(error))
         raise
     if crl is not None:
         log.info("revocation: CRL %d of %s accepted: %d revoked", crl.number, crl.issuer, len(crl.serials))
-        identity.note("crl", issuer=crl.issuer, number=crl.number, revoked=len(crl.serials), by=sender)
+        identity.record_event("crl", issuer=crl.issuer, number=crl.number, revoked=len(crl.serials), by=sender)
     return crl
 
 
@@ -91,7 +91,7 @@ class TrustWatch:
         self._ask_at = self._overdue_at = self._renew_at = time.monotonic()  # at once: what changed while we were down
         self._announce_at = time.monotonic() + self._look_every_s  # after the node's own announcements
         self._stamp = identity.revocations.stamp()
-        self._thread = Supervised(self._run, "trust", stopping=self._stopping, first_wait_s=self._look_every_s)
+        self._thread = SupervisedThread(self._run, "trust", stopping=self._stopping, first_wait_s=self._look_every_s)
 
     def start(self) -> TrustWatch:
         """Begin."""
@@ -123,7 +123,7 @@ class TrustWatch:
         for issuer in roots_first[:MAX_FETCHED]:
             pem = self._client.get_bytes(address, f"{CRLS}/{issuer}", MAX_CRL_BYTES, timeout_s=30.0)
             if receive_crl(self._identity, pem, peer.peer_id) is None:
-                raise ProtocolViolation(f"peer at {address}: it does not have the CRL of {issuer} that it says it has")
+                raise ProtocolError(f"peer at {address}: it does not have the CRL of {issuer} that it says it has")
         return bool(newer)
 
     def _run(self) -> None:
@@ -204,6 +204,6 @@ def _numbers(answer: Any, address: str) -> dict[str, int]:
         checked = {issuer: n for issuer, n in numbers.items() if PEER_ID.fullmatch(issuer) and type(n) is int}
         if len(checked) == len(numbers):
             return checked
-    raise ProtocolViolation(
+    raise ProtocolError(
         f"CRLs of the peer at {address}: expected numbers of at most {MAX_ISSUERS} issuers, got {str(answer)[:80]}"
     )

@@ -31,12 +31,12 @@ from forebay.errors import NetworkError
 from forebay.network.addresses import join_address
 from forebay.network.app import Metric, add_trust_routes
 from forebay.network.client import Client
-from forebay.network.limits import Limits, Throttle
+from forebay.network.limits import ServerLimits, Throttle
 from forebay.network.peer import Peer
 from forebay.network.revocation_sync import TrustWatch
 from forebay.network.server_connections import Core, PeerProtocol
 from forebay.network.tls import SocketTransport, handshake
-from forebay.threads import FIRST_WAIT_S, MAX_WAIT_S, Supervised
+from forebay.threads import FIRST_WAIT_S, MAX_WAIT_S, SupervisedThread
 
 if TYPE_CHECKING:
     from forebay.network.discovery import Discovery
@@ -68,7 +68,7 @@ class Server:
         host: str,
         port: int,
         *,
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
         throttle: Throttle | None = None,
         on_bytes: Callable[[Peer, int], None] | None = None,
         tls: ssl.SSLContext | None = None,
@@ -79,14 +79,14 @@ class Server:
         self.host = host
         self.port = port
         self._tls = tls
-        self._core = Core(app, identity, limits or Limits(), throttle or Throttle(), on_bytes)
+        self._core = Core(app, identity, limits or ServerLimits(), throttle or Throttle(), on_bytes)
         self._discovery = discovery
         self._known = known
         self._trust: TrustWatch | None = None
         if identity is not None:
             add_trust_routes(app, identity)
         self._listener: socket.socket | None = None
-        self._thread: Supervised | None = None
+        self._thread: SupervisedThread | None = None
         self._tasks: list[tuple[str, Callable[[], Awaitable[None]]]] = []
         self._lock = threading.Lock()
 
@@ -96,7 +96,7 @@ class Server:
         return join_address(self.host, self.port)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ServerLimits:
         return self._core.limits
 
     @property
@@ -132,7 +132,7 @@ class Server:
         self._listener = listen(self.host, self.port)
         self.port = self._listener.getsockname()[1]
         ready = threading.Event()
-        self._thread = Supervised(lambda: asyncio.run(self._serve(ready)), "http-server").start()
+        self._thread = SupervisedThread(lambda: asyncio.run(self._serve(ready)), "http-server").start()
         if not ready.wait(START_S):
             self.close()
             raise NetworkError(f"server: no event loop within {START_S:g} s on {self.address}; see the log.")
@@ -284,7 +284,7 @@ class Server:
             log.debug("server %s: refused a connection from %s: %s", self.address, host, error)
             core.connections.num_refused += 1
             if isinstance(error, ssl.SSLError) and self.identity is not None:
-                self.identity.note("stranger", address=host, reason=str(error))
+                self.identity.record_event("stranger", address=host, reason=str(error))
             sock.close()
         except BaseException:  # cancelled, to make room; or a fault of ours, which the task's owner logs
             sock.close()

@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 
 from forebay.errors import NetworkError
 from forebay.network.app import JSON, ApiError, Metric, counter, gauge
-from forebay.network.limits import Limits, Throttle
+from forebay.network.limits import ServerLimits, Throttle
 from forebay.network.peer import Peer
 from forebay.network.pki.identity import Identity
 from forebay.network.usage import ReplyCache, RequestTable, decrease
@@ -43,7 +43,7 @@ class ConnectionTable:
     Before its handshake is finished a connection counts for its address, afterwards for its peer and organisation.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
         self.num_refused = self.num_added = 0
         self._handshakes: dict[asyncio.Task[None], str] = {}  # the oldest first
@@ -222,7 +222,9 @@ class PeerProtocol(HttpToolsProtocol):
 
     def note_refusal(self, route: str, error: ApiError) -> None:
         if self.core.identity is not None:
-            self.core.identity.note("refused", peer=self.peer.peer_id, route=route, code=error.code, reason=str(error))
+            self.core.identity.record_event(
+                "refused", peer=self.peer.peer_id, route=route, code=error.code, reason=str(error)
+            )
 
     def server_metrics(self) -> list[Metric]:
         return self.core.metrics()
@@ -314,7 +316,7 @@ class PeerProtocol(HttpToolsProtocol):
             self.cycle = None  # type: ignore[assignment]
             self.scope = self.headers = None  # type: ignore[assignment]
 
-    def is_late(self, now: float, limits: Limits) -> bool:
+    def is_late(self, now: float, limits: ServerLimits) -> bool:
         """Whether the client makes the server wait for longer than the limits say."""
         if self.num_active and self.phase != "body":
             return self.flow.write_paused and now - self.sent_at > limits.send_s
@@ -330,7 +332,7 @@ class Core:
         self,
         app: ASGIApp,
         identity: Identity | None,
-        limits: Limits,
+        limits: ServerLimits,
         throttle: Throttle,
         on_bytes: Callable[[Peer, int], None] | None,
     ) -> None:
@@ -468,7 +470,7 @@ class Core:
                 connection.abort()
         if num := sum(reason is not None for reason in refusals.values()):
             assert self.identity is not None
-            self.identity.note("cut", connections=num, reason="revoked")
+            self.identity.record_event("cut", connections=num, reason="revoked")
 
     def metrics(self) -> list[Metric]:
         """Its figures for `GET /metrics`."""

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forebay.network.limits import Limits, TokenBucket
+from forebay.network.limits import ServerLimits, TokenBucket
 from forebay.network.peer import Peer
 
 MAX_BUCKETS = 16_384  # members whose request rate is known; the one seen longest ago is forgotten first
@@ -23,7 +23,7 @@ MAX_REPLIES_PER_PEER = 64
 class RequestTable:
     """Requests being answered, and the rate of requests, by peer and by organisation."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
         self.num_active = 0
         self._by_peer: Counter[str] = Counter()

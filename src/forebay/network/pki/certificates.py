@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import ProtocolError, UsageError
 from forebay.network.peer import ROLES, Peer, Scope
 from forebay.peer_id import key_id_of, peer_id_of, serial_number_of
 
@@ -152,27 +152,27 @@ def judge(der_cert: bytes, roots: tuple[bytes, ...]) -> Judged:
     cert = _parse(der_cert)
     peer = _read(cert)
     if _is_ca(cert):
-        raise ProtocolViolation(f"peer {peer.peer_id} ({peer.name}): expected a node's certificate, got an issuer's")
+        raise ProtocolError(f"peer {peer.peer_id} ({peer.name}): expected a node's certificate, got an issuer's")
     issuer_key_id = authority_key_id(cert)
     if (root := _root_of(issuer_key_id, roots)) is not None:
         _check_signature(cert, root, f"peer {peer.peer_id} ({peer.name})", "the network's root")
         return _judged(peer, cert, root)
     carried = _extension(cert, ORGANISATION_OID)
     if carried is None:
-        raise ProtocolViolation(
+        raise ProtocolError(
             f"peer {peer.peer_id} ({peer.name}): its issuer is neither our root nor an organisation that it shows. "
             "Both sides need a certificate of the same network: see `forebay network join`."
         )
     above = organisation_of(carried, roots)
     org = above.peer
     if key_id_of(org.peer_id) != issuer_key_id:
-        raise ProtocolViolation(
+        raise ProtocolError(
             f"peer {peer.peer_id} ({peer.name}): expected the certificate of the organisation that issued its own, "
             f"got that of {org.peer_id} ({org.name}). Do not trust it."
         )
     _check_signature(cert, _parse(carried), f"peer {peer.peer_id} ({peer.name})", "its organisation")
     if beyond := peer.scope.exceeds(org.scope):
-        raise ProtocolViolation(
+        raise ProtocolError(
             f"peer {peer.peer_id} ({peer.name}): its organisation {org.peer_id} ({org.name}) may give "
             f"{', '.join(sorted(org.scope.roles))}, got {', '.join(sorted(beyond))}. Do not trust it."
         )
@@ -187,7 +187,7 @@ def organisation_of(der_cert: bytes, roots: tuple[bytes, ...]) -> Judged:
     org, root = _read(cert), _root_of(authority_key_id(cert), roots)
     _check_signature(cert, root, f"organisation {org.peer_id} ({org.name})", "the network's root")
     if not _is_ca(cert):
-        raise ProtocolViolation(f"organisation {org.peer_id} ({org.name}): its certificate may not issue others")
+        raise ProtocolError(f"organisation {org.peer_id} ({org.name}): its certificate may not issue others")
     return _judged(org, cert, root)
 
 
@@ -195,12 +195,12 @@ def check_roots(roots: tuple[bytes, ...], network_id: str) -> None:
     """Checks that the first root has the network's key, and that each further one is signed by the one before it."""
     first = peer_of(roots[0]).peer_id
     if first != network_id:
-        raise ProtocolViolation(f"root-cert.pem: expected a root of network {network_id}, got {first}")
+        raise ProtocolError(f"root-cert.pem: expected a root of network {network_id}, got {first}")
     for older, newer in zip((roots[0], *roots), roots, strict=False):
         found = peer_of(newer)
         _check_signature(_parse(newer), _parse(older), f"root {found.peer_id} ({found.name})", "the root before it")
         if not _is_ca(_parse(newer)):
-            raise ProtocolViolation(f"root {found.peer_id} ({found.name}): its certificate may not issue others")
+            raise ProtocolError(f"root {found.peer_id} ({found.name}): its certificate may not issue others")
 
 
 def _judged(peer: Peer, *chain: x509.Certificate | None) -> Judged:
@@ -221,7 +221,7 @@ def _check_signature(cert: x509.Certificate, issuer: x509.Certificate | None, wh
         assert isinstance(key, Ed25519PublicKey)  # _parse saw to it
         key.verify(cert.signature, cert.tbs_certificate_bytes)
     except InvalidSignature as error:
-        raise ProtocolViolation(f"{what}: expected a certificate signed by {whose}, got another") from error
+        raise ProtocolError(f"{what}: expected a certificate signed by {whose}, got another") from error
 
 
 def scope_of(cert: x509.Certificate) -> Scope:
@@ -236,7 +236,7 @@ def scope_of(cert: x509.Certificate) -> Scope:
             raise TypeError("expected strings")
         check_scope(scope)
     except (ValueError, KeyError, TypeError, RecursionError, UsageError) as error:
-        raise ProtocolViolation(f"peer's certificate: no scope in {raw[:80]!r}: {error}") from error
+        raise ProtocolError(f"peer's certificate: no scope in {raw[:80]!r}: {error}") from error
     return scope
 
 
@@ -256,9 +256,9 @@ def _parse(der_cert: bytes) -> x509.Certificate:
         num_names = len(cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME))
         _ = cert.extensions  # parsed when asked for, and may be malformed
     except (ValueError, *_PARSER_ERRORS) as error:
-        raise ProtocolViolation(f"peer's certificate: expected X.509 in DER, got {error}") from error
+        raise ProtocolError(f"peer's certificate: expected X.509 in DER, got {error}") from error
     if not isinstance(key, Ed25519PublicKey) or num_names != 1:
-        raise ProtocolViolation(
+        raise ProtocolError(
             f"peer's certificate: expected an Ed25519 key and one common name, got {type(key).__name__} "
             f"and {num_names} names. Issue the node's certificate with `forebay network join`."
         )
@@ -270,7 +270,7 @@ def _read(cert: x509.Certificate) -> Peer:
     assert isinstance(key, Ed25519PublicKey)  # _parse saw to it
     name = name_of(cert)
     if not NAME.fullmatch(name):  # it is printed and logged
-        raise ProtocolViolation(f"certificate: expected a common name of {NAME.pattern}, got {ascii(name)[:80]}")
+        raise ProtocolError(f"certificate: expected a common name of {NAME.pattern}, got {ascii(name)[:80]}")
     raw = key.public_bytes_raw()
     return Peer(peer_id_of(raw), raw, name, scope=scope_of(cert))
 
@@ -292,22 +292,22 @@ def _is_ca(cert: x509.Certificate) -> bool:
 
 
 def authority_key_id(cert: x509.Certificate | x509.CertificateRevocationList) -> bytes:
-    """The key identifier of who issued a certificate or CRL. ProtocolViolation if it names none."""
+    """The key identifier of who issued a certificate or CRL. ProtocolError if it names none."""
     try:
         key_id = cert.extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value.key_identifier
     except x509.ExtensionNotFound:
         key_id = None
     if key_id is None:
-        raise ProtocolViolation("certificate: expected the key id of its issuer, got none. Do not trust it.")
+        raise ProtocolError("certificate: expected the key id of its issuer, got none. Do not trust it.")
     return key_id
 
 
 def own_key_id(cert: x509.Certificate) -> bytes:
-    """The key identifier of a certificate of an issuer. ProtocolViolation if it has none."""
+    """The key identifier of a certificate of an issuer. ProtocolError if it has none."""
     try:
         return cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value.digest
     except x509.ExtensionNotFound as error:
-        raise ProtocolViolation("certificate of an issuer: expected its own key id, got none.") from error
+        raise ProtocolError("certificate of an issuer: expected its own key id, got none.") from error
 
 
 def _key_id(key: Ed25519PublicKey) -> bytes:

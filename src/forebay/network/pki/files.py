@@ -16,7 +16,7 @@ from cryptography.exceptions import InternalError, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.network.peer import Peer, Scope
 from forebay.network.pki.certificates import (
@@ -227,7 +227,7 @@ def read_roots(folder: Path) -> tuple[bytes, ...]:
     roots = tuple(map(der_of, read_certs(folder / "root-cert.pem")))
     try:
         check_roots(roots, read_network(folder)["network_id"])
-    except ProtocolViolation as error:
+    except ProtocolError as error:
         raise UsageError(
             f"{error} ({folder}). Copy root-cert.pem and network.json from the network's directory."
         ) from error

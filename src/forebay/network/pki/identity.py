@@ -23,7 +23,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.network.audit import AuditLog
 from forebay.network.peer import Peer as Peer
@@ -56,11 +56,11 @@ log = logging.getLogger("forebay.network")
 
 
 def verify(public_key: bytes, message: bytes, signature: bytes) -> None:
-    """Check an Ed25519 signature (64 bytes) by its raw key (32 bytes); ProtocolViolation if it does not fit."""
+    """Check an Ed25519 signature (64 bytes) by its raw key (32 bytes); ProtocolError if it does not fit."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
     except (InvalidSignature, ValueError) as error:
-        raise ProtocolViolation(
+        raise ProtocolError(
             f"signature: expected one by key {public_key.hex()[:16]}… over {len(message)} bytes, "
             "got one that does not fit. Do not trust the message."
         ) from error
@@ -127,16 +127,16 @@ class Identity:
     def peer(self, der_cert: bytes) -> Peer:
         """The peer behind a certificate whose chain the TLS layer checked: its organisation, what it may do.
 
-        ProtocolViolation if a certificate of its chain is not valid now or revoked, or exceeds its organisation's.
+        ProtocolError if a certificate of its chain is not valid now or revoked, or exceeds its organisation's.
         """
         try:
             judged = judge(der_cert, self.roots)
-        except ProtocolViolation as error:
-            self.note("refused", reason=str(error))
+        except ProtocolError as error:
+            self.record_event("refused", reason=str(error))
             raise
         if (reason := self._invalid(judged) or self.revocations.reason(judged.peer)) is not None:
-            self.note("refused", peer=judged.peer.peer_id, reason=reason)
-            raise ProtocolViolation(reason)
+            self.record_event("refused", peer=judged.peer.peer_id, reason=reason)
+            raise ProtocolError(reason)
         return judged.peer
 
     def refusal(self, peer: Peer) -> str | None:
@@ -155,7 +155,7 @@ class Identity:
         what = "has expired" if time.time() > judged.valid_until else "is not valid yet: compare the clocks"
         return f"peer {judged.peer.peer_id} ({judged.peer.name}): its certificate {what}"
 
-    def note(self, kind: str, **facts: Any) -> None:
+    def record_event(self, kind: str, **facts: Any) -> None:
         """Puts an event (a refusal, ban, revocation, admission, quota, pause) into the audit log, if there is one."""
         if self.audit is None:
             return

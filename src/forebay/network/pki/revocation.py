@@ -24,7 +24,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.network.peer import Peer
 from forebay.network.pki.certificates import (
@@ -93,7 +93,7 @@ def parse_crl(pem: bytes, roots: tuple[bytes, ...]) -> Crl:
 def parse_crl_if(pem: bytes, roots: tuple[bytes, ...], is_wanted: Callable[[str, int], bool]) -> Crl | None:
     """As `parse_crl`; None if a CRL of this issuer and number is not wanted: then its entries are not looked at."""
     if len(pem) > MAX_CRL_BYTES:
-        raise ProtocolViolation(f"CRL: expected at most {MAX_CRL_BYTES:,} bytes of PEM, got {len(pem):,}")
+        raise ProtocolError(f"CRL: expected at most {MAX_CRL_BYTES:,} bytes of PEM, got {len(pem):,}")
     try:
         crl = x509.load_pem_x509_crl(pem)
         above = x509.load_pem_x509_certificates(pem)[0] if b"-BEGIN CERTIFICATE-" in pem else None
@@ -105,22 +105,22 @@ def parse_crl_if(pem: bytes, roots: tuple[bytes, ...], is_wanted: Callable[[str,
                 f"got {len(crl):,}, {str(number)[:40]} and {unknown[:4]}"
             )
         next_update = crl.next_update_utc.timestamp() if crl.next_update_utc is not None else math.inf
-    except (ValueError, ProtocolViolation, *_PARSER_ERRORS) as error:
-        raise ProtocolViolation(f"CRL: malformed: {type(error).__name__}: {str(error)[:300]}") from error
+    except (ValueError, ProtocolError, *_PARSER_ERRORS) as error:
+        raise ProtocolError(f"CRL: malformed: {type(error).__name__}: {str(error)[:300]}") from error
     known = {key_id_of(root.peer_id): root for root in map(peer_of, roots)}
     signer = organisation_of(der_of(above), roots).peer if above is not None else known.get(key_id)
     if signer is None or key_id_of(signer.peer_id) != key_id:
-        raise ProtocolViolation(
+        raise ProtocolError(
             f"CRL: expected one by this network's root or an organisation of it, got one by key {key_id.hex()[:40]}"
         )
     if not crl.is_signature_valid(Ed25519PublicKey.from_public_bytes(signer.public_key)):
-        raise ProtocolViolation(f"CRL of {signer.peer_id}: its signature does not fit: forged or damaged")
+        raise ProtocolError(f"CRL of {signer.peer_id}: its signature does not fit: forged or damaged")
     if not is_wanted(signer.peer_id, number):
         return None
     try:
         serials = frozenset(entry.serial_number for entry in crl)
     except ValueError as error:
-        raise ProtocolViolation(f"CRL: malformed: {type(error).__name__}: {str(error)[:300]}") from error
+        raise ProtocolError(f"CRL: malformed: {type(error).__name__}: {str(error)[:300]}") from error
     whole = (above.public_bytes(PEM) if above is not None else b"") + crl.public_bytes(PEM)
     return Crl(signer.peer_id, number, serials, next_update, whole)
 
@@ -215,7 +215,7 @@ class Revocations:
             if not self.wants(crl.issuer, crl.number):
                 return None
             if crl.issuer not in self._crls and len(self._crls) >= MAX_ISSUERS:
-                raise ProtocolViolation(f"CRL: expected CRLs of at most {MAX_ISSUERS} issuers in one network")
+                raise ProtocolError(f"CRL: expected CRLs of at most {MAX_ISSUERS} issuers in one network")
             self._crls[crl.issuer] = crl
             self._accepted_at[crl.issuer] = self._clock()
             self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -252,7 +252,7 @@ class Revocations:
                     self._read(path, stamp)
                     self._stamps[path] = stamp
                     self._faults.pop(path, None)
-            except (OSError, UsageError, ProtocolViolation) as error:
+            except (OSError, UsageError, ProtocolError) as error:
                 self._stamps.pop(path, None)
                 fault = f"cannot read {path}: {error}"
                 if self._faults.get(path) != fault:

@@ -13,7 +13,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import TypeAdapter
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import ProtocolError, UsageError
 from forebay.network.peer import Scope
 from forebay.network.pki.certificates import Issuer, check_scope
 from forebay.peer_id import peer_id_of
@@ -70,9 +70,7 @@ def read_token(text: str) -> tuple[Token, bytes, bytes]:
         token = _TOKEN.validate_json(body)
     except ValueError as error:
         reason = " ".join(str(error).partition("[")[0].split())  # without what was given: a token is a secret
-        raise ProtocolViolation(
-            f"token: expected {_PREFIX}…, as `forebay network invite` prints it: {reason}"
-        ) from error
+        raise ProtocolError(f"token: expected {_PREFIX}…, as `forebay network invite` prints it: {reason}") from error
     return token, body, signature
 
 
@@ -80,13 +78,13 @@ def check_token(text: str, public_key: bytes, now: float) -> Token:
     """A token that this issuer signed and that has not expired."""
     token, body, signature = read_token(text)
     if token.issuer != peer_id_of(public_key):
-        raise ProtocolViolation(f"token: it is of issuer {token.issuer[:40]}, not of this one")
+        raise ProtocolError(f"token: it is of issuer {token.issuer[:40]}, not of this one")
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, b"forebay/2 token\n" + body)
     except InvalidSignature as error:
-        raise ProtocolViolation(f"token {token.id[:8]}: forged or changed: its signature does not fit") from error
+        raise ProtocolError(f"token {token.id[:8]}: forged or changed: its signature does not fit") from error
     if not now < token.expires_at:
-        raise ProtocolViolation(f"token {token.id[:8]}: expired {now - token.expires_at:,.0f} s ago. Ask for another.")
+        raise ProtocolError(f"token {token.id[:8]}: expired {now - token.expires_at:,.0f} s ago. Ask for another.")
     return token
 
 
