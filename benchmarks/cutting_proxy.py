@@ -50,7 +50,8 @@ from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.ledger.verify import verify_ledger
 from forebay.load.loader import Loader
-from forebay.network.client import Client, parse_address
+from forebay.network.addresses import parse_address
+from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import Discovery
 from forebay.network.pki.identity import Identity, create_network, join, verify

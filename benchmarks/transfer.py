@@ -22,7 +22,8 @@ import psutil
 from benchmarks.measure import Figure, cpu_s, median, process_cpu_s, show
 from forebay.errors import NetworkError
 from forebay.network.app import Request, Response, file_response, make_app
-from forebay.network.client import CHUNK_BYTES, Client
+from forebay.network.client import Client
+from forebay.network.http import CHUNK_BYTES
 from forebay.network.limits import ServerLimits
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.network.server import Server

@@ -26,8 +26,8 @@ from forebay.network.access import AccessPolicy
 from forebay.network.app import ApiError, JsonResponse, Metric, Request, Response, counter, gauge, peer_of
 from forebay.network.discovery import Discovery
 from forebay.network.limits import ServerLimits, Throttle
-from forebay.network.peer import Provider
-from forebay.network.pki.identity import Identity, Peer
+from forebay.network.peer import Peer, Provider
+from forebay.network.pki.identity import Identity
 from forebay.network.publications import SIGNATURE_NAME
 from forebay.storage.base import Origin, read_small
 from forebay.storage.remote_dataset import RemoteDataset

@@ -94,11 +94,11 @@ def test_after_an_address_without_answer_a_peer_waits_for_its_next(network_dir: 
         socket.create_server((HOST, 0)) as trap,
     ):
         peer, at = issue(network_dir, "evil").as_peer, f"{HOST}:{trap.getsockname()[1]}"
-        dialer.found(peer, f"{HOST}:1", HOST)
-        until(lambda: dialer.found(peer, f"{HOST}:1", HOST) is False)
-        assert [dialer.found(peer, at, HOST) for _ in range(3)] == [False] * 3
+        dialer.check(peer, f"{HOST}:1", HOST)
+        until(lambda: dialer.check(peer, f"{HOST}:1", HOST) is False)
+        assert [dialer.check(peer, at, HOST) for _ in range(3)] == [False] * 3
         now += dialing.PAUSE_S + 1
-        assert dialer.found(peer, at, HOST) is None
+        assert dialer.check(peer, at, HOST) is None
         trap.settimeout(20)
         trap.accept()[0].close()
 
@@ -147,8 +147,8 @@ def test_a_member_from_afar_leads_no_node_to_its_own_loopback(network_dir: Path)
     ):
         for host in (HOST, "localhost", "0.0.0.0"):
             address = f"{host}:{inner.getsockname()[1]}"
-            dialer.found(evil, address, "10.1.2.3")
-            until(lambda address=address: dialer.found(evil, address, "10.1.2.3") is False)  # type: ignore[misc]
+            dialer.check(evil, address, "10.1.2.3")
+            until(lambda address=address: dialer.check(evil, address, "10.1.2.3") is False)  # type: ignore[misc]
         inner.settimeout(0)
         with pytest.raises(BlockingIOError):
             inner.accept()

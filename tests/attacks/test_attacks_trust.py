@@ -21,8 +21,8 @@ from forebay.network.admission import Admissions
 from forebay.network.app import JsonResponse, make_app
 from forebay.network.messages import RenewRequest
 from forebay.network.pki import revocation
-from forebay.network.pki.certificates import SCOPE_OID, authority, der_of, judge, own_key_id
-from forebay.network.pki.files import read_cert, read_issuer, read_key, read_roots
+from forebay.network.pki.certificates import SCOPE_OID, authority, der_of, own_key_id, verify_certificate
+from forebay.network.pki.files import read_certs, read_issuer, read_key, read_roots
 from forebay.network.pki.identity import Identity
 from forebay.network.pki.revocation import parse_crl_if, sign_crl
 from forebay.network.publications import read_publication, sign_dataset
@@ -97,7 +97,7 @@ def test_another_members_certificate_is_not_renewed(network_dir: Path) -> None:
 
 def forged(org_dir: Path, node: Identity, subject: x509.Name, scope: bytes | None = None) -> bytes:
     """A certificate for a member's key that its organisation's key signed, with this subject and scope."""
-    issuer, good, now = read_issuer(org_dir), read_cert(node.node_dir / "node-cert.pem"), dt.datetime.now(dt.UTC)
+    issuer, good, now = read_issuer(org_dir), read_certs(node.node_dir / "node-cert.pem")[0], dt.datetime.now(dt.UTC)
     builder = x509.CertificateBuilder(issuer.cert.subject, subject, good.public_key(), good.serial_number)
     builder = builder.not_valid_before(now - dt.timedelta(1)).not_valid_after(now + dt.timedelta(1))
     builder = builder.add_extension(authority(own_key_id(issuer.cert)), False)
@@ -116,7 +116,7 @@ def test_certificates_that_say_two_things_or_too_much(network_dir: Path) -> None
     node, roots = issue(network_dir, "member", "worker", by=org), read_roots(network_dir)
     name = x509.NameAttribute(NameOID.COMMON_NAME, "member")
     one, two = x509.Name([name]), x509.Name([name, x509.NameAttribute(NameOID.COMMON_NAME, "admin")])
-    assert judge(forged(org, node, one), roots).peer.name == "member"
+    assert verify_certificate(forged(org, node, one), roots).peer.name == "member"
     large = json.dumps({"roles": ["worker"], "datasets": ["x" * 60] * 20_000}).encode()
     for subject, scope in [
         (two, None),
@@ -127,7 +127,7 @@ def test_certificates_that_say_two_things_or_too_much(network_dir: Path) -> None
         (one, b'{"roles": ["root"], "datasets": []}'),
     ]:
         with pytest.raises(ProtocolError):
-            judge(forged(org, node, subject, scope), roots)
+            verify_certificate(forged(org, node, subject, scope), roots)
 
 
 def test_a_crl_that_is_not_wanted_is_not_read(network_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

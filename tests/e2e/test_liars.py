@@ -221,14 +221,17 @@ def test_a_member_is_named_only_where_it_answered(client: Client, dataset: Datas
     with Liar(make_identity("sharer"), dataset, "honest") as sharer, closing(ReachabilityChecker(client)) as dialer:
         peer, here = sharer.identity.as_peer, "127.0.0.1"
         thief = replace(peer, peer_id="a" * 32)
-        assert not any(dialer.reached(one, sharer.address, here) for one in (peer, thief))
-        assert not dialer.reached(peer, "", here)
+        assert not any(dialer.check(one, sharer.address, here) for one in (peer, thief))
+        assert dialer.check(peer, "", here) is not True
         deadline = time.monotonic() + scaled(20.0)
-        while not dialer.reached(peer, sharer.address, here):
+        while dialer.check(peer, sharer.address, here) is not True:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert dialer.found(peer, "127.0.0.1:1", here) is None  # its turn comes
-        while dialer.found(peer, "127.0.0.1:1", here) is None:
+        assert dialer.check(peer, "127.0.0.1:1", here) is None  # its turn comes
+        while dialer.check(peer, "127.0.0.1:1", here) is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert not dialer.reached(peer, "127.0.0.1:1", here) and not dialer.reached(thief, sharer.address, here)
+        assert (
+            dialer.check(peer, "127.0.0.1:1", here) is not True
+            and dialer.check(thief, sharer.address, here) is not True
+        )

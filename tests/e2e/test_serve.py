@@ -25,7 +25,8 @@ from forebay.network import client as peers
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import MAX_CLAIMS_BYTES, find_providers, parse_claim, record_key
-from forebay.network.pki.identity import Identity, Peer, create_network, join, revoke
+from forebay.network.peer import Peer
+from forebay.network.pki.identity import Identity, create_network, join, revoke
 from local_discovery import LocalDiscovery
 
 Make = Callable[[str], Identity]

@@ -21,7 +21,8 @@ from forebay.dataset.reader import open_dataset
 from forebay.errors import NetworkError, UsageError
 from forebay.mirror.dataset import mirror_by_swarm
 from forebay.network.access import AccessPolicy
-from forebay.network.client import Client, RemoteError, parse_address
+from forebay.network.addresses import parse_address
+from forebay.network.client import Client, RemoteError
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.storage.origins import open_remote

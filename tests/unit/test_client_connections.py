@@ -19,7 +19,8 @@ from calibration import scaled
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.addresses import parse_address, parse_peer_address
 from forebay.network.client import Client, ConnectionLostError, RemoteError, WrongPeerError
-from forebay.network.pki.identity import Identity, Scope, create_network, join
+from forebay.network.peer import Scope
+from forebay.network.pki.identity import Identity, create_network, join
 from forebay.network.retry import backoff_s, retry_after_s
 from rude_peer import Asked, RudePeer, http
 
@@ -174,7 +175,7 @@ def test_an_unreadable_list_of_revoked_peers_trusts_nobody(client: Client, make_
         assert client.identity is not None
         (client.identity.node_dir / "revoked.txt").write_text("no peer id\n")
         deadline = time.monotonic() + scaled(10)  # files are looked at once a second
-        with pytest.raises(NetworkError, match="cannot read whom it must refuse"):
+        with pytest.raises(NetworkError, match="cannot read its revocation lists"):
             while time.monotonic() < deadline:
                 client.request_json(peer.address, "GET", "/x")
                 time.sleep(0.05)

@@ -25,7 +25,8 @@ from forebay.mirror.dataset import mirror, mirror_by_swarm
 from forebay.network.addresses import check_url, is_public
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, read_claims, record_key
-from forebay.network.pki.identity import Identity, Scope, join
+from forebay.network.peer import Scope
+from forebay.network.pki.identity import Identity, join
 from forebay.storage.base import Origin, PermanentError, Timeouts
 from forebay.storage.http import check_redirect
 from forebay.storage.origins import open_remote

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import ProtocolError, UsageError
-from forebay.network.pki.identity import Identity, create_network, join, peer_of, renew, revoke, verify
+from forebay.network.pki.certificates import peer_of
+from forebay.network.pki.identity import Identity, create_network, join, renew, revoke, verify
 
 Make = Callable[[str], Identity]
 
@@ -84,20 +85,20 @@ def test_missing_and_garbled_files_are_named(name: str, make_identity: Make) -> 
 @pytest.mark.usefixtures("changes_at_once")
 def test_revocation_needs_no_reload(make_identity: Make) -> None:
     a, b, c = make_identity("a"), make_identity("b"), make_identity("c")
-    assert not a.is_revoked(b.peer_id)
+    assert a.revocations.reason(b.peer_id) is None
     revoke(a.node_dir, b.peer_id)
-    assert a.is_revoked(b.peer_id) and not a.is_revoked(c.peer_id)
+    assert a.revocations.reason(b.peer_id) is not None and a.revocations.reason(c.peer_id) is None
     revoke(a.node_dir, c.peer_id)
-    assert a.is_revoked(b.peer_id) and a.is_revoked(c.peer_id)
+    assert a.revocations.reason(b.peer_id) is not None and a.revocations.reason(c.peer_id) is not None
     (a.node_dir / "revoked.txt").unlink()
-    assert not a.is_revoked(b.peer_id)
+    assert a.revocations.reason(b.peer_id) is None
 
 
 @pytest.mark.usefixtures("changes_at_once")
 def test_a_garbled_revocation_list_lets_nobody_in(make_identity: Make, caplog: pytest.LogCaptureFixture) -> None:
     a = make_identity("a")
     (a.node_dir / "revoked.txt").write_text(f"# stolen laptop\n{a.peer_id[:-1]}\n")
-    assert a.is_revoked(a.peer_id) and "revoked.txt:2" in caplog.text
+    assert a.revocations.reason(a.peer_id) is not None and "revoked.txt:2" in caplog.text
     assert "revoked.txt" not in str(a.refusal(a.as_peer))  # what it says is for strangers
     (a.node_dir / "revoked.txt").write_text("# nobody\n")
     assert a.refusal(a.as_peer) is None

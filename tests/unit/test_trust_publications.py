@@ -21,7 +21,7 @@ from forebay.network.pki.identity import Identity, create_network, create_organi
 from forebay.network.publications import (
     SEEN_NAME,
     SIGNATURE_NAME,
-    Published,
+    PublishedClaims,
     check_publication,
     read_publication,
     select_published,
@@ -83,7 +83,7 @@ def test_a_publication_outlives_the_certificate_and_not_itself(
         time.sleep(0.05)
     assert read_publication((dataset / SIGNATURE_NAME).read_bytes(), bert).name == "c4"
     sign_dataset(bert, dataset, "c4", valid_days=-2)
-    with pytest.raises(ProtocolError, match=r"expired 2\.0 days ago. Its publisher signs again"):
+    with pytest.raises(ProtocolError, match=r"expired 2\.0 days ago. Its publisher signs it again"):
         read_publication((dataset / SIGNATURE_NAME).read_bytes(), bert)
 
 
@@ -114,7 +114,9 @@ def test_forged_publications(dataset: Path, make_identity: Make, tmp_path: Path)
             read_publication(json.dumps({**body, **change}).encode(), anne)
     with pytest.raises(ProtocolError):
         read_publication(b"[" * 100_000, anne)
-    with pytest.raises(ProtocolError, match=r"expected format 3, got '2'\. Its publisher signs it again"):
+    with pytest.raises(
+        ProtocolError, match=r"expected format 3, got: .*format Input should be 3.*Its publisher signs it again"
+    ):
         read_publication(json.dumps({**body, "format": 2}).encode(), anne)
     with pytest.raises(UsageError, match="expected a dataset"):
         sign_dataset(anne, dataset / "none", "c4")
@@ -134,7 +136,7 @@ def test_what_is_no_origin(url: str, dataset: Path, make_identity: Make) -> None
         sign_dataset(anne, dataset, "c4", origins=[url])
     made = sign_dataset(anne, dataset, "c4")
     bad = {**json.loads((dataset / SIGNATURE_NAME).read_bytes()), "origins": [url]}
-    with pytest.raises(ProtocolError, match="origin: expected a URL"):
+    with pytest.raises(ProtocolError, match="origins"):
         read_publication(json.dumps(bad).encode(), anne)
     assert made.origins == ()
 
@@ -184,7 +186,7 @@ def version(served: Served, publisher: Identity, folder: Path, number: int) -> C
     return Claim("d", dataset_id, 1, "p" * 32, "h:1", time.time() + 60)
 
 
-def ids(found: Published) -> list[str]:
+def ids(found: PublishedClaims) -> list[str]:
     return [claim.dataset_id for claim in found.claims]
 
 

@@ -25,7 +25,8 @@ log = logging.getLogger("forebay.cli")
 
 if TYPE_CHECKING:
     from forebay.network.dht import LibtorrentDht
-    from forebay.network.pki.identity import Identity, Peer
+    from forebay.network.peer import Peer
+    from forebay.network.pki.identity import Identity
 
 
 @contextmanager

@@ -47,7 +47,8 @@ def _network_org(args: argparse.Namespace) -> int:
 
 def _network_join(args: argparse.Namespace) -> int:
     from forebay.network.join import join_by_token
-    from forebay.network.pki.identity import NODE_VALID_DAYS, join
+    from forebay.network.pki.certificates import NODE_VALID_DAYS
+    from forebay.network.pki.identity import join
 
     if args.token is not None or args.token_file is not None:
         if len(args.directories) != 1 or args.role or args.dataset or args.days:
@@ -92,16 +93,16 @@ def _network_invite(args: argparse.Namespace) -> int:
     import secrets
 
     from forebay.network.pki.files import read_issuer, read_network
-    from forebay.network.pki.tokens import Token, sign_token
+    from forebay.network.pki.tokens import JoinToken, sign_token
 
     address(args.at)
     _check_role(args, "invite")
     issuer = read_issuer(args.directory)
     # An organisation's nodes get no datasets beyond its own, whatever the token says.
     scope = Scope(_scope(args).roles or issuer.scope.roles, tuple(args.dataset), issuer.scope.datasets)
-    token = Token(
+    token = JoinToken(
         id=secrets.token_hex(16),
-        network_id=read_network(args.directory)["network_id"],
+        network_id=read_network(args.directory).network_id,
         issuer=issuer.peer_id,
         address=args.at,
         roles=tuple(sorted(scope.roles)),
@@ -228,7 +229,7 @@ def _facts(directory: Path) -> dict[str, Any]:
         peer, scope, expires_at = peer_in(issuer.cert), issuer.scope, issuer.cert.not_valid_after_utc.timestamp()
         revocations = Revocations(directory, read_roots(directory))
         facts = {"kind": "network" if issuer.is_root else "organisation", "name": peer.name, "peer_id": peer.peer_id}
-        facts["network"] = read_network(directory)["network_id"]
+        facts["network"] = read_network(directory).network_id
     else:
         node = Identity.load(directory)
         scope, expires_at, revocations = node.scope, node.expires_at, node.revocations
@@ -244,7 +245,9 @@ def _facts(directory: Path) -> dict[str, Any]:
         "expires": round(expires_at),
         # The ids in revoked.txt, and of each CRL the number and how many it revokes: it has serial numbers, not ids.
         "revoked": sorted(revocations.own()),
-        "crls": {crl.issuer: {"number": crl.number, "revoked": len(crl.serials)} for crl in revocations.crls()},
+        "crls": {
+            crl.issuer: {"number": crl.number, "revoked": len(crl.serials)} for crl in revocations.crls().values()
+        },
     }
 
 

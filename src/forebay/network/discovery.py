@@ -18,7 +18,8 @@ from forebay.errors import NetworkError, ProtocolError
 from forebay.network.addresses import HostPort, check_url, join_address
 from forebay.network.client import Client
 from forebay.network.messages import Count, Sha256
-from forebay.network.pki.identity import Identity, Peer, verify
+from forebay.network.peer import Peer
+from forebay.network.pki.identity import Identity, verify
 from forebay.network.probe import ask_many
 
 MAX_CLAIMS = 512

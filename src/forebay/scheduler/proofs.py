@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from forebay.network.app import ApiError
-from forebay.network.pki.identity import Identity, Peer
+from forebay.network.peer import Peer
+from forebay.network.pki.identity import Identity
 from forebay.scheduler.catalog import Catalog, JobPlan
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.messages import UseMessage, is_checked, proof_of, range_of

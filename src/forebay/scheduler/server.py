@@ -30,7 +30,8 @@ from forebay.network.client import Client
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.limits import ServerLimits
 from forebay.network.messages import STALE_ATTEMPT
-from forebay.network.pki.identity import Identity, Peer, verify
+from forebay.network.peer import Peer
+from forebay.network.pki.identity import Identity, verify
 from forebay.network.reachability import ReachabilityChecker
 from forebay.network.server import Server
 from forebay.scheduler import admin_api as status
