@@ -488,7 +488,7 @@ def test_the_admission_server_forgets_no_used_token_when_it_is_killed(network_di
             "network",
             "invite",
             str(network_dir),
-            "--at",
+            "--issuer",
             at,
             "--role",
             "worker",
