@@ -8,6 +8,7 @@ sent, so a killed server counts each use; the same key again (after a lost answe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -17,7 +18,7 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,28 +81,55 @@ class Admissions:
 
         PEM, the network's description, and the CRLs of the roots and this issuer. Raises ProtocolError.
         """
-        return self._issue("/v1/admit", sender, lambda key: self._admit(message, key), message.request)
+        with self._recording_refusals("/v1/admit", sender):
+            key = _requested_key(message.request)
+            self._refresh()
+            token = check_token(message.token, self.public_key, self._now())
+            name, peer_id = message.name, peer_id_of(key.public_bytes_raw())
+            check_name("node", name)
+            self._check_not_revoked(peer_id)
+            with self._lock:
+                is_new = self._uses.add(token, peer_id, name, self._now())
+            # Repeats by the same key are counted, not written: they must not rotate admissions out of the audit log.
+            kind = "admitted" if is_new else "renewed"
+            self._record_event(kind, peer=peer_id, name=name, token=token.id[:8], roles=",".join(sorted(token.roles)))
+            return self._answer(node_pem(self.issuer, name, key, token.scope, token.valid_days))
 
     def renew(self, message: RenewRequest, sender: str, shown: bytes) -> dict[str, Any]:
         """A renewed certificate, as `admit`; `shown` is that of the handshake (DER) and must have the same key."""
-
-        def renew(key: Ed25519PublicKey) -> bytes:
+        with self._recording_refusals("/v1/renew", sender):
+            key = _requested_key(message.request)
+            self._refresh()
             if not shown or peer_of(shown).public_key != key.public_bytes_raw():
                 raise ProtocolError("renew: expected a request by the key of the handshake, got another key")
-            return self._renew(message, key)
+            try:
+                old = x509.load_pem_x509_certificate(message.certificate.encode())
+            except (ValueError, TypeError) as error:
+                raise ProtocolError(f"renew: expected a certificate in PEM: {error}") from error
+            peer = verify_certificate(der_of(old), self._roots).peer
+            who = peer.peer_id
+            if peer.org != ("" if self.issuer.is_root else self.issuer.peer_id):
+                raise ProtocolError(f"renew: {who} was issued by {peer.org or 'the root'}. Ask that issuer.")
+            if peer.public_key != key.public_bytes_raw():
+                raise ProtocolError(f"renew: expected a request by the key of {who}, got one by another key")
+            if old.not_valid_after_utc.timestamp() < self._now():
+                raise ProtocolError(f"renew: the certificate of {who} has expired. Join again with a token.")
+            self._check_not_revoked(who)
+            self._record_event("renewed", peer=who, name=peer.name)
+            days = (old.not_valid_after_utc - old.not_valid_before_utc - EARLY).total_seconds() / 86400
+            # The issuer's own expiry may have cut the old one short: that must not shorten later ones.
+            days = self._uses.valid_days.get(who, days)
+            return self._answer(node_pem(self.issuer, peer.name, key, scope_of(old), days))
 
-        return self._issue("/v1/renew", sender, renew, message.request)
-
-    def _issue(
-        self, route: str, sender: str, issue: Callable[[Ed25519PublicKey], bytes], request: str
-    ) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _recording_refusals(self, route: str, sender: str) -> Iterator[None]:
         try:
-            key = _requested_key(request)
-            self._refresh()
-            certificate = issue(key)
+            yield
         except (NetworkError, UsageError) as error:
             self._record_event("refused", route=route, address=sender, reason=str(error))
             raise ProtocolError(str(error)) from error
+
+    def _answer(self, certificate: bytes) -> dict[str, Any]:
         crls, issuers = self._revocations.crls(), self._revocations.root_ids | {self.issuer.peer_id}
         return {
             "certificate": certificate.decode(),
@@ -123,37 +151,6 @@ class Admissions:
         self._roots = self._revocations.roots = read_roots(self.directory)
         self._network = read_network(self.directory)
         self._stamps = stamps
-
-    def _admit(self, message: AdmitRequest, key: Ed25519PublicKey) -> bytes:
-        token = check_token(message.token, self.public_key, self._now())
-        name, peer_id = message.name, peer_id_of(key.public_bytes_raw())
-        check_name("node", name)
-        self._check_not_revoked(peer_id)
-        with self._lock:
-            is_new = self._uses.add(token, peer_id, name, self._now())
-        # Repeats by the same key are counted, not written: they must not rotate admissions out of the audit log.
-        kind = "admitted" if is_new else "renewed"
-        self._record_event(kind, peer=peer_id, name=name, token=token.id[:8], roles=",".join(sorted(token.roles)))
-        return node_pem(self.issuer, name, key, token.scope, token.valid_days)
-
-    def _renew(self, message: RenewRequest, key: Ed25519PublicKey) -> bytes:
-        try:
-            old = x509.load_pem_x509_certificate(message.certificate.encode())
-        except (ValueError, TypeError) as error:
-            raise ProtocolError(f"renew: expected a certificate in PEM: {error}") from error
-        peer = verify_certificate(der_of(old), self._roots).peer
-        if peer.org != ("" if self.issuer.is_root else self.issuer.peer_id):
-            raise ProtocolError(f"renew: {peer.peer_id} was issued by {peer.org or 'the root'}. Ask that issuer.")
-        if peer.public_key != key.public_bytes_raw():
-            raise ProtocolError(f"renew: expected a request by the key of {peer.peer_id}, got one by another key")
-        if old.not_valid_after_utc.timestamp() < self._now():
-            raise ProtocolError(f"renew: the certificate of {peer.peer_id} has expired. Join again with a token.")
-        self._check_not_revoked(peer.peer_id)
-        self._record_event("renewed", peer=peer.peer_id, name=peer.name)
-        days = (old.not_valid_after_utc - old.not_valid_before_utc - EARLY).total_seconds() / 86400
-        # The issuer's own expiry may have cut the old one short: that must not shorten later ones.
-        days = self._uses.valid_days.get(peer.peer_id, days)
-        return node_pem(self.issuer, peer.name, key, scope_of(old), days)
 
     def _check_not_revoked(self, peer_id: str) -> None:
         own = "" if self.issuer.is_root else self.issuer.peer_id

@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from forebay.errors import ProtocolError
 from forebay.network.messages import ErrorReply
@@ -114,41 +114,34 @@ class FileRange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection = scope["state"]["connection"]
-        head: Message = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        if isinstance(self.source, bytes):
-            data = memoryview(self.source)
-
-            async def cut(offset: int, num_bytes: int) -> memoryview:
-                return data[offset : offset + num_bytes]
-
-            await send(head)
-            await self._send_pieces(connection, cut, send)
-            return
+        source, descriptor = self.source, -1
+        if not isinstance(source, bytes):
+            try:
+                descriptor = await asyncio.get_running_loop().run_in_executor(None, os.open, source, os.O_RDONLY)
+            except OSError:
+                log.exception("server: cannot open %s", source)
+                error = ApiError(500, "unreadable", "the node cannot read this file; see its log")
+                await error.response()(scope, receive, send)
+                return
         try:
-            descriptor = await asyncio.get_running_loop().run_in_executor(None, os.open, self.source, os.O_RDONLY)
-        except OSError:
-            log.exception("server: cannot open %s", self.source)
-            error = ApiError(500, "unreadable", "the node cannot read this file; see its log")
-            await error.response()(scope, receive, send)
-            return
-        buffer = memoryview(bytearray(min(connection.piece_bytes, self.stop - self.start)))
-
-        async def read(offset: int, num_bytes: int) -> memoryview:
-            piece = buffer[:num_bytes]
-            return piece[: await _read_into(descriptor, piece, offset)]
-
-        try:
-            await send(head)
-            await self._send_pieces(connection, read, send)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await self._send_pieces(connection, descriptor, send)
         finally:
-            os.close(descriptor)
+            if descriptor != -1:
+                os.close(descriptor)
 
-    async def _send_pieces(
-        self, connection: Connection, read: Callable[[int, int], Awaitable[memoryview]], send: Send
-    ) -> None:
-        offset = self.start
+    async def _send_pieces(self, connection: Connection, descriptor: int, send: Send) -> None:
+        source, offset = self.source, self.start
+        is_file = not isinstance(source, bytes)
+        buffer = memoryview(
+            source if isinstance(source, bytes) else bytearray(min(connection.piece_bytes, self.stop - offset))
+        )
         while offset < self.stop and not connection.is_closing:
-            piece = await read(offset, min(connection.piece_bytes, self.stop - offset))
+            num_bytes = min(connection.piece_bytes, self.stop - offset)
+            if is_file:
+                piece = buffer[: await _read_into(descriptor, buffer[:num_bytes], offset)]
+            else:
+                piece = buffer[offset : offset + num_bytes]
             length = len(piece)
             if not length:
                 log.error("server: %s ends at byte %d of %d", self.source, offset, self.stop)

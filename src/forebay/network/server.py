@@ -98,10 +98,6 @@ class Server:
         return join_address(self.host, self.port)
 
     @property
-    def limits(self) -> ServerLimits:
-        return self._core.limits
-
-    @property
     def draining(self) -> bool:
         return self._core.is_draining
 
