@@ -208,9 +208,9 @@ def test_strangers_at_the_door(server: AdmissionServer, clock: Clock, tmp_path: 
                 heard = plain.recv(100)
             assert b"HTTP" not in heard
         with pytest.raises(NetworkError, match="413"):
-            joining._post(server.address, {server.admissions.issuer.peer_id}, "/v1/admit", {"token": "x" * 300_000}, 5)
+            joining._post(server.address, {server.admissions.issuer.peer_id}, "/v1/admit", {"token": "x" * 300_000})
         with pytest.raises(NetworkError, match="404"):
-            joining._post(server.address, {server.admissions.issuer.peer_id}, "/../org-key.pem", {}, 5)
+            joining._post(server.address, {server.admissions.issuer.peer_id}, "/../org-key.pem", {})
         assert join_by_token(token_of(server, clock), tmp_path / "n", "n").name == "n"
 
 

@@ -191,8 +191,9 @@ def _network_rotate(args: argparse.Namespace) -> int:
         print(f"The root key in use is now that of {finish_rotation(args.directory)}; the former key is deleted.")
         print("next: restart `forebay network admit` here, and renew each organisation (forebay network renew).")
         return 0
-    print(f"The next root is {rotate_root(args.directory, **_days(args))}, signed by the one in use, which goes on.")
-    print("Nodes learn of it as they renew. Organisations: forebay network renew DIR ORGANISATION_DIR, now.")
+    peer_id = rotate_root(args.directory, **_days(args))
+    print(f"The next root is {peer_id}, certified by the current one, which stays in use.")
+    print("Nodes receive it as they renew. Organisations: forebay network renew DIR ORGANISATION_DIR, now.")
     print(f"next, once every node has renewed: forebay network rotate --finish {args.directory}")
     return 0
 

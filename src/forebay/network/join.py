@@ -16,40 +16,38 @@ from forebay.files import atomic_write
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.network.pki.certificates import check_roots, der_of, peer_of, pem_of, verify_certificate
-from forebay.network.pki.files import check_name, check_vacant, parse_network, read_key, write_key
+from forebay.network.pki.files import check_new_node, parse_network, read_key, write_key
 from forebay.network.pki.identity import Identity
 from forebay.network.pki.revocation import Revocations
 from forebay.network.pki.tokens import read_token
 
 MAX_ANSWER_BYTES = 8 << 20
+TIMEOUT_S = 20.0
 PENDING_KEY = "joining-key.pem"
 ADMISSION = "admission.json"  # the address of the issuer's admission server
 
 
-def join_by_token(
-    text: str, out_dir: str | Path, name: str, *, force: bool = False, timeout_s: float = 20.0
-) -> Identity:
+def join_by_token(text: str, out_dir: str | Path, name: str) -> Identity:
     """Join a network with a new key and return the node, loaded.
 
     A repeated attempt after a failure uses the same key, so that it uses the token once.
     """
     folder = Path(out_dir)
-    check_name("node", name)
-    check_vacant(folder, force)
+    check_new_node(folder, name)
     token, _, _ = read_token(text)
     pending = folder / PENDING_KEY
     if not pending.exists():
         write_key(pending, Ed25519PrivateKey.generate())
     key = read_key(pending)
     body = {"token": text, "name": name, "request": make_csr(key, name)}
-    answer = _post(token.address, {token.issuer}, "/v1/admit", body, timeout_s)
+    answer = _post(token.address, {token.issuer}, "/v1/admit", body)
     atomic_write(folder / ADMISSION, json.dumps({"address": token.address}).encode())
     _write_node(folder, answer, key, token.network_id, token.issuer, ())
     pending.unlink()
     return Identity.load(folder)
 
 
-def renew_at(address: str, node_dir: str | Path, *, timeout_s: float = 20.0) -> Identity:
+def renew_at(address: str, node_dir: str | Path) -> Identity:
     """Renew a node's certificate at its issuer's admission server; peer id, scope and validity stay.
 
     The node shows its certificate in the handshake. The answer may contain the next root of a rotation.
@@ -59,7 +57,7 @@ def renew_at(address: str, node_dir: str | Path, *, timeout_s: float = 20.0) -> 
     key = read_key(folder / "node-key.pem")
     body = {"certificate": (folder / "node-cert.pem").read_text(), "request": make_csr(key, node.name)}
     issuers = {node.org} if node.org else node.revocations.root_ids
-    answer = _post(address, issuers, "/v1/renew", body, timeout_s, folder)
+    answer = _post(address, issuers, "/v1/renew", body, folder)
     _write_node(folder, answer, key, node.network_id, node.org, node.roots)
     return Identity.load(folder)
 
@@ -78,12 +76,7 @@ def admission_address(node_dir: Path) -> str | None:
 
 
 def _write_node(
-    folder: Path,
-    answer: Any,
-    key: Ed25519PrivateKey,
-    network_id: str,
-    issuer: str,
-    old_roots: tuple[bytes, ...],
+    folder: Path, answer: Any, key: Ed25519PrivateKey, network_id: str, issuer: str, old_roots: tuple[bytes, ...]
 ) -> None:
     """Verify an answer down to the first root's key, then write it; the certificate last, which makes it a node.
 
@@ -124,14 +117,7 @@ def make_csr(key: Ed25519PrivateKey, name: str) -> str:
     return request.public_bytes(Encoding.PEM).decode()
 
 
-def _post(
-    address: str,
-    issuers: Collection[str],
-    path: str,
-    body: dict[str, str],
-    timeout_s: float,
-    node_dir: Path | None = None,
-) -> Any:
+def _post(address: str, issuers: Collection[str], path: str, body: dict[str, str], node_dir: Path | None = None) -> Any:
     """POST to an admission server that must have the key of an issuer; shows the certificate in `node_dir`, if any."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -141,4 +127,4 @@ def _post(
         context.load_cert_chain(node_dir / "node-cert.pem", node_dir / "node-key.pem")
     parse_address(address)
     with Client(None, context=context, read_peer=peer_of) as client:
-        return client.request_json(address, "POST", path, body, issuers, timeout_s, MAX_ANSWER_BYTES)[0]
+        return client.request_json(address, "POST", path, body, issuers, TIMEOUT_S, MAX_ANSWER_BYTES)[0]

@@ -154,9 +154,10 @@ def node_pem(issuer: Issuer, name: str, key: Ed25519PublicKey, scope: Scope, val
     return pem_of(cert) if issuer.is_root else pem_of(cert, issuer.cert)
 
 
-def check_vacant(folder: Path, force: bool) -> None:
-    """Raise UsageError if a directory has a node's key, unless `force` is set."""
-    if (folder / "node-key.pem").exists() and not force:
+def check_new_node(folder: Path, name: str) -> None:
+    """Raise UsageError if a node's name is invalid, or if its directory has a node already."""
+    check_name("node", name)
+    if (folder / "node-key.pem").exists():
         raise UsageError(
             f"join: {folder} already holds a node (node-key.pem). A new key means a new peer id. "
             "Choose another directory, or renew its certificate (forebay network renew)."

@@ -28,8 +28,7 @@ from forebay.network.peer import Peer, Scope
 from forebay.network.pki.certificates import NODE_VALID_DAYS, VerifiedPeer, der_of, scope_of, verify_certificate
 from forebay.network.pki.files import (
     NetworkConfig,
-    check_name,
-    check_vacant,
+    check_new_node,
     copy_shared,
     node_pem,
     peer_in,
@@ -215,14 +214,12 @@ def join(
     out_dir: str | Path,
     name: str,
     *,
-    force: bool = False,
     valid_days: float = NODE_VALID_DAYS,
     scope: Scope = Scope(),  # noqa: B008 - frozen
 ) -> Identity:
     """Create a node with a new key, certified by the network's root or an organisation. Returns it, loaded."""
     folder = Path(out_dir)
-    check_name("node", name)
-    check_vacant(folder, force)
+    check_new_node(folder, name)
     return _issue(Path(network_dir), folder, name, Ed25519PrivateKey.generate(), scope, valid_days)
 
 
