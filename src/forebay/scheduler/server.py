@@ -129,7 +129,7 @@ class SchedulerService:
         self._commit: asyncio.Task[None] | None = None
         self._disk = ThreadPoolExecutor(1)  # its own: the loop's threads may all wait for a data node that hangs
         self._server = Server(
-            self._app(), identity, host, port, limits=limits, discovery=discovery, known=self._addresses
+            self._app(), identity, host, port, limits=limits, discovery=discovery, peers=self._addresses
         )
         self._server.add_task("scheduler expiry", self._run_expiry)
         self._server.add_task("scheduler discovery", self._run_discovery)
@@ -372,7 +372,7 @@ class SchedulerService:
                 raise ApiError(400, "bad_request", f"signature: not this peer's over these uses: {error}") from error
             await self._proofs.check(peer, message.uses, self._open_journal().core)
         # Only an address where the worker answered is given to others: behind NAT it fetches slices and serves none.
-        if not self._dialer.reached(peer, message.address, source_of(request)):
+        if self._dialer.check(peer, message.address, source_of(request)) is not True:
             message = replace(message, address="")
         now = time.monotonic()
         with self._lock:

@@ -21,11 +21,11 @@ from forebay.errors import ProtocolError, UsageError
 from forebay.network.addresses import is_host, is_public
 from forebay.network.http import (
     FAULTS,
-    StreamedResponse,
     BlockedAddressError,
     Connection,
     ConnectionPool,
     PlainConnection,
+    StreamedResponse,
     TlsConnection,
     bounded_context,
     exchange,
@@ -200,7 +200,9 @@ class WebOrigin(ObjectOrigin):
 class _Response:
     """The response to a GET, with its connection; the body is read through one buffer. A dripping server is a fault."""
 
-    def __init__(self, pool: "_Pool", connection: Connection, answer: StreamedResponse, what: str, stall_s: float) -> None:
+    def __init__(
+        self, pool: "_Pool", connection: Connection, answer: StreamedResponse, what: str, stall_s: float
+    ) -> None:
         self.answer = answer
         self.what = what
         self._pool, self._connection, self._stall_s = pool, connection, stall_s
@@ -252,7 +254,7 @@ class _Pool:
         path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
         key, stall_s = _host(target), self._timeouts.stall_s
         while True:
-            connection = self._idle.take(key)
+            connection = self._idle.acquire(key)
             is_reused = connection is not None
             connection = connection or self._make(parts)
             connection.key = key
@@ -287,7 +289,7 @@ class _Pool:
     def put_back(self, connection: Connection, can_keep: bool) -> None:
         """Keep a connection for another request, or close it."""
         if can_keep:
-            self._idle.give(connection.key, connection)
+            self._idle.release(connection.key, connection)
         else:
             connection.close()
 

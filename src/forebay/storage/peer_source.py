@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolError
-from forebay.network.client import TruncatedBodyError, Client, RemoteError, WrongPeerError
+from forebay.network.client import Client, RemoteError, TruncatedBodyError, WrongPeerError
 from forebay.network.peer import Provider, node_of
 from forebay.storage.base import Origin, PermanentError, TransientError
 from forebay.storage.url_policy import FromUrls, open_untrusted_origin

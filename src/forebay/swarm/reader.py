@@ -17,7 +17,8 @@ from typing import Any
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, SliceTable
 from forebay.dataset.reader import listed_files
 from forebay.errors import ForebayError, NetworkError, ProtocolError, UsageError
-from forebay.network.client import Client, parse_address
+from forebay.network.addresses import parse_address
+from forebay.network.client import Client
 from forebay.network.limits import Throttle
 from forebay.network.peer import Provider, node_of
 from forebay.network.reachability import advertised_host

@@ -117,7 +117,7 @@ class Tracker:
                     raise ProtocolError(f"swarm: expected at most {_MAX_SESSIONS} processes of {peer.peer_id}")
                 if peer.org:
                     self._add_session(tracked, peer.org, me)
-            is_reached = True if own is not None else self._dialer.found(peer, request.address, source)
+            is_reached = True if own is not None else self._dialer.check(peer, request.address, source)
             member = own or Provider(me, request.address if is_reached else "", False)
             reply = steer(swarm, member, request, now, organisation=peer.org, may_fetch=is_reached is not None)
             if any(fetch.wrong for fetch in request.failed):

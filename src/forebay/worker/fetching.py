@@ -131,7 +131,9 @@ class SliceFetcher:
         self._num_misses = 0
         self._last_hit_at = time.monotonic()
         self._closing = threading.Event()
-        self._threads = [SupervisedThread(self._run, f"worker fetch {i}", stopping=self._closing) for i in range(num_threads)]
+        self._threads = [
+            SupervisedThread(self._run, f"worker fetch {i}", stopping=self._closing) for i in range(num_threads)
+        ]
 
     def start(self) -> None:
         """Start the threads."""

@@ -158,7 +158,7 @@ def run_worker(
         client = stack.enter_context(contextlib.closing(Client(identity)))
         worker = _Worker(identity, client, settings, discovery, stop)
         stack.callback(worker.session.close)
-        trust = TrustWatch(identity, client, known=worker.scheduler.addresses, discovery=discovery)
+        trust = TrustWatch(identity, client, peers=worker.scheduler.addresses, discovery=discovery)
         stack.enter_context(contextlib.closing(trust.start()))
         if settings.share is not None:
             worker.share = _open_share(identity, settings, worker)
