@@ -88,7 +88,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class LitDataChunk:
     """One entry of the index."""
 
     path: Path
@@ -190,7 +190,7 @@ class LitDataset(ExternalDataset):
             settings,
         )
 
-    def _count(self, chunk: Chunk) -> tuple[np.dtype[Any], int]:
+    def _count(self, chunk: LitDataChunk) -> tuple[np.dtype[Any], int]:
         kind, size = self._layout.kind, file_size(chunk.path)
         if chunk.wrap != "chunk" and size != chunk.num_bytes:
             raise DatasetError(f"{chunk.path}: expected {chunk.num_bytes} bytes, got {size}. Fetch it again.")
@@ -214,7 +214,7 @@ class LitDataset(ExternalDataset):
         return tokens_of(chunk, self._layout, self._map(chunk.path, part.num_bytes))
 
 
-def tokens_of(chunk: Chunk, layout: Layout, memory: Bytes8) -> tuple[NDArray[Any], U64]:
+def tokens_of(chunk: LitDataChunk, layout: Layout, memory: Bytes8) -> tuple[NDArray[Any], U64]:
     """Return the tokens of a chunk, U16 or U32 [T], and where each item ends, given the bytes of its file."""
     memory = unwrap(chunk, memory)
     table = footer_of(chunk, memory, layout.column)
@@ -226,7 +226,7 @@ def tokens_of(chunk: Chunk, layout: Layout, memory: Bytes8) -> tuple[NDArray[Any
     return as_tokens(body.values(begins, stops).view(kind), chunk.path), documents
 
 
-def _check_chunk(report: Report, chunk: Chunk, layout: Layout | None) -> None:
+def _check_chunk(report: Report, chunk: LitDataChunk, layout: Layout | None) -> None:
     try:
         if layout is None:
             body_of(chunk, unwrap(chunk, map_file(chunk.path)))
@@ -241,7 +241,7 @@ def _check_chunk(report: Report, chunk: Chunk, layout: Layout | None) -> None:
 
 def read_index(
     folder: Path, column: str | None = None, *, needs_tokens: bool = True
-) -> tuple[Layout | None, list[Chunk]]:
+) -> tuple[Layout | None, list[LitDataChunk]]:
     """Return the layout of the items and the chunks of an index; without `needs_tokens`, None if no leaf is tokens."""
     path, index = folder / INDEX_FILE, blocks.read_index(folder)
     try:
@@ -291,7 +291,7 @@ def _leaf(path: Path, names: list[str], formats: tuple[str, ...], column: str | 
     )
 
 
-def _chunk(path: Path, i: int, entry: Any, wrap: str, loader: str) -> Chunk:
+def _chunk(path: Path, i: int, entry: Any, wrap: str, loader: str) -> LitDataChunk:
     entry = entry if isinstance(entry, dict) else {}
     num_bytes, items, dim = (entry.get(key) for key in ("chunk_bytes", "chunk_size", "dim"))
     file = blocks.path_inside(path.parent, entry.get("filename"))
@@ -301,7 +301,7 @@ def _chunk(path: Path, i: int, entry: Any, wrap: str, loader: str) -> Chunk:
             f"{str(entry)[:200]}. Fetch it again."
         )
     num_tokens = int(dim) if dim is not None and loader == "TokensLoader" else None
-    return Chunk(file, int(num_bytes or 0), int(items or 0), num_tokens, wrap)
+    return LitDataChunk(file, int(num_bytes or 0), int(items or 0), num_tokens, wrap)
 
 
 def is_tokens(form: str) -> bool:
@@ -316,14 +316,14 @@ def kind_of(form: str) -> np.dtype[Any] | None:
     return np.dtype(table[int(code)]) if code.isdigit() and int(code) in table else None
 
 
-def unwrap(chunk: Chunk, memory: Bytes8) -> Bytes8:
+def unwrap(chunk: LitDataChunk, memory: Bytes8) -> Bytes8:
     """Return the chunk's bytes as they were before the chunk was compressed. Raises DatasetError."""
     if chunk.wrap != "chunk":
         return memory
     return np.frombuffer(inflate(chunk.path, memory.data, "zstd", chunk.num_bytes), np.uint8)
 
 
-def body_of(chunk: Chunk, memory: Bytes8) -> Block:
+def body_of(chunk: LitDataChunk, memory: Bytes8) -> Block:
     """Return the items of a chunk, given its bytes."""
     if chunk.wrap == "batch":
         return _framed(chunk, memory)
@@ -335,7 +335,7 @@ def body_of(chunk: Chunk, memory: Bytes8) -> Block:
     return Block(chunk.path, joined, np.cumsum([0, *map(len, pieces)], dtype=np.int64))
 
 
-def places(chunk: Chunk, layout: Layout, body: Block) -> tuple[np.dtype[Any], I64, I64]:
+def places(chunk: LitDataChunk, layout: Layout, body: Block) -> tuple[np.dtype[Any], I64, I64]:
     """Return the type of the tokens, and where those of each item begin and end."""
     begins, stops = body.offsets[:-1], body.offsets[1:]
     if layout.has_sizes:
@@ -355,7 +355,7 @@ def places(chunk: Chunk, layout: Layout, body: Block) -> tuple[np.dtype[Any], I6
     return kind, begins, stops
 
 
-def footer_of(chunk: Chunk, memory: Bytes8, column: str) -> tuple[NDArray[Any], I64] | None:
+def footer_of(chunk: LitDataChunk, memory: Bytes8, column: str) -> tuple[NDArray[Any], I64] | None:
     """Return (values, end of each row) of a column of the Arrow table at a chunk's end; None where it has none."""
     tail = memory[-12:].tobytes()
     if tail[4:] != _FOOTER_MAGIC:
@@ -378,7 +378,7 @@ def footer_of(chunk: Chunk, memory: Bytes8, column: str) -> tuple[NDArray[Any], 
     return values, np.cumsum(lengths)
 
 
-def _framed(chunk: Chunk, memory: Bytes8) -> Block:
+def _framed(chunk: LitDataChunk, memory: Bytes8) -> Block:
     head = memory[:24].tobytes()
     if head[:8] != FRAMED_MAGIC or head[8:10] != b"\x01\x00":
         raise damaged(chunk.path, "frames of zstd, version 1", repr(head[:12]))
@@ -435,7 +435,7 @@ def _list_of_integers(body: Block, begins: I64, stops: I64) -> tuple[np.dtype[An
     return np.dtype("<i8"), begins + 5
 
 
-def _inflate_items(chunk: Chunk, memory: Bytes8, offsets: I64) -> list[bytes]:
+def _inflate_items(chunk: LitDataChunk, memory: Bytes8, offsets: I64) -> list[bytes]:
     """Items that are compressed one by one, without a size; together within the bounds of the whole chunk."""
     pieces, remaining = [], max_unpacked(len(memory))
     for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist()):

@@ -77,7 +77,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Column:
+class TokenColumn:
     """Where the tokens stand in a sample."""
 
     name: str
@@ -101,7 +101,7 @@ class MdsShard:
     raw: Stored
     zipped: Stored | None
     compression: str
-    column: Column
+    column: TokenColumn
 
     @property
     def files(self) -> tuple[Stored | None, ...]:
@@ -292,7 +292,7 @@ def _stored(folder: Path, entry: Any) -> Stored | None:
 
 def _column(
     path: Path, names: list[str], encodings: list[str], sizes: tuple[int | None, ...], dtype: Any, column: str | None
-) -> Column:
+) -> TokenColumn:
     arrays = [n for n, e in zip(names, encodings) if e.split(":")[0] == "ndarray"]
     chosen = (
         [column] if column is not None else [n for n in _NAMES if n in names] or (arrays if len(arrays) == 1 else [])
@@ -309,7 +309,7 @@ def _column(
         raise DatasetError(
             f"{path}: expected {length * kind.itemsize} bytes of column {chosen[0]}, got {sizes[index]}."
         )
-    return Column(chosen[0], encodings[index], kind, length, index, sizes)
+    return TokenColumn(chosen[0], encodings[index], kind, length, index, sizes)
 
 
 def _encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[np.dtype[Any] | None, int | None]:
