@@ -206,7 +206,7 @@ def test_malformed_records_are_counted_with_their_place(tmp_path: Path) -> None:
     made = stream(tmp_path, **settings)
     expected = facts(made)
     assert made.stats()["malformed"] == 3
-    told = [(bad.name.rpartition("/")[2], bad.where) for bad in made.malformed]
+    told = [(bad.name.rpartition("/")[2], bad.location) for bad in made.malformed]
     places = [f"byte {sum(map(len, lines[:i]))}" for i in (7, 20)]
     assert told[:2] == [("bad.jsonl", places[0]), ("bad.jsonl", places[1])]
     assert told[2][0] == "cut.jsonl.gz" and "it ends early" in made.malformed[2].problem

@@ -72,8 +72,8 @@ def test_slices_are_the_stream_however_it_was_cut(source: TokenSource, size: int
     slices = list(slices_of(stream, 256 + 8 * size, size if by_tokens else None))
     for part in slices:
         cut.add(part)
-        assert not len(part.ends) or int(part.ends[-1]) <= len(part.tokens)
-        assert by_tokens or len(part.tokens) == 1 or 2 * len(part.tokens) + 8 * len(part.ends) <= 8 * size
+        assert not len(part.document_ends) or int(part.document_ends[-1]) <= len(part.tokens)
+        assert by_tokens or len(part.tokens) == 1 or 2 * len(part.tokens) + 8 * len(part.document_ends) <= 8 * size
     assert cut.text == whole.text == stream.digest.text
     if by_tokens:
         assert all(len(part.tokens) == size for part in slices[:-1])

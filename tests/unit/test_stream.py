@@ -306,7 +306,7 @@ def test_what_is_no_text_is_counted_with_its_place() -> None:
     made = stream([*TEXTS, {"text": 3}, {"other": "x"}, "\ud800", 5])
     list(made)
     assert made.stats()["malformed"] == 4 and made.stats()["documents"] == len(TEXTS)
-    assert [bad.where for bad in made.malformed] == [f"record {i}" for i in range(60, 64)]
+    assert [bad.location for bad in made.malformed] == [f"record {i}" for i in range(60, 64)]
 
 
 def test_errors_of_the_caller_s_dataset_are_told() -> None:

@@ -47,7 +47,7 @@ def written_formats() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Report:
+class ConversionReport:
     """The result of a conversion."""
 
     source: str  # A format, as `to`.
@@ -102,7 +102,7 @@ def convert(
     *,
     force: bool = False,
     verify: bool = True,
-) -> Report:
+) -> ConversionReport:
     """Write what is at a path, or an open source, in another format.
 
     Args:
@@ -141,7 +141,7 @@ def convert(
     left_out = source.metadata.get("left_out", ()) if isinstance(source, TokenSource) else ()
     if left_out:
         written = replace(written, notes=(*written.notes, f"columns left out: {', '.join(left_out)}"))
-    return Report(source.format, to, target, written, num_bytes, verify, _level_of(source))
+    return ConversionReport(source.format, to, target, written, num_bytes, verify, _level_of(source))
 
 
 def _level_of(source: TokenSource | TableSource) -> str:

@@ -141,18 +141,21 @@ def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSourc
         )
     total, rows, largest = 0, 0, 0
     lengths: set[int] = set()
-    for values, ends in _lists(table, name):
-        total, rows = total + len(values), rows + len(ends)
+    for values, document_ends in _lists(table, name):
+        total, rows = total + len(values), rows + len(document_ends)
         largest = max(largest, int(values.max()) if len(values) else 0)
         if len(lengths) < 2:
-            lengths.update(np.unique(np.diff(ends, prepend=np.uint64(0)))[:2].tolist())
+            lengths.update(np.unique(np.diff(document_ends, prepend=np.uint64(0)))[:2].tolist())
     seq_len = lengths.pop() if len(lengths) == 1 else None
     others = [field.name for field in table.schema if field.name != name]
     metadata = {"left_out": others} if others else {}
     dtype = "U16" if largest < 1 << 16 else "U32"
 
     def read() -> Iterator[TokenPart]:
-        return (TokenPart(values.astype(TOKEN_DTYPES[dtype]), ends) for values, ends in _lists(table, name))
+        return (
+            TokenPart(values.astype(TOKEN_DTYPES[dtype]), document_ends)
+            for values, document_ends in _lists(table, name)
+        )
 
     return TokenSource(table.format, dtype, total, rows, seq_len or None, read, metadata)
 

@@ -33,7 +33,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ColumnChunk:
     """A column's values in one row group: where its pages lie in the file."""
 
     column: int
@@ -48,7 +48,7 @@ class Footer:
 
     num_rows: int
     columns: list[Column]
-    groups: list[tuple[int, list[Chunk]]]
+    groups: list[tuple[int, list[ColumnChunk]]]
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ def read_footer(data: bytes) -> Footer:
     length = int.from_bytes(data[-8:-4], "little")
     if len(data) < 12 or data[-4:] != _MAGIC or not 0 < length <= min(MAX_FOOTER_BYTES, len(data) - 12):
         raise ValueError(f"expected a footer of at most {MAX_FOOTER_BYTES} bytes, got {length}")
-    facts = _Compact(io.BytesIO(data[len(data) - 8 - length : -8]), length).struct()
-    root, *leaves = _structs(facts.get(2))
+    metadata = _Compact(io.BytesIO(data[len(data) - 8 - length : -8]), length).struct()
+    root, *leaves = _structs(metadata.get(2))
     if not all(isinstance(leaf.get(4), bytes) for leaf in leaves):
         raise ValueError("footer: expected a name of each column")
     columns = [
@@ -78,33 +78,33 @@ def read_footer(data: bytes) -> Footer:
         for leaf in leaves
     ]  # fmt: skip
     groups = []
-    for group in _structs(facts.get(4)):
+    for group in _structs(metadata.get(4)):
         chunks = _structs(group.get(1))
         if len(chunks) != len(columns) or root.get(5) != len(columns):
             raise ValueError(f"expected {len(columns)} flat columns in each row group, got {len(chunks)}")
         groups.append((_int(group, 3), [_chunk(i, chunk.get(3), len(data)) for i, chunk in enumerate(chunks)]))
-    return Footer(_int(facts, 3), columns, groups)
+    return Footer(_int(metadata, 3), columns, groups)
 
 
-def _chunk(column: int, facts: Any, num_bytes: int) -> Chunk:
-    if not isinstance(facts, dict):
+def _chunk(column: int, metadata: Any, num_bytes: int) -> ColumnChunk:
+    if not isinstance(metadata, dict):
         raise ValueError("column chunk: expected its facts in the footer")
-    start, dictionary = _int(facts, 9), _int(facts, 11, 0)
+    start, dictionary = _int(metadata, 9), _int(metadata, 11, 0)
     start = dictionary if 0 < dictionary < start else start
-    stop = start + _int(facts, 7)
+    stop = start + _int(metadata, 7)
     if not 0 < start < stop <= num_bytes:
         raise ValueError(f"column chunk: expected it within the file's {num_bytes} bytes, got [{start}, {stop})")
-    return Chunk(column, start, stop, _int(facts, 5))
+    return ColumnChunk(column, start, stop, _int(metadata, 5))
 
 
 def _structs(value: Any) -> list[dict[int, Any]]:
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise ValueError("footer: expected a list of structs")
     return value
 
 
-def _int(facts: dict[int, Any], number: int, default: int | None = None) -> int:
-    value = facts.get(number, default)
+def _int(fields: dict[int, Any], number: int, default: int | None = None) -> int:
+    value = fields.get(number, default)
     if not isinstance(value, int) or value < min(0, default or 0):
         raise ValueError(f"expected a number of at least 0 in field {number}, got {value!r}")
     return value
@@ -114,11 +114,11 @@ def pages(file: BinaryIO, start: int, stop: int) -> Iterator[Page]:
     """The pages of the column chunk at `[start, stop)`; ValueError if a header is malformed."""
     while start < stop:
         file.seek(start)
-        facts = _Compact(file, MAX_HEADER_BYTES).struct()
-        own: dict[int, Any] = next((facts[number] for number in (5, 7, 8) if isinstance(facts.get(number), dict)), {})
-        packed, encoding = _int(facts, 3), _int(own, 4 if 8 in facts else 2, -1)
+        header = _Compact(file, MAX_HEADER_BYTES).struct()
+        own: dict[int, Any] = next((header[number] for number in (5, 7, 8) if isinstance(header.get(number), dict)), {})
+        packed, encoding = _int(header, 3), _int(own, 4 if 8 in header else 2, -1)
         start = file.tell() + packed
-        yield Page(_int(facts, 1) == _DICTIONARY, _int(own, 1, 0), packed, _int(facts, 2), encoding, start)
+        yield Page(_int(header, 1) == _DICTIONARY, _int(own, 1, 0), packed, _int(header, 2), encoding, start)
 
 
 class _Compact:
@@ -126,10 +126,10 @@ class _Compact:
 
     def __init__(self, file: BinaryIO, limit: int) -> None:
         self._file = file
-        self._left = limit
+        self._remaining = limit
 
     def struct(self, depth: int = 0) -> dict[int, Any]:
-        """Values by field number: integers, bytes, structs and lists of those; others are passed over, and None."""
+        """Values by field number: integers, bytes, structs and lists of those; others are skipped, and None."""
         fields: dict[int, Any] = {}
         number = 0
         while (head := self._take(1)[0]) != 0:
@@ -147,11 +147,11 @@ class _Compact:
         if kind in _LISTS:
             head = self._take(1)[0]
             num = head >> 4 if head >> 4 < 15 else self._varint()
-            if num > self._left:  # each takes a byte at least
+            if num > self._remaining:  # each takes a byte at least
                 raise ValueError("expected a longer list, got the end")
             return [self._value(_BYTE if head & 15 in _BOOLS else head & 15, depth + 1) for _ in range(num)]
         if kind == _BINARY:
-            if (length := self._varint()) <= self._left:
+            if (length := self._varint()) <= self._remaining:
                 return self._take(length)
             self._file.seek(min(length, 1 << 40), 1)
             return None
@@ -161,8 +161,8 @@ class _Compact:
         return None
 
     def _take(self, num_bytes: int) -> bytes:
-        self._left -= num_bytes
-        data = self._file.read(num_bytes) if self._left >= 0 else b""
+        self._remaining -= num_bytes
+        data = self._file.read(num_bytes) if self._remaining >= 0 else b""
         if len(data) < num_bytes:
             raise ValueError("expected more bytes, got the end")
         return data

@@ -140,10 +140,10 @@ class TokenCounts:
             self.longest_gap_at = TokenPosition(window.path, window.start + index, self.longest_gap)
         self._since_eos = int(gaps[-1])
         self._reached = (window.path, window.start + len(tokens))
-        if window.ends is not None:
-            ends = window.ends[np.diff(np.concatenate(([0], window.ends))) > 0]
-            bare = ends[tokens[ends - 1] != eos] if len(ends) else ends
-            self.num_ends += len(ends)
+        if window.document_ends is not None:
+            document_ends = window.document_ends[np.diff(np.concatenate(([0], window.document_ends))) > 0]
+            bare = document_ends[tokens[document_ends - 1] != eos] if len(document_ends) else document_ends
+            self.num_ends += len(document_ends)
             self.num_ends_bare += len(bare)
             if len(bare) and self.bare is None:
                 index = int(bare[0]) - 1

@@ -3,8 +3,8 @@
 A block, little endian: u32 n samples, u32 offsets [n + 1] from its first byte, perhaps settings, the samples. A sample:
 u32 size of each column that has no fixed size, then the columns.
 
-Hides: that every offset and size is checked against the block before anything is read by it, and that an index cannot
-name files outside its directory.
+Every offset and size is checked against the block before it is used, and an index cannot name files outside its
+directory.
 """
 
 from collections.abc import Sequence
@@ -35,37 +35,39 @@ class Block:
     memory: Bytes8
     offsets: I64
 
-    def numbers(self, at: I64, width: int, ends: I64, order: str = "<") -> I64:
-        """The unsigned number of `width` bytes at each place, which must end by `ends`."""
-        if (at + width > ends).any():
+    def numbers(self, positions: I64, width: int, stops: I64, order: str = "<") -> I64:
+        """Return the unsigned number of `width` bytes at each position, which must end by `stops`."""
+        if (positions + width > stops).any():
             raise damaged(self.path, f"{width} bytes more in a sample", "its end")
         shifts = range(width) if order == "<" else range(width - 1, -1, -1)
-        return np.asarray(sum(self.memory[at + k].astype(np.int64) << 8 * shift for k, shift in enumerate(shifts)))
+        return np.asarray(
+            sum(self.memory[positions + k].astype(np.int64) << 8 * shift for k, shift in enumerate(shifts))
+        )
 
     def column(self, index: int, sizes: Sequence[int | None], name: str) -> tuple[I64, I64]:
-        """Where a column of each sample begins and ends, both within the sample; None is a size that samples say."""
-        said = [i for i, size in enumerate(sizes) if size is None]
-        begins, limits = self.offsets[:-1] + 4 * len(said), self.offsets[1:]
-        ends = begins
+        """Return where a column of each sample begins and ends; a size of None is stored in each sample."""
+        variable = [i for i, size in enumerate(sizes) if size is None]
+        begins, limits = self.offsets[:-1] + 4 * len(variable), self.offsets[1:]
+        stops = begins
         for i in range(index + 1):
-            fixed, begins = sizes[i], ends
-            at = self.offsets[:-1] + 4 * (said.index(i) if fixed is None else 0)
-            ends = begins + (fixed if fixed is not None else self.numbers(at, 4, limits))
-        if (ends > limits).any():
+            fixed, begins = sizes[i], stops
+            positions = self.offsets[:-1] + 4 * (variable.index(i) if fixed is None else 0)
+            stops = begins + (fixed if fixed is not None else self.numbers(positions, 4, limits))
+        if (stops > limits).any():
             raise damaged(self.path, f"column {name} inside its sample", "one beyond")
-        return begins, ends
+        return begins, stops
 
-    def values(self, begins: I64, ends: I64) -> Bytes8:
-        """The bytes from each `begins` to its `ends`: a view where they follow one another, else a copy."""
+    def values(self, begins: I64, stops: I64) -> Bytes8:
+        """Return the bytes from each `begins` to its `stops`: a view where they follow one another, else a copy."""
         if not len(begins):
             return self.memory[:0]
-        if (begins[1:] == ends[:-1]).all():
-            return self.memory[int(begins[0]) : int(ends[-1])]
-        return np.concatenate([self.memory[a:b] for a, b in zip(begins.tolist(), ends.tolist())])
+        if (begins[1:] == stops[:-1]).all():
+            return self.memory[int(begins[0]) : int(stops[-1])]
+        return np.concatenate([self.memory[a:b] for a, b in zip(begins.tolist(), stops.tolist())])
 
 
 def read_offsets(path: Path, head: Any, samples: int, num_bytes: int, *, has_settings: bool = False) -> I64:
-    """Where each sample of a block begins, and the end: int64 [n + 1]."""
+    """Return where each sample of a block begins, and the end: int64 [n + 1]."""
     begin = 4 * (samples + 2)
     if len(head) < begin:
         raise damaged(path, f"offsets of {samples} items", f"{len(head)} bytes")
@@ -76,27 +78,27 @@ def read_offsets(path: Path, head: Any, samples: int, num_bytes: int, *, has_set
 
 
 def check_offsets(path: Path, offsets: I64, begin: int, stop: int) -> I64:
-    """Offsets that rise from `begin` to `stop`. Raises DatasetError if they do not."""
+    """Return offsets that rise from `begin` to `stop`. Raises DatasetError if they do not."""
     if offsets[0] != begin or offsets[-1] != stop or (np.diff(offsets) < 0).any():
         raise damaged(path, f"items from byte {begin} to {stop}", f"{offsets[0]} to {offsets[-1]}")
     return offsets
 
 
-def inflate(path: Path, data: Any, compression: str, wanted: int) -> bytes:
-    """Decompressed: of exactly `wanted` bytes. Raises DatasetError."""
-    raw = bounded_unpack(data, compression, wanted + 1, path)
-    if len(raw) != wanted:
-        raise damaged(path, f"{wanted} bytes once decompressed", f"{len(raw)} or more")
+def inflate(path: Path, data: Any, compression: str, expected: int) -> bytes:
+    """Return data decompressed: exactly `wanted` bytes. Raises DatasetError."""
+    raw = bounded_unpack(data, compression, expected + 1, path)
+    if len(raw) != expected:
+        raise damaged(path, f"{expected} bytes once decompressed", f"{len(raw)} or more")
     return raw
 
 
 def damaged(path: Path, expected: str, got: str) -> DatasetError:
-    """The error for a block that contradicts itself or its index."""
+    """Return the error for a block that contradicts itself or its index."""
     return DatasetError(f"{path}: expected {expected}, got {got[:200]}. It is damaged; fetch it again.")
 
 
 def is_index(folder: Path, *names: bytes) -> bool:
-    """Whether a directory's index.json may have these keys, by its first 4 KiB and last 64."""
+    """Return whether a directory's index.json may have these keys, by its first 4 KiB and last 64."""
     index = folder / INDEX_FILE
     if not index.is_file():
         return False
@@ -106,7 +108,7 @@ def is_index(folder: Path, *names: bytes) -> bool:
 
 
 def read_index(folder: Path) -> Any:
-    """What index.json says. Raises DatasetError if it is no JSON object."""
+    """Return the object in index.json. Raises DatasetError if it is no JSON object."""
     path = folder / INDEX_FILE
     if file_size(path) > _MAX_INDEX_BYTES:
         raise DatasetError(f"{path}: expected at most {_MAX_INDEX_BYTES} bytes, got {file_size(path)}.")
@@ -120,16 +122,16 @@ def read_index(folder: Path) -> Any:
 
 
 def path_inside(folder: Path, name: object) -> Path | None:
-    """The file of this name below a directory; None if the name leads elsewhere."""
+    """Return the file of this name below a directory; None if the name leads elsewhere."""
     if not isinstance(name, str) or "\\" in name or not name.isprintable():
         return None
     parts = name.split("/")
     return None if any(part in ("", ".", "..") for part in parts) else folder.joinpath(*parts)
 
 
-def is_size(value: object, most: int = MAX_BLOCK_BYTES) -> bool:
-    """Whether a value of an index is a whole number from 0 to `most`."""
-    return type(value) is int and 0 <= value <= most
+def is_size(value: object, limit: int = MAX_BLOCK_BYTES) -> bool:
+    """Return whether a value of an index is an integer from 0 to `limit`."""
+    return type(value) is int and 0 <= value <= limit
 
 
 def sized(value: bytes) -> bytes:

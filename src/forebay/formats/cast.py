@@ -44,8 +44,8 @@ def dtype_name(text: str) -> str:
 
 def name_of_dtype(dtype: np.dtype[Any]) -> str:
     """SafeTensors' name of a NumPy type (bits of BF16 are `U16`). Raises UsageError if it has none."""
-    for name, known in DTYPES.items():
-        if name != "BF16" and dtype.newbyteorder("<") == known:
+    for name, numpy_dtype in DTYPES.items():
+        if name != "BF16" and dtype.newbyteorder("<") == numpy_dtype:
             return name
     raise UsageError(f"type of a tensor: expected booleans, integers or floats of at most 64 bits, got {dtype}.")
 

@@ -34,7 +34,7 @@ class TokenPart:
     """
 
     tokens: NDArray[Any]
-    ends: U64
+    document_ends: U64
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ _STRUCTURE_CHECKS = (
 _PIECE_BYTES = 4096
 _MAX_PIECES = 16
 _ALL_PIECES = 4096  # Pieces read of all files together, 16 MiB; two of each file where there are more files.
-_OPEN_SLICES = 16  # Small, as some slices are copies; whoever holds a slice keeps it anyway.
+_OPEN_SLICES = 16  # Small, as some slices are copies; a slice that is in use stays open anyway.
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class ExternalDataset(Dataset, ABC):
         super().__init__(path, manifest, table, described.hexdigest())
 
     def describe(self) -> dict[str, Any]:
-        """As for a dataset of ours, and `format`: the format's name."""
+        """As of Forebay's own datasets, and `format`: the format's name."""
         checked = "sizes, index and samples of the bytes; `forebay verify` reads all"
         return {**super().describe(), "format": self.kind, "checked": checked}
 
@@ -113,7 +113,7 @@ class ExternalDataset(Dataset, ABC):
         return self.files[self._part(index).file]
 
     def open_slice(self, index: int) -> Slice:
-        """As of a dataset of ours; `tokens` are a view of the file's map where the format allows.
+        """As of Forebay's own datasets; `tokens` are a view of the file's map where the format allows.
 
         DatasetError if the file is missing, has another size now, or contradicts what opening found.
         """
@@ -130,12 +130,12 @@ class ExternalDataset(Dataset, ABC):
         return opened
 
     def read_slice(self, index: int) -> Slice:
-        """As `open_slice`, and not kept open: for reading once, from end to end."""
+        """As `open_slice`, without caching: for reading once, from end to end."""
         part = self._part(index)
         return self._checked(part, *self._read(part))
 
     def release(self, index: int) -> None:
-        """Give back the memory of the map of slice `index`'s file; views of it stay valid, and read again."""
+        """Release the memory of the map of slice `index`'s file; views of it stay valid, and are read again."""
         with self._map_lock:
             memory = self._maps.get(self.slice_path(index))
         if memory is not None:
@@ -145,7 +145,7 @@ class ExternalDataset(Dataset, ABC):
         """Read every slice and compare with what was found when opening; files that differ are named.
 
         Checked: sizes, fingerprints, indexes, hashes and sample ids where the format has them, and that no U32 token
-        is above 2**31 - 1 (a negative number, or text read as numbers). Arguments as for a dataset of ours.
+        is above 2**31 - 1 (a negative number, or text read as numbers). Arguments as of Forebay's own datasets.
         """
         states: dict[int, str] = {}
 
@@ -181,10 +181,10 @@ class ExternalDataset(Dataset, ABC):
             sorted({shown_name(self.path, self.files[file]) for file, state in states.items() if state == kind})
             for kind in ("changed", "missing")
         )
-        bad = sorted([*changed, *missing])
+        differing = sorted([*changed, *missing])
         hashes = self._hash_checks()
         return VerifyReport(
-            not bad, bad, changed, missing, has_hashes=bool(hashes), checks=(*_STRUCTURE_CHECKS, *hashes)
+            not differing, differing, changed, missing, has_hashes=bool(hashes), checks=(*_STRUCTURE_CHECKS, *hashes)
         )
 
     def _hash_checks(self) -> tuple[str, ...]:
@@ -207,25 +207,27 @@ class ExternalDataset(Dataset, ABC):
         return fingerprint(self.files[file], len(self.files))
 
     def _check_part(self, part: ExternalSlice, tokens: NDArray[Any]) -> str:
-        """What only reading it all can tell: empty, or `changed`."""
+        """What only reading all of a part can show: empty, or `changed`."""
         return ""
 
-    def _checked(self, part: ExternalSlice, tokens: NDArray[Any], ends: U64) -> Slice:
+    def _checked(self, part: ExternalSlice, tokens: NDArray[Any], document_ends: U64) -> Slice:
         path = self.files[part.file]
-        problem = check_document_ends(ends, len(tokens))
+        problem = check_document_ends(document_ends, len(tokens))
         if problem:
             raise DatasetError(f"{path}: document ends of {part.name}: {problem}. The file is damaged; fetch it again.")
         dtype = TOKEN_DTYPES[self.manifest.dtype]
-        if (len(tokens), len(ends), tokens.dtype) != (part.count, part.documents, dtype):
+        if (len(tokens), len(document_ends), tokens.dtype) != (part.count, part.documents, dtype):
             raise DatasetError(
                 f"{path}: expected {part.count} tokens {dtype} in {part.documents} documents in {part.name}, got "
-                f"{len(tokens)} {tokens.dtype} in {len(ends)}. It changed since it was opened, or its index does "
-                "not fit it; open it again, or fetch it again."
+                f"{len(tokens)} {tokens.dtype} in {len(document_ends)}. It changed since it was opened, or its index "
+                "does not fit it; open it again, or fetch it again."
             )
         tokens.flags.writeable = False
-        ends.flags.writeable = False
+        document_ends.flags.writeable = False
         return Slice(
-            path, {"tokens": tokens, "document_ends": ends}, {"tokens": self.manifest.dtype, "document_ends": "U64"}
+            path,
+            {"tokens": tokens, "document_ends": document_ends},
+            {"tokens": self.manifest.dtype, "document_ends": "U64"},
         )
 
     def _map(self, path: Path, num_bytes: int) -> Bytes8:
@@ -252,13 +254,13 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def unreadable(path: Path, error: Exception) -> DatasetError:
-    """The error for a file that the system refuses."""
+    """Return the error for a file that the system refuses."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return DatasetError(f"{path}: cannot be read: {reason}. Check the path, or fetch it again.")
 
 
 def map_file(path: Path) -> Bytes8:
-    """The whole file as read-only bytes. Raises DatasetError if it cannot be opened."""
+    """Return a file as read-only bytes. Raises DatasetError if it cannot be opened."""
     with reading(path), path.open("rb") as file:
         if file_size(path) == 0:
             return np.empty(0, np.uint8)
@@ -266,7 +268,7 @@ def map_file(path: Path) -> Bytes8:
 
 
 def read_head(path: Path, num_bytes: int, start: int = 0) -> bytes:
-    """Up to `num_bytes` bytes of a file from `start`. Raises DatasetError if it cannot be read."""
+    """Return up to `num_bytes` bytes of a file from `start`. Raises DatasetError if it cannot be read."""
     with reading(path), path.open("rb") as file:
         file.seek(start)
         return file.read(num_bytes)
@@ -278,13 +280,13 @@ def read_tail(path: Path, num_bytes: int) -> bytes:
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a file. Raises DatasetError if there is none."""
+    """Return the size of a file. Raises DatasetError if there is none."""
     with reading(path):
         return path.stat().st_size
 
 
 def fingerprint(path: Path, num_files: int) -> bytes:
-    """32 bytes that tell a file's content by its size and pieces; all of it where it is small."""
+    """Return 32 bytes that identify a file's content by its size and pieces; all of it where it is small."""
     pieces = max(2, min(_MAX_PIECES, _ALL_PIECES // max(num_files, 1)))
     with reading(path), path.open("rb") as file:
         size = file_size(path)
@@ -299,13 +301,13 @@ def fingerprint(path: Path, num_files: int) -> bytes:
 
 
 def fingerprints(paths: Sequence[Path]) -> list[bytes]:
-    """`fingerprint` of each, by 16 threads: what takes the time is the disk's answer."""
+    """Return the `fingerprint` of each file, by 16 threads: the time is the disk's latency."""
     with ThreadPoolExecutor(16) as pool:
         return list(pool.map(lambda path: fingerprint(path, len(paths)), paths))
 
 
 def token_dtype(dtype: Any) -> np.dtype[Any]:
-    """The integer type that a user names: `U16`, `uint16`, `int64`, `np.uint32` …; little-endian."""
+    """Return the integer type that a user names: `U16`, `uint16`, `int64`, `np.uint32` …; little-endian."""
     try:
         text = dtype.lower() if isinstance(dtype, str) else None
         if text and text[:1] in "ui" and text[1:] in ("16", "32", "64"):
@@ -319,12 +321,12 @@ def token_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def stored_dtype(kind: np.dtype[Any]) -> str:
-    """`U16` or `U32`: what tokens of an integer type are given as."""
+    """Return `U16` or `U32`: the type in which tokens of an integer type are returned."""
     return "U16" if kind.itemsize <= 2 else "U32"
 
 
 def common_dtype(path: Path, kinds: Iterable[np.dtype[Any]]) -> str:
-    """`U16` or `U32` of the files of a dataset. Raises DatasetError if they differ, or there are none."""
+    """Return `U16` or `U32` of the files of a dataset. Raises DatasetError if they differ, or there are none."""
     distinct = set(kinds)
     names = {stored_dtype(kind) for kind in distinct}
     if len(names) != 1:
@@ -336,7 +338,7 @@ def common_dtype(path: Path, kinds: Iterable[np.dtype[Any]]) -> str:
 
 
 def as_tokens(array: NDArray[Any], location: object) -> NDArray[Any]:
-    """Integers as U16 or U32: a view for 2 and 4 bytes, a copy for 1 and 8.
+    """Return integers as U16 or U32: a view for 2 and 4 bytes, a copy for 1 and 8.
 
     A view of signed integers takes their bits: a negative one is a token of 2**31 (2**15) and more; `verify` finds
     the former. An 8-byte number outside [0, 2**32) is a DatasetError.
@@ -353,7 +355,7 @@ def as_tokens(array: NDArray[Any], location: object) -> NDArray[Any]:
 
 
 def shown_name(base: Path, path: Path) -> str:
-    """The name of a file for people: below `base` if it is there, else its own."""
+    """Return the name of a file for messages: below `base` if it is there, else its own."""
     return path.relative_to(base).as_posix() if path.is_relative_to(base) and path != base else path.name
 
 

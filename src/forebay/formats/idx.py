@@ -37,11 +37,12 @@ class Idx(Format):
             head = file.read(4)
             if not self.sniff(head + b"\0" * 4):
                 raise DatasetError(f"{path}: expected an idx file, got one that begins with {head.hex(' ')}.")
-            dimensions = [int(n) for n in np.frombuffer(file.read(4 * head[3]), ">u4")]
-        if len(dimensions) < head[3]:
+            sizes = file.read(4 * head[3])
+        if len(sizes) < 4 * head[3]:
             raise DatasetError(
-                f"{path}: expected {head[3]} dimensions, got {len(dimensions)}: it is cut. Fetch it again."
+                f"{path}: expected {head[3]} dimensions, got {len(sizes)} bytes: it is cut. Fetch it again."
             )
+        dimensions = [int(n) for n in np.frombuffer(sizes, ">u4")]
         rows, *shape = dimensions
         name = _NAMES.get(len(dimensions), "images")
         shape = [1, *shape] if len(shape) == 2 else shape

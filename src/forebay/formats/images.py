@@ -230,7 +230,7 @@ def decode(blob: bytes | None, channels: int | None, options: ConvertOptions) ->
         height, width = options.crop
         if turned.width < width or turned.height < height:
             return f"{turned.height} x {turned.width} pixels, less than the crop of {height} x {width}"
-        left, top = (turned.width - width) // 2, (turned.height - height) // 2
-        turned = turned.crop((left, top, left + width, top + height))
+        x0, y0 = (turned.width - width) // 2, (turned.height - height) // 2
+        turned = turned.crop((x0, y0, x0 + width, y0 + height))
     pixels = np.asarray(turned, np.uint8)
     return np.ascontiguousarray(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))

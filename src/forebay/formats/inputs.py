@@ -208,11 +208,6 @@ def local_version(path: str | Path) -> str:
     return f"{stat.st_size}-{stat.st_mtime_ns}-{stat.st_ino}"
 
 
-def changed_error(name: str) -> PrepareError:
-    """Return the error for a file that is not the one any more that was listed."""
-    return PrepareError(f"{name}: the input changed while it was read. Start again.")
-
-
 def check_unchanged(file: InputFile) -> None:
     """Raise PrepareError if a local file is another one, or has other bytes, than when it was listed.
 
@@ -226,4 +221,4 @@ def check_unchanged(file: InputFile) -> None:
         except OSError:
             return  # Opening it raises with the reason.
         if version != file.version:
-            raise changed_error(file.path)
+            raise PrepareError(f"{file.path}: the input changed while it was read. Start again.")

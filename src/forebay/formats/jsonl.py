@@ -93,7 +93,10 @@ class Jsonl(Format):
             raise DatasetError(f"{paths[0]}: expected lines of JSON, got none.")
         columns = schema
         return TableSource(
-            self.name, columns, None, lambda: (rows_batch(rows, columns, at) for at, rows, _ in _line_batches(paths))
+            self.name,
+            columns,
+            None,
+            lambda: (rows_batch(rows, columns, location) for location, rows, _ in _line_batches(paths)),
         )
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:

@@ -6,7 +6,7 @@ them (`numpy`; `tensor`, big endian); nested lists come as an Arrow table at the
 frames of items, or of each.
 Source: litdata 0.2.76, litdata/streaming/writer.py and framed_zstd.py.
 
-Hides: how tokens are found, and the making of one stream of them. One item is one document; one chunk one slice. A raw
+One item is one document; one chunk one slice. A raw
 chunk for the TokensLoader of 2- or 4-byte tokens is a view of the map; any other is copied when its slice opens.
 Opening reads the offsets and sizes of every item (4 bytes each) unless the index counts the tokens; compressed chunks
 are decompressed for that.
@@ -88,7 +88,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class LitDataChunk:
     """One entry of the index."""
 
     path: Path
@@ -179,12 +179,18 @@ class LitDataset(ExternalDataset):
             for i, (chunk, (_, count)) in enumerate(zip(self._chunks, counts))
         ]
         files = [chunk.path for chunk in self._chunks]
-        facts = {"column": self._layout.column, "leaf": self._layout.formats[self._layout.leaf]}
+        settings = {"column": self._layout.column, "leaf": self._layout.formats[self._layout.leaf]}
         super().__init__(
-            path, "litdata", common_dtype(path, (kind for kind, _ in counts)), files, fingerprints(files), parts, facts
+            path,
+            "litdata",
+            common_dtype(path, (kind for kind, _ in counts)),
+            files,
+            fingerprints(files),
+            parts,
+            settings,
         )
 
-    def _count(self, chunk: Chunk) -> tuple[np.dtype[Any], int]:
+    def _count(self, chunk: LitDataChunk) -> tuple[np.dtype[Any], int]:
         kind, size = self._layout.kind, file_size(chunk.path)
         if chunk.wrap != "chunk" and size != chunk.num_bytes:
             raise DatasetError(f"{chunk.path}: expected {chunk.num_bytes} bytes, got {size}. Fetch it again.")
@@ -200,43 +206,43 @@ class LitDataset(ExternalDataset):
             table = footer_of(chunk, memory, self._layout.column)
             if table is not None:
                 return table[0].dtype, len(table[0])
-            kind, begins, ends = places(chunk, self._layout, body_of(chunk, memory))
-            return kind, int((ends - begins).sum()) // kind.itemsize
+            kind, begins, stops = places(chunk, self._layout, body_of(chunk, memory))
+            return kind, int((stops - begins).sum()) // kind.itemsize
 
     def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
         chunk = self._chunks[part.file]
         return tokens_of(chunk, self._layout, self._map(chunk.path, part.num_bytes))
 
 
-def tokens_of(chunk: Chunk, layout: Layout, memory: Bytes8) -> tuple[NDArray[Any], U64]:
-    """The tokens of a chunk, U16 or U32 [T], and where each item ends, given the bytes of its file."""
+def tokens_of(chunk: LitDataChunk, layout: Layout, memory: Bytes8) -> tuple[NDArray[Any], U64]:
+    """Return the tokens of a chunk, U16 or U32 [T], and where each item ends, given the bytes of its file."""
     memory = unwrap(chunk, memory)
     table = footer_of(chunk, memory, layout.column)
     if table is not None:
         return as_tokens(np.array(table[0]), chunk.path), table[1].astype(np.uint64)
     body = body_of(chunk, memory)
-    kind, begins, ends = places(chunk, layout, body)
-    documents = np.cumsum((ends - begins) // kind.itemsize).astype(np.uint64)
-    return as_tokens(body.values(begins, ends).view(kind), chunk.path), documents
+    kind, begins, stops = places(chunk, layout, body)
+    documents = np.cumsum((stops - begins) // kind.itemsize).astype(np.uint64)
+    return as_tokens(body.values(begins, stops).view(kind), chunk.path), documents
 
 
-def _check_chunk(report: Report, chunk: Chunk, layout: Layout | None) -> None:
+def _check_chunk(report: Report, chunk: LitDataChunk, layout: Layout | None) -> None:
     try:
         if layout is None:
             body_of(chunk, unwrap(chunk, map_file(chunk.path)))
             return
-        tokens, ends = tokens_of(chunk, layout, map_file(chunk.path))
+        tokens, document_ends = tokens_of(chunk, layout, map_file(chunk.path))
     except DatasetError as error:
         report.add_finding("index-mismatch", chunk.path.name, str(error))
         return
     dtypes = {"tokens": f"U{8 * tokens.itemsize}", "document_ends": "U64"}
-    add_slice(report, Slice(chunk.path, {"tokens": tokens, "document_ends": ends}, dtypes), has_ends=False)
+    add_slice(report, Slice(chunk.path, {"tokens": tokens, "document_ends": document_ends}, dtypes), has_ends=False)
 
 
 def read_index(
     folder: Path, column: str | None = None, *, needs_tokens: bool = True
-) -> tuple[Layout | None, list[Chunk]]:
-    """Layout of the items and chunks that index.json lists. Without `needs_tokens`, None where no leaf is tokens."""
+) -> tuple[Layout | None, list[LitDataChunk]]:
+    """Return the layout of the items and the chunks of an index; without `needs_tokens`, None if no leaf is tokens."""
     path, index = folder / INDEX_FILE, blocks.read_index(folder)
     try:
         config, listed = index["config"], index["chunks"]
@@ -245,7 +251,7 @@ def read_index(
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise DatasetError(f"{path}: expected LitData's index, got {error!r}. Fetch it again.") from error
     loader = config.get("item_loader") or ("TokensLoader" if listed and listed[0].get("dim") else "PyTreeLoader")
-    if config.get("encryption") or loader not in _LOADERS or not all(isinstance(one, str) for one in formats):
+    if config.get("encryption") or loader not in _LOADERS or not all(isinstance(form, str) for form in formats):
         raise DatasetError(
             f"{path}: expected items for {' or '.join(_LOADERS)}, not encrypted, got {loader} "
             f"{str(config.get('encryption'))[:100]}. Write it again without."
@@ -272,12 +278,12 @@ def _leaves(spec: Any, name: str) -> Iterator[str]:
 
 
 def _leaf(path: Path, names: list[str], formats: tuple[str, ...], column: str | None) -> int:
-    found = [i for i, form in enumerate(formats) if is_tokens(form)]
-    named = [i for wanted in ([column] if column is not None else TOKEN_COLUMNS) for i in found if names[i] == wanted]
+    candidates = [i for i, form in enumerate(formats) if is_tokens(form)]
+    named = [i for name in ([column] if column is not None else TOKEN_COLUMNS) for i in candidates if names[i] == name]
     if named:
         return named[0]
-    if column is None and len(found) == 1:
-        return found[0]
+    if column is None and len(candidates) == 1:
+        return candidates[0]
     raise DatasetError(
         f"{path}: expected a leaf of tokens ({column or ' or '.join(TOKEN_COLUMNS)}), got "
         f"{', '.join(f'{n}: {f}' for n, f in zip(names, formats))[:500]}. Say column=…, or tokenize text first with "
@@ -285,7 +291,7 @@ def _leaf(path: Path, names: list[str], formats: tuple[str, ...], column: str | 
     )
 
 
-def _chunk(path: Path, i: int, entry: Any, wrap: str, loader: str) -> Chunk:
+def _chunk(path: Path, i: int, entry: Any, wrap: str, loader: str) -> LitDataChunk:
     entry = entry if isinstance(entry, dict) else {}
     num_bytes, items, dim = (entry.get(key) for key in ("chunk_bytes", "chunk_size", "dim"))
     file = blocks.path_inside(path.parent, entry.get("filename"))
@@ -294,12 +300,12 @@ def _chunk(path: Path, i: int, entry: Any, wrap: str, loader: str) -> Chunk:
             f"{path}: expected filename (inside the directory), chunk_bytes and chunk_size of chunk {i}, got "
             f"{str(entry)[:200]}. Fetch it again."
         )
-    known = int(dim) if dim is not None and loader == "TokensLoader" else None
-    return Chunk(file, int(num_bytes or 0), int(items or 0), known, wrap)
+    num_tokens = int(dim) if dim is not None and loader == "TokensLoader" else None
+    return LitDataChunk(file, int(num_bytes or 0), int(items or 0), num_tokens, wrap)
 
 
 def is_tokens(form: str) -> bool:
-    """Whether a leaf of this format may be tokens."""
+    """Return whether a leaf of this format may be tokens."""
     name = form.partition(":")[0]
     return name in ("numpy", "tensor", "json") or kind_of(form) is not None
 
@@ -310,47 +316,47 @@ def kind_of(form: str) -> np.dtype[Any] | None:
     return np.dtype(table[int(code)]) if code.isdigit() and int(code) in table else None
 
 
-def unwrap(chunk: Chunk, memory: Bytes8) -> Bytes8:
-    """The chunk's bytes as they were before the whole was compressed. Raises DatasetError."""
+def unwrap(chunk: LitDataChunk, memory: Bytes8) -> Bytes8:
+    """Return the chunk's bytes as they were before the chunk was compressed. Raises DatasetError."""
     if chunk.wrap != "chunk":
         return memory
     return np.frombuffer(inflate(chunk.path, memory.data, "zstd", chunk.num_bytes), np.uint8)
 
 
-def body_of(chunk: Chunk, memory: Bytes8) -> Block:
-    """Its items, given its bytes."""
+def body_of(chunk: LitDataChunk, memory: Bytes8) -> Block:
+    """Return the items of a chunk, given its bytes."""
     if chunk.wrap == "batch":
         return _framed(chunk, memory)
     offsets = read_offsets(chunk.path, memory, chunk.items, len(memory))
     if chunk.wrap != "sample":
         return Block(chunk.path, memory, offsets)
     pieces = _inflate_items(chunk, memory, offsets)
-    whole = np.frombuffer(b"".join(pieces), np.uint8)
-    return Block(chunk.path, whole, np.cumsum([0, *map(len, pieces)], dtype=np.int64))
+    joined = np.frombuffer(b"".join(pieces), np.uint8)
+    return Block(chunk.path, joined, np.cumsum([0, *map(len, pieces)], dtype=np.int64))
 
 
-def places(chunk: Chunk, layout: Layout, body: Block) -> tuple[np.dtype[Any], I64, I64]:
-    """The type of the tokens, and where those of each item begin and end."""
-    begins, ends = body.offsets[:-1], body.offsets[1:]
+def places(chunk: LitDataChunk, layout: Layout, body: Block) -> tuple[np.dtype[Any], I64, I64]:
+    """Return the type of the tokens, and where those of each item begin and end."""
+    begins, stops = body.offsets[:-1], body.offsets[1:]
     if layout.has_sizes:
         sizes = [None] * len(layout.formats)
-        if (body.column(len(sizes) - 1, sizes, "of the last leaf")[1] != ends).any():
+        if (body.column(len(sizes) - 1, sizes, "of the last leaf")[1] != stops).any():
             raise damaged(chunk.path, "items as large as their leaves", "others")
-        begins, ends = body.column(layout.leaf, sizes, layout.column)
+        begins, stops = body.column(layout.leaf, sizes, layout.column)
     name = layout.formats[layout.leaf].partition(":")[0]
     kind = layout.kind
     if kind is None:
         if name == "json":
-            kind, begins = _list_of_integers(body, begins, ends)
+            kind, begins = _list_of_integers(body, begins, stops)
         else:
-            kind, begins = _without_header(body, begins, ends, name)
-    if ((ends - begins) % kind.itemsize).any():
+            kind, begins = _without_header(body, begins, stops, name)
+    if ((stops - begins) % kind.itemsize).any():
         raise damaged(chunk.path, f"whole tokens {kind} in every item", "others")
-    return kind, begins, ends
+    return kind, begins, stops
 
 
-def footer_of(chunk: Chunk, memory: Bytes8, column: str) -> tuple[NDArray[Any], I64] | None:
-    """(values, end of each row) of a column of the Arrow table at a chunk's end; None where there is no table."""
+def footer_of(chunk: LitDataChunk, memory: Bytes8, column: str) -> tuple[NDArray[Any], I64] | None:
+    """Return (values, end of each row) of a column of the Arrow table at a chunk's end; None where it has none."""
     tail = memory[-12:].tobytes()
     if tail[4:] != _FOOTER_MAGIC:
         return None
@@ -372,73 +378,75 @@ def footer_of(chunk: Chunk, memory: Bytes8, column: str) -> tuple[NDArray[Any], 
     return values, np.cumsum(lengths)
 
 
-def _framed(chunk: Chunk, memory: Bytes8) -> Block:
+def _framed(chunk: LitDataChunk, memory: Bytes8) -> Block:
     head = memory[:24].tobytes()
     if head[:8] != FRAMED_MAGIC or head[8:10] != b"\x01\x00":
         raise damaged(chunk.path, "frames of zstd, version 1", repr(head[:12]))
-    items, _, frames = (int.from_bytes(head[at : at + 4], "little") for at in (12, 16, 20))
+    items, _, frames = (int.from_bytes(head[offset : offset + 4], "little") for offset in (12, 16, 20))
     table = 24 + 4 * (items + 1)
     if items != chunk.items or table + _FRAME.itemsize * frames > len(memory):
         raise damaged(chunk.path, f"{chunk.items} items in frames within {len(memory)} bytes", f"{items} in {frames}")
     offsets = memory[24:table].view("<u4").astype(np.int64)
     pieces, reached, total = [], 0, 0
-    for one in memory[table : table + _FRAME.itemsize * frames].view(_FRAME).tolist():
-        first, count, at, num_bytes, raw_bytes = one
-        if first != reached or at + num_bytes > len(memory):
-            raise damaged(chunk.path, f"a frame from item {reached} within the file", f"one from {first} at byte {at}")
+    for frame in memory[table : table + _FRAME.itemsize * frames].view(_FRAME).tolist():
+        first, count, offset, num_bytes, raw_bytes = frame
+        if first != reached or offset + num_bytes > len(memory):
+            raise damaged(
+                chunk.path, f"a frame from item {reached} within the file", f"one from {first} at byte {offset}"
+            )
         total += raw_bytes
         check_unpacked(chunk.path, len(memory), total)
-        pieces.append(inflate(chunk.path, memory[at : at + num_bytes].data, "zstd", raw_bytes))
+        pieces.append(inflate(chunk.path, memory[offset : offset + num_bytes].data, "zstd", raw_bytes))
         reached += count
-    whole = np.frombuffer(b"".join(pieces), np.uint8)
+    joined = np.frombuffer(b"".join(pieces), np.uint8)
     if reached != items:
         raise damaged(chunk.path, f"frames of {items} items", str(reached))
-    return Block(chunk.path, whole, check_offsets(chunk.path, offsets, 0, len(whole)))
+    return Block(chunk.path, joined, check_offsets(chunk.path, offsets, 0, len(joined)))
 
 
-def _without_header(body: Block, begins: I64, ends: I64, name: str) -> tuple[np.dtype[Any], I64]:
+def _without_header(body: Block, begins: I64, stops: I64, name: str) -> tuple[np.dtype[Any], I64]:
     """The type that every array says, and where its values begin: after u32 type, dimensions and sizes."""
     order, table = ("<", _NUMPY) if name == "numpy" else (">", _TORCH)
-    codes, ranks = (body.numbers(begins + at, 4, ends, order) for at in (0, 4))
-    found = sorted({table.get(code, "?") for code in np.unique(codes).tolist()})
-    if len(found) > 1 or "?" in found:
-        raise damaged(body.path, "tokens of one integer type", f"types {found}")
-    kind = np.dtype(found[0] if found else "<u2")
+    codes, ranks = (body.numbers(begins + skipped, 4, stops, order) for skipped in (0, 4))
+    names = sorted({table.get(code, "?") for code in np.unique(codes).tolist()})
+    if len(names) > 1 or "?" in names:
+        raise damaged(body.path, "tokens of one integer type", f"types {names}")
+    kind = np.dtype(names[0] if names else "<u2")
     values = begins + 8 + 4 * ranks
     sizes = np.ones(len(begins), np.int64)
     largest = np.zeros(len(begins), np.int64)
     for axis in range(int(ranks.max(initial=0))):
-        has = ranks > axis
-        size = body.numbers(begins[has] + 8 + 4 * axis, 4, ends[has], order)
-        largest[has] = np.maximum(largest[has], size)
-        sizes[has] *= np.minimum(size, 1 << 31)
+        has_axis = ranks > axis
+        size = body.numbers(begins[has_axis] + 8 + 4 * axis, 4, stops[has_axis], order)
+        largest[has_axis] = np.maximum(largest[has_axis], size)
+        sizes[has_axis] *= np.minimum(size, 1 << 31)
         if axis > 3:
             raise damaged(body.path, "vectors of tokens", f"{axis + 1} dimensions")
-    if (sizes != largest).any() or (values + sizes * kind.itemsize != ends).any():
+    if (sizes != largest).any() or (values + sizes * kind.itemsize != stops).any():
         raise damaged(body.path, "vectors of tokens as large as they say", "others")
     return kind, values
 
 
-def _list_of_integers(body: Block, begins: I64, ends: I64) -> tuple[np.dtype[Any], I64]:
+def _list_of_integers(body: Block, begins: I64, stops: I64) -> tuple[np.dtype[Any], I64]:
     """The same of lists, which LitData writes as a byte of type, u32 count and int64 values where it has no pyarrow."""
-    counts = body.numbers(begins + 1, 4, ends)
-    if ((body.memory[begins] != 2) & (counts > 0)).any() or (begins + 5 + 8 * counts != ends).any():
+    counts = body.numbers(begins + 1, 4, stops)
+    if ((body.memory[begins] != 2) & (counts > 0)).any() or (begins + 5 + 8 * counts != stops).any():
         raise damaged(body.path, "lists of integers", "others")
     return np.dtype("<i8"), begins + 5
 
 
-def _inflate_items(chunk: Chunk, memory: Bytes8, offsets: I64) -> list[bytes]:
-    """Items that are compressed one by one, and say no size; together within the bounds of the whole chunk."""
-    pieces, left = [], max_unpacked(len(memory))
+def _inflate_items(chunk: LitDataChunk, memory: Bytes8, offsets: I64) -> list[bytes]:
+    """Items that are compressed one by one, without a size; together within the bounds of the whole chunk."""
+    pieces, remaining = [], max_unpacked(len(memory))
     for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
         data = memory[start:stop].tobytes()
         try:
-            known = zstandard.frame_content_size(data)
+            size = zstandard.frame_content_size(data)
         except zstandard.ZstdError as error:
             raise damaged(chunk.path, "zstd", str(error)) from error
-        pieces.append(bounded_unpack(data, "zstd", min(left, known if known >= 0 else left) + 1, chunk.path))
-        left -= len(pieces[-1])
-        if left < 0:
+        pieces.append(bounded_unpack(data, "zstd", min(remaining, size if size >= 0 else remaining) + 1, chunk.path))
+        remaining -= len(pieces[-1])
+        if remaining < 0:
             raise damaged(chunk.path, f"at most {max_unpacked(len(memory))} bytes once decompressed", "more")
     return pieces
 

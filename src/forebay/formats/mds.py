@@ -4,8 +4,8 @@ A shard is a block (see `formats.blocks`) whose settings are JSON. An `ndarray` 
 encoding, u8 (dimensions << 2 | log2 of a size's bytes) and the sizes unless said, the values.
 Source: mosaicml-streaming 0.10, streaming/base/format/mds.
 
-Hides: how tokens are found without reading the samples (where one column alone has no fixed size, the offsets tell all:
-4 bytes a sample are read when opening), and the making of one stream of them. One sample is one document; one shard one
+Where one column alone has no fixed size, the offsets tell where the tokens are, and 4 bytes a sample are read when
+opening. One sample is one document; one shard one
 slice. A raw shard whose only column is an `ndarray` of fixed type and shape is a view of the map; any other is copied
 when its slice opens (and decompressed, and its hash checked), about the size of its tokens in memory.
 """
@@ -77,7 +77,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Column:
+class TokenColumn:
     """Where the tokens stand in a sample."""
 
     name: str
@@ -94,18 +94,18 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Shard:
+class MdsShard:
     """One entry of the index, checked."""
 
     samples: int
     raw: Stored
     zipped: Stored | None
     compression: str
-    column: Column
+    column: TokenColumn
 
     @property
     def files(self) -> tuple[Stored | None, ...]:
-        """Where its samples may be."""
+        """The files that may hold its samples."""
         return self.raw, self.zipped
 
 
@@ -191,9 +191,9 @@ class MdsDataset(ExternalDataset):
             for i, (shard, (_, count)) in enumerate(zip(shards, counts))
         ]
         encodings = sorted({shard.column.encoding for shard in shards})
-        facts = {"column": shards[0].column.name, "encodings": encodings}
+        settings = {"column": shards[0].column.name, "encodings": encodings}
         files = [shard.raw.path for shard in shards]
-        super().__init__(path, "mds", common_dtype(path, self._kinds), files, marks, parts, facts)
+        super().__init__(path, "mds", common_dtype(path, self._kinds), files, marks, parts, settings)
 
     def _exists(self, file: int) -> bool:
         return any(stored is not None and stored.path.is_file() for stored in self._shards[file].files)
@@ -213,15 +213,15 @@ class MdsDataset(ExternalDataset):
         is_raw = stored is shard.raw
         memory = self._map(stored.path, stored.num_bytes) if is_raw else np.frombuffer(decompress(shard), np.uint8)
         block = _block(shard, memory)
-        begins, ends = _places(shard, block, kind)
+        begins, stops = _places(shard, block, kind)
         if not is_raw or len(shard.column.sizes) > 1 or shard.column.length is None:
             check_hashes(stored)
-        documents = np.cumsum((ends - begins) // kind.itemsize).astype(np.uint64)
-        return as_tokens(block.values(begins, ends).view(kind), shard.raw.path), documents
+        documents = np.cumsum((stops - begins) // kind.itemsize).astype(np.uint64)
+        return as_tokens(block.values(begins, stops).view(kind), shard.raw.path), documents
 
 
-def read_index(folder: Path, dtype: Any = None, column: str | None = None) -> list[Shard]:
-    """The shards that index.json lists."""
+def read_index(folder: Path, dtype: Any = None, column: str | None = None) -> list[MdsShard]:
+    """Return the shards that index.json lists."""
     path, index = folder / INDEX_FILE, blocks.read_index(folder)
     if index.get("version") != 2 or not isinstance(index.get("shards"), list):
         raise DatasetError(f"{path}: expected MosaicML's index of version 2, with shards, got another. Write it again.")
@@ -250,32 +250,34 @@ def _open_guessing(path: Path, dtype: Any) -> tuple[MdsDataset, str]:
     raise UsageError(f"{path}: tokens of no known type. Say it: --dtype int64 (LLM Foundry's), uint16 …")
 
 
-def _shard(path: Path, i: int, entry: Any, dtype: Any, column: str | None) -> Shard:
-    def bad(expected: str, got: object) -> DatasetError:
+def _shard(path: Path, i: int, entry: Any, dtype: Any, column: str | None) -> MdsShard:
+    def invalid(expected: str, got: object) -> DatasetError:
         return DatasetError(f"{path}: expected {expected} of shard {i}, got {str(got)[:200]}. Write or fetch it again.")
 
     if not isinstance(entry, dict) or entry.get("format") != "mds" or entry.get("version") != 2:
-        raise bad("format 'mds' and version 2", entry)
+        raise invalid("format 'mds' and version 2", entry)
     columns = tuple(entry.get(f"column_{what}") for what in ("names", "encodings", "sizes"))
-    if not all(isinstance(one, list) for one in columns) or len({len(one) for one in columns}) != 1:  # type: ignore[arg-type]
-        raise bad("column_names, _encodings and _sizes of one length", columns)
+    if not all(isinstance(value, list) for value in columns) or len({len(value) for value in columns}) != 1:  # type: ignore[arg-type]
+        raise invalid("column_names, _encodings and _sizes of one length", columns)
     names, encodings, sizes = columns
     assert names is not None and encodings is not None and sizes is not None
-    if not all(isinstance(one, str) for one in [*names, *encodings]):
-        raise bad("column_names and _encodings of strings", columns)
-    if not all(one is None or is_size(one) for one in sizes):
-        raise bad("column_sizes of numbers or null", sizes)
+    if not all(isinstance(value, str) for value in [*names, *encodings]):
+        raise invalid("column_names and _encodings of strings", columns)
+    if not all(value is None or is_size(value) for value in sizes):
+        raise invalid("column_sizes of numbers or null", sizes)
     samples, compression = entry.get("samples"), entry.get("compression")
     if not isinstance(samples, int) or not is_size(samples, MAX_BLOCK_BYTES // 4):
-        raise bad("samples: a number", samples)
+        raise invalid("samples: a number", samples)
     raw, zipped = (_stored(path.parent, entry.get(key)) for key in ("raw_data", "zip_data"))
     if raw is None or (entry.get("zip_data") is not None and zipped is None):
-        raise bad("raw_data and zip_data of basename (inside the directory), bytes and hashes", entry.get("raw_data"))
+        raise invalid(
+            "raw_data and zip_data of basename (inside the directory), bytes and hashes", entry.get("raw_data")
+        )
     if zipped is not None and (not isinstance(compression, str)):
-        raise bad("compression: a name", compression)
+        raise invalid("compression: a name", compression)
     # The reference takes a size of 0 for none.
-    found = _column(path, names, encodings, tuple(size or None for size in sizes), dtype, column)
-    return Shard(samples, raw, zipped, str(compression or "").partition(":")[0], found)
+    token_column = _column(path, names, encodings, tuple(size or None for size in sizes), dtype, column)
+    return MdsShard(samples, raw, zipped, str(compression or "").partition(":")[0], token_column)
 
 
 def _stored(folder: Path, entry: Any) -> Stored | None:
@@ -290,22 +292,24 @@ def _stored(folder: Path, entry: Any) -> Stored | None:
 
 def _column(
     path: Path, names: list[str], encodings: list[str], sizes: tuple[int | None, ...], dtype: Any, column: str | None
-) -> Column:
+) -> TokenColumn:
     arrays = [n for n, e in zip(names, encodings) if e.split(":")[0] == "ndarray"]
-    wanted = (
+    chosen = (
         [column] if column is not None else [n for n in _NAMES if n in names] or (arrays if len(arrays) == 1 else [])
     )
-    if not wanted or wanted[0] not in names:
+    if not chosen or chosen[0] not in names:
         raise DatasetError(
             f"{path}: expected a column of tokens ({column or ' or '.join(_NAMES)}), got "
             f"{', '.join(f'{n}: {e}' for n, e in zip(names, encodings))[:500]}. Say column=…, or tokenize text first "
             "with `forebay prepare`."
         )
-    at = names.index(wanted[0])
-    kind, length = _encoding(path, wanted[0], encodings[at], dtype)
-    if length is not None and kind is not None and sizes[at] != length * kind.itemsize:
-        raise DatasetError(f"{path}: expected {length * kind.itemsize} bytes of column {wanted[0]}, got {sizes[at]}.")
-    return Column(wanted[0], encodings[at], kind, length, at, sizes)
+    index = names.index(chosen[0])
+    kind, length = _encoding(path, chosen[0], encodings[index], dtype)
+    if length is not None and kind is not None and sizes[index] != length * kind.itemsize:
+        raise DatasetError(
+            f"{path}: expected {length * kind.itemsize} bytes of column {chosen[0]}, got {sizes[index]}."
+        )
+    return TokenColumn(chosen[0], encodings[index], kind, length, index, sizes)
 
 
 def _encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[np.dtype[Any] | None, int | None]:
@@ -327,7 +331,7 @@ def _encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[np.dtyp
     return kind, math.prod(map(int, shape))
 
 
-def _mark_of(shard: Shard, num_files: int) -> bytes:
+def _mark_of(shard: MdsShard, num_files: int) -> bytes:
     """Of the raw bytes' hashes where the index has some, so that it is the same for raw and compressed shards."""
     if shard.raw.hashes:
         text = repr((shard.raw.num_bytes, shard.samples, sorted(shard.raw.hashes.items())))
@@ -335,8 +339,8 @@ def _mark_of(shard: Shard, num_files: int) -> bytes:
     return fingerprint(file_of(shard).path, num_files)
 
 
-def decompress(shard: Shard) -> bytes:
-    """The raw bytes of a compressed shard, of exactly the index's size."""
+def decompress(shard: MdsShard) -> bytes:
+    """Return the raw bytes of a compressed shard, of exactly the index's size."""
     assert shard.zipped is not None
     check_unpacked(shard.zipped.path, shard.zipped.num_bytes, shard.raw.num_bytes + 1)
     if shard.samples > max(_MAX_SAMPLES, shard.zipped.num_bytes):  # Empty ones: each costs memory here.
@@ -351,14 +355,14 @@ def decompress(shard: Shard) -> bytes:
 
 def check_hashes(stored: Stored, hash_all: bool = False) -> None:
     """Compare a file with the index's hashes of it; with the first that can be computed unless `hash_all`."""
-    for name, wanted in stored.hashes.items():
+    for name, expected in stored.hashes.items():
         digest = _hasher(name)
         if digest is None:
             continue
         with reading(stored.path), stored.path.open("rb") as file:
-            hashlib.file_digest(file, lambda made=digest: made)  # type: ignore[misc]
-        if digest.hexdigest() != wanted:
-            raise DatasetError(f"{stored.path}: expected {name} {wanted}, got {digest.hexdigest()}. Fetch it again.")
+            hashlib.file_digest(file, lambda hasher=digest: hasher)  # type: ignore[misc]
+        if digest.hexdigest() != expected:
+            raise DatasetError(f"{stored.path}: expected {name} {expected}, got {digest.hexdigest()}. Fetch it again.")
         if not hash_all:
             return
 
@@ -375,15 +379,15 @@ def _hasher(name: str) -> Any:
     return None
 
 
-def file_of(shard: Shard) -> Stored:
-    """The file of a shard that is there, raw before compressed. Raises DatasetError if neither is."""
+def file_of(shard: MdsShard) -> Stored:
+    """Return the file of a shard that exists, raw before compressed. Raises DatasetError if neither is."""
     for stored in shard.files:
         if stored is not None and stored.path.is_file():
             return stored
     raise DatasetError(f"{shard.raw.path}: expected it, or its compressed form, got neither. Fetch it again.")
 
 
-def _count(shard: Shard) -> tuple[np.dtype[Any], int]:
+def _count(shard: MdsShard) -> tuple[np.dtype[Any], int]:
     """The type of a shard's tokens and how many they are, from its offsets where these tell, else from its samples."""
     column, stored = shard.column, file_of(shard)
     if file_size(stored.path) != stored.num_bytes:
@@ -392,14 +396,14 @@ def _count(shard: Shard) -> tuple[np.dtype[Any], int]:
         )
     if column.kind is not None and column.length is not None:
         return column.kind, shard.samples * column.length
-    said = [i for i, size in enumerate(column.sizes) if size is None]
-    if column.kind is None or said != [column.index]:
+    variable = [i for i, size in enumerate(column.sizes) if size is None]
+    if column.kind is None or variable != [column.index]:
         with limit_large_blocks(0 if stored is shard.raw else shard.raw.num_bytes):
             memory = map_file(stored.path) if stored is shard.raw else np.frombuffer(decompress(shard), np.uint8)
             block = _block(shard, memory)
             kind = column.kind or _kind_said(shard, block)
-            begins, ends = _places(shard, block, kind)
-            return kind, int((ends - begins).sum()) // kind.itemsize
+            begins, stops = _places(shard, block, kind)
+            return kind, int((stops - begins).sum()) // kind.itemsize
     head_bytes = 4 * (shard.samples + 2)
     head = read_head(stored.path, head_bytes if stored is shard.raw else stored.num_bytes)
     if stored is not shard.raw:
@@ -413,7 +417,7 @@ def _count(shard: Shard) -> tuple[np.dtype[Any], int]:
     return column.kind, int(values.sum()) // column.kind.itemsize
 
 
-def _block(shard: Shard, memory: Any) -> Block:
+def _block(shard: MdsShard, memory: Any) -> Block:
     path = shard.raw.path
     return Block(path, memory, read_offsets(path, memory, shard.samples, len(memory), has_settings=True))
 
@@ -423,42 +427,42 @@ def _without_header(values: I64, width: int) -> I64:
 
     The byte of dimensions, and 1, 2, 4 or 8 of the size, the fewest that hold it: so one of the four fits.
     """
-    found = np.full(len(values), -1, np.int64)
+    sizes = np.full(len(values), -1, np.int64)
     for size_bytes in (1, 2, 4, 8):
-        left = values - 1 - size_bytes
-        count = left // width
-        fits = (left >= 0) & (left % width == 0) & (count < 1 << min(8 * size_bytes, 62))
+        remaining = values - 1 - size_bytes
+        count = remaining // width
+        fits = (remaining >= 0) & (remaining % width == 0) & (count < 1 << min(8 * size_bytes, 62))
         fits &= (count >= 1 << 4 * size_bytes) | (size_bytes == 1)
-        found[fits & (found < 0)] = left[fits & (found < 0)]
-    return found
+        sizes[fits & (sizes < 0)] = remaining[fits & (sizes < 0)]
+    return sizes
 
 
-def _places(shard: Shard, block: Block, kind: np.dtype[Any]) -> tuple[I64, I64]:
+def _places(shard: MdsShard, block: Block, kind: np.dtype[Any]) -> tuple[I64, I64]:
     """Where the tokens of each sample begin and end."""
     column = shard.column
-    begins, ends = block.column(column.index, column.sizes, column.name)
+    begins, stops = block.column(column.index, column.sizes, column.name)
     if column.encoding.startswith("ndarray"):
         if column.kind is None:
-            codes = np.unique(block.numbers(begins, 1, ends)).tolist()
+            codes = np.unique(block.numbers(begins, 1, stops)).tolist()
             if any(np.dtype(_VALUE_CODES.get(code, "?")) != kind for code in codes):
                 raise damaged(block.path, f"tokens {kind} in every sample", "another type")
             begins = begins + 1
         if column.length is None:
-            shapes = block.numbers(begins, 1, ends)
+            shapes = block.numbers(begins, 1, stops)
             if (shapes >> 2 != 1).any():
                 raise damaged(block.path, "vectors of tokens", f"{int(shapes.max()) >> 2} dimensions")
             begins = begins + 1 + (1 << (shapes & 3))
-    if (begins > ends).any() or ((ends - begins) % kind.itemsize).any():
+    if (begins > stops).any() or ((stops - begins) % kind.itemsize).any():
         raise damaged(block.path, f"whole tokens {kind} in every sample", "others")
-    return begins, ends
+    return begins, stops
 
 
-def _kind_said(shard: Shard, block: Block) -> np.dtype[Any]:
+def _kind_said(shard: MdsShard, block: Block) -> np.dtype[Any]:
     """The type that the first sample says; every other must say the same."""
-    begins, ends = block.column(shard.column.index, shard.column.sizes, shard.column.name)
+    begins, stops = block.column(shard.column.index, shard.column.sizes, shard.column.name)
     if not len(begins):
         return np.dtype("<u2")
-    code = int(block.numbers(begins[:1], 1, ends[:1])[0])
+    code = int(block.numbers(begins[:1], 1, stops[:1])[0])
     if code not in _VALUE_CODES:
         raise damaged(block.path, "tokens of an integer type", f"type {code} of ndarray")
     return np.dtype(_VALUE_CODES[code])

@@ -5,11 +5,10 @@ u64 D document bounds; then i32 lengths [S] in tokens, i64 pointers [S] in bytes
 d is sequences [bounds[d], bounds[d + 1])), and for multimodal data i8 modes [S], which are not read.
 Source: megatron-core 0.16, megatron/core/datasets/indexed_dataset.py.
 
-Hides: that every number of the index is checked against the file before it is believed (one pass: 0.14 s for 10
-million sequences, 0.3 s with the hash of the index), and how a .bin of any size becomes slices: cut at the last
-document end within 64 Mi tokens, inside a document only where it is longer. Where sequences follow one another, as
-every builder of Megatron writes them, tokens of 2 and 4 bytes are views of the map; otherwise slices are put together
-sequence by sequence.
+Every number of the index is checked against the file before it is used (one pass: 0.14 s for 10 million sequences,
+0.3 s with the hash of the index). A .bin of any size becomes slices that end at the last document end within 64 Mi
+tokens, inside a document only where it is longer. Where sequences follow one another, as every builder of Megatron
+writes them, tokens of 2 and 4 bytes are views of the map; otherwise slices are assembled sequence by sequence.
 """
 
 from bisect import bisect_right
@@ -81,14 +80,14 @@ class Index:
         """Documents; every sequence is one where the index bounds none."""
         return len(self.bounds) - 1 if len(self.bounds) > 1 else len(self.lengths)
 
-    def ends(self, first: int, last: int) -> NDArray[np.int64]:
-        """The ends of documents [first, last), in tokens from the file's first: [last - first]."""
+    def document_ends(self, first: int, last: int) -> NDArray[np.int64]:
+        """Return the ends of documents [first, last), in tokens from the file's first: int64 [last - first]."""
         if len(self.bounds) > 1:
             return self._starts_of(self.bounds[first + 1 : last + 1])
         return self._starts_of(np.arange(first + 1, last + 1))
 
     def end(self, document: int) -> int:
-        """The end of one document, as `ends`; quick for one."""
+        """Return the end of one document, as `document_ends`; quick for one."""
         sequence = int(self.bounds[document + 1]) if len(self.bounds) > 1 else document + 1
         if self.starts is not None:
             return int(self.starts[sequence])
@@ -100,9 +99,9 @@ class Index:
         if self.starts is not None:
             return self.starts[sequences]
         inside = sequences < len(self.lengths)
-        found = np.full(len(sequences), self.num_tokens, np.int64)
-        found[inside] = self.pointers[sequences[inside]] // self.kind.itemsize
-        return found
+        starts = np.full(len(sequences), self.num_tokens, np.int64)
+        starts[inside] = self.pointers[sequences[inside]] // self.kind.itemsize
+        return starts
 
 
 class Megatron(Format):
@@ -128,17 +127,17 @@ class Megatron(Format):
         with data.open("wb") as tokens, lengths.open("wb") as sizes:
             for part in stream.parts():
                 tokens.write(np.ascontiguousarray(part.tokens).view(np.uint8).data)
-                ends = part.ends.astype(np.int64) + reached
-                found = np.diff(ends, prepend=before)
-                if len(found) and int(found.max()) > _MAX_LENGTH:
+                document_ends = part.document_ends.astype(np.int64) + reached
+                document_lengths = np.diff(document_ends, prepend=before)
+                if len(document_lengths) and int(document_lengths.max()) > _MAX_LENGTH:
                     raise UsageError(
-                        f"megatron: expected documents of at most {_MAX_LENGTH} tokens, got one of {int(found.max())}. "
-                        "Give --seq-len N, or --eos-id N if a token ends each."
+                        f"megatron: expected documents of at most {_MAX_LENGTH} tokens, got one of "
+                        f"{int(document_lengths.max())}. Give --seq-len N, or --eos-id N if a token ends each."
                     )
-                sizes.write(found.astype("<i4").tobytes())
-                before = int(ends[-1]) if len(ends) else before
+                sizes.write(document_lengths.astype("<i4").tobytes())
+                before = int(document_ends[-1]) if len(document_ends) else before
                 reached += len(part.tokens)
-                count += len(ends)
+                count += len(document_ends)
         with lengths.open("rb") as sizes, idx.open("wb") as index:
             index.write(MAGIC + (1).to_bytes(8, "little") + bytes([_CODES[stream.dtype]]))
             index.write(count.to_bytes(8, "little") + (count + 1).to_bytes(8, "little"))
@@ -160,41 +159,41 @@ class MegatronDataset(ExternalDataset):
 
     def __init__(self, path: Path, pairs: Sequence[tuple[Path, Path]]) -> None:
         self._indexes = [read_index(idx, data) for idx, data in pairs]
-        dtype = common_dtype(path, (one.kind for one in self._indexes))
+        dtype = common_dtype(path, (index.kind for index in self._indexes))
         # The first document that ends in each slice: a slice's documents are those up to the next slice's.
         self._first: dict[tuple[int, int], int] = {}
         parts: list[ExternalSlice] = []
-        for file, one in enumerate(self._indexes):
-            name = shown_name(path, one.data)
-            for k, (start, stop, first, last) in enumerate(_cut(one)):
+        for file, index in enumerate(self._indexes):
+            name = shown_name(path, index.data)
+            for k, (start, stop, first, last) in enumerate(_cut(index)):
                 self._first[file, start] = first
-                num_bytes = (stop - start) * one.kind.itemsize
+                num_bytes = (stop - start) * index.kind.itemsize
                 parts.append(ExternalSlice(file, f"{name}#{k:05d}", start, stop - start, last - first, num_bytes))
         marks = [self._mark(file) for file in range(len(pairs))]
-        super().__init__(path, "megatron", dtype, [one.data for one in self._indexes], marks, parts)
+        super().__init__(path, "megatron", dtype, [index.data for index in self._indexes], marks, parts)
 
     def _mark(self, file: int) -> bytes:
-        one = self._indexes[file]
-        with reading(one.idx):
-            return fingerprint(one.data, len(self._indexes)) + bytes.fromhex(hash_file(one.idx))
+        index = self._indexes[file]
+        with reading(index.idx):
+            return fingerprint(index.data, len(self._indexes)) + bytes.fromhex(hash_file(index.idx))
 
     def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
-        one = self._indexes[part.file]
-        memory = self._map(one.data, one.data_bytes)
-        stop, width = part.start + part.count, one.kind.itemsize
-        if one.starts is None:
+        index = self._indexes[part.file]
+        memory = self._map(index.data, index.data_bytes)
+        stop, width = part.start + part.count, index.kind.itemsize
+        if index.starts is None:
             raw = memory[part.start * width : stop * width]
         else:
-            raw = _put_together(one, memory, part.start, stop)
+            raw = _put_together(index, memory, part.start, stop)
         first = self._first[part.file, part.start]
-        ends = one.ends(first, first + part.documents) - part.start
-        return as_tokens(raw.view(one.kind), one.data), ends.astype(np.uint64)
+        document_ends = index.document_ends(first, first + part.documents) - part.start
+        return as_tokens(raw.view(index.kind), index.data), document_ends.astype(np.uint64)
 
 
 def pair_of(path: Path) -> tuple[Path, Path] | None:
-    """(.idx, .bin) if `path` is one of the two, or what is left of their names without it; else None.
+    """Return (.idx, .bin) if `path` is one of the two, or their common name; else None.
 
-    The index is known by its first bytes; its data by the index's name.
+    The index is recognized by its first bytes; its data by the index's name.
     """
     candidates = [path, path.with_suffix(".idx"), path.with_name(path.name + ".idx")]
     for idx in candidates:
@@ -207,7 +206,7 @@ def pair_of(path: Path) -> tuple[Path, Path] | None:
 
 
 def is_index(path: Path) -> bool:
-    """Whether a file begins as Megatron's index. Raises DatasetError if it cannot be read."""
+    """Return whether a file begins as Megatron's index. Raises DatasetError if it cannot be read."""
     return read_head(path, len(MAGIC)) == MAGIC
 
 
@@ -245,10 +244,10 @@ def _header(idx: Path, memory: Bytes8) -> tuple[np.dtype[Any], int, int]:
             f"{code}. Write it again."
         )
     sequences, bounds = int.from_bytes(head[18:26], "little"), int.from_bytes(head[26:34], "little")
-    wanted = _HEADER_BYTES + 12 * sequences + 8 * bounds
-    if len(memory) not in (wanted, wanted + sequences):  # With modes.
+    expected = _HEADER_BYTES + 12 * sequences + 8 * bounds
+    if len(memory) not in (expected, expected + sequences):  # With modes.
         raise DatasetError(
-            f"{idx}: expected {wanted} bytes for {sequences} sequences and {bounds} document bounds, got "
+            f"{idx}: expected {expected} bytes for {sequences} sequences and {bounds} document bounds, got "
             f"{len(memory)}. It is truncated or damaged; fetch it again."
         )
     return _KINDS[code], sequences, bounds
@@ -268,10 +267,10 @@ def _check_sequences(
         sizes = lengths[a : a + _CHUNK].astype(np.int64)
         places = pointers[a : a + _CHUNK].astype(np.int64)
         # In this order: nothing wraps once a pointer is known to be at most the file's size.
-        bad = (sizes < 0) | (places < 0) | (places > data_bytes)
-        bad |= sizes * kind.itemsize > data_bytes - np.where(bad, 0, places)
-        if bad.any():
-            i = int(np.flatnonzero(bad)[0])
+        invalid = (sizes < 0) | (places < 0) | (places > data_bytes)
+        invalid |= sizes * kind.itemsize > data_bytes - np.where(invalid, 0, places)
+        if invalid.any():
+            i = int(np.flatnonzero(invalid)[0])
             raise DatasetError(
                 f"{idx}: expected sequence {a + i} inside the {data_bytes} bytes of {data.name}, got {sizes[i]} tokens "
                 f"at byte {places[i]}. The index is damaged, or {data.name} is truncated; fetch both again."
@@ -297,30 +296,32 @@ def _check_bounds(idx: Path, bounds: NDArray[np.int64], sequences: int) -> None:
         before = int(some[-1])
 
 
-def _cut(one: Index) -> Iterator[tuple[int, int, int, int]]:
+def _cut(index: Index) -> Iterator[tuple[int, int, int, int]]:
     """(start, stop, first document, last document) of each slice, in tokens and documents that end in it."""
-    most = MAX_TOKENS if one.starts is None and one.kind.itemsize in (2, 4) else MAX_COPIED_TOKENS
-    start, document, documents = 0, 0, one.num_documents
-    while start < one.num_tokens:
-        limit = start + most
-        last = documents if limit >= one.num_tokens else bisect_right(range(documents), limit, document, key=one.end)
-        stop = min(limit, one.num_tokens)
-        if stop < one.num_tokens and last > document and one.end(last - 1) > start:
-            stop = one.end(last - 1)
+    limit_tokens = MAX_TOKENS if index.starts is None and index.kind.itemsize in (2, 4) else MAX_COPIED_TOKENS
+    start, document, documents = 0, 0, index.num_documents
+    while start < index.num_tokens:
+        limit = start + limit_tokens
+        last = (
+            documents if limit >= index.num_tokens else bisect_right(range(documents), limit, document, key=index.end)
+        )
+        stop = min(limit, index.num_tokens)
+        if stop < index.num_tokens and last > document and index.end(last - 1) > start:
+            stop = index.end(last - 1)
         yield start, stop, document, last
         start, document = stop, last
 
 
-def _put_together(one: Index, memory: Bytes8, start: int, stop: int) -> Bytes8:
+def _put_together(index: Index, memory: Bytes8, start: int, stop: int) -> Bytes8:
     """The bytes of tokens [start, stop), sequence by sequence, in a new array."""
-    assert one.starts is not None
-    width = one.kind.itemsize
-    first = int(np.searchsorted(one.starts, start, "right")) - 1
-    last = int(np.searchsorted(one.starts, stop, "left"))
-    begins = one.starts[first:last]
+    assert index.starts is not None
+    width = index.kind.itemsize
+    first = int(np.searchsorted(index.starts, start, "right")) - 1
+    last = int(np.searchsorted(index.starts, stop, "left"))
+    begins = index.starts[first:last]
     skips = np.maximum(start - begins, 0)
-    stops = np.minimum(one.starts[first + 1 : last + 1], stop) - begins
-    places = one.pointers[first:last]
+    stops = np.minimum(index.starts[first + 1 : last + 1], stop) - begins
+    places = index.pointers[first:last]
     pieces = [memory[a:b] for a, b in zip((places + skips * width).tolist(), (places + stops * width).tolist())]
     return np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
 

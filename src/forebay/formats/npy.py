@@ -28,6 +28,8 @@ from forebay.formats.token_stream import build_stream
 from forebay.formats.vectors import NPY_MAGIC, read_header
 
 _SEQ_LEN = 2048
+_READ_ERRORS = (OSError, EOFError, RuntimeError, NotImplementedError, zlib.error, zipfile.BadZipFile)
+"""What files and members of archives raise that are damaged, encrypted, or of an unknown compression."""
 
 
 class Npy(RawTokens):
@@ -90,12 +92,12 @@ class ArrayFile:
 def open_array(path: Path, name: str, opener: Callable[[], AbstractContextManager[Any]], num_bytes: int) -> ArrayFile:
     """Read the header of an array. Raises DatasetError if it does not fit the `num_bytes` of the file or member."""
     location = path if path.suffix == ".npy" else f"{path}, {name}"
-    with opener() as file:
-        try:
+    try:
+        with opener() as file:
             shape, is_fortran, dtype = read_header(file)
             start = file.tell()
-        except (ValueError, OSError, zlib.error, zipfile.BadZipFile) as error:
-            raise DatasetError(f"{location}: expected an array, got: {error}. Fetch it again.") from error
+    except (ValueError, *_READ_ERRORS) as error:
+        raise DatasetError(f"{location}: expected an array, got: {error}. Fetch it again.") from error
     if dtype.hasobject or dtype.kind not in "biuf" or not shape or (is_fortran and len(shape) > 1):
         order = " in Fortran's order" if is_fortran else ""
         raise DatasetError(
@@ -136,7 +138,7 @@ def table_of_arrays(format_name: str, arrays: list[ArrayFile]) -> TableSource:
 def _read_batches(arrays: Sequence[ArrayFile], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     step = rows_at_once(sum(array.row_bytes for array in arrays))
     with ExitStack() as opened:
-        files = [opened.enter_context(array.open()) for array in arrays]
+        files = [opened.enter_context(_opened(array)) for array in arrays]
         for array, file in zip(arrays, files):
             _read_exactly(file, array.start, array)
         for start in range(0, arrays[0].rows, step):
@@ -150,12 +152,22 @@ def _read_rows(array: ArrayFile, file: BinaryIO, count: int) -> Array:
     return rows.astype(array.dtype.newbyteorder("="), copy=False)
 
 
+def _opened(array: ArrayFile) -> AbstractContextManager[Any]:
+    try:
+        return array.open()
+    except _READ_ERRORS as error:
+        raise DatasetError(f"{array.path}: expected {array.name}, got: {error}. Fetch it again.") from error
+
+
 def _read_exactly(file: BinaryIO, size: int, array: ArrayFile) -> bytes:
     pieces = []
     remaining = size
-    while remaining and (piece := file.read(min(remaining, BATCH_BYTES))):  # A larger read would allocate it all first.
-        pieces.append(piece)
-        remaining -= len(piece)
+    try:
+        while remaining and (piece := file.read(min(remaining, BATCH_BYTES))):  # More would be allocated at once.
+            pieces.append(piece)
+            remaining -= len(piece)
+    except _READ_ERRORS as error:
+        raise DatasetError(f"{array.path}: expected {array.name}, got: {error}. Fetch it again.") from error
     if remaining:
         raise DatasetError(
             f"{array.path}: expected {array.rows} rows of {array.name}, {array.row_bytes} bytes each, got {remaining} "

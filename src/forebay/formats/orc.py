@@ -93,6 +93,7 @@ class Orc(Format):
             report.metadata.update(rows=orc.nrows, stripes=orc.nstripes, columns=columns_text(orc.schema))
             for stripe in range(orc.nstripes):
                 batch = orc.read_stripe(stripe)
+                batch.validate(full=True)
                 check_batch(report, batch)
                 report.read_bytes += batch.nbytes
                 if report.is_enough(report.read_bytes):
@@ -125,6 +126,7 @@ def _read_batches(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.Recor
             orc = _open_local(path)
             for stripe in range(orc.nstripes):
                 batch = orc.read_stripe(stripe)
+                batch.validate(full=True)  # The library does not check that strings are UTF-8.
                 step = rows_at_once(batch.nbytes / max(1, batch.num_rows))
                 for start in range(0, batch.num_rows, step):
                     yield pa.RecordBatch.from_arrays(batch.slice(start, step).columns, schema=schema)

@@ -53,16 +53,16 @@ BUILT_IN = {
 @cache
 def _entry_points() -> dict[str, EntryPoint]:
     """The formats of other packages, by name. Raises UsageError if two formats share a name."""
-    found: dict[str, EntryPoint] = {}
+    entries: dict[str, EntryPoint] = {}
     for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: (entry.name, entry.value)):
-        if entry.name in BUILT_IN or (entry.name in found and entry.value != found[entry.name].value):
-            other = f"forebay.formats.{BUILT_IN[entry.name]}" if entry.name in BUILT_IN else found[entry.name].value
+        if entry.name in BUILT_IN or (entry.name in entries and entry.value != entries[entry.name].value):
+            other = f"forebay.formats.{BUILT_IN[entry.name]}" if entry.name in BUILT_IN else entries[entry.name].value
             raise UsageError(
                 f"format {entry.name}: expected one class of this name, got {other} and {entry.value}. Uninstall the "
                 "package of one of them."
             )
-        found[entry.name] = entry
-    return found
+        entries[entry.name] = entry
+    return entries
 
 
 def format_names() -> tuple[str, ...]:

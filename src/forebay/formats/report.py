@@ -126,7 +126,7 @@ class Window:
     path: str
     start: int
     tokens: NDArray[Any]
-    ends: NDArray[np.int64] | None = None
+    document_ends: NDArray[np.int64] | None = None
     row_tokens: int = 0
 
 
@@ -289,13 +289,13 @@ def add_slice(report: Report, opened: Slice, has_ends: bool = True, start: int =
         _add_rows(report, opened)
         return
     try:
-        tokens, ends = opened.tokens, opened.document_ends
+        tokens, document_ends = opened.tokens, opened.document_ends
     except DatasetError as error:
         report.add_finding("damaged", opened.path.name, str(error))
         return
-    problem = check_document_ends(ends, len(tokens))
+    problem = check_document_ends(document_ends, len(tokens))
     if problem:
-        falling = np.flatnonzero(ends[1:] < ends[:-1]) if len(ends) > 1 else np.empty(0)
+        falling = np.flatnonzero(document_ends[1:] < document_ends[:-1]) if len(document_ends) > 1 else np.empty(0)
         location = f"document {int(falling[0]) + 1}" if len(falling) else "document ends"
         report.add_finding("document-ends", f"{opened.path.name}, {location}", problem)
         has_ends = False
@@ -303,8 +303,8 @@ def add_slice(report: Report, opened: Slice, has_ends: bool = True, start: int =
         last = min(first + WINDOW_TOKENS, len(tokens))
         inside = None
         if has_ends:
-            a, b = np.searchsorted(ends, [first, last], "right")
-            inside = ends[a:b].astype(np.int64) - first
+            a, b = np.searchsorted(document_ends, [first, last], "right")
+            inside = document_ends[a:b].astype(np.int64) - first
         report.add_tokens(Window(str(opened.path), start + first, tokens[first:last], inside))
 
 

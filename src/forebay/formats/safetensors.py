@@ -91,8 +91,8 @@ class SafeTensors(Format):
         rows: list[SliceInfo] = []
         for index, part in enumerate(slices_of(stream, options.slice_bytes, options.shard_tokens)):
             name = f"slices/{index:06d}.safetensors"
-            size, sha256 = write_token_slice(out / name, part.tokens, part.ends)
-            rows.append(SliceInfo(index, name, size, sha256, len(part.tokens), len(part.ends)))
+            size, sha256 = write_token_slice(out / name, part.tokens, part.document_ends)
+            rows.append(SliceInfo(index, name, size, sha256, len(part.tokens), len(part.document_ends)))
         files = _copy_tokenizer(source, out)
         table = SliceTable.from_rows(rows)
         atomic_write(out / TABLE_FILE, table.to_parquet())

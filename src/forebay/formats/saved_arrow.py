@@ -3,7 +3,7 @@
 The directory: state.json, which names the files in order, and Arrow streams of record batches (1000 rows each unless
 the writer was told otherwise). Source: datasets 2.14, arrow_dataset.py.
 
-Hides: that its rows are documents and its batches small. Batches of a file are joined into slices of at least 4 Mi
+Its rows are documents, and its batches are small: those of a file are joined into slices of at least 4 Mi
 tokens; a slice of one batch of 2- or 4-byte numbers is a view of the map, any other is copied when it opens.
 """
 
@@ -69,26 +69,26 @@ class SavedDataset(ExternalDataset):
     def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
         a, b = self._runs[part.file, part.start]
         path = self.files[part.file]
-        pieces, ends, reached = [], [], 0
-        for one in self._batches[part.file][a:b]:
-            first, last = _span(one)
-            offsets = _offsets(one)
-            if one.values.null_count or (np.diff(offsets) < 0).any() or last > len(one.values):
+        pieces, document_ends, reached = [], [], 0
+        for batch in self._batches[part.file][a:b]:
+            first, last = _span(batch)
+            offsets = _offsets(batch)
+            if batch.values.null_count or (np.diff(offsets) < 0).any() or last > len(batch.values):
                 raise DatasetError(f"{path}: expected lists of token ids without gaps, got others. Write it again.")
-            values = one.values.slice(first, last - first)
+            values = batch.values.slice(first, last - first)
             pieces.append(as_tokens(values.to_numpy(zero_copy_only=True), path))
-            ends.append(offsets[1:] - first + reached)
+            document_ends.append(offsets[1:] - first + reached)
             reached += last - first
         tokens = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        return tokens, np.concatenate(ends).astype(np.uint64)
+        return tokens, np.concatenate(document_ends).astype(np.uint64)
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a saved dataset, in order. Raises DatasetError if its description is damaged, or selects rows."""
+    """Return the files of a saved dataset, in order. Raises DatasetError if state.json is damaged, or selects rows."""
     state_file = path / STATE_FILE
     try:
         state = orjson.loads(read_head(state_file, _MAX_STATE_BYTES))
-        names = [one["filename"] for one in state["_data_files"]]
+        names = [file["filename"] for file in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise DatasetError(f"{state_file}: expected the names of a saved dataset's files, got {error!r}.") from error
     if state.get("_indices_files"):
@@ -113,10 +113,10 @@ def _batches_of(path: Path, column: str | None) -> list[Any]:
                     "`forebay prepare`."
                 )
             batches = [batch.column(names[0]) for batch in reader if len(batch)]
-            for one in batches:
-                _kind_of(path, one)
-                one.validate()
-                if one.null_count or len(_offsets(one)) != len(one) + 1:
+            for lists in batches:
+                _kind_of(path, lists)
+                lists.validate()
+                if lists.null_count or len(_offsets(lists)) != len(lists) + 1:
                     raise DatasetError(f"{path}: expected a list in every row of {names[0]}, got none in some.")
             return batches
     except OSError as error:
@@ -130,8 +130,8 @@ def _batches_of(path: Path, column: str | None) -> list[Any]:
 def _kind_of(path: Path, lists: Any) -> np.dtype[Any]:
     kind = lists.type
     if is_list(kind) and pa.types.is_integer(kind.value_type):
-        found: np.dtype[Any] = np.dtype(kind.value_type.to_pandas_dtype())
-        return found
+        dtype: np.dtype[Any] = np.dtype(kind.value_type.to_pandas_dtype())
+        return dtype
     raise DatasetError(f"{path}: expected lists of integers, got {kind}. Name another column, or write it again.")
 
 
@@ -161,7 +161,7 @@ def _join(counts: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def write_saved_dataset(source: TokenSource, out: Path, options: ConvertOptions) -> Written:
-    """Files of at most `slice_bytes`, or of `shard_tokens`."""
+    """Write a dataset as save_to_disk does: files of at most `slice_bytes`, or of `shard_tokens`."""
     stream = build_stream(source, options, "rows", signed=True)
     kind, name = ("uint16" if stream.dtype == "U16" else "int32"), options.column or "input_ids"
     features = {name: {"feature": {"dtype": kind, "_type": "Value"}, "_type": "Sequence"}}

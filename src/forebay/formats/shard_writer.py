@@ -2,8 +2,8 @@
 
 Tokens are cut at a fixed count across documents. A shard is written under a temporary name with NumPy's header of the
 count that it will have, its samples are hashed as they come, and it gets its names last: first the ids, then the
-tokens. `shards.json`, written at the very end, has each file's size and sha256; whoever fetches shards from a place
-that has it checks these.
+tokens. `shards.json`, written at the very end, has each file's size and sha256; a client that fetches
+shards beside it compares them.
 
 Memory: some 8 MiB, and 8 bytes for each sample of a shard.
 """
@@ -114,42 +114,42 @@ def write_unlisted(
     while block is not None:
         tokens = out / f"{prefix or 'train'}_{len(shards):06d}.npy"
         ids = out / f"sample_ids_{prefix and prefix + '_'}{len(shards):06d}.{generation}"
-        found: list[NDArray[np.uint64]] = []
+        sample_ids: list[NDArray[np.uint64]] = []
         count = 0
         with open_atomic(tokens) as file:
             file.write(npy_header(kind, 0) if header else b"")
             while block is not None and count < shard_samples:
                 here, block = block[: shard_samples - count], block[shard_samples - count :]
                 file.write(here.view(np.uint8).data)
-                found.append(np.array([sample_id(row) for row in here], "<u8"))
+                sample_ids.append(np.array([sample_id(row) for row in here], "<u8"))
                 count += len(here)
                 block = block if len(block) else next(blocks, None)
             if header:
                 file.seek(0)
                 file.write(npy_header(kind, count * seq_len))
-            raw = np.concatenate(found).view(np.uint8).data
+            raw = np.concatenate(sample_ids).view(np.uint8).data
             atomic_write(ids, [npy_header(np.dtype("<u8"), count), raw] if generation == "npy" else [raw])
         shards.append(Shard(len(shards), tokens, ids, count))
     return shards
 
 
 def _samples(pieces: Iterable[NDArray[Any]], kind: np.dtype[Any], seq_len: int, out: Path) -> Iterator[NDArray[Any]]:
-    left = np.empty(0, kind)
+    pending = np.empty(0, kind)
     step = max(1, _BLOCK_BYTES // (seq_len * kind.itemsize)) * seq_len
     for piece in pieces:
-        for at in range(0, len(piece), step):
-            left = np.concatenate([left, _narrowed(piece[at : at + step], kind, out)])
-            whole = len(left) // seq_len * seq_len
-            if whole:
-                yield left[:whole].reshape(-1, seq_len)
-                left = left[whole:]
+        for start in range(0, len(piece), step):
+            pending = np.concatenate([pending, _narrowed(piece[start : start + step], kind, out)])
+            num_whole = len(pending) // seq_len * seq_len
+            if num_whole:
+                yield pending[:num_whole].reshape(-1, seq_len)
+                pending = pending[num_whole:]
 
 
 def _narrowed(tokens: NDArray[Any], kind: np.dtype[Any], out: Path) -> NDArray[Any]:
     limit = np.iinfo(kind).max
     if tokens.dtype != kind and len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) > limit):
-        at = int(np.flatnonzero((tokens < 0) | (tokens > limit))[0])
-        raise DatasetError(f"{out}: expected tokens in [0, {limit}], got {int(tokens[at])}. Write them as uint32.")
+        index = int(np.flatnonzero((tokens < 0) | (tokens > limit))[0])
+        raise DatasetError(f"{out}: expected tokens in [0, {limit}], got {int(tokens[index])}. Write them as uint32.")
     return tokens.astype(kind, copy=False)
 
 
@@ -173,5 +173,5 @@ def _write_list(out: Path, shards: list[Shard], seq_len: int, kind: np.dtype[Any
         return {"name": path.name, "bytes": path.stat().st_size, "sha256": hash_file(path)}
 
     rows = [{"samples": s.num_samples, "tokens": file(s.tokens), "ids": file(s.ids)} for s in shards]
-    told = {"format": LIST_FORMAT, "seq_len": seq_len, "dtype": kind.name, "shards": rows}
-    atomic_write(out / LIST_FILE, json.dumps(told, indent=1).encode() + b"\n")
+    listing = {"format": LIST_FORMAT, "seq_len": seq_len, "dtype": kind.name, "shards": rows}
+    atomic_write(out / LIST_FILE, json.dumps(listing, indent=1).encode() + b"\n")

@@ -192,44 +192,44 @@ def infer_schema(batches: Iterable[tuple[str, Rows, int]]) -> pa.Schema | None:
     """The columns of (place, rows, bytes) up to the first 64 MiB, of types that hold all values; None of none."""
     schema: pa.Schema | None = None
     seen = 0
-    for where, rows, size in batches:
-        found = _infer(rows, where)
-        schema = found if schema is None else _merge(schema, found, where)
+    for location, rows, size in batches:
+        columns = _infer(rows, location)
+        schema = columns if schema is None else _merge(schema, columns, location)
         seen += size
         if seen >= INFERRED_BYTES:
             break
     return schema
 
 
-def rows_batch(rows: Rows, schema: pa.Schema, where: str) -> pa.RecordBatch:
+def rows_batch(rows: Rows, schema: pa.Schema, location: str) -> pa.RecordBatch:
     """Rows in these columns. Raises DatasetError if they have others, or do not fit."""
-    found = _infer(rows, where)
-    if found != schema and _merge(schema, found, where) != schema:
+    columns = _infer(rows, location)
+    if columns != schema and _merge(schema, columns, location) != schema:
         names = {field.name: field.type for field in schema}
-        new = [f"{f.name}: {f.type}" for f in found if names.get(f.name) != f.type]
+        new = [f"{f.name}: {f.type}" for f in columns if names.get(f.name) != f.type]
         raise DatasetError(
-            f"{where} and after: expected columns {', '.join(names)[:300]}, as in the first 64 MiB, got "
+            f"{location} and after: expected columns {', '.join(names)[:300]}, as in the first 64 MiB, got "
             f"{', '.join(new)[:300]}. Put a line with such values first, or make the types alike."
         )
     try:
         return pa.RecordBatch.from_struct_array(pa.array(rows, pa.struct(list(schema))))
     except pa.ArrowException as error:
-        raise DatasetError(f"{where} and after: expected {schema.names}, got: {error}.") from error
+        raise DatasetError(f"{location} and after: expected {schema.names}, got: {error}.") from error
 
 
-def _infer(rows: Rows, where: str) -> pa.Schema:
+def _infer(rows: Rows, location: str) -> pa.Schema:
     try:
         return pa.schema(pa.array(rows).type.fields)
     except (pa.ArrowException, OverflowError) as error:
-        raise DatasetError(f"{where} and after: expected fields of one type each, got: {error}.") from error
+        raise DatasetError(f"{location} and after: expected fields of one type each, got: {error}.") from error
 
 
-def _merge(first: pa.Schema, second: pa.Schema, where: str) -> pa.Schema:
+def _merge(first: pa.Schema, second: pa.Schema, location: str) -> pa.Schema:
     """Columns of both, each of a type that holds both."""
     try:
         return pa.unify_schemas([first, second], promote_options="permissive")
     except pa.ArrowException as error:
-        raise DatasetError(f"{where} and after: expected fields of the types before, got: {error}.") from error
+        raise DatasetError(f"{location} and after: expected fields of the types before, got: {error}.") from error
 
 
 class Part(Protocol):
@@ -274,21 +274,21 @@ def write_parts(
     """
     digest, files = TableDigest(), list[Path]()
     pieces = _pieces(source, options.slice_bytes, group_bytes)
-    ahead = next(pieces, None)  # A part is begun only for rows that are there.
+    pending = next(pieces, None)  # A part is begun only for rows that are there.
     single = bool(out.suffix)
     if not single:
         out.mkdir()
-    while ahead is not None or not files:  # An empty table is one empty part.
+    while pending is not None or not files:  # An empty table is one empty part.
         path = out if single else out / f"part-{len(files):05d}{suffix}"
         with path.open("xb") as file, compressor(file) as packed:
             part = open_part(packed, digest.num_rows)
             try:
-                while ahead is not None and (single or file.tell() < options.slice_bytes):
-                    part.write(ahead)
-                    for batch in ahead.to_batches():
+                while pending is not None and (single or file.tell() < options.slice_bytes):
+                    part.write(pending)
+                    for batch in pending.to_batches():
                         digest.add(batch)
-                    options.advance(ahead.num_rows)
-                    ahead = next(pieces, None)
+                    options.advance(pending.num_rows)
+                    pending = next(pieces, None)
             finally:
                 part.close()  # Also after an error: a writer that is let go of would write on.
         files.append(Path() if single else path.relative_to(out))
@@ -309,9 +309,9 @@ def _pieces(source: TableSource, slice_bytes: int, group_bytes: int) -> Iterator
 
 def refuse_columns(schema: pa.Schema, fits: Callable[[Any], bool], what: str, advice: str) -> None:
     """Raise UsageError if a column is of a type that a format does not hold."""
-    bad = [f"{field.name}: {field.type}" for field in schema if not fits(field.type)]
-    if bad:
-        raise UsageError(f"{what}: expected columns that it can hold, got {', '.join(bad)[:300]}. {advice}")
+    unsuitable = [f"{field.name}: {field.type}" for field in schema if not fits(field.type)]
+    if unsuitable:
+        raise UsageError(f"{what}: expected columns that it can hold, got {', '.join(unsuitable)[:300]}. {advice}")
 
 
 class TableDigest:
@@ -331,7 +331,7 @@ class TableDigest:
 
     def columns(self) -> dict[str, str]:
         """Hex by column that has a value; fields of a struct are columns of their own, `column.field`."""
-        valued = {name: one for name, one in self._columns.items() if name.rstrip("#?") in self._valued}
+        valued = {name: digest for name, digest in self._columns.items() if name.rstrip("#?") in self._valued}
         return {name: digest.hexdigest()[:32] for name, digest in sorted(valued.items())}
 
     def text(self) -> str:
@@ -382,8 +382,8 @@ def _numbers(values: NDArray[Any]) -> NDArray[Any]:
         return values.astype("<u8" if values.dtype.kind == "u" else "<i8")
     with np.errstate(invalid="ignore"):  # A signalling NaN is a NaN.
         floats = values.astype(np.float64)
-        whole = (np.abs(floats) < 2.0**63) & (floats == np.trunc(floats))
+        is_integer = (np.abs(floats) < 2.0**63) & (floats == np.trunc(floats))
     bits = floats.view("<i8").copy()
-    bits[whole] = floats[whole].astype("<i8")
+    bits[is_integer] = floats[is_integer].astype("<i8")
     bits[np.isnan(floats)] = 0x7FF8 << 48
     return bits

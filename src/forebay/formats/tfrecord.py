@@ -411,8 +411,8 @@ def _features(name: str, column: pa.Array, first_row: int, lossy: bool) -> list[
     if pa.types.is_floating(kind):
         rows = split_values(_singles(values, name, first_row, lossy).astype("<f4"), counts)
         return [None if row is None else _field(2, _packed(row.tobytes())) for row in rows]
-    data, ends = varints(cast(values, "I64", name, first_row=first_row)[name])
-    edges = np.concatenate([[0], ends])
+    data, stops = varints(cast(values, "I64", name, first_row=first_row)[name])
+    edges = np.concatenate([[0], stops])
     stops = np.cumsum(np.maximum(counts, 0))
     sizes = np.where(counts < 0, -1, edges[stops] - edges[stops - np.maximum(counts, 0)])
     return [None if row is None else _field(3, _packed(row)) for row in split_values(data, sizes)]
@@ -437,14 +437,14 @@ def varints(values: NDArray[np.int64]) -> tuple[bytes, NDArray[np.int64]]:
     lengths = np.ones(len(bits), np.int64)
     for index in range(1, 10):
         lengths += bits >= np.uint64(1) << np.uint64(7 * index)
-    ends = np.cumsum(lengths)
-    out = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8)
-    starts = ends - lengths
+    stops = np.cumsum(lengths)
+    out = np.empty(int(stops[-1]) if len(stops) else 0, np.uint8)
+    starts = stops - lengths
     for index in range(int(lengths.max()) if len(lengths) else 0):
         is_longer = lengths > index
         piece = (bits[is_longer] >> np.uint64(7 * index) & np.uint64(127)).astype(np.uint8)
         out[starts[is_longer] + index] = piece | ((lengths[is_longer] > index + 1).astype(np.uint8) << 7)
-    return out.tobytes(), ends
+    return out.tobytes(), stops
 
 
 def _packed(data: bytes) -> bytes:

@@ -34,7 +34,7 @@ class TokenDigest:
     """
 
     def __init__(self) -> None:
-        self._low, self._positions, self._high, self._ends = (hashlib.sha256() for _ in range(4))
+        self._low, self._positions, self._high, self._document_ends = (hashlib.sha256() for _ in range(4))
         self.num_tokens, self.num_documents = 0, 0
 
     def add(self, part: TokenPart) -> None:
@@ -45,9 +45,11 @@ class TokenDigest:
             if piece.dtype.itemsize > 2 and len(positions := np.flatnonzero(piece >> 16)):
                 self._positions.update((positions + (self.num_tokens + start)).astype("<u8").view(np.uint8).data)
                 self._high.update((piece[positions] >> 16).astype("<u2").view(np.uint8).data)
-        self._ends.update(np.ascontiguousarray(part.ends + np.uint64(self.num_tokens), "<u8").view(np.uint8).data)
+        self._document_ends.update(
+            np.ascontiguousarray(part.document_ends + np.uint64(self.num_tokens), "<u8").view(np.uint8).data
+        )
         self.num_tokens += len(part.tokens)
-        self.num_documents += len(part.ends)
+        self.num_documents += len(part.document_ends)
 
     @property
     def tokens(self) -> str:
@@ -58,7 +60,7 @@ class TokenDigest:
     @property
     def text(self) -> str:
         """Of tokens and document ends: `<hex>:<hex>`."""
-        return f"{self.tokens}:{self._ends.hexdigest()[:32]}"
+        return f"{self.tokens}:{self._document_ends.hexdigest()[:32]}"
 
 
 def documents(parts: Iterable[TokenPart]) -> Iterator[NDArray[Any]]:
@@ -66,7 +68,7 @@ def documents(parts: Iterable[TokenPart]) -> Iterator[NDArray[Any]]:
     pending: list[NDArray[Any]] = []
     for part in parts:
         start = 0
-        for end in part.ends.tolist():
+        for end in part.document_ends.tolist():
             piece = part.tokens[start:end]
             if pending:
                 piece, pending = np.concatenate([*pending, piece]), []
@@ -128,9 +130,11 @@ class TokenStream:
         digest, after_end, num_ended = TokenDigest(), 0, 0
         for piece in self._pieces():
             tokens = self._cast(piece, digest.num_tokens, num_ended)
-            num_ended += len(piece.ends)
-            part = TokenPart(tokens, self._document_ends(piece, digest.num_tokens))
-            after_end = len(tokens) - int(part.ends[-1]) if len(part.ends) else after_end + len(tokens)
+            num_ended += len(piece.document_ends)
+            part = TokenPart(tokens, self._ends_of(piece, digest.num_tokens))
+            after_end = (
+                len(tokens) - int(part.document_ends[-1]) if len(part.document_ends) else after_end + len(tokens)
+            )
             digest.add(part)
             self.options.advance(len(tokens))
             yield part
@@ -151,19 +155,19 @@ class TokenStream:
         remaining = self.num_tokens
         for part in self.source.parts():
             first = start = 0
-            while start < len(part.tokens) or first < len(part.ends):
+            while start < len(part.tokens) or first < len(part.document_ends):
                 stop = min(len(part.tokens), start + MAX_TOKENS, start + remaining)
-                last = int(np.searchsorted(part.ends, np.uint64(stop), "right"))
-                yield TokenPart(part.tokens[start:stop], part.ends[first:last] - np.uint64(start))
+                last = int(np.searchsorted(part.document_ends, np.uint64(stop), "right"))
+                yield TokenPart(part.tokens[start:stop], part.document_ends[first:last] - np.uint64(start))
                 remaining -= stop - start
                 if not remaining and stop < len(part.tokens):
                     return
                 start, first = stop, last
 
-    def _document_ends(self, piece: TokenPart, before: int) -> NDArray[np.uint64]:
+    def _ends_of(self, piece: TokenPart, before: int) -> NDArray[np.uint64]:
         match self.documents:
             case "source":
-                return piece.ends
+                return piece.document_ends
             case "eos":
                 return (np.flatnonzero(piece.tokens == self.options.eos_id) + 1).astype(np.uint64)
             case "samples":
@@ -177,7 +181,7 @@ class TokenStream:
         tokens, dtype = piece.tokens, TOKEN_DTYPES[self.dtype]
         if len(tokens) and int(np.iinfo(tokens.dtype).max) > self.max_id and int(tokens.max()) > self.max_id:
             index = int(np.argmax(tokens > self.max_id))
-            num_ended += int(np.searchsorted(piece.ends, np.uint64(index), "right"))
+            num_ended += int(np.searchsorted(piece.document_ends, np.uint64(index), "right"))
             advice = "Write them with --dtype uint32." if self.dtype == "U16" else "They are no token ids."
             raise UsageError(
                 f"{self.source.format}: expected token ids of at most {self.max_id} to write {dtype}, got "
@@ -189,7 +193,7 @@ class TokenStream:
 def build_stream(
     source: TokenSource,
     options: ConvertOptions,
-    ends: Literal["keep", "rows", "none"],
+    boundaries: Literal["keep", "rows", "none"],
     *,
     signed: bool = False,
     sample_tokens: int = 1,
@@ -197,8 +201,8 @@ def build_stream(
     """Resolve how a source is written.
 
     Args:
-        ends: `keep` those of the source; `rows` where the format needs every token in a document; `none` where it has
-            none.
+        boundaries: `keep` those of the source; `rows` where the format needs every token in a document; `none` where
+            it has none.
         signed: Whether U32 is written as signed numbers.
         sample_tokens: Only a multiple of so many tokens is written.
     """
@@ -212,21 +216,21 @@ def build_stream(
             "out"
         )
     documents: Documents = "none"
-    if ends != "none":
-        if ends == "rows" and options.seq_len:
+    if boundaries != "none":
+        if boundaries == "rows" and options.seq_len:
             documents = "samples"
         elif source.num_documents:
             documents = "source"
         elif options.eos_id is not None:
             documents = "eos"
-        elif ends == "rows":
+        elif boundaries == "rows":
             raise UsageError(
                 f"{source.format}: expected to know where documents end, as each becomes a record, got a source that "
                 "does not tell. Give --eos-id N, if a token ends each, or --seq-len N for samples of equal length."
             )
     if source.num_documents and documents in ("none", "samples"):
         notes.append(f"the ends of {source.num_documents} documents are not in what was written")
-    return TokenStream(source, dtype, documents, num_tokens, ends == "rows", max_id, options, notes)
+    return TokenStream(source, dtype, documents, num_tokens, boundaries == "rows", max_id, options, notes)
 
 
 def slices_of(stream: TokenStream, slice_bytes: int, slice_tokens: int | None = None) -> Iterator[TokenPart]:
@@ -242,7 +246,7 @@ def slices_of(stream: TokenStream, slice_bytes: int, slice_tokens: int | None = 
             first, rest = _cut(_joined(pending), size, stream.itemsize, limit)
             yield first
             pending, count = [rest], len(rest.tokens)
-    while pending and (count or len(pending[-1].ends)):
+    while pending and (count or len(pending[-1].document_ends)):
         first, rest = _cut(_joined(pending), size, stream.itemsize, limit)
         yield first
         pending, count = ([rest], len(rest.tokens)) if len(rest.tokens) else ([], 0)
@@ -274,15 +278,15 @@ def _joined(parts: list[TokenPart]) -> TokenPart:
     if len(parts) == 1:
         return parts[0]
     bases = np.cumsum([0, *(len(part.tokens) for part in parts)]).astype(np.uint64)
-    ends = [part.ends + base for part, base in zip(parts, bases)]
-    return TokenPart(np.concatenate([part.tokens for part in parts]), np.concatenate(ends))
+    document_ends = [part.document_ends + base for part, base in zip(parts, bases)]
+    return TokenPart(np.concatenate([part.tokens for part in parts]), np.concatenate(document_ends))
 
 
 def _cut(part: TokenPart, size: int, itemsize: int, slice_bytes: int) -> tuple[TokenPart, TokenPart]:
     """The first slice of a part, and the rest."""
     stop = min(size, len(part.tokens))
     if slice_bytes and len(part.tokens):
-        stop = next_cut(part.ends, 0, 0, len(part.tokens), itemsize, slice_bytes)[0]
-    last = int(np.searchsorted(part.ends, np.uint64(stop), "right"))
-    rest = TokenPart(part.tokens[stop:], part.ends[last:] - np.uint64(stop))
-    return TokenPart(part.tokens[:stop], part.ends[:last]), rest
+        stop = next_cut(part.document_ends, 0, 0, len(part.tokens), itemsize, slice_bytes)[0]
+    last = int(np.searchsorted(part.document_ends, np.uint64(stop), "right"))
+    rest = TokenPart(part.tokens[stop:], part.document_ends[last:] - np.uint64(stop))
+    return TokenPart(part.tokens[:stop], part.document_ends[:last]), rest

@@ -1,10 +1,10 @@
 """One vector of tokens a file: .npy, headerless .bin (nanoGPT), llm.c's .bin, Templar's shards with sample ids.
 
-Hides: which of these a file is. Only its first bytes say so, never its suffix: shards named .npy without a NumPy header
-exist, and a header read as tokens puts 64 of them before the first. What has no header is of the type that the caller
-says; with sample ids beside it, U32 if every second 16-bit half is below 16 (ids below 2**20), else U16.
+Hides which of these a file is: its first bytes decide, never its suffix, as shards named .npy without a NumPy header
+exist, and a header read as tokens puts 64 of them before the first. A file without a header is of the type that the
+caller names; with sample ids beside it, U32 if every second 16-bit half is below 16 (ids below 2**20), else U16.
 
-Sample ids stand in `sample_ids*` beside the tokens (`sample_ids_000003` for `train_000003`, `sample_ids_anneal_000000`
+Sample ids are in `sample_ids*` beside the tokens (`sample_ids_000003` for `train_000003`, `sample_ids_anneal_000000`
 for `anneal_000000`, `sample_ids` for `tokens`), raw u64 or .npy. The id of a sample is the 8-byte BLAKE2b of its
 tokens' bytes, as a little-endian integer. With ids, a file is a whole number of samples, and some of them are checked
 when opening, all by `verify`. Tokens are views of the map; files are cut into slices of at most 64 Mi tokens, at a
@@ -71,30 +71,30 @@ class VectorDataset(ExternalDataset):
     def __init__(self, path: Path, files: Sequence[Path], dtype: Any = None) -> None:
         self._ids = [ids_of(file) for file in files]
         self._vectors = [_tokens_of(file, ids, dtype) for file, ids in zip(files, self._ids)]
-        lengths = {_sample_tokens(one, ids) for one, ids in zip(self._vectors, self._ids)}
-        stored = common_dtype(path, (one.kind for one in self._vectors))
+        lengths = {_sample_tokens(vector, ids) for vector, ids in zip(self._vectors, self._ids)}
+        stored = common_dtype(path, (vector.kind for vector in self._vectors))
         if len(lengths) != 1:
-            told = ", ".join(sorted(map(str, lengths)))
+            got = ", ".join(sorted(map(str, lengths)))
             raise DatasetError(
-                f"{path}: expected files of one length of sample, got {told}. Open them as datasets of their own."
+                f"{path}: expected files of one length of sample, got {got}. Open them as datasets of their own."
             )
         self.seq_len = lengths.pop()  # Tokens of a sample, where sample ids tell it; else None.
         parts: list[ExternalSlice] = []
-        for file, one in enumerate(self._vectors):
-            most = MAX_TOKENS if one.kind.itemsize in (2, 4) else MAX_COPIED_TOKENS
-            step = max(1, most // self.seq_len) * self.seq_len if self.seq_len else most
-            for k, start in enumerate(range(0, one.count, step)):
-                count = min(step, one.count - start)
-                name = f"{shown_name(path, one.path)}#{k:05d}"
-                parts.append(ExternalSlice(file, name, start, count, 0, count * one.kind.itemsize))
+        for file, vector in enumerate(self._vectors):
+            limit = MAX_TOKENS if vector.kind.itemsize in (2, 4) else MAX_COPIED_TOKENS
+            step = max(1, limit // self.seq_len) * self.seq_len if self.seq_len else limit
+            for k, start in enumerate(range(0, vector.count, step)):
+                count = min(step, vector.count - start)
+                name = f"{shown_name(path, vector.path)}#{k:05d}"
+                parts.append(ExternalSlice(file, name, start, count, 0, count * vector.kind.itemsize))
         marks = fingerprints(files)
         super().__init__(path, "vector", stored, list(files), marks, parts, {"seq_len": self.seq_len})
-        for one, ids in zip(self._vectors, self._ids):
+        for vector, ids in zip(self._vectors, self._ids):
             if ids is not None and self.seq_len:
-                self._check_spots(one, ids, self.seq_len)
+                self._check_spots(vector, ids, self.seq_len)
 
     def sample_ids(self, part: ExternalSlice) -> U64 | None:
-        """The sample ids of a slice, a view of their file: U64 [count // seq_len]; None if there are none."""
+        """Return the sample ids of a slice, a view of their file: U64 [count // seq_len]; None if there are none."""
         ids = self._ids[part.file]
         if ids is None or not self.seq_len:
             return None
@@ -102,23 +102,26 @@ class VectorDataset(ExternalDataset):
         return self._view(ids, first, first + part.count // self.seq_len)
 
     def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
-        one = self._vectors[part.file]
-        return as_tokens(self._view(one, part.start, part.start + part.count), one.path), np.empty(0, np.uint64)
+        vector = self._vectors[part.file]
+        return as_tokens(self._view(vector, part.start, part.start + part.count), vector.path), np.empty(0, np.uint64)
 
-    def _view(self, one: Vector, start: int, stop: int) -> NDArray[Any]:
-        width = one.kind.itemsize
-        return self._map(one.path, one.file_bytes)[one.offset + start * width : one.offset + stop * width].view(
-            one.kind
-        )
+    def _view(self, vector: Vector, start: int, stop: int) -> NDArray[Any]:
+        width = vector.kind.itemsize
+        return self._map(vector.path, vector.file_bytes)[
+            vector.offset + start * width : vector.offset + stop * width
+        ].view(vector.kind)
 
-    def _check_spots(self, one: Vector, ids: Vector, seq_len: int) -> None:
+    def _check_spots(self, vector: Vector, ids: Vector, seq_len: int) -> None:
         for i in np.unique(np.linspace(0, ids.count - 1, _SPOT_SAMPLES).astype(np.int64)).tolist():
-            wanted = int(self._view(ids, i, i + 1)[0])
-            got = sample_id(self._view(one, i * seq_len, (i + 1) * seq_len))
-            if got != wanted:
-                why = "It is the id of no bytes at all: a known fault of one writer. " if wanted == NO_SAMPLE else ""
+            expected = int(self._view(ids, i, i + 1)[0])
+            got = sample_id(self._view(vector, i * seq_len, (i + 1) * seq_len))
+            if got != expected:
+                reason = (
+                    "It is the id of no bytes at all: a known fault of one writer. " if expected == NO_SAMPLE else ""
+                )
                 raise DatasetError(
-                    f"{ids.path}: expected id {got} of sample {i} ({seq_len} tokens {one.kind}), got {wanted}. {why}"
+                    f"{ids.path}: expected id {got} of sample {i} ({seq_len} tokens {vector.kind}), got {expected}. "
+                    f"{reason}"
                     f"Tokens and ids are not of each other: fetch both again, or move {ids.path.name} away to read "
                     "the tokens without."
                 )
@@ -131,23 +134,23 @@ class VectorDataset(ExternalDataset):
         if ids is None or not self.seq_len:
             return ""
         samples = tokens.reshape(-1, self.seq_len)
-        return "" if all(sample_id(row) == wanted for row, wanted in zip(samples, ids.tolist())) else "changed"
+        return "" if all(sample_id(row) == expected for row, expected in zip(samples, ids.tolist())) else "changed"
 
 
 def sample_id(tokens: NDArray[Any]) -> int:
-    """Templar's id of a sample: the 8-byte BLAKE2b of its tokens' bytes in their own type, little endian."""
+    """Return Templar's id of a sample: the 8-byte BLAKE2b of its tokens' bytes in their own type, little endian."""
     digest = hashlib.blake2b(np.ascontiguousarray(tokens).view(np.uint8).data, digest_size=8)
     return int.from_bytes(digest.digest(), "little")
 
 
 def npy_header(dtype: np.dtype[Any], count: int) -> bytes:
-    """NumPy's header of a vector: 128 bytes for every count."""
+    """Return NumPy's header of a vector: 128 bytes for every count."""
     head = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
     return NPY_MAGIC + b"\x01\x00" + (118).to_bytes(2, "little") + (head.ljust(117) + "\n").encode()
 
 
 def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """(shape, whether in Fortran's order, dtype) of a NumPy file, left at its first value; ValueError if it is none."""
+    """Read the header of a NumPy file: (shape, whether in Fortran's order, dtype). Raises ValueError."""
     try:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -158,12 +161,12 @@ def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def has_header(path: Path) -> bool:
-    """Whether a file begins with NumPy's or llm.c's header. Raises DatasetError if it cannot be read."""
+    """Return whether a file begins with NumPy's or llm.c's header. Raises DatasetError if it cannot be read."""
     return detect(path).format in HEADERS
 
 
 def ids_of(path: Path) -> Vector | None:
-    """The file of sample ids that belongs to a file of tokens; None if there is none."""
+    """Return the file of sample ids that belongs to a file of tokens; None if there is none."""
     stem = path.stem
     number = re.fullmatch(r"(.*?)_?(\d+)", stem)
     if number is None:
@@ -172,20 +175,20 @@ def ids_of(path: Path) -> Vector | None:
         names = [f"sample_ids_{number[2]}", f"sample_ids_train_{number[2]}"]
     else:
         names = [f"sample_ids_{stem}"]
-    for found in (path.with_name(name + suffix) for name in names for suffix in (".npy", ".bin")):
-        if found.is_file():
-            vector = _npy(found) if detect(found).format == "npy" else _raw(found, np.dtype("<u8"))
+    for path_of_ids in (path.with_name(name + suffix) for name in names for suffix in (".npy", ".bin")):
+        if path_of_ids.is_file():
+            vector = _npy(path_of_ids) if detect(path_of_ids).format == "npy" else _raw(path_of_ids, np.dtype("<u8"))
             if vector.kind != np.dtype("<u8"):
-                raise DatasetError(f"{found}: expected sample ids of uint64, got {vector.kind}. Fetch it again.")
+                raise DatasetError(f"{path_of_ids}: expected sample ids of uint64, got {vector.kind}. Fetch it again.")
             return vector
     return None
 
 
 def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
-    known = detect(path).format
-    if known == "llm.c":
+    format = detect(path).format
+    if format == "llm.c":
         return _llmc(path)
-    if known == "npy":
+    if format == "npy":
         vector = _npy(path)
         if vector.kind not in (np.dtype("<u2"), np.dtype("<u4")):
             raise DatasetError(
@@ -241,7 +244,7 @@ def _llmc(path: Path) -> Vector:
 
 
 def vector_in(path: Path, num_bytes: int, dtype: Any = None) -> Vector:
-    """The vector in the first `num_bytes` of a file, which may still be missing: NumPy's, or raw of a type."""
+    """Return the vector in the first `num_bytes` of a file, which may still be missing: NumPy's, or raw of a type."""
     if read_head(path, len(NPY_MAGIC)) == NPY_MAGIC:
         return _npy(path, num_bytes)
     return _raw(path, token_dtype(dtype), num_bytes)
@@ -265,22 +268,22 @@ def _npy(path: Path, num_bytes: int | None = None) -> Vector:
             f"{path}: expected little-endian integers, got {dtype.str!r}. Save them again as '<u2' or '<u4'."
         )
     offset = file.tell()
-    wanted = offset + shape[0] * dtype.itemsize
-    if size != wanted:
+    expected = offset + shape[0] * dtype.itemsize
+    if size != expected:
         raise DatasetError(
-            f"{path}: expected {wanted} bytes, as its header says ({shape[0]} {dtype}), got {size}. "
+            f"{path}: expected {expected} bytes, as its header says ({shape[0]} {dtype}), got {size}. "
             "It is truncated or was appended to; fetch it again."
         )
     return Vector(path, offset, dtype, shape[0], size)
 
 
-def _sample_tokens(one: Vector, ids: Vector | None) -> int | None:
+def _sample_tokens(vector: Vector, ids: Vector | None) -> int | None:
     """Tokens of a sample, from the two counts."""
     if ids is None:
         return None
-    if not ids.count or one.count % ids.count or not one.count:
+    if not ids.count or vector.count % ids.count or not vector.count:
         raise DatasetError(
-            f"{one.path}: expected a whole number of tokens for each of {ids.count} ids in {ids.path.name}, got "
-            f"{one.count} tokens. One of the two is truncated or of another shard; fetch both again."
+            f"{vector.path}: expected a whole number of tokens for each of {ids.count} ids in {ids.path.name}, got "
+            f"{vector.count} tokens. One of the two is truncated or of another shard; fetch both again."
         )
-    return one.count // ids.count
+    return vector.count // ids.count

@@ -1,6 +1,6 @@
 """Wikitext to plain text, in one pass.
 
-Hides: MediaWiki's markup. Templates, tables, references, files and categories are left out (a few templates that only
+Hides MediaWiki's markup. Templates, tables, references, files and categories are left out (a few templates that only
 dress up their text keep it); links keep what a reader sees; headings with nothing below them go. What is opened and
 never closed loses its markers and keeps its text, as MediaWiki shows it. Nesting deeper than `MAX_DEPTH` is not
 followed, which is what makes any input linear.
@@ -44,7 +44,7 @@ _DROPPED = _words(
     "script templatestyles indicator references categorytree dynamicpagelist rss includeonly tr"
 )
 _KEPT_RAW = _words("nowiki math chem ce pre source syntaxhighlight")
-_ENDS = {name: re.compile(rf"</{name}\s{{0,50}}>", re.IGNORECASE) for name in _DROPPED | _KEPT_RAW}
+_END_TAGS = {name: re.compile(rf"</{name}\s{{0,50}}>", re.IGNORECASE) for name in _DROPPED | _KEPT_RAW}
 _TABLE_BEFORE = re.compile(r"[ \t:*#]{0,20}\{")
 _NEW_LINE = _words("br p div li tr blockquote poem ul ol dl dt dd hr center")
 _FILE = re.compile(
@@ -144,16 +144,16 @@ class _Scan:
         self._unclosed: set[str] = set()
 
     def text(self) -> str:
-        """All that is left when everything is closed."""
-        source, at = self._source, 0
+        """Return the text of the page."""
+        source, offset = self._source, 0
         out, stack, search = self._out, self._stack, _TOKEN.search
-        found = search(source)
-        while found is not None:
-            start = found.start()
-            if start > at:
-                out.append(source[at:start])
-            at = found.end()
-            token = found[0]
+        match = search(source)
+        while match is not None:
+            start = match.start()
+            if start > offset:
+                out.append(source[offset:start])
+            offset = match.end()
+            token = match[0]
             if token == "|":
                 if stack:
                     stack[-1].pipes.append(len(out))
@@ -161,13 +161,13 @@ class _Scan:
             elif token[0] == "'":
                 out.append("'" if len(token) == 4 else "'" * (len(token) - 5))
             elif token[0] == "<":
-                at = self._past("-->", at) if token == "<!--" else self._tag(token, at)
+                offset = self._past("-->", offset) if token == "<!--" else self._tag(token, offset)
             elif token[0] in "[]":
                 self._brackets(token)
             elif token[0] in "{}|":
                 self._braces(token, start)
-            found = search(source, at)
-        out.append(source[at:])
+            match = search(source, offset)
+        out.append(source[offset:])
         return "".join(out)
 
     def _brackets(self, token: str) -> None:
@@ -194,8 +194,8 @@ class _Scan:
                 self._open("table")
                 self._out.append("{|")  # one that is never closed loses this line
         elif token == "|}":
-            if (found := self._pop("table")) is not None:
-                del self._out[found.start :]
+            if (opened := self._pop("table")) is not None:
+                del self._out[opened.start :]
         elif token[0] == "}":
             self._close_templates(len(token) // 2)
         elif token[-1] == "}":
@@ -215,35 +215,35 @@ class _Scan:
         """The innermost open thing of a kind; what was opened within it and not closed is text."""
         for index in range(len(self._stack) - 1, -1, -1):
             if self._stack[index].kind == kind:
-                found = self._stack[index]
+                opened = self._stack[index]
                 del self._stack[index:]
-                return found
+                return opened
         return None
 
-    def _past(self, mark: str, at: int) -> int:
+    def _past(self, mark: str, offset: int) -> int:
         """Past the next mark; where we are if there is none, which is looked for once only."""
         if mark in self._unclosed:
-            return at
-        end = self._source.find(mark, at)
+            return offset
+        end = self._source.find(mark, offset)
         if end < 0:
             self._unclosed.add(mark)
-            return at
+            return offset
         return end + len(mark)
 
-    def _tag(self, tag: str, at: int) -> int:
-        found = _TAG_NAME.match(tag)
-        name = found[1].lower() if found else ""
+    def _tag(self, tag: str, offset: int) -> int:
+        match = _TAG_NAME.match(tag)
+        name = match[1].lower() if match else ""
         if name in _NEW_LINE:
             self._out.append("\n")
         raw = name in _KEPT_RAW
         if tag.endswith("/>") or tag.startswith("</") or not (raw or name in _DROPPED) or name in self._unclosed:
-            return at
-        end = _ENDS[name].search(self._source, at)
+            return offset
+        end = _END_TAGS[name].search(self._source, offset)
         if end is None:
             self._unclosed.add(name)
-            return at
+            return offset
         if raw:
-            text = self._source[at : end.start()]
+            text = self._source[offset : end.start()]
             if name in ("math", "chem", "ce"):  # TeX groups read the same with a blank, and look like no template
                 for braces in ("}}", "}}", "{{", "{{"):  # twice, for three in a row
                     text = text.replace(braces, " ".join(braces))
@@ -253,40 +253,40 @@ class _Scan:
 
     def _close_templates(self, count: int) -> None:
         for _ in range(min(count, MAX_DEPTH + 1)):
-            found = self._pop("template")
-            if found is None:
+            opened = self._pop("template")
+            if opened is None:
                 return
-            text = self._template(found)
-            del self._out[found.start :]
+            text = self._template(opened)
+            del self._out[opened.start :]
             if text:
                 self._out.append(text)
 
-    def _template(self, found: _Open) -> str:
-        first = found.pipes[0] if found.pipes else len(self._out)
-        show = _show("".join(self._out[found.start : first][:3]))
+    def _template(self, opened: _Open) -> str:
+        first = opened.pipes[0] if opened.pipes else len(self._out)
+        show = _show("".join(self._out[opened.start : first][:3]))
         if show is None:
             return ""
-        bounds = [*found.pipes, len(self._out)]
+        bounds = [*opened.pipes, len(self._out)]
         return show(_arguments(["".join(self._out[start + 1 : stop]) for start, stop in pairwise(bounds)]))
 
     def _close_link(self) -> None:
         if self._stack and self._stack[-1].kind == "url" and not any(o.kind == "link" for o in self._stack):
             self._stack.pop()
             return
-        found = self._pop("link")
-        if found is None:
+        opened = self._pop("link")
+        if opened is None:
             return
-        first = found.pipes[0] if found.pipes else len(self._out)
-        target = "".join(self._out[found.start : first])
+        first = opened.pipes[0] if opened.pipes else len(self._out)
+        target = "".join(self._out[opened.start : first])
         if "\n" in target[:500].strip():
             return
-        shown = self._shown(target.strip(), bool(found.pipes))
+        shown = self._shown(target.strip(), bool(opened.pipes))
         if shown is None:
-            del self._out[found.start :]
-        elif found.pipes and any(part.strip() for part in self._out[found.pipes[0] + 1 :]):
-            del self._out[found.start : found.pipes[0] + 1]
+            del self._out[opened.start :]
+        elif opened.pipes and any(part.strip() for part in self._out[opened.pipes[0] + 1 :]):
+            del self._out[opened.start : opened.pipes[0] + 1]
         else:
-            self._out[found.start :] = [shown]
+            self._out[opened.start :] = [shown]
 
     def _shown(self, target: str, labelled: bool) -> str | None:
         """What a link shows if it has no label; None if the link is not part of the text."""
@@ -317,7 +317,7 @@ def to_text(source: str, dropped_prefixes: frozenset[str] = FILES_AND_CATEGORIES
 
 def _lines(text: str) -> str:
     """Headings without their signs and not without text below them; list items; no table rows left over."""
-    kept: list[str] = []
+    result: list[str] = []
     headings: list[tuple[int, str]] = []
     for line in text.split("\n"):
         line = line.strip()
@@ -336,9 +336,9 @@ def _lines(text: str) -> str:
             line = _LIST.sub("", line, count=1).strip()
             line = bullet + line if line and not line.startswith("{|") else ""
         if line and headings:
-            kept.extend([""] if kept and kept[-1] else [])
-            kept.extend(title for _, title in headings)
+            result.extend([""] if result and result[-1] else [])
+            result.extend(title for _, title in headings)
             headings.clear()
-        if line or (kept and kept[-1]):
-            kept.append(line)
-    return "\n".join(kept).strip("\n")
+        if line or (result and result[-1]):
+            result.append(line)
+    return "\n".join(result).strip("\n")

@@ -35,7 +35,8 @@ _MAGICS = {
     b"\x04\x22\x4d\x18": "lz4",
 }
 _BUFFER_BYTES = 256 << 10
-_STEP_BYTES = 2 << 10  # Packed bytes that a decoder gets at once: zstd makes at most 64 MiB of them.
+_STEP_BYTES = 2 << 10  # Packed bytes that a decoder gets at once: bz2 and zstd make at most 64 MiB of them.
+_GZIP_STEP_BYTES = 16 << 10  # 16 MiB at most.
 _LZ4_STEP_BYTES = 64 << 10
 _XZ_MEMORY = 512 << 20  # xz -9 needs 65 MiB.
 _ZSTD_HEAD_BYTES = 18
@@ -180,15 +181,14 @@ def unpack_gzip(packed: CountedReader) -> Iterator[bytes]:
     return _decoded(packed, "gz", 0)
 
 
-def _decoded(
-    packed: CountedReader, compression: str, max_window_bytes: int, step: int = _STEP_BYTES
-) -> Iterator[bytes]:
+def _decoded(packed: CountedReader, compression: str, max_window_bytes: int, step: int = 0) -> Iterator[bytes]:
     """Members or frames one after the other, perhaps with zeros between them or at the end."""
     if compression == "lz4":
         with pa.CompressedInputStream(pa.PythonFile(packed, "r"), "lz4") as stream:
             while data := stream.read(_LZ4_STEP_BYTES):
                 yield data
         return
+    step = step or (_GZIP_STEP_BYTES if compression == "gz" else _STEP_BYTES)
     rest = packed.read(step)
     while rest:
         packed.member = packed.count - len(rest)

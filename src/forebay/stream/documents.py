@@ -24,10 +24,10 @@ MOST_MALFORMED = 1000
 
 @dataclass(frozen=True)
 class Malformed:
-    """A record that was passed over: the file or dataset, where in it, and what is wrong."""
+    """A record that was skipped: the file or dataset, where in it, and what is wrong."""
 
     name: str
-    where: str
+    location: str
     problem: str
 
 
@@ -38,7 +38,7 @@ class Tally:
     counts: dict[str, int]
     malformed: list[Malformed]
 
-    def note(self, record: Record, name: str, problem: str) -> None:
+    def record_malformed(self, record: Record, name: str, problem: str) -> None:
         """Count a malformed record."""
         self.counts["malformed"] += 1
         if len(self.malformed) < MOST_MALFORMED:
@@ -60,11 +60,11 @@ class Documents:
 
     def take(self, num_bytes: int) -> list[bytes]:
         """The next documents, UTF-8, of about that many bytes together; none at the epoch's end."""
-        found: list[bytes] = []
+        texts: list[bytes] = []
         while num_bytes > 0 and (text := next(self._texts, None)) is not None:
-            found.append(text)
+            texts.append(text)
             num_bytes -= len(text)
-        return found
+        return texts
 
     def close(self) -> None:
         """Close the files. May be called twice."""
@@ -87,7 +87,7 @@ class Documents:
         for record, name in self.reading:
             if record.problem:
                 if record.problem != "blank":
-                    self._tally.note(record, name, record.problem)
+                    self._tally.record_malformed(record, name, record.problem)
                 continue
             if record.html:
                 raise DatasetError(
@@ -97,7 +97,7 @@ class Documents:
             try:
                 text = record.text.encode()
             except UnicodeEncodeError:
-                self._tally.note(record, name, "half a surrogate pair in the text")
+                self._tally.record_malformed(record, name, "half a surrogate pair in the text")
                 continue
             self.records += 1
             if (self.records - 1) % world_size == rank:

@@ -2,7 +2,7 @@
 
 Hides: which file of an epoch comes when, and how reading goes on where it stopped: at the very record in JSONL, lines,
 tar and TFRecord (compressed: after unpacking what stands before it), at the row group in Parquet, at the batch in
-Arrow, from the file's beginning in all others. Records that stand before the place are passed over, never given twice.
+Arrow, from the file's beginning in all others. Records that stand before the place are skipped, never yielded twice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Reading(Protocol):
         ...
 
     def place(self) -> Any:
-        """Plain JSON from which `Records.open` goes on with the record after the last one given."""
+        """Return plain JSON from which `Records.open` continues with the record after the last one yielded."""
         ...
 
 
@@ -50,7 +50,7 @@ class Records(Protocol):
         ...
 
     def open(self, epoch: int, key: bytes | None, place: Any = None) -> Reading:
-        """An epoch's records, from a place or from the beginning. `key` None: in the order in which they lie."""
+        """An epoch's records, from a place or from the beginning. `key` None: in the order of the files."""
         ...
 
 
@@ -63,14 +63,14 @@ class FileRecords:
     def __init__(
         self, inputs: Sequence[str | Path] | str | Path, options: ReadOptions, *, follow_links: bool = False
     ) -> None:
-        given = [inputs] if isinstance(inputs, str | Path) else list(inputs)
+        names = [inputs] if isinstance(inputs, str | Path) else list(inputs)
         self._options = options
-        found = find_inputs([path for one in given for path in _expand(one)], options, follow_links=follow_links)
-        for line in describe_skipped(found.skipped):
+        listed = find_inputs([path for name in names for path in _expand(name)], options, follow_links=follow_links)
+        for line in describe_skipped(listed.skipped):
             _log.warning("stream: %s", line)
-        self._files = found.files
-        facts = [(source.format, source.compression, source.bytes, source.sha256) for source in self._files]
-        self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        self._files = listed.files
+        fields = [(source.format, source.compression, source.bytes, source.sha256) for source in self._files]
+        self.identity = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
     def open(self, epoch: int, key: bytes | None, place: Any = None) -> FileReading:
         """As `Records` says; with a key the files of each epoch come in another order."""
@@ -87,7 +87,7 @@ class FileReading:
     """The records of some sources, one source after the other; `source_at(index)` is None after the last.
 
     Its place is five integers: the source; the piece of it; where in the piece to begin (-1: at its beginning) and the
-    number of the record there; how many records from there on were given.
+    number of the record there; how many records from there on were read.
     """
 
     _source_at: Callable[[int], InputFile | None]
@@ -98,31 +98,31 @@ class FileReading:
         return list(self._at)
 
     def __iter__(self) -> Iterator[tuple[Record, str]]:
-        index, number, start, first, given = self._at
+        index, number, start, first, num_read = self._at
         while (source := self._source_at(index)) is not None:
             pieces = split_files([source], self._options)
             while number < len(pieces):
                 piece = pieces[number] if start < 0 else replace(pieces[number], start=start)
-                passed, given = given, 0
+                passed, num_read = num_read, 0
                 for record in read_split(piece, self._options):
                     if record.failed:
                         raise PrepareError(record.problem)
                     if record.start >= 0:
-                        start, first, given = record.start, first + given, 0
-                    given += 1
+                        start, first, num_read = record.start, first + num_read, 0
+                    num_read += 1
                     if passed:
                         passed -= 1
                         continue
-                    self._at = (index, number, start, first, given)
+                    self._at = (index, number, start, first, num_read)
                     if record.problem and not record.location:
-                        record = replace(record, location=_where(first + given - 1, number))
+                        record = replace(record, location=_location(first + num_read - 1, number))
                     yield record, source.name
-                number, start, first, given = number + 1, -1, 0, 0
+                number, start, first, num_read = number + 1, -1, 0, 0
             index, number = index + 1, 0
         self._at = (index, *_START[1:])
 
 
-def _where(number: int, piece: int) -> str:
+def _location(number: int, piece: int) -> str:
     return f"record {number}" + (f" of piece {piece}" if piece else "")
 
 
@@ -132,20 +132,20 @@ def checked_place(place: Any, sources: int | None = None) -> tuple[int, int, int
         return _START
     if not isinstance(place, list) or len(place) != 5 or not all(type(n) is int for n in place):
         raise StateError(f"stream state: expected five integers for the place in the files, got {place!r}.")
-    index, number, start, first, given = place
-    if min(index, number, start + 1, first, given) < 0 or (sources is not None and index > sources):
+    index, number, start, first, num_read = place
+    if min(index, number, start + 1, first, num_read) < 0 or (sources is not None and index > sources):
         many = "the" if sources is None else sources
         raise StateError(f"stream state: expected a place in {many} files, got {place}. Take it from state_dict().")
-    return index, number, start, first, given
+    return index, number, start, first, num_read
 
 
-def _expand(given: str | Path) -> Iterator[str | Path]:
+def _expand(name: str | Path) -> Iterator[str | Path]:
     """The paths that a glob stands for, sorted; all else as it is."""
-    text = str(given)
+    text = str(name)
     if "://" in text or not glob.has_magic(text) or Path(text).exists():
-        yield given
+        yield name
         return
-    found = sorted(glob.glob(text, recursive=True))  # noqa: PTH207 - an absolute pattern is none for Path.glob
-    if not found:
+    matches = sorted(glob.glob(text, recursive=True))  # noqa: PTH207 - an absolute pattern is none for Path.glob
+    if not matches:
         raise UsageError(f"stream: expected files that match {text!r}, got none. Check the pattern.")
-    yield from found
+    yield from matches

@@ -301,7 +301,7 @@ class TextStream:
             return "Ask for shorter samples or smaller batches."
         first = tally.malformed[0]
         return (
-            f"{tally.counts['malformed']} records were passed over, the first at {first.where} of {first.name}: "
+            f"{tally.counts['malformed']} records were skipped, the first at {first.location} of {first.name}: "
             f"{first.problem}. Name the column with the text (text_key, --text-key), or look at the file."
         )
 

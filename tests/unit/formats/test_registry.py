@@ -1,0 +1,86 @@
+"""Formats of other packages: the example is found by its entry point; what cannot be loaded or clashes is an error."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forebay.errors import UsageError
+from forebay.formats import registry
+from forebay.formats.detect import detect
+from forebay.formats.inputs import ReadOptions
+from forebay.prepare.inputs import find_inputs, read_split, split_files
+
+PAGE = "---\ntitle: A page\nurl: https://example.org/a\n---\nThe text of it.\n"
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path in which a package with entry points can be put."""
+    examples = Path(__file__).parents[3] / "examples"
+    for folder in (examples, tmp_path / "site"):
+        monkeypatch.syspath_prepend(str(folder))
+
+    def forget() -> None:
+        registry._entry_points.cache_clear()
+        registry.get_format.cache_clear()
+        importlib.invalidate_caches()
+
+    forget()
+    yield tmp_path / "site"
+    forget()
+    sys.modules.pop("markdown_format", None)
+
+
+def install(site: Path, *lines: str) -> None:
+    for i, line in enumerate(lines):
+        info = site / f"package{i}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: package{i}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{registry.ENTRY_POINTS}]\n{line}\n")
+    registry._entry_points.cache_clear()
+    importlib.invalidate_caches()
+
+
+def test_the_example_is_detected_and_read(installed: Path, tmp_path: Path) -> None:
+    install(installed, "markdown = markdown_format:Markdown")
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.md").write_text(PAGE)
+    (data / "b.mdoc").write_text(PAGE.replace("A page", "Another").replace("\n---\n", "\n"))
+    (data / "c.txt").write_text("plain text")
+    assert registry.format_names()[-1] == "markdown"
+    assert detect(data / "a.md").format == "markdown"
+    options = ReadOptions()
+    records = [r for s in split_files(find_inputs(data, options).files, options) for r in read_split(s, options)]
+    assert [(r.text, r.url, r.problem) for r in records] == [
+        ("A page\n\nThe text of it.", "https://example.org/a", ""),
+        ("", "", "front matter without an end"),
+        ("plain text", "", ""),
+    ]
+    with pytest.raises(UsageError, match="format markdown: expected one that can be written from a table"):
+        registry.get_format("markdown").write_rows(None, None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["markdown = no_such_module:Markdown"], "expected to load no_such_module:Markdown, got ModuleNotFoundError"),
+        (["other = markdown_format:Markdown"], "of that name, got Markdown 'markdown'"),
+        (["jsonl = markdown_format:Markdown"], "format jsonl: expected one class of this name, got forebay.formats"),
+        (["a = x:A", "a = y:A"], "format a: expected one class of this name, got x:A and y:A"),
+    ],
+)
+def test_a_package_that_does_not_fit_is_named(installed: Path, lines: list[str], message: str) -> None:
+    install(installed, *lines)
+    with pytest.raises(UsageError, match=message):
+        [*registry.formats()]
+
+
+def test_an_unknown_format_names_those_there_are() -> None:
+    with pytest.raises(UsageError, match="expected one of megatron, npy"):
+        registry.get_format("excel")
