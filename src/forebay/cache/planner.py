@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forebay.cache.cache import NotReserved, Reservation, SliceCache
-from forebay.cache.downloads import Downloads
+from forebay.cache.downloads import SliceDownloads
 from forebay.cache.eviction import Evict, part_bytes
 from forebay.cache.planned_use import Keep, PlannedUses, RunSlices
 from forebay.errors import UsageError
@@ -53,7 +53,7 @@ class FeedOptions:
             budget (half after a late slice).
         epoch_of: Maps (step, key) to the epoch of that read and the run step at which it ends, for `window`; None:
             unknown.
-        first_alone: Download the slices of the first step after a seek before all others.
+        first_alone: SliceDownload the slices of the first step after a seek before all others.
         window_steps: Prefetching evicts no slice that is read again within so many steps.
         timeout_s: Fail after waiting so long for room while no process can make any.
     """
@@ -91,7 +91,7 @@ class Planner:
     ) -> None:
         self.cache = cache
         self.cached: set[int] = set()  # keys
-        self.downloads = Downloads(slices.sizes, start_transfer, on_done, clock)
+        self.downloads = SliceDownloads(slices.sizes, start_transfer, on_done, clock)
         self.num_evicted = 0  # by this process
         self.loss_reasons: dict[int, str] = {}  # of slices that were cached: a key of _LOSS_TEXTS
         self.lead_s = _LEAD_S
