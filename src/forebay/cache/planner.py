@@ -53,7 +53,7 @@ class FeedOptions:
             budget (half after a late slice).
         epoch_of: Maps (step, key) to the epoch of that read and the run step at which it ends, for `window`; None:
             unknown.
-        first_alone: SliceDownload the slices of the first step after a seek before all others.
+        first_alone: Download the slices of the first step after a seek before all others.
         window_steps: Prefetching evicts no slice that is read again within so many steps.
         timeout_s: Fail after waiting so long for room while no process can make any.
     """
