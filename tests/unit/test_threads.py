@@ -1,4 +1,4 @@
-"""Supervised threads: an exception is logged, counted and followed by another run; none dies unseen."""
+"""SupervisedThread threads: an exception is logged, counted and followed by another run; none dies unseen."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import os
 import random
 import resource
@@ -12,46 +10,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from transfer_cases import CONTENT, INFO, MIB, QUICK, UNHEDGED, fetch, info_of
 
 from calibration import scaled
-from forebay.dataset.manifest import SliceInfo
-from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
-from forebay.network.retry import backoff_s
-from forebay.storage.base import Origin, PermanentError, Timeouts
+from forebay.errors import IntegrityError, NetworkError, UsageError
+from forebay.storage.base import Timeouts
 from forebay.storage.origins import open_origin
 from forebay.storage.part_file import PartFile
 from forebay.storage.transfer_state import (
-    PoolTransfer,
-    SourceStats,
     TransferCancelledError,
-    choose_source,
-    min_range_bytes,
 )
 from forebay.storage.transfers import Transfers
 from origin_server import OriginServer
-
-MIB = 1 << 20
-CONTENT = random.Random(7).randbytes(3_500_001)
-UNHEDGED = {
-    "hedge_s": 600.0
-}  # A machine that stands still for 5 s would else have a piece fetched twice, as it should.
-PATIENT = Timeouts(60.0, 60.0)  # A request given up on a machine that stands still is one more request.
-QUICK = {"piece_bytes": 1 << 18, "first_backoff_s": 0.005, "max_backoff_s": 0.05}
-
-
-def info_of(data: bytes, name: str = "slice") -> SliceInfo:
-    return SliceInfo(0, name, len(data), hashlib.sha256(data).hexdigest(), 1, 1)
-
-
-INFO = info_of(CONTENT)
 
 
 @pytest.fixture
@@ -73,28 +48,6 @@ def make_server(tmp_path: Path) -> Iterator[Callable[..., OriginServer]]:
 @pytest.fixture
 def server(make_server: Callable[..., OriginServer]) -> OriginServer:
     return make_server()
-
-
-def fetch(
-    transfers: Transfers,
-    part: Path,
-    *urls: str,
-    info: SliceInfo = INFO,
-    bad: list[str] | None = None,
-    timeouts: Timeouts = PATIENT,
-) -> PoolTransfer:
-    moved = transfers.start(
-        info,
-        part,
-        [open_origin(url, timeouts=timeouts) for url in urls],
-        None if bad is None else lambda origin, reason: bad.append(origin.url),
-    )
-    assert moved.wait(60)
-    if moved.error is None:
-        assert part.stat().st_size == info.bytes
-        assert hashlib.sha256(part.read_bytes()).hexdigest() == info.sha256
-        assert moved.received == info.bytes
-    return moved
 
 
 @pytest.mark.parametrize("size", [1, 1000, (1 << 18) - 1, 1 << 18, (1 << 18) + 1, 1_000_000])
@@ -423,284 +376,3 @@ def test_memory_is_bounded(make_server: Callable[..., OriginServer], tmp_path: P
         stop.set()
         watcher.join()
     assert most[0] - before < 32 * MIB
-
-
-class Fake:
-    """An origin made of a function."""
-
-    def __init__(self, url: str, answer: Callable[[int, int], Iterator[memoryview]]) -> None:
-        self.url = url
-        self._answer = answer
-
-    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        return self._answer(start, stop)
-
-    def get(self, name: str, max_bytes: int) -> bytes:
-        raise PermanentError("not asked for")
-
-    def sources(self) -> Sequence[Origin]:
-        return [self]
-
-
-def raising(error: Exception) -> Callable[[int, int], Iterator[memoryview]]:
-    def answer(start: int, stop: int) -> Iterator[memoryview]:
-        raise error
-
-    return answer
-
-
-def honest(start: int, stop: int) -> Iterator[memoryview]:
-    yield memoryview(CONTENT)[start:stop]
-
-
-def too_much(start: int, stop: int) -> Iterator[memoryview]:
-    yield memoryview(bytes(stop - start + 1))
-
-
-@pytest.mark.parametrize("fault", [raising(ProtocolError("nonsense")), too_much])
-def test_a_violation_is_told(tmp_path: Path, fault: Callable[[int, int], Iterator[memoryview]]) -> None:
-    told: list[str] = []
-    with Transfers(4, **QUICK) as transfers:
-        origins = [Fake("bad", fault), Fake("good", honest)]
-        moved = transfers.start(INFO, tmp_path / "part", origins, lambda origin, why: told.append(origin.url))
-        assert moved.wait(20) and moved.error is None
-        assert set(told) == {"bad"}
-        moved = transfers.start(INFO, tmp_path / "part2", [Fake("bad", fault)])
-        assert moved.wait(20) and type(moved.error) is NetworkError
-
-
-def test_a_stuck_connection_is_not_waited_for(tmp_path: Path) -> None:
-    """One request hangs: when nothing else is to do, another connection takes its place over."""
-    hung, hold = threading.Event(), threading.Event()
-
-    def answer(start: int, stop: int) -> Iterator[memoryview]:
-        yield memoryview(CONTENT)[start : start + 1000]
-        if start == 1 << 18 and not hung.is_set():
-            hung.set()
-            assert hold.wait(20)
-        yield memoryview(CONTENT)[start + 1000 : stop]
-
-    with Transfers(3, hedge_s=0.1, **QUICK) as transfers:
-        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", answer)])
-        assert moved.wait(10) and moved.error is None and hung.is_set()
-        assert transfers.stats()["attempts"] == 14  # the hanging one is still at it
-        hold.set()
-    assert hashlib.sha256((tmp_path / "part").read_bytes()).hexdigest() == INFO.sha256
-
-
-def test_a_source_that_is_always_slow_is_not_asked_twice(tmp_path: Path) -> None:
-    """Each request takes twice `hedge_s`, and connections idle: what is usual there is not late."""
-
-    def answer(start: int, stop: int) -> Iterator[memoryview]:
-        time.sleep(1.0)
-        yield memoryview(CONTENT)[start:stop]
-
-    info = info_of(CONTENT[: 1 << 17])
-    with Transfers(3, hedge_s=0.5, **QUICK) as transfers:
-        assert transfers.start(INFO, tmp_path / "part", [Fake("quick", honest)]).wait(scaled(20))  # starts connections
-        before = transfers.stats()["attempts"]
-        source = Fake("x", answer)
-        for number in range(3):
-            moved = transfers.start(info, tmp_path / f"part{number}", [source])
-            assert moved.wait(scaled(20)) and moved.error is None
-        assert transfers.stats()["attempts"] == before + 3
-
-
-def test_without_a_thread_to_fetch_with_a_transfer_ends_and_the_next_one_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cannot(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with Transfers(3, **QUICK) as transfers:
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", cannot)
-            moved = transfers.start(INFO, tmp_path / "part", [Fake("x", honest)])
-            assert moved.wait(scaled(20)) and isinstance(moved.error, NetworkError)
-        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", honest)])
-        assert moved.wait(scaled(20)) and moved.error is None
-
-
-def test_a_fork_is_told(tmp_path: Path) -> None:
-    with Transfers(1, **QUICK) as transfers:
-        transfers._pid -= 1
-        with pytest.raises(UsageError, match="a fork of it"):
-            transfers.start(INFO, tmp_path / "part", [Fake("x", honest)])
-
-
-def test_our_own_fault_is_not_hidden(tmp_path: Path) -> None:
-    with Transfers(1, **QUICK) as transfers:
-        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", raising(ValueError("a bug")))])
-        assert moved.wait(20) and isinstance(moved.error, ValueError)
-        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", raising(OSError(errno.EDQUOT, "quota")))])
-        assert moved.wait(20) and isinstance(moved.error, UsageError) and "quota" in str(moved.error)
-        moved = transfers.start(INFO, tmp_path / "absent" / "part", [Fake("x", honest)])
-        assert moved.wait(20) and isinstance(moved.error, UsageError)
-        assert transfers.start(INFO, tmp_path / "part", [Fake("x", honest)]).wait(20), "the pool lives on"
-
-
-def test_a_callback_that_fails_harms_nobody(tmp_path: Path) -> None:
-    def fails(moved: PoolTransfer) -> None:
-        raise ValueError("theirs")
-
-    hold = threading.Event()
-
-    def held(start: int, stop: int) -> Iterator[memoryview]:
-        assert hold.wait(20)
-        yield from honest(start, stop)
-
-    with Transfers(1, **QUICK) as transfers:
-        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", held)])
-        after = threading.Event()
-        moved.on_done(fails)
-        moved.on_done(lambda _: after.set())
-        hold.set()
-        assert moved.wait(20) and moved.error is None
-        assert fetch(transfers, tmp_path / "other", str(tmp_path / "none")).error is not None
-        assert after.wait(20)
-
-
-@pytest.mark.parametrize("wrong", [{"connections": 0}, {"piece_bytes": 100_000}, {"piece_bytes": 1024}, {"tries": 0}])
-def test_bad_arguments(wrong: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match="expected"):
-        Transfers(**wrong)  # type: ignore[arg-type]
-
-
-# The pure parts.
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    num_bytes=st.integers(1, 5_000_000),
-    spans=st.integers(1, 40),
-    power=st.integers(16, 22),
-    order=st.randoms(use_true_random=False),
-)
-def test_a_part_file(
-    tmp_path_factory: pytest.TempPathFactory, num_bytes: int, spans: int, power: int, order: random.Random
-) -> None:
-    """Spans cover the file once; in any order of writing, broken off anywhere, what is marked is there."""
-    path = tmp_path_factory.mktemp("part") / "part"
-    data = CONTENT * 2
-    file = PartFile(path, num_bytes, 1 << power, spans)
-    file.open()
-    assert [span.start for span in file.ranges] == [0, *(span.stop for span in file.ranges[:-1])]
-    assert file.ranges[-1].stop == num_bytes
-    todo = list(file.ranges)
-    order.shuffle(todo)
-    for span in todo[: order.randint(0, len(todo) - 1)]:
-        assert file.write(span, memoryview(data)[span.start : span.stop], "x")
-    marked = [index for index, flag in enumerate(path.read_bytes()[num_bytes + 1 :]) if flag]
-    file.close()
-    assert not file.write(todo[-1], memoryview(b"x"), "x")
-    again = PartFile(path, num_bytes, 1 << power, 1)
-    again.open()
-    assert sorted({span.start // again.piece_bytes for span in again.ranges if span.offset == span.stop}) == marked
-    for span in again.ranges:
-        if span.offset < span.stop:
-            assert again.write(span, memoryview(data)[span.start : span.stop], "y")
-    assert again.advance_check() and again.received == num_bytes
-    again.finish()
-    again.close()
-    assert path.read_bytes() == data[:num_bytes]
-    assert again.check.hexdigest() == hashlib.sha256(data[:num_bytes]).hexdigest()
-
-
-def test_chunks_of_a_large_shard(tmp_path: Path) -> None:
-    """215 GB in chunks of 2 GiB are 101 ranges; sizes are 64 bits wide."""
-    file = PartFile(tmp_path / "part", 215_000_000_000, 2 << 30, 16)
-    file.open()
-    file.close()
-    assert len(file.ranges) == 101
-    assert file.ranges[-1].stop == 215_000_000_000
-
-
-def test_backoff_doubles_and_jitters() -> None:
-    chance = random.Random(1)
-    for times in range(1, 40):
-        waits = [backoff_s(times, 0.2, 15, chance=chance) for _ in range(20)]
-        middle = min(15, 0.2 * 2 ** (times - 1))
-        assert all(0.5 * middle <= wait <= 1.5 * middle for wait in waits)
-        assert len(set(waits)) == 20
-
-
-def test_choice() -> None:
-    def source(**known: float) -> SourceStats:
-        made = SourceStats(Fake("x", honest), 4.0)
-        for key, value in known.items():
-            setattr(made, key, value)
-        return made
-
-    fast, slow = source(speed=9.0), source(speed=1.0)
-    assert choose_source([slow, fast], 0)[0] is fast
-    assert choose_source([slow, source(speed=9.0, avoid_until=5)], 0)[0] is slow
-    assert choose_source([slow, source(speed=9.0, lies=1)], 0)[0] is slow
-    assert choose_source([slow, source(speed=9.0, active=4)], 0)[0] is slow
-    assert choose_source([new := source(), fast], 0)[0] is new, "one connection tries it"
-    assert choose_source([source(active=1), fast], 0)[0] is fast
-    assert choose_source([source(wait_until=7.0), source(wait_until=3.0)], 0) == (None, 3.0)
-    assert choose_source([source(active=4)], 0) == (None, float("inf"))
-
-
-def test_requests_are_as_long_as_a_connection_is_fast(tmp_path: Path) -> None:
-    def fastest(*speeds: float | None) -> int:
-        made = [SourceStats(Fake("x", honest), 16.0) for _ in speeds]
-        for one, speed in zip(made, speeds):
-            one.speed = speed
-        return min_range_bytes(made)
-
-    assert fastest() == fastest(None) == fastest(6e6) == fastest(0.0, 1e3) == MIB
-    assert fastest(6e6, 90e6) == 8 * MIB
-    assert fastest(50e6, None) == 4 * MIB
-    alone = PartFile(tmp_path / "alone", 8 * MIB, 8 * MIB, 16)
-    one_of_many = PartFile(tmp_path / "many", 8 * MIB, 8 * MIB, 16, fastest(50e6))
-    endless = PartFile(tmp_path / "fast", 20 * MIB, 8 * MIB, 16, fastest(9e9))
-    for file, spans in ((alone, 8), (one_of_many, 2), (endless, 3)):
-        file.open()
-        file.close()
-        assert len(file.ranges) == spans
-
-
-def test_a_busy_source_gets_fewer_connections_and_then_more() -> None:
-    made, backoff = SourceStats(Fake("x", honest), 16.0), partial(backoff_s, first_s=1, max_s=10)
-    made.record_overload(10, 9, 5, backoff)
-    assert (made.limit, made.wait_until) == (8, 15)
-    made.record_overload(10.5, 9, 0, backoff)
-    assert made.limit == 8, "what was asked before counts once"
-    made.record_overload(20, 19, 0, backoff)
-    assert made.limit == 4
-    for _ in range(200):
-        made.record_success(16)
-    assert made.limit == 16
-
-
-def test_two_origins_of_one_url_are_each_asked_for_their_own(tmp_path: Path) -> None:
-    """A peer is one source however many slices it is asked for; each transfer reads from the origin it was given."""
-
-    class Fixed:
-        url = "peer://a"
-
-        def __init__(self, data: bytes) -> None:
-            self.data = data
-
-        def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-            time.sleep(0.01)
-            yield memoryview(self.data)[start:stop]
-
-        def get(self, name: str, max_bytes: int) -> bytes:
-            raise AssertionError
-
-        def sources(self) -> list[Fixed]:
-            return [self]
-
-    bad: list[str] = []
-    with Transfers(4, tries=1, timeout_s=1.0) as transfers:
-        running = []
-        for number in range(20):
-            data = bytes([number]) * 1000
-            info = SliceInfo(number, f"{number}", 1000, hashlib.sha256(data).hexdigest(), 0, 0)
-            part = tmp_path / f"{number}.part"
-            running.append(transfers.start(info, part, [Fixed(data)], lambda origin, why: bad.append(why)))
-        for transfer in running:
-            assert transfer.wait(10) and transfer.error is None
-    assert bad == []

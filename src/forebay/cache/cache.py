@@ -110,7 +110,7 @@ class SliceCache:
         self.budget_bytes = budget_bytes
         self._budget = DiskBudget(self.directory, budget_bytes)
         self._locks = self._budget.locks
-        self._unrecorded: dict[str, bytes] = {}  # fingerprints of verified files whose record could not be written
+        self._verified: dict[str, bytes] = {}  # fingerprints of verified files, as recorded
         try:
             self._budget.make_directories()
             remove_stale(self.directory)
@@ -289,11 +289,12 @@ class SliceCache:
         """Whether a slice is cached and verified; records the time of the use."""
         try:
             status = path.stat()
-            recorded = self._unrecorded.get(path.name, b"")
-            with contextlib.suppress(OSError):
-                recorded = recorded or self._budget.record_path(path.name).read_bytes()
-            if recorded != _fingerprint(status):
-                return False
+            fingerprint = _fingerprint(status)
+            if self._verified.get(path.name) != fingerprint:
+                with contextlib.suppress(OSError):
+                    self._verified[path.name] = self._budget.record_path(path.name).read_bytes()
+                if self._verified.get(path.name) != fingerprint:
+                    return False
             if (now := time.time_ns()) - status.st_atime_ns > _LAST_USE_NS:
                 os.utime(path, ns=(now, status.st_mtime_ns))
         except FileNotFoundError:
@@ -322,15 +323,13 @@ class SliceCache:
         """Record a file that was just verified. Raises FileNotFoundError if it does not exist."""
         now = time.time_ns()
         os.utime(path, ns=(now, now - 10**9))  # A write within this tick of the clock then changes the time.
-        fingerprint = _fingerprint(path.stat())
-        self._unrecorded.pop(path.name, None)
+        self._verified[path.name] = fingerprint = _fingerprint(path.stat())
         try:
             self._budget.record_path(path.name).write_bytes(fingerprint)  # A torn record costs another hash.
         except OSError as error:
             log.warning(
                 "%s: cannot record that %s is verified (%s); other processes hash it.", self._locks, path, error
             )
-            self._unrecorded[path.name] = fingerprint
 
     def _pin(self, sha256: str) -> None:
         if self._pins[sha256] == 0:

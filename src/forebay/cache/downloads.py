@@ -15,7 +15,7 @@ _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 
 
 @dataclass(eq=False)
-class Download:
+class SliceDownload:
     """A running download. `is_repeated`: the second for its epoch. `commit_error`: why the rename failed."""
 
     transfer: Transfer
@@ -26,7 +26,7 @@ class Download:
     commit_error: OSError | None = None
 
 
-class Downloads(dict[int, Download]):
+class SliceDownloads(dict[int, SliceDownload]):
     """The running downloads by key. One thread changes it; others may read.
 
     The thread that ends a transfer commits the slice, so that consumers need not wait for the planner. `sizes` are in
@@ -64,7 +64,7 @@ class Downloads(dict[int, Download]):
         except Exception as error:  # noqa: BLE001 - the consumer that waits for the slice gets it
             reservation.release()
             return self._record_failure(key, error)
-        self[key] = download = Download(transfer, reservation, epoch)
+        self[key] = download = SliceDownload(transfer, reservation, epoch)
         transfer.on_done(lambda _: self._commit(key, download))
         return None
 
@@ -116,7 +116,7 @@ class Downloads(dict[int, Download]):
             download.transfer.done.wait(max(0.0, deadline - time.monotonic()))
         self.clear()
 
-    def _commit(self, key: int, download: Download) -> None:
+    def _commit(self, key: int, download: SliceDownload) -> None:
         """Commit or release the slice of an ended transfer; from any thread."""
         is_complete = download.transfer.error is None
         if is_complete:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forebay.cache.cache import NotReserved, Reservation, SliceCache
-from forebay.cache.downloads import Downloads
+from forebay.cache.downloads import SliceDownloads
 from forebay.cache.eviction import Evict, part_bytes
 from forebay.cache.planned_use import Keep, PlannedUses, RunSlices
 from forebay.errors import UsageError
@@ -91,7 +91,7 @@ class Planner:
     ) -> None:
         self.cache = cache
         self.cached: set[int] = set()  # keys
-        self.downloads = Downloads(slices.sizes, start_transfer, on_done, clock)
+        self.downloads = SliceDownloads(slices.sizes, start_transfer, on_done, clock)
         self.num_evicted = 0  # by this process
         self.loss_reasons: dict[int, str] = {}  # of slices that were cached: a key of _LOSS_TEXTS
         self.lead_s = _LEAD_S

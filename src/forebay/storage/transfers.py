@@ -265,13 +265,15 @@ class Transfers:
             self._end(transfer, transfer.timeout_error(now), fault)
 
     def _request(self, transfer: PoolTransfer, byte_range: ByteRange, source: SourceStats) -> None:
-        """Send one request: for the rest of a range."""
-        began_at, first = self._clock(), byte_range.offset
+        """Send one request, for the rest of a range, and decide what its failure means."""
+        url, began_at, first = source.origin.url, self._clock(), byte_range.offset
         fault: Exception | None = None
         try:
             transfer.receive(byte_range, source, self._clock, self._hash_soon)
-        except Exception as error:  # noqa: BLE001 - handled in _handle_fault
+        except Exception as error:  # noqa: BLE001 - handled below
             fault = error
+        if isinstance(fault, ProtocolError):
+            transfer.report_source(url, str(fault))
         now, num_bytes = self._clock(), byte_range.offset - first
         with self._changed:
             source.active -= 1
@@ -285,25 +287,6 @@ class Transfers:
                 return
             self._counts["retries"] += 1
             transfer.attempts += 1
-        if isinstance(fault, NetworkError):
-            self._handle_fault(transfer, byte_range, source, fault, began_at, num_bytes)
-        else:
-            self._end(transfer, fault)
-
-    def _handle_fault(
-        self,
-        transfer: PoolTransfer,
-        byte_range: ByteRange,
-        source: SourceStats,
-        fault: NetworkError,
-        began_at: float,
-        num_bytes: int,
-    ) -> None:
-        """Decide what a failed request means for its range, its source and the transfer."""
-        url, now = source.origin.url, self._clock()
-        if isinstance(fault, ProtocolError):
-            transfer.report_source(url, str(fault))
-        with self._changed:
             transfer.reasons[url] = str(fault)
             not_before = now
             if isinstance(fault, (ProtocolError, PermanentError)):
@@ -311,23 +294,22 @@ class Transfers:
             elif isinstance(fault, TransientError) and fault.throttled:
                 byte_range.tries += 1
                 source.record_overload(now, began_at, fault.wait_s, self._backoff)
-            else:
+            elif isinstance(fault, NetworkError):
                 source.record_failure(now, self._backoff)
                 byte_range.tries += not num_bytes
                 not_before = now if num_bytes else now + self._backoff(byte_range.tries)
-            transfer.return_range(byte_range, not_before)
+            if isinstance(fault, NetworkError):
+                transfer.return_range(byte_range, not_before)
             remaining = transfer.remaining_sources()
             others = [other.origin.url for other in remaining if other is not source]
-            is_next_alone = (
-                bool(others)
-                and transfer.only_source == url
-                and (source not in remaining or byte_range.tries >= _MAX_TRIES_ALONE)
-            )
-        if not remaining:
+            is_given_up = source not in remaining or byte_range.tries >= _MAX_TRIES_ALONE
+        if not isinstance(fault, NetworkError):
+            self._end(transfer, fault)
+        elif not remaining:
             self._end(transfer, transfer.no_source_error(), fault)
         elif self._is_timed_out(transfer, byte_range.tries, now):
             self._end(transfer, transfer.timeout_error(now), fault)
-        elif is_next_alone:
+        elif others and transfer.only_source == url and is_given_up:
             self._restart(transfer, others[0])
 
     def _is_timed_out(self, transfer: PoolTransfer, tries: int, now: float) -> bool:

@@ -1,0 +1,195 @@
+"""Transfers from origins that break the protocol, stall or fail in ways of their own."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from transfer_cases import CONTENT, INFO, QUICK, fetch, info_of
+
+from calibration import scaled
+from forebay.dataset.manifest import SliceInfo
+from forebay.errors import NetworkError, ProtocolError, UsageError
+from forebay.storage.base import Origin, PermanentError
+from forebay.storage.transfer_state import (
+    PoolTransfer,
+)
+from forebay.storage.transfers import Transfers
+
+
+class Fake:
+    """An origin made of a function."""
+
+    def __init__(self, url: str, answer: Callable[[int, int], Iterator[memoryview]]) -> None:
+        self.url = url
+        self._answer = answer
+
+    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        return self._answer(start, stop)
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        raise PermanentError("not asked for")
+
+    def sources(self) -> Sequence[Origin]:
+        return [self]
+
+
+def raising(error: Exception) -> Callable[[int, int], Iterator[memoryview]]:
+    def answer(start: int, stop: int) -> Iterator[memoryview]:
+        raise error
+
+    return answer
+
+
+def honest(start: int, stop: int) -> Iterator[memoryview]:
+    yield memoryview(CONTENT)[start:stop]
+
+
+def too_much(start: int, stop: int) -> Iterator[memoryview]:
+    yield memoryview(bytes(stop - start + 1))
+
+
+@pytest.mark.parametrize("fault", [raising(ProtocolError("nonsense")), too_much])
+def test_a_violation_is_told(tmp_path: Path, fault: Callable[[int, int], Iterator[memoryview]]) -> None:
+    told: list[str] = []
+    with Transfers(4, **QUICK) as transfers:
+        origins = [Fake("bad", fault), Fake("good", honest)]
+        moved = transfers.start(INFO, tmp_path / "part", origins, lambda origin, why: told.append(origin.url))
+        assert moved.wait(20) and moved.error is None
+        assert set(told) == {"bad"}
+        moved = transfers.start(INFO, tmp_path / "part2", [Fake("bad", fault)])
+        assert moved.wait(20) and type(moved.error) is NetworkError
+
+
+def test_a_stuck_connection_is_not_waited_for(tmp_path: Path) -> None:
+    """One request hangs: when nothing else is to do, another connection takes its place over."""
+    hung, hold = threading.Event(), threading.Event()
+
+    def answer(start: int, stop: int) -> Iterator[memoryview]:
+        yield memoryview(CONTENT)[start : start + 1000]
+        if start == 1 << 18 and not hung.is_set():
+            hung.set()
+            assert hold.wait(20)
+        yield memoryview(CONTENT)[start + 1000 : stop]
+
+    with Transfers(3, hedge_s=0.1, **QUICK) as transfers:
+        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", answer)])
+        assert moved.wait(10) and moved.error is None and hung.is_set()
+        assert transfers.stats()["attempts"] == 14  # the hanging one is still at it
+        hold.set()
+    assert hashlib.sha256((tmp_path / "part").read_bytes()).hexdigest() == INFO.sha256
+
+
+def test_a_source_that_is_always_slow_is_not_asked_twice(tmp_path: Path) -> None:
+    """Each request takes twice `hedge_s`, and connections idle: what is usual there is not late."""
+
+    def answer(start: int, stop: int) -> Iterator[memoryview]:
+        time.sleep(1.0)
+        yield memoryview(CONTENT)[start:stop]
+
+    info = info_of(CONTENT[: 1 << 17])
+    with Transfers(3, hedge_s=0.5, **QUICK) as transfers:
+        assert transfers.start(INFO, tmp_path / "part", [Fake("quick", honest)]).wait(scaled(20))  # starts connections
+        before = transfers.stats()["attempts"]
+        source = Fake("x", answer)
+        for number in range(3):
+            moved = transfers.start(info, tmp_path / f"part{number}", [source])
+            assert moved.wait(scaled(20)) and moved.error is None
+        assert transfers.stats()["attempts"] == before + 3
+
+
+def test_without_a_thread_to_fetch_with_a_transfer_ends_and_the_next_one_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Transfers(3, **QUICK) as transfers:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", cannot)
+            moved = transfers.start(INFO, tmp_path / "part", [Fake("x", honest)])
+            assert moved.wait(scaled(20)) and isinstance(moved.error, NetworkError)
+        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", honest)])
+        assert moved.wait(scaled(20)) and moved.error is None
+
+
+def test_a_fork_is_told(tmp_path: Path) -> None:
+    with Transfers(1, **QUICK) as transfers:
+        transfers._pid -= 1
+        with pytest.raises(UsageError, match="a fork of it"):
+            transfers.start(INFO, tmp_path / "part", [Fake("x", honest)])
+
+
+def test_our_own_fault_is_not_hidden(tmp_path: Path) -> None:
+    with Transfers(1, **QUICK) as transfers:
+        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", raising(ValueError("a bug")))])
+        assert moved.wait(20) and isinstance(moved.error, ValueError)
+        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", raising(OSError(errno.EDQUOT, "quota")))])
+        assert moved.wait(20) and isinstance(moved.error, UsageError) and "quota" in str(moved.error)
+        moved = transfers.start(INFO, tmp_path / "absent" / "part", [Fake("x", honest)])
+        assert moved.wait(20) and isinstance(moved.error, UsageError)
+        assert transfers.start(INFO, tmp_path / "part", [Fake("x", honest)]).wait(20), "the pool lives on"
+
+
+def test_a_callback_that_fails_harms_nobody(tmp_path: Path) -> None:
+    def fails(moved: PoolTransfer) -> None:
+        raise ValueError("theirs")
+
+    hold = threading.Event()
+
+    def held(start: int, stop: int) -> Iterator[memoryview]:
+        assert hold.wait(20)
+        yield from honest(start, stop)
+
+    with Transfers(1, **QUICK) as transfers:
+        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", held)])
+        after = threading.Event()
+        moved.on_done(fails)
+        moved.on_done(lambda _: after.set())
+        hold.set()
+        assert moved.wait(20) and moved.error is None
+        assert fetch(transfers, tmp_path / "other", str(tmp_path / "none")).error is not None
+        assert after.wait(20)
+
+
+@pytest.mark.parametrize("wrong", [{"connections": 0}, {"piece_bytes": 100_000}, {"piece_bytes": 1024}, {"tries": 0}])
+def test_bad_arguments(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        Transfers(**wrong)  # type: ignore[arg-type]
+
+
+def test_two_origins_of_one_url_are_each_asked_for_their_own(tmp_path: Path) -> None:
+    """A peer is one source however many slices it is asked for; each transfer reads from the origin it was given."""
+
+    class Fixed:
+        url = "peer://a"
+
+        def __init__(self, data: bytes) -> None:
+            self.data = data
+
+        def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+            time.sleep(0.01)
+            yield memoryview(self.data)[start:stop]
+
+        def get(self, name: str, max_bytes: int) -> bytes:
+            raise AssertionError
+
+        def sources(self) -> list[Fixed]:
+            return [self]
+
+    bad: list[str] = []
+    with Transfers(4, tries=1, timeout_s=1.0) as transfers:
+        running = []
+        for number in range(20):
+            data = bytes([number]) * 1000
+            info = SliceInfo(number, f"{number}", 1000, hashlib.sha256(data).hexdigest(), 0, 0)
+            part = tmp_path / f"{number}.part"
+            running.append(transfers.start(info, part, [Fixed(data)], lambda origin, why: bad.append(why)))
+        for transfer in running:
+            assert transfer.wait(10) and transfer.error is None
+    assert bad == []
