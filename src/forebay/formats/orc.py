@@ -24,7 +24,7 @@ from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_stored
 from forebay.formats.records import Record, to_record
 from forebay.formats.report import Report
-from forebay.formats.tables import Part, rows_at_once, write_parts
+from forebay.formats.tables import Part, contains, refuse_columns, rows_at_once, write_parts
 
 _CODECS = ("zstd", "snappy", "none")
 
@@ -76,6 +76,12 @@ class Orc(Format):
         codec = options.compress or "zstd"
         if codec not in _CODECS:
             raise UsageError(f"--compress: expected one of {', '.join(_CODECS)} for ORC, got {codec!r}.")
+        refuse_columns(
+            source.schema,
+            lambda kind: not contains(kind, lambda k: pa.types.is_unsigned_integer(k) or pa.types.is_float16(k)),
+            "ORC",
+            "Write --to parquet, or leave the column out.",
+        )
 
         def open_part(file: Any, first_row: int) -> Part:
             from pyarrow import orc
