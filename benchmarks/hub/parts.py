@@ -35,8 +35,8 @@ def text_bytes_a_token(folder: Path, hub: Served) -> float:
     """Of the corpus's first megabytes: what one token stands for."""
     import pyarrow.parquet as pq
 
-    from forebay.prepare.tokens.coders import make_coder
-    from forebay.prepare.tokens.tokenizers import load_tokenizer
+    from forebay.prepare.tokenize.encoders import make_coder
+    from forebay.prepare.tokenize.tokenizers import load_tokenizer
 
     path = sorted(hub.folder.rglob("*.parquet"))[0]
     texts = pq.ParquetFile(path).read_row_group(0, ["text"]).column("text").to_pylist()

@@ -27,8 +27,8 @@ import pyarrow as pa
 
 from benchmarks.measure import Figure
 from forebay.prepare.dedup import kernels
-from forebay.prepare.dedup.config import Dedup
 from forebay.prepare.dedup.corpus import Part, deduplicate
+from forebay.prepare.dedup.settings import Dedup
 from forebay.prepare.dedup.signer import Signer, hash_functions, sign_texts
 from forebay.prepare.documents import text_buffers
 

@@ -18,7 +18,7 @@ from forebay.dataset.reader import open_dataset
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.pki.identity import Identity
-from forebay.prepare.pipeline import prepare
+from forebay.prepare.driver import prepare
 from forebay.scheduler.server import SchedulerService
 from forebay.worker.lease_worker import run_worker
 

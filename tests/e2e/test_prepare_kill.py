@@ -17,7 +17,8 @@ from calibration import scaled
 
 _SCRIPT = """
 import sys
-from forebay.prepare import load_recipe, pipeline, prepare, text
+from forebay.prepare import load_recipe, driver as pipeline, prepare
+from forebay.prepare.tasks import text
 from forebay.prepare.read import sources
 
 sources.GROUP_BYTES = 1 << 15

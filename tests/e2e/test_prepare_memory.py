@@ -27,8 +27,9 @@ GIANT_BYTES = int(os.environ.get("FOREBAY_GIANT_MIB", "8")) << 20
 TOKENIZERS = Path(os.environ.get("FOREBAY_TEST_DATA", Path(__file__).parents[2] / "../shared/data")) / "tokenizers"
 SCRIPT = """
 import functools, json, sys
-from forebay.prepare import finish, load_recipe, prepare
-from forebay.prepare.tokens import shuffle
+from forebay.prepare.outputs import dataset as finish
+from forebay.prepare import load_recipe, prepare
+from forebay.prepare.tasks import shuffle
 from forebay.prepare.dedup import corpus
 from forebay.prepare.read import lines
 

@@ -48,8 +48,8 @@ import json, sys
 from pathlib import Path
 import ray_tasks as tasks
 from forebay.errors import DatasetError, PrepareError
-from forebay.prepare.engines import local_engine
-from forebay.prepare.ray_engine import ray_engine
+from forebay.prepare.engines.local.local import local_engine
+from forebay.prepare.engines.local.ray import ray_engine
 
 def collect(engine, run, n):
     found = {}
@@ -81,7 +81,11 @@ def run_script(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: Ray warns of things of its own, and warnings are errors here."""
     (folder / "ray_tasks.py").write_text(textwrap.dedent(TASKS))
     (folder / "script.py").write_text(script)
-    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "ignore"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONWARNINGS": "ignore",
+    }
     env.pop("RAY_ADDRESS", None)
     command = [sys.executable, str(folder / "script.py"), str(folder)]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=scaled(120), check=False)

@@ -105,7 +105,7 @@ def page(url: str, text: str) -> bytes:
 
 def make_model(path: Path) -> Path:
     """A small language model."""
-    from forebay.prepare.lm import train_lm
+    from forebay.prepare.kneser_ney import train_lm
 
     train_lm(texts(60, seed=9), path, order=2)
     return path
@@ -128,9 +128,9 @@ def recipe(model: Path | None) -> dict[str, Any]:
 
 def small_tasks() -> None:
     """Small pieces and buckets, in this process, which plans."""
-    from forebay.prepare import finish
+    from forebay.prepare.outputs import dataset as finish
     from forebay.prepare.read import lines, sources
-    from forebay.prepare.tokens import shuffle
+    from forebay.prepare.tasks import shuffle
 
     sources.GROUP_BYTES = lines.PIECE_BYTES = 1 << 15
     finish.plan_shuffle = lambda parts, folder: shuffle.plan_shuffle(parts, folder, 1 << 16)
@@ -173,7 +173,9 @@ def unlucky(run: Any, task: Any, scale: int) -> Any:
 def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
     """Prepare; the model lies beside the inputs. With WHOLE_UNLUCKY set, by workers that die."""
     from forebay.errors import ForebayError
-    from forebay.prepare import finish, load_recipe, pipeline, prepare
+    from forebay.prepare import driver as pipeline
+    from forebay.prepare import load_recipe, prepare
+    from forebay.prepare.outputs import dataset as finish
 
     small_tasks()
     if "WHOLE_UNLUCKY" in os.environ:

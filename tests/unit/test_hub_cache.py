@@ -22,7 +22,7 @@ from forebay.errors import (
 )
 from forebay.prepare.read import ReadOptions, find_sources
 from forebay.prepare.read.hub_cache import download_hub, fetch_tokenizer, hub_cache
-from forebay.prepare.tokens.tokenizers import load_tokenizer, train_tokenizer
+from forebay.prepare.tokenize.tokenizers import load_tokenizer, train_tokenizer
 from hub_repos import write_jsonl, write_repo
 from hub_server import TOKEN, HubServer
 

@@ -25,7 +25,7 @@ from forebay.errors import (
     UnknownDatasetError,
     UsageError,
 )
-from forebay.prepare.pipeline import prepare
+from forebay.prepare.driver import prepare
 from forebay.prepare.read import ReadOptions
 from forebay.prepare.read.hub import find_dataset
 from forebay.storage.http import asked_wait_s

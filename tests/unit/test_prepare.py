@@ -23,7 +23,8 @@ from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare import PrepareSummary, Progress, load_recipe, prepare
 from forebay.prepare.read import lines, sources, tables
-from forebay.prepare.tokens import slicing, tokenizers
+from forebay.prepare.tasks import slicing
+from forebay.prepare.tokenize import tokenizers
 
 TEXTS = [f"Document {i}: " + "grüße, 世界! \x00\r\n<|endoftext|> " * (i % 9) for i in range(300)]
 

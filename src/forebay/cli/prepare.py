@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def _recipe(args: argparse.Namespace) -> Recipe:
     """The recipe that the command line describes: shipped recipe, then file, then single settings, then flags."""
-    from forebay.prepare.layers import merge
+    from forebay.prepare.config import merge
     from forebay.prepare.recipe import GROUPS, STAGES, load_recipe, parse_setting
 
     settings: dict[str, Any] = {}
@@ -63,7 +63,7 @@ def _names(text: str | None) -> list[str]:
 
 def _prepare(args: argparse.Namespace) -> int:
     from forebay.observe.progress import PrepareBar
-    from forebay.prepare.pipeline import prepare
+    from forebay.prepare.driver import prepare
     from forebay.prepare.plan import plan
 
     recipe = _recipe(args)
@@ -141,8 +141,8 @@ def _acquire(args: argparse.Namespace) -> int:
 
 
 def _lm_train(args: argparse.Namespace) -> int:
-    from forebay.prepare.lm import train_lm
-    from forebay.prepare.pipeline import texts_of
+    from forebay.prepare.driver import texts_of
+    from forebay.prepare.kneser_ney import train_lm
     from forebay.prepare.recipe import load_recipe
 
     recipe = load_recipe(args.recipe, args.config, {"read": {"text_key": args.text_key}} if args.text_key else {})

@@ -18,7 +18,7 @@ from forebay.convert.content import Digest, Options, TokenPart, TokenSource, Wri
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.dataset.slices import TOKEN_HEADER_BYTES
 from forebay.errors import DatasetError, UsageError
-from forebay.prepare.tokens.slicing import next_cut
+from forebay.prepare.tasks.slicing import next_cut
 
 Documents = Literal["source", "eos", "samples", "none"]
 

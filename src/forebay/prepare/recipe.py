@@ -24,19 +24,19 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Field
 
 from forebay.errors import ForebayError, UsageError, install_command
-from forebay.prepare.dedup.config import Dedup
+from forebay.prepare.config import Keys, Layer, merge, parse_layer, place_of
+from forebay.prepare.dedup.settings import Dedup
 from forebay.prepare.documents import Stage, portable
-from forebay.prepare.guard import Limits
-from forebay.prepare.layers import Keys, Layer, merge, parse_layer, place_of
+from forebay.prepare.engines.local.local.local.sandbox import Limits
 from forebay.prepare.read.base import ReadOptions
 from forebay.prepare.settings import Positive, Settings, Share, field_types, fit
-from forebay.prepare.tokens.rows import TEMPLATES, Conversations
-from forebay.prepare.tokens.slicing import MIN_SLICE_BYTES
-from forebay.prepare.tokens.subsets import Subsets
+from forebay.prepare.subsets import Subsets
+from forebay.prepare.tasks.slicing import MIN_SLICE_BYTES
+from forebay.prepare.tokenize.conversations import TEMPLATES, Conversations
 from forebay.units import parse_size
 
 STAGES = {
-    "extract": "forebay.prepare.extract:Extract",
+    "extract": "forebay.prepare.clean.extract:Extract",
     "unicode": "forebay.prepare.clean.unicode:Unicode",
     "pii": "forebay.prepare.clean.pii:Pii",
     "toxic": "forebay.prepare.clean.toxic:Toxic",

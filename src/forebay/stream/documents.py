@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from forebay.errors import DatasetError
 from forebay.prepare.documents import Record
-from forebay.prepare.tokens.coders import Coder, make_coder
-from forebay.prepare.tokens.tokenizers import TokenizerFile
+from forebay.prepare.tokenize.encoders import Coder, make_coder
+from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.stream.buffer import ShuffleBuffer
 from forebay.stream.records import Reading
 

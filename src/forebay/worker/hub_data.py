@@ -23,7 +23,7 @@ from forebay.load.batch import Batch
 from forebay.order.step_index import check_integer
 from forebay.prepare.read.hub import PREFIX, find_dataset, parse_url
 from forebay.prepare.read.hub_cache import HubCopy, download_hub
-from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer
+from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.stream.moments import Moment
 from forebay.stream.text_stream import TextStream
 from forebay.worker.batches import Batches

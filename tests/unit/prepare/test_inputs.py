@@ -19,12 +19,12 @@ from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare import load_recipe, prepare
-from forebay.prepare.pipeline import texts_of
+from forebay.prepare.driver import texts_of
 from forebay.prepare.plan import plan
 from forebay.prepare.read import lines
 from forebay.prepare.report import load_report
-from forebay.prepare.text import TextTask
-from forebay.prepare.tokens.encode import EncodeTask
+from forebay.prepare.tasks.encode import EncodeTask
+from forebay.prepare.tasks.text import TextTask
 
 
 def everyday(folder: Path) -> Path:
@@ -125,7 +125,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(path.name)
         return hash_file(path)
 
-    for module in ("text", "read.sources", "pipeline"):
+    for module in ("tasks.text", "read.sources", "driver"):
         monkeypatch.setattr(f"forebay.prepare.{module}.hash_file", counting, raising=False)
     monkeypatch.setattr(lines, "PIECE_BYTES", 500)
     return names

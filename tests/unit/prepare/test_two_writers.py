@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import contextlib, hashlib, os, pickle, sys
 from pathlib import Path
-from forebay.prepare import load_recipe, pipeline, prepare
+from forebay.prepare import load_recipe, driver as pipeline, prepare
 
 PROCESSES = 2
 

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, open_atomic, remove_stale
 from forebay.prepare.dedup import kernels
-from forebay.prepare.dedup.config import Dedup
-from forebay.prepare.dedup.links import (
+from forebay.prepare.dedup.clusters import EXACT, KEPT, NEAR, Mark, Settle, mark, settle
+from forebay.prepare.dedup.pairs import (
     RECORD_BYTES,
     SORT_FACTOR,
     Merge,
@@ -35,7 +35,7 @@ from forebay.prepare.dedup.links import (
     read_u64,
     sort_run,
 )
-from forebay.prepare.dedup.settle import EXACT, KEPT, NEAR, Mark, Settle, mark, settle
+from forebay.prepare.dedup.settings import Dedup
 from forebay.prepare.dedup.signer import UNIT, Signed, character_table, read_signed, scratch_for
 from forebay.prepare.documents import text_buffers, text_column
 

@@ -29,7 +29,7 @@ from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, open_atomic
 from forebay.order.bijection import derive_key, random_words
 from forebay.prepare.dedup import kernels
-from forebay.prepare.dedup.config import Dedup
+from forebay.prepare.dedup.settings import Dedup
 from forebay.prepare.documents import text_buffers
 
 GAP, IGNORED = 0, 1

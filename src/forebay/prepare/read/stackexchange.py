@@ -21,8 +21,8 @@ from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
 from forebay.errors import PrepareError, install_command
+from forebay.prepare.clean.extract import HtmlError, all_text
 from forebay.prepare.documents import Record, without_turns
-from forebay.prepare.extract import HtmlError, all_text
 from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
 from forebay.prepare.read.fields import integers_of, min_score_of
 from forebay.prepare.read.lines import lines_of

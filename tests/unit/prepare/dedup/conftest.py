@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
-from forebay.prepare.dedup.config import Dedup
 from forebay.prepare.dedup.corpus import DedupResult, Part, deduplicate
+from forebay.prepare.dedup.settings import Dedup
 from forebay.prepare.dedup.signer import Signer
 
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from calibration import scaled
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.dedup.config import Dedup
 from forebay.prepare.dedup.corpus import Cutter, DedupResult, deduplicate, store_signatures
+from forebay.prepare.dedup.settings import Dedup
 from forebay.prepare.dedup.signer import sign_texts
 from forebay.prepare.documents import text_buffers
 
@@ -228,7 +228,7 @@ def test_the_steps_files_do_not_depend_on_scale(bench: Any, corpus: list[str], t
 KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
-from forebay.prepare.dedup.config import Dedup
+from forebay.prepare.dedup.settings import Dedup
 from forebay.prepare.dedup.corpus import Part, deduplicate
 left = int(sys.argv[3])
 def map(run, tasks):
@@ -338,7 +338,7 @@ LARGE = """
 import resource, sys, tempfile
 from pathlib import Path
 import numpy as np, pyarrow as pa
-from forebay.prepare.dedup.config import Dedup
+from forebay.prepare.dedup.settings import Dedup
 from forebay.prepare.dedup.corpus import Part, deduplicate
 from forebay.prepare.dedup.signer import Signer
 config = Dedup(exact=True, minhash=True, lines=True, min_characters=4, keep="longest")

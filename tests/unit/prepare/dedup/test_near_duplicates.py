@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from forebay.prepare.dedup.config import Dedup
+from forebay.prepare.dedup.settings import Dedup
 from forebay.prepare.dedup.signer import sign_texts
 from forebay.prepare.documents import text_buffers
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.dedup.config import Dedup
 from forebay.prepare.dedup.corpus import Part
 from forebay.prepare.dedup.kernels import hash128
+from forebay.prepare.dedup.settings import Dedup
 from forebay.prepare.dedup.signer import Signer
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_parts import coder, documents, text_part
 
 from forebay.errors import PrepareError
-from forebay.prepare.tokens import shuffle as shuffling
-from forebay.prepare.tokens.encode import EncodeTask, encode
-from forebay.prepare.tokens.shuffle import Shuffle, TokenPart, document_keys, plan_shuffle, shuffle
+from forebay.prepare.tasks import shuffle as shuffling
+from forebay.prepare.tasks.encode import EncodeTask, encode
+from forebay.prepare.tasks.shuffle import Shuffle, TokenPart, document_keys, plan_shuffle, shuffle
+from token_parts import coder, documents, text_part
 
 
 def parts_of(folder: Path, groups: list[list[str]], seed: int = 1, with_ids: bool = True) -> list[TokenPart]:
@@ -68,7 +68,7 @@ def test_another_seed_another_order_and_equal_parts_do_not_collide(tmp_path: Pat
 
 
 def test_ties_stand_in_the_order_of_parts_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forebay.prepare.tokens import encode as encoding
+    from forebay.prepare.tasks import encode as encoding
 
     monkeypatch.setattr(encoding, "document_keys", lambda s, name, rows: (rows % 2).astype(np.uint64))
     parts = parts_of(tmp_path, [["a0", "a1", "a2"], ["b0", "b1", "b2"]])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import UsageError
-from forebay.prepare.layers import key_lines, merge, parse_layer
+from forebay.prepare.config import key_lines, merge, parse_layer
 from forebay.prepare.recipe import load_recipe
 
 TOML = '''

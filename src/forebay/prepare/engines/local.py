@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.guard import Outcome, attempt, close, label, pickled_error, result_of, use_one_core
+from forebay.prepare.engines.local.sandbox import Outcome, attempt, close, label, pickled_error, result_of, use_one_core
 
 MAX_SCALE = 3
 """The last scale that is tried: memory about 1/64 of that of scale 0."""

@@ -26,21 +26,21 @@ from forebay.dataset.manifest import (
 )
 from forebay.dataset.slices import hash_file
 from forebay.files import atomic_write, open_atomic, remove_stale, sync_directory
-from forebay.prepare.collect import Corpus, collect, conclude, nothing_left, write_ids
+from forebay.prepare.corpus import Corpus, collect, conclude, nothing_left, write_ids
 from forebay.prepare.read.base import Piece
 from forebay.prepare.read.listing import shown_path
 from forebay.prepare.stats import Tally
-from forebay.prepare.text import place_name
-from forebay.prepare.tokens.coders import CoderSpec
-from forebay.prepare.tokens.encode import Encoded, EncodeTask, encode, finished, left_out_file
-from forebay.prepare.tokens.rows import RowShape, plan_row_slices
-from forebay.prepare.tokens.shuffle import Shuffle, TokenPart, finished_shuffle, plan_shuffle, shuffle
-from forebay.prepare.tokens.slicing import finished_slice, plan_slices, write_slice
-from forebay.prepare.tokens.subsets import TRAIN
-from forebay.prepare.tokens.tokenizers import TokenizerFile
+from forebay.prepare.subsets import TRAIN
+from forebay.prepare.tasks.encode import Encoded, EncodeTask, encode, finished, left_out_file
+from forebay.prepare.tasks.shuffle import Shuffle, TokenPart, finished_shuffle, plan_shuffle, shuffle
+from forebay.prepare.tasks.slicing import finished_slice, plan_slices, write_slice
+from forebay.prepare.tasks.text import place_name
+from forebay.prepare.tokenize.conversations import RowShape, plan_row_slices
+from forebay.prepare.tokenize.encoders import CoderSpec
+from forebay.prepare.tokenize.tokenizers import TokenizerFile
 
 if TYPE_CHECKING:
-    from forebay.prepare.pipeline import PrepareSummary, Run
+    from forebay.prepare.driver import PrepareSummary, Run
 
 
 TOKENIZER_FILE, SIGNATURES = "tokenizer.json", "signatures"

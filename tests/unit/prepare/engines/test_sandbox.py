@@ -16,14 +16,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from forebay.prepare.engines.local.sandbox import Limits
 
 from forebay.errors import UsageError
-from forebay.prepare import guard, load_recipe, pipeline, prepare
+from forebay.prepare import driver as pipeline
+from forebay.prepare import load_recipe, prepare
 from forebay.prepare.documents import Record, Verdict
+from forebay.prepare.engines.local import sandbox as guard
 from forebay.prepare.filters.length import Length
-from forebay.prepare.guard import Limits
 from forebay.prepare.read import lines
-from forebay.prepare.text import sift
+from forebay.prepare.tasks.text import sift
 
 DOCUMENTS = 300
 

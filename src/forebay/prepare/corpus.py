@@ -29,12 +29,12 @@ from forebay.prepare.read.base import Piece
 from forebay.prepare.read.listing import count_reasons, shown_path
 from forebay.prepare.report import write_report
 from forebay.prepare.stats import CLUSTER, EDGES, SAMPLE_CHARACTERS, SAMPLES, Sample, Tally
-from forebay.prepare.text import TextResult, bases, mix, row_place
+from forebay.prepare.tasks.text import TextResult, bases, mix, row_place
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup.config import Dedup
     from forebay.prepare.dedup.corpus import Cutter, DedupResult, Flags, Part
-    from forebay.prepare.pipeline import PrepareSummary, Run
+    from forebay.prepare.dedup.settings import Dedup
+    from forebay.prepare.driver import PrepareSummary, Run
 
 _COLUMNS = ("place", "id", "where", "text_bytes", "language", "perplexity")
 EXACT, NEAR = "exact_duplicate", "near_duplicate"
@@ -176,7 +176,7 @@ def conclude(
     commit: Callable[[], object],
 ) -> PrepareSummary:
     """Write the report, `commit` the output, which is complete then, and remove what only an unfinished run needs."""
-    from forebay.prepare.pipeline import PrepareSummary
+    from forebay.prepare.driver import PrepareSummary
 
     write_report(run.out / REPORT_FILE, corpus.report(run, tally, id, counts, subsets))
     commit()

@@ -30,18 +30,19 @@ from forebay.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE
 from forebay.dataset.reader import open_dataset
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, remove_stale
-from forebay.prepare.collect import Corpus, nothing_left, read_skipped, write_empty_report, write_skipped
+from forebay.prepare.corpus import Corpus, nothing_left, read_skipped, write_empty_report, write_skipped
 from forebay.prepare.documents import OWN_COLUMNS
-from forebay.prepare.engines import Engine, local_engine
-from forebay.prepare.export import TEXT_FILE, finish_text
-from forebay.prepare.finish import finish
+from forebay.prepare.engines.local.local.local.local import Engine, local_engine
+from forebay.prepare.outputs.dataset import finish
+from forebay.prepare.outputs.text import TEXT_FILE, finish_text
 from forebay.prepare.plan import cores, sampled
 from forebay.prepare.read import Found, Piece, Skipped, Source, cut, find_sources, read
 from forebay.prepare.read.listing import count_reasons, describe_skipped, shown_path
 from forebay.prepare.read.opening import check_unchanged
 from forebay.prepare.recipe import Recipe, load_recipe
 from forebay.prepare.stats import PERPLEXITY, Tally, percentile_threshold
-from forebay.prepare.text import (
+from forebay.prepare.tasks.encode import Encoded, sample_texts
+from forebay.prepare.tasks.text import (
     TextResult,
     TextTask,
     TrimTask,
@@ -57,8 +58,7 @@ from forebay.prepare.text import (
     versions,
     write_rejects,
 )
-from forebay.prepare.tokens.encode import Encoded, sample_texts
-from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer, train_tokenizer, vocab_to_train
+from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer, train_tokenizer, vocab_to_train
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.corpus import DedupResult
@@ -337,7 +337,7 @@ def _engine(
     if name == "local":
         return local_engine(workers or cores(), on_trouble=on_trouble)
     if name == "ray":
-        from forebay.prepare.ray_engine import ray_engine
+        from forebay.prepare.engines.local.local.local.ray import ray_engine
 
         return ray_engine(address, workers, shared=out, on_trouble=on_trouble)
     raise UsageError(f"engine: expected local or ray, got {name!r}.")

@@ -15,14 +15,20 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_parts import DATA, coder, text_part
 from tokenizers import Tokenizer
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.tokens import coders
-from forebay.prepare.tokens.coders import CoderSpec, LibraryCoder, cut_long, encode_column, fast_coder, reference_coder
-from forebay.prepare.tokens.encode import sample_texts
-from forebay.prepare.tokens.tokenizers import (
+from forebay.prepare.tasks.encode import sample_texts
+from forebay.prepare.tokenize import encoders as coders
+from forebay.prepare.tokenize.encoders import (
+    CoderSpec,
+    LibraryCoder,
+    cut_long,
+    encode_column,
+    fast_coder,
+    reference_coder,
+)
+from forebay.prepare.tokenize.tokenizers import (
     TokenizerFile,
     byte_alphabet,
     byte_tokenizer,
@@ -30,6 +36,7 @@ from forebay.prepare.tokens.tokenizers import (
     parse,
     train_tokenizer,
 )
+from token_parts import DATA, coder, text_part
 
 needs_data = pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="no test data beside the repository")
 ALPHABET = [

@@ -12,15 +12,15 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.dataset.manifest import TOKEN_DTYPES
-from forebay.prepare.tokens.coders import CoderSpec
-from forebay.prepare.tokens.encode import EncodeTask, TextPart, encode
-from forebay.prepare.tokens.shuffle import TokenPart
-from forebay.prepare.tokens.tokenizers import load_tokenizer
+from forebay.prepare.tasks.encode import EncodeTask, TextPart, encode
+from forebay.prepare.tasks.shuffle import TokenPart
+from forebay.prepare.tokenize.encoders import CoderSpec
+from forebay.prepare.tokenize.tokenizers import load_tokenizer
 
 SCHEMA = pa.schema(
     [("place", pa.int64()), ("id", pa.large_string()), ("url", pa.large_string()), ("text", pa.large_string())]
 )
-DATA = Path(os.environ.get("FOREBAY_TEST_DATA") or Path(__file__).parents[4] / "../shared/data")
+DATA = Path(os.environ.get("FOREBAY_TEST_DATA") or Path(__file__).parents[1] / "../shared/data")
 
 
 def text_part(folder: Path, texts: list[str], batch_rows: int = 1000, name: str = "") -> TextPart:

@@ -3,7 +3,7 @@
 Hides: where it comes from (a file, a pair of files, the hub, tiktoken, the corpus itself, none at all) and which of its
 tokens begin and end a document. The bytes are what a dataset carries along and what a task is named by; `kind` says
 which library is the reference for the ids: `json` is the tokenizers library's, `tiktoken:FAMILY` is tiktoken's, `bytes`
-needs none. `forebay.prepare.tokens.coders` encodes by them.
+needs none. `forebay.prepare.tokenize.encoders` encodes by them.
 """
 
 import base64
@@ -23,7 +23,7 @@ from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError, UnknownDatasetError, UsageError
 from forebay.prepare.read.hub import missing_packages
 from forebay.prepare.read.hub_cache import fetch_tokenizer
-from forebay.prepare.tokens.tiktokens import byte_alphabet, load_tiktoken
+from forebay.prepare.tokenize.tiktoken import byte_alphabet, load_tiktoken
 
 SAMPLE_BYTES = 64 << 20
 """Text that `train:` learns from, at most: bounds its memory to about 1 GB."""

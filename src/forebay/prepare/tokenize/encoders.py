@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
 from forebay.prepare.documents import text_buffers
-from forebay.prepare.tokens.tiktokens import FAMILIES, ranks_of
-from forebay.prepare.tokens.tokenizers import TokenizerFile, encode_batch, parse
+from forebay.prepare.tokenize.tiktoken import FAMILIES, ranks_of
+from forebay.prepare.tokenize.tokenizers import TokenizerFile, encode_batch, parse
 
 CODER_VERSION = 2
 """Raised when a text would get other ids."""

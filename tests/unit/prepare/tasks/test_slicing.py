@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from forebay.dataset.slices import TOKEN_HEADER_BYTES, open_slice
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.tokens import slicing
-from forebay.prepare.tokens.shuffle import TokenPart
-from forebay.prepare.tokens.slicing import finished_slice, plan_slices, write_slice
+from forebay.prepare.tasks import slicing
+from forebay.prepare.tasks.shuffle import TokenPart
+from forebay.prepare.tasks.slicing import finished_slice, plan_slices, write_slice
 
 
 def part_of(folder: Path, stem: str, lengths: list[int], first: int) -> TokenPart:

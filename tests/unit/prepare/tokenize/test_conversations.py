@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_parts import coder, text_part
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from forebay.dataset.manifest import FORMAT_VERSION, MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
@@ -18,8 +17,9 @@ from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import UsageError
 from forebay.prepare.documents import TURN_GIVEN as G
 from forebay.prepare.documents import TURN_LEARNT as L
-from forebay.prepare.tokens.encode import Encoded, EncodeTask, encode
-from forebay.prepare.tokens.rows import (
+from forebay.prepare.tasks.encode import Encoded, EncodeTask, encode
+from forebay.prepare.tasks.slicing import write_slice
+from forebay.prepare.tokenize.conversations import (
     LEARNT,
     TEMPLATES,
     Conversations,
@@ -28,7 +28,7 @@ from forebay.prepare.tokens.rows import (
     plan_row_slices,
     split_turns,
 )
-from forebay.prepare.tokens.slicing import write_slice
+from token_parts import coder, text_part
 
 BARE = Template(given_suffix="")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from forebay.prepare.clean.extract import Extract, HtmlError, all_text, extract_html
 from forebay.prepare.documents import SCHEMA
-from forebay.prepare.extract import Extract, HtmlError, all_text, extract_html
 from forebay.prepare.read import warc
 from forebay.prepare.read.base import Piece, ReadOptions, Source
 
@@ -31,7 +31,7 @@ EXPECTED = {  # what must, and what must not be in the main text
 
 def real(name: str) -> Path:
     given_folder = os.environ.get("FOREBAY_TEST_DATA")
-    folder = (Path(given_folder) if given_folder else Path(__file__).parents[3] / "../shared/data") / name
+    folder = (Path(given_folder) if given_folder else Path(__file__).parents[4] / "../shared/data") / name
     if not folder.is_dir():
         pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}/")
     return folder

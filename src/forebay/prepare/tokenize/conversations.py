@@ -29,10 +29,10 @@ from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import UsageError
 from forebay.prepare.documents import TURN_GIVEN, TURN_LEARNT
 from forebay.prepare.settings import Settings
-from forebay.prepare.tokens.coders import CoderSpec, coder_for
-from forebay.prepare.tokens.shuffle import TokenPart
-from forebay.prepare.tokens.slicing import Ends, SlicePlan, write_plan
-from forebay.prepare.tokens.tokenizers import parse, special_names
+from forebay.prepare.tasks.shuffle import TokenPart
+from forebay.prepare.tasks.slicing import Ends, SlicePlan, write_plan
+from forebay.prepare.tokenize.encoders import CoderSpec, coder_for
+from forebay.prepare.tokenize.tokenizers import parse, special_names
 
 LEARNT = 1 << 31
 """The bit of a token that is learnt; ids lie below it."""

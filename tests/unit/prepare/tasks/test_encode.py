@@ -12,14 +12,14 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_parts import coder, documents, text_part
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.tokens import coders
-from forebay.prepare.tokens import encode as encoding
-from forebay.prepare.tokens.encode import EncodeTask, encode, finished
-from forebay.prepare.tokens.shuffle import Shuffle
-from forebay.prepare.tokens.subsets import Subsets
+from forebay.prepare.subsets import Subsets
+from forebay.prepare.tasks import encode as encoding
+from forebay.prepare.tasks.encode import EncodeTask, encode, finished
+from forebay.prepare.tasks.shuffle import Shuffle
+from forebay.prepare.tokenize import encoders as coders
+from token_parts import coder, documents, text_part
 
 TEXTS = [f"Document {i}: " + "grüße, 世界! \x00\r\n<|endoftext|> " * (i % 9) for i in range(300)]
 

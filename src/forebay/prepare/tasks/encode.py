@@ -1,7 +1,7 @@
 """ENCODE: the kept documents of one piece to tokens, a subset each.
 
 Hides: what is kept between runs, and how little of a piece is in memory: a record batch and its tokens. With a shuffle,
-the documents are then put in the order of their keys by `forebay.prepare.tokens.shuffle`, from the file.
+the documents are then put in the order of their keys by `forebay.prepare.tasks.shuffle`, from the file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError
 from forebay.files import atomic_write, commit_files, temporary_directory
 from forebay.prepare.documents import part_batches
-from forebay.prepare.tokens.coders import LONG_CHARS, CoderSpec, encode_column, encode_long
-from forebay.prepare.tokens.shuffle import Shuffle, TokenPart, document_keys, sort_part
-from forebay.prepare.tokens.subsets import Subsets
-from forebay.prepare.tokens.tokenizers import SAMPLE_BYTES
+from forebay.prepare.subsets import Subsets
+from forebay.prepare.tasks.shuffle import Shuffle, TokenPart, document_keys, sort_part
+from forebay.prepare.tokenize.encoders import LONG_CHARS, CoderSpec, encode_column, encode_long
+from forebay.prepare.tokenize.tokenizers import SAMPLE_BYTES
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.corpus import Cutter, Flags
-    from forebay.prepare.tokens.rows import Conversations
+    from forebay.prepare.tokenize.conversations import Conversations
 
 
 TASK_VERSION = 4

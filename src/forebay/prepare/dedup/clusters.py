@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from forebay.files import atomic_write, open_atomic, temporary_path
 from forebay.prepare.compiled import jit
-from forebay.prepare.dedup.links import read_flags, reserve
+from forebay.prepare.dedup.pairs import read_flags, reserve
 
 KEPT, EXACT, NEAR = 0, 1, 2
 _LINKS = 1 << 15

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import PrepareError, UsageError, install_command
-from forebay.prepare.engines import Attempts, Engine, Trouble
-from forebay.prepare.guard import Outcome, attempt, result_of, use_one_core
+from forebay.prepare.engines.local.local import Attempts, Engine, Trouble
+from forebay.prepare.engines.local.sandbox import Outcome, attempt, result_of, use_one_core
 
 _OBJECT_STORE_BYTES = 80 << 20
 """Of a local cluster; Ray's least is 75 MiB, and results are far smaller."""

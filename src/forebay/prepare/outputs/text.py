@@ -21,14 +21,14 @@ import pyarrow.parquet as pq
 
 from forebay.dataset.slices import hash_file
 from forebay.files import atomic_write, open_atomic
-from forebay.prepare.collect import Corpus, collect, conclude, id_of, write_ids
+from forebay.prepare.corpus import Corpus, collect, conclude, id_of, write_ids
 from forebay.prepare.documents import OWN_COLUMNS, part_batches
 from forebay.prepare.read import Piece
 from forebay.prepare.stats import Tally
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.corpus import Cutter, Flags
-    from forebay.prepare.pipeline import PrepareSummary, Run
+    from forebay.prepare.driver import PrepareSummary, Run
 
 TEXT_FILE = "text.json"
 _COLUMNS = ("url", "text", "language", "language_score", "perplexity")

@@ -28,16 +28,16 @@ from numpy.typing import NDArray
 from forebay.dataset.slices import hash_file
 from forebay.errors import ForebayError, PrepareError
 from forebay.files import atomic_write, open_atomic
-from forebay.prepare.dedup.config import Dedup
+from forebay.prepare.dedup.settings import Dedup
 from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, Verdict, part_batches, portable
-from forebay.prepare.guard import Buffer, Limits, ending, say, worker_for
+from forebay.prepare.engines.local.local.local.sandbox import Buffer, Limits, ending, say, worker_for
 from forebay.prepare.read import read
 from forebay.prepare.read.base import Piece, ReadOptions, Source
 from forebay.prepare.read.listing import shown_path
 from forebay.prepare.read.opening import check_unchanged
 from forebay.prepare.read.tables import read_metadata
 from forebay.prepare.stats import Tally, text_bytes
-from forebay.prepare.tokens.encode import TextPart
+from forebay.prepare.tasks.encode import TextPart
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.signer import Signer

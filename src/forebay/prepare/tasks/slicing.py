@@ -24,10 +24,10 @@ from forebay.dataset.manifest import TOKEN_DTYPES, SliceInfo
 from forebay.dataset.slices import TOKEN_HEADER_BYTES, write_rows_slice, write_token_slice
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write
-from forebay.prepare.tokens.shuffle import TokenPart
+from forebay.prepare.tasks.shuffle import TokenPart
 
 if TYPE_CHECKING:
-    from forebay.prepare.tokens.rows import RowShape
+    from forebay.prepare.tokenize.conversations import RowShape
 
 PLAN_VERSION = 1
 MIN_SLICE_BYTES = 4096

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.documents import Record
 from forebay.prepare.filters.perplexity import Perplexity
-from forebay.prepare.lm import train_lm
+from forebay.prepare.kneser_ney import train_lm
 
 Model = dict[tuple[str, ...], tuple[float, float]]
 

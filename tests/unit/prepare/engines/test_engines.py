@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forebay.prepare.engines.local.local import Attempts, Engine, local_engine
 
 from calibration import scaled
 from forebay.errors import DatasetError, PrepareError, UsageError
-from forebay.prepare.engines import Attempts, Engine, local_engine
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {folder!r})
 from test_engines import Piece, mark_and_wait
-from forebay.prepare.engines import local_engine
+from forebay.prepare.engines.local.local import local_engine
 {guard}
     with local_engine(2) as engine:
         engine.map(mark_and_wait, [Piece(i, folder=sys.argv[1]) for i in range(3)], print)
