@@ -75,7 +75,9 @@ def _prepare(args: argparse.Namespace) -> int:
         raise UsageError("prepare: --out DIR is missing: where the dataset goes.")
     if not args.inputs:
         print(f"inputs of the recipe: {', '.join(map(json.dumps, recipe.inputs))}", file=sys.stderr)
-    names = ("workers", "engine", "ray_address", "keep_ids", "document_ids", "to", "follow_links", "strict")
+    names = ("workers", "engine", "keep_ids", "document_ids", "to", "follow_links", "strict")
+    if args.ray_address:
+        os.environ["RAY_ADDRESS"] = args.ray_address
     given = {name: getattr(args, name) for name in names}
     with PrepareBar(enabled=not args.quiet) as bar:
         trouble = partial(print, "forebay:", file=sys.stderr)
@@ -200,8 +202,8 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--sample", metavar="1%", help="only this share of the input: to try a recipe")
     p.add_argument("--plan", action="store_true", help="say what would run, on how much, and stop")
     p.add_argument("--workers", type=positive, default=None, metavar="N", help="processes (default: one a core)")
-    p.add_argument("--engine", choices=["local", "ray"], default="local", help="what runs the tasks")
-    p.add_argument("--ray-address", default=os.environ.get("RAY_ADDRESS"), metavar="ADDRESS", help="a Ray cluster")
+    p.add_argument("--engine", default="local", metavar="NAME", help="local, ray, or a plug-in that runs the tasks")
+    p.add_argument("--ray-address", metavar="ADDRESS", help="a Ray cluster (default: RAY_ADDRESS)")
     p.add_argument(
         "--to", choices=["dataset", "text"], default="dataset", help="text: Parquet of what is kept, no tokens"
     )

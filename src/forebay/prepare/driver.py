@@ -32,10 +32,11 @@ from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.prepare.corpus import Corpus, nothing_left, read_skipped, write_empty_report, write_skipped
 from forebay.prepare.documents import OWN_COLUMNS
-from forebay.prepare.engines.local.local.local.local import Engine, local_engine
+from forebay.prepare.engines.base import Engine, open_engine
+from forebay.prepare.engines.local import cores
 from forebay.prepare.outputs.dataset import finish
 from forebay.prepare.outputs.text import TEXT_FILE, finish_text
-from forebay.prepare.plan import cores, sampled
+from forebay.prepare.plan import sampled
 from forebay.prepare.read import Found, Piece, Skipped, Source, cut, find_sources, read
 from forebay.prepare.read.listing import count_reasons, describe_skipped, shown_path
 from forebay.prepare.read.opening import check_unchanged
@@ -201,8 +202,7 @@ def prepare(
     to: str = "dataset",
     follow_links: bool = False,
     strict: bool = False,
-    engine: str = "local",
-    ray_address: str | None = None,
+    engine: str | Engine = "local",
     on_progress: Callable[[Progress], None] | None = None,
     on_trouble: Callable[[str], None] | None = None,
 ) -> PrepareSummary:
@@ -223,8 +223,7 @@ def prepare(
             tokenized, shuffled and divided into subsets by another `prepare` of that folder.)
         follow_links: Also read what links in input folders lead to elsewhere.
         strict: An input that would be left out, or that cannot be read, is an error.
-        engine: `local` (processes of this machine) or `ray`.
-        ray_address: Of a Ray cluster; without one a cluster of this machine is started, and ended.
+        engine: `local` (processes of this machine), `ray`, a plug-in's name, or an engine.
         on_progress, on_trouble: Called in this thread; trouble is a worker that died and is tried again, and a line
             for each reason why inputs are left out.
 
@@ -257,7 +256,7 @@ def prepare(
         trouble(line)
     if strict:
         _refuse_skipped(found.skipped)
-    with _errors(out), _locked(out), _engine(engine, workers, ray_address, trouble, out) as made:
+    with _errors(out), _locked(out), open_engine(engine, workers, out, trouble) as made:
         if keep_ids is not None:  # now, not when all the work is done
             Path(keep_ids).parent.mkdir(parents=True, exist_ok=True)
             remove_stale(Path(keep_ids).parent)
@@ -329,18 +328,6 @@ def _find_against(recipe: Recipe) -> tuple[Recipe, list[str]]:
 def _load_tokenizer(recipe: Recipe, spec: str = "") -> TokenizerFile:
     policy = recipe.tokenize
     return load_tokenizer(spec or policy.tokenizer, eos=policy.eos, bos=policy.bos)
-
-
-def _engine(
-    name: str, workers: int | None, address: str | None, on_trouble: Callable[[str], None], out: Path
-) -> Engine:
-    if name == "local":
-        return local_engine(workers or cores(), on_trouble=on_trouble)
-    if name == "ray":
-        from forebay.prepare.engines.local.local.local.ray import ray_engine
-
-        return ray_engine(address, workers, shared=out, on_trouble=on_trouble)
-    raise UsageError(f"engine: expected local or ray, got {name!r}.")
 
 
 def _lineage(run: Run, found: Found, known: TokenizerFile | None, against: Sequence[str]) -> dict[str, Any]:

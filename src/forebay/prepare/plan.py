@@ -3,22 +3,17 @@
 Hides: how a sample is taken: some of the pieces, spread evenly, and of those as many documents as make it exact.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forebay.prepare.engines.local import cores
 from forebay.prepare.read import Skipped, cut, find_sources
 from forebay.prepare.read.base import Piece
 from forebay.prepare.read.listing import count_reasons, describe_skipped
 from forebay.prepare.recipe import Recipe
 from forebay.units import words_of_bytes
-
-
-def cores() -> int:
-    """How many processes this one may keep busy."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def sampled(pieces: list[Piece], fraction: float) -> tuple[list[Piece], float]:

@@ -26,8 +26,8 @@ from pydantic import Field
 from forebay.errors import ForebayError, UsageError, install_command
 from forebay.prepare.config import Keys, Layer, merge, parse_layer, place_of
 from forebay.prepare.dedup.settings import Dedup
-from forebay.prepare.documents import Stage, portable
-from forebay.prepare.engines.local.local.local.sandbox import Limits
+from forebay.prepare.documents import Stage, without_paths
+from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.read.base import ReadOptions
 from forebay.prepare.settings import Positive, Settings, Share, field_types, fit
 from forebay.prepare.subsets import Subsets
@@ -137,7 +137,7 @@ class Recipe(Settings):
         """Every setting, defaults too, as the lineage keeps it: `stages` is a list of [name, settings]."""
         names = [f.name for f in dataclasses.fields(self) if f.name not in ("inputs", "stages")]
         found = {name: _plain(getattr(self, name)) for name in names}
-        return {**found, "stages": [[s.name, _plain(portable(s))] for s in self.stages]}
+        return {**found, "stages": [[s.name, _plain(without_paths(s))] for s in self.stages]}
 
     def to_tables(self) -> dict[str, Any]:
         """The same as the tables of a recipe's file, in their order: `load_recipe(settings=…)` takes them back."""

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from forebay.prepare.documents import Verdict, text_buffers
+from forebay.prepare.documents import StageResult, text_buffers
 
 SAMPLES = 5
 """Samples kept of each stage and reason, and of what is kept."""
@@ -104,7 +104,7 @@ class Tally:
         stage: str,
         reasons: tuple[str, ...],
         before: pa.RecordBatch,
-        verdict: Verdict,
+        verdict: StageResult,
         keys: Keys,
         where: Where,
         alive: NDArray[np.bool_] | None = None,

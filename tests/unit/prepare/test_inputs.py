@@ -217,7 +217,7 @@ STAGE = """
 from dataclasses import dataclass
 from typing import ClassVar
 import numpy as np
-from forebay.prepare.documents import Verdict
+from forebay.prepare.documents import StageResult
 
 @dataclass(frozen=True)
 class Licensed:
@@ -228,7 +228,7 @@ class Licensed:
         return ()
     def apply(self, batch):
         wanted = [licence == "cc0" for licence in batch.column("meta.licence").to_pylist()]
-        return Verdict(batch, np.where(wanted, -1, 0).astype(np.int16))
+        return StageResult(batch, np.where(wanted, -1, 0).astype(np.int16))
 """
 
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 import pyarrow as pa
 
-from forebay.prepare.documents import Verdict
+from forebay.prepare.documents import StageResult
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Shout:
     def apply(self, batch):
         texts = batch.column("text").to_pylist()
         marks = [-1 if 10 // self.least and sum(map(str.isupper, text)) >= self.least else 0 for text in texts]
-        return Verdict(batch, np.array(marks[: 100 - self.least], np.int16))
+        return StageResult(batch, np.array(marks[: 100 - self.least], np.int16))
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Characters:
         lengths = [len(text) for text in batch.column("text").to_pylist()]
         if "chars" in batch.schema.names:  # of this stage, run before
             assert batch.column("chars").to_pylist() == lengths
-            return Verdict(batch, np.full(batch.num_rows, -1, np.int16))
-        return Verdict(batch.append_column("chars", pa.array(lengths)), np.full(batch.num_rows, -1, np.int16))
+            return StageResult(batch, np.full(batch.num_rows, -1, np.int16))
+        return StageResult(batch.append_column("chars", pa.array(lengths)), np.full(batch.num_rows, -1, np.int16))
 """
 
 

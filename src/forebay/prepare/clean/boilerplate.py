@@ -20,7 +20,7 @@ from forebay.errors import UsageError
 from forebay.prepare.clean.phrases import Automaton, apart, build, word_table
 from forebay.prepare.clean.spans import splice
 from forebay.prepare.compiled import Bytes, Ints, jit
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers
+from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.settings import Count, Positive, check_fields
 
 _ENGLISH = resources.files("forebay.prepare.clean") / "english.txt"
@@ -174,7 +174,7 @@ class Boilerplate(Stage):
     def files(self) -> tuple[str, ...]:
         return (self.patterns,) if self.patterns else ()
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         """The batch without those lines; counts `phrase_lines` and `menu_lines` of the documents kept."""
         column = batch.column("text")
         offsets, data = text_buffers(pc.ascii_lower(column))  # as long as it was
@@ -192,7 +192,7 @@ class Boilerplate(Stage):
         moved = real[0] - offsets[0]
         column = splice(column, first + moved, after + moved, (b"",), np.zeros(len(first), np.int64))
         totals = dict(zip(KINDS, counts[left].sum(axis=0).tolist()))
-        return Verdict(
+        return StageResult(
             replace_column(batch, "text", column), drop, {kind: count for kind, count in totals.items() if count}
         )
 

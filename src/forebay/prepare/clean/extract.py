@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from forebay.errors import PrepareError
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, without_turns
+from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, strip_turn_marks
 
 _TAGS = (
     "nav",
@@ -84,12 +84,12 @@ class Extract(Stage):
     min_characters: int = 1
     main_content: bool = True
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         """The batch with text in place of HTML; counts `extracted`."""
         drop = keep_all(batch.num_rows)
         html = batch.column("html").to_pylist()
         if not any(html):
-            return Verdict(batch, drop)
+            return StageResult(batch, drop)
         texts = batch.column("text").to_pylist()
         problems = {}
         for row, is_html in enumerate(html):
@@ -103,7 +103,7 @@ class Extract(Stage):
                     drop[row] = 0
         batch = replace_column(batch, "text", pa.array(texts, pa.large_string()))
         batch = replace_column(batch, "html", pa.array([False] * batch.num_rows, pa.bool_()))
-        return Verdict(batch, drop, {"extracted": sum(html) - int((drop >= 0).sum())}, problems)
+        return StageResult(batch, drop, {"extracted": sum(html) - int((drop >= 0).sum())}, problems)
 
 
 def extract_html(html: str) -> str:
@@ -154,4 +154,4 @@ def _plain(html: str, page: Any, skipped: list[str] | None) -> str:
     text: str = extract_plain_text(page, alt_texts=False, preserve_formatting=True, skip_elements=skipped)
     if len(text) > _MAX_GROWTH * len(html) + 1000:
         raise HtmlError(f"malformed HTML: {len(html)} characters become {len(text)} of text.")
-    return _BLANK_LINES.sub("\n\n", without_turns(text)).strip()
+    return _BLANK_LINES.sub("\n\n", strip_turn_marks(text)).strip()

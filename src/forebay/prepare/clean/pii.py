@@ -32,7 +32,7 @@ from forebay.prepare.clean.pii_scan import (
 )
 from forebay.prepare.clean.spans import splice
 from forebay.prepare.compiled import Ints
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers
+from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.settings import check_fields
 
 Kind = Literal["email", "ipv4", "ipv6", "iban", "card", "phone", "key"]
@@ -124,7 +124,7 @@ class Pii(Stage):
             object.__setattr__(self, "masks", tuple(sorted(self.masks.items())))
         check_fields(self)
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         """The batch with its texts masked, and how many of each kind."""
         column = batch.column("text")
         offsets, _ = text_buffers(column)
@@ -142,7 +142,7 @@ class Pii(Stage):
         counts: dict[str, int] = {
             KINDS[kind]: n for kind, n in enumerate(np.bincount(kinds, minlength=len(KINDS)).tolist()) if n
         }
-        return Verdict(replace_column(batch, "text", column), keep_all(len(batch)), counts)
+        return StageResult(replace_column(batch, "text", column), keep_all(len(batch)), counts)
 
     def find(self, column: pa.LargeStringArray) -> Spans:
         """Starts and stops in the data buffer and indices of KINDS; ascending, not overlapping."""

@@ -23,7 +23,7 @@ from pydantic import Field
 from forebay.errors import UsageError
 from forebay.prepare.clean.phrases import Automaton, apart, build, word_table
 from forebay.prepare.compiled import Bytes, Ints, jit
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers
+from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.filters.language import load_model
 from forebay.prepare.settings import Share, check_fields
 
@@ -127,7 +127,7 @@ class Toxic(Stage):
                 found.append(spec.origin)
         return tuple(found)
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         """Drops as configured; counts `matches` (in what is kept), `no_list`, and with `soft` the reasons."""
         column, drop, counts = batch.column("text"), keep_all(len(batch)), Counter[str]()
         if self.lists:
@@ -146,7 +146,7 @@ class Toxic(Stage):
         if self.soft:
             counts.update({reason: int((drop == i).sum()) for i, reason in enumerate(self.reasons)})
             drop = keep_all(len(batch))
-        return Verdict(batch, drop, {kind: count for kind, count in counts.items() if count})
+        return StageResult(batch, drop, {kind: count for kind, count in counts.items() if count})
 
     def _matches(self, batch: pa.RecordBatch) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """How many matches, how many bytes in them, and whether there was a list, by row."""

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from forebay.prepare.clean.spans import replace_rows
 from forebay.prepare.compiled import Bytes, Ints, jit
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers, text_column
+from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers, text_column
 from forebay.prepare.filters.words import next_point
 
 ROUNDS = 8
@@ -219,7 +219,7 @@ class Unicode(Stage):
     trailing_spaces: bool = True
     max_blank_lines: Annotated[int, Field(ge=-1)] = 2
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         """The batch with its texts repaired; counts `mojibake`, `normalised` (documents) and those of KINDS."""
         counts: Counter[str] = Counter()
         column, _, rows = self._round(batch.column("text"), counts)
@@ -230,7 +230,7 @@ class Unicode(Stage):
             texts = {int(rows[i]): some[int(i)].as_py() for i in changed}
             column, rows = replace_rows(column, texts), rows[again]
         counts = Counter({kind: count for kind, count in counts.items() if count})
-        return Verdict(replace_column(batch, "text", column), keep_all(len(batch)), counts)
+        return StageResult(replace_column(batch, "text", column), keep_all(len(batch)), counts)
 
     def _round(self, column: pa.LargeStringArray, counts: Counter[str]) -> tuple[pa.LargeStringArray, Ints, Ints]:
         """Every step once; the rows that were changed; and those of them that need another round.

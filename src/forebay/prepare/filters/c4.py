@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Stage, Verdict, replace_column, text_buffers, text_column
+from forebay.prepare.documents import Stage, StageResult, replace_column, text_buffers, text_column
 from forebay.prepare.filters.characters import BREAK, PUNCTUATION, SPACE, TERMINAL
 from forebay.prepare.filters.words import cut_words, decode, encode, kind, room_of, tables, trim
 from forebay.prepare.settings import Count
@@ -61,7 +61,7 @@ class C4(Stage):
     version: ClassVar[int] = 1
     reasons: ClassVar[tuple[str, ...]] = ("c4_lorem_ipsum", "c4_curly_bracket", "c4_few_sentences")
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         """Texts without the lines that break a rule; of a dropped page the text stays as it was."""
         offsets, data = text_buffers(batch.column("text"))
         flags = (self.terminal_punctuation, self.remove_citations, self.javascript_lines, self.policy_lines)
@@ -75,7 +75,7 @@ class C4(Stage):
         _rewrite(offsets, data, *tables(), _PHRASE_ENDS, _PHRASE_BYTES, rules, drop, counts, out, ends)
         text = text_column(ends, out[: ends[-1]].copy())
         found = {f"lines_{kind_}": int(n) for kind_, n in zip(LINES, counts, strict=True) if n}
-        return Verdict(replace_column(batch, "text", text), drop, found)
+        return StageResult(replace_column(batch, "text", text), drop, found)
 
 
 @jit()

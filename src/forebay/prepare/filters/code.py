@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Stage, Verdict, first_failing, text_buffers
+from forebay.prepare.documents import Stage, StageResult, first_failing, text_buffers
 from forebay.prepare.settings import Number, Share
 
 
@@ -33,7 +33,7 @@ class Code(Stage):
     version: ClassVar[int] = 1
     reasons: ClassVar[tuple[str, ...]] = ("code_long_lines", "code_long_line", "code_few_alphanumeric")
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         offsets, data = text_buffers(batch.column("text"))
         m = np.zeros((4, batch.num_rows), np.int64)
         _measure(offsets, data, m)
@@ -44,7 +44,7 @@ class Code(Stage):
                 longest > self.max_line_chars,
                 alphanumeric / sizes < self.min_alphanumeric,
             )
-        return Verdict(batch, first_failing(*failed))
+        return StageResult(batch, first_failing(*failed))
 
 
 @jit()

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.errors import UsageError, install_command
-from forebay.prepare.documents import Stage, Verdict, first_failing, replace_column
+from forebay.prepare.documents import Stage, StageResult, first_failing, replace_column
 from forebay.prepare.settings import Share, Texts
 
 LOOK_CHARS = 20_000
@@ -48,7 +48,7 @@ class Language(Stage):
     def files(self) -> tuple[str, ...]:
         return (self.model or default_model(),)
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         model = load_model(self.files()[0])
         labels: list[str] = []
         scores = np.zeros(batch.num_rows, np.float32)
@@ -59,7 +59,7 @@ class Language(Stage):
         batch = replace_column(batch, "language_score", pa.array(scores))
         other = np.array([bool(self.keep) and label not in self.keep for label in labels], bool)
         unsure = (scores < np.float32(self.min_score)) & bool(self.keep)
-        return Verdict(batch, first_failing(other, unsure))
+        return StageResult(batch, first_failing(other, unsure))
 
 
 def default_model() -> str:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError, install_command
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Stage, Verdict, first_failing, replace_column, text_buffers
+from forebay.prepare.documents import Stage, StageResult, first_failing, replace_column, text_buffers
 from forebay.prepare.filters.characters import BREAK
 from forebay.prepare.filters.words import clip, cut_words, decode, encode, kind, room_of, tables
 from forebay.prepare.settings import Number, check_fields, check_order
@@ -66,14 +66,14 @@ class Perplexity(Stage):
     def files(self) -> tuple[str, ...]:
         return (self.model,)
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         model = _load(self.model)
         ends, data = spaced(batch.column("text"), LOOK_BYTES)
         scores = np.empty(batch.num_rows, np.float64)
         for row in range(batch.num_rows):
             scores[row] = perplexity(model, data[ends[row] : ends[row + 1]].tobytes().decode())
         batch = replace_column(batch, "perplexity", pa.array(scores, pa.float64()))
-        return Verdict(batch, first_failing(scores < self.min_perplexity, scores > self.max_perplexity))
+        return StageResult(batch, first_failing(scores < self.min_perplexity, scores > self.max_perplexity))
 
 
 def perplexity(model: Any, lines: str) -> float:

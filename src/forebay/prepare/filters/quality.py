@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import UsageError
-from forebay.prepare.documents import Stage, Verdict, first_failing
+from forebay.prepare.documents import Stage, StageResult, first_failing
 from forebay.prepare.filters.exceptions import hash_table
 from forebay.prepare.settings import Count, Number, Share, Texts, check_fields, check_order
 
@@ -96,7 +96,7 @@ class GopherQuality(Stage):
                 f"min_stop_words: expected at most the number of stop_words ({len(self.stop_words)}), {got}"
             )
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         from forebay.prepare.filters.kernels import QUALITY, measure_quality
 
         m = dict(zip(QUALITY, measure(measure_quality, batch, len(QUALITY), _stop_table(self.stop_words)), strict=True))
@@ -114,7 +114,7 @@ class GopherQuality(Stage):
                 m["alpha_words"] / m["words"] < self.min_alpha_words,
                 m["stops"] < self.min_stop_words,
             )
-        return Verdict(batch, first_failing(*failed))
+        return StageResult(batch, first_failing(*failed))
 
 
 @lru_cache(16)
@@ -169,7 +169,7 @@ class GopherRepetition(Stage):
             *(f"gopher_duplicate_{n}_grams" for n, _ in self.duplicate_ngrams),
         )
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         from forebay.prepare.filters.kernels import REPETITION, measure_repetition
 
         grams = (*self.top_ngrams, *self.duplicate_ngrams)
@@ -189,7 +189,7 @@ class GopherRepetition(Stage):
                     for chars, (_, limit) in zip(columns[len(REPETITION) :], grams, strict=True)
                 ),
             )
-        return Verdict(batch, first_failing(*failed))
+        return StageResult(batch, first_failing(*failed))
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class FineWeb(Stage):
     )
     shares_words: ClassVar[bool] = True
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         from forebay.prepare.filters.kernels import FINEWEB, measure_lines
 
         m = dict(zip(FINEWEB, measure(measure_lines, batch, len(FINEWEB), [self.short_line_chars]), strict=True))
@@ -236,4 +236,4 @@ class FineWeb(Stage):
                 m["same_chars"] / m["chars"] > self.max_duplicate_chars,
                 m["newlines"] / m["words"] > self.max_newlines_per_word,
             )
-        return Verdict(batch, first_failing(*failed))
+        return StageResult(batch, first_failing(*failed))

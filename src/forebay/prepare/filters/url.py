@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.documents import Stage, Verdict
+from forebay.prepare.documents import Stage, StageResult
 from forebay.prepare.settings import Texts, check_fields
 
 _WORD = re.compile(r"[^\W_]+")
@@ -45,7 +45,7 @@ class Url(Stage):
     def files(self) -> tuple[str, ...]:
         return (*self.hosts, *self.words)
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         hosts, words = _lists(self.hosts), _lists(self.words)
         drop = np.full(batch.num_rows, -1, np.int16)
         for row, url in enumerate(batch.column("url").to_pylist()):
@@ -55,7 +55,7 @@ class Url(Stage):
                 drop[row] = 0
             elif words and not words.isdisjoint(_WORD.findall(url.lower())):
                 drop[row] = 1
-        return Verdict(batch, drop)
+        return StageResult(batch, drop)
 
 
 def _suffixes(url: str) -> list[str]:

@@ -80,8 +80,8 @@ class ReadOptions:
         max_malformed: Once 1,000 records of a piece and more than this fraction of it are malformed, the rest of the
             piece is left out.
         prompt_key, response_key, messages_key: For the rows layout. If `messages_key` is given (a list of
-            `{"role", "content"}`), or both others, the text is the turns, each begun by `documents.TURN_GIVEN` or
-            `documents.TURN_LEARNT` (an assistant's).
+            `{"role", "content"}`), or both others, the text is the turns, each begun by `documents.PROMPT_MARK` or
+            `documents.RESPONSE_MARK` (an assistant's).
         columns: Fields of the input that stages and `dedup.score` see as columns, each `number` or `text`:
             `{"quality" = "number"}`. A document without one has NaN, or "".
         options: What only one format knows: `{"namespaces": [0]}` for Wikipedia.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from forebay.errors import UsageError
-from forebay.prepare.documents import TURN_GIVEN, TURN_LEARNT, Record, without_turns
+from forebay.prepare.documents import PROMPT_MARK, RESPONSE_MARK, Record, strip_turn_marks
 from forebay.prepare.read.base import ReadOptions
 
 _LEARNT_ROLES = ("assistant", "gpt", "model", "bot")
@@ -44,7 +44,7 @@ def to_record(place: int, row: Mapping[str, object], options: ReadOptions, where
         text, problem = _conversation(row, options.messages_key)
     elif options.prompt_key and options.response_key:
         (prompt, problem), (response, other) = _text(row, options.prompt_key), _text(row, options.response_key)
-        text, problem = TURN_GIVEN + prompt + TURN_LEARNT + response, problem or other
+        text, problem = PROMPT_MARK + prompt + RESPONSE_MARK + response, problem or other
     else:
         text, problem = _text(row, options.text_key)
     name = name_of(look_up(row, options.id_key)) if options.id_key else ""
@@ -104,11 +104,11 @@ def _text(row: Mapping[str, object], key: str) -> tuple[str, str]:
     value = look_up(row, key)
     if isinstance(value, bytes):  # of a binary column, or a text column with bytes that are no text
         try:
-            return without_turns(value.decode()), ""
+            return strip_turn_marks(value.decode()), ""
         except UnicodeDecodeError as error:
             return value[:_SHOWN].decode("utf-8", "replace"), f"not UTF-8: {error.reason} at byte {error.start}"
     if isinstance(value, str):
-        return without_turns(value), ""
+        return strip_turn_marks(value), ""
     got = "nothing" if value is None and key not in row else "null" if value is None else type(value).__name__
     if got == "nothing" and isinstance(row, dict) and row:  # a row of a table has its own columns checked before
         names = [str(name)[:40] for name in row]
@@ -128,5 +128,5 @@ def _conversation(row: Mapping[str, object], key: str) -> tuple[str, str]:
             content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
         if not isinstance(role, str) or not isinstance(content, str):
             return "", f"expected a role and a content, two strings, in message {index} under {key!r}"
-        told.append((TURN_LEARNT if role in _LEARNT_ROLES else TURN_GIVEN) + without_turns(content))
+        told.append((RESPONSE_MARK if role in _LEARNT_ROLES else PROMPT_MARK) + strip_turn_marks(content))
     return "".join(told), ""

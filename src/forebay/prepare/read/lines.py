@@ -19,7 +19,7 @@ from typing import BinaryIO
 import orjson
 
 from forebay.formats.detect import find_encoding
-from forebay.prepare.documents import Record, without_turns
+from forebay.prepare.documents import Record, strip_turn_marks
 from forebay.prepare.read.base import MAX_PIECES, PIECE_BYTES, Format, Piece, ReadOptions, Source
 from forebay.prepare.read.fields import keys_of, surrogate_in, to_record
 from forebay.prepare.read.http_message import body_text
@@ -330,7 +330,7 @@ def _file(place: int, source: Source, options: ReadOptions, html: bool) -> Recor
     if not record.problem or options.encoding != "auto":
         return record
     if html:
-        return Record(place, text=without_turns(body_text(data, "", True)), html=True)
+        return Record(place, text=strip_turn_marks(body_text(data, "", True)), html=True)
     encoding = find_encoding(data)
     return whole_record(place, data.decode(encoding, "replace").encode(), "") if encoding else record
 
@@ -338,7 +338,7 @@ def _file(place: int, source: Source, options: ReadOptions, html: bool) -> Recor
 def whole_record(place: int, data: bytes, where: str, html: bool = False, start: int = -1) -> Record:
     """The document that these bytes are; `where` is said of what is no UTF-8."""
     try:
-        return Record(place, text=without_turns(data.decode("utf-8-sig")), html=html, start=start)
+        return Record(place, text=strip_turn_marks(data.decode("utf-8-sig")), html=html, start=start)
     except UnicodeDecodeError as error:
         problem = f"not UTF-8: {error.reason} at byte {error.start}"
         return Record(place, text=_shown(data), problem=problem, where=where, start=start)

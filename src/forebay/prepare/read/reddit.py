@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import orjson
 
-from forebay.prepare.documents import Record, without_turns
+from forebay.prepare.documents import Record, strip_turn_marks
 from forebay.prepare.read.base import Format, Piece, ReadOptions
 from forebay.prepare.read.fields import min_score_of, name_of, surrogate_in
 from forebay.prepare.read.lines import LINES
@@ -60,7 +60,7 @@ def text_of(post: Mapping[str, object]) -> tuple[str, str]:
     texts = [html.unescape(str(part)).strip() for part in parts]
     if any(text in GONE for text in texts):
         return "", ""
-    text = without_turns("\n\n".join(text for text in texts if text))
+    text = strip_turn_marks("\n\n".join(text for text in texts if text))
     return (text, "") if not surrogate_in(text) else ("", "half a surrogate pair in the text")
 
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from forebay.errors import PrepareError, install_command
 from forebay.prepare.clean.extract import HtmlError, all_text
-from forebay.prepare.documents import Record, without_turns
+from forebay.prepare.documents import Record, strip_turn_marks
 from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
 from forebay.prepare.read.fields import integers_of, min_score_of
 from forebay.prepare.read.lines import lines_of
@@ -69,7 +69,7 @@ def _posts(stream: BinaryIO, site: str, options: ReadOptions) -> Iterator[Record
 
 def _document(post: dict[str, str], site: str, where: str) -> Record | None:
     text = all_text(html.unescape(post["Body"]))
-    if title := without_turns(html.unescape(post.get("Title", ""))).strip():
+    if title := strip_turn_marks(html.unescape(post.get("Title", ""))).strip():
         text = f"{title}\n\n{text}"
     if not text:
         return None

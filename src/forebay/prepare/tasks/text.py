@@ -29,8 +29,17 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import ForebayError, PrepareError
 from forebay.files import atomic_write, open_atomic
 from forebay.prepare.dedup.settings import Dedup
-from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, Verdict, part_batches, portable
-from forebay.prepare.engines.local.local.local.sandbox import Buffer, Limits, ending, say, worker_for
+from forebay.prepare.documents import (
+    BATCH_BYTES,
+    BATCH_ROWS,
+    SCHEMA,
+    Record,
+    Stage,
+    StageResult,
+    part_batches,
+    without_paths,
+)
+from forebay.prepare.engines.sandbox import Buffer, Limits, run_in_fork, set_activity, worker_for
 from forebay.prepare.read import read
 from forebay.prepare.read.base import Piece, ReadOptions, Source
 from forebay.prepare.read.listing import shown_path
@@ -109,7 +118,7 @@ def identity(source: Source) -> str:
 
 def content_key(read: ReadOptions, stages: Iterable[Stage], files: Iterable[tuple[str, str]], sample: float) -> str:
     """A hash of what is done to the input, not by which version. `files` are (path, sha256) of what stages read."""
-    done = [(stage.name, stage.version, repr(portable(stage))) for stage in stages]
+    done = [(stage.name, stage.version, repr(without_paths(stage))) for stage in stages]
     return _hash([repr(read.facts), done, [(Path(path).name, sha256) for path, sha256 in files], sample])
 
 
@@ -288,17 +297,17 @@ def _readable(task: TextTask, scale: int) -> tuple[int, str]:
 
     def read_all() -> None:
         for number, _ in enumerate(read(task.piece, task.read), 1):
-            say(str(number))
+            set_activity(str(number))
 
     if any("://" in source.path for source in task.piece.sources):
         return -1, ""  # what fetches them has threads, which a fork does not
     if scale:
-        how, said = ending(read_all)
+        how, activity = run_in_fork(read_all)
     elif task.piece.format == "parquet":
-        how, said = ending(lambda: read_metadata(task.piece))
+        how, activity = run_in_fork(lambda: read_metadata(task.piece))
     else:
         return -1, ""
-    return (int(said or 0), f"reading {how}: the rest is left out") if how else (-1, "")
+    return (int(activity or 0), f"reading {how}: the rest is left out") if how else (-1, "")
 
 
 def _kept(task: TextTask, batch: pa.RecordBatch, tally: Tally, reader: _Reader) -> Iterator[pa.RecordBatch]:
@@ -374,7 +383,7 @@ def _through(
         if not alive.any():
             break
         shared = shares
-        say(f"stage {name} ")
+        set_activity(f"stage {name} ")
         where = partial(row_place, places.piece, batch)
         verdict = _verdict(stage, batch, where)
         tally.judge(name, stage.reasons, batch, verdict, keys, where, alive)
@@ -399,7 +408,7 @@ def _reject(batch: pa.RecordBatch, row: int, why: str) -> _Reject:
     return {"place": place, "where": where, "reason": why, "text": text[:REJECT_CHARACTERS]}
 
 
-def _verdict(stage: Stage, batch: pa.RecordBatch, where: Callable[[int], str]) -> Verdict:
+def _verdict(stage: Stage, batch: pa.RecordBatch, where: Callable[[int], str]) -> StageResult:
     """What a stage says of a batch, in the form that the contract asks for."""
     try:
         verdict = stage.apply(batch)
@@ -649,7 +658,7 @@ def trim(task: TrimTask, scale: int) -> TextResult:
             def where(row: int, batch: pa.RecordBatch = batch) -> str:
                 return f"{batch.column('id')[row].as_py() or batch.column('place')[row].as_py() + 1}"
 
-            tally.judge("perplexity_percentile", _TRIM_REASONS, batch, Verdict(batch, drop), keys, where)
+            tally.judge("perplexity_percentile", _TRIM_REASONS, batch, StageResult(batch, drop), keys, where)
             out.add(batch.filter(pa.array(drop < 0)))
     result = replace(task.text, name=task.name, documents_out=out.documents, bytes_out=out.bytes)
     return commit_text(task.prefix, tally, result)

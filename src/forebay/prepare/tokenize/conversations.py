@@ -1,8 +1,7 @@
 """Layout `rows` for fine-tuning: conversations with marked turns to rows of fixed length with masked labels.
 
-Hides: how masks travel. A text whose turns begin with `documents.TURN_GIVEN` or `TURN_LEARNT` becomes U32 tokens whose
-highest bit says whether the token is learnt, so that encoding, subsets and shuffling are those of any document; the
-bit is taken apart when a slice of rows is written.
+A text whose turns begin with `documents.PROMPT_MARK` or `RESPONSE_MARK` becomes U32 tokens whose highest bit says
+whether the token is trained on, until a slice is written. Encoding, subsets, shuffling are those of any document.
 
 Each piece of a turn (what the template puts before it, the turn, what it puts after it) is encoded apart, so that no
 mask falls inside a token. Names of special tokens in the template are these tokens; in a turn they are ordinary text.
@@ -27,7 +26,7 @@ from pydantic import Field
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import UsageError
-from forebay.prepare.documents import TURN_GIVEN, TURN_LEARNT
+from forebay.prepare.documents import PROMPT_MARK, RESPONSE_MARK
 from forebay.prepare.settings import Settings
 from forebay.prepare.tasks.shuffle import TokenPart
 from forebay.prepare.tasks.slicing import Ends, SlicePlan, write_plan
@@ -38,7 +37,7 @@ LEARNT = 1 << 31
 """The bit of a token that is learnt; ids lie below it."""
 IGNORED = -100
 _HEADER_BYTES = 1024
-_MARKS = re.compile(f"([{TURN_GIVEN}{TURN_LEARNT}])")
+_MARKS = re.compile(f"([{PROMPT_MARK}{RESPONSE_MARK}])")
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def split_turns(text: str) -> list[tuple[bool, str]]:
     first, *rest = _MARKS.split(text)
     if not rest:
         return [(True, text)] if text else []
-    turns = [(False, first), *((mark == TURN_LEARNT, said) for mark, said in zip(rest[::2], rest[1::2]))]
+    turns = [(False, first), *((mark == RESPONSE_MARK, said) for mark, said in zip(rest[::2], rest[1::2]))]
     return [(learnt, said) for learnt, said in turns if said]
 
 

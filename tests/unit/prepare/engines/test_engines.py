@@ -14,10 +14,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from forebay.prepare.engines.local.local import Attempts, Engine, local_engine
 
 from calibration import scaled
 from forebay.errors import DatasetError, PrepareError, UsageError
+from forebay.prepare.engines.base import Attempts, Engine
+from forebay.prepare.engines.local import local_engine
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def trouble() -> list[str]:
 
 @pytest.fixture
 def two(trouble: list[str]) -> Iterator[Engine]:
-    with local_engine(2, on_trouble=trouble.append) as engine:
+    with local_engine(2, on_message=trouble.append) as engine:
         yield engine
 
 
@@ -204,7 +205,7 @@ def test_long_names_are_cut() -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_no_memory_is_tried_again_smaller(workers: int) -> None:
     said: list[str] = []
-    with local_engine(workers, on_trouble=said.append) as engine:
+    with local_engine(workers, on_message=said.append) as engine:
         found = collect(engine, memory_until_two, pieces(5))
     assert found == [(i, 2 if i == 3 else 0) for i in range(5)]
     assert len(said) == 2 and all("task 3" in text and "ran out of memory" in text for text in said)
@@ -265,7 +266,7 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {folder!r})
 from test_engines import Piece, mark_and_wait
-from forebay.prepare.engines.local.local import local_engine
+from forebay.prepare.engines.local import local_engine
 {guard}
     with local_engine(2) as engine:
         engine.map(mark_and_wait, [Piece(i, folder=sys.argv[1]) for i in range(3)], print)

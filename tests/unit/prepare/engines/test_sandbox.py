@@ -16,13 +16,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from forebay.prepare.engines.local.sandbox import Limits
 
 from forebay.errors import UsageError
 from forebay.prepare import driver as pipeline
 from forebay.prepare import load_recipe, prepare
-from forebay.prepare.documents import Record, Verdict
-from forebay.prepare.engines.local import sandbox as guard
+from forebay.prepare.documents import Record, StageResult
+from forebay.prepare.engines import sandbox as guard
+from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.filters.length import Length
 from forebay.prepare.read import lines
 from forebay.prepare.tasks.text import sift
@@ -50,7 +50,7 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stage `length`, which does what a document says."""
     plain = Length.apply
 
-    def apply(self: Length, batch: pa.RecordBatch) -> Verdict:
+    def apply(self: Length, batch: pa.RecordBatch) -> StageResult:
         for text in batch.column("text").to_pylist():
             attack(text.partition("!")[0])
         return plain(self, batch)
