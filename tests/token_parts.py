@@ -14,7 +14,7 @@ import pyarrow as pa
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.prepare.tasks.encode import EncodeTask, TextPart, encode
 from forebay.prepare.tasks.shuffle import TokenPart
-from forebay.prepare.tokenize.encoders import CoderSpec
+from forebay.prepare.tokenize.encoders import EncoderSpec
 from forebay.prepare.tokenize.tokenizers import load_tokenizer
 
 SCHEMA = pa.schema(
@@ -36,12 +36,12 @@ def text_part(folder: Path, texts: list[str], batch_rows: int = 1000, name: str 
     return TextPart(str(path), len(texts), name)
 
 
-def coder(folder: Path, spec: str = "bytes", **policy: Any) -> CoderSpec:
+def coder(folder: Path, spec: str = "bytes", **policy: Any) -> EncoderSpec:
     found = load_tokenizer(spec, **policy)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{found.sha256[:16]}.json"
     path.write_bytes(found.data)
-    return CoderSpec.of(found, path)
+    return EncoderSpec.of(found, path)
 
 
 def documents(parts: list[TokenPart]) -> list[list[int]]:

@@ -59,17 +59,17 @@ for texts in batches():
 _OURS = """
 import shutil
 from pathlib import Path
-from forebay.prepare.tokenize.encoders import CoderSpec, coder_for
+from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for
 from forebay.prepare.tasks.encode import EncodeTask, TextPart, encode
 from forebay.prepare.tasks.shuffle import Shuffle, plan_shuffle, shuffle
 from forebay.prepare.tasks.slicing import plan_slices, write_slice
 if kind == "reference":
     os.environ["FOREBAY_CODER"] = "reference"
 facts = json.load(open(folder + "/facts.json"))
-spec = CoderSpec(folder + "/tokenizer.json", facts["sha256"], "json", "U16", 50256)
+spec = EncoderSpec(folder + "/tokenizer.json", facts["sha256"], "json", "U16", 50256)
 out = Path(folder) / kind
 (out / "slices").mkdir(parents=True)
-print(coder_for(spec).name, file=sys.stderr)
+print(encoder_for(spec).name, file=sys.stderr)
 begin = time.process_time()
 part = TextPart(folder + "/part.arrow", facts["documents"], "part")
 found = encode(EncodeTask(part, spec, str(out), shuffle=Shuffle(1) if kind == "sliced" else None)).subsets["train"]

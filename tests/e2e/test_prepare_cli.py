@@ -336,9 +336,9 @@ def test_acquire_then_prepare(tmp_path: Path, api: str) -> None:
 def test_a_language_model_of_text_and_the_better_half(tmp_path: Path) -> None:
     pytest.importorskip("kenlm")
     book = data("books/gutenberg_en/carroll-alice.txt")
-    model = tmp_path / "alice.arpa"
-    facts = json.loads(run("lm", "train", book, "--out", model, "--order", 3, "--json").stdout)
-    assert facts and model.read_text().startswith("\\data\\")
+    run("prepare", book, "--to", "lm", "--set", "lm.order=3", "--out", tmp_path / "lm", "--json")
+    model = tmp_path / "lm/model.arpa"
+    assert model.read_text().startswith("\\data\\")
     paragraphs = [p for p in book.read_text().split("\n\n") if len(p) > 80][:100]
     other = [p for p in data("books/gutenberg_en/milton-paradise.txt").read_text().split("\n") if len(p) > 30][:100]
     path = lines(tmp_path / "a.jsonl", paragraphs + other)

@@ -172,14 +172,20 @@ def unlucky(run: Any, task: Any, scale: int) -> Any:
 
 def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
     """Prepare; the model lies beside the inputs. With WHOLE_UNLUCKY set, by workers that die."""
+    from forebay import prepare_dataset
     from forebay.errors import ForebayError
     from forebay.prepare import driver as pipeline
-    from forebay.prepare import load_recipe, prepare
+    from forebay.prepare import load_recipe
     from forebay.prepare.outputs import dataset as finish
 
     small_tasks()
     if "WHOLE_UNLUCKY" in os.environ:
-        for module, name in ((pipeline, "sift"), (pipeline, "trim"), (finish, "encode"), (finish, "write_slice")):
+        for module, name in (
+            (pipeline, "process_split"),
+            (pipeline, "filter_percentiles"),
+            (finish, "encode"),
+            (finish, "write_slice"),
+        ):
             setattr(module, name, functools.partial(unlucky, getattr(module, name)))
     model = Path(inputs).parent / MODEL
     settings = recipe(model if model.exists() else None)
@@ -188,9 +194,9 @@ def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
         print(message, file=sys.stderr, flush=True)
 
     try:
-        made = prepare(
+        made = prepare_dataset(
             [inputs], out, recipe=load_recipe(settings=settings), workers=int(workers), engine=engine,
-            keep_ids=Path(f"{out}.ids"), on_trouble=tell, on_progress=lambda p: tell(f"{p.stage} {p.done}"),
+            write_ids=Path(f"{out}.ids"), on_message=tell, on_progress=lambda p: tell(f"{p.stage} {p.done}"),
         )  # fmt: skip
     except ForebayError as error:
         tell(f"forebay: {error}")

@@ -16,7 +16,7 @@ import pytest
 
 from calibration import scaled
 from cuttable import CuttableServer
-from forebay import TextStream, open_dataset
+from forebay import TextStream, open_dataset, prepare_dataset
 from forebay.errors import (
     AccessError,
     DownloadError,
@@ -25,7 +25,6 @@ from forebay.errors import (
     UnknownDatasetError,
     UsageError,
 )
-from forebay.prepare.driver import prepare
 from forebay.prepare.read import ReadOptions
 from forebay.prepare.read.hub import find_dataset
 from forebay.storage.http import asked_wait_s
@@ -296,8 +295,8 @@ def test_other_files_need_the_library(hub: HubServer, monkeypatch: pytest.Monkey
 
 def test_a_dataset_is_made_of_it(hub: HubServer, tmp_path: Path) -> None:
     name = "hf://datasets/HuggingFaceFW/fineweb-edu/sample-10BT"
-    summary = prepare([name], tmp_path / "out", tokenizer="bytes", workers=1)
-    local = prepare(
+    summary = prepare_dataset([name], tmp_path / "out", tokenizer="bytes", workers=1)
+    local = prepare_dataset(
         [hub.directory / "datasets/HuggingFaceFW/fineweb-edu/sample"], tmp_path / "local", tokenizer="bytes"
     )
     assert summary.documents_out == local.documents_out == 40

@@ -51,9 +51,9 @@ def _directory() -> str:
         directory = parent / name
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = directory.lstat()
+            status = directory.lstat()
             # What lies there is run: nobody else may have put it there.
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
                 with tempfile.TemporaryFile(dir=directory):
                     return str(directory)
         except OSError:

@@ -1,11 +1,10 @@
-"""Raw text to datasets: the tasks in their order, and what they add up to.
+"""`prepare_dataset`: raw text to a dataset. The tasks in their order, and the checks around them.
 
-Hides: the working directory `OUT/.work`, in which finished tasks outlive a killed run, and which task feeds which:
+    TEXT (read, clean, filter, sign) → PERCENTILE → DEDUP → the output: ENCODE → SHUFFLE → SLICE → manifest, report
 
-    TEXT (read, clean, filter, sign) → TRIM (percentiles) → DEDUP → ENCODE → SHUFFLE → SLICE → manifest, report
-
-The same inputs and recipe give the same bytes for any number of workers, any engine and any number of interruptions.
-Needs room for the kept text once (LZ4) and the tokens twice, three times if documents are shuffled.
+Finished tasks stay in `OUT/.work` and outlive a killed run. The same inputs and recipe give the same bytes for any
+number of workers, any engine and any number of interruptions. Needs disk space for the kept text once (LZ4) and the
+tokens twice, three times if documents are shuffled.
 """
 
 from __future__ import annotations
@@ -14,280 +13,185 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import hashlib
-import itertools
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from forebay.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE
-from forebay.dataset.reader import open_dataset
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, remove_stale
-from forebay.prepare.corpus import Corpus, nothing_left, read_skipped, write_empty_report, write_skipped
-from forebay.prepare.documents import OWN_COLUMNS
+from forebay.prepare.config import apply_settings, load_recipe
+from forebay.prepare.corpus import Corpus, read_skipped, write_skipped
+from forebay.prepare.dedup.methods import Method
+from forebay.prepare.documents import OWN_COLUMNS, Stage
 from forebay.prepare.engines.base import Engine, open_engine
 from forebay.prepare.engines.local import cores
-from forebay.prepare.outputs.dataset import finish
-from forebay.prepare.outputs.text import TEXT_FILE, finish_text
+from forebay.prepare.outputs.base import REJECTS_FILE, Output, no_documents, write_empty_report
+from forebay.prepare.outputs.dataset import DatasetOutput
+from forebay.prepare.outputs.lm import LanguageModelOutput
+from forebay.prepare.outputs.text import TextOutput
 from forebay.prepare.plan import sampled
-from forebay.prepare.read import Found, Piece, Skipped, Source, cut, find_sources, read
+from forebay.prepare.read import Found, Piece, Skipped, Source, cut, find_sources
 from forebay.prepare.read.listing import count_reasons, describe_skipped, shown_path
 from forebay.prepare.read.opening import check_unchanged
-from forebay.prepare.recipe import Recipe, load_recipe
-from forebay.prepare.stats import PERPLEXITY, Tally, percentile_threshold
-from forebay.prepare.tasks.encode import Encoded, sample_texts
-from forebay.prepare.tasks.text import (
-    TextResult,
-    TextTask,
-    TrimTask,
+from forebay.prepare.recipe import Recipe
+from forebay.prepare.run import PrepareResult, Progress, Run
+from forebay.prepare.stats import PERPLEXITY, StageStats, percentile_threshold
+from forebay.prepare.tasks.encode import sample_texts
+from forebay.prepare.tasks.keys import (
     content_key,
-    finished_text,
+    hash_json,
     hash_source,
-    identity,
     random_key,
-    sift,
+    source_key,
     stage_files,
-    task_key,
-    trim,
     versions,
-    write_rejects,
 )
-from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer, train_tokenizer, vocab_to_train
+from forebay.prepare.tasks.percentile import PercentileTask, filter_percentiles
+from forebay.prepare.tasks.text import TextResult, TextTask, finished_text, process_split, task_key, write_rejects
+from forebay.prepare.tokenize.tokenizers import (
+    Tokenizer,
+    TokenizerFile,
+    load_tokenizer,
+    train_tokenizer,
+    vocab_to_train,
+)
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup.corpus import DedupResult
+    from forebay.prepare.dedup.deduplicate import DedupResult
 
-T = TypeVar("T")
-R = TypeVar("R")
-REJECTS_FILE = "rejects.jsonl"
+OUTPUTS: tuple[Output, ...] = (DatasetOutput(), TextOutput(), LanguageModelOutput())
 INDEX_FILE = ".inputs.json"
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far one stage has come. `text` counts bytes of input, and documents read and kept; others their own units."""
-
-    stage: str
-    done: int
-    total: int
-    unit: str
-    documents: int = 0
-    kept: int = 0
-    bytes: int = 0
-
-
-@dataclass(frozen=True)
-class PrepareSummary:
-    """What came of it; `subsets` are datasets of their own. `already_there` if the directory held this one before.
-
-    `skipped` counts the inputs that were left out or could not be read, by reason; `skipped.jsonl` names them.
-    """
-
-    dataset: str
-    id: str
-    documents_in: int
-    documents_out: int
-    tokens: int
-    slices: int
-    dropped: dict[str, int] = field(default_factory=dict)
-    subsets: dict[str, dict[str, Any]] = field(default_factory=dict)
-    already_there: bool = False
-    skipped: dict[str, int] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """What `forebay prepare --json` prints: the same for the same inputs and recipe."""
-        names = ("dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped")
-        found = {name: getattr(self, name) for name in names}
-        return {**found, "subsets": self.subsets} if self.subsets else found
-
-
-@dataclass(frozen=True)
-class Run:
-    """One call of `prepare`: what is made, where, by which engine."""
-
-    out: Path
-    recipe: Recipe
-    engine: Engine
-    keep_ids: Path | None
-    to: str
-    report: Callable[[Progress], None]
-    document_ids: bool = False
-    note: Callable[[str], None] = lambda message: None
-
-    @property
-    def work(self) -> Path:
-        """What only an unfinished run needs."""
-        return self.out / ".work"
-
-    @property
-    def tasks(self) -> Path:
-        """Where tasks leave their output."""
-        return self.work / "tasks"
-
-    def counted(self, stage: str, total: int, unit: str) -> Callable[[int, object], None]:
-        """What reports each result of a `map` as one more of `total`."""
-        done = itertools.count(1)
-        return lambda *_: self.report(Progress(stage, next(done), total, unit))
-
-    def counted_documents(self, stage: str, sizes: Sequence[int]) -> Callable[[int, TextResult | Encoded], None]:
-        """What reports each result of a `map` by the bytes of its task, and documents read and kept so far."""
-        done = documents = kept = 0
-
-        def note(index: int, result: TextResult | Encoded) -> None:
-            nonlocal done, documents, kept
-            done += sizes[index]
-            documents += result.documents_in
-            kept += result.documents_out
-            self.report(Progress(stage, done, sum(sizes), "B", documents, kept, done))
-
-        self.report(Progress(stage, 0, sum(sizes), "B"))
-        return note
-
-    def map(
-        self,
-        run: Callable[[T, int], R],
-        tasks: Sequence[T],
-        finished: Callable[[T], R | None] = lambda _: None,
-        note: Callable[[int, R], None] = lambda *_: None,
-        weights: Sequence[int] | None = None,
-    ) -> list[R]:
-        """The results in the order of the tasks; what is finished is not run, and tasks of one name run once."""
-        results: list[R | None] = [finished(task) for task in tasks]
-        first: dict[str, int] = {}
-        for index, task in enumerate(tasks):
-            if (result := results[index]) is not None:
-                note(index, result)
-            else:
-                first.setdefault(str(getattr(task, "name", index)), index)
-        todo = list(first.values())
-
-        def done(position: int, result: R) -> None:
-            results[todo[position]] = result
-            note(todo[position], result)
-
-        heavy = [weights[index] for index in todo] if weights is not None else None
-        self.engine.map(run, [tasks[index] for index in todo], done, heavy)
-        found: list[R] = []
-        for index, task in enumerate(tasks):
-            result = results[index]
-            if result is None:
-                result = results[first[str(getattr(task, "name", index))]]
-                assert result is not None
-                note(index, result)
-            found.append(result)
-        return found
-
-
-def prepare(
+def prepare_dataset(
     inputs: Sequence[str | Path],
     out: Path | str,
     *,
-    recipe: Recipe | None = None,
-    tokenizer: str | None = None,
+    recipe: Recipe | str | None = None,
+    tokenizer: str | Tokenizer | None = None,
+    filters: Sequence[str | Stage] = (),
+    dedup: Sequence[str | Method] = (),
     name: str | None = None,
     slice_bytes: int | None = None,
-    workers: int | None = None,
     seed: int | None = None,
-    keep_ids: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    to: str | Output = "dataset",
+    write_ids: Path | None = None,
     document_ids: bool = False,
-    text_key: str | None = None,
-    max_bad_fraction: float | None = None,
-    to: str = "dataset",
+    engine: str | Engine = "local",
+    workers: int | None = None,
     follow_links: bool = False,
     strict: bool = False,
-    engine: str | Engine = "local",
     on_progress: Callable[[Progress], None] | None = None,
-    on_trouble: Callable[[str], None] | None = None,
-) -> PrepareSummary:
-    """Make a dataset of raw text; run again after a crash, it goes on where it was.
+    on_message: Callable[[str], None] | None = None,
+) -> PrepareResult:
+    """Prepare a dataset of raw text. A killed call resumes when it is called again.
 
     Args:
         inputs: Files, directories and URLs of any format of `forebay.prepare.read.FORMATS`.
-        out: The dataset's directory; made if need be. Named subsets are datasets in directories below it.
-        recipe: What to do with the text; without one it is tokenized as it is. The other settings change it.
-        tokenizer, name, slice_bytes, seed, text_key, max_bad_fraction: As in the recipe.
-        workers: Processes; by default one a core (of all the cluster's, with Ray). The bytes do not depend on it.
-        keep_ids: If given, the source id of each kept document goes here, one a line, in the order of the input: its
-            `id` in the input, else `path:line` (or row), or the path of a text file.
-        document_ids: Keep the source id and file of each document beside the slices, in `documents.parquet`, in the
-            order of the dataset: from a step of training back to the document, and from a document to who saw it. The
-            slices are the same; the manifest, and so the dataset's id, is another.
-        to: `dataset`; or `text`: Parquet files of what is kept, in `out/text`, for which no tokenizer is needed. (It is
-            tokenized, shuffled and divided into subsets by another `prepare` of that folder.)
-        follow_links: Also read what links in input folders lead to elsewhere.
-        strict: An input that would be left out, or that cannot be read, is an error.
-        engine: `local` (processes of this machine), `ray`, a plug-in's name, or an engine.
-        on_progress, on_trouble: Called in this thread; trouble is a worker that died and is tried again, and a line
-            for each reason why inputs are left out.
+        out: The dataset's directory, which is created. Named subsets are datasets in directories below it.
+        recipe: What to do with the text: a Recipe, or the name of one that comes with Forebay. Without one the text is
+            tokenized as it is. The arguments that follow are laid over it.
+        tokenizer: As `[tokenize] tokenizer`, or an object of the protocol `Tokenizer`.
+        filters: Stages after those of the recipe: names of stages, of entry points of `forebay.filters`,
+            `module:Class`, or objects.
+        dedup: Methods besides those of the recipe: `exact`, `paragraphs`, `lines`, `minhash`, names of entry points of
+            `forebay.dedup`, `module:Class`, or objects.
+        name, slice_bytes, seed: As in the recipe; the name is by default the directory's.
+        settings: Nested tables of a recipe: `{"read": {"text_key": "body"}}`.
+        to: `dataset`; `text`: Parquet files of the kept text in `out/text`; `lm`: a language model, `out/model.arpa`;
+            or an object of the protocol `Output`.
+        write_ids: Write the source id of each kept document here, one a line, in the order of the input: its `id` in
+            the input, else `path:line` (or row), or the path of a text file.
+        document_ids: Write the source id and file of each document to `documents.parquet`, in the order of the dataset.
+            The slices are the same; the manifest, and so the dataset's id, is another.
+        engine: `local` (processes of this machine), `ray`, the name of an entry point of `forebay.engines`, or an
+            object of the protocol `Engine`.
+        workers: Processes; by default one a core (of the whole cluster, with Ray). The bytes do not depend on it.
+        follow_links: Read what links in input folders lead to, also outside these folders.
+        strict: Fail if an input would be left out, or cannot be read.
+        on_progress, on_message: Called in this thread. A message is of a worker that died and is tried again, or a
+            reason why inputs are left out.
 
     Raises:
-        UsageError: If a setting cannot be, or `out` holds another dataset or is in use.
+        UsageError: If a setting is invalid, or `out` holds another dataset or is in use.
         PrepareError: If an input is missing, changes while it is read or is damaged beyond `max_bad`, there is no
-            document (then the report and `skipped.jsonl` are there all the same), or the disk is full.
+            document (the report and `skipped.jsonl` are written all the same), or the disk is full.
     """
     out = Path(out)
-    whole = _with_settings(
-        recipe or load_recipe(),
-        out,
-        {
-            "name": name, "max_bad": max_bad_fraction, "read.text_key": text_key, "tokenize.tokenizer": tokenizer,
-            "slice.bytes": slice_bytes, "slice.seed": seed,
-        },
-    )  # fmt: skip
+    output = _find_output(to)
+    recipe = _complete_recipe(recipe, out, tokenizer, filters, dedup, name, slice_bytes, seed, settings or {})
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
-    whole, against = _find_against(_for_output(whole, to))
-    if document_ids and (whole.rows is not None or to == "text"):
-        raise UsageError("document ids: expected a dataset of tokens; rows and text keep theirs by --keep-ids.")
-    vocab = vocab_to_train(whole.tokenize.tokenizer)
-    known = _load_tokenizer(whole) if vocab is None else None
-    trouble = on_trouble or (lambda message: None)
-    found = find_sources(
-        inputs or whole.inputs, whole.read, workers=workers or cores(), leave_out=out, follow_links=follow_links
-    )
-    for line in describe_skipped(found.skipped):
-        trouble(line)
-    if strict:
-        _refuse_skipped(found.skipped)
-    with _errors(out), _locked(out), open_engine(engine, workers, out, trouble) as made:
-        if keep_ids is not None:  # now, not when all the work is done
-            Path(keep_ids).parent.mkdir(parents=True, exist_ok=True)
-            remove_stale(Path(keep_ids).parent)
-        run = Run(out, whole, made, keep_ids, to, on_progress or (lambda progress: None), document_ids, trouble)
-        lineage = _lineage(run, found, known, against)
-        done = _already_there(run, found, lineage)
-        if done is None:
-            write_skipped(run.out, found.skipped)
-            return _make(run, found, known, vocab or 0, lineage, strict)
-        shutil.rmtree(run.work, ignore_errors=True)
-        return dataclasses.replace(done, skipped=count_reasons(read_skipped(run.out)))
-
-
-def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
-    if skipped:
-        first = "; ".join(f"{shown_path(one.path)}: {one.reason.rstrip('.')}" for one in skipped[:3])
-        raise PrepareError(
-            f"prepare --strict: expected to read all inputs, got {len(skipped)} that cannot be read: {first}. Remove "
-            "them from the input, or leave out --strict."
+    if output.needs_tokenizer and not recipe.tokenize.tokenizer:
+        raise UsageError(
+            "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
+            "`bytes`, `train:VOCAB` or `tiktoken:NAME`; got none."
         )
+    output.check(recipe, document_ids)
+    if not output.needs_tokenizer:
+        tokenizer, recipe = None, recipe.with_tokenizer("bytes")
+    recipe, against = _find_against(recipe)
+    own = None if isinstance(tokenizer, str) else tokenizer
+    vocab = vocab_to_train(recipe.tokenize.tokenizer) if own is None else None
+    loaded = _load_tokenizer(recipe, own) if vocab is None else None
+    notify = on_message or (lambda message: None)
+    sources = find_sources(
+        inputs or recipe.inputs, recipe.read, workers=workers or cores(), leave_out=out, follow_links=follow_links
+    )
+    for line in describe_skipped(sources.skipped):
+        notify(line)
+    if strict:
+        _refuse_skipped(sources.skipped)
+    with _errors(out), _locked(out), open_engine(engine, workers, out, notify) as opened:
+        if write_ids is not None:  # fail now rather than when all the work is done
+            Path(write_ids).parent.mkdir(parents=True, exist_ok=True)
+            remove_stale(Path(write_ids).parent)
+        run = Run(out, recipe, opened, write_ids, document_ids, on_progress or (lambda progress: None), notify)
+        lineage = _lineage(run, sources, loaded, against)
+        existing = _find_existing(run, output, sources, lineage)
+        if existing is not None:
+            shutil.rmtree(run.work, ignore_errors=True)
+            return existing
+        write_skipped(run.out, sources.skipped)
+        return _run(run, output, sources, loaded, vocab or 0, lineage, strict)
 
 
-def _with_settings(recipe: Recipe, out: Path, settings: dict[str, Any]) -> Recipe:
-    """The recipe with single settings changed; the dataset's name is the directory's if there is none."""
-    for key, value in settings.items():
-        if value is None:
-            continue
-        table, _, last = key.rpartition(".")
-        if table:
-            value = dataclasses.replace(getattr(recipe, table), **{last: value})
-        recipe = dataclasses.replace(recipe, **{table or last: value})
+def _find_output(to: str | Output) -> Output:
+    if not isinstance(to, str):
+        return to
+    for output in OUTPUTS:
+        if output.name == to:
+            return output
+    raise UsageError(f"to: expected one of {', '.join(output.name for output in OUTPUTS)}, got {to!r}.")
+
+
+def _complete_recipe(
+    recipe: Recipe | str | None,
+    out: Path,
+    tokenizer: str | Tokenizer | None,
+    filters: Sequence[str | Stage],
+    dedup: Sequence[str | Method],
+    name: str | None,
+    slice_bytes: int | None,
+    seed: int | None,
+    settings: Mapping[str, Any],
+) -> Recipe:
+    """The recipe with the arguments laid over it."""
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe)
+    arguments: dict[str, Any] = {
+        "name": name,
+        "tokenize": {"tokenizer": tokenizer if isinstance(tokenizer, str | None) else tokenizer.name},
+        "slice": {"bytes": slice_bytes, "seed": seed},
+    }
+    recipe = apply_settings(recipe, [settings, arguments], filters, dedup)
     score, read = recipe.dedup.score, recipe.read
     if (
         score
@@ -299,49 +203,43 @@ def _with_settings(recipe: Recipe, out: Path, settings: dict[str, Any]) -> Recip
     return recipe if recipe.name else dataclasses.replace(recipe, name=out.resolve().name or "dataset")
 
 
-def _for_output(recipe: Recipe, to: str) -> Recipe:
-    """The recipe with a tokenizer, which text does not need; UsageError if it has none."""
-    if to not in ("dataset", "text"):
-        raise UsageError(f"to: expected dataset or text, got {to!r}.")
-    if to == "text":
-        return dataclasses.replace(recipe, tokenize=dataclasses.replace(recipe.tokenize, tokenizer="bytes"))
-    if not recipe.tokenize.tokenizer:
-        raise UsageError(
-            "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
-            "`bytes`, `train:VOCAB` or `tiktoken:NAME`; got none."
+def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
+    if skipped:
+        first = "; ".join(f"{shown_path(item.path)}: {item.reason.rstrip('.')}" for item in skipped[:3])
+        raise PrepareError(
+            f"prepare --strict: expected to read all inputs, got {len(skipped)} that cannot be read: {first}. Remove "
+            "them from the input, or leave out --strict."
         )
-    return recipe
 
 
 def _find_against(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """The recipe with the folders of signatures that it compares against, and a hash of what is in each."""
+    """The recipe with the folders of signatures that it compares against, and a hash of the contents of each."""
     if not recipe.dedup.against:
         return recipe, []
 
-    from forebay.prepare.dedup.corpus import find_stored
+    from forebay.prepare.dedup.deduplicate import find_stored
 
-    found = [find_stored(path, recipe.dedup) for path in recipe.dedup.against]
-    dedup = dataclasses.replace(recipe.dedup, against=tuple(folder for folder, _ in found))
-    return dataclasses.replace(recipe, dedup=dedup), [sha256 for _, sha256 in found]
+    stored = [find_stored(path, recipe.dedup) for path in recipe.dedup.against]
+    dedup = dataclasses.replace(recipe.dedup, against=tuple(folder for folder, _ in stored))
+    return dataclasses.replace(recipe, dedup=dedup), [sha256 for _, sha256 in stored]
 
 
-def _load_tokenizer(recipe: Recipe, spec: str = "") -> TokenizerFile:
+def _load_tokenizer(recipe: Recipe, spec: str | Tokenizer | None = None) -> TokenizerFile:
     policy = recipe.tokenize
     return load_tokenizer(spec or policy.tokenizer, eos=policy.eos, bos=policy.bos)
 
 
-def _lineage(run: Run, found: Found, known: TokenizerFile | None, against: Sequence[str]) -> dict[str, Any]:
+def _lineage(run: Run, sources: Found, tokenizer: TokenizerFile | None, against: Sequence[str]) -> dict[str, Any]:
     recipe = run.recipe.to_json()
-    name = recipe.pop("name")
-    assert name
-    recipe["dedup"]["against"] = list(against)  # what is there, not where
-    recipe["tokenize"]["tokenizer"] = known.description if known else run.recipe.tokenize.tokenizer
-    recipe["tokenize"]["sha256"] = known.sha256 if known else None
+    recipe.pop("name")
+    recipe["dedup"]["against"] = list(against)  # contents, not paths
+    recipe["tokenize"]["tokenizer"] = tokenizer.description if tokenizer else run.recipe.tokenize.tokenizer
+    recipe["tokenize"]["sha256"] = tokenizer.sha256 if tokenizer else None
     return {
-        "inputs": [{"name": s.name, "bytes": s.bytes, "sha256": s.sha256, "format": s.format} for s in found.sources],
+        "inputs": [{"name": s.name, "bytes": s.bytes, "sha256": s.sha256, "format": s.format} for s in sources.sources],
         "recipe": recipe,
         "models": [sha256 for _, sha256 in stage_files(run.recipe.stages)],
-        "versions": versions({s.format for s in found.sources}, run.recipe.stages),
+        "versions": versions({s.format for s in sources.sources}, run.recipe.stages),
     }
 
 
@@ -363,7 +261,7 @@ def _locked(out: Path) -> Iterator[None]:
     if out.exists() and not out.is_dir():
         raise UsageError(f"prepare: expected --out to be a directory, got {out}, which is a file.")
     out.mkdir(parents=True, exist_ok=True)
-    # On the directory itself: a lock file would have to be left or be removed while another waits for it.
+    # The directory itself is locked: a lock file would have to stay, or be removed while another process waits for it.
     descriptor = os.open(out, os.O_RDONLY)
     try:
         try:
@@ -375,230 +273,210 @@ def _locked(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _with_hashes(run: Run, found: Found, lineage: dict[str, Any], sha256s: Mapping[str, str]) -> dict[str, Any]:
-    """The lineage with the hash of each input's content; what is not among `sha256s` yet is hashed by the engine.
+def _with_hashes(run: Run, sources: Found, lineage: dict[str, Any], sha256s: Mapping[str, str]) -> dict[str, Any]:
+    """The lineage with the hash of each input's content; what is not in `sha256s` yet is hashed by the engine.
 
-    What is learnt is kept in the output, by what tells a file from others, so that no run reads a file for that again.
+    The hashes are kept in the output by `source_key`, so that no later run reads a file for that again.
     """
     path = run.out / INDEX_FILE
-    names = {source.path: identity(source) for source in found.sources if "://" not in source.path}
+    names = {source.path: source_key(source) for source in sources.sources if "://" not in source.path}
     try:
         before = json.loads(path.read_bytes())
     except (OSError, ValueError):
         before = {}
     index = {name: str(before[name]) for name in names.values() if name in before}
     index |= {names[path]: sha256 for path, sha256 in sha256s.items() if path in names}
-    missing = [source for source in found.sources if names.get(source.path, "") not in {"", *index}]
-    hashed = run.map(_hash_task, missing, weights=[source.bytes for source in missing])
+    missing = [source for source in sources.sources if names.get(source.path, "") not in {"", *index}]
+    hashed = run.map(_hash_unchanged, missing, weights=[source.bytes for source in missing])
     index |= {names[source.path]: sha256 for source, sha256 in zip(missing, hashed)}
     if index != before:
         with contextlib.suppress(OSError):  # A finished dataset may be read-only.
             atomic_write(path, json.dumps(index, sort_keys=True).encode())
     inputs = [
         {**entry, "sha256": index[names[source.path]] if source.path in names else entry["sha256"]}
-        for source, entry in zip(found.sources, lineage["inputs"])
+        for source, entry in zip(sources.sources, lineage["inputs"])
     ]
     return {**lineage, "inputs": inputs}
 
 
-def _hash_task(source: Source, scale: int) -> str:
+def _hash_unchanged(source: Source, scale: int) -> str:
     check_unchanged(source)
-    found = hash_source(source)
+    sha256 = hash_source(source)
     check_unchanged(source)
-    return found
+    return sha256
 
 
-def _is_same(run: Run, found: Found, theirs: Mapping[str, Any], lineage: dict[str, Any]) -> bool:
-    """Whether a lineage is that of this run: names and sizes are compared before any file is read."""
+def _find_existing(run: Run, output: Output, sources: Found, lineage: dict[str, Any]) -> PrepareResult | None:
+    """The result of an earlier run with the same inputs and recipe. UsageError if the directory holds anything else."""
+    existing = next((candidate for candidate in {*OUTPUTS, output} if (run.out / candidate.marker).exists()), None)
+    if existing is None:
+        if (run.out / "slices").exists() and not run.work.exists():
+            raise UsageError(f"prepare: {run.out / 'slices'} is not from an unfinished run. Choose another directory.")
+        return None
+    name, id, theirs = existing.load(run.out)
+    same = existing.name == output.name and name == run.recipe.name
+    same = same and ("documents.parquet" in theirs.get("files", {})) == run.document_ids
+    same = same and (run.write_ids is None or run.write_ids.exists()) and _is_same(run, sources, theirs, lineage)
+    if not same:
+        raise UsageError(
+            f"prepare: expected an empty directory, got {run.out}, which holds {existing.name} {name!r} ({id[:12]}…). "
+            "A dataset never changes: choose another directory, or remove this one."
+        )
+    skipped = count_reasons(read_skipped(run.out))
+    return PrepareResult(run.out, name, id, **theirs["counts"], already_exists=True, skipped=skipped)
+
+
+def _is_same(run: Run, sources: Found, theirs: Mapping[str, Any], lineage: dict[str, Any]) -> bool:
+    """Whether a lineage is that of this run. Names and sizes are compared before any file is read."""
     ours = [{**entry, "sha256": ""} for entry in lineage["inputs"]]
     if [{**entry, "sha256": ""} for entry in theirs.get("inputs", ())] != ours:
         return False
     if any(theirs.get(key) != lineage[key] for key in ("recipe", "models")):
         return False
-    if theirs["inputs"] != _with_hashes(run, found, lineage, {})["inputs"]:
+    if theirs["inputs"] != _with_hashes(run, sources, lineage, {})["inputs"]:
         return False
-    before = {key: value for key, value in theirs.get("versions", {}).items() if lineage["versions"].get(key) != value}
-    if before:
-        old, new = ({k: v.get(k, "none") for k in before} for v in (theirs["versions"], lineage["versions"]))
-        changes = ", ".join(f"{name} {old[name]} (here: {new[name]})" for name in before)
-        run.note(f"{run.out}: was made with other versions: {changes}. It is kept; remove it to make it anew.")
+    old, new = theirs.get("versions", {}), lineage["versions"]
+    changes = [f"{key} {value} (here: {new.get(key, 'none')})" for key, value in old.items() if new.get(key) != value]
+    if changes:
+        run.on_message(
+            f"{run.out}: was made with other versions: {', '.join(changes)}. It is kept; remove it to make it again."
+        )
     return True
 
 
-def _already_there(run: Run, found: Found, lineage: dict[str, Any]) -> PrepareSummary | None:
-    if (run.out / TEXT_FILE).exists():
-        return _text_already_there(run, found, lineage)
-    if not (run.out / MANIFEST_FILE).exists():
-        if (run.out / "slices").exists() and not run.work.exists():
-            raise UsageError(f"prepare: {run.out / 'slices'} is not from an unfinished run. Choose another directory.")
-        return None
-    dataset = open_dataset(run.out)
-    theirs = dataset.manifest.lineage
-    same = (DOCUMENTS_FILE in theirs.get("files", {})) == run.document_ids and _is_same(run, found, theirs, lineage)
-    if not same or dataset.name != run.recipe.name or (run.keep_ids is not None and not run.keep_ids.exists()):
-        raise UsageError(
-            f"prepare: expected an empty directory, got {run.out}, which holds dataset {dataset.name!r} "
-            f"({dataset.id[:12]}…). A dataset never changes: choose another directory, or remove this one."
-        )
-    m = dataset.manifest
-    counts = theirs["counts"]
-    return PrepareSummary(
-        m.name, dataset.id, counts["documents_in"], counts["documents_out"], counts["tokens"], counts["slices"],
-        counts["dropped"], counts["subsets"], True,
-    )  # fmt: skip
+@dataclass
+class _Texts:
+    """The splits of a run, and the result of each."""
+
+    splits: list[Piece]
+    results: list[TextResult]
+
+    def failed(self) -> list[Skipped]:
+        """The files of which nothing could be read, each with the first reason."""
+        failed: dict[str, str] = {}
+        for split, text in zip(self.splits, self.results):
+            for index, reason in text.failed.items():
+                path = split.sources[int(index)].path
+                failed.setdefault(path, reason.removeprefix(f"{path}: "))
+        return [Skipped(path, reason, "failed") for path, reason in failed.items()]
+
+    def sha256s(self) -> dict[str, str]:
+        """The hashes of the files that tasks read whole, by path."""
+        return {
+            split.sources[int(index)].path: sha256
+            for split, text in zip(self.splits, self.results)
+            for index, sha256 in text.sha256s.items()
+        }
 
 
-def _text_already_there(run: Run, found: Found, lineage: dict[str, Any]) -> PrepareSummary:
-    data = (run.out / TEXT_FILE).read_bytes()
-    try:
-        facts = json.loads(data)
-        theirs, name = facts["lineage"], facts["name"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise PrepareError(f"{run.out / TEXT_FILE}: damaged. Choose another directory, or remove this one.") from error
-    if run.to != "text" or name != run.recipe.name or not _is_same(run, found, theirs, lineage):
-        raise UsageError(
-            f"prepare: expected an empty directory, got {run.out}, which holds other prepared text. Choose another "
-            "directory, or remove this one."
-        )
-    return PrepareSummary(name, hashlib.sha256(data).hexdigest(), **theirs["counts"], already_there=True)
-
-
-def _make(
-    run: Run, found: Found, known: TokenizerFile | None, vocab: int, lineage: dict[str, Any], strict: bool
-) -> PrepareSummary:
+def _run(
+    run: Run,
+    output: Output,
+    sources: Found,
+    tokenizer: TokenizerFile | None,
+    vocab: int,
+    lineage: dict[str, Any],
+    strict: bool,
+) -> PrepareResult:
     run.tasks.mkdir(parents=True, exist_ok=True)
     remove_stale(run.out)
     remove_stale(run.tasks)
-    pieces, sample = sampled(cut(found.sources, run.recipe.read), run.recipe.sample)
+    folder = str(run.tasks)
+    splits, sample = sampled(cut(sources.sources, run.recipe.read), run.recipe.sample)
     content = content_key(run.recipe.read, run.recipe.stages, stage_files(run.recipe.stages), sample)
-    texts = _texts(run, pieces, sample, content)
-    failed = _failed(pieces, texts)
-    found = dataclasses.replace(found, skipped=(*found.skipped, *failed))
-    write_skipped(run.out, found.skipped)
+    read = _Texts(splits, _process_splits(run, splits, sample, content))
+    failed = read.failed()
+    sources = dataclasses.replace(sources, skipped=(*sources.skipped, *failed))
+    write_skipped(run.out, sources.skipped)
     for line in describe_skipped(failed):
-        run.note(line)
+        run.on_message(line)
     if strict:
         _refuse_skipped(failed)
-    tally = Tally()
-    for result in texts:
-        tally.add(result.tally(str(run.tasks)))
-    _check(run, Corpus(found, pieces, texts, None, str(run.tasks)), tally)
-    sha256s = {
-        piece.sources[int(index)].path: sha256
-        for piece, text in zip(pieces, texts)
-        for index, sha256 in text.sha256s.items()
-    }
-    lineage = _with_hashes(run, found, lineage, sha256s)
-    sha256s = {source.path: entry["sha256"] for source, entry in zip(found.sources, lineage["inputs"])}
-    texts = [dataclasses.replace(t, key=random_key(content, piece, sha256s)) for piece, t in zip(pieces, texts)]
-    texts = _trimmed(run, texts, tally)
-    corpus = Corpus(found, pieces, texts, _deduplicated(run, texts), str(run.tasks))
-    if run.to == "text":
-        return finish_text(run, corpus, tally, lineage)
-    used = known or _trained(run, texts, vocab)
-    return finish(run, corpus, used, tally, lineage)
-
-
-def _failed(pieces: Sequence[Piece], texts: Sequence[TextResult]) -> list[Skipped]:
-    """The files of which nothing could be read, each with the first reason."""
-    failed: dict[str, str] = {}
-    for piece, text in zip(pieces, texts):
-        for index, reason in text.failed.items():
-            path = piece.sources[int(index)].path
-            failed.setdefault(path, reason.removeprefix(f"{path}: "))
-    return [Skipped(path, reason, "failed") for path, reason in failed.items()]
-
-
-def _texts(run: Run, pieces: Sequence[Piece], sample: float, content: str) -> list[TextResult]:
-    recipe = run.recipe
-    sign = recipe.dedup.active and not recipe.percentiles
-    formats = {piece.format for piece in pieces}
-    keys = {format: task_key(content, format, recipe.stages, recipe.dedup, sign) for format in formats}
-    tasks = [
-        TextTask(
-            piece,
-            recipe.read,
-            recipe.stages,
-            recipe.dedup,
-            sign,
-            sample,
-            str(run.tasks),
-            keys[piece.format],
-            recipe.limits,
-        )
-        for piece in pieces
+    stats = StageStats()
+    for result in read.results:
+        stats.add(result.stats(folder))
+    _check_malformed(run, Corpus(sources, splits, read.results, None, folder), stats)
+    lineage = _with_hashes(run, sources, lineage, read.sha256s())
+    sha256s = {source.path: entry["sha256"] for source, entry in zip(sources.sources, lineage["inputs"])}
+    texts = [
+        dataclasses.replace(text, key=random_key(content, split, sha256s)) for split, text in zip(splits, read.results)
     ]
-    sizes = [piece.bytes for piece in pieces]
-    return run.map(sift, tasks, finished_text, run.counted_documents("text", sizes), sizes)
+    texts = _within_percentiles(run, texts, stats)
+    corpus = Corpus(sources, splits, texts, None, folder)
+    corpus = dataclasses.replace(corpus, dedup=_deduplicated(run, corpus))
+    if output.needs_tokenizer and tokenizer is None:
+        tokenizer = _trained(run, texts, vocab)
+    return output.write(run, corpus, tokenizer, stats, lineage)
 
 
-def _check(run: Run, corpus: Corpus, tally: Tally) -> None:
-    """Write rejects.jsonl; stop, with a report, if there are too many, or nothing is left."""
-    path, texts = run.out / REJECTS_FILE, corpus.texts
-    first = write_rejects(path, corpus.pieces, texts, str(run.tasks))
-    malformed = sum(result.malformed for result in texts)
-    if malformed > run.recipe.max_bad * corpus.documents_in:
-        write_empty_report(run, corpus, tally)
-        told = "; ".join(f"{r['where']}: {r['reason'].rstrip('.')}" for r in first)
-        raise PrepareError(
-            f"prepare: expected at most {run.recipe.max_bad:.1%} malformed documents, got {malformed} of "
-            f"{corpus.documents_in}: {told}. They are listed in {path}. Mend them, or raise --max-bad."
-        )
-    if not sum(result.documents_out for result in texts):
-        raise nothing_left(run, corpus, tally)
-
-
-def _trimmed(run: Run, texts: list[TextResult], tally: Tally) -> list[TextResult]:
-    """Documents outside a perplexity percentile go out; what is counted on the way goes into `tally`."""
-    seen = tally.histograms.get(PERPLEXITY, {}).get("read")
-    if not run.recipe.percentiles or seen is None:
-        return texts
-    low, high = (percentile_threshold(seen, percentile) for percentile in run.recipe.percentiles)
+def _process_splits(run: Run, splits: Sequence[Piece], sample: float, content: str) -> list[TextResult]:
+    recipe = run.recipe
+    dedup = recipe.dedup if recipe.dedup.active and not recipe.percentiles else None
+    keys = {format: task_key(content, format, recipe.stages, dedup) for format in {split.format for split in splits}}
     folder = str(run.tasks)
     tasks = [
-        TrimTask(result.part(folder), result, low, high, run.recipe.dedup, run.recipe.dedup.active, folder)
-        for result in texts
+        TextTask(split, recipe.read, recipe.stages, dedup, sample, folder, keys[split.format], recipe.limits)
+        for split in splits
     ]
-    trimmed = run.map(trim, tasks)
-    for result in trimmed:
-        tally.add(result.tally(folder))
-    return trimmed
+    sizes = [split.bytes for split in splits]
+    return run.map(
+        process_split, tasks, lambda task: finished_text(task.prefix), run.count_documents("text", sizes), sizes
+    )
 
 
-def _deduplicated(run: Run, texts: Sequence[TextResult]) -> DedupResult | None:
+def _check_malformed(run: Run, corpus: Corpus, stats: StageStats) -> None:
+    """Write rejects.jsonl; fail, with a report, if there are too many, or no document is left."""
+    path = run.out / REJECTS_FILE
+    first = write_rejects(path, corpus.splits, corpus.texts, corpus.folder)
+    malformed = sum(result.malformed for result in corpus.texts)
+    if malformed > run.recipe.max_bad * corpus.documents_in:
+        write_empty_report(run, corpus, stats)
+        examples = "; ".join(f"{reject['where']}: {reject['reason'].rstrip('.')}" for reject in first)
+        raise PrepareError(
+            f"prepare: expected at most {run.recipe.max_bad:.1%} malformed documents, got {malformed} of "
+            f"{corpus.documents_in}: {examples}. They are listed in {path}. Fix them, or raise --max-bad."
+        )
+    if not sum(result.documents_out for result in corpus.texts):
+        raise no_documents(run, corpus, stats)
+
+
+def _within_percentiles(run: Run, texts: list[TextResult], stats: StageStats) -> list[TextResult]:
+    """The texts without documents outside the perplexity percentiles, which are counted in `stats`."""
+    scores = stats.histograms.get(PERPLEXITY, {}).get("read")
+    if not run.recipe.percentiles or scores is None:
+        return texts
+    low, high = (percentile_threshold(scores, percentile) for percentile in run.recipe.percentiles)
+    folder = str(run.tasks)
+    dedup = run.recipe.dedup if run.recipe.dedup.active else None
+    tasks = [PercentileTask(text.part(folder), text, low, high, dedup, folder) for text in texts]
+    results = run.map(filter_percentiles, tasks)
+    for result in results:
+        stats.add(result.stats(folder))
+    return results
+
+
+def _deduplicated(run: Run, corpus: Corpus) -> DedupResult | None:
     dedup = run.recipe.dedup
     if not dedup.active:
         return None
 
-    from forebay.prepare.dedup.corpus import Part, deduplicate
+    from forebay.prepare.dedup.deduplicate import deduplicate
 
-    def step(what: str, done: int, total: int) -> None:
-        run.report(Progress("dedup", done, total, " steps"))
+    def report(step: str, done: int, total: int) -> None:
+        run.on_progress(Progress("dedup", done, total, " steps"))
 
-    parts = [Part(f"{run.tasks}/{result.name}", result.documents_out) for result in texts]
-    return deduplicate(parts, dedup, run.work / "dedup", lambda f, tasks: run.map(f, tasks), step)
+    return deduplicate(corpus.signed, dedup, run.work / "dedup", lambda f, tasks: run.map(f, tasks), report)
 
 
 def _trained(run: Run, texts: Sequence[TextResult], vocab: int) -> TokenizerFile:
-    """The tokenizer learnt from a sample of the kept text; of an earlier run if there is one."""
+    """The tokenizer trained on a sample of the kept text, by this or an earlier run."""
     seed = run.recipe.slice.seed
     parts = [result.part(str(run.tasks)) for result in texts]
-    facts = json.dumps([vocab, seed, version("tokenizers"), [part.name for part in parts]])
-    folder = run.work / f"trained-{hashlib.sha256(facts.encode()).hexdigest()[:32]}"
-    path = folder / "tokenizer.json"
-    spec = run.recipe.tokenize.tokenizer
+    key = hash_json([vocab, seed, version("tokenizers"), [part.name for part in parts]])
+    path = run.work / f"trained-{key}" / "tokenizer.json"
     if not path.exists():
-        folder.mkdir(exist_ok=True)
-        run.report(Progress("tokenizer", 0, 1, " trained"))
+        path.parent.mkdir(exist_ok=True)
+        run.on_progress(Progress("tokenizer", 0, 1, " trained"))
         atomic_write(path, train_tokenizer(sample_texts(parts, seed), vocab).data)
-        run.report(Progress("tokenizer", 1, 1, " trained"))
-    return dataclasses.replace(_load_tokenizer(run.recipe, str(path)), description=spec)
-
-
-def texts_of(inputs: Sequence[str | Path], recipe: Recipe) -> Iterator[str]:
-    """Every text of the inputs, in order, unfiltered: for what learns from raw text."""
-    found = find_sources(inputs, recipe.read)
-    for piece in cut(found.sources, recipe.read):
-        for record in read(piece, recipe.read):
-            if not record.problem and record.text:
-                yield record.text
+        run.on_progress(Progress("tokenizer", 1, 1, " trained"))
+    return dataclasses.replace(_load_tokenizer(run.recipe, str(path)), description=run.recipe.tokenize.tokenizer)

@@ -40,24 +40,26 @@ def read_words(texts: Iterable[str], spill: Path, vocab_limit: int) -> tuple[lis
     with spill.open("wb") as file:
         for batch in batched(texts, len, _BATCH_CHARS, _BATCH_CHARS):
             _, data = spaced(pa.array(batch, pa.large_string()), _DOCUMENT_BYTES)
-            room = 3 * len(data) // 2 + 3  # a line of one letter is three: the word, END, START
-            hashes, starts = np.empty(room, np.uint64), np.empty(room, np.int64)
+            capacity = 3 * len(data) // 2 + 3  # a line of one letter is three: the word, END, START
+            hashes, starts = np.empty(capacity, np.uint64), np.empty(capacity, np.int64)
             n = _hash_words(data, hashes, starts)
             file.write(hashes[:n].data)
             unique, first, times = np.unique(hashes[:n], return_index=True, return_counts=True)
-            for h, at, count in zip(unique.tolist(), starts[first].tolist(), times.tolist(), strict=True):
+            for h, positions, count in zip(unique.tolist(), starts[first].tolist(), times.tolist(), strict=True):
                 if h <= END:
                     lines += count if h == END else 0
                     continue
                 words += count
                 counts[h] = counts.get(h, 0) + count
                 if h not in spelled:
-                    spelled[h] = data[at : at + _LONGEST_WORD + 1].tobytes().split(b"\n", 1)[0].split(b" ", 1)[0]
+                    spelled[h] = (
+                        data[positions : positions + _LONGEST_WORD + 1].tobytes().split(b"\n", 1)[0].split(b" ", 1)[0]
+                    )
             if len(counts) > 8 * vocab_limit + 100_000:
                 counts = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))[: 4 * vocab_limit])
                 spelled = {h: spelled[h] for h in counts}
-    known = ((word, h) for h, word in spelled.items() if len(word) <= _LONGEST_WORD)
-    ordered = sorted(known, key=lambda item: (-counts[item[1]], item[0]))
+    short = ((word, h) for h, word in spelled.items() if len(word) <= _LONGEST_WORD)
+    ordered = sorted(short, key=lambda item: (-counts[item[1]], item[0]))
     return ordered[:vocab_limit], lines, words
 
 
@@ -80,20 +82,20 @@ def _hash_words(data, hashes, starts):  # type: ignore[no-untyped-def]
 
 def number_words(spill: Path, ids: Path, vocabulary: list[tuple[bytes, int]], chunk: int) -> int:
     """The file of word ids int64, `<s>` before each line and `</s>` after it; how many are unknown."""
-    known = np.array([END, START, *(h for _, h in vocabulary)], np.uint64)
+    short = np.array([END, START, *(h for _, h in vocabulary)], np.uint64)
     numbers = np.array([END, START, *range(3, 3 + len(vocabulary))], np.int64)
-    by_hash = np.argsort(known)
-    known, numbers = known[by_hash], numbers[by_hash]
+    by_hash = np.argsort(short)
+    short, numbers = short[by_hash], numbers[by_hash]
     hashes = np.memmap(spill, np.uint64, "r")
     unknown = 0
     with ids.open("wb") as file:
         file.write(np.array([START], np.int64).data)
         for start in range(0, len(hashes) - 1, chunk):  # the last is the START of a line that does not come
             part = np.asarray(hashes[start : min(start + chunk, len(hashes) - 1)])
-            place = np.minimum(np.searchsorted(known, part), len(known) - 1)
-            found = np.where(known[place] == part, numbers[place], UNKNOWN)
-            unknown += int((found == UNKNOWN).sum())
-            file.write(found.data)
+            index = np.minimum(np.searchsorted(short, part), len(short) - 1)
+            numbers_ = np.where(short[index] == part, numbers[index], UNKNOWN)
+            unknown += int((numbers_ == UNKNOWN).sum())
+            file.write(numbers_.data)
     return unknown
 
 
@@ -140,9 +142,9 @@ def train_lm(
         vocab_limit: The most frequent words are known, up to this; the others are `<unk>`. At most 2 000 000.
         chunk: Words held in memory at once.
     """
-    for name, value, most in (("order", order, 8), ("vocab_limit", vocab_limit, 2_000_000)):
-        if not 1 <= value <= most:
-            raise UsageError(f"{name}: expected 1 to {most}, got {value}")
+    for name, value, maximum in (("order", order, 8), ("vocab_limit", vocab_limit, 2_000_000)):
+        if not 1 <= value <= maximum:
+            raise UsageError(f"{name}: expected 1 to {maximum}, got {value}")
     if chunk < 16:
         raise UsageError(f"chunk: expected at least 16 words, got {chunk}")
     out = Path(out)
@@ -251,9 +253,9 @@ def _count(work: Path, n: int, below: _Level, number: bool, chunk: int) -> _Leve
             file.write(np.array([-1], np.int64).data)
             for start in range(1, len(ids), chunk):
                 keys = _keys(ids, ranks, start, chunk)
-                found = np.full(len(keys), -1, np.int64)
-                found[keys >= 0] = _find(level.keys, keys[keys >= 0])
-                file.write(found.data)
+                numbers_ = np.full(len(keys), -1, np.int64)
+                numbers_[keys >= 0] = _find(level.keys, keys[keys >= 0])
+                file.write(numbers_.data)
     else:
         level.adjusted[:] = level.counts
     return level
@@ -266,23 +268,23 @@ def _keys(ids: Ints, ranks: Ints, start: int, chunk: int) -> Ints:
     return np.where((word == START) | (prefix < 0), -1, prefix << _WORD_BITS | word)
 
 
-def _find(keys: Ints, wanted: Ints) -> Ints:
+def _find(keys: Ints, needed: Ints) -> Ints:
     """Numbers of keys that are all there; asked in order, for the file's sake."""
-    unique, inverse = np.unique(wanted, return_inverse=True)
-    found: Ints = np.searchsorted(keys, unique)[inverse]
-    return found
+    unique, inverse = np.unique(needed, return_inverse=True)
+    numbers_: Ints = np.searchsorted(keys, unique)[inverse]
+    return numbers_
 
 
 def _merge(runs: list[tuple[Path, int]], keys: Path, counts: Path, chunk: int) -> int:
     """Merge sorted runs of (key, count) into two files; how many different keys."""
     maps = [np.memmap(path, np.int64, "r", shape=(size, 2)) for path, size in runs if size]
-    at = [0] * len(maps)
+    positions = [0] * len(maps)
     block = max(1024, 2 * chunk // max(len(maps), 1))
     written = 0
     with keys.open("wb") as key_file, counts.open("wb") as count_file:
-        while any(a < len(m) for a, m in zip(at, maps, strict=True)):
-            blocks = [np.asarray(m[a : a + block]) for a, m in zip(at, maps, strict=True)]
-            open_ends = [b[-1, 0] for a, m, b in zip(at, maps, blocks, strict=True) if a + block < len(m)]
+        while any(a < len(m) for a, m in zip(positions, maps, strict=True)):
+            blocks = [np.asarray(m[a : a + block]) for a, m in zip(positions, maps, strict=True)]
+            open_ends = [b[-1, 0] for a, m, b in zip(positions, maps, blocks, strict=True) if a + block < len(m)]
             limit = min(open_ends) if open_ends else np.iinfo(np.int64).max
             takes = [int(np.searchsorted(b[:, 0], limit, "right")) for b in blocks]
             part = np.concatenate([b[:take] for b, take in zip(blocks, takes, strict=True)])
@@ -292,7 +294,7 @@ def _merge(runs: list[tuple[Path, int]], keys: Path, counts: Path, chunk: int) -
             key_file.write(unique.data)
             count_file.write(total.data)
             written += len(unique)
-            at = [a + take for a, take in zip(at, takes, strict=True)]
+            positions = [a + take for a, take in zip(positions, takes, strict=True)]
     for path, _ in runs:
         path.unlink()
     return written
@@ -309,25 +311,25 @@ def _discounts(adjusted: Ints, skip: Callable[[int, int], NDArray[np.bool_]], ch
     if (t[1:4] == 0).any():
         return _FALLBACK
     y = t[1] / (t[1] + 2 * t[2])
-    found = tuple(float(k - (k + 1) * y * t[k + 1] / t[k]) for k in (1, 2, 3))
-    if not all(0 < d <= k for k, d in enumerate(found, 1)):
+    numbers_ = tuple(float(k - (k + 1) * y * t[k + 1] / t[k]) for k in (1, 2, 3))
+    if not all(0 < d <= k for k, d in enumerate(numbers_, 1)):
         return _FALLBACK
-    return found[0], found[1], found[2]
+    return numbers_[0], numbers_[1], numbers_[2]
 
 
 def _estimate(work: Path, levels: list[_Level], n: int, chunk: int) -> tuple[float, float, float]:
     """Fill in the probabilities of order n, and the backoffs of its contexts."""
     level = levels[n - 1]
     if n == 1:
-        found = _discounts(level.adjusted, lambda a, b: level.at_start[a:b], chunk)
-        steps, counts = np.array([0.0, *found]), level.adjusted
+        numbers_ = _discounts(level.adjusted, lambda a, b: level.at_start[a:b], chunk)
+        steps, counts = np.array([0.0, *numbers_]), level.adjusted
         taken = steps[np.minimum(counts, 3)]
         total = counts.sum()
         level.probability[:] = (counts - taken) / total + taken.sum() / total / (len(counts) - 1)
-        return found
+        return numbers_
     below = levels[n - 2]
-    found = _discounts(level.adjusted, lambda a, b: np.zeros(b - a, bool), chunk)
-    steps = np.array([0.0, *found])
+    numbers_ = _discounts(level.adjusted, lambda a, b: np.zeros(b - a, bool), chunk)
+    steps = np.array([0.0, *numbers_])
     totals = np.memmap(work / f"total{n}", np.float64, "w+", shape=below.keys.shape)
     spare = np.memmap(work / f"spare{n}", np.float64, "w+", shape=below.keys.shape)
     for start, keys in _parts(level.keys, chunk):
@@ -344,7 +346,7 @@ def _estimate(work: Path, levels: list[_Level], n: int, chunk: int) -> tuple[flo
         counts, prefix = np.asarray(level.adjusted[part]), keys >> _WORD_BITS
         direct = (counts - steps[np.minimum(counts, 3)]) / totals[prefix]
         level.probability[part] = direct + below.backoff[prefix] * below.probability[level.suffix[part]]
-    return found
+    return numbers_
 
 
 # Writing

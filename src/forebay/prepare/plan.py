@@ -1,7 +1,4 @@
-"""What a preparation would do, before anything is read but the first bytes of each file (and a table's footer).
-
-Hides: how a sample is taken: some of the pieces, spread evenly, and of those as many documents as make it exact.
-"""
+"""What a preparation would do, from the first bytes of each file: inputs, tasks, stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,36 +13,36 @@ from forebay.prepare.recipe import Recipe
 from forebay.units import words_of_bytes
 
 
-def sampled(pieces: list[Piece], fraction: float) -> tuple[list[Piece], float]:
-    """About that share of the pieces, spread evenly, and the share of their documents that makes it exact."""
-    if fraction >= 1 or not pieces:
-        return pieces, 1.0
-    count = min(len(pieces), max(1, round(len(pieces) * fraction + 0.5)))
-    chosen = [pieces[index * len(pieces) // count] for index in range(count)]
-    return chosen, min(1.0, fraction * len(pieces) / count)
+def sampled(splits: list[Piece], fraction: float) -> tuple[list[Piece], float]:
+    """About that share of the splits, spread evenly, and the share of their documents that makes it exact."""
+    if fraction >= 1 or not splits:
+        return splits, 1.0
+    count = min(len(splits), max(1, round(len(splits) * fraction + 0.5)))
+    chosen = [splits[index * len(splits) // count] for index in range(count)]
+    return chosen, min(1.0, fraction * len(splits) / count)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `prepare` would do, before anything is read but the first bytes of each file."""
+    """What `prepare_dataset` would do."""
 
     inputs: dict[str, tuple[int, int]]
     skipped: tuple[Skipped, ...]
-    pieces: int
+    splits: int
     sample: float
     recipe: Recipe
     workers: int
 
     @property
     def bytes(self) -> int:
-        """Bytes of input as they lie there."""
+        """Bytes of input, as they are stored."""
         return int(sum(size for _, size in self.inputs.values()) * self.sample)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "inputs": {name: {"files": files, "bytes": size} for name, (files, size) in self.inputs.items()},
             "skipped": count_reasons(self.skipped),
-            "tasks": self.pieces,
+            "tasks": self.splits,
             "bytes": self.bytes,
             "workers": self.workers,
             "recipe": self.recipe.to_json(),
@@ -58,20 +55,19 @@ class Plan:
             lines.append(f"  {name:<14} {files:>8,} files  {words_of_bytes(size):>10}")
         lines += [f"  {line}" for line in describe_skipped(self.skipped)]
         share = f", a sample of {recipe.sample:.3g}" if recipe.sample < 1 else ""
-        lines.append(f"  {words_of_bytes(self.bytes)} in {self.pieces:,} tasks over {self.workers} processes{share}")
+        lines.append(f"  {words_of_bytes(self.bytes)} in {self.splits:,} tasks over {self.workers} processes{share}")
         for name, settings in recipe.to_json()["stages"]:
             shown = ", ".join(f"{k}={v!r}" for k, v in settings.items())
             lines.append(f"{name}\n  {shown if len(shown) < 300 else shown[:299] + '…'}")
         dedup = recipe.dedup
         if dedup.active:
-            kinds = [kind for kind in ("exact", "paragraphs", "lines", "minhash") if getattr(dedup, kind)]
-            lines.append(f"dedup\n  {', '.join(kinds)}; keeps the {dedup.keep}")
-        made = f"{recipe.slice.tokens:,} tokens" if recipe.slice.tokens else words_of_bytes(recipe.slice.bytes)
+            lines.append(f"dedup\n  {dedup.describe()}")
+        slice_size = f"{recipe.slice.tokens:,} tokens" if recipe.slice.tokens else words_of_bytes(recipe.slice.bytes)
         shuffled = (
             f", shuffled with seed {recipe.slice.seed}" if recipe.slice.shuffle else ", in the order of the input"
         )
         lines.append(f"tokenize\n  {recipe.tokenize.tokenizer or 'no tokenizer given'}")
-        lines.append(f"slice\n  {made} each{shuffled}")
+        lines.append(f"slice\n  {slice_size} each{shuffled}")
         for name, fraction in recipe.subsets.fractions:
             lines.append(f"  subset {name}: {fraction:.3%} of the documents")
         return "\n".join(lines)
@@ -80,11 +76,11 @@ class Plan:
 def plan(
     inputs: Sequence[str | Path], recipe: Recipe, *, workers: int | None = None, follow_links: bool = False
 ) -> Plan:
-    """What `prepare` would run, on how much."""
-    found = find_sources(inputs or recipe.inputs, recipe.read, follow_links=follow_links)
-    pieces, _ = sampled(cut(found.sources, recipe.read), recipe.sample)
+    """The plan of `prepare_dataset` with these arguments."""
+    sources = find_sources(inputs or recipe.inputs, recipe.read, follow_links=follow_links)
+    splits, _ = sampled(cut(sources.sources, recipe.read), recipe.sample)
     by_format: dict[str, tuple[int, int]] = {}
-    for source in found.sources:
+    for source in sources.sources:
         files, size = by_format.get(source.format, (0, 0))
         by_format[source.format] = files + 1, size + source.bytes
-    return Plan(by_format, found.skipped, len(pieces), recipe.sample, recipe, workers or cores())
+    return Plan(by_format, sources.skipped, len(splits), recipe.sample, recipe, workers or cores())

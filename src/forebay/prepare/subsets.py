@@ -1,4 +1,4 @@
-"""Which named subset a document is of: a function of its text alone.
+"""The named subset of a document: a function of its text alone.
 
 The side is decided by a 64-bit hash of the text and nothing else, so that a document, and each of its copies, never
 changes side: not with the seed, the order, the tokenizer, other documents, or a later version of Forebay.
@@ -62,15 +62,15 @@ class Subsets:
         salt = self.salt.encode()
         seeded = hashlib.blake2b(b"forebay-subset-v1;%d:%s;" % (len(salt), salt), digest_size=8)
         offsets, data = text_buffers(texts)
-        view, places = memoryview(data.data), offsets.tolist()
+        view, starts = memoryview(data.data), offsets.tolist()
         hashes = np.empty(len(texts), "<u8")
         for row in range(len(texts)):
-            one = seeded.copy()
-            one.update(view[places[row] : places[row + 1]])
-            hashes[row] = int.from_bytes(one.digest(), "little")
+            digest = seeded.copy()
+            digest.update(view[starts[row] : starts[row + 1]])
+            hashes[row] = int.from_bytes(digest.digest(), "little")
         total, bounds = Fraction(0), []
         for _, share in self.fractions:
             total += Fraction(share)
             bounds.append(min(round(total * 2**64), 2**64 - 1))
-        found = np.searchsorted(np.array(bounds, np.uint64), hashes, "right")
-        return np.where(found < len(bounds), found + 1, 0).astype(np.uint8)
+        index = np.searchsorted(np.array(bounds, np.uint64), hashes, "right")
+        return np.where(index < len(bounds), index + 1, 0).astype(np.uint8)

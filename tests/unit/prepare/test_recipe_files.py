@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import UsageError
-from forebay.prepare.config import key_lines, merge, parse_layer
-from forebay.prepare.recipe import load_recipe
+from forebay.prepare.config import key_lines, load_recipe, merge, parse_layer
 
 TOML = '''
 name = "a # b"          # "c" = 5
@@ -37,6 +36,7 @@ min_chars = 2
 def test_every_key_is_found_where_it_stands() -> None:
     assert list(key_lines(TOML)) == [
         (("name",), 2),
+        (("read",), 3),
         (("read", "text_key"), 3),
         (("quoted.key",), 7),
         (("dedup",), 11),
@@ -73,7 +73,7 @@ def test_every_key_is_found_where_it_stands() -> None:
         ("[subsets]\nvalidation = 0.1\ntest = 1.5", "3: subsets.test: expected a share between 0 and 1, got 1.5"),
         ("[subsets]\nvalidation = 0.6\ntest = 0.6", "1: subsets: "),
         ('[[mine]]\nuse = "a:B"\n[[mine]]\nuse = 5', "2: mine.use: cannot import 'a:B'"),
-        ("[mine]\n\nuse = 'json:Nothing'", "3: mine.use: expected module:Class, got 'json:Nothing'"),
+        ("[mine]\n\nuse = 'json:Nothing'", "3: mine.use: expected module:Name, got 'json:Nothing'"),
         ("[length\n", "1: expected TOML: "),
         ("a = 1\nb = [1,\n\n", "2: expected TOML: "),
         ("a = " + "[" * 100_000, "1: expected TOML: "),

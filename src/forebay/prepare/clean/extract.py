@@ -131,8 +131,8 @@ def _parsed(html: str) -> Any:
 
     data = html.encode("utf-8", "replace")
     depth = deepest = again = 0
-    for found in _SCAN.finditer(data):
-        tag, end = found[1], data[found.start() + 1] == _SLASH
+    for match in _SCAN.finditer(data):
+        tag, end = match[1], data[match.start() + 1] == _SLASH
         if tag is None:
             raise HtmlError(f"malformed HTML: a tag with more than {_MAX_ATTRIBUTES} attributes.")
         if len(tag) == 2:

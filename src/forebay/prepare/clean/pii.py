@@ -160,12 +160,12 @@ class Pii(Stage):
 
     def _scanned(self, column: pa.LargeStringArray) -> Spans:
         offsets, data = text_buffers(column)
-        wanted = sum(1 << KINDS.index(kind) for kind in set(self.kinds) - {"key"})
+        wanted_bits = sum(1 << KINDS.index(kind) for kind in set(self.kinds) - {"key"})
         size = int(offsets[-1] - offsets[0]) // MIN_SPAN_BYTES + 1
-        starts, stops, found = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.uint8)
-        wanted |= PUBLIC_ONLY if self.public_only else 0
-        n = scan(offsets, data, wanted, iban_table(), starts, stops, found)
-        starts, stops, kinds = starts[:n].copy(), stops[:n].copy(), found[:n].astype(np.int64)
+        starts, stops, scanned = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.uint8)
+        wanted_bits |= PUBLIC_ONLY if self.public_only else 0
+        n = scan(offsets, data, wanted_bits, iban_table(), starts, stops, scanned)
+        starts, stops, kinds = starts[:n].copy(), stops[:n].copy(), scanned[:n].astype(np.int64)
         context, keep = _compiled(CONTEXT), np.ones(n, bool)
         for i in _in_turn(np.flatnonzero(kinds == EMAIL)):
             keep[i] = data[starts[i] : stops[i]].tobytes().rpartition(b".")[2].lower() not in FILE_SUFFIXES
@@ -178,15 +178,15 @@ class Pii(Stage):
         return starts[keep], stops[keep], kinds[keep]
 
     def _masks(self) -> list[tuple[bytes, ...]]:
-        given: dict[str, tuple[bytes, ...]] = {kind: (mask.encode(),) for kind, mask in self.masks}
+        custom: dict[str, tuple[bytes, ...]] = {kind: (mask.encode(),) for kind, mask in self.masks}
         usual: dict[str, tuple[bytes, ...]] = {kind: (f"<{kind}>".encode(),) for kind in KINDS}
-        return [{**usual, **(FINEWEB_MASKS if self.style == "fineweb" else {}), **given}[kind] for kind in KINDS]
+        return [{**usual, **(FINEWEB_MASKS if self.style == "fineweb" else {}), **custom}[kind] for kind in KINDS]
 
 
 def _in_turn(numbers: Ints) -> Iterator[int]:
     """As Python's numbers, of which millions together would take hundreds of MB."""
-    for at in range(0, len(numbers), 4096):
-        yield from numbers[at : at + 4096].tolist()
+    for start in range(0, len(numbers), 4096):
+        yield from numbers[start : start + 4096].tolist()
 
 
 def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

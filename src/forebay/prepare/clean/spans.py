@@ -24,22 +24,22 @@ def _splice(
     out: Bytes,
     out_offsets: Ints,
 ) -> None:
-    at, span = 0, 0
+    written, span = 0, 0
     for row in range(len(offsets) - 1):
         i, stop = offsets[row], offsets[row + 1]
         while i < stop:
             mine = span < len(starts) and starts[span] < stop
             end = starts[span] if mine else stop
-            out[at : at + end - i] = data[i:end]
-            at += end - i
+            out[written : written + end - i] = data[i:end]
+            written += end - i
             i = end
             if mine:
                 first, last = put_offsets[which[span]], put_offsets[which[span] + 1]
-                out[at : at + last - first] = puts[first:last]
-                at += last - first
+                out[written : written + last - first] = puts[first:last]
+                written += last - first
                 i = stops[span]
                 span += 1
-        out_offsets[row + 1] = at
+        out_offsets[row + 1] = written
 
 
 def splice(

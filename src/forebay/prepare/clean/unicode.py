@@ -108,12 +108,12 @@ def _gate(offsets: Ints, data: Bytes, pairs: NDArray[np.uint16], flags: Bytes) -
 
 
 @jit()
-def _end_line(data: Bytes, line: int, at: int, count: Ints) -> int:
+def _end_line(data: Bytes, line: int, written: int, count: Ints) -> int:
     """Takes spaces and tabs off the end of the line `[line, at)`; where it ends now."""
-    while at > line and (data[at - 1] == 32 or data[at - 1] == 9):
-        at -= 1
+    while written > line and (data[written - 1] == 32 or data[written - 1] == 9):
+        written -= 1
         count[4] += 1
-    return at
+    return written
 
 
 @jit()
@@ -142,15 +142,15 @@ def _tidy(
 ) -> None:
     """Writes the rows without what KINDS names; counts int64 [rows, len(KINDS)]."""
     controls, zero_width, soft_hyphens, bidi, trailing, max_blank = options
-    at = 0
+    written = 0
     for row in range(len(offsets) - 1):
         i, stop, count = offsets[row], offsets[row + 1], counts[row]
-        line, blanks, run = at, 0, 0
+        line, blanks, run = written, 0, 0
         while i < stop:
             byte = data[i]
             if 32 <= byte < 0x7F or byte == 9:  # copied; the rest of the loop is for the rare
-                out[at] = byte
-                at += 1
+                out[written] = byte
+                written += 1
                 i += 1
                 run = 0
                 continue
@@ -162,14 +162,14 @@ def _tidy(
                     after += 1
             if code == 10:
                 if trailing:
-                    at = _end_line(out, line, at, count)
-                blanks = blanks + 1 if at == line else 0
+                    written = _end_line(out, line, written, count)
+                blanks = blanks + 1 if written == line else 0
                 if max_blank >= 0 and blanks > max_blank:
                     count[5] += 1
                 else:
-                    out[at] = 10
-                    at += 1
-                line, run, i = at, 0, after
+                    out[written] = 10
+                    written += 1
+                line, run, i = written, 0, after
                 continue
             kind = _invisible(code, controls, zero_width, soft_hyphens, bidi)
             if kind < 0 and code < len(marks):
@@ -181,12 +181,12 @@ def _tidy(
                 count[kind] += 1
             else:
                 for j in range(i, after):
-                    out[at] = data[j]
-                    at += 1
+                    out[written] = data[j]
+                    written += 1
             i = after
         if trailing:
-            at = _end_line(out, line, at, count)
-        out_offsets[row + 1] = at
+            written = _end_line(out, line, written, count)
+        out_offsets[row + 1] = written
 
 
 @dataclass(frozen=True)
@@ -289,8 +289,8 @@ class Unicode(Stage):
 
 
 def _normalise(form: str, text: str) -> str:
-    known = cast(Literal["NFC", "NFKC"], form)
-    return text if unicodedata.is_normalized(known, text) else unicodedata.normalize(known, text)
+    checked_form = cast(Literal["NFC", "NFKC"], form)
+    return text if unicodedata.is_normalized(checked_form, text) else unicodedata.normalize(checked_form, text)
 
 
 def _repair(text: str) -> str:

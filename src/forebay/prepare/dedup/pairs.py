@@ -1,12 +1,9 @@
-"""From signatures to links between equal keys: runs sorted by key, and their merge, in bounded memory.
+"""Pairs of documents with an equal key: an external sort of signatures in runs, and their merge, in bounded memory.
 
-Hides: the external sort. A `Sort` task turns the rows of some parts into one sorted run: columns of u64 after each
-other, the key (two columns for 128 bits), then the number that has it. Where one key occurs often it keeps the first
-number and links the others to it, so that a key costs a merge no more than one record a run, however many copies there
-are. A `Merge` task reads one range of keys from all runs and links across them. A link is a pair of u64: the later
-number, the earlier one.
-
-Both write the same bytes at any scale: a range of keys is cut into 4^scale ranges that are sorted one by one.
+A run has columns of u64 after each other: the key (two columns for 128 bits), then the number that has it. Where a key
+occurs often, a run keeps the first number and pairs the others with it, so that a key costs a merge one record a run. A
+pair is two u64: the later number, the earlier one. The bytes are the same at any scale: a range of keys is cut into
+4^scale ranges that are sorted one by one.
 """
 
 import os
@@ -24,17 +21,16 @@ from forebay.errors import PrepareError
 from forebay.files import open_atomic, temporary_directory
 
 U64 = NDArray[np.uint64]
-_CHUNK_ROWS = 1 << 15
-RECORD_BYTES = {"minhash": 16, "exact": 24, "units": 24}
+_CHUNK_ROWS = 1 << 14
 SORT_FACTOR = 5
-"""Bytes of memory that sorting takes for each byte of records: they, the permutation, a sorted copy, the links."""
+"""Bytes of memory that sorting takes for each byte of records: they, the permutation, a sorted copy, the pairs."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """Rows [start, stop) of a part's file: documents, or of `.units` lines or paragraphs.
+class RowRange:
+    """Rows [start, stop) of a split's signature file: documents, or of `.units` lines or paragraphs.
 
-    `base` is the number in the corpus of the part's row 0, and `document` that of its first document; -1 if none of
+    `base` is the number in the corpus of the split's row 0, and `document` that of its first document; -1 if none of
     its documents can have been dropped.
     """
 
@@ -46,119 +42,123 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Sort:
-    """Rows of a kind (`exact`, `minhash`, `units`) to a sorted run `NAME.run`, and links among them `NAME.links`.
+class Keys:
+    """The keys of signature files `.ENDING`: `columns` words a row, each `key_columns` in turn a key."""
+
+    ending: str
+    columns: int
+    key_columns: int
+
+    @property
+    def record_bytes(self) -> int:
+        """Of a key with its number."""
+        return 8 * (self.key_columns + 1)
+
+
+@dataclass(frozen=True)
+class SortTask:
+    """Signatures to a sorted run `NAME.run`, and pairs within it, `NAME.pairs`.
 
     `drop`: a file with a byte a document of the corpus: the rows of a document whose byte is not 0 are left out.
     """
 
     name: str
     folder: str
-    kind: str
-    columns: int
-    spans: tuple[Span, ...]
+    keys: Keys
+    ranges: tuple[RowRange, ...]
     drop: str = ""
 
 
 @dataclass(frozen=True)
-class Merge:
-    """Range number `index` of `ranges` equal ranges of keys, over `runs` runs named `STEM-N`, to `NAME.links`."""
+class MergeTask:
+    """Range number `index` of `num_ranges` equal ranges of keys, over `runs` runs named `STEM-N`, to `NAME.pairs`."""
 
     name: str
     folder: str
-    kind: str
+    key_columns: int
     stem: str
     runs: int
     index: int
-    ranges: int
+    num_ranges: int
 
 
 def reserve(file: BinaryIO, size: int) -> None:
-    """Make a file that long, of zeros, with room on the disk: writing to a map of one without would end the process."""
+    """Allocate a file of zeros on the disk: writing to a sparse map on a full disk would end the process."""
     if size and hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, size)
     else:
         file.truncate(size)
 
 
-def sort_run(task: Sort, scale: int) -> str:
-    """Run a Sort; its run is committed last, and one that is there is not made again. Returns its name."""
+def sort_run(task: SortTask, scale: int) -> str:
+    """Run a SortTask unless its run exists, which is committed last. Returns its name."""
     out = Path(task.folder) / f"{task.name}.run"
     if out.exists():
         return task.name
-    keys = _key_columns(task.kind)
     with temporary_directory(out) as folder:
-        pieces = [folder / str(column) for column in range(keys + 1)]
-        with open_atomic(out.with_suffix(".links")) as links, ExitStack() as stack:
-            files = [stack.enter_context(piece.open("wb")) for piece in pieces]
+        columns = [folder / str(column) for column in range(task.keys.key_columns + 1)]
+        with open_atomic(out.with_suffix(".pairs")) as pairs, ExitStack() as stack:
+            files = [stack.enter_context(column.open("wb")) for column in columns]
             for low, high in _ranges(0, 1 << 64, 4**scale):
-                columns = _grouped(_select(_rows(task), keys, low, high), links)
-                for file, column in zip(files, columns):
-                    file.write(column.data)
-        with open_atomic(out) as whole:
-            for piece in pieces:
-                with piece.open("rb") as sorted_column:
-                    shutil.copyfileobj(sorted_column, whole, 1 << 20)
+                for file, values in zip(files, _group(_select(task, low, high), pairs)):
+                    file.write(values.data)
+        with open_atomic(out) as run:
+            for column in columns:
+                with column.open("rb") as values_file:
+                    shutil.copyfileobj(values_file, run, 1 << 20)
     return task.name
 
 
-def merge_runs(task: Merge, scale: int) -> str:
-    """Run a Merge, or take up its links. Returns its name."""
-    out = Path(task.folder) / f"{task.name}.links"
+def merge_runs(task: MergeTask, scale: int) -> str:
+    """Run a MergeTask unless its pairs exist. Returns its name."""
+    out = Path(task.folder) / f"{task.name}.pairs"
     if out.exists():
         return task.name
-    keys = _key_columns(task.kind)
-    step = -(-(1 << 64) // task.ranges)
+    step = -(-(1 << 64) // task.num_ranges)
     low, high = task.index * step, min((task.index + 1) * step, 1 << 64)
-    with open_atomic(out) as links:
+    with open_atomic(out) as pairs:
         for lower, upper in _ranges(low, high, 4**scale):
             parts = [
-                _slice_of_run(Path(task.folder) / f"{task.stem}-{run}.run", keys, lower, upper)
+                _read_run(Path(task.folder) / f"{task.stem}-{run}.run", task.key_columns, lower, upper)
                 for run in range(task.runs)
             ]
-            _grouped([np.concatenate(column) for column in zip(*parts)], links)
+            _group([np.concatenate(column) for column in zip(*parts)], pairs)
     return task.name
 
 
-def _key_columns(kind: str) -> int:
-    return 1 if kind == "minhash" else 2
-
-
-def _ranges(low: int, high: int, pieces: int) -> Iterator[tuple[int, int]]:
-    step = -(-(high - low) // pieces)
+def _ranges(low: int, high: int, count: int) -> Iterator[tuple[int, int]]:
+    step = -(-(high - low) // count)
     for start in range(low, high, step):
         yield start, min(start + step, high)
 
 
-def _rows(task: Sort) -> Iterator[list[U64]]:
-    """The records of its spans: columns of keys, then numbers; those of dropped documents and of nothing left out."""
-    width = task.columns
-    for span in task.spans:
-        ends: U64 | None = None
-        if task.kind == "units" and task.drop and span.document >= 0:
-            ends = np.cumsum(np.fromfile(f"{span.prefix}.counts", "<u4"), dtype=np.uint64)
-        for start in range(span.start, span.stop, _CHUNK_ROWS):
-            stop = min(start + _CHUNK_ROWS, span.stop)
-            rows = read_u64(f"{span.prefix}.{task.kind}", start * width, stop * width).reshape(-1, width)
-            keep = rows.any(axis=1)
-            if task.drop and span.document >= 0:
-                keep &= _is_kept(task.drop, span, start, stop, ends)
-            rows, numbers = rows[keep], np.flatnonzero(keep).astype(np.uint64) + np.uint64(span.base + start)
-            if task.kind == "minhash":
-                yield [rows.reshape(-1), np.repeat(numbers, width)]
-            else:
-                yield [rows[:, 0], rows[:, 1], numbers]
+def _records(task: SortTask) -> Iterator[list[U64]]:
+    """Columns of keys, then of numbers; without keys of zeros and those of dropped documents."""
+    keys, width = task.keys, task.keys.key_columns
+    per_row = keys.columns // width
+    for rows in task.ranges:
+        unit_ends: U64 | None = None
+        if keys.ending == "units" and task.drop and rows.document >= 0:
+            unit_ends = np.cumsum(np.fromfile(f"{rows.prefix}.counts", "<u4"), dtype=np.uint64)
+        for start in range(rows.start, rows.stop, _CHUNK_ROWS):
+            stop = min(start + _CHUNK_ROWS, rows.stop)
+            words = read_u64(f"{rows.prefix}.{keys.ending}", start * keys.columns, stop * keys.columns)
+            present = words.reshape(-1, width).any(axis=1)
+            if task.drop and rows.document >= 0:
+                present &= np.repeat(_is_kept(task.drop, rows, start, stop, unit_ends), per_row)
+            numbers = np.repeat(np.arange(rows.base + start, rows.base + stop, dtype=np.uint64), per_row)
+            yield [*(words[column::width][present] for column in range(width)), numbers[present]]
 
 
-def _is_kept(drop: str, span: Span, start: int, stop: int, ends: U64 | None) -> NDArray[np.bool_]:
+def _is_kept(drop: str, rows: RowRange, start: int, stop: int, unit_ends: U64 | None) -> NDArray[np.bool_]:
     """Whether the documents of rows [start, stop) are kept."""
-    if ends is None:
-        return np.asarray(read_flags(drop, span.document + start, stop - start) == 0)
+    if unit_ends is None:
+        return np.asarray(read_flags(drop, rows.document + start, stop - start) == 0)
     if start == stop:
         return np.empty(0, np.bool_)
-    of = np.searchsorted(ends, np.arange(start, stop, dtype=np.uint64), side="right")
-    flags = read_flags(drop, span.document + int(of[0]), int(of[-1] - of[0]) + 1)
-    return np.asarray(flags[of - of[0]] == 0)
+    documents = np.searchsorted(unit_ends, np.arange(start, stop, dtype=np.uint64), side="right")
+    flags = read_flags(drop, rows.document + int(documents[0]), int(documents[-1] - documents[0]) + 1)
+    return np.asarray(flags[documents - documents[0]] == 0)
 
 
 def read_flags(path: str | Path, start: int, count: int) -> NDArray[np.uint8]:
@@ -168,25 +168,26 @@ def read_flags(path: str | Path, start: int, count: int) -> NDArray[np.uint8]:
 
 def read_u64(path: str | Path, start: int, stop: int) -> U64:
     """Words [start, stop) of a file of u64."""
-    found: U64 = np.fromfile(path, "<u8", stop - start, offset=8 * start)
-    if len(found) != stop - start:
+    words: U64 = np.fromfile(path, "<u8", stop - start, offset=8 * start)
+    if len(words) != stop - start:
         raise PrepareError(
             f"{path}: expected {8 * stop} bytes or more, got {Path(path).stat().st_size}. Sign it again."
         )
-    return found
+    return words
 
 
-def _select(chunks: Iterator[list[U64]], keys: int, low: int, high: int) -> list[U64]:
-    found: list[list[U64]] = [[np.empty(0, np.uint64)] for _ in range(keys + 1)]
-    for columns in chunks:
+def _select(task: SortTask, low: int, high: int) -> list[U64]:
+    """The columns of the records whose first key word is in [low, high)."""
+    chunks: list[list[U64]] = [[np.empty(0, np.uint64)] for _ in range(task.keys.key_columns + 1)]
+    for columns in _records(task):
         inside = (columns[0] >= np.uint64(low)) & (columns[0] <= np.uint64(high - 1))
-        for held, column in zip(found, columns):
-            held.append(column[inside])
-    return [np.concatenate(held) for held in found]
+        for chunk, column in zip(chunks, columns):
+            chunk.append(column[inside])
+    return [np.concatenate(chunk) for chunk in chunks]
 
 
-def _grouped(columns: list[U64], links: BinaryIO) -> list[U64]:
-    """Sort records by key; link all numbers of a key to its first, and return the first record of each.
+def _group(columns: list[U64], pairs: BinaryIO) -> list[U64]:
+    """Sort records by key; pair all numbers of a key with its first, and return the first record of each.
 
     The columns are ordered by number, and the sort is stable.
     """
@@ -202,16 +203,16 @@ def _grouped(columns: list[U64], links: BinaryIO) -> list[U64]:
     firsts = np.flatnonzero(new)
     numbers, later = columns[-1], np.flatnonzero(~new)
     earlier = firsts[np.searchsorted(firsts, later) - 1]
-    links.write(np.stack([numbers[later], numbers[earlier]], axis=1).data)
+    pairs.write(np.stack([numbers[later], numbers[earlier]], axis=1).data)
     return [column[firsts] for column in columns]
 
 
-def _slice_of_run(path: Path, keys: int, low: int, high: int) -> list[U64]:
-    """The records of a run whose (first) key is in [low, high): found by bisection, so that only they are read."""
-    rows = path.stat().st_size // (8 * (keys + 1))
+def _read_run(path: Path, key_columns: int, low: int, high: int) -> list[U64]:
+    """The columns of a run's records whose first key word is in [low, high), found by bisection."""
+    rows = path.stat().st_size // (8 * (key_columns + 1))
     if not rows:
-        return [np.empty(0, np.uint64)] * (keys + 1)
+        return [np.empty(0, np.uint64)] * (key_columns + 1)
     key = np.memmap(path, "<u8", "r", shape=(rows,))
     start = int(np.searchsorted(key, np.uint64(low)))
     stop = int(np.searchsorted(key, np.uint64(high - 1), "right"))
-    return [read_u64(path, column * rows + start, column * rows + stop) for column in range(keys + 1)]
+    return [read_u64(path, column * rows + start, column * rows + stop) for column in range(key_columns + 1)]

@@ -1,4 +1,4 @@
-"""The settings of a deduplication, and which of them decide what is in a signature."""
+"""The settings of a deduplication, and which of them decide the contents of signatures."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -6,10 +6,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from forebay.errors import UsageError
+from forebay.prepare.dedup.methods import SIGNATURE_VERSION, Exact, Method, MinHash
 from forebay.prepare.settings import Positive, check_fields
 
-SIGNATURE_VERSION = 2
-"""Raised when the same text would get another signature, so that old ones are not compared with new ones."""
+UNITS = ("paragraphs", "lines")
+KINDS = (Exact.name, *UNITS, MinHash.name)
+"""The names of `--dedup`."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,9 @@ class Dedup:
             `words`: also case, punctuation and accents. MinHash always compares words.
         min_characters: A line or paragraph with fewer characters, blanks not counted, is never cut: `}` is no
             duplicate.
-        against: Other datasets that were prepared with these settings, or their folders of signatures. What is there
-            comes first in the corpus and always stays.
+        against: Other datasets that were prepared with these settings, or their folders of signatures. Their documents
+            come first in the corpus and always stay.
+        own: Methods of your own, after the others; in a recipe each is a table `[dedup.NAME]` with a key `use`.
 
     Source: bands, rows and ngram as in FineWeb (Penedo et al. 2024), 3.4.
     """
@@ -53,23 +56,34 @@ class Dedup:
     normalise: Literal["", "none", "space", "words"] = ""
     min_characters: Positive = 24
     against: tuple[str, ...] = ()
+    own: tuple[Method, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.bands * self.rows > 4096:
             raise UsageError(f"bands: expected at most 4096 hashes in bands x rows, got {self.bands * self.rows}")
         if (self.keep == "best") != bool(self.score):
-            wanted = "the name of a column" if self.keep == "best" else 'none without keep = "best"'
-            raise UsageError(f"score: expected {wanted}, got {self.score!r}")
+            expected = "the name of a column" if self.keep == "best" else 'none without keep = "best"'
+            raise UsageError(f"score: expected {expected}, got {self.score!r}")
         if self.lines and self.paragraphs:
             raise UsageError("lines: expected false where paragraphs is true, got true")
         if self.against and not self.active:
-            raise UsageError("against: expected one of exact, paragraphs, lines, minhash to be true, got none")
+            raise UsageError(f"against: expected one of {', '.join(KINDS)} to be true, got none")
+        names = [method.name for method in self.methods]
+        if len(set(names)) != len(names):
+            raise UsageError(f"own: expected methods of different names, got {', '.join(names)}")
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """What compares whole documents, in order. The drop code of a document is 1 + the method's index."""
+        exact = (Exact(self.normalise_of("")),) if self.exact else ()
+        minhash = (MinHash(self.bands, self.rows, self.ngram, self.seed),) if self.minhash else ()
+        return (*exact, *minhash, *self.own)
 
     @property
     def active(self) -> bool:
         """Whether it compares anything, and so needs signatures."""
-        return self.exact or self.minhash or self.lines or self.paragraphs
+        return bool(self.methods or self.unit)
 
     @property
     def unit(self) -> str:
@@ -81,14 +95,15 @@ class Dedup:
         return self.normalise or ("space" if unit else "none")
 
     def signature(self) -> dict[str, Any]:
-        """What decides the contents of each signature file, by its ending; the name of a task that signs hashes it."""
-        found: dict[str, Any] = {}
-        if self.exact:
-            found["exact"] = [SIGNATURE_VERSION, self.normalise_of("")]
-        if self.minhash:
-            found["minhash"] = [SIGNATURE_VERSION, self.bands, self.rows, self.ngram, self.seed]
+        """What decides the contents of each signature file, by its ending."""
+        settings: dict[str, Any] = {method.name: method.settings for method in self.methods}
         if self.unit:
-            found["units"] = [SIGNATURE_VERSION, self.unit, self.normalise_of(self.unit), self.min_characters]
+            settings["units"] = [SIGNATURE_VERSION, self.unit, self.normalise_of(self.unit), self.min_characters]
         if self.keep != "first":
-            found["weight"] = [SIGNATURE_VERSION, self.keep, self.score]
-        return found
+            settings["weight"] = [SIGNATURE_VERSION, self.keep, self.score]
+        return settings
+
+    def describe(self) -> str:
+        """What is compared, in a line."""
+        kinds = [kind for kind in KINDS if getattr(self, kind)] + [method.name for method in self.own]
+        return f"{', '.join(kinds)}; keeps the {self.keep}"

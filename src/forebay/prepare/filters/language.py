@@ -77,10 +77,10 @@ def default_model() -> str:
 
 def _predict(model: Any, text: str) -> tuple[str, float]:
     line = " ".join(text[:LOOK_CHARS].split())
-    found = model.f.predict(line + "\n", 1, 0.0, "replace") if line else []
-    if not found:
+    predictions = model.f.predict(line + "\n", 1, 0.0, "replace") if line else []
+    if not predictions:
         return "", 0.0
-    score, label = found[0]
+    score, label = predictions[0]
     return label.removeprefix("__label__"), min(float(score), 1.0)
 
 

@@ -68,10 +68,10 @@ class Perplexity(Stage):
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         model = _load(self.model)
-        ends, data = spaced(batch.column("text"), LOOK_BYTES)
+        word_ends, data = spaced(batch.column("text"), LOOK_BYTES)
         scores = np.empty(batch.num_rows, np.float64)
         for row in range(batch.num_rows):
-            scores[row] = perplexity(model, data[ends[row] : ends[row + 1]].tobytes().decode())
+            scores[row] = perplexity(model, data[word_ends[row] : word_ends[row + 1]].tobytes().decode())
         batch = replace_column(batch, "perplexity", pa.array(scores, pa.float64()))
         return StageResult(batch, first_failing(scores < self.min_perplexity, scores > self.max_perplexity))
 
@@ -115,20 +115,20 @@ def spaced(texts: pa.LargeStringArray, limit: int) -> tuple[NDArray[np.int64], N
     """
     offsets, data = text_buffers(pc.utf8_lower(texts))
     stops = clip(offsets, data, limit)
-    room = int((stops - offsets[:-1]).sum())
-    out = np.empty(2 * room + len(stops), np.uint8)
-    ends = np.zeros(len(stops) + 1, np.int64)
-    _space(offsets, stops, data, *tables(), out, ends)
-    return ends, out[: ends[-1]]
+    capacity = int((stops - offsets[:-1]).sum())
+    out = np.empty(2 * capacity + len(stops), np.uint8)
+    word_ends = np.zeros(len(stops) + 1, np.int64)
+    _space(offsets, stops, data, *tables(), out, word_ends)
+    return word_ends, out[: word_ends[-1]]
 
 
 @jit()
 def _space(offsets, stops, data, table, keys, values, out, out_ends):  # type: ignore[no-untyped-def]
-    room = room_of(offsets, stops)
-    points = np.empty(room, np.uint32)
-    begins, ends, tail = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
-    kinds = np.empty(room, np.uint16)
-    at = 0
+    capacity = room_of(offsets, stops)
+    points = np.empty(capacity, np.uint32)
+    begins, word_ends, tail = np.empty(capacity, np.int32), np.empty(capacity, np.int32), np.empty(capacity, np.int32)
+    kinds = np.empty(capacity, np.uint16)
+    written = 0
     for row in range(len(stops)):
         n = decode(data, offsets[row], stops[row], points)
         start = 0
@@ -137,10 +137,10 @@ def _space(offsets, stops, data, table, keys, values, out, out_ends):  # type: i
                 if points[i] < 32 or points[i] == 127:
                     points[i] = 32
                 continue
-            words = cut_words(points, start, i, table, keys, values, begins, ends, tail, kinds)
+            words = cut_words(points, start, i, table, keys, values, begins, word_ends, tail, kinds)
             for w in range(words):
-                at = encode(points, begins[w], ends[w], out, at)
-                out[at] = 10 if w + 1 == words else 32
-                at += 1
+                written = encode(points, begins[w], word_ends[w], out, written)
+                out[written] = 10 if w + 1 == words else 32
+                written += 1
             start = i + 1
-        out_ends[row + 1] = at
+        out_ends[row + 1] = written

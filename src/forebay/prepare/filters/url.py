@@ -69,11 +69,11 @@ def _suffixes(url: str) -> list[str]:
 
 @lru_cache(maxsize=8)
 def _lists(paths: tuple[str, ...]) -> frozenset[str]:
-    found: set[str] = set()
+    entries: set[str] = set()
     for path in paths:
         try:
             lines = Path(path).read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise PrepareError(f"{path}: expected a list, a word or host a line: {error}.") from error
-        found.update(word for line in lines if (word := line.partition("#")[0].strip().lower().rstrip(".")))
-    return frozenset(found)
+        entries.update(word for line in lines if (word := line.partition("#")[0].strip().lower().rstrip(".")))
+    return frozenset(entries)

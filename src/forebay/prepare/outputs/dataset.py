@@ -1,6 +1,6 @@
-"""From kept documents to datasets: encode, shuffle, slice, and the manifests, the main one last.
+"""Datasets from kept documents: encode, shuffle, slice, and the manifests, that of the main dataset last.
 
-Hides: that each named subset is a dataset of its own, and that fine-tuning has rows where pre-training has tokens.
+Each named subset is a dataset of its own; for fine-tuning slices have rows in place of a stream of tokens.
 """
 
 from __future__ import annotations
@@ -11,44 +11,89 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from forebay.dataset.manifest import (
-    DOCUMENTS_FILE,
-    MANIFEST_FILE,
-    TABLE_FILE,
-    Manifest,
-    SliceTable,
-    dataset_id,
-)
+from forebay.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable, dataset_id
+from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import hash_file
+from forebay.errors import UsageError
 from forebay.files import atomic_write, open_atomic, remove_stale, sync_directory
-from forebay.prepare.corpus import Corpus, collect, conclude, nothing_left, write_ids
+from forebay.prepare.corpus import Corpus, examine_kept, write_ids
+from forebay.prepare.outputs.base import conclude, no_documents
 from forebay.prepare.read.base import Piece
 from forebay.prepare.read.listing import shown_path
-from forebay.prepare.stats import Tally
+from forebay.prepare.recipe import Recipe
+from forebay.prepare.run import PrepareResult, Run
+from forebay.prepare.source_ids import describe_position
+from forebay.prepare.stats import StageStats
 from forebay.prepare.subsets import TRAIN
 from forebay.prepare.tasks.encode import Encoded, EncodeTask, encode, finished, left_out_file
+from forebay.prepare.tasks.rows import RowShape, plan_row_slices
 from forebay.prepare.tasks.shuffle import Shuffle, TokenPart, finished_shuffle, plan_shuffle, shuffle
 from forebay.prepare.tasks.slicing import finished_slice, plan_slices, write_slice
-from forebay.prepare.tasks.text import place_name
-from forebay.prepare.tokenize.conversations import RowShape, plan_row_slices
-from forebay.prepare.tokenize.encoders import CoderSpec
+from forebay.prepare.tokenize.encoders import EncoderSpec
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 
-if TYPE_CHECKING:
-    from forebay.prepare.driver import PrepareSummary, Run
-
-
 TOKENIZER_FILE, SIGNATURES = "tokenizer.json", "signatures"
+_DOCUMENTS_SCHEMA = pa.schema([("id", pa.string()), ("source", pa.string()), ("url", pa.string())])
+_GROUP_ROWS = 1 << 16
+
+
+class DatasetOutput:
+    """A dataset of tokens, or of rows where the recipe has `[rows]`, and one for each subset."""
+
+    name: ClassVar[str] = "dataset"
+    marker: ClassVar[str] = MANIFEST_FILE
+    needs_tokenizer: ClassVar[bool] = True
+
+    def check(self, recipe: Recipe, document_ids: bool) -> None:
+        if document_ids and recipe.rows is not None:
+            raise UsageError("document ids: expected a dataset of tokens; rows and text keep theirs by --keep-ids.")
+
+    def load(self, out: Path) -> tuple[str, str, Mapping[str, Any]]:
+        dataset = open_dataset(out)
+        return dataset.name, dataset.id, dataset.manifest.lineage
+
+    def write(
+        self, run: Run, corpus: Corpus, tokenizer: TokenizerFile | None, stats: StageStats, lineage: dict[str, Any]
+    ) -> PrepareResult:
+        assert tokenizer is not None
+        examine_kept(corpus, run.recipe.dedup, stats, run.out / "clusters.parquet")
+        encoded = _encode(run, corpus, tokenizer)
+        _count(stats, encoded)
+        written = [_slice(run, corpus, encoded, tokenizer, name) for name in run.recipe.subsets.names]
+        main, others = written[0], [subset for subset in written[1:] if subset.documents]
+        if not main.documents:
+            raise no_documents(run, corpus, stats)
+        if corpus.dedup is not None:
+            from forebay.prepare.dedup.deduplicate import store_signatures
+
+            store_signatures(corpus.signed, corpus.dedup, run.recipe.dedup, run.out / SIGNATURES)
+        counts: dict[str, Any] = {
+            "documents_in": corpus.documents_in,
+            "documents_out": sum(subset.documents for subset in written),
+            "tokens": sum(subset.tokens for subset in written),
+            "slices": sum(len(subset.table) for subset in written),
+            "dropped": stats.dropped(),
+        }
+        subsets = {
+            subset.name: subset.counts(_write_manifest(run, subset, tokenizer, {**lineage, "counts": counts}))
+            for subset in others
+        }
+        lineage = {**lineage, "counts": {**counts, "subsets": subsets}}
+        manifest = _manifest(run, main, tokenizer, lineage).to_json()
+        if subsets:
+            subsets = {TRAIN: main.counts(manifest), **subsets}
+        commit = partial(_write_manifest, run, main, tokenizer, lineage)
+        return conclude(run, corpus, stats, dataset_id(manifest), counts, subsets, commit)
 
 
 @dataclass(frozen=True)
-class Made:
-    """One dataset that was written, but for its manifest. `files`: what lies beside the slices, with its sha256."""
+class _Written:
+    """A dataset that is written but for its manifest. `files`: what is beside the slices, with its SHA-256."""
 
     name: str
     folder: Path
@@ -57,53 +102,23 @@ class Made:
     table: SliceTable
     files: Mapping[str, str] = field(default_factory=dict)
 
-    def facts(self, whole: bytes) -> dict[str, Any]:
-        """What the summary says of a subset."""
-        found = {"id": dataset_id(whole), "documents": self.documents, "tokens": self.tokens}
-        return {**found, "slices": len(self.table)}
+    def counts(self, manifest: bytes) -> dict[str, Any]:
+        """The description of a subset in the result."""
+        counts = {"id": dataset_id(manifest), "documents": self.documents, "tokens": self.tokens}
+        return {**counts, "slices": len(self.table)}
 
 
-def finish(run: Run, corpus: Corpus, used: TokenizerFile, tally: Tally, lineage: dict[str, Any]) -> PrepareSummary:
-    """Write all datasets of the run, and what people look at; the main manifest makes it final."""
-    collect(run, corpus, tally)
-    encoded = _encode(run, corpus, used)
-    _count(tally, encoded)
-    made = [_slice(run, corpus, encoded, used, name) for name in run.recipe.subsets.names]
-    main, others = made[0], [one for one in made[1:] if one.documents]
-    if not main.documents:
-        raise nothing_left(run, corpus, tally)
-    if corpus.dedup is not None:
-        from forebay.prepare.dedup.corpus import store_signatures
-
-        store_signatures(corpus.signed, corpus.dedup, run.recipe.dedup, run.out / SIGNATURES)
-    counts: dict[str, Any] = {
-        "documents_in": corpus.documents_in,
-        "documents_out": sum(one.documents for one in made),
-        "tokens": sum(one.tokens for one in made),
-        "slices": sum(len(one.table) for one in made),
-        "dropped": tally.dropped(),
-    }
-    subsets = {one.name: one.facts(_write_manifest(run, one, used, {**lineage, "counts": counts})) for one in others}
-    lineage = {**lineage, "counts": {**counts, "subsets": subsets}}
-    whole = _manifest(run, main, used, lineage).to_json()
-    if subsets:
-        subsets = {TRAIN: main.facts(whole), **subsets}
-    commit = partial(_write_manifest, run, main, used, lineage)
-    return conclude(run, corpus, tally, dataset_id(whole), counts, subsets, commit)
-
-
-def _encode(run: Run, corpus: Corpus, used: TokenizerFile) -> list[Encoded]:
-    atomic_write(run.out / TOKENIZER_FILE, used.data)
+def _encode(run: Run, corpus: Corpus, tokenizer: TokenizerFile) -> list[Encoded]:
+    atomic_write(run.out / TOKENIZER_FILE, tokenizer.data)
     recipe = run.recipe
-    spec = CoderSpec.of(used, run.out / TOKENIZER_FILE)
-    rendering = recipe.rows.conversations() if recipe.rows else None
-    seen: dict[str, int] = {}
+    spec = EncoderSpec.of(tokenizer, run.out / TOKENIZER_FILE)
+    occurrences: dict[str, int] = {}
     tasks = []
     for index, text in enumerate(corpus.texts):
         part = text.part(str(run.tasks))
-        occurrence = seen.get(part.name, 0)
-        seen[part.name] = occurrence + 1
-        drop, cut, name = corpus.marks(index, recipe.dedup)
+        occurrence = occurrences.get(part.name, 0)
+        occurrences[part.name] = occurrence + 1
+        drop, cut, name = corpus.duplicates(index, recipe.dedup)
         tasks.append(
             EncodeTask(
                 part=part,
@@ -114,20 +129,20 @@ def _encode(run: Run, corpus: Corpus, used: TokenizerFile) -> list[Encoded]:
                 cut=cut,
                 dedup_name=name,
                 shuffle=Shuffle(recipe.slice.seed, occurrence) if recipe.slice.shuffle else None,
-                rendering=rendering,
+                rendering=recipe.rows.conversations() if recipe.rows else None,
                 with_ids=run.document_ids,
             )
         )
     sizes = [text.bytes_out for text in corpus.texts]
-    encoded = run.map(encode, tasks, finished, run.counted_documents("encode", sizes), sizes)
-    write_ids(run, corpus, [left_out_file(task) for task in tasks])
+    encoded = run.map(encode, tasks, finished, run.count_documents("encode", sizes), sizes)
+    write_ids(run.write_ids, corpus, [left_out_file(task) for task in tasks])
     return encoded
 
 
-def _count(tally: Tally, encoded: Sequence[Encoded]) -> None:
-    """The last step of the funnel; duplicates are counted, by kind, where they were found."""
-    last = next(reversed(tally.funnel.values()))
-    count = tally.stage("tokenize")
+def _count(stats: StageStats, encoded: Sequence[Encoded]) -> None:
+    """Add the last step of the funnel; duplicates are counted, by kind, where they were found."""
+    last = next(reversed(stats.funnel.values()))
+    count = stats.stage("tokenize")
     count.documents_in, count.bytes_in = last.documents_out, last.bytes_out
     count.documents_out = sum(result.documents_out for result in encoded)
     count.bytes_out = sum(result.text_bytes for result in encoded)
@@ -136,86 +151,78 @@ def _count(tally: Tally, encoded: Sequence[Encoded]) -> None:
         count.changed.update(result.changed)
 
 
-def _slice(run: Run, corpus: Corpus, encoded: Sequence[Encoded], used: TokenizerFile, subset: str) -> Made:
+def _slice(run: Run, corpus: Corpus, encoded: Sequence[Encoded], tokenizer: TokenizerFile, subset: str) -> _Written:
     folder = run.out if subset == TRAIN else run.out / subset
     (folder / "slices").mkdir(parents=True, exist_ok=True)
     parts = [result.subsets[subset] for result in encoded if subset in result.subsets]
     documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
     if run.recipe.slice.shuffle:
         tasks = plan_shuffle(parts, run.tasks)
-        parts = run.map(shuffle, tasks, finished_shuffle, run.counted("shuffle", len(tasks), " buckets"))
+        parts = run.map(shuffle, tasks, finished_shuffle, run.count_tasks("shuffle", len(tasks), " buckets"))
     plans = run.work / "plans"
     plans.mkdir(exist_ok=True)
     size = run.recipe.slice
     rows, shape = run.recipe.rows, None
     if rows is not None:
-        shape = RowShape(rows.max_tokens, used.dtype, used.eos_id or 0, rows.labels, rows.packed)
+        shape = RowShape(rows.max_tokens, tokenizer.dtype, tokenizer.eos_id or 0, rows.labels, rows.packed)
         plan = plan_row_slices(parts, plans, shape, slice_bytes=size.bytes, slice_rows=size.rows or 0)
     else:
         plan = plan_slices(parts, plans, slice_bytes=size.bytes, slice_tokens=size.tokens or 0)
-    note = run.counted("slice", plan.slices, " slices")
-    infos = run.map(write_slice, plan.tasks(folder, shape), finished_slice, note)
+    on_result = run.count_tasks("slice", plan.slices, " slices")
+    infos = run.map(write_slice, plan.tasks(folder, shape), finished_slice, on_result)
     sync_directory(folder / "slices")
-    _forget_other_slices(folder, len(infos))
+    names = {f"{index:06d}.safetensors" for index in range(len(infos))}
+    for path in (folder / "slices").iterdir():  # of another plan, or temporary files
+        if path.name not in names:
+            path.unlink()
     files = {DOCUMENTS_FILE: write_documents(folder / DOCUMENTS_FILE, corpus, parts)} if run.document_ids else {}
-    return Made(subset, folder, documents, tokens, SliceTable.from_rows(infos), files)
+    return _Written(subset, folder, documents, tokens, SliceTable.from_rows(infos), files)
 
 
-def _manifest(run: Run, made: Made, used: TokenizerFile, lineage: dict[str, Any]) -> Manifest:
+def _manifest(run: Run, written: _Written, tokenizer: TokenizerFile, lineage: dict[str, Any]) -> Manifest:
     rows = run.recipe.rows is not None
-    atomic_write(made.folder / TABLE_FILE, made.table.to_parquet())
+    atomic_write(written.folder / TABLE_FILE, written.table.to_parquet())
     return Manifest.of(
-        made.table,
-        {**lineage, "subset": made.name, "files": {TOKENIZER_FILE: used.sha256, **made.files}},
-        name=run.recipe.name if made.name == TRAIN else f"{run.recipe.name}-{made.name}",
+        written.table,
+        {**lineage, "subset": written.name, "files": {TOKENIZER_FILE: tokenizer.sha256, **written.files}},
+        name=run.recipe.name if written.name == TRAIN else f"{run.recipe.name}-{written.name}",
         layout="rows" if rows else "tokens",
-        dtype="" if rows else used.dtype,
-        tokenizer=used.description,
-        vocab_size=used.vocab_size,
-        eos_id=used.eos_id,
+        dtype="" if rows else tokenizer.dtype,
+        tokenizer=tokenizer.description,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
     )
 
 
-def _write_manifest(run: Run, made: Made, used: TokenizerFile, lineage: dict[str, Any]) -> bytes:
-    """The manifest of a dataset, on disk: from here on it is one."""
-    whole = _manifest(run, made, used, lineage).to_json()
-    atomic_write(made.folder / TOKENIZER_FILE, used.data)
-    remove_stale(made.folder)
-    atomic_write(made.folder / MANIFEST_FILE, whole)
-    return whole
-
-
-def _forget_other_slices(folder: Path, count: int) -> None:
-    """Remove what an earlier, unfinished run left: slices of another plan, temporary files."""
-    wanted = {f"{index:06d}.safetensors" for index in range(count)}
-    for path in (folder / "slices").iterdir():
-        if path.name not in wanted:
-            path.unlink()
-
-
-SCHEMA = pa.schema([("id", pa.string()), ("source", pa.string()), ("url", pa.string())])
-_ROWS = 1 << 16
+def _write_manifest(run: Run, written: _Written, tokenizer: TokenizerFile, lineage: dict[str, Any]) -> bytes:
+    """Write the manifest, which completes the dataset."""
+    manifest = _manifest(run, written, tokenizer, lineage).to_json()
+    atomic_write(written.folder / TOKENIZER_FILE, tokenizer.data)
+    remove_stale(written.folder)
+    atomic_write(written.folder / MANIFEST_FILE, manifest)
+    return manifest
 
 
 def write_documents(path: Path, corpus: Corpus, parts: Sequence[TokenPart]) -> str:
-    """Write the table of these parts' documents, in their order; its sha256 in hex."""
-    pieces: dict[str, tuple[Piece, int]] = {}
-    for piece, text, base in zip(corpus.pieces, corpus.texts, corpus.bases):
-        pieces.setdefault(text.part(corpus.folder).name, (piece, base))
-    with open_atomic(path) as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as table:
-        found = _rows(pieces, parts)
-        while rows := list(islice(found, _ROWS)):
-            table.write_table(pa.table([pa.array(column) for column in zip(*rows)], schema=SCHEMA), _ROWS)
+    """Write the index of these parts' documents, in their order: source ids and files. Returns its SHA-256."""
+    splits: dict[str, tuple[Piece, int]] = {}
+    for split, text, first_row in zip(corpus.splits, corpus.texts, corpus.first_rows):
+        splits.setdefault(text.part(corpus.folder).name, (split, first_row))
+    with open_atomic(path) as file, pq.ParquetWriter(file, _DOCUMENTS_SCHEMA, compression="zstd") as table:
+        documents = _documents(splits, parts)
+        while rows := list(islice(documents, _GROUP_ROWS)):
+            columns = [pa.array(column) for column in zip(*rows)]
+            table.write_table(pa.table(columns, schema=_DOCUMENTS_SCHEMA), _GROUP_ROWS)
     return hash_file(path)
 
 
-def _rows(pieces: dict[str, tuple[Piece, int]], parts: Sequence[TokenPart]) -> Iterator[tuple[str, str, str]]:
+def _documents(splits: dict[str, tuple[Piece, int]], parts: Sequence[TokenPart]) -> Iterator[tuple[str, str, str]]:
     for part in parts:
         with part.file("ids").open("rb") as lines:
             for line in lines:
-                name, place, given, url, inner = json.loads(line)
-                piece, base = pieces[name]
-                source = piece.sources[place if len(piece.sources) > 1 else 0]
-                # As the input is named in the lineage: not where it lay.
-                there = source.name + place_name(piece, place, inner, base).removeprefix(shown_path(source.path))
-                yield given or there, source.name, url
+                name, place, own_id, url, inner = json.loads(line)
+                split, first_row = splits[name]
+                source = split.sources[place if len(split.sources) > 1 else 0]
+                # By the name that the lineage has, without the path.
+                position = describe_position(split, place, inner, first_row).removeprefix(shown_path(source.path))
+                yield own_id or source.name + position, source.name, url

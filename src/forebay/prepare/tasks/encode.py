@@ -1,7 +1,6 @@
-"""ENCODE: the kept documents of one piece to tokens, a subset each.
+"""ENCODE tasks: the kept documents of one part to tokens, a file set for each subset.
 
-Hides: what is kept between runs, and how little of a piece is in memory: a record batch and its tokens. With a shuffle,
-the documents are then put in the order of their keys by `forebay.prepare.tasks.shuffle`, from the file.
+Memory: a record batch and its tokens. With a shuffle, `shuffle` then sorts the documents by their keys, in the files.
 """
 
 from __future__ import annotations
@@ -26,25 +25,26 @@ from forebay.errors import PrepareError
 from forebay.files import atomic_write, commit_files, temporary_directory
 from forebay.prepare.documents import part_batches
 from forebay.prepare.subsets import Subsets
+from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.shuffle import Shuffle, TokenPart, document_keys, sort_part
-from forebay.prepare.tokenize.encoders import LONG_CHARS, CoderSpec, encode_column, encode_long
+from forebay.prepare.tokenize.encoders import LONG_CHARS, EncoderSpec, encode_column, encode_long
 from forebay.prepare.tokenize.tokenizers import SAMPLE_BYTES
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup.corpus import Cutter, Flags
+    from forebay.prepare.dedup.deduplicate import Cutter, Flags
     from forebay.prepare.tokenize.conversations import Conversations
 
 
 TASK_VERSION = 4
-"""Raised when the same piece would give other tokens: old results are then not taken up."""
+"""Changed when the same part would give other tokens, so that old results are not used."""
 _BATCH_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class TextPart:
-    """Kept documents of a piece: an Arrow file of `documents` rows, named by all that they depend on.
+    """Kept documents of a split: an Arrow file of `documents` rows.
 
-    `name` is what random choices hang on: a hash of the input and the recipe, not of the versions that read it.
+    `name` is the key of random choices: a hash of the input and the recipe, without library versions.
     """
 
     arrow: str
@@ -54,11 +54,11 @@ class TextPart:
 
 @dataclass(frozen=True)
 class EncodeTask:
-    """One part to be encoded.
+    """One part to encode.
 
     Args:
-        drop: A byte a document, by a file of them or where in one: 0 keeps. None keeps all.
-        cut: Takes duplicated lines out, if given.
+        drop: A byte a document, 0 for those to keep. None keeps all.
+        cut: Cuts duplicated lines out, if given.
         dedup_name: A hash of all that `drop` and `cut` depend on.
         shuffle: If given, documents are written in the order of their keys.
         with_ids: Whether `ids` files are written: a JSON line `[part's name, place, id, url, where]` a document.
@@ -66,10 +66,10 @@ class EncodeTask:
     """
 
     part: TextPart
-    spec: CoderSpec
+    spec: EncoderSpec
     folder: str
     subsets: Subsets = field(default_factory=Subsets)
-    drop: str | Flags | None = None
+    drop: Flags | None = None
     cut: Cutter | None = None
     dedup_name: str = ""
     shuffle: Shuffle | None = None
@@ -85,26 +85,20 @@ class EncodeTask:
     def name(self) -> str:
         """A hash of all that the result depends on, and of nothing else (no path)."""
         library = version("tokenizers") if self.spec.kind != "bytes" else ""
-        rendering = self.rendering.facts if self.rendering else None
-        facts = [
-            TASK_VERSION,
-            library,
-            self.part.name,
-            Path(self.part.arrow).name,
-            self.spec.facts,
-            asdict(self.subsets),
-            self.dedup_name,
-        ]
-        facts += [asdict(self.shuffle) if self.shuffle else None, self.with_ids, rendering]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+        rendering = self.rendering.fields if self.rendering else None
+        fields = [
+            TASK_VERSION, library, self.part.name, Path(self.part.arrow).name, self.spec.fields, asdict(self.subsets),
+            self.dedup_name, asdict(self.shuffle) if self.shuffle else None, self.with_ids, rendering,
+        ]  # fmt: skip
+        return hash_json(fields)
 
 
 @dataclass
 class Encoded:
-    """What came of an EncodeTask: counts, and the tokens by subset (only those that have documents).
+    """The result of an EncodeTask: counts, and the tokens by subset (only those that have documents).
 
-    `dropped` is by reason (`duplicate`, `empty`, and what the rendering drops); `changed` is what the rendering counts
-    but keeps (`truncated`); `text_bytes` is what was encoded.
+    `dropped` is by reason (`duplicate`, `empty`, and the reasons of the rendering); `changed` counts what the rendering
+    keeps (`truncated`); `text_bytes` is what was encoded.
     """
 
     documents_in: int = 0
@@ -119,9 +113,8 @@ class Encoded:
 
 
 def encode(task: EncodeTask, scale: int = 0) -> Encoded:
-    """Run the task, or take up its result if it is done. Memory is about 40 batches of 4 MiB, a quarter a scale."""
-    done = finished(task)
-    if done is not None:
+    """Run the task unless it is finished. Memory is about 40 batches of 4 MiB, a quarter a scale."""
+    if (done := finished(task)) is not None:
         return done
     result = Encoded()
     with temporary_directory(Path(task.folder) / task.name) as folder, ExitStack() as stack:
@@ -136,7 +129,7 @@ def encode(task: EncodeTask, scale: int = 0) -> Encoded:
         result.subsets = outputs.commit()
     plain = asdict(result)
     for part in plain["subsets"].values():
-        part["folder"] = ""  # Where it lies is not what it is: the directory may be moved.
+        part["folder"] = ""  # The directory may be moved.
     atomic_write(_mark(task), json.dumps(plain).encode())
     return result
 
@@ -152,7 +145,7 @@ def finished(task: EncodeTask) -> Encoded | None:
 
 
 def left_out_file(task: EncodeTask) -> Path:
-    """Where the rows are that were not dropped before and yet have no tokens: u32."""
+    """The file of the rows, u32, that are no duplicates and yet have no tokens."""
     return Path(task.folder) / f"{task.name}.left"
 
 
@@ -176,13 +169,12 @@ def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: p
     rows = np.arange(first_row, first_row + len(batch))
     result.documents_in += len(batch)
     if task.drop is not None:
-        path, start = (task.drop, 0) if isinstance(task.drop, str) else (task.drop.path, task.drop.start)
-        drop = np.fromfile(path, np.uint8, count=len(batch), offset=start + first_row)
+        drop = np.fromfile(task.drop.path, np.uint8, count=len(batch), offset=task.drop.start + first_row)
         if len(drop) != len(batch):
-            raise PrepareError(f"{path}: expected {task.part.documents} bytes of an earlier run, got fewer.")
+            raise PrepareError(f"{task.drop.path}: expected {task.part.documents} bytes of an earlier run, got fewer.")
         _count(result.dropped, {"duplicate": int((drop != 0).sum())})
     texts = batch.column("text")
-    sides = task.subsets.of_texts(texts)  # before lines are cut: which ones are depends on other documents
+    sides = task.subsets.of_texts(texts)  # before lines are cut, which depends on other documents
     if task.cut is not None:
         texts = task.cut.cut(texts, first_row)
     if task.drop is not None and drop.any():
@@ -191,7 +183,7 @@ def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: p
         sides = sides[keep]
     result.text_bytes += int(pc.sum(pc.binary_length(texts)).as_py() or 0)
     if task.rendering is None and len(texts) == 1 and pc.binary_length(texts)[0].as_py() > LONG_CHARS:
-        # One giant document, a stretch at a time: its tokens alone may be half a gigabyte.
+        # One giant document in several arrays: its tokens alone may be half a gigabyte.
         subset = task.subsets.names[int(sides[0])]
         for tokens in encode_long(task.spec, texts[0].as_py()):
             outputs.write(subset, tokens, np.empty(0, np.int64), rows[:0], [])
@@ -205,7 +197,7 @@ def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: p
     else:
         tokens, lengths = encode_column(task.spec, texts)
         _count(result.dropped, {"empty": int((lengths == 0).sum())})
-    outputs.leave_out(rows[lengths == 0])
+    outputs.left_out.append(rows[lengths == 0])
     for side, name in enumerate(task.subsets.names):
         chosen = np.flatnonzero((lengths > 0) & (sides == side))
         if len(chosen):
@@ -227,13 +219,13 @@ def _count(counts: dict[str, int], more: dict[str, int]) -> None:
 
 
 class _Outputs:
-    """The files of one task, below a temporary directory until all are whole."""
+    """The files of one task, in a temporary directory until all are complete."""
 
     def __init__(self, task: EncodeTask, folder: Path, stack: ExitStack) -> None:
         self._task, self._folder, self._stack = task, folder, stack
         self._sizes: dict[str, list[int]] = {}  # Documents, tokens, bytes of ids.
         self._files: dict[tuple[str, str], Any] = {}
-        self._left_out: list[NDArray[np.int64]] = []
+        self.left_out: list[NDArray[np.int64]] = []
 
     def _part(self, subset: str, folder: Path | str) -> TokenPart:
         documents, tokens, _ = self._sizes[subset]
@@ -262,48 +254,44 @@ class _Outputs:
         sizes[0] += len(lengths)
         sizes[1] += len(tokens)
 
-    def leave_out(self, rows: NDArray[np.int64]) -> None:
-        """Note rows that came so far and have no tokens."""
-        self._left_out.append(rows)
-
     def commit(self) -> dict[str, TokenPart]:
         for file in self._files.values():
             file.close()
-        made, files = {}, {}
+        parts, files = {}, {}
         for subset in sorted(self._sizes):
-            written, made[subset] = self._part(subset, self._folder), self._part(subset, self._task.folder)
+            written, parts[subset] = self._part(subset, self._folder), self._part(subset, self._task.folder)
             if self._task.shuffle is not None:
-                sort_part(written, made[subset])
+                sort_part(written, parts[subset])
             else:
-                files.update({written.file(kind): made[subset].file(kind) for kind in written.kinds})
+                files.update({written.file(kind): parts[subset].file(kind) for kind in written.kinds})
         commit_files(files)
-        left_out = np.concatenate([np.empty(0, np.int64), *self._left_out])
+        left_out = np.concatenate([np.empty(0, np.int64), *self.left_out])
         atomic_write(left_out_file(self._task), left_out.astype("<u4").tobytes())
-        return made
+        return parts
 
 
 _PART_BYTES = 4 << 20
 
 
 def sample_texts(parts: Sequence[TextPart], seed: int, limit: int = SAMPLE_BYTES) -> Iterator[str]:
-    """Texts of at most `limit` bytes: parts in the order of a keyed hash, from the beginning of each at most 4 MiB, or
-    an equal share of the limit if that is more. A function of the parts' names and contents, the seed and the limit.
+    """Texts of at most `limit` bytes: parts in the order of a keyed hash, and of each the first 4 MiB, or an equal
+    share of the limit if that is more. A function of the parts' names and contents, the seed and the limit.
     """
 
     def key(part: TextPart) -> bytes:
         return hashlib.sha256(f"forebay sample {seed} {part.name}".encode()).digest()
 
-    share, left = max(_PART_BYTES, limit // max(1, len(parts))), limit
+    share, remaining = max(_PART_BYTES, limit // max(1, len(parts))), limit
     for part in sorted(parts, key=key):
-        here = min(share, left)
+        here = min(share, remaining)
         texts = (text for _, batch in part_batches(part.arrow, ["text"]) for text in batch.column("text").to_pylist())
         for text in texts:
             data = text.encode()[:here]
-            piece = data.decode("utf-8", "ignore")
-            here, left = here - len(data), left - len(data)
-            if piece:
-                yield piece
+            excerpt = data.decode("utf-8", "ignore")
+            here, remaining = here - len(data), remaining - len(data)
+            if excerpt:
+                yield excerpt
             if here <= 0:
                 break
-        if left <= 0:
+        if remaining <= 0:
             return

@@ -1,19 +1,13 @@
-"""SHUFFLE: documents in the order of keyed hashes, over all parts, in bounded memory.
+"""SHUFFLE tasks: documents in the order of keyed hashes, over all parts, in bounded memory.
 
-A document's key is a 64-bit word of our own counter-based generator under (seed, its part's name, its row): the order
-is a pure function of seed and inputs, whatever the number of processes, buckets or batches. Each ENCODE task writes its
-documents by rising key; a SHUFFLE task takes one range of keys from every part and writes it by rising key; the ranges
-in a row are the whole order. Equal keys stand in the order of the parts, then of the rows.
-
-Costs: the tokens are written and read twice more. A bucket's tokens are in memory once and once more as they are put
-together: 3 x 64 MiB by default; a bucket that a giant document makes larger than 256 MiB is copied from document to
-document instead. Each part is opened once a bucket, so reads are parts x buckets: 1 TiB of tokens in parts of 64 MiB
-is 10**8 reads of about 8 KiB, some tens of minutes over all processes; beyond that, make larger pieces.
+A document's key is a word of our counter-based generator under (seed, its part's name, its row). ENCODE sorts each part
+by key; a SHUFFLE task merges one range of keys of all parts. Ties are in the order of the parts, then of the rows.
+Costs: the tokens are written and read twice more; memory is 3 x 64 MiB by default; each part is opened once a bucket,
+so that 1 TiB of tokens in parts of 64 MiB is 10**8 reads of about 8 KiB, some tens of minutes over all processes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -28,17 +22,18 @@ from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError
 from forebay.files import atomic_write
 from forebay.order.bijection import derive_key, random_words
+from forebay.prepare.tasks.keys import hash_json
 
 TASK_VERSION = 2
 BUCKET_BYTES = 64 << 20
 KINDS = ("tokens", "ends", "ids", "id_ends", "keys")
-_HELD_BYTES = 256 << 20
+_MEMORY_BYTES = 256 << 20
 _WRITE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """The seed, and which of several parts of the same name this is (0 for the first), lest their keys be the same."""
+    """The seed, and which of several parts of the same name this is (0 for the first), so that their keys differ."""
 
     seed: int
     occurrence: int = 0
@@ -46,7 +41,7 @@ class Shuffle:
 
 @dataclass(frozen=True)
 class TokenPart:
-    """Documents as tokens in files `folder/stem.KIND`: what ENCODE and SHUFFLE write and slicing reads.
+    """Documents as tokens in files `folder/stem.KIND`, which ENCODE and SHUFFLE write and slicing reads.
 
     `tokens` (of `dtype`), `ends` (U64 [documents], exclusive); with ids `ids` (a JSON line a document) and `id_ends`
     (U64); in the order of keys, `keys` (U64, rising).
@@ -61,14 +56,14 @@ class TokenPart:
     with_ids: bool = False
 
     def file(self, kind: str) -> Path:
-        """Where its `tokens`, `ends`, `ids`, `id_ends` or `keys` lie."""
+        """The path of its `tokens`, `ends`, `ids`, `id_ends` or `keys`."""
         return Path(self.folder) / f"{self.stem}.{kind}"
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The files that it has."""
-        there = {"ids": self.with_ids, "id_ends": self.with_ids, "keys": self.with_keys}
-        return tuple(kind for kind in KINDS if there.get(kind, True))
+        present = {"ids": self.with_ids, "id_ends": self.with_ids, "keys": self.with_keys}
+        return tuple(kind for kind in KINDS if present.get(kind, True))
 
     @property
     def itemsize(self) -> int:
@@ -83,7 +78,7 @@ def document_keys(shuffle: Shuffle, part_name: str, rows: NDArray[np.int64]) -> 
 
 @dataclass(frozen=True)
 class ShuffleTask:
-    """All documents of `parts` with keys in [first_key, last_key], to one part. `parts` lie in a file, see `plan`."""
+    """All documents of `parts` with keys in [first_key, last_key], to one part. The parts are in the file `plan`."""
 
     plan: str
     index: int
@@ -94,8 +89,7 @@ class ShuffleTask:
     @property
     def name(self) -> str:
         """A hash of the parts and the range of keys."""
-        facts = [TASK_VERSION, Path(self.plan).stem, self.first_key, self.last_key]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+        return hash_json([TASK_VERSION, Path(self.plan).stem, self.first_key, self.last_key])
 
 
 def plan_shuffle(parts: Sequence[TokenPart], folder: Path | str, bucket_bytes: int = BUCKET_BYTES) -> list[ShuffleTask]:
@@ -105,12 +99,12 @@ def plan_shuffle(parts: Sequence[TokenPart], folder: Path | str, bucket_bytes: i
     """
     if not parts:
         return []
-    listed = json.dumps([{**asdict(part), "folder": ""} for part in parts]).encode()
-    where = json.dumps([asdict(part) for part in parts]).encode()
-    # The name is of what the parts are; their folder may be moved between runs.
-    path = Path(folder) / f"shuffle-{hashlib.sha256(listed).hexdigest()[:32]}.plan"
-    if not path.exists() or path.read_bytes() != where:
-        atomic_write(path, where)
+    # The name is without the folder, which may be moved between runs.
+    name = hash_json([{**asdict(part), "folder": ""} for part in parts])
+    path = Path(folder) / f"shuffle-{name}.plan"
+    data = json.dumps([asdict(part) for part in parts]).encode()
+    if not path.exists() or path.read_bytes() != data:
+        atomic_write(path, data)
     size = sum(part.tokens * part.itemsize + 32 * part.documents for part in parts)
     count = max(1, -(-size // bucket_bytes))
     edges = [(index << 64) // count for index in range(count + 1)]
@@ -118,20 +112,19 @@ def plan_shuffle(parts: Sequence[TokenPart], folder: Path | str, bucket_bytes: i
 
 
 def shuffle(task: ShuffleTask, scale: int = 0) -> TokenPart:
-    """Run the task, or take up its result if it is done. At scale 1 and up no bucket is held in memory."""
-    done = finished_shuffle(task)
-    if done is not None:
+    """Run the task unless it is finished. At scale 1 and up no bucket is in memory at once."""
+    if (done := finished_shuffle(task)) is not None:
         return done
     parts = [TokenPart(**plain) for plain in json.loads(Path(task.plan).read_bytes())]
-    sources = [piece for part in parts if len((piece := _Run.of(part, task.first_key, task.last_key)).keys)]
+    sources = [run for part in parts if len((run := _Run.of(part, task.first_key, task.last_key)).keys)]
     keys = np.concatenate([np.empty(0, np.uint64), *[source.keys for source in sources]])
     order = np.argsort(keys, kind="stable")  # Parts stand in their order, rows in theirs: ties keep it.
     first = parts[0]
     tokens = sum(int(source.token_edges[-1] - source.token_edges[0]) for source in sources)
-    made = TokenPart(task.folder, task.name, len(keys), tokens, first.dtype, True, first.with_ids)
-    _write_sorted(made, sources, keys[order], order, held=scale == 0)
-    atomic_write(made.file("json"), json.dumps({**asdict(made), "folder": ""}).encode())
-    return made
+    result = TokenPart(task.folder, task.name, len(keys), tokens, first.dtype, True, first.with_ids)
+    _write_sorted(result, sources, keys[order], order, in_memory=scale == 0)
+    atomic_write(result.file("json"), json.dumps({**asdict(result), "folder": ""}).encode())
+    return result
 
 
 def finished_shuffle(task: ShuffleTask) -> TokenPart | None:
@@ -143,11 +136,11 @@ def finished_shuffle(task: ShuffleTask) -> TokenPart | None:
         return None
 
 
-def sort_part(part: TokenPart, made: TokenPart) -> None:
-    """Write the documents of a part, as ENCODE appended them, to the files of `made`, in the order of their keys."""
+def sort_part(part: TokenPart, result: TokenPart) -> None:
+    """Write the documents of a part, as ENCODE appended them, to the files of `result`, in the order of their keys."""
     source = _Run.of(part, 0, (1 << 64) - 1, is_sorted=False)
     order = np.argsort(source.keys, kind="stable")
-    _write_sorted(made, [source], source.keys[order], order, held=True)
+    _write_sorted(result, [source], source.keys[order], order, in_memory=True)
 
 
 @dataclass(frozen=True)
@@ -167,8 +160,9 @@ class _Run:
                 start = _bisect(file, part.documents, first_key)
                 stop = _bisect(file, part.documents, last_key + 1)
         keys = np.fromfile(part.file("keys"), "<u8", count=stop - start, offset=8 * start)
-        none = np.zeros(stop - start + 1, np.int64)
-        id_edges = _edges(part.file("id_ends"), start, stop) if part.with_ids else none
+        id_edges = np.zeros(stop - start + 1, np.int64)
+        if part.with_ids:
+            id_edges = _edges(part.file("id_ends"), start, stop)
         edges = _edges(part.file("ends"), start, stop)
         if len(keys) != stop - start or len(edges) != len(keys) + 1 or len(id_edges) != len(edges):
             raise PrepareError(f"{part.file('keys')}: expected the documents of an earlier run, got fewer. "
@@ -198,26 +192,23 @@ def _edges(path: Path, start: int, stop: int) -> NDArray[np.int64]:
 
 
 def _write_sorted(
-    made: TokenPart, sources: list[_Run], keys: NDArray[np.uint64], order: NDArray[np.int64], *, held: bool
+    result: TokenPart, sources: list[_Run], keys: NDArray[np.uint64], order: NDArray[np.int64], *, in_memory: bool
 ) -> None:
-    """Write the files of `made`: the documents of all sources, counted through, in this order."""
-    atomic_write(made.file("keys"), keys.astype("<u8").tobytes())
+    """Write the files of `result`: the documents of all sources, numbered through, in this order."""
+    atomic_write(result.file("keys"), keys.astype("<u8").tobytes())
     owner = np.repeat(np.arange(len(sources)), [len(source.keys) for source in sources])[order]
     for kind, ends_kind in (("tokens", "ends"), ("ids", "id_ends")):
-        if kind not in made.kinds:
+        if kind not in result.kinds:
             continue
-        item = np.dtype(np.uint8) if kind == "ids" else TOKEN_DTYPES[made.dtype]
+        item = np.dtype(np.uint8) if kind == "ids" else TOKEN_DTYPES[result.dtype]
         edges = [source.edges(kind) for source in sources]
         none = np.empty(0, np.int64)
-        starts = np.concatenate([none, *[one[:-1] for one in edges]])[order]
-        lengths = np.concatenate([none, *[np.diff(one) for one in edges]])[order]
-        atomic_write(made.file(ends_kind), np.cumsum(lengths).astype("<u8").tobytes())
+        starts = np.concatenate([none, *[run_edges[:-1] for run_edges in edges]])[order]
+        lengths = np.concatenate([none, *[np.diff(run_edges) for run_edges in edges]])[order]
+        atomic_write(result.file(ends_kind), np.cumsum(lengths).astype("<u8").tobytes())
         total = int(lengths.sum()) * item.itemsize
-        if held and total <= _HELD_BYTES:
-            chunks = _from_memory(sources, kind, item, owner, starts, lengths)
-        else:
-            chunks = _from_files(sources, kind, item, owner, starts, lengths)
-        atomic_write(made.file(kind), chunks)
+        copy = _from_memory if in_memory and total <= _MEMORY_BYTES else _from_files
+        atomic_write(result.file(kind), copy(sources, kind, item, owner, starts, lengths))
 
 
 def _from_memory(
@@ -232,37 +223,36 @@ def _from_memory(
             raise PrepareError(f"{source.part.file(kind)}: expected {count} more items, got {len(data)}. Run again.")
         parts.append(data)
     first = np.array([int(source.edges(kind)[0]) for source in sources], np.int64)
-    held: list[NDArray[Any]] = []
+    pending: list[NDArray[Any]] = []
     size = 0
     relative = starts - first[owner] if len(sources) else starts
     for which, start, length in zip(owner.tolist(), relative.tolist(), lengths.tolist()):
-        held.append(parts[which][start : start + length])
+        pending.append(parts[which][start : start + length])
         size += length * item.itemsize
         if size >= _WRITE_BYTES:
-            yield np.concatenate(held).tobytes()
-            held, size = [], 0
-    if held:
-        yield np.concatenate(held).tobytes()
+            yield np.concatenate(pending).tobytes()
+            pending, size = [], 0
+    if pending:
+        yield np.concatenate(pending).tobytes()
 
 
 def _from_files(
     sources: list[_Run], kind: str, item: np.dtype[Any], owner: Any, starts: Any, lengths: Any
 ) -> Iterator[bytes]:
-    opened, which_open = None, -1
+    opened, opened_index = None, -1
     try:
-        for which, start, length in zip(owner.tolist(), starts.tolist(), lengths.tolist()):
-            if which != which_open:
+        for index, start, length in zip(owner.tolist(), starts.tolist(), lengths.tolist()):
+            if opened is None or index != opened_index:
                 if opened is not None:
                     opened.close()
-                opened, which_open = sources[which].part.file(kind).open("rb", buffering=0), which
-            assert opened is not None
+                opened, opened_index = sources[index].part.file(kind).open("rb", buffering=0), index
             opened.seek(start * item.itemsize)
-            left = length * item.itemsize
-            while left:
-                chunk = opened.read(min(left, _WRITE_BYTES))
+            remaining = length * item.itemsize
+            while remaining:
+                chunk = opened.read(min(remaining, _WRITE_BYTES))
                 if not chunk:
-                    raise PrepareError(f"{opened.name}: expected {left} more bytes of an earlier run. Run again.")
-                left -= len(chunk)
+                    raise PrepareError(f"{opened.name}: expected {remaining} more bytes of an earlier run. Run again.")
+                remaining -= len(chunk)
                 yield chunk
     finally:
         if opened is not None:

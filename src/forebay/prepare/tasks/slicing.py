@@ -1,21 +1,18 @@
-"""SLICE: parts of tokens, one after the other, to slices of a dataset.
+"""SLICE tasks: parts of tokens, one after the other, to slices of a dataset. Slices begin and end inside documents.
 
-Hides: that a slice may begin and end inside documents and parts. The plan is one pass over the ends, a window of them
-in memory; it lies in two small files (32 bytes a slice, and the list of parts), so that a task is a path and a number,
-and 250 000 of them cost the main process some 50 MB. A slice is written from its parts' files alone.
-
-Costs: writing a slice holds its tokens twice; so slices of at most 256 MiB keep a process below 1 GB.
+The plan is one pass over the document ends; it is in two small files (32 bytes a slice, and the list of parts), so that
+a task is a path and a number. Writing a slice holds its tokens twice: slices of at most 256 MiB keep a process below
+1 GB.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,15 +21,20 @@ from forebay.dataset.manifest import TOKEN_DTYPES, SliceInfo
 from forebay.dataset.slices import TOKEN_HEADER_BYTES, write_rows_slice, write_token_slice
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write
+from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.shuffle import TokenPart
-
-if TYPE_CHECKING:
-    from forebay.prepare.tokenize.conversations import RowShape
 
 PLAN_VERSION = 1
 MIN_SLICE_BYTES = 4096
 _ENDS_AT_ONCE = 1 << 17
-Cutter = Callable[["Ends", int], tuple[int, int]]
+Cutter = Callable[["DocumentEnds", int], tuple[int, int]]
+
+
+class Shape(Protocol):
+    """Turns tokens into the tensors of a slice of rows."""
+
+    def tensors(self, tokens: NDArray[np.uint32], document_ends: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """The tensors by name; `ends` are the exclusive ends of documents."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class SliceTask:
     plan: str
     index: int
     out: str
-    shape: RowShape | None = None
+    shape: Shape | None = None
 
     @property
     def name(self) -> str:
@@ -51,7 +53,7 @@ class SliceTask:
 
     @property
     def mark(self) -> Path:
-        """What commits it."""
+        """The file that commits it."""
         return Path(f"{self.plan}-{self.index:06d}.json")
 
 
@@ -62,7 +64,7 @@ class SlicePlan:
     path: str
     slices: int
 
-    def tasks(self, out: Path | str, shape: RowShape | None = None) -> Sequence[SliceTask]:
+    def tasks(self, out: Path | str, shape: Shape | None = None) -> Sequence[SliceTask]:
         """One a slice, in order; into a dataset's directory."""
         return [SliceTask(self.path, index, str(out), shape) for index in range(self.slices)]
 
@@ -70,7 +72,7 @@ class SlicePlan:
 def plan_slices(
     parts: Sequence[TokenPart], folder: Path | str, *, slice_bytes: int = 64 << 20, slice_tokens: int = 0
 ) -> SlicePlan:
-    """Cut the parts, as one stream, into slices; the plan is written to `folder`, or taken up if it is there.
+    """Cut the parts, as one stream, into slices; the plan is written to `folder` unless it exists.
 
     Each slice but the last has `slice_tokens`, or is as large as fits in `slice_bytes`: header, tokens, 8 bytes a
     document end.
@@ -82,44 +84,43 @@ def plan_slices(
         raise UsageError(f"slices: expected parts of one type of token, got {sorted(kinds)}.")
     itemsize = TOKEN_DTYPES[kinds.pop()].itemsize
 
-    def cut(ends: Ends, start: int) -> tuple[int, int]:
+    def cut(document_ends: DocumentEnds, start: int) -> tuple[int, int]:
         if slice_tokens:
-            stop = min(ends.total, start + slice_tokens)
-            return stop, ends.first + int(np.searchsorted(ends.until(stop, 1 << 62), stop, "right"))
+            stop = min(document_ends.total, start + slice_tokens)
+            return stop, document_ends.first + int(np.searchsorted(document_ends.until(stop, 1 << 62), stop, "right"))
         budget = slice_bytes - TOKEN_HEADER_BYTES
-        near = ends.until(min(ends.total, start + budget // itemsize), budget // 8 + 1)
-        stop, inside = next_cut(near, start, 0, ends.total, itemsize, slice_bytes)
-        return stop, ends.first + inside
+        near = document_ends.until(min(document_ends.total, start + budget // itemsize), budget // 8 + 1)
+        stop, inside = next_cut(near, start, 0, document_ends.total, itemsize, slice_bytes)
+        return stop, document_ends.first + inside
 
     return write_plan(parts, folder, ["tokens", slice_tokens or 0, 0 if slice_tokens else slice_bytes], cut)
 
 
-def write_plan(parts: Sequence[TokenPart], folder: Path | str, facts: list[Any], cut: Cutter) -> SlicePlan:
+def write_plan(parts: Sequence[TokenPart], folder: Path | str, settings: list[Any], cut: Cutter) -> SlicePlan:
     """Cut from 0 to the end by `cut(ends, start) -> (stop, index after the last document end until there)`."""
-    listed = [{**asdict(part), "folder": ""} for part in parts]
-    name = hashlib.sha256(json.dumps([PLAN_VERSION, facts, listed]).encode()).hexdigest()[:32]
+    name = hash_json([PLAN_VERSION, settings, [{**asdict(part), "folder": ""} for part in parts]])
     path = Path(folder) / f"slices-{name}"
-    where = json.dumps([asdict(part) for part in parts]).encode()
+    data = json.dumps([asdict(part) for part in parts]).encode()
     cuts = path.with_suffix(".cuts")
-    if not cuts.exists() or path.with_suffix(".parts").read_bytes() != where:
-        atomic_write(path.with_suffix(".parts"), where)
-        atomic_write(cuts, _cuts(Ends(parts), cut))
+    if not cuts.exists() or path.with_suffix(".parts").read_bytes() != data:
+        atomic_write(path.with_suffix(".parts"), data)
+        atomic_write(cuts, _cuts(DocumentEnds(parts), cut))
     return SlicePlan(str(path), cuts.stat().st_size // 16 - 1)
 
 
-def _cuts(ends: Ends, cut: Cutter) -> Iterator[bytes]:
+def _cuts(document_ends: DocumentEnds, cut: Cutter) -> Iterator[bytes]:
     start = 0
     yield np.zeros(2, "<i8").tobytes()
-    while start < ends.total:
-        start, last_end = cut(ends, start)
-        ends.forget(last_end)
+    while start < document_ends.total:
+        start, last_end = cut(document_ends, start)
+        document_ends.discard(last_end)
         yield np.array([start, last_end], "<i8").tobytes()
 
 
-class Ends:
-    """The document ends of all parts as one rising sequence, read as they are needed and forgotten when cut off.
+class DocumentEnds:
+    """The document ends of all parts as one rising sequence, read as they are needed, discarded when they are cut off.
 
-    `first` is the index of the first end that is not forgotten, `total` the tokens in all parts.
+    `first` is the index of the first end that is not discarded, `total` the tokens in all parts.
     """
 
     def __init__(self, parts: Sequence[TokenPart]) -> None:
@@ -143,7 +144,7 @@ class Ends:
             base += part.tokens
 
     def until(self, token: int, limit: int) -> NDArray[np.int64]:
-        """The ends from `first` on: at least all up to `token`, or `limit` of them, or all that there are."""
+        """The ends from `first` on: at least all up to `token`, or `limit` of them, or all."""
         blocks = [self._near]
         count, last = len(self._near), int(self._near[-1]) if len(self._near) else -1
         while last < token and count < limit and (block := next(self._unread, None)) is not None:
@@ -153,14 +154,14 @@ class Ends:
             self._near = np.concatenate(blocks)
         return self._near
 
-    def forget(self, index: int) -> None:
-        """Let go of all ends before `index`."""
+    def discard(self, index: int) -> None:
+        """Discard all ends before `index`."""
         self._near = self._near[index - self.first :]
         self.first = index
 
 
 def next_cut(
-    ends: NDArray[Any], start: int, first_end: int, total: int, itemsize: int, slice_bytes: int
+    document_ends: NDArray[Any], start: int, first_end: int, total: int, itemsize: int, slice_bytes: int
 ) -> tuple[int, int]:
     """Where the slice that begins at token `start` stops: as late as header, tokens and ends fit in `slice_bytes`.
 
@@ -170,7 +171,7 @@ def next_cut(
     budget = slice_bytes - TOKEN_HEADER_BYTES
     low, high = start + 1, min(total, start + budget // itemsize)
     # All ends that can matter, so that each probe searches a short run.
-    near = ends[first_end : first_end + budget // 8 + 1]
+    near = document_ends[first_end : first_end + budget // 8 + 1]
     while low < high:
         middle = (low + high + 1) // 2
         inside = int(np.searchsorted(near, near.dtype.type(middle), "right"))
@@ -182,7 +183,7 @@ def next_cut(
 
 
 @dataclass(frozen=True)
-class Stretch:
+class TokenRange:
     """A slice's share of the stream: tokens [start, stop), document ends [first_end, last_end)."""
 
     parts: Sequence[TokenPart]
@@ -194,31 +195,31 @@ class Stretch:
     last_end: int
 
     def read_tokens(self) -> NDArray[Any]:
-        found = [
+        arrays = [
             np.fromfile(part.file("tokens"), TOKEN_DTYPES[part.dtype], count=b - a, offset=a * part.itemsize)
             for part, a, b in ((self.parts[i], a, b) for i, a, b in _overlaps(self.token_starts, self.start, self.stop))
         ]
-        return self._whole(found, self.stop - self.start, TOKEN_DTYPES[self.parts[0].dtype])
+        return self._joined(arrays, self.stop - self.start, TOKEN_DTYPES[self.parts[0].dtype])
 
     def read_ends(self) -> NDArray[Any]:
         """The ends of the documents that end in it, U64, counted from its start."""
-        found = []
+        arrays = []
         for index, a, b in _overlaps(self.document_starts, self.first_end, self.last_end):
-            ends = np.fromfile(self.parts[index].file("ends"), "<u8", count=b - a, offset=8 * a)
-            found.append((ends.astype(np.int64) + (int(self.token_starts[index]) - self.start)).astype("<u8"))
-        return self._whole(found, self.last_end - self.first_end, np.dtype("<u8"))
+            document_ends = np.fromfile(self.parts[index].file("ends"), "<u8", count=b - a, offset=8 * a)
+            arrays.append((document_ends.astype(np.int64) + (int(self.token_starts[index]) - self.start)).astype("<u8"))
+        return self._joined(arrays, self.last_end - self.first_end, np.dtype("<u8"))
 
-    def _whole(self, found: list[NDArray[Any]], count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        whole = found[0] if len(found) == 1 else np.concatenate([np.empty(0, dtype), *found])
-        if len(whole) != count:
+    def _joined(self, arrays: list[NDArray[Any]], count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        joined = arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, dtype), *arrays])
+        if len(joined) != count:
             raise PrepareError(
                 f"{self.parts[0].folder}: expected the tokens of an earlier run, got fewer. Remove .work and run again."
             )
-        return whole
+        return joined
 
 
 def _overlaps(starts: NDArray[np.int64], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Each part that shares something with [start, stop), and which of its own items."""
+    """Each part that overlaps [start, stop), and which of its own items do."""
     index = int(np.searchsorted(starts, start, "right")) - 1
     while index < len(starts) - 1 and starts[index] < stop:
         base = int(starts[index])
@@ -228,11 +229,11 @@ def _overlaps(starts: NDArray[np.int64], start: int, stop: int) -> Iterator[tupl
         index += 1
 
 
-def read_stretch(task: SliceTask) -> Stretch:
-    """What the plan gives this slice."""
+def read_range(task: SliceTask) -> TokenRange:
+    """The range of the stream that the plan gives this slice."""
     parts, token_starts, document_starts = _parts(f"{task.plan}.parts")
     edges = np.fromfile(f"{task.plan}.cuts", "<i8", count=4, offset=16 * task.index).tolist()
-    return Stretch(parts, token_starts, document_starts, edges[0], edges[2], edges[1], edges[3])
+    return TokenRange(parts, token_starts, document_starts, edges[0], edges[2], edges[1], edges[3])
 
 
 @lru_cache(maxsize=2)
@@ -243,17 +244,16 @@ def _parts(path: str) -> tuple[list[TokenPart], NDArray[np.int64], NDArray[np.in
 
 
 def write_slice(task: SliceTask, scale: int = 0) -> SliceInfo:
-    """Write the slice, or take up the one of an earlier run. `scale` changes nothing: a slice is written whole."""
-    done = finished_slice(task)
-    if done is not None:
+    """Write the slice unless it is finished. `scale` changes nothing: a slice is written at once."""
+    if (done := finished_slice(task)) is not None:
         return done
-    stretch = read_stretch(task)
-    path, tokens, ends = Path(task.out) / task.name, stretch.read_tokens(), stretch.read_ends()
+    tokens_range = read_range(task)
+    path, tokens, document_ends = Path(task.out) / task.name, tokens_range.read_tokens(), tokens_range.read_ends()
     if task.shape is None:
-        size, sha256 = write_token_slice(path, tokens, ends)
-        count, documents = len(tokens), len(ends)
+        size, sha256 = write_token_slice(path, tokens, document_ends)
+        count, documents = len(tokens), len(document_ends)
     else:
-        tensors = task.shape.tensors(tokens, ends.astype(np.int64))
+        tensors = task.shape.tensors(tokens, document_ends.astype(np.int64))
         size, sha256 = write_rows_slice(path, tensors)
         count, documents = len(tensors["input_ids"]), 0
     info = SliceInfo(task.index, task.name, size, sha256, count, documents)

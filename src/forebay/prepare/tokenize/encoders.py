@@ -1,17 +1,9 @@
-"""What turns texts into ids: a reference library, or a faster one that has been seen to give the same.
+"""Encoders: from texts to ids, by a reference library or a faster one that gives the same ids.
 
-Hides: which library that is. The reference for a tokenizer.json is the tokenizers library, for a tiktoken encoding
-tiktoken. gigatoken, if installed, gave the same ids for each of 10 million texts made to tell them apart (all of
-Unicode in nine contexts, random mixtures, long runs), many times as fast: benchmarks/prepare/tokens.py. It is used
-where it knows the tokenizer and agrees with the reference on a probe when it is loaded; then a piece of text of every
-eighth batch goes through both, and a difference ends the task.
-
-Costs: gigatoken remembers words for ever (8 bytes a byte of random text): it is loaded anew, in 0.1 s, when the process
-has grown by 192 MiB. The tokenizers library takes some 100 bytes a character, so a text longer than 2 Mi characters
-goes to it in pieces: cut at a space between ASCII characters where that changes no id (byte-level BPE that GPT-2's or
-tiktoken's patterns cut first; BPE over `▁` as Llama's). Where there is no such place within 256 Ki characters (a wall
-of Chinese, a million dots), or the tokenizer is of another kind, it is cut all the same, and the tokens that would have
-reached over the cut are others than the library's: at most one place in 2 Mi characters.
+The reference for a tokenizer.json is the tokenizers library, for a tiktoken encoding tiktoken. gigatoken, if installed,
+is used where it agrees with the reference on a probe; then a text of every eighth batch goes through both, and a
+difference ends the task. Costs: gigatoken remembers words and is loaded again, in 0.1 s, when the process has grown by
+192 MiB; the tokenizers library takes some 100 bytes a character, so that longer texts go to it in pieces (`cut_long`).
 """
 
 from __future__ import annotations
@@ -33,16 +25,15 @@ from numpy.typing import NDArray
 from forebay.errors import PrepareError
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.tokenize.tiktoken import FAMILIES, ranks_of
-from forebay.prepare.tokenize.tokenizers import TokenizerFile, encode_batch, parse
+from forebay.prepare.tokenize.tokenizers import OWN, Tokenizer, TokenizerFile, encode_batch, parse
 
-CODER_VERSION = 2
-"""Raised when a text would get other ids."""
+ENCODER_VERSION = 2
+"""Changed when a text would get other ids."""
 LONG_CHARS = 2 << 20
 _SLACK_CHARS = 256 << 10
-_CHECK_BYTES = 8 << 20
 _SPACE = re.compile("[!-~] (?=[!-~])")
-_GROWTH_BYTES = 192 << 20
 _CALL_BYTES = 1 << 20  # The tokenizers library keeps some 100 bytes a token until a call ends.
+_GROWTH_BYTES, _FAST_CALL_BYTES = 192 << 20, 8 << 20
 _CHECK_EVERY, _CHECK_CHARS = 8, 4096
 _PROBE = (
     "",
@@ -57,8 +48,11 @@ _PROBE = (
 
 
 @dataclass(frozen=True)
-class CoderSpec:
-    """What a worker needs to encode: a tokenizer.json by path and hash, what it is, and the ids around a document."""
+class EncoderSpec:
+    """What a worker needs to encode: a tokenizer.json by path and hash, its kind, and the ids around a document.
+
+    `tokenizer` is an object of the user's, which encodes in place of a library.
+    """
 
     path: str
     sha256: str
@@ -66,19 +60,25 @@ class CoderSpec:
     dtype: str
     eos_id: int | None
     bos_id: int | None = None
+    tokenizer: Tokenizer | None = None
 
     @classmethod
-    def of(cls, found: TokenizerFile, path: Path | str) -> CoderSpec:
-        """Of a tokenizer whose bytes lie at `path`."""
-        return cls(str(path), found.sha256, found.kind, found.dtype, found.eos_id, found.bos_id)
+    def of(cls, file: TokenizerFile, path: Path | str) -> EncoderSpec:
+        """Of a tokenizer whose bytes are at `path`."""
+        return cls(str(path), file.sha256, file.kind, file.dtype, file.eos_id, file.bos_id, file.tokenizer)
 
     @property
-    def facts(self) -> list[Any]:
-        """All that ids depend on, and no path: for the name of a task."""
-        return [CODER_VERSION, self.sha256, self.kind, self.dtype, self.eos_id, self.bos_id]
+    def fields(self) -> list[Any]:
+        """All that ids depend on, without the path: for the name of a task."""
+        return [ENCODER_VERSION, self.sha256, self.kind, self.dtype, self.eos_id, self.bos_id]
+
+    @property
+    def has_tokenizer_json(self) -> bool:
+        """Whether the bytes at `path` are a tokenizer.json that defines the ids."""
+        return self.kind not in ("bytes", OWN)
 
 
-class Coder(Protocol):
+class Encoder(Protocol):
     """Texts to ids, without BOS or EOS."""
 
     name: str
@@ -87,31 +87,33 @@ class Coder(Protocol):
         """The ids of each text, unsigned."""
 
 
-def coder_for(spec: CoderSpec) -> Coder:
-    """The fastest coder of these ids that is installed; one is kept a process."""
-    return _coder(spec.path, spec.sha256, spec.kind, os.environ.get("FOREBAY_CODER", ""))
+def encoder_for(spec: EncoderSpec) -> Encoder:
+    """The fastest installed encoder of these ids; two are kept in a process."""
+    if spec.tokenizer is not None:
+        return spec.tokenizer
+    return _encoder(spec.path, spec.sha256, spec.kind, os.environ.get("FOREBAY_CODER", ""))
 
 
 @lru_cache(maxsize=2)
-def _coder(path: str, sha256: str, kind: str, wanted: str) -> Coder:
-    return make_coder(b"" if kind == "bytes" else Path(path).read_bytes(), kind, wanted)
+def _encoder(path: str, sha256: str, kind: str, choice: str) -> Encoder:
+    return make_encoder(b"" if kind == "bytes" else Path(path).read_bytes(), kind, choice)
 
 
-def make_coder(data: bytes, kind: str, wanted: str = "") -> Coder:
-    """The fastest coder for the bytes of a tokenizer.json of that kind; `wanted="reference"`: the reference itself."""
+def make_encoder(data: bytes, kind: str, choice: str = "") -> Encoder:
+    """The fastest encoder for the bytes of a tokenizer.json of that kind; with `choice="reference"` the reference."""
     if kind == "bytes":
-        return ByteCoder()
-    reference = reference_coder(data, kind)
-    fast = None if wanted == "reference" else fast_coder(data, kind, reference)
-    return Cutting(fast or reference, _safe_cut(data, kind))
+        return ByteEncoder()
+    reference = reference_encoder(data, kind)
+    fast = None if choice == "reference" else fast_encoder(data, kind, reference)
+    return LongTextEncoder(fast or reference, _safe_cut(data, kind))
 
 
-def reference_coder(data: bytes, kind: str) -> Coder:
+def reference_encoder(data: bytes, kind: str) -> Encoder:
     """The library that defines the ids of a tokenizer.json of that kind."""
-    return TiktokenCoder(data, kind.partition(":")[2]) if kind.startswith("tiktoken:") else LibraryCoder(data)
+    return TiktokenEncoder(data, kind.partition(":")[2]) if kind.startswith("tiktoken:") else LibraryEncoder(data)
 
 
-def encode_column(spec: CoderSpec, texts: pa.LargeStringArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def encode_column(spec: EncoderSpec, texts: pa.LargeStringArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """The tokens of a column of texts, each with its BOS and EOS, in the spec's type; and the length of each with them.
 
     An empty text has length 0 and no BOS or EOS.
@@ -122,34 +124,35 @@ def encode_column(spec: CoderSpec, texts: pa.LargeStringArray) -> tuple[NDArray[
         offsets, data = text_buffers(texts)
         lengths, ids = np.diff(offsets), data[offsets[0] : offsets[-1]]
     else:
-        arrays = coder_for(spec).encode(texts.to_pylist())
+        arrays = encoder_for(spec).encode(texts.to_pylist())
         lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
         ids = np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="unsafe")
-    whole = lengths + (int(before) + int(after)) * (lengths > 0)
+    full = lengths + (int(before) + int(after)) * (lengths > 0)
     if not (before or after):
-        return ids.astype(dtype), whole
-    stops = np.cumsum(whole)
-    out, is_text = np.empty(int(stops[-1]) if len(stops) else 0, dtype), np.ones(int(whole.sum()), bool)
-    for present, token, places in ((before, spec.bos_id, stops - whole), (after, spec.eos_id, stops - 1)):
+        return ids.astype(dtype), full
+    stops = np.cumsum(full)
+    out, is_text = np.empty(int(stops[-1]) if len(stops) else 0, dtype), np.ones(int(full.sum()), bool)
+    for present, token, positions in ((before, spec.bos_id, stops - full), (after, spec.eos_id, stops - 1)):
         if present:
-            out[places[lengths > 0]] = token
-            is_text[places[lengths > 0]] = False
+            out[positions[lengths > 0]] = token
+            is_text[positions[lengths > 0]] = False
     out[is_text] = ids
-    return out, whole
+    return out, full
 
 
-def encode_long(spec: CoderSpec, text: str) -> Iterator[NDArray[Any]]:
-    """The tokens of one long text as `encode_column` gives them, a stretch at a time."""
+def encode_long(spec: EncoderSpec, text: str) -> Iterator[NDArray[Any]]:
+    """The tokens of one long text as `encode_column` gives them, in several arrays."""
     dtype = np.dtype("<u2" if spec.dtype == "U16" else "<u4")
-    coder = coder_for(spec)
+    encoder = encoder_for(spec)
     if spec.bos_id is not None:
         yield np.array([spec.bos_id], dtype)
-    for piece in cut_long(text, coder.cut if isinstance(coder, Cutting) else ""):
-        yield coder.encode([piece])[0].astype(dtype)
+    parts = [text] if spec.tokenizer else cut_long(text, encoder.cut if isinstance(encoder, LongTextEncoder) else "")
+    for part in parts:
+        yield encoder.encode([part])[0].astype(dtype)
     yield np.array([] if spec.eos_id is None else [spec.eos_id], dtype)
 
 
-class ByteCoder:
+class ByteEncoder:
     """Ids are the UTF-8 bytes."""
 
     name = "bytes"
@@ -158,21 +161,23 @@ class ByteCoder:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
-class LibraryCoder:
+class LibraryEncoder:
+    """The tokenizers library, with all its threads unless TOKENIZERS_PARALLELISM is false."""
+
     name = "tokenizers"
 
     def __init__(self, data: bytes) -> None:
         self._tokenizer = parse(data, "tokenizer.json")
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """As `Coder` says; by all its threads, unless TOKENIZERS_PARALLELISM is false."""
-        found: list[NDArray[Any]] = []
-        for batch in _batches(texts):
-            found += [np.array(encoding.ids, np.uint32) for encoding in encode_batch(self._tokenizer, batch)]
-        return found
+        return [
+            np.array(encoding.ids, np.uint32)
+            for batch in _batches(texts)
+            for encoding in encode_batch(self._tokenizer, batch)
+        ]
 
 
-class TiktokenCoder:
+class TiktokenEncoder:
     """tiktoken; where its regular expressions give up (a million spaces before a letter), the tokenizers library."""
 
     name = "tiktoken"
@@ -186,36 +191,37 @@ class TiktokenCoder:
         )
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        return [self._one(text) for text in texts]
+        return [self._encode(text) for text in texts]
 
-    def _one(self, text: str) -> NDArray[Any]:
+    def _encode(self, text: str) -> NDArray[Any]:
         try:
             return np.array(self._encoding.encode_to_numpy(text, disallowed_special=()), np.uint32)
         except ValueError:
-            return LibraryCoder(self._data).encode([text])[0]
+            return LibraryEncoder(self._data).encode([text])[0]
 
 
-class FastCoder:
-    """gigatoken, compared with its reference as it goes."""
+class FastEncoder:
+    """gigatoken, compared with its reference as it runs."""
 
     name = "gigatoken"
 
-    def __init__(self, data: bytes, kind: str, reference: Coder) -> None:
+    def __init__(self, data: bytes, kind: str, reference: Encoder) -> None:
         self._data, self._kind, self._reference = data, kind, reference
         self._calls = 0
         self._load()
 
     def _load(self) -> None:
-        self._engine: Any = None  # The old one's memory goes first.
+        self._engine: Any = None  # Free the memory of the old one first.
         self._engine = _load_gigatoken(self._data, self._kind)
         self._base_bytes = _resident_bytes()
 
     def agrees(self, texts: Sequence[str]) -> bool:
+        """Whether the ids of these texts are the reference's."""
         ours = [self._engine.encode(text) for text in texts]
         return all(np.array_equal(a, b) for a, b in zip(ours, self._reference.encode(texts)))
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """As `Coder` says. Raises PrepareError if it differs from the reference on a text that both encoded."""
+        """As `Encoder` says. Raises PrepareError if it differs from the reference on a text that both encoded."""
         if self._calls % _CHECK_EVERY == 0 and texts:
             text = texts[self._calls // _CHECK_EVERY % len(texts)][:_CHECK_CHARS]
             if not self.agrees([text]):
@@ -224,21 +230,21 @@ class FastCoder:
                     f"{text[:80]!r}. Nothing is written. Set FOREBAY_CODER=reference and run again."
                 )
         self._calls += 1
-        found = []
-        for batch in _batches(texts, _CHECK_BYTES):
-            found += [self._engine.encode(text) for text in batch]
+        ids: list[NDArray[Any]] = []
+        for batch in _batches(texts, _FAST_CALL_BYTES):
+            ids += [self._engine.encode(text) for text in batch]
             if _resident_bytes() - self._base_bytes > _GROWTH_BYTES:
                 self._load()
-        return found
+        return ids
 
 
-def fast_coder(data: bytes, kind: str, reference: Coder) -> FastCoder | None:
+def fast_encoder(data: bytes, kind: str, reference: Encoder) -> FastEncoder | None:
     """gigatoken for this tokenizer; None if it is not installed, does not know it, or differs on the probe."""
     try:
-        found = FastCoder(data, kind, reference)
+        encoder = FastEncoder(data, kind, reference)
     except Exception:  # noqa: BLE001 - whatever a faster library cannot do, the reference can
         return None
-    return found if found.agrees(_PROBE) else None
+    return encoder if encoder.agrees(_PROBE) else None
 
 
 def _load_gigatoken(data: bytes, kind: str) -> Any:
@@ -269,40 +275,39 @@ def _load_ranks(data: bytes, kind: str) -> Any:
 
 
 Cut = Literal["before", "at", ""]
-"""Which cut of a long text changes no id: before a space, at one that is left out, or none that is known."""
+"""Which cut of a long text changes no id: before a space, at a space that is left out, or none that is known."""
 
 
-class Cutting:
-    """A coder to which no text much longer than `LONG_CHARS` is given; `name` is that of the coder behind it."""
+class LongTextEncoder:
+    """Gives an encoder no text much longer than `LONG_CHARS`; `name` is that of the encoder."""
 
-    def __init__(self, coder: Coder, cut: Cut) -> None:
-        self.coder, self.name, self.cut = coder, coder.name, cut
+    def __init__(self, encoder: Encoder, cut: Cut) -> None:
+        self.encoder, self.name, self.cut = encoder, encoder.name, cut
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         if all(len(text) <= LONG_CHARS for text in texts):
-            return self.coder.encode(texts)
-        return [np.concatenate([self.coder.encode([piece])[0] for piece in cut_long(text, self.cut)]) for text in texts]
+            return self.encoder.encode(texts)
+        return [np.concatenate([self.encoder.encode([part])[0] for part in cut_long(text, self.cut)]) for text in texts]
 
 
 def cut_long(text: str, cut: Cut = "before") -> Iterator[str]:
-    """A text in pieces of about `LONG_CHARS` characters; they depend on it and on `cut` alone.
+    """A text in parts of about `LONG_CHARS` characters, which depend on it and on `cut` alone.
 
-    With `cut` they end at a space, if there is one between two ASCII characters soon after; else anywhere but before a
-    combining mark.
+    With `cut` a part ends at a space between two ASCII characters, which changes no id. Where none comes within 256 Ki
+    characters, or without `cut`, it ends anywhere but before a combining mark: tokens over that place are others than
+    the library's.
     """
     start = 0
     while len(text) - start > LONG_CHARS + _SLACK_CHARS:
-        at = start + LONG_CHARS
-        space = _SPACE.search(text, at - 1, at + _SLACK_CHARS) if cut else None
+        stop = start + LONG_CHARS
+        space = _SPACE.search(text, stop - 1, stop + _SLACK_CHARS) if cut else None
         if space is not None:
-            at = space.end() - 1
-            yield text[start:at]
-            start = at + (cut == "at")
-            continue
-        while unicodedata.combining(text[at]) and at < start + LONG_CHARS + _SLACK_CHARS:
-            at += 1
-        yield text[start:at]
-        start = at
+            stop = space.end() - 1
+        else:
+            while unicodedata.combining(text[stop]) and stop < start + LONG_CHARS + _SLACK_CHARS:
+                stop += 1
+        yield text[start:stop]
+        start = stop + (space is not None and cut == "at")
     yield text[start:]
 
 
@@ -320,13 +325,13 @@ def _safe_cut(data: bytes, kind: str) -> Cut:
     byte_level = first.get("type") == "ByteLevel" and first.get("use_regex", True) and not first.get("add_prefix_space")
     if byte_level and normal["type"] in ("NFC", "NFD", "NFKC", "NFKD"):
         return "before"
-    # Each text gets a `▁` before it, each space becomes one, and no token holds one after anything else: then no merge
-    # reaches over a space, and the `▁` of the next piece stands for the space that is left out.
+    # Each text gets a `▁` before it, each space becomes one, and no token has one after anything else: then no merge
+    # crosses a space, and the `▁` of the next part stands for the space that is left out.
     steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     marked = not first and normal.get("normalizers") == steps
     names = [*model["vocab"], *(token["content"].replace(" ", "▁") for token in added)]
-    whole = all(token.get("normalized") and not re.match("[ ▁]", token["content"]) for token in added)
-    return "at" if marked and whole and not any(re.search("[^▁]▁", name) for name in names) else ""
+    complete = all(token.get("normalized") and not re.match("[ ▁]", token["content"]) for token in added)
+    return "at" if marked and complete and not any(re.search("[^▁]▁", name) for name in names) else ""
 
 
 def _batches(texts: Sequence[str], limit: int = _CALL_BYTES) -> Iterator[Sequence[str]]:

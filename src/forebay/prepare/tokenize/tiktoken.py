@@ -93,18 +93,18 @@ def _from_registry(spec: str, encoding: str) -> tuple[bytes, str]:
     if encoding not in names:
         raise UsageError(f"tokenizer {spec!r}: expected an encoding in {', '.join(names)}, got {encoding!r}.")
     try:
-        found = tiktoken.get_encoding(encoding)
+        encoding_ = tiktoken.get_encoding(encoding)
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise PrepareError(
             f"tokenizer {spec!r}: tiktoken could not download its vocabulary: {first} Fetch the file on another "
             f"machine and give tiktoken:{encoding}:/path/file.tiktoken."
         ) from error
-    pattern = found._pat_str
-    family = next((name for name, one in FAMILIES.items() if pattern in (one.pattern, one.plain)), None)
+    pattern = encoding_._pat_str
+    family = next((name for name, family_ in FAMILIES.items() if pattern in (family_.pattern, family_.plain)), None)
     if family is None:
         raise UsageError(f"tokenizer {spec!r}: this tiktoken cuts its text in a way that is not known here.")
-    return _to_json(dict(found._mergeable_ranks), dict(found._special_tokens), family)
+    return _to_json(dict(encoding_._mergeable_ranks), dict(encoding_._special_tokens), family)
 
 
 def _ranks(path: Path) -> dict[bytes, int]:
@@ -126,9 +126,9 @@ def _to_json(ranks: dict[bytes, int], special: dict[str, int], family: str) -> t
     spelled = {token: "".join(stand_in[byte] for byte in token) for token in ranks}
     merges = []
     for token in sorted(ranks, key=lambda token: ranks[token]):
-        cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
-        known = [pair for pair in cuts if pair[0] in ranks and pair[1] in ranks]
-        merges += [(spelled[a], spelled[b]) for a, b in sorted(known, key=lambda p: (ranks[p[0]], ranks[p[1]]))]
+        cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known_pairs = [pair for pair in cuts if pair[0] in ranks and pair[1] in ranks]
+        merges += [(spelled[a], spelled[b]) for a, b in sorted(known_pairs, key=lambda p: (ranks[p[0]], ranks[p[1]]))]
     vocab = {spelled[token]: rank for token, rank in ranks.items()} | special
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
     cut: Any = pre_tokenizers.Split(Regex(FAMILIES[family].plain), "isolated")

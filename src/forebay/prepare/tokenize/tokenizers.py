@@ -1,9 +1,7 @@
-"""A tokenizer by any of its names, as the bytes of its tokenizer.json.
+"""A tokenizer by any of its names, as the bytes of its tokenizer.json, with the tokens that begin and end a document.
 
-Hides: where it comes from (a file, a pair of files, the hub, tiktoken, the corpus itself, none at all) and which of its
-tokens begin and end a document. The bytes are what a dataset carries along and what a task is named by; `kind` says
-which library is the reference for the ids: `json` is the tokenizers library's, `tiktoken:FAMILY` is tiktoken's, `bytes`
-needs none. `forebay.prepare.tokenize.encoders` encodes by them.
+The bytes are stored in a dataset and hashed in the names of tasks; `kind` says what defines the ids: `json` the
+tokenizers library, `tiktoken:FAMILY` tiktoken, `bytes` nothing, `own` an object of the user's. `encoders` encodes.
 """
 
 import base64
@@ -12,15 +10,18 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from numpy.typing import NDArray
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as HubTokenizer
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError, UnknownDatasetError, UsageError
+from forebay.plugins import load_plugin, plugins
 from forebay.prepare.read.hub import missing_packages
 from forebay.prepare.read.hub_cache import fetch_tokenizer
 from forebay.prepare.tokenize.tiktoken import byte_alphabet, load_tiktoken
@@ -33,22 +34,40 @@ AUTO = "auto"
 _EOS_NAMES = (EOS, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "[EOS]", "[SEP]", "<|im_end|>")
 _BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|bos|>", "<|startoftext|>", "[BOS]", "[CLS]")
 _MAX_GROWTH = 64
+OWN = "own"
 _PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+
+
+class Tokenizer(Protocol):
+    """A tokenizer of the user's: an object, or what an entry point of `forebay.tokenizers` or `module:Name` makes.
+
+    Picklable, as it encodes in the workers.
+    """
+
+    name: str
+    """Its name in the manifest."""
+    data: bytes
+    """Bytes that identify it, which a dataset stores as `tokenizer.json`."""
+    vocab_size: int
+    """Ids are below this."""
+    eos_id: int | None
+    bos_id: int | None
+    """The tokens after and before each document."""
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """The ids of each text as unsigned integers, without BOS or EOS."""
 
 
 ALIASES = {
     "codegen-350M": "Salesforce/codegen-350M-mono",
     "gpt-neox-20b": "EleutherAI/gpt-neox-20b",
 }
-"""Names that people use and the hub does not have."""
+"""Common names that are not on the hub."""
 
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer: its description, the bytes of its tokenizer.json, ids below `vocab_size`, its EOS and BOS.
-
-    `eos_id` and `bos_id` are None where the policy sets none.
-    """
+    """A tokenizer: the bytes of its tokenizer.json, ids below `vocab_size`, its EOS and BOS (None: not used)."""
 
     description: str
     data: bytes
@@ -56,6 +75,7 @@ class TokenizerFile:
     eos_id: int | None
     bos_id: int | None = None
     kind: str = "json"
+    tokenizer: Tokenizer | None = None
 
     @property
     def sha256(self) -> str:
@@ -68,12 +88,12 @@ class TokenizerFile:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """`dtype` as NumPy has it, little endian."""
+        """`dtype` in NumPy, little endian."""
         return TOKEN_DTYPES[self.dtype]
 
 
 def vocab_to_train(spec: str) -> int | None:
-    """The vocabulary that `train:VOCAB` asks for, None for others; UsageError if it is no number."""
+    """The vocabulary size of `train:VOCAB`, None for other names; UsageError if it is no number."""
     if not spec.startswith("train:"):
         return None
     text = spec.removeprefix("train:")
@@ -84,17 +104,26 @@ def vocab_to_train(spec: str) -> int | None:
     return int(text)
 
 
-def load_tokenizer(spec: str, *, eos: bool | str = True, bos: bool | str = False) -> TokenizerFile:
-    """The tokenizer that `spec` names.
+def load_tokenizer(spec: str | Tokenizer, *, eos: bool | str = True, bos: bool | str = False) -> TokenizerFile:
+    """The tokenizer that `spec` names, or is.
 
     Args:
         spec: `bytes`; a tokenizer.json; a directory with one, or with GPT-2's pair (vocab.json and merges.txt, or
             encoder.json and vocab.bpe); a name on the hub; `tiktoken:ENCODING` (which tiktoken downloads once) or
-            `tiktoken:FILE.tiktoken`, the file named as its encoding, or `tiktoken:ENCODING:FILE.tiktoken`.
+            `tiktoken:FILE.tiktoken`, the file named as its encoding, or `tiktoken:ENCODING:FILE.tiktoken`; an entry
+            point of `forebay.tokenizers`, or `module:Name`.
         eos: Whether a token ends each document: the vocabulary's own, the one of that name, or (`auto`) the
             vocabulary's own if it has one.
         bos: Whether one begins it, likewise.
     """
+    if isinstance(spec, str) and (
+        spec in plugins("forebay.tokenizers") or re.fullmatch(r"(?!tiktoken:|train:)[\w.]+:[A-Za-z_][\w.]*", spec)
+    ):
+        loaded = load_plugin("forebay.tokenizers", spec)
+        spec = loaded() if callable(loaded) else loaded
+    if not isinstance(spec, str):
+        eos_id, bos_id = (spec.eos_id if eos else None), (spec.bos_id if bos else None)
+        return TokenizerFile(spec.name, spec.data, spec.vocab_size, eos_id, bos_id, OWN, spec)
     if spec == "bytes":
         data = byte_tokenizer().to_str(pretty=True).encode()
         return _describe("bytes", data, eos, bos, kind="bytes")
@@ -142,36 +171,37 @@ def _from_hub(spec: str, eos: bool | str, bos: bool | str) -> TokenizerFile:
     try:
         data = transformers.AutoTokenizer.from_pretrained(folder).backend_tokenizer.to_str()
     except Exception as error:  # of many kinds, by model
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise PrepareError(
-            f"tokenizer {spec!r}: expected a tokenizer.json or files that transformers makes one of, got {why}. Give a "
-            "tokenizer.json that is on this machine."
+            f"tokenizer {spec!r}: expected a tokenizer.json or files that transformers makes one of, got {reason}. "
+            "Give a tokenizer.json that is on this machine."
         ) from error
     return _describe(spec, data.encode(), eos, bos, folder=folder)
 
 
 def _from_pair(folder: Path, vocab_name: str, merges_name: str) -> bytes:
-    where = f"tokenizer {folder}"
     try:
-        vocab = json.loads((folder / vocab_name).read_bytes())
-        lines = (folder / merges_name).read_text("utf-8").split("\n")
-        pairs = (line.split(" ") for line in lines if line and not line.startswith("#version"))
-        merges = [(left, right) for left, right in pairs]
+        vocab, merges = models.BPE.read_file(str(folder / vocab_name), str(folder / merges_name))
         model = models.BPE(vocab=vocab, merges=merges)
     except Exception as error:
-        raise PrepareError(f"{where}: expected GPT-2's {vocab_name} and {merges_name}: {error}.") from error
+        raise PrepareError(
+            f"tokenizer {folder}: expected GPT-2's {vocab_name} and {merges_name}, got: {error}."
+        ) from error
     missing = sum(char not in vocab for char in byte_alphabet())
     if missing:
         raise UsageError(
-            f"{where}: expected a byte-level vocabulary as GPT-2's, got one that lacks {missing} of the 256 bytes. "
-            "Give the tokenizer.json of that model."
+            f"tokenizer {folder}: expected a byte-level vocabulary as GPT-2's, got one that lacks {missing} of the 256 "
+            "bytes. Give the tokenizer.json of that model."
         )
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return _byte_level(model, [name for name in (EOS, "<s>", "</s>") if name in vocab]).to_str(pretty=True).encode()
+
+
+def _byte_level(model: Any, special: Sequence[str], use_regex: bool = True) -> HubTokenizer:
+    tokenizer = HubTokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     tokenizer.decoder = decoders.ByteLevel()
-    names = [name for name in (EOS, "<s>", "</s>") if name in vocab]
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-    return tokenizer.to_str(pretty=True).encode()
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    return tokenizer
 
 
 def _describe(
@@ -180,31 +210,27 @@ def _describe(
     vocab = parse(data, description).get_vocab(with_added_tokens=True)
     if not vocab:
         raise PrepareError(f"tokenizer {description!r}: expected a vocabulary, got an empty one.")
-    found = TokenizerFile(description, data, max(vocab.values()) + 1, None, None, kind)
     config = _config(folder / "tokenizer_config.json") if folder else {}
 
-    def pick(what: str, wanted: bool | str, usual: tuple[str, ...]) -> int | None:
-        if wanted is False:
+    def token_id(key: str, choice: bool | str, usual: tuple[str, ...]) -> int | None:
+        if choice is False:
             return None
-        named = config.get(f"{what}_token")
-        named = named.get("content") if isinstance(named, dict) else named
-        names = (
-            [wanted]
-            if isinstance(wanted, str) and wanted != AUTO
-            else [*([named] if isinstance(named, str) else []), *usual]
-        )
+        configured = config.get(f"{key}_token")
+        configured = configured.get("content") if isinstance(configured, dict) else configured
+        names = [choice] if isinstance(choice, str) and choice != AUTO else [configured or "", *usual]
         name = next((name for name in names if name in vocab), None)
         if name is None:
-            if wanted == AUTO:
+            if choice == AUTO:
                 return None
-            got = ", ".join(special_names(found.data)[:12]) or "no special token at all"
+            special = ", ".join(special_names(data)[:12]) or "no special token at all"
             raise UsageError(
-                f"tokenizer {found.description!r}: expected {what} to be one of {', '.join(names)}; the vocabulary "
-                f"has {got}. Name one of its tokens, or set {what} = false."
+                f"tokenizer {description!r}: expected {key} to be one of {', '.join(filter(None, names))}; the "
+                f"vocabulary has {special}. Name one of its tokens, or set {key} = false."
             )
         return int(vocab[name])
 
-    return replace(found, eos_id=pick("eos", eos, _EOS_NAMES), bos_id=pick("bos", bos, _BOS_NAMES))
+    eos_id, bos_id = token_id("eos", eos, _EOS_NAMES), token_id("bos", bos, _BOS_NAMES)
+    return TokenizerFile(description, data, max(vocab.values()) + 1, eos_id, bos_id, kind)
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -221,14 +247,13 @@ def special_names(data: bytes) -> list[str]:
     return [token["content"] for token in sorted(added, key=lambda t: t["id"]) if token.get("special")]
 
 
-def parse(data: bytes, description: str) -> Tokenizer:
-    """The tokenizer in the bytes of a tokenizer.json, set to read text as text.
+def parse(data: bytes, description: str) -> HubTokenizer:
+    """The tokenizer in the bytes of a tokenizer.json, without truncation, padding and BPE dropout.
 
-    Nothing is cut off, padded or left to chance (BPE dropout), and a special token's name in a document is ordinary
-    text: a document cannot end itself.
+    A special token's name in a document is ordinary text, so that a document cannot end itself.
     """
     with _named(description, "expected a tokenizer.json"):
-        tokenizer = Tokenizer.from_str(data.decode())
+        tokenizer = HubTokenizer.from_str(data.decode())
         growth = _growth(json.loads(tokenizer.normalizer.__getstate__())) if tokenizer.normalizer else 1
     if growth > _MAX_GROWTH:
         raise PrepareError(
@@ -245,7 +270,7 @@ def parse(data: bytes, description: str) -> Tokenizer:
 
 @contextmanager
 def _named(description: str, what: str) -> Iterator[None]:
-    """Raises PrepareError for whatever the library raises: its PanicException is no Exception."""
+    """Raise PrepareError for anything that the library raises: its PanicException is no Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
@@ -257,15 +282,15 @@ def _named(description: str, what: str) -> Iterator[None]:
         ) from error
 
 
-def encode_batch(tokenizer: Tokenizer, texts: Sequence[str], description: str = "tokenizer.json") -> list[Any]:
+def encode_batch(tokenizer: HubTokenizer, texts: Sequence[str], description: str = "tokenizer.json") -> list[Any]:
     """The encodings of texts, without special tokens."""
     with _named(description, f"failed on one of {len(texts)} texts"):
-        found: list[Any] = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return found
+        encodings: list[Any] = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return encodings
 
 
 def _growth(normalizer: dict[str, Any]) -> int:
-    """How many characters a normalizer may make of one, about."""
+    """The number of characters that a normalizer may make of one, about."""
     growth = max(1, len(normalizer.get("content") or normalizer.get("prepend") or ""))
     for part in normalizer.get("normalizers", ()):
         growth *= _growth(part)
@@ -276,13 +301,10 @@ def _growth(normalizer: dict[str, Any]) -> int:
     return growth
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer() -> HubTokenizer:
     """Ids are the UTF-8 bytes; 256 ends a document."""
-    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(byte_alphabet())}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])
-    return tokenizer
+    model = models.BPE(vocab={char: byte for byte, char in enumerate(byte_alphabet())}, merges=[])
+    return _byte_level(model, [EOS], use_regex=False)
 
 
 def train_tokenizer(texts: Iterator[str], vocab: int) -> TokenizerFile:
@@ -290,9 +312,7 @@ def train_tokenizer(texts: Iterator[str], vocab: int) -> TokenizerFile:
 
     Memory is about 15 times the texts, which are at most about 64 MiB (see `sample_texts`).
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = _byte_level(models.BPE(), [])
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
         special_tokens=[EOS],

@@ -17,15 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from forebay import prepare_dataset
 from forebay.errors import UsageError
 from forebay.prepare import driver as pipeline
-from forebay.prepare import load_recipe, prepare
+from forebay.prepare import load_recipe
 from forebay.prepare.documents import Record, StageResult
 from forebay.prepare.engines import sandbox as guard
 from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.filters.length import Length
 from forebay.prepare.read import lines
-from forebay.prepare.tasks.text import sift
+from forebay.prepare.tasks.text import process_split
 
 DOCUMENTS = 300
 
@@ -78,7 +79,7 @@ def test_only_the_document_is_rejected(tmp_path: Path, what: str, reason: str) -
     source = corpus(tmp_path / "a.jsonl", {7: f"{what}!", 203: f"{what}! again"})
     recipe = load_recipe(settings={"length": {"min_chars": 1}})
     recipe = replace(recipe, limits=Limits(0.2, 0.001, 64 << 20))
-    summary = prepare([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
+    summary = prepare_dataset([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
     assert (summary.documents_in, summary.documents_out) == (DOCUMENTS, DOCUMENTS - 2)
     assert summary.dropped == {"malformed": 2}
     rejects = [json.loads(line) for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
@@ -112,7 +113,7 @@ def test_no_process_is_left(tmp_path: Path) -> None:
     source = corpus(tmp_path / "a.jsonl", {})
     recipe = load_recipe(settings={"length": {"min_chars": 1}})
     before = children()
-    prepare([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
+    prepare_dataset([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
     assert children() == before
 
 
@@ -151,7 +152,7 @@ def test_a_file_over_which_its_library_aborts(tmp_path: Path, workers: int) -> N
     (tmp_path / "1.parquet.bad").replace(tmp_path / "1.parquet")
     sources = [tmp_path / f"{i}.parquet" for i in range(3)]
     recipe = replace(load_recipe(), max_bad=0.1)
-    summary = prepare(sources, tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=workers)
+    summary = prepare_dataset(sources, tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=workers)
     assert (summary.documents_out, summary.dropped) == (40, {"malformed": 1})
     (reject,) = [json.loads(line) for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
     assert "reading ended its process (SIGABRT)" in reject["reason"] and "1.parquet" in reject["where"]
@@ -166,7 +167,9 @@ def test_a_record_over_which_the_reader_dies(tmp_path: Path, monkeypatch: pytest
         return plain(place, row, *more, **named)
 
     monkeypatch.setattr(lines, "to_record", to_record)
-    monkeypatch.setattr(pipeline, "sift", lambda task, scale: sift(task, 1))  # as after the death of a worker
+    monkeypatch.setattr(
+        pipeline, "process_split", lambda task, scale: process_split(task, 1)
+    )  # as after the death of a worker
     recipe = replace(load_recipe(), max_bad=0.1)
-    summary = prepare([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
+    summary = prepare_dataset([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
     assert (summary.documents_out, summary.dropped) == (203, {"malformed": 1})

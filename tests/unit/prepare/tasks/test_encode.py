@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import PrepareError, UsageError
+from forebay.prepare.dedup.deduplicate import Flags
 from forebay.prepare.subsets import Subsets
 from forebay.prepare.tasks import encode as encoding
 from forebay.prepare.tasks.encode import EncodeTask, encode, finished
@@ -46,7 +47,9 @@ def test_each_document_once_in_order(tmp_path: Path) -> None:
 def test_duplicates_empties_and_cuts(tmp_path: Path) -> None:
     texts = ["a", "", "b", "c", "", "d"]
     (tmp_path / "drop").write_bytes(bytes([0, 0, 2, 0, 1, 0]))
-    task = EncodeTask(text_part(tmp_path, texts, 4), coder(tmp_path), str(tmp_path), drop=str(tmp_path / "drop"))
+    task = EncodeTask(
+        text_part(tmp_path, texts, 4), coder(tmp_path), str(tmp_path), drop=Flags(str(tmp_path / "drop"), 0, len(texts))
+    )
     result = encode(task)
     assert documents(list(result.subsets.values())) == [[97, 256], [99, 256], [100, 256]]
     assert result.dropped == {"duplicate": 2, "empty": 1}
@@ -114,7 +117,7 @@ def test_names_depend_on_all_that_the_result_does(tmp_path: Path) -> None:
         replace(task, part=replace(part, name="other")),
     ]  # fmt: skip
     assert len({one.name for one in [task, *others]}) == 9
-    assert replace(task, folder="elsewhere", drop="somewhere").name == task.name
+    assert replace(task, folder="elsewhere", drop=Flags("somewhere", 0, 1)).name == task.name
 
 
 def test_a_part_that_lost_rows_is_noticed(tmp_path: Path) -> None:

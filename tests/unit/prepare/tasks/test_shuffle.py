@@ -108,6 +108,6 @@ def test_a_giant_document_is_copied_not_held(tmp_path: Path, monkeypatch: pytest
     groups = [["x" * 5000, "a", "b" * 300], ["y" * 9000, "c"]]
     parts = parts_of(tmp_path, groups)
     wanted = texts_of([shuffle(task) for task in plan_shuffle(parts, tmp_path)])
-    monkeypatch.setattr(shuffling, "_HELD_BYTES", 100)
+    monkeypatch.setattr(shuffling, "_MEMORY_BYTES", 100)
     monkeypatch.setattr(shuffling, "_WRITE_BYTES", 64)
     assert texts_of([shuffle(task) for task in plan_shuffle(parts, tmp_path, 4000)]) == wanted

@@ -70,7 +70,7 @@ def test_the_cut_is_the_one_of_format_version_1(tmp_path: Path, monkeypatch: pyt
     plan = plan_slices(parts, tmp_path, slice_bytes=5000)
     start = first = 0
     for task in plan.tasks(tmp_path):
-        stretch = slicing.read_stretch(task)
+        stretch = slicing.read_range(task)
         assert (stretch.start, stretch.first_end) == (start, first)
         stops = np.arange(start + 1, min(int(ends[-1]), start + 2500) + 1)
         inside = np.searchsorted(ends, stops.astype(np.uint64), "right") - first

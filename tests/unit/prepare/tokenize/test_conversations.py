@@ -18,19 +18,18 @@ from forebay.errors import UsageError
 from forebay.prepare.documents import PROMPT_MARK as G
 from forebay.prepare.documents import RESPONSE_MARK as L
 from forebay.prepare.tasks.encode import Encoded, EncodeTask, encode
+from forebay.prepare.tasks.rows import RowShape, plan_row_slices
 from forebay.prepare.tasks.slicing import write_slice
 from forebay.prepare.tokenize.conversations import (
-    LEARNT,
     TEMPLATES,
+    TRAINED,
     Conversations,
-    RowShape,
     Template,
-    plan_row_slices,
     split_turns,
 )
 from token_parts import coder, text_part
 
-BARE = Template(given_suffix="")
+BARE = Template(prompt_suffix="")
 
 
 def rows_of(folder: Path, texts: list[str], length: int, **how: Any) -> Encoded:
@@ -87,7 +86,7 @@ def test_too_long_is_cut_or_dropped_and_counted(tmp_path: Path) -> None:
     assert dropped.changed == {} and dropped.dropped == {"empty": 1, "nothing_learnt": 1, "too_long": 2}
     assert cut.documents_out == 2 and dropped.documents_out == 1
     tokens = [np.fromfile(part.file("tokens"), "<u4") for part in cut.subsets.values()]
-    assert sum(int((some >= LEARNT).sum()) for some in tokens) == 3 + 3
+    assert sum(int((some >= TRAINED).sum()) for some in tokens) == 3 + 3
 
 
 @settings(max_examples=12, deadline=None)

@@ -21,12 +21,12 @@ from forebay.errors import PrepareError, UsageError
 from forebay.prepare.tasks.encode import sample_texts
 from forebay.prepare.tokenize import encoders as coders
 from forebay.prepare.tokenize.encoders import (
-    CoderSpec,
-    LibraryCoder,
+    EncoderSpec,
+    LibraryEncoder,
     cut_long,
     encode_column,
-    fast_coder,
-    reference_coder,
+    fast_encoder,
+    reference_encoder,
 )
 from forebay.prepare.tokenize.tokenizers import (
     TokenizerFile,
@@ -64,8 +64,8 @@ def rank_file(folder: Path) -> Path:
 def loaded(name: str, folder: str) -> tuple[TokenizerFile, Any, Any]:
     spec = f"tiktoken:{rank_file(Path(folder))}" if name == "tiktoken" else str(DATA / "tokenizers" / name)
     found = load_tokenizer(spec)
-    reference = reference_coder(found.data, found.kind)
-    return found, reference, fast_coder(found.data, found.kind, reference)
+    reference = reference_encoder(found.data, found.kind)
+    return found, reference, fast_encoder(found.data, found.kind, reference)
 
 
 NAMES = ["gpt2", "gpt-neo-test-tokenizer.json", "llama-test-tokenizer.json", "tiktoken"]
@@ -118,7 +118,7 @@ def test_tiktoken_is_its_own_reference_and_its_json_decodes(tmp_path: Path) -> N
     alone = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=gpt2_ranks(), special_tokens={})
     decoder = Tokenizer.from_str(found.data.decode())
     texts = ["Hello  world's", "世界 \n\n <|endoftext|> 12345", "", "x" * 50]
-    got, lengths = encode_column(CoderSpec.of(found, tmp_path / "t.json"), pa.array(texts, "large_string"))
+    got, lengths = encode_column(EncoderSpec.of(found, tmp_path / "t.json"), pa.array(texts, "large_string"))
     for text, ids in zip(texts, np.split(got, np.cumsum(lengths)[:-1])):
         assert ids.tolist()[:-1] == alone.encode_ordinary(text)
         assert decoder.decode(ids[:-1].tolist(), skip_special_tokens=False) == text
@@ -132,7 +132,7 @@ def test_tiktoken_survives_what_its_regex_gives_up_on(tmp_path: Path) -> None:
     path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % r for t, r in ranks.items()))
     found = load_tokenizer(f"tiktoken:gpt2:{path}")
     assert (found.vocab_size, found.eos_id) == (258, 257)
-    ids = reference_coder(found.data, found.kind).encode([" " * 300_000 + "a"])[0]
+    ids = reference_encoder(found.data, found.kind).encode([" " * 300_000 + "a"])[0]
     assert len(ids) == 150_002
     with pytest.raises(UsageError, match="does not say how"):
         load_tokenizer(f"tiktoken:{path}")
@@ -152,8 +152,8 @@ def test_long_texts_are_cut_where_nothing_changes(tmp_path: Path) -> None:
     trained = train_tokenizer(iter([text]), 400)
     path = tmp_path / "t.json"
     path.write_bytes(trained.data)
-    ids = encode_column(CoderSpec.of(trained, path), pa.array([text], "large_string"))[0]
-    assert ids[:-1].tolist() == reference_coder(trained.data, "json").encode([text])[0].tolist()
+    ids = encode_column(EncoderSpec.of(trained, path), pa.array([text], "large_string"))[0]
+    assert ids[:-1].tolist() == reference_encoder(trained.data, "json").encode([text])[0].tolist()
 
 
 @pytest.mark.usefixtures("short_pieces")
@@ -170,10 +170,10 @@ def test_long_texts_have_the_ids_of_the_real_tokenizers(name: str, tmp_path: Pat
         pytest.skip(f"needs {path}")
     found = load_tokenizer(str(path), eos=False)
     text = "  He said: 'don't', 3.14  and\nnaïve 世界 a b c! -- \n\n x" * 60
-    spec = CoderSpec.of(found, path)
+    spec = EncoderSpec.of(found, path)
     assert len(list(cut_long(text, coders._safe_cut(found.data, found.kind)))) > 10
     ids = encode_column(spec, pa.array([text], "large_string"))[0]
-    assert ids.tolist() == reference_coder(found.data, "json").encode([text])[0].tolist()
+    assert ids.tolist() == reference_encoder(found.data, "json").encode([text])[0].tolist()
 
 
 def test_ends_are_named_by_policy(tmp_path: Path) -> None:
@@ -228,4 +228,4 @@ def test_a_regular_expression_that_never_ends_is_named() -> None:
     """The library panics, which is no Exception."""
     hostile = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
     with pytest.raises(PrepareError, match=r"tokenizer 'tokenizer\.json': failed on one of 1 texts"):
-        LibraryCoder(_variant(pre_tokenizer=hostile)).encode(["a" * 200_000 + "!"])
+        LibraryEncoder(_variant(pre_tokenizer=hostile)).encode(["a" * 200_000 + "!"])
