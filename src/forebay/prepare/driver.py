@@ -41,6 +41,7 @@ from forebay.prepare.read.listing import count_reasons, describe_skipped, shown_
 from forebay.prepare.read.opening import check_unchanged
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, Progress, Run
+from forebay.prepare.sources import DocumentSource, open_source, source_splits
 from forebay.prepare.stats import PERPLEXITY, StageStats, percentile_threshold
 from forebay.prepare.tasks.encode import sample_texts
 from forebay.prepare.tasks.keys import (
@@ -70,7 +71,7 @@ INDEX_FILE = ".inputs.json"
 
 
 def prepare_dataset(
-    inputs: Sequence[str | Path],
+    inputs: Sequence[str | Path | DocumentSource],
     out: Path | str,
     *,
     recipe: Recipe | str | None = None,
@@ -94,7 +95,8 @@ def prepare_dataset(
     """Prepare a dataset of raw text. A killed call resumes when it is called again.
 
     Args:
-        inputs: Files, directories and URLs of any format of `forebay.prepare.read.FORMATS`.
+        inputs: Files, directories and URLs of any format of `forebay.prepare.read.FORMATS`; inputs of entry points of
+            `forebay.sources`; or objects of the protocol `DocumentSource`, whose documents come last.
         out: The dataset's directory, which is created. Named subsets are datasets in directories below it.
         recipe: What to do with the text: a Recipe, or the name of one that comes with Forebay. Without one the text is
             tokenized as it is. The arguments that follow are laid over it.
@@ -142,9 +144,12 @@ def prepare_dataset(
     vocab = vocab_to_train(recipe.tokenize.tokenizer) if own is None else None
     loaded = _load_tokenizer(recipe, own) if vocab is None else None
     notify = on_message or (lambda message: None)
-    sources = find_sources(
-        inputs or recipe.inputs, recipe.read, workers=workers or cores(), leave_out=out, follow_links=follow_links
-    )
+    given = [(source, open_source(source)) for source in inputs or recipe.inputs]
+    own_sources = [own_source for _, own_source in given if own_source is not None]
+    paths = [source for source, own_source in given if own_source is None and isinstance(source, str | Path)]
+    sources = Found(())
+    if paths or not own_sources:
+        sources = find_sources(paths, recipe.read, workers=workers or cores(), leave_out=out, follow_links=follow_links)
     for line in describe_skipped(sources.skipped):
         notify(line)
     if strict:
@@ -153,6 +158,9 @@ def prepare_dataset(
         if write_ids is not None:  # fail now rather than when all the work is done
             Path(write_ids).parent.mkdir(parents=True, exist_ok=True)
             remove_stale(Path(write_ids).parent)
+        own_splits = [(split, item) for item in own_sources for split in source_splits(item)]
+        listed = (*sources.sources, *(split.sources[0] for split, _ in own_splits))
+        sources = dataclasses.replace(sources, sources=listed)
         run = Run(out, recipe, opened, write_ids, document_ids, on_progress or (lambda progress: None), notify)
         lineage = _lineage(run, sources, loaded, against)
         existing = _find_existing(run, output, sources, lineage)
@@ -160,7 +168,7 @@ def prepare_dataset(
             shutil.rmtree(run.work, ignore_errors=True)
             return existing
         write_skipped(run.out, sources.skipped)
-        return _run(run, output, sources, loaded, vocab or 0, lineage, strict)
+        return _run(run, output, sources, own_splits, loaded, vocab or 0, lineage, strict)
 
 
 def _find_output(to: str | Output) -> Output:
@@ -373,6 +381,7 @@ def _run(
     run: Run,
     output: Output,
     sources: Found,
+    own_splits: Sequence[tuple[Piece, DocumentSource]],
     tokenizer: TokenizerFile | None,
     vocab: int,
     lineage: dict[str, Any],
@@ -382,9 +391,12 @@ def _run(
     remove_stale(run.out)
     remove_stale(run.tasks)
     folder = str(run.tasks)
-    splits, sample = sampled(cut(sources.sources, run.recipe.read), run.recipe.sample)
+    files = sources.sources[: len(sources.sources) - len(own_splits)]
+    own = {split.sources[0].path: source for split, source in own_splits}
+    splits = [*cut(files, run.recipe.read), *(split for split, _ in own_splits)]
+    splits, sample = sampled(splits, run.recipe.sample)
     content = content_key(run.recipe.read, run.recipe.stages, stage_files(run.recipe.stages), sample)
-    read = _Texts(splits, _process_splits(run, splits, sample, content))
+    read = _Texts(splits, _process_splits(run, splits, own, sample, content))
     failed = read.failed()
     sources = dataclasses.replace(sources, skipped=(*sources.skipped, *failed))
     write_skipped(run.out, sources.skipped)
@@ -409,13 +421,25 @@ def _run(
     return output.write(run, corpus, tokenizer, stats, lineage)
 
 
-def _process_splits(run: Run, splits: Sequence[Piece], sample: float, content: str) -> list[TextResult]:
+def _process_splits(
+    run: Run, splits: Sequence[Piece], own: Mapping[str, DocumentSource], sample: float, content: str
+) -> list[TextResult]:
     recipe = run.recipe
     dedup = recipe.dedup if recipe.dedup.active and not recipe.percentiles else None
     keys = {format: task_key(content, format, recipe.stages, dedup) for format in {split.format for split in splits}}
     folder = str(run.tasks)
     tasks = [
-        TextTask(split, recipe.read, recipe.stages, dedup, sample, folder, keys[split.format], recipe.limits)
+        TextTask(
+            split,
+            recipe.read,
+            recipe.stages,
+            dedup,
+            sample,
+            folder,
+            keys[split.format],
+            recipe.limits,
+            own.get(split.sources[0].path),
+        )
         for split in splits
     ]
     sizes = [split.bytes for split in splits]

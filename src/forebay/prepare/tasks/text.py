@@ -32,6 +32,7 @@ from forebay.prepare.read.base import Piece, ReadOptions
 from forebay.prepare.read.opening import check_unchanged
 from forebay.prepare.read.tables import read_metadata
 from forebay.prepare.source_ids import describe_position, first_rows, row_position
+from forebay.prepare.sources import DocumentSource, read_source
 from forebay.prepare.stats import StageStats, mix64, text_bytes
 from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json, hash_source, source_key, versions
@@ -57,7 +58,7 @@ _Reject = dict[str, Any]
 class TextTask:
     """A split to read and filter; `recipe_key` hashes all else that the result depends on (`task_key`).
 
-    The kept documents are signed for `dedup`, if that is given.
+    The kept documents are signed for `dedup`, if that is given. `source` reads a split that is no file.
     """
 
     split: Piece
@@ -68,6 +69,7 @@ class TextTask:
     folder: str
     recipe_key: str
     limits: Limits = field(default_factory=Limits)
+    source: DocumentSource | None = None
 
     @cached_property
     def name(self) -> str:
@@ -84,6 +86,10 @@ class TextTask:
     @property
     def prefix(self) -> str:
         return f"{self.folder}/{self.name}"
+
+    def records(self) -> Iterator[Record]:
+        """The documents of the split."""
+        return read_source(self.source, self.split) if self.source is not None else read(self.split, self.read)
 
 
 def task_key(content: str, format: str, stages: Iterable[Stage], dedup: Dedup | None) -> str:
@@ -197,7 +203,7 @@ def _readable(task: TextTask, scale: int) -> tuple[int, str]:
     """
 
     def read_all() -> None:
-        for number, _ in enumerate(read(task.split, task.read), 1):
+        for number, _ in enumerate(task.records(), 1):
             set_activity(str(number))
 
     if any("://" in source.path for source in task.split.sources):
@@ -404,10 +410,10 @@ class _Reader:
 
     def _records(self) -> Iterator[Record]:
         if self._stop < 0:
-            yield from read(self._task.split, self._task.read)
+            yield from self._task.records()
             return
         place = -1
-        for record in islice(read(self._task.split, self._task.read), self._stop):
+        for record in islice(self._task.records(), self._stop):
             place = record.place
             yield record
         yield Record(place + 1, problem=self._reason)
