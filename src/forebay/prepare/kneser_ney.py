@@ -152,7 +152,7 @@ def train_lm(
     with temporary_directory(out) as work:
         vocabulary, lines, total = read_words(texts, work / "hashes", vocab_limit)
         if lines == 0:
-            raise PrepareError("lm train: expected text, got no word in it. Give other inputs.")
+            raise PrepareError("lm: expected text, got no word in it. Give other inputs.")
         unknown = number_words(work / "hashes", work / "rank1", vocabulary, chunk)
         levels = _levels(work, order, len(vocabulary) + 3, chunk)
         order = len(levels)

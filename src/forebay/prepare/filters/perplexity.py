@@ -32,7 +32,7 @@ LOOK_BYTES = 1 << 18
 class Perplexity(Stage):
     """Keep documents whose perplexity is in an interval; adds the column `perplexity` (infinite for no words).
 
-    Each line is a sentence to the model, in small letters with punctuation apart, as `forebay lm train` reads it.
+    Each line is a sentence to the model, in small letters with punctuation apart, as `forebay prepare --to lm` reads it.
 
     Args:
         model: Path of a KenLM model: ARPA or binary.
@@ -56,7 +56,7 @@ class Perplexity(Stage):
         if not self.model:
             raise UsageError(
                 f"model: expected the path of a KenLM model (ARPA or binary), got {self.model!r}. "
-                "`forebay lm train` makes one of your own text."
+                "`forebay prepare --to lm` trains one on your own text."
             )
         check_order(self, "min_perplexity", "max_perplexity")
         value = self.keep_percentile
