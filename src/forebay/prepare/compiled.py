@@ -1,10 +1,9 @@
-"""`jit`: compiles a loop with numba, and keeps what it compiled for later processes.
+"""`jit`: compiles a function with numba, and caches the compiled code for later processes.
 
-Hides: where compiled code lies. numba compiles again when the file of a function changes, not when a function of
-another file that it inlines does, and it raises where neither the source's directory nor the home can be written. So
-the directory is named by a hash of the sources of all such functions: below `numba.config.CACHE_DIR` if that is set
-(NUMBA_CACHE_DIR), else `$XDG_CACHE_HOME/forebay` (`~/.cache`), else the temporary directory. If none can be written,
-every process compiles for itself: about 35 CPU seconds for all functions.
+numba checks the time of a function's own file only, and fails where neither the source's directory nor the home is
+writable. So the cache is named by a hash of all sources, below `numba.config.CACHE_DIR` (NUMBA_CACHE_DIR), else
+`$XDG_CACHE_HOME/forebay` (`~/.cache`), else the temporary directory; without any, each process compiles by itself:
+about 35 CPU seconds for all functions.
 """
 
 import contextlib

@@ -144,9 +144,9 @@ def prepare_dataset(
     vocab = vocab_to_train(recipe.tokenize.tokenizer) if own is None else None
     loaded = _load_tokenizer(recipe, own) if vocab is None else None
     notify = on_message or (lambda message: None)
-    given = [(source, open_source(source)) for source in inputs or recipe.inputs]
-    own_sources = [own_source for _, own_source in given if own_source is not None]
-    paths = [source for source, own_source in given if own_source is None and isinstance(source, str | Path)]
+    opened_sources = [(source, open_source(source)) for source in inputs or recipe.inputs]
+    own_sources = [own_source for _, own_source in opened_sources if own_source is not None]
+    paths = [source for source, own_source in opened_sources if own_source is None and isinstance(source, str | Path)]
     sources = Found(())
     if paths or not own_sources:
         sources = find_sources(paths, recipe.read, workers=workers or cores(), leave_out=out, follow_links=follow_links)

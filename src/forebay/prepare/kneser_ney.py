@@ -1,12 +1,9 @@
-"""Train an n-gram language model from text: interpolated modified Kneser-Ney, written as ARPA.
+"""Trains an n-gram language model of text: interpolated modified Kneser-Ney, written as ARPA.
 
-Hides: that everything larger than the vocabulary lies in files. The corpus becomes a file of word ids; an n-gram is
-numbered in order of (number of its first n - 1 words, last word), so that a key fits 64 bits for any order, and the
-n-grams of each order are sorted in runs and merged. Memory: `chunk` x about 100 bytes, and about 100 bytes a word of
-4 x `vocab_limit`; disk: 8 x (`order` + 1) bytes a word of text and about 70 bytes an n-gram.
-
-Source: Chen and Goodman 1998, section 4.1 (modified Kneser-Ney); Heafield et al. 2013 for the adjusted counts at the
-start of a sentence, the discounts and the unknown word, as KenLM's `lmplz` has them.
+What is larger than the vocabulary is in files: an n-gram is numbered by (number of its first n - 1 words, last word),
+so that a key fits 64 bits for any order, and the n-grams of an order are sorted in runs and merged. Memory: `chunk` x
+100 bytes, and 400 bytes x `vocab_limit`; disk: 8 x (`order` + 1) bytes a word of text and about 70 bytes an n-gram.
+Source: Chen and Goodman 1998, section 4.1; Heafield et al. 2013 for adjusted counts, discounts and the unknown word.
 """
 
 import io
@@ -125,12 +122,7 @@ class LmSummary:
 
 
 def train_lm(
-    texts: Iterable[str],
-    out: Path,
-    *,
-    order: int = 3,
-    vocab_limit: int = 500_000,
-    chunk: int = 1 << 21,
+    texts: Iterable[str], out: Path, *, order: int = 3, vocab_limit: int = 500_000, chunk: int = 1 << 21
 ) -> LmSummary:
     """Train on texts, read once, and write an ARPA file that KenLM and the filter `perplexity` read.
 

@@ -1,7 +1,4 @@
-"""Settings that fit their types: the fields of frozen dataclasses, checked when one is made, by pydantic.
-
-Hides: pydantic, and its words for what is wrong. A field's annotation is all that is said of its range.
-"""
+"""Settings that fit their types: the fields of frozen dataclasses, checked by pydantic when one is created."""
 
 import dataclasses
 import json

@@ -1,14 +1,10 @@
-"""The named subset of a document: a function of its text alone.
-
-The side is decided by a 64-bit hash of the text and nothing else, so that a document, and each of its copies, never
-changes side: not with the seed, the order, the tokenizer, other documents, or a later version of Forebay.
+"""The named subset of a document: a function of its text alone, unchanged by seed, order, tokenizer or other documents.
 
 Specification, version 1: h is the first 8 bytes, little endian, of BLAKE2b with a digest of 8 bytes, over
 `forebay-subset-v1;` + len(salt bytes) in decimal + `:` + salt + `;` + the UTF-8 bytes of the text as it leaves the
-filters, before repeated lines or paragraphs are cut.
-The named subsets stand side by side from 0 in the order in which they are given: a document with h below the
-first's fraction * 2**64 (rounded to the nearest integer, ties to even) is of the first, else if below the sum of the
-first two of the second, and so on; all others are of `train`. So a larger fraction of the first only adds to it.
+filters, before repeated lines or paragraphs are cut. The named subsets are side by side from 0 in the given order: a
+document with h below the first's fraction * 2**64 (rounded to the nearest integer, ties to even) is in the first, else
+if below the sum of the first two in the second, and so on; all others are in `train`.
 """
 
 from __future__ import annotations

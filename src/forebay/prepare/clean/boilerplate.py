@@ -1,8 +1,7 @@
-"""Lines that belong to the page and not to its text, taken out: notices, navigation, share buttons, menus.
+"""Removes the lines of a page that are not its text: notices, navigation, share buttons, menus.
 
-Hides: one compiled pass that looks at each line of up to `max_line_bytes` (see `phrases`) and at runs of short lines.
-The rules are for English pages whose markup is gone already, as WET files and careless extraction leave them; an
-extractor that sees the markup does better, and this then finds little.
+One compiled pass looks for phrases in each line of up to `max_line_bytes`, and for runs of short lines. The rules are
+for English pages without markup, as in WET files; an extractor that sees the markup does better.
 """
 
 import functools
@@ -30,7 +29,7 @@ KINDS = ("phrase_lines", "menu_lines")
 
 
 @jit()
-def _listed(data: Bytes, a: int, b: int, automaton: Automaton, positions: Bytes, table: NDArray[np.bool_]) -> bool:
+def _listed(data, a, b, automaton, positions, table):  # type: ignore[no-untyped-def]
     """Whether the line `[a, b)`, without space around it, holds a phrase where that must stand."""
     state = 0
     for i in range(a, b):
@@ -67,19 +66,7 @@ def _short(data: Bytes, a: int, b: int, max_words: int) -> bool:
 
 
 @jit()
-def _lines(
-    offsets: Ints,
-    data: Bytes,
-    automaton: Automaton,
-    positions: Bytes,
-    table: NDArray[np.bool_],
-    limits: tuple[int, int, int],
-    starts: NDArray[Any],
-    stops: NDArray[Any],
-    kinds: NDArray[np.int8],
-    has_text: NDArray[np.bool_],
-    counts: Ints,
-) -> int:
+def _lines(offsets, data, automaton, positions, table, limits, starts, stops, kinds, has_text, counts):  # type: ignore[no-untyped-def]
     """Writes the lines to take out, for each row how many of each kind (int64 [rows, 2]), and whether any other is
     `left` that is not blank; returns how many lines."""
     max_line, min_run, max_words = limits
@@ -131,7 +118,7 @@ def _lines(
 
 
 @jit()
-def _drop_menu(starts: NDArray[Any], stops: NDArray[Any], kinds: NDArray[np.int8], first: int, n: int) -> int:
+def _drop_menu(starts, stops, kinds, first, n):  # type: ignore[no-untyped-def]
     """Forgets the lines of a run that was too short from `first` on, but not those with a phrase; how many remain."""
     pos = first
     for i in range(first, n):

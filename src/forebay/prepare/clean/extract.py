@@ -1,11 +1,8 @@
-"""HTML to the text that a reader came for.
+"""The main text of HTML pages, with resiliparse.
 
-Hides: the HTML parser (resiliparse), and what tells an article from the menus and footers around it: elements that say
-what they are, by their HTML5 tag, their ARIA role or the words in their class and id. It keeps more of a page than
-trafilatura, boilerplate too, at about ten times its speed (figures: docs/decisions/0004-html-extraction.md).
-resiliparse's own search for main text is not used: its time grows with the square of how deep elements are nested; this
-is linear, and pages on which the parser is not are refused. What it cannot see is boilerplate that says nothing of
-itself: lists of links in plain tables, as pages before 2010 have them.
+Elements that say what they are, by their HTML5 tag, ARIA role or the words in their class and id, are removed; figures
+in docs/decisions/0004-html-extraction.md. resiliparse's own search for main text is not used, as its time grows with
+the square of the nesting; pages for which the parser is not linear are refused.
 """
 
 from __future__ import annotations
@@ -19,17 +16,7 @@ import pyarrow as pa
 from forebay.errors import PrepareError
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, strip_turn_marks
 
-_TAGS = (
-    "nav",
-    "footer",
-    "aside",
-    "noscript",
-    "button",
-    "select",
-    "dialog",
-    "template",
-    "iframe",
-)
+_TAGS = ("nav", "footer", "aside", "noscript", "button", "select", "dialog", "template", "iframe")
 # The form right below the body may be the page, as ASP.NET has it; so may a header be a post.
 _NOT_THE_PAGE = ("body > * form", "body > header")
 _ROLES = ("navigation", "banner", "contentinfo", "search", "complementary", "dialog", "menu", "menubar")

@@ -1,8 +1,7 @@
-"""Personal data masked: e-mail, telephone, IP address, IBAN, payment card, keys and tokens.
+"""Masks personal data: e-mail, telephone, IP address, IBAN, payment card, keys and tokens.
 
-Hides: how they are found. What has a grammar of a few bytes (all but keys) is found by the compiled pass of `pii_scan`.
-Keys are found by google-re2, whose time is linear in any text, in the rows that hold one of their fixed beginnings.
-Chosen by measuring against `re`, re2 and hyperscan for everything: see `benchmarks/prepare/clean.py`.
+Keys are found by google-re2, in the rows that hold one of their fixed beginnings; all else by the compiled pass of
+`pii_scan`. Chosen by measuring `re`, re2 and hyperscan: `benchmarks/prepare/clean.py`.
 """
 
 import functools
@@ -51,7 +50,7 @@ FINEWEB_MASKS = {
     ),
 }
 """What FineWeb puts in their place, one after the other. Source: datatrove's PIIFormatter, its defaults. It goes round
-over a whole run; here it begins anew in each document, so that no document depends on another."""
+over a whole run; here it begins again in each document, so that no document depends on another."""
 FILE_SUFFIXES = frozenset((b"png", b"jpg", b"jpeg", b"gif", b"svg", b"webp", b"avif", b"css", b"js"))
 """`logo@2x.png` is no address."""
 CONTEXT_BYTES = 48
@@ -105,8 +104,7 @@ class Pii(Stage):
         kinds: Which of KINDS.
         style: `mask` puts `<kind>` in its place; `fineweb` what FineWeb does for e-mail and IPv4 addresses.
         masks: Other text by kind: `{email = "[address removed]"}`.
-        public_only: Leave private, loopback, documentation and multicast IP addresses, as FineWeb does: they are
-            nobody's.
+        public_only: Leave private, loopback, documentation and multicast IP addresses, as FineWeb does.
 
     Source: FineWeb masks e-mail and public IP addresses alone (datatrove's PIIFormatter, its defaults); for that set
     `kinds = ["email", "ipv4", "ipv6"]` and `style = "fineweb"`. Cost: linear in any text.

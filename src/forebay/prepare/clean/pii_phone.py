@@ -1,8 +1,8 @@
-"""Find telephone numbers: groups of digits whose number, lengths and separators some country writes so.
+"""Finds telephone numbers: groups of digits whose number, lengths and separators some country writes so.
 
-Hides: the shapes. `SURE` are those that little else has: a `+` or 00 and 8 to 15 digits, North America's 3-3-4, a
-prefix in brackets, a trunk 0 and 9 to 11 digits. The rest of 7 to 12 digits is `MAYBE`: the caller looks for a word
-such as `call` before it. What has neither shape nor word is missed: the tests say how many.
+`SURE` shapes are those that little else has: a `+` or 00 and 8 to 15 digits, North America's 3-3-4, a prefix in
+brackets, a trunk 0 and 9 to 11 digits. Other groups of 7 to 12 digits are `MAYBE`: the caller looks for a word such as
+`call` before them.
 """
 
 from forebay.prepare.compiled import Bytes, Ints, jit

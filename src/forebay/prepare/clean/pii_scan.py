@@ -1,8 +1,7 @@
-"""Find what looks like an e-mail address, IP address, IBAN, payment card or telephone number, in one compiled pass.
+"""Finds e-mail and IP addresses, IBANs, payment cards and telephone numbers in one compiled pass.
 
-Hides: the grammars. Each is tried only where its trigger stands (`@`, `:`, the first digit of a run, `+`, `(`) and
-looks at a bounded number of bytes around it (64 before an `@`, 255 after; 8 groups of digits), so that the pass is
-linear in any text. Figures: `benchmarks/prepare/clean.py`.
+Each grammar is tried only at its trigger (`@`, `:`, the first digit of a run, `+`, `(`) and examines a bounded number
+of bytes around it (64 before an `@`, 255 after; 8 groups of digits), so that the pass is linear in any text.
 """
 
 import functools
@@ -10,7 +9,7 @@ import functools
 import numpy as np
 
 from forebay.prepare.clean.pii_phone import MAYBE, alnum, can_end, digit, letter, phone
-from forebay.prepare.compiled import Bytes, Ints, jit
+from forebay.prepare.compiled import Bytes, jit
 
 EMAIL, IPV4, IPV6, IBAN, CARD, PHONE, MAYBE_PHONE = range(7)
 PUBLIC_ONLY = 1 << 8
@@ -288,9 +287,7 @@ def _card(data: Bytes, start: int, stop: int, i: int) -> int:
 
 
 @jit()
-def _number(
-    data: Bytes, start: int, free: int, stop: int, i: int, wanted_bits: int, lengths: Bytes, groups: Ints
-) -> tuple[int, int, int]:
+def _number(data, start, free, stop, i, wanted_bits, lengths, groups):  # type: ignore[no-untyped-def]
     """The kind, start and end of the number at i, its first digit, `+` or `(`; an empty span if it is none."""
     if digit(data[i]):
         if wanted_bits & (1 << IPV4):
@@ -313,15 +310,7 @@ def _number(
 
 
 @jit()
-def scan(
-    offsets: Ints,
-    data: Bytes,
-    wanted_bits: int,
-    lengths: Bytes,
-    starts: Ints,
-    stops: Ints,
-    kinds: Bytes,
-) -> int:
+def scan(offsets, data, wanted_bits, lengths, starts, stops, kinds):  # type: ignore[no-untyped-def]
     """Writes the spans of all rows to `starts`, `stops`, `kinds` [data bytes // MIN_SPAN_BYTES + 1]; how many they are.
 
     They ascend and do not overlap. `wanted`: the sum of `1 << kind`, and PUBLIC_ONLY; `lengths`: `iban_table()`.

@@ -1,8 +1,7 @@
-"""Documents with words from lists of words, or that a classifier calls toxic, dropped.
+"""Drops documents with words from lists of words, or that a classifier calls toxic.
 
-Hides: the matching, in one compiled pass over each document (see `phrases`). No list is shipped: the usual one,
-LDNOOBW, is under CC-BY-4.0 and is given by its path. Walking the automaton was measured against ahocorasick-rs,
-pyahocorasick, hyperscan and the regular expression that datatrove builds: see `benchmarks/prepare/clean.py`.
+One compiled pass over each document (see `phrases`). No list is shipped: the usual one, LDNOOBW, is under CC-BY-4.0 and
+is given by its path. Figures: `benchmarks/prepare/clean.py`.
 """
 
 import functools
@@ -22,7 +21,7 @@ from pydantic import Field
 
 from forebay.errors import UsageError
 from forebay.prepare.clean.phrases import Automaton, apart, build, word_table
-from forebay.prepare.compiled import Bytes, Ints, jit
+from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.filters.language import load_model
 from forebay.prepare.settings import Share, check_fields
@@ -36,9 +35,7 @@ WORDS, SCORE = 0, 1
 
 
 @jit()
-def _count(
-    offsets: Ints, data: Bytes, automaton: Automaton, table: NDArray[np.bool_], bounded: bool, matches: Ints
-) -> None:
+def _count(offsets, data, automaton, table, bounded, matches):  # type: ignore[no-untyped-def]
     """Writes how many phrases a row has, of those that overlap the first to end, and their bytes: int64 [rows, 2]."""
     for row in range(len(offsets) - 1):
         start, stop = offsets[row], offsets[row + 1]
@@ -66,7 +63,7 @@ class Toxic(Stage):
 
     Args:
         lists: A file of phrases, one a line, for all documents; or a directory with one such file for each language,
-            named by its code (`en`, `de`). A document whose language has no file is not judged (count `no_list`).
+            named by its code (`en`, `de`). A document whose language has no file is not checked (count `no_list`).
         language: Of documents in a batch without a column `language`.
         allow: Entries of the lists that do not count.
         max_matches: More than this drops; -1 for no limit.

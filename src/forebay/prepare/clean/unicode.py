@@ -1,9 +1,8 @@
-"""Unicode repaired and normalised: mojibake, NFC, controls, zero-width characters, line ends, blank lines.
+"""Repairs and normalises Unicode: mojibake, NFC, controls, zero-width characters, line ends, blank lines.
 
-Hides: that most rows are never looked at in Python. One compiled pass finds the rows that might hold mojibake (a pair
-of characters that one of ftfy's ten encodings makes of a UTF-8 sequence) and those that might not be normalised (a
-character from U+0300 on); `ftfy` and `unicodedata` see these alone. A second compiled pass does all the rest.
-Figures: `benchmarks/prepare/clean.py`.
+A compiled pass finds the rows that may hold mojibake (a pair of characters that one of ftfy's encodings makes of a
+UTF-8 sequence) or may not be normalised (a character from U+0300 on); `ftfy` and `unicodedata` see these alone. A
+second compiled pass does the rest. Figures: `benchmarks/prepare/clean.py`.
 """
 
 import functools
@@ -131,15 +130,7 @@ def _invisible(code: int, controls: bool, zero_width: bool, soft_hyphens: bool, 
 
 
 @jit()
-def _tidy(
-    offsets: Ints,
-    data: Bytes,
-    options: tuple[bool, bool, bool, bool, bool, int],
-    marks: NDArray[np.bool_],
-    out: Bytes,
-    out_offsets: Ints,
-    counts: Ints,
-) -> None:
+def _tidy(offsets, data, options, marks, out, out_offsets, counts):  # type: ignore[no-untyped-def]
     """Writes the rows without what KINDS names; counts int64 [rows, len(KINDS)]."""
     controls, zero_width, soft_hyphens, bidi, trailing, max_blank = options
     written = 0

@@ -376,9 +376,7 @@ def next_unit(data: Any, i: int, stop: int, unit: int) -> Any:
 
 
 @jit()
-def _hash_units(
-    data: Any, offsets: Any, unit: int, table: Any, min_characters: int, scratch: Any, out: Any, counts: Any
-) -> int:
+def _hash_units(data, offsets, unit, table, min_characters, scratch, out, counts):  # type: ignore[no-untyped-def]
     """Hash the units of `min_characters` or more into `out` uint64 [*, 2], their number by document into `counts`.
 
     Of documents each has a row, of zeros if it is shorter than that. Returns the rows written.
@@ -406,17 +404,7 @@ def _hash_units(
 
 
 @jit()
-def _cut_units(
-    data: Any,
-    offsets: Any,
-    unit: int,
-    table: Any,
-    min_characters: int,
-    scratch: Any,
-    cut: Any,
-    out: Any,
-    out_offsets: Any,
-) -> Any:
+def _cut_units(data, offsets, unit, table, min_characters, scratch, cut, out, out_offsets):  # type: ignore[no-untyped-def]
     """Copy the texts to `out` without the units that `cut` (uint8, one for each that `_hash_units` hashed) marks.
 
     A document that lost something also loses the line feeds at its end, and all that is left if that is white space.

@@ -19,10 +19,7 @@ from forebay.plugins import load_plugin
 
 MAX_SCALE = 3
 """The last scale: a task takes about 1/64 of the memory of scale 0."""
-ENGINES = {
-    "local": "forebay.prepare.engines.local:local_engine",
-    "ray": "forebay.prepare.engines.ray:ray_engine",
-}
+ENGINES = {"local": "forebay.prepare.engines.local:local_engine", "ray": "forebay.prepare.engines.ray:ray_engine"}
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -1,7 +1,6 @@
-"""The rules by which corpora of source code leave out generated, minified and data files.
+"""Rules that drop generated, minified and data files from corpora of source code.
 
-Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", 3.1 (mean line above 100 characters,
-longest above 1000, a small share of alphanumeric characters); the share 0.25 is that of the CodeParrot dataset.
+Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", 3.1; the share 0.25 is that of CodeParrot.
 """
 
 from dataclasses import dataclass

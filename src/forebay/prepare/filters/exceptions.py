@@ -1,7 +1,4 @@
-"""Words that are not cut by rule: abbreviations, contractions, faces; and tables of words for compiled code.
-
-Hides: the hash of a word, which Python and the compiled code compute alike.
-"""
+"""Words that are not cut by rule: abbreviations, contractions, faces; and hash tables of words for compiled code."""
 
 from functools import lru_cache
 

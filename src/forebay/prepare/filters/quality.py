@@ -1,11 +1,8 @@
-"""The rules by which Gopher's training text was chosen, quality and repetition, and those that FineWeb adds to them.
+"""Gopher's rules of quality and repetition, and those that FineWeb adds.
 
-Hides: that a rule is a comparison of two columns measured in compiled code (whose compiler, 0.5 s to import, is left
-to the processes that measure); rules are tried in the published order and the first that fails is the reason.
-
-Source: Rae et al. 2021, "Scaling Language Models" (Gopher), section A.1.1 and table A1; Penedo et al. 2024, "The
-FineWeb Datasets", section 3.5 (custom filters). What they leave open (what is a word, a duplicate, a top n-gram) is
-decided as datatrove 0.10 does.
+A rule compares two columns that a kernel measured; the first rule that fails, in the published order, is the reason.
+Source: Rae et al. 2021 (Gopher), section A.1.1 and table A1; Penedo et al. 2024 (FineWeb), section 3.5. What they leave
+open (words, duplicates, top n-grams) is as in datatrove 0.10. The compiler, 0.5 s to import, is imported on use.
 """
 
 from collections.abc import Sequence

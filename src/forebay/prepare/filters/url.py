@@ -1,7 +1,7 @@
-"""Documents by where they come from: lists of hosts, and of words in addresses.
+"""Drops documents by lists of hosts, and of words in addresses. A row without a URL is kept.
 
-The lists are the user's own files, a host or word a line (`#` begins a comment); UT1's blocklists are such files, which
-FineWeb used (Penedo et al. 2024, section 3.1). A row without a URL is kept.
+The lists are the user's files, a host or word a line (`#` begins a comment), such as UT1's blocklists, which FineWeb
+used (Penedo et al. 2024, section 3.1).
 """
 
 import re

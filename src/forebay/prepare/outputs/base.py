@@ -81,12 +81,7 @@ def no_documents(run: Run, corpus: Corpus, stats: StageStats) -> PrepareError:
 
 
 def report_data(
-    run: Run,
-    corpus: Corpus,
-    stats: StageStats,
-    id: str,
-    counts: dict[str, Any],
-    subsets: dict[str, dict[str, Any]],
+    run: Run, corpus: Corpus, stats: StageStats, id: str, counts: dict[str, Any], subsets: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """The contents of the report, as JSON; no times, so that the same input gives the same page."""
     funnel = list(stats.funnel.items())

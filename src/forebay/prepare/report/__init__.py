@@ -1,7 +1,6 @@
-"""The report of a prepared dataset: what was read, what was dropped and why, with samples to look at.
+"""The report of a prepared dataset: what was read, what was dropped and why, with samples.
 
-A report is a dict as JSON has it, without times, so that the same input
-gives the same report. It is written as one HTML page that carries the dict inside, and needs no network.
+A dict of JSON without times, embedded in one HTML page that loads nothing.
 """
 
 import json

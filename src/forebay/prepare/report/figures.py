@@ -1,4 +1,4 @@
-"""Figures as text: counts, bytes, shares, bars of characters, a recipe as TOML: for both forms of the report."""
+"""Numbers as text: counts, shares, bars of characters; and a recipe as TOML."""
 
 import json
 from collections.abc import Mapping

@@ -1,8 +1,7 @@
-"""The report as a page: one HTML file that needs nothing else, and is harmless whatever the corpus says.
+"""The report as one HTML page, harmless whatever the corpus says.
 
-Hides: the layout, which is `report.html`'s, and what is left out of long lists. All that comes from a corpus is escaped
-and its control characters made visible; each piece of it lies in a box of its own, which confines writing directions
-and stacks of accents. A policy in the page forbids it to load anything and to run any script but its own one.
+Text of the corpus is escaped, its control characters made visible, and each piece isolated in an element of its own. A
+policy in the page forbids it to load anything and to run any script but its own.
 """
 
 import base64
@@ -211,13 +210,13 @@ def median(edges: Sequence[float], values: Sequence[int]) -> float:
 
 
 def _languages(languages: Mapping[str, Mapping[str, int]]) -> list[tuple[Any, ...]]:
-    found = [(v.get("read", 0), v.get("kept", 0), str(name)) for name, v in languages.items()]
-    found.sort(key=lambda row: (-row[0], row[2]))
-    rest = found[MAX_LANGUAGES:]
+    rows = [(v.get("read", 0), v.get("kept", 0), str(name)) for name, v in languages.items()]
+    rows.sort(key=lambda row: (-row[0], row[2]))
+    rest = rows[MAX_LANGUAGES:]
     if rest:
         others = sum(row[0] for row in rest), sum(row[1] for row in rest), f"{len(rest)} others"
-        found = [*found[:MAX_LANGUAGES], others]
-    maximum = max((max(read, kept_part) for read, kept_part, _ in found), default=0)
+        rows = [*rows[:MAX_LANGUAGES], others]
+    maximum = max((max(read, kept_part) for read, kept_part, _ in rows), default=0)
     return [
         (
             name,
@@ -226,7 +225,7 @@ def _languages(languages: Mapping[str, Mapping[str, int]]) -> list[tuple[Any, ..
             count(kept_part),
             share(kept_part, read),
         )
-        for read, kept_part, name in found
+        for read, kept_part, name in rows
     ]
 
 
@@ -235,13 +234,13 @@ def _samples(report: Report) -> list[dict[str, Any]]:
     for sample in report.get("samples", []):
         groups.setdefault((str(sample.get("stage", "")), str(sample.get("reason", ""))), []).append(sample)
     dropped = {s.get("stage", ""): s.get("dropped", {}) for s in report.get("funnel", [])}
-    found = []
+    rows = []
     for (stage, reason), samples in sorted(groups.items(), key=lambda item: bool(item[0][0])):
         of = dropped.get(stage, {}).get(reason) if stage else report.get("totals", {}).get("documents_out")
         problems = f"{count(len(samples))} shown" + (f" of {count(of)}" if of else "")
         title = f"{stage} · {reason}" if stage else reason
-        found.append({"stage": stage, "title": title, "summary": problems, "samples": samples})
-    return found
+        rows.append({"stage": stage, "title": title, "summary": problems, "samples": samples})
+    return rows
 
 
 def _inputs(inputs: Sequence[Report]) -> list[tuple[str, ...]]:

@@ -1,10 +1,7 @@
-"""tiktoken's encodings as a tokenizer.json: the only file that knows its formats and its split patterns.
+"""tiktoken's encodings as a tokenizer.json: its formats and split patterns.
 
-Hides: that a rank file carries no pattern and no special tokens, and that tiktoken merges by the rank of what a merge
-gives, the tokenizers library by the rank of the pair. The conversion holds the pairs of every way to cut a token; its
-readers decode with it. Ids come from tiktoken itself, or from what is compared with it (`coders.py`).
-
-Source: the patterns and the ids of `<|endoftext|>` as tiktoken 0.14 defines them (tiktoken_ext/openai_public.py).
+tiktoken merges by the rank of the merged token, the tokenizers library by the rank of the pair: the conversion has the
+pairs of every way to cut a token. Source: tiktoken 0.14 (tiktoken_ext/openai_public.py).
 """
 
 import base64

@@ -58,10 +58,7 @@ class Tokenizer(Protocol):
         """The ids of each text as unsigned integers, without BOS or EOS."""
 
 
-ALIASES = {
-    "codegen-350M": "Salesforce/codegen-350M-mono",
-    "gpt-neox-20b": "EleutherAI/gpt-neox-20b",
-}
+ALIASES = {"codegen-350M": "Salesforce/codegen-350M-mono", "gpt-neox-20b": "EleutherAI/gpt-neox-20b"}
 """Common names that are not on the hub."""
 
 
