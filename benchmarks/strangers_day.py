@@ -586,9 +586,13 @@ class World:
         command = [sys.executable, "-m", "forebay.cli", *arguments, "--network", str(self.homes[node].node_dir)]
         with log.open("a") as errors:
             return subprocess.Popen(
-                [*command, "--json", "--lifeline"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                text=True, cwd=self.folder,
-            )  # fmt: skip
+                [*command, "--json", "--exit-on-stdin-close"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                cwd=self.folder,
+            )
 
     def run(self, name: str, with_attacker: bool, limit_s: float, say: Callable[[str], object]) -> Day:
         """The job once, in a folder of this name."""

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 import forebay
-from forebay.convert.content import Options
 from forebay.convert.convert import convert
+from forebay.formats.conversion import ConvertOptions
 
 RANKS = 3
 INPUTS = 500
@@ -61,7 +61,7 @@ def main() -> None:
         prompts = [list(range(index % 13 + 1)) for index in range(INPUTS)]
         lines = "".join(json.dumps({"input_ids": prompt}) + "\n" for prompt in prompts)
         (folder / "prompts.jsonl").write_text(lines)
-        options = Options(seq_len=16, tensors={"input_ids": "u16"})
+        options = ConvertOptions(seq_len=16, tensors={"input_ids": "u16"})
         convert(folder / "prompts.jsonl", folder / "dataset", "safetensors", options)
 
         ranks = [start(folder / "dataset", rank) for rank in range(RANKS)]

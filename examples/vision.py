@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 import forebay
-from forebay.convert.content import Options
 from forebay.convert.convert import convert
+from forebay.formats.conversion import ConvertOptions
 
 
 def draw(folder: Path, num_images: int = 2000) -> Path:
@@ -37,7 +37,7 @@ def main(inputs: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         source = Path(inputs[0]) if inputs else draw(Path(directory))
         dataset = Path(directory) / "dataset"
-        options = Options(tensors={"images": "f16", "labels": "i64"}, slice_bytes=128 << 10)
+        options = ConvertOptions(tensors={"images": "f16", "labels": "i64"}, slice_bytes=128 << 10)
         report = convert(source, dataset, "safetensors", options)
         weights = np.zeros(())
         accuracies: list[float] = []

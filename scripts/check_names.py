@@ -1,13 +1,20 @@
-"""Check that names in the source say what a thing is.
+"""Check that names and texts say what a thing is, in the field's own terms.
 
-Usage: python scripts/check_names.py [PATH ...]   (default: src)
+Usage: python scripts/check_names.py [PATH ...]   (default: src docs README.md)
 
-Reports names that the code defines (functions, classes, arguments, variables, attributes) and that are on the list
-below, with what to use instead. Exceptions must end in Error, as PEP 8 asks.
+Reports, with what to use instead:
+- names that the code defines (functions, classes, arguments, variables, attributes) and that are on the list below;
+- exceptions whose names do not end in Error;
+- two public classes of one name in the package;
+- command line options, and words in string literals, docstrings and documents, that are on the lists below.
+
+A line that ends in `# name: REASON` is exempt.
 """
 
 import ast
+import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +61,29 @@ BANNED = {
     "whole": "data, complete, total",
     "why": "reason",
 }
+OPTIONS = {
+    "--ahead": "--prefetch-leases",
+    "--at": "--scheduler, --issuer",
+    "--keep-ids": "--write-ids",
+    "--lifeline": "--exit-on-stdin-close",
+    "--max-bad": "--max-error-rate",
+    "--mend": "--repair",
+    "--tell": "--notify",
+}
+WORDS = {
+    r"anew": "again, from the start",
+    r"heed\w*": "apply",
+    r"is away|are away": "unreachable",
+    r"judge[ds]?": "checked, verified",
+    r"lies there|stands there": "the file, the existing data",
+    r"mend\w*": "fix, repair",
+    r"nobody|whoever": "name the part: no peer, the caller",
+    r"no such door|doors?": "endpoint",
+    r"passed over": "skipped",
+}
+_WORDS = re.compile("|".join(rf"(?P<w{i}>\b(?:{pattern})\b)" for i, pattern in enumerate(WORDS)), re.IGNORECASE)
+_INSTEAD = list(WORDS.values())
+_FENCE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 
 
 def _defined(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -73,28 +103,70 @@ def _is_exception(node: ast.ClassDef) -> bool:
     return any(base == "Exception" or base.endswith("Error") for base in bases)
 
 
-def check(path: Path) -> Iterator[str]:
-    """The complaints about one file, in the order of its lines."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    complaints = set()
+def _texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """The line and text of every string literal, docstrings included; each line of it by itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for number, line in enumerate(node.value.split("\n")):
+                yield node.lineno + number, line
+
+
+def _check_text(line: int, text: str) -> Iterator[tuple[int, str]]:
+    if instead := OPTIONS.get(text):
+        yield line, f"{text}: use {instead}"
+    for match in _WORDS.finditer(text):
+        yield line, f"{match[0]!r}: use {_INSTEAD[int((match.lastgroup or 'w0')[1:])]}"
+
+
+def _check_code(text: str, classes: dict[str, list[int]]) -> Iterator[tuple[int, str]]:
+    tree = ast.parse(text)
     defined = list(_defined(tree))
     halves = {"left", "_left"} if any(name == "right" for _, name in defined) else set()
     for line, name in defined:
         if name not in halves and (instead := BANNED.get(name.strip("_").lower())):
-            complaints.add((line, f"{name}: use {instead}"))
+            yield line, f"{name}: use {instead}"
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and _is_exception(node) and not node.name.endswith("Error"):
-            complaints.add((node.lineno, f"{node.name}: an exception's name ends in Error"))
-    return (f"{path}:{line}: {text}" for line, text in sorted(complaints))
+        if isinstance(node, ast.ClassDef):
+            if not node.name.startswith("_"):
+                classes.setdefault(node.name, []).append(node.lineno)
+            if _is_exception(node) and not node.name.endswith("Error"):
+                yield node.lineno, f"{node.name}: an exception's name ends in Error"
+    for line, literal in _texts(tree):
+        yield from _check_text(line, literal)
+
+
+def check(path: Path, classes: dict[str, list[int]]) -> Iterator[str]:
+    """The complaints about one file, in the order of its lines; adds its public classes with their lines."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        complaints = set(_check_code(text, classes))
+    else:
+        prose = _FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+        lines = enumerate(prose.split("\n"), 1)
+        complaints = {complaint for number, line in lines for complaint in _check_text(number, line)}
+    lines_of = text.splitlines()
+    for line, complaint in sorted(complaints):
+        if "# name: " not in (lines_of[line - 1] if line <= len(lines_of) else ""):
+            yield f"{path}:{line}: {complaint}"
 
 
 def main(arguments: list[str]) -> int:
+    roots = map(Path, arguments or ["src", "docs", "README.md"])
     files = [
         file
-        for path in map(Path, arguments or ["src"])
-        for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))
+        for root in roots
+        for file in ([root] if root.is_file() else sorted(p for p in root.rglob("*") if p.suffix in (".py", ".md")))
     ]
-    complaints = [complaint for file in files for complaint in check(file)]
+    complaints: list[str] = []
+    classes: defaultdict[str, list[str]] = defaultdict(list)
+    for file in files:
+        of_file: dict[str, list[int]] = {}
+        complaints += check(file, of_file)
+        for name, lines in of_file.items():
+            classes[name] += [f"{file}:{line}" for line in lines]
+    for name, locations in sorted(classes.items()):
+        if len(locations) > 1:
+            complaints.append(f"{locations[0]}: class {name} is also defined at {', '.join(locations[1:])}")
     print("\n".join(complaints) or f"names: {len(files)} files checked")
     return 1 if complaints else 0
 

@@ -71,7 +71,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's caches."""
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path_factory.getbasetemp() / "user-cache"))
-    monkeypatch.setenv("FOREBAY_HUB_CACHE", str(tmp_path_factory.getbasetemp() / "user-hub-cache"))
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path_factory.getbasetemp() / "user-hub-cache")
+    )
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path_factory.getbasetemp() / "no-token"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
 
 
 @pytest.fixture

@@ -31,8 +31,7 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def hub(repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """A hub of our own, and nothing kept from before."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("FOREBAY_HUB_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with HubServer(repositories) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -124,8 +123,7 @@ def test_a_hub_that_cannot_be_reached(hub: HubServer, monkeypatch: pytest.Monkey
 
 def test_ten_steps_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("FOREBAY_HUB_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     command = ["--dataset-name", "tiny_shakespeare", "--num-steps", "10", "--trainer", "count", "--json"]
     done = subprocess.run([sys.executable, "-m", "forebay.worker", *command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -172,7 +170,7 @@ def test_a_worker_trains_on_it(hub: HubServer) -> None:
             dataset_type="huggingface", dataset_name="tiny_shakespeare", batch_size=4, seq_len=64, num_steps=20,
             trainer="count",
         )  # fmt: skip
-        worker = WorkerClient(config, tell=lambda line: None)
+        worker = WorkerClient(config, log=lambda line: None)
         await worker.start()
         report = await worker.run_training()
         await worker.stop()

@@ -35,12 +35,12 @@ def write(ask: dict[str, Any]) -> dict[str, Any]:
         peers.PEERS[ask["format"]].write(corpus, out)
     else:
         from forebay import __version__
-        from forebay.convert.content import Options
         from forebay.convert.convert import convert
+        from forebay.formats.conversion import ConvertOptions
 
         told = f"forebay {__version__}"
         wall, cpu = time.perf_counter(), family_cpu_s()
-        convert(corpus.parent / f"{corpus.name}-forebay", out, ask["format"], Options(), verify=ask["verify"])
+        convert(corpus.parent / f"{corpus.name}-forebay", out, ask["format"], ConvertOptions(), verify=ask["verify"])
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     return {"wall_s": time.perf_counter() - wall, "cpu_s": family_cpu_s() - cpu, "versions": told, "bytes": size}
 

@@ -29,7 +29,7 @@ from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
-from forebay.formats import open_foreign
+from forebay.formats import open_external
 
 _WORDS = 20_000
 _WORDS_A_DOCUMENT = 200
@@ -201,11 +201,14 @@ def _map(path: Path) -> mmap.mmap:
 
 
 def _read_by_prepare(path: Path) -> int:
-    from forebay.prepare.read import ReadOptions, cut, find_sources, read
+    from forebay.formats.inputs import ReadOptions
+    from forebay.prepare.inputs import find_inputs, read_split, split_files
 
     options = ReadOptions()
-    found = find_sources(path, options)
-    return sum(1 for piece in cut(found.sources, options) for record in read(piece, options) if not record.problem)
+    found = find_inputs(path, options)
+    return sum(
+        1 for piece in split_files(found.files, options) for record in read_split(piece, options) if not record.problem
+    )
 
 
 # --- JSONL
@@ -305,7 +308,7 @@ def _field(number: int, data: bytes) -> bytes:
 
 
 def _index_tfrecord(path: Path) -> Get:
-    from forebay.prepare.read.tfrecord import parse_example
+    from forebay.formats.tfrecord import parse_example
 
     data, places, at = _map(path / "a.tfrecord"), [], 0
     while at < len(data):
@@ -336,20 +339,20 @@ def _write_others(to: str) -> Callable[[Corpus, Path], object]:
     """The slices, converted by `forebay convert`."""
 
     def write(corpus: Corpus, path: Path) -> None:
-        from forebay.convert.content import Options
         from forebay.convert.convert import convert
+        from forebay.formats.conversion import ConvertOptions
 
         slices = path / "slices"
         slices.mkdir()
         _write_slices(corpus, slices)
-        convert(slices, path / "converted", to, Options())
+        convert(slices, path / "converted", to, ConvertOptions())
         shutil.rmtree(slices)
 
     return write
 
 
 def _open_tokens(path: Path) -> Dataset:
-    found = open_foreign(path / "converted") if (path / "converted").exists() else None
+    found = open_external(path / "converted") if (path / "converted").exists() else None
     return found or open_dataset(path)
 
 

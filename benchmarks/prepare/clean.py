@@ -21,11 +21,12 @@ import ftfy
 import re2
 
 from benchmarks.prepare.batches import to_batches
+from forebay.formats.records import Record
 from forebay.prepare.clean.boilerplate import Boilerplate
 from forebay.prepare.clean.pii import Pii
 from forebay.prepare.clean.toxic import Toxic
 from forebay.prepare.clean.unicode import Unicode
-from forebay.prepare.documents import Record, Stage
+from forebay.prepare.documents import Stage
 
 ROUNDS = 3
 PATTERNS = (

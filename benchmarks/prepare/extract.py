@@ -89,15 +89,15 @@ def f1(found: str, gold: str) -> tuple[float, float, float]:
 
 def all_pages() -> list[tuple[str, str]]:
     """Address and HTML of each distinct page of the sample archives."""
-    from forebay.prepare.read.base import Piece, ReadOptions, Source
-    from forebay.prepare.read.warc import read
+    from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+    from forebay.prepare.inputs import read_split
 
     found: dict[str, str] = {}
     for path in sorted((DATA / "warc").rglob("*")):
         if path.is_file() and ".warc" in path.name and "paths" not in path.name:
             packed = {".gz": "gz", ".bad": "gz", ".lz4": "lz4"}.get(path.suffix, "")
-            source = Source(str(path), path.name, "warc", packed, path.stat().st_size, "")
-            for record in read(Piece((source,)), ReadOptions()):
+            source = InputFile(str(path), path.name, "warc", packed, path.stat().st_size, "")
+            for record in read_split(InputSplit((source,)), ReadOptions()):
                 if record.html and not record.problem and len(record.text) > 1000:
                     found.setdefault(record.url, record.text)
     return list(found.items())
@@ -155,13 +155,14 @@ def archives() -> None:
     from fastwarc.warc import ArchiveIterator
     from warcio.archiveiterator import ArchiveIterator as WarcioIterator
 
-    from forebay.prepare.read.base import Piece, ReadOptions, Source
-    from forebay.prepare.read.warc import read, read_raw
+    from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+    from forebay.formats.warc import read_raw
+    from forebay.prepare.inputs import read_split
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.warc.gz"
         path.write_bytes((DATA / "warc/fastwarc/warcfile.warc.gz").read_bytes() * 50)
-        source, options = Source(str(path), "a", "warc", "gz", path.stat().st_size, ""), ReadOptions()
+        source, options = InputFile(str(path), "a", "warc", "gz", path.stat().st_size, ""), ReadOptions()
 
         def warcio() -> int:
             with path.open("rb") as file:
@@ -172,7 +173,7 @@ def archives() -> None:
                 return sum(len(record.reader.read()) for record in ArchiveIterator(file))
 
         runs: dict[str, Callable[[], int]] = {
-            "forebay, decoded text": lambda: sum(len(r.text) for r in read(Piece((source,)), options)),
+            "forebay, decoded text": lambda: sum(len(r.text) for r in read_split(InputSplit((source,)), options)),
             "forebay, raw blocks": lambda: sum(len(r.block) for r in read_raw(source, options)),
             "fastwarc, raw blocks": fastwarc,
             "warcio, raw blocks": warcio,
@@ -190,7 +191,7 @@ def wikitext() -> None:
 
     import mwparserfromhell
 
-    from forebay.prepare.read.wikitext import to_text
+    from forebay.formats.wikitext import to_text
 
     (path,) = (DATA / "wikipedia").glob("enwiki-latest*.bz2")
     dump = bz2.decompress(path.read_bytes()).decode()

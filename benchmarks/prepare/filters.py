@@ -25,7 +25,8 @@ from pathlib import Path
 from benchmarks.measure import Figure, show
 from benchmarks.prepare.batches import to_batches
 from benchmarks.prepare.corpus import data_folder, passages
-from forebay.prepare.documents import Record, Stage
+from forebay.formats.records import Record
+from forebay.prepare.documents import Stage
 from forebay.prepare.filters.c4 import C4
 from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition
 

@@ -24,8 +24,9 @@ import pyarrow.parquet as pq
 import zstandard
 
 from benchmarks.prepare.corpus import make_corpus
-from forebay.prepare.read import ReadOptions, cut, find_sources, read
-from forebay.prepare.read.tfrecord import parse_example
+from forebay.formats.inputs import ReadOptions
+from forebay.formats.tfrecord import parse_example
+from forebay.prepare.inputs import find_inputs, read_split, split_files
 
 ROW_GROUP = 256
 LOOKUPS = 400
@@ -130,11 +131,11 @@ def _record_places(file: io.BufferedReader) -> Iterator[tuple[int, int]]:
 def _read_speed(path: Path, num_rows: int) -> float:
     """MB of text read in a CPU second; the better of two runs."""
     options, best = ReadOptions(), 0.0
-    pieces = cut(find_sources(path, options).sources, options)
+    pieces = split_files(find_inputs(path, options).files, options)
     for _ in range(2):
         start, count, size = time.process_time(), 0, 0
         for piece in pieces:
-            for record in read(piece, options):
+            for record in read_split(piece, options):
                 assert not record.problem, record
                 count += 1
                 size += len(record.text)

@@ -93,7 +93,7 @@ class Cast:
             self._starting = True
             try:
                 popen = subprocess.Popen(
-                    [sys.executable, "-m", "forebay.cli", *map(str, arguments), "--json", "--lifeline"],
+                    [sys.executable, "-m", "forebay.cli", *map(str, arguments), "--json", "--exit-on-stdin-close"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,

@@ -3,6 +3,8 @@
     ForebayError
     ├── DatasetError      a dataset, slice or input file is missing, malformed or not what its hash says
     │   ├── PrepareError  raw input cannot become a dataset
+    │   │   ├── CorruptInputError     the bytes of an input are damaged or end early
+    │   │   └── UnreadableInputError  nothing of an input can be read
     │   ├── UnknownDatasetError      nothing has that name (also a FileNotFoundError)
     │   └── AccessError              its terms or its owner let nobody in without a token (also a PermissionError)
     ├── NetworkError      a peer cannot be found, reached or trusted
@@ -29,6 +31,14 @@ class DatasetError(ForebayError):
 
 class PrepareError(DatasetError):
     """Raw input cannot become a dataset."""
+
+
+class CorruptInputError(PrepareError):
+    """The bytes of an input are damaged or end early at this place; everything before it was read."""
+
+
+class UnreadableInputError(PrepareError):
+    """Nothing of an input can be read; the other inputs are not affected."""
 
 
 class UnknownDatasetError(DatasetError, FileNotFoundError):

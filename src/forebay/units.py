@@ -32,7 +32,7 @@ def parse_rate(text: str) -> float:
     return rate
 
 
-def words_of_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """`1.2 GB`, `215 GB`, `12 B`: decimal, three digits."""
     for unit, power in (("PB", 15), ("TB", 12), ("GB", 9), ("MB", 6), ("kB", 3)):
         if num_bytes >= 10**power:
@@ -40,12 +40,12 @@ def words_of_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def words_of_rate(bytes_per_s: float) -> str:
+def format_rate(bytes_per_s: float) -> str:
     """`125 MB/s (1 Gb/s)`."""
-    return f"{words_of_bytes(bytes_per_s)}/s ({bytes_per_s * 8 / 1e9:.3g} Gb/s)"
+    return f"{format_bytes(bytes_per_s)}/s ({bytes_per_s * 8 / 1e9:.3g} Gb/s)"
 
 
-def words_of_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """`1.5 h`, `28.7 min`, `3.2 s`, `12 ms`."""
     for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:

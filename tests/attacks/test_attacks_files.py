@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from forebay.convert.content import Options
 from forebay.convert.convert import convert
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.dataset.parquet_pages import read_footer
 from forebay.errors import DatasetError
+from forebay.formats.conversion import ConvertOptions
 
 in_linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 MOST_KIB = 250 << 10  # of a process that imports what it needs, and refuses
@@ -120,7 +120,7 @@ def test_keys_that_lead_out_of_a_folder_are_not_written(key: str, tmp_path: Path
     """Finding 12."""
     pq.write_table(pa.table({"__key__": ["good", key], "text": ["a", "b"]}), tmp_path / "rows.parquet")
     with pytest.raises(DatasetError, match="outside a folder"):
-        convert(tmp_path / "rows.parquet", tmp_path / "out", "webdataset", Options())
+        convert(tmp_path / "rows.parquet", tmp_path / "out", "webdataset", ConvertOptions())
     assert not list(tmp_path.rglob("*.tar"))
 
 
@@ -132,4 +132,4 @@ def test_names_that_lead_out_of_a_folder_are_not_read(key: str, tmp_path: Path) 
             info.size = 1
             archive.addfile(info, io.BytesIO(b"x"))
     with pytest.raises(DatasetError, match="a place inside a folder"):
-        convert(tmp_path / "in.tar", tmp_path / "out", "parquet", Options())
+        convert(tmp_path / "in.tar", tmp_path / "out", "parquet", ConvertOptions())

@@ -109,7 +109,7 @@ class Workers:
     """Workers begun by one process that has PyTorch in memory; what each said, by the order they were begun in."""
 
     def __init__(self, spawn: Callable[..., Process], address: str, **facts: Any) -> None:
-        self.process = spawn(str(HERE / "together.py"), address)
+        self.process = spawn(str(HERE / "distributed_workers.py"), address)
         self.facts = facts
         self.names: list[str] = []
 

@@ -71,40 +71,52 @@ def test_verify_and_prove(job: dict[str, Any], capsys: pytest.CaptureFixture[str
     samples = sum(map(len, job["seen"]))
     assert report["ok"] and report["epochs"] == [{"epoch": 0, "samples": samples, "missing": 0, "repeated": 0}]
     assert "ok:" in run(capsys, "verify", job["ledger"])
-    proof = run(capsys, "prove", job["ledger"], "--epoch", 0, "--slice", 1)
-    (tmp_path / "proof.json").write_text(proof)
+    proof_path = tmp_path / "proof.json"
+    run(capsys, "export", job["ledger"], "--proof", "0:1", "--out", proof_path)
     root = report["roots"][0]["root"]
-    assert "ok:" in run(capsys, "prove", "--check", tmp_path / "proof.json", "--root", root)
-    assert json.loads(run(capsys, "prove", "--check", tmp_path / "proof.json", "--json"))["ok"]
-    assert "NOT ok" in run(capsys, "prove", "--check", tmp_path / "proof.json", "--root", "00" * 32, code=1)
-    (tmp_path / "proof.json").write_text(proof.replace('"epoch": 0', '"epoch": 1', 1))
-    run(capsys, "prove", "--check", tmp_path / "proof.json", code=1)
+    assert "ok:" in run(capsys, "verify", "--proof", proof_path, "--root", root)
+    assert json.loads(run(capsys, "verify", "--proof", proof_path, "--json"))["ok"]
+    assert "NOT ok" in run(capsys, "verify", "--proof", proof_path, "--root", "00" * 32, code=1)
+    proof_path.write_text(proof_path.read_text().replace('"epoch": 0', '"epoch": 1', 1))
+    run(capsys, "verify", "--proof", proof_path, code=1)
 
 
 def test_from_a_step_to_a_document_and_back(job: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     dataset = job["dataset"]
     for step in (1, len(job["seen"])):
         told = json.loads(
-            run(capsys, "blame", job["ledger"], step, "--worker", "w1", "--dataset", dataset.path, "--json")
+            run(capsys, "blame", job["ledger"], "--step", step, "--worker", "w1", "--dataset", dataset.path, "--json")
         )
         (part,) = told["parts"]
         assert part["samples"] == job["seen"][step - 1] and part["exact"]
         piece = part["documents"][0]
         assert piece["id"].startswith("doc-") and piece["source"] == "in.jsonl" and piece["text"]
         back = json.loads(
-            run(capsys, "who", job["ledger"], "--document", piece["id"], "--dataset", dataset.path, "--json")
+            run(capsys, "blame", job["ledger"], "--document", piece["id"], "--dataset", dataset.path, "--json")
         )
         assert any(use["first_step"] == step and use["name"] == "w1" for use in back["uses"])
-    shown = run(capsys, "blame", job["ledger"], 1, "--dataset", dataset.path)
+    shown = run(capsys, "blame", job["ledger"], "--step", 1, "--dataset", dataset.path)
     assert "doc-" in shown and "w1" in shown
-    assert "w1" in run(capsys, "who", job["ledger"], "--slice", 0, "--tokens", "0:16")
+    assert "w1" in run(capsys, "blame", job["ledger"], "--slice", 0, "--tokens", "0:16")
 
 
 def test_a_loaders_step_and_a_table(job: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    order = ["blame", "-", 0, "--dataset", job["dataset"].path, "--seq-len", SEQ_LEN, "--global-batch", 4]
+    order = [
+        "blame",
+        "-",
+        "--step",
+        0,
+        "--dataset",
+        job["dataset"].path,
+        "--seq-len",
+        SEQ_LEN,
+        "--global-batch-size",
+        4,
+    ]
     told = json.loads(run(capsys, *order, "--seed", 3, "--world-size", 2, "--json"))
     assert [part["rank"] for part in told["parts"]] == [0, 1] and told["mode"] == "order"
     assert sum(len(part["samples"]) for part in told["parts"]) == 4
-    run(capsys, "blame", "-", 0, code=2)
+    run(capsys, "blame", "-", "--step", 0, code=2)
+    run(capsys, "blame", job["ledger"], code=2)
     run(capsys, "export", job["ledger"], "--format", "csv", "--out", tmp_path / "uses.csv", "--sample-ids")
     assert (tmp_path / "uses.csv").read_text().startswith("entry,at,worker")

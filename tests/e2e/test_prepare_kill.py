@@ -20,7 +20,7 @@ import sys
 from forebay import prepare_dataset
 from forebay.prepare import driver as pipeline, load_recipe
 from forebay.prepare.tasks import text
-from forebay.prepare.read import sources
+from forebay.prepare import inputs as sources
 
 sources.GROUP_BYTES = 1 << 15
 RECIPE = {

@@ -27,15 +27,15 @@ GIANT_BYTES = int(os.environ.get("FOREBAY_GIANT_MIB", "8")) << 20
 TOKENIZERS = Path(os.environ.get("FOREBAY_TEST_DATA", Path(__file__).parents[2] / "../shared/data")) / "tokenizers"
 SCRIPT = """
 import functools, json, sys
-from forebay.prepare.outputs import dataset as finish
 from forebay import prepare_dataset
+from forebay.formats import text as lines
 from forebay.prepare import load_recipe
-from forebay.prepare.tasks import shuffle
 from forebay.prepare.dedup import deduplicate as dedup
-from forebay.prepare.read import lines
+from forebay.prepare.outputs import dataset as finish
+from forebay.prepare.tasks import shuffle
 
-# Constants as much smaller as the input is: it is many pieces and many runs.
-lines.PIECE_BYTES = 1 << 19
+# Constants as much smaller as the input is: it is many splits and many runs.
+lines.SPLIT_BYTES = 1 << 19
 dedup._RUN_RECORDS = 1 << 16
 dedup.deduplicate.__defaults__ = (None, 8 << 20)
 finish.plan_shuffle = functools.partial(shuffle.plan_shuffle, bucket_bytes=1 << 20)

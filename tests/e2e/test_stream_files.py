@@ -21,7 +21,8 @@ import pytest
 import zstandard
 
 from forebay.errors import PrepareError
-from forebay.prepare.read import ReadOptions, cut, find_sources, read
+from forebay.formats.inputs import ReadOptions
+from forebay.prepare.inputs import find_inputs, read_split, split_files
 from forebay.stream import TextStream
 
 ROWS = [{"id": str(i), "text": f"document {i} é " + "word " * (i * 7 % 41)} for i in range(240)]
@@ -157,11 +158,11 @@ def test_the_readers_go_on_at_any_record(folder: Path) -> None:
     from dataclasses import replace
 
     options = ReadOptions()
-    for piece in cut(find_sources(folder, options).sources, options):
-        records = list(read(piece, options))
+    for piece in split_files(find_inputs(folder, options).files, options):
+        records = list(read_split(piece, options))
         for i, record in enumerate(records):
             if record.start >= 0:
-                rest = list(read(replace(piece, start=record.start), options))
+                rest = list(read_split(replace(piece, start=record.start), options))
                 assert [r.text for r in rest] == [r.text for r in records[i:]]
         if piece.format in ("jsonl", "webdataset", "tfrecord"):
             assert all(record.start >= 0 for record in records)
@@ -283,7 +284,9 @@ def real(name: str) -> Path:
 def test_real_files(name: str, key: str) -> None:
     path, options = real(name), ReadOptions(text_key=key)
     settings = {"text_key": key, "seq_len": 256, "global_batch_size": 4 if path.is_file() else 512, "shuffle_buffer": 5}
-    records = [r for piece in cut(find_sources(path, options).sources, options) for r in read(piece, options)]
+    records = [
+        r for piece in split_files(find_inputs(path, options).files, options) for r in read_split(piece, options)
+    ]
     sound = [r.text for r in records if not r.problem]
     whole = stream(path, **settings)
     if not sound:

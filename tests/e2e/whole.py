@@ -128,11 +128,12 @@ def recipe(model: Path | None) -> dict[str, Any]:
 
 def small_tasks() -> None:
     """Small pieces and buckets, in this process, which plans."""
+    from forebay.formats import sources
+    from forebay.formats import text as lines
     from forebay.prepare.outputs import dataset as finish
-    from forebay.prepare.read import lines, sources
     from forebay.prepare.tasks import shuffle
 
-    sources.GROUP_BYTES = lines.PIECE_BYTES = 1 << 15
+    sources.GROUP_BYTES = lines.SPLIT_BYTES = 1 << 15
     finish.plan_shuffle = lambda parts, folder: shuffle.plan_shuffle(parts, folder, 1 << 16)
 
 

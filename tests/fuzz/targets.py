@@ -33,15 +33,16 @@ from cryptography.hazmat.primitives import serialization
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
-from forebay.convert.content import Options, TokenSource
-from forebay.convert.convert import FORMATS, convert, open_source
-from forebay.convert.token_sinks import TOKEN_SINKS
+from forebay.convert.convert import convert, open_source, written_formats
 from forebay.dataset.manifest import Manifest, SliceInfo, SliceTable
 from forebay.dataset.slices import open_slice, write_token_slice
 from forebay.doctor.examine import examine
-from forebay.doctor.report import Options as DoctorOptions
 from forebay.errors import ForebayError
-from forebay.formats.compression import sniff_compression
+from forebay.formats.conversion import ConvertOptions, TokenSource
+from forebay.formats.html import HtmlError
+from forebay.formats.inputs import InputFile, ReadOptions
+from forebay.formats.registry import get_format
+from forebay.formats.report import CheckOptions as DoctorOptions
 from forebay.ledger.receipts import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
@@ -57,11 +58,12 @@ from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.network.pki.revocation import parse_crl, read_revoked, sign_crl
 from forebay.network.pki.tokens import read_token
 from forebay.network.publications import read_publication
-from forebay.prepare.clean.extract import HtmlError, extract_html
-from forebay.prepare.read import ReadOptions, Source, cut, read
+from forebay.prepare.clean.extract import extract_html
+from forebay.prepare.inputs import read_split, split_files
 from forebay.scheduler import jobs
 from forebay.scheduler.core import Desk
 from forebay.scheduler.messages import Answer, Ask
+from forebay.storage.compression import sniff_compression
 from forebay.swarm.members import MAX_RANGES, parse_ranges
 from forebay.swarm.tracker import Tracker
 from handlers import Request, serve
@@ -461,10 +463,10 @@ def _reader(format: str, suffix: str, *seeds: bytes) -> None:
         def run(data: bytes) -> None:
             path.write_bytes(data)
             options = ReadOptions(format=format)
-            for piece in cut(
-                [Source(str(path), path.name, format, sniff_compression(data[:64]), len(data), "")], options
+            for piece in split_files(
+                [InputFile(str(path), path.name, format, sniff_compression(data[:64]), len(data), "")], options
             ):
-                for record in read(piece, options):
+                for record in read_split(piece, options):
                     if record.html:
                         with contextlib.suppress(HtmlError):
                             extract_html(record.text)
@@ -548,14 +550,14 @@ def _file_format(format: str) -> None:
 
     def make(directory: Path, identity: Identity) -> Target:
         out = directory / "whole"
-        if format in TOKEN_SINKS:
+        if get_format(format).supports("write_tokens"):
             source = directory / "tokens.npy"
             np.save(source, np.arange(3000, dtype=np.uint16) % 500)
         else:
             source = directory / "rows.jsonl"
             line = b'{"text": "words %d", "x": %d}\n' if format == "csv" else b'{"text": "words %d", "x": [%d, 0.5]}\n'
             source.write_bytes(b"".join(line % (i, i) for i in range(40)))
-        convert(source, out, format, Options(seq_len=64, eos_id=0, name="fuzz"))
+        convert(source, out, format, ConvertOptions(seq_len=64, eos_id=0, name="fuzz"))
         names = sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file()) if out.is_dir() else [Path()]
         place = directory / "place" / out.name
 
@@ -566,7 +568,7 @@ def _file_format(format: str) -> None:
             path = place / names[data[0] % len(names) if data else 0]
             path.write_bytes(data[1:])
             examine([place], DoctorOptions(full=True))
-            opened = open_source(place, Options())
+            opened = open_source(place, ConvertOptions())
             if isinstance(opened, TokenSource):
                 for part in opened.parts():
                     np.asarray(part.tokens).sum()
@@ -579,5 +581,5 @@ def _file_format(format: str) -> None:
     TARGETS[f"file_{format}"] = make
 
 
-for _name in FORMATS:
+for _name in written_formats():
     _file_format(_name)

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from calibration import scaled
-from forebay.convert.content import Options, documents
 from forebay.convert.convert import convert, open_source
+from forebay.formats.conversion import ConvertOptions
+from forebay.formats.token_stream import documents
 
 PEERS = [one for one in os.environ.get("FOREBAY_FORMAT_PEERS", "").split(os.pathsep) if one]
 GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"
@@ -49,7 +50,7 @@ def test_every_document_that_they_wrote_is_read(theirs: Path) -> None:
     found = sorted(path for path in theirs.glob("*/*") if path.is_dir())
     assert found
     for path in found:
-        source = open_source(path, Options(), "mds")
+        source = open_source(path, ConvertOptions(), "mds")
         assert [one.tolist() for one in documents(source.parts())] == DOCUMENTS, str(path)
         assert source.num_documents == len(DOCUMENTS)
 
@@ -70,7 +71,7 @@ def test_every_document_that_they_wrote_is_read(theirs: Path) -> None:
     ],
 )
 def test_they_read_every_document_that_we_wrote(came: str, to: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    convert(GOLDEN / came, tmp_path / "out", to, Options(slice_bytes=700, **settings))
+    convert(GOLDEN / came, tmp_path / "out", to, ConvertOptions(slice_bytes=700, **settings))
     answers = [ask(peer, "read", to, str(tmp_path / "out")) for peer in PEERS]
     answer = next((one for one in answers if "rows" in one), None)
     if answer is None:

@@ -2,7 +2,7 @@
 
 Its membership is production's `MembershipState`; which samples are its is decided by `order.run` for the rank and world
 size that the coordinator gave it; what it will read is `store.uses`'s, so it fetches in order of first use and drops
-what is read last. It does what `worker.together` does: at a step's end all stop where any of them learned of a change,
+what is read last. As in `worker.distributed`, at a step's end all stop where any of them learned of a change,
 and where one is gone none goes on.
 """
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from forebay.doctor import Finding, Options, Report, examine
+from forebay.doctor import examine
+from forebay.formats.report import CheckOptions, Finding, Report
 
 EOS = 50256
 
@@ -24,7 +25,7 @@ def text_tokens(
 
 
 def look(*paths: Path, **known: Any) -> list[Report]:
-    return examine(list(paths), Options(**known))
+    return examine(list(paths), CheckOptions(**known))
 
 
 def findings(*paths: Path, **known: Any) -> list[Finding]:

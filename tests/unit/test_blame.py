@@ -123,7 +123,7 @@ def test_whoever_saw_a_document_is_found(
     documents = Documents(dataset)
     bases = np.cumsum(index.job.samples) - index.job.samples
     for number in range(int(dataset.table.documents.sum())):
-        places = list(documents.where(number))
+        places = list(documents.token_ranges(number))
         assert all(p.document == number for at, a, b in places for p in documents.pieces(at, a, b))
         for at, start, stop in places:
             ids = {
@@ -135,7 +135,7 @@ def test_whoever_saw_a_document_is_found(
     assert documents.find("#2") == documents.find("2") == [2]
     with pytest.raises(UsageError, match="none in"):
         documents.find("#99")
-    with pytest.raises(UsageError, match="keeps no ids"):
+    with pytest.raises(UsageError, match="has no ids"):
         documents.find("doc-1")
     with pytest.raises(UsageError, match="who"):
         who_saw(index, 3, 0, 1)

@@ -19,14 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.cli import main
-from forebay.convert.content import Options, TableSource
-from forebay.convert.convert import convert
-from forebay.convert.tables import TABLE_SINKS, open_table, verify_table
-from forebay.convert.tfrecord import integers, varints
-from forebay.convert.values import TableDigest
+from forebay.convert.convert import convert, verify_table
+from forebay.convert.sources import open_table
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import open_slice
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.conversion import ConvertOptions, TableSource
+from forebay.formats.registry import get_format
+from forebay.formats.tables import TableDigest
+from forebay.formats.tfrecord import integers, varints
 from forebay.load.loader import Loader
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -70,7 +71,7 @@ def read(path: Path) -> pa.Table:
 @pytest.mark.parametrize("to", ["parquet", "feather", "jsonl", "tfrecord", "webdataset"])
 def test_every_value_comes_back_from_every_format(tmp_path: Path, to: str) -> None:
     source = a_table(mixed())
-    report = convert(source, tmp_path / "out", to, Options(slice_bytes=20_000))
+    report = convert(source, tmp_path / "out", to, ConvertOptions(slice_bytes=20_000))
     assert report.written.num_rows == ROWS
     assert report.is_verified
     assert len(report.written.files) > 1
@@ -83,14 +84,14 @@ def test_every_value_comes_back_from_every_format(tmp_path: Path, to: str) -> No
 def test_csv_keeps_text_that_looks_like_numbers_and_what_is_missing(tmp_path: Path) -> None:
     columns = {name: mixed()[name] for name in ("label", "score", "some", "digits", "flag")}
     columns["words"] = ["" if i % 2 else None for i in range(ROWS)]
-    report = convert(a_table(columns), tmp_path / "t.csv", "csv", Options())
+    report = convert(a_table(columns), tmp_path / "t.csv", "csv", ConvertOptions())
     assert report.is_verified and report.written.num_rows == ROWS
     assert read(tmp_path / "t.csv").column("words").null_count == ROWS // 2
 
 
 @pytest.mark.parametrize(("name", "start"), [("t.jsonl.gz", b"\x1f\x8b"), ("t.jsonl.zst", b"\x28\xb5\x2f\xfd")])
 def test_lines_are_packed_as_the_name_says(tmp_path: Path, name: str, start: bytes) -> None:
-    convert(a_table({"a": [1, 2, 3]}), tmp_path / name, "jsonl", Options())
+    convert(a_table({"a": [1, 2, 3]}), tmp_path / name, "jsonl", ConvertOptions())
     assert (tmp_path / name).read_bytes().startswith(start)
     assert read(tmp_path / name).column("a").to_pylist() == [1, 2, 3]
 
@@ -99,14 +100,14 @@ def test_parquet_with_snappy_and_feather_of_others(tmp_path: Path) -> None:
     table = pa.table({"x": pa.array([1.5, 2.5]), "y": ["a", "b"]})
     pq.write_table(table, tmp_path / "a.parquet", compression="snappy")
     assert read(tmp_path / "a.parquet").equals(table)
-    convert(tmp_path / "a.parquet", tmp_path / "b.arrow", "feather", Options(compress="zstd"))
+    convert(tmp_path / "a.parquet", tmp_path / "b.arrow", "feather", ConvertOptions(compress="zstd"))
     assert read(tmp_path / "b.arrow").equals(table)
 
 
 def test_a_changed_byte_is_seen_when_reading_again(tmp_path: Path) -> None:
     source = a_table({"a": list(range(100))})
     out = tmp_path / "t.jsonl"
-    written = TABLE_SINKS["jsonl"](source, out, Options())
+    written = get_format("jsonl").write_rows(source, out, ConvertOptions())
     verify_table(source, out, written)
     out.write_bytes(out.read_bytes().replace(b'"a":42', b'"a":43'))
     with pytest.raises(DatasetError, match=r"other values in a, when reading them again"):
@@ -150,7 +151,7 @@ def test_varints_there_and_back(numbers: list[int]) -> None:
 
 def test_rows_are_the_tensors_that_a_loader_gives(tmp_path: Path) -> None:
     columns = {name: mixed()[name] for name in ("text", "label", "ids", "pixels", "flag", "score")}
-    options = Options(
+    options = ConvertOptions(
         slice_bytes=30_000, name="m", tensors={"label": "u16", "pixels": "f16", "ids": "int64"}, seq_len=8
     )
     report = convert(a_table(columns), tmp_path / "ds", "safetensors", options)
@@ -175,7 +176,7 @@ def test_rows_are_the_tensors_that_a_loader_gives(tmp_path: Path) -> None:
 def test_conversations_keep_their_masked_labels(tmp_path: Path) -> None:
     rows = [{"input_ids": [5, 6, 7][: n + 1], "labels": [-100, 6, 7][: n + 1]} for n in range(3)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = Options(seq_len=4, eos_id=2, tensors={"input_ids": "u16", "labels": "i32"})
+    options = ConvertOptions(seq_len=4, eos_id=2, tensors={"input_ids": "u16", "labels": "i32"})
     convert(tmp_path / "chat.jsonl", tmp_path / "ds", "safetensors", options)
     one = open_dataset(tmp_path / "ds").open_slice(0)
     assert one.tensors["input_ids"].tolist() == [[5, 2, 2, 2], [5, 6, 2, 2], [5, 6, 7, 2]]
@@ -183,7 +184,9 @@ def test_conversations_keep_their_masked_labels(tmp_path: Path) -> None:
     assert one.tensors["attention_mask"].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
     assert one.dtypes == {"input_ids": "U16", "labels": "I32", "attention_mask": "U8"}
     with pytest.raises(DatasetError, match=r"at most 2 values in a row, got 3 \(row 2\)"):
-        convert(tmp_path / "chat.jsonl", tmp_path / "b", "safetensors", Options(seq_len=2, tensors={"labels": "i32"}))
+        convert(
+            tmp_path / "chat.jsonl", tmp_path / "b", "safetensors", ConvertOptions(seq_len=2, tensors={"labels": "i32"})
+        )
 
 
 @pytest.mark.parametrize("kind", ["u2", "u4", "i4", "i8"])
@@ -192,7 +195,9 @@ def test_tensors_of_every_integer_type_survive_bit_by_bit(tmp_path: Path, kind: 
     rng = np.random.default_rng(7)
     ids = rng.integers(info.min, info.max, (500, 16), dtype=kind, endpoint=True)
     source = a_table({"input_ids": tensors(ids), "labels": tensors(ids[:, ::-1].copy())})
-    convert(source, tmp_path / "ds", "safetensors", Options(slice_bytes=20_000, tensors={"labels": info.dtype.name}))
+    convert(
+        source, tmp_path / "ds", "safetensors", ConvertOptions(slice_bytes=20_000, tensors={"labels": info.dtype.name})
+    )
     for batch in Loader(tmp_path / "ds", batch_size=50):
         assert batch.tensors["input_ids"].dtype == np.dtype(kind)
         assert (batch.tensors["input_ids"] == ids[batch.sample_ids]).all()
@@ -205,15 +210,15 @@ def test_a_slice_made_with_plain_safetensors_code(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for index in range(2):
         numpy.save_file(arrays, tmp_path / "in" / f"part-{index}.safetensors")
-    convert(tmp_path / "in", tmp_path / "t.parquet", "parquet", Options())
-    convert(tmp_path / "t.parquet", tmp_path / "ds", "safetensors", Options())
+    convert(tmp_path / "in", tmp_path / "t.parquet", "parquet", ConvertOptions())
+    convert(tmp_path / "t.parquet", tmp_path / "ds", "safetensors", ConvertOptions())
     one = open_dataset(tmp_path / "ds").open_slice(0)
     assert (one.tensors["images"] == np.concatenate([arrays["images"]] * 2)).all()
     assert numpy.load_file(one.path)["labels"].tolist() == [*range(5), *range(5)]
 
 
 def test_rows_of_a_slice(tmp_path: Path) -> None:
-    convert(a_table({"x": list(range(100))}), tmp_path / "f", "safetensors", Options(more={"slice_rows": 40}))
+    convert(a_table({"x": list(range(100))}), tmp_path / "f", "safetensors", ConvertOptions(more={"slice_rows": 40}))
     sizes = [open_slice(path).num_rows for path in sorted((tmp_path / "f" / "slices").iterdir())]
     assert sizes == [40, 40, 20]
 
@@ -237,7 +242,9 @@ def test_idx_files_as_mnist_has_them(tmp_path: Path, packed: bool) -> None:
         write_idx(tmp_path / f"{part}-labels-idx1-ubyte{end}", labels[:size], 8, packed)
     with pytest.raises(UsageError, match=r"expected arrays of other names and as many rows.*a pattern of files"):
         open_table(tmp_path)
-    convert(tmp_path / "train-*", tmp_path / "ds", "safetensors", Options(tensors={"images": "f16", "labels": "i64"}))
+    convert(
+        tmp_path / "train-*", tmp_path / "ds", "safetensors", ConvertOptions(tensors={"images": "f16", "labels": "i64"})
+    )
     batch = next(iter(Loader(tmp_path / "ds", batch_size=70, shuffle=False)))
     assert batch.inputs is not None and batch.inputs.shape == (70, 1, 28, 28)
     assert (batch.inputs[:, 0] == images).all() and (batch.labels == labels).all()
@@ -245,7 +252,7 @@ def test_idx_files_as_mnist_has_them(tmp_path: Path, packed: bool) -> None:
     if not packed:
         (tmp_path / "cut").write_bytes(whole[:-5])
         with pytest.raises(DatasetError, match="expected 70 rows of labels, 1 bytes each, got 5 bytes fewer"):
-            convert(tmp_path / "cut", tmp_path / "x", "safetensors", Options())
+            convert(tmp_path / "cut", tmp_path / "x", "safetensors", ConvertOptions())
 
 
 def test_arrays_of_npz_and_npy(tmp_path: Path) -> None:
@@ -253,7 +260,7 @@ def test_arrays_of_npz_and_npy(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x[:4], y_test=y[:4])
     with pytest.raises(UsageError, match="--column x_train,y_train"):
         open_table(tmp_path / "d.npz")
-    report = convert(tmp_path / "d.npz", tmp_path / "ds", "safetensors", Options(column="x_train,y_train"))
+    report = convert(tmp_path / "d.npz", tmp_path / "ds", "safetensors", ConvertOptions(column="x_train,y_train"))
     assert report.written.num_rows == 10
     assert (open_dataset(tmp_path / "ds").open_slice(0).tensors["x_train"] == x).all()
     (tmp_path / "n").mkdir()
@@ -298,7 +305,7 @@ def test_what_hugging_face_saved(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps(state))
     (tmp_path / "dataset_info.json").write_text("{}")
     source = open_table(tmp_path)
-    assert source is not None and source.kind == "save_to_disk"
+    assert source is not None and source.format == "save_to_disk"
     assert num_rows(source) == 6
 
 
@@ -307,7 +314,7 @@ def test_what_hugging_face_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["parquet", "feather", "jsonl", "tfrecord", "webdataset"])
 def test_a_file_that_is_cut_is_an_error(tmp_path: Path, to: str) -> None:
-    convert(a_table({"text": ["word"] * 300, "n": list(range(300))}), tmp_path / "t.x", to, Options())
+    convert(a_table({"text": ["word"] * 300, "n": list(range(300))}), tmp_path / "t.x", to, ConvertOptions())
     data = (tmp_path / "t.x").read_bytes()
     (tmp_path / "t.x").write_bytes(data[: len(data) // 2 - 3])
     with pytest.raises(DatasetError, match=r"t\.x"):
@@ -329,23 +336,23 @@ def test_lines_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_a_column_that_comes_late_is_no_silent_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.convert.table.INFERRED_BYTES", 1000)
+    monkeypatch.setattr("forebay.formats.tables.INFERRED_BYTES", 1000)
     lines = [{"a": i} for i in range(5000)] + [{"a": 1, "b": 2}]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(DatasetError, match=r"line 4097 and after: expected columns a, .* got b: int64"):
-        convert(tmp_path / "t.jsonl", tmp_path / "o.parquet", "parquet", Options())
+        convert(tmp_path / "t.jsonl", tmp_path / "o.parquet", "parquet", ConvertOptions())
     assert not (tmp_path / "o.parquet").exists()
 
 
 def test_what_a_format_cannot_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"CSV: expected columns that it can hold, got ids: list"):
-        convert(a_table({"ids": [[1]]}), tmp_path / "o", "csv", Options())
+        convert(a_table({"ids": [[1]]}), tmp_path / "o", "csv", ConvertOptions())
     with pytest.raises(UsageError, match=r"JSONL: expected columns that it can hold, got b: binary"):
-        convert(a_table({"b": [b"x"]}), tmp_path / "o", "jsonl", Options())
+        convert(a_table({"b": [b"x"]}), tmp_path / "o", "jsonl", ConvertOptions())
     with pytest.raises(DatasetError, match=r"JSONL: expected finite numbers, got another \(x, row 1\)"):
-        convert(a_table({"x": [1.0, float("nan")]}), tmp_path / "o", "jsonl", Options())
+        convert(a_table({"x": [1.0, float("nan")]}), tmp_path / "o", "jsonl", ConvertOptions())
     with pytest.raises(DatasetError, match=r"TFRecord: expected floats that fit F32, got 0.1 \(x, value 0"):
-        convert(a_table({"x": [0.1]}), tmp_path / "o", "tfrecord", Options())
+        convert(a_table({"x": [0.1]}), tmp_path / "o", "tfrecord", ConvertOptions())
     assert not list(tmp_path.iterdir())
 
 
@@ -375,7 +382,7 @@ def addresses(path: Path) -> list[range]:
 def test_columns_lie_in_the_map_of_their_file(tmp_path: Path) -> None:
     values = np.arange(300_000, dtype=np.int64)
     for to, name in (("feather", "t.arrow"), ("safetensors", "ds")):
-        convert(a_table({"x": values}, batch=300_000), tmp_path / name, to, Options())
+        convert(a_table({"x": values}, batch=300_000), tmp_path / name, to, ConvertOptions())
         source = open_table(tmp_path / name)
         assert source is not None
         path = tmp_path / name if to == "feather" else open_dataset(tmp_path / name).slice_path(0)
@@ -406,13 +413,13 @@ def test_members_of_a_tar_of_others(tmp_path: Path) -> None:
 
 def test_what_cannot_be_rows_is_said(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"column 'some': expected a value in every row, got none \(row 0\)"):
-        convert(a_table({"some": mixed()["some"]}), tmp_path / "a", "safetensors", Options())
+        convert(a_table({"some": mixed()["some"]}), tmp_path / "a", "safetensors", ConvertOptions())
     with pytest.raises(DatasetError, match=r"column 'ids': expected rows of one shape.*--seq-len N"):
-        convert(a_table({"ids": mixed()["ids"]}), tmp_path / "a", "safetensors", Options())
+        convert(a_table({"ids": mixed()["ids"]}), tmp_path / "a", "safetensors", ConvertOptions())
     with pytest.raises(UsageError, match=r"expected columns of numbers, got text: string"):
-        convert(a_table({"text": ["a"]}), tmp_path / "a", "safetensors", Options())
+        convert(a_table({"text": ["a"]}), tmp_path / "a", "safetensors", ConvertOptions())
     with pytest.raises(UsageError, match=r"numbers called absent, got label"):
-        convert(a_table({"label": [1]}), tmp_path / "a", "safetensors", Options(tensors={"absent": "u8"}))
+        convert(a_table({"label": [1]}), tmp_path / "a", "safetensors", ConvertOptions(tensors={"absent": "u8"}))
     assert not list(tmp_path.iterdir())
 
 
@@ -422,12 +429,12 @@ def test_labels_beside_tokens_are_kept_or_said_to_be_left_out(tmp_path: Path) ->
     path.write_text(
         "".join(json.dumps({"input_ids": [i, 2, 3], "labels": [-100, 2, 3], "url": "x"}) + "\n" for i in range(5))
     )
-    report = convert(path, tmp_path / "rows", "safetensors", Options())
+    report = convert(path, tmp_path / "rows", "safetensors", ConvertOptions())
     assert open_dataset(tmp_path / "rows").manifest.layout == "rows" and report.written.num_rows == 5
     assert open_dataset(tmp_path / "rows").open_slice(0).tensors["labels"][0].tolist() == [-100, 2, 3]
-    report = convert(path, tmp_path / "pairs", "megatron", Options())
+    report = convert(path, tmp_path / "pairs", "megatron", ConvertOptions())
     assert "columns left out: labels, url" in report.written.notes
-    report = convert(path, tmp_path / "tokens", "safetensors", Options(column="input_ids"))
+    report = convert(path, tmp_path / "tokens", "safetensors", ConvertOptions(column="input_ids"))
     assert open_dataset(tmp_path / "tokens").manifest.layout == "tokens"
 
 

@@ -12,18 +12,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from forebay.convert.content import Options
 from forebay.convert.convert import convert
-from forebay.convert.images import decode
-from forebay.convert.tables import open_table
+from forebay.convert.sources import open_table
 from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, MissingPackageError, UsageError
+from forebay.formats.conversion import ConvertOptions
+from forebay.formats.images import decode
 from forebay.load.loader import Loader
 
 pytest.importorskip("PIL", reason="pillow is not installed")
 from PIL import Image
 
-NONE = Options()
+NONE = ConvertOptions()
 PIXELS = np.random.default_rng(2).integers(0, 256, (12, 8, 10, 3), dtype=np.uint8)
 
 
@@ -48,7 +48,7 @@ def rows_of(path: Path) -> dict[str, np.ndarray]:
 
 def test_a_folder_of_classes(tmp_path: Path) -> None:
     a_folder(tmp_path / "in")
-    report = convert(tmp_path / "in", tmp_path / "ds", "safetensors", Options(tensors={"labels": "u8"}))
+    report = convert(tmp_path / "in", tmp_path / "ds", "safetensors", ConvertOptions(tensors={"labels": "u8"}))
     found = rows_of(tmp_path / "ds")
     assert found["labels"].tolist() == [0] * 4 + [1] * 4 + [2] * 4 and found["labels"].dtype == np.uint8
     order = [i for label in range(3) for i in range(12) if i % 3 == label]
@@ -61,7 +61,7 @@ def test_a_folder_of_classes(tmp_path: Path) -> None:
 def test_images_go_through_other_formats_as_they_are(tmp_path: Path, via: str) -> None:
     a_folder(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "direct", "safetensors", NONE)
-    convert(tmp_path / "in", tmp_path / "via", via, Options(slice_bytes=1000))
+    convert(tmp_path / "in", tmp_path / "via", via, ConvertOptions(slice_bytes=1000))
     convert(tmp_path / "via", tmp_path / "ds", "safetensors", NONE)
     direct, found = rows_of(tmp_path / "direct"), rows_of(tmp_path / "ds")
     assert direct.keys() == found.keys() and all((direct[name] == found[name]).all() for name in direct)
@@ -84,7 +84,7 @@ def test_what_is_damaged_is_kept_aside(tmp_path: Path) -> None:
     aside = [json.loads(line) for line in (tmp_path / "ds" / "rejects.jsonl").read_text().splitlines()]
     assert [(row["row"], row["name"]) for row in aside] == [(0, "cat/000.png"), (5, "dog/004.png")]
     assert all(row["reason"] for row in aside)
-    assert any("2 images kept aside" in note for note in report.written.notes)
+    assert any("2 images were rejected" in note for note in report.written.notes)
     dataset = open_dataset(tmp_path / "ds")
     assert dataset.verify().ok and dataset.manifest.lineage["converted"]["aside"] == 2
     assert rows_of(tmp_path / "ds")["labels"].tolist() == [0] * 3 + [1] * 3 + [2] * 4
@@ -95,11 +95,11 @@ def test_sizes_are_equal_or_made_so(tmp_path: Path) -> None:
     (folder / "owl" / "z.jpg").write_bytes(encoded(np.zeros((20, 30, 3), np.uint8), "JPEG"))
     with pytest.raises(DatasetError, match=r"owl/z.jpg: expected an image of 8 x 10 .* got 20 x 30.*--resize"):
         convert(folder, tmp_path / "ds", "safetensors", NONE)
-    convert(folder, tmp_path / "ds", "safetensors", Options(crop=(6, 4)))
+    convert(folder, tmp_path / "ds", "safetensors", ConvertOptions(crop=(6, 4)))
     found = rows_of(tmp_path / "ds")
     assert found["images"].shape == (13, 3, 6, 4)
     assert (found["images"][0] == PIXELS[0, 1:7, 3:7].transpose(2, 0, 1)).all()
-    convert(folder, tmp_path / "ds2", "safetensors", Options(resize=(5, 7)))
+    convert(folder, tmp_path / "ds2", "safetensors", ConvertOptions(resize=(5, 7)))
     assert rows_of(tmp_path / "ds2")["images"].shape == (13, 3, 5, 7)
 
 
@@ -117,7 +117,7 @@ def test_grey_and_turned_images() -> None:
 
 
 def test_an_image_that_would_take_all_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.convert.images._MOST_PIXELS", 79)
+    monkeypatch.setattr("forebay.formats.images._MAX_PIXELS", 79)
     assert decode(encoded(PIXELS[0]), None, NONE) == "10 x 8 pixels, more than 79"
 
 

@@ -20,20 +20,21 @@ from hypothesis import strategies as st
 
 from calibration import scaled
 from forebay.cli import main
-from forebay.convert.content import Digest, Options, TokenPart, TokenSource, documents, open_tokens
 from forebay.convert.convert import convert, open_source
-from forebay.convert.streams import settle, slices_of
-from forebay.convert.token_sinks import TOKEN_SINKS
+from forebay.convert.sources import open_tokens
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_rows_slice
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.conversion import ConvertOptions, TokenPart, TokenSource
+from forebay.formats.registry import get_format, names_with
+from forebay.formats.token_stream import TokenDigest, build_stream, documents, slices_of
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"
 PLAIN = json.loads((GOLDEN / "stream.json").read_text())
 STREAM = np.array(PLAIN["tokens"], np.int64)
 DOCUMENTS = [one.tolist() for one in np.split(STREAM, np.cumsum(PLAIN["lengths"])[:-1])]
-SMALL = Options(slice_bytes=4096)
+SMALL = ConvertOptions(slice_bytes=4096)
 
 
 def held(tokens: list[int], ends: list[int], cuts: list[int], dtype: str = "U16") -> TokenSource:
@@ -64,16 +65,16 @@ def streams(draw: st.DrawFn) -> TokenSource:
 @settings(max_examples=150, deadline=None)
 @given(streams(), st.integers(1, 40), st.booleans())
 def test_slices_are_the_stream_however_it_was_cut(source: TokenSource, size: int, by_tokens: bool) -> None:
-    whole, cut = Digest(), Digest()
+    whole, cut = TokenDigest(), TokenDigest()
     for part in source.parts():
         whole.add(part)
-    stream = settle(source, Options(), "keep")
+    stream = build_stream(source, ConvertOptions(), "keep")
     slices = list(slices_of(stream, 256 + 8 * size, size if by_tokens else None))
     for part in slices:
         cut.add(part)
         assert not len(part.ends) or int(part.ends[-1]) <= len(part.tokens)
         assert by_tokens or len(part.tokens) == 1 or 2 * len(part.tokens) + 8 * len(part.ends) <= 8 * size
-    assert cut.whole == whole.whole == stream.digest.whole
+    assert cut.text == whole.text == stream.digest.text
     if by_tokens:
         assert all(len(part.tokens) == size for part in slices[:-1])
 
@@ -84,14 +85,14 @@ def test_every_sink_keeps_every_document(
     tmp_path_factory: pytest.TempPathFactory, source: TokenSource, to: str, size: int
 ) -> None:
     folder = tmp_path_factory.mktemp("law")
-    options = Options(
+    options = ConvertOptions(
         slice_bytes=size,
         eos_id=None if source.num_documents else 7,
         compress="zstd" if size % 2 and to in ("litdata", "mds") else "",
     )
     report = convert(source, folder / "out", to, options)
     assert report.is_verified and report.written.num_tokens == source.num_tokens
-    assert rows(open_source(folder / "out", Options(), "bin")) == rows(settle(source, options, "rows"))
+    assert rows(open_source(folder / "out", ConvertOptions(), "bin")) == rows(build_stream(source, options, "rows"))
 
 
 LITDATA = sorted(path.name for path in GOLDEN.glob("litdata_*"))
@@ -99,11 +100,11 @@ LITDATA = sorted(path.name for path in GOLDEN.glob("litdata_*"))
 
 @pytest.mark.parametrize("name", LITDATA)
 def test_what_litdata_wrote_is_read(name: str) -> None:
-    source = open_tokens(GOLDEN / name, Options())
-    assert source is not None and source.kind == "litdata"
+    source = open_tokens(GOLDEN / name, ConvertOptions())
+    assert source is not None and source.format == "litdata"
     assert rows(source) == DOCUMENTS
     assert source.dtype == ("U16" if name.endswith("u16") else "U32")
-    assert open_source(GOLDEN / name / "index.json", Options()).kind == "litdata"
+    assert open_source(GOLDEN / name / "index.json", ConvertOptions()).format == "litdata"
 
 
 @pytest.mark.parametrize("name", LITDATA)
@@ -120,12 +121,12 @@ def test_a_damaged_chunk_says_so_or_reads_as_tokens(name: str, tmp_path: Path) -
         at = int(noise.integers(0, min(len(data), 120)))
         victim.write_bytes(data[:at] + bytes([int(noise.integers(0, 256))]) + data[at + 1 :])
         try:
-            rows(open_tokens(folder, Options()))
+            rows(open_tokens(folder, ConvertOptions()))
         except DatasetError as error:
             assert str(victim) in str(error)
     victim.write_bytes(data[:-3])
     with pytest.raises(DatasetError, match=victim.name):
-        rows(open_tokens(folder, Options()))
+        rows(open_tokens(folder, ConvertOptions()))
 
 
 @pytest.mark.parametrize(
@@ -141,15 +142,15 @@ def test_a_damaged_chunk_says_so_or_reads_as_tokens(name: str, tmp_path: Path) -
 def test_an_index_that_is_none_is_refused(index: bytes, tmp_path: Path) -> None:
     (tmp_path / "index.json").write_bytes(index)
     with pytest.raises(DatasetError, match=r"index\.json"):
-        open_tokens(tmp_path, Options())
+        open_tokens(tmp_path, ConvertOptions())
 
 
 @pytest.mark.parametrize("came", ["megatron_u16", "mds_zstd", "litdata_dict_frames", "arrow"])
-@pytest.mark.parametrize("to", sorted(TOKEN_SINKS))
+@pytest.mark.parametrize("to", sorted(names_with("write_tokens")))
 def test_from_any_format_to_any_other(came: str, to: str, tmp_path: Path) -> None:
     options = replace(SMALL, seq_len=10 if to == "npy" else None)
     report = convert(GOLDEN / came, tmp_path / "out", to, options)
-    found = open_source(tmp_path / "out", Options(input_dtype="uint16" if "u16" in came else "uint32"), "bin")
+    found = open_source(tmp_path / "out", ConvertOptions(input_dtype="uint16" if "u16" in came else "uint32"), "bin")
     assert isinstance(found, TokenSource)
     keeps = to not in ("bin", "ds", "npy")
     assert rows(found) == (DOCUMENTS if keeps else [STREAM.tolist()])
@@ -170,41 +171,44 @@ def test_a_dataset_of_ours_is_whole_and_says_where_it_came_from(tmp_path: Path) 
     again = open_dataset(tmp_path / "narrow")
     assert (again.manifest.dtype, again.num_slices, again.manifest.eos_id) == ("U16", 7, 9)
     assert again.manifest.lineage["converted"]["id"] == dataset.id
-    assert rows(open_tokens(tmp_path / "narrow", Options())) == DOCUMENTS
+    assert rows(open_tokens(tmp_path / "narrow", ConvertOptions())) == DOCUMENTS
 
 
 def test_plain_safetensors_are_read(tmp_path: Path) -> None:
     convert(GOLDEN / "megatron_u16", tmp_path / "ds", "safetensors", replace(SMALL, shard_tokens=100))
     with pytest.raises(DatasetError, match=r"forebay adopt DIR"):
-        open_source(tmp_path / "ds" / "slices", Options(), "bin")
+        open_source(tmp_path / "ds" / "slices", ConvertOptions(), "bin")
     adopt(tmp_path / "ds" / "slices")
-    assert rows(open_tokens(tmp_path / "ds" / "slices", Options())) == DOCUMENTS
+    assert rows(open_tokens(tmp_path / "ds" / "slices", ConvertOptions())) == DOCUMENTS
     write_rows_slice(tmp_path / "rows.safetensors", {"input_ids": STREAM[:608].reshape(-1, 16).astype(np.uint16)})
-    found = open_source(tmp_path / "rows.safetensors", Options(), "bin")
+    found = open_source(tmp_path / "rows.safetensors", ConvertOptions(), "bin")
     assert isinstance(found, TokenSource) and (found.seq_len, found.num_documents) == (16, 38)
     assert [token for document in rows(found) for token in document] == STREAM[:608].tolist()
 
 
 def test_files_of_one_vector(tmp_path: Path) -> None:
-    convert(GOLDEN / "megatron_u16", tmp_path / "a.bin", "bin", Options())
+    convert(GOLDEN / "megatron_u16", tmp_path / "a.bin", "bin", ConvertOptions())
     assert np.fromfile(tmp_path / "a.bin", "<u2").tolist() == STREAM.tolist()
-    convert(GOLDEN / "megatron_u16", tmp_path / "a.ds", "ds", Options(dtype="U32"))
+    convert(GOLDEN / "megatron_u16", tmp_path / "a.ds", "ds", ConvertOptions(dtype="U32"))
     assert np.fromfile(tmp_path / "a.ds", "<u4").tolist() == STREAM.tolist()
     convert(
-        tmp_path / "a.ds", tmp_path / "c", "bin", Options(input_dtype="u32", shard_tokens=250, more={"header": True})
+        tmp_path / "a.ds",
+        tmp_path / "c",
+        "bin",
+        ConvertOptions(input_dtype="u32", shard_tokens=250, more={"header": True}),
     )
     names = sorted(path.name for path in (tmp_path / "c").iterdir())
     assert names == ["train_000000.bin", "train_000001.bin", "train_000002.bin"]
     head = np.fromfile(tmp_path / "c" / names[2], "<i4", count=256)
     assert head[:3].tolist() == [20240801, 7, 120] and not head[3:].any()
-    assert rows(open_tokens(tmp_path / "c", Options())) == [STREAM.tolist()]
+    assert rows(open_tokens(tmp_path / "c", ConvertOptions())) == [STREAM.tolist()]
 
 
 @pytest.mark.parametrize(("dtype", "known"), [("U16", 8057394794387743395), ("U32", 9727674481869147956)])
 def test_templar_shards_of_both_generations(dtype: str, known: int, tmp_path: Path) -> None:
     source = held([*range(2048), *range(2048, 5000)], [], [700, 3000], dtype)
     for generation, suffix in (("npy", ".npy"), ("bin", ".bin")):
-        options = Options(shard_tokens=2048, more={"generation": generation})
+        options = ConvertOptions(shard_tokens=2048, more={"generation": generation})
         report = convert(source, tmp_path / generation, "npy", options)
         assert (report.written.num_rows, report.written.num_tokens) == (2, 4096)
         assert "904 tokens" in report.written.notes[0]
@@ -216,7 +220,7 @@ def test_templar_shards_of_both_generations(dtype: str, known: int, tmp_path: Pa
 
 @pytest.mark.parametrize("to", ["bin", "safetensors", "parquet"])
 def test_tokens_that_contradict_their_ids_are_not_converted_as_something_else(to: str, tmp_path: Path) -> None:
-    convert(GOLDEN / "templar", tmp_path / "in", "npy", Options(seq_len=512))
+    convert(GOLDEN / "templar", tmp_path / "in", "npy", ConvertOptions(seq_len=512))
     file = tmp_path / "in" / "train_000000.npy"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -228,28 +232,28 @@ def test_tokens_that_contradict_their_ids_are_not_converted_as_something_else(to
 def test_a_token_that_does_not_fit_is_named_with_its_place(tmp_path: Path) -> None:
     source = held([1, 2, 3, 70_000, 5, 80_000], [2, 6], [3], "U32")
     with pytest.raises(UsageError, match=r"65535 .* 70000 at token 3, after 1 documents\. .*uint32"):
-        convert(source, tmp_path / "out", "bin", Options(dtype="U16"))
+        convert(source, tmp_path / "out", "bin", ConvertOptions(dtype="U16"))
     high = held([1, 1 << 31], [2], [], "U32")
     for to in ("megatron", "litdata", "arrow"):
         with pytest.raises(UsageError, match="2147483648 at token 1"):
-            convert(high, tmp_path / "out", to, Options())
-    assert convert(high, tmp_path / "out", "mds", Options()).is_verified
+            convert(high, tmp_path / "out", to, ConvertOptions())
+    assert convert(high, tmp_path / "out", "mds", ConvertOptions()).is_verified
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_where_documents_end_must_be_known(tmp_path: Path) -> None:
     source = held([5, 6, 9, 7, 9, 9, 8], [], [3])
     with pytest.raises(UsageError, match=r"--eos-id N.*--seq-len N"):
-        convert(source, tmp_path / "out", "mds", Options())
-    convert(source, tmp_path / "eos", "mds", Options(eos_id=9))
-    assert rows(open_tokens(tmp_path / "eos", Options())) == [[5, 6, 9], [7, 9], [9], [8]]
-    convert(source, tmp_path / "three", "megatron", Options(seq_len=3))
-    assert rows(open_tokens(tmp_path / "three", Options())) == [[5, 6, 9], [7, 9, 9], [8]]
+        convert(source, tmp_path / "out", "mds", ConvertOptions())
+    convert(source, tmp_path / "eos", "mds", ConvertOptions(eos_id=9))
+    assert rows(open_tokens(tmp_path / "eos", ConvertOptions())) == [[5, 6, 9], [7, 9], [9], [8]]
+    convert(source, tmp_path / "three", "megatron", ConvertOptions(seq_len=3))
+    assert rows(open_tokens(tmp_path / "three", ConvertOptions())) == [[5, 6, 9], [7, 9, 9], [8]]
     open_end = held([1, 2, 3, 4], [3], [])
-    report = convert(open_end, tmp_path / "end", "litdata", Options())
-    assert rows(open_tokens(tmp_path / "end", Options())) == [[1, 2, 3], [4]]
+    report = convert(open_end, tmp_path / "end", "litdata", ConvertOptions())
+    assert rows(open_tokens(tmp_path / "end", ConvertOptions())) == [[1, 2, 3], [4]]
     assert report.written.notes == ("the last 1 tokens end no document of the source: they were given an end",)
-    assert convert(open_end, tmp_path / "ours", "safetensors", Options()).written.num_documents == 1
+    assert convert(open_end, tmp_path / "ours", "safetensors", ConvertOptions()).written.num_documents == 1
 
 
 def test_nothing_is_left_of_what_failed_or_was_killed(tmp_path: Path) -> None:
@@ -257,12 +261,13 @@ def test_nothing_is_left_of_what_failed_or_was_killed(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        convert(GOLDEN / "arrow", tmp_path / "out", "mds", Options(on_progress=fail))
+        convert(GOLDEN / "arrow", tmp_path / "out", "mds", ConvertOptions(on_progress=fail))
     assert not list(tmp_path.iterdir())
     script = (
-        "import os, sys; from forebay.convert.convert import convert; from forebay.convert.content import Options\n"
+        "import os, sys; from forebay.convert.convert import convert\n"
+        "from forebay.formats.conversion import ConvertOptions\n"
         f"convert({str(GOLDEN / 'mds_zstd')!r}, {str(tmp_path / 'out')!r}, 'safetensors',"
-        " Options(on_progress=lambda n: os.kill(os.getpid(), 9)))"
+        " ConvertOptions(on_progress=lambda n: os.kill(os.getpid(), 9)))"
     )
     done = subprocess.run([sys.executable, "-c", script], check=False, timeout=scaled(60))
     assert done.returncode == -signal.SIGKILL
@@ -278,27 +283,27 @@ def test_a_place_that_is_not_free_is_kept_unless_forced(tmp_path: Path) -> None:
         convert(GOLDEN / "arrow", out, "bin", SMALL)
     with pytest.raises(UsageError, match="--eos-id"):  # Fails late: what was there is still there.
         convert(GOLDEN / "templar", out, "mds", SMALL, force=True)
-    assert rows(open_tokens(out, Options())) == DOCUMENTS
+    assert rows(open_tokens(out, ConvertOptions())) == DOCUMENTS
     convert(GOLDEN / "arrow", out, "bin", SMALL, force=True)
     assert [path.name for path in out.iterdir()] == ["train.bin"]
     for place in (out, tmp_path):
-        with pytest.raises(UsageError, match="another place"):
-            convert(out, place, "ds", Options(input_dtype="uint32"), force=True)
+        with pytest.raises(UsageError, match="another path"):
+            convert(out, place, "ds", ConvertOptions(input_dtype="uint32"), force=True)
     with pytest.raises(UsageError, match="expected a format of"):
         convert(GOLDEN / "arrow", tmp_path / "x", "pickle", SMALL)
 
 
 def test_what_the_disk_gives_back_otherwise_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = TOKEN_SINKS["megatron"]
+    good = get_format("megatron").write_tokens
 
-    def failing_disk(source: TokenSource, out: Path, options: Options) -> Any:
+    def failing_disk(source: TokenSource, out: Path, options: ConvertOptions) -> Any:
         written = good(source, out, options)
         data = bytearray((out / written.files[0]).read_bytes())
         data[100] ^= 1
         (out / written.files[0]).write_bytes(data)
         return written
 
-    monkeypatch.setitem(TOKEN_SINKS, "megatron", failing_disk)  # type: ignore[index]
+    monkeypatch.setattr(get_format("megatron"), "write_tokens", failing_disk)
     with pytest.raises(DatasetError, match="or others, when reading them again"):
         convert(GOLDEN / "arrow", tmp_path / "out", "megatron", SMALL)
     assert not list(tmp_path.iterdir())
@@ -310,17 +315,17 @@ def test_memory_is_that_of_a_piece_and_counts_are_of_64_bits(tmp_path: Path) -> 
         os.truncate(file.fileno(), 48 << 20)
     tracemalloc.start()
     report = convert(
-        tmp_path / "big.bin", tmp_path / "out", "safetensors", Options(input_dtype="u16", slice_bytes=1 << 20)
+        tmp_path / "big.bin", tmp_path / "out", "safetensors", ConvertOptions(input_dtype="u16", slice_bytes=1 << 20)
     )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert report.written.num_tokens == 24 << 20 and peak < 24 << 20
     with (tmp_path / "huge.bin").open("wb") as file:
         os.truncate(file.fileno(), 3 << 40)
-    source = open_source(tmp_path / "huge.bin", Options(input_dtype="u16"))
+    source = open_source(tmp_path / "huge.bin", ConvertOptions(input_dtype="u16"))
     assert isinstance(source, TokenSource) and source.num_tokens == 3 << 39
-    with pytest.raises(UsageError, match="expected room for 1649267441664 tokens"):
-        convert(source, tmp_path / "no", "bin", Options(dtype="U32"))
+    with pytest.raises(UsageError, match="expected space for 1649267441664 tokens"):
+        convert(source, tmp_path / "no", "bin", ConvertOptions(dtype="U32"))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ from forebay.cli import main
 from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, ForebayError
-from forebay.prepare.read.tfrecord import crc32c, masked
+from forebay.formats.tfrecord import crc32c, masked
 from forebay.prepare.tokenize.tokenizers import AUTO, load_tokenizer, parse
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"
@@ -79,19 +79,24 @@ def tar(path: Path, samples: int = 4) -> Path:
 def test_a_truncated_tar(tmp_path: Path, name: str) -> None:
     path = tar(tmp_path / name)
     (report,) = look(path)
-    assert report.ok and report.kind == "webdataset" and report.facts["samples"] == 4 and report.facts["members"] == 8
+    assert (
+        report.ok
+        and report.kind == "webdataset"
+        and report.metadata["samples"] == 4
+        and report.metadata["members"] == 8
+    )
     if name == "a.tar":
         os.truncate(path, 512 * 3 * 7 + 700)  # Within the last member.
     else:
         cut(path, 60)
     assert faults(path) == {"truncated"}
-    assert look(path)[0].facts["samples"] >= 2
+    assert look(path)[0].metadata["samples"] >= 2
 
 
 def test_a_damaged_header_in_a_tar(tmp_path: Path) -> None:
     path = flip(tar(tmp_path / "a.tar"), 512 * 3 * 2 + 10)
-    assert only("damaged", path).place == f"byte {512 * 3 * 2}"
-    assert look(path)[0].facts["members"] == 7
+    assert only("damaged", path).location == f"byte {512 * 3 * 2}"
+    assert look(path)[0].metadata["members"] == 7
 
 
 def records(path: Path, num: int = 5) -> Path:
@@ -106,12 +111,12 @@ def records(path: Path, num: int = 5) -> Path:
 
 def test_tfrecord(tmp_path: Path) -> None:
     path = records(tmp_path / "a.tfrecord")
-    assert look(path)[0].facts["records"] == 5 and not findings(path)
-    assert only("damaged", flip(path, 116 * 2 + 50)).place == f"byte {116 * 2}"
-    assert look(path)[0].facts["records"] == 4
+    assert look(path)[0].metadata["records"] == 5 and not findings(path)
+    assert only("damaged", flip(path, 116 * 2 + 50)).location == f"byte {116 * 2}"
+    assert look(path)[0].metadata["records"] == 4
     path = cut(records(tmp_path / "b.tfrecord"), 9)
-    assert only("truncated", path).place == f"byte {116 * 4}"
-    assert look(path)[0].facts["records"] == 4
+    assert only("truncated", path).location == f"byte {116 * 4}"
+    assert look(path)[0].metadata["records"] == 4
 
 
 def lines(num: int = 50) -> bytes:
@@ -123,10 +128,10 @@ def test_truncated_jsonl(tmp_path: Path, suffix: str) -> None:
     pack: Any = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}[suffix]
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(pack(lines(5000)))
-    assert not findings(path) and look(path)[0].facts["lines"] == 5000
+    assert not findings(path) and look(path)[0].metadata["lines"] == 5000
     cut(path, 10)
     assert "truncated" in faults(path)
-    assert 0 < look(path)[0].facts["lines"] <= 5000
+    assert 0 < look(path)[0].metadata["lines"] <= 5000
 
 
 def test_damaged_lines(tmp_path: Path) -> None:
@@ -154,11 +159,11 @@ def test_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(table(), path, row_group_size=1000, write_page_checksum=True)
     (report,) = look(path)
-    assert report.ok and report.facts["rows"] == 3000 and report.facts["tokens"] == 24_000
+    assert report.ok and report.metadata["rows"] == 3000 and report.metadata["tokens"] == 24_000
     assert faults(path, vocab_size=1000) == {"vocabulary-overflow"}
     group = pq.ParquetFile(path).metadata.row_group(1).column(0)
     flip(path, group.data_page_offset + group.total_compressed_size // 2)
-    assert only("damaged", path).place == "row group 1"
+    assert only("damaged", path).location == "row group 1"
     assert only("truncated", cut(path, 100)).advice == "fetch or write it again"
 
 
@@ -167,11 +172,11 @@ def test_arrow(tmp_path: Path, make: Any) -> None:
     path = tmp_path / "a.arrow"
     with make(str(path), table().schema) as writer:
         writer.write_table(table(), max_chunksize=1000)
-    assert not findings(path) and look(path)[0].facts["rows"] == 3000
+    assert not findings(path) and look(path)[0].metadata["rows"] == 3000
     cut(path, 40_000)
     assert faults(path) == {"damaged"}
     if make is pa.ipc.new_stream:
-        assert look(path)[0].facts["rows"] == 2000
+        assert look(path)[0].metadata["rows"] == 2000
 
 
 # Datasets with an index.
@@ -186,7 +191,7 @@ def test_megatron_whose_data_is_truncated(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(GOLDEN / "megatron_u16", tmp_path / "m"))
     data = next(folder.glob("*.bin"))
     cut(data, 30)
-    assert only("index-mismatch", folder).place == "index"
+    assert only("index-mismatch", folder).location == "index"
     with data.open("ab") as file:
         file.write(bytes(100))
     assert faults(folder) == {"index-mismatch"}
@@ -217,10 +222,10 @@ def litdata(folder: Path, tokens: list[np.ndarray]) -> Path:
 def test_litdata(tmp_path: Path) -> None:
     folder = litdata(tmp_path / "l", [text_tokens(2000, i, dtype=np.int32) for i in range(3)])
     (report,) = look(folder)
-    assert report.ok and report.kind == "litdata" and report.facts["items"] == 3
+    assert report.ok and report.kind == "litdata" and report.metadata["items"] == 3
     assert faults(folder, vocab_size=1000) == {"vocabulary-overflow"}
     cut(folder / "chunk-0-1.bin", 4)
-    assert only("index-mismatch", folder).place == "chunk-0-1.bin"
+    assert only("index-mismatch", folder).location == "chunk-0-1.bin"
     (folder / "chunk-0-1.bin").unlink()
     assert "got none" in only("index-mismatch", folder).evidence
     (folder / "chunk-0-0.bin").write_bytes(struct.pack("<III", 1, 12, 13) + bytes(8000))
@@ -237,7 +242,7 @@ def test_all_of_a_compressed_or_nested_litdata_set_is_read(tmp_path: Path) -> No
     shutil.copytree(GOLDEN / "litdata_tokens_zstd", folder)
     chunk = sorted(folder.glob("chunk-*"))[0]
     chunk.write_bytes(chunk.read_bytes()[:-6] + b"\0" * 6)
-    assert only("index-mismatch", folder).place == chunk.name
+    assert only("index-mismatch", folder).location == chunk.name
 
 
 def test_litdata_of_images_is_checked_in_its_structure(tmp_path: Path) -> None:
@@ -252,7 +257,7 @@ def test_litdata_of_images_is_checked_in_its_structure(tmp_path: Path) -> None:
     (report,) = look(tmp_path)
     assert report.ok and (report.depth, report.read_bytes) == ("structure", len(data))
     (tmp_path / "chunk-0-0.bin").write_bytes(data[:8] + b"\xff" + data[9:])
-    assert only("index-mismatch", tmp_path).place == "chunk-0-0.bin"
+    assert only("index-mismatch", tmp_path).location == "chunk-0-0.bin"
 
 
 def test_what_is_not_checked_is_not_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,14 +292,14 @@ def ours(folder: Path, tokens: np.ndarray | None = None) -> Path:
 def test_a_dataset_of_ours(tmp_path: Path) -> None:
     folder = ours(tmp_path / "d")
     (report,) = look(folder, eos_id=EOS, vocab_size=50_257)
-    assert report.ok and report.kind == "forebay" and report.facts["tokens"] == 10_000
-    assert only("missing-eos", folder, eos_id=11).place == "token 499"
+    assert report.ok and report.kind == "forebay" and report.metadata["tokens"] == 10_000
+    assert only("missing-eos", folder, eos_id=11).location == "token 499"
     flip(folder / "s1.safetensors", -100)
-    assert only("damaged", folder).place == "s1.safetensors"
+    assert only("damaged", folder).location == "s1.safetensors"
     (folder / "s0.safetensors").unlink()
     assert "is missing" in {one.evidence for one in findings(folder)}
     flip(folder / "manifest.json", 30)
-    assert only("damaged", folder).place == "manifest"
+    assert only("damaged", folder).location == "manifest"
 
 
 def test_an_empty_slice(tmp_path: Path) -> None:
@@ -303,7 +308,7 @@ def test_an_empty_slice(tmp_path: Path) -> None:
         (folder / name).unlink()
     write_token_slice(folder / "s2.safetensors", np.empty(0, np.uint16), np.empty(0, np.uint64))
     adopt(folder)
-    assert only("empty", folder).place == "s2.safetensors"
+    assert only("empty", folder).location == "s2.safetensors"
 
 
 def test_safetensors_alone(tmp_path: Path) -> None:
@@ -316,8 +321,8 @@ def test_safetensors_alone(tmp_path: Path) -> None:
     assert not findings(alone)
     data[at : at + 8] = (70_000).to_bytes(8, "little")
     alone.write_bytes(data)
-    assert only("document-ends", alone).place == "alone.safetensors, document 1"
-    assert only("damaged", cut(alone, 7)).place == "header"
+    assert only("document-ends", alone).location == "alone.safetensors, document 1"
+    assert only("damaged", cut(alone, 7)).location == "header"
 
 
 def test_rows(tmp_path: Path) -> None:
@@ -341,7 +346,7 @@ def test_what_prepare_writes_is_clean(tmp_path: Path, tokenizer: str) -> None:
     texts = [str(p) for p in sorted(tmp_path.glob("*.txt"))]
     assert main(["prepare", *texts, "--tokenizer", tokenizer, "--out", str(out), "--workers", "1", "--quiet"]) == 0
     (report,) = look(out)
-    assert not report.findings and report.facts["documents"] == 4
+    assert not report.findings and report.metadata["documents"] == 4
 
 
 # Impostors, and the command.

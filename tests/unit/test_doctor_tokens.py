@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from calibration import scaled
 from forebay.cli import main
-from forebay.formats import open_foreign
-from forebay.formats.npy import NO_SAMPLE, sample_id
+from forebay.formats import open_external
+from forebay.formats.vectors import NO_SAMPLE, sample_id
 from token_shards import write_shard
 
 N = 20_000
@@ -41,13 +41,13 @@ def test_what_is_clean_gives_no_finding(tmp_path: Path) -> None:
     raw(tmp_path / "b.bin", text_tokens(N, 2))
     raw(tmp_path / "c.ds", text_tokens(N, 3, vocab=128_000, dtype=np.uint32))
     reports = look(tmp_path, eos_id=EOS)
-    assert [(one.path.name, one.kind, one.facts["tokens"]) for one in reports] == [
+    assert [(one.path.name, one.kind, one.metadata["tokens"]) for one in reports] == [
         ("a.npy", "npy", N),
         ("b.bin", "raw tokens", N),
         ("c.ds", "raw tokens", N),
     ]
     assert not [one for report in reports for one in report.findings]
-    assert reports[1].facts["dtype"] == "uint16 (guessed)" and reports[2].facts["dtype"] == "uint32 (guessed)"
+    assert reports[1].metadata["dtype"] == "uint16 (guessed)" and reports[2].metadata["dtype"] == "uint32 (guessed)"
     assert all(one.read_bytes == one.total_bytes for one in reports)
 
 
@@ -55,7 +55,7 @@ def test_a_npy_named_bin_is_read_as_64_tokens_too_many(tmp_path: Path) -> None:
     tokens = text_tokens(N)
     path = saved(tmp_path / "train.bin", tokens)
     found = only("header-as-tokens", path)
-    assert found.place == "byte 0" and "64 tokens" in found.evidence and found.confidence == "certain"
+    assert found.location == "byte 0" and "64 tokens" in found.evidence and found.confidence == "certain"
     assert main(["convert", str(path), str(tmp_path / "out.bin"), "--to", "bin"]) == 0  # As the advice says.
     assert "convert" in found.advice and (tmp_path / "out.bin").read_bytes() == tokens.tobytes()
 
@@ -67,7 +67,7 @@ def test_npy_files_put_one_after_the_other(tmp_path: Path) -> None:
     path = tmp_path / "all.npy"
     path.write_bytes(b"".join((tmp_path / f"{n}.part").read_bytes() for n in range(3)))
     found = findings(path)
-    assert [(one.fault, one.place) for one in found] == [
+    assert [(one.fault, one.location) for one in found] == [
         ("header-as-tokens", "byte 10128"),
         ("header-as-tokens", "byte 20256"),
     ]
@@ -79,7 +79,7 @@ def test_headers_inside_headerless_files(tmp_path: Path) -> None:
         saved(tmp_path / f"{number}.part", part)
     path = tmp_path / "all.bin"
     path.write_bytes(parts[0].tobytes() + (tmp_path / "1.part").read_bytes())
-    assert only("header-as-tokens", path, dtype=np.dtype("<u2")).place == "token 5001"
+    assert only("header-as-tokens", path, dtype=np.dtype("<u2")).location == "token 5001"
 
 
 def test_a_header_that_was_written_again_as_wider_tokens(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_header_that_was_written_again_as_wider_tokens(tmp_path: Path) -> None
     folder = tmp_path / "wide"
     folder.mkdir()
     path = saved(folder / "wide.npy", whole)
-    assert only("header-as-tokens", path).place == "token 0"
+    assert only("header-as-tokens", path).location == "token 0"
 
 
 def test_a_npy_without_a_header(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_truncated_files(tmp_path: Path, lost: int) -> None:
     path = saved(tmp_path / "a.npy", tokens)
     os.truncate(path, path.stat().st_size - lost)
     assert f"got {path.stat().st_size}" in only("truncated", path).evidence
-    assert look(path)[0].facts["tokens"] == N - (lost + 1) // 2
+    assert look(path)[0].metadata["tokens"] == N - (lost + 1) // 2
 
 
 def test_what_was_appended_to_a_npy(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_what_was_appended_to_a_npy(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b"\x05" * 999)
     found = only("appended", path)
-    assert found.place == f"byte {128 + 2 * N}" and "truncate" in found.advice
+    assert found.location == f"byte {128 + 2 * N}" and "truncate" in found.advice
 
 
 @pytest.mark.parametrize("name", ["a.bin", "a.npy"])
@@ -158,7 +158,7 @@ def test_vocabulary_overflow_says_where(tmp_path: Path) -> None:
     tokens = text_tokens(N)
     tokens[777] = 60_000
     found = only("vocabulary-overflow", raw(tmp_path / "a.bin", tokens), vocab_size=50257)
-    assert found.place == "token 777" and "60000" in found.evidence and found.confidence == "certain"
+    assert found.location == "token 777" and "60000" in found.evidence and found.confidence == "certain"
 
 
 def test_ids_that_wrapped_at_16_bits(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_long_run_without_eos_is_only_told(tmp_path: Path) -> None:
     tokens[:300:3] = EOS
     (report,) = look(raw(tmp_path / "a.bin", tokens), eos_id=EOS)
     (found,) = report.findings
-    assert report.ok and (found.fault, found.confidence, found.place) == ("missing-eos", "possible", "token 298")
+    assert report.ok and (found.fault, found.confidence, found.location) == ("missing-eos", "possible", "token 298")
 
 
 def test_zeros_that_were_set_aside(tmp_path: Path) -> None:
@@ -189,8 +189,8 @@ def test_zeros_that_were_set_aside(tmp_path: Path) -> None:
     path = raw(tmp_path / "a.bin", tokens)
     os.truncate(path, 200_000)
     found = only("trailing-zeros", path)
-    assert found.place == f"byte {2 * N}" and "on disk" in found.evidence
-    assert look(path)[0].facts["tokens"] == N
+    assert found.location == f"byte {2 * N}" and "on disk" in found.evidence
+    assert look(path)[0].metadata["tokens"] == N
 
 
 def test_terabytes_that_were_set_aside_take_no_time(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_terabytes_that_were_set_aside_take_no_time(tmp_path: Path) -> None:
     except OSError:
         pytest.skip("no sparse files of 3 TiB here")
     (report,) = look(path)
-    assert [one.fault for one in report.findings] == ["trailing-zeros"] and report.facts["tokens"] == N
+    assert [one.fault for one in report.findings] == ["trailing-zeros"] and report.metadata["tokens"] == N
     assert f"{((3 << 40) - 2 * N) // 2:,} tokens" in report.findings[0].evidence and report.seconds < scaled(10)
 
 
@@ -208,14 +208,14 @@ def test_pieces_of_a_download_that_never_came(tmp_path: Path) -> None:
     tokens = text_tokens(5 * N)
     tokens[30_000:50_000] = 0
     found = only("zero-blocks", raw(tmp_path / "a.bin", tokens))
-    assert found.place == "token 30720" and "fetch" in found.advice
+    assert found.location == "token 30720" and "fetch" in found.advice
 
 
 def test_padding(tmp_path: Path) -> None:
     tokens = text_tokens(N)
     tokens[5000:12_000] = EOS
     found = only("padding", raw(tmp_path / "a.bin", tokens))
-    assert found.place == "token 5000" and "50256" in found.evidence
+    assert found.location == "token 5000" and "50256" in found.evidence
 
 
 def test_samples_and_passages_that_occur_twice(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def is_whole(path: Path, tokens: np.ndarray) -> bool:
     assert all("--to npy --seq-len N" in one.advice for one in findings(path))
     path.with_name("sample_ids_000000.bin").unlink()
     assert main(["convert", str(path), str(out), "--to", "npy", "--seq-len", "256"]) == 0
-    dataset = open_foreign(out)
+    dataset = open_external(out)
     assert dataset is not None
     return dataset.verify().ok and np.array_equal(dataset.open_slice(0).tokens, tokens)
 
@@ -262,7 +262,7 @@ def is_whole(path: Path, tokens: np.ndarray) -> bool:
 def test_a_sound_pair_gives_nothing(tmp_path: Path) -> None:
     tokens = text_tokens(40 * 256)
     (report,) = look(pair(tmp_path / "s", tokens, ids_of(tokens, 256)))
-    assert report.ok and report.facts["sample_tokens"] == 256 and report.facts["sample_ids"] == 40
+    assert report.ok and report.metadata["sample_tokens"] == 256 and report.metadata["sample_ids"] == 40
 
 
 @pytest.mark.parametrize("kind", [np.uint16, np.uint32])
@@ -298,7 +298,7 @@ def test_phantom_ids_beyond_the_tokens(tmp_path: Path) -> None:
     tokens = text_tokens(40 * 256)
     short = np.frombuffer(hashlib.blake2b(tokens[:100].tobytes(), digest_size=8).digest(), "<u8")
     path = pair(tmp_path / "s", tokens, np.concatenate([ids_of(tokens, 256), short]))
-    assert only("phantom-ids", path).place == "sample 40"
+    assert only("phantom-ids", path).location == "sample 40"
     assert is_whole(path, tokens)
 
 
@@ -325,13 +325,13 @@ def test_tokens_that_changed_are_not_given_new_ids(tmp_path: Path) -> None:
     tokens[256 * 5] ^= 1
     path = pair(tmp_path / "s", tokens, ids)
     found = only("ids-mismatch", path)
-    assert found.place == "sample 5" and "fetch" in found.advice
+    assert found.location == "sample 5" and "fetch" in found.advice
 
 
 def test_a_large_file_is_read_in_part(tmp_path: Path) -> None:
     path = raw(tmp_path / "a.bin", text_tokens(3 << 20))
-    (part,) = look(path, most_bytes=1 << 20)
-    (whole,) = look(path, most_bytes=1 << 20, full=True)
+    (part,) = look(path, max_bytes=1 << 20)
+    (whole,) = look(path, max_bytes=1 << 20, full=True)
     assert part.ok and part.read_bytes < part.total_bytes and whole.read_bytes == whole.total_bytes
 
 

@@ -312,5 +312,5 @@ def test_sources_of_an_origin_are_bounded_by_its_claims(make_identity: Make, dat
         origin: Any = remote.origin
         with pytest.raises(ProtocolViolation, match="a URL that a data node claims"):
             origin.open_url("https://data.example/d")
-        found: list[Origin] = list(origin.sources())
+        found: list[Origin] = list(origin.files())
         assert len(found) == 1

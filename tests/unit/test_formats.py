@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from calibration import scaled
 from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, ForebayError, UsageError
-from forebay.formats import ForeignDataset, open_foreign
-from forebay.formats.foreign import MOST_TOKENS, fingerprint
-from forebay.formats.npy import sample_id
+from forebay.formats import ExternalDataset, open_external
+from forebay.formats.external import MAX_TOKENS, fingerprint
+from forebay.formats.vectors import sample_id
 from forebay.load.loader import Loader
 from token_shards import write_shard
 
@@ -35,13 +35,13 @@ ENDS = np.cumsum(PLAIN["lengths"])
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def opened(path: Path | str, **options: Any) -> ForeignDataset:
-    found = open_foreign(path, **options)
+def opened(path: Path | str, **options: Any) -> ExternalDataset:
+    found = open_external(path, **options)
     assert found is not None
     return found
 
 
-def whole(dataset: ForeignDataset) -> tuple[np.ndarray, np.ndarray]:
+def whole(dataset: ExternalDataset) -> tuple[np.ndarray, np.ndarray]:
     """All tokens, and the document ends counted over all slices."""
     slices = [dataset.open_slice(i) for i in range(dataset.num_slices)]
     bases = np.cumsum([0, *(len(one.tokens) for one in slices)])
@@ -50,7 +50,7 @@ def whole(dataset: ForeignDataset) -> tuple[np.ndarray, np.ndarray]:
     return tokens.astype(np.int64), ends
 
 
-def is_view(one: Slice, dataset: ForeignDataset) -> bool:
+def is_view(one: Slice, dataset: ExternalDataset) -> bool:
     """Whether a slice's tokens lie inside the map of its file."""
     memory = dataset._maps.get(one.path)
     if memory is None:
@@ -177,11 +177,11 @@ def test_other_compressions_of_mds(tmp_path: Path) -> None:
 
 def test_mds_columns(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="dtype='int64'"):
-        open_foreign(GOLDEN / "mds_bytes")
+        open_external(GOLDEN / "mds_bytes")
     with pytest.raises(DatasetError, match="column=…"):
-        open_foreign(GOLDEN / "mds_raw", column="text")
+        open_external(GOLDEN / "mds_raw", column="text")
     with pytest.raises(DatasetError, match="got 'str'"):
-        open_foreign(GOLDEN / "mds_zstd", column="source")
+        open_external(GOLDEN / "mds_zstd", column="source")
 
 
 def test_an_mds_index_cannot_name_files_outside_its_directory(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_an_mds_index_cannot_name_files_outside_its_directory(tmp_path: Path) ->
         index["shards"][0]["raw_data"]["basename"] = name
         (folder / "index.json").write_text(json.dumps(index))
         with pytest.raises(DatasetError, match="inside the directory"):
-            open_foreign(folder)
+            open_external(folder)
     shutil.copy(outside, folder / "sub" / "x.mds")  # As merged datasets have it.
     good["shards"][0]["raw_data"]["basename"] = "sub/x.mds"
     (folder / "index.json").write_text(json.dumps(good))
@@ -219,7 +219,7 @@ def test_a_column_of_mds_cannot_reach_into_the_next_sample(tmp_path: Path) -> No
     raw[at : at + 4] = (size + 4).to_bytes(4, "little")  # One token more: still well inside the shard.
     path.write_bytes(raw)
     with pytest.raises(DatasetError, match="inside its sample"):
-        open_foreign(folder)
+        open_external(folder)
 
 
 @pytest.mark.parametrize("extra", [b"x", b"x" * 4096])
@@ -238,16 +238,16 @@ def test_a_compressed_shard_is_of_the_size_that_its_index_says(tmp_path: Path, e
 
 
 def test_nothing_known_is_none_and_ours_is_not_theirs(tmp_path: Path) -> None:
-    assert open_foreign(tmp_path / "absent") is None
-    assert open_foreign(tmp_path) is None
+    assert open_external(tmp_path / "absent") is None
+    assert open_external(tmp_path) is None
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     (tmp_path / "index.json").write_text('{"weight_map": {}}')
-    assert open_foreign(tmp_path) is None
-    assert open_foreign(tmp_path / "a.jsonl") is None
+    assert open_external(tmp_path) is None
+    assert open_external(tmp_path / "a.jsonl") is None
     np.save(tmp_path / "x.npy", np.arange(8, dtype=np.uint16))
-    assert open_foreign(tmp_path) is not None
+    assert open_external(tmp_path) is not None
     (tmp_path / "manifest.json").write_text("{}")
-    assert open_foreign(tmp_path) is None
+    assert open_external(tmp_path) is None
 
 
 def test_a_file_is_known_by_its_content_and_not_by_its_name(tmp_path: Path) -> None:
@@ -311,17 +311,17 @@ def test_headerless_tokens_need_their_type_said(tmp_path: Path) -> None:
     tokens = np.arange(1000, dtype=np.uint16)
     tokens.tofile(tmp_path / "train.bin")
     with pytest.raises(UsageError, match="dtype='uint16'"):
-        open_foreign(tmp_path / "train.bin")
-    assert open_foreign(tmp_path) is None
+        open_external(tmp_path / "train.bin")
+    assert open_external(tmp_path) is None
     for said in ("uint16", "U16", np.uint16, np.dtype("<u2")):
         assert whole(opened(tmp_path / "train.bin", dtype=said))[0].tolist() == tokens.tolist()
     assert opened(tmp_path, dtype="uint32").num_tokens == 500
     for wrong in ("float32", "text", ">u2", "uint8", 7):
         with pytest.raises(UsageError, match="dtype of tokens"):
-            open_foreign(tmp_path / "train.bin", dtype=wrong)
+            open_external(tmp_path / "train.bin", dtype=wrong)
     tokens.tofile(tmp_path / "val.bin")
     with pytest.raises(UsageError, match=r"train\*\.bin, val\*\.bin"):
-        open_foreign(tmp_path, dtype="uint16")
+        open_external(tmp_path, dtype="uint16")
     assert opened(tmp_path / "val*.bin", dtype="uint16").num_tokens == 1000
 
 
@@ -335,7 +335,7 @@ def test_the_files_of_llm_c(tmp_path: Path) -> None:
         assert whole(dataset)[0].tolist() == list(range(300)) and is_view(dataset.open_slice(0), dataset)
         (tmp_path / "x_train_000001.bin").write_bytes(data[:-1])
         with pytest.raises(DatasetError, match="as its header says"):
-            open_foreign(tmp_path)
+            open_external(tmp_path)
 
 
 def _npy(path: Path, array: Any) -> None:
@@ -357,7 +357,7 @@ def _npy(path: Path, array: Any) -> None:
 def test_arrays_that_are_no_vector_of_tokens(tmp_path: Path, array: Any, match: str) -> None:
     _npy(tmp_path / "train_000000.npy", array)
     with pytest.raises(DatasetError, match=match):
-        open_foreign(tmp_path)
+        open_external(tmp_path)
 
 
 def test_files_and_ids_that_do_not_fit(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_files_and_ids_that_do_not_fit(tmp_path: Path) -> None:
 
     def fails(match: str, error: type[ForebayError] = DatasetError) -> None:
         with pytest.raises(error, match=match):
-            open_foreign(tmp_path)
+            open_external(tmp_path)
 
     for short in (9, 7, 0):  # 640 tokens are no multiple of 9 and 7.
         ids[:short].tofile(ids_path)
@@ -465,10 +465,10 @@ def test_indexes_that_lie(tmp_path: Path) -> None:
         ({"bounds": [0, 1, 2], "tail": b"\0"}, "truncated"),
     ):
         with pytest.raises(DatasetError, match=match):
-            open_foreign(megatron(tmp_path, **{**good, **change}))
+            open_external(megatron(tmp_path, **{**good, **change}))
     (tmp_path / "t.bin").unlink()
     with pytest.raises(DatasetError, match=r"t\.bin beside it"):
-        open_foreign(tmp_path)
+        open_external(tmp_path)
 
 
 def test_sequences_out_of_order_are_put_together(tmp_path: Path) -> None:
@@ -484,8 +484,8 @@ def test_sequences_out_of_order_are_put_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("straight", [True, False])
 def test_a_long_file_is_cut_at_document_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, straight: bool) -> None:
-    monkeypatch.setattr("forebay.formats.megatron.MOST_TOKENS", 64)
-    monkeypatch.setattr("forebay.formats.megatron.MOST_COPIED_TOKENS", 64)
+    monkeypatch.setattr("forebay.formats.megatron.MAX_TOKENS", 64)
+    monkeypatch.setattr("forebay.formats.megatron.MAX_COPIED_TOKENS", 64)
     monkeypatch.setattr("forebay.formats.megatron._CHUNK", 7)
     lengths = [5, 0, 30, 40, 64, 1, 200, 0, 0, 3, 60, 1, 0]
     total = sum(lengths)
@@ -511,13 +511,13 @@ def test_a_saved_dataset_that_was_shuffled_is_refused(tmp_path: Path) -> None:
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, "_indices_files": [{"filename": "indices.arrow"}]}))
     with pytest.raises(DatasetError, match="flatten_indices"):
-        open_foreign(folder)
+        open_external(folder)
     for name in ("../x", "", 7):
         (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
         with pytest.raises(DatasetError, match="names of files"):
-            open_foreign(folder)
+            open_external(folder)
     with pytest.raises(DatasetError, match="got input_ids"):
-        open_foreign(GOLDEN / "arrow", column="text")
+        open_external(GOLDEN / "arrow", column="text")
 
 
 # Whatever the bytes, only a DatasetError comes out, or tokens that lie inside the file.
@@ -525,7 +525,7 @@ def test_a_saved_dataset_that_was_shuffled_is_refused(tmp_path: Path) -> None:
 
 def assert_read_or_refused(folder: Path, **options: Any) -> None:
     try:
-        dataset = open_foreign(folder, **options)
+        dataset = open_external(folder, **options)
         if dataset is not None:
             for i in range(min(dataset.num_slices, 8)):
                 one = dataset.open_slice(i)
@@ -643,7 +643,7 @@ def test_five_terabytes_of_npy_open_at_once_and_are_indexed_to_the_last_token(tm
     began = time.perf_counter()
     dataset = opened(path)
     assert dataset.num_tokens == count and path.stat().st_blocks < 1000
-    assert dataset.num_slices == -(-count // MOST_TOKENS)
+    assert dataset.num_slices == -(-count // MAX_TOKENS)
     last = dataset.open_slice(dataset.num_slices - 1)
     assert last.tokens[-3:].tolist() == [7, 8, 9] and is_view(last, dataset)
     loader = Loader(dataset, seq_len=1 << 12, batch_size=2, shuffle=False, prefetch=0)
@@ -662,7 +662,7 @@ def test_five_terabytes_of_megatron_are_cut_and_indexed_to_the_last_token(tmp_pa
     assert (tmp_path / "t.bin").stat().st_size > 5 << 40
     began = time.perf_counter()
     dataset = opened(tmp_path)
-    assert dataset.num_tokens == total and int(dataset.table.count.max()) <= MOST_TOKENS
+    assert dataset.num_tokens == total and int(dataset.table.count.max()) <= MAX_TOKENS
     last = dataset.open_slice(dataset.num_slices - 1)
     assert last.tokens[-2:].tolist() == [5, 6] and last.document_ends.tolist() == [len(last.tokens)]
     assert dataset.manifest.documents == len(lengths)

@@ -25,9 +25,9 @@ from forebay.errors import (
     UnknownDatasetError,
     UsageError,
 )
-from forebay.prepare.read import ReadOptions
-from forebay.prepare.read.hub import find_dataset
+from forebay.formats.inputs import ReadOptions
 from forebay.storage.http import asked_wait_s
+from forebay.storage.hub_splits import find_split
 from forebay.stream.hub import records_of
 from hub_repos import write_jsonl, write_parquet, write_repo
 from hub_server import TOKEN, HubServer, make_hub
@@ -40,7 +40,6 @@ def repos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(repos: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with HubServer(repos) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -50,14 +49,14 @@ def hub(repos: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tries with shorter waits."""
-    monkeypatch.setattr("forebay.prepare.read.hub_api._FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr("forebay.prepare.read.hub_files._blocks", type(_blocks())())
+    monkeypatch.setattr("forebay.storage.hub._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("forebay.storage.hub_reader._blocks", type(_blocks())())
 
 
 def _blocks() -> Any:
-    from forebay.prepare.read import hub_files
+    from forebay.storage import hub_reader
 
-    return hub_files._blocks
+    return hub_reader._blocks
 
 
 def texts(name: str, text_key: str = "text") -> list[str]:
@@ -193,17 +192,17 @@ def test_a_hub_that_is_away(hub: HubServer, impatient: None, monkeypatch: pytest
     error = caught.value
     assert isinstance(error, DownloadError) and (error.dataset, error.endpoint, error.attempts) == ("a/b", hub.url, 5)
     assert 0 < error.elapsed_s < scaled(5) and "Connection refused" in str(error)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DownloadError, match=r"HF_HUB_OFFLINE, which forbids to ask \(tries: 0"):
-        find_dataset("a/b")
+        find_split("a/b")
 
 
 def test_a_hub_that_is_silent(hub: HubServer, impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.05")
-    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "0.05")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 0.05)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.05)
     hub.faults.black_hole = True
     with pytest.raises(DownloadError, match=r"got no answer from 127\.0\.0\.1:\d+ in 0\.05 s"):
-        find_dataset("EleutherAI/pile")
+        find_split("EleutherAI/pile")
     hub.faults.black_hole, hub.faults.black_hole_files = False, True
     for name in ("EleutherAI/pile", "HuggingFaceFW/fineweb"):  # no damage of the file, but the network's
         with pytest.raises(DownloadError, match="Failed to download dataset"):
@@ -251,10 +250,10 @@ def test_what_is_gated_needs_a_token_which_no_other_host_sees(
     monkeypatch.setenv("HF_TOKEN", f" {TOKEN}\n")
     assert texts("hf:bigcode/the-stack", "content") == wanted
     monkeypatch.delenv("HF_TOKEN")
-    (tmp_path / "hf-home").mkdir()
-    (tmp_path / "hf-home/token").write_text(TOKEN + "\n")
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     hub.reset()
-    monkeypatch.setattr("forebay.prepare.read.hub_files._blocks", type(_blocks())())
+    monkeypatch.setattr("forebay.storage.hub_reader._blocks", type(_blocks())())
     assert texts("hf:bigcode/the-stack/data/python", "content") == wanted[: len(wanted) - 1]
     shown = dict(zip(hub.paths, hub.authorizations))
     assert {bool(value) for path, value in shown.items() if path.startswith("/datasets/")} == {False}
@@ -272,17 +271,17 @@ def test_a_state_names_the_commit_that_it_is_of(hub: HubServer) -> None:
     hub.commits["datasets/HuggingFaceFW/fineweb"] = "f" * 40
     with pytest.raises(StateError, match=f"expected inputs .*{'f' * 40}.*, got '{url}'"):
         stream("hf:HuggingFaceFW/fineweb").load_state_dict(state)
-    pinned = find_dataset(url)
+    pinned = find_split(url)
     assert pinned is not None and pinned.config == "default"
 
 
 def test_revisions(hub: HubServer) -> None:
     hub.revisions.add("refs/convert/parquet")
     for name in ("EleutherAI/pile@refs%2Fconvert%2Fparquet", "EleutherAI/pile:train@refs/convert/parquet"):
-        found = find_dataset(name)
+        found = find_split(name)
         assert found is not None and len(found.files()) == 2
     with pytest.raises(UsageError, match="expected a revision of it"):
-        find_dataset("EleutherAI/pile@nope")
+        find_split("EleutherAI/pile@nope")
 
 
 def test_other_files_need_the_library(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,14 +305,14 @@ def test_a_dataset_is_made_of_it(hub: HubServer, tmp_path: Path) -> None:
 
 def test_a_dataset_that_was_renamed(hub: HubServer) -> None:
     hub.renamed["squad"] = "EleutherAI/pile"
-    found = find_dataset("squad")
+    found = find_split("squad")
     assert found is not None and found.url.startswith("hf://datasets/EleutherAI/pile:train@")
 
 
 def test_a_mirror_whose_pages_name_the_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.page_size = 1
     shown, hub.url = hub.url, "https://hub.invalid"
-    found = find_dataset("hf://datasets/EleutherAI/pile")
+    found = find_split("hf://datasets/EleutherAI/pile")
     assert found is not None and len(found.files()) == 2 and shown != hub.url
     assert hub.requests["tree"] > 3
 

@@ -156,9 +156,10 @@ def test_a_slice_set_aside_is_in_the_ledger_and_stays_so(tmp_path: Path) -> None
         assert journal.desk.jobs["d"].reasons == {grant.slice: "torn"}
         finish(journal)
     assert (
-        not verify_ledger(tmp_path / LEDGER_NAME).ok and not verify_ledger(tmp_path / LEDGER_NAME, allow_aside=0.01).ok
+        not verify_ledger(tmp_path / LEDGER_NAME).ok
+        and not verify_ledger(tmp_path / LEDGER_NAME, max_set_aside=0.01).ok
     )
-    report = verify_ledger(tmp_path / LEDGER_NAME, allow_aside=1.0)
+    report = verify_ledger(tmp_path / LEDGER_NAME, max_set_aside=1.0)
     assert report.ok and [root["recorded"] for root in report.roots] == [True, True]
     assert [epoch["set_aside"] for epoch in report.epochs] == [grant.count, grant.count]
 

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from forebay.convert.content import Options, TableSource
 from forebay.convert.convert import convert
-from forebay.convert.narrow import DTYPES, dtype_name, narrow, narrow_bf16, quantize, widen_bf16
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import open_slice, write_rows_slice
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.cast import DTYPES, cast, dtype_name, narrow_bf16, quantize, widen_bf16
+from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.load.dequantize import dequantize, kinds_of
 from forebay.load.loader import Loader
 
@@ -61,12 +61,12 @@ def test_integers_are_kept_or_refused(source: str, to: str, numbers: list[int]) 
     values = np.array([n % (info.max - info.min + 1) + info.min for n in numbers], DTYPES[source])
     bounds = np.iinfo(DTYPES[to])
     if all(bounds.min <= int(v) <= bounds.max for v in values):
-        found = narrow(values, to, "x")["x"]
+        found = cast(values, to, "x")["x"]
         assert found.dtype == DTYPES[to] and [int(v) for v in found] == [int(v) for v in values]
     else:
         bad = next(i for i, v in enumerate(values) if not bounds.min <= int(v) <= bounds.max)
         with pytest.raises(DatasetError, match=rf"tensor 'x' to {to.lower()}: .* got {int(values[bad])} \(row {bad}\)"):
-            narrow(values, to, "x")
+            cast(values, to, "x")
 
 
 @settings(max_examples=200, deadline=None)
@@ -75,10 +75,10 @@ def test_floats_become_integers_only_where_they_are_some(values: np.ndarray, to:
     bounds = np.iinfo(DTYPES[to])
     fits = [math.isfinite(v) and float(v).is_integer() and bounds.min <= int(v) <= bounds.max for v in values]
     if all(fits):
-        assert [int(v) for v in narrow(values, to, "x")["x"]] == [int(v) for v in values]
+        assert [int(v) for v in cast(values, to, "x")["x"]] == [int(v) for v in values]
     else:
         with pytest.raises(DatasetError, match=rf"\(row {fits.index(False)}\)"):
-            narrow(values, to, "x")
+            cast(values, to, "x")
 
 
 @settings(max_examples=200, deadline=None)
@@ -90,12 +90,12 @@ def test_integers_become_floats_only_where_these_are_the_same(numbers: list[int]
     bits, most = {"F16": (11, 65504), "BF16": (8, 2**127), "F32": (24, 2**127), "F64": (53, 2**127)}[to]
     fits = [abs(n) <= most and (n == 0 or abs(n) // (abs(n) & -abs(n)) < 1 << bits) for n in numbers]
     if all(fits):
-        found = narrow(values, to, "x")["x"]
+        found = cast(values, to, "x")["x"]
         assert [int(v) for v in (widen_bf16(found) if to == "BF16" else found)] == numbers
     else:
         with pytest.raises(DatasetError, match=rf"\(row {fits.index(False)}\)"):
-            narrow(values, to, "x")
-        narrow(values, to, "x", lossy=True)
+            cast(values, to, "x")
+        cast(values, to, "x", lossy=True)
 
 
 @settings(max_examples=150, deadline=None)
@@ -132,11 +132,11 @@ def test_bf16_as_torch_rounds() -> None:
 def test_floats_that_overflow_are_refused_unless_told() -> None:
     values = np.array([[1.0, 2.0], [70000.0, 3.0]], np.float32)
     with pytest.raises(DatasetError, match=r"'x' to f16: .* got 70000.0 \(row 8, at \[0\]\)\. Take bf16"):
-        narrow(values, "F16", "x", first_row=7)
-    assert np.isinf(narrow(values, "F16", "x", lossy=True)["x"][1, 0])
-    kept = narrow(np.array([np.inf, np.nan], np.float32), "F16", "x")["x"]
+        cast(values, "F16", "x", first_row=7)
+    assert np.isinf(cast(values, "F16", "x", lossy=True)["x"][1, 0])
+    kept = cast(np.array([np.inf, np.nan], np.float32), "F16", "x")["x"]
     assert np.isinf(kept[0]) and np.isnan(kept[1])
-    assert (narrow(np.array([0.1, 1 / 3], np.float32), "F16", "x")["x"] == np.float16([0.1, 1 / 3])).all()
+    assert (cast(np.array([0.1, 1 / 3], np.float32), "F16", "x")["x"] == np.float16([0.1, 1 / 3])).all()
 
 
 @settings(max_examples=200, deadline=None)
@@ -157,7 +157,7 @@ def test_quantizing_what_is_not_finite() -> None:
     with pytest.raises(DatasetError, match=r"'x' to q8: .* got inf \(row 5, at \[1\]\)"):
         quantize(np.array([[0.0, 0.0], [0.0, np.inf]], np.float32), "x", first_row=4)
     with pytest.raises(DatasetError, match=r"got nan \(row 3, at \[0\]\)"):
-        narrow(np.array([[np.nan]]), "q8", "x", first_row=3)
+        cast(np.array([[np.nan]]), "q8", "x", first_row=3)
 
 
 # Through a dataset.
@@ -167,7 +167,7 @@ def test_a_loader_gives_what_was_quantized(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     values = (rng.standard_normal((10, 4, 3)) * np.exp(rng.standard_normal((10, 1, 1)))).astype(np.float32)
     source = a_table(features=values, labels=np.arange(10))
-    convert(source, tmp_path / "ds", "safetensors", Options(tensors={"features": "q8"}, more={"slice_rows": 3}))
+    convert(source, tmp_path / "ds", "safetensors", ConvertOptions(tensors={"features": "q8"}, more={"slice_rows": 3}))
     dataset = open_dataset(tmp_path / "ds")
     assert dataset.manifest.slices > 1
     changed = dataset.manifest.lineage["converted"]["changed"]["features"]
@@ -183,7 +183,7 @@ def test_a_loader_gives_what_was_quantized(tmp_path: Path) -> None:
 
 def test_bf16_is_bf16_in_the_file(tmp_path: Path) -> None:
     values = np.array([[1.0, 2.5], [3.0e38, -0.1]], np.float32)
-    convert(a_table(x=values), tmp_path / "ds", "safetensors", Options(tensors={"x": "bf16"}))
+    convert(a_table(x=values), tmp_path / "ds", "safetensors", ConvertOptions(tensors={"x": "bf16"}))
     dataset = open_dataset(tmp_path / "ds")
     one = dataset.open_slice(0)
     assert one.dtypes == {"x": "BF16"} and kinds_of(dataset) == {"x": "BF16"}
@@ -194,15 +194,17 @@ def test_bf16_is_bf16_in_the_file(tmp_path: Path) -> None:
     found = dequantize(batch.tensors, kinds_of(dataset))["x"]
     assert found.dtype == np.float32 and np.allclose(found, values, rtol=2**-8)
     # And once more, as BF16 and as F32 again.
-    convert(tmp_path / "ds", tmp_path / "same", "safetensors", Options())
+    convert(tmp_path / "ds", tmp_path / "same", "safetensors", ConvertOptions())
     assert open_dataset(tmp_path / "same").open_slice(0).dtypes == {"x": "BF16"}
-    convert(tmp_path / "ds", tmp_path / "wide", "safetensors", Options(tensors={"x": "f32"}))
+    convert(tmp_path / "ds", tmp_path / "wide", "safetensors", ConvertOptions(tensors={"x": "f32"}))
     assert (open_dataset(tmp_path / "wide").open_slice(0).tensors["x"] == found).all()
 
 
 def test_a_refused_value_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"tensor 'n' to u8: .* got 300 \(row 4\)\. Keep it wider"):
-        convert(a_table(n=np.array([1, 2, 3, 4, 300])), tmp_path / "ds", "safetensors", Options(tensors={"n": "u8"}))
+        convert(
+            a_table(n=np.array([1, 2, 3, 4, 300])), tmp_path / "ds", "safetensors", ConvertOptions(tensors={"n": "u8"})
+        )
     assert not list(tmp_path.iterdir())
 
 

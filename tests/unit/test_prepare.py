@@ -22,8 +22,10 @@ from tokenizers import Tokenizer
 from forebay import prepare_dataset
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import PrepareError, UsageError
+from forebay.formats import parquet as tables
+from forebay.formats import text as lines
 from forebay.prepare import PrepareResult, Progress, load_recipe
-from forebay.prepare.read import lines, sources, tables
+from forebay.prepare import inputs as sources
 from forebay.prepare.tasks import slicing
 from forebay.prepare.tokenize import tokenizers
 
@@ -52,8 +54,8 @@ def jsonl(texts: list[str], **extra: Any) -> bytes:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces of little data."""
-    monkeypatch.setattr(lines, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(tables, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(lines, "SPLIT_BYTES", 4096)
+    monkeypatch.setattr(tables, "SPLIT_BYTES", 4096)
     monkeypatch.setattr(sources, "GROUP_BYTES", 4096)
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import DatasetError, IntegrityError, UsageError
-from forebay.formats import open_foreign
-from forebay.formats.npy import npy_head, sample_id, vector_in
+from forebay.formats import open_external
 from forebay.formats.shard_writer import write_shards
+from forebay.formats.vectors import npy_header, sample_id, vector_in
 from forebay.load.shard_check import SampleCheck, read_ids
 from forebay.load.shard_folder import ShardFolder, read_list
 
@@ -54,7 +54,7 @@ def test_both_generations_are_written_and_read(tmp_path: Path, generation: Any, 
     assert np.concatenate(got).tolist() == tokens[: 100 * L].tolist()
     told = json.loads((tmp_path / "shards.json").read_bytes())
     assert (told["seq_len"], told["dtype"], len(told["shards"])) == (L, dtype, 3)
-    dataset = open_foreign(tmp_path, dtype=None if header else dtype)
+    dataset = open_external(tmp_path, dtype=None if header else dtype)
     assert dataset is not None and dataset.num_tokens == 100 * L
     assert dataset.verify().ok
 
@@ -66,7 +66,7 @@ def test_a_list_of_another_format_is_refused() -> None:
 
 def test_a_dataset_becomes_shards(tmp_path: Path) -> None:
     write_shards([tokens_of(50 * L)], tmp_path / "a", seq_len=L, shard_tokens=20 * L)
-    dataset = open_foreign(tmp_path / "a")
+    dataset = open_external(tmp_path / "a")
     assert dataset is not None
     again = write_shards(dataset, tmp_path / "b", seq_len=2 * L, dtype="uint32", generation="bin", prefix="anneal")
     assert [path.tokens.name for path in again] == ["anneal_000000.npy"]
@@ -158,14 +158,14 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         SampleCheck(0, ids, size, 2 * L).finish(tokens)
     os.truncate(tokens, size - 2)  # an odd tail
     refused("as its header says")
-    tokens.write_bytes(npy_head(np.dtype("<u2"), 300 * L).replace(b"(4800,), ", b"(300, 16)") + bytes(600 * L))
+    tokens.write_bytes(npy_header(np.dtype("<u2"), 300 * L).replace(b"(4800,), ", b"(300, 16)") + bytes(600 * L))
     refused("vector of tokens")
-    tokens.write_bytes(npy_head(np.dtype("<i8"), 300 * L) + bytes(2400 * L))
+    tokens.write_bytes(npy_header(np.dtype("<i8"), 300 * L) + bytes(2400 * L))
     refused("got int64")
     tokens, ids = shard(tmp_path)
-    ids.write_bytes(npy_head(np.dtype("<u8"), 299) + ids.read_bytes()[128:-8])  # short ids
+    ids.write_bytes(npy_header(np.dtype("<u8"), 299) + ids.read_bytes()[128:-8])  # short ids
     refused("4784 tokens, 16 for each of 299 ids")
-    ids.write_bytes(npy_head(np.dtype("<u4"), 600) + bytes(2400))
+    ids.write_bytes(npy_header(np.dtype("<u4"), 600) + bytes(2400))
     refused("sample ids of uint64, got 600 uint32")
     ids.write_bytes(b"")
     refused("sample ids")
@@ -185,7 +185,7 @@ def test_indexes_of_terabytes_are_64_bit(tmp_path: Path) -> None:
     """A shard of 5 TB, sparse: its middle and its end are where they should be."""
     seq_len, count = 2048, 1_220_703_125  # 2.5e12 tokens of 2 bytes
     tokens = tmp_path / "train_000000.npy"
-    head = npy_head(np.dtype("<u2"), count * seq_len)
+    head = npy_header(np.dtype("<u2"), count * seq_len)
     with tokens.open("wb") as file:
         file.write(head)
         try:
@@ -200,7 +200,7 @@ def test_indexes_of_terabytes_are_64_bit(tmp_path: Path) -> None:
     samples = np.memmap(tokens, "<u2", "r", vector.offset).reshape(-1, seq_len)
     for sample in (0, count // 2, count - 1):
         assert samples[np.array([sample])][0].tolist() == [(k + sample % 1000) for k in range(seq_len)]
-    dataset = open_foreign(tokens)
+    dataset = open_external(tokens)
     assert dataset is not None and dataset.num_tokens == 2_500_000_000_000
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import forebay
 from forebay.errors import DatasetError, PrepareError, StateError, UsageError
+from forebay.formats.inputs import ReadOptions
 from forebay.order.bijection import derive_key
-from forebay.prepare.read import ReadOptions
 from forebay.stream import TextStream
 from forebay.stream.buffer import ShuffleBuffer, pack_texts, pack_tokens, unpack_texts, unpack_tokens
 from forebay.stream.hub import records_of

@@ -17,7 +17,7 @@ from forebay.worker import WorkerClient, WorkerConfig
 from forebay.worker.__main__ import main
 from forebay.worker.config import MODEL_SIZES
 from forebay.worker.trainer import CountTrainer
-from forebay.worker.training import OutOfMemory, is_out_of_memory, out_of_memory
+from forebay.worker.training import OutOfMemoryError, is_out_of_memory, out_of_memory
 
 GPT = f"{Path(__file__).parents[2] / 'examples' / 'train_gpt.py'}:GptTrainer"
 COUNT: dict[str, Any] = {"trainer": "count", "num_steps": 6}
@@ -25,7 +25,7 @@ COUNT: dict[str, Any] = {"trainer": "count", "num_steps": 6}
 
 def train(config: WorkerConfig, lines: list[str] | None = None) -> Any:
     async def run() -> Any:
-        async with WorkerClient(config, tell=(lines if lines is not None else []).append) as worker:
+        async with WorkerClient(config, log=(lines if lines is not None else []).append) as worker:
             return await worker.run_training()
 
     return asyncio.run(run())
@@ -122,7 +122,7 @@ def test_a_client_may_be_stopped_go_on_and_begin_anew(corpus: Path) -> None:
         config = WorkerConfig(
             dataset_name=str(corpus), tokenizer_name="bytes", seq_len=8, trainer="count", num_steps=10**6
         )
-        worker = WorkerClient(config, tell=lambda line: None)
+        worker = WorkerClient(config, log=lambda line: None)
         with pytest.raises(UsageError, match="start"):
             await worker.run_training()
         await worker.start()
@@ -152,7 +152,7 @@ def test_a_client_may_be_stopped_go_on_and_begin_anew(corpus: Path) -> None:
 
 def test_a_finished_run_is_not_begun_again_by_chance() -> None:
     async def run() -> None:
-        async with WorkerClient(WorkerConfig(**COUNT), tell=lambda line: None) as worker:
+        async with WorkerClient(WorkerConfig(**COUNT), log=lambda line: None) as worker:
             await worker.run_training()
             with pytest.raises(UsageError, match="finished run"):
                 await worker.run_training()
@@ -178,7 +178,7 @@ def test_a_checkpoint_resumes_the_very_run(corpus: Path, tmp_path: Path, trainer
     with pytest.raises(StateError, match="seq_len"):
         train(dataclasses.replace(kept, seq_len=16))
     (tmp_path / "kept" / "checkpoint.zip").write_bytes(b"PK")
-    with pytest.raises(StateError, match="Remove it to start anew"):
+    with pytest.raises(StateError, match="Remove it to start from the first step"):
         train(kept)
 
 
@@ -194,7 +194,7 @@ def test_out_of_memory_is_told_with_what_to_try(monkeypatch: pytest.MonkeyPatch)
     for words in ("batch_size=8, seq_len=1024", "Try batch_size=4, or seq_len=512, or model_size='small'"):
         assert words in str(told.value)
     error = told.value
-    assert isinstance(error, OutOfMemory) and (error.batch_size, error.seq_len) == (8, 1024)
+    assert isinstance(error, OutOfMemoryError) and (error.batch_size, error.seq_len) == (8, 1024)
     assert type(error.__cause__).__name__ == "OutOfMemoryError"
 
 

@@ -244,17 +244,17 @@ def test_ranks_may_change_in_the_midst(texts: Path, kind: str) -> None:
     alone = taken(data(0, 1, 1), 8 + 12)
     two = [data(rank, 2) for rank in range(2)]
     found = [taken(one, 2) for one in two]
-    mark = two[0].mark()
-    three = [two[0].dealt(rank, 3) for rank in range(3)]
+    mark = two[0].position()
+    three = [two[0].reshard(rank, 3) for rank in range(3)]
     for one in three:
-        one.go_to(mark)
+        one.seek(mark)
     found += [taken(one, 2) for one in three]
     assert sorted(row for part in found for row in part) == sorted(alone)
 
 
 def test_ranks_that_share_documents_may_not_change(texts: Path) -> None:
     with pytest.raises(UsageError, match="partition 'records'"):
-        text_dataset(texts, partition="records").dealt(0, 2)
+        text_dataset(texts, partition="records").reshard(0, 2)
 
 
 def test_the_first_batch_waits_for_few_documents(tmp_path: Path) -> None:

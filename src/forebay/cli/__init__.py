@@ -1,7 +1,7 @@
 """The command line: one verb, one function; each imports what it needs when it runs.
 
-Exit 0 done, 1 failed, 2 wrong usage, 130 interrupted. Results go to stdout (the last line is JSON where `--json` is
-given), everything else to stderr. A failure is one line: what, where, what to do.
+Exit 0 done, 1 failed, 2 wrong usage, 130 interrupted. Results go to stdout, everything else to stderr. With `--json`
+the last line of stdout is one object, for a failure `{"error": {"type", "message", "hint"}}`.
 """
 
 import argparse
@@ -29,12 +29,13 @@ from forebay.cli import (
     trust,
     work,
 )
+from forebay.cli.parser import report_failure
 from forebay.cli.running import Verb
 from forebay.errors import ForebayError, UsageError, install_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; no error leaves it as a traceback."""
+    """Run one command and return its exit code; errors are reported without a traceback."""
     with logs.filtered_streams():
         args = make_parser().parse_args(argv)
         with logs.logging_to_stderr(args):
@@ -42,16 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Runs the command of this process and ends it: the console script and `python -m forebay`."""
+    """Run the command of this process and exit: the console script and `python -m forebay`."""
     try:
         code = main()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # All is done.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command has ended.
     except KeyboardInterrupt:  # when the command had ended
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("forebay: interrupted", file=sys.stderr)
         code = 130
-    # An interrupt that fell into `exec` of a string (dataclasses are made by it) makes Python end by the signal,
-    # although it was caught; unless another string is executed after it.
+    # An interrupt during `exec` of a string (which creates dataclasses) makes Python exit by the signal although it
+    # was caught, unless another string is executed after it.
     exec("")
     sys.exit(code)
 
@@ -64,27 +65,24 @@ def _run(args: argparse.Namespace) -> int:
         print("forebay: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read our output left: not a failure of ours. Python would complain again at exit.
+        # The reader of our output ended: not a failure. Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except UsageError as error:
-        print(f"forebay: {error}", file=sys.stderr)
-        return 2
-    except ForebayError as error:
-        print(f"forebay: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"forebay: {_explain(error)}", file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as error:
+    except (ForebayError, OSError, ModuleNotFoundError) as error:
+        report_failure(type(error).__name__, _message(error), args.json is True)
+        return 2 if isinstance(error, UsageError) else 1
+
+
+def _message(error: ForebayError | OSError | ModuleNotFoundError) -> str:
+    """The text of an error for users, with what to do next."""
+    if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         extra = _EXTRAS.get(package, "prepare")
-        print(
-            f"forebay: this command needs the package {package!r}, which is not installed. "
-            f"Install it with: {install_command(extra)}",
-            file=sys.stderr,
+        return (
+            f"this command needs the package {package!r}, which is not installed. "
+            f"Install it with: {install_command(extra)}"
         )
-        return 1
+    return str(error) if isinstance(error, ForebayError) else _explain(error)
 
 
 _EXTRAS = {
@@ -96,7 +94,7 @@ _EXTRAS = {
 
 
 def _explain(error: OSError) -> str:
-    where = f" ({error.filename})" if error.filename else ""
+    path = f" ({error.filename})" if error.filename else ""
     advice = {
         errno.ENOSPC: "the disk is full. Free some space or choose another directory, then run the same command again",
         errno.EDQUOT: "the disk quota is used up. Free some space or choose another directory",
@@ -104,7 +102,7 @@ def _explain(error: OSError) -> str:
         errno.EROFS: "the file system is read-only. Choose another directory",
         errno.ENOENT: "it does not exist. Check the path",
     }.get(error.errno or 0, "the operating system refused")
-    return f"{error.strerror or error}{where}: {advice}."
+    return f"{error.strerror or error}{path}: {advice}."
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -116,17 +114,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     main_parser.add_argument("-V", "--version", action="version", version=f"forebay {__version__}")
     logs.add_options(main_parser)
+    main_parser.set_defaults(json=False, quiet=False)
     verbs = main_parser.add_subparsers(metavar="COMMAND", required=True, prog="forebay", help=argparse.SUPPRESS)
     abouts: dict[str, str] = {}
-    made: list[tuple[argparse.ArgumentParser, str]] = []
 
-    def verb(name: str, run: Verb, about: str, parent: Any = None, flags: str = "") -> argparse.ArgumentParser:
+    def verb(name: str, run: Verb, about: str, parent: Any = None) -> argparse.ArgumentParser:
         # The panels list the commands, so the parser of all commands gets no help for them; those of a group do.
         shown: dict[str, Any] = {} if parent is None else {"help": about}
         p: argparse.ArgumentParser = (parent or verbs).add_parser(name, description=about, **shown)
         p.set_defaults(verb=run)
         logs.add_options(p)
-        made.append((p, flags))
         if parent is None:
             abouts[name] = about
         return p
@@ -140,8 +137,5 @@ def make_parser() -> argparse.ArgumentParser:
     ):  # fmt: skip
         commands.add_verbs(verb, group)
     parser.add_verbs(verb, main_parser)
-    for p, flags in made:  # last in the help
-        for flag in flags.split():
-            p.add_argument(f"--{flag}", action="store_true", help=parser.FLAGS[flag])
     main_parser.epilog = parser.panels(abouts)
     return main_parser

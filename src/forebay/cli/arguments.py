@@ -1,4 +1,4 @@
-"""Kinds of argument, and how results are shown."""
+"""Argument types, and printing of results."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ def show(result: dict[str, Any], as_json: bool) -> None:
 
 
 def plain(value: Any) -> str:
-    """A value as a person reads it."""
+    """A value as text."""
     match value:
         case bool():
             return "yes" if value else "no"
@@ -51,7 +51,7 @@ def address(text: str) -> tuple[str, int]:
 def _kind(
     parse: Callable[[str], T], expected: str, fits: Callable[[T], bool] = lambda value: True
 ) -> Callable[[str], T]:
-    """A type of argument: what `parse` makes of the text, if that fits."""
+    """An argument type: the result of `parse`, if `fits` accepts it."""
 
     def kind(text: str) -> T:
         try:
@@ -77,18 +77,18 @@ whole_number = _kind(int, "a whole number of at least zero", lambda value: value
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
-    """The option for what one member, and one organisation, may take of a server."""
+    """Add the option for limits of members and organisations."""
     parser.add_argument(
         "--limit", action="append", default=[], metavar="NAME=NUMBER",
-        help="of members: connections_per_peer, requests_per_peer, requests_per_s, bytes_per_s, "
+        help="limits of members: connections_per_peer, requests_per_peer, requests_per_s, bytes_per_s, "
         "connections_per_organisation … (docs/network.md has all and their defaults); may be repeated",
     )  # fmt: skip
 
 
 def add_from_urls(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag that allows reading from where peers point to, outside the network."""
+    """Add the option that allows reading from URLs that peers name."""
     parser.add_argument(
         "--from-urls", choices=["public", "any"],
-        help="read also from URLs that data nodes stand for: public (https and public buckets, never with credentials "
-        "of yours), or any (also http and private addresses); default: none",
+        help="also read from URLs that data nodes name: public (https and public buckets, never with your "
+        "credentials), or any (also http and private addresses); default: none",
     )  # fmt: skip

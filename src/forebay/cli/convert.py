@@ -13,21 +13,21 @@ from forebay.cli.arguments import positive, show, size
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
-    from forebay.convert.content import Options
+    from forebay.formats.conversion import ConvertOptions
 
 _DTYPES = {"uint16": "U16", "uint32": "U32"}
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from forebay.convert.content import TokenSource
-    from forebay.convert.convert import FORMATS, check_place, convert, format_named, open_source
+    from forebay.convert.convert import check_output, convert, format_named, open_source, written_formats
+    from forebay.formats.conversion import TokenSource
     from forebay.observe.progress import bar
-    from forebay.prepare.read.listing import Skipped, count_reasons, describe_skipped
+    from forebay.storage.listing import Skipped, count_reasons, describe_skipped
 
     options = _options(args)
     if args.to is None:
-        raise UsageError(f"convert: expected --to (one of {', '.join(FORMATS)}), got none.")
-    check_place(args.source, args.out, args.force)
+        raise UsageError(f"convert: expected --to (one of {', '.join(written_formats())}), got none.")
+    check_output(args.source, args.out, args.force)
     to = format_named(args.to)
     skipped: list[Skipped] = []
     options = replace(options, on_skipped=skipped.extend)
@@ -42,19 +42,19 @@ def _convert(args: argparse.Namespace) -> int:
     result = report.to_json() | ({"skipped": count_reasons(skipped)} if args.json else {})
     notes = result["notes"] if args.json else result.pop("notes")
     show(result, args.json)
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    for text in notes:
+        print(f"note: {text}", file=sys.stderr)
     return 0
 
 
-def _options(args: argparse.Namespace) -> Options:
-    from forebay.convert.content import Options
+def _options(args: argparse.Namespace) -> ConvertOptions:
+    from forebay.formats.conversion import ConvertOptions
 
-    given = {name: value for name, value in vars(args).items() if name in Options.__dataclass_fields__}
+    given = {name: value for name, value in vars(args).items() if name in ConvertOptions.__dataclass_fields__}
     more = {name: getattr(args, name) for name in ("header", "generation", "items", "slice_rows")}
     given["more"] = {key: value for key, value in more.items() if value}
     given |= {"dtype": _DTYPES.get(args.dtype), "compress": args.compress or "", "tensors": dict(args.tensor)}
-    return Options(**given)
+    return ConvertOptions(**given)
 
 
 def _tensor(text: str) -> tuple[str, str]:
@@ -72,7 +72,7 @@ def _height_width(text: str) -> tuple[int, int]:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    p = verb("convert", _convert, "from one format of training data to another, verified", flags="json quiet")
+    p = verb("convert", _convert, "from one format of training data to another, verified")
     p.add_argument("source", metavar="SRC", help="a file, a directory, or a pattern in quotes")
     p.add_argument("out", metavar="OUT", type=Path, help="where to write; must be free")
     p.add_argument("--to", metavar="FORMAT", help="safetensors, npy, bin, ds, megatron, mds, litdata, arrow, parquet …")

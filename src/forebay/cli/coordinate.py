@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from forebay.cli.arguments import address, positive, seconds
-from forebay.cli.running import ready, until_stopped
+from forebay.cli.running import add_server_options, ready, until_stopped
 from forebay.errors import UsageError
 from forebay.toml import read_toml
 
@@ -32,13 +32,16 @@ def _coordinate(args: argparse.Namespace) -> int:
     elif not _is_loopback(host):
         if not args.open:
             raise UsageError(
-                f"coordinate: plain HTTP on {host}, beyond this machine: whoever reaches the port could join the run. "
-                "Give --network DIR for mutual TLS, or --open if the network around it is trusted."
+                f"coordinate: expected mutual TLS on {host}, got plain HTTP: any host could join the run. "
+                "Give --network DIR for mutual TLS, or --open on a trusted network."
             )
-        print(f"forebay: open: plain HTTP on {host}:{port}; whoever reaches it may join the run.", file=sys.stderr)
+        print(
+            f"forebay: open: plain HTTP on {host}:{port}; any host that reaches it may join the run.", file=sys.stderr
+        )
     if args.state is None:
         print(
-            "forebay: the run's state is in memory and ends with this process; --state DIR keeps it.", file=sys.stderr
+            "forebay: the run's state is in memory and lost when this process ends; --state DIR stores it.",
+            file=sys.stderr,
         )
     if args.stale <= args.heartbeat:
         raise UsageError(
@@ -61,7 +64,7 @@ def _coordinate(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> dict[str, Any]:
-    """What workers are told: the file's settings, with those on the command line in their place."""
+    """The settings for workers: the file's, overridden by the command line."""
     config: dict[str, Any] = {}
     if args.config is not None:
         config = read_toml(args.config)
@@ -70,8 +73,8 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
             raise UsageError(
                 f"coordinate: expected plain values in {args.config}, got {', '.join(wrong)} of another kind."
             )
-    given = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _SETTINGS}
-    config = {**config, **{key: value for key, value in given.items() if value is not None}}
+    overrides = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in _SETTINGS}
+    config = {**config, **{key: value for key, value in overrides.items() if value is not None}}
     size = config.get("batch_size", 1)
     if type(size) is not int or size < 1:
         raise UsageError(f"coordinate: expected batch_size of at least 1, got {size!r}.")
@@ -81,33 +84,48 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
 def _is_loopback(host: str) -> bool:
     """Whether only this machine reaches a host's ports."""
     try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return bool(found) and all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found)
+    return bool(addresses) and all(ipaddress.ip_address(item.partition("%")[0]).is_loopback for item in addresses)
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    p = verb("coordinate", _coordinate, "give the workers of a run their rank, and hold their generations apart")
+    p = verb("coordinate", _coordinate, "assign ranks to the workers of a run, also when workers join or leave")
     p.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="default 127.0.0.1:8000")
-    p.add_argument("--min-workers", type=positive, default=1, metavar="N", help="begin when N are there")
-    p.add_argument("--state", metavar="DIR", help="keep the run's state here: a restart goes on")
+    p.add_argument("--min-workers", type=positive, default=1, metavar="N", help="start when N workers have joined")
+    p.add_argument("--state", metavar="DIR", help="store the run's state here; a restart continues it")
     p.add_argument("--network", metavar="DIR", help="mutual TLS as this node (made by forebay network join)")
     p.add_argument("--open", action="store_true", help="allow plain HTTP beyond this machine")
-    p.add_argument("--config", metavar="FILE.toml", help="what workers do; comes before what they were told")
+    p.add_argument("--config", metavar="FILE.toml", help="settings for all workers; they override the workers' own")
     for name, kind in _SETTINGS.items():
-        p.add_argument(f"--{name}", type=kind, help="the same for all workers")
-    p.add_argument("--heartbeat", type=seconds, default=30.0, metavar="S", help="longest silence of a worker (30)")
-    p.add_argument("--stale", type=seconds, default=90.0, metavar="S", help="a silent worker is given up after (90)")
-    p.add_argument("--lost", type=seconds, default=5.0, metavar="S", help="one that disconnected, after (5)")
+        p.add_argument(f"--{name}", type=kind, help="this setting for all workers")
+    p.add_argument(
+        "--heartbeat", type=seconds, default=30.0, metavar="S", help="seconds between two heartbeats of a worker (30)"
+    )
+    p.add_argument(
+        "--stale",
+        type=seconds,
+        default=90.0,
+        metavar="S",
+        help="seconds without a heartbeat until a worker is removed (90)",
+    )
+    p.add_argument(
+        "--lost",
+        type=seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds after a disconnect until a worker is removed (5)",
+    )
     p.add_argument(
         "--workers-per-member",
         type=positive,
         default=8,
         metavar="N",
-        help="workers of one certificate, with --network (default: 8)",
+        help="workers per certificate, with --network (default: 8)",
     )
-    p.add_argument("--grace", type=seconds, default=600.0, metavar="S", help="wait so long for a step's end (600)")
+    p.add_argument(
+        "--grace", type=seconds, default=600.0, metavar="S", help="seconds to wait for the end of a step (600)"
+    )
     p.add_argument("--until-done", action="store_true", help="end when the run's last step is done")
-    p.add_argument("--lifeline", action="store_true", help=argparse.SUPPRESS)
-    p.add_argument("--json", action="store_true", help="ready line and final status as JSON")
+    add_server_options(p)

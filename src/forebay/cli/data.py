@@ -21,29 +21,34 @@ def _inspect(args: argparse.Namespace) -> int:
     from forebay.load.sources import open_dataset
 
     dataset = open_dataset(args.dataset, args.network)
-    found = {"checked": "", **dataset.describe()}
-    found["checked"] = found.pop("checked") or "manifest and table of slices; `forebay verify` reads all"
+    fields = {"checked": "", **dataset.describe()}
+    fields["checked"] = fields.pop("checked") or "manifest and table of slices; `forebay verify` reads all"
     shown = dataset.head(args.documents) if args.documents else []
     if args.json:
         if shown:
-            found["head"] = [_plain_item(one) for one in shown]
-        show(found, True)
+            fields["head"] = [_plain_item(item) for item in shown]
+        show(fields, True)
         return 0
-    show({key: value for key, value in found.items() if value not in ("", None)}, False)
-    for number, one in enumerate(shown):
-        item = _plain_item(one)
+    show({key: value for key, value in fields.items() if value not in ("", None)}, False)
+    for number, item in enumerate(map(_plain_item, shown)):
         named = " ".join(str(item.pop(key)) for key in ("id", "source") if item.get(key))
         print(f"\n--- {item.pop('index', number)} {named}".rstrip())
         print(text if (text := item.pop("text", "")) else "\n".join(f"{key}: {value}" for key, value in item.items()))
     return 0
 
 
-def _plain_item(one: Any) -> dict[str, Any]:
-    """A document, its tokens left out where there is text; or a row, whose large arrays are shortened."""
-    if isinstance(one, dict):
-        return {name: array.tolist() if array.size <= _SHOWN else _shortened(array) for name, array in one.items()}
-    item = {"index": one.index, "id": one.id, "source": one.source, "num_tokens": len(one.tokens), "text": one.text}
-    return item if one.text else {**item, "tokens": one.tokens[:_SHOWN].tolist()}
+def _plain_item(item: Any) -> dict[str, Any]:
+    """A document, without tokens if it has text; or a row, with large arrays shortened."""
+    if isinstance(item, dict):
+        return {name: array.tolist() if array.size <= _SHOWN else _shortened(array) for name, array in item.items()}
+    plain = {
+        "index": item.index,
+        "id": item.id,
+        "source": item.source,
+        "num_tokens": len(item.tokens),
+        "text": item.text,
+    }
+    return plain if item.text else {**plain, "tokens": item.tokens[:_SHOWN].tolist()}
 
 
 def _shortened(array: Any) -> str:
@@ -54,24 +59,24 @@ def _verify(args: argparse.Namespace) -> int:
     from forebay.observe.progress import bar
 
     with bar("verify", None, enabled=not args.quiet) as advance:
-        report = _verify_where_it_lies(args, advance)
+        report = _verify_in_place(args, advance)
     if args.json:
-        found = report.to_json()
-        print(json.dumps({key: found[key] for key in ("ok", "bad", "level", "checks")}))
+        result = report.to_json()
+        print(json.dumps({key: result[key] for key in ("ok", "bad", "level", "checks")}))
     elif report.level == "hash":
         print(f"ok: every file of {args.dataset} matches its hash")
     elif report.level == "structure":
-        print(f"ok in structure: {args.dataset} is of a format without hashes, so changed bytes may go unseen")
+        print(f"ok in structure: {args.dataset} has a format without hashes, so changed bytes may not be detected")
         print(f"checked: {'; '.join(report.checks)}")
     else:
         for name in report.bad:
             print(f"bad: {name}")
-        print("Fetch or prepare these again; until then nothing should train on this dataset.", file=sys.stderr)
+        print("Fetch or prepare these again; do not train on this dataset before.", file=sys.stderr)
     return 0 if report.ok else 1
 
 
-def _verify_where_it_lies(args: argparse.Namespace, advance: Callable[[int], None]) -> VerifyReport:
-    """A directory of ours by its files, so that a damaged manifest is named; anything else by what opens it."""
+def _verify_in_place(args: argparse.Namespace, advance: Callable[[int], None]) -> VerifyReport:
+    """Verify a local dataset by its files, which reports a damaged manifest; another one by its reader."""
     from forebay.dataset.manifest import MANIFEST_FILE
     from forebay.dataset.reader import local_path, verify_dataset
     from forebay.load.sources import open_dataset
@@ -98,23 +103,25 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    p = verb("demo", _demo, "the whole thing on this machine, in about a minute")
+    p = verb("demo", _demo, "run everything on this machine, in about a minute")
     p.add_argument("--input", nargs="+", type=Path, metavar="PATH", help="text to train on (default: Python's library)")
     p.add_argument("--json", type=Path, metavar="FILE", help="also write the summary here")
-    p.add_argument("--keep", type=Path, metavar="DIR", help="keep everything it makes in this new directory")
-    p.add_argument("--trainer", default="count", metavar="T", help="what learns, as of `forebay work` (default: count)")
-    p.add_argument("--max-bytes", type=size, default=None, help="use at most this much of the default text")
-    p.add_argument("--tokenizer", default="train:4096", metavar="T", help="as of `forebay prepare`")
+    p.add_argument("--keep", type=Path, metavar="DIR", help="keep all files in this new directory")
+    p.add_argument(
+        "--trainer", default="count", metavar="T", help="the trainer, as for `forebay work` (default: count)"
+    )
+    p.add_argument("--max-bytes", type=size, default=None, help="use at most this many bytes of the default text")
+    p.add_argument("--tokenizer", default="train:4096", metavar="T", help="as for `forebay prepare`")
 
     for name, run, about in (
-        ("inspect", _inspect, "show what is in a dataset"),
+        ("inspect", _inspect, "show the contents of a dataset"),
         ("verify", _verify, "verify a dataset's hashes, or its structure where the format has none"),
     ):
-        p = verb(name, run, about, flags="json quiet")
+        p = verb(name, run, about)
         p.add_argument("dataset", help="a directory or URL, of Forebay's format or one of docs/formats.md")
         if name == "inspect":
             p.add_argument("--documents", type=positive, metavar="N", help="also print the first N documents or rows")
         p.add_argument("--network", metavar="DIR", help="for forebay:// URLs: the node's directory")
-    p = verb("adopt", _adopt, "give a directory of SafeTensors files a manifest", flags="json")
+    p = verb("adopt", _adopt, "make a dataset of a directory of SafeTensors files: add a manifest")
     p.add_argument("directory", type=Path, help="with slices/*.safetensors")
     p.add_argument("--name", help="the dataset's (default: the directory's)")

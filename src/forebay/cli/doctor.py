@@ -11,33 +11,33 @@ from typing import TYPE_CHECKING, Any
 from forebay.cli.arguments import plain, positive, whole_number
 
 if TYPE_CHECKING:
-    from forebay.doctor import Options, Report
+    from forebay.formats.report import CheckOptions, Report
 
 
 def _doctor(args: argparse.Namespace) -> int:
     from forebay.doctor import examine
 
     reports = examine(args.paths, _options(args))
-    ok = all(one.ok for one in reports)
+    ok = all(report.ok for report in reports)
     if args.json:
-        print(json.dumps({"ok": ok, "reports": [one.to_json() for one in reports]}))
+        print(json.dumps({"ok": ok, "reports": [report.to_json() for report in reports]}))
     else:
-        for one in reports:
-            _show(one)
-        wrong, unchecked = sum(one.is_wrong for one in reports), sum(one.depth == "none" for one in reports)
+        for report in reports:
+            _show(report)
+        wrong, unchecked = sum(report.is_wrong for report in reports), sum(report.depth == "none" for report in reports)
         if wrong:
             print(f"NOT ok: {wrong} of {len(reports)} have something wrong")
         elif unchecked:
             print(f"NOT checked: {unchecked} of {len(reports)} are of a format that doctor does not examine")
         else:
-            is_part = any(one.depth == "part" for one in reports)
+            is_part = any(report.depth == "part" for report in reports)
             print(f"ok: nothing wrong found{' in the part that was read' if is_part else ''}")
     return 0 if ok else 1
 
 
-def _options(args: argparse.Namespace) -> Options:
-    from forebay.doctor import Options
-    from forebay.formats.foreign import token_kind
+def _options(args: argparse.Namespace) -> CheckOptions:
+    from forebay.formats.external import token_dtype
+    from forebay.formats.report import CheckOptions
 
     vocab, eos, tokenizer = args.vocab_size or 0, args.eos_id, None
     if args.tokenizer is not None:
@@ -46,8 +46,8 @@ def _options(args: argparse.Namespace) -> Options:
         found = load_tokenizer(args.tokenizer, eos=AUTO)
         tokenizer = parse(found.data, found.description)
         vocab, eos = vocab or found.vocab_size, found.eos_id if eos is None else eos
-    return Options(
-        dtype=token_kind(args.dtype) if args.dtype is not None else None,
+    return CheckOptions(
+        dtype=token_dtype(args.dtype) if args.dtype is not None else None,
         vocab_size=vocab,
         eos_id=eos,
         seq_len=args.seq_len or 0,
@@ -61,16 +61,18 @@ def _show(report: Report) -> None:
     seen = {"all": "read all of it", "none": "not checked", "part": f"read {read:,} bytes; --full reads all"}
     seen["structure"] = f"read {read:,} bytes: sizes, counts and offsets; the contents are of no type that is checked"
     print(f"{report.path}: {report.kind}, {total:,} bytes ({seen[report.depth]}; {report.seconds:.2f} s)")
-    for name, value in report.facts.items():
+    for name, value in report.metadata.items():
         print(f"    {name.replace('_', ' ')}: {repr(value) if name == 'first_text' else plain(value)}")
     for one in report.findings:
-        print(f"  {'WRONG' if one.is_wrong else 'maybe'} {one.fault} ({one.confidence}) at {one.place} of {one.path}")
+        print(
+            f"  {'WRONG' if one.is_wrong else 'maybe'} {one.fault} ({one.confidence}) at {one.location} of {one.path}"
+        )
         print(f"      {one.evidence}")
         print(f"      {one.advice}")
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    p = verb("doctor", _doctor, "what a training-data file is, what is wrong with it, and what to do", flags="json")
+    p = verb("doctor", _doctor, "what a training-data file is, what is wrong with it, and what to do")
     p.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, directories, or a pattern in quotes")
     p.add_argument("--dtype", metavar="TYPE", help="of tokens that no header tells: uint16, uint32, int64")
     p.add_argument("--vocab-size", type=positive, metavar="N", help="every id is below it")

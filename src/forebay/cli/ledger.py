@@ -1,4 +1,4 @@
-"""Commands on a ledger: what it proves, and who used what."""
+"""`forebay ledger`: verify a ledger or a proof, look up who used which samples, export the uses."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from forebay.cli.arguments import positive, share
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
-    from forebay.observe.blame import Part
+    from forebay.dataset.documents import Documents
+    from forebay.ledger.index import LedgerIndex
+    from forebay.observe.blame import BatchShare
 
 
-def _ledger_verify(args: argparse.Namespace) -> int:
+def _verify(args: argparse.Namespace) -> int:
     from forebay.ledger.verify import verify_ledger
     from forebay.network.pki.identity import verify
     from forebay.observe.blame import replay
     from forebay.observe.steps import is_roster, verify_steps
 
+    if args.proof:
+        return _verify_proof(args)
     if is_roster(args.file):
         steps = verify_steps(args.file)
-        _print_verified(args, steps.to_json(), "each sample once, in the steps that count")
+        _print_verified(args, steps.to_json(), "each sample was used once by the steps that counted")
         return 0 if steps.ok else 1
-    report = verify_ledger(args.file, _key(args), verify, replay if args.samples else None, args.allow_aside)
+    report = verify_ledger(args.file, _key(args), verify, replay if args.samples else None, args.max_set_aside)
     _print_verified(args, report.to_json(), "chain, signatures and coverage hold")
     return 0 if report.ok else 1
 
@@ -43,7 +47,7 @@ def _key(args: argparse.Namespace) -> bytes | None:
     return key
 
 
-def _print_verified(args: argparse.Namespace, report: dict[str, Any], holds: str) -> None:
+def _print_verified(args: argparse.Namespace, report: dict[str, Any], success: str) -> None:
     if args.json:
         print(json.dumps(report))
         return
@@ -53,78 +57,91 @@ def _print_verified(args: argparse.Namespace, report: dict[str, Any], holds: str
         line = "epoch {epoch}: {samples:,} samples used, {missing:,} missing, {repeated:,} repeated".format(**e)
         print(line + "".join(f", {e[key]:,} {key.replace('_', ' ')}" for key in ("set_aside", "redone") if key in e))
     for kind in ("missing", "repeated"):
-        found = report.get(kind, [])
-        for at in found[:10]:
-            print(f"{kind}: epoch {at['epoch']}, slice {at['slice']}, samples [{at['start']:,}, {at['stop']:,})")
-        if len(found) > 10:
-            print(f"{kind}: and {len(found) - 10:,} intervals more; --json has them")
-    print(f"ok: {holds}" if report["ok"] else "NOT ok")
+        intervals = report.get(kind, [])
+        for part in intervals[:10]:
+            print(
+                f"{kind}: epoch {part['epoch']}, slice {part['slice']}, samples [{part['start']:,}, {part['stop']:,})"
+            )
+        if len(intervals) > 10:
+            print(f"{kind}: and {len(intervals) - 10:,} more intervals; --json prints them")
+    print(f"ok: {success}" if report["ok"] else "NOT ok")
 
 
-def _ledger_prove(args: argparse.Namespace) -> int:
-    from forebay.ledger.index import open_index
-    from forebay.ledger.proof import check_proof, prove
+def _verify_proof(args: argparse.Namespace) -> int:
+    from forebay.ledger.proof import check_proof
     from forebay.network.pki.identity import verify
 
-    if args.check is None:
-        if args.file is None or args.epoch is None or args.slice is None:
-            raise UsageError("prove: expected FILE --epoch E --slice I, or --check PROOF.")
-        print(json.dumps(prove(open_index(args.file), args.epoch, args.slice)))
-        return 0
     try:
-        proof = json.loads(args.check.read_bytes())
+        proof = json.loads(args.file.read_bytes())
     except (OSError, ValueError) as error:
-        raise UsageError(f"prove: cannot read {args.check}: {error}.") from error
+        raise UsageError(f"verify: cannot read the proof {args.file}: {error}.") from error
     report = check_proof(proof, verify, key=_key(args), root=args.root)
     if args.json:
         print(json.dumps(report.to_json()))
-    else:
-        used = ", ".join(f"[{start:,}, {stop:,})" for start, stop in report.used) or "none"
-        who = "1 worker" if len(report.workers) == 1 else f"{len(report.workers):,} workers"
-        signed = "signed by the scheduler" if report.recorded else "not yet in a signed entry"
-        print(f"epoch {report.epoch}, slice {report.slice}: samples {used} used by {who}")
-        print(f"root {report.root}, {signed}")
-        for problem in report.problems:
-            print(f"problem: {problem}")
-        print("ok: the slice is under the root" if report.ok else "NOT ok")
+        return 0 if report.ok else 1
+    used = ", ".join(f"[{start:,}, {stop:,})" for start, stop in report.used) or "none"
+    workers = "1 worker" if len(report.workers) == 1 else f"{len(report.workers):,} workers"
+    signed = "signed by the scheduler" if report.recorded else "not yet in a signed entry"
+    print(f"epoch {report.epoch}, slice {report.slice}: samples {used} used by {workers}")
+    print(f"root {report.root}, {signed}")
+    for problem in report.problems:
+        print(f"problem: {problem}")
+    print("ok: the slice is under the root" if report.ok else "NOT ok")
     return 0 if report.ok else 1
 
 
-def _ledger_blame(args: argparse.Namespace) -> int:
-    from forebay.dataset.documents import by_dataset_id
-    from forebay.dataset.reader import open_dataset
+def _blame(args: argparse.Namespace) -> int:
     from forebay.ledger.index import open_index
-    from forebay.observe.blame import Blame, blame_step
+    from forebay.observe.blame import blame_step
     from forebay.observe.steps import is_roster
 
+    selected = [args.step is not None, args.document is not None, args.slice is not None or args.tokens is not None]
+    if sum(selected) != 1:
+        raise UsageError("blame: expected one of --step N, --document ID and --slice I --tokens A:B.")
+    if args.step is None:
+        return _blame_document(args)
     if args.file == "-" or is_roster(Path(args.file)):
-        blame, facts = _blame_order(args)
+        parts, fields = _blame_order(args)
+        result = {**fields, "parts": [asdict(part) for part in parts], "more": 0, "around": []}
+        more, around = 0, []
     else:
         index = open_index(args.file)
-        documents = by_dataset_id([open_dataset(path) for path in args.dataset or []])
-        unknown = [known.dataset.path for id, known in documents.items() if id not in index.job.dataset_ids]
-        if unknown:
-            raise UsageError(f"blame: {unknown[0]} is not a dataset of this job, which has {index.job.dataset_ids}.")
+        documents = _documents(args, index)
         blame = blame_step(index, args.step, worker=args.worker, documents=documents, text=not args.no_text)
-        facts = {"mode": "lease", "step": args.step}
+        result = {"mode": "lease", "step": args.step, **asdict(blame)}
+        parts, more, around = blame.parts, blame.more, blame.around
     if args.json:
-        print(json.dumps({**facts, **asdict(blame)}))
+        print(json.dumps(result))
         return 0
-    assert isinstance(blame, Blame)
-    for part in blame.parts:
-        _print_part(part)
-    if blame.more:
-        print(f"and {blame.more:,} more workers; name one with --worker")
-    for part in blame.around:
+    for part in parts:
+        _print_share(part)
+    if more:
+        print(f"and {more:,} more workers; select one with --worker")
+    for part in around:
         print(f"around: {_headline(part)}")
     return 0
 
 
-def _blame_order(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """Order mode: the coordinator's record, if there is one, and the order as a function."""
+def _documents(args: argparse.Namespace, index: LedgerIndex) -> dict[str, Documents]:
+    """The documents of the datasets of --dataset, by dataset id."""
+    from forebay.dataset.documents import by_dataset_id
+    from forebay.dataset.reader import open_dataset
+
+    documents = dict(by_dataset_id([open_dataset(path) for path in args.dataset or []]))
+    for id, of_dataset in documents.items():
+        if id not in index.job.dataset_ids:
+            raise UsageError(
+                f"blame: {of_dataset.dataset.path} is not a dataset of this job, which has {index.job.dataset_ids}."
+            )
+    return documents
+
+
+def _blame_order(args: argparse.Namespace) -> tuple[list[BatchShare], dict[str, Any]]:
+    """The shares of a step from a coordinator's record, if there is one, and the order."""
     from forebay.dataset.documents import Documents
     from forebay.dataset.reader import open_dataset
-    from forebay.observe.blame import Blame, Part, blame_order
+    from forebay.load.loader import Loader
+    from forebay.observe.blame import BatchShare, blame_order
     from forebay.observe.steps import open_log
 
     record, config = None, {}
@@ -133,26 +150,23 @@ def _blame_order(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
             record, config = log.step(args.step), log.config()
         if record is None:
             raise UsageError(f"blame: step {args.step} is not finished in {args.file}.")
-    facts = {"mode": "order", "step": args.step, "record": record}
+    fields = {"mode": "order", "step": args.step, "record": record}
     workers = [str(part["worker_id"]) for part in record["parts"]] if record else []
     if not args.dataset:
         if record is None:
-            raise UsageError("blame: expected --dataset DIR, and the run's --seq-len, --global-batch and --seed.")
+            raise UsageError("blame: expected --dataset DIR, and the run's --seq-len, --global-batch-size and --seed.")
         first, world = int(record["first_sample"]), len(workers)
-        dealt = [list(range(first + r, first + int(record["count"]), world)) for r in range(world)]
-        parts = [
-            Part(name, name, rank, first_step=args.step, last_step=args.step, samples=samples)
-            for rank, (name, samples) in enumerate(zip(workers, dealt))
-        ]
-        return Blame(parts), facts
+        samples = [list(range(first + r, first + int(record["count"]), world)) for r in range(world)]
+        return [
+            BatchShare(name, name, rank, first_step=args.step, last_step=args.step, samples=of_rank)
+            for rank, (name, of_rank) in enumerate(zip(workers, samples))
+        ], fields
     dataset = open_dataset(args.dataset[0])
     seq_len = args.seq_len or config.get("seq_len")
-    batch = args.global_batch or (record or {}).get("count")
+    batch = args.global_batch_size or (record or {}).get("count")
     if not batch or (dataset.manifest.layout == "tokens" and not seq_len):
-        raise UsageError("blame: expected --global-batch and, for tokens, --seq-len: what the Loader was given.")
+        raise UsageError("blame: expected the Loader's --global-batch-size and, for tokens, --seq-len.")
     seed = args.seed if args.seed is not None else int(config.get("seed", 0))
-    from forebay.load.loader import Loader
-
     with Loader(
         args.dataset[0], seq_len=seq_len, global_batch_size=int(batch), seed=seed, rank=0, world_size=1, epochs=None
     ) as loader:
@@ -161,125 +175,128 @@ def _blame_order(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         run, args.step, world_size=args.world_size or len(workers) or 1, workers=workers,
         documents=Documents(dataset), seq_len=seq_len, text=not args.no_text,
     )  # fmt: skip
-    return Blame([part for part in parts if args.worker in ("", part.worker)]), facts
+    return [part for part in parts if args.worker in ("", part.worker)], fields
 
 
-def _headline(part: Part) -> str:
-    from datetime import datetime
-
-    who = f"rank {part.rank}" if part.rank >= 0 else part.name or "worker"
-    who += f" ({part.worker})" if part.worker and part.worker != who else ""
-    steps = f"step {part.first_step}" if part.first_step == part.last_step else (
-        f"one of steps {part.first_step} to {part.last_step}"
-    )  # fmt: skip
-    where = f", slice {part.slice}, order [{part.start:,}, {part.stop:,})" if part.slice >= 0 else ""
-    at = f", {datetime.fromtimestamp(part.at).astimezone().isoformat(timespec='seconds')}" if part.at else ""
-    entry = f", entry {part.entry}" if part.entry >= 0 else ""
-    return f"{who}, {steps}, epoch {part.epoch}{where}{at}{entry}"
-
-
-def _print_part(part: Part) -> None:
-    print(_headline(part))
-    shown = ", ".join(map(str, part.samples[:16])) + (", …" if len(part.samples) > 16 else "")
-    print(f"  {len(part.samples):,} samples: {shown}")
-    for piece in part.documents:
-        source = f"  {piece.id}" + (f" of {piece.source}" if piece.source else "") if piece.id else ""
-        print(f"  document #{piece.document}  slice {piece.slice} tokens [{piece.start:,}, {piece.stop:,}){source}")
-        if piece.text:
-            print(f"    {piece.text}")
-
-
-def _ledger_who(args: argparse.Namespace) -> int:
-    from forebay.dataset.documents import by_dataset_id
-    from forebay.dataset.reader import open_dataset
+def _blame_document(args: argparse.Namespace) -> int:
     from forebay.ledger.index import open_index
     from forebay.observe.blame import who_saw
 
     index = open_index(args.file)
-    places: list[tuple[int, int, int]] = []
+    ranges: list[tuple[int, int, int]] = []
     if args.slice is not None and args.tokens is not None:
-        places = [(args.slice, *args.tokens)]
+        ranges = [(args.slice, *args.tokens)]
     elif args.document is not None and args.dataset:
-        for id, documents in by_dataset_id([open_dataset(path) for path in args.dataset]).items():
-            if id not in index.job.dataset_ids:
-                raise UsageError(f"who: {documents.dataset.path} is not a dataset of this job.")
+        for id, documents in _documents(args, index).items():
             first = index.job.bounds[index.job.dataset_ids.index(id)]
             for number in documents.find(args.document):
-                places += [(first + at, start, stop) for at, start, stop in documents.where(number)]
+                ranges += [(first + slice_, start, stop) for slice_, start, stop in documents.token_ranges(number)]
     else:
-        raise UsageError("who: expected --document ID --dataset DIR, or --slice I --tokens A:B.")
-    parts = [part for place in places for part in who_saw(index, *place)]
+        raise UsageError("blame: expected --document ID --dataset DIR, or --slice I --tokens A:B.")
+    parts = [part for token_range in ranges for part in who_saw(index, *token_range)]
     if args.json:
-        found = [{"slice": at, "start": start, "stop": stop} for at, start, stop in places]
-        print(json.dumps({"places": found, "uses": [asdict(part) for part in parts]}))
+        places = [{"slice": slice_, "start": start, "stop": stop} for slice_, start, stop in ranges]
+        print(json.dumps({"places": places, "uses": [asdict(part) for part in parts]}))
         return 0
-    for at, start, stop in places:
-        print(f"slice {at}, tokens [{start:,}, {stop:,})")
+    for slice_, start, stop in ranges:
+        print(f"slice {slice_}, tokens [{start:,}, {stop:,})")
     for part in parts:
         print(f"{_headline(part)}: samples {', '.join(map(str, part.samples))}")
     if not parts:
-        print("nobody saw it")
+        print("no worker used it")
     return 0
 
 
-def _ledger_export(args: argparse.Namespace) -> int:
+def _headline(part: BatchShare) -> str:
+    from datetime import datetime
+
+    worker = f"rank {part.rank}" if part.rank >= 0 else part.name or "worker"
+    worker += f" ({part.worker})" if part.worker and part.worker != worker else ""
+    steps = f"step {part.first_step}"
+    if part.first_step != part.last_step:
+        steps = f"one of steps {part.first_step} to {part.last_step}"
+    text = f"{worker}, {steps}, epoch {part.epoch}"
+    if part.slice >= 0:
+        text += f", slice {part.slice}, order [{part.start:,}, {part.stop:,})"
+    if part.recorded_at:
+        text += f", {datetime.fromtimestamp(part.recorded_at).astimezone().isoformat(timespec='seconds')}"
+    return text + (f", entry {part.entry}" if part.entry >= 0 else "")
+
+
+def _print_share(part: BatchShare) -> None:
+    print(_headline(part))
+    samples = ", ".join(map(str, part.samples[:16])) + (", …" if len(part.samples) > 16 else "")
+    print(f"  {len(part.samples):,} samples: {samples}")
+    for document in part.documents:
+        source = f"  {document.id}" + (f" of {document.source}" if document.source else "") if document.id else ""
+        tokens = f"slice {document.slice} tokens [{document.start:,}, {document.stop:,})"
+        print(f"  document #{document.document}  {tokens}{source}")
+        if document.text:
+            print(f"    {document.text}")
+
+
+def _export(args: argparse.Namespace) -> int:
+    from forebay.files import atomic_write
     from forebay.ledger.index import open_index
+    from forebay.ledger.proof import prove
     from forebay.observe.ledger_export import export_uses
 
-    count = export_uses(open_index(args.file), args.out, args.format, sample_ids=args.sample_ids)
+    index = open_index(args.file)
+    if args.proof is not None:
+        epoch, slice_index = args.proof
+        atomic_write(args.out, json.dumps(prove(index, epoch, slice_index)).encode() + b"\n")
+        result = {"epoch": epoch, "slice": slice_index, "out": str(args.out)}
+        print(json.dumps(result) if args.json else f"proof of slice {slice_index} in epoch {epoch} to {args.out}")
+        return 0
+    count = export_uses(index, args.out, args.format, sample_ids=args.sample_ids)
     print(json.dumps({"uses": count, "out": str(args.out)}) if args.json else f"{count:,} uses to {args.out}")
     return 0
 
 
-def _tokens(text: str) -> tuple[int, int]:
-    start, _, stop = text.partition(":")
-    if not (start.isdigit() and stop.isdigit() and int(start) < int(stop)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not A:B, two numbers of tokens")
-    return int(start), int(stop)
+def _pair(text: str) -> tuple[int, int]:
+    first, _, second = text.partition(":")
+    if not (first.isdigit() and second.isdigit()):
+        raise argparse.ArgumentTypeError(f"expected two numbers A:B, got {text!r}")
+    return int(first), int(second)
+
+
+def _token_range(text: str) -> tuple[int, int]:
+    start, stop = _pair(text)
+    if start >= stop:
+        raise argparse.ArgumentTypeError(f"expected A:B with A below B, got {text!r}")
+    return start, stop
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    verbs = group("ledger", "who used which samples")
-    p = verb("verify", _ledger_verify, "prove that each sample of an epoch was used exactly once", verbs, "json")
-    p.add_argument("file", type=Path, help="a ledger, or a coordinator's state")
-    p.add_argument("--key", metavar="HEX", help="the scheduler's public key (default: the one the ledger names)")
+    verbs = group("ledger", "verify and query which worker used which samples")
+    p = verb("verify", _verify, "verify that each sample of an epoch was used exactly once", verbs)
+    p.add_argument("file", type=Path, help="a ledger, or a coordinator's state; with --proof a proof")
+    p.add_argument("--key", metavar="HEX", help="the scheduler's public key (default: the one in the file)")
     p.add_argument(
-        "--allow-aside",
-        type=share,
-        default=0.0,
-        metavar="SHARE",
-        help="of an epoch's samples that may be set aside, 0 to 1 (default: 0)",
-    )
-    p.add_argument("--samples", action="store_true", help="by sample ids, too: recompute the order of every use")
+        "--max-set-aside", type=share, default=0.0, metavar="SHARE",
+        help="share of an epoch's samples that may be set aside, 0 to 1 (default: 0)",
+    )  # fmt: skip
+    p.add_argument("--samples", action="store_true", help="also verify sample ids: recompute the order of every use")
+    p.add_argument("--proof", action="store_true", help="verify a proof made by `forebay ledger export --proof`")
+    p.add_argument("--root", metavar="HEX", help="with --proof: the epoch's root from another source")
 
-    p = verb("prove", _ledger_prove, "prove a slice's use to somebody without the ledger, or check that", verbs, "json")
-    p.add_argument("file", type=Path, nargs="?", help="the ledger")
-    p.add_argument("--epoch", type=int, metavar="E", help="from 0")
-    p.add_argument("--slice", type=int, metavar="I", help="index in the job, from 0")
-    p.add_argument("--check", type=Path, metavar="PROOF", help="a file with what this command printed")
-    p.add_argument("--root", metavar="HEX", help="a root from elsewhere, that the proof must lead to")
-    p.add_argument("--key", metavar="HEX", help="the scheduler's public key (default: the one the proof names)")
-
-    p = verb("blame", _ledger_blame, "from a step to its samples, documents and workers", verbs, "json")
+    p = verb("blame", _blame, "from a step to its samples and documents, or from a document to its workers", verbs)
     p.add_argument("file", help="a ledger; a coordinator's state; - for a Loader's run, which needs no record")
-    p.add_argument("step", type=int, help="of the worker, or of the run")
-    p.add_argument("--worker", default="", metavar="P", help="a worker's name, or the beginning of its peer id")
-    p.add_argument("--dataset", action="append", metavar="DIR", help="for documents; of a mixture, each")
-    p.add_argument("--seed", type=int, help="of the Loader")
-    p.add_argument("--seq-len", type=positive, metavar="L", help="of the Loader")
-    p.add_argument("--global-batch", type=positive, metavar="N", help="of the Loader")
-    p.add_argument("--world-size", type=positive, metavar="W", help="ranks among which the batch is shared")
-    p.add_argument("--no-text", action="store_true", help="no previews")
+    p.add_argument("--step", type=int, metavar="N", help="a step of the worker, or of the run")
+    p.add_argument("--document", metavar="ID", help="a document: its source id, or #NUMBER in the dataset")
+    p.add_argument("--slice", type=int, metavar="I", help="with --tokens: a slice, by its index in the job")
+    p.add_argument("--tokens", type=_token_range, metavar="A:B", help="tokens of the slice; of a row dataset, rows")
+    p.add_argument("--worker", default="", metavar="P", help="only this worker: its name, or a prefix of its peer id")
+    p.add_argument("--dataset", action="append", metavar="DIR", help="the job's dataset; may be repeated")
+    p.add_argument("--seed", type=int, help="the Loader's, for a run without a record")
+    p.add_argument("--seq-len", type=positive, metavar="L", help="the Loader's, likewise")
+    p.add_argument("--global-batch-size", type=positive, metavar="N", help="the Loader's, likewise")
+    p.add_argument("--world-size", type=positive, metavar="W", help="number of ranks, likewise")
+    p.add_argument("--no-text", action="store_true", help="print no text of documents")
 
-    p = verb("who", _ledger_who, "from a document to every step and worker that saw it", verbs, "json")
+    p = verb("export", _export, "write the uses as a table, or the proof of a slice", verbs)
     p.add_argument("file", type=Path, help="the ledger")
-    p.add_argument("--document", metavar="ID", help="its source id, or #NUMBER in the dataset")
-    p.add_argument("--dataset", action="append", metavar="DIR", help="to find the document in; may be repeated")
-    p.add_argument("--slice", type=int, metavar="I", help="index in the job, with --tokens")
-    p.add_argument("--tokens", type=_tokens, metavar="A:B", help="of the slice; of a row dataset, rows")
-
-    p = verb("export", _ledger_export, "its uses as a table", verbs, "json")
-    p.add_argument("file", type=Path, help="the ledger")
-    p.add_argument("--format", choices=["jsonl", "csv", "parquet"], default="jsonl", help="of the table")
-    p.add_argument("--out", required=True, type=Path, metavar="FILE", help="where it goes")
-    p.add_argument("--sample-ids", action="store_true", help="a column with the ids of the samples")
+    p.add_argument("--out", required=True, type=Path, metavar="FILE", help="the file to write")
+    p.add_argument("--format", choices=["jsonl", "csv", "parquet"], default="jsonl", help="format of the table")
+    p.add_argument("--sample-ids", action="store_true", help="add a column with the ids of the samples")
+    p.add_argument("--proof", type=_pair, metavar="EPOCH:SLICE", help="write the proof that this slice was used")

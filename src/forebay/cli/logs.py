@@ -1,8 +1,8 @@
-"""What a command prints and logs, without what a terminal would obey: results, errors, progress and log lines.
+"""Output of commands: options for output and logging, and filtering of control characters.
 
 Log lines go to stderr, as text or JSON, by one handler on the package's logger while a command runs. Names, reasons and
-error messages come from other members' processes and from files: an escape sequence in one could rename a window, hide
-lines or type for the user.
+error messages come from other members and from files: an escape sequence in one could rename a window, hide lines or
+type for the user.
 """
 
 import argparse
@@ -19,8 +19,12 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that every command takes, before or after its name."""
-    group = parser.add_argument_group("logging")
+    """Add the options that every command takes, before or after its name."""
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="print results, and errors, as JSON"
+    )
+    group.add_argument("-q", "--quiet", action="store_true", default=argparse.SUPPRESS, help="show no progress")
     group.add_argument(
         "-v", "--verbose", action="count", default=argparse.SUPPRESS, help="log more: info, and twice: debug"
     )
@@ -34,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def logging_to_stderr(args: argparse.Namespace) -> Iterator[None]:
-    """Log as the arguments say while the block runs; `args.default_log_level` is the verb's own default."""
+    """Log according to the arguments while the block runs; `args.default_log_level` is the verb's default."""
     level = str(getattr(args, "log_level", "") or getattr(args, "default_log_level", "warning"))
     if verbose := getattr(args, "verbose", 0):
         level = "debug" if verbose > 1 or level == "debug" else "info"
@@ -55,7 +59,7 @@ def logging_to_stderr(args: argparse.Namespace) -> Iterator[None]:
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to what stderr is now, not to what it was at the start."""
+    """Writes to the current stderr."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -66,7 +70,7 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One object a line: time, level, logger, message, and traceback where there is one."""
+    """One object per line: time, level, logger, message, and the traceback if any."""
 
     def format(self, record: logging.LogRecord) -> str:
         body = {
@@ -86,10 +90,10 @@ _UNSAFE_BUT_RETURN = re.compile(_UNSAFE.pattern.replace("\x0b-", "\x0b\x0c\x0e-"
 
 
 def printable(text: str, *, allow_return: bool = False) -> str:
-    """The text with each character that a terminal may obey as its escape: `\\x1b`. With `allow_return` carriage
-    returns stay as they are: a progress line begins anew with one."""
+    """Replace control characters by their escapes: `\\x1b`. `allow_return` keeps carriage returns, which restart a
+    progress line."""
     pattern = _UNSAFE_BUT_RETURN if allow_return else _UNSAFE
-    return pattern.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class _Filter:

@@ -14,7 +14,7 @@ from forebay.errors import UsageError
 
 
 def _is_of_shards(args: argparse.Namespace) -> bool:
-    """What the source has, where the arguments do not say."""
+    """Whether the source has shards, if the arguments do not tell."""
     if args.shards is not None and (args.slices is not None or args.id is not None):
         raise UsageError("mirror: expected --shards, or --slices and --id of a dataset, got both. Give one.")
     if args.shards is not None or args.slices is not None or args.id is not None:
@@ -31,7 +31,7 @@ def _mirror_shards(args: argparse.Namespace) -> int:
     from forebay.observe.progress import bar
 
     name = hashlib.sha256(f"{args.source} {args.target}".encode()).hexdigest()[:16]
-    # A directory gets its files by a rename: they come on its own disk.
+    # Files are renamed into a directory, so temporary ones are on its disk.
     beside = Path(args.target) / ".mirror" if "://" not in args.target else Path(tempfile.gettempdir())
     temporary = (args.tmp_dir or beside) / f"forebay-mirror-{name}"
     with bar("mirror", None, enabled=not args.quiet) as advance:
@@ -93,28 +93,32 @@ def _slices(text: str) -> tuple[int, int | None]:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    about = "copy a dataset or shared shards to a directory or a bucket; run it again to go on"
-    p = verb("mirror", _mirror, about, flags="json quiet")
-    p.add_argument("source", metavar="SRC", help="any URL of a dataset or of shared shards; r2://: by R2_DATASET_*")
+    about = "copy a dataset or shared shards to a directory or a bucket; run it again to resume"
+    p = verb("mirror", _mirror, about)
+    p.add_argument("source", metavar="SRC", help="URL of a dataset or of shared shards; r2:// uses R2_DATASET_*")
     p.add_argument("target", metavar="DST", help="a directory, s3://, r2://, gs:// or az://")
-    p.add_argument("--slices", type=_slices, metavar="A:B", help="only these, from 0")
-    p.add_argument("--shards", type=_slices, metavar="A:B", help="of shared shards: only these, from 0")
-    p.add_argument("--seq-len", type=positive, help="of shared shards (default: as their counts tell)")
-    p.add_argument("--prefix", choices=["train", "anneal"], default="train", help="of shared shards")
-    p.add_argument("--chunk-bytes", type=size, help="of shared shards: one request asks for so many")
-    p.add_argument("--id", help="the dataset's id: refuse any other")
-    p.add_argument("--publisher", metavar="PEER_ID", help="of forebay:// URLs: copy only what this peer signed")
-    p.add_argument("--connections", type=positive, default=16, help="requests at once (default: 16)")
+    p.add_argument("--slices", type=_slices, metavar="A:B", help="copy only these slices, from 0")
+    p.add_argument("--shards", type=_slices, metavar="A:B", help="shared shards: copy only these, from 0")
+    p.add_argument("--seq-len", type=positive, help="shared shards: tokens per sample (default: from their counts)")
     p.add_argument(
-        "--tmp-dir", type=Path, metavar="DIR", help="for what is on its way to a bucket; needs room for a shard"
+        "--prefix", choices=["train", "anneal"], default="train", help="shared shards: name prefix of the files"
     )
+    p.add_argument("--chunk-bytes", type=size, help="shared shards: bytes per request")
+    p.add_argument("--id", help="expected dataset id; another one is refused")
+    p.add_argument("--publisher", metavar="PEER_ID", help="forebay:// URLs: copy only what this peer signed")
+    p.add_argument("--connections", type=positive, default=16, help="concurrent requests (default: 16)")
+    p.add_argument("--tmp-dir", type=Path, metavar="DIR", help="temporary files of uploads; needs space for a shard")
     p.add_argument("--network", metavar="DIR", help="for forebay:// URLs: the node's directory")
     add_from_urls(p)
     p.add_argument(
         "--share", nargs="?", const=True, default=False, metavar="HOST:PORT",
-        help="of forebay:// URLs: hand out what came while the rest comes: many mirrors burden the origin once",
+        help="forebay:// URLs: share received slices, so that many mirrors load the origin once",
     )  # fmt: skip
-    p.add_argument("--upload-limit", type=size, metavar="BYTES", help="with --share: bytes a second to all others")
+    p.add_argument("--upload-limit", type=size, metavar="BYTES", help="with --share: upload limit in bytes per second")
     p.add_argument(
-        "--linger", type=float, default=60.0, metavar="S", help="with --share: go on while others lack slices, so long"
+        "--linger",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="with --share: seconds to keep sharing while others lack slices",
     )

@@ -1,4 +1,4 @@
-"""Commands on the network: DHT, data node, who has what, and whether a node answers."""
+"""Commands on the network: dht, serve, find, probe."""
 
 import argparse
 import contextlib
@@ -69,27 +69,27 @@ def _find(args: argparse.Namespace) -> int:
     from forebay.network.discovery import find_providers
 
     def what() -> str:
-        return f"data nodes of {args.name!r}; the DHT was asked and names none that answers"
+        return f"data nodes of {args.name!r}; the DHT was asked and names no address that answers"
 
     with joined_network(args) as (identity, discovery), waiting(log, what):
         claims = find_providers(discovery, Client(identity), identity.network_id, args.name, timeout_s=args.timeout)
-    found = [
+    providers = [
         {"name": c.name, "dataset_id": c.dataset_id, "slices": c.num_slices, "peer_id": c.peer_id, "address": c.address}
         for c in claims
     ]
     if args.json:
-        print(json.dumps(found))
-    for claim in found if not args.json else []:
+        print(json.dumps(providers))
+    for claim in providers if not args.json else []:
         print("{name}  {dataset_id}  {slices} slices  {peer_id} at {address}".format(**claim))
-    if not found:
+    if not providers:
         print(
-            f"forebay: nobody announces a dataset named {args.name!r} in this network. "
+            f"forebay: no data node announces a dataset named {args.name!r} in this network. "
             "Check the name, that its data node runs (forebay serve), and that this node is not revoked",
             file=sys.stderr,
         )
         return 1
     if len({c.dataset_id for c in claims}) > 1:
-        print(f"forebay: {args.name!r} stands for several datasets here; they are never mixed", file=sys.stderr)
+        print(f"forebay: {args.name!r} is the name of several datasets here; they are never mixed", file=sys.stderr)
     return 0
 
 
@@ -108,7 +108,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--access", type=Path, metavar="FILE", help="who may read what, and how much a day (TOML)")
     p = add_node(verb, "find", _find, "who has a dataset", timeout_s=10.0, timeout_of="an answer of the DHT")
     p.add_argument("name", help="the dataset's")
-    p = verb("probe", _probe, "whether a scheduler or data node answers and takes requests: exit 0 or 1", flags="json")
+    p = verb("probe", _probe, "whether a scheduler or data node answers and takes requests: exit 0 or 1")
     p.add_argument("address", metavar="HOST:PORT", help="of a scheduler or data node")
     p.add_argument("--network", type=Path, required=True, metavar="DIR", help="the asking node's directory")
     p.add_argument("--timeout", type=seconds, default=2.0, metavar="S", help="longest wait for its answer")

@@ -1,9 +1,11 @@
-"""The command line's parser: commands in panels, defaults in the help, what was meant by a typing error, completion."""
+"""The argument parser: commands in panels, defaults in the help, suggestions for typing errors, shell completion."""
 
 import argparse
 import difflib
+import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 PANELS = {
     "Data": (
@@ -14,23 +16,37 @@ PANELS = {
     "Network": ("network", "dht", "serve", "find"),
     "Operate": ("status", "probe", "simulate", "demo", "completion"),
 }  # fmt: skip
-FLAGS = {"json": "print JSON", "quiet": "show no progress", "lifeline": "stop when standard input ends"}
-"""Options that mean the same in every command that has them, with their help."""
+
+
+def report_failure(kind: str, text: str, as_json: bool) -> None:
+    """Report an error: a line on stderr, and with `--json` an object on stdout."""
+    if as_json:
+        message, _, hint = text.partition(". ")
+        print(json.dumps({"error": {"type": kind, "message": message.rstrip("."), "hint": hint}}))
+    print(f"forebay: {text}", file=sys.stderr)
 
 
 class Parser(argparse.ArgumentParser):
     """A parser of one command, or of the commands below it."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **options})
+        # `resolve`: demo has a `--json FILE` of its own.
+        options = {"allow_abbrev": False, "formatter_class": _Help, "conflict_handler": "resolve", **options}
+        super().__init__(**options)
+
+    def error(self, message: str) -> NoReturn:
+        """As of argparse; with `--json` also an object on stdout."""
+        self.print_usage(sys.stderr)
+        report_failure("UsageError", f"{message}. See `{self.prog} --help`.", "--json" in sys.argv)
+        sys.exit(2)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As of argparse; refuses what it does not know here, where the options that come near are known."""
-        found, unknown = super().parse_known_args(args, namespace)
+        """As of argparse; refuses unknown arguments here, where similar options are known."""
+        namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             named = [text.partition("=")[0] for text in unknown if text.startswith("-")]
             self.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(named, self._option_string_actions)}")
-        return found, unknown
+        return namespace, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -48,23 +64,23 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return text if "default" in text or f"({shown})" in text else f"{text} (default: {shown})"
 
 
-def _meant(words: Iterable[str], known: Iterable[str]) -> str:
-    known = list(known)
-    near = dict.fromkeys(match for word in words for match in difflib.get_close_matches(word, known, 2, 0.6))
+def _meant(words: Iterable[str], candidates: Iterable[str]) -> str:
+    candidates = list(candidates)
+    near = dict.fromkeys(match for word in words for match in difflib.get_close_matches(word, candidates, 2, 0.6))
     return f". Did you mean {' or '.join(near)}?" if near else ""
 
 
 def panels(abouts: dict[str, str]) -> str:
-    """The commands with what each does, by panel."""
+    """The commands with their descriptions, by panel."""
     lines = []
     others = abouts.keys() - {name for names in PANELS.values() for name in names}
     for panel, names in {**PANELS, **({"Others": sorted(others)} if others else {})}.items():
         lines += ["", f"{panel}:", *(f"  {name:<11}{abouts[name]}" for name in names if name in abouts)]
-    return "\n".join([*lines, "", "`forebay COMMAND --help` tells a command's options."])
+    return "\n".join([*lines, "", "`forebay COMMAND --help` shows a command's options."])
 
 
 def walk(parser: argparse.ArgumentParser, path: Sequence[str] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every parser below one, with the words that lead to it."""
+    """Every parser below one, with its command words."""
     yield tuple(path), parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -110,5 +126,5 @@ def add_verbs(verb: Any, main_parser: argparse.ArgumentParser) -> None:
         print(completion(main_parser, args.shell), end="")
         return 0
 
-    p = verb("completion", run, 'a script for the shell: eval "$(forebay completion bash)"')
-    p.add_argument("shell", choices=["bash", "zsh"], help="which shell's")
+    p = verb("completion", run, 'print a completion script: eval "$(forebay completion bash)"')
+    p.add_argument("shell", choices=["bash", "zsh"], help="the shell")

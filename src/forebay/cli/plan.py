@@ -1,4 +1,4 @@
-"""`forebay plan`: what a run will need."""
+"""`forebay plan`: the disk, time and memory that a run needs."""
 
 from __future__ import annotations
 
@@ -17,81 +17,95 @@ if TYPE_CHECKING:
     from forebay.load.resources import Job
 
 
-def _shards(args: argparse.Namespace) -> int:
-    """What `SharedShardedDatasetManager` needs: the shard in use, the next, a third while ranks let go of the old."""
+def _plan_shards(args: argparse.Namespace) -> int:
+    """Plan `SharedShardedDatasetManager`: the shard in use, the next, and a third while ranks release the old one."""
     from forebay.load.shards import COMMON_SHARDS
-    from forebay.units import words_of_bytes, words_of_seconds
+    from forebay.units import format_bytes, format_seconds
 
     if args.dataset is not None or args.bytes is None or args.slice_bytes is None:
         raise UsageError("plan --shards: expected --bytes of all shards and --slice-bytes of one. Give both.")
-    one, count = args.slice_bytes, -(-args.bytes // args.slice_bytes)
-    start = min(3, count) * one
-    told: dict[str, Any] = {
-        "shards": count, "shard_bytes": one, "in_use_bytes": min(2, count) * one, "start_bytes": start,
-        "shard_fetch_s": one / args.bandwidth if args.bandwidth else None, "refused": [], "warnings": [],
+    shard_bytes, count = args.slice_bytes, -(-args.bytes // args.slice_bytes)
+    start_bytes = min(3, count) * shard_bytes
+    plan: dict[str, Any] = {
+        "shards": count, "shard_bytes": shard_bytes, "in_use_bytes": min(2, count) * shard_bytes,
+        "start_bytes": start_bytes, "shard_fetch_s": shard_bytes / args.bandwidth if args.bandwidth else None,
+        "refused": [], "warnings": [],
     }  # fmt: skip
-    room = None if args.volume is None else _volume(args.volume)
-    if room is not None and room < start:
-        told["refused"].append(f"volume: expected room for {min(3, count)} shards, {start} bytes, got {room} bytes.")
-    elif room is not None and room < COMMON_SHARDS * one and count > 3:
-        told["warnings"].append(f"volume: {words_of_bytes(room)}; runs like this have {COMMON_SHARDS:.1f} shards.")
-    told["ok"] = not told["refused"]
+    free = None if args.disk is None else _free_bytes(args.disk)
+    if free is not None and free < start_bytes:
+        plan["refused"].append(f"disk: expected {start_bytes} bytes for {min(3, count)} shards, got {free} bytes.")
+    elif free is not None and free < COMMON_SHARDS * shard_bytes and count > 3:
+        plan["warnings"].append(f"disk: {format_bytes(free)}; runs like this have {COMMON_SHARDS:.1f} shards.")
+    plan["ok"] = not plan["refused"]
     if args.json:
-        print(json.dumps(told))
-        return int(not told["ok"])
-    print(f"shards         {count} of {words_of_bytes(one)}")
-    print(f"disk           {words_of_bytes(told['in_use_bytes'])}: the shard in use and the next")
-    print(f"at the start   {words_of_bytes(start)}, with a third while ranks let go of the old")
-    if told["shard_fetch_s"] is not None:
-        print(f"shard comes in {words_of_seconds(told['shard_fetch_s'])}: training waits at a swap if it lasts less")
-    for kind in ("warning", "refused"):
-        for text in told[kind if kind == "refused" else "warnings"]:
-            print(f"{kind}: {text}")
-    print("ok" if told["ok"] else "NOT ok: this run would not do what was asked")
-    return int(not told["ok"])
+        print(json.dumps(plan))
+        return int(not plan["ok"])
+    print(f"shards         {count} of {format_bytes(shard_bytes)}")
+    print(f"disk           {format_bytes(plan['in_use_bytes'])}: the shard in use and the next")
+    print(f"at the start   {format_bytes(start_bytes)}, with a third while ranks release the old one")
+    if plan["shard_fetch_s"] is not None:
+        print(f"shard comes in {format_seconds(plan['shard_fetch_s'])}: training waits at a swap if it lasts less")
+    for text in plan["warnings"]:
+        print(f"warning: {text}")
+    for text in plan["refused"]:
+        print(f"refused: {text}")
+    print("ok" if plan["ok"] else "NOT ok: this run cannot work as requested")
+    return int(not plan["ok"])
 
 
 def _plan(args: argparse.Namespace) -> int:
     if args.shards:
-        return _shards(args)
-    from forebay.observe.plan import make_plan, plan_model, words
+        return _plan_shards(args)
+    from forebay.observe.plan import format_plan, make_plan, plan_model
 
-    model = None
+    model, result = None, dict[str, Any]()
     if args.model_size is not None:
-        memory = _memory() if args.device_mem is None else args.device_mem
-        model = plan_model(args.model_size, args.seq_len, args.vocab_size, memory)
-    told: dict[str, Any] = {}
+        model = plan_model(args.model_size, args.seq_len, _GPT2_VOCABULARY, args.device_memory or _memory_bytes())
     ok = model is None or model.ok
     if model is None or args.dataset is not None or args.bytes is not None:
         plan = make_plan(_job(args))
-        told, ok = plan.to_json(), ok and plan.ok
+        result, ok = plan.to_json(), ok and plan.ok
         if not args.json:
-            print(words(plan))
-    if model is not None and not args.json:
-        print(model.words())
+            print(format_plan(plan))
     if args.json:
-        print(json.dumps({**told, "ok": ok, **({} if model is None else {"model": vars(model)})}))
+        print(json.dumps({**result, "ok": ok, **({} if model is None else {"model": vars(model)})}))
+    elif model is not None:
+        print(model.words())
     return 0 if ok else 1
+
+
+_GPT2_VOCABULARY = 50257
 
 
 def _job(args: argparse.Namespace) -> Job:
     from forebay.load.resources import Job
 
     if (args.dataset is None) == (args.bytes is None):
-        raise UsageError("plan: expected a dataset, or --bytes and --slice-bytes of one to come. Give one of them.")
-    slice_bytes, slice_samples, name, seq_len = _of_dataset(args) if args.dataset else _of_sizes(args)
-    volume_bytes = None if args.volume is None else _volume(args.volume)
-    given = {name: value for name, value in vars(args).items() if name in Job.__dataclass_fields__}
-    given |= {
-        "slice_bytes": slice_bytes, "slice_samples": slice_samples, "name": name, "seq_len": seq_len,
-        "ranks_per_node": min(args.ranks_per_node, args.world_size), "volume_bytes": volume_bytes,
-        "mem_bytes": args.mem if args.mem is not None else _memory(), "piece_bytes": args.chunk_bytes,
-        "whole_in_memory": args.volume == "ram",
-    }  # fmt: skip
-    return Job(**given)
+        raise UsageError("plan: expected a dataset, or --bytes and --slice-bytes of a future one. Give one of them.")
+    slice_bytes, slice_samples, name, seq_len = _read_dataset(args) if args.dataset else _from_sizes(args)
+    return Job(
+        slice_bytes,
+        slice_samples,
+        args.global_batch_size,
+        seq_len,
+        name,
+        args.world_size,
+        min(args.ranks_per_node, args.world_size),
+        args.seed,
+        args.epochs,
+        args.lanes,
+        head=args.head,
+        cache_bytes=args.cache_bytes,
+        volume_bytes=None if args.disk is None else _free_bytes(args.disk),
+        mem_bytes=args.memory or _memory_bytes(),
+        bandwidth=args.bandwidth,
+        step_s=args.step_s,
+        whole_in_memory=args.disk == "ram",
+        max_fetch_ratio=args.max_fetch_ratio,
+    )
 
 
-def _of_dataset(args: argparse.Namespace) -> tuple[Any, Any, str, int | None]:
+def _read_dataset(args: argparse.Namespace) -> tuple[Any, Any, str, int | None]:
     from forebay.load.samples import plan_samples
     from forebay.load.sources import open_dataset
 
@@ -100,20 +114,20 @@ def _of_dataset(args: argparse.Namespace) -> tuple[Any, Any, str, int | None]:
     return dataset.table.bytes, plan_samples(dataset, seq_len).counts, dataset.name, seq_len
 
 
-def _of_sizes(args: argparse.Namespace) -> tuple[Any, Any, str, int | None]:
+def _from_sizes(args: argparse.Namespace) -> tuple[Any, Any, str, int | None]:
     import numpy as np
 
     if args.slice_bytes is None:
-        raise UsageError("plan: expected --slice-bytes beside --bytes. Say how large a slice will be.")
+        raise UsageError("plan: expected --slice-bytes beside --bytes. Give the size of a slice.")
     full, rest = divmod(args.bytes, args.slice_bytes)
     sizes = np.array([args.slice_bytes] * full + [rest] * (rest > 0), np.int64)
-    return sizes, sizes // args.token_bytes // args.seq_len, "", args.seq_len
+    return sizes, sizes // 2 // args.seq_len, "", args.seq_len
 
 
-def _volume(text: str) -> int:
-    """What a disk has: of a directory, what is free there; of a size, that."""
+def _free_bytes(text: str) -> int:
+    """The free bytes of a directory's disk or of memory (`ram`); a size stands for itself."""
     if text == "ram":
-        return min(shutil.disk_usage("/dev/shm").free, _memory())
+        return min(shutil.disk_usage("/dev/shm").free, _memory_bytes())
     path = Path(text)
     if not path.exists() and text[:1].isdigit():
         return size(text)
@@ -122,44 +136,32 @@ def _volume(text: str) -> int:
     return shutil.disk_usage(path).free
 
 
-def _memory() -> int:
-    """Of this machine."""
+def _memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    about = "disk, time and memory that a run will need, before it starts; exit 1 if it cannot be"
-    p = verb("plan", _plan, about, flags="json")
+    about = "compute the disk, time and memory that a run needs, before it starts; exit 1 if it cannot work"
+    p = verb("plan", _plan, about)
     p.add_argument("dataset", nargs="?", help="a directory or URL; only its description is read")
-    p.add_argument("--bytes", type=size, help="of a dataset to come, instead: 2TB")
-    p.add_argument("--slice-bytes", type=size, help="200GB")
+    p.add_argument("--bytes", type=size, help="size of a future dataset, instead: 2TB")
+    p.add_argument("--slice-bytes", type=size, help="with --bytes: size of a slice: 200GB (2 bytes a token)")
     p.add_argument("--shards", action="store_true", help="plan SharedShardedDatasetManager: --slice-bytes is a shard's")
-    p.add_argument("--token-bytes", type=positive, default=2, help="with --bytes: 2 (default) or 4 a token")
-    p.add_argument("--seq-len", type=positive, default=2048, help="tokens a sample")
-    p.add_argument("--global-batch", type=positive, default=512, help="samples of all ranks (default: 512)")
-    p.add_argument("--world-size", type=positive, default=1, metavar="RANKS", help="ranks of the run")
+    p.add_argument("--seq-len", type=positive, default=2048, metavar="L", help="tokens per sample")
+    p.add_argument("--global-batch-size", type=positive, default=512, metavar="N", help="samples of all ranks per step")
+    p.add_argument("--world-size", type=positive, default=1, metavar="RANKS", help="number of ranks")
     p.add_argument("--ranks-per-node", type=positive, default=1, metavar="N", help="ranks that share a cache")
     p.add_argument("--epochs", type=positive, default=1, help="passes over the dataset")
-    p.add_argument("--seed", type=int, default=0, help="of the order")
-    p.add_argument("--lanes", type=positive, help="default: the loader's, or as many as fit")
-    p.add_argument(
-        "--window", type=positive, metavar="SAMPLES", help="samples of a lane that are mixed (default: the loader's)"
-    )
-    p.add_argument(
-        "--head", type=int, metavar="SAMPLES", help="samples that come from one slice at first (default: the loader's)"
-    )
-    p.add_argument("--cache-bytes", type=size, help="450GB; default: what the plan proposes")
-    p.add_argument("--volume", metavar="DIR|SIZE|ram", help="the disk that the cache shall lie on")
-    p.add_argument("--keep", choices=["budget", "window", "all"], default="budget", help="which slices the cache keeps")
+    p.add_argument("--seed", type=int, default=0, help="seed of the order")
+    p.add_argument("--lanes", type=positive, help="lanes of the order (default: the Loader's, or as many as fit)")
+    p.add_argument("--head", type=int, metavar="SAMPLES", help="first samples, from one slice (default: the Loader's)")
+    p.add_argument("--cache-bytes", type=size, help="budget of a node's cache: 450GB (default: what the plan proposes)")
+    p.add_argument("--disk", metavar="DIR|SIZE|ram", help="the disk for the cache, or its free bytes")
     p.add_argument("--max-fetch-ratio", type=float, default=1.5, metavar="N",
-                   help="refuse to fetch more than N times the dataset in an epoch (default: 1.5; 0: any)")  # fmt: skip
-    p.add_argument("--mem", type=size, help="of a node (default: this machine's)")
-    p.add_argument("--model-size", choices=["tiny", "small", "medium"], help="of the worker: the batch that fits")
-    p.add_argument("--device-mem", type=size, help="of a device, for --model-size (default: this machine's)")
-    p.add_argument("--vocab-size", type=positive, default=50257, help="for --model-size (default: GPT-2's)")
-    p.add_argument("--bandwidth", type=rate, help="of a node: 1Gb/s, 125MB/s")
-    p.add_argument("--step-s", type=seconds, help="a step of training, in seconds, without waiting")
-    p.add_argument("--connections", type=positive, default=16, help="requests at once")
-    p.add_argument("--chunk-bytes", type=size, default=8 << 20, help="the most that one request asks for")
-    p.add_argument("--prefetch", type=int, default=0, help="batches made ahead")
-    p.add_argument("--network", metavar="DIR", help="for forebay:// URLs: the node's directory")
+                   help="refuse to fetch more than N times the dataset in an epoch; 0: no limit")  # fmt: skip
+    p.add_argument("--memory", type=size, help="memory of a node (default: this machine's)")
+    p.add_argument("--model-size", choices=["tiny", "small", "medium"], help="also plan the batch of this worker model")
+    p.add_argument("--device-memory", type=size, help="with --model-size: memory of a device (default: this machine's)")
+    p.add_argument("--bandwidth", type=rate, help="bandwidth of a node: 1Gb/s, 125MB/s")
+    p.add_argument("--step-s", type=seconds, metavar="S", help="seconds of a training step, without waiting")
+    p.add_argument("--network", metavar="DIR", help="for forebay:// URLs: this node's directory")

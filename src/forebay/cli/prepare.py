@@ -137,7 +137,7 @@ def _acquire(args: argparse.Namespace) -> int:
         print(f"\r{progress.pages:,} pages, {progress.items:,} items", end="", file=sys.stderr)
 
     is_shown = sys.stderr.isatty() and not args.quiet
-    folder = acquire(args.spec, args.out, on_progress=show_pages if is_shown else None)
+    folder = acquire(args.spec, args.out, *([show_pages] if is_shown else []))
     if is_shown:
         print(file=sys.stderr)
     print(folder)
@@ -156,9 +156,6 @@ the API file:
   next_parameter   the parameter that takes the cursor (default: cursor)
   requests_per_s   at most (default: 1)
   max_pages        0: all (default)
-  timeout_s        for a connection, and for each piece of an answer (default: 30)
-  max_attempts     for a page, before the run ends; it can be resumed (default: 8)
-  retry_s          the first pause after a failure, doubled each time (default: 1)
   max_wait_s       a server that wants a longer pause ends the run (default: 900)
   [parameters], [headers]   of each request; ${NAME} is a variable of the environment
 
@@ -172,7 +169,7 @@ example:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    p = verb("prepare", _prepare, "raw text to a dataset", flags="quiet json")
+    p = verb("prepare", _prepare, "raw text to a dataset")
     p.add_argument("inputs", nargs="*", metavar="INPUT", help="files, directories, URLs (default: those of the recipe)")
     p.add_argument("--out", type=Path, metavar="DIR", help="the dataset to make; must be free, or an interrupted run's")
     p.add_argument("--recipe", metavar="NAME", help="fineweb, gopher, c4, wikipedia, code or sft")
@@ -212,10 +209,10 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p = verb("recipe", _show_recipe, "a recipe to copy, or what a table of one means")
     p.add_argument("name", nargs="?", metavar="NAME", help="a recipe or a table; without it: a list of both")
 
-    p = verb("report", _report, "what preparation kept and dropped, and why", flags="json")
+    p = verb("report", _report, "what preparation kept and dropped, and why")
     p.add_argument("dataset", help="a dataset, or its report.html")
 
-    p = verb("acquire", _acquire, "fetch a paged JSON API to JSONL, resumably", flags="quiet")
+    p = verb("acquire", _acquire, "fetch a paged JSON API to JSONL, resumably")
     p.epilog = _API_FILE
     p.add_argument("spec", type=Path, help="a TOML file that describes the API, see below")
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="where the JSONL goes; again to resume")

@@ -1,4 +1,4 @@
-"""Commands of the scheduler: run one, steer its jobs, and ask what it says of itself."""
+"""Commands of the scheduler: run it, steer its jobs, show its status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forebay.cli.arguments import add_from_urls, add_limits, positive
 from forebay.cli.running import add_node, ask, joined_network, listen_at, on_stop, ready
 from forebay.errors import LeaseError, UsageError
 from forebay.threads import Supervised
-from forebay.units import words_of_bytes, words_of_seconds
+from forebay.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from forebay.scheduler.catalog import JobPlan
@@ -73,17 +73,18 @@ def _schedule(args: argparse.Namespace) -> int:
             service.stop()
     if left_out:
         raise LeaseError(
-            "; ".join(left_out) + ". See why workers could not read them, then run the missing samples as another job."
+            "; ".join(left_out)
+            + ". Find out why workers could not read them, then run the missing samples as another job."
         )
     return 0
 
 
 def _until_told(args: argparse.Namespace, service: Any, stop: threading.Event, began: threading.Event) -> None:
-    """While `start` waits for another scheduler's end: says so once, and ends the wait when told to stop."""
-    said = False
+    """While `start` waits for another scheduler to end: report it once, and end the wait at `stop`."""
+    is_reported = False
     while not began.wait(0.1):
-        if service.waiting.is_set() and not said:
-            said = True
+        if service.waiting.is_set() and not is_reported:
+            is_reported = True
             print(json.dumps({"standby": True}) if args.json else f"standing by for {args.state}", flush=True)
         if stop.is_set():
             service.stop()
@@ -91,13 +92,15 @@ def _until_told(args: argparse.Namespace, service: Any, stop: threading.Event, b
 
 
 def _plans(args: argparse.Namespace) -> list[JobPlan]:
-    """A job for each NAME; or one for all the --mix."""
+    """One job for each NAME, or one for all --mix."""
     from forebay.scheduler.catalog import JobPlan, Wanted
 
     if bool(args.names) == bool(args.mix):
-        raise UsageError("which dataset? Give names, a job each; or --mix NAME=WEIGHT twice or more, for one job")
+        raise UsageError(
+            "schedule: expected names of datasets (one job each), or --mix NAME=WEIGHT twice or more (one job)."
+        )
     if args.id and len(args.names) != 1:
-        raise UsageError("--id: expected one dataset by name, for it is of one")
+        raise UsageError("--id: expected exactly one dataset name.")
     settings = {
         "seq_len": args.seq_len, "epochs": args.epochs, "seed": args.seed, "lease_s": args.lease,
         "stall_s": args.stall or 20 * args.lease, "steal_s": args.steal, "max_failures": args.max_failures,
@@ -105,9 +108,9 @@ def _plans(args: argparse.Namespace) -> list[JobPlan]:
     }  # fmt: skip
     if args.mix:
         parts = dict(_weight(text) for text in args.mix)
-        wanted = tuple(Wanted(name, weight) for name, weight in parts.items())
+        datasets = tuple(Wanted(name, weight) for name, weight in parts.items())
         changes = tuple(_change(text, list(parts)) for text in args.mix_from)
-        return [JobPlan(args.job or "mix", wanted, changes=changes, **settings)]
+        return [JobPlan(args.job or "mix", datasets, changes=changes, **settings)]
     if args.mix_from or (args.job and len(args.names) > 1):
         raise UsageError("--mix-from and --job: expected with --mix, or --job with one dataset")
     names = [args.job or args.names[0], *args.names[1:]]
@@ -129,12 +132,12 @@ def _weight(text: str) -> tuple[str, float]:
 
 
 def _change(text: str, names: list[str]) -> tuple[int, tuple[float, ...]]:
-    """`SAMPLES:NAME=WEIGHT,…`; who is not named has weight 0."""
-    at, _, rest = text.partition(":")
+    """Parse `SAMPLES:NAME=WEIGHT,…`; other datasets have weight 0."""
+    start, _, rest = text.partition(":")
     weights = dict(_weight(part) for part in rest.split(","))
-    if not at.isdigit() or set(weights) - set(names):
+    if not start.isdigit() or set(weights) - set(names):
         raise UsageError(f"--mix-from: expected SAMPLES:NAME=WEIGHT,… of {', '.join(names)}, got {text!r}")
-    return int(at), tuple(weights.get(name, 0.0) for name in names)
+    return int(start), tuple(weights.get(name, 0.0) for name in names)
 
 
 def _steer(args: argparse.Namespace) -> int:
@@ -168,88 +171,111 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    about = "a scheduler: find datasets and lease their slices; or steer its jobs"
+    about = "find datasets by name and lease their slices to workers; or steer a running scheduler's jobs"
     p = add_node(verb, "schedule", _schedule, about, timeout_of="a bootstrap node, then for a data node")
-    p.add_argument("names", nargs="*", metavar="NAME", help="a dataset: a job each; or, with --at, a verb and a job")
-    p.add_argument("--job", metavar="NAME", help="another name for the job than its dataset's")
-    p.add_argument("--mix", action="append", default=[], metavar="NAME=WEIGHT", help="a dataset of one mixed job")
+    p.add_argument("names", nargs="*", metavar="NAME", help="datasets, one job each; with --at: a verb and a job")
+    p.add_argument("--job", metavar="NAME", help="name of the job (default: the dataset's)")
     p.add_argument(
-        "--mix-from", action="append", default=[], metavar="SAMPLES:NAME=WEIGHT,…", help="other weights from there on"
+        "--mix", action="append", default=[], metavar="NAME=WEIGHT", help="a dataset of one mixed job; twice or more"
     )
-    p.add_argument("--priority", action="append", default=[], metavar="JOB=N", help="for workers that name no job")
-    p.add_argument("--id", help="the dataset id, where a name stands for several")
     p.add_argument(
-        "--publisher", action="append", default=[], metavar="PEER_ID", help="lease only what one of these peers signed"
+        "--mix-from", action="append", default=[], metavar="SAMPLES:NAME=WEIGHT,…", help="weights from this sample on"
     )
-    p.add_argument("--listen", metavar="HOST:PORT", help="default: a free port where our DHT node listens")
+    p.add_argument(
+        "--priority", action="append", default=[], metavar="JOB=N", help="priority of a job for workers that name none"
+    )
+    p.add_argument("--id", help="dataset id, if several datasets have the name")
+    p.add_argument(
+        "--publisher",
+        action="append",
+        default=[],
+        metavar="PEER_ID",
+        help="lease only datasets signed by one of these peers",
+    )
+    p.add_argument(
+        "--listen", metavar="HOST:PORT", help="address to listen at (default: a free port at the DHT node's address)"
+    )
     p.add_argument(
         "--state", type=Path, default=Path("./forebay-state"), metavar="DIR",
-        help="of the ledgers and the journal; started on it again, a scheduler goes on (default: ./forebay-state)",
+        help="ledgers and journal; a restart on it continues (default: ./forebay-state)",
     )  # fmt: skip
     add_limits(p)
     add_from_urls(p)
-    p.add_argument("--standby", action="store_true", help="wait for the scheduler on --state to end, then go on for it")
-    p.add_argument("--seq-len", type=positive, default=1024, metavar="L", help="tokens a sample (1024)")
-    p.add_argument("--epochs", type=positive, default=1, metavar="N", help="how often every sample is used (1)")
-    p.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, another order (0)")
-    p.add_argument("--lease", type=float, default=30.0, metavar="S", help="a lease lives so long without a word (30)")
+    p.add_argument("--standby", action="store_true", help="wait until the scheduler on --state ends, then take over")
+    p.add_argument("--seq-len", type=positive, default=1024, metavar="L", help="tokens per sample (1024)")
+    p.add_argument("--epochs", type=positive, default=1, metavar="N", help="passes over the dataset (1)")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the order (0)")
+    p.add_argument(
+        "--lease", type=float, default=30.0, metavar="S", help="seconds without contact until a lease expires (30)"
+    )
     p.add_argument(
         "--max-tokens-per-s",
         type=float,
         default=1e8,
         metavar="N",
-        help="of one lease; uses that say more wait (default: 1e8)",
+        help="limit of one lease; faster uses are recorded later (default: 1e8)",
     )
-    p.add_argument("--stall", type=float, metavar="S", help="and so long without a use (default: 20 times --lease)")
-    p.add_argument("--steal", type=float, default=2.0, metavar="S", help="cut who needs longer, for who is idle (2)")
+    p.add_argument(
+        "--stall",
+        type=float,
+        metavar="S",
+        help="seconds without progress until a lease expires (default: 20 times --lease)",
+    )
+    p.add_argument(
+        "--steal",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="take work from workers that need longer than this, in seconds, for idle ones (2)",
+    )
     p.add_argument(
         "--max-failures",
         type=positive,
         default=3,
         metavar="N",
-        help="workers that fail on a slice, to set it aside (3)",
+        help="set a slice aside after this many workers failed on it (3)",
     )
     p.add_argument(
         "--exit-when-done", action="store_true",
-        help="end once every job is done and live workers know it; exit 1 if slices were set aside",
+        help="exit when every job is done and live workers know it; exit 1 if slices were set aside",
     )  # fmt: skip
     p.add_argument(
-        "--at", metavar="HOST:PORT", help=f"a running scheduler: {', '.join(VERBS)} NAME's job; needs the role admin"
+        "--at", metavar="HOST:PORT", help=f"a running scheduler, to {', '.join(VERBS)} a job; needs the role admin"
     )
-    p = verb("status", _status, "what a scheduler or data node says of itself", flags="json")
-    p.add_argument("address", metavar="HOST:PORT", help="of a scheduler or data node")
-    p.add_argument("--network", type=Path, required=True, metavar="DIR", help="the asking node's directory")
+    p = verb("status", _status, "show the status of a scheduler or data node")
+    p.add_argument("address", metavar="HOST:PORT", help="address of a scheduler or data node")
+    p.add_argument("--network", type=Path, required=True, metavar="DIR", help="this node's directory")
 
 
 _MOST_PEERS = 10
 
 
 def _node_lines(status: Mapping[str, Any]) -> Iterator[str]:
-    """The status of a data node: itself, its datasets with their swarms, and who had most of it."""
+    """Lines of a data node's status: the node, its datasets with their swarms, and the largest readers."""
     state = "draining" if status["draining"] else "up"
     yield (
         f"data node {status['name']} ({status['peer_id']}) at {status['address']}: {state} for "
-        f"{words_of_seconds(status['up_s'])}, {status['connections']:,} connections, "
-        f"{words_of_bytes(status['bytes_sent'])} sent"
+        f"{format_seconds(status['up_s'])}, {status['connections']:,} connections, "
+        f"{format_bytes(status['bytes_sent'])} sent"
     )
     if status["announce_error"]:
-        yield f"  cannot be found by name: {status['announce_error']}"
+        yield f"  not announced: {status['announce_error']}"
     for dataset in status["datasets"]:
         yield f"  {dataset['name']}  {dataset['id']}  {dataset['slices']:,} slices{_swarm(status, dataset['id'])}"
     readers = sorted(status["peers"].items(), key=lambda item: (-item[1], item[0]))
     if readers:
         yield "sent to"
     for peer_id, num_bytes in readers[:_MOST_PEERS]:
-        yield f"  {peer_id}  {words_of_bytes(num_bytes):>10}"
+        yield f"  {peer_id}  {format_bytes(num_bytes):>10}"
     if len(readers) > _MOST_PEERS:
         yield f"  and {len(readers) - _MOST_PEERS:,} more"
 
 
 def _swarm(status: Mapping[str, Any], dataset_id: str) -> str:
-    """Nothing, while nobody shares."""
+    """The swarm of a dataset, if it has members."""
     swarm = status["swarms"].get(dataset_id, {})
     if not swarm.get("members"):
         return ""
     banned = f", banned: {', '.join(swarm['banned'])}" if swarm["banned"] else ""
-    given, passed = swarm["from_origins"], swarm["from_peers"]
-    return f"; swarm of {swarm['members']:,}: {given:,} slices from here, {passed:,} passed on{banned}"
+    num_from_origins, passed = swarm["from_origins"], swarm["from_peers"]
+    return f"; swarm of {swarm['members']:,}: {num_from_origins:,} slices from here, {passed:,} passed on{banned}"

@@ -14,8 +14,8 @@ def _simulate(args: argparse.Namespace) -> int:
     from forebay.observe.progress import bar
     from forebay.simulate import Settings, simulate
 
-    given = {field.name: getattr(args, field.name, None) for field in fields(Settings)}
-    settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    arguments = {field.name: getattr(args, field.name, None) for field in fields(Settings)}
+    settings = Settings(**{name: value for name, value in arguments.items() if value is not None})
     shown = 0
 
     with bar("simulate", 100, "%", enabled=not args.json) as advance:
@@ -70,6 +70,6 @@ _OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     about = "a whole network in virtual time, on the real code; exit 1 if a sample is lost"
-    p = verb("simulate", _simulate, about, flags="json")
+    p = verb("simulate", _simulate, about)
     for flag, (kind, about) in _OPTIONS.items():
         p.add_argument(f"--{flag}", type=kind, help=about)

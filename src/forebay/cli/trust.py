@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.cli.arguments import address, days, positive, show
-from forebay.cli.running import log
+from forebay.cli.running import add_server_options, log
 from forebay.errors import UsageError
 from forebay.network.peer import ROLES, Scope
 from forebay.network.retry import waiting
@@ -324,9 +324,9 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("directory", type=Path, help="the network's")
     p.add_argument("--finish", action="store_true", help="the second step: put the next key in place")
     p.add_argument("--days", type=days, help="how long the next root's certificate is valid (default: 3650)")
-    p = verb("show", _network_show, "who a node is, what it may do, until when, and whom it shuts out", network, "json")
+    p = verb("show", _network_show, "who a node is, what it may do, until when, and whom it shuts out", network)
     p.add_argument("directory", type=Path, help="a node's, an organisation's or the network's")
-    p = verb("sign", _network_sign, "vouch for a dataset as its publisher", network, "json")
+    p = verb("sign", _network_sign, "vouch for a dataset as its publisher", network)
     p.add_argument("dataset", help="a local dataset")
     p.add_argument("--network", type=Path, required=True, metavar="DIR", help="the publisher's node directory")
     p.add_argument(
@@ -366,7 +366,8 @@ def _add_membership(verb: Callable[..., argparse.ArgumentParser], network: Any) 
     _add_scope(p, "what those who join may be; may be repeated; required")
     _add_days(p)
     about = "the server that turns tokens into certificates; holds the key"
-    p = verb("admit", _network_admit, about, network, "json lifeline")
+    p = verb("admit", _network_admit, about, network)
+    add_server_options(p)
     p.add_argument("directory", type=Path, help="the network's or an organisation's")
     p.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="port 0: a free one")
     p.add_argument("--audit", type=Path, metavar="FILE", help="log of admissions and refusals")

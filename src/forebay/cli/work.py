@@ -49,7 +49,7 @@ def _work(args: argparse.Namespace) -> int:
 
 
 def _share_at(share: str | None, host: str) -> str | None:
-    """Where other workers get what this one cached: as told, else a free port where our DHT node listens."""
+    """The address to share cached slices at: `--share`, else a free port at the DHT node's address."""
     if share == "no":
         return None
     if share is not None:
@@ -58,7 +58,7 @@ def _share_at(share: str | None, host: str) -> str | None:
 
 
 def _work_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Flags over the file's [work] table over defaults."""
+    """Settings: flags, else the file's [work] table, else defaults."""
     settings: dict[str, Any] = {"cache_dir": "./forebay-cache", "cache_bytes": 4 << 30, "batch_size": 8}
     settings |= {"trainer": "auto", "name": None, "scheduler": None, "network": None}
     settings |= dict.fromkeys(("ahead", "share", "upload_limit", "from_urls"))
@@ -70,8 +70,8 @@ def _work_settings(args: argparse.Namespace) -> dict[str, Any]:
     settings |= {k: v for k in settings if (v := getattr(args, k, None)) is not None}
     if not settings["name"] and not settings["scheduler"]:
         raise UsageError(
-            "which job? Give its name: forebay work NAME, or work.name in the --config file; "
-            "or --scheduler HOST:PORT for whatever job it has"
+            "work: expected a job, got none. Give its name (forebay work NAME, or work.name in the --config file), "
+            "or --scheduler HOST:PORT for any job of that scheduler."
         )
     settings["name"] = settings["name"] or ""
     args.network = settings["network"]
@@ -84,27 +84,25 @@ def _progress_line(p: dict[str, Any]) -> str:
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    about = "a worker: lease, fetch, verify, train, acknowledge, hand on"
+    about = "run a worker: lease slices, download, verify, train, acknowledge, share"
     waits = "a bootstrap node, then for a scheduler or data nodes that do not answer"
     p = add_node(verb, "work", _work, about, timeout_s=60.0, timeout_of=waits)
-    p.add_argument("name", nargs="?", help="the job's; none: any job of the scheduler at --scheduler")
-    p.add_argument("--config", type=Path, metavar="F", help="TOML with a [work] table; flags win over it")
-    p.add_argument("--scheduler", metavar="HOST:PORT", help="default: found in the DHT")
-    p.add_argument("--cache-dir", metavar="DIR", help="where verified slices are kept (default: ./forebay-cache)")
-    p.add_argument("--cache-bytes", type=size, metavar="BYTES", help="what they take at most (default: 4GiB)")
-    p.add_argument("--batch-size", type=positive, metavar="N", help="samples of a step (default: 8)")
+    p.add_argument("name", nargs="?", help="name of the job; without it: any job of --scheduler")
+    p.add_argument("--config", type=Path, metavar="F", help="TOML with a [work] table; flags override it")
+    p.add_argument("--scheduler", metavar="HOST:PORT", help="address of the scheduler (default: found in the DHT)")
+    p.add_argument("--cache-dir", metavar="DIR", help="directory for verified slices (default: ./forebay-cache)")
+    p.add_argument("--cache-bytes", type=size, metavar="BYTES", help="budget of the cache (default: 4GiB)")
+    p.add_argument("--batch-size", type=positive, metavar="N", help="samples per step (default: 8)")
     p.add_argument(
         "--trainer", metavar="T",
-        help="what learns: count (of tokens), none, or FILE.py:NAME, a class of your own; default: auto, count or none",
+        help="the trainer: count (of tokens), none, or FILE.py:NAME, your class; default: auto, count or none",
     )  # fmt: skip
-    p.add_argument(
-        "--ahead", type=positive, metavar="N", help="leases fetched ahead, 1 to 15; default: as many as it needs"
-    )
+    p.add_argument("--ahead", type=positive, metavar="N", help="leases to prefetch, 1 to 15 (default: as needed)")
     p.add_argument(
         "--share",
         metavar="HOST:PORT|no",
-        help="where other workers get what this one cached; :PORT at all addresses; default: a free port where our DHT "
-        "node listens",
+        help="address to share cached slices at; :PORT for all addresses; default: a free port at the DHT node's "
+        "address",
     )
-    p.add_argument("--upload-limit", type=size, metavar="BYTES", help="bytes a second to all others")
+    p.add_argument("--upload-limit", type=size, metavar="BYTES", help="upload limit in bytes per second")
     add_from_urls(p)

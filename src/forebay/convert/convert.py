@@ -1,10 +1,10 @@
-"""From one format to another: what is there is found out, written, read again, compared, and only then given its name.
+"""Converts one format to another: opens the source, writes it, reads the result again, compares, and renames it.
 
-Hides: that nothing under the final name is ever half written. All is made in a directory beside it,
-`.<name>.converting`, under a lock; what a killed run left there is removed by the next. An output that is replaced is
-exchanged with the new one in one step where the system can, else moved to `<name>.replaced-<id>` beside it and back on
-failure; if a kill left only that, the next conversion restores it. A conversion is one pass of writing and one of
-verifying; its memory is that of a piece and, for formats with an index in every file, of one file.
+Hides that the output never exists half written: it is written in a directory beside it, `.<name>.converting`, under a
+lock; what a killed run left there is removed by the next. An output that is replaced is exchanged with the new one in
+one step where the system can, else moved to `<name>.replaced-<id>` beside it and back on failure; if a kill left only
+that, the next conversion restores it. A conversion is one pass of writing and one of verifying; its memory is that of
+a piece and, for formats with an index in every file, of one file.
 """
 
 from __future__ import annotations
@@ -20,38 +20,35 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pyarrow as pa
 
-from forebay.convert.content import (
-    Digest,
-    Options,
-    TableSource,
-    TokenSource,
-    Written,
-    open_tokens,
-    table_of_tokens,
-    token_column,
-    tokens_of_table,
-)
-from forebay.convert.streams import settle
-from forebay.convert.tables import TABLE_SINKS, open_table, verify_table
-from forebay.convert.token_sinks import TOKEN_SINKS
-from forebay.convert.values import is_number, leaf_type
+from forebay.convert import sources
+from forebay.convert.sources import needs_table, open_table, open_tokens, table_files, table_of_tokens
 from forebay.dataset.manifest import TOKEN_DTYPES
-from forebay.errors import DatasetError, ForebayError, UsageError
+from forebay.errors import DatasetError, UsageError
 from forebay.files import sync_directory, sync_file
-from forebay.formats import ForeignDataset, litdata, mds
-from forebay.formats.detect import detect
+from forebay.formats import ExternalDataset
+from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
+from forebay.formats.csv import Csv
+from forebay.formats.detect import format_of_suffix
+from forebay.formats.registry import get_format, names_with
+from forebay.formats.tables import TableDigest
+from forebay.formats.token_stream import TokenDigest, build_stream
 from forebay.storage.locks import try_take
 
-FORMATS = tuple(sorted({*TOKEN_SINKS, *TABLE_SINKS}))
 _COMPRESSED = ("litdata", "mds")
-_HELD = 1.02  # Bytes written for one of the tokens', at most, besides document ends.
+_MAX_RATIO = 1.02  # Bytes written for one of the tokens', at most, besides document ends.
+
+
+def written_formats() -> tuple[str, ...]:
+    """Return the names of the formats that can be written."""
+    return tuple(sorted({*names_with("write_tokens"), *names_with("write_rows")}))
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did."""
+    """The result of a conversion."""
 
     source: str  # A format, as `to`.
     to: str
@@ -81,180 +78,166 @@ class Report:
         }
 
 
-def open_source(path: str | Path, options: Options, to: str | None = None) -> TokenSource | TableSource:
-    """What lies at a path, as `to` needs it: tokens or a table. Without `to`, tokens where there are some."""
-    wants_table = _wants_table(to, options)
-    table: TableSource | None = None
+def open_source(path: str | Path, options: ConvertOptions, to: str | None = None) -> TokenSource | TableSource:
+    """Open what is at a path, as format `to` needs it: tokens or a table. Without `to`, tokens if there are any."""
     with _naming(path):
-        tokens, problem = _try_tokens(path, options)
-        if tokens is None or (wants_table and tokens.kind == "arrow"):
-            table = open_table(path, options)
-    if wants_table and table is not None:
-        return table
-    if tokens is not None:
-        return tokens
-    if table is not None:
-        is_rows = to is None or (to in TABLE_SINKS and _holds_more(table, options.column))
-        return table if is_rows else tokens_of_table(table, options.column)
-    if problem is not None:
-        raise problem
-    found = detect(Path(path)) if Path(path).is_file() else None
-    what = (found.format or found.why) if found is not None else "nothing of these"
-    raise DatasetError(
-        f"{path}: expected a dataset, token files or a table, got {what}. Headerless tokens need --input-dtype uint16 "
-        "or uint32; text becomes tokens with `forebay prepare`."
-    )
+        return sources.open_source(path, options, to)
 
 
 def format_named(to: str) -> str:
-    """The format that a name stands for, itself or `tar`. Raises UsageError if it is none of `FORMATS`."""
+    """Return the format that a name stands for, itself or `tar`. Raises UsageError if it cannot be written."""
     to = "webdataset" if to == "tar" else to
-    if to not in FORMATS:
-        raise UsageError(f"convert: expected a format of {', '.join(FORMATS)}, or tar for webdataset; got {to!r}.")
+    if to not in written_formats():
+        raise UsageError(
+            f"convert: expected a format of {', '.join(written_formats())}, or tar for webdataset; got {to!r}."
+        )
     return to
-
-
-def _wants_table(to: str | None, options: Options) -> bool:
-    return to in TABLE_SINKS and (to not in TOKEN_SINKS or bool(options.tensors))
-
-
-def _holds_more(table: TableSource, column: str | None) -> bool:
-    """Whether rows say more than their tokens, in numbers: labels, masks. A column that is named is wanted alone."""
-    name = token_column(table.schema, column)
-    others = [field.type for field in table.schema if field.name != name]
-    return name is None or (
-        column is None and any(is_number(getattr(leaf := leaf_type(kind), "value_type", leaf)) for kind in others)
-    )
-
-
-def _try_tokens(path: str | Path, options: Options) -> tuple[TokenSource | None, ForebayError | None]:
-    """Tokens, or why not: what is no stream of tokens may still be a table."""
-    try:
-        return open_tokens(path, options), None
-    except (DatasetError, UsageError) as error:
-        place = Path(path)
-        if any((place if place.is_dir() else place.parent).glob("sample_ids*")):
-            raise  # Tokens that contradict their sample ids are no table of numbers.
-        if place.is_dir() and (mds.is_index(place) or litdata.is_index(place)):
-            raise  # Their index is no table of rows.
-        return None, error
 
 
 def convert(
     path: str | Path | TokenSource | TableSource,
     out: str | Path,
     to: str,
-    options: Options,
+    options: ConvertOptions,
     *,
     force: bool = False,
     verify: bool = True,
 ) -> Report:
-    """Write what lies at a path, or an open source, in another format.
+    """Write what is at a path, or an open source, in another format.
 
     Args:
         out: A path that is free; an empty directory counts as free.
-        to: One of `FORMATS`; `tar` stands for `webdataset`.
-        force: Replace what is there, once the new is whole.
-        verify: Read again what was written and compare every token and document end, or every value.
+        to: One of `written_formats()`; `tar` stands for `webdataset`.
+        force: Overwrite `out` after a successful conversion.
+        verify: Read the output again and compare every token and document end, or every value.
 
     Raises:
-        UsageError: If `out` is not free, the format is unknown, or what is there does not fit it.
-        DatasetError: If the source is damaged, or what was written reads otherwise.
+        UsageError: If `out` is not free, the format is unknown, or the source does not fit it.
+        DatasetError: If the source is damaged, or the output reads otherwise.
         OSError: If it cannot be written.
     """
     to = format_named(to)
-    place = Path(out)
+    target = Path(out)
     source = open_source(path, options, to) if isinstance(path, (str, Path)) else path
-    check_place(path, place, force)
-    _check_room(source, place, options)
-    with _naming(path if isinstance(path, (str, Path)) else source.kind), _stage(place) as stage:
-        check_place(path, place, force)  # Again: what a killed run moved away may be back.
-        staged = stage / place.name
-        if isinstance(source, TokenSource) and _wants_table(to, options):
+    check_output(path, target, force)
+    _check_free_space(source, target, options)
+    with _naming(path if isinstance(path, (str, Path)) else source.format), _stage(target) as stage:
+        check_output(path, target, force)  # Again: what a killed run moved away may be back.
+        staged = stage / target.name
+        if isinstance(source, TokenSource) and needs_table(to, options):
             written = _write_as_table(source, staged, to, options, verify)
         elif isinstance(source, TokenSource):
             _check_compression(to, options)
-            written = TOKEN_SINKS[to](source, staged, options)
+            written = get_format(to).write_tokens(source, staged, options)
             if verify:
                 _verify_tokens(staged, written, options, options.dtype or source.dtype)
         else:
-            written = TABLE_SINKS[to](source, staged, options)
+            written = get_format(to).write_rows(source, staged, options)
             if verify:
                 verify_table(source, staged, written, options)
         _sync(staged)
         num_bytes = sum((staged / name).stat().st_size for name in written.files)
-        _commit(staged, place)
-    left_out = source.facts.get("left_out", ()) if isinstance(source, TokenSource) else ()
+        _commit(staged, target)
+    left_out = source.metadata.get("left_out", ()) if isinstance(source, TokenSource) else ()
     if left_out:
         written = replace(written, notes=(*written.notes, f"columns left out: {', '.join(left_out)}"))
-    return Report(source.kind, to, place, written, num_bytes, verify, _level_of(source))
+    return Report(source.format, to, target, written, num_bytes, verify, _level_of(source))
 
 
 def _level_of(source: TokenSource | TableSource) -> str:
-    """How reading a source verified it: slices of ours by their hashes, others by what their format has."""
-    return "structure" if source.dataset is None or isinstance(source.dataset, ForeignDataset) else "hash"
+    """How reading a source verified it: slices of Forebay by their hashes, others by what their format has."""
+    return "structure" if source.dataset is None or isinstance(source.dataset, ExternalDataset) else "hash"
 
 
-def _write_as_table(source: TokenSource, staged: Path, to: str, options: Options, verify: bool) -> Written:
+def _write_as_table(source: TokenSource, staged: Path, to: str, options: ConvertOptions, verify: bool) -> Written:
     """Each document a row."""
-    stream = settle(source, replace(options, on_progress=None), "rows")
+    stream = build_stream(source, replace(options, on_progress=None), "rows")
     table = table_of_tokens(replace(source, dtype=stream.dtype, parts=stream.parts), options.column or "input_ids")
-    written = TABLE_SINKS[to](table, staged, options)
+    written = get_format(to).write_rows(table, staged, options)
     if verify:
         verify_table(table, staged, written, options)
     notes = (*written.notes, *stream.notes)
     return replace(written, num_tokens=stream.num_tokens, num_documents=stream.num_documents, notes=notes)
 
 
-def _verify_tokens(staged: Path, written: Written, options: Options, dtype: str) -> None:
-    found = open_tokens(staged, replace(options, input_dtype=str(TOKEN_DTYPES[dtype])))
-    digest = Digest()
-    for part in found.parts() if found is not None else ():
+def _verify_tokens(staged: Path, written: Written, options: ConvertOptions, dtype: str) -> None:
+    output = open_tokens(staged, replace(options, input_dtype=str(TOKEN_DTYPES[dtype])))
+    digest = TokenDigest()
+    for part in output.parts() if output is not None else ():
         digest.add(part)
         options.advance(len(part.tokens))
-    got = (digest.num_tokens, digest.num_documents, digest.whole)
+    got = (digest.num_tokens, digest.num_documents, digest.text)
     if got != (written.num_tokens, written.num_documents, written.digest):
         raise DatasetError(
             f"{staged.name}: expected {written.num_tokens} tokens in {written.num_documents} documents as they were "
-            f"written, got {got[0]} in {got[1]}, or others, when reading them again. Nothing was kept. Check the disk."
+            f"written, got {got[0]} in {got[1]}, or others, when reading them again. Nothing was written. Check the "
+            "disk."
         )
 
 
-def check_place(path: object, out: Path, force: bool) -> None:
+def verify_table(source: TableSource, out: Path, written: Written, options: ConvertOptions | None = None) -> None:
+    """Read the output again and compare the number of rows and every value of every column."""
+    # Nothing tells the types of CSV: text that looks like numbers must come back as text.
+    is_csv = any(format_of_suffix((out / name).name) == Csv.name for name in written.files)
+    options = options or ConvertOptions()
+    output: TableSource | None
+    if is_csv:
+        paths = [path for path in table_files(out) if isinstance(path, Path)]
+        output = Csv().open_rows(paths, options, source.schema)
+    else:
+        output = open_table(out)
+    if output is None and written.num_rows:
+        raise DatasetError(f"{out.name}: expected a table, got none. Nothing was written. Check the disk.")
+    digest = TableDigest()
+    for batch in output.batches() if output is not None else ():
+        digest.add(batch)
+        options.advance(batch.num_rows)
+    expected: dict[str, str] = orjson.loads(written.digest)
+    got = digest.columns()
+    differing = sorted(name for name in expected if got.get(name) != expected[name])
+    if digest.num_rows != written.num_rows or differing:
+        raise DatasetError(
+            f"{out.name}: expected {written.num_rows} rows as they were written, got {digest.num_rows}, with other "
+            f"values in {', '.join(differing)[:300] or 'no column'}, when reading them again. Nothing was written. "
+            "Write --to another format, or check the disk."
+        )
+
+
+def check_output(path: object, out: Path, force: bool) -> None:
     """Raise UsageError unless `out` may be written: free, or to be replaced, and not what is converted."""
     if isinstance(path, (str, Path)) and "://" not in str(path):
-        came, place = Path(path).resolve(), out.resolve()
-        if place == came or place in came.parents:
-            raise UsageError(f"{out}: expected another place than what is converted ({path}). Name another OUT.")
+        source, target = Path(path).resolve(), out.resolve()
+        if target == source or target in source.parents:
+            raise UsageError(f"{out}: expected another path than what is converted ({path}). Name another OUT.")
     is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     if not is_free and not force:
-        raise UsageError(f"{out}: expected a place that is free, got one that is not. Name another, or give --force.")
+        raise UsageError(f"{out}: expected a path that is free, got one that is not. Name another, or give --force.")
     if not out.parent.is_dir():
         out.parent.mkdir(parents=True)
 
 
-def _check_compression(to: str, options: Options) -> None:
+def _check_compression(to: str, options: ConvertOptions) -> None:
     if options.compress and (to not in _COMPRESSED or options.compress != "zstd"):
         raise UsageError(
             f"--compress: expected zstd, for {' or '.join(_COMPRESSED)} of tokens, got {options.compress!r} for {to}."
         )
 
 
-def _check_room(source: TokenSource | TableSource, out: Path, options: Options) -> None:
+def _check_free_space(source: TokenSource | TableSource, out: Path, options: ConvertOptions) -> None:
     if not isinstance(source, TokenSource) or options.compress:
         return
     itemsize = TOKEN_DTYPES[options.dtype or source.dtype].itemsize
-    needed, free = int(source.num_tokens * itemsize / _HELD), shutil.disk_usage(out.parent).free
+    needed, free = int(source.num_tokens * itemsize / _MAX_RATIO), shutil.disk_usage(out.parent).free
     if needed > free:
         raise UsageError(
-            f"{out.parent}: expected room for {source.num_tokens} tokens, {needed} bytes, got {free} free. "
+            f"{out.parent}: expected space for {source.num_tokens} tokens, {needed} bytes, got {free} free. "
             "Free some space, or choose another directory."
         )
 
 
 @contextmanager
 def _naming(path: object) -> Iterator[None]:
-    """Errors of the libraries that read and write, as one that names the source."""
+    """Raise errors of the libraries that read and write as one that names the source."""
     try:
         yield
     except (pa.ArrowException, MemoryError, OverflowError) as error:
@@ -264,16 +247,16 @@ def _naming(path: object) -> Iterator[None]:
 
 @contextmanager
 def _stage(out: Path) -> Iterator[Path]:
-    """An empty directory beside `out`, ours alone, removed in the end."""
+    """An empty directory beside `out`, of this process alone, removed in the end."""
     stage = out.parent / f".{out.name}.converting"
     stage.mkdir(exist_ok=True)
     lock = try_take(stage / ".lock")
     if lock is None:
         raise UsageError(f"{out}: expected no other conversion to it, got one that runs. Wait for it, or name another.")
     with lock:
-        for left in stage.iterdir():
-            if left.name != ".lock":
-                _remove(left)
+        for stale in stage.iterdir():
+            if stale.name != ".lock":
+                _remove(stale)
         for old in sorted(out.parent.iterdir()):
             if re.fullmatch(re.escape(out.name) + r"\.replaced-[0-9a-f]{32}", old.name):
                 _remove(old) if os.path.lexists(out) else old.rename(out)
@@ -284,10 +267,10 @@ def _stage(out: Path) -> Iterator[Path]:
 
 
 def _commit(staged: Path, out: Path) -> None:
-    """Give the new output its name. At every moment the old or the new one has it, or the old lies beside it."""
+    """Give the new output its name. At every moment the old or the new one has it, or the old one is beside it."""
     if not os.path.lexists(out):
         staged.rename(out)
-    elif not _exchange(staged, out):  # After an exchange the old one lies in the stage, and goes with it.
+    elif not _exchange(staged, out):  # After an exchange the old one is in the stage, and is removed with it.
         old = out.with_name(f"{out.name}.replaced-{uuid.uuid4().hex}")
         out.rename(old)
         try:
@@ -311,7 +294,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _sync(staged: Path) -> None:
-    """Have every byte and name on the disk."""
+    """Flush every byte and name to disk."""
     paths = [staged, *staged.rglob("*")] if staged.is_dir() else [staged]
     for path in paths:
         sync_file(path)

@@ -1,8 +1,8 @@
-"""Make a dataset of SafeTensors files that somebody else wrote: they stay as they are and get a manifest.
+"""Make a dataset of existing SafeTensors files: the files stay unchanged, a manifest is added.
 
-Hides: how a layout is recognised. `tokens` where every file has a U16 or U32 vector `tokens` and a U64 vector
-`document_ends`; otherwise `rows`, where every file holds the same tensors (type and shape but for the first
-dimension, and the second of two of integers: rows of other lengths, which a loader pads).
+Detects the layout: `tokens` if every file has a U16 or U32 vector `tokens` and a U64 vector
+`document_ends`; otherwise `rows`: every file must hold the same tensors (type, and shape apart from the first
+dimension and the second of 2-D integers, whose rows may differ in length: a loader pads them).
 Costs one reading of all bytes, for their hashes; writes two small files.
 """
 
@@ -17,14 +17,20 @@ from forebay.files import atomic_write, remove_stale
 
 
 def adopt(directory: str | Path, name: str | None = None) -> Dataset:
-    """Give the `*.safetensors` files of a directory, at any depth, a manifest; slice order is by name.
+    """Write `manifest.json` and `slices.parquet` for the `*.safetensors` files of a directory, at any depth.
 
-    `manifest.json` and `slices.parquet` are written there; the name of the dataset is by default the directory's.
-    Adopting again the same files under the same name changes nothing.
+    Slices are in the order of their names. Adopting the same files again under the same name changes nothing.
+
+    Args:
+        name: Of the dataset; by default the directory's.
+
+    Raises:
+        DatasetError: If there are no such files, or they differ in their tensors.
+        UsageError: If another dataset's manifest exists there.
     """
     folder = Path(directory)
     if not folder.is_dir():
-        raise DatasetError(f"adopt: expected a directory of .safetensors files, got {folder}, which is none.")
+        raise DatasetError(f"adopt: expected a directory of .safetensors files, got {folder}. Check the path.")
     remove_stale(folder)
     paths = sorted((p.relative_to(folder).as_posix(), p) for p in folder.rglob("*.safetensors") if p.is_file())
     if not paths:
@@ -33,15 +39,15 @@ def adopt(directory: str | Path, name: str | None = None) -> Dataset:
     layout, shared = first.layout, _signature(first)
     rows: list[SliceInfo] = []
     for index, (relative, path) in enumerate(paths):
-        one = open_slice(path)
-        joined = _join(shared, _signature(one)) if one.layout == layout else None
+        opened = open_slice(path)
+        joined = _join(shared, _signature(opened)) if opened.layout == layout else None
         if joined is None:
             raise DatasetError(
-                f"adopt: expected {relative} to hold {shared} as {paths[0][0]} does, got {_signature(one)}. "
+                f"adopt: expected {relative} to hold {shared} as {paths[0][0]} does, got {_signature(opened)}. "
                 "Adopt them as two datasets."
             )
         shared = joined
-        rows.append(_row(index, relative, one, layout))
+        rows.append(_row(index, relative, opened, layout))
     table = SliceTable.from_rows(rows)
     dtype = first.dtypes["tokens"] if layout == "tokens" else ""
     lineage = {"adopted": {"tensors": shared}}
@@ -50,16 +56,16 @@ def adopt(directory: str | Path, name: str | None = None) -> Dataset:
     return open_dataset(folder)
 
 
-def _row(index: int, relative: str, one: Slice, layout: str) -> SliceInfo:
+def _row(index: int, relative: str, opened: Slice, layout: str) -> SliceInfo:
     documents = 0
     if layout == "tokens":
-        problem = check_document_ends(one.document_ends, len(one.tokens))
+        problem = check_document_ends(opened.document_ends, len(opened.tokens))
         if problem:
             raise DatasetError(f"adopt: document_ends of {relative}: {problem}.")
-        count, documents = len(one.tokens), len(one.document_ends)
+        count, documents = len(opened.tokens), len(opened.document_ends)
     else:
-        count = one.num_rows
-    return SliceInfo(index, relative, one.path.stat().st_size, hash_file(one.path), count, documents)
+        count = opened.num_rows
+    return SliceInfo(index, relative, opened.path.stat().st_size, hash_file(opened.path), count, documents)
 
 
 def _commit(folder: Path, manifest: bytes, table: bytes) -> None:
@@ -69,21 +75,21 @@ def _commit(folder: Path, manifest: bytes, table: bytes) -> None:
             return
         raise UsageError(
             f"adopt: expected no other dataset in {folder}, got its {MANIFEST_FILE}. "
-            f"Remove {MANIFEST_FILE} and {TABLE_FILE} to adopt the files anew."
+            f"Remove {MANIFEST_FILE} and {TABLE_FILE} to adopt the files again."
         )
     atomic_write(folder / TABLE_FILE, table)
     atomic_write(target, manifest)
 
 
-def _signature(one: Slice) -> dict[str, Any]:
-    if one.layout == "tokens":
-        kinds = {name: one.dtypes[name] for name in ("document_ends", "tokens")}
-        return {name: [kind, *one.tensors[name].shape[1:]] for name, kind in kinds.items()}
-    return {name: [one.dtypes[name], *one.tensors[name].shape[1:]] for name in sorted(one.tensors)}
+def _signature(opened: Slice) -> dict[str, Any]:
+    if opened.layout == "tokens":
+        kinds = {name: opened.dtypes[name] for name in ("document_ends", "tokens")}
+        return {name: [kind, *opened.tensors[name].shape[1:]] for name, kind in kinds.items()}
+    return {name: [opened.dtypes[name], *opened.tensors[name].shape[1:]] for name in sorted(opened.tensors)}
 
 
 def _join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any] | None:
-    """What two files' tensors have in common, -1 where the lengths of rows differ; None if more than that does."""
+    """The common signature of two files, -1 where row lengths differ; None if anything else differs."""
     if first == second:
         return first
     if first.keys() != second.keys():

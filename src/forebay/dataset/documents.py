@@ -1,7 +1,7 @@
-"""From tokens of a slice to the documents that they are of, by number, by source id, and as text.
+"""The documents of a dataset: by number, by source id, by token range, and as text.
 
-A document's number counts the document ends of the dataset from 0, slice after slice; that is its name in every
-dataset. Where `forebay prepare --document-ids` left a `documents.parquet`, its row n is document n: id and source.
+Documents are numbered from 0 by their ends, slice after slice. If `forebay prepare` wrote a `documents.parquet`
+(option --document-ids), its row n has the id and the source of document n.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ PREVIEW_CHARS = 160
 
 
 class Slices(Protocol):
-    """What is needed of a dataset."""
+    """The part of a dataset that is used here."""
 
     path: Path
     manifest: Manifest
@@ -37,8 +37,8 @@ class Slices(Protocol):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tokens [start, stop) of a slice, all of one document. `id`, `source`, `text` are empty where nothing tells."""
+class DocumentRange:
+    """Tokens [start, stop) of a slice, all of one document. `id`, `source` and `text` are empty if unknown."""
 
     document: int
     slice: int
@@ -54,10 +54,10 @@ class Document:
     """One document of a dataset."""
 
     index: int  # from 0
-    id: str  # with `source`, the input it came from: empty where none is kept (`--document-ids`)
+    id: str  # with `source`, its input; empty unless prepared with --document-ids
     source: str
     tokens: NDArray[Any]  # U16 or U32 [T]
-    text: str  # its tokens as text; empty where the dataset holds no tokenizer
+    text: str  # its tokens as text; empty if the dataset has no tokenizer
 
     def __repr__(self) -> str:
         named = "".join(f", {name}={value!r}" for name, value in (("id", self.id), ("source", self.source)) if value)
@@ -65,7 +65,7 @@ class Document:
 
 
 class Documents:
-    """The documents of a dataset that lies in a directory. What is not asked for is not read."""
+    """The documents of a local dataset; reads only what is requested."""
 
     def __init__(self, dataset: Slices) -> None:
         self.dataset = dataset
@@ -73,26 +73,30 @@ class Documents:
 
     @property
     def has_ids(self) -> bool:
-        """Whether the dataset knows where its documents come from."""
+        """Whether the dataset has the ids and sources of its documents."""
         return (self.dataset.path / DOCUMENTS_FILE).is_file()
 
-    def pieces(self, slice_index: int, start: int, stop: int, *, text: bool = True) -> list[Piece]:
-        """The documents of tokens [start, stop) of a slice, in order; of a row dataset none."""
+    def pieces(self, slice_index: int, start: int, stop: int, *, text: bool = True) -> list[DocumentRange]:
+        """The documents of tokens [start, stop) of a slice, in order; none for layout rows."""
         if self.dataset.manifest.layout != "tokens" or start >= stop:
             return []
         opened = self.dataset.open_slice(slice_index)
-        ends = np.asarray(opened.document_ends).astype(np.int64)
-        first = int(np.searchsorted(ends, start, "right"))
-        inner = ends[first : int(np.searchsorted(ends, stop, "left"))].tolist()
+        document_ends = np.asarray(opened.document_ends).astype(np.int64)
+        first = int(np.searchsorted(document_ends, start, "right"))
+        inner = document_ends[first : int(np.searchsorted(document_ends, stop, "left"))].tolist()
         edges = [start, *inner, stop]
         numbers = [int(self._first[slice_index]) + first + i for i in range(len(edges) - 1)]
-        known = self.ids(numbers)
+        ids_of = self.ids(numbers)
         return [
-            Piece(number, slice_index, a, b, *known.get(number, ("", "")), self._preview(opened, a, b) if text else "")
+            DocumentRange(
+                number, slice_index, a, b, *ids_of.get(number, ("", "")), self._preview(opened, a, b) if text else ""
+            )
             for number, a, b in zip(numbers, edges, edges[1:])
         ]
 
-    def of_samples(self, slice_index: int, samples: Sequence[int], seq_len: int, *, text: bool = True) -> list[Piece]:
+    def of_samples(
+        self, slice_index: int, samples: Sequence[int], seq_len: int, *, text: bool = True
+    ) -> list[DocumentRange]:
         """As `pieces`, of samples of seq_len consecutive tokens, sample by sample."""
         return [
             piece
@@ -101,17 +105,17 @@ class Documents:
         ]
 
     def ids(self, numbers: Sequence[int]) -> dict[int, tuple[str, str]]:
-        """(id, source) by number, where the dataset knows them; reads the row groups concerned."""
+        """(id, source) by number, if the dataset has them; reads only the row groups concerned."""
         if not self.has_ids or not numbers:
             return {}
-        found: dict[int, tuple[str, str]] = {}
+        by_number: dict[int, tuple[str, str]] = {}
         with self._table() as table:
             for group, base, count in _groups(table):
                 mine = sorted({n for n in numbers if base <= n < base + count})
                 if mine:
                     rows = table.read_row_group(group, columns=["id", "source"]).take([n - base for n in mine])
-                    found |= dict(zip(mine, zip(rows["id"].to_pylist(), rows["source"].to_pylist())))
-        return found
+                    by_number |= dict(zip(mine, zip(rows["id"].to_pylist(), rows["source"].to_pylist())))
+        return by_number
 
     def find(self, name: str) -> list[int]:
         """The numbers of the documents with this id; `#12`, and `12` where the dataset has no ids, is a number.
@@ -120,53 +124,53 @@ class Documents:
         """
         number = name.removeprefix("#")
         if (number != name or not self.has_ids) and number.isascii() and number.isdigit():
-            found = [int(number)] if int(number) < int(self.dataset.table.documents.sum()) else []
+            numbers = [int(number)] if int(number) < int(self.dataset.table.documents.sum()) else []
         elif self.has_ids:
             with self._table() as table:
-                found = [
+                numbers = [
                     base + int(row)
                     for group, base, _ in _groups(table)
                     for row in np.flatnonzero(pc.equal(table.read_row_group(group, columns=["id"])["id"], name))
                 ]
         else:
             raise UsageError(
-                f"document {name!r}: {self.dataset.path} keeps no ids ({DOCUMENTS_FILE}). Say #NUMBER, or a slice and "
-                "tokens; `forebay prepare --document-ids` keeps them."
+                f"document {name!r}: {self.dataset.path} has no ids ({DOCUMENTS_FILE}). Give #NUMBER, or a slice and "
+                "tokens; `forebay prepare --document-ids` writes ids."
             )
-        if not found:
+        if not numbers:
             raise UsageError(f"document {name!r}: none in {self.dataset.path}. Numbers are #0 to "
                              f"#{int(self.dataset.table.documents.sum()) - 1}.")  # fmt: skip
-        return found
+        return numbers
 
-    def where(self, number: int) -> Iterator[tuple[int, int, int]]:
-        """(slice, start, stop) of the tokens of a document: of one slice, or of neighbours that it crosses."""
+    def token_ranges(self, number: int) -> Iterator[tuple[int, int, int]]:
+        """(slice, start, stop) of the tokens of a document, which may span neighbouring slices."""
         last = int(np.searchsorted(self._first + self.dataset.table.documents, number, "right"))
         if number < 0 or last >= len(self._first):
             raise UsageError(f"document #{number}: expected one of {int(self.dataset.table.documents.sum())}.")
-        ends = np.asarray(self.dataset.open_slice(last).document_ends).astype(np.int64)
+        document_ends = np.asarray(self.dataset.open_slice(last).document_ends).astype(np.int64)
         inside = number - int(self._first[last])
-        start = int(ends[inside - 1]) if inside else 0
-        # A document may begin in earlier slices: those behind the last end of which it is the rest.
-        at, before = last, []
-        while start == 0 and at > 0:
-            at -= 1
-            size = int(self.dataset.table.count[at])
-            earlier = np.asarray(self.dataset.open_slice(at).document_ends).astype(np.int64)
+        start = int(document_ends[inside - 1]) if inside else 0
+        # A document may begin in earlier slices, behind their last document end.
+        index, before = last, []
+        while start == 0 and index > 0:
+            index -= 1
+            size = int(self.dataset.table.count[index])
+            earlier = np.asarray(self.dataset.open_slice(index).document_ends).astype(np.int64)
             low = int(earlier[-1]) if len(earlier) else 0
             if low < size:
-                before.append((at, low, size))
+                before.append((index, low, size))
             if low > 0 or len(earlier):
                 break
         yield from reversed(before)
-        yield last, start, int(ends[inside])
+        yield last, start, int(document_ends[inside])
 
     def tokens(self, number: int) -> NDArray[Any]:
-        """All tokens of a document: a view where it lies in one slice, else a copy."""
-        pieces = [self.dataset.open_slice(index).tokens[start:stop] for index, start, stop in self.where(number)]
+        """All tokens of a document: a view if it lies in one slice, else a copy."""
+        pieces = [self.dataset.open_slice(index).tokens[start:stop] for index, start, stop in self.token_ranges(number)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def text(self, tokens: NDArray[Any]) -> str:
-        """Tokens as text; empty where the dataset holds no tokenizer."""
+        """Tokens as text; empty if the dataset has no tokenizer."""
         if self._tokenizer is None:
             return ""
         return str(self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=True))
@@ -192,7 +196,7 @@ class Documents:
 
         try:
             return Tokenizer.from_file(str(path))
-        except Exception:  # noqa: BLE001  # the library raises bare ones; a preview is worth no failure
+        except Exception:  # noqa: BLE001  # the library raises bare exceptions; a preview must not fail
             return None
 
 
@@ -206,5 +210,5 @@ def _groups(table: pq.ParquetFile) -> Iterator[tuple[int, int, int]]:
 
 
 def by_dataset_id(datasets: Sequence[Slices]) -> Mapping[str, Documents]:
-    """By the ids of the datasets."""
+    """Documents by dataset id."""
     return {dataset.id: Documents(dataset) for dataset in datasets}

@@ -1,10 +1,9 @@
-"""What a dataset is, in two small files: the manifest and the table of its slices.
+"""The manifest of a dataset and the table of its slices: reading, writing and validation.
 
-Hides: the canonical JSON of `manifest.json`, the Parquet of `slices.parquet`, and every check that a
-stranger's copy of them must pass. The dataset id is the sha256 of `manifest.json`; the manifest holds the
-sha256 of the table, the table that of each slice, so the id fixes every byte. A row of the table costs about
-60 bytes on disk and 100 in memory: 250 000 slices (15 TiB at 64 MiB) are a 15 MB file that opens in well
-under a second.
+The dataset id is the sha256 of `manifest.json` (canonical JSON); the manifest has the sha256 of the table
+(`slices.parquet`), the table that of each slice, so the id fixes every byte. Both files are validated as untrusted
+input. A row of the table costs about 60 bytes on disk and 100 in memory: 250 000 slices (15 TiB at 64 MiB) are a 15 MB
+file that opens in well under a second.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ MANIFEST_FILE = "manifest.json"
 TABLE_FILE = "slices.parquet"
 DOCUMENTS_FILE = "documents.parquet"
 """Optional: id and source of each document, in the order of their ends; fixed by the manifest's lineage."""
-MAX_FOLDED_ROWS = 1 << 16
-MAX_FOLDED_BYTES = 64 << 20
-MAX_UNFOLDING = 16  # bytes in memory for each of the file's, beyond MAX_FOLDED_BYTES
+MAX_FREE_ROWS = 1 << 16
+MAX_FREE_BYTES = 64 << 20
+MAX_EXPANSION = 16  # bytes in memory for each byte of the file, beyond MAX_FREE_BYTES
 MAX_NAME_BYTES = 1024
 MAX_MANIFEST_BYTES = 256 << 20
-"""More than this is no manifest; a lineage of a million inputs is about 150 MB."""
+"""A lineage of a million inputs is about 150 MB."""
 
 LAYOUTS = ("tokens", "rows")
 TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
@@ -52,11 +51,11 @@ _PHYSICAL = list(zip(_COLUMNS, (6, 2, 7, 2, 2), (0, 0, 32, 0, 0)))  # BYTE_ARRAY
 
 @dataclass(frozen=True)
 class Manifest:
-    """A dataset's description; its canonical JSON is what the dataset id is the hash of.
+    """A dataset's description; the dataset id is the hash of its canonical JSON.
 
     `dtype` is `U16` or `U32` for layout `tokens` and empty for `rows`; `tokens` is 0 for `rows`, `rows` is 0
-    for `tokens`. `bytes` counts the slice files only. `lineage["files"]`, if there, maps other files of the
-    dataset (such as tokenizer.json) to their sha256, so that they too are fixed by the id.
+    for `tokens`. `bytes` counts the slice files only. `lineage["files"]`, if present, maps other files of
+    the dataset (such as tokenizer.json) to their sha256, so that the id fixes them too.
 
     Raises:
         DatasetError: If a field is of another type or the fields contradict each other.
@@ -94,7 +93,7 @@ class Manifest:
         eos_id: int | None = None,
         table_sha256: str = "",
     ) -> Manifest:
-        """The description of a dataset of these slices, whose numbers and hash are the table's."""
+        """The manifest of a dataset of these slices, with the table's totals and hash."""
         count = int(table.count.sum())
         return cls(
             format=FORMAT_VERSION,
@@ -122,35 +121,38 @@ class Manifest:
     def from_json(cls, data: Bytes) -> Manifest:
         """The manifest in `data`.
 
-        DatasetError if it is not JSON, not canonical, of another format version, lacks or adds a field, or its own
-        check does not fit (a byte was changed).
+        Raises:
+            DatasetError: If it is not canonical JSON, has another format version, lacks or adds a field, or its own
+                check does not match (a byte was changed).
         """
         if len(data) > MAX_MANIFEST_BYTES:
-            raise _bad(f"at most {MAX_MANIFEST_BYTES} bytes", f"{len(data)} bytes")
+            raise _manifest_error(f"at most {MAX_MANIFEST_BYTES} bytes", f"{len(data)} bytes")
         try:
             plain = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise _bad("JSON", f"{error}") from error
+            raise _manifest_error("JSON", f"{error}") from error
         if not isinstance(plain, dict):
-            raise _bad("a JSON object", type(plain).__name__)
+            raise _manifest_error("a JSON object", type(plain).__name__)
         version = plain.get("format")
         if version != FORMAT_VERSION or isinstance(version, bool):
-            raise _bad(f"format {FORMAT_VERSION}", f"format {version!r}. Open it with the Forebay that wrote it")
+            raise _manifest_error(
+                f"format {FORMAT_VERSION}", f"format {version!r}. Open it with the Forebay that wrote it"
+            )
         check = plain.pop("check", None)
         names = {field.name for field in fields(cls)}
         if set(plain) != names:
-            raise _bad(
+            raise _manifest_error(
                 f"fields {sorted(names)}",
                 f"missing {sorted(names - set(plain))}, extra {sorted(set(plain) - names)}",
             )
         manifest = cls(**plain)
         try:
-            whole = manifest.to_json()
+            canonical = manifest.to_json()
         except (ValueError, RecursionError) as error:
-            raise _bad("values that JSON can hold", str(error)) from error
-        if whole != data:
-            wanted = hashlib.sha256(_canonical(plain)).hexdigest()
-            raise _bad(f"canonical JSON with check {wanted}", f"check {check!r}: a byte was changed")
+            raise _manifest_error("values that JSON can hold", str(error)) from error
+        if canonical != data:
+            expected_check = hashlib.sha256(_canonical(plain)).hexdigest()
+            raise _manifest_error(f"canonical JSON with check {expected_check}", f"check {check!r}: a byte was changed")
         return manifest
 
 
@@ -224,9 +226,9 @@ class SliceTable:
         names a file twice, or names one outside the dataset's directory.
         """
         try:
-            _check_unfolding(read_footer(data), data)
+            _check_expansion(read_footer(data), data)
             # Not read_table, which imports three times as much.
-            # From a buffer: a file of Python's may be let go of by a thread that outlives the interpreter, and aborts.
+            # From a buffer: a Python file may be released by a thread that outlives the interpreter, which aborts.
             file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=["name"])
             columns = _read_columns(file, len(data))
         except (pa.ArrowException, KeyError, OSError, ValueError) as error:
@@ -245,44 +247,44 @@ class SliceTable:
         return result
 
 
-# What is allowed of a table is what makes it cheap to read: a stranger may have written it.
+# Tables are untrusted: only what is cheap to read is accepted.
 
 
-def _check_unfolding(footer: Footer, data: bytes) -> None:
-    """Refuse, before it is read, a table of other physical types than ours, or that takes far more memory than bytes.
+def _check_expansion(footer: Footer, data: bytes) -> None:
+    """Refuse, before reading it, a table of other physical types, or one that expands to far more memory than bytes.
 
-    A row of ours takes some 40 bytes of the file, as hashes do not compress; equal slices take less.
+    A row takes some 40 bytes of the file, as hashes do not compress; equal slices take less.
     """
-    found = [(column.name, column.type, column.length) for column in footer.columns]
-    if found != _PHYSICAL or not all(column.is_flat for column in footer.columns):
+    physical = [(column.name, column.type, column.length) for column in footer.columns]
+    if physical != _PHYSICAL or not all(column.is_flat for column in footer.columns):
         raise DatasetError(
-            f"{TABLE_FILE}: expected flat columns {_PHYSICAL} (name, physical type, length), got {str(found)[:300]}. "
+            f"{TABLE_FILE}: expected flat columns {_PHYSICAL} (name, type, length), got {str(physical)[:300]}. "
             "Fetch the file again."
         )
     num_bytes, num_rows = len(data), sum(rows for rows, _ in footer.groups)
-    most_rows = MAX_FOLDED_ROWS + num_bytes // 4
-    if not footer.num_rows == num_rows <= most_rows:
-        raise _unfolds(f"at most {most_rows} rows in {num_bytes} bytes", f"{max(num_rows, footer.num_rows)}")
-    room = MAX_FOLDED_BYTES + MAX_UNFOLDING * num_bytes
+    max_rows = MAX_FREE_ROWS + num_bytes // 4
+    if not footer.num_rows == num_rows <= max_rows:
+        raise _expands(f"at most {max_rows} rows in {num_bytes} bytes", f"{max(num_rows, footer.num_rows)}")
+    free_bytes = MAX_FREE_BYTES + MAX_EXPANSION * num_bytes
     for rows, chunks in footer.groups:
         for chunk in chunks:
             if chunk.num_values != rows:
                 raise DatasetError(f"{TABLE_FILE}: expected {rows} values of each column, got {chunk.num_values}.")
             for page in pages(io.BytesIO(data), chunk.start, chunk.stop):
-                room -= page.bytes
+                free_bytes -= page.bytes
                 if page.stop > chunk.stop:
                     raise ValueError("a page that ends beyond its column chunk")
                 if page.encoding not in _ENCODINGS:
                     raise DatasetError(f"{TABLE_FILE}: expected plain pages or dictionaries, got {page.encoding}.")
-                if room < 0:
-                    raise _unfolds(f"at most {MAX_UNFOLDING} bytes for each of its {num_bytes}", "more")
+                if free_bytes < 0:
+                    raise _expands(f"at most {MAX_EXPANSION} bytes for each of its {num_bytes}", "more")
 
 
 def _read_columns(file: pq.ParquetFile, num_bytes: int) -> list[pa.Array]:
-    """The columns of all row groups, one after another; names may be repeated by a dictionary, so they are counted."""
+    """Read the columns of all row groups. Names may be dictionary-encoded, so their total length is counted first."""
     kinds = [pa.string(), pa.int64(), pa.binary(32), pa.int64(), pa.int64()]
     read: list[list[pa.Array]] = [[] for _ in kinds]
-    room = MAX_FOLDED_BYTES + MAX_UNFOLDING * num_bytes
+    free_bytes = MAX_FREE_BYTES + MAX_EXPANSION * num_bytes
     for number in range(file.num_row_groups):
         table = file.read_row_group(number, list(_COLUMNS), use_threads=False)
         for name, kind, chunks in zip(_COLUMNS, kinds, read):
@@ -295,10 +297,10 @@ def _read_columns(file: pq.ParquetFile, num_bytes: int) -> list[pa.Array]:
                     chunk.dictionary.validate(full=True)
                     lengths = _lengths(chunk.dictionary)
                     if len(lengths) and (longest := int(lengths.max())) > MAX_NAME_BYTES:
-                        raise _unfolds(f"names of at most {MAX_NAME_BYTES} bytes", f"one of {longest}")
-                    room -= int(lengths[chunk.indices.to_numpy()].sum(dtype=np.int64))
-                    if room < 0:
-                        raise _unfolds(f"names that fit the file's {num_bytes} bytes", "longer ones")
+                        raise _expands(f"names of at most {MAX_NAME_BYTES} bytes", f"one of {longest}")
+                    free_bytes -= int(lengths[chunk.indices.to_numpy()].sum(dtype=np.int64))
+                    if free_bytes < 0:
+                        raise _expands(f"names that fit the file's {num_bytes} bytes", "longer ones")
                     chunk = chunk.dictionary_decode()
                 if chunk.type != kind:
                     raise DatasetError(f"{TABLE_FILE}: expected column {name!r} of {kind}, got {chunk.type}.")
@@ -312,8 +314,8 @@ def _lengths(values: pa.StringArray) -> NDArray[np.int32]:
     return np.diff(offsets[values.offset : values.offset + len(values) + 1])
 
 
-def _unfolds(expected: str, got: str) -> DatasetError:
-    text = f"{TABLE_FILE}: expected {expected}, got {got}. It would unfold in memory; fetch it from somebody else."
+def _expands(expected: str, got: str) -> DatasetError:
+    text = f"{TABLE_FILE}: expected {expected}, got {got}. It would expand in memory; fetch it from another source."
     return DatasetError(text)
 
 
@@ -327,7 +329,7 @@ def _canonical(plain: dict[str, Any]) -> bytes:
     return text.encode("utf-8", "strict") + b"\n"
 
 
-def _bad(expected: str, got: str) -> DatasetError:
+def _manifest_error(expected: str, got: str) -> DatasetError:
     return DatasetError(f"{MANIFEST_FILE}: expected {expected}, got {got}.")
 
 
@@ -337,29 +339,29 @@ def _is_count(value: object) -> bool:
 
 def _check_manifest(m: Manifest) -> None:
     if m.format != FORMAT_VERSION:
-        raise _bad(f"format {FORMAT_VERSION}", repr(m.format))
+        raise _manifest_error(f"format {FORMAT_VERSION}", repr(m.format))
     for name in ("name", "layout", "dtype", "tokenizer", "table_sha256"):
         if not isinstance(getattr(m, name), str):
-            raise _bad(f"{name}: a string", repr(getattr(m, name)))
+            raise _manifest_error(f"{name}: a string", repr(getattr(m, name)))
     for name in _COUNTS:
         if not _is_count(getattr(m, name)):
-            raise _bad(f"{name}: a whole number of at least 0", repr(getattr(m, name)))
+            raise _manifest_error(f"{name}: a whole number of at least 0", repr(getattr(m, name)))
     if not m.name or len(m.name) > 255 or not m.name.isprintable() or "/" in m.name:
-        raise _bad("a name of 1 to 255 printable characters without '/'", repr(m.name[:300]))
+        raise _manifest_error("a name of 1 to 255 printable characters without '/'", repr(m.name[:300]))
     if m.layout not in LAYOUTS:
-        raise _bad(f"layout in {LAYOUTS}", repr(m.layout))
+        raise _manifest_error(f"layout in {LAYOUTS}", repr(m.layout))
     if m.layout == "tokens" and (m.dtype not in TOKEN_DTYPES or m.rows):
-        raise _bad("layout tokens with dtype U16 or U32 and rows 0", f"dtype {m.dtype!r}, rows {m.rows}")
+        raise _manifest_error("layout tokens with dtype U16 or U32 and rows 0", f"dtype {m.dtype!r}, rows {m.rows}")
     if m.layout == "rows" and (m.dtype or m.tokens):
-        raise _bad("layout rows with dtype '' and tokens 0", f"dtype {m.dtype!r}, tokens {m.tokens}")
+        raise _manifest_error("layout rows with dtype '' and tokens 0", f"dtype {m.dtype!r}, tokens {m.tokens}")
     if m.dtype == "U16" and m.vocab_size > 1 << 16:
-        raise _bad("a vocabulary of at most 65536 for dtype U16", str(m.vocab_size))
+        raise _manifest_error("a vocabulary of at most 65536 for dtype U16", str(m.vocab_size))
     if m.eos_id is not None and (not _is_count(m.eos_id) or (m.vocab_size and m.eos_id >= m.vocab_size)):
-        raise _bad(f"eos_id below vocab_size {m.vocab_size}, or null", repr(m.eos_id))
+        raise _manifest_error(f"eos_id below vocab_size {m.vocab_size}, or null", repr(m.eos_id))
     if len(m.table_sha256) != 64 or not set(m.table_sha256) <= set("0123456789abcdef"):
-        raise _bad("table_sha256: 64 hex digits", repr(m.table_sha256))
+        raise _manifest_error("table_sha256: 64 hex digits", repr(m.table_sha256))
     if not isinstance(m.lineage, dict):
-        raise _bad("lineage: an object", type(m.lineage).__name__)
+        raise _manifest_error("lineage: an object", type(m.lineage).__name__)
 
 
 def _check_table(table: SliceTable) -> None:
@@ -375,7 +377,7 @@ def _check_table(table: SliceTable) -> None:
         if not name.endswith(".safetensors") or _UNSAFE_NAME.search(name):
             raise DatasetError(
                 f"{TABLE_FILE}: expected names of .safetensors files inside the directory, got {name!r}. "
-                "Do not use this dataset: it points outside itself."
+                "Do not use this dataset: it refers to files outside its directory."
             )
     if len(set(names)) != len(names):
         raise DatasetError(f"{TABLE_FILE}: expected each slice's name once, got a name twice.")

@@ -1,8 +1,7 @@
-"""Open a dataset that lies in a directory: its description, its slices and documents by index, and its verification.
+"""Open and verify a local dataset; access its slices and documents by index.
 
-Hides: where files lie and how few of them opening touches (two; no slice is read). A slice is hashed when it is first
-used, once for each user and machine (`verified`). No network. A dataset keeps at most 64 slices mapped of its own; maps
-that somebody else holds stay.
+Opening reads two files and no slice. A slice is hashed when it is first used, once per user and machine (`verified`).
+A dataset keeps at most 64 slices mapped; arrays that callers keep stay valid.
 """
 
 import hashlib
@@ -26,7 +25,7 @@ from forebay.dataset.verified import VerifiedMarks
 from forebay.errors import DatasetError, UsageError
 
 _OPEN_SLICES = 64
-# What preparation leaves beside a dataset for people and for later data; nothing in it decides a byte of a slice.
+# Files that preparation writes beside a dataset; no byte of a slice depends on them.
 _COMPANIONS = ("report.html", "rejects.jsonl", "skipped.jsonl", "clusters.parquet", ".inputs.json")
 _SIGNATURES = "signatures"
 
@@ -37,16 +36,16 @@ class VerifyReport:
 
     Attributes:
         ok: True if `bad` is empty.
-        bad: Names that are changed, missing, or slices that nobody listed; sorted.
+        bad: Names of changed or missing files and unlisted slices; sorted.
         changed: Present with other bytes.
         missing: Listed and absent.
-        extra: Present and not listed. Only `.safetensors` files among them are bad: other files harm nobody.
-        has_hashes: Whether every byte was compared with a hash. False for formats that hold none.
+        extra: Present and not listed. Only `.safetensors` files among them are in `bad`.
+        has_hashes: Whether every byte was compared with a hash. False for formats without hashes.
         checks: What was checked, in words.
     """
 
     ok: bool
-    bad: list[str]
+    bad: list[str]  # name: contract of `verify --json`
     changed: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
@@ -55,7 +54,7 @@ class VerifyReport:
 
     @property
     def level(self) -> str:
-        """`hash`: every byte is right; `structure`: nothing contradicts the format, bytes may differ; or `bad`."""
+        """`hash`: every byte matches; `structure`: the structure is valid, bytes were not compared; or `bad`."""
         return "bad" if not self.ok else "hash" if self.has_hashes else "structure"
 
     def to_json(self) -> dict[str, Any]:
@@ -89,11 +88,11 @@ class Dataset:
         totals = f"{self.manifest.rows:,} rows"
         if self.manifest.layout == "tokens":
             totals = f"{self.num_tokens:,} tokens in {len(self):,} documents"
-        where = f"{self.num_slices:,} slices, {self.manifest.bytes:,} bytes, path={str(self.path)!r}"
-        return f"{type(self).__name__}({self.name!r}, id={self.id[:12]}…, {totals}, {where})"
+        location = f"{self.num_slices:,} slices, {self.manifest.bytes:,} bytes, path={str(self.path)!r}"
+        return f"{type(self).__name__}({self.name!r}, id={self.id[:12]}…, {totals}, {location})"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """An HTML table for notebooks."""
         shown = {key: value for key, value in self.describe().items() if value not in ("", None)}
         cells = (f"<tr><th>{escape(key)}</th><td>{escape(str(value))}</td></tr>" for key, value in shown.items())
         return f"<table>{''.join(cells)}</table>"
@@ -113,14 +112,14 @@ class Dataset:
         if not 0 <= number < len(self):
             raise IndexError(f"dataset {self.name!r}: expected an index in [0, {len(self)}), got {index}.")
         if self.manifest.layout == "rows":
-            ends = np.cumsum(self.table.count)
-            at = int(np.searchsorted(ends, number, "right"))
-            inside = number - int(ends[at]) + int(self.table.count[at])
-            return {name: array[inside] for name, array in self.open_slice(at).tensors.items()}
+            stops = np.cumsum(self.table.count)
+            slice_index = int(np.searchsorted(stops, number, "right"))
+            inside = number - int(stops[slice_index]) + int(self.table.count[slice_index])
+            return {name: array[inside] for name, array in self.open_slice(slice_index).tensors.items()}
         return self._documents.tokens(number)
 
     def document(self, index: int) -> Document:
-        """Document `index` with its tokens, its text where the dataset holds its tokenizer, and where it came from.
+        """Document `index` with its tokens, its source, and its text if the dataset has its tokenizer.
 
         Raises:
             IndexError, DatasetError: As `dataset[index]`.
@@ -134,8 +133,8 @@ class Dataset:
 
     def head(self, n: int = 3) -> list[Any]:
         """The first `n` documents, as `document`; of layout `rows` the first `n` rows, as `dataset[i]`."""
-        one = self.document if self.manifest.layout == "tokens" else self.__getitem__
-        return [one(index) for index in range(min(n, len(self)))]
+        get_item = self.document if self.manifest.layout == "tokens" else self.__getitem__
+        return [get_item(index) for index in range(min(n, len(self)))]
 
     @cached_property
     def _documents(self) -> Documents:
@@ -143,7 +142,7 @@ class Dataset:
 
     @property
     def name(self) -> str:
-        """The name that the manifest gives."""
+        """The dataset's name."""
         return self.manifest.name
 
     @property
@@ -153,11 +152,11 @@ class Dataset:
 
     @property
     def num_slices(self) -> int:
-        """Slices."""
+        """Number of slices."""
         return len(self.table)
 
     def slice_path(self, index: int) -> Path:
-        """Where slice `index` lies. Raises UsageError if it is outside [0, num_slices)."""
+        """The path of slice `index`. Raises UsageError if it is outside [0, num_slices)."""
         return self.path / self.table.row(index).name
 
     def open_slice(self, index: int) -> Slice:
@@ -165,50 +164,50 @@ class Dataset:
 
         Raises:
             UsageError: If the index is outside [0, num_slices).
-            DatasetError: If the file is missing, or not of the hash, size, type and count in the table.
+            DatasetError: If the file is missing or has another hash, size, type or count than the table says.
         """
         with self._lock:
-            found = self._open.get(index)
-            if found is not None:
+            opened = self._open.get(index)
+            if opened is not None:
                 self._open.move_to_end(index)
-                return found
+                return opened
         row = self.table.row(index)
-        found = open_slice(self.path / row.name)
-        self.check_slice(row, found)
+        opened = open_slice(self.path / row.name)
+        self.check_slice(row, opened)
         if self._verified is not None:
-            self._verified.verify(index, found.path, row.sha256)
+            self._verified.verify(index, opened.path, row.sha256)
         with self._lock:
-            self._open[index] = found
+            self._open[index] = opened
             while len(self._open) > _OPEN_SLICES:
                 self._open.popitem(last=False)
-        return found
+        return opened
 
-    def check_slice(self, row: SliceInfo, found: Slice) -> None:
-        size = found.path.stat().st_size
+    def check_slice(self, row: SliceInfo, opened: Slice) -> None:
+        size = opened.path.stat().st_size
         if size != row.bytes:
-            raise DatasetError(f"{found.path}: expected {row.bytes} bytes, got {size}. Fetch or prepare it again.")
-        count = len(found.tokens) if self.manifest.layout == "tokens" else found.num_rows
-        kind = found.dtypes["tokens"] if self.manifest.layout == "tokens" else ""
-        documents = len(found.document_ends) if self.manifest.layout == "tokens" else row.documents
+            raise DatasetError(f"{opened.path}: expected {row.bytes} bytes, got {size}. Fetch or prepare it again.")
+        count = len(opened.tokens) if self.manifest.layout == "tokens" else opened.num_rows
+        kind = opened.dtypes["tokens"] if self.manifest.layout == "tokens" else ""
+        documents = len(opened.document_ends) if self.manifest.layout == "tokens" else row.documents
         if (count, documents, kind) != (row.count, row.documents, self.manifest.dtype):
             raise DatasetError(
-                f"{found.path}: expected {row.count} {self.manifest.layout} {self.manifest.dtype} in "
+                f"{opened.path}: expected {row.count} {self.manifest.layout} {self.manifest.dtype} in "
                 f"{row.documents} documents, got {count} {kind} in {documents}. Fetch or prepare it again."
             )
 
     def describe(self) -> dict[str, Any]:
-        """What `forebay inspect --json` prints."""
+        """The output of `forebay inspect --json`."""
         m = self.manifest
-        found: dict[str, Any] = {"id": self.id, "name": m.name, "layout": m.layout}
+        fields: dict[str, Any] = {"id": self.id, "name": m.name, "layout": m.layout}
         if m.layout == "rows":
-            found |= {"rows": m.rows, "columns": self._columns()}
+            fields |= {"rows": m.rows, "columns": self._columns()}
         else:
-            found |= {"dtype": m.dtype, "tokens": m.tokens, "documents": m.documents, "tokenizer": m.tokenizer}
-            found |= {"vocab_size": m.vocab_size, "eos_id": m.eos_id}
-        return {**found, "slices": m.slices, "bytes": m.bytes}
+            fields |= {"dtype": m.dtype, "tokens": m.tokens, "documents": m.documents, "tokenizer": m.tokenizer}
+            fields |= {"vocab_size": m.vocab_size, "eos_id": m.eos_id}
+        return {**fields, "slices": m.slices, "bytes": m.bytes}
 
     def _columns(self) -> dict[str, str]:
-        """Type and shape of a row's tensors, by the header of the first slice; none where it is not at hand."""
+        """Type and shape of a row's tensors, by the header of the first slice; empty if it is not local."""
         try:
             first = open_slice(self.slice_path(0))
         except (DatasetError, UsageError):
@@ -216,7 +215,7 @@ class Dataset:
         return {name: f"{first.dtypes[name]} {list(array.shape[1:])}" for name, array in first.tensors.items()}
 
     def verify(self, on_progress: Callable[[int], None] | None = None, workers: int | None = None) -> VerifyReport:
-        """Hash every file and compare; every changed, missing or unlisted slice is named.
+        """Hash every file and compare; the report names every changed, missing or unlisted slice.
 
         Args:
             on_progress: Called with the bytes hashed since the last call, from one thread.
@@ -236,36 +235,36 @@ class Dataset:
                 if on_progress is not None:
                     on_progress(row.bytes)
         extra = self._extra()
-        bad = sorted([*changed, *missing, *(name for name in extra if name.endswith(".safetensors"))])
-        return VerifyReport(not bad, bad, changed, missing, extra)
+        failed = sorted([*changed, *missing, *(name for name in extra if name.endswith(".safetensors"))])
+        return VerifyReport(not failed, failed, changed, missing, extra)
 
     def _table_changed(self) -> bool:
         return _state_of(self.path / TABLE_FILE, None, self.manifest.table_sha256) != ""
 
     def _extra(self) -> list[str]:
-        known = {MANIFEST_FILE, TABLE_FILE, *_COMPANIONS, *listed_files(self.manifest)}
-        # What lies in a dataset below this one (a named subset) is that dataset's.
+        own_names = {MANIFEST_FILE, TABLE_FILE, *_COMPANIONS, *listed_files(self.manifest)}
+        # Files of a dataset below this one (a named subset) belong to that dataset.
         others = {p.parent for p in self.path.rglob(MANIFEST_FILE)} - {self.path}
-        found = sorted(
+        names = sorted(
             p.relative_to(self.path).as_posix()
             for p in self.path.rglob("*")
             if not p.is_dir() and others.isdisjoint(p.parents) and p.parent.name != _SIGNATURES
         )
         listed = set(self.table.names.to_pylist())
-        return [name for name in found if name not in listed and name not in known]
+        return [name for name in names if name not in listed and name not in own_names]
 
 
 def open_dataset(path: str | Path, *, verify: Verify = "once") -> Dataset:
     """Open the dataset in a directory.
 
     Args:
-        path: A directory, or `file://` and one.
-        verify: `once`: hash each slice at its first use, and again only after its file changed; what was hashed is kept
-            in the user's cache directory. `open`: hash every file now. `never`: check sizes, types and counts alone.
+        path: A directory or a `file://` URL.
+        verify: `once`: hash each slice at its first use, and again only after its file changed; the result is kept
+            in the user's cache directory. `open`: hash every file now. `never`: check sizes, types and counts only.
 
     Raises:
-        DatasetError: If there is none, or manifest or table (with `open`, any file) are damaged.
-        UsageError: If the URL is of another kind, or `verify` none of these.
+        DatasetError: If there is no dataset, or its manifest or table (with `open`, any file) is damaged.
+        UsageError: If the URL has another scheme, or `verify` another value.
     """
     if verify not in ("once", "open", "never"):
         raise UsageError(f"verify: expected 'once', 'open' or 'never', got {verify!r}.")
@@ -293,14 +292,14 @@ def open_dataset(path: str | Path, *, verify: Verify = "once") -> Dataset:
 def check_totals(manifest: Manifest, table: SliceTable) -> None:
     """Raise DatasetError unless the manifest's totals are the table's sums."""
     total = manifest.tokens if manifest.layout == "tokens" else manifest.rows
-    # Sums by Python's integers where 64 bits might wrap: a hostile table may hold anything.
-    wanted = {"slices": manifest.slices, "bytes": manifest.bytes, manifest.layout: total}
-    found = {"slices": len(table), "bytes": _sum(table.bytes), manifest.layout: _sum(table.count)}
+    # Python integers where 64 bits might overflow: a hostile table may contain anything.
+    expected = {"slices": manifest.slices, "bytes": manifest.bytes, manifest.layout: total}
+    actual = {"slices": len(table), "bytes": _sum(table.bytes), manifest.layout: _sum(table.count)}
     if manifest.layout == "tokens":
-        wanted["documents"], found["documents"] = manifest.documents, _sum(table.documents)
-    if wanted != found:
+        expected["documents"], actual["documents"] = manifest.documents, _sum(table.documents)
+    if expected != actual:
         raise DatasetError(
-            f"{TABLE_FILE}: expected the manifest's totals {wanted}, got {found}. Fetch both files again."
+            f"{TABLE_FILE}: expected the manifest's totals {expected}, got {actual}. Fetch both files again."
         )
 
 
@@ -310,13 +309,13 @@ def verify_dataset(
     on_progress: Callable[[int], None] | None = None,
     workers: int | None = None,
 ) -> VerifyReport:
-    """As `Dataset.verify`, for a directory whose manifest or table may be damaged: then these are named.
+    """As `Dataset.verify`; a damaged manifest or table is reported instead of raised.
 
     Args:
-        expected_id: If given, a manifest with another id is bad too.
+        expected_id: If given, a manifest with another id fails, too.
 
     Raises:
-        DatasetError: If there is no manifest at all: the directory is no dataset.
+        DatasetError: If there is no manifest.
     """
     folder = local_path(path)
     data = _read(folder, MANIFEST_FILE)
@@ -357,7 +356,7 @@ def _read(folder: Path, name: str) -> bytes:
 
 
 def listed_files(manifest: Manifest) -> dict[str, str]:
-    """The files beside the slices that the manifest fixes: name to sha256 in hex."""
+    """The files other than slices that the manifest lists: name to sha256 in hex."""
     files = manifest.lineage.get("files", {})
     if not isinstance(files, dict):
         return {}

@@ -1,8 +1,8 @@
-"""One slice: a SafeTensors file, written atomically and read as views of its memory map.
+"""Slices: SafeTensors files, written atomically and read as views of their memory map.
 
-Hides: the container's bytes. Its own parser, because a slice may come from a stranger: a header is believed
-only after its length, types, shapes and offsets fit the file exactly. Opening costs one small read and one
-map (about 50 µs) whatever the size; arrays are read-only views and stay valid as long as somebody holds them.
+Slices are untrusted: a header is used only after its length, types, shapes and offsets were checked against the file.
+Opening costs one small read and one mmap (about 50 µs) for any size; arrays are read-only views and stay valid while
+referenced.
 """
 
 import hashlib
@@ -22,10 +22,10 @@ from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write
 
 MAX_HEADER_BYTES = 100_000_000
-"""The reference implementation's own bound."""
+"""The bound of the reference implementation."""
 _CHUNK = 1 << 20
 
-# BF16 and the 8-bit floats have no NumPy type: they come as their bits.
+# BF16 and the 8-bit floats have no NumPy type: they are read as their bits.
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
     "U8": np.dtype("u1"),
@@ -56,14 +56,14 @@ class Slice:
 
     @property
     def layout(self) -> str:
-        """`tokens` if tensors `tokens` and `document_ends` stand beside each other, else `rows`."""
+        """`tokens` if there are tensors `tokens` and `document_ends`, else `rows`."""
         if "tokens" in self.tensors and "document_ends" in self.tensors:
             return "tokens"
         return "rows"
 
     @property
     def tokens(self) -> NDArray[Any]:
-        """U16 or U32 [T]; DatasetError if there is none, or it is of another type or shape."""
+        """U16 or U32 [T]. Raises DatasetError if it is missing or has another type or shape."""
         return self._vector("tokens", ("U16", "U32"))
 
     @property
@@ -73,7 +73,7 @@ class Slice:
 
     @property
     def num_rows(self) -> int:
-        """The first dimension that all tensors share; DatasetError if there is none, or they differ."""
+        """The first dimension of all tensors. Raises DatasetError if they differ."""
         sizes = {array.shape[0] if array.ndim else -1 for array in self.tensors.values()}
         if len(sizes) != 1 or -1 in sizes:
             shapes = {name: array.shape for name, array in self.tensors.items()}
@@ -89,9 +89,10 @@ class Slice:
 
 
 def open_slice(path: Path | str) -> Slice:
-    """Map a SafeTensors file; DatasetError if it is missing or is not SafeTensors in every respect.
+    """Map a SafeTensors file. Only the header is read, and checked against the file's size.
 
-    The header alone is read; every claim in it is checked against the file's size first.
+    Raises:
+        DatasetError: If the file is missing or not valid SafeTensors.
     """
     path = Path(path)
     try:
@@ -114,7 +115,7 @@ def open_slice(path: Path | str) -> Slice:
 
 
 def release_pages(array: NDArray[Any]) -> None:
-    """Give the pages of an array in a file's map back to the system; views of it stay valid, and read again."""
+    """Release the pages of an array in a file's memory map; views stay valid and are read again on access."""
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
@@ -126,10 +127,16 @@ def release_pages(array: NDArray[Any]) -> None:
 
 
 def locate_tensors(read: Callable[[int], bytes], size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """Where the tensors of a SafeTensors file of `size` bytes lie, from its first bytes alone.
+    """Locate the tensors of a SafeTensors file of `size` bytes by its header.
 
-    `read` gives the next n bytes from the file's start on. Returns by name: the container's type name, shape, and bytes
-    [start, stop) of the file. DatasetError if it is not SafeTensors in every respect.
+    Args:
+        read: Returns the next n bytes, from the file's start on.
+
+    Returns:
+        By name: the container's type name, shape, and bytes [start, stop) of the file.
+
+    Raises:
+        DatasetError: If it is not valid SafeTensors.
     """
     try:
         header, start = _read_header(read, size)
@@ -140,7 +147,7 @@ def locate_tensors(read: Callable[[int], bytes], size: int) -> dict[str, tuple[s
 
 
 class _HeaderError(ValueError):
-    """What is wrong with a header; open_slice adds where."""
+    """An invalid header; open_slice adds the path."""
 
 
 _Entry = tuple[str, str, tuple[int, ...], int, int]
@@ -197,14 +204,14 @@ def _check_entry(name: str, entry: Any) -> _Entry:
             raise _HeaderError(f"expected {what} of tensor {name!r} as whole numbers, got {str(numbers)[:100]}")
     if len(offsets) != 2 or len(shape) > 32:
         raise _HeaderError(f"expected two offsets and at most 32 dimensions of tensor {name!r}")
-    wanted = math.prod(shape) * DTYPES[kind].itemsize
-    if offsets[1] - offsets[0] != wanted:
-        raise _HeaderError(f"expected {wanted} bytes of tensor {name!r}, got {offsets[1] - offsets[0]}")
+    expected_bytes = math.prod(shape) * DTYPES[kind].itemsize
+    if offsets[1] - offsets[0] != expected_bytes:
+        raise _HeaderError(f"expected {expected_bytes} bytes of tensor {name!r}, got {offsets[1] - offsets[0]}")
     return name, kind, tuple(shape), offsets[0], offsets[1]
 
 
 TOKEN_HEADER_BYTES = 256
-"""A bound on the bytes of a token slice that are neither tokens nor document ends (8 each)."""
+"""An upper bound of the bytes of a token slice beside tokens and document ends (8 bytes each)."""
 
 
 def write_token_slice(
@@ -222,12 +229,16 @@ def write_token_slice(
     return _write(path, {"document_ends": document_ends, "tokens": tokens})
 
 
-def check_document_ends(ends: NDArray[Any], num_tokens: int) -> str:
-    """What is wrong with the document ends of a slice of `num_tokens`; empty if nothing."""
-    if ends.ndim != 1 or ends.dtype != np.uint64:
-        return f"expected uint64 [D], got {ends.dtype} {ends.shape}"
-    if len(ends) and (int(ends[-1]) > num_tokens or bool((ends[1:] < ends[:-1]).any())):
-        return f"expected rising ends of at most {num_tokens}, got {int(ends[-1])} as the last or a falling one"
+def check_document_ends(document_ends: NDArray[Any], num_tokens: int) -> str:
+    """The problem with the document ends of a slice of `num_tokens`; empty if they are valid."""
+    if document_ends.ndim != 1 or document_ends.dtype != np.uint64:
+        return f"expected uint64 [D], got {document_ends.dtype} {document_ends.shape}"
+    if len(document_ends) and (
+        int(document_ends[-1]) > num_tokens or bool((document_ends[1:] < document_ends[:-1]).any())
+    ):
+        return (
+            f"expected rising ends of at most {num_tokens}, got {int(document_ends[-1])} as the last or a falling one"
+        )
     return ""
 
 
@@ -236,8 +247,8 @@ def write_rows_slice(
 ) -> tuple[int, str]:
     """Write a slice of layout `rows`, atomically. Returns the file's size and sha256 (hex).
 
-    All tensors share their first dimension N >= 0; any NumPy type with a SafeTensors name. `dtypes` are what the
-    container calls a tensor's type where the array tells only its bits: `BF16` of uint16.
+    All tensors share their first dimension N >= 0; any NumPy type with a SafeTensors name. `dtypes` are the
+    container's type names of tensors whose arrays hold only bits: `BF16` for uint16.
     """
     shapes = {name: array.shape for name, array in tensors.items()}
     if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values() or "__metadata__" in shapes:
@@ -287,3 +298,25 @@ def hash_file(path: Path | str) -> str:
     """The sha256 of a file, in hex, read by pieces. Raises OSError."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def next_cut(
+    ends: NDArray[Any], start: int, first_end: int, total: int, itemsize: int, slice_bytes: int
+) -> tuple[int, int]:
+    """Where the slice that begins at token `start` stops: as late as header, tokens and ends fit in `slice_bytes`.
+
+    And the index after the last document end in (start, stop]. `ends`: integers [D], the exclusive ends of documents
+    in the stream of `total` tokens, rising; `first_end` is the index of the first after `start`.
+    """
+    budget = slice_bytes - TOKEN_HEADER_BYTES
+    low, high = start + 1, min(total, start + budget // itemsize)
+    # All ends that can matter, so that each probe searches a short run.
+    near = ends[first_end : first_end + budget // 8 + 1]
+    while low < high:
+        middle = (low + high + 1) // 2
+        inside = int(np.searchsorted(near, near.dtype.type(middle), "right"))
+        if (middle - start) * itemsize + 8 * inside <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return low, first_end + int(np.searchsorted(near, near.dtype.type(low), "right"))

@@ -1,10 +1,9 @@
-"""Which slices of a local dataset were found to match their hashes: marks in the user's cache directory.
+"""Marks of slices whose files matched their hashes, kept in the user's cache directory.
 
-A mark is 16 bytes a slice, made of the slice's SHA-256 and its file's inode, size and times, so a file that is written
-to loses its mark and is hashed again. There is one file of marks for each directory and dataset id; threads and
-processes share it without locks, because a lost or torn mark costs one more hash and nothing else. Where the cache
-directory cannot be written, marks last as long as the process. Cost: 16 bytes of memory a slice, no I/O for a mark
-that was there.
+A mark (16 bytes a slice) is a hash of the slice's SHA-256 and its file's inode, size and times, so a modified file
+loses its mark and is hashed again. There is one file of marks for each directory and dataset id, shared by threads and
+processes without locks: a lost or torn mark costs one more hash. If the cache directory is not writable, marks last as
+long as the process.
 """
 
 import contextlib
@@ -25,21 +24,23 @@ _MARK_BYTES = 16
 
 
 def user_cache() -> Path:
-    """Where a user's caches lie: `$FOREBAY_CACHE`, or `forebay` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    given = os.environ.get("FOREBAY_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay"
+    """The user's cache directory: `$FOREBAY_CACHE`, or `forebay` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    configured = os.environ.get("FOREBAY_CACHE")
+    return (
+        Path(configured) if configured else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay"
+    )
 
 
 class VerifiedMarks:
     """The marks of the dataset in one directory."""
 
     def __init__(self, folder: Path, dataset_id: str, num_slices: int) -> None:
-        place = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
-        self._path = user_cache() / "verified" / f"{dataset_id[:32]}-{place}"
+        folder_hash = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+        self._path = user_cache() / "verified" / f"{dataset_id[:32]}-{folder_hash}"
         self._num_slices = num_slices
 
     def verify(self, index: int, path: Path, sha256: str) -> None:
-        """Hash a slice's file unless it did not change since it was last hashed; DatasetError if it is damaged."""
+        """Hash a slice's file if it changed since it was last hashed. Raises DatasetError if it is damaged."""
         try:
             mark = _mark_of(path, sha256)
             if self._marks[index].tobytes() == mark or self._on_disk(index) == mark:
@@ -55,7 +56,7 @@ class VerifiedMarks:
         self.add(index, mark)
 
     def add(self, index: int, mark: bytes) -> None:
-        """Keep the mark of a slice that was found right."""
+        """Store the mark of a verified slice."""
         self._marks[index] = np.frombuffer(mark, np.uint8)
         with contextlib.suppress(OSError), _opened(self._path, os.O_RDWR | os.O_CREAT) as file:
             os.pwrite(file, mark, index * _MARK_BYTES)
@@ -70,14 +71,14 @@ class VerifiedMarks:
         return marks
 
     def _on_disk(self, index: int) -> bytes:
-        """What another process may have found meanwhile."""
+        """The mark on disk, which another process may have written."""
         with contextlib.suppress(OSError), _opened(self._path, os.O_RDONLY) as file:
             return os.pread(file, _MARK_BYTES, index * _MARK_BYTES)
         return b""
 
 
 def _mark_of(path: Path, sha256: str) -> bytes:
-    """Taken before hashing: a file that is written to meanwhile has other times afterwards."""
+    """The mark of a file, computed before hashing it: a file modified meanwhile gets other times."""
     stat = path.stat()
     identity = struct.pack("<4q", stat.st_ino & (1 << 63) - 1, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     return hashlib.blake2b(bytes.fromhex(sha256) + identity, digest_size=_MARK_BYTES).digest()

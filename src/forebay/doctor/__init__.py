@@ -1,11 +1,10 @@
-"""What training-data files are, what is wrong with them, and what to do about it.
+"""Finds what training-data files are, what is wrong with them, and what to do about it.
 
-`examine(paths, options)` reads and reports; nothing is changed. Kinds are told by content; a suffix counts only where
-nothing else tells.
+`examine(paths, options)` reads and reports; nothing is changed. Formats are detected by content; a suffix counts only
+where the content says nothing.
 """
 
 from forebay.doctor.examine import examine
-from forebay.doctor.report import Finding, Options
-from forebay.doctor.verdicts import Report
+from forebay.formats.report import CheckOptions, Finding, Report
 
-__all__ = ["Finding", "Options", "Report", "examine"]
+__all__ = ["CheckOptions", "Finding", "Report", "examine"]

@@ -1,8 +1,7 @@
-"""Datasets in formats of others, opened in place: nothing is converted and nothing is written.
+"""File formats, one module each: what a file is, and how its text, tokens or rows are read, written and checked.
 
-Hides which format it is: `formats.detect` says it of each file, by content first. Names pair what belongs together (an
-index and its data, tokens and their sample ids), and suffixes stand for headerless tokens (.bin, .ds), whose content
-says nothing.
+`registry` lists them, `detect` says which one a file is of, `open_external` opens the tokens of other tools in place.
+`base.Format` is what a format can do; nothing else in Forebay parses a file format.
 """
 
 import re
@@ -13,18 +12,25 @@ from typing import Any
 
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.errors import DatasetError, UsageError
-from forebay.formats import arrow, litdata, mds, megatron, npy
 from forebay.formats.blocks import INDEX_FILE
-from forebay.formats.detect import RAW_SUFFIXES, detect
-from forebay.formats.foreign import ForeignDataset, reading
+from forebay.formats.detect import detect
+from forebay.formats.external import ExternalDataset, reading
+from forebay.formats.megatron import MegatronDataset, is_index, pair_of
+from forebay.formats.registry import formats, get_format
+from forebay.formats.saved_arrow import STATE_FILE
+from forebay.formats.vectors import HEADERS, IDS_PREFIX, RAW_SUFFIXES, VectorDataset, has_header, ids_of
 
-__all__ = ["ForeignDataset", "open_foreign"]
+__all__ = ["ExternalDataset", "dataset_format", "open_external"]
 
-_MOST_SNIFFED = 1000  # Files of a directory that are looked into before it is called unknown.
-_IDS = "sample_ids"
+_MAX_SNIFFED = 1000  # Files of a directory that are examined before it counts as unknown.
 
 
-def open_foreign(path: str | Path, *, dtype: Any = None, column: str | None = None) -> ForeignDataset | None:
+def dataset_format(folder: Path) -> str:
+    """Return the name of the format that a directory as a whole is of; "" if it is of none."""
+    return next((entry.name for entry in formats() if entry.is_dataset(folder)), "")
+
+
+def open_external(path: str | Path, *, dtype: Any = None, column: str | None = None) -> ExternalDataset | None:
     """Open what another tool wrote: Megatron, MDS, LitData, .npy, headerless or llm.c .bin, saved Hugging Face data.
 
     Args:
@@ -33,73 +39,69 @@ def open_foreign(path: str | Path, *, dtype: Any = None, column: str | None = No
         column: Of tokens, for formats with columns; by default `tokens` or `input_ids`.
 
     Returns:
-        None if nothing there is of a format known here; also for a dataset of Forebay's own.
+        None if nothing at the path is of a known format; also for a dataset of Forebay's own.
 
     Raises:
         DatasetError: If it is of a known format and is damaged, truncated or holds no tokens.
-        UsageError: If it cannot be read without `dtype`, or is several datasets: the message says how to name one.
+        UsageError: If it cannot be read without `dtype`, or is several datasets: the message tells how to name one.
     """
     path = Path(path)
     if re.search(r"[*?\[]", path.name) and not path.exists():
         return _open_files(path.parent, sorted(p for p in path.parent.glob(path.name) if p.is_file()), dtype)
-    pair = None if path.is_dir() else megatron.pair_of(path)
+    pair = None if path.is_dir() else pair_of(path)
     if pair is not None:
-        return megatron.MegatronDataset(path.parent, [pair])
+        return MegatronDataset(path.parent, [pair])
     if path.is_file():
-        if path.name in (INDEX_FILE, arrow.STATE_FILE):
-            return open_foreign(path.parent, dtype=dtype, column=column)
+        if path.name in (INDEX_FILE, STATE_FILE):
+            return open_external(path.parent, dtype=dtype, column=column)
         return _open_file(path, dtype)
     if not path.is_dir() or (path / MANIFEST_FILE).is_file():
         return None
-    if mds.is_index(path):
-        return mds.MdsDataset(path, dtype, column)
-    if litdata.is_index(path):
-        return litdata.LitDataset(path, column)
-    if arrow.is_saved(path):
-        return arrow.ArrowDataset(path, column)
+    if name := dataset_format(path):
+        return get_format(name).open_tokens(path, dtype, column)
     return _open_directory(path, dtype)
 
 
-def _open_directory(path: Path, dtype: Any) -> ForeignDataset | None:
+def _open_directory(path: Path, dtype: Any) -> ExternalDataset | None:
     files = list(_files(path))
-    pairs = [pair for file in files if megatron.is_index(file) and (pair := megatron.pair_of(file))]
+    pairs = [pair for file in files if is_index(file) and (pair := pair_of(file))]
     if pairs:
-        return megatron.MegatronDataset(path, pairs)
+        return MegatronDataset(path, pairs)
     return _open_files(path, [file for file in files if file.parent == path], dtype)
 
 
-def _open_files(folder: Path, files: list[Path], dtype: Any) -> ForeignDataset | None:
-    """Files of tokens without an index, each of which begins as such, or of the type said, or has sample ids."""
-    tokens = [file for file in files if not file.name.startswith(_IDS)]
-    found = [file for file in tokens if npy.has_header(file) or npy.ids_of(file) is not None]
+def _open_files(folder: Path, files: list[Path], dtype: Any) -> ExternalDataset | None:
+    """Files of tokens without an index, each of which begins as such, or of the type given, or has sample ids."""
+    tokens = [file for file in files if not file.name.startswith(IDS_PREFIX)]
+    chosen = [file for file in tokens if has_header(file) or ids_of(file) is not None]
     if dtype is not None:
-        found = [file for file in tokens if file in set(found) or file.suffix in RAW_SUFFIXES]
-    if not found:
+        chosen = [file for file in tokens if file in set(chosen) or file.suffix in RAW_SUFFIXES]
+    if not chosen:
         return None
-    sets = {re.sub(r"[\d_.-]*$", "", file.stem): file.suffix for file in found}
+    sets = {re.sub(r"[\d_.-]*$", "", file.stem): file.suffix for file in chosen}
     if len(sets) > 1:
         raise UsageError(
             f"{folder}: expected one set of token files, got "
             f"{', '.join(f'{n}*{s}' for n, s in list(sets.items())[:8])}. "
             "Give one such pattern in place of the directory."
         )
-    return npy.VectorDataset(folder, found, dtype)
+    return VectorDataset(folder, chosen, dtype)
 
 
-def _open_file(path: Path, dtype: Any) -> ForeignDataset | None:
-    """One file: tokens if it begins so, their type is said, sample ids stand beside it, or it is called so."""
-    found = detect(path)
-    if found.problem:
-        raise DatasetError(f"{path}: {found.problem}")
-    known = dtype is not None or found.format in npy.HEADERS or path.suffix in RAW_SUFFIXES
-    if not known and (path.name.startswith(_IDS) or npy.ids_of(path) is None):
+def _open_file(path: Path, dtype: Any) -> ExternalDataset | None:
+    """One file: tokens if it begins so, its type is given, sample ids are beside it, or its suffix says so."""
+    detection = detect(path)
+    if detection.problem:
+        raise DatasetError(f"{path}: {detection.problem}")
+    is_tokens = dtype is not None or detection.format in HEADERS or path.suffix in RAW_SUFFIXES
+    if not is_tokens and (path.name.startswith(IDS_PREFIX) or ids_of(path) is None):
         return None
-    return npy.VectorDataset(path, [path], dtype)
+    return VectorDataset(path, [path], dtype)
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Files below a directory by name, hidden ones left out; none if the first thousand begin as nothing known."""
+    """Files below a directory by name, without hidden ones; none if the first thousand are of no format of tokens."""
     with reading(path):
         files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
-    known = (file.suffix in RAW_SUFFIXES or megatron.is_index(file) or npy.has_header(file) for file in files)
-    return iter(files if any(islice(known, _MOST_SNIFFED)) else ())
+    are_tokens = (file.suffix in RAW_SUFFIXES or is_index(file) or has_header(file) for file in files)
+    return iter(files if any(islice(are_tokens, _MAX_SNIFFED)) else ())

@@ -16,13 +16,13 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from forebay.errors import DatasetError
-from forebay.formats.compression import bounded_unpack
-from forebay.formats.foreign import Bytes8, head_of, size_of
+from forebay.errors import DatasetError, UsageError
+from forebay.formats.external import Bytes8, file_size, read_head
+from forebay.storage.compression import bounded_unpack
 
 INDEX_FILE = "index.json"
-MOST_BLOCK_BYTES = (1 << 32) - 1  # Offsets are u32.
-_MOST_INDEX_BYTES = 1 << 30
+MAX_BLOCK_BYTES = (1 << 32) - 1  # Offsets are u32.
+_MAX_INDEX_BYTES = 1 << 30
 _TAIL_BYTES = 1 << 16
 I64 = NDArray[np.int64]
 
@@ -100,18 +100,18 @@ def is_index(folder: Path, *names: bytes) -> bool:
     index = folder / INDEX_FILE
     if not index.is_file():
         return False
-    head = head_of(index, 4096).lstrip()
-    some = head + head_of(index, _TAIL_BYTES, max(0, size_of(index) - _TAIL_BYTES))
+    head = read_head(index, 4096).lstrip()
+    some = head + read_head(index, _TAIL_BYTES, max(0, file_size(index) - _TAIL_BYTES))
     return head[:1] == b"{" and all(name in some for name in names)
 
 
 def read_index(folder: Path) -> Any:
     """What index.json says. Raises DatasetError if it is no JSON object."""
     path = folder / INDEX_FILE
-    if size_of(path) > _MOST_INDEX_BYTES:
-        raise DatasetError(f"{path}: expected at most {_MOST_INDEX_BYTES} bytes, got {size_of(path)}.")
+    if file_size(path) > _MAX_INDEX_BYTES:
+        raise DatasetError(f"{path}: expected at most {_MAX_INDEX_BYTES} bytes, got {file_size(path)}.")
     try:
-        index = orjson.loads(head_of(path, _MOST_INDEX_BYTES))
+        index = orjson.loads(read_head(path, _MAX_INDEX_BYTES))
     except ValueError as error:
         raise DatasetError(f"{path}: expected JSON, got {error}. Fetch it again.") from error
     if not isinstance(index, dict):
@@ -127,6 +127,22 @@ def path_inside(folder: Path, name: object) -> Path | None:
     return None if any(part in ("", ".", "..") for part in parts) else folder.joinpath(*parts)
 
 
-def is_size(value: object, most: int = MOST_BLOCK_BYTES) -> bool:
+def is_size(value: object, most: int = MAX_BLOCK_BYTES) -> bool:
     """Whether a value of an index is a whole number from 0 to `most`."""
     return type(value) is int and 0 <= value <= most
+
+
+def sized(value: bytes) -> bytes:
+    """Return a value after its size, a u32."""
+    return len(value).to_bytes(4, "little") + value
+
+
+def build_block(what: str, samples: list[bytes], settings: bytes = b"") -> bytes:
+    """Return the raw bytes of a shard: how many samples, where each begins and the last ends, settings, samples."""
+    offsets = np.cumsum([4 * (len(samples) + 2) + len(settings), *map(len, samples)], dtype=np.int64)
+    if int(offsets[-1]) > MAX_BLOCK_BYTES:
+        raise UsageError(
+            f"{what}: expected {'shards' if what == 'mds' else 'chunks'} of at most {MAX_BLOCK_BYTES} bytes, got "
+            f"{int(offsets[-1])}. Give --slice-bytes 64MiB; a document that is larger needs --seq-len N."
+        )
+    return b"".join([len(samples).to_bytes(4, "little"), offsets.astype("<u4").tobytes(), settings, *samples])

@@ -12,6 +12,7 @@ Opening reads the offsets and sizes of every item (4 bytes each) unless the inde
 are decompressed for that.
 """
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,24 +26,43 @@ import pyarrow.ipc
 import zstandard
 from numpy.typing import NDArray
 
-from forebay.errors import DatasetError
+from forebay.dataset.slices import Slice
+from forebay.errors import DatasetError, UsageError
 from forebay.formats import blocks
-from forebay.formats.blocks import I64, INDEX_FILE, Block, check_offsets, damaged, inflate, is_size, read_offsets
-from forebay.formats.compression import bounded_unpack, check_unpacked, max_unpacked, one_large
-from forebay.formats.foreign import (
+from forebay.formats.base import Format
+from forebay.formats.blocks import (
+    I64,
+    INDEX_FILE,
+    Block,
+    build_block,
+    check_offsets,
+    damaged,
+    inflate,
+    is_size,
+    read_offsets,
+    sized,
+)
+from forebay.formats.conversion import ConvertOptions, TokenSource, Written
+from forebay.formats.external import (
     TOKEN_COLUMNS,
     U64,
     Bytes8,
-    ForeignDataset,
-    Part,
+    ExternalDataset,
+    ExternalSlice,
     as_tokens,
+    common_dtype,
+    file_size,
     fingerprints,
     map_file,
-    one_kind,
-    relative,
-    size_of,
+    shown_name,
 )
+from forebay.formats.report import Report, add_slice, choose_slices
+from forebay.formats.token_stream import TokenStream, build_stream, shards_of
+from forebay.storage.compression import bounded_unpack, check_unpacked, limit_large_blocks, max_unpacked
 
+_LEVEL = 4
+_FORMATS = {"U16": "no_header_numpy:5", "U32": "no_header_tensor:16"}  # uint16; int32.
+_LEAF: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
 _LOADERS = ("PyTreeLoader", "TokensLoader")
 
 FRAMED_MAGIC = b"LDFZ01\x00\x00"
@@ -78,7 +98,74 @@ class Chunk:
     wrap: str  # What is compressed: nothing (empty), the whole `chunk`, frames of items (`batch`), or each (`sample`).
 
 
-class LitDataset(ForeignDataset):
+class LitData(Format):
+    """Directories of LitData chunks."""
+
+    name = "litdata"
+
+    def is_dataset(self, folder: Path) -> bool:
+        return any(blocks.is_index(folder, b'"chunks"', key) for key in (b'"chunk_bytes"', b'"data_format"'))
+
+    def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> ExternalDataset:
+        return LitDataset(path, column)
+
+    def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
+        """Chunks of at most `slice_bytes`, or of `shard_tokens`; compressed whole where `compress` says."""
+        stream = build_stream(source, options, "rows", signed=True)
+        items = options.more.get("items", "tokens")
+        if items not in ("tokens", "dict", "tuple"):
+            raise UsageError(f"litdata: expected items 'tokens', 'dict' or 'tuple', got {items!r}.")
+        out.mkdir()
+        chunks: list[dict[str, Any]] = []
+        names: list[Path] = []
+        for group in shards_of(stream, options.slice_bytes - 8, 8, options.shard_tokens):
+            values = [tokens.tobytes() for tokens in group]
+            raw = build_block("litdata", values if items == "tokens" else list(map(sized, values)))
+            name = f"chunk-0-{len(chunks)}.{'zstd.' if options.compress else ''}bin"
+            stored = zstandard.ZstdCompressor(level=_LEVEL).compress(raw) if options.compress else raw
+            (out / name).write_bytes(stored)
+            names.append(Path(name))
+            dim = sum(map(len, group)) if items == "tokens" else None
+            chunks.append({"chunk_bytes": len(raw), "chunk_size": len(group), "dim": dim, "filename": name})
+        index = {
+            "chunks": chunks,
+            "config": _config(stream, options, items),
+            # Readers keep their caches by it: a number made of what was written.
+            "updated_at": str(int(stream.digest.tokens[:12], 16)),
+        }
+        (out / "index.json").write_text(json.dumps(index, sort_keys=True))
+        return stream.written([*names, Path("index.json")], stream.num_documents)
+
+    def check(self, path: Path, report: Report) -> None:
+        """Every chunk against the index: it exists, and its items and tokens are as many; compressed ones too."""
+        try:
+            layout, chunks = read_index(path, needs_tokens=False)
+        except DatasetError as error:
+            report.add_finding("index-mismatch", INDEX_FILE, str(error))
+            return
+        report.metadata.update(chunks=len(chunks), items=sum(chunk.items for chunk in chunks))
+        report.depth = "structure" if layout is None else "all"
+        report.metadata["format"] = ", ".join(layout.formats) if layout is not None else "no tokens"
+        if not chunks:
+            report.add_finding("empty", INDEX_FILE, "expected chunks, got none")
+        sizes = {chunk: chunk.path.stat().st_size for chunk in chunks if chunk.path.is_file()}
+        for chunk in chunks:
+            if chunk not in sizes:
+                report.add_finding("index-mismatch", chunk.path.name, "expected it beside the index, got none")
+            elif chunk.wrap != "chunk" and sizes[chunk] != chunk.num_bytes:
+                evidence = f"expected {chunk.num_bytes} bytes, as the index says, got {sizes.pop(chunk)}"
+                report.add_finding("index-mismatch", chunk.path.name, evidence)
+        report.total_bytes = sum(sizes.values())
+        existing = list(sizes)
+        for index in choose_slices(len(existing), report.total_bytes, report.options):
+            report.read_bytes += sizes[existing[index]]
+            _check_chunk(report, existing[index], layout)
+        listed = {chunk.path.name for chunk in chunks}
+        for extra in sorted(p.name for p in path.glob("chunk-*.bin*") if p.name not in listed):
+            report.add_finding("index-mismatch", extra, "a chunk that the index does not list")
+
+
+class LitDataset(ExternalDataset):
     """The chunks of one directory, in the index's order."""
 
     def __init__(self, path: Path, column: str | None = None) -> None:
@@ -88,17 +175,17 @@ class LitDataset(ForeignDataset):
         with ThreadPoolExecutor(4) as pool:
             counts = list(pool.map(self._count, self._chunks))
         parts = [
-            Part(i, relative(path, chunk.path), 0, count, chunk.items, size_of(chunk.path))
+            ExternalSlice(i, shown_name(path, chunk.path), 0, count, chunk.items, file_size(chunk.path))
             for i, (chunk, (_, count)) in enumerate(zip(self._chunks, counts))
         ]
         files = [chunk.path for chunk in self._chunks]
         facts = {"column": self._layout.column, "leaf": self._layout.formats[self._layout.leaf]}
         super().__init__(
-            path, "litdata", one_kind(path, (kind for kind, _ in counts)), files, fingerprints(files), parts, facts
+            path, "litdata", common_dtype(path, (kind for kind, _ in counts)), files, fingerprints(files), parts, facts
         )
 
     def _count(self, chunk: Chunk) -> tuple[np.dtype[Any], int]:
-        kind, size = self._layout.kind, size_of(chunk.path)
+        kind, size = self._layout.kind, file_size(chunk.path)
         if chunk.wrap != "chunk" and size != chunk.num_bytes:
             raise DatasetError(f"{chunk.path}: expected {chunk.num_bytes} bytes, got {size}. Fetch it again.")
         if kind is not None and chunk.num_tokens is not None:
@@ -108,7 +195,7 @@ class LitDataset(ForeignDataset):
                     f"{chunk.num_bytes} bytes. Its index does not fit it; fetch both again."
                 )
             return kind, chunk.num_tokens
-        with one_large(chunk.num_bytes if chunk.wrap else 0):
+        with limit_large_blocks(chunk.num_bytes if chunk.wrap else 0):
             memory = unwrap(chunk, map_file(chunk.path))
             table = footer_of(chunk, memory, self._layout.column)
             if table is not None:
@@ -116,7 +203,7 @@ class LitDataset(ForeignDataset):
             kind, begins, ends = places(chunk, self._layout, body_of(chunk, memory))
             return kind, int((ends - begins).sum()) // kind.itemsize
 
-    def _read(self, part: Part) -> tuple[NDArray[Any], U64]:
+    def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
         chunk = self._chunks[part.file]
         return tokens_of(chunk, self._layout, self._map(chunk.path, part.num_bytes))
 
@@ -133,9 +220,17 @@ def tokens_of(chunk: Chunk, layout: Layout, memory: Bytes8) -> tuple[NDArray[Any
     return as_tokens(body.values(begins, ends).view(kind), chunk.path), documents
 
 
-def is_index(path: Path) -> bool:
-    """Whether a directory's index.json may be LitData's."""
-    return blocks.is_index(path, b'"chunks"', b'"chunk_bytes"') or blocks.is_index(path, b'"chunks"', b'"data_format"')
+def _check_chunk(report: Report, chunk: Chunk, layout: Layout | None) -> None:
+    try:
+        if layout is None:
+            body_of(chunk, unwrap(chunk, map_file(chunk.path)))
+            return
+        tokens, ends = tokens_of(chunk, layout, map_file(chunk.path))
+    except DatasetError as error:
+        report.add_finding("index-mismatch", chunk.path.name, str(error))
+        return
+    dtypes = {"tokens": f"U{8 * tokens.itemsize}", "document_ends": "U64"}
+    add_slice(report, Slice(chunk.path, {"tokens": tokens, "document_ends": ends}, dtypes), has_ends=False)
 
 
 def read_index(
@@ -346,3 +441,19 @@ def _inflate_items(chunk: Chunk, memory: Bytes8, offsets: I64) -> list[bytes]:
         if left < 0:
             raise damaged(chunk.path, f"at most {max_unpacked(len(memory))} bytes once decompressed", "more")
     return pieces
+
+
+def _config(stream: TokenStream, options: ConvertOptions, items: str) -> dict[str, Any]:
+    spec: dict[str, Any] = _LEAF
+    if items != "tokens":
+        keys = json.dumps([options.column or "input_ids"]) if items == "dict" else "null"
+        spec = {"type": f"builtins.{items}", "context": keys, "children_spec": [_LEAF]}
+    return {
+        "chunk_bytes": None if options.shard_tokens else options.slice_bytes,
+        "chunk_size": options.shard_tokens,
+        "compression": "zstd" if options.compress else None,
+        "data_format": [_FORMATS[stream.dtype]],
+        "data_spec": json.dumps([1, spec]),
+        "encryption": None,
+        "item_loader": "TokensLoader" if items == "tokens" else "PyTreeLoader",
+    }

@@ -12,6 +12,7 @@ when its slice opens (and decompressed, and its hash checked), about the size of
 
 import hashlib
 import importlib
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,31 +20,51 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zstandard
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import blocks
-from forebay.formats.blocks import I64, INDEX_FILE, MOST_BLOCK_BYTES, Block, damaged, inflate, is_size, read_offsets
-from forebay.formats.compression import bounded_unpack, check_unpacked, one_large
-from forebay.formats.foreign import (
-    U64,
-    ForeignDataset,
-    Part,
-    as_tokens,
-    fingerprint,
-    head_of,
-    map_file,
-    one_kind,
-    reading,
-    relative,
-    size_of,
-    token_kind,
+from forebay.formats.base import Format
+from forebay.formats.blocks import (
+    I64,
+    INDEX_FILE,
+    MAX_BLOCK_BYTES,
+    Block,
+    build_block,
+    damaged,
+    inflate,
+    is_size,
+    read_offsets,
+    sized,
 )
+from forebay.formats.conversion import ConvertOptions, TokenSource, Written
+from forebay.formats.external import (
+    U64,
+    ExternalDataset,
+    ExternalSlice,
+    as_tokens,
+    common_dtype,
+    file_size,
+    fingerprint,
+    map_file,
+    read_head,
+    reading,
+    shown_name,
+    token_dtype,
+)
+from forebay.formats.report import POSSIBLE, WINDOW_TOKENS, Report, check_external
+from forebay.formats.token_stream import build_stream, shards_of
+from forebay.formats.token_types import TypeEvidence
+from forebay.storage.compression import bounded_unpack, check_unpacked, limit_large_blocks
 
 _NAMES = ("tokens", "input_ids")
+_GUESSES = ("int64", "uint32", "uint16")
+_LEVEL = 3
+_RECORD_BYTES = 4 + 4 + 9  # Of a sample: an offset, a size, a shape of at most 8 bytes and the byte before it.
 _VALUES = ("uint8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _VALUE_CODES = {8: "u1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
-_MOST_SAMPLES = 1 << 20  # Of a compressed shard of few bytes.
+_MAX_SAMPLES = 1 << 20  # Of a compressed shard of few bytes.
 
 
 @dataclass(frozen=True)
@@ -88,7 +109,73 @@ class Shard:
         return self.raw, self.zipped
 
 
-class MdsDataset(ForeignDataset):
+class Mds(Format):
+    """Directories of MDS shards."""
+
+    name = "mds"
+
+    def is_dataset(self, folder: Path) -> bool:
+        return blocks.is_index(folder, b'"shards"')
+
+    def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> ExternalDataset:
+        return MdsDataset(path, dtype, column)
+
+    def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
+        """`index.json` and `shard.00000.mds` …, or `.mds.zstd`; the index has the sha256 of each file."""
+        stream = build_stream(source, options, "rows")
+        kind = "uint16" if stream.dtype == "U16" else "uint32"
+        seq_len = stream.seq_len if stream.seq_len and stream.num_tokens % stream.seq_len == 0 else None
+        column = options.column or "tokens"
+        settings: dict[str, Any] = {
+            "column_encodings": [f"ndarray:{kind}:{seq_len}" if seq_len else f"ndarray:{kind}"],
+            "column_names": [column],
+            "column_sizes": [seq_len * stream.itemsize if seq_len else None],
+            "compression": f"zstd:{_LEVEL}" if options.compress else None,
+            "format": "mds",
+            "hashes": ["sha256"],
+            "size_limit": options.slice_bytes,
+            "version": 2,
+        }
+        head = json.dumps(settings, sort_keys=True).encode()
+        out.mkdir()
+        shards: list[dict[str, Any]] = []
+        names: list[Path] = []
+        for group in shards_of(stream, options.slice_bytes - len(head) - 8, _RECORD_BYTES, options.shard_tokens):
+            raw, name = (
+                build_block("mds", [_sample(tokens, seq_len) for tokens in group], head),
+                f"shard.{len(shards):05d}.mds",
+            )
+            zipped = zstandard.ZstdCompressor(level=_LEVEL).compress(raw) if options.compress else None
+            stored = name if zipped is None else f"{name}.zstd"
+            (out / stored).write_bytes(raw if zipped is None else zipped)
+            names.append(Path(stored))
+            shards.append(
+                {
+                    **settings,
+                    "samples": len(group),
+                    "raw_data": _entry(name, raw),
+                    "zip_data": None if zipped is None else _entry(stored, zipped),
+                }
+            )
+        (out / "index.json").write_text(json.dumps({"shards": shards, "version": 2}, sort_keys=True))
+        return stream.written([*names, Path("index.json")], stream.num_documents)
+
+    def check(self, path: Path, report: Report) -> None:
+        """As of any external dataset; the type of tokens in a column of bytes is guessed."""
+        try:
+            dataset, guessed = _open_guessing(path, report.options.dtype)
+        except UsageError as error:
+            report.add_finding("unclear", "index", str(error), POSSIBLE)
+            return
+        except DatasetError as error:
+            report.add_finding("index-mismatch", "index", str(error))
+            return
+        if guessed:
+            report.metadata["stored_as"] = f"{guessed} (guessed)"
+        check_external(report, dataset)
+
+
+class MdsDataset(ExternalDataset):
     """The shards of one directory, in the index's order."""
 
     def __init__(self, path: Path, dtype: Any = None, column: str | None = None) -> None:
@@ -100,15 +187,15 @@ class MdsDataset(ForeignDataset):
             marks = list(pool.map(lambda shard: _mark_of(shard, len(shards)), shards))
         self._kinds = [kind for kind, _ in counts]
         parts = [
-            Part(i, relative(path, shard.raw.path), 0, count, shard.samples, file_of(shard).num_bytes)
+            ExternalSlice(i, shown_name(path, shard.raw.path), 0, count, shard.samples, file_of(shard).num_bytes)
             for i, (shard, (_, count)) in enumerate(zip(shards, counts))
         ]
         encodings = sorted({shard.column.encoding for shard in shards})
         facts = {"column": shards[0].column.name, "encodings": encodings}
         files = [shard.raw.path for shard in shards]
-        super().__init__(path, "mds", one_kind(path, self._kinds), files, marks, parts, facts)
+        super().__init__(path, "mds", common_dtype(path, self._kinds), files, marks, parts, facts)
 
-    def _is_there(self, file: int) -> bool:
+    def _exists(self, file: int) -> bool:
         return any(stored is not None and stored.path.is_file() for stored in self._shards[file].files)
 
     def _mark(self, file: int) -> bytes:
@@ -116,11 +203,11 @@ class MdsDataset(ForeignDataset):
         return _mark_of(self._shards[file], len(self.files))
 
     def _hash_checks(self) -> tuple[str, ...]:
-        files = [file_of(shard) for i, shard in enumerate(self._shards) if self._is_there(i)]
+        files = [file_of(shard) for i, shard in enumerate(self._shards) if self._exists(i)]
         names = [next((name for name in stored.hashes if _hasher(name) is not None), "") for stored in files]
         return (f"{' and '.join(sorted(set(names)))} of every shard",) if names and all(names) else ()
 
-    def _read(self, part: Part) -> tuple[NDArray[Any], U64]:
+    def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
         shard, kind = self._shards[part.file], self._kinds[part.file]
         stored = file_of(shard)
         is_raw = stored is shard.raw
@@ -144,9 +231,23 @@ def read_index(folder: Path, dtype: Any = None, column: str | None = None) -> li
     return shards
 
 
-def is_index(path: Path) -> bool:
-    """Whether a directory's index.json may be MosaicML's."""
-    return blocks.is_index(path, b'"shards"')
+def _open_guessing(path: Path, dtype: Any) -> tuple[MdsDataset, str]:
+    """The dataset, and the type of its tokens if it was guessed: the first that its first tokens fit."""
+    try:
+        return MdsDataset(path, dtype), ""
+    except UsageError:
+        if dtype is not None:
+            raise
+    for guess in _GUESSES:
+        try:
+            dataset = MdsDataset(path, guess)
+            evidence = TypeEvidence()
+            evidence.add(dataset.open_slice(0).tokens[:WINDOW_TOKENS])
+        except DatasetError:
+            continue
+        if not evidence.other_dtype():
+            return dataset, guess
+    raise UsageError(f"{path}: tokens of no known type. Say it: --dtype int64 (LLM Foundry's), uint16 …")
 
 
 def _shard(path: Path, i: int, entry: Any, dtype: Any, column: str | None) -> Shard:
@@ -165,7 +266,7 @@ def _shard(path: Path, i: int, entry: Any, dtype: Any, column: str | None) -> Sh
     if not all(one is None or is_size(one) for one in sizes):
         raise bad("column_sizes of numbers or null", sizes)
     samples, compression = entry.get("samples"), entry.get("compression")
-    if not isinstance(samples, int) or not is_size(samples, MOST_BLOCK_BYTES // 4):
+    if not isinstance(samples, int) or not is_size(samples, MAX_BLOCK_BYTES // 4):
         raise bad("samples: a number", samples)
     raw, zipped = (_stored(path.parent, entry.get(key)) for key in ("raw_data", "zip_data"))
     if raw is None or (entry.get("zip_data") is not None and zipped is None):
@@ -214,7 +315,7 @@ def _encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[np.dtyp
             raise UsageError(
                 f"{path}: column {name} is bytes, of no known type. Say it: dtype='int64' (LLM Foundry's), 'uint16' …"
             )
-        return token_kind(dtype), None
+        return token_dtype(dtype), None
     if what != "ndarray" or len(rest) > 2 or (rest and rest[0] not in _VALUES):
         raise DatasetError(f"{path}: expected column {name} of integers (ndarray or bytes), got {encoding!r}.")
     kind = np.dtype(rest[0]).newbyteorder("<") if rest else None
@@ -238,9 +339,9 @@ def decompress(shard: Shard) -> bytes:
     """The raw bytes of a compressed shard, of exactly the index's size."""
     assert shard.zipped is not None
     check_unpacked(shard.zipped.path, shard.zipped.num_bytes, shard.raw.num_bytes + 1)
-    if shard.samples > max(_MOST_SAMPLES, shard.zipped.num_bytes):  # Empty ones: each costs memory here.
-        raise DatasetError(f"{shard.zipped.path}: expected at most {_MOST_SAMPLES} samples, got {shard.samples}.")
-    data = head_of(shard.zipped.path, shard.zipped.num_bytes + 1)
+    if shard.samples > max(_MAX_SAMPLES, shard.zipped.num_bytes):  # Empty ones: each costs memory here.
+        raise DatasetError(f"{shard.zipped.path}: expected at most {_MAX_SAMPLES} samples, got {shard.samples}.")
+    data = read_head(shard.zipped.path, shard.zipped.num_bytes + 1)
     if len(data) != shard.zipped.num_bytes:
         raise DatasetError(
             f"{shard.zipped.path}: expected {shard.zipped.num_bytes} bytes, got {len(data)}. Fetch it again."
@@ -285,22 +386,22 @@ def file_of(shard: Shard) -> Stored:
 def _count(shard: Shard) -> tuple[np.dtype[Any], int]:
     """The type of a shard's tokens and how many they are, from its offsets where these tell, else from its samples."""
     column, stored = shard.column, file_of(shard)
-    if size_of(stored.path) != stored.num_bytes:
+    if file_size(stored.path) != stored.num_bytes:
         raise DatasetError(
-            f"{stored.path}: expected {stored.num_bytes} bytes, got {size_of(stored.path)}. Fetch it again."
+            f"{stored.path}: expected {stored.num_bytes} bytes, got {file_size(stored.path)}. Fetch it again."
         )
     if column.kind is not None and column.length is not None:
         return column.kind, shard.samples * column.length
     said = [i for i, size in enumerate(column.sizes) if size is None]
     if column.kind is None or said != [column.index]:
-        with one_large(0 if stored is shard.raw else shard.raw.num_bytes):
+        with limit_large_blocks(0 if stored is shard.raw else shard.raw.num_bytes):
             memory = map_file(stored.path) if stored is shard.raw else np.frombuffer(decompress(shard), np.uint8)
             block = _block(shard, memory)
             kind = column.kind or _kind_said(shard, block)
             begins, ends = _places(shard, block, kind)
             return kind, int((ends - begins).sum()) // kind.itemsize
     head_bytes = 4 * (shard.samples + 2)
-    head = head_of(stored.path, head_bytes if stored is shard.raw else stored.num_bytes)
+    head = read_head(stored.path, head_bytes if stored is shard.raw else stored.num_bytes)
     if stored is not shard.raw:
         head = bounded_unpack(head, shard.compression, head_bytes, stored.path)
     offsets = read_offsets(shard.raw.path, head, shard.samples, shard.raw.num_bytes, has_settings=True)
@@ -361,3 +462,15 @@ def _kind_said(shard: Shard, block: Block) -> np.dtype[Any]:
     if code not in _VALUE_CODES:
         raise damaged(block.path, "tokens of an integer type", f"type {code} of ndarray")
     return np.dtype(_VALUE_CODES[code])
+
+
+def _entry(name: str, data: bytes) -> dict[str, Any]:
+    return {"basename": name, "bytes": len(data), "hashes": {"sha256": hashlib.sha256(data).hexdigest()}}
+
+
+def _sample(tokens: NDArray[Any], seq_len: int | None) -> bytes:
+    """The values; where their number is not fixed, after their size and shape: one dimension, in the fewest bytes."""
+    if seq_len is not None:
+        return tokens.tobytes()
+    code = 0 if len(tokens) < 1 << 8 else 1 if len(tokens) < 1 << 16 else 2
+    return sized(bytes([1 << 2 | code]) + len(tokens).to_bytes(1 << code, "little") + tokens.tobytes())

@@ -17,31 +17,35 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.dataset.slices import hash_file
-from forebay.errors import DatasetError
-from forebay.formats.detect import MEGATRON_MAGIC
-from forebay.formats.foreign import (
-    MOST_COPIED_TOKENS,
-    MOST_TOKENS,
+from forebay.errors import DatasetError, UsageError
+from forebay.formats.base import Format
+from forebay.formats.conversion import ConvertOptions, TokenSource, Written
+from forebay.formats.external import (
+    MAX_COPIED_TOKENS,
+    MAX_TOKENS,
     U64,
     Bytes8,
-    ForeignDataset,
-    Part,
+    ExternalDataset,
+    ExternalSlice,
     as_tokens,
+    common_dtype,
+    file_size,
     fingerprint,
-    head_of,
     map_file,
-    one_kind,
+    read_head,
     reading,
-    relative,
-    size_of,
+    shown_name,
 )
+from forebay.formats.report import Report, check_external
+from forebay.formats.token_stream import build_stream
 
+MAGIC = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 34
 _KINDS: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
@@ -51,6 +55,9 @@ _KINDS: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 _CHUNK = 1 << 20
+_CODES = {"U16": 8, "U32": 4}  # Written: uint16, int32.
+_MAX_LENGTH = (1 << 31) - 1
+_RUN = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -98,21 +105,71 @@ class Index:
         return found
 
 
-class MegatronDataset(ForeignDataset):
+class Megatron(Format):
+    """Pairs of an index and its tokens; tokens of U32 are written as int32."""
+
+    name = "megatron"
+
+    def sniff(self, head: bytes) -> bool:
+        return head.startswith(MAGIC)
+
+    def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> ExternalDataset:
+        pair = pair_of(path)
+        if pair is None:
+            raise DatasetError(f"{path}: expected an index and its data, got {file_size(path)} bytes of neither.")
+        return MegatronDataset(path.parent, [pair])
+
+    def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
+        stream = build_stream(source, options, "rows", signed=True)
+        out.mkdir()
+        base = f"{options.name or 'dataset'}_text_document"
+        data, idx, lengths = (out / f"{base}{suffix}" for suffix in (".bin", ".idx", ".lengths"))
+        before = reached = count = 0
+        with data.open("wb") as tokens, lengths.open("wb") as sizes:
+            for part in stream.parts():
+                tokens.write(np.ascontiguousarray(part.tokens).view(np.uint8).data)
+                ends = part.ends.astype(np.int64) + reached
+                found = np.diff(ends, prepend=before)
+                if len(found) and int(found.max()) > _MAX_LENGTH:
+                    raise UsageError(
+                        f"megatron: expected documents of at most {_MAX_LENGTH} tokens, got one of {int(found.max())}. "
+                        "Give --seq-len N, or --eos-id N if a token ends each."
+                    )
+                sizes.write(found.astype("<i4").tobytes())
+                before = int(ends[-1]) if len(ends) else before
+                reached += len(part.tokens)
+                count += len(ends)
+        with lengths.open("rb") as sizes, idx.open("wb") as index:
+            index.write(MAGIC + (1).to_bytes(8, "little") + bytes([_CODES[stream.dtype]]))
+            index.write(count.to_bytes(8, "little") + (count + 1).to_bytes(8, "little"))
+            _write_columns(index, sizes, count, stream.itemsize)
+        lengths.unlink()
+        return stream.written([Path(data.name), Path(idx.name)])
+
+    def check(self, path: Path, report: Report) -> None:
+        try:
+            dataset = self.open_tokens(path)
+        except DatasetError as error:
+            report.add_finding("index-mismatch", "index", str(error))
+            return
+        check_external(report, dataset)
+
+
+class MegatronDataset(ExternalDataset):
     """Pairs of .idx and .bin as one dataset, in the order of their names."""
 
     def __init__(self, path: Path, pairs: Sequence[tuple[Path, Path]]) -> None:
         self._indexes = [read_index(idx, data) for idx, data in pairs]
-        dtype = one_kind(path, (one.kind for one in self._indexes))
+        dtype = common_dtype(path, (one.kind for one in self._indexes))
         # The first document that ends in each slice: a slice's documents are those up to the next slice's.
         self._first: dict[tuple[int, int], int] = {}
-        parts: list[Part] = []
+        parts: list[ExternalSlice] = []
         for file, one in enumerate(self._indexes):
-            name = relative(path, one.data)
+            name = shown_name(path, one.data)
             for k, (start, stop, first, last) in enumerate(_cut(one)):
                 self._first[file, start] = first
                 num_bytes = (stop - start) * one.kind.itemsize
-                parts.append(Part(file, f"{name}#{k:05d}", start, stop - start, last - first, num_bytes))
+                parts.append(ExternalSlice(file, f"{name}#{k:05d}", start, stop - start, last - first, num_bytes))
         marks = [self._mark(file) for file in range(len(pairs))]
         super().__init__(path, "megatron", dtype, [one.data for one in self._indexes], marks, parts)
 
@@ -121,7 +178,7 @@ class MegatronDataset(ForeignDataset):
         with reading(one.idx):
             return fingerprint(one.data, len(self._indexes)) + bytes.fromhex(hash_file(one.idx))
 
-    def _read(self, part: Part) -> tuple[NDArray[Any], U64]:
+    def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
         one = self._indexes[part.file]
         memory = self._map(one.data, one.data_bytes)
         stop, width = part.start + part.count, one.kind.itemsize
@@ -151,12 +208,12 @@ def pair_of(path: Path) -> tuple[Path, Path] | None:
 
 def is_index(path: Path) -> bool:
     """Whether a file begins as Megatron's index. Raises DatasetError if it cannot be read."""
-    return head_of(path, len(MEGATRON_MAGIC)) == MEGATRON_MAGIC
+    return read_head(path, len(MAGIC)) == MAGIC
 
 
 def read_index(idx: Path, data: Path) -> Index:
     """Read an index and check every number in it."""
-    data_bytes, memory = size_of(data), map_file(idx)
+    data_bytes, memory = file_size(data), map_file(idx)
     kind, sequences, bounds = _header(idx, memory)
     edges = np.cumsum([_HEADER_BYTES, 4 * sequences, 8 * sequences, 8 * bounds]).tolist()
     columns = zip(pairwise(edges), ("<i4", "<i8", "<i8"))
@@ -177,7 +234,7 @@ def read_index(idx: Path, data: Path) -> Index:
 
 def _header(idx: Path, memory: Bytes8) -> tuple[np.dtype[Any], int, int]:
     head = memory[:_HEADER_BYTES].tobytes()
-    if len(head) < _HEADER_BYTES or head[:9] != MEGATRON_MAGIC:
+    if len(head) < _HEADER_BYTES or head[:9] != MAGIC:
         raise DatasetError(f"{idx}: expected Megatron's index, got {head[:9]!r} in {len(memory)} bytes.")
     version, code = int.from_bytes(head[9:17], "little"), head[17]
     if version != 1:
@@ -242,7 +299,7 @@ def _check_bounds(idx: Path, bounds: NDArray[np.int64], sequences: int) -> None:
 
 def _cut(one: Index) -> Iterator[tuple[int, int, int, int]]:
     """(start, stop, first document, last document) of each slice, in tokens and documents that end in it."""
-    most = MOST_TOKENS if one.starts is None and one.kind.itemsize in (2, 4) else MOST_COPIED_TOKENS
+    most = MAX_TOKENS if one.starts is None and one.kind.itemsize in (2, 4) else MAX_COPIED_TOKENS
     start, document, documents = 0, 0, one.num_documents
     while start < one.num_tokens:
         limit = start + most
@@ -266,3 +323,18 @@ def _put_together(one: Index, memory: Bytes8, start: int, stop: int) -> Bytes8:
     places = one.pointers[first:last]
     pieces = [memory[a:b] for a, b in zip((places + skips * width).tolist(), (places + stops * width).tolist())]
     return np.concatenate(pieces) if pieces else np.empty(0, np.uint8)
+
+
+def _write_columns(index: BinaryIO, lengths: BinaryIO, count: int, itemsize: int) -> None:
+    """Lengths, pointers and document bounds."""
+    for _ in range(0, count, _RUN):
+        index.write(lengths.read(4 * _RUN))
+    lengths.seek(0)
+    pointer = 0
+    for _ in range(0, count, _RUN):
+        sizes = np.frombuffer(lengths.read(4 * _RUN), "<i4").astype(np.int64) * itemsize
+        stops = np.cumsum(sizes) + pointer
+        index.write((stops - sizes).astype("<i8").tobytes())
+        pointer = int(stops[-1])
+    for start in range(0, count + 1, _RUN):
+        index.write(np.arange(start, min(start + _RUN, count + 1), dtype="<i8").tobytes())

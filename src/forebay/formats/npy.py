@@ -1,280 +1,164 @@
-"""One vector of tokens a file: .npy, headerless .bin (nanoGPT), llm.c's .bin, Templar's shards with sample ids.
+"""NumPy's .npy: rows of arrays, and Templar's shards of tokens with the ids of their samples.
 
-Hides: which of these a file is. Only its first bytes say so, never its suffix: shards named .npy without a NumPy header
-exist, and a header read as tokens puts 64 of them before the first. What has no header is of the type that the caller
-says; with sample ids beside it, U32 if every second 16-bit half is below 16 (ids below 2**20), else U16.
-
-Sample ids stand in `sample_ids*` beside the tokens (`sample_ids_000003` for `train_000003`, `sample_ids_anneal_000000`
-for `anneal_000000`, `sample_ids` for `tokens`), raw u64 or .npy. The id of a sample is the 8-byte BLAKE2b of its
-tokens' bytes, as a little-endian integer. With ids, a file is a whole number of samples, and some of them are checked
-when opening, all by `verify`. Tokens are views of the map; files are cut into slices of at most 64 Mi tokens, at a
-sample's end.
+Arrays of several files go side by side, each a column by its file's name. Pickled objects are never loaded.
 """
 
-import hashlib
-import io
-import re
-import tokenize
-from collections.abc import Sequence
+from __future__ import annotations
+
+import math
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
+import pyarrow as pa
 
+from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, UsageError
-from forebay.formats.detect import LLMC_TYPES, NPY_MAGIC, detect
-from forebay.formats.foreign import (
-    MOST_COPIED_TOKENS,
-    MOST_TOKENS,
-    U64,
-    ForeignDataset,
-    Part,
-    as_tokens,
-    fingerprints,
-    head_of,
-    one_kind,
-    relative,
-    size_of,
-    token_kind,
-)
+from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
+from forebay.formats.raw_tokens import RawTokens
+from forebay.formats.shard_writer import write_unlisted
+from forebay.formats.tables import BATCH_BYTES, Array, batch_of, field_of, rows_at_once
+from forebay.formats.token_stream import build_stream
+from forebay.formats.vectors import NPY_MAGIC, read_header
 
-HEADERS = ("npy", "llm.c")  # Formats of `detect` whose files say the type of their tokens.
-LLMC_BYTES = 1024  # Of llm.c's header.
-MOST_HEADER = 10_000  # NumPy's own bound.
-_SPOT_SAMPLES = 8
-NO_SAMPLE = int.from_bytes(hashlib.blake2b(b"", digest_size=8).digest(), "little")
-"""13020603013274838756: the id of no bytes at all."""
+_SEQ_LEN = 2048
+
+
+class Npy(RawTokens):
+    """Files with NumPy's header."""
+
+    name = "npy"
+    suffixes: ClassVar[
+        tuple[str, ...]
+    ] = ()  # Those of `raw tokens` count: shards exist that are named .npy and have no header.
+
+    def sniff(self, head: bytes) -> bool:
+        return head.startswith(NPY_MAGIC)
+
+    def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
+        """`column` chooses some of the files: `x_train,y_train`."""
+        stacks = [open_array(path, path.stem, partial(path.open, "rb"), path.stat().st_size) for path in paths]
+        return table_of_arrays(self.name, choose_arrays(stacks, options.column))
+
+    def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
+        """Templar's shards: `train_%06d.npy`, and the id of each sample of `seq_len` (2048) tokens.
+
+        With `more["generation"]` `npy` (the default) the ids are `sample_ids_%06d.npy`, with `bin` raw `.bin`.
+        """
+        seq_len = options.seq_len or source.seq_len or _SEQ_LEN
+        stream = build_stream(source, options, "none", sample_tokens=seq_len)
+        if not stream.num_tokens:
+            raise UsageError(f"npy: expected at least one sample of {seq_len} tokens, got {source.num_tokens} tokens.")
+        per_file = options.shard_tokens or stream.num_tokens
+        if per_file % seq_len:
+            raise UsageError(
+                f"npy: expected shards of whole samples of {seq_len} tokens, got --shard-tokens {per_file}."
+            )
+        out.mkdir()
+        tokens = (part.tokens for part in stream.parts())
+        generation = options.more.get("generation", "npy")
+        shards = write_unlisted(tokens, out, seq_len, per_file // seq_len, TOKEN_DTYPES[stream.dtype], generation)
+        stream.notes.append(f"samples of {seq_len} tokens")
+        files = [Path(path.name) for shard in shards for path in (shard.tokens, shard.ids)]
+        return stream.written(files, stream.num_tokens // seq_len)
 
 
 @dataclass(frozen=True)
-class Vector:
-    """One file that holds a vector of integers after a header."""
+class ArrayFile:
+    """An array in a file or archive: the offset of its first value, and how it is opened."""
 
+    name: str
     path: Path
-    offset: int  # Bytes of the header.
-    kind: np.dtype[Any]  # Type of the integers.
-    count: int
-    file_bytes: int  # Of the whole file: offset + count * itemsize.
+    open: Callable[[], AbstractContextManager[Any]]
+    start: int
+    dtype: np.dtype[Any]
+    rows: int
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
-class VectorDataset(ForeignDataset):
-    """Files of tokens as one dataset, in the order given."""
-
-    def __init__(self, path: Path, files: Sequence[Path], dtype: Any = None) -> None:
-        self._ids = [ids_of(file) for file in files]
-        self._vectors = [_tokens_of(file, ids, dtype) for file, ids in zip(files, self._ids)]
-        lengths = {_sample_tokens(one, ids) for one, ids in zip(self._vectors, self._ids)}
-        stored = one_kind(path, (one.kind for one in self._vectors))
-        if len(lengths) != 1:
-            told = ", ".join(sorted(map(str, lengths)))
-            raise DatasetError(
-                f"{path}: expected files of one length of sample, got {told}. Open them as datasets of their own."
-            )
-        self.seq_len = lengths.pop()  # Tokens of a sample, where sample ids tell it; else None.
-        parts: list[Part] = []
-        for file, one in enumerate(self._vectors):
-            most = MOST_TOKENS if one.kind.itemsize in (2, 4) else MOST_COPIED_TOKENS
-            step = max(1, most // self.seq_len) * self.seq_len if self.seq_len else most
-            for k, start in enumerate(range(0, one.count, step)):
-                count = min(step, one.count - start)
-                name = f"{relative(path, one.path)}#{k:05d}"
-                parts.append(Part(file, name, start, count, 0, count * one.kind.itemsize))
-        marks = fingerprints(files)
-        super().__init__(path, "vector", stored, list(files), marks, parts, {"seq_len": self.seq_len})
-        for one, ids in zip(self._vectors, self._ids):
-            if ids is not None and self.seq_len:
-                self._check_spots(one, ids, self.seq_len)
-
-    def sample_ids(self, part: Part) -> U64 | None:
-        """The sample ids of a slice, a view of their file: U64 [count // seq_len]; None if there are none."""
-        ids = self._ids[part.file]
-        if ids is None or not self.seq_len:
-            return None
-        first = part.start // self.seq_len
-        return self._view(ids, first, first + part.count // self.seq_len)
-
-    def _read(self, part: Part) -> tuple[NDArray[Any], U64]:
-        one = self._vectors[part.file]
-        return as_tokens(self._view(one, part.start, part.start + part.count), one.path), np.empty(0, np.uint64)
-
-    def _view(self, one: Vector, start: int, stop: int) -> NDArray[Any]:
-        width = one.kind.itemsize
-        return self._map(one.path, one.file_bytes)[one.offset + start * width : one.offset + stop * width].view(
-            one.kind
-        )
-
-    def _check_spots(self, one: Vector, ids: Vector, seq_len: int) -> None:
-        for i in np.unique(np.linspace(0, ids.count - 1, _SPOT_SAMPLES).astype(np.int64)).tolist():
-            wanted = int(self._view(ids, i, i + 1)[0])
-            got = sample_id(self._view(one, i * seq_len, (i + 1) * seq_len))
-            if got != wanted:
-                why = "It is the id of no bytes at all: a known fault of one writer. " if wanted == NO_SAMPLE else ""
-                raise DatasetError(
-                    f"{ids.path}: expected id {got} of sample {i} ({seq_len} tokens {one.kind}), got {wanted}. {why}"
-                    f"Tokens and ids are not of each other: fetch both again, or move {ids.path.name} away to read "
-                    "the tokens without."
-                )
-
-    def _hash_checks(self) -> tuple[str, ...]:
-        return ("BLAKE2b of every sample against its id",) if all(ids is not None for ids in self._ids) else ()
-
-    def _check_part(self, part: Part, tokens: NDArray[Any]) -> str:
-        ids = self.sample_ids(part)
-        if ids is None or not self.seq_len:
-            return ""
-        samples = tokens.reshape(-1, self.seq_len)
-        return "" if all(sample_id(row) == wanted for row, wanted in zip(samples, ids.tolist())) else "changed"
-
-
-def sample_id(tokens: NDArray[Any]) -> int:
-    """Templar's id of a sample: the 8-byte BLAKE2b of its tokens' bytes in their own type, little endian."""
-    digest = hashlib.blake2b(np.ascontiguousarray(tokens).view(np.uint8).data, digest_size=8)
-    return int.from_bytes(digest.digest(), "little")
-
-
-def npy_head(dtype: np.dtype[Any], count: int) -> bytes:
-    """NumPy's header of a vector: 128 bytes for every count."""
-    head = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
-    return NPY_MAGIC + b"\x01\x00" + (118).to_bytes(2, "little") + (head.ljust(117) + "\n").encode()
-
-
-def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """(shape, whether in Fortran's order, dtype) of a NumPy file, left at its first value; ValueError if it is none."""
-    try:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(file)
-    except (TypeError, SyntaxError, tokenize.TokenError) as error:
-        raise ValueError(str(error)) from error
-    return tuple(map(int, shape)), bool(fortran), dtype
-
-
-def has_header(path: Path) -> bool:
-    """Whether a file begins with NumPy's or llm.c's header. Raises DatasetError if it cannot be read."""
-    return detect(path).format in HEADERS
-
-
-def ids_of(path: Path) -> Vector | None:
-    """The file of sample ids that belongs to a file of tokens; None if there is none."""
-    stem = path.stem
-    number = re.fullmatch(r"(.*?)_?(\d+)", stem)
-    if number is None:
-        names = ["sample_ids"] if stem == "tokens" else [f"sample_ids_{stem}"]
-    elif number[1] == "train":
-        names = [f"sample_ids_{number[2]}", f"sample_ids_train_{number[2]}"]
-    else:
-        names = [f"sample_ids_{stem}"]
-    for found in (path.with_name(name + suffix) for name in names for suffix in (".npy", ".bin")):
-        if found.is_file():
-            vector = _npy(found) if detect(found).format == "npy" else _raw(found, np.dtype("<u8"))
-            if vector.kind != np.dtype("<u8"):
-                raise DatasetError(f"{found}: expected sample ids of uint64, got {vector.kind}. Fetch it again.")
-            return vector
-    return None
-
-
-def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
-    known = detect(path).format
-    if known == "llm.c":
-        return _llmc(path)
-    if known == "npy":
-        vector = _npy(path)
-        if vector.kind not in (np.dtype("<u2"), np.dtype("<u4")):
-            raise DatasetError(
-                f"{path}: expected tokens of uint16 or uint32, got {vector.kind}. Save them again with "
-                "np.save(path, tokens.astype(np.uint32))."
-            )
-        return vector
-    if dtype is not None:
-        return _raw(path, token_kind(dtype))
-    if ids is not None and size_of(path) < 2 * ids.count:
+def open_array(path: Path, name: str, opener: Callable[[], AbstractContextManager[Any]], num_bytes: int) -> ArrayFile:
+    """Read the header of an array. Raises DatasetError if it does not fit the `num_bytes` of the file or member."""
+    location = path if path.suffix == ".npy" else f"{path}, {name}"
+    with opener() as file:
+        try:
+            shape, is_fortran, dtype = read_header(file)
+            start = file.tell()
+        except (ValueError, OSError, zlib.error, zipfile.BadZipFile) as error:
+            raise DatasetError(f"{location}: expected an array, got: {error}. Fetch it again.") from error
+    if dtype.hasobject or dtype.kind not in "biuf" or not shape or (is_fortran and len(shape) > 1):
+        order = " in Fortran's order" if is_fortran else ""
         raise DatasetError(
-            f"{path}: expected at least one token for each of {ids.count} ids in {ids.path.name}, got "
-            f"{size_of(path)} bytes. It is truncated; fetch it again."
+            f"{location}: expected rows of numbers in C order, got {dtype} {list(shape)}{order}. Save it again with "
+            "numpy.ascontiguousarray."
         )
-    guess = _guess(path) if ids is not None else None
-    if guess is not None:
-        return _raw(path, guess)
-    raise UsageError(
-        f"{path}: tokens without a header, of no known type. Say it: dtype='uint16' or --input-dtype uint16 (GPT-2's "
-        "and other vocabularies below 65536), or uint32."
-    )
-
-
-def _guess(path: Path) -> np.dtype[Any] | None:
-    """The type of headerless tokens, by their first 64 KiB; None where these do not tell."""
-    head = head_of(path, 1 << 16)
-    halves = np.frombuffer(head[: len(head) & ~3], "<u2")
-    if len(halves) and int(halves[1::2].max()) >= 16:
-        return np.dtype("<u2")
-    return np.dtype("<u4") if len(halves) and int(halves[::2].max()) >= 16 else None
-
-
-def _raw(path: Path, kind: np.dtype[Any], num_bytes: int | None = None) -> Vector:
-    size = size_of(path) if num_bytes is None else num_bytes
-    if size % kind.itemsize:
+    claimed = start + math.prod(shape) * dtype.itemsize
+    if claimed != num_bytes:
         raise DatasetError(
-            f"{path}: expected a whole number of {kind.itemsize}-byte numbers, got {size} bytes. "
-            "It is truncated, or of another type."
+            f"{location}: expected {num_bytes} bytes, as it has, got a header that says {claimed}: {dtype} "
+            f"{list(shape)}. It is cut or damaged: fetch it again."
         )
-    return Vector(path, 0, kind, size // kind.itemsize, size)
+    return ArrayFile(name, path, opener, start, dtype, shape[0], shape[1:])
 
 
-def _llmc(path: Path) -> Vector:
-    head, size = head_of(path, LLMC_BYTES), size_of(path)
-    kind = np.dtype(LLMC_TYPES[int.from_bytes(head[:4], "little")][1])
-    count = int.from_bytes(head[8:12], "little")
-    if size != LLMC_BYTES + count * kind.itemsize:
+def choose_arrays(arrays: list[ArrayFile], columns: str | None) -> list[ArrayFile]:
+    """Return the arrays that `columns` names: `x_train,y_train`; all without it."""
+    names = [name for name in (columns or "").split(",") if name]
+    missing = set(names) - {array.name for array in arrays}
+    if missing:
+        raise UsageError(f"--column: expected some of {[array.name for array in arrays]}, got {sorted(missing)}.")
+    return [array for array in arrays if not names or array.name in names]
+
+
+def table_of_arrays(format_name: str, arrays: list[ArrayFile]) -> TableSource:
+    """Return arrays of as many rows side by side as a table."""
+    sizes = {array.name: array.rows for array in arrays}
+    if not arrays or len(sizes) < len(arrays) or len(set(sizes.values())) > 1:
+        got = ", ".join(f"{array.name} {array.rows} ({array.path.name})" for array in arrays)[:500]
+        raise UsageError(
+            f"{arrays[0].path.parent if arrays else 'arrays'}: expected arrays of other names and as many rows, got "
+            f"{got or 'none'}. Name those that belong together: --column x_train,y_train, or a pattern of files."
+        )
+    schema = pa.schema([field_of(array.name, array.dtype.newbyteorder("="), array.shape) for array in arrays])
+    return TableSource(format_name, schema, arrays[0].rows, lambda: _read_batches(arrays, schema))
+
+
+def _read_batches(arrays: Sequence[ArrayFile], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    step = rows_at_once(sum(array.row_bytes for array in arrays))
+    with ExitStack() as opened:
+        files = [opened.enter_context(array.open()) for array in arrays]
+        for array, file in zip(arrays, files):
+            _read_exactly(file, array.start, array)
+        for start in range(0, arrays[0].rows, step):
+            count = min(step, arrays[0].rows - start)
+            yield batch_of({array.name: _read_rows(array, file, count) for array, file in zip(arrays, files)}, schema)
+
+
+def _read_rows(array: ArrayFile, file: BinaryIO, count: int) -> Array:
+    data = _read_exactly(file, count * array.row_bytes, array)
+    rows = np.frombuffer(data, array.dtype).reshape(count, *array.shape)
+    return rows.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _read_exactly(file: BinaryIO, size: int, array: ArrayFile) -> bytes:
+    pieces = []
+    remaining = size
+    while remaining and (piece := file.read(min(remaining, BATCH_BYTES))):  # A larger read would allocate it all first.
+        pieces.append(piece)
+        remaining -= len(piece)
+    if remaining:
         raise DatasetError(
-            f"{path}: expected {LLMC_BYTES + count * kind.itemsize} bytes, as its header says, got {size}. "
-            "Fetch it again."
+            f"{array.path}: expected {array.rows} rows of {array.name}, {array.row_bytes} bytes each, got {remaining} "
+            "bytes fewer. The file is cut: fetch it again."
         )
-    return Vector(path, LLMC_BYTES, kind, count, size)
-
-
-def vector_in(path: Path, num_bytes: int, dtype: Any = None) -> Vector:
-    """The vector in the first `num_bytes` of a file, which may still be missing: NumPy's, or raw of a type."""
-    if head_of(path, len(NPY_MAGIC)) == NPY_MAGIC:
-        return _npy(path, num_bytes)
-    return _raw(path, token_kind(dtype), num_bytes)
-
-
-def _npy(path: Path, num_bytes: int | None = None) -> Vector:
-    head = head_of(path, 12 + MOST_HEADER)
-    size = size_of(path) if num_bytes is None else num_bytes
-    file = io.BytesIO(head)
-    try:
-        shape, _, dtype = read_header(file)
-    except ValueError as error:
-        raise DatasetError(f"{path}: expected a NumPy header, got {head[:12]!r} in {size} bytes: {error}.") from error
-    if len(shape) != 1:
-        raise DatasetError(
-            f"{path}: expected a vector of tokens, got shape {list(shape)}. Save it again with "
-            "np.save(path, tokens.reshape(-1))."
-        )
-    if dtype.str[1:] not in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8") or dtype.str[0] not in "<|":
-        raise DatasetError(
-            f"{path}: expected little-endian integers, got {dtype.str!r}. Save them again as '<u2' or '<u4'."
-        )
-    offset = file.tell()
-    wanted = offset + shape[0] * dtype.itemsize
-    if size != wanted:
-        raise DatasetError(
-            f"{path}: expected {wanted} bytes, as its header says ({shape[0]} {dtype}), got {size}. "
-            "It is truncated or was appended to; fetch it again."
-        )
-    return Vector(path, offset, dtype, shape[0], size)
-
-
-def _sample_tokens(one: Vector, ids: Vector | None) -> int | None:
-    """Tokens of a sample, from the two counts."""
-    if ids is None:
-        return None
-    if not ids.count or one.count % ids.count or not one.count:
-        raise DatasetError(
-            f"{one.path}: expected a whole number of tokens for each of {ids.count} ids in {ids.path.name}, got "
-            f"{one.count} tokens. One of the two is truncated or of another shard; fetch both again."
-        )
-    return one.count // ids.count
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -24,8 +24,8 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write, open_atomic, remove_stale
-from forebay.formats.foreign import token_kind
-from forebay.formats.npy import npy_head, sample_id
+from forebay.formats.external import token_dtype
+from forebay.formats.vectors import npy_header, sample_id
 
 LIST_FILE = "shards.json"
 LIST_FORMAT = "forebay shards 2"
@@ -82,7 +82,7 @@ def write_shards(
     first = next(pieces, None)
     if first is None:
         raise DatasetError(f"{out}: expected tokens to write, got none. Nothing was written.")
-    kind = token_kind(dtype if dtype is not None else first.dtype)
+    kind = token_dtype(dtype if dtype is not None else first.dtype)
     if kind not in (np.dtype("<u2"), np.dtype("<u4")):
         raise UsageError(f"shards: expected uint16 or uint32, got {kind}. Say dtype=.")
     out.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def write_unlisted(
         found: list[NDArray[np.uint64]] = []
         count = 0
         with open_atomic(tokens) as file:
-            file.write(npy_head(kind, 0) if header else b"")
+            file.write(npy_header(kind, 0) if header else b"")
             while block is not None and count < shard_samples:
                 here, block = block[: shard_samples - count], block[shard_samples - count :]
                 file.write(here.view(np.uint8).data)
@@ -126,9 +126,9 @@ def write_unlisted(
                 block = block if len(block) else next(blocks, None)
             if header:
                 file.seek(0)
-                file.write(npy_head(kind, count * seq_len))
+                file.write(npy_header(kind, count * seq_len))
             raw = np.concatenate(found).view(np.uint8).data
-            atomic_write(ids, [npy_head(np.dtype("<u8"), count), raw] if generation == "npy" else [raw])
+            atomic_write(ids, [npy_header(np.dtype("<u8"), count), raw] if generation == "npy" else [raw])
         shards.append(Shard(len(shards), tokens, ids, count))
     return shards
 

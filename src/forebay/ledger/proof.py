@@ -69,7 +69,7 @@ class ProofReport:
     workers: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """The output of `forebay ledger prove --check --json`."""
+        """The output of `forebay ledger verify --proof --json`."""
         return dict(vars(self))
 
 
@@ -90,7 +90,7 @@ def check_proof(proof: Any, verify: Verifier, *, key: bytes | None = None, root:
         job = Job.of(links[0].entry("proof"))
         first, last = job.bounds[job.dataset_of(slice_index) :][:2]
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise LedgerError(f"proof: expected one of `forebay ledger prove`, got {error!r}.") from None
+        raise LedgerError(f"proof: expected one of `forebay ledger export --proof`, got {error!r}.") from None
     problems: list[str] = []
     computed = root_of_path(leaf, leaf_index, size, path)
     if computed is None or computed.hex() != claimed or (root is not None and root != claimed):

@@ -74,7 +74,7 @@ def verify_ledger(
     public_key: bytes | None = None,
     verify: Verifier | None = None,
     replay: Replay | None = None,
-    allow_aside: float = 0.0,
+    max_set_aside: float = 0.0,
 ) -> LedgerReport:
     """Check the chain, the signatures and that each epoch used each sample exactly once.
 
@@ -83,7 +83,7 @@ def verify_ledger(
         verify: Checks one signature; without it only hashes are checked.
         replay: Computes the sample ids of each use: coverage is then also counted by sample, and the digests
             that workers signed are compared.
-        allow_aside: Share of an epoch's samples, 0 to 1, that may be set aside and unused.
+        max_set_aside: Share of an epoch's samples, 0 to 1, that may be set aside and unused.
 
     Returns:
         A report; a broken chain is read up to the break, and the rest counts as missing.
@@ -113,7 +113,7 @@ def verify_ledger(
         return LedgerReport(False, False, [], reading.problems, reading.entries)
     if verify is not None:
         _check_signatures(path, last, public_key or job.scheduler, verify, reading)
-    return _report(reading, job, replay, allow_aside)
+    return _report(reading, job, replay, max_set_aside)
 
 
 def _check_signatures(path: Path, last: Link, key: bytes, verify: Verifier, reading: LedgerReading) -> None:
@@ -226,7 +226,7 @@ def coverage_of(job: Job, table: NDArray[Any], aside: dict[tuple[int, int], Any]
     return cover(job.samples[here], mine["slice"] - here.start, mine["start"], mine["stop"], gone)
 
 
-def _report(reading: LedgerReading, job: Job, replay: Replay | None, allow_aside: float) -> LedgerReport:
+def _report(reading: LedgerReading, job: Job, replay: Replay | None, max_set_aside: float) -> LedgerReport:
     table = reading.uses.table()
     epochs: list[dict[str, int]] = []
     missing: list[dict[str, int]] = []
@@ -256,11 +256,11 @@ def _report(reading: LedgerReading, job: Job, replay: Replay | None, allow_aside
     intact, few_aside = not reading.problems, True
     for e in epochs:
         aside, total = e.get("set_aside", 0), e["samples"] + e["missing"] + e.get("set_aside", 0)
-        if aside > allow_aside * total:
+        if aside > max_set_aside * total:
             few_aside = False
             reading.problem(
                 f"epoch {e['epoch']}: {aside:,} of {total:,} samples were set aside and never used, more than the "
-                f"share {allow_aside:g} that is allowed (--allow-aside)"
+                f"share {max_set_aside:g} that is allowed (--max-set-aside)"
             )
     is_complete = all(e["missing"] == 0 and e["repeated"] == 0 for e in epochs)
     return LedgerReport(

@@ -17,7 +17,7 @@ from forebay.cache.eviction import part_bytes
 from forebay.errors import UsageError
 from forebay.order.plan import Order
 from forebay.order.windows import Spans, lanes_of, node_spans, window_steps
-from forebay.units import words_of_bytes
+from forebay.units import format_bytes
 
 I64 = NDArray[np.int64]
 
@@ -221,7 +221,7 @@ def check_traffic(job: Job, order: Order, nodes: list[Node] | None = None) -> st
     refused = bool(most) and ratio > (most or 0) and not small
     text = (
         f"fetched bytes: expected at most {most if refused else WARN_RATIO} times the dataset's "
-        f"{words_of_bytes(job.num_bytes)} in an epoch, got about {ratio:.3g} times "
+        f"{format_bytes(job.num_bytes)} in an epoch, got about {ratio:.3g} times "
         f"({_cause(job, order, nodes, cache)}). {_advice(job, nodes, ratio)}"
     )
     if refused:
@@ -232,7 +232,7 @@ def check_traffic(job: Job, order: Order, nodes: list[Node] | None = None) -> st
 def _cause(job: Job, order: Order, nodes: list[Node], cache: int) -> str:
     disk, where = worst_of(nodes)[0], f"lanes={order.num_lanes}, window={order.window_samples}"
     if cache < disk.least_bytes:
-        opened = f"{disk.open_slices} slices, {words_of_bytes(disk.open_bytes)}"
+        opened = f"{disk.open_slices} slices, {format_bytes(disk.open_bytes)}"
         return f"cache_bytes={cache:,} is less than the {opened}, that {where} keep open"
     if sum(node.disk.origin_bytes for node in nodes) > WARN_RATIO * job.num_bytes and not job.swarm:
         return f"{job.num_nodes} nodes without a common cache, {where}"

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError, IntegrityError
-from forebay.formats.detect import NPY_MAGIC
-from forebay.formats.foreign import map_file
-from forebay.formats.npy import NO_SAMPLE, Vector, vector_in
+from forebay.formats.external import map_file
+from forebay.formats.vectors import NO_SAMPLE, NPY_MAGIC, Vector, vector_in
 from forebay.storage.transfers import PIECE_BYTES
 
 _BLOCK_BYTES = 1 << 20

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import ForebayError, IntegrityError, NetworkError, UsageError
-from forebay.formats.foreign import map_file
-from forebay.formats.npy import vector_in
+from forebay.formats.external import map_file
+from forebay.formats.vectors import vector_in
 from forebay.load.shard_check import read_ids
 from forebay.load.shard_folder import Pair
 from forebay.storage.locks import Lock

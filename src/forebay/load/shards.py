@@ -26,7 +26,6 @@ from typing import Any, Literal
 import numpy as np
 
 from forebay.errors import UsageError
-from forebay.formats.foreign import token_kind
 from forebay.load.batch import IGNORE_INDEX, Batch
 from forebay.load.shard_dataset import Arrival, ShardDataset
 from forebay.load.shard_folder import Pair
@@ -41,7 +40,7 @@ from forebay.order.shard_windows import (
 )
 from forebay.storage.base import environment
 from forebay.storage.ranged_download import Workers
-from forebay.units import words_of_bytes, words_of_rate
+from forebay.units import format_bytes, format_rate
 
 COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
 COMMON_MEM_BYTES = 4 * 10**9
@@ -139,7 +138,7 @@ class SharedShardedDatasetManager:
         home = Path(folder if folder is not None else environment("DATASET_BINS_PATH", "shards")).absolute()
         source = "r2://" if url is None else str(url) if "://" in str(url) else str(Path(url).absolute())
         settings: dict[str, Any] = {
-            "sequence_length": sequence_length, "kind": None if token_dtype is None else token_kind(token_dtype),
+            "sequence_length": sequence_length, "kind": None if token_dtype is None else token_dtype(token_dtype),
             "tmp_dir": None if tmp_dir is None else Path(tmp_dir).absolute(), "chunk_size": chunk_size,
             "max_workers": max_workers, "generation": generation, "prefix": prefix, "patience_s": patience_s,
         }  # fmt: skip
@@ -328,7 +327,7 @@ class SharedShardedDatasetManager:
             self._stats["fetched_bytes"] += fetched.bytes_fetched
             self._stats["fetch_s"] += fetched.seconds
             if fetched.seconds > _LEAST_S and fetched.bytes_fetched / fetched.seconds < COMMON_BYTES_PER_S:
-                rate = words_of_rate(fetched.bytes_fetched / fetched.seconds)
+                rate = format_rate(fetched.bytes_fetched / fetched.seconds)
                 log.warning("shard %d came at %s; runs like this have 1 Gb/s or more", index, rate)
         return pair
 
@@ -350,18 +349,18 @@ class SharedShardedDatasetManager:
         free = shutil.disk_usage(folder.folder).free
         if free + held < count * one:
             raise UsageError(
-                f"{folder.folder}: expected room for {count} shards of {words_of_bytes(one)} ({count * one} "
+                f"{folder.folder}: expected room for {count} shards of {format_bytes(one)} ({count * one} "
                 f"bytes), got {free + held} bytes ({held} of them hold shards). Nothing was fetched. Free "
                 f"{count * one - free - held} bytes, or choose another folder."
             )
         if free + held < COMMON_SHARDS * one:
             log.warning(
                 "disk: room for %s in %s; %s or more is what runs like this have (750 GB for shards of 215 GB)",
-                words_of_bytes(free + held), folder.folder, words_of_bytes(int(COMMON_SHARDS * one)),
+                format_bytes(free + held), folder.folder, format_bytes(int(COMMON_SHARDS * one)),
             )  # fmt: skip
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if memory < COMMON_MEM_BYTES:
-            log.warning("memory: %s; 4 GB or more is what runs like this have", words_of_bytes(memory))
+            log.warning("memory: %s; 4 GB or more is what runs like this have", format_bytes(memory))
 
     def _prune(self) -> None:
         """Remove what was used up, on local rank 0, as soon as no rank uses it."""

@@ -23,7 +23,7 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, hash_file, open_slice
 from forebay.dataset.verified import user_cache
 from forebay.errors import DatasetError, UsageError
-from forebay.formats.foreign import ForeignDataset
+from forebay.formats import ExternalDataset
 from forebay.order.run import Run
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class Slices:
 def check_hashes(datasets: list[Dataset]) -> None:
     """Raise UsageError for a dataset that has no hashes to verify by."""
     for dataset in datasets:
-        if isinstance(dataset, ForeignDataset):
+        if isinstance(dataset, ExternalDataset):
             raise UsageError(f"verify: {dataset.path} is of another format, which has no hashes. Leave it out.")
 
 
@@ -318,7 +318,7 @@ def comes_by_cache(dataset: Dataset, cache_dir: str | Path | None) -> bool:
     """Whether a dataset's slices come by way of the cache."""
     if getattr(dataset, "origin", None) is not None:
         return True
-    if cache_dir is not None and isinstance(dataset, ForeignDataset):
+    if cache_dir is not None and isinstance(dataset, ExternalDataset):
         raise UsageError(
             f"cache_dir: expected none for {dataset.path}, a dataset of another format: it is read in place. "
             "Leave it out."

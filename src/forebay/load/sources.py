@@ -117,9 +117,9 @@ def open_dataset(given: Given, identity: Any = None, *, verify: Verify = "once",
         return open_remote(text, identity=identity, from_urls=from_urls)
     folder = local_path(given)
     if not (folder / MANIFEST_FILE).is_file() and folder.exists():
-        from forebay.formats import open_foreign
+        from forebay.formats import open_external
 
-        found: Dataset | None = open_foreign(folder)
+        found: Dataset | None = open_external(folder)
         if found is not None:
             return found
         if folder.is_file():

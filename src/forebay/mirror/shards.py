@@ -26,7 +26,7 @@ from forebay.storage.base import Head, read_small
 from forebay.storage.origins import open_origin
 from forebay.storage.ranged_download import Workers, head_of, head_origin
 from forebay.storage.targets import FolderTarget, Target, open_target
-from forebay.units import words_of_bytes
+from forebay.units import format_bytes
 
 _MOST_LIST_BYTES = 64 << 20
 log = logging.getLogger("forebay.load")
@@ -192,7 +192,7 @@ class _Mirror:
         free = shutil.disk_usage(self._folder.folder).free
         if need > free + held:
             raise UsageError(
-                f"{self._folder.folder}: expected room for {words_of_bytes(need)} ({need} bytes), got {free + held}. "
+                f"{self._folder.folder}: expected room for {format_bytes(need)} ({need} bytes), got {free + held}. "
                 f"Nothing was copied. Free {need - free - held} bytes, copy fewer shards (--shards A:B), or choose "
                 "another disk."
             )

@@ -1,10 +1,10 @@
-"""From a step to the samples and documents of its batch and who used them; and from a document to all who saw it.
+"""From a step to the samples, documents and workers of its batch; and from a document to all workers that used it.
 
-Lease mode asks a ledger's index. A worker takes one lease after the other, a batch of consecutive samples a step, so
-that what it acknowledged at step b after step a it used in steps (a, b]; with its batch size, as its receipts show it,
-a step's samples are known to the sample. Which samples those are is a pure function of the job's seed, epoch and slice.
+For leases it queries a ledger's index. A worker uses one lease after the other, one batch of consecutive samples per
+step, so samples acknowledged at step b after step a were used in steps (a, b]; its batch size, derived from its
+receipts, gives the exact samples of each step. Sample ids are a pure function of the job's seed, epoch and slice.
 
-Cost: 0.1 s for an index of a million uses, and what is read of the dataset: a few slices' pages.
+Cost: 0.1 s for an index of a million uses, and the pages that are read of a few slices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.dataset.documents import Documents, Piece
+from forebay.dataset.documents import DocumentRange, Documents
 from forebay.errors import UsageError
 from forebay.ledger.index import LedgerIndex
 from forebay.ledger.job import Job
@@ -28,66 +28,68 @@ AROUND = 20
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one worker, or rank, did in a step, or with a document."""
+class BatchShare:
+    """The samples that one worker or rank used in a step, or of a document."""
 
-    worker: str  # Peer id; "" where only the order is known, or the name that a coordinator knows it by.
+    worker: str  # Peer id; for a coordinator's worker its name; "" if only the order is known.
     name: str = ""
     rank: int = -1  # In order mode; -1 otherwise.
     epoch: int = 0
-    slice: int = -1  # Over all datasets of the job; -1 where samples are of several.
-    start: int = -1  # Where the samples stand in the slice's order of that epoch.
+    slice: int = -1  # Numbered over all datasets of the job; -1 if samples are of several.
+    start: int = -1  # Positions in the slice's order of that epoch.
     stop: int = -1
-    first_step: int = 0  # In one of the steps [first_step, last_step], of that worker's own in lease mode.
+    first_step: int = 0  # Used in one of the steps [first_step, last_step]; for leases the worker's own steps.
     last_step: int = 0
-    at: float = 0.0  # Unix seconds of the receipt; 0 where there is none.
-    entry: int = -1  # Of the ledger; -1 where there is none.
-    exact: bool = True  # False: the samples are of these steps, and which are of the step asked for is not known.
+    recorded_at: float = 0.0  # Unix seconds of the receipt; 0 without one.
+    entry: int = -1  # Of the ledger; -1 without one.
+    exact: bool = True  # False: the samples belong to these steps; which of them to the requested step is unknown.
     samples: list[int] = field(default_factory=list)  # Global sample ids, over all slices of the job.
-    documents: list[Piece] = field(default_factory=list)  # Of the samples, one after another; empty without a dataset.
-    session: str = ""  # Which process of the worker, where it says so: its steps are numbered by themselves.
+    documents: list[DocumentRange] = field(
+        default_factory=list
+    )  # Of the samples, one after another; empty without a dataset.
+    session: str = ""  # The worker's process, if it has several: each numbers its own steps.
 
 
 def replay(job: Job, epoch: int, slice_index: int, start: int, stop: int) -> tuple[I64, str]:
-    """The samples, counted in their slice, of a use, and the receipt of their global ids: `Used.digest`."""
+    """The sample indexes (within the slice) of a use, and the receipt of their global ids: `Used.digest`."""
     ids = lease_order(job.seed, epoch, slice_index, int(job.samples[slice_index]), start, stop)
     base = int(job.samples[:slice_index].sum())
     return ids, receipt((ids + base).astype(np.uint64))[0]
 
 
 def steps_before(uses: NDArray[Any]) -> I64:
-    """For each use the last step before it of the same session: 0 where the session began, or began again."""
+    """For each use the last earlier step of the same session: 0 where the session started or restarted."""
     order = np.argsort(uses["session"], kind="stable")
     sessions, steps = uses["session"][order], uses["step"][order]
     before = np.concatenate([[0], steps[:-1]])
     before[np.concatenate([[True], sessions[1:] != sessions[:-1]])[: len(before)]] = 0
     before = np.where(before < steps, before, 0)
-    found = np.empty(len(uses), np.int64)
-    found[order] = before[: len(uses)]
-    return found
+    result = np.empty(len(uses), np.int64)
+    result[order] = before[: len(uses)]
+    return result
 
 
 def batch_sizes(uses: NDArray[Any], before: I64, num_sessions: int) -> I64:
-    """The batch size of each session, int64 [S]: what explains how many samples its uses took in how many steps.
+    """The batch size of each session, int64 [S], derived from the samples and steps of its uses.
 
-    Only a use's last batch may be short. 0 if no single size explains them: a session that began again with another.
+    Only a use's last batch may be short. 0 if no single size fits: a session that restarted with another size.
     """
     counts, steps, sessions = uses["stop"] - uses["start"], uses["step"] - before, uses["session"]
-    least, most = np.zeros(num_sessions, np.int64), np.full(num_sessions, np.iinfo(np.int64).max)
-    np.maximum.at(least, sessions, -(-counts // steps))
+    min_sizes, max_sizes = np.zeros(num_sessions, np.int64), np.full(num_sessions, np.iinfo(np.int64).max)
+    np.maximum.at(min_sizes, sessions, -(-counts // steps))
     many = steps > 1
-    np.minimum.at(most, sessions[many], (counts[many] - 1) // (steps[many] - 1))
-    found: I64 = np.where(least <= most, least, 0)
-    return found
+    np.minimum.at(max_sizes, sessions[many], (counts[many] - 1) // (steps[many] - 1))
+    result: I64 = np.where(min_sizes <= max_sizes, min_sizes, 0)
+    return result
 
 
 @dataclass(frozen=True)
 class Blame:
-    """`parts`: who used what in a step; `more`: how many more workers did; `around`: what others used at that time."""
+    """`parts`: the shares of a step; `more`: number of further workers; `around`: uses of others at that time."""
 
-    parts: list[Part]
+    parts: list[BatchShare]
     more: int = 0
-    around: list[Part] = field(default_factory=list)
+    around: list[BatchShare] = field(default_factory=list)
 
 
 def blame_step(
@@ -99,9 +101,9 @@ def blame_step(
     text: bool = True,
     limit: int = 64,
 ) -> Blame:
-    """Who used what in a step of lease mode; at most `limit` workers. `documents` are of the job's datasets, by id.
+    """The shares of a step of leasing workers, at most `limit`. `documents` are of the job's datasets, by id.
 
-    Steps are a worker's own (its peer id, a beginning of it, or name): without one, all workers' are meant.
+    Steps are numbered per worker (given by its peer id, a prefix of it, or its name); without one, all workers count.
     """
     uses, numbers = index.uses, _workers(index, worker)
     before = steps_before(uses)
@@ -113,35 +115,35 @@ def blame_step(
         mine = uses["step"] if numbers is None else uses["step"][np.isin(uses["worker"], numbers)]
         raise UsageError(
             f"blame: step {step} is not in {index.path}; {'this worker' if numbers is not None else 'the longest'} "
-            f"got to {int(mine.max()) if len(mine) else 0}. Steps count from 1; what was not acknowledged is not there."
+            f"got to {int(mine.max()) if len(mine) else 0}. Steps count from 1; only acknowledged samples are listed."
         )
     sizes = batch_sizes(uses, before, len(index.sessions))
     parts = [_narrowed(index, int(row), before, sizes, step, documents or {}, text) for row in rows[:limit]]
     if numbers is None:
         return Blame(parts, max(0, len(rows) - limit))
-    at = float(uses["at"][rows[0]])
+    recorded_at = float(uses["at"][rows[0]])
     others = np.flatnonzero(~np.isin(uses["worker"], numbers))
-    near = others[np.argsort(np.abs(uses["at"][others] - at), kind="stable")[:AROUND]]
+    near = others[np.argsort(np.abs(uses["at"][others] - recorded_at), kind="stable")[:AROUND]]
     return Blame(parts, max(0, len(rows) - limit), [_part(index, int(row), before) for row in np.sort(near)])
 
 
 def _workers(index: LedgerIndex, worker: str) -> list[int] | None:
-    """The numbers of the workers meant; None for all."""
+    """The numbers of the selected workers; None for all."""
     if not worker:
         return None
     names = index.names
-    found = [n for n, peer in enumerate(index.workers) if names.get(peer) == worker or peer == worker]
-    found = found or [n for n, peer in enumerate(index.workers) if peer.startswith(worker)]
-    if len(found) != 1:
-        known = ", ".join(f"{names.get(peer, '')} ({peer})" for peer in index.workers[:8])
-        raise UsageError(f"blame: expected one worker {worker!r}, got {len(found)}. There are {known}.")
-    return found
+    numbers = [n for n, peer in enumerate(index.workers) if names.get(peer) == worker or peer == worker]
+    numbers = numbers or [n for n, peer in enumerate(index.workers) if peer.startswith(worker)]
+    if len(numbers) != 1:
+        listed = ", ".join(f"{names.get(peer, '')} ({peer})" for peer in index.workers[:8])
+        raise UsageError(f"blame: expected one worker {worker!r}, got {len(numbers)}. Workers: {listed}.")
+    return numbers
 
 
-def _part(index: LedgerIndex, row: int, before: I64) -> Part:
+def _part(index: LedgerIndex, row: int, before: I64) -> BatchShare:
     use = index.uses[row]
     peer = index.workers[int(use["worker"])]
-    return Part(
+    return BatchShare(
         peer, index.names.get(peer, ""), -1, int(use["epoch"]), int(use["slice"]), int(use["start"]),
         int(use["stop"]), int(before[row]) + 1, int(use["step"]), float(use["at"]), int(use["seq"]),
         session=index.sessions[int(use["session"])].partition(" ")[2],
@@ -156,36 +158,36 @@ def _narrowed(
     step: int,
     documents: Mapping[str, Documents],
     text: bool,
-) -> Part:
+) -> BatchShare:
     """The samples of one step among those of a use."""
-    whole, size = _part(index, row, before), int(sizes[index.uses["session"][row]])
-    start, stop, exact = whole.start, whole.stop, whole.first_step == whole.last_step
+    share, size = _part(index, row, before), int(sizes[index.uses["session"][row]])
+    start, stop, exact = share.start, share.stop, share.first_step == share.last_step
     if size and not exact:
-        start = min(stop, start + (step - whole.first_step) * size)
+        start = min(stop, start + (step - share.first_step) * size)
         stop, exact = min(stop, start + size), True
-    ids, _ = replay(index.job, whole.epoch, whole.slice, start, stop)
-    base = int(index.job.samples[: whole.slice].sum())
-    steps = (step, step) if exact else (whole.first_step, whole.last_step)
+    ids, _ = replay(index.job, share.epoch, share.slice, start, stop)
+    base = int(index.job.samples[: share.slice].sum())
+    steps = (step, step) if exact else (share.first_step, share.last_step)
     return replace(
-        whole, start=start, stop=stop, exact=exact, first_step=steps[0], last_step=steps[1],
-        samples=(ids + base).tolist(), documents=_documents_of(index.job, documents, whole.slice, ids.tolist(), text),
+        share, start=start, stop=stop, exact=exact, first_step=steps[0], last_step=steps[1],
+        samples=(ids + base).tolist(), documents=_documents_of(index.job, documents, share.slice, ids.tolist(), text),
     )  # fmt: skip
 
 
 def _documents_of(
     job: Job, documents: Mapping[str, Documents], slice_index: int, samples: Sequence[int], text: bool
-) -> list[Piece]:
+) -> list[DocumentRange]:
     dataset = job.dataset_of(slice_index)
-    known, seq_len = documents.get(job.dataset_ids[dataset]), job.body.get("seq_len")
-    if known is None or not seq_len or job.body.get("layout", "tokens") != "tokens":
+    source_documents, seq_len = documents.get(job.dataset_ids[dataset]), job.body.get("seq_len")
+    if source_documents is None or not seq_len or job.body.get("layout", "tokens") != "tokens":
         return []
-    return known.of_samples(slice_index - job.bounds[dataset], samples, int(seq_len), text=text)
+    return source_documents.of_samples(slice_index - job.bounds[dataset], samples, int(seq_len), text=text)
 
 
-def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list[Part]:
-    """Every use, in all epochs, of a sample that holds any of tokens [start, stop) (or rows) of a slice; by time.
+def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list[BatchShare]:
+    """Every use, in all epochs, of samples with any of tokens (or rows) [start, stop) of a slice, by time.
 
-    Slices count over all datasets of the job.
+    Slices are numbered over all datasets of the job.
     """
     job, uses = index.job, index.uses
     if not 0 <= slice_index < len(job.samples) or not 0 <= start < stop:
@@ -197,7 +199,7 @@ def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list
     rows = np.flatnonzero(uses["slice"] == slice_index)
     before = steps_before(uses)
     sizes = batch_sizes(uses, before, len(index.sessions))
-    found: list[Part] = []
+    shares: list[BatchShare] = []
     for epoch in np.unique(uses["epoch"][rows]).tolist():
         places = inverse(samples, count, derive_key(job.seed, "lease", epoch, slice_index)).astype(np.int64)
         order = np.argsort(places, kind="stable")
@@ -205,18 +207,18 @@ def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list
         for row in rows[uses["epoch"][rows] == epoch].tolist():
             low, high = np.searchsorted(places, [uses["start"][row], uses["stop"][row]])
             if low < high:
-                found += _by_step(index, row, before, sizes, places[low:high], ids[low:high].astype(np.int64) + base)
-    return sorted(found, key=lambda part: (part.at, part.first_step))
+                shares += _by_step(index, row, before, sizes, places[low:high], ids[low:high].astype(np.int64) + base)
+    return sorted(shares, key=lambda part: (part.recorded_at, part.first_step))
 
 
-def _by_step(index: LedgerIndex, row: int, before: I64, sizes: I64, places: I64, ids: I64) -> list[Part]:
-    """A use's samples at these places, step by step where the batch size is known."""
-    whole, size = _part(index, row, before), int(sizes[index.uses["session"][row]])
+def _by_step(index: LedgerIndex, row: int, before: I64, sizes: I64, places: I64, ids: I64) -> list[BatchShare]:
+    """The samples of a use at these positions, step by step if the batch size is known."""
+    share, size = _part(index, row, before), int(sizes[index.uses["session"][row]])
     if not size:
-        return [replace(whole, exact=whole.first_step == whole.last_step, samples=ids.tolist())]
-    steps = whole.first_step + (places - whole.start) // size
+        return [replace(share, exact=share.first_step == share.last_step, samples=ids.tolist())]
+    steps = share.first_step + (places - share.start) // size
     return [
-        replace(whole, first_step=step, last_step=step, samples=ids[steps == step].tolist())
+        replace(share, first_step=step, last_step=step, samples=ids[steps == step].tolist())
         for step in np.unique(steps).tolist()
     ]
 
@@ -230,17 +232,19 @@ def blame_order(
     documents: Documents | None = None,
     seq_len: int | None = None,
     text: bool = True,
-) -> list[Part]:
-    """What each rank took at a run step of a Loader: no record is needed, the order is a pure function.
+) -> list[BatchShare]:
+    """The shares of all ranks at a run step of a Loader, computed from the order alone.
 
-    The run is of one dataset, of consecutive tokens or rows; `workers` are by rank, if known. Without documents and
-    seq_len of the dataset, slices and samples only.
+    Args:
+        run: Of one dataset, of consecutive tokens or rows.
+        workers: Names by rank, if known.
+        documents, seq_len: Of the dataset; without them only slices and samples are returned.
     """
     taken = run.steps(step, step + 1, 0, 1)
     counts = run.orders[0].samples_per_slice
     base = np.cumsum(counts) - counts
     ids = base[taken.slices] + taken.samples
-    place = run.progress(step)
+    before = run.progress(step)
     parts = []
     for rank in range(world_size):
         low, high = part_of(len(ids), rank, world_size)
@@ -251,7 +255,7 @@ def blame_order(
         ]
         name = workers[rank] if rank < len(workers) else ""
         parts.append(
-            Part(name, name, rank, place.epoch, first_step=step, last_step=step, samples=ids[low:high].tolist(),
+            BatchShare(name, name, rank, before.epoch, first_step=step, last_step=step, samples=ids[low:high].tolist(),
                  documents=pieces)
         )  # fmt: skip
     return parts

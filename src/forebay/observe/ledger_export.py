@@ -1,4 +1,4 @@
-"""A ledger's uses as a table for other tools: JSON lines, CSV or Parquet, in blocks, so that memory stays small."""
+"""Export a ledger's uses as a table: JSON lines, CSV or Parquet, in blocks of bounded memory."""
 
 import csv
 import io
@@ -36,10 +36,10 @@ _SCHEMA = pa.schema(
 
 
 def export_uses(index: LedgerIndex, out: str | Path, form: str, *, sample_ids: bool = False) -> int:
-    """Write a row a use, in one of FORMATS; how many.
+    """Write one row per use, in one of FORMATS; return their number.
 
-    With `sample_ids` a column more, `samples`: the global ids, in the order in which they were read; in CSV separated
-    by spaces. 20 ns a sample, and 8 bytes before compression.
+    `sample_ids` adds a column `samples`: the global ids in the order of reading; in CSV separated by spaces. It costs
+    20 ns a sample, and 8 bytes before compression.
     """
     if form not in FORMATS:
         raise UsageError(f"export: expected a format of {FORMATS}, got {form!r}.")
@@ -56,11 +56,13 @@ def _blocks(index: LedgerIndex, sample_ids: bool) -> Iterator[list[dict[str, Any
     bases = (job.samples.cumsum() - job.samples).tolist()
     for first in range(0, len(index.uses), _BLOCK):
         rows = []
-        for seq, worker, epoch, index_, start, stop, step, _, at in index.uses[first : first + _BLOCK].tolist():
+        for seq, worker, epoch, index_, start, stop, step, _, recorded_at in index.uses[
+            first : first + _BLOCK
+        ].tolist():
             peer = index.workers[worker]
             row = {
                 "entry": seq,
-                "at": datetime.fromtimestamp(at, UTC),
+                "at": datetime.fromtimestamp(recorded_at, UTC),
                 "worker": peer,
                 "name": names.get(peer, ""),
                 "dataset_id": job.dataset_ids[job.dataset_of(index_)],

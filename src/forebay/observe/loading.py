@@ -71,9 +71,9 @@ def words(before: dict[str, float], after: dict[str, float], elapsed_s: float) -
     rate = (after[count] - before[count]) / max(elapsed_s, 1e-9)
     waits = {cause: after[f"{cause}_s"] - before[f"{cause}_s"] for cause in CAUSES}
     share = 100 * sum(waits.values()) / max(elapsed_s, 1e-9)
-    found = find_bottleneck(waits, elapsed_s, 0.01)
-    told = f"waits {share:.0f} % ({found.cause})" if found else "never waits"
-    return f"{_short(rate)} {unit}/s, {told}"
+    bottleneck = find_bottleneck(waits, elapsed_s, 0.01)
+    waiting = f"waits {share:.0f} % ({bottleneck.cause})" if bottleneck else "never waits"
+    return f"{_short(rate)} {unit}/s, {waiting}"
 
 
 def _short(rate: float) -> str:

@@ -1,7 +1,7 @@
-"""The coordinator's log of steps, read and proved: each global sample once in the lineage that survived.
+"""Verify a coordinator's log of steps: each global sample was used once by the steps that counted.
 
-The log is the coordinator's own SQLite file (`schedule.roster`): order mode needs no second record, for what a step
-read is a pure function. A file is read whether or not a coordinator is running on it, from a copy of it and its WAL.
+The log is the coordinator's SQLite file (`coordinator/store.py`); the samples of a step are a pure function and need no
+record. A file may be read while a coordinator runs: a copy of it and its WAL is opened.
 """
 
 import shutil
@@ -20,7 +20,7 @@ _TRIES = 50
 
 
 def is_roster(path: Path) -> bool:
-    """Whether this is a coordinator's state: its directory, or the file in it."""
+    """Whether a path is a coordinator's state: its directory, or the file in it."""
     path = path / ROSTER_NAME if path.is_dir() else path
     try:
         with path.open("rb") as file:
@@ -31,8 +31,8 @@ def is_roster(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class StepsReport:
-    """What a coordinator's log proves. `epochs` has one dict, for a run's samples are numbered through: samples,
-    missing, repeated; redone: samples of steps that a later generation did again, whose gradients did not count.
+    """Result of `verify_steps`. `epochs` has one dict, as a run numbers its samples: samples, missing, repeated;
+    redone: samples of steps that a later generation repeated, whose gradients did not count.
     """
 
     ok: bool
@@ -42,7 +42,7 @@ class StepsReport:
     steps: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """What `forebay ledger verify --json` prints."""
+        """The output of `forebay ledger verify --json`."""
         return dict(vars(self))
 
 
@@ -63,7 +63,7 @@ def open_log(path: Path) -> Iterator[Roster]:
 
 
 def _copy(path: Path, directory: Path) -> None:
-    """The file and its WAL as they were at one moment: again, if a coordinator wrote meanwhile."""
+    """Copy the file and its WAL at one moment; retry if a coordinator wrote meanwhile."""
     files = [path, path.with_name(path.name + "-wal")]
     for _ in range(_TRIES):
         before = _stamps(files)
@@ -78,43 +78,43 @@ def _copy(path: Path, directory: Path) -> None:
 
 
 def _stamps(files: list[Path]) -> list[tuple[int, int]]:
-    found = [file.stat() if file.exists() else None for file in files]
-    return [(0, 0) if one is None else (one.st_size, one.st_mtime_ns) for one in found]
+    stats = [file.stat() if file.exists() else None for file in files]
+    return [(0, 0) if stat is None else (stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
 def verify_steps(path: Path) -> StepsReport:
-    """Whether each global sample from the first on was used once, by the steps that count.
+    """Verify that each global sample from the first on was used once by the steps that count.
 
-    A generation's steps count up to where the next one began. Cost: one pass over the log's rows.
+    A generation's steps count up to the start of the next one. Cost: one pass over the log's rows.
     """
     with open_log(path) as roster:
         generations, rows = roster.generations(), roster.rows()
-    begun = {g["number"]: g for g in generations}
-    ends: dict[int, int | None] = {}
-    least: int | None = None
+    numbers = {g["number"]: g for g in generations}
+    end_steps: dict[int, int | None] = {}
+    first_later_step: int | None = None
     for generation in reversed(generations):
-        ends[generation["number"]] = least
+        end_steps[generation["number"]] = first_later_step
         start = int(generation["start_step"])
-        least = start if least is None else min(least, start)
+        first_later_step = start if first_later_step is None else min(first_later_step, start)
     problems: list[str] = []
     samples = missing = repeated = redone = steps = 0
     next_step = next_sample = 0
     for number, start, stop, first_sample, count in sorted(rows, key=lambda row: (row[0], row[1])):
-        if number not in begun or not 0 <= start < stop or count < 0:
+        if number not in numbers or not 0 <= start < stop or count < 0:
             problems.append(f"steps [{start}, {stop}) of generation {number}: there is no such generation or step")
             continue
-        end = ends[number]
-        kept = stop if end is None else max(start, min(stop, end))
-        redone += (stop - kept) * count
-        if kept == start:
+        end = end_steps[number]
+        counted_stop = stop if end is None else max(start, min(stop, end))
+        redone += (stop - counted_stop) * count
+        if counted_stop == start:
             continue
         if start != next_step:
             problems.append(f"generation {number}: step {start} follows, expected step {next_step}")
         gap = first_sample - next_sample
         missing, repeated = missing + max(gap, 0), repeated + max(-gap, 0)
-        samples += (kept - start) * count
-        steps += kept - start
-        next_step, next_sample = kept, max(next_sample, first_sample + (kept - start) * count)
+        samples += (counted_stop - start) * count
+        steps += counted_stop - start
+        next_step, next_sample = counted_stop, max(next_sample, first_sample + (counted_stop - start) * count)
     epoch = {"epoch": 0, "samples": samples, "missing": missing, "repeated": repeated, "redone": redone}
     ok = not problems and not missing and not repeated and steps > 0
     return StepsReport(ok, [epoch], problems, len(generations), steps)

@@ -21,14 +21,14 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from forebay.files import atomic_write, open_atomic
+from forebay.formats.inputs import InputSplit
 from forebay.prepare.dedup.settings import Dedup
 from forebay.prepare.documents import part_batches
-from forebay.prepare.read import Found, Skipped
-from forebay.prepare.read.base import Piece
-from forebay.prepare.read.listing import shown_path
+from forebay.prepare.inputs import InputFiles
 from forebay.prepare.source_ids import first_rows, row_position, source_id
 from forebay.prepare.stats import CLUSTER, SAMPLE_CHARACTERS, SAMPLES, Sample, StageStats, mix64
 from forebay.prepare.tasks.text import TextResult
+from forebay.storage.listing import Skipped, shown_path
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import Cutter, DedupResult, Flags, SignedSplit
@@ -42,8 +42,8 @@ CLUSTERS = pa.schema([("cluster", pa.int64()), ("id", pa.large_string()), ("kept
 class Corpus:
     """What was read and filtered: the splits, the result of each, and which of their documents are copies."""
 
-    inputs: Found
-    splits: Sequence[Piece]
+    inputs: InputFiles
+    splits: Sequence[InputSplit]
     texts: Sequence[TextResult]
     dedup: DedupResult | None
     folder: str

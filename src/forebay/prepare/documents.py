@@ -6,10 +6,10 @@ is a pure function of a batch. A batch has at least the columns of `SCHEMA`. A s
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import PurePath
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
 from forebay.prepare.settings import check_fields
-
-T = TypeVar("T")
 
 SCHEMA = pa.schema(
     [
@@ -29,49 +27,9 @@ SCHEMA = pa.schema(
         ("text", pa.large_string()),
     ]
 )
-OWN_COLUMNS = frozenset((*SCHEMA.names, "where", "text_bytes", "language", "language_score", "perplexity"))
-"""Columns that readers, stages and tasks make; fields of the input may not take their names."""
 BATCH_BYTES = 4 << 20
 """UTF-8 bytes of text in a batch, about: one document larger than that is a batch alone."""
 BATCH_ROWS = 4096
-
-PROMPT_MARK, RESPONSE_MARK = "\ufdd0", "\ufdd1"
-"""The character before each turn of a conversation in `text`: of a prompt, whose tokens are masked, and of a response,
-whose tokens are trained on. Unicode reserves these noncharacters for internal use; readers remove them from input."""
-
-
-def strip_turn_marks(text: str) -> str:
-    """The text without the marks of turns, which no input may bring."""
-    if PROMPT_MARK in text or RESPONSE_MARK in text:
-        return text.replace(PROMPT_MARK, "").replace(RESPONSE_MARK, "")
-    return text
-
-
-@dataclass(frozen=True)
-class Record:
-    """A document as a reader yields it, or a problem in its place.
-
-    Args:
-        place: Its line, row or record number in the split, from 0.
-        problem: Why it is malformed: it is counted, and listed with the first of `text`. `blank` is no document and is
-            not counted (an empty line).
-        where: Its position in the file, if that is not `place`: `byte 5120`, `page "Anarchism"`, `inner/file.txt`.
-        start: If not -1, a split with this `start` begins with this record, so that reading can resume here. In
-            unpacked bytes where a format is a stream of them.
-        failed: Nothing (more) of the file can be read, through no fault of one record.
-        values: Those of `ReadOptions.columns`, in that order.
-    """
-
-    place: int
-    id: str = ""
-    text: str = ""
-    url: str = ""
-    html: bool = False
-    problem: str = ""
-    where: str = ""
-    start: int = field(default=-1, compare=False)
-    failed: bool = False
-    values: tuple[float | str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,20 +110,6 @@ def replace_column(batch: pa.RecordBatch, name: str, column: pa.Array) -> pa.Rec
     if name in batch.schema.names:
         return batch.set_column(batch.schema.get_field_index(name), name, column)
     return batch.append_column(name, column)
-
-
-def batched(items: Iterable[T], weigh: Callable[[T], int], max_weight: int, max_items: int) -> Iterator[list[T]]:
-    """Items in lists, each of which ends once its items weigh `max_weight` or are `max_items`."""
-    batch: list[T] = []
-    weight = 0
-    for item in items:
-        batch.append(item)
-        weight += weigh(item)
-        if weight >= max_weight or len(batch) >= max_items:
-            yield batch
-            batch, weight = [], 0
-    if batch:
-        yield batch
 
 
 def part_batches(path: str, columns: Iterable[str] = ()) -> Iterator[tuple[int, pa.RecordBatch]]:

@@ -25,20 +25,19 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, remove_stale
+from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit, check_unchanged
 from forebay.prepare.config import apply_settings, load_recipe
 from forebay.prepare.corpus import Corpus, read_skipped, write_skipped
 from forebay.prepare.dedup.methods import Method
-from forebay.prepare.documents import OWN_COLUMNS, Stage
+from forebay.prepare.documents import Stage
 from forebay.prepare.engines.base import Engine, open_engine
 from forebay.prepare.engines.local import cores
+from forebay.prepare.inputs import InputFiles, find_inputs, split_files
 from forebay.prepare.outputs.base import REJECTS_FILE, Output, no_documents, write_empty_report
 from forebay.prepare.outputs.dataset import DatasetOutput
 from forebay.prepare.outputs.lm import LanguageModelOutput
 from forebay.prepare.outputs.text import TextOutput
 from forebay.prepare.plan import sampled
-from forebay.prepare.read import Found, Piece, Skipped, Source, cut, find_sources
-from forebay.prepare.read.listing import count_reasons, describe_skipped, shown_path
-from forebay.prepare.read.opening import check_unchanged
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, Progress, Run
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
@@ -62,6 +61,7 @@ from forebay.prepare.tokenize.tokenizers import (
     train_tokenizer,
     vocab_to_train,
 )
+from forebay.storage.listing import Skipped, count_reasons, describe_skipped, shown_path
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import DedupResult
@@ -147,9 +147,9 @@ def prepare_dataset(
     opened_sources = [(source, open_source(source)) for source in inputs or recipe.inputs]
     own_sources = [own_source for _, own_source in opened_sources if own_source is not None]
     paths = [source for source, own_source in opened_sources if own_source is None and isinstance(source, str | Path)]
-    sources = Found(())
+    sources = InputFiles(())
     if paths or not own_sources:
-        sources = find_sources(paths, recipe.read, workers=workers or cores(), leave_out=out, follow_links=follow_links)
+        sources = find_inputs(paths, recipe.read, workers=workers or cores(), leave_out=out, follow_links=follow_links)
     for line in describe_skipped(sources.skipped):
         notify(line)
     if strict:
@@ -159,8 +159,8 @@ def prepare_dataset(
             Path(write_ids).parent.mkdir(parents=True, exist_ok=True)
             remove_stale(Path(write_ids).parent)
         own_splits = [(split, item) for item in own_sources for split in source_splits(item)]
-        listed = (*sources.sources, *(split.sources[0] for split, _ in own_splits))
-        sources = dataclasses.replace(sources, sources=listed)
+        listed = (*sources.files, *(split.files[0] for split, _ in own_splits))
+        sources = dataclasses.replace(sources, files=listed)
         run = Run(out, recipe, opened, write_ids, document_ids, on_progress or (lambda progress: None), notify)
         lineage = _lineage(run, sources, loaded, against)
         existing = _find_existing(run, output, sources, lineage)
@@ -203,7 +203,7 @@ def _complete_recipe(
     score, read = recipe.dedup.score, recipe.read
     if (
         score
-        and score not in {*OWN_COLUMNS, *read.columns}
+        and score not in {*RESERVED_COLUMNS, *read.columns}
         and all(type(stage).__module__.startswith("forebay.") for stage in recipe.stages)
     ):  # No stage makes it, so it is a field of the input.
         read = dataclasses.replace(read, columns={**read.columns, score: "number"})
@@ -237,17 +237,17 @@ def _load_tokenizer(recipe: Recipe, spec: str | Tokenizer | None = None) -> Toke
     return load_tokenizer(spec or policy.tokenizer, eos=policy.eos, bos=policy.bos)
 
 
-def _lineage(run: Run, sources: Found, tokenizer: TokenizerFile | None, against: Sequence[str]) -> dict[str, Any]:
+def _lineage(run: Run, sources: InputFiles, tokenizer: TokenizerFile | None, against: Sequence[str]) -> dict[str, Any]:
     recipe = run.recipe.to_json()
     recipe.pop("name")
     recipe["dedup"]["against"] = list(against)  # contents, not paths
     recipe["tokenize"]["tokenizer"] = tokenizer.description if tokenizer else run.recipe.tokenize.tokenizer
     recipe["tokenize"]["sha256"] = tokenizer.sha256 if tokenizer else None
     return {
-        "inputs": [{"name": s.name, "bytes": s.bytes, "sha256": s.sha256, "format": s.format} for s in sources.sources],
+        "inputs": [{"name": s.name, "bytes": s.bytes, "sha256": s.sha256, "format": s.format} for s in sources.files],
         "recipe": recipe,
         "models": [sha256 for _, sha256 in stage_files(run.recipe.stages)],
-        "versions": versions({s.format for s in sources.sources}, run.recipe.stages),
+        "versions": versions({s.format for s in sources.files}, run.recipe.stages),
     }
 
 
@@ -281,20 +281,20 @@ def _locked(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _with_hashes(run: Run, sources: Found, lineage: dict[str, Any], sha256s: Mapping[str, str]) -> dict[str, Any]:
+def _with_hashes(run: Run, sources: InputFiles, lineage: dict[str, Any], sha256s: Mapping[str, str]) -> dict[str, Any]:
     """The lineage with the hash of each input's content; what is not in `sha256s` yet is hashed by the engine.
 
     The hashes are kept in the output by `source_key`, so that no later run reads a file for that again.
     """
     path = run.out / INDEX_FILE
-    names = {source.path: source_key(source) for source in sources.sources if "://" not in source.path}
+    names = {source.path: source_key(source) for source in sources.files if "://" not in source.path}
     try:
         before = json.loads(path.read_bytes())
     except (OSError, ValueError):
         before = {}
     index = {name: str(before[name]) for name in names.values() if name in before}
     index |= {names[path]: sha256 for path, sha256 in sha256s.items() if path in names}
-    missing = [source for source in sources.sources if names.get(source.path, "") not in {"", *index}]
+    missing = [source for source in sources.files if names.get(source.path, "") not in {"", *index}]
     hashed = run.map(_hash_unchanged, missing, weights=[source.bytes for source in missing])
     index |= {names[source.path]: sha256 for source, sha256 in zip(missing, hashed)}
     if index != before:
@@ -302,19 +302,19 @@ def _with_hashes(run: Run, sources: Found, lineage: dict[str, Any], sha256s: Map
             atomic_write(path, json.dumps(index, sort_keys=True).encode())
     inputs = [
         {**entry, "sha256": index[names[source.path]] if source.path in names else entry["sha256"]}
-        for source, entry in zip(sources.sources, lineage["inputs"])
+        for source, entry in zip(sources.files, lineage["inputs"])
     ]
     return {**lineage, "inputs": inputs}
 
 
-def _hash_unchanged(source: Source, scale: int) -> str:
+def _hash_unchanged(source: InputFile, scale: int) -> str:
     check_unchanged(source)
     sha256 = hash_source(source)
     check_unchanged(source)
     return sha256
 
 
-def _find_existing(run: Run, output: Output, sources: Found, lineage: dict[str, Any]) -> PrepareResult | None:
+def _find_existing(run: Run, output: Output, sources: InputFiles, lineage: dict[str, Any]) -> PrepareResult | None:
     """The result of an earlier run with the same inputs and recipe. UsageError if the directory holds anything else."""
     existing = next((candidate for candidate in {*OUTPUTS, output} if (run.out / candidate.marker).exists()), None)
     if existing is None:
@@ -334,7 +334,7 @@ def _find_existing(run: Run, output: Output, sources: Found, lineage: dict[str, 
     return PrepareResult(run.out, name, id, **theirs["counts"], already_exists=True, skipped=skipped)
 
 
-def _is_same(run: Run, sources: Found, theirs: Mapping[str, Any], lineage: dict[str, Any]) -> bool:
+def _is_same(run: Run, sources: InputFiles, theirs: Mapping[str, Any], lineage: dict[str, Any]) -> bool:
     """Whether a lineage is that of this run. Names and sizes are compared before any file is read."""
     ours = [{**entry, "sha256": ""} for entry in lineage["inputs"]]
     if [{**entry, "sha256": ""} for entry in theirs.get("inputs", ())] != ours:
@@ -356,7 +356,7 @@ def _is_same(run: Run, sources: Found, theirs: Mapping[str, Any], lineage: dict[
 class _Texts:
     """The splits of a run, and the result of each."""
 
-    splits: list[Piece]
+    splits: list[InputSplit]
     results: list[TextResult]
 
     def failed(self) -> list[Skipped]:
@@ -364,14 +364,14 @@ class _Texts:
         failed: dict[str, str] = {}
         for split, text in zip(self.splits, self.results):
             for index, reason in text.failed.items():
-                path = split.sources[int(index)].path
+                path = split.files[int(index)].path
                 failed.setdefault(path, reason.removeprefix(f"{path}: "))
         return [Skipped(path, reason, "failed") for path, reason in failed.items()]
 
     def sha256s(self) -> dict[str, str]:
         """The hashes of the files that tasks read whole, by path."""
         return {
-            split.sources[int(index)].path: sha256
+            split.files[int(index)].path: sha256
             for split, text in zip(self.splits, self.results)
             for index, sha256 in text.sha256s.items()
         }
@@ -380,8 +380,8 @@ class _Texts:
 def _run(
     run: Run,
     output: Output,
-    sources: Found,
-    own_splits: Sequence[tuple[Piece, DocumentSource]],
+    sources: InputFiles,
+    own_splits: Sequence[tuple[InputSplit, DocumentSource]],
     tokenizer: TokenizerFile | None,
     vocab: int,
     lineage: dict[str, Any],
@@ -391,9 +391,9 @@ def _run(
     remove_stale(run.out)
     remove_stale(run.tasks)
     folder = str(run.tasks)
-    files = sources.sources[: len(sources.sources) - len(own_splits)]
-    own = {split.sources[0].path: source for split, source in own_splits}
-    splits = [*cut(files, run.recipe.read), *(split for split, _ in own_splits)]
+    files = sources.files[: len(sources.files) - len(own_splits)]
+    own = {split.files[0].path: source for split, source in own_splits}
+    splits = [*split_files(files, run.recipe.read), *(split for split, _ in own_splits)]
     splits, sample = sampled(splits, run.recipe.sample)
     content = content_key(run.recipe.read, run.recipe.stages, stage_files(run.recipe.stages), sample)
     read = _Texts(splits, _process_splits(run, splits, own, sample, content))
@@ -409,7 +409,7 @@ def _run(
         stats.add(result.stats(folder))
     _check_malformed(run, Corpus(sources, splits, read.results, None, folder), stats)
     lineage = _with_hashes(run, sources, lineage, read.sha256s())
-    sha256s = {source.path: entry["sha256"] for source, entry in zip(sources.sources, lineage["inputs"])}
+    sha256s = {source.path: entry["sha256"] for source, entry in zip(sources.files, lineage["inputs"])}
     texts = [
         dataclasses.replace(text, key=random_key(content, split, sha256s)) for split, text in zip(splits, read.results)
     ]
@@ -422,7 +422,7 @@ def _run(
 
 
 def _process_splits(
-    run: Run, splits: Sequence[Piece], own: Mapping[str, DocumentSource], sample: float, content: str
+    run: Run, splits: Sequence[InputSplit], own: Mapping[str, DocumentSource], sample: float, content: str
 ) -> list[TextResult]:
     recipe = run.recipe
     dedup = recipe.dedup if recipe.dedup.active and not recipe.percentiles else None
@@ -438,7 +438,7 @@ def _process_splits(
             folder,
             keys[split.format],
             recipe.limits,
-            own.get(split.sources[0].path),
+            own.get(split.files[0].path),
         )
         for split in splits
     ]

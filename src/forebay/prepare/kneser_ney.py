@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from forebay.errors import PrepareError, UsageError
 from forebay.files import open_atomic, remove_stale, temporary_directory
+from forebay.formats.records import batched
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import batched
 from forebay.prepare.filters.perplexity import spaced
 from forebay.prepare.filters.words import hash_points
 

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forebay.formats.inputs import InputSplit
 from forebay.prepare.engines.local import cores
-from forebay.prepare.read import Skipped, cut, find_sources
-from forebay.prepare.read.base import Piece
-from forebay.prepare.read.listing import count_reasons, describe_skipped
+from forebay.prepare.inputs import find_inputs, split_files
 from forebay.prepare.recipe import Recipe
-from forebay.units import words_of_bytes
+from forebay.storage.listing import Skipped, count_reasons, describe_skipped
+from forebay.units import format_bytes
 
 
-def sampled(splits: list[Piece], fraction: float) -> tuple[list[Piece], float]:
+def sampled(splits: list[InputSplit], fraction: float) -> tuple[list[InputSplit], float]:
     """About that share of the splits, spread evenly, and the share of their documents that makes it exact."""
     if fraction >= 1 or not splits:
         return splits, 1.0
@@ -52,17 +52,17 @@ class Plan:
         recipe = self.recipe
         lines = ["read"]
         for name, (files, size) in sorted(self.inputs.items()):
-            lines.append(f"  {name:<14} {files:>8,} files  {words_of_bytes(size):>10}")
+            lines.append(f"  {name:<14} {files:>8,} files  {format_bytes(size):>10}")
         lines += [f"  {line}" for line in describe_skipped(self.skipped)]
         share = f", a sample of {recipe.sample:.3g}" if recipe.sample < 1 else ""
-        lines.append(f"  {words_of_bytes(self.bytes)} in {self.splits:,} tasks over {self.workers} processes{share}")
+        lines.append(f"  {format_bytes(self.bytes)} in {self.splits:,} tasks over {self.workers} processes{share}")
         for name, settings in recipe.to_json()["stages"]:
             shown = ", ".join(f"{k}={v!r}" for k, v in settings.items())
             lines.append(f"{name}\n  {shown if len(shown) < 300 else shown[:299] + '…'}")
         dedup = recipe.dedup
         if dedup.active:
             lines.append(f"dedup\n  {dedup.describe()}")
-        slice_size = f"{recipe.slice.tokens:,} tokens" if recipe.slice.tokens else words_of_bytes(recipe.slice.bytes)
+        slice_size = f"{recipe.slice.tokens:,} tokens" if recipe.slice.tokens else format_bytes(recipe.slice.bytes)
         shuffled = (
             f", shuffled with seed {recipe.slice.seed}" if recipe.slice.shuffle else ", in the order of the input"
         )
@@ -77,10 +77,10 @@ def plan(
     inputs: Sequence[str | Path], recipe: Recipe, *, workers: int | None = None, follow_links: bool = False
 ) -> Plan:
     """The plan of `prepare_dataset` with these arguments."""
-    sources = find_sources(inputs or recipe.inputs, recipe.read, follow_links=follow_links)
-    splits, _ = sampled(cut(sources.sources, recipe.read), recipe.sample)
+    sources = find_inputs(inputs or recipe.inputs, recipe.read, follow_links=follow_links)
+    splits, _ = sampled(split_files(sources.files, recipe.read), recipe.sample)
     by_format: dict[str, tuple[int, int]] = {}
-    for source in sources.sources:
+    for source in sources.files:
         files, size = by_format.get(source.format, (0, 0))
         by_format[source.format] = files + 1, size + source.bytes
     return Plan(by_format, sources.skipped, len(splits), recipe.sample, recipe, workers or cores())

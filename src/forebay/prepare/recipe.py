@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from forebay.formats.inputs import ReadOptions
 from forebay.prepare.dedup.settings import Dedup
 from forebay.prepare.documents import Stage, without_paths
 from forebay.prepare.engines.sandbox import Limits
-from forebay.prepare.read.base import ReadOptions
 from forebay.prepare.settings import Positive, Settings, Share
 from forebay.prepare.subsets import Subsets
 from forebay.prepare.tasks.slicing import MIN_SLICE_BYTES

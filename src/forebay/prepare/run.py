@@ -26,7 +26,7 @@ class Progress:
     total: int
     unit: str
     documents: int = 0
-    kept: int = 0
+    documents_kept: int = 0
     bytes: int = 0
 
 
@@ -111,14 +111,14 @@ class Run:
 
     def count_documents(self, stage: str, sizes: Sequence[int]) -> Callable[[int, _Counted], None]:
         """An `on_result` of `map` that reports the bytes of each task, and documents read and kept so far."""
-        done = documents = kept = 0
+        done = documents = retained = 0
 
         def add(index: int, result: _Counted) -> None:
-            nonlocal done, documents, kept
+            nonlocal done, documents, retained
             done += sizes[index]
             documents += result.documents_in
-            kept += result.documents_out
-            self.on_progress(Progress(stage, done, sum(sizes), "B", documents, kept, done))
+            retained += result.documents_out
+            self.on_progress(Progress(stage, done, sum(sizes), "B", documents, retained, done))
 
         self.on_progress(Progress(stage, 0, sum(sizes), "B"))
         return add

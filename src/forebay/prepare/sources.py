@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from forebay.formats.inputs import InputFile, InputSplit
+from forebay.formats.records import Record, strip_turn_marks
 from forebay.plugins import load_plugin, plugins
-from forebay.prepare.documents import Record, strip_turn_marks
-from forebay.prepare.read.base import Piece, Source
 
 
 class DocumentSource(Protocol):
@@ -42,18 +42,20 @@ def open_source(source: str | Path | DocumentSource) -> DocumentSource | None:
     return opened
 
 
-def source_splits(source: DocumentSource) -> list[Piece]:
+def source_splits(source: DocumentSource) -> list[InputSplit]:
     """The parts of a source as splits of one file each."""
     sha256 = hashlib.sha256(f"{source.name} {source.version}".encode()).hexdigest()
     return [
-        Piece((Source(f"{source.name}://{part}", f"{source.name}/{part}", source.name, "", 1, sha256),), bytes=1)
+        InputSplit(
+            (InputFile(f"{source.name}://{part}", f"{source.name}/{part}", source.name, "", 1, sha256),), bytes=1
+        )
         for part in source.parts()
     ]
 
 
-def read_source(source: DocumentSource, split: Piece) -> Iterator[Record]:
+def read_source(source: DocumentSource, split: InputSplit) -> Iterator[Record]:
     """The documents of a part as records."""
-    part = split.sources[0].path.removeprefix(f"{source.name}://")
-    for place, document in enumerate(source.read(part)):
+    part = split.files[0].path.removeprefix(f"{source.name}://")
+    for index, document in enumerate(source.read(part)):
         text = strip_turn_marks(document["text"])
-        yield Record(place, document.get("id", ""), text, document.get("url", ""))
+        yield Record(index, document.get("id", ""), text, document.get("url", ""))

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError
 from forebay.network.retry import backoff_s, waiting
 
 log = logging.getLogger("forebay.storage")
+_T = TypeVar("_T")
 STEP_BYTES = 256 << 10  # as much as lies between two looks at the clock; 4 x this is no faster on loopback
 _SMALL_S = 25.0
 _SMALL_TRIES, _SMALL_WAIT_S, _SMALL_MOST_S = 8, 0.25, 4.0  # Where 3 of 10 fail, 1 start in 15 000 does.
@@ -109,6 +110,16 @@ def check_etag(what: str, wanted: str, got: str) -> None:
     """Raise ChangedError where an origin tells another ETag than before."""
     if wanted and got and wanted != got:
         raise ChangedError(f"{what} changed while it was read: expected ETag {wanted}, got {got}")
+
+
+def retry_transient(attempt: Callable[[], _T], tries: int, first_wait_s: float, max_wait_s: float) -> _T:
+    """The result of `attempt`, repeated after a TransientError with back-off; the last one is raised."""
+    for tried in range(1, tries):
+        try:
+            return attempt()
+        except TransientError as error:
+            time.sleep(min(max_wait_s, backoff_s(tried, first_wait_s, max_wait_s, error.wait_s)))
+    return attempt()
 
 
 def read_small(

@@ -5,15 +5,12 @@ server asks to wait is known, and a body goes from the socket into one reused bu
 """
 
 import base64
-import contextlib
-import os
 import re
 import socket
 import ssl
 import time
 import urllib.parse
 from collections.abc import Generator, Iterator, Mapping
-from pathlib import Path
 from typing import Literal
 from urllib.request import getproxies, proxy_bypass  # the environment's settings, and nothing of its client
 
@@ -302,37 +299,6 @@ class _Pool:
                 made.set_tunnel(host, port or 443, _proxy_headers(proxy), proxy.scheme or "http")
         made.public_only = self._foreign == "public"
         return made
-
-
-def hub_address(url: str) -> tuple[str, dict[str, str]]:
-    """Where the hub keeps the files of `hf://datasets/OWNER/NAME[@REVISION][/PATH]`, and the headers to send."""
-    found = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", url)
-    if found is None:
-        raise UsageError(f"open an origin: expected hf://datasets/OWNER/NAME[@REVISION][/PATH], got {url!r}.")
-    revision = urllib.parse.quote(urllib.parse.unquote(found[2] or "main"), safe="")
-    address = f"{hub_endpoint()}/datasets/{found[1]}/resolve/{revision}/{urllib.parse.quote(found[3] or '')}"
-    return address, hub_headers()
-
-
-def hub_endpoint() -> str:
-    """Where the hub is: HF_ENDPOINT, or huggingface.co."""
-    return os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or "https://huggingface.co"
-
-
-def hub_home() -> Path:
-    """Where the hub's own library keeps token and cache: HF_HOME, or `huggingface` in XDG_CACHE_HOME or ~/.cache."""
-    told = os.environ.get("HF_HOME")
-    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-
-
-def hub_headers() -> dict[str, str]:
-    """The header that says who asks: HF_TOKEN, or the token that `hf auth login` wrote; empty if there is neither."""
-    token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or ""
-    if not token:
-        with contextlib.suppress(OSError, ValueError):
-            token = Path(os.environ.get("HF_TOKEN_PATH") or hub_home() / "token").read_text("utf-8")
-    token = "".join(token.split())
-    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _joined(target: str, location: str, fault: Exception) -> str:

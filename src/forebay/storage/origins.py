@@ -58,7 +58,8 @@ def open_origin(
 
             return WebOrigin(text, patience=patience)
         case "hf":
-            from forebay.storage.http import WebOrigin, hub_address
+            from forebay.storage.http import WebOrigin
+            from forebay.storage.hub import hub_address
 
             address, headers = hub_address(text)
             return WebOrigin(address, headers=headers, patience=patience)

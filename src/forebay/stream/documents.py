@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError
-from forebay.prepare.documents import Record
+from forebay.formats.records import Record
 from forebay.prepare.tokenize.encoders import Encoder, make_encoder
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.stream.buffer import ShuffleBuffer
@@ -42,7 +42,7 @@ class Tally:
         """Count a malformed record."""
         self.counts["malformed"] += 1
         if len(self.malformed) < MOST_MALFORMED:
-            self.malformed.append(Malformed(name, record.where, problem))
+            self.malformed.append(Malformed(name, record.location, problem))
 
 
 class Documents:
@@ -91,7 +91,7 @@ class Documents:
                 continue
             if record.html:
                 raise DatasetError(
-                    f"{name}: expected text, got HTML ({record.where or 'its first record'}), which would be learnt "
+                    f"{name}: expected text, got HTML ({record.location or 'its first record'}), which would be learnt "
                     "with its markup. Make a dataset of it with `forebay prepare`."
                 )
             try:

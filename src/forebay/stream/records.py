@@ -19,10 +19,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from forebay.errors import PrepareError, StateError, UsageError
+from forebay.formats.inputs import InputFile, ReadOptions
+from forebay.formats.records import Record
 from forebay.order.bijection import permute
-from forebay.prepare.documents import Record
-from forebay.prepare.read import ReadOptions, Source, cut, find_sources, read
-from forebay.prepare.read.listing import describe_skipped
+from forebay.prepare.inputs import find_inputs, read_split, split_files
+from forebay.storage.listing import describe_skipped
 
 _log = logging.getLogger("forebay.stream")
 _START = (0, 0, -1, 0, 0)
@@ -64,19 +65,19 @@ class FileRecords:
     ) -> None:
         given = [inputs] if isinstance(inputs, str | Path) else list(inputs)
         self._options = options
-        found = find_sources([path for one in given for path in _expand(one)], options, follow_links=follow_links)
+        found = find_inputs([path for one in given for path in _expand(one)], options, follow_links=follow_links)
         for line in describe_skipped(found.skipped):
             _log.warning("stream: %s", line)
-        self._sources = found.sources
-        facts = [(source.format, source.compression, source.bytes, source.sha256) for source in self._sources]
+        self._files = found.files
+        facts = [(source.format, source.compression, source.bytes, source.sha256) for source in self._files]
         self.identity = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def open(self, epoch: int, key: bytes | None, place: Any = None) -> FileReading:
         """As `Records` says; with a key the files of each epoch come in another order."""
-        order = np.arange(len(self._sources), dtype=np.uint64)
+        order = np.arange(len(self._files), dtype=np.uint64)
         if key is not None:
             order = permute(order, len(order), key)
-        sources = [self._sources[i] for i in order.tolist()]
+        sources = [self._files[i] for i in order.tolist()]
         place_of = checked_place(place, len(sources))
         return FileReading(lambda index: sources[index] if index < len(sources) else None, self._options, place_of)
 
@@ -89,7 +90,7 @@ class FileReading:
     number of the record there; how many records from there on were given.
     """
 
-    _source_at: Callable[[int], Source | None]
+    _source_at: Callable[[int], InputFile | None]
     _options: ReadOptions
     _at: tuple[int, int, int, int, int]
 
@@ -99,11 +100,11 @@ class FileReading:
     def __iter__(self) -> Iterator[tuple[Record, str]]:
         index, number, start, first, given = self._at
         while (source := self._source_at(index)) is not None:
-            pieces = cut([source], self._options)
+            pieces = split_files([source], self._options)
             while number < len(pieces):
                 piece = pieces[number] if start < 0 else replace(pieces[number], start=start)
                 passed, given = given, 0
-                for record in read(piece, self._options):
+                for record in read_split(piece, self._options):
                     if record.failed:
                         raise PrepareError(record.problem)
                     if record.start >= 0:
@@ -113,8 +114,8 @@ class FileReading:
                         passed -= 1
                         continue
                     self._at = (index, number, start, first, given)
-                    if record.problem and not record.where:
-                        record = replace(record, where=_where(first + given - 1, number))
+                    if record.problem and not record.location:
+                        record = replace(record, location=_where(first + given - 1, number))
                     yield record, source.name
                 number, start, first, given = number + 1, -1, 0, 0
             index, number = index + 1, 0

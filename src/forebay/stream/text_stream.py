@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.inputs import ReadOptions
 from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, token_dtype
 from forebay.load.background import run_ahead
 from forebay.load.batch import IGNORE_INDEX, Batch
 from forebay.order.bijection import derive_key
 from forebay.order.step_index import check_integer
-from forebay.prepare.read import ReadOptions
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.stream.buffer import ShuffleBuffer
 from forebay.stream.documents import Documents, Malformed, Tally, TextEncoder

@@ -1,9 +1,9 @@
-"""What trains: settings, data by name, a client with or without a coordinator, and the worker that leases slices.
+"""Workers: settings, data by name, a client that trains alone or with a coordinator, and the worker of leases.
 
     config = WorkerConfig(dataset_name="tiny_shakespeare", batch_size=16, seq_len=256)
     worker = WorkerClient(config)
 
-Each name is loaded when it is first used, so that the worker that leases pays for none of them.
+Each name is imported on first use, so that the worker of leases imports none of them.
 """
 
 from importlib import import_module

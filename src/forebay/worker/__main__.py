@@ -2,7 +2,7 @@
 
     python -m forebay.worker --dataset-type huggingface --dataset-name fineweb-edu --batch-size 8 --seq-len 1024
 
-What a flag says goes before what `--config FILE.toml` says, and that before the dataset's own.
+A flag replaces the value of `--config FILE.toml`, which replaces the dataset's own.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 from forebay.errors import ForebayError, UsageError
 from forebay.toml import read_toml
 from forebay.worker.catalog import list_available_datasets
-from forebay.worker.client import WorkerClient, tell_stderr
+from forebay.worker.client import WorkerClient, log_to_stderr
 from forebay.worker.config import DATASET_TYPES, MODEL_SIZES, WorkerConfig
 
 _Flag = tuple[str, Any, str]
@@ -35,32 +35,32 @@ _DATA: tuple[_Flag, ...] = (
 )
 _TRAINING: tuple[_Flag, ...] = (
     ("num-steps", int, "steps of the run (100)"),
-    ("model-size", tuple(MODEL_SIZES), "of a model of one's own (tiny)"),
-    ("trainer", str, "what learns: count (NumPy), or FILE.py:NAME, a class of a program (count)"),
+    ("model-size", tuple(MODEL_SIZES), "of the model of FILE.py:NAME (tiny)"),
+    ("trainer", str, "count (NumPy), or FILE.py:NAME, a class of your program (count)"),
     ("learning-rate", float, "AdamW's (0.001)"),
     ("device", str, "cpu, cuda, … (the accelerator if there is one)"),
-    ("checkpoint-dir", str, "where the run is kept, and resumed from"),
+    ("checkpoint-dir", str, "directory of the checkpoint, which is resumed"),
     ("checkpoint-steps", int, "between two checkpoints (1000)"),
 )
-_TOGETHER: tuple[_Flag, ...] = (
-    ("worker-id", str, "by which the coordinator knows this worker again"),
+_DISTRIBUTED: tuple[_Flag, ...] = (
+    ("worker-id", str, "identifies this worker to the coordinator, also after a restart"),
     ("coordinator", str, "host:port or URL (FOREBAY_COORDINATOR, or 127.0.0.1:8000)"),
     ("network", str, "this node's directory, for a coordinator with --network"),
-    ("patience-s", float, "how long a coordinator or peer that is away is waited for (60)"),
+    ("timeout-s", float, "how long to wait for a coordinator or peer that does not respond (60)"),
 )
 _METAVAR = {str: "NAME", int: "N", float: "X"}
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags; those that are not given are absent."""
-    found = argparse.ArgumentParser(
+def make_parser() -> argparse.ArgumentParser:
+    """The parser; its result has only the flags that are given."""
+    parser = argparse.ArgumentParser(
         prog="python -m forebay.worker",
         usage="%(prog)s [--dataset-name NAME] [--num-steps N] [--distributed] [options]",
         description="Train on a dataset by its name, alone or with others.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28, width=110),
     )
-    data = found.add_argument_group("data")
-    _add(data, _DATA)
+    data = parser.add_argument_group("data")
+    _add_flags(data, _DATA)
     data.add_argument(
         "--streaming",
         action=argparse.BooleanOptionalAction,
@@ -68,38 +68,38 @@ def parser() -> argparse.ArgumentParser:
         help="stream, or keep the files here first (streamed above 10 GB)",
     )
     data.add_argument("--list-datasets", action="store_true", help="the datasets with a short name, and nothing else")
-    _add(found.add_argument_group("training"), _TRAINING)
-    together = found.add_argument_group("several workers")
-    together.add_argument("--distributed", action="store_true", help="train together with the coordinator's workers")
-    _add(together, _TOGETHER)
-    out = found.add_argument_group("settings and output")
+    _add_flags(parser.add_argument_group("training"), _TRAINING)
+    distributed = parser.add_argument_group("several workers")
+    distributed.add_argument("--distributed", action="store_true", help="train together with the coordinator's workers")
+    _add_flags(distributed, _DISTRIBUTED)
+    out = parser.add_argument_group("settings and output")
     out.add_argument("--config", type=Path, metavar="FILE", help="these settings from a TOML file; flags go before it")
     out.add_argument("--json", action="store_true", help="the report, or the list, as JSON on stdout")
     out.add_argument("--quiet", action="store_true", help="no lines of progress")
-    return found
+    return parser
 
 
-def _add(group: Any, flags: tuple[_Flag, ...]) -> None:
+def _add_flags(group: Any, flags: tuple[_Flag, ...]) -> None:
     for name, kind, help_text in flags:
         if isinstance(kind, tuple):
-            given: dict[str, Any] = {"choices": kind, "metavar": "|".join(kind)}
+            options: dict[str, Any] = {"choices": kind, "metavar": "|".join(kind)}
         else:
-            given = {"type": kind, "metavar": _METAVAR[kind]}
-        group.add_argument(f"--{name}", help=help_text, default=argparse.SUPPRESS, **given)
+            options = {"type": kind, "metavar": _METAVAR[kind]}
+        group.add_argument(f"--{name}", help=help_text, default=argparse.SUPPRESS, **options)
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Settings of a TOML file, by the names of WorkerConfig's fields; `-` may stand for `_`."""
-    found = {name.replace("-", "_"): value for name, value in read_toml(path).items()}
-    known = [field.name for field in fields(WorkerConfig)]
-    if unknown := sorted(set(found) - set(known)):
-        raise UsageError(f"config {path}: expected settings of {', '.join(known)}; got {', '.join(unknown)}.")
-    return found
+    settings = {name.replace("-", "_"): value for name, value in read_toml(path).items()}
+    names = [field.name for field in fields(WorkerConfig)]
+    if unknown := sorted(set(settings) - set(names)):
+        raise UsageError(f"config {path}: expected settings of {', '.join(names)}; got {', '.join(unknown)}.")
+    return settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the flags say. 0 when all steps are done, 1 on an error, 130 when interrupted."""
-    args = vars(parser().parse_args(argv))
+    args = vars(make_parser().parse_args(argv))
     path, distributed, as_json, quiet = (args.pop(name) for name in ("config", "distributed", "json", "quiet"))
     try:
         if args.pop("list_datasets"):
@@ -118,18 +118,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _train(config: WorkerConfig, distributed: bool, quiet: bool) -> dict[str, Any]:
-    worker = WorkerClient(config, tell=(lambda line: None) if quiet else tell_stderr)
+    worker = WorkerClient(config, log=(lambda line: None) if quiet else log_to_stderr)
     async with worker:
         return (await worker.run_training(use_distributed=distributed)).to_json()
 
 
 def _list(as_json: bool) -> int:
-    found = list_available_datasets()
-    if as_json:
-        print(json.dumps(found))
-    else:
-        for one in found:
-            print(f"{one['name']}: {one['description']}")
+    datasets = list_available_datasets()
+    lines = [json.dumps(datasets)] if as_json else [f"{entry['name']}: {entry['description']}" for entry in datasets]
+    print("\n".join(lines))
     return 0
 
 

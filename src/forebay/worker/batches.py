@@ -1,4 +1,4 @@
-"""What a worker trains on: a number of batches of one rank, counted, re-iterable, exact to resume."""
+"""The data of a training run: a number of batches of one rank, iterable again, resumed exactly."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from forebay.order.step_index import check_integer
 
 
 class Batches(ABC):
-    """`num_batches` batches of rank `rank` of `world_size`, as (inputs, labels), each [batch_size, seq_len].
+    """`num_batches` batches of rank `rank` of `world_size`, as (inputs, labels), each int64 [batch_size, seq_len].
 
-    Labels are the next tokens (label i is input i + 1): a model must not shift them once more. Both share memory; do
-    not write to them. Iterating begins with the first batch each time; after `load_state_dict`, once, with the batch
-    after those that the state counts. One iteration at a time. `tensors` is "auto" (PyTorch's if it is installed),
-    "torch" or "numpy"; int64 in any case.
+    Labels are the next tokens (label i is input i + 1): a model must not shift them again. Both share memory; do not
+    write to them. Each iteration begins at the first batch; the first one after `load_state_dict` continues after the
+    state's. One iteration at a time. `tensors` is "auto" (PyTorch's if it is installed), "torch" or "numpy".
 
-    `sample_ids` are the numbers (int64 [batch_size]) of the samples given out last, over all ranks, each of its own
-    `epoch`.
+    `sample_ids` (int64 [batch_size]) are the numbers, over all ranks, of the samples of the last batch; `epoch` is its
+    epoch.
     """
 
     def __init__(
@@ -39,10 +38,9 @@ class Batches(ABC):
         self.num_batches, self.batch_size, self.seq_len = num_batches, batch_size, seq_len
         self.sample_ids: NDArray[np.int64] = np.zeros(0, np.int64)
         self.epoch = 0
-        self._tensors = tensors != "numpy" and (tensors == "torch" or importlib.util.find_spec("torch") is not None)
-        self._given = 0
-        self._resuming = False
-        self._begin = self.mark()
+        self._as_torch = tensors != "numpy" and (tensors == "torch" or importlib.util.find_spec("torch") is not None)
+        self._num_yielded, self._resumes = 0, False
+        self._start = self.position()
 
     @property
     @abstractmethod
@@ -56,23 +54,23 @@ class Batches(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """What these are, for whoever looks on."""
+        """The data in one line, for logs."""
 
     @abstractmethod
-    def mark(self) -> Any:
-        """The place after the last batch given out, for `go_to` of this object or one that `dealt` gave; cheap."""
+    def position(self) -> Any:
+        """The position after the last batch, for `seek` of this object or of one that `reshard` returned; cheap."""
 
     @abstractmethod
-    def go_to(self, mark: Any) -> None:
-        """Go on from a mark."""
+    def seek(self, position: Any) -> None:
+        """Continue at a position."""
 
     @abstractmethod
-    def dealt(self, rank: int, world_size: int) -> Batches:
-        """The same samples from the same place on, dealt to another number of ranks. This object is closed."""
+    def reshard(self, rank: int, world_size: int) -> Batches:
+        """The same samples from the same position on, for a rank of another world. This object is closed."""
 
     @abstractmethod
     def endless(self) -> Generator[Batch, None, None]:
-        """This rank's batches from the place on, without end."""
+        """This rank's batches from the position on, without end."""
 
     @abstractmethod
     def _state(self) -> dict[str, Any]: ...
@@ -81,32 +79,28 @@ class Batches(ABC):
     def _load(self, state: dict[str, Any]) -> None: ...
 
     def rewind(self) -> None:
-        """Back to the first batch."""
-        self.go_to(self._begin)
+        """Seek the first batch."""
+        self.seek(self._start)
 
     def __len__(self) -> int:
         return self.num_batches
 
     def batches(self) -> Iterator[Batch]:
-        """The batches with all that is known of them: NumPy arrays, `sample_ids`, `epoch`, `step`."""
-        if self._resuming:
-            self._resuming = False
-        else:
-            self._given = 0
-            self.go_to(self._begin)
-        if self._given >= self.num_batches:
-            return
-        with closing(self.endless()) as found:
-            for batch in found:
-                self._given += 1
+        """The batches as NumPy arrays, with `sample_ids`, `epoch` and `step`."""
+        if not self._resumes:
+            self._num_yielded = 0
+            self.rewind()
+        self._resumes = False
+        with closing(self.endless()) as batches:
+            while self._num_yielded < self.num_batches:
+                batch = next(batches)
+                self._num_yielded += 1
                 self.sample_ids, self.epoch = batch.sample_ids, batch.epoch
                 yield batch
-                if self._given >= self.num_batches:
-                    return
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         for batch in self.batches():
-            if self._tensors:
+            if self._as_torch:
                 import torch
 
                 yield torch.from_numpy(batch.inputs), torch.from_numpy(batch.labels)
@@ -114,16 +108,16 @@ class Batches(ABC):
                 yield batch.inputs, batch.labels
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this stands: after the last batch given out. Plain JSON values."""
-        return {"given": self._given, **self._state()}
+        """The position after the last batch, as plain JSON values."""
+        return {"given": self._num_yielded, **self._state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration goes on where `state` was taken. StateError if it is of other data or arguments."""
-        given = state.get("given") if isinstance(state, dict) else None
-        if type(given) is not int or given < 0:
+        """Continue with the next iteration at `state`. StateError if it is of other data or arguments."""
+        count = state.get("given") if isinstance(state, dict) else None
+        if type(count) is not int or count < 0:
             raise StateError(f"dataset state: expected what state_dict() gives, got {str(state)[:80]}.")
         self._load(state)
-        self._given, self._resuming = given, True
+        self._num_yielded, self._resumes = count, True
 
     def close(self) -> None:  # noqa: B027  # most hold nothing open
-        """Ends threads, closes files. May be called twice."""
+        """End threads, close files. May be called twice."""

@@ -1,7 +1,4 @@
-"""Datasets that may be called by a short name, with the settings that suit them; any other name is the hub's.
-
-Hides: which repository a short name stands for. Nothing is asked of the hub here.
-"""
+"""The catalogue: datasets with a short name, and their settings; any other name is the hub's. Sends no request."""
 
 import difflib
 from dataclasses import asdict, dataclass
@@ -11,38 +8,38 @@ from typing import Any
 from forebay.errors import UnknownDatasetError
 
 STREAM_ABOVE_BYTES = 10 * 10**9
-"""Larger datasets are streamed, smaller ones kept on this machine. One of unknown size is streamed."""
+"""Larger datasets, and those of unknown size, are streamed; smaller ones are copied to this machine."""
 _BYTES_PER_TOKEN = 4  # English under GPT-2's vocabulary: 4.4 bytes of FineWeb a token; rounded down.
 
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """A dataset of the hub, and what is used where its user names nothing else."""
+    """A dataset of the hub, and its default settings."""
 
     name: str  # short, or the hub's OWNER/NAME
     repository: str  # the hub's OWNER/NAME; or a path here
-    size: str = "unknown"  # as people say it
+    size: str = "unknown"  # for people
     description: str = ""
     size_tokens: int | None = None  # None where it is not known
     size_bytes: int | None = None  # of text; where it follows from tokens, about 4 each
     num_sources: int | None = None  # of which it was made, if that is known
-    buffer_size: int = 10_000  # documents that are mixed
+    buffer_size: int = 10_000  # documents of the shuffle buffer
     tokenizer: str = "gpt2"  # as `forebay prepare --tokenizer` names it
     seq_len: int = 512  # tokens of a sample
     text_key: str = "text"  # the column with the text
 
     @property
     def streaming(self) -> bool:
-        """Whether it is streamed where its user does not say."""
+        """Whether it is streamed by default."""
         return streams(self.size_bytes)
 
     @property
     def local(self) -> bool:
-        """Whether it is a path here and no name of the hub."""
+        """Whether it is a path on this machine."""
         return is_path(self.repository)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, `streaming` among them."""
+        """All fields and `streaming` as plain values."""
         return {**asdict(self), "streaming": self.streaming}
 
 
@@ -77,19 +74,19 @@ _TEXT_KEYS = {"bigcode/the-stack": "content", "bigcode/the-stack-dedup": "conten
 
 
 def streams(size_bytes: int | None) -> bool:
-    """The rule: stream what is above 10 GB, or of unknown size."""
+    """Whether a dataset of that size is streamed: above 10 GB, or of unknown size."""
     return size_bytes is None or size_bytes > STREAM_ABOVE_BYTES
 
 
 def list_available_datasets() -> list[dict[str, Any]]:
-    """The catalogue: a dict for each, with `name`, `description`, sizes, `streaming` and its defaults."""
+    """The catalogue: a dict for each dataset, with `name`, `description`, sizes, `streaming` and its defaults."""
     return [entry.to_dict() for entry in CATALOG.values()]
 
 
 def find_entry(name: str) -> CatalogEntry:
     """The entry of a short name, a hub's OWNER/NAME, or a path (it begins with `.`, `/` or `~`).
 
-    UnknownDatasetError, which names what comes near, for one without a slash that is not in the catalogue.
+    UnknownDatasetError, with the nearest names, for one without a slash that is not in the catalogue.
     """
     if name in CATALOG:
         return CATALOG[name]
@@ -106,12 +103,12 @@ def find_entry(name: str) -> CatalogEntry:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name is a path by its looks: `./corpus`, `/data/text.jsonl`, `~/books`."""
+    """Whether a name is a path: `./corpus`, `/data/text.jsonl`, `~/books`."""
     return name.startswith((".", "/", "~"))
 
 
 def unknown_dataset(name: str) -> UnknownDatasetError:
-    """What to raise for a name that nothing has."""
+    """The error for a name that no dataset has."""
     near = difflib.get_close_matches(name.casefold(), CATALOG, n=2, cutoff=0.5)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     error = UnknownDatasetError(

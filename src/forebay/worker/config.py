@@ -1,4 +1,4 @@
-"""A worker's settings, checked once when they are made. Flag before file before dataset's default."""
+"""A worker's settings, checked when they are made, and the sizes of the models."""
 
 import os
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _LOGITS = 3
 
 @dataclass(frozen=True)
 class Size:
-    """A model's shape, and the samples of a worker's batch to begin with."""
+    """The shape of a GPT, and a batch size to begin with."""
 
     width: int
     num_layers: int
@@ -32,17 +32,17 @@ class Size:
         return (vocab_size + seq_len + 2) * self.width + self.num_layers * layer
 
     def state_bytes(self, vocab_size: int, seq_len: int) -> int:
-        """What training takes whatever the batch."""
+        """Memory of training that does not depend on the batch."""
         return _STATE_BYTES * self.num_parameters(vocab_size, seq_len)
 
     def sample_bytes(self, vocab_size: int, seq_len: int) -> int:
-        """What each sample of a batch takes besides, learnt with the others in one go."""
+        """Memory of each sample of a batch that is learnt in one pass."""
         return 4 * seq_len * (_VECTORS * self.num_layers * self.width + 4 * self.width + _LOGITS * vocab_size)
 
     def largest_batch(self, vocab_size: int, seq_len: int, num_bytes: int) -> int:
-        """The most samples whose training fits so much memory; 0 if not one does."""
-        left = num_bytes - self.state_bytes(vocab_size, seq_len)
-        return max(0, left // self.sample_bytes(vocab_size, seq_len))
+        """The largest batch whose training fits `num_bytes` of memory; 0 if no sample does."""
+        available = num_bytes - self.state_bytes(vocab_size, seq_len)
+        return max(0, available // self.sample_bytes(vocab_size, seq_len))
 
 
 SIZES = {
@@ -54,18 +54,18 @@ SIZES = {
 
 DATASET_TYPES = ("dummy", "distributed_dummy", "huggingface")
 MODEL_SIZES = {name: size.batch_size for name, size in SIZES.items()}
-"""The models, and the local batch size to begin with for each."""
+"""The model sizes, each with a batch size to begin with."""
 COORDINATOR = "FOREBAY_COORDINATOR"
 DEFAULT_COORDINATOR = "127.0.0.1:8000"
 
 
 class _Default(int):
-    """A number that nobody chose: equal to it, but a dataset's own goes before it."""
+    """A default value, which a dataset's own replaces; equal to its number."""
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What a worker is told. Fields that are None inherit: from the dataset, or from the environment.
+    """The settings of a worker. Fields that are None take the dataset's, or the environment's value.
 
     Args:
         dataset_type: "dummy" (random ids), "distributed_dummy" (random ids of a finite set, permuted and dealt to
@@ -76,23 +76,23 @@ class WorkerConfig:
         seq_len: Tokens of a sample. Not given, it is the dataset's own, and 32 for dummies.
         num_steps: Steps of the run, those before a resumed checkpoint included.
         model_size: "tiny", "small" or "medium".
-        worker_id: By which the coordinator knows this worker again; None makes one up.
+        worker_id: Identifies this worker to the coordinator, also after a restart; None: one is generated.
         coordinator: "host:port" or an http(s) URL; None is the environment's FOREBAY_COORDINATOR, or 127.0.0.1:8000.
         network: This node's directory (`forebay network join`), for a coordinator with --network; None: plain HTTP.
         seed: Of data, dummies and the model's first weights.
         streaming: Whether text is streamed, or kept on this machine first; None: streamed if above 10 GB.
         shuffle_buffer: Documents that are mixed; None: the dataset's own.
-        partition: "samples": ranks read the same and take every world-size-th sample, elastic and exact. "records":
-            each tokenizes its own share of the documents; for a fixed number of ranks.
+        partition: "samples": all ranks read the same and take every world-size-th sample, exact for any number of
+            ranks. "records": each tokenizes its own share of the documents; for a fixed number of ranks.
         text_key: The column with the text; None: the dataset's own.
         vocab_size: Of dummies' ids.
         learning_rate: AdamW's.
-        trainer: "count" (NumPy: which token follows which), or FILE.py:NAME, a class of a program of one's own, such
-            as examples/train_gpt.py:GptTrainer.
-        device: For a trainer of one's own; None: its choice.
-        checkpoint_dir: Where model, optimizer and place in the data are kept, and resumed from; None: nowhere.
-        checkpoint_steps: So many steps between two checkpoints; one is also made at the end.
-        patience_s: How long a coordinator or a peer that does not answer is waited for.
+        trainer: "count" (NumPy: which token follows which), or FILE.py:NAME, a class of your program, such as
+            examples/train_gpt.py:GptTrainer.
+        device: Of the model, for FILE.py:NAME; None: its choice.
+        checkpoint_dir: Directory of the checkpoint, which is resumed; None: none is written.
+        checkpoint_steps: Steps between two checkpoints; one is also written at the end.
+        timeout_s: How long to wait for a coordinator or a peer that does not respond.
 
     Raises:
         UsageError: If a value is out of range.
@@ -119,7 +119,7 @@ class WorkerConfig:
     device: str | None = None
     checkpoint_dir: str | Path | None = None
     checkpoint_steps: int = 1000
-    patience_s: float = 60.0
+    timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         check_choice("dataset_type", self.dataset_type, DATASET_TYPES)
@@ -134,11 +134,11 @@ class WorkerConfig:
             check_integer(name, getattr(self, name), 1)
         check_integer("vocab_size", self.vocab_size, 2)
         check_integer("shuffle_buffer", self.shuffle_buffer, 0)
-        for name in ("learning_rate", "patience_s"):
+        for name in ("learning_rate", "timeout_s"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name}: expected a number above 0, got {getattr(self, name)!r}.")
         if self.worker_id is not None and not self.worker_id.strip():
-            raise UsageError("worker_id: expected a name, got an empty one. Leave it out to have one made up.")
+            raise UsageError("worker_id: expected a name, got an empty one. Leave it out: one is generated.")
         if self.dataset_name is not None and self.dataset_type == "dummy":
             object.__setattr__(self, "dataset_type", "huggingface")
         if (self.dataset_name is None) == (self.dataset_type == "huggingface"):
@@ -149,26 +149,26 @@ class WorkerConfig:
 
     @property
     def entry(self) -> CatalogEntry | None:
-        """The dataset's entry of the catalogue; None for dummies. UnknownDatasetError if nothing has its name."""
+        """The dataset's entry of the catalogue; None for dummies. UnknownDatasetError for an unknown name."""
         return None if self.dataset_name is None else find_entry(self.dataset_name)
 
     @property
     def seq_len_is_given(self) -> bool:
-        """Whether somebody chose seq_len."""
+        """Whether seq_len is not the default."""
         return not isinstance(self.seq_len, _Default)
 
     def resolved_seq_len(self) -> int:
-        """The seq_len that was given, else the dataset's own, else 32."""
+        """The given seq_len, else the dataset's own, else 32."""
         entry = None if self.seq_len_is_given else self.entry
         return int(self.seq_len) if entry is None else entry.seq_len
 
     def resolved_tokenizer(self) -> str | None:
-        """The tokenizer that was named, else the dataset's own; None for dummies."""
+        """The named tokenizer, else the dataset's own; None for dummies."""
         entry = self.entry
         return None if entry is None else self.tokenizer_name or entry.tokenizer
 
     def resolved_coordinator(self) -> str:
-        """The coordinator that was named, else the environment's, else the one on this machine."""
+        """The named coordinator, else the environment's, else the one on this machine."""
         return self.coordinator or os.environ.get(COORDINATOR) or DEFAULT_COORDINATOR
 
     def effective_batch_size(self, world_size: int) -> int:

@@ -1,7 +1,7 @@
-"""Random token ids in place of data: for tests of a model, a machine or a cluster, without a byte of download.
+"""Random token ids as data: to test a model, a machine or a cluster without a download.
 
 Sample i is a function of (seed, i) alone, by our own counter-based generator: any rank makes it at any time, no global
-generator is touched, and no library's version changes it.
+generator is used, and no library's version changes it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Integers = NDArray[np.int64]
 
 def dummy_samples(sample_ids: Integers, *, seed: int, seq_len: int, vocab_size: int) -> Integers:
     """The tokens of samples, int64 [B, seq_len + 1], each uniform in [0, vocab_size); vocab_size below 2**32."""
-    within = np.arange(seq_len + 1, dtype=np.uint64)
-    counters: NDArray[np.uint64] = sample_ids.astype(np.uint64)[:, None] * np.uint64(seq_len + 1) + within
+    offsets = np.arange(seq_len + 1, dtype=np.uint64)
+    counters: NDArray[np.uint64] = sample_ids.astype(np.uint64)[:, None] * np.uint64(seq_len + 1) + offsets
     words = random_words(derive_key(seed, "dummy", seq_len), counters) >> np.uint64(32)
     tokens: Integers = (words * np.uint64(vocab_size) >> np.uint64(32)).astype(np.int64)
     return tokens
 
 
 class DummyDataset(Batches):
-    """Random samples, dealt to ranks: position k of the run is rank k mod world_size's.
+    """Random samples; position k of the run belongs to rank k mod world_size.
 
     Not distributed, the samples are 0, 1, 2, … without end. Distributed, they are a set of `num_samples`: each epoch
-    has each once, in an order of its own by a keyed permutation, so that ranks' shares are disjoint and together all.
+    has each once, in its own order by a keyed permutation, so that the ranks' shares are disjoint and together all.
     """
 
     def __init__(
@@ -68,40 +68,39 @@ class DummyDataset(Batches):
         kind = f"{self._num_samples:,} random samples, dealt" if self._num_samples else "random samples"
         return f"{kind}, ids below {self._vocab_size:,}"
 
-    def mark(self) -> int:
-        """See Batches: samples of all ranks taken."""
+    def position(self) -> int:
+        """See Batches: the number of samples of all ranks up to here."""
         return self._position
 
-    def go_to(self, mark: Any) -> None:
-        self._position = int(mark)
+    def seek(self, position: Any) -> None:
+        self._position = int(position)
 
-    def dealt(self, rank: int, world_size: int) -> DummyDataset:
+    def reshard(self, rank: int, world_size: int) -> DummyDataset:
         other = copy.copy(self)
         other.rank, other.world_size = rank_of_world(rank, world_size)
-        other._given, other._resuming = 0, False
+        other._num_yielded, other._resumes = 0, False
         return other
 
     def endless(self) -> Generator[Batch, None, None]:
         while True:
             start, step = self._position, self.effective_batch_size
-            places = start + np.arange(self.rank, step, self.world_size, dtype=np.int64)
-            ids, epoch = self._ids(places), start // self._num_samples if self._num_samples else 0
+            ids = self._ids(start + np.arange(self.rank, step, self.world_size, dtype=np.int64))
             tokens = dummy_samples(ids, seed=self._seed, seq_len=self.seq_len, vocab_size=self._vocab_size)
             self._position = start + step
-            number = start // step
-            yield Batch(tokens[:, :-1], tokens[:, 1:], ids, epoch, number, run_step=number)
+            epoch = start // self._num_samples if self._num_samples else 0
+            yield Batch(tokens[:, :-1], tokens[:, 1:], ids, epoch, start // step, run_step=start // step)
 
-    def _ids(self, places: Integers) -> Integers:
+    def _ids(self, positions: Integers) -> Integers:
         if not self._num_samples:
-            return places
-        ids = np.empty_like(places)
-        epochs, within = np.divmod(places, self._num_samples)
+            return positions
+        ids = np.empty_like(positions)
+        epochs, offsets = np.divmod(positions, self._num_samples)
         for epoch in np.unique(epochs).tolist():
             key = derive_key(self._seed, "dummy order", epoch)
-            ids[epochs == epoch] = permute(within[epochs == epoch].astype(np.uint64), self._num_samples, key)
+            ids[epochs == epoch] = permute(offsets[epochs == epoch].astype(np.uint64), self._num_samples, key)
         return ids
 
-    def _identity(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         return {
             "dataset": "distributed_dummy" if self._num_samples else "dummy",
             "num_samples": self._num_samples,
@@ -111,16 +110,16 @@ class DummyDataset(Batches):
         }
 
     def _state(self) -> dict[str, Any]:
-        return {**self._identity(), "samples_taken": self._position}
+        return {**self._arguments(), "samples_taken": self._position}
 
     def _load(self, state: dict[str, Any]) -> None:
-        for name, value in self._identity().items():
+        for name, value in self._arguments().items():
             if state.get(name) != value:
                 raise StateError(
                     f"dummy state: expected {name} {value!r}, got {state.get(name)!r}. Resuming would change the data. "
-                    f"Make the dataset with the {name} of the state, or start anew."
+                    f"Make the dataset with the {name} of the state, or start again."
                 )
-        taken = state.get("samples_taken")
-        if type(taken) is not int or taken < 0:
-            raise StateError(f"dummy state: expected samples_taken from 0, got {taken!r}.")
-        self._position = taken
+        position = state.get("samples_taken")
+        if type(position) is not int or position < 0:
+            raise StateError(f"dummy state: expected samples_taken from 0, got {position!r}.")
+        self._position = position

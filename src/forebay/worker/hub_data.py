@@ -1,8 +1,7 @@
-"""Text of the hub by name, as batches of token ids: `create_huggingface_dataset`.
+"""Text of the hub by name as batches of token ids: `create_huggingface_dataset`.
 
-Hides: what a name stands for, its tokenizer, whether it is streamed, and that a stream is read by epochs. The first
-batch comes as soon as some hundred documents are there; nothing is collected beforehand, no sample is padded or
-filled up, and a document goes on in the next sample where it is longer than one.
+Hides what a name stands for, its tokenizer, and whether it is streamed or copied first. The first batch comes after
+some hundred documents; no sample is padded, and a document longer than a sample continues in the next one.
 """
 
 from __future__ import annotations
@@ -16,21 +15,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from tqdm import tqdm
-
 from forebay.errors import DownloadError, MissingPackageError, StateError, UsageError
 from forebay.load.batch import Batch
 from forebay.order.step_index import check_integer
-from forebay.prepare.read.hub import PREFIX, find_dataset, parse_url
-from forebay.prepare.read.hub_cache import HubCopy, download_hub
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
+from forebay.storage.hub_copies import HubCopy, download_hub
+from forebay.storage.hub_splits import PREFIX, find_split, parse_url
 from forebay.stream.moments import Moment
 from forebay.stream.text_stream import TextStream
 from forebay.worker.batches import Batches
 from forebay.worker.catalog import CatalogEntry, find_entry, unknown_dataset
 
 SHUFFLE_START = 256
-"""Documents before the first batch; the buffer grows from there. FineWeb: about 0.8 MB."""
+"""Documents in the shuffle buffer before the first batch; the buffer grows from there. FineWeb: about 0.8 MB."""
 BUFFER_BYTES = 64 << 20
 
 _log = logging.getLogger("forebay.worker")
@@ -54,33 +51,33 @@ def create_huggingface_dataset(
     text_key: str | None = None,
     tensors: str = "auto",
 ) -> HubDataset:
-    """One rank's batches of a dataset of the hub, tokenized, packed and dealt by sample.
+    """One rank's batches of a dataset of the hub, tokenized and packed.
 
-    Sample k of the stream goes to rank k mod world_size, for any number of ranks and of files. Where num_batches is
-    more than the data gives, it is read again in another order, which is said in the log.
+    Sample k of the stream belongs to rank k mod world_size, for any number of ranks and of files. Where num_batches is
+    more than the data has, it is read again in another order, with a warning in the log.
 
     Args:
         dataset_name: A short name (`list_available_datasets`), OWNER/NAME[/CONFIG][:SPLIT] of the hub, or a path of
-            text files here, beginning with `.` or `/`.
+            local text files, beginning with `.` or `/`.
         seq_len, tokenizer_name, buffer_size, text_key: None: the dataset's own.
-        streaming: False keeps the files on this machine first, and needs no network from the second time on. None:
+        streaming: False copies the files to this machine first; the copy is used without a network later. None:
             streamed if above 10 GB or of unknown size.
         config, split: Of the dataset, in place of its default and `train`.
         partition: "samples" as above, or "records": ranks share the tokenizing, and documents are dealt.
         tensors: See Batches.
 
     Raises:
-        UnknownDatasetError: If nothing has that name. It is a FileNotFoundError, too.
-        DownloadError: If the hub cannot be reached. It is a ConnectionError, too. In place of `tiny_shakespeare` there
-            are then 80 sonnets that come with the package, tokenized as bytes unless said otherwise, and a warning.
-        MissingPackageError: If the files are of a kind that needs the package datasets. It is an ImportError, too.
+        UnknownDatasetError: No dataset has that name. It is a FileNotFoundError, too.
+        DownloadError: The hub does not respond. It is a ConnectionError, too. In place of `tiny_shakespeare` there
+            are then 80 sonnets of the package, tokenized as bytes unless a tokenizer is named, and a warning.
+        MissingPackageError: The files are of a kind that needs the package datasets. It is an ImportError, too.
     """
     entry = find_entry(dataset_name)
     check_integer("seq_len", seq_len, 1)
     check_integer("buffer_size", buffer_size, 0)
     is_here = entry.local
     try:
-        inputs = _inputs(entry, config, split, entry.streaming if streaming is None else streaming)
+        inputs = _find_inputs(entry, config, split, entry.streaming if streaming is None else streaming)
     except DownloadError as error:
         if entry.name != "tiny_shakespeare":
             raise
@@ -102,34 +99,21 @@ def create_huggingface_dataset(
     return HubDataset(dataset_name, about, stream, rank, world_size, num_batches, batch_size, tensors)
 
 
-def _inputs(entry: CatalogEntry, config: str | None, split: str | None, streaming: bool) -> Any:
-    """What a TextStream reads: a path, or the hub's files, found once for all the streams that are made of them."""
+def _find_inputs(entry: CatalogEntry, config: str | None, split: str | None, streaming: bool) -> Any:
+    """The inputs of a TextStream: a path, or the hub's files, listed once for all streams of them."""
     if entry.local:
         if not Path(entry.repository).exists():
             raise unknown_dataset(entry.name)
         return entry.repository
     name = parse_url(entry.repository)
-    url = f"{PREFIX}{name.name}@{quote(name.revision, safe='')}"
-    if config or name.config:
-        url += f"/{config or name.config}"
-    url += f":{split or name.split}"
+    folder = f"/{config or name.config}" if config or name.config else ""
+    url = f"{PREFIX}{name.name}@{quote(name.revision, safe='')}{folder}:{split or name.split}"
     if not streaming:
         try:
-            return _kept(entry.name, url)
+            return download_hub(url)
         except MissingPackageError:
-            _log.info("%s: its files are not read without the hub's library, which streams them.", entry.name)
-    return find_dataset(url) or url
-
-
-def _kept(name: str, url: str) -> HubCopy:
-    """The files on this machine; on a terminal with a bar, if fetching them takes more than a moment."""
-    with tqdm(desc=name, unit="B", unit_scale=True, disable=None, delay=0.5, leave=False) as bar:
-
-        def show(here: int, whole: int) -> None:
-            bar.total = whole
-            bar.update(here - bar.n)
-
-        return download_hub(url, progress=show)
+            _log.info("%s: only the package datasets reads its files; they are streamed.", entry.name)
+    return find_split(url) or url
 
 
 class HubDataset(Batches):
@@ -148,7 +132,7 @@ class HubDataset(Batches):
     ) -> None:
         self._name, self._about, self._open_stream = name, about, open_stream
         self._stream = open_stream(rank=rank, world_size=world_size, batch_size=batch_size)
-        self._told = 0
+        self._logged_epoch = 0
         super().__init__(rank, world_size, num_batches, batch_size, self._stream.seq_len, tensors)
 
     @property
@@ -157,7 +141,7 @@ class HubDataset(Batches):
 
     @property
     def tokenizer(self) -> TokenizerFile:
-        """What makes text of tokens, and tokens of text."""
+        """Encodes text, and decodes tokens."""
         return self._stream.tokenizer
 
     def stats(self) -> dict[str, int]:
@@ -167,38 +151,36 @@ class HubDataset(Batches):
     def describe(self) -> str:
         return self._about
 
-    def mark(self) -> Moment:
+    def position(self) -> Moment:
         return self._stream.moment
 
-    def go_to(self, mark: Any) -> None:
-        self._stream.go_to(mark)
+    def seek(self, position: Any) -> None:
+        self._stream.go_to(position)
 
-    def dealt(self, rank: int, world_size: int) -> HubDataset:
-        """See Batches. Not with partition "records": a rank's place says nothing of another world's."""
+    def reshard(self, rank: int, world_size: int) -> HubDataset:
+        """See Batches. Not with partition "records": a rank's position means nothing in another world."""
         if self._stream.partition == "records" and (rank, world_size) != (self.rank, self.world_size):
             raise UsageError(
                 f"partition 'records': expected {self.world_size} ranks throughout, got {world_size}. Use partition "
                 "'samples' where workers come and go."
             )
-        moment = self.mark()
+        position = self.position()
         self.close()
-        tensors = "torch" if self._tensors else "numpy"
+        tensors = "torch" if self._as_torch else "numpy"
         other = HubDataset(
             self._name, self._about, self._open_stream, rank, world_size, self.num_batches, self.batch_size, tensors
         )
-        other.go_to(moment)
-        other._told = self._told
+        other.seek(position)
+        other._logged_epoch = self._logged_epoch
         return other
 
     def endless(self) -> Generator[Batch, None, None]:
         with closing(iter(self._stream)) as batches:  # type: ignore[type-var]  # a generator
             for batch in batches:
-                if batch.epoch > self._told:
-                    self._told = batch.epoch
+                if batch.epoch > self._logged_epoch:
+                    self._logged_epoch = batch.epoch
                     _log.warning(
-                        "%s: all of it was read; epoch %d begins, in another order.",
-                        self._name,
-                        batch.epoch + 1,
+                        "%s: all of it was read; epoch %d begins, in another order.", self._name, batch.epoch + 1
                     )
                 yield batch
 

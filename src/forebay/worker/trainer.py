@@ -1,4 +1,4 @@
-"""What learns from batches: a Protocol, a NumPy model that runs anywhere, and the trainers of programs by name."""
+"""Trainers: the protocol, a counter in NumPy that runs anywhere, and the classes of programs by name."""
 
 import functools
 import importlib.util
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.errors import StateError, UsageError
+from forebay.errors import NetworkError, StateError, UsageError
 
 IGNORE_INDEX = -100
 TRAINERS = ("auto", "count", "none")
@@ -21,48 +21,52 @@ TRAINERS = ("auto", "count", "none")
 Integers = NDArray[np.integer[Any]]
 
 
-class Trainer(Protocol):
-    """Learns from one batch at a time; nothing else is asked of it.
+class PeerLostError(NetworkError):
+    """A rank did not join or did not respond: the current step was not applied here."""
 
-    One of a program (examples/train_gpt.py) is made with vocab_size and seq_len, and by a `WorkerClient` also with
-    the model_size, learning_rate, seed and device of its configuration, all by name.
+
+class Trainer(Protocol):
+    """Learns from one batch at a time.
+
+    A class of a program (examples/train_gpt.py) is called with vocab_size and seq_len, and by a `WorkerClient` also
+    with the model_size, learning_rate, seed and device of its configuration, all by name.
     """
 
     def step(self, inputs: Integers, labels: Integers) -> float:
-        """Learns from `inputs` and `labels` [B, L]; label -100 does not count. The loss in nats a token."""
+        """Learn from `inputs` and `labels` [B, L], where label -100 is ignored; returns the loss in nats a token."""
         ...
 
     def describe(self) -> str:
-        """What it is, for whoever looks on."""
+        """The model in one line, for logs."""
         ...
 
     def to_bytes(self) -> bytes:
-        """All that was learnt, for `from_bytes` of a trainer that was made alike."""
+        """The model's state, for `from_bytes` of a trainer of the same arguments."""
         ...
 
     def from_bytes(self, data: bytes) -> None:
-        """Go on from what was learnt. StateError if it is of another model."""
+        """Load a state. StateError if it is of another model."""
         ...
 
 
 class LockstepTrainer(Trainer, Protocol):
-    """One whose gradients can be averaged over workers, by PyTorch, between `gradients` and `apply`."""
+    """A trainer whose gradients PyTorch averages over workers between `gradients` and `apply`."""
 
     model: Any  # a torch.nn.Module
     optimizer: Any  # steps its weights, as torch.optim has it; both on `device`
     device: str
 
     def gradients(self, inputs: Integers, labels: Integers) -> tuple[float, int]:
-        """The mean loss and the number of labels it is of; leaves its gradient in the model's parameters."""
+        """Returns the mean loss and its number of labels; sets the gradients of the model's parameters."""
         ...
 
     def apply(self) -> None:
-        """One step of the optimizer by the gradient in the parameters."""
+        """Take one step of the optimizer."""
         ...
 
 
 class CountTrainer:
-    """Counts which token follows which, and says how surprising each batch was before it was counted.
+    """Counts which token follows which; the loss of a batch is that of the counts before it.
 
     Add-one smoothing; contexts and successors beyond `max_side` share cells, so memory is at most
     8 * max_side**2 bytes whatever the vocabulary: 32 MB by default.
@@ -77,9 +81,9 @@ class CountTrainer:
 
     def step(self, inputs: Integers, labels: Integers) -> float:
         """See Trainer."""
-        kept = labels != IGNORE_INDEX
-        context = inputs[kept].astype(np.int64) % self._side
-        follower = labels[kept].astype(np.int64) % self._side
+        valid = labels != IGNORE_INDEX
+        context = inputs[valid].astype(np.int64) % self._side
+        follower = labels[valid].astype(np.int64) % self._side
         if len(context) == 0:
             return 0.0
         cell = context * self._side + follower
@@ -101,8 +105,8 @@ class CountTrainer:
     def from_bytes(self, data: bytes) -> None:
         """See Trainer."""
         try:
-            with np.load(io.BytesIO(data)) as found:
-                pairs, contexts = found["pairs"], found["contexts"]
+            with np.load(io.BytesIO(data)) as arrays:
+                pairs, contexts = arrays["pairs"], arrays["contexts"]
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise StateError(f"checkpoint: expected counts, got {error}. Take another checkpoint_dir.") from error
         if pairs.shape != self._pairs.shape:
@@ -114,11 +118,11 @@ class CountTrainer:
 
 
 def share_processors() -> None:
-    """Before PyTorch is imported: let its threads sleep while they wait, and divide the processors among local ranks.
+    """Set the environment so that PyTorch's threads sleep while they wait, and local ranks divide the processors.
 
-    By default the threads spin at each barrier, so that two workers on one machine take each other's processors:
-    measured 35 times slower on two. Changes nothing where OMP_NUM_THREADS or OMP_WAIT_POLICY is set, or PyTorch is
-    imported. The ranks of this machine are those of LOCAL_WORLD_SIZE.
+    By default the threads spin at each barrier, so that two workers on one machine slow each other down: measured 35
+    times on two processors. Has no effect where OMP_NUM_THREADS or OMP_WAIT_POLICY is set, or PyTorch is imported. The
+    ranks of this machine are those of LOCAL_WORLD_SIZE.
     """
     if "torch" in sys.modules or {"OMP_NUM_THREADS", "OMP_WAIT_POLICY"} & os.environ.keys():
         return
@@ -131,7 +135,7 @@ def share_processors() -> None:
 
 @functools.cache
 def trainer_class(name: str) -> Callable[..., Trainer]:
-    """What makes the trainers of a name: counts, or the class NAME of a program, FILE.py:NAME, which is run for it."""
+    """The class of a trainer by its name: the counter, or the class NAME of FILE.py:NAME, which is executed."""
     if name in ("auto", "count"):
         return CountTrainer
     path, _, attribute = check_trainer(name).rpartition(":")
@@ -141,14 +145,14 @@ def trainer_class(name: str) -> Callable[..., Trainer]:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        made: Callable[..., Trainer] = getattr(module, attribute)
+        trainer: Callable[..., Trainer] = getattr(module, attribute)
     except (OSError, ImportError, AttributeError) as error:
         raise UsageError(f"trainer {name}: cannot be loaded: {error}. Give the FILE.py:NAME of a class.") from error
-    return made
+    return trainer
 
 
 def check_trainer(name: str) -> str:
-    """The name of a trainer; UsageError unless it is one of `TRAINERS` or FILE.py:NAME."""
+    """The name, unless it is none of `TRAINERS` and not FILE.py:NAME: then UsageError."""
     path, _, attribute = name.rpartition(":")
     if name not in TRAINERS and not (path.endswith(".py") and attribute.isidentifier()):
         raise UsageError(f"trainer: expected one of {', '.join(TRAINERS)}, or FILE.py:NAME, got {name!r}.")
@@ -156,9 +160,9 @@ def check_trainer(name: str) -> str:
 
 
 def make_trainer(name: str, *, vocab_size: int, dtype: str, seq_len: int, layout: str) -> Trainer | None:
-    """The trainer of a name for a leased job, None for `none` and for `auto` with rows.
+    """The trainer of a name for a leased job; None for `none`, and for `auto` with rows.
 
-    `vocab_size` is 0 where the dataset does not say (adopted files): then all that a U16 can be, for U32 counting only.
+    `vocab_size` is 0 if the dataset does not have it (adopted files): then 65,536 for U16; U32 can only be counted.
     """
     check_trainer(name)
     if name == "none" or (layout != "tokens" and name == "auto"):
@@ -169,7 +173,9 @@ def make_trainer(name: str, *, vocab_size: int, dtype: str, seq_len: int, layout
             "(forebay.worker.lease_worker.run_worker with on_batch, or forebay.Loader), or use trainer 'none', which "
             "learns nothing."
         )
-    made = trainer_class(name)
-    if vocab_size == 0 and dtype == "U32" and made is not CountTrainer:
-        raise UsageError(f"trainer {name}: the dataset does not say its vocabulary's size. Use trainer 'count'.")
-    return made(vocab_size=vocab_size or 1 << 16, seq_len=seq_len)
+    trainer = trainer_class(name)
+    if vocab_size == 0 and dtype == "U32" and trainer is not CountTrainer:
+        raise UsageError(
+            f"trainer {name}: expected the vocabulary's size in the dataset, got none. Use trainer 'count'."
+        )
+    return trainer(vocab_size=vocab_size or 1 << 16, seq_len=seq_len)

@@ -1,8 +1,7 @@
-"""One worker's run: data, a trainer, and steps until all are done or it is told to stop."""
+"""One worker's run: data, a trainer, and steps until all are done or it is stopped; its checkpoints."""
 
 import json
 import math
-import sys
 import threading
 import time
 import zipfile
@@ -10,8 +9,6 @@ from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from forebay.errors import StateError, UsageError
 from forebay.files import open_atomic, remove_stale
@@ -23,10 +20,13 @@ from forebay.worker.hub_data import create_huggingface_dataset
 from forebay.worker.trainer import Integers, Trainer, trainer_class
 
 CHECKPOINT = "checkpoint.zip"
+PROGRESS_S = 2.0
+Log = Callable[[str], None]
+OnStep = Callable[[int, Batch, float], None]
 
 
 def write_checkpoint(directory: Path, state: dict[str, Any], trainer: bytes) -> None:
-    """Write `state` (plain JSON values) and a trainer's bytes as one zip file, in place of the one before."""
+    """Write `state` (plain JSON values) and a trainer's bytes as one zip file, which replaces the earlier one."""
     directory.mkdir(parents=True, exist_ok=True)
     with open_atomic(directory / CHECKPOINT) as file, zipfile.ZipFile(file, "w") as archive:
         archive.writestr("state.json", json.dumps(state))
@@ -34,7 +34,7 @@ def write_checkpoint(directory: Path, state: dict[str, Any], trainer: bytes) -> 
 
 
 def read_checkpoint(directory: Path) -> tuple[dict[str, Any], bytes] | None:
-    """What was kept, or None; StateError if it is damaged."""
+    """The state and the trainer's bytes, or None without a checkpoint; StateError if it is damaged."""
     path = directory / CHECKPOINT
     remove_stale(directory)
     if not path.exists():
@@ -46,12 +46,9 @@ def read_checkpoint(directory: Path) -> tuple[dict[str, Any], bytes] | None:
                 raise ValueError(f"expected an object, got {type(state).__name__}")
             return state, archive.read("trainer.bin")
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise StateError(f"checkpoint {path}: cannot be read: {error}. Remove it to start anew.") from error
-
-
-PROGRESS_S = 2.0
-Tell = Callable[[str], None]
-OnStep = Callable[[int, Batch, float], None]
+        raise StateError(
+            f"checkpoint {path}: cannot be read: {error}. Remove it to start from the first step."
+        ) from error
 
 
 @dataclass
@@ -59,13 +56,13 @@ class TrainingReport:
     """What a worker did.
 
     Attributes:
-        steps: Taken here; `step` counts those of the run, before a resumed checkpoint and by others included.
+        steps: Taken by this worker; `step` counts those of the run, also before a resumed checkpoint and by others.
         samples, tokens: Of this worker's batches.
         losses: Of each step, in nats a token, before it was learnt; over all workers where they train together.
-        first_batch_s: Until the first batch was there, from the run's beginning.
-        tokens_per_s, wait_share: Since then; the second is the part of the time that steps waited for data, in [0, 1].
+        first_batch_s: From the start of the run to the first batch.
+        tokens_per_s, wait_share: Since then; the latter is the part of the time that steps waited for data, in [0, 1].
         generations: Memberships that the run went through here; 1 alone.
-        epochs: Begun of the data.
+        epochs: Of the data, the current one included.
         finished: Whether all num_steps are done.
     """
 
@@ -86,21 +83,21 @@ class TrainingReport:
     finished: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values, the losses as those of the first and the last step."""
+        """All fields as plain values; of the losses the first and the last."""
         plain = asdict(self)
         losses = plain.pop("losses")
         return {**plain, "loss_first": losses[0] if losses else None, "loss_last": losses[-1] if losses else None}
 
 
 def open_data(config: WorkerConfig) -> Batches:
-    """The dataset of a configuration, as the only rank reads it; `dealt` gives another's share."""
+    """The dataset of a configuration for a single rank; `reshard` gives another rank's share."""
     common: dict[str, Any] = {
         "num_batches": config.num_steps, "batch_size": config.batch_size, "seq_len": config.resolved_seq_len(),
         "seed": config.seed, "tensors": "numpy",
     }  # fmt: skip
     if config.dataset_name is None:
-        is_dealt = config.dataset_type == "distributed_dummy"
-        return DummyDataset(vocab_size=config.vocab_size, distributed=is_dealt, **common)
+        distributed = config.dataset_type == "distributed_dummy"
+        return DummyDataset(vocab_size=config.vocab_size, distributed=distributed, **common)
     return create_huggingface_dataset(
         config.dataset_name, streaming=config.streaming, tokenizer_name=config.tokenizer_name,
         buffer_size=config.shuffle_buffer, partition=config.partition, text_key=config.text_key, **common,
@@ -108,37 +105,27 @@ def open_data(config: WorkerConfig) -> Batches:
 
 
 class Training:
-    """A run in one thread; `stop` may be set from any, and ends it after the step under way.
+    """A run in one thread; `stop` may be set from any, and ends it after the current step.
 
-    `tell` is told a line at the beginning, every two seconds, and at the end; `bar` draws a bar on stderr in place of
-    those on the way. `on_step` is called after each step with its number, from 0, this rank's batch, and the loss.
+    `log` gets a line at the start, every two seconds, and at the end. `on_step` is called after each step with its
+    number, from 0, this rank's batch, and the loss.
     """
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        stop: threading.Event,
-        tell: Tell,
-        on_step: OnStep | None = None,
-        *,
-        bar: bool = False,
-    ) -> None:
-        self.config, self.stop, self.tell, self.on_step = config, stop, tell, on_step
-        self._wants_bar = bar
-        self._bar: Any = None
+    def __init__(self, config: WorkerConfig, stop: threading.Event, log: Log, on_step: OnStep | None = None) -> None:
+        self.config, self.stop, self.log, self.on_step = config, stop, log, on_step
         self.data = open_data(config)
         self.report = TrainingReport(worker_id=config.worker_id or "")
         self.samples_taken = 0
         self._trainer: Trainer | None = None
         self._batches: Generator[Batch, None, None] | None = None
-        self._waited_s = self._begun = self._told_at = 0.0
-        self._introduced = False
+        self._waited_s = self._started_at = self._logged_at = 0.0
+        self._described = False
 
-    def adopt(self, config: WorkerConfig) -> None:
-        """Take over settings that a run agreed on; the data are opened again if they are others. Before any step."""
+    def apply_config(self, config: WorkerConfig) -> None:
+        """Replace the settings before the first step; the data are opened again if the settings differ."""
         if config != self.config or config.resolved_seq_len() != self.config.resolved_seq_len():
             self.close()
-            self.config, self._trainer, self._introduced = config, None, False
+            self.config, self._trainer, self._described = config, None, False
             self.data = open_data(config)
 
     @property
@@ -148,7 +135,7 @@ class Training:
 
     @property
     def trainer(self) -> Trainer:
-        """What learns; made when first asked for."""
+        """The trainer of the configuration, made on first use."""
         if self._trainer is None:
             config = self.config
             self._trainer = trainer_class(config.trainer)(
@@ -162,51 +149,51 @@ class Training:
         return self._trainer
 
     def run(self) -> TrainingReport:
-        """Train alone to the end, or until told to stop; OutOfMemory if a step does not fit its device."""
+        """Train alone to the end, or until `stop`; OutOfMemoryError if a step does not fit its device."""
         self.resume()
-        self.begin()
-        self.dealt(0, 1)
+        self.start()
+        self.set_rank(0, 1)
         while self.step < self.config.num_steps and not self.stop.is_set():
             batch = self.next_batch()
-            self.count(batch, self.learn(self.trainer.step, batch))
-        return self.end()
+            self.record_step(batch, self.learn(self.trainer.step, batch))
+        return self.finish()
 
-    def dealt(self, rank: int, world_size: int) -> None:
-        """Take the data's share of a rank from here on, and say what a step is over all ranks."""
+    def set_rank(self, rank: int, world_size: int) -> None:
+        """Read the data's share of a rank from here on."""
         self.close_batches()
         if (self.data.rank, self.data.world_size) != (rank, world_size):
-            self.data = self.data.dealt(rank, world_size)
+            self.data = self.data.reshard(rank, world_size)
         report = self.report
         report.rank, report.world_size = rank, world_size
         report.effective_batch_size = self.config.effective_batch_size(world_size)
-        self.tell(
+        self.log(
             f"rank {rank} of {world_size}: effective batch size {report.effective_batch_size} "
             f"({self.config.batch_size} x {world_size}), sequences of {self.data.seq_len} tokens"
         )
 
-    def begin(self) -> None:
-        """Make the trainer, and say what learns from what, if that was not done before; then start the clocks."""
-        if not self._introduced:
-            self.tell(f"{self.data.describe()}; {self.trainer.describe()}")
-            self._introduced = True
-        self._begun = self._told_at = time.monotonic()
+    def start(self) -> None:
+        """Make the trainer, log data and trainer once, and start the clocks."""
+        if not self._described:
+            self.log(f"{self.data.describe()}; {self.trainer.describe()}")
+            self._described = True
+        self._started_at = self._logged_at = time.monotonic()
 
     def next_batch(self) -> Batch:
         """This rank's part of the next step."""
-        began = time.monotonic()
+        requested_at = time.monotonic()
         if self._batches is None:
             self._batches = self.data.endless()
         batch = next(self._batches)
         now = time.monotonic()
         if self.report.first_batch_s:
-            self._waited_s += now - began
+            self._waited_s += now - requested_at
         else:
-            self.report.first_batch_s, self._begun = now - self._begun, now
-            self.tell(f"first batch after {self.report.first_batch_s:.2f} s")
+            self.report.first_batch_s, self._started_at = now - self._started_at, now
+            self.log(f"first batch after {self.report.first_batch_s:.2f} s")
         return batch
 
     def learn(self, step: Callable[[Integers, Integers], float], batch: Batch) -> float:
-        """Calls `step` with a batch; if memory is short, says which settings would need less."""
+        """Call `step` with a batch; if memory is short, the error names settings that need less."""
         try:
             return step(batch.inputs, batch.labels)
         except Exception as error:
@@ -214,8 +201,8 @@ class Training:
                 raise out_of_memory(error, self.config) from error
             raise
 
-    def count(self, batch: Batch, loss: float) -> None:
-        """One step is done: counts, a line of progress now and then, a checkpoint if it is time."""
+    def record_step(self, batch: Batch, loss: float) -> None:
+        """Count a step; log the progress and write a checkpoint if they are due."""
         if not math.isfinite(loss):
             raise StateError(
                 f"step {self.step}: expected a finite loss, got {loss}. Use a smaller learning_rate than "
@@ -230,55 +217,36 @@ class Training:
         report.epochs = max(report.epochs, batch.epoch + 1)
         self.samples_taken += report.effective_batch_size
         now = time.monotonic()
-        elapsed = max(now - self._begun, 1e-9)
-        report.tokens_per_s = report.tokens / elapsed
-        report.wait_share = min(1.0, self._waited_s / elapsed)
-        if self._wants_bar:
-            self._draw()
-        elif now - self._told_at >= PROGRESS_S:
-            self._told_at = now
-            self.tell(f"step {report.step}/{self.config.num_steps}  {self._progress()}")
+        elapsed_s = max(now - self._started_at, 1e-9)
+        report.tokens_per_s = report.tokens / elapsed_s
+        report.wait_share = min(1.0, self._waited_s / elapsed_s)
+        if now - self._logged_at >= PROGRESS_S:
+            self._logged_at = now
+            self._log_progress()
         if self.on_step is not None:
             self.on_step(report.step - 1, batch, loss)
         if report.step % self.config.checkpoint_steps == 0 and report.step < self.config.num_steps:
-            self.keep()
+            self.save()
 
-    def _progress(self) -> str:
+    def _log_progress(self, prefix: str = "") -> None:
         report = self.report
         loss = f"loss {report.losses[-1]:.3f}  " if report.losses else ""
-        return f"{loss}{report.tokens_per_s:,.0f} tokens/s  waited for data {100 * report.wait_share:.0f} %"
+        self.log(
+            f"{prefix}step {report.step}/{self.config.num_steps}  {loss}{report.tokens_per_s:,.0f} tokens/s  "
+            f"waited for data {100 * report.wait_share:.0f} %"
+        )
 
-    def _draw(self) -> None:
-        report = self.report
-        if self._bar is None:
-            self._bar = tqdm(
-                total=self.config.num_steps,
-                initial=report.step - 1,
-                bar_format="step {n_fmt}/{total_fmt} |{bar:30}| {postfix}  {remaining} left",
-                file=sys.stderr,
-                leave=False,
-            )
-        self._bar.set_postfix_str(self._progress(), refresh=False)
-        self._bar.update(report.step - self._bar.n)
-
-    def _end_bar(self) -> None:
-        bar, self._bar = self._bar, None
-        if bar is not None:
-            bar.close()
-
-    def end(self) -> TrainingReport:
-        """The report, after the last checkpoint."""
+    def finish(self) -> TrainingReport:
+        """Write the last checkpoint; returns the report."""
         self.close_batches()
-        self._end_bar()
         self.report.finished = self.step >= self.config.num_steps
         if self.report.steps:
-            self.keep()
-        done = "done" if self.report.finished else "stopped"
-        self.tell(f"{done}: step {self.step}/{self.config.num_steps}  {self._progress()}")
+            self.save()
+        self._log_progress("done: " if self.report.finished else "stopped: ")
         return self.report
 
     def close_batches(self) -> None:
-        """End the iteration over the data; its place stays."""
+        """End the iteration over the data; its position stays."""
         batches, self._batches = self._batches, None
         if batches is not None:
             batches.close()
@@ -286,53 +254,48 @@ class Training:
     def close(self) -> None:
         """Close the data. May be called twice."""
         self.close_batches()
-        self._end_bar()
         self.data.close()
 
-    def keep(self) -> None:
-        """A checkpoint, if there is a directory for it. Of ranks, the first keeps it."""
-        if self.config.checkpoint_dir is None or self.report.rank:
-            return
-        state = {"step": self.step, "samples_taken": self.samples_taken, "data": self.data.state_dict()}
-        write_checkpoint(Path(self.config.checkpoint_dir), state, self.trainer.to_bytes())
+    def save(self) -> None:
+        """Write a checkpoint, if there is a directory for it and this is rank 0."""
+        if self.config.checkpoint_dir is not None and not self.report.rank:
+            state = {"step": self.step, "samples_taken": self.samples_taken, "data": self.data.state_dict()}
+            write_checkpoint(Path(self.config.checkpoint_dir), state, self.trainer.to_bytes())
 
     def resume(self) -> None:
-        """Go on from the checkpoint, if there is one and nothing was done yet."""
+        """Load the checkpoint, if there is one and no step was taken yet."""
+        checkpoint = self._read_checkpoint()
+        if checkpoint is not None:
+            state, trainer = checkpoint
+            self.data.load_state_dict(state["data"])
+            self.trainer.from_bytes(trainer)
+            self.report.step, self.samples_taken = state["step"], state["samples_taken"]
+            self.log(f"resumed at step {self.step} from {self.config.checkpoint_dir}")
+
+    def progress(self) -> tuple[int, int]:
+        """Steps done, and samples of all ranks that they took; before the first step those of the checkpoint."""
+        checkpoint = self._read_checkpoint()
+        return (self.step, self.samples_taken) if checkpoint is None else (
+            checkpoint[0]["step"], checkpoint[0]["samples_taken"]
+        )  # fmt: skip
+
+    def _read_checkpoint(self) -> tuple[dict[str, Any], bytes] | None:
+        """The checkpoint to resume; None after the first step."""
         if self.config.checkpoint_dir is None or self.step:
-            return
-        found = read_checkpoint(Path(self.config.checkpoint_dir))
-        if found is None:
-            return
-        state, trainer = found
-        step, samples = self._counts_of(state)
-        self.data.load_state_dict(state["data"])
-        self.trainer.from_bytes(trainer)
-        self.report.step, self.samples_taken = step, samples
-        self.tell(f"resumed at step {step} from {self.config.checkpoint_dir}")
-
-    def checkpointed(self) -> tuple[int, int]:
-        """Steps done, and samples of all ranks that they took, of this run or of the checkpoint it would resume."""
-        if self.config.checkpoint_dir is not None and not self.step:
-            found = read_checkpoint(Path(self.config.checkpoint_dir))
-            if found is not None:
-                return self._counts_of(found[0])
-        return self.step, self.samples_taken
-
-    def _counts_of(self, state: dict[str, Any]) -> tuple[int, int]:
-        counts = [state.get(name) for name in ("step", "samples_taken")]
-        if not all(type(count) is int and count >= 0 for count in counts) or "data" not in state:
-            raise StateError(
-                f"checkpoint in {self.config.checkpoint_dir}: expected a step and a place, got {sorted(state)}. "
-                "Take another checkpoint_dir."
-            )
-        return int(counts[0] or 0), int(counts[1] or 0)
+            return None
+        checkpoint = read_checkpoint(Path(self.config.checkpoint_dir))
+        if checkpoint is not None:
+            counts = [checkpoint[0].get(name) for name in ("step", "samples_taken")]
+            if not all(type(count) is int and count >= 0 for count in counts) or "data" not in checkpoint[0]:
+                raise StateError(
+                    f"checkpoint in {self.config.checkpoint_dir}: expected a step and a position, got "
+                    f"{sorted(checkpoint[0])}. Take another checkpoint_dir."
+                )
+        return checkpoint
 
 
-_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory")
-
-
-class OutOfMemory(UsageError, RuntimeError):  # noqa: N818 - as PyTorch calls it
-    """A step did not fit the memory of its device; also a RuntimeError. The settings that were tried are attributes."""
+class OutOfMemoryError(UsageError, RuntimeError):
+    """A step did not fit the memory of its device; also a RuntimeError. `batch_size` and `seq_len` were tried."""
 
     def __init__(self, message: str, batch_size: int, seq_len: int) -> None:
         super().__init__(message)
@@ -340,25 +303,26 @@ class OutOfMemory(UsageError, RuntimeError):  # noqa: N818 - as PyTorch calls it
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a step failed as its device's memory was full, however the framework says so."""
+    """Whether an error means that the device's memory is full, in the words of any framework."""
     if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).casefold() for sign in _SIGNS)
+    signs = ("out of memory", "can't allocate memory", "cannot allocate memory")
+    return isinstance(error, RuntimeError) and any(sign in str(error).casefold() for sign in signs)
 
 
-def out_of_memory(error: BaseException, config: WorkerConfig) -> OutOfMemory:
-    """The failure in its own words, then the settings that it happened with and the next smaller ones."""
-    first = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+def out_of_memory(error: BaseException, config: WorkerConfig) -> OutOfMemoryError:
+    """The error with the settings of the step and the next smaller ones."""
+    reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     batch_size, seq_len = config.batch_size, config.resolved_seq_len()
     advice = []
     if batch_size > 1:
-        advice.append(f"batch_size={max(1, batch_size // 2)}")
+        advice.append(f"batch_size={batch_size // 2}")
     if seq_len > 16:
         advice.append(f"seq_len={seq_len // 2}")
     if config.model_size != "tiny":
         advice.append(f"model_size={('tiny' if config.model_size == 'small' else 'small')!r}")
-    return OutOfMemory(
-        f"{first}. The step was of batch_size={batch_size}, seq_len={seq_len} and model_size={config.model_size!r}. "
+    return OutOfMemoryError(
+        f"{reason}. The step was of batch_size={batch_size}, seq_len={seq_len} and model_size={config.model_size!r}. "
         f"Try {', or '.join(advice) or 'a device with more memory'}.",
         batch_size,
         seq_len,

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from forebay.convert import convert as module
-from forebay.convert.content import Options
 from forebay.convert.convert import convert
 from forebay.errors import UsageError
+from forebay.formats.conversion import ConvertOptions
 
 RUN = """
 import os, signal, sys
 from pathlib import Path
 from forebay.convert import convert as module
-from forebay.convert.content import Options
+from forebay.formats.conversion import ConvertOptions
 folder, exchanges, moment = Path(sys.argv[1]), sys.argv[2] == "True", int(sys.argv[3])
 real, calls = Path.rename, []
 def rename(self, target):
@@ -35,7 +35,7 @@ if moment == 0:
     module._remove = module.shutil.rmtree = removed
 if not exchanges:
     module._exchange = lambda first, second: False
-module.convert(folder / "t.npy", folder / "out", "safetensors", Options(), force=True)
+module.convert(folder / "t.npy", folder / "out", "safetensors", ConvertOptions(), force=True)
 """
 
 
@@ -60,7 +60,7 @@ def held(folder: Path) -> str:
 def test_the_old_output_is_replaced_and_removed(folder: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not exchanges:
         monkeypatch.setattr(module, "_exchange", lambda first, second: False)
-    convert(folder / "t.npy", folder / "out", "safetensors", Options(), force=True)
+    convert(folder / "t.npy", folder / "out", "safetensors", ConvertOptions(), force=True)
     assert held(folder) == "new"
     assert sorted(path.name for path in folder.iterdir()) == ["out", "t.npy"]
 
@@ -79,9 +79,9 @@ def test_each_rename_may_fail(folder: Path, failing: set[int], monkeypatch: pyte
         patch.setattr(Path, "rename", rename)
         patch.setattr(module, "_exchange", lambda first, second: False)
         with pytest.raises(OSError, match="injected"):
-            convert(folder / "t.npy", folder / "out", "safetensors", Options(), force=True)
-    with pytest.raises(UsageError, match="place that is free"):  # The next run gives the old one its name again.
-        convert(folder / "t.npy", folder / "out", "safetensors", Options())
+            convert(folder / "t.npy", folder / "out", "safetensors", ConvertOptions(), force=True)
+    with pytest.raises(UsageError, match="path that is free"):  # The next run gives the old one its name again.
+        convert(folder / "t.npy", folder / "out", "safetensors", ConvertOptions())
     assert held(folder) == "old"
     assert sorted(path.name for path in folder.iterdir()) == ["out", "t.npy"]
 
@@ -94,9 +94,9 @@ def test_a_kill_at_any_moment(folder: Path, exchanges: bool, moment: int, left: 
     command = [sys.executable, "-c", RUN, str(folder), str(exchanges), str(moment)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
-    with pytest.raises(UsageError, match="place that is free"):
-        convert(folder / "t.npy", folder / "out", "safetensors", Options())
+    with pytest.raises(UsageError, match="path that is free"):
+        convert(folder / "t.npy", folder / "out", "safetensors", ConvertOptions())
     assert held(folder) == left
-    convert(folder / "t.npy", folder / "out", "safetensors", Options(), force=True)
+    convert(folder / "t.npy", folder / "out", "safetensors", ConvertOptions(), force=True)
     assert held(folder) == "new"
     assert sorted(path.name for path in folder.iterdir()) == ["out", "t.npy"]

@@ -18,14 +18,16 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from forebay.convert.content import Options as ConvertOptions
 from forebay.convert.convert import open_source
-from forebay.doctor import Options, examine
+from forebay.doctor import examine
 from forebay.doctor.examine import kind_of
 from forebay.errors import DatasetError, PrepareError, UsageError
-from forebay.formats.detect import FORMATS, detect
-from forebay.prepare.read import FORMATS as READ
-from forebay.prepare.read import ReadOptions, find_sources
+from forebay.formats.conversion import ConvertOptions as ConvertOptions
+from forebay.formats.detect import detect
+from forebay.formats.inputs import ReadOptions
+from forebay.formats.registry import format_names
+from forebay.formats.report import CheckOptions
+from forebay.prepare.inputs import find_inputs, text_formats
 from forebay.stream.records import FileRecords
 
 ROW = {"text": "hello world, some text"}
@@ -121,17 +123,17 @@ def test_a_file_is_the_same_to_all(name: str, tmp_path: Path) -> None:
     path.write_bytes(data)
     found = detect(path)
     assert (found.format, found.problem) == (expected, "")
-    assert expected == "" or expected in FORMATS
-    assert kind_of(path, Options()) == (expected or "unknown")
+    assert expected == "" or expected in format_names()
+    assert kind_of(path, CheckOptions()) == (expected or "unknown")
     # prepare and stream: from a directory, what is no text is skipped with its reason; named by the user, refused.
     (tmp_path / "beside.md").write_text("a text")
-    sources = {Path(one.path).name: one for one in find_sources(tmp_path, ReadOptions()).sources}
-    if expected in READ:
+    sources = {Path(one.path).name: one for one in find_inputs(tmp_path, ReadOptions()).files}
+    if expected in text_formats():
         assert sources[name].format == expected and sources[name].compression == found.compression
-        assert FileRecords(path, ReadOptions())._sources[0].format == expected
+        assert FileRecords(path, ReadOptions())._files[0].format == expected
     else:
         assert name not in sources
-        for opens in (find_sources, FileRecords):
+        for opens in (find_inputs, FileRecords):
             with pytest.raises(PrepareError, match=expected or "expected one of"):
                 opens(path, ReadOptions())
 
@@ -141,7 +143,7 @@ def test_convert_opens_what_it_is_or_says_so(name: str, tmp_path: Path) -> None:
     data, expected = CASES[name]
     (tmp_path / name).write_bytes(data)
     try:
-        kind = open_source(tmp_path / name, ConvertOptions()).kind
+        kind = open_source(tmp_path / name, ConvertOptions()).format
     except (DatasetError, UsageError) as error:
         refused = ("json", "html", "text", "", "raw tokens")  # what no table holds, and tokens without a type
         assert expected in refused or name in ("cut.parquet", "blank.safetensors", "lists.jsonl") or not data, error
@@ -156,10 +158,10 @@ def test_a_failed_download_is_an_error_that_says_so(suffix: str, data: bytes, sa
     path = tmp_path / f"data{suffix}"
     path.write_bytes(data)
     (tmp_path / "beside.jsonl").write_bytes(LINE)
-    for opens in (find_sources, FileRecords):
+    for opens in (find_inputs, FileRecords):
         with pytest.raises(PrepareError, match=says):
             opens(path, ReadOptions())
-    (skipped,) = find_sources(tmp_path, ReadOptions()).skipped
+    (skipped,) = find_inputs(tmp_path, ReadOptions()).skipped
     read = suffix in (".parquet", ".jsonl", ".tar", ".csv.gz")  # Formats that prepare reads.
     assert (skipped.path, skipped.status) == (str(path), "failed" if read else "skipped")
     assert (says if read else "as its name says") in skipped.reason
@@ -169,7 +171,7 @@ def test_a_failed_download_is_an_error_that_says_so(suffix: str, data: bytes, sa
     with pytest.raises(DatasetError, match=says):
         open_source(tmp_path, ConvertOptions())
     for given in (path, tmp_path):
-        report = next(one for one in examine([given], Options()) if one.path == path)
+        report = next(one for one in examine([given], CheckOptions()) if one.path == path)
         assert [(one.fault, says in f"{one.evidence} {one.advice}") for one in report.findings] == [
             ("not-the-data", True)
         ]
@@ -186,4 +188,4 @@ def test_each_file_of_a_folder_is_judged_by_itself(tmp_path: Path) -> None:
 def test_convert_passes_over_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + LINE * 3)
     source = open_source(tmp_path / "a.jsonl", ConvertOptions())
-    assert source.kind == "jsonl" and source.schema.names == ["text"]  # type: ignore[union-attr]
+    assert source.format == "jsonl" and source.schema.names == ["text"]  # type: ignore[union-attr]

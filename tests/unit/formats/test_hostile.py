@@ -20,10 +20,10 @@ import pyarrow as pa
 import pytest
 import zstandard
 
-from forebay.convert.content import Options
 from forebay.convert.convert import convert, open_source
 from forebay.errors import DatasetError, UsageError
-from forebay.formats.compression import bounded_unpack, check_unpacked, max_unpacked
+from forebay.formats.conversion import ConvertOptions
+from forebay.storage.compression import bounded_unpack, check_unpacked, max_unpacked
 
 GIB = 1 << 30
 MOST_MIB = 600  # Above what the interpreter with all imports takes.
@@ -32,7 +32,8 @@ CHILD = """
 import json, resource, sys
 from pathlib import Path
 from forebay.cli import main
-import forebay.convert.convert, forebay.convert.tables, forebay.doctor.examine, forebay.load.sources
+import forebay.convert.convert, forebay.formats.registry, forebay.doctor.examine, forebay.load.sources
+[*forebay.formats.registry.formats()]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 codes = [main(argv) for argv in json.loads(sys.argv[1])]
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -162,7 +163,7 @@ def test_a_damaged_index_is_no_table(tmp_path: Path) -> None:
     """The index of a token dataset that cannot be read is not converted in its place."""
     mds(tmp_path / "mds", b"x", "zstd", 1, 100)
     with pytest.raises(DatasetError, match="shard"):
-        convert(tmp_path / "mds", tmp_path / "out", "jsonl", Options())
+        convert(tmp_path / "mds", tmp_path / "out", "jsonl", ConvertOptions())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -177,7 +178,7 @@ def test_every_word_of_an_arrow_file_may_be_wrong(tmp_path: Path, stream: bool) 
         for word in (-1, 1 << 62):
             path.write_bytes(whole[:at] + struct.pack("<q", word) + whole[at + 8 :])
             try:
-                for rows in open_source(path, Options()).batches():
+                for rows in open_source(path, ConvertOptions()).batches():
                     rows.validate(full=True)
             except DatasetError as error:
                 assert path.name in str(error)

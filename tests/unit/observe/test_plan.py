@@ -20,10 +20,10 @@ from forebay.errors import UsageError
 from forebay.load.loader import Loader
 from forebay.load.resources import Job
 from forebay.load.sources import open_dataset
-from forebay.observe.plan import make_plan, words
+from forebay.observe.plan import format_plan, make_plan
 from forebay.observe.timing import Flow, bandwidth_needed, flow_of, times_of
 from forebay.order.windows import Spans
-from forebay.units import parse_rate, words_of_bytes, words_of_seconds
+from forebay.units import format_bytes, format_seconds, parse_rate
 from origin_server import OriginServer
 
 GB = 10**9
@@ -42,7 +42,7 @@ def test_a_slice_of_215_gb_in_20_minutes_needs_179_mb_a_second() -> None:
     steps = 215 * GB // 2 // 2048 // 512
     plan = make_plan(job(size=215 * GB, lanes=1, window=215 * GB // 2 // 2048, step_s=1200 / steps, bandwidth=125e6))
     assert plan.slice_fetch_s == pytest.approx(1720, abs=1)  # 28.7 minutes at 1 Gb/s
-    assert words_of_seconds(plan.slice_fetch_s) == "28.7 min"
+    assert format_seconds(plan.slice_fetch_s) == "28.7 min"
     assert plan.needed_bandwidth == pytest.approx(179.2e6, rel=0.01)
     assert plan.needed_bandwidth * 8 / 1e9 == pytest.approx(1.43, abs=0.02)
     # At 1 Gb/s training waits for what is missing: 520 s for each slice but the first.
@@ -73,7 +73,7 @@ def test_lanes_that_do_not_fit_are_refused_and_some_that_do_are_named() -> None:
     assert not plan.ok and "lanes=8" in plan.refused[0]
     assert any(text.startswith("lanes=1, window=") for text in plan.advice)
     usual = make_plan(job(100, 20 * GB, cache_bytes=200 * GB))
-    assert usual.ok and usual.lanes == 1 and "Give them to the Loader" in usual.warnings[0]
+    assert usual.ok and usual.lanes == 1 and "Pass these to the Loader" in usual.warnings[0]
 
 
 def test_keeping_all_needs_room_for_all() -> None:
@@ -87,14 +87,14 @@ def test_keeping_all_needs_room_for_all() -> None:
 
 def test_a_volume_smaller_than_the_cache_is_refused() -> None:
     plan = make_plan(job(cache_bytes=900 * GB, volume_bytes=850 * GB, lanes=1))
-    assert not plan.ok and plan.refused[0].startswith("volume: expected room for the cache")
+    assert not plan.ok and plan.refused[0].startswith("disk: expected space for the cache")
 
 
 @pytest.mark.parametrize(
     ("given", "warned"),
     [
         ({"bandwidth": 60e6}, "1 Gb/s or more"),
-        ({"volume_bytes": 500 * GB}, "volume: 500 GB"),
+        ({"volume_bytes": 500 * GB}, "disk: 500 GB"),
         ({"mem_bytes": 2 * GB}, "4 GB or more"),
         ({"mem_bytes": 110 << 20}, "the loader takes"),
     ],
@@ -107,26 +107,26 @@ def test_what_is_below_what_such_runs_have_is_said(given: dict, warned: str) -> 
 def test_a_batch_that_cannot_be_is_refused() -> None:
     plan = make_plan(job(mem_bytes=64 << 20))
     assert "not even a batch of one sample fits" in plan.refused[0] and not any("batch_size" in a for a in plan.advice)
-    assert "at least a sample for each of 8 ranks, got 4" in make_plan(job(batch=4, world_size=8)).refused[0]
+    assert "expected a sample for each of 8 ranks, got 4" in make_plan(job(batch=4, world_size=8)).refused[0]
 
 
 def test_shards_of_the_manager_are_planned_as_it_keeps_them(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "--shards", "--bytes", "2TB", "--slice-bytes", "215GB", "--bandwidth", "1Gb/s", "--json"]
-    assert main([*command, "--volume", "750GB"]) == 0
+    assert main([*command, "--disk", "750GB"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["shards"], told["in_use_bytes"], told["start_bytes"]) == (10, 430 * GB, 645 * GB)
     assert told["shard_fetch_s"] == pytest.approx(1720) and told["refused"] == told["warnings"] == []
-    assert main([*command, "--volume", "650GB"]) == 0 and "3.5 shards" in capsys.readouterr().out
-    assert main([*command, "--volume", "600GB"]) == 1
-    assert "expected room for 3 shards" in capsys.readouterr().out
+    assert main([*command, "--disk", "650GB"]) == 0 and "3.5 shards" in capsys.readouterr().out
+    assert main([*command, "--disk", "600GB"]) == 1
+    assert "for 3 shards" in capsys.readouterr().out
     assert main(["plan", "--shards", "--bytes", "2TB"]) == 2
 
 
 def test_the_largest_batch_fits_the_memory_and_one_more_does_not() -> None:
     plan = make_plan(job(mem_bytes=4 * GB, world_size=4, ranks_per_node=2))
-    assert plan.most_batch is not None
-    fitting = make_plan(job(mem_bytes=4 * GB, world_size=4, ranks_per_node=2, batch=4 * plan.most_batch))
-    larger = make_plan(job(mem_bytes=4 * GB, world_size=4, ranks_per_node=2, batch=4 * plan.most_batch + 4))
+    assert plan.largest_batch is not None
+    fitting = make_plan(job(mem_bytes=4 * GB, world_size=4, ranks_per_node=2, batch=4 * plan.largest_batch))
+    larger = make_plan(job(mem_bytes=4 * GB, world_size=4, ranks_per_node=2, batch=4 * plan.largest_batch + 4))
     assert fitting.memory_bytes <= 4 * GB < larger.memory_bytes
 
 
@@ -270,14 +270,25 @@ def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = str(make_dataset(tmp_path / "data", 8, 64, 256))
-    common = ["plan", dataset, "--seq-len", "256", "--global-batch", "8", "--bandwidth", "1Gb/s", "--step-s", "0.1"]
-    assert main([*common, "--json", "--volume", str(tmp_path), "--mem", "8GB"]) == 0
+    common = [
+        "plan",
+        dataset,
+        "--seq-len",
+        "256",
+        "--global-batch-size",
+        "8",
+        "--bandwidth",
+        "1Gb/s",
+        "--step-s",
+        "0.1",
+    ]
+    assert main([*common, "--json", "--disk", str(tmp_path), "--memory", "8GB"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["ok"] and told["slices"] == 8 and told["first_batch_s"] < 0.001 and told["stall_s"] >= 0
     assert told["loader"]["lanes"] == 1 and told["steps_per_epoch"] == 64
     assert main([*common, "--cache-bytes", "20kB"]) == 1
     text = capsys.readouterr().out
-    assert "refused: cache: expected at least" in text and text.endswith("would not do what was asked\n")
+    assert "refused: cache: expected at least" in text and text.endswith("cannot work as requested\n")
     assert main(["plan", "--bytes", "2TB"]) == 2
     assert main(["plan", dataset, "--bytes", "2TB"]) == 2
 
@@ -287,7 +298,7 @@ def test_a_quarter_of_a_million_slices_are_planned_in_two_seconds() -> None:
     plan = make_plan(
         job(250_000, 64 << 20, batch=1024, world_size=64, ranks_per_node=8, epochs=3, bandwidth=1e9, step_s=1.0)
     )
-    assert plan.ok and "lanes=64" in words(plan) and time.process_time() - began < 2
+    assert plan.ok and "lanes=64" in format_plan(plan) and time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(
@@ -302,4 +313,4 @@ def test_what_is_no_rate() -> None:
     for text in ("1G", "fast", "0Gb/s", "1 ib/s", "-1MB/s"):
         with pytest.raises(UsageError, match="rate"):
             parse_rate(text)
-    assert [words_of_bytes(n) for n in (12, 1500, 215 * GB, 15e12)] == ["12 B", "1.5 kB", "215 GB", "15 TB"]
+    assert [format_bytes(n) for n in (12, 1500, 215 * GB, 15e12)] == ["12 B", "1.5 kB", "215 GB", "15 TB"]

@@ -19,9 +19,10 @@ import pytest
 from calibration import scaled
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.detect import detect
-from forebay.prepare.read import ReadOptions, cut, find_sources, read
-from forebay.prepare.read.api import API, Progress, acquire
-from forebay.prepare.read.base import Piece, Source
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+from forebay.formats.registry import get_format
+from forebay.prepare.inputs import find_inputs, read_split, split_files
+from forebay.prepare.read.api import Progress, acquire
 
 PER_PAGE, PAGES = 10, 12
 
@@ -56,7 +57,8 @@ class Server:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr("forebay.prepare.read.api.FIRST_WAIT_S", 0.01)
     state = Server()
 
     class Handler(BaseHTTPRequestHandler):
@@ -115,9 +117,7 @@ def server() -> Iterator[Server]:
 
 def spec(tmp_path: Path, server: Server, more: str = "", preset: str = "reddit") -> Path:
     path = tmp_path / "a.api.toml"
-    path.write_text(
-        f'preset = "{preset}"\nurl = "{server.url}"\nrequests_per_s = 1000\nretry_s = 0.01\ntimeout_s = 5\n{more}'
-    )
+    path.write_text(f'preset = "{preset}"\nurl = "{server.url}"\nrequests_per_s = 1000\n{more}')
     return path
 
 
@@ -148,7 +148,9 @@ def test_all_faults_at_once(tmp_path: Path, server: Server) -> None:
     assert acquire(spec(tmp_path, server), tmp_path / "out") == path
     assert len(server.asked) == requests  # done is done
     options = ReadOptions()
-    records = [r for piece in cut(find_sources(path, options).sources, options) for r in read(piece, options)]
+    records = [
+        r for piece in split_files(find_inputs(path, options).files, options) for r in read_split(piece, options)
+    ]
     assert [r.text for r in records] == [item["text"] for item in found]
 
 
@@ -164,9 +166,10 @@ def test_x_preset_and_limits(tmp_path: Path, server: Server) -> None:
     assert time.monotonic() - start >= 3 / 20
 
 
-def test_failures_keep_what_was_fetched(tmp_path: Path, server: Server) -> None:
+def test_failures_keep_what_was_fetched(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.faults = {3: ["500"] * 3}
-    description = spec(tmp_path, server, "max_attempts = 3\n")
+    description = spec(tmp_path, server)
+    monkeypatch.setattr("forebay.prepare.read.api.MAX_TRIES", 3)
     with pytest.raises(PrepareError, match=r"failed 3 times; last: HTTP status 500.*Run again to resume"):
         acquire(description, tmp_path / "out")
     assert len(items(tmp_path / "out/items.jsonl")) == 3 * PER_PAGE
@@ -219,10 +222,10 @@ def test_secrets_stay_in_the_environment(tmp_path: Path, server: Server, monkeyp
         ("url = 1", "url: expected a string"),
         ('url = "ftp://x"', "url: expected http"),
         ('preset = "myspace"', "preset: expected one of reddit, x"),
-        ('preset = "reddit"', "expected a url"),
+        ('preset = "reddit"', "url: expected http"),
         ('url = "http://x"\nitem = "y"', "unknown key 'item'"),
-        ('url = "http://x"\ntext = []', "text: expected names"),
-        ('url = "http://x"\nmax_pages = -1', "max_pages: expected a number"),
+        ('url = "http://x"\ntext = []', "text: expected more items"),
+        ('url = "http://x"\nmax_pages = -1', "max_pages: expected at least 0"),
         ('url = "http://x"\nheaders = 3', "headers: expected a table"),
         ("url = ", ":1: expected TOML"),
     ],
@@ -241,4 +244,8 @@ def test_a_folder_is_of_one_description(tmp_path: Path, server: Server) -> None:
     path = spec(tmp_path, server)
     assert detect(path).format == "api"
     with pytest.raises(UsageError, match="forebay acquire"):
-        list(API.read(Piece((Source(str(path), path.name, "api", "", path.stat().st_size, ""),)), ReadOptions()))
+        list(
+            get_format("api").read_text(
+                InputSplit((InputFile(str(path), path.name, "api", "", path.stat().st_size, ""),)), ReadOptions()
+            )
+        )

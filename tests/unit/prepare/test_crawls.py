@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.prepare.documents import Record
-from forebay.prepare.read.base import Piece, ReadOptions, Source
-from forebay.prepare.read.http_message import body_text, parse_http
-from forebay.prepare.read.warc import WARC, RawRecord, read_raw
+from forebay.formats.http_message import body_text, parse_http
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+from forebay.formats.records import Record
+from forebay.formats.warc import RawRecord, Warc, read_raw
 
 
 def real(name: str) -> Path:
@@ -28,9 +28,9 @@ def real(name: str) -> Path:
     return folder
 
 
-def source(path: Path) -> Source:
+def source(path: Path) -> InputFile:
     packed = {".gz": "gz", ".bad": "gz", ".lz4": "lz4"}.get(path.suffix, "")
-    return Source(str(path), path.name, "warc", packed, path.stat().st_size, "")
+    return InputFile(str(path), path.name, "warc", packed, path.stat().st_size, "")
 
 
 def raw(path: Path, **options: Any) -> list[RawRecord]:
@@ -38,7 +38,7 @@ def raw(path: Path, **options: Any) -> list[RawRecord]:
 
 
 def documents(path: Path, **options: Any) -> list[Record]:
-    return list(WARC.read(Piece((source(path),)), ReadOptions(**options)))
+    return list(Warc().read_text(InputSplit((source(path),)), ReadOptions(**options)))
 
 
 # What our reader makes of the archives that others stumble over: sound records, problems.
@@ -143,7 +143,7 @@ def test_a_damaged_member_costs_itself_alone(tmp_path: Path) -> None:
             assert texts(found) == good, (index, place)
             assert [r.problem != "" for r in found].count(True) == 1
             problem = next(r for r in found if r.problem)
-            assert problem.where.startswith("byte ")
+            assert problem.location.startswith("byte ")
 
 
 def test_a_truncated_archive_gives_what_stands_before(tmp_path: Path) -> None:
@@ -242,12 +242,12 @@ def test_no_garbage_hides_what_follows(garbage: bytes, at: int, packed: bool) ->
         return
     parts = [gzip.compress(warc_record(b"text %d" % i)) if packed else warc_record(b"text %d" % i) for i in range(3)]
     parts.insert(at, garbage if packed else garbage + b"\n")
-    given_source = Source("memory", "memory", "warc", "gz" if packed else "", 0, "")
+    given_source = InputFile("memory", "memory", "warc", "gz" if packed else "", 0, "")
     data = io.BytesIO(b"".join(parts))
     from unittest import mock
 
-    with mock.patch("forebay.prepare.read.warc.open_source", lambda *_: data):
-        found = list(WARC.read(Piece((given_source,)), ReadOptions()))
+    with mock.patch("forebay.formats.warc.open_input", lambda *_: data):
+        found = list(Warc().read_text(InputSplit((given_source,)), ReadOptions()))
     good = [text.split("\n")[0].strip() for text in texts(found)]
     assert [text[:6] for text in good] == ["text 0", "text 1", "text 2"]
 
@@ -263,7 +263,7 @@ def test_hostile_archives_take_linear_time(tmp_path: Path) -> None:
         b"\r",
     ):
         path.write_bytes(part * (200_000 // len(part)))
-        assert isinstance(sum(1 for _ in WARC.read(Piece((source(path),)), ReadOptions())), int)
+        assert isinstance(sum(1 for _ in Warc().read_text(InputSplit((source(path),)), ReadOptions())), int)
     path = tmp_path / "b.warc.gz"
     path.write_bytes(b"\x1f\x8b\x08\0\0\0\0\0\0\0" * 20_000)
     assert [r.problem[:11] for r in documents(path)] == ["gzip member"]

@@ -16,15 +16,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from forebay.prepare.documents import Record
-from forebay.prepare.read import ReadOptions, cut, find_sources, ipc, opening, read
+from forebay.formats import arrow_ipc as ipc
+from forebay.formats import inputs as compression
+from forebay.formats.inputs import ReadOptions
+from forebay.formats.records import Record
+from forebay.prepare.inputs import find_inputs, read_split, split_files
 
 MIB = 1 << 20
 
 
 def records(path: Path, name: str = "auto", **options: object) -> list[Record]:
     chosen = ReadOptions(format=name, **options)  # type: ignore[arg-type]
-    return [r for p in cut(find_sources([path], chosen).sources, chosen) for r in read(p, chosen)]
+    return [r for p in split_files(find_inputs([path], chosen).files, chosen) for r in read_split(p, chosen)]
 
 
 def problems(found: list[Record]) -> list[str]:
@@ -51,7 +54,7 @@ PAGE = b"<html><body><p>words</p></body></html>"
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "warc", "tar", "jsonl.gz"])
 def test_text_beyond_the_limit_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """One text of 1 MiB, 40 times, in a file of a few KB; the limit is 8 MiB here."""
-    monkeypatch.setattr(opening, "MIN_UNPACKED_BYTES", 8 * MIB)
+    monkeypatch.setattr(compression, "MIN_UNPACKED_BYTES", 8 * MIB)
     path, text = tmp_path / f"a.{kind}", "a b " * (MIB // 4)
     column = pa.DictionaryArray.from_arrays(pa.array([0] * 40, pa.int32()), pa.array([text], pa.large_string()))
     batch = pa.record_batch([column], ["text"])
@@ -82,7 +85,7 @@ def test_text_beyond_the_limit_is_left_out(tmp_path: Path, monkeypatch: pytest.M
 def test_a_batch_larger_than_memory_should_hold_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, packed: bool
 ) -> None:
-    monkeypatch.setattr(ipc, "MAX_HELD_BYTES", 16 * MIB)
+    monkeypatch.setattr(ipc, "MAX_BUFFERED_BYTES", 16 * MIB)
     path = tmp_path / "a.arrow"
     small = pa.record_batch([pa.array(["x" * 100] * 30, pa.large_string())], ["text"])
     write_ipc(path, small, stream, 3)
@@ -130,7 +133,7 @@ def test_a_7z_that_claims_too_much_is_a_bomb(tmp_path: Path, monkeypatch: pytest
     path = tmp_path / "a.7z"
     with py7zr.SevenZipFile(path, "w") as archive:
         archive.writestr("x" * (4 * MIB), "a.txt")
-    monkeypatch.setattr("forebay.prepare.read.stackexchange.MIN_UNPACKED_BYTES", MIB)
+    monkeypatch.setattr("forebay.formats.stackexchange.MIN_UNPACKED_BYTES", MIB)
     assert problems(records(path)) == [
         f"a 7z that unpacks to {4 * MIB} bytes: a bomb. Raise max_unpacked_ratio to read it"
     ]
@@ -150,7 +153,7 @@ def test_a_piece_of_malformed_records_is_left(tmp_path: Path, monkeypatch: pytes
     found = records(path)
     assert len(found) == 900 + 1001 + 1 and "1001 of 1901 records are malformed" in found[-1].problem
     assert len(records(path, max_malformed=1)) == 5900
-    monkeypatch.setattr("forebay.prepare.read.MAX_WITHOUT", 1000)
+    monkeypatch.setattr("forebay.prepare.inputs.MAX_EMPTY", 1000)
     path.write_text('{"text": "a"}\n' + "\n" * 2000)
     assert "1001 records in a row hold no document" in records(path)[-1].problem
 

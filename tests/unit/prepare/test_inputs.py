@@ -19,9 +19,9 @@ from forebay import prepare_dataset
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError, UsageError
+from forebay.formats import text as lines
 from forebay.prepare import load_recipe
 from forebay.prepare.plan import plan
-from forebay.prepare.read import lines
 from forebay.prepare.report import load_report
 from forebay.prepare.tasks.encode import EncodeTask
 from forebay.prepare.tasks.text import TextTask
@@ -128,9 +128,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(path.name)
         return hash_file(path)
 
-    for module in ("tasks.keys", "read.sources", "driver"):
+    for module in ("tasks.keys", "inputs", "driver"):
         monkeypatch.setattr(f"forebay.prepare.{module}.hash_file", counting, raising=False)
-    monkeypatch.setattr(lines, "PIECE_BYTES", 500)
+    monkeypatch.setattr(lines, "SPLIT_BYTES", 500)
     return names
 
 

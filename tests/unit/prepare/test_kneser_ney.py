@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.documents import Record
+from forebay.formats.records import Record
 from forebay.prepare.filters.perplexity import Perplexity
 from forebay.prepare.kneser_ney import train_lm
 

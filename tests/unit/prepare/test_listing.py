@@ -11,8 +11,9 @@ import pytest
 
 from forebay.errors import PrepareError
 from forebay.formats.detect import find_encoding
-from forebay.prepare.read import ReadOptions, cut, find_sources, read
-from forebay.prepare.read.listing import LINK, describe_skipped
+from forebay.formats.inputs import ReadOptions
+from forebay.prepare.inputs import find_inputs, read_split, split_files
+from forebay.storage.listing import LINK, describe_skipped
 from forebay.stream.text_stream import TextStream
 
 LINE = '{"text": "hello"}\n'
@@ -20,9 +21,9 @@ LINE = '{"text": "hello"}\n'
 
 def listed(folder: Path, **how: bool) -> tuple[list[str], dict[str, str]]:
     """Names that are read, and names that are left out with the reason."""
-    found = find_sources(folder, ReadOptions(), **how)
+    found = find_inputs(folder, ReadOptions(), **how)
     skipped = {str(Path(one.path).relative_to(folder)): one.reason for one in found.skipped}
-    return [str(Path(source.path).relative_to(folder)) for source in found.sources], skipped
+    return [str(Path(source.path).relative_to(folder)) for source in found.files], skipped
 
 
 def test_links_stay_inside_unless_asked(tmp_path: Path) -> None:
@@ -63,11 +64,11 @@ def test_what_is_left_out_is_said_once_a_reason(tmp_path: Path) -> None:
     (tmp_path / ".git/x.txt").write_text("x")
     (tmp_path / "empty").touch()
     with pytest.raises(PrepareError, match="expected input files, got none") as error:
-        find_sources(tmp_path, ReadOptions())
+        find_inputs(tmp_path, ReadOptions())
     assert "left out 1: hidden" in str(error.value) and "left out 4: binary data of no known format" in str(error.value)
     assert "\x1b" not in str(error.value)
     (tmp_path / "a.txt").write_text("x")
-    lines = describe_skipped(find_sources(tmp_path, ReadOptions()).skipped)
+    lines = describe_skipped(find_inputs(tmp_path, ReadOptions()).skipped)
     assert [line.partition(" (")[0] for line in lines] == [
         "left out 1: an empty file", "left out 4: binary data of no known format", "left out 1: hidden",
     ]  # fmt: skip
@@ -108,8 +109,8 @@ def test_text_of_any_encoding(tmp_path: Path, encoding: str, suffix: str, packed
     path = tmp_path / f"a.{suffix}{'.gz' if packed else ''}"
     path.write_bytes(gzip.compress(data) if packed else data)
     for options in (ReadOptions(), ReadOptions(encoding=encoding)):
-        sources = find_sources(tmp_path, options).sources
-        got = [record for piece in cut(sources, options) for record in read(piece, options)]
+        sources = find_inputs(tmp_path, options).files
+        got = [record for piece in split_files(sources, options) for record in read_split(piece, options)]
         assert {(record.text, record.problem) for record in got} == {(text, "")}
 
 
@@ -124,14 +125,14 @@ def test_a_file_that_changes_here_is_no_mixture(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(LINE * 100)
     options = ReadOptions()
-    (piece,) = cut(find_sources(tmp_path, options).sources, options)
-    rows = read(piece, options)
+    (piece,) = split_files(find_inputs(tmp_path, options).files, options)
+    rows = read_split(piece, options)
     next(rows)
     path.write_text(LINE * 101)
     with pytest.raises(PrepareError, match="the input changed while it was read"):
         list(rows)
     with pytest.raises(PrepareError, match="the input changed while it was read"):
-        list(read(piece, options))
+        list(read_split(piece, options))
 
 
 def test_pages_and_texts_beyond_the_first_bytes(tmp_path: Path) -> None:
@@ -139,5 +140,9 @@ def test_pages_and_texts_beyond_the_first_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_bytes(page.encode("iso-8859-2"))
     (tmp_path / "b.txt").write_bytes(b"plain " * 20_000 + "Schöne Grüße".encode("latin-1"))
     options = ReadOptions()
-    got = [record for piece in cut(find_sources(tmp_path, options).sources, options) for record in read(piece, options)]
+    got = [
+        record
+        for piece in split_files(find_inputs(tmp_path, options).files, options)
+        for record in read_split(piece, options)
+    ]
     assert (got[0].text, got[0].html, got[1].text) == (page, True, "plain " * 20_000 + "Schöne Grüße")

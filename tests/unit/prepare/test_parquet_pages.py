@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.dataset.parquet_pages import Page, pages
-from forebay.prepare.read import ReadOptions, cut, find_sources, read, tables
-from forebay.prepare.read.tables import most_rows
+from forebay.formats import parquet as tables
+from forebay.formats.inputs import ReadOptions
+from forebay.formats.parquet import max_rows
+from forebay.prepare.inputs import find_inputs, read_split, split_files
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
@@ -43,7 +45,7 @@ def test_garbage_is_refused(data: bytes) -> None:
 @settings(max_examples=50, deadline=None)
 def test_no_run_of_rows_touches_more_than_the_budget(sizes: list[tuple[int, int]], budget: int) -> None:
     found = [Page(False, values, size, size) for values, size in sizes]
-    rows = most_rows(found, budget, 64)
+    rows = max_rows(found, budget, 64)
     owner = [index for index, (values, _) in enumerate(sizes) for _ in range(values)]
 
     def largest(rows: int) -> int:
@@ -59,8 +61,8 @@ def test_a_page_too_large_is_told_and_the_next_row_group_read(tmp_path: Path, mo
     with pq.ParquetWriter(path, pa.schema([("text", pa.string())]), use_dictionary=False) as writer:
         for text in ("first", "x" * 100_000, "last"):
             writer.write_table(pa.table({"text": [text]}))
-    monkeypatch.setattr(tables, "MAX_HELD_BYTES", 50_000)
+    monkeypatch.setattr(tables, "MAX_BUFFERED_BYTES", 50_000)
     options = ReadOptions()
-    found = [r for piece in cut(find_sources(path, options).sources, options) for r in read(piece, options)]
+    found = [r for piece in split_files(find_inputs(path, options).files, options) for r in read_split(piece, options)]
     assert [record.text for record in found] == ["first", "", "last"]
-    assert "smaller pages" in found[1].problem and found[1].where == "row group 1, of 1 rows"
+    assert "smaller pages" in found[1].problem and found[1].location == "row group 1, of 1 rows"

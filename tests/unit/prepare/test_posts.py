@@ -14,11 +14,12 @@ import pytest
 import zstandard
 
 from forebay.errors import UsageError
+from forebay.formats.base import Format
 from forebay.formats.detect import detect
-from forebay.prepare.documents import Record
-from forebay.prepare.read.base import Format, Piece, ReadOptions, Source
-from forebay.prepare.read.reddit import REDDIT
-from forebay.prepare.read.stackexchange import SEVENZIP, STACKEXCHANGE
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+from forebay.formats.records import Record
+from forebay.formats.reddit import Reddit
+from forebay.formats.stackexchange import SevenZip, StackExchange
 
 
 def real(name: str) -> Path:
@@ -30,8 +31,8 @@ def real(name: str) -> Path:
 
 
 def read(format: Format, path: Path, compression: str = "", **options: Any) -> list[Record]:
-    source = Source(str(path), path.name, format.name, compression, path.stat().st_size, "")
-    return list(format.read(Piece((source,)), ReadOptions(**options)))
+    source = InputFile(str(path), path.name, format.name, compression, path.stat().st_size, "")
+    return list(format.read_text(InputSplit((source,)), ReadOptions(**options)))
 
 
 def row(
@@ -51,7 +52,7 @@ def posts(tmp_path: Path, *rows: str) -> Path:
 
 def test_real_posts() -> None:
     path = real("stackexchange") / "coffee/Posts.xml"
-    found = read(STACKEXCHANGE, path, options={"site": "coffee.stackexchange.com"})
+    found = read(StackExchange(), path, options={"site": "coffee.stackexchange.com"})
     rows = [r.attrib for r in ElementTree.parse(path).getroot() if r.get("PostTypeId") in ("1", "2")]
     assert [r.id for r in found] == [r["Id"] for r in rows]
     assert len(found) == 552
@@ -59,7 +60,7 @@ def test_real_posts() -> None:
     assert [r.text.startswith(r2["Title"]) for r, r2 in zip(found, rows) if "Title" in r2].count(False) == 0
     assert (found[0].url, rows[0]["PostTypeId"]) == ("https://coffee.stackexchange.com/q/1", "1")
     assert not any("<p>" in r.text for r in found)
-    liked = read(STACKEXCHANGE, path, options={"min_score": 10, "post_types": [2]})
+    liked = read(StackExchange(), path, options={"min_score": 10, "post_types": [2]})
     assert len(liked) == sum(int(r["Score"]) >= 10 and r["PostTypeId"] == "2" for r in rows) > 10
 
 
@@ -74,7 +75,7 @@ def test_posts_and_damage(tmp_path: Path) -> None:
         row(5, body="x" * 3000),
         row(6),
     )
-    found = read(STACKEXCHANGE, path, max_document_bytes=2000)
+    found = read(StackExchange(), path, max_document_bytes=2000)
     assert [(r.id, r.text) for r in found if not r.problem] == [
         ("1", "How &lt; why\n\nSome text & more"),
         ("3", "Some text & more"),
@@ -87,9 +88,9 @@ def test_posts_and_damage(tmp_path: Path) -> None:
         f"a line of {size} bytes is longer than max_document_bytes, 2000",
     ]
     path.write_bytes(path.read_bytes().replace(b"text", b"\xff\xfe", 1))
-    assert "not UTF-8" in read(STACKEXCHANGE, path)[0].problem
+    assert "not UTF-8" in read(StackExchange(), path)[0].problem
     with pytest.raises(UsageError, match="min_score"):
-        read(STACKEXCHANGE, path, options={"min_score": "many"})
+        read(StackExchange(), path, options={"min_score": "many"})
 
 
 def test_7z_of_real_posts(tmp_path: Path) -> None:
@@ -99,17 +100,17 @@ def test_7z_of_real_posts(tmp_path: Path) -> None:
     with py7zr.SevenZipFile(path, "w") as archive:
         archive.writestr("<users></users>" * 100_000, "Users.xml")
         archive.write(plain, "Posts.xml")
-    found, expected = read(SEVENZIP, path), read(STACKEXCHANGE, plain)
+    found, expected = read(SevenZip(), path), read(StackExchange(), plain)
     assert [(r.id, r.text) for r in found] == [(r.id, r.text) for r in expected]
     assert found[0].url == "https://coffee.stackexchange.com/q/1"
     data = path.read_bytes()
     for broken in (data[: len(data) // 2], data[:40_000] + b"damage" + data[40_006:], b"7z\xbc\xaf\x27\x1c"):
         path.write_bytes(broken)
-        assert read(SEVENZIP, path)[-1].problem.startswith("damaged 7z")
-    source = Source(str(path), path.name, "7z", "", len(data), "")
+        assert read(SevenZip(), path)[-1].problem.startswith("damaged 7z")
+    source = InputFile(str(path), path.name, "7z", "", len(data), "")
     path.write_bytes(data)
     before = threading.active_count()
-    reading = SEVENZIP.read(Piece((source,)), ReadOptions())
+    reading = SevenZip().read_text(InputSplit((source,)), ReadOptions())
     assert next(iter(reading)).id == "1"
     reading.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
@@ -123,10 +124,10 @@ def test_7z_of_several_sites_and_of_none(tmp_path: Path) -> None:
         for site in ("coffee.stackexchange.com", "superuser.com"):
             archive.writestr("".join(["<posts>\n", *(row(i) for i in range(3)), "</posts>"]), f"{site}/Posts.xml")
     urls = [f"https://{site}/q/{i}" for site in ("coffee.stackexchange.com", "superuser.com") for i in range(3)]
-    assert [r.url for r in read(SEVENZIP, path)] == urls
+    assert [r.url for r in read(SevenZip(), path)] == urls
     with py7zr.SevenZipFile(path, "w") as archive:
         archive.writestr('{"text": "one"}', "a.jsonl")
-    (found,) = read(SEVENZIP, path)
+    (found,) = read(SevenZip(), path)
     assert found.failed and "expected a Posts.xml in a 7z, got a.jsonl" in found.problem
 
 
@@ -154,7 +155,7 @@ def test_reddit_dump_with_a_long_window(tmp_path: Path) -> None:
     data = b"\n".join(lines)
     path.write_bytes(compressor.compress(data) + compressor.flush())
     assert zstandard.get_frame_parameters(path.read_bytes()).window_size == 1 << 31
-    found = read(REDDIT, path, "zst", max_window_bytes=1 << 31)
+    found = read(Reddit(), path, "zst", max_window_bytes=1 << 31)
     assert [(r.id, r.text) for r in found if not r.problem] == [
         ("c1", "a > b"),
         ("t1_c4", "words"),
@@ -167,7 +168,7 @@ def test_reddit_dump_with_a_long_window(tmp_path: Path) -> None:
     ]
     problems = [r.problem for r in found if r.problem]
     assert [p[:8] for p in problems] == ["not JSON", "expected", "expected"]
-    liked = read(REDDIT, path, "zst", max_window_bytes=1 << 31, options={"min_score": 4})
+    liked = read(Reddit(), path, "zst", max_window_bytes=1 << 31, options={"min_score": 4})
     assert [r.id for r in liked if not r.problem] == ["t1_c4", "x", "y"]
 
 

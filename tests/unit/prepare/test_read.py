@@ -24,9 +24,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.documents import PROMPT_MARK, RESPONSE_MARK, Record
-from forebay.prepare.read import ReadOptions, cut, find_sources, read
-from forebay.prepare.read import base as read_base
+from forebay.formats import inputs as read_base
+from forebay.formats.inputs import ReadOptions
+from forebay.formats.records import PROMPT_MARK, RESPONSE_MARK, Record
+from forebay.prepare.inputs import find_inputs, read_split, split_files
 
 DOCUMENTS = [("a", "First text."), ("b", "Zweiter Text, größer\nmit Zeile."), ("c", "")]
 
@@ -34,8 +35,8 @@ DOCUMENTS = [("a", "First text."), ("b", "Zweiter Text, größer\nmit Zeile."), 
 def records(path: Path | list[Path], **options: object) -> list[Record]:
     """All records of the inputs but blank ones."""
     chosen = ReadOptions(**options)  # type: ignore[arg-type]
-    found = find_sources(path, chosen)
-    return [r for piece in cut(found.sources, chosen) for r in read(piece, chosen) if r.problem != "blank"]
+    found = find_inputs(path, chosen)
+    return [r for piece in split_files(found.files, chosen) for r in read_split(piece, chosen) if r.problem != "blank"]
 
 
 def texts(path: Path | list[Path], **options: object) -> list[str]:
@@ -164,19 +165,19 @@ def test_unknown_files_are_passed_over_unless_named(tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "b.txt").write_text("b")
-    found = find_sources(tmp_path, ReadOptions(), leave_out=tmp_path / "out")
-    assert [Path(s.path).name for s in found.sources] == ["a.txt"]
+    found = find_inputs(tmp_path, ReadOptions(), leave_out=tmp_path / "out")
+    assert [Path(s.path).name for s in found.files] == ["a.txt"]
     assert [(Path(one.path).name, one.reason) for one in found.skipped] == [
         (".hidden.txt", "hidden"),
         ("image.png", "a file of the format images, which holds no text"),
     ]
     with pytest.raises(PrepareError, match=r"image\.png: expected one of"):
-        find_sources([tmp_path / "image.png"], ReadOptions())
-    assert find_sources([tmp_path / "image.png"], ReadOptions(format="text")).sources[0].format == "text"
+        find_inputs([tmp_path / "image.png"], ReadOptions())
+    assert find_inputs([tmp_path / "image.png"], ReadOptions(format="text")).files[0].format == "text"
     with pytest.raises(UsageError, match="among auto"):
-        find_sources(tmp_path, ReadOptions(format="docx"))
+        find_inputs(tmp_path, ReadOptions(format="docx"))
     with pytest.raises(PrepareError, match="does not exist"):
-        find_sources([tmp_path / "nothing"], ReadOptions())
+        find_inputs([tmp_path / "nothing"], ReadOptions())
 
 
 def test_content_is_believed_before_suffixes(tmp_path: Path) -> None:
@@ -184,8 +185,8 @@ def test_content_is_believed_before_suffixes(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_bytes(b"broken\n" + jsonl(DOCUMENTS))
     (tmp_path / "c.gz").write_bytes(gzip.compress(jsonl(DOCUMENTS)))
     (tmp_path / "d.json").write_text('{"text": "one"}')
-    found = find_sources(tmp_path, ReadOptions())
-    assert [(s.format, s.compression) for s in found.sources] == [
+    found = find_inputs(tmp_path, ReadOptions())
+    assert [(s.format, s.compression) for s in found.files] == [
         ("jsonl", ""),
         ("jsonl", ""),
         ("jsonl", "gz"),
@@ -207,7 +208,7 @@ def test_pieces_cover_each_line_once(sizes: list[int], piece: int, end: bytes, l
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         path = Path(folder) / "a.jsonl"
         path.write_bytes(end.join(lines) + (end if last else b""))
-        patch.setattr("forebay.prepare.read.lines.PIECE_BYTES", piece)
+        patch.setattr("forebay.formats.text.SPLIT_BYTES", piece)
         got = records(path, format="jsonl", max_document_bytes=60)
     ended = [last or i < len(lines) - 1 for i in range(len(lines))]
     short = [len(line) + len(end) * newline <= 60 + newline for line, newline in zip(lines, ended)]
@@ -240,7 +241,7 @@ def test_bad_lines_cost_themselves_only(tmp_path: Path) -> None:
     for record, told in zip([r for r in got if r.problem], bad.values(), strict=True):
         long = "a line of" in record.problem
         assert told in record.problem or long
-        assert record.where.startswith("byte ")
+        assert record.location.startswith("byte ")
         assert len(record.text) <= 200
 
 
@@ -330,11 +331,11 @@ def test_tables_say_which_columns_there_are(tmp_path: Path) -> None:
 def test_parquet_is_cut_by_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = pa.table({"text": [str(i) * 10 for i in range(100)]})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
-    monkeypatch.setattr("forebay.prepare.read.tables.PIECE_BYTES", 300)
+    monkeypatch.setattr("forebay.formats.parquet.SPLIT_BYTES", 300)
     options = ReadOptions()
-    pieces = cut(find_sources(tmp_path, options).sources, options)
+    pieces = split_files(find_inputs(tmp_path, options).files, options)
     assert len(pieces) > 2
-    assert [r.text for piece in pieces for r in read(piece, options)] == table["text"].to_pylist()
+    assert [r.text for piece in pieces for r in read_split(piece, options)] == table["text"].to_pylist()
     assert sum(piece.bytes for piece in pieces) <= (tmp_path / "a.parquet").stat().st_size
 
 
@@ -344,9 +345,9 @@ def test_dictionaries_do_not_take_memory(tmp_path: Path) -> None:
     column = pa.DictionaryArray.from_arrays(pa.array([0] * 4000, pa.int32()), words)
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet", dictionary_pagesize_limit=1 << 30)
     options = ReadOptions()
-    source = find_sources(tmp_path, options).sources[0]
+    source = find_inputs(tmp_path, options).files[0]
     before = pa.default_memory_pool().max_memory()
-    found = list(read(cut([source], options)[0], options))
+    found = list(read_split(split_files([source], options)[0], options))
     assert (
         {len(record.text) for record in found[:-1]} == {2 << 20} and len(found) == 130 and "a bomb" in found[-1].problem
     )
@@ -387,7 +388,7 @@ def test_tar_samples(tmp_path: Path) -> None:
         "g.txt.gz",
         "i.txt",
     ]
-    assert [r.place for r in got] == list(range(len(got)))
+    assert [r.index for r in got] == list(range(len(got)))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tar"]
 
 
@@ -401,12 +402,12 @@ def test_small_files_share_a_piece(tmp_path: Path) -> None:
     for index in range(20):
         (tmp_path / f"{index:02}.txt").write_text(str(index))
     options = ReadOptions()
-    found = find_sources(tmp_path, options)
-    assert len(cut(found.sources, options)) == 1
+    found = find_inputs(tmp_path, options)
+    assert len(split_files(found.files, options)) == 1
     assert read_base.GROUP_FILES >= 20
-    again = find_sources(tmp_path, options)
+    again = find_inputs(tmp_path, options)
     assert again == found
-    assert len({source.sha256 for source in found.sources}) == 20
+    assert len({source.sha256 for source in found.files}) == 20
 
 
 def test_any_flipped_byte_of_a_tfrecord_is_noticed(tmp_path: Path) -> None:
@@ -422,7 +423,7 @@ def test_any_flipped_byte_of_a_tfrecord_is_noticed(tmp_path: Path) -> None:
         index, within = divmod(at, len(frames[0]))
         lost = range(index, 4) if within < 12 else [index]
         assert [r.text for r in got if not r.problem] == [f"text {i}" for i in range(4) if i not in lost]
-        assert ["checksum" in r.problem and r.where for r in got if r.problem] == [f"byte {index * len(frames[0])}"]
+        assert ["checksum" in r.problem and r.location for r in got if r.problem] == [f"byte {index * len(frames[0])}"]
     for stop in range(len(data)):
         path.write_bytes(data[:stop])
         got = records(path, format="tfrecord")
@@ -445,6 +446,6 @@ def test_any_bytes_may_stand_in_a_tfrecord(data: bytes) -> None:
 def test_a_file_name_may_be_any_bytes(tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xfcde.txt"))
     path.write_text("a")
-    (source,) = find_sources([tmp_path], ReadOptions()).sources
+    (source,) = find_inputs([tmp_path], ReadOptions()).files
     assert source.name.encode() == f"{tmp_path.name}/m?de.txt".encode()
     assert texts([path]) == ["a"]

@@ -20,18 +20,18 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.errors import PrepareError
-from forebay.prepare.documents import Record
-from forebay.prepare.read import FORMATS, ReadOptions, cut, find_sources, read
-from forebay.prepare.read.base import Piece, Source
-from forebay.prepare.read.opening import Damaged, open_source, unpack
+from forebay.errors import CorruptInputError, PrepareError
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, open_input
+from forebay.formats.records import Record
+from forebay.prepare.inputs import find_inputs, read_split, split_files
+from forebay.storage.compression import unpack_stream
 
 LINES = b"".join(json.dumps({"id": i, "text": f"document {i * 7919}"}).encode() + b"\n" for i in range(300))
 
 
 def records(path: Path, name: str = "auto", **options: object) -> list[Record]:
     chosen = ReadOptions(format=name, **options)  # type: ignore[arg-type]
-    return [r for p in cut(find_sources([path], chosen).sources, chosen) for r in read(p, chosen)]
+    return [r for p in split_files(find_inputs([path], chosen).files, chosen) for r in read_split(p, chosen)]
 
 
 def lz4(data: bytes) -> bytes:
@@ -46,12 +46,12 @@ PACKERS = {"gz": gzip.compress, "zst": zstandard.compress, "lz4": lz4}
 
 
 def all_before_damage(packed: bytes, name: str, size: int) -> tuple[bytes, bool]:
-    stream, got = unpack(io.BytesIO(packed), name, ReadOptions(max_unpacked_ratio=2000)), b""
+    stream, got = unpack_stream(io.BytesIO(packed), name, max_ratio=2000), b""
     try:
         while data := stream.read(size):
             got += data
-    except Damaged:
-        with pytest.raises(Damaged):
+    except CorruptInputError:
+        with pytest.raises(CorruptInputError):
             stream.readline()
         return got, True
     return got, False
@@ -170,7 +170,7 @@ def test_altered_files_never_crash_a_reader(tmp_path: Path, name: str) -> None:
         except PrepareError as error:
             assert "expected a" in str(error)  # the header lost its columns: a fault of the options, as far as one sees
             continue
-        assert all(isinstance(r.text, str) and r.place >= 0 for r in got)
+        assert all(isinstance(r.text, str) and r.index >= 0 for r in got)
         for record in got:
             record.text.encode()
 
@@ -220,12 +220,11 @@ def test_damaged_tar_headers_cost_their_member(tmp_path: Path) -> None:
 
 
 def test_files_that_vanish_are_told(tmp_path: Path) -> None:
-    source = Source(str(tmp_path / "gone"), "gone", "jsonl", "gz", 5, "")
-    with pytest.raises(PrepareError, match="cannot read input"), open_source(source, ReadOptions()):
+    source = InputFile(str(tmp_path / "gone"), "gone", "jsonl", "gz", 5, "")
+    with pytest.raises(PrepareError, match="cannot read input"), open_input(source, ReadOptions()):
         pass
-    (failed,) = read(Piece((source,)), ReadOptions())
+    (failed,) = read_split(InputSplit((source,)), ReadOptions())
     assert failed.failed and "cannot read input" in failed.problem
-    assert "jsonl" in FORMATS
 
 
 def test_zstd_windows_of_2_gib_are_read_where_they_are_allowed(tmp_path: Path) -> None:
@@ -250,4 +249,4 @@ def test_damaged_archives_are_let_go_of(tmp_path: Path) -> None:
     for _ in range(20):
         assert "damaged gz" in records(path)[0].problem
     gc.collect()
-    assert sum(type(one) is Damaged for one in gc.get_objects()) < 10
+    assert sum(type(one) is CorruptInputError for one in gc.get_objects()) < 10

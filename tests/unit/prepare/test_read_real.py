@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from forebay.prepare.documents import Record
-from forebay.prepare.read import ReadOptions, cut, find_sources, read
+from forebay.formats.inputs import ReadOptions
+from forebay.formats.records import Record
+from forebay.prepare.inputs import find_inputs, read_split, split_files
 
 
 def real(name: str) -> Path:
@@ -29,7 +30,12 @@ def real(name: str) -> Path:
 
 def records(path: Path, **options: object) -> list[Record]:
     chosen = ReadOptions(**options)  # type: ignore[arg-type]
-    return [r for p in cut(find_sources(path, chosen).sources, chosen) for r in read(p, chosen) if r.problem != "blank"]
+    return [
+        r
+        for p in split_files(find_inputs(path, chosen).files, chosen)
+        for r in read_split(p, chosen)
+        if r.problem != "blank"
+    ]
 
 
 def unpacked(path: Path) -> bytes:
@@ -127,7 +133,7 @@ def test_tfrecord() -> None:
     plain = records(folder / "morris_sequence_first_5.tfrecord")
     assert ["not a tf.train.Example" in r.problem for r in plain] == [True] * 5
     assert [r.text.encode() for r in plain] == raw
-    skipped = find_sources(folder, ReadOptions()).skipped
+    skipped = find_inputs(folder, ReadOptions()).skipped
     assert [one.reason for one in skipped] == ["binary data of no known format"] * 2
 
 

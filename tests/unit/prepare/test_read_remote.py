@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import PrepareError
+from forebay.formats.inputs import MAX_INPUT_BYTES, MAX_SPLITS, InputFile, ReadOptions
+from forebay.formats.records import Record
 from forebay.network.retry import retry_after_s
-from forebay.prepare.documents import Record
-from forebay.prepare.read import ReadOptions, Source, cut, find_sources, read
-from forebay.prepare.read.base import MAX_PIECES, MAX_SOURCE_BYTES
-from forebay.prepare.read.hub import hub_source, parse_url
+from forebay.prepare.inputs import find_inputs, read_split, split_files
+from forebay.prepare.read.hub import library_source
 from forebay.storage.base import PermanentError
 from forebay.storage.http import WebOrigin
+from forebay.storage.hub_splits import parse_url
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 LINES = b"".join(json.dumps({"id": i, "text": f"document {i} " * 20}).encode() + b"\n" for i in range(3000))
@@ -92,7 +93,7 @@ class Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def origin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Origin]:
-    monkeypatch.setattr("forebay.prepare.read.remote._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("forebay.storage.remote_file._FIRST_WAIT_S", 0.001)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     server = Origin()
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -105,7 +106,7 @@ def origin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Origin]:
 
 def records(*urls: str) -> list[Record]:
     options = ReadOptions()
-    return [r for p in cut(find_sources(urls, options).sources, options) for r in read(p, options)]
+    return [r for p in split_files(find_inputs(urls, options).files, options) for r in read_split(p, options)]
 
 
 def ids(*urls: str) -> list[str]:
@@ -118,10 +119,10 @@ WANTED = [str(i) for i in range(3000)]
 def test_urls_are_read_like_files(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ids(origin.url + "/a.jsonl") == WANTED
     assert ids(origin.url + "/b.jsonl.gz?signed=x/y.z") == WANTED
-    source = find_sources([origin.url + "/b.jsonl.gz?signed=x"], ReadOptions()).sources[0]
+    source = find_inputs([origin.url + "/b.jsonl.gz?signed=x"], ReadOptions()).files[0]
     assert (source.name, source.format, source.compression) == ("b.jsonl.gz", "jsonl", "gz")
     assert (source.bytes, source.sha256) == (len(origin.files["/b.jsonl.gz"]), "etag:1")
-    monkeypatch.setattr("forebay.prepare.read.lines.PIECE_BYTES", 100_000)
+    monkeypatch.setattr("forebay.formats.text.SPLIT_BYTES", 100_000)
     assert ids(origin.url + "/a.jsonl") == WANTED
     assert any(asked for asked in origin.asked)
 
@@ -150,8 +151,8 @@ def test_a_server_that_stays_down_is_told(origin: Origin) -> None:
 def test_a_file_that_changes_is_no_mixture(origin: Origin) -> None:
     origin.drop_after = 300_000
     options = ReadOptions()
-    source = find_sources([origin.url + "/a.jsonl"], options).sources[0]
-    rows = read(cut([source], options)[0], options)
+    source = find_inputs([origin.url + "/a.jsonl"], options).files[0]
+    rows = read_split(split_files([source], options)[0], options)
     next(rows)
     origin.version = "2"
     with pytest.raises(PrepareError, match="the input changed while it was read"):
@@ -164,7 +165,7 @@ def test_a_file_that_changes_is_no_mixture(origin: Origin) -> None:
 def test_a_file_is_read_as_it_was_listed(
     origin: Origin, monkeypatch: pytest.MonkeyPatch, when: str, by: str, checks: bool
 ) -> None:
-    monkeypatch.setattr("forebay.prepare.read.lines.PIECE_BYTES", len(LINES) // 2)
+    monkeypatch.setattr("forebay.formats.text.SPLIT_BYTES", len(LINES) // 2)
     old, new = ("Mon, 02 Jan 2023 00:00:00 GMT", "Tue, 03 Jan 2023 00:00:00 GMT") if by == "time" else ('"a"', '"b"')
 
     def replace(version: str) -> None:
@@ -177,17 +178,17 @@ def test_a_file_is_read_as_it_was_listed(
     origin.drop_after = 300_000
     replace(old)
     options = ReadOptions()
-    first, second = cut(find_sources([origin.url + "/a.jsonl"], options).sources, options)
+    first, second = split_files(find_inputs([origin.url + "/a.jsonl"], options).files, options)
     got = 0
     if when == "before the first byte":
         replace(new)
     with pytest.raises(PrepareError, match=r"a\.jsonl: the input changed while it was read\. Start again\."):
-        for _ in read(first, options):
+        for _ in read_split(first, options):
             got += 1
             if when == "within a piece":
                 replace(new)
         replace(new)
-        for _ in read(second, options):
+        for _ in read_split(second, options):
             got += 1
     assert (got == 0) == (when == "before the first byte") and got < 3000
     assert any(origin.conditions) == (by != "weak")
@@ -229,7 +230,7 @@ def test_a_public_server_redirects_to_nothing_inside(
 
 
 def test_a_server_that_drips_is_given_up(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.prepare.read.remote._TIMEOUT_S", 0.3)
+    monkeypatch.setattr("forebay.storage.remote_file._TIMEOUT_S", 0.3)
     origin.at_once, origin.drop_after = 1, 200
     with pytest.raises(PrepareError, match=r"after 6 tries: stalled, under 1024 bytes/s for 0\.3 s"):
         ids(origin.url + "/a.jsonl")
@@ -237,14 +238,14 @@ def test_a_server_that_drips_is_given_up(origin: Origin, monkeypatch: pytest.Mon
 
 def test_a_huge_file_costs_nothing_to_cut(origin: Origin) -> None:
     options = ReadOptions()
-    source = Source(origin.url, "a.jsonl", "jsonl", "", MAX_SOURCE_BYTES, "")
-    pieces = cut([source], options)
-    assert len(pieces) <= MAX_PIECES and pieces[-1].stop == MAX_SOURCE_BYTES
+    source = InputFile(origin.url, "a.jsonl", "jsonl", "", MAX_INPUT_BYTES, "")
+    pieces = split_files([source], options)
+    assert len(pieces) <= MAX_SPLITS and pieces[-1].stop == MAX_INPUT_BYTES
 
 
 def test_an_object_is_read_as_it_was_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
-    monkeypatch.setattr("forebay.prepare.read.lines.PIECE_BYTES", 100_000)
+    monkeypatch.setattr("forebay.formats.text.SPLIT_BYTES", 100_000)
     object = tmp_path / "bucket" / "a.jsonl"
     object.parent.mkdir()
     object.write_bytes(LINES)
@@ -254,11 +255,11 @@ def test_an_object_is_read_as_it_was_listed(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
         options = ReadOptions()
-        first, second, *_ = cut(find_sources(["s3://bucket/a.jsonl"], options).sources, options)
-        assert len(list(read(first, options))) > 100
+        first, second, *_ = split_files(find_inputs(["s3://bucket/a.jsonl"], options).files, options)
+        assert len(list(read_split(first, options))) > 100
         object.write_bytes(LINES.replace(b"document", b"replaced"))
         with pytest.raises(PrepareError, match="the input changed while it was read"):
-            list(read(second, options))
+            list(read_split(second, options))
 
 
 def test_parquet_by_url(origin: Origin, tmp_path: Path) -> None:
@@ -276,7 +277,7 @@ def test_names_on_the_hub() -> None:
     assert parse_url("hf://datasets/owner/name/en:validation") == ("owner/name", "en", "validation", "main")
     assert parse_url("hf://datasets//tmp/folder:test") == ("/tmp/folder", None, "test", "main")
     with pytest.raises(PrepareError, match="expected hf://datasets/NAME"):
-        hub_source("hf://datasets/")
+        library_source("hf://datasets/")
 
 
 def test_a_dataset_in_a_directory_is_streamed(tmp_path: Path) -> None:
@@ -302,14 +303,14 @@ def test_one_rule_reads_how_long_a_server_asks_to_wait() -> None:
 def test_a_server_that_says_no_size_is_named(origin: Origin, tmp_path: Path) -> None:
     origin.ranges, origin.head = False, {"Content-Length": "", "Transfer-Encoding": "identity"}
     with pytest.raises(PrepareError, match=r"/a.jsonl: expected an answer with a Content-Length, got none"):
-        find_sources(f"{origin.url}/a.jsonl", ReadOptions())
+        find_inputs(f"{origin.url}/a.jsonl", ReadOptions())
 
 
 def test_a_long_wait_for_a_server_is_logged(
     origin: Origin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("forebay.prepare.read.remote._FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr("forebay.storage.remote_file._FIRST_WAIT_S", 0.02)
     monkeypatch.setattr("forebay.network.retry.FIRST_S", 0.01)
     origin.failures = 4
-    assert len(find_sources(f"{origin.url}/a.jsonl", ReadOptions()).sources) == 1
+    assert len(find_inputs(f"{origin.url}/a.jsonl", ReadOptions()).files) == 1
     assert "waiting for the list of inputs" in caplog.text and f"{origin.url}/a.jsonl" in caplog.text

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.formats import wikipedia
 from forebay.formats.detect import detect
-from forebay.prepare.documents import Record
-from forebay.prepare.read import wikipedia
-from forebay.prepare.read.base import Piece, ReadOptions, Source
-from forebay.prepare.read.wikitext import to_text
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+from forebay.formats.records import Record
+from forebay.formats.wikitext import to_text
 
 MARKUP = ("[[", "]]", "{{", "}}", "<ref", "{|", "|}", "'''")
 
@@ -35,8 +35,8 @@ def real(name: str) -> Path:
 
 def read(path: Path, start: int = 0, stop: int = 0, **options: Any) -> list[Record]:
     packed = "bz2" if path.suffix == ".bz2" else ""
-    source = Source(str(path), path.name, "wikipedia", packed, path.stat().st_size, "")
-    return list(wikipedia.WIKIPEDIA.read(Piece((source,), start, stop), ReadOptions(**options)))
+    source = InputFile(str(path), path.name, "wikipedia", packed, path.stat().st_size, "")
+    return list(wikipedia.Wikipedia().read_text(InputSplit((source,), start, stop), ReadOptions(**options)))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_what_is_no_document(tmp_path: Path) -> None:
         page(7, "two"),
     ]
     path.write_text(HEAD + "".join(pages) + "</mediawiki>")
-    assert [(r.place, r.id, r.text) for r in read(path)] == [(0, "1", "Page 1\n\none"), (6, "7", "Page 7\n\ntwo")]
+    assert [(r.index, r.id, r.text) for r in read(path)] == [(0, "1", "Page 1\n\none"), (6, "7", "Page 7\n\ntwo")]
     everything = read(path, options={"namespaces": [], "redirects": True})
     assert [r.id for r in everything] == ["1", "2", "3", "4", "5", "7"]
     assert read(path)[0].url == "https://x.org/wiki/Page_1"

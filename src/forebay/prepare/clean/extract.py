@@ -7,16 +7,25 @@ the square of the nesting; pages for which the parser is not linear are refused.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pyarrow as pa
 
-from forebay.errors import PrepareError
-from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, strip_turn_marks
+from forebay.formats.html import HtmlError, html_to_text, parse_html, plain_text
+from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column
 
-_TAGS = ("nav", "footer", "aside", "noscript", "button", "select", "dialog", "template", "iframe")
+_TAGS = (
+    "nav",
+    "footer",
+    "aside",
+    "noscript",
+    "button",
+    "select",
+    "dialog",
+    "template",
+    "iframe",
+)
 # The form right below the body may be the page, as ASP.NET has it; so may a header be a post.
 _NOT_THE_PAGE = ("body > * form", "body > header")
 _ROLES = ("navigation", "banner", "contentinfo", "search", "complementary", "dialog", "menu", "menubar")
@@ -37,23 +46,6 @@ _SKIPPED = [
 _FEW_CHARACTERS = 1500
 """A page with less main text than this may have lost it to a name, form or header that misleads: without these, has it
 more than four times as much?"""
-_BLANK_LINES = re.compile(r"\n{3,}")
-
-_MAX_ATTRIBUTES = 1000
-_MAX_AGAIN = 1000
-_MAX_INDENTED = 16
-"""Blanks that may indent nested lists, for each byte of HTML."""
-_MAX_GROWTH = 8
-_SLASH = ord("/")
-_SCAN = re.compile(
-    rb"""<(?:[a-zA-Z](?:[^\s>"']*+(?:"[^"]*+"|'[^']*+')?+[\s/]++){%d}"""
-    rb"""|/?([uUoO][lL]|[bB][oO][dD][yY]|[hH][tT][mM][lL])\b)""" % _MAX_ATTRIBUTES
-)
-"""Tags with too many attributes, and those of lists and bodies, in one pass."""
-
-
-class HtmlError(PrepareError):
-    """A page whose parsing or text would take far more time or memory than its size allows."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +74,7 @@ class Extract(Stage):
         for row, is_html in enumerate(html):
             if is_html:
                 try:
-                    texts[row] = extract_html(texts[row]) if self.main_content else all_text(texts[row])
+                    texts[row] = extract_html(texts[row]) if self.main_content else html_to_text(texts[row])
                 except HtmlError as error:
                     drop[row], texts[row], problems[row] = 1, "", str(error)
                     continue
@@ -98,47 +90,11 @@ def extract_html(html: str) -> str:
 
     Raises HtmlError for a page that would cost too much. Cost: about 20 MB of HTML a CPU second, linear in its length.
     """
-    page = _parsed(html)
-    text = _plain(html, page, _SKIPPED)
+    page = parse_html(html)
+    text = plain_text(html, page, _SKIPPED)
     for skipped in (_PLAIN_SKIPPED, _LEAST_SKIPPED):
         if len(text) >= _FEW_CHARACTERS:
             break
-        cautious = _plain(html, page, skipped)
+        cautious = plain_text(html, page, skipped)
         text = cautious if len(cautious) > 4 * len(text) else text
     return text
-
-
-def all_text(html: str) -> str:
-    """The text of a fragment or page with all that a browser shows of it."""
-    return _plain(html, _parsed(html), None)
-
-
-def _parsed(html: str) -> Any:
-    from resiliparse.parse.html import HTMLTree
-
-    data = html.encode("utf-8", "replace")
-    depth = deepest = again = 0
-    for match in _SCAN.finditer(data):
-        tag, end = match[1], data[match.start() + 1] == _SLASH
-        if tag is None:
-            raise HtmlError(f"malformed HTML: a tag with more than {_MAX_ATTRIBUTES} attributes.")
-        if len(tag) == 2:
-            depth = max(0, depth - 1) if end else depth + 1
-            deepest = max(deepest, depth)
-        else:
-            again += not end
-    if again > _MAX_AGAIN:
-        raise HtmlError(f"malformed HTML: <body> or <html> {again} times.")
-    # The library puts two blanks for each level of nested lists before each line.
-    if deepest > _MAX_INDENTED // 2 and 2 * deepest * data.count(b"<") > _MAX_INDENTED * len(data):
-        raise HtmlError(f"malformed HTML: lists nested {deepest} deep.")
-    return HTMLTree.parse(html.replace("\0", "") if "\0" in html else html)
-
-
-def _plain(html: str, page: Any, skipped: list[str] | None) -> str:
-    from resiliparse.extract.html2text import extract_plain_text
-
-    text: str = extract_plain_text(page, alt_texts=False, preserve_formatting=True, skip_elements=skipped)
-    if len(text) > _MAX_GROWTH * len(html) + 1000:
-        raise HtmlError(f"malformed HTML: {len(html)} characters become {len(text)} of text.")
-    return _BLANK_LINES.sub("\n\n", strip_turn_marks(text)).strip()

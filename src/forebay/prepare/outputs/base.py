@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Protocol
 
 from forebay.errors import PrepareError
 from forebay.prepare.corpus import Corpus
-from forebay.prepare.read.listing import count_reasons, shown_path
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.report import write_report
 from forebay.prepare.run import PrepareResult, Run
 from forebay.prepare.stats import EDGES, StageStats
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
+from forebay.storage.listing import count_reasons, shown_path
 
 _MAX_REJECTS, _MAX_SKIPPED = 50, 200
 REJECTS_FILE, REPORT_FILE = "rejects.jsonl", "report.html"
@@ -119,22 +119,22 @@ def report_data(
 
 
 def _count_inputs(corpus: Corpus) -> list[dict[str, Any]]:
-    counts = {(s.path, s.sha256): [0, 0] for s in corpus.inputs.sources}
+    counts = {(s.path, s.sha256): [0, 0] for s in corpus.inputs.files}
     for split, text in zip(corpus.splits, corpus.texts):
-        key = split.sources[0].path, split.sources[0].sha256
-        if len(split.sources) == 1:
+        key = split.files[0].path, split.files[0].sha256
+        if len(split.files) == 1:
             counts[key][0] += text.documents_in
             counts[key][1] += text.malformed
             continue
-        for source in split.sources:
+        for source in split.files:
             counts[source.path, source.sha256][0] += 1
         if text.malformed:
             for line in Path(f"{corpus.folder}/{text.name}.rejects").read_text("utf-8").splitlines():
-                source = split.sources[json.loads(line)["place"]]
+                source = split.files[json.loads(line)["place"]]
                 counts[source.path, source.sha256][1] += 1
     return [
         {"name": s.name, "format": s.format, "bytes": s.bytes, "documents": documents, "malformed": malformed}
-        for s in corpus.inputs.sources
+        for s in corpus.inputs.files
         for documents, malformed in [counts[s.path, s.sha256]]
     ]
 

@@ -21,10 +21,9 @@ from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import hash_file
 from forebay.errors import UsageError
 from forebay.files import atomic_write, open_atomic, remove_stale, sync_directory
+from forebay.formats.inputs import InputSplit
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.outputs.base import conclude, no_documents
-from forebay.prepare.read.base import Piece
-from forebay.prepare.read.listing import shown_path
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, Run
 from forebay.prepare.source_ids import describe_position
@@ -36,6 +35,7 @@ from forebay.prepare.tasks.shuffle import Shuffle, TokenPart, finished_shuffle, 
 from forebay.prepare.tasks.slicing import finished_slice, plan_slices, write_slice
 from forebay.prepare.tokenize.encoders import EncoderSpec
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
+from forebay.storage.listing import shown_path
 
 TOKENIZER_FILE, SIGNATURES = "tokenizer.json", "signatures"
 _DOCUMENTS_SCHEMA = pa.schema([("id", pa.string()), ("source", pa.string()), ("url", pa.string())])
@@ -205,7 +205,7 @@ def _write_manifest(run: Run, written: _Written, tokenizer: TokenizerFile, linea
 
 def write_documents(path: Path, corpus: Corpus, parts: Sequence[TokenPart]) -> str:
     """Write the index of these parts' documents, in their order: source ids and files. Returns its SHA-256."""
-    splits: dict[str, tuple[Piece, int]] = {}
+    splits: dict[str, tuple[InputSplit, int]] = {}
     for split, text, first_row in zip(corpus.splits, corpus.texts, corpus.first_rows):
         splits.setdefault(text.part(corpus.folder).name, (split, first_row))
     with open_atomic(path) as file, pq.ParquetWriter(file, _DOCUMENTS_SCHEMA, compression="zstd") as table:
@@ -216,13 +216,13 @@ def write_documents(path: Path, corpus: Corpus, parts: Sequence[TokenPart]) -> s
     return hash_file(path)
 
 
-def _documents(splits: dict[str, tuple[Piece, int]], parts: Sequence[TokenPart]) -> Iterator[tuple[str, str, str]]:
+def _documents(splits: dict[str, tuple[InputSplit, int]], parts: Sequence[TokenPart]) -> Iterator[tuple[str, str, str]]:
     for part in parts:
         with part.file("ids").open("rb") as lines:
             for line in lines:
-                name, place, own_id, url, inner = json.loads(line)
+                name, index, own_id, url, inner = json.loads(line)
                 split, first_row = splits[name]
-                source = split.sources[place if len(split.sources) > 1 else 0]
+                source = split.files[index if len(split.files) > 1 else 0]
                 # By the name that the lineage has, without the path.
-                position = describe_position(split, place, inner, first_row).removeprefix(shown_path(source.path))
+                position = describe_position(split, index, inner, first_row).removeprefix(shown_path(source.path))
                 yield own_id or source.name + position, source.name, url

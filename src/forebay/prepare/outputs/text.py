@@ -23,10 +23,10 @@ import pyarrow.parquet as pq
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, open_atomic
+from forebay.formats.inputs import RESERVED_COLUMNS, InputSplit
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
-from forebay.prepare.documents import OWN_COLUMNS, part_batches
+from forebay.prepare.documents import part_batches
 from forebay.prepare.outputs.base import conclude
-from forebay.prepare.read import Piece
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, Run
 from forebay.prepare.source_ids import source_id
@@ -93,7 +93,7 @@ class ExportTask:
 
     arrow: str
     documents: int
-    split: Piece
+    split: InputSplit
     first_row: int
     drop: Flags | None
     cut: Cutter | None
@@ -102,7 +102,7 @@ class ExportTask:
 
     @property
     def label(self) -> str:
-        return f"text of {self.split.sources[0].path}"
+        return f"text of {self.split.files[0].path}"
 
     @property
     def file(self) -> str:
@@ -165,7 +165,7 @@ def export_split(task: ExportTask, scale: int = 0) -> ExportedFile:
             empty = pc.equal(texts, "").to_numpy(zero_copy_only=False)  # all of whose lines were cut
             left_out.append(start + np.flatnonzero(retained & empty))
             columns = {"id": pa.array(ids, pa.large_string())}
-            others = [name for name in batch.schema.names if name not in OWN_COLUMNS]
+            others = [name for name in batch.schema.names if name not in RESERVED_COLUMNS]
             columns |= {name: batch.column(name) for name in (*_COLUMNS, *others) if name in batch.schema.names}
             table = pa.table({**columns, "text": texts}).filter(pa.array(retained & ~empty))
             if table.num_rows and writer is None:

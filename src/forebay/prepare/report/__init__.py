@@ -13,7 +13,7 @@ from forebay.errors import DatasetError
 from forebay.files import atomic_write
 from forebay.prepare.report.figures import bar, count, share, short
 from forebay.prepare.report.page import JSON_OPENING, render, sums
-from forebay.units import words_of_bytes
+from forebay.units import format_bytes
 
 _WIDTH = 80
 _NAME, _COUNT = 20, 13
@@ -51,7 +51,7 @@ def render_text(report: Mapping[str, Any]) -> str:
     lines = [
         _cut(_plain(report.get("name") or "dataset"), _WIDTH),
         f"{count(documents)} of {count(total)} documents kept ({share(documents, total)})",
-        f"{words_of_bytes(totals.get('bytes_out', 0))} of text, {short(totals.get('tokens', 0))} tokens, "
+        f"{format_bytes(totals.get('bytes_out', 0))} of text, {short(totals.get('tokens', 0))} tokens, "
         f"{count(totals.get('slices', 0))} slices, {count(totals.get('malformed', 0))} malformed",
         "",
     ]

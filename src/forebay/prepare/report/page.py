@@ -18,7 +18,7 @@ import jinja2
 from markupsafe import Markup
 
 from forebay.prepare.report.figures import count, share, short, toml
-from forebay.units import words_of_bytes
+from forebay.units import format_bytes
 
 Report = Mapping[str, Any]
 JSON_OPENING = '<script type="application/json" id="forebay-report">'
@@ -38,7 +38,7 @@ def _template() -> jinja2.Template:
         return value if isinstance(value, Markup) else str(value).translate(_VISIBLE)
 
     environment = jinja2.Environment(autoescape=True, finalize=shown)
-    environment.filters.update({"count": _of_none(count), "short": _of_none(short), "size": _of_none(words_of_bytes)})
+    environment.filters.update({"count": _of_none(count), "short": _of_none(short), "size": _of_none(format_bytes)})
     environment.globals.update(share=_of_none(share), percent=_percent)
     return environment.from_string(_file("report.html"))
 
@@ -82,7 +82,7 @@ def render(report: Report) -> str:
         skipped_files=[[item.get(key, "") for key in ("path", "status", "reason")] for item in files_left_out],
         more_skipped=sum(skipped.values()) - len(files_left_out) if skipped else 0,
         recipe=toml(report["recipe"]) if report.get("recipe") else "",
-        read_from=f"{count(len(inputs))} inputs, {words_of_bytes(sum(i.get('bytes', 0) for i in inputs))}",
+        read_from=f"{count(len(inputs))} inputs, {format_bytes(sum(i.get('bytes', 0) for i in inputs))}",
         css=Markup(_file("report.css")),
         json_opening=Markup(JSON_OPENING),
         json=Markup(data),
@@ -249,7 +249,7 @@ def _inputs(inputs: Sequence[Report]) -> list[tuple[str, ...]]:
         summed = {key: sum(i.get(key, 0) for i in rest) for key in ("bytes", "documents", "malformed")}
         inputs = [*inputs[:MAX_INPUTS], {"name": f"{count(len(rest))} more inputs", "format": "", **summed}]
     return [
-        (i.get("name", ""), i.get("format", ""), words_of_bytes(i.get("bytes", 0)),
+        (i.get("name", ""), i.get("format", ""), format_bytes(i.get("bytes", 0)),
          count(i.get("documents", 0)), count(i.get("malformed", 0)))
         for i in inputs
     ]  # fmt: skip

@@ -11,8 +11,8 @@ from typing import Any
 
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.prepare.documents import Stage, without_paths
-from forebay.prepare.read.base import Piece, ReadOptions, Source
 
 _LIBRARIES = {
     "warc": ("resiliparse",), "wet": ("resiliparse",), "stackexchange": ("resiliparse",), "7z": ("resiliparse",),
@@ -27,7 +27,7 @@ def hash_json(values: Any) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:32]
 
 
-def source_key(source: Source) -> str:
+def source_key(source: InputFile) -> str:
     """A hash that tells a source from others and from itself after a change, without reading it."""
     path = source.path if "://" in source.path else os.path.abspath(source.path)  # noqa: PTH100 - links stay
     return hash_json(
@@ -38,16 +38,16 @@ def source_key(source: Source) -> str:
 def content_key(read: ReadOptions, stages: Iterable[Stage], files: Iterable[tuple[str, str]], sample: float) -> str:
     """A hash of what is done to the input, without library versions. `files` are (path, sha256) of what stages read."""
     steps = [(stage.name, stage.version, repr(without_paths(stage))) for stage in stages]
-    return hash_json([repr(read.facts), steps, [(Path(path).name, sha256) for path, sha256 in files], sample])
+    return hash_json([repr(read.changed), steps, [(Path(path).name, sha256) for path, sha256 in files], sample])
 
 
-def random_key(content: str, split: Piece, sha256s: Mapping[str, str]) -> str:
+def random_key(content: str, split: InputSplit, sha256s: Mapping[str, str]) -> str:
     """The key of random choices: a hash of a split's content (`sha256s` by path) and of `content_key`."""
-    sources = [(sha256s.get(s.path, s.sha256), s.format, s.compression) for s in split.sources]
+    sources = [(sha256s.get(s.path, s.sha256), s.format, s.compression) for s in split.files]
     return hash_json([sources, [split.start, split.stop], content])
 
 
-def hash_source(source: Source) -> str:
+def hash_source(source: InputFile) -> str:
     """The SHA-256 of a local source; "" for one at a URL, and for one that cannot be read."""
     if "://" in source.path:
         return ""

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.dataset.manifest import TOKEN_DTYPES, SliceInfo
-from forebay.dataset.slices import TOKEN_HEADER_BYTES, write_rows_slice, write_token_slice
+from forebay.dataset.slices import TOKEN_HEADER_BYTES, next_cut, write_rows_slice, write_token_slice
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write
 from forebay.prepare.tasks.keys import hash_json
@@ -158,28 +158,6 @@ class DocumentEnds:
         """Discard all ends before `index`."""
         self._near = self._near[index - self.first :]
         self.first = index
-
-
-def next_cut(
-    document_ends: NDArray[Any], start: int, first_end: int, total: int, itemsize: int, slice_bytes: int
-) -> tuple[int, int]:
-    """Where the slice that begins at token `start` stops: as late as header, tokens and ends fit in `slice_bytes`.
-
-    And the index after the last document end in (start, stop]. `ends`: integers [D], the exclusive ends of documents
-    in the stream of `total` tokens, rising; `first_end` is the index of the first after `start`.
-    """
-    budget = slice_bytes - TOKEN_HEADER_BYTES
-    low, high = start + 1, min(total, start + budget // itemsize)
-    # All ends that can matter, so that each probe searches a short run.
-    near = document_ends[first_end : first_end + budget // 8 + 1]
-    while low < high:
-        middle = (low + high + 1) // 2
-        inside = int(np.searchsorted(near, near.dtype.type(middle), "right"))
-        if (middle - start) * itemsize + 8 * inside <= budget:
-            low = middle
-        else:
-            high = middle - 1
-    return low, first_end + int(np.searchsorted(near, near.dtype.type(low), "right"))
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 
 from forebay.errors import ForebayError, PrepareError
 from forebay.files import atomic_write, open_atomic
+from forebay.formats.inputs import InputSplit, ReadOptions, check_unchanged
+from forebay.formats.parquet import read_metadata
+from forebay.formats.records import Record
 from forebay.prepare.dedup.settings import Dedup
-from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Record, Stage, StageResult
+from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage, StageResult
 from forebay.prepare.engines.sandbox import Buffer, Limits, run_in_fork, set_activity, worker_for
-from forebay.prepare.read import read
-from forebay.prepare.read.base import Piece, ReadOptions
-from forebay.prepare.read.opening import check_unchanged
-from forebay.prepare.read.tables import read_metadata
+from forebay.prepare.inputs import read_split
 from forebay.prepare.source_ids import describe_position, first_rows, row_position
 from forebay.prepare.sources import DocumentSource, read_source
 from forebay.prepare.stats import StageStats, mix64, text_bytes
@@ -61,7 +61,7 @@ class TextTask:
     The kept documents are signed for `dedup`, if that is given. `source` reads a split that is no file.
     """
 
-    split: Piece
+    split: InputSplit
     read: ReadOptions
     stages: tuple[Stage, ...]
     dedup: Dedup | None
@@ -74,14 +74,14 @@ class TextTask:
     @cached_property
     def name(self) -> str:
         """The stem of its files: a hash of the listed files, not of their contents, which only the task reads."""
-        sources = [source_key(source) for source in self.split.sources]
+        sources = [source_key(source) for source in self.split.files]
         return hash_json([self.recipe_key, sources, self.split.start, self.split.stop, repr(self.limits)])
 
     @property
     def label(self) -> str:
-        more = f" and {len(self.split.sources) - 1} more" if len(self.split.sources) > 1 else ""
+        more = f" and {len(self.split.files) - 1} more" if len(self.split.files) > 1 else ""
         start = f" from {self.split.start}" if self.split.start else ""
-        return f"{self.split.sources[0].path}{start}{more}"
+        return f"{self.split.files[0].path}{start}{more}"
 
     @property
     def prefix(self) -> str:
@@ -89,7 +89,7 @@ class TextTask:
 
     def records(self) -> Iterator[Record]:
         """The documents of the split."""
-        return read_source(self.source, self.split) if self.source is not None else read(self.split, self.read)
+        return read_source(self.source, self.split) if self.source is not None else read_split(self.split, self.read)
 
 
 def task_key(content: str, format: str, stages: Iterable[Stage], dedup: Dedup | None) -> str:
@@ -138,7 +138,7 @@ def commit_text(prefix: str, stats: StageStats, result: TextResult) -> TextResul
     return result
 
 
-def write_rejects(path: Path, splits: Sequence[Piece], texts: Sequence[TextResult], folder: str) -> list[_Reject]:
+def write_rejects(path: Path, splits: Sequence[InputSplit], texts: Sequence[TextResult], folder: str) -> list[_Reject]:
     """Write all malformed records, a JSON line each with `where`, `reason` and the first of the text; returns three.
 
     No file is left if there are none.
@@ -159,7 +159,7 @@ def write_rejects(path: Path, splits: Sequence[Piece], texts: Sequence[TextResul
                     yield json_line(reject)
             if text.malformed > MAX_REJECTS:
                 more = f"{text.malformed - MAX_REJECTS} more"
-                yield json_line({"where": split.sources[0].path, "reason": more, "text": ""})
+                yield json_line({"where": split.files[0].path, "reason": more, "text": ""})
 
     if any(text.malformed for text in texts):
         atomic_write(path, lines())
@@ -184,9 +184,9 @@ def process_split(task: TextTask, scale: int) -> TextResult:
                 out.add(kept_rows)
                 del kept_rows
             del batch
-    sources = enumerate(task.split.sources if task.split.start == 0 else ())
+    sources = enumerate(task.split.files if task.split.start == 0 else ())
     sha256s = {str(index): sha256 for index, source in sources if (sha256 := hash_source(source))}
-    for source in task.split.sources:
+    for source in task.split.files:
         check_unchanged(source)  # since it was read
     result = TextResult(
         task.name, "", reader.documents, out.documents, reader.malformed, reader.num_places, out.bytes, sha256s,
@@ -206,7 +206,7 @@ def _readable(task: TextTask, scale: int) -> tuple[int, str]:
         for number, _ in enumerate(task.records(), 1):
             set_activity(str(number))
 
-    if any("://" in source.path for source in task.split.sources):
+    if any("://" in source.path for source in task.split.files):
         return -1, ""  # what fetches them has threads, which a fork does not
     if scale:
         end, activity = run_in_fork(read_all)
@@ -247,7 +247,7 @@ def _run_stages(task: TextTask, batch: pa.RecordBatch, stats: StageStats, reader
 
 
 def _apply_packed(
-    job: tuple[tuple[Stage, ...], _Keys, Piece], data: Buffer
+    job: tuple[tuple[Stage, ...], _Keys, InputSplit], data: Buffer
 ) -> tuple[tuple[StageStats, list[_Reject]], pa.Buffer]:
     """`_apply` in the process of the stages."""
     stages, keys, split = job
@@ -277,7 +277,7 @@ def _warm(stages: tuple[Stage, ...]) -> None:
 
 
 def _apply(
-    stages: tuple[Stage, ...], batch: pa.RecordBatch, stats: StageStats, keys_of: _Keys, split: Piece
+    stages: tuple[Stage, ...], batch: pa.RecordBatch, stats: StageStats, keys_of: _Keys, split: InputSplit
 ) -> tuple[pa.RecordBatch, list[_Reject]]:
     """The rows that pass every stage, and what stages found to be malformed.
 
@@ -356,9 +356,9 @@ class _Keys:
     seed: np.uint64
 
     @classmethod
-    def of(cls, split: Piece) -> _Keys:
+    def of(cls, split: InputSplit) -> _Keys:
         """Seeded by the first bytes of the sources, as the rest is not read yet; without paths and times."""
-        values = [*(f"{s.sha256} {s.bytes}" for s in split.sources), str(split.start)]
+        values = [*(f"{s.sha256} {s.bytes}" for s in split.files), str(split.start)]
         return cls(np.uint64(int.from_bytes(hashlib.sha256(" ".join(values).encode()).digest()[:8], "little")))
 
     def __call__(self, batch: pa.RecordBatch) -> NDArray[np.uint64]:
@@ -382,17 +382,17 @@ class _Reader:
         pending: list[Record] = []
         size = 0
         for record in self._records():
-            self.num_places = max(self.num_places, record.place + 1)
-            if record.problem == "blank" or not self._is_sampled(record.place):
+            self.num_places = max(self.num_places, record.index + 1)
+            if record.problem == "blank" or not self._is_sampled(record.index):
                 continue
             self.documents += 1
             count.documents_in += 1
             if record.problem:
                 count.dropped["malformed"] += 1
                 text = record.text[:REJECT_CHARACTERS]
-                self.reject([{"place": record.place, "where": record.where, "reason": record.problem, "text": text}])
+                self.reject([{"place": record.index, "where": record.location, "reason": record.problem, "text": text}])
                 if record.failed:
-                    self.failed[str(record.place if len(self._task.split.sources) > 1 else 0)] = record.problem
+                    self.failed[str(record.index if len(self._task.split.files) > 1 else 0)] = record.problem
                 continue
             if not record.text:
                 count.dropped["empty"] += 1
@@ -412,11 +412,11 @@ class _Reader:
         if self._stop < 0:
             yield from self._task.records()
             return
-        place = -1
+        index = -1
         for record in islice(self._task.records(), self._stop):
-            place = record.place
+            index = record.index
             yield record
-        yield Record(place + 1, problem=self._reason)
+        yield Record(index + 1, problem=self._reason)
 
     def _counted(self, records: list[Record], stats: StageStats) -> pa.RecordBatch:
         batch = _to_batch(records, self._task.read)
@@ -444,16 +444,17 @@ class _Reader:
         count.dropped["malformed"] += batch.num_rows
         self.reject(_reject(batch, row, reason) for row in range(batch.num_rows))
 
-    def _is_sampled(self, place: int) -> bool:
+    def _is_sampled(self, index: int) -> bool:
         if self._task.sample >= 1:
             return True
-        key = int(mix64(np.array([place], np.uint64), self.keys.seed)[0])
+        key = int(mix64(np.array([index], np.uint64), self.keys.seed)[0])
         return key < self._task.sample * 2**64
 
 
 def _to_batch(records: list[Record], options: ReadOptions) -> pa.RecordBatch:
-    columns = {f.name: pa.array([getattr(r, f.name) for r in records], f.type) for f in SCHEMA}
-    columns["where"] = pa.array([r.where for r in records], pa.large_string())
+    attributes = {f.name: "index" if f.name == "place" else f.name for f in SCHEMA}
+    columns = {f.name: pa.array([getattr(r, attributes[f.name]) for r in records], f.type) for f in SCHEMA}
+    columns["where"] = pa.array([r.location for r in records], pa.large_string())
     for index, (name, kind) in enumerate(options.columns.items()):
         missing, column_type = (math.nan, pa.float64()) if kind == "number" else ("", pa.large_string())
         columns[name] = pa.array([r.values[index] if r.values else missing for r in records], column_type)

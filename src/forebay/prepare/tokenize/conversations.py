@@ -1,6 +1,6 @@
 """Conversations as tokens: a template around the turns, and a bit for the tokens that are trained on.
 
-A text whose turns begin with `documents.PROMPT_MARK` or `RESPONSE_MARK` becomes U32 tokens whose highest bit says
+A text whose turns begin with `records.PROMPT_MARK` or `RESPONSE_MARK` becomes U32 tokens whose highest bit says
 whether the token is trained on, until a slice of rows is written. Each part of a turn (the template's prefix, the turn,
 the template's suffix) is encoded by itself, so that no mask falls inside a token. Names of special tokens in the
 template are these tokens; in a turn they are ordinary text.
@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field
 
-from forebay.prepare.documents import PROMPT_MARK, RESPONSE_MARK
+from forebay.formats.records import PROMPT_MARK, RESPONSE_MARK
 from forebay.prepare.settings import Settings
 from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for
 from forebay.prepare.tokenize.tokenizers import parse, special_names

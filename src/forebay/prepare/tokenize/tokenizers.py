@@ -22,9 +22,9 @@ from tokenizers import Tokenizer as HubTokenizer
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError, UnknownDatasetError, UsageError
 from forebay.plugins import load_plugin, plugins
-from forebay.prepare.read.hub import missing_packages
-from forebay.prepare.read.hub_cache import fetch_tokenizer
 from forebay.prepare.tokenize.tiktoken import byte_alphabet, load_tiktoken
+from forebay.storage.hub import missing_packages
+from forebay.storage.hub_copies import fetch_tokenizer
 
 SAMPLE_BYTES = 64 << 20
 """Text that `train:` learns from, at most: bounds its memory to about 1 GB."""

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pytest
 from benchmarks.prepare.batches import to_batches
 
-from forebay.prepare.documents import Record, Stage
+from forebay.formats.records import Record
+from forebay.prepare.documents import Stage
 
 
 def to_batch(texts: Sequence[str]) -> pa.RecordBatch:

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
+from forebay.formats.records import RESPONSE_MARK, Record
 from forebay.prepare.clean.boilerplate import Boilerplate
-from forebay.prepare.documents import RESPONSE_MARK, Record, Stage
+from forebay.prepare.documents import Stage
 
 TextsOf = Callable[[Stage, Sequence[str]], list[str]]
 Growth = Callable[[Stage, str, int], float]

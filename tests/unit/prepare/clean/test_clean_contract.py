@@ -10,11 +10,12 @@ from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.formats.records import Record
 from forebay.prepare.clean.boilerplate import Boilerplate
 from forebay.prepare.clean.pii import Pii
 from forebay.prepare.clean.toxic import Toxic
 from forebay.prepare.clean.unicode import Unicode
-from forebay.prepare.documents import SCHEMA, Record, Stage
+from forebay.prepare.documents import SCHEMA, Stage
 
 WORDS = Path(__file__)  # any file of lines serves as a list
 STAGES: list[Stage] = [Unicode(), Unicode(form="NFKC"), Pii(), Pii(style="fineweb"), Toxic(str(WORDS)), Boilerplate()]

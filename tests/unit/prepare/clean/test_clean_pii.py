@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
+from forebay.formats.records import Record
 from forebay.prepare.clean.pii import KINDS, Pii
-from forebay.prepare.documents import Record, Stage, text_buffers
+from forebay.prepare.documents import Stage, text_buffers
 
 TextsOf = Callable[[Stage, Sequence[str]], list[str]]
 Growth = Callable[[Stage, str, int], float]

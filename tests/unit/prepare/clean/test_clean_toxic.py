@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
+from forebay.formats.records import Record
 from forebay.prepare.clean.toxic import Toxic
-from forebay.prepare.documents import Record, Stage
+from forebay.prepare.documents import Stage
 
 TextsOf = Callable[[Stage, Sequence[str]], list[str]]
 Growth = Callable[[Stage, str, int], float]

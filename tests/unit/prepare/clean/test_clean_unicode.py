@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
+from forebay.formats.records import PROMPT_MARK, RESPONSE_MARK, Record
 from forebay.prepare.clean.unicode import MAX_MARKS, Unicode
-from forebay.prepare.documents import PROMPT_MARK, RESPONSE_MARK, Record, Stage
+from forebay.prepare.documents import Stage
 
 TextsOf = Callable[[Stage, Sequence[str]], list[str]]
 Growth = Callable[[Stage, str, int], float]

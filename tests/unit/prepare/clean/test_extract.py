@@ -9,10 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from forebay.prepare.clean.extract import Extract, HtmlError, all_text, extract_html
+from forebay.formats import warc
+from forebay.formats.html import HtmlError, html_to_text
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+from forebay.prepare.clean.extract import Extract, extract_html
 from forebay.prepare.documents import SCHEMA
-from forebay.prepare.read import warc
-from forebay.prepare.read.base import Piece, ReadOptions, Source
 
 PAGE = """<html><head><title>T</title><style>x{}</style></head><body class="has-sidebar">
 <header>Site name</header><nav><a href=/>Home</a></nav><div class="cookie-notice">We use cookies</div>
@@ -42,7 +43,7 @@ def test_main_text() -> None:
     assert text.startswith("The title")
     assert "First bold words." in text
     assert not any(word in text for word in ("Site name", "Home", "cookies", "Related", "evil", "Copyright"))
-    assert "Copyright" in all_text(PAGE)
+    assert "Copyright" in html_to_text(PAGE)
     assert extract_html("") == extract_html("<html></html>") == ""
 
 
@@ -50,8 +51,8 @@ def test_real_pages() -> None:
     folder = real("warc")
     pages: dict[str, str] = {}
     for name in ("dolma/sample-0000", "pywb/iana", "jwarc/cc", "whirlwind/whirlwind", "fastwarc/warcfile"):
-        source = Source(str(folder / f"{name}.warc.gz"), name, "warc", "gz", 0, "")
-        for record in warc.read(Piece((source,)), ReadOptions()):
+        source = InputFile(str(folder / f"{name}.warc.gz"), name, "warc", "gz", 0, "")
+        for record in warc.Warc().read_text(InputSplit((source,)), ReadOptions()):
             pages[record.url.partition("://")[2]] = extract_html(record.text) if record.html else record.text
     for url, (wanted, unwanted) in EXPECTED.items():
         assert wanted in pages[url], url
@@ -102,7 +103,7 @@ def test_pages_whose_cost_is_not_linear_are_refused(html: str, message: str) -> 
     with pytest.raises(HtmlError, match=message):
         extract_html(html)
     with pytest.raises(HtmlError, match=message):
-        all_text(html)
+        html_to_text(html)
 
 
 def test_limits_leave_honest_pages_alone() -> None:

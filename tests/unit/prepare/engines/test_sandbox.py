@@ -19,13 +19,14 @@ import pytest
 
 from forebay import prepare_dataset
 from forebay.errors import UsageError
+from forebay.formats import jsonl as lines
+from forebay.formats.records import Record
 from forebay.prepare import driver as pipeline
 from forebay.prepare import load_recipe
-from forebay.prepare.documents import Record, StageResult
+from forebay.prepare.documents import StageResult
 from forebay.prepare.engines import sandbox as guard
 from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.filters.length import Length
-from forebay.prepare.read import lines
 from forebay.prepare.tasks.text import process_split
 
 DOCUMENTS = 300

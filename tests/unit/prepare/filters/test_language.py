@@ -10,7 +10,7 @@ import pytest
 from benchmarks.prepare.batches import to_batches
 
 from forebay.errors import UsageError
-from forebay.prepare.documents import Record
+from forebay.formats.records import Record
 from forebay.prepare.filters.language import Language
 
 SAMPLES = {

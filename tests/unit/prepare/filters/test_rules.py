@@ -9,7 +9,8 @@ import pytest
 from benchmarks.prepare.batches import to_batches
 
 from forebay.errors import UsageError
-from forebay.prepare.documents import Record, Stage
+from forebay.formats.records import Record
+from forebay.prepare.documents import Stage
 from forebay.prepare.filters.c4 import C4
 from forebay.prepare.filters.language import Language
 from forebay.prepare.filters.length import Length

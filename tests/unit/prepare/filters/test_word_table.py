@@ -10,7 +10,7 @@ from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.prepare.documents import Record
+from forebay.formats.records import Record
 from forebay.prepare.filters.kernels import REPETITION, measure_repetition
 from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition, measure
 from forebay.prepare.filters.words import word_table

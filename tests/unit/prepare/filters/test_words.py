@@ -12,7 +12,8 @@ from benchmarks.prepare.batches import to_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.prepare.documents import SCHEMA, Record
+from forebay.formats.records import Record
+from forebay.prepare.documents import SCHEMA
 from forebay.prepare.filters import words as module
 from forebay.prepare.filters.c4 import C4
 from forebay.prepare.filters.characters import SPACE, character_table
@@ -104,7 +105,10 @@ TEXTS = st.lists(
 @given(TEXTS, st.integers(0, 12))
 def test_batches_may_be_cut_anywhere(texts: list[str], cut: int) -> None:
     batch = (
-        pa.record_batch([pa.array([getattr(r, f.name) for r in rows], f.type) for f in SCHEMA], schema=SCHEMA)
+        pa.record_batch(
+            [pa.array([getattr(r, "index" if f.name == "place" else f.name) for r in rows], f.type) for f in SCHEMA],
+            schema=SCHEMA,
+        )
         if (rows := [Record(i, text=t) for i, t in enumerate(texts)])
         else pa.RecordBatch.from_pylist([], SCHEMA)
     )

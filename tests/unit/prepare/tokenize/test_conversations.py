@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from forebay.dataset.manifest import FORMAT_VERSION, MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import UsageError
-from forebay.prepare.documents import PROMPT_MARK as G
-from forebay.prepare.documents import RESPONSE_MARK as L
+from forebay.formats.records import PROMPT_MARK as G
+from forebay.formats.records import RESPONSE_MARK as L
 from forebay.prepare.tasks.encode import Encoded, EncodeTask, encode
 from forebay.prepare.tasks.rows import RowShape, plan_row_slices
 from forebay.prepare.tasks.slicing import write_slice

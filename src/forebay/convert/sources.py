@@ -1,0 +1,265 @@
+"""What is to be converted: the tokens or the table at a path, and the one as the other.
+
+Hides which files of a directory belong together: all of one format, as `formats.detect` says, in the order of their
+names. Files that hold no table are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from forebay.dataset.manifest import MANIFEST_FILE, TOKEN_DTYPES
+from forebay.dataset.reader import Dataset, open_dataset
+from forebay.dataset.slices import release_pages
+from forebay.errors import DatasetError, ForebayError, UsageError
+from forebay.formats import ExternalDataset, dataset_format, open_external
+from forebay.formats.conversion import U64, ConvertOptions, TableSource, TokenPart, TokenSource
+from forebay.formats.detect import detect
+from forebay.formats.external import TOKEN_COLUMNS
+from forebay.formats.images import Images
+from forebay.formats.records import batched
+from forebay.formats.registry import get_format, names_with
+from forebay.formats.tables import flatten, is_list, is_number, leaf_type
+from forebay.formats.token_stream import documents
+from forebay.formats.vectors import IDS_PREFIX
+from forebay.storage.listing import Skipped, describe_skipped, list_files
+
+_MAX_TOKENS = 4 << 20  # Of a batch that is put together here.
+_NO_OPTIONS = ConvertOptions()
+
+
+def open_source(path: str | Path, options: ConvertOptions, to: str | None = None) -> TokenSource | TableSource:
+    """Open what is at a path, as format `to` needs it: tokens or a table. Without `to`, tokens if there are any."""
+    prefers_table = needs_table(to, options)
+    table: TableSource | None = None
+    tokens, problem = _try_tokens(path, options)
+    if tokens is None or (prefers_table and tokens.format == "arrow"):
+        table = open_table(path, options)
+    if prefers_table and table is not None:
+        return table
+    if tokens is not None:
+        return tokens
+    if table is not None:
+        as_rows = to is None or (get_format(to).supports("write_rows") and _holds_more(table, options.column))
+        return table if as_rows else tokens_of_table(table, options.column)
+    if problem is not None:
+        raise problem
+    detection = detect(Path(path)) if Path(path).is_file() else None
+    got = (detection.format or detection.reason) if detection is not None else "nothing of these"
+    raise DatasetError(
+        f"{path}: expected a dataset, token files or a table, got {got}. Headerless tokens need --input-dtype uint16 "
+        "or uint32; text becomes tokens with `forebay prepare`."
+    )
+
+
+def needs_table(to: str | None, options: ConvertOptions) -> bool:
+    """Return whether a format is written from a table rather than from tokens."""
+    if to is None or not get_format(to).supports("write_rows"):
+        return False
+    return not get_format(to).supports("write_tokens") or bool(options.tensors)
+
+
+def _holds_more(table: TableSource, column: str | None) -> bool:
+    """Whether rows hold numbers besides their tokens: labels, masks. A column that is named is converted alone."""
+    name = token_column(table.schema, column)
+    others = [field.type for field in table.schema if field.name != name]
+    return name is None or (
+        column is None and any(is_number(getattr(leaf := leaf_type(kind), "value_type", leaf)) for kind in others)
+    )
+
+
+def _try_tokens(path: str | Path, options: ConvertOptions) -> tuple[TokenSource | None, ForebayError | None]:
+    """Tokens, or why there are none: it may still be a table."""
+    try:
+        return open_tokens(path, options), None
+    except (DatasetError, UsageError) as error:
+        target = Path(path)
+        if any((target if target.is_dir() else target.parent).glob(f"{IDS_PREFIX}*")):
+            raise  # Tokens that contradict their sample ids are no table of numbers.
+        if target.is_dir() and dataset_format(target) in ("mds", "litdata"):
+            raise  # Their index is no table of rows.
+        return None, error
+
+
+def open_tokens(path: str | Path, options: ConvertOptions) -> TokenSource | None:
+    """Open the tokens at a path or a pattern; None if it is of another kind."""
+    text = str(path)
+    if "://" in text and not text.startswith("file://"):
+        raise UsageError(
+            f"{text}: expected a path on this machine, got a URL. Copy it here first: forebay mirror {text} DIR."
+        )
+    target = Path(text.removeprefix("file://"))
+    if (target / MANIFEST_FILE).is_file():
+        dataset = open_dataset(target)
+        return tokens_of_dataset(dataset) if dataset.manifest.layout == "tokens" else None
+    is_pair = target.with_name(target.name + ".idx").exists()
+    if not target.exists() and not is_pair and not re.search(r"[*?\[]", target.name):
+        raise DatasetError(f"{target}: expected something to convert, got nothing there. Check the path.")
+    external = open_external(target, dtype=options.input_dtype, column=options.column)
+    return None if external is None else tokens_of_dataset(external)
+
+
+def tokens_of_dataset(dataset: Dataset) -> TokenSource:
+    """Return the tokens of an open dataset of layout `tokens`, slice by slice."""
+    m = dataset.manifest
+    properties: dict[str, Any] = {"name": m.name}
+    if not isinstance(dataset, ExternalDataset):
+        properties |= {"tokenizer": m.tokenizer, "vocab_size": m.vocab_size, "eos_id": m.eos_id, "id": dataset.id}
+    metadata = {key: value for key, value in properties.items() if value or (key == "eos_id" and value is not None)}
+
+    def read() -> Iterator[TokenPart]:
+        for index in range(dataset.num_slices):
+            if isinstance(dataset, ExternalDataset):
+                opened = dataset.read_slice(index)
+                yield TokenPart(opened.tokens, opened.document_ends)
+                dataset.release(index)
+            else:
+                opened = dataset.open_slice(index)
+                yield TokenPart(opened.tokens, opened.document_ends)
+                release_pages(opened.tokens)
+
+    name = dataset.kind if isinstance(dataset, ExternalDataset) else "safetensors"
+    seq_len = int(getattr(dataset, "seq_len", None) or 0) or None
+    return TokenSource(name, m.dtype, dataset.num_tokens, m.documents, seq_len, read, metadata, dataset)
+
+
+def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSource:
+    """Return the list column of a table as tokens; each row is a document. Reads the table once, to count."""
+    name = token_column(table.schema, column)
+    if name is None:
+        raise UsageError(
+            f"{table.format}: expected a column of lists of integers ({column or ' or '.join(TOKEN_COLUMNS)}), got "
+            f"{', '.join(f'{f.name}: {f.type}' for f in table.schema)[:500]}. Name one with --column, or tokenize text "
+            "with `forebay prepare`."
+        )
+    total, rows, largest = 0, 0, 0
+    lengths: set[int] = set()
+    for values, ends in _lists(table, name):
+        total, rows = total + len(values), rows + len(ends)
+        largest = max(largest, int(values.max()) if len(values) else 0)
+        if len(lengths) < 2:
+            lengths.update(np.unique(np.diff(ends, prepend=np.uint64(0)))[:2].tolist())
+    seq_len = lengths.pop() if len(lengths) == 1 else None
+    others = [field.name for field in table.schema if field.name != name]
+    metadata = {"left_out": others} if others else {}
+    dtype = "U16" if largest < 1 << 16 else "U32"
+
+    def read() -> Iterator[TokenPart]:
+        return (TokenPart(values.astype(TOKEN_DTYPES[dtype]), ends) for values, ends in _lists(table, name))
+
+    return TokenSource(table.format, dtype, total, rows, seq_len or None, read, metadata)
+
+
+def table_of_tokens(source: TokenSource, column: str = "input_ids") -> TableSource:
+    """Return a stream as a table: each document a row, the tokens after the last end one more."""
+    kind = pa.list_(pa.uint16() if source.dtype == "U16" else pa.uint32())
+    schema = pa.schema([pa.field(column, kind)])
+
+    def read() -> Iterator[pa.RecordBatch]:
+        for rows in batched(documents(source.parts()), len, _MAX_TOKENS, 1 << 16):
+            offsets = pa.array(np.cumsum([0, *map(len, rows)], dtype=np.int32))
+            lists = pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(rows)), type=kind)
+            yield pa.record_batch([lists], schema=schema)
+
+    return TableSource(source.format, schema, None, read)
+
+
+def token_column(schema: pa.Schema, column: str | None = None) -> str | None:
+    """Return the column of tokens: the one named, or `input_ids` or `tokens`; None unless it is lists of integers."""
+    for name in [column] if column is not None else TOKEN_COLUMNS:
+        if name in schema.names and _is_token_list(schema.field(name).type):
+            return name
+    return None
+
+
+def _is_token_list(kind: Any) -> bool:
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return len(kind.shape) == 1 and pa.types.is_integer(kind.value_type)
+    return is_list(kind) and bool(pa.types.is_integer(kind.value_type))
+
+
+def _lists(table: TableSource, column: str) -> Iterator[tuple[NDArray[Any], U64]]:
+    """The values of a list column, and the end of each row's, batch by batch."""
+    row = 0
+    for batch in table.batches():
+        lengths, leaves = flatten(batch.column(batch.schema.get_field_index(column)))
+        if (lengths < 0).any() or leaves.null_count:
+            raise DatasetError(
+                f"column {column}: expected a list of token ids in every row, got none from row {row} on."
+            )
+        values = leaves.to_numpy(zero_copy_only=False)
+        if len(values) and (int(values.min()) < 0 or int(values.max()) >> 32):
+            raise DatasetError(
+                f"column {column}: expected token ids in [0, 2**32), got {int(values.min())} to {int(values.max())} "
+                f"from row {row} on. Name the column of tokens with --column."
+            )
+        yield values, np.cumsum(lengths, dtype=np.uint64)
+        row += len(batch)
+
+
+def open_table(path: str | Path, options: ConvertOptions = _NO_OPTIONS) -> TableSource | None:
+    """Open the table in a file, a directory, or the files of a pattern (`train-*.parquet`); None if there is none.
+
+    The option `column` chooses arrays of .npz and .npy by name: `x_train,y_train`.
+    """
+    if "://" in str(path):
+        return None
+    target = Path(path)
+    if target.is_dir():
+        name = dataset_format(target)
+        if name == "forebay" and open_dataset(target).manifest.layout != "rows":
+            return None
+        if name and get_format(name).supports("open_rows"):
+            return get_format(name).open_rows([target], options)
+        if (target / "dataset_dict.json").is_file():
+            raise UsageError(f"{target}: expected one dataset, got several splits. Name the directory of one.")
+    groups, skipped = _by_format(table_files(target, options.follow_links))
+    if len(groups) > 1:
+        got = ", ".join(f"{name} ({files[0].name} …)" for name, files in groups.items())
+        raise UsageError(f"{target}: expected files of one format, got {got}. Name those of one: 'DIR/*.parquet'.")
+    for name, files in groups.items():
+        if skipped and options.strict:
+            reasons = "; ".join(describe_skipped(skipped))
+            raise UsageError(f"convert --strict: expected to read all of {target}, got files that are not: {reasons}.")
+        options.report_skipped(skipped)
+        if name == Images.name:
+            return Images().open_rows(files, options, target if target.is_dir() else None)
+        return get_format(name).open_rows(files, options)
+    return None
+
+
+def table_files(target: Path, follow_links: bool = False) -> Iterator[Path | Skipped]:
+    """Yield the files behind a path or pattern, by name, and those that are left out."""
+    if target.is_dir():
+        yield from list_files(target, follow_links=follow_links)
+    elif target.is_file():
+        yield target
+    elif re.search(r"[*?\[]", target.name):
+        yield from sorted(path for path in target.parent.glob(target.name) if path.is_file())
+
+
+def _by_format(files: Iterable[Path | Skipped]) -> tuple[dict[str, list[Path]], list[Skipped]]:
+    """Files that hold tables, by format, and those that are left out."""
+    names = names_with("open_rows")
+    groups: dict[str, list[Path]] = {}
+    skipped: list[Skipped] = []
+    for path in files:
+        if isinstance(path, Skipped):
+            skipped.append(path)
+            continue
+        detection = detect(path)
+        if detection.problem:
+            raise DatasetError(f"{path}: {detection.problem}")
+        name = "jsonl" if detection.format == "reddit" else detection.format
+        if name in names:
+            groups.setdefault(name, []).append(path)
+        else:
+            skipped.append(Skipped(str(path), f"no table: {name or detection.reason}"))
+    return groups, skipped

@@ -1,0 +1,173 @@
+"""What formats exchange: streams of tokens, tables, the options of a conversion, and the result of writing.
+
+A source is read from the start by each call of `parts` or `batches`, in bounded memory: a part holds at most some 16 Mi
+tokens or is a view of a memory map.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from forebay.dataset.reader import Dataset
+from forebay.storage.listing import Skipped, describe_skipped
+
+U64 = NDArray[np.uint64]
+_log = logging.getLogger("forebay.convert")
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """A run of a stream of tokens.
+
+    Attributes:
+        tokens: U16 or U32 [T].
+        ends: U64 [D], exclusive ends of the documents that end in it, counted from its start, rising. A document may
+            continue in the next part; tokens after the last end of all belong to no document that ended.
+    """
+
+    tokens: NDArray[Any]
+    ends: U64
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """Tokens that can be read from the start any number of times.
+
+    Attributes:
+        format: Its format's name.
+        dtype: `U16` or `U32`.
+        num_tokens: In all parts.
+        num_documents: Documents that end in it; 0 where the format does not tell.
+        seq_len: Tokens of every sample, where the format tells.
+        parts: Reads the stream, in order; raises DatasetError where it is damaged.
+        metadata: `tokenizer`, `eos_id`, `vocab_size`, `name` where they are known; `left_out`, columns of a table.
+        dataset: The open dataset that the tokens are of, if any.
+    """
+
+    format: str
+    dtype: str
+    num_tokens: int
+    num_documents: int
+    seq_len: int | None
+    parts: Callable[[], Iterator[TokenPart]]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    dataset: Dataset | None = None
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """Rows that can be read from the start any number of times.
+
+    Text is strings, tensors are `pa.fixed_shape_tensor` or list columns.
+
+    Attributes:
+        format: Its format's name.
+        schema: Of every batch.
+        num_rows: None where only reading tells.
+        batches: Reads the rows, in order; raises DatasetError where they are damaged.
+        metadata: `classes`, the names behind integer labels.
+        dataset: The dataset of Forebay that the rows are of, if any.
+    """
+
+    format: str
+    schema: pa.Schema
+    num_rows: int | None
+    batches: Callable[[], Iterator[pa.RecordBatch]]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    dataset: Dataset | None = None
+
+    def with_columns(self, schema: pa.Schema, columns: Callable[[pa.RecordBatch], list[pa.Array]]) -> TableSource:
+        """Return the table with other columns, made of each batch's."""
+
+        def read() -> Iterator[pa.RecordBatch]:
+            return (pa.record_batch(columns(batch), schema=schema) for batch in self.batches())
+
+        return replace(self, schema=schema, batches=read)
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """The settings of a conversion. Each format uses those that concern it.
+
+    Attributes:
+        dtype: `U16` or `U32` to write; None for the source's own.
+        input_dtype: Type of tokens that no header tells, such as `uint16`.
+        column: The column of tokens, for formats with columns.
+        seq_len: Tokens of a sample, where the format written has samples.
+        slice_bytes: Largest file, of formats with several.
+        shard_tokens: Tokens of each file instead.
+        eos_id: The token that ends a document, where the source does not tell documents.
+        name: Of the dataset.
+        compress: `zstd`, or nothing.
+        tensors: Types to write, by column: `{"images": "f16"}`.
+        lossy: Accept values that their new type cannot hold.
+        resize, crop: (height, width) of images.
+        max_member_bytes: Of a tar, unpacked: a larger one is an error.
+        more: Settings of one format alone (`generation` of npy, `header` of bin, `slice_rows` of rows …).
+        follow_links: Also read what links in a directory lead to elsewhere.
+        strict: A file that would be left out is an error.
+        on_progress: Called with tokens or rows written since the last call.
+        on_skipped: Called with the files of a directory that are left out; without it they are logged.
+    """
+
+    dtype: str | None = None
+    input_dtype: str | None = None
+    column: str | None = None
+    seq_len: int | None = None
+    slice_bytes: int = 64 << 20
+    shard_tokens: int | None = None
+    eos_id: int | None = None
+    name: str | None = None
+    compress: str = ""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    lossy: bool = False
+    resize: tuple[int, int] | None = None
+    crop: tuple[int, int] | None = None
+    max_member_bytes: int = 64 << 20
+    more: Mapping[str, Any] = field(default_factory=dict)
+    follow_links: bool = False
+    strict: bool = False
+    on_progress: Callable[[int], None] | None = None
+    on_skipped: Callable[[Sequence[Skipped]], None] | None = None
+
+    def advance(self, count: int) -> None:
+        """Report progress."""
+        if self.on_progress is not None:
+            self.on_progress(count)
+
+    def report_skipped(self, skipped: Sequence[Skipped]) -> None:
+        """Report files that are left out."""
+        if self.on_skipped is not None:
+            self.on_skipped(skipped)
+            return
+        for line in describe_skipped(skipped):
+            _log.warning("convert: %s", line)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written.
+
+    Attributes:
+        files: Paths below `out`, in order; `Path()` where `out` itself is the one file.
+        num_tokens: None for a table.
+        num_rows: Rows of a table, or samples, or None.
+        num_documents: Document ends that the format written holds.
+        digest: Of (tokens, document ends) as `TokenDigest` computes it; of a table, of `TableDigest`.
+        notes: What a user should know: tokens left out, documents that the format does not hold.
+    """
+
+    files: tuple[Path, ...]
+    num_tokens: int | None
+    num_rows: int | None
+    num_documents: int
+    digest: str
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,176 @@
+"""Comma- and tab-separated values, plain or compressed.
+
+As a table, an empty field without quotes is missing, and nothing else is; a value that comes after the first 16 MiB and
+is of another type is an error; bytes and lists are refused.
+"""
+
+import csv
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+
+from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError
+from forebay.formats.base import Format
+from forebay.formats.columns import error_text
+from forebay.formats.conversion import ConvertOptions, TableSource, Written
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+from forebay.formats.jsonl import LINES_ADVICE, line_compressor, object_record, parse_slowly
+from forebay.formats.records import Record, has_surrogate, keys_of, shown_text, to_record
+from forebay.formats.tables import BATCH_BYTES, is_bytes, open_unpacked, refuse_columns, write_parts
+from forebay.formats.text import split_lines
+
+
+class Csv(Format):
+    """CSV and TSV files; as a table the first line names the columns."""
+
+    name = "csv"
+    suffixes = (".csv", ".tsv")
+    is_plain_text = True
+
+    def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
+        """Quoted fields may hold newlines. A row with more or fewer fields than the first is malformed."""
+        csv.field_size_limit(options.max_document_bytes)
+        problems: list[str] = []
+        lines = _decoded_lines(split, options, problems)
+        first = next(lines, "")
+        dialect = _dialect(split.files[0], options, first)
+        rows = csv.reader(itertools.chain([first] if first else [], lines), dialect)
+        names: list[str] | None = None
+        positions: dict[str, int] = {}
+        index = -1
+        while True:
+            try:
+                row: list[str] = next(rows)
+                problem = ""
+            except StopIteration:
+                break
+            except csv.Error as error:
+                row, problem = [], f"not CSV: {error}"
+            if names is None:
+                names, positions, is_header = _header(row, options, split.files[0])
+                if is_header:
+                    continue
+            index += 1
+            location = f"line {rows.line_num}"
+            if problems or problem:
+                yield Record(index, problem=problem or problems[0], location=location)
+                problems.clear()
+            elif not row:
+                yield Record(index, problem="blank")
+            elif len(row) != len(names):
+                problem = f"expected {len(names)} fields, got {len(row)}"
+                yield Record(index, text=shown_text(row[0]), problem=problem, location=location)
+            else:
+                yield _row_record(index, {key: row[i] for key, i in positions.items()}, options, location)
+        if problems:
+            yield Record(index + 1, problem=problems[0])
+
+    def open_rows(self, paths: Sequence[Path], options: ConvertOptions, schema: pa.Schema | None = None) -> TableSource:
+        """As of any format; `schema` gives the types of columns, those that it lacks are inferred."""
+        if schema is None:
+            (schema,) = (reader.schema for _, reader in _csv_readers(paths[:1], ()))
+        columns = schema
+        return TableSource(self.name, columns, None, lambda: _read_batches(paths, columns))
+
+    def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
+        """With a line of names; text is quoted, a missing value is empty without quotes."""
+        refuse_columns(source.schema, lambda kind: not (is_bytes(kind) or _is_nested(kind)), "CSV", LINES_ADVICE)
+        compressor, suffix = line_compressor(out, options)
+        return write_parts(
+            source,
+            out,
+            options,
+            ".csv" + suffix,
+            lambda file, _: pa.csv.CSVWriter(file, source.schema),
+            compressor=compressor,
+        )
+
+
+def _decoded_lines(split: InputSplit, options: ReadOptions, problems: list[str]) -> Iterator[str]:
+    """Lines as text; in place of one that is too long or cut off an empty one, and its problem in `problems`."""
+    for _, line, problem in split_lines(split, options):
+        if problem:
+            problems.append(problem)
+            yield "\n"
+        else:
+            yield line.decode("utf-8", "surrogateescape")
+
+
+def _dialect(file: InputFile, options: ReadOptions, first: str) -> type[csv.Dialect]:
+    option, quote = options.options.get("delimiter"), options.options.get("quote", '"')
+    guess = "\t" if ".tsv" in file.path.lower() else max(",\t;|", key=first.count)
+
+    class Dialect(csv.excel):
+        delimiter = option if isinstance(option, str) else guess
+        quotechar = quote if isinstance(quote, str) and quote else None
+        quoting = csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE
+
+    return Dialect
+
+
+def _header(row: list[str], options: ReadOptions, file: InputFile) -> tuple[list[str], dict[str, int], bool]:
+    """The names of the columns, the positions of those to read, and whether the first row is a header."""
+    required, optional = keys_of(options)
+    if all(key.isdigit() for key in required) and not set(required) <= set(row):
+        positions = {key: int(key) for key in required + [key for key in optional if key.isdigit()]}
+        if max(positions.values()) < len(row):
+            return [str(index) for index in range(len(row))], positions, False
+    missing = [key for key in required if key not in row]
+    if missing:
+        raise UnreadableInputError(
+            f"{file.path}: expected a column {missing[0]!r}, got columns {shown_text(', '.join(row))}. Name it with "
+            "--text-key; by its number from 0 if the file has no header."
+        )
+    return row, {key: row.index(key) for key in required + optional if key in row}, True
+
+
+def _row_record(index: int, row: dict[str, str], options: ReadOptions, location: str) -> Record:
+    if options.messages_key in row:
+        value, problem = parse_slowly(row[options.messages_key].encode("utf-8", "surrogateescape"))
+        if problem:
+            return Record(index, problem=problem, location=location)
+        return object_record(index, {**row, options.messages_key: value}, options, location)
+    record = to_record(index, row, options)
+    if not record.text.isascii() and has_surrogate(record.text):
+        return Record(index, record.id, shown_text(record.text), problem="not UTF-8", location=location)
+    return record
+
+
+def _read_batches(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    for path, reader in _csv_readers(paths, schema):
+        if reader.schema.names != schema.names:
+            raise DatasetError(f"{path}: expected columns {schema.names}, got {reader.schema.names}.")
+        yield from (batch for batch in reader if batch.num_rows)
+
+
+def _csv_readers(paths: Sequence[Path], schema: Any) -> Iterator[tuple[Path, pa.csv.CSVStreamingReader]]:
+    types = {field.name: pa.float32() if pa.types.is_float16(field.type) else field.type for field in schema}
+    for path in paths:
+        with closing(open_unpacked(path)) as file:
+            head = file.readline()
+        delimiter = "\t" if head.count(b"\t") > head.count(b",") else ","
+        # An empty line is a row of one column without a value.
+        parse = pa.csv.ParseOptions(
+            delimiter=delimiter, newlines_in_values=True, ignore_empty_lines=delimiter.encode() in head
+        )
+        convert = pa.csv.ConvertOptions(
+            column_types=types, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False
+        )
+        try:
+            with closing(open_unpacked(path)) as file:
+                read = pa.csv.ReadOptions(block_size=BATCH_BYTES, use_threads=False)
+                yield path, pa.csv.open_csv(file, read, parse, convert)
+        except (pa.ArrowException, CorruptInputError) as error:
+            raise DatasetError(
+                f"{path}: expected values of the types that the first {BATCH_BYTES >> 20} MiB have, got: "
+                f"{error_text(error)}."
+            ) from error
+
+
+def _is_nested(kind: Any) -> bool:
+    return bool(pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType))

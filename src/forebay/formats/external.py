@@ -1,0 +1,371 @@
+"""Datasets in the formats of other tools, opened in place as Forebay's own are: read-only, nothing is converted.
+
+Hides that a slice need not be a file. A slice here is a run of at most 64 Mi tokens of one file or shard, so that
+order, windows and leases work on a token file of any size. The maps of files are shared by their slices.
+
+Identity: these formats hold no hash of every byte, and hashing terabytes when opening takes too long. So a slice's
+`sha256` is the hash of its file's fingerprint (size, and up to 16 pieces of 4 KiB at even distances, fewer
+where there are many files) and its place; the id is the hash of the format, type, counts and those. Names and paths
+are not in it: a copy elsewhere has the same id. A change between the pieces goes unseen by the id.
+"""
+
+import hashlib
+import json
+import mmap
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from forebay.dataset.manifest import TOKEN_DTYPES, Manifest, SliceTable
+from forebay.dataset.reader import Dataset, VerifyReport
+from forebay.dataset.slices import Slice, check_document_ends, release_pages
+from forebay.errors import DatasetError, UsageError
+from forebay.storage.compression import limit_large_blocks
+
+Bytes8 = NDArray[np.uint8]
+U64 = NDArray[np.uint64]
+
+TOKEN_COLUMNS = ("input_ids", "tokens")  # Columns that are taken for tokens where none is named.
+MAX_TOKENS = 64 << 20  # Of a slice that is a view: 128 or 256 MiB of a file.
+MAX_COPIED_TOKENS = 4 << 20  # Of a slice that must be copied: 8 or 16 MiB of memory for each that is open.
+
+_MAX_MAPS = 64
+_STRUCTURE_CHECKS = (
+    "size of every file",
+    "the index, where there is one, against every slice",
+    "type and number of tokens, document ends",
+    "no token above 2**31 - 1",
+)
+_PIECE_BYTES = 4096
+_MAX_PIECES = 16
+_ALL_PIECES = 4096  # Pieces read of all files together, 16 MiB; two of each file where there are more files.
+_OPEN_SLICES = 16  # Small, as some slices are copies; whoever holds a slice keeps it anyway.
+
+
+@dataclass(frozen=True)
+class ExternalSlice:
+    """One slice of an external dataset."""
+
+    file: int  # Index of the file among the dataset's.
+    name: str  # For people: the file's name and, where it has several parts, `#` and the part.
+    start: int  # First token, counted in the file.
+    count: int  # Tokens.
+    documents: int  # Documents that end in it.
+    num_bytes: int  # Of the file that hold these tokens.
+
+
+class ExternalDataset(Dataset, ABC):
+    """A read-only dataset of layout `tokens` in another tool's format. Subclasses say how a part is read.
+
+    `files` hold the tokens, and `marks` are their fingerprints, 32 bytes each; `parts` are the slices, in order;
+    `settings`, JSON values, what else the tokens depend on.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        dtype: str,
+        files: Sequence[Path],
+        marks: Sequence[bytes],
+        parts: Sequence[ExternalSlice],
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        self.kind, self.files, self.parts = kind, list(files), list(parts)
+        self._marks = list(marks)
+        self._maps: OrderedDict[Path, Bytes8] = OrderedDict()
+        self._map_lock = threading.Lock()
+        table = _table(self.parts, self._marks)
+        digest = hashlib.sha256()
+        for column in (table.sha256, table.count, table.documents):
+            digest.update(np.ascontiguousarray(column).tobytes())
+        what = {
+            "format": kind,
+            "dtype": dtype,
+            "tokens": int(table.count.sum()),
+            **(settings or {}),
+            "slices": digest.hexdigest(),
+        }
+        described = hashlib.sha256(json.dumps(what, sort_keys=True).encode())
+        name = "".join(c for c in path.resolve().name if c.isprintable())[:255]
+        manifest = Manifest.of(
+            table, {"opened": what}, name=name or kind, layout="tokens", dtype=dtype, table_sha256=digest.hexdigest()
+        )
+        super().__init__(path, manifest, table, described.hexdigest())
+
+    def describe(self) -> dict[str, Any]:
+        """As for a dataset of ours, and `format`: the format's name."""
+        checked = "sizes, index and samples of the bytes; `forebay verify` reads all"
+        return {**super().describe(), "format": self.kind, "checked": checked}
+
+    def slice_path(self, index: int) -> Path:
+        """The file that holds slice `index`. Raises UsageError if it is outside [0, num_slices)."""
+        return self.files[self._part(index).file]
+
+    def open_slice(self, index: int) -> Slice:
+        """As of a dataset of ours; `tokens` are a view of the file's map where the format allows.
+
+        DatasetError if the file is missing, has another size now, or contradicts what opening found.
+        """
+        with self._lock:
+            opened = self._open.get(index)
+            if opened is not None:
+                self._open.move_to_end(index)
+                return opened
+        opened = self.read_slice(index)
+        with self._lock:
+            self._open[index] = opened
+            while len(self._open) > _OPEN_SLICES:
+                self._open.popitem(last=False)
+        return opened
+
+    def read_slice(self, index: int) -> Slice:
+        """As `open_slice`, and not kept open: for reading once, from end to end."""
+        part = self._part(index)
+        return self._checked(part, *self._read(part))
+
+    def release(self, index: int) -> None:
+        """Give back the memory of the map of slice `index`'s file; views of it stay valid, and read again."""
+        with self._map_lock:
+            memory = self._maps.get(self.slice_path(index))
+        if memory is not None:
+            release_pages(memory)
+
+    def verify(self, on_progress: Callable[[int], None] | None = None, workers: int | None = None) -> VerifyReport:
+        """Read every slice and compare with what was found when opening; files that differ are named.
+
+        Checked: sizes, fingerprints, indexes, hashes and sample ids where the format has them, and that no U32 token
+        is above 2**31 - 1 (a negative number, or text read as numbers). Arguments as for a dataset of ours.
+        """
+        states: dict[int, str] = {}
+
+        def mark(file: int) -> tuple[int, str]:
+            if not self._exists(file):
+                return file, "missing"
+            try:
+                return file, "" if self._mark(file) == self._marks[file] else "changed"
+            except DatasetError:
+                return file, "changed"
+
+        def check(index: int) -> tuple[int, str]:
+            part = self.parts[index]
+            if states[part.file]:
+                return index, ""
+            try:
+                with limit_large_blocks(part.count * 4 if part.num_bytes < part.count else 0):
+                    tokens = self._checked(part, *self._read(part)).tokens
+                    if tokens.dtype.itemsize == 4 and len(tokens) and int(tokens.max()) >> 31:
+                        return index, "changed"
+                    return index, self._check_part(part, tokens)
+            except DatasetError:
+                return index, "changed"
+
+        with ThreadPoolExecutor(workers or 4) as pool:
+            states.update(pool.map(mark, range(len(self.files))))
+            for index, state in pool.map(check, range(len(self.parts))):
+                part = self.parts[index]
+                states[part.file] = states[part.file] or state
+                if on_progress is not None:
+                    on_progress(part.num_bytes)
+        changed, missing = (
+            sorted({shown_name(self.path, self.files[file]) for file, state in states.items() if state == kind})
+            for kind in ("changed", "missing")
+        )
+        bad = sorted([*changed, *missing])
+        hashes = self._hash_checks()
+        return VerifyReport(
+            not bad, bad, changed, missing, has_hashes=bool(hashes), checks=(*_STRUCTURE_CHECKS, *hashes)
+        )
+
+    def _hash_checks(self) -> tuple[str, ...]:
+        """What `verify` compares with hashes that cover every token; nothing where the format holds none."""
+        return ()
+
+    def _part(self, index: int) -> ExternalSlice:
+        if not 0 <= index < len(self.parts):
+            raise UsageError(f"slice index: expected 0 to {len(self.parts) - 1}, got {index}")
+        return self.parts[index]
+
+    @abstractmethod
+    def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
+        """(tokens U16 or U32 [T], document ends U64 [D]) of a part; raises DatasetError."""
+
+    def _exists(self, file: int) -> bool:
+        return self.files[file].is_file()
+
+    def _mark(self, file: int) -> bytes:
+        return fingerprint(self.files[file], len(self.files))
+
+    def _check_part(self, part: ExternalSlice, tokens: NDArray[Any]) -> str:
+        """What only reading it all can tell: empty, or `changed`."""
+        return ""
+
+    def _checked(self, part: ExternalSlice, tokens: NDArray[Any], ends: U64) -> Slice:
+        path = self.files[part.file]
+        problem = check_document_ends(ends, len(tokens))
+        if problem:
+            raise DatasetError(f"{path}: document ends of {part.name}: {problem}. The file is damaged; fetch it again.")
+        dtype = TOKEN_DTYPES[self.manifest.dtype]
+        if (len(tokens), len(ends), tokens.dtype) != (part.count, part.documents, dtype):
+            raise DatasetError(
+                f"{path}: expected {part.count} tokens {dtype} in {part.documents} documents in {part.name}, got "
+                f"{len(tokens)} {tokens.dtype} in {len(ends)}. It changed since it was opened, or its index does "
+                "not fit it; open it again, or fetch it again."
+            )
+        tokens.flags.writeable = False
+        ends.flags.writeable = False
+        return Slice(
+            path, {"tokens": tokens, "document_ends": ends}, {"tokens": self.manifest.dtype, "document_ends": "U64"}
+        )
+
+    def _map(self, path: Path, num_bytes: int) -> Bytes8:
+        """The map of a file of exactly this size; at most 64 are kept, and views keep theirs."""
+        with self._map_lock:
+            memory = self._maps.pop(path, None)
+            if memory is None or file_size(path) != num_bytes:
+                memory = map_file(path)
+            if len(memory) != num_bytes:
+                raise DatasetError(f"{path}: expected {num_bytes} bytes, got {len(memory)}. Fetch it again.")
+            self._maps[path] = memory
+            while len(self._maps) > _MAX_MAPS:
+                self._maps.popitem(last=False)
+        return memory
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise DatasetError where the system refuses a file."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: Exception) -> DatasetError:
+    """The error for a file that the system refuses."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return DatasetError(f"{path}: cannot be read: {reason}. Check the path, or fetch it again.")
+
+
+def map_file(path: Path) -> Bytes8:
+    """The whole file as read-only bytes. Raises DatasetError if it cannot be opened."""
+    with reading(path), path.open("rb") as file:
+        if file_size(path) == 0:
+            return np.empty(0, np.uint8)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+
+
+def read_head(path: Path, num_bytes: int, start: int = 0) -> bytes:
+    """Up to `num_bytes` bytes of a file from `start`. Raises DatasetError if it cannot be read."""
+    with reading(path), path.open("rb") as file:
+        file.seek(start)
+        return file.read(num_bytes)
+
+
+def read_tail(path: Path, num_bytes: int) -> bytes:
+    """Return up to `num_bytes` last bytes of a file. Raises DatasetError if it cannot be read."""
+    return read_head(path, num_bytes, max(0, file_size(path) - num_bytes))
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file. Raises DatasetError if there is none."""
+    with reading(path):
+        return path.stat().st_size
+
+
+def fingerprint(path: Path, num_files: int) -> bytes:
+    """32 bytes that tell a file's content by its size and pieces; all of it where it is small."""
+    pieces = max(2, min(_MAX_PIECES, _ALL_PIECES // max(num_files, 1)))
+    with reading(path), path.open("rb") as file:
+        size = file_size(path)
+        digest = hashlib.sha256(size.to_bytes(8, "little"))
+        if size <= pieces * _PIECE_BYTES:
+            digest.update(file.read(size))
+            return digest.digest()
+        for i in range(pieces):
+            file.seek((size - _PIECE_BYTES) * i // (pieces - 1))
+            digest.update(file.read(_PIECE_BYTES))
+        return digest.digest()
+
+
+def fingerprints(paths: Sequence[Path]) -> list[bytes]:
+    """`fingerprint` of each, by 16 threads: what takes the time is the disk's answer."""
+    with ThreadPoolExecutor(16) as pool:
+        return list(pool.map(lambda path: fingerprint(path, len(paths)), paths))
+
+
+def token_dtype(dtype: Any) -> np.dtype[Any]:
+    """The integer type that a user names: `U16`, `uint16`, `int64`, `np.uint32` …; little-endian."""
+    try:
+        text = dtype.lower() if isinstance(dtype, str) else None
+        if text and text[:1] in "ui" and text[1:] in ("16", "32", "64"):
+            return np.dtype(f"<{text[0]}{int(text[1:]) // 8}")
+        kind = np.dtype(text or dtype)
+    except (TypeError, ValueError, AttributeError):
+        kind = np.dtype("?")
+    if kind.kind not in "iu" or kind.byteorder == ">" or kind.itemsize == 1:
+        raise UsageError(f"dtype of tokens: expected uint16, uint32, int32 or int64, got {dtype!r}.")
+    return kind
+
+
+def stored_dtype(kind: np.dtype[Any]) -> str:
+    """`U16` or `U32`: what tokens of an integer type are given as."""
+    return "U16" if kind.itemsize <= 2 else "U32"
+
+
+def common_dtype(path: Path, kinds: Iterable[np.dtype[Any]]) -> str:
+    """`U16` or `U32` of the files of a dataset. Raises DatasetError if they differ, or there are none."""
+    distinct = set(kinds)
+    names = {stored_dtype(kind) for kind in distinct}
+    if len(names) != 1:
+        got = ", ".join(sorted(map(str, distinct))) or "none"
+        raise DatasetError(
+            f"{path}: expected files of one type of token, got {got}. Open them as datasets of their own."
+        )
+    return names.pop()
+
+
+def as_tokens(array: NDArray[Any], location: object) -> NDArray[Any]:
+    """Integers as U16 or U32: a view for 2 and 4 bytes, a copy for 1 and 8.
+
+    A view of signed integers takes their bits: a negative one is a token of 2**31 (2**15) and more; `verify` finds
+    the former. An 8-byte number outside [0, 2**32) is a DatasetError.
+    """
+    kind = array.dtype
+    if kind.itemsize in (2, 4):
+        return array.view(TOKEN_DTYPES[stored_dtype(kind)])
+    if kind.itemsize == 8 and len(array) and (int(array.min()) < 0 or int(array.max()) >> 32):
+        raise DatasetError(
+            f"{location}: expected token ids in [0, 2**32), got {int(array.min())} to {int(array.max())}. "
+            "The numbers are of another type, or are no tokens."
+        )
+    return array.astype(TOKEN_DTYPES[stored_dtype(kind)])
+
+
+def shown_name(base: Path, path: Path) -> str:
+    """The name of a file for people: below `base` if it is there, else its own."""
+    return path.relative_to(base).as_posix() if path.is_relative_to(base) and path != base else path.name
+
+
+def _table(parts: Sequence[ExternalSlice], marks: Sequence[bytes]) -> SliceTable:
+    digests = b"".join(
+        hashlib.sha256(marks[p.file] + p.start.to_bytes(8, "little") + p.count.to_bytes(8, "little")).digest()
+        for p in parts
+    )
+    return SliceTable(
+        names=pa.array([p.name.encode("utf-8", "replace").decode() for p in parts], pa.string()),
+        bytes=np.array([p.num_bytes for p in parts], np.int64),
+        sha256=np.frombuffer(digests, np.uint8).reshape(-1, 32),
+        count=np.array([p.count for p in parts], np.int64),
+        documents=np.array([p.documents for p in parts], np.int64),
+    )

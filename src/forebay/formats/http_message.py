@@ -1,0 +1,188 @@
+"""HTTP responses as crawlers store them, and their bodies as text.
+
+Hides chunks, content encodings, and how a page's character set is found. Crawlers often undo chunks and encodings and
+leave the headers as they were: a body that does not decode as its header says is used as it is.
+"""
+
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zstandard
+
+MAX_HEAD_BYTES = 256 << 10
+_HEAD_END = re.compile(rb"\n\r{0,4}\n")
+_STATUS = re.compile(rb"HTTP/\S{1,8}[ \t]+(\d{3})\b")
+_LENGTH = re.compile(rb"\ncontent-length[ \t]{0,8}:[ \t]{0,8}(\d{1,15})\b", re.IGNORECASE)
+_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n]{0,1000})?\r?\n")
+_CHARSET = re.compile(r"charset\s{0,8}=\s{0,8}[\"']?([A-Za-z0-9_.:+-]{1,40})", re.IGNORECASE)
+_META = re.compile(rb"<meta[^>]{0,500}?charset\s{0,8}=\s{0,8}[\"']?\s{0,8}([A-Za-z0-9_.:+-]{1,40})", re.IGNORECASE)
+_HTML_START = re.compile(rb"\s{0,200}(?:<!--.{0,500}?-->\s{0,200})?<(?:!doctype\s+html|html|head|body)\b", re.I | re.S)
+_MAX_ENCODINGS = 2
+_HTML_TYPES = ("text/html", "application/xhtml+xml")
+_BOMS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
+_SEVEN_BIT = re.compile(r"^(iso-?2022|hz|utf-?16|utf-?7|utf-?32)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Response:
+    """An HTTP response, its body decoded. `status` is 0, `mime` and `charset` are "" if the response lacks them."""
+
+    status: int
+    mime: str
+    charset: str
+    body: bytes
+    problem: str = ""
+
+
+def parse_http(block: bytes, max_bytes: int) -> Response:
+    """Return the response in a record's block; its body unpacked to at most `max_bytes`."""
+    match = _HEAD_END.search(block, 0, MAX_HEAD_BYTES)
+    head, body = (block[: match.start()], block[match.end() :]) if match else (block[:MAX_HEAD_BYTES], b"")
+    status = _STATUS.match(head)
+    headers: dict[str, str] = {}
+    for line in head.decode("latin-1").split("\n")[1:]:
+        name, _, value = line.partition(":")
+        headers.setdefault(name.strip().lower(), value.strip())
+    if headers.get("transfer-encoding", "").lower().endswith("chunked"):
+        body = _unchunk(body)
+    mime = headers.get("content-type", "")
+    charset = _CHARSET.search(mime)
+    body, problem = _unpack(body, headers.get("content-encoding", ""), max_bytes)
+    return Response(int(status[1]) if status else 0, mime, charset[1] if charset else "", body, problem)
+
+
+def http_complete(block: bytes) -> bool:
+    """Return whether a response has as many bytes as its own Content-Length, though its record claims more."""
+    match = _HEAD_END.search(block, 0, MAX_HEAD_BYTES)
+    length = _LENGTH.search(block, 0, match.start()) if match else None
+    return match is not None and length is not None and len(block) - match.end() >= int(length[1])
+
+
+def is_html(mime: str, body: bytes) -> bool:
+    """Return whether it is HTML by its type or, if it has none, by its first bytes."""
+    kind = mime.partition(";")[0].strip().lower()
+    return kind in _HTML_TYPES or (not kind and _HTML_START.match(body[:2048]) is not None)
+
+
+def _unchunk(body: bytes) -> bytes:
+    """The body without its chunks' lines; as it is if it has none; up to the damage if one is wrong (RFC 9112, 7.1)."""
+    parts: list[bytes] = []
+    offset = 0
+    while match := _CHUNK.match(body, offset):
+        size, offset = int(match[1], 16), match.end()
+        if size == 0:
+            return b"".join(parts)
+        parts.append(body[offset : offset + size])
+        offset += size
+        if body[offset : offset + 2] == b"\r\n":
+            offset += 2
+        elif body[offset : offset + 1] == b"\n":
+            offset += 1
+        elif offset < len(body):
+            return body if len(parts) == 1 else b"".join(parts)
+    return b"".join(parts) if parts else body
+
+
+def _unpack(body: bytes, encodings: str, max_bytes: int) -> tuple[bytes, str]:
+    names = [name.strip().lower() for name in encodings.split(",", _MAX_ENCODINGS)]
+    if len(names) > _MAX_ENCODINGS:
+        return b"", f"a body with more than {_MAX_ENCODINGS} content encodings"
+    for encoding in reversed(names):
+        decode = _DECODERS.get(encoding)
+        if decode is None or not body:
+            continue
+        try:
+            unpacked = decode(body, max_bytes + 1)
+        except ModuleNotFoundError:
+            raise
+        except Exception:  # noqa: BLE001 - each decoder has its own errors; the header is wrong
+            continue
+        if len(unpacked) > max_bytes:
+            return b"", f"a body that {encoding} unpacks to more than max_document_bytes = {max_bytes}"
+        body = unpacked
+    return body, ""
+
+
+def _gzip(body: bytes, limit: int) -> bytes:
+    return zlib.decompressobj(47).decompress(body, limit)
+
+
+def _deflate(body: bytes, limit: int) -> bytes:
+    try:
+        return zlib.decompressobj().decompress(body, limit)
+    except zlib.error:
+        return zlib.decompressobj(-15).decompress(body, limit)
+
+
+def _brotli(body: bytes, limit: int) -> bytes:
+    import brotli  # an extra: pages that crawlers left packed so are rare
+
+    decoder = brotli.Decompressor()
+    parts, size, step = [], 0, 4096
+    for start in range(0, len(body), step):  # a step of 4 KiB gives 16 MiB at most, for a block cannot be larger
+        parts.append(decoder.process(body[start : start + step]))
+        size += len(parts[-1])
+        if size > limit:
+            break
+    return b"".join(parts)
+
+
+def _zstd(body: bytes, limit: int) -> bytes:
+    decoder: Any = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+    with decoder.stream_reader(body) as stream:
+        data: bytes = stream.read(limit)
+        return data
+
+
+_DECODERS: dict[str, Callable[[bytes, int], bytes]] = {
+    "gzip": _gzip,
+    "x-gzip": _gzip,
+    "deflate": _deflate,
+    "br": _brotli,
+    "zstd": _zstd,
+}
+
+
+def body_text(body: bytes, charset: str, html: bool) -> str:
+    """Return the body as text: by its byte order mark, as UTF-8 if valid, else as header or page say, else as detected.
+
+    UTF-8 goes before what header and page say: other encodings hardly ever form valid UTF-8, and many a page's header
+    is wrong. Encodings that look like ASCII or hold NULs (ISO-2022-JP, UTF-16) are tried first.
+    """
+    for mark, name in _BOMS:
+        if body.startswith(mark):
+            return body[len(mark) :].decode(name, "replace")
+    meta = _META.search(body, 0, 2048) if html else None
+    named = [name for name in (charset, meta[1].decode("ascii") if meta else "") if name]
+    first = [name for name in named if _SEVEN_BIT.match(name) and b"<" not in body[:1] * html]
+    for name in (*first, "utf-8", *named):
+        try:
+            return body.decode(_html5(name))
+        except (UnicodeDecodeError, LookupError):
+            continue
+    return _detected(body, named)
+
+
+def _html5(name: str) -> str:
+    """The encoding that browsers use for a name: `iso-8859-1` is windows-1252 (WHATWG Encoding, 4.2)."""
+    from resiliparse.parse.encoding import map_encoding_to_html5
+
+    mapped: str | None = map_encoding_to_html5(name)
+    return mapped or name
+
+
+def _detected(body: bytes, named: list[str]) -> str:
+    """Text that is not valid in the encoding that it names: what cannot be decoded becomes U+FFFD."""
+    from resiliparse.parse.encoding import detect_encoding
+
+    for name in (*named, detect_encoding(body) or "utf-8"):
+        try:
+            text = body.decode(_html5(name), "replace")
+        except LookupError:
+            continue
+        if text.count("\ufffd") * 20 <= len(text):
+            return text
+    return body.decode("utf-8", "replace")

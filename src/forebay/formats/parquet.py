@@ -1,0 +1,239 @@
+"""Parquet: text and rows by row group, page checksums compared, and memory bounded by what the page headers claim."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from forebay.dataset.parquet_pages import Page, pages
+from forebay.errors import CorruptInputError, UsageError
+from forebay.formats.arrow_ipc import MAX_BUFFERED_BYTES
+from forebay.formats.base import Format
+from forebay.formats.columns import (
+    BATCH_BYTES,
+    READ_ERRORS,
+    batch_rows,
+    check_batch,
+    check_has_rows,
+    columns_text,
+    common_schema,
+    damaged_table,
+    error_text,
+    select_columns,
+    with_lists,
+)
+from forebay.formats.conversion import ConvertOptions, TableSource, Written
+from forebay.formats.external import read_tail
+from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_stored
+from forebay.formats.records import Record, to_record
+from forebay.formats.report import POSSIBLE, Report
+from forebay.formats.tables import Part, rows_at_once, write_parts
+
+_BATCH_ROWS = 4096
+_RUN_BYTES = 64 << 20
+_GROUP_BYTES = 8 << 20
+_CODECS = ("zstd", "snappy", "none")
+_SETTINGS: dict[str, Any] = {
+    "buffer_size": 1 << 20,  # Read pages as they are needed, not whole column chunks.
+    "pre_buffer": False,
+    "page_checksum_verification": True,
+}
+
+
+class Parquet(Format):
+    """Parquet files; as a table several of one schema."""
+
+    name = "parquet"
+    suffixes = (".parquet", ".pq", ".parq")
+
+    def sniff(self, head: bytes) -> bool:
+        return head.startswith(b"PAR1")
+
+    def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
+        try:
+            with _open(file) as parquet:
+                sizes = [max(0, parquet.metadata.row_group(i).total_byte_size) for i in range(parquet.num_row_groups)]
+        except READ_ERRORS:
+            yield 0, 0, file.bytes  # Reading it reports what is wrong.
+            return
+        start, size = 0, 0
+        for index, group_size in enumerate(sizes):
+            size += group_size
+            if size >= SPLIT_BYTES or index == len(sizes) - 1:
+                yield start, index + 1, file.bytes * size // max(1, sum(sizes))
+                start, size = index + 1, 0
+
+    def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
+        file = split.files[0]
+        row_number = -1
+        try:
+            with _open(file) as parquet:
+                keys = select_columns(parquet.schema_arrow, options, file)
+                for group in range(split.start, split.stop or parquet.num_row_groups):
+                    try:
+                        start = group
+                        for row in _group_rows(parquet, file, group, keys):
+                            row_number += 1
+                            yield to_record(row_number, row, options, start=start)
+                            start = -1
+                    except READ_ERRORS as error:
+                        row_number += 1
+                        location = f"row group {group}, of {parquet.metadata.row_group(group).num_rows} rows"
+                        yield Record(row_number, problem=f"damaged Parquet: {error_text(error)}", location=location)
+        except CorruptInputError as error:
+            yield Record(row_number + 1, problem=str(error))
+        except READ_ERRORS as error:
+            yield Record(row_number + 1, problem=f"damaged Parquet: {error_text(error)}")
+
+    def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
+        schemas, num_rows = [], 0
+        for path in paths:
+            with _open_local(path) as file:
+                schemas.append(file.schema_arrow)
+                num_rows += file.metadata.num_rows
+        schema = common_schema(paths, schemas)
+        return TableSource(self.name, schema, num_rows, lambda: _read_batches(paths, schema))
+
+    def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
+        """Row groups of 8 MiB or less; `compress`: zstd (by default), snappy or none."""
+        codec = options.compress or "zstd"
+        if codec not in _CODECS:
+            raise UsageError(f"--compress: expected one of {', '.join(_CODECS)} for Parquet, got {codec!r}.")
+        table = with_lists(source)
+
+        def open_part(file: Any, first_row: int) -> Part:
+            try:
+                part: Part = pq.ParquetWriter(file, table.schema, compression=codec, write_page_checksum=True)
+                return part
+            except pa.ArrowNotImplementedError as error:
+                raise UsageError(
+                    f"Parquet: expected columns that it can hold, got: {error}. Leave them out."
+                ) from error
+
+        group_bytes = min(_GROUP_BYTES, options.slice_bytes)
+        return write_parts(table, out, options, ".parquet", open_part, group_bytes=group_bytes)
+
+    def check(self, path: Path, report: Report) -> None:
+        """Read every row group, or as many as the options allow."""
+        try:
+            file = pq.ParquetFile(path, page_checksum_verification=True)
+        except (*READ_ERRORS, MemoryError) as error:
+            fault = "damaged" if read_tail(path, 4) == b"PAR1" else "truncated"
+            evidence = f"expected a footer that ends in PAR1, got: {error_text(error)}"
+            report.add_finding(fault, f"byte {path.stat().st_size}", evidence)
+            return
+        with file:
+            metadata = file.metadata
+            report.metadata.update(rows=metadata.num_rows, row_groups=metadata.num_row_groups)
+            report.metadata["columns"] = columns_text(file.schema_arrow)
+            for group in range(metadata.num_row_groups):
+                num_rows, expected = 0, metadata.row_group(group).num_rows
+                try:
+                    for batch in file.iter_batches(1024, row_groups=[group], use_threads=False):
+                        num_rows += len(batch)
+                        check_batch(report, batch)
+                except pa.ArrowNotImplementedError as error:
+                    evidence = f"this pyarrow cannot read it: {error_text(error)}"
+                    report.add_finding("unread", f"row group {group}", evidence, POSSIBLE)
+                    continue
+                except (*READ_ERRORS, MemoryError) as error:
+                    evidence = f"expected it to read, got: {error_text(error)}"
+                    report.add_finding("damaged", f"row group {group}", evidence)
+                    continue
+                if num_rows != expected:
+                    report.add_finding("damaged", f"row group {group}", f"expected {expected} rows, got {num_rows}")
+                    continue
+                report.read_bytes += metadata.row_group(group).total_byte_size
+                if report.is_enough(report.read_bytes):
+                    break
+        check_has_rows(report)
+
+
+def read_metadata(split: InputSplit) -> None:
+    """Read what the footer tells of the columns of a split: the library aborts the process over some damage."""
+    with _open(split.files[0]) as file:
+        for group in range(split.start, split.stop or file.num_row_groups):
+            row_group = file.metadata.row_group(group)
+            for index in range(row_group.num_columns):
+                row_group.column(index)
+
+
+def _open(file: InputFile) -> pq.ParquetFile:
+    if file.compression:
+        raise CorruptInputError(f"a Parquet file inside {file.compression} cannot be read at random. Unpack it first.")
+    return pq.ParquetFile(open_stored(file) if "://" in file.path else file.path, **_SETTINGS)
+
+
+def _open_local(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path, **_SETTINGS)
+    except READ_ERRORS as error:
+        raise damaged_table(path, "Parquet", error) from error
+
+
+def _group_rows(parquet: pq.ParquetFile, file: InputFile, group: int, keys: list[str]) -> Iterator[dict[str, object]]:
+    row_group = parquet.metadata.row_group(group)
+    columns = [row_group.column(i) for i in range(row_group.num_columns)]
+    columns = [column for column in columns if column.path_in_schema.startswith(tuple(keys))]
+    size = sum(max(0, column.total_uncompressed_size) for column in columns)
+    num_rows = min(_BATCH_ROWS, BATCH_BYTES * max(1, row_group.num_rows) // max(1, size))
+    dictionaries = [field.name for field in parquet.schema_arrow if pa.types.is_dictionary(field.type)]
+    for column in columns:
+        num_rows = min(num_rows, _max_column_rows(file, column, column.path_in_schema in dictionaries))
+    for batch in parquet.iter_batches(max(1, num_rows), row_groups=[group], columns=keys, use_threads=False):
+        yield from batch_rows(batch, keys)
+
+
+def _max_column_rows(file: InputFile, column: Any, stays_dictionary: bool) -> int:
+    """How many rows of a column chunk may be in memory at once; each may be the largest value of its dictionary.
+
+    A column that is read as a dictionary has it once for all rows of a batch, and again for each batch.
+    """
+    start, size = column.data_page_offset, column.total_compressed_size
+    if column.has_dictionary_page and column.dictionary_page_offset:
+        start = min(start, column.dictionary_page_offset)
+    with open_stored(file) as stream:
+        headers = list(pages(stream, start, start + size))
+    for page in headers:
+        if page.packed_bytes + page.bytes * (2 if page.is_dictionary else 1) > MAX_BUFFERED_BYTES:
+            raise CorruptInputError(
+                f"a page of {page.bytes} bytes ({page.packed_bytes} packed) is larger than can be held: at most "
+                f"{MAX_BUFFERED_BYTES} bytes with both. Write the file with smaller pages: fewer rows in each"
+            )
+    if stays_dictionary:
+        return _BATCH_ROWS
+    largest = max((page.bytes for page in headers if page.is_dictionary), default=1)
+    return min(max_rows(headers, _RUN_BYTES, _BATCH_ROWS), _RUN_BYTES // max(1, largest))
+
+
+def max_rows(headers: Sequence[Page], budget_bytes: int, limit: int) -> int:
+    """Return how many rows, a power of two up to `limit`, may be read at once within a budget; at least 1.
+
+    All values of a page but one may be small: a run counts all bytes of each page that it touches. The run that touches
+    most begins with the last value of a page.
+    """
+    data = [page for page in headers if not page.is_dictionary]
+    stops = np.cumsum([page.values for page in data])
+    totals = np.cumsum([0, *(page.bytes for page in data)])
+    rows = limit
+    while rows > 1 and data:
+        last = np.minimum(np.searchsorted(stops, stops + rows - 2, "right"), len(data) - 1)
+        if (totals[last + 1] - totals[:-1]).max() <= budget_bytes:
+            break
+        rows //= 2
+    return rows
+
+
+def _read_batches(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    for path in paths:
+        with _open_local(path) as file:
+            metadata = file.metadata
+            size = sum(max(0, metadata.row_group(i).total_byte_size) for i in range(metadata.num_row_groups))
+            try:
+                for batch in file.iter_batches(rows_at_once(size / max(1, metadata.num_rows)), use_threads=False):
+                    yield pa.RecordBatch.from_arrays(batch.columns, schema=schema)
+            except READ_ERRORS as error:
+                raise damaged_table(path, "Parquet", error) from error

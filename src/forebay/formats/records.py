@@ -1,0 +1,202 @@
+"""Documents as readers yield them, and how a row, line or object with fields becomes one.
+
+Hides: dotted keys, the shapes in which conversations are stored, and characters that must not be in a text.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from forebay.errors import UsageError
+from forebay.formats.inputs import ReadOptions
+
+T = TypeVar("T")
+
+PROMPT_MARK, RESPONSE_MARK = "\ufdd0", "\ufdd1"
+"""What begins a turn of a conversation whose tokens are masked (a prompt), or learnt (a response), inside `text`.
+Unicode reserves these noncharacters for internal use; readers remove them from what they read."""
+SHOWN_CHARS = 200
+"""Of a malformed record."""
+_LEARNT_ROLES = ("assistant", "gpt", "model", "bot")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One document as a reader yields it, or what is wrong with it.
+
+    A record with a `problem` is malformed: it is counted, and stored with its location, `problem` and the first bytes
+    of `text`. `problem="blank"` is no document and is not counted (an empty line).
+
+    `location` is where it stands in its file, if that is not its line, row or record number `index` (from 0):
+    `byte 5120`, `page "Anarchism"`, `inner/file.txt`.
+
+    `start`, if not -1: a split with this `start` begins with this record, so that reading may continue from here. In
+    unpacked bytes where a format is a stream of them.
+
+    `failed`: the problem is that nothing (more) of its file can be read, not a fault of one record.
+
+    `values`: what `ReadOptions.columns` asks for, in that order.
+    """
+
+    index: int
+    id: str = ""
+    text: str = ""
+    url: str = ""
+    html: bool = False
+    problem: str = ""
+    location: str = ""
+    start: int = field(default=-1, compare=False)
+    failed: bool = False
+    values: tuple[float | str, ...] = ()
+
+
+def strip_turn_marks(text: str) -> str:
+    """Return the text without the noncharacters that begin turns: no input may bring its own."""
+    if PROMPT_MARK in text or RESPONSE_MARK in text:
+        return text.replace(PROMPT_MARK, "").replace(RESPONSE_MARK, "")
+    return text
+
+
+def shown(data: bytes) -> str:
+    """Return the beginning of malformed bytes as text that can be stored."""
+    return data[:SHOWN_CHARS].decode("utf-8", "replace")
+
+
+def shown_text(text: str) -> str:
+    """Return the beginning of a text, which may hold half a surrogate pair, as text that can be stored."""
+    return text[:SHOWN_CHARS].encode("utf-8", "replace").decode()
+
+
+def batched(items: Iterable[T], weigh: Callable[[T], int], max_weight: int, max_items: int) -> Iterator[list[T]]:
+    """Yield items in lists, each of which ends once its items weigh `max_weight` or are `max_items`."""
+    batch: list[T] = []
+    weight = 0
+    for item in items:
+        batch.append(item)
+        weight += weigh(item)
+        if weight >= max_weight or len(batch) >= max_items:
+            yield batch
+            batch, weight = [], 0
+    if batch:
+        yield batch
+
+
+def look_up(row: Mapping[str, object], key: str) -> object:
+    """Return the value under a key, or else at the end of the dots in it; None if there is none."""
+    if key in row:
+        return row[key]
+    value: object = row
+    for part in key.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(part)
+    return value
+
+
+def keys_of(options: ReadOptions) -> tuple[list[str], list[str]]:
+    """Return the keys without which there is no document, and those that a document may lack."""
+    if options.messages_key:
+        required = [options.messages_key]
+    elif options.prompt_key and options.response_key:
+        required = [options.prompt_key, options.response_key]
+    else:
+        required = [options.text_key]
+    optional = dict.fromkeys((options.id_key, options.url_key, *options.columns))
+    return required, [key for key in optional if key and key not in required]
+
+
+def to_record(
+    index: int, row: Mapping[str, object], options: ReadOptions, location: str = "", start: int = -1
+) -> Record:
+    """Return the document in a row, or what is wrong with it."""
+    if options.messages_key:
+        text, problem = _conversation(row, options.messages_key)
+    elif options.prompt_key and options.response_key:
+        (prompt, problem), (response, other) = _text(row, options.prompt_key), _text(row, options.response_key)
+        text, problem = PROMPT_MARK + prompt + RESPONSE_MARK + response, problem or other
+    else:
+        text, problem = _text(row, options.text_key)
+    name = name_of(look_up(row, options.id_key)) if options.id_key else ""
+    url = look_up(row, options.url_key) if options.url_key else ""
+    if len(text) > options.max_document_bytes:
+        problem = f"larger than max_document_bytes, {options.max_document_bytes}"
+    if problem:
+        return Record(index, name, text[:SHOWN_CHARS], problem=problem, location=location, start=start)
+    values = tuple(_value(look_up(row, key), kind) for key, kind in options.columns.items()) if options.columns else ()
+    url = name_of(url) if isinstance(url, str) else ""
+    return Record(index, name, text, url, location=location, start=start, values=values)
+
+
+def _value(value: object, kind: str) -> float | str:
+    """The value of a column of that kind: a field that is missing or of another kind is NaN, or ""."""
+    if kind == "text":
+        return name_of(value)
+    try:
+        return float(value) if isinstance(value, int | float | str) else math.nan
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+def name_of(value: object) -> str:
+    """Return an id as text: strings and integers are ids, other values give ""."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else ""
+
+
+def integers_of(options: ReadOptions, name: str, default: Sequence[int], advice: str) -> frozenset[int]:
+    """Return the numbers that an option of a format lists."""
+    numbers = options.options.get(name, default)
+    if not isinstance(numbers, (list, tuple)) or not all(isinstance(number, int) for number in numbers):
+        raise UsageError(f"{name}: expected a list of numbers, got {numbers!r}. {advice}")
+    return frozenset(numbers)
+
+
+def min_score_of(options: ReadOptions) -> int | None:
+    """Return the option `min_score`; None if it is not set."""
+    score = options.options.get("min_score")
+    if score is not None and not isinstance(score, int):
+        raise UsageError(f"min_score: expected a number, got {score!r}. Write min_score = 3.")
+    return score
+
+
+def has_surrogate(text: str) -> bool:
+    """Return whether a text has half a surrogate pair, and so cannot be UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _text(row: Mapping[str, object], key: str) -> tuple[str, str]:
+    value = look_up(row, key)
+    if isinstance(value, bytes):  # of a binary column, or a text column with bytes that are no text
+        try:
+            return strip_turn_marks(value.decode()), ""
+        except UnicodeDecodeError as error:
+            return shown(value), f"not UTF-8: {error.reason} at byte {error.start}"
+    if isinstance(value, str):
+        return strip_turn_marks(value), ""
+    got = "nothing" if value is None and key not in row else "null" if value is None else type(value).__name__
+    if got == "nothing" and isinstance(row, dict) and row:  # a row of a table has its own columns checked before
+        names = [str(name)[:40] for name in row]
+        got += f" among {', '.join(names[:8])}" + (" …" if len(names) > 8 else "")
+    return "", f"expected a string under {key!r}, got {got}"
+
+
+def _conversation(row: Mapping[str, object], key: str) -> tuple[str, str]:
+    turns = look_up(row, key)
+    if not isinstance(turns, list) or not turns:
+        return "", f"expected a list of messages under {key!r}, got {type(turns).__name__ if turns else 'none'}"
+    texts = []
+    for index, turn in enumerate(turns):
+        role = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
+        content = turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else None
+        if isinstance(content, list):
+            content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+        if not isinstance(role, str) or not isinstance(content, str):
+            return "", f"expected a role and a content, two strings, in message {index} under {key!r}"
+        texts.append((RESPONSE_MARK if role in _LEARNT_ROLES else PROMPT_MARK) + strip_turn_marks(content))
+    return "".join(texts), ""

@@ -1,0 +1,444 @@
+"""SafeTensors files, and datasets of Forebay: slices with a manifest, of layout `tokens` or `rows`.
+
+Rows of a table: every column of numbers becomes a tensor [N, …], and a row is in one slice with all its tensors. Images
+are decoded, lists become tensors (padded to `seq_len`, or all of one length), types change as `tensors` says, checked,
+and other columns are left out: the notes and the manifest name them. Memory is one slice, twice.
+
+Padding of `input_ids` is `eos_id` or 0, of `labels` -100, of other columns 0; an `attention_mask` U8 marks it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import orjson
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceInfo, SliceTable
+from forebay.dataset.reader import listed_files, open_dataset, verify_dataset
+from forebay.dataset.slices import Slice, hash_file, open_slice, write_rows_slice, write_token_slice
+from forebay.errors import DatasetError, UsageError
+from forebay.files import atomic_write
+from forebay.formats.base import Format
+from forebay.formats.cast import QUANTIZED, SCALE_SUFFIX, cast, dtype_name, name_of_dtype
+from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
+from forebay.formats.images import RejectedImage, with_images
+from forebay.formats.report import Report, add_slice, check_slices
+from forebay.formats.tables import (
+    DTYPE_KEY,
+    TableDigest,
+    batch_of,
+    column_of,
+    field_of,
+    flatten,
+    is_number,
+    leaf_type,
+    rows_at_once,
+)
+from forebay.formats.token_stream import TokenStream, build_stream, slices_of
+
+Array: TypeAlias = NDArray[Any]
+REJECTS_FILE = "rejects.jsonl"
+_IGNORED = -100
+_HEADER_BYTES = 4096
+_TOKENIZER_FILE = "tokenizer.json"
+_BITS = ("BF16", "F8_E4M3", "F8_E5M2")
+
+
+class SafeTensors(Format):
+    """SafeTensors files whose tensors share their first dimension; written, a dataset of Forebay."""
+
+    name = "safetensors"
+    suffixes = (".safetensors",)
+
+    def sniff(self, head: bytes) -> bool:
+        is_json = re.match(rb'\{[\s"}]', head[8:10]) is not None
+        return is_json and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000
+
+    def open_rows(
+        self, paths: Sequence[Path], options: ConvertOptions, metadata: Mapping[str, Any] | None = None
+    ) -> TableSource:
+        """As of any format; vectors of integers that differ in length between files become a column of lists."""
+        fields: dict[str, pa.Field] = {}
+        num_rows = 0
+        for path in paths:
+            opened = open_slice(path)
+            if opened.layout == "tokens":
+                raise DatasetError(
+                    f"{path}: expected rows, or tokens with a manifest, got tokens alone. Give their directory a "
+                    "manifest first: forebay adopt DIR."
+                )
+            num_rows += opened.num_rows
+            own = {name: _slice_field(opened, name) for name in sorted(opened.tensors)}
+            fields = fields or own
+            for name in sorted(fields.keys() | own.keys()):
+                fields[name] = _common_field(fields.get(name), own.get(name), name, path, paths[0])
+        schema = pa.schema(list(fields.values()))
+        return TableSource(self.name, schema, num_rows, lambda: _read_batches(paths, schema), metadata or {})
+
+    def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
+        """A dataset of layout `tokens`."""
+        stream = build_stream(source, options, "keep")
+        (out / "slices").mkdir(parents=True)
+        rows: list[SliceInfo] = []
+        for index, part in enumerate(slices_of(stream, options.slice_bytes, options.shard_tokens)):
+            name = f"slices/{index:06d}.safetensors"
+            size, sha256 = write_token_slice(out / name, part.tokens, part.ends)
+            rows.append(SliceInfo(index, name, size, sha256, len(part.tokens), len(part.ends)))
+        files = _copy_tokenizer(source, out)
+        table = SliceTable.from_rows(rows)
+        atomic_write(out / TABLE_FILE, table.to_parquet())
+        atomic_write(out / MANIFEST_FILE, _manifest(stream, options, out, table, files).to_json())
+        paths = (*(Path(row.name) for row in rows), *map(Path, files), Path(TABLE_FILE), Path(MANIFEST_FILE))
+        return stream.written(paths)
+
+    def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
+        """A dataset of layout `rows`."""
+        rejected: list[RejectedImage] = []
+        table = with_images(source, options, rejected)
+        columns, left_out = _columns(table.schema, options)
+        (out / "slices").mkdir(parents=True)
+        kinds = {column.name: "I8" if column.to == QUANTIZED else column.to for column in columns}
+        writer = _Writer(out, options, kinds)
+        first_row = 0
+        for batch in table.batches():
+            tensors = _tensors(batch, columns, first_row, options.lossy)
+            first_row += batch.num_rows
+            if batch.num_rows:
+                writer.add(tensors)
+                options.advance(batch.num_rows)
+        writer.flush()
+        if not writer.infos:
+            raise DatasetError(f"{source.format}: expected rows, got none.")
+        notes = (
+            [f"left out, being no numbers: {', '.join(left_out)}; --to parquet or jsonl keeps them"] if left_out else []
+        )
+        files = [Path(info.name) for info in writer.infos]
+        if rejected:
+            lines = [orjson.dumps({"row": r.row, "name": r.name, "reason": r.reason}) + b"\n" for r in rejected]
+            atomic_write(out / REJECTS_FILE, b"".join(lines))
+            notes.append(
+                f"{len(rejected)} images were rejected, with the reasons in {REJECTS_FILE}; the first: "
+                f"{rejected[0].reason}"
+            )
+            files.append(Path(REJECTS_FILE))
+        lineage = _lineage(table, columns, writer, left_out, len(rejected), options)
+        slices = SliceTable.from_rows(writer.infos)
+        atomic_write(out / TABLE_FILE, slices.to_parquet())
+        manifest = Manifest.of(slices, lineage, name=options.name or out.name, layout="rows", eos_id=options.eos_id)
+        atomic_write(out / MANIFEST_FILE, manifest.to_json())
+        files += [Path(TABLE_FILE), Path(MANIFEST_FILE)]
+        return Written(tuple(files), None, writer.digest.num_rows, 0, writer.digest.text(), tuple(notes))
+
+    def check(self, path: Path, report: Report) -> None:
+        """Header against size, document ends, token columns."""
+        report.total_bytes = path.stat().st_size
+        try:
+            opened = open_slice(path)
+        except DatasetError as error:
+            report.add_finding("damaged", "header", str(error))
+            return
+        shapes = [f"{name} {opened.dtypes[name]} {list(array.shape)}" for name, array in opened.tensors.items()]
+        report.metadata.update(layout=opened.layout, tensors=", ".join(shapes[:16]))
+        if not any(array.size for array in opened.tensors.values()):
+            report.add_finding("empty", "header", "expected values, got tensors without any")
+            return
+        report.is_rows = opened.layout == "rows"
+        add_slice(report, opened)
+
+
+class ForebayDataset(Format):
+    """A directory with a manifest of Forebay."""
+
+    name = "forebay"
+
+    def is_dataset(self, folder: Path) -> bool:
+        return (folder / MANIFEST_FILE).is_file()
+
+    def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
+        """The one dataset in `paths`, of layout `rows`."""
+        dataset = open_dataset(paths[0])
+        if dataset.manifest.layout != "rows":
+            raise UsageError(f"{paths[0]}: expected a dataset of layout rows, got {dataset.manifest.layout}.")
+        converted: Any = dataset.manifest.lineage.get("converted", {})
+        classes = converted.get("classes") if isinstance(converted, dict) else None
+        slices = [dataset.open_slice(index).path for index in range(dataset.num_slices)]  # Compares the hashes.
+        table = SafeTensors().open_rows(slices, options, {"classes": classes} if classes else {})
+        return replace(table, dataset=dataset)
+
+    def check(self, path: Path, report: Report) -> None:
+        """Every hash if the dataset is small or everything is asked for, then the contents of the slices."""
+        try:
+            dataset = open_dataset(path, verify="never")
+        except DatasetError as error:
+            report.add_finding("damaged", "manifest", str(error))
+            return
+        m, options = dataset.manifest, report.options
+        report.total_bytes = m.bytes
+        report.metadata.update({key: value for key, value in dataset.describe().items() if value not in ("", None)})
+        if options.full or m.bytes <= options.max_bytes:
+            verified = verify_dataset(path)
+            report.read_bytes = m.bytes
+            for name in verified.bad:
+                is_missing, is_extra = name in verified.missing, name in verified.extra
+                state = "is missing" if is_missing else "is listed nowhere" if is_extra else "does not match its hash"
+                report.add_finding("damaged", name, state)
+            if verified.bad:
+                return
+        eos_id = m.eos_id if options.eos_id is None else options.eos_id
+        report.options = replace(options, vocab_size=options.vocab_size or m.vocab_size, eos_id=eos_id)
+        check_slices(report, dataset)
+
+
+@dataclass
+class _Column:
+    """A column on its way to a tensor; `shape` is a row's, once it is known."""
+
+    name: str
+    kind: str
+    to: str
+    shape: tuple[int, ...] | None = None
+    width: int | None = None
+    pad: int = 0
+
+
+@dataclass
+class _Writer:
+    """Rows that wait, and the slices that were written."""
+
+    out: Path
+    options: ConvertOptions
+    kinds: dict[str, str]
+    infos: list[SliceInfo] = field(default_factory=list)
+    digest: TableDigest = field(default_factory=TableDigest)
+    _waiting: list[dict[str, Array]] = field(default_factory=list)
+    _rows: int = 0
+
+    def add(self, tensors: dict[str, Array]) -> None:
+        count = len(next(iter(tensors.values())))
+        row_bytes = sum(array.nbytes for array in tensors.values()) / max(1, count)
+        num_rows = int(self.options.more.get("slice_rows") or 0)
+        num_rows = num_rows or max(1, int((self.options.slice_bytes - _HEADER_BYTES) // max(1.0, row_bytes)))
+        start = 0
+        while start < count:
+            stop = min(count, start + num_rows - self._rows)
+            self._waiting.append({name: array[start:stop] for name, array in tensors.items()})
+            self._rows += stop - start
+            start = stop
+            if self._rows >= num_rows:
+                self.flush()
+
+    def flush(self) -> None:
+        if not self._waiting:
+            return
+        tensors = {name: np.concatenate([part[name] for part in self._waiting]) for name in self._waiting[0]}
+        name = f"slices/{len(self.infos):06d}.safetensors"
+        size, sha256 = write_rows_slice(self.out / name, tensors, self.kinds)
+        self.infos.append(SliceInfo(len(self.infos), name, size, sha256, self._rows, 0))
+        fields = [field_of(n, a.dtype, a.shape[1:], self.kinds.get(n, "")) for n, a in sorted(tensors.items())]
+        self.digest.add(batch_of(tensors, pa.schema(fields)))
+        self._waiting, self._rows = [], 0
+
+
+def _columns(schema: pa.Schema, options: ConvertOptions) -> tuple[list[_Column], list[str]]:
+    """What becomes tensors, and the names of what does not."""
+    columns, left_out = [], []
+    for column in schema:
+        leaf = leaf_type(column.type)
+        if not is_number(leaf):
+            left_out.append(column.name)
+            continue
+        kind = (column.metadata or {}).get(DTYPE_KEY, b"").decode() or name_of_dtype(np.dtype(leaf.to_pandas_dtype()))
+        to = dtype_name(options.tensors[column.name]) if column.name in options.tensors else kind
+        pad = _IGNORED if column.name == "labels" else (options.eos_id or 0) if column.name == "input_ids" else 0
+        columns.append(_Column(column.name, kind, to, width=options.seq_len, pad=pad))
+    unknown = sorted(set(options.tensors) - {column.name for column in columns})
+    if unknown or not columns:
+        raise UsageError(
+            f"rows: expected columns of numbers{' called ' + ', '.join(unknown) if unknown else ''}, got "
+            f"{', '.join(f'{field.name}: {field.type}' for field in schema)[:300]}. SafeTensors holds numbers alone: "
+            "write --to parquet or jsonl to keep the rest; text becomes tokens with `forebay prepare`."
+        )
+    return columns, left_out
+
+
+def _tensors(batch: pa.RecordBatch, columns: Sequence[_Column], first_row: int, lossy: bool) -> dict[str, Array]:
+    tensors: dict[str, Array] = {}
+    for column in columns:
+        array, mask = _array(batch.column(column.name), column, first_row)
+        tensors |= cast(array, column.to, column.name, source=column.kind, first_row=first_row, lossy=lossy)
+        if column.name == "input_ids" and mask is not None and all(c.name != "attention_mask" for c in columns):
+            tensors["attention_mask"] = mask
+    return tensors
+
+
+def _array(values: pa.Array, column: _Column, first_row: int) -> tuple[Array, NDArray[np.uint8] | None]:
+    """Rows as an array [N, …], and where it is no padding, if rows may be padded."""
+    counts, leaves = flatten(values)
+    gaps = np.flatnonzero(counts < 0)
+    if len(gaps) or leaves.null_count:
+        row = f"row {first_row + int(gaps[0])}" if len(gaps) else f"row {first_row} or after"
+        raise DatasetError(
+            f"column {column.name!r}: expected a value in every row, got none ({row}). SafeTensors holds no missing "
+            "values: fill or drop the column, or write --to parquet or jsonl."
+        )
+    flat = leaves.to_numpy(zero_copy_only=False)
+    if _is_vector(values.type) and column.width is not None:
+        return _padded(flat, counts, column, first_row)
+    shape = _row_shape(values, column, first_row)
+    if column.shape is None:
+        column.shape = shape
+    if len(values) and shape != column.shape:
+        raise _ragged(column, column.shape, shape, first_row)
+    return flat.reshape(len(values), *shape), None
+
+
+def _is_vector(kind: Any) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return bool(is_list and not pa.types.is_nested(kind.value_type))
+
+
+def _row_shape(values: pa.Array, column: _Column, first_row: int) -> tuple[int, ...]:
+    """What every row's shape is."""
+    kind = values.type
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return tuple(kind.shape)
+    if leaf_type(kind) == kind:
+        return ()
+    if pa.types.is_fixed_size_list(kind):
+        return (kind.list_size, *_row_shape(values.flatten(), column, first_row))
+    lengths = np.asarray(pa.compute.list_value_length(values))
+    if len(lengths) and (lengths != lengths[0]).any():
+        row = int(np.flatnonzero(lengths != lengths[0])[0])
+        raise _ragged(column, (int(lengths[0]),), (int(lengths[row]),), first_row + row)
+    return (int(lengths[0]) if len(lengths) else 0, *_row_shape(values.flatten(), column, first_row))
+
+
+def _padded(
+    flat: Array, counts: NDArray[np.int64], column: _Column, first_row: int
+) -> tuple[Array, NDArray[np.uint8] | None]:
+    width = column.width or 0
+    over = np.flatnonzero(counts > width)
+    if len(over):
+        raise DatasetError(
+            f"column {column.name!r}: expected at most {width} values in a row, got {counts[over[0]]} (row "
+            f"{first_row + int(over[0])}). Give a larger --seq-len, or cut the rows first."
+        )
+    pad = column.pad if flat.dtype.kind in "iu" else 0
+    if flat.dtype.kind in "iu" and not np.iinfo(flat.dtype).min <= pad <= np.iinfo(flat.dtype).max:
+        raise DatasetError(f"column {column.name!r}: expected a type that holds {pad}, to pad with, got {flat.dtype}.")
+    mask = np.arange(width) < counts[:, None]
+    out = np.full(mask.shape, pad, flat.dtype)
+    out[mask] = flat
+    return out, mask.astype(np.uint8)
+
+
+def _ragged(column: _Column, expected: tuple[int, ...], got: tuple[int, ...], row: int) -> DatasetError:
+    return DatasetError(
+        f"column {column.name!r}: expected rows of one shape, {list(expected)}, got {list(got)} (row {row} or after). "
+        "Give --seq-len N to pad vectors."
+    )
+
+
+def _lineage(
+    table: TableSource,
+    columns: Sequence[_Column],
+    writer: _Writer,
+    left_out: list[str],
+    num_rejected: int,
+    options: ConvertOptions,
+) -> dict[str, Any]:
+    first = open_slice(writer.out / writer.infos[0].name)
+    changed = {c.name: {"from": c.kind, "to": first.dtypes[c.name]} for c in columns if c.kind != c.to}
+    for column in columns:
+        if column.to == QUANTIZED:
+            changed[column.name] |= {"scale": column.name + SCALE_SUFFIX, "per": "row", "error": "at most scale / 2"}
+    extra = {
+        "changed": changed,
+        "left_out": left_out,
+        "aside": num_rejected,
+        "lossy": options.lossy and bool(changed),
+        "classes": table.metadata.get("classes"),
+    }
+    tensors = {name: [first.dtypes[name], *array.shape[1:]] for name, array in sorted(first.tensors.items())}
+    return {"converted": {"format": table.format, "tensors": tensors, **{k: v for k, v in extra.items() if v}}}
+
+
+def _manifest(
+    stream: TokenStream, options: ConvertOptions, out: Path, table: SliceTable, files: dict[str, str]
+) -> Manifest:
+    metadata = stream.source.metadata
+    eos_id = options.eos_id if options.eos_id is not None else metadata.get("eos_id")
+    vocab_size = int(metadata.get("vocab_size", 0))
+    converted: dict[str, Any] = {
+        "format": stream.source.format,
+        **{key: metadata[key] for key in ("name", "id") if key in metadata},
+    }
+    return Manifest.of(
+        table,
+        {"converted": converted, "files": files},
+        name=options.name or str(metadata.get("name", "")) or out.name,
+        layout="tokens",
+        dtype=stream.dtype,
+        tokenizer=str(metadata.get("tokenizer", "")),
+        vocab_size=vocab_size if stream.dtype == "U32" or vocab_size <= 1 << 16 else 0,
+        eos_id=None if eos_id is None or (vocab_size and eos_id >= vocab_size) else eos_id,
+    )
+
+
+def _copy_tokenizer(source: TokenSource, out: Path) -> dict[str, str]:
+    """Copy the tokenizer of a dataset of Forebay; return its hash by its name."""
+    dataset = source.dataset
+    if dataset is None or _TOKENIZER_FILE not in listed_files(dataset.manifest):
+        return {}
+    if not (dataset.path / _TOKENIZER_FILE).is_file():
+        return {}
+    shutil.copyfile(dataset.path / _TOKENIZER_FILE, out / _TOKENIZER_FILE)
+    return {_TOKENIZER_FILE: hash_file(out / _TOKENIZER_FILE)}
+
+
+def _slice_field(opened: Slice, name: str) -> pa.Field:
+    array, kind = opened.tensors[name], opened.dtypes[name]
+    field = field_of(name, array.dtype, array.shape[1:])
+    return field.with_metadata({DTYPE_KEY: kind.encode()}) if kind in _BITS else field
+
+
+def _common_field(first: pa.Field | None, second: pa.Field | None, name: str, path: Path, before: Path) -> pa.Field:
+    if first == second and first is not None:
+        return first
+    if first is not None and second is not None:
+        values = [f.type.value_type if not pa.types.is_integer(f.type) else f.type for f in (first, second)]
+        vectors = all(pa.types.is_list(f.type) or len(getattr(f.type, "shape", ())) == 1 for f in (first, second))
+        if vectors and values[0] == values[1] and pa.types.is_integer(values[0]):
+            return pa.field(name, pa.list_(values[0]))
+    got = [f.type if f is not None else "none" for f in (first, second)]
+    raise DatasetError(
+        f"{path}: expected tensor {name!r} as {got[0]}, as in {before}, got {got[1]}. Convert them as two tables."
+    )
+
+
+def _read_batches(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    for path in paths:
+        opened = open_slice(path)
+        size = sum(array.nbytes for array in opened.tensors.values())
+        step = rows_at_once(size / max(1, opened.num_rows))
+        for start in range(0, opened.num_rows, step):
+            rows = {name: array[start : start + step] for name, array in opened.tensors.items()}
+            yield pa.record_batch([_slice_column(rows[field.name], field) for field in schema], schema=schema)
+
+
+def _slice_column(rows: Array, field: pa.Field) -> pa.Array:
+    if not pa.types.is_list(field.type):
+        return column_of(rows, field)
+    width = math.prod(rows.shape[1:])
+    offsets = np.arange(len(rows) + 1, dtype=np.int32) * np.int32(width)
+    values = pa.array(np.ascontiguousarray(rows).reshape(-1))
+    return pa.ListArray.from_arrays(pa.array(offsets), values, type=field.type)

@@ -1,0 +1,389 @@
+"""Tables: arrays as columns, the values of columns whatever their types, column types by inference, and parts on disk.
+
+Hides: how an array of rows becomes a column without a copy; the size of a batch (16 MiB, or one row); that types are
+inferred from the first 64 MiB; and where a part ends: `out` with a suffix is one file, otherwise a directory of
+`part-00000.parquet` and so on, a new one once the one before holds `slice_bytes`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from forebay.errors import DatasetError, UsageError
+from forebay.formats.conversion import ConvertOptions, TableSource, Written
+from forebay.formats.detect import detect
+from forebay.formats.external import read_head
+from forebay.formats.inputs import InputFile, ReadOptions, open_input
+from forebay.formats.records import batched
+from forebay.formats.report import Report
+from forebay.storage.compression import sniff_compression
+
+Array: TypeAlias = NDArray[Any]
+Rows: TypeAlias = list[dict[str, Any]]
+BATCH_BYTES = 16 << 20
+BATCH_ROWS = 4096  # Of a batch that is made of rows as Python has them.
+DTYPE_KEY = b"forebay.dtype"  # Of a field's metadata: the type that bits in the column are of, as `BF16`.
+INFERRED_BYTES = 64 << 20
+_MAX_UNPACKED_RATIO = 2000
+_CHECK_RATIO = 100_000  # A file of zeros is to be reported, not refused.
+_STEP_ROWS = 1024  # A part is looked at after so many rows, or fewer if they weigh more than an eighth of it.
+_GROUP_ROWS = 1 << 16
+_VALUES_AT_ONCE = 1 << 18  # As eight bytes each, and a few copies, they stay in the cache.
+
+
+def open_unpacked(path: Path, max_unpacked_ratio: int = _MAX_UNPACKED_RATIO) -> BinaryIO:
+    """Open a local file's bytes, unpacked if it is compressed, as UTF-8 if it is text; for errors see `open_input`."""
+    detection = detect(path)
+    file = InputFile(
+        str(path), path.name, "", detection.compression, path.stat().st_size, "", encoding=detection.encoding
+    )
+    return open_input(file, ReadOptions(max_unpacked_ratio=max_unpacked_ratio))
+
+
+@contextmanager
+def open_for_check(path: Path, report: Report) -> Iterator[BinaryIO]:
+    """Open a file that is checked from its front; its compression is added to the report."""
+    report.is_sequential = True
+    if compression := sniff_compression(read_head(path, 16)):
+        report.metadata["compression"] = compression
+    with closing(open_unpacked(path, _CHECK_RATIO)) as file:
+        yield file
+
+
+def rows_at_once(row_bytes: float) -> int:
+    """Rows of a batch, where a row takes so many bytes."""
+    return max(1, min(1 << 16, int(BATCH_BYTES // max(1.0, row_bytes))))
+
+
+def field_of(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], kind: str = "") -> pa.Field:
+    """The column that holds rows of an array: `shape` is a row's, `kind` the type if the array has only its bits."""
+    value = pa.from_numpy_dtype(dtype)
+    metadata = {DTYPE_KEY: kind.encode()} if kind == "BF16" else None
+    return pa.field(name, pa.fixed_shape_tensor(value, shape) if shape else value, metadata=metadata)
+
+
+def column_of(rows: Array, field: pa.Field) -> pa.Array:
+    """Rows [N, …] as a column; no copy if they lie one behind another. Booleans are packed to bits."""
+    flat = np.ascontiguousarray(rows).reshape(-1)
+    if isinstance(field.type, pa.FixedShapeTensorType):
+        values = _values(flat, field.type.value_type)
+        lists = pa.FixedSizeListArray.from_arrays(values, max(1, math.prod(field.type.shape)))
+        return pa.ExtensionArray.from_storage(field.type, lists)
+    return _values(flat, field.type)
+
+
+def _values(flat: Array, kind: Any) -> pa.Array:
+    if flat.dtype == np.bool_:
+        return pa.array(flat)
+    return pa.Array.from_buffers(kind, len(flat), [None, pa.py_buffer(flat)])
+
+
+def batch_of(arrays: Mapping[str, Array], schema: pa.Schema) -> pa.RecordBatch:
+    """Rows of several arrays, in the schema's order."""
+    return pa.record_batch([column_of(arrays[field.name], field) for field in schema], schema=schema)
+
+
+def list_column(vectors: Sequence[Any], kind: Any) -> pa.Array:
+    """Vectors of numbers or lists of bytes, None where one is missing, as a column of lists."""
+    offsets = pa.array(np.cumsum([0, *(0 if vector is None else len(vector) for vector in vectors)], dtype=np.int32))
+    present = [vector for vector in vectors if vector is not None]
+    if is_number(kind.value_type):
+        leaves = pa.array(np.concatenate([np.empty(0, kind.value_type.to_pandas_dtype()), *present]))
+    else:
+        leaves = pa.array([value for vector in present for value in vector], pa.binary()).cast(kind.value_type)
+    mask = pa.array([vector is None for vector in vectors]) if len(present) < len(vectors) else None
+    return pa.ListArray.from_arrays(offsets, leaves, type=kind, mask=mask)
+
+
+def flatten(column: pa.Array) -> tuple[NDArray[np.int64], pa.Array]:
+    """How many values each row has, -1 if it is missing, int64 [N]; and all values, one after another.
+
+    Lists in lists are one list. Of plain columns every row has one.
+    """
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    if not is_list(column.type):
+        counts = np.ones(len(column), np.int64)
+        if column.null_count:
+            counts[np.asarray(column.is_null())] = -1
+        return counts, column.drop_null()
+    missing = np.asarray(column.is_null())
+    if pa.types.is_fixed_size_list(column.type):
+        lengths = np.where(missing, 0, column.type.list_size).astype(np.int64)
+    else:
+        lengths = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    inner = column.flatten()
+    if is_list(inner.type) or isinstance(inner, pa.ExtensionArray):
+        counts, leaves = flatten(inner)
+        edges = np.concatenate([[0], np.cumsum(np.maximum(counts, 0))])
+        stops = np.cumsum(lengths)
+        lengths = edges[stops] - edges[stops - lengths]
+    else:
+        leaves = inner
+    return np.where(missing, -1, lengths), leaves
+
+
+def split_values(values: Any, counts: NDArray[np.int64]) -> list[Any]:
+    """The values of each row, None for -1 of them."""
+    stops = np.cumsum(np.maximum(counts, 0)).tolist()
+    return [None if n < 0 else values[stop - n : stop] for n, stop in zip(counts.tolist(), stops)]
+
+
+def tensor_shape(kind: Any) -> tuple[int, ...] | None:
+    """The shape of every row of a column of this type, if the type fixes it: of tensors, and of lists of fixed size."""
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return tuple(kind.shape)
+    if not pa.types.is_fixed_size_list(kind):
+        return None
+    if not pa.types.is_nested(kind.value_type):
+        return (kind.list_size,)
+    inner = tensor_shape(kind.value_type)
+    return None if inner is None else (kind.list_size, *inner)
+
+
+def leaf_type(kind: Any) -> Any:
+    """The type of the values in lists and tensors; of plain columns their own."""
+    while is_list(kind) or isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
+    return kind
+
+
+def is_list(kind: Any) -> bool:
+    """Return whether a type is of lists, of any or a fixed length."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def is_number(kind: Any) -> bool:
+    """Whether a type is of booleans, integers or floats."""
+    return bool(pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def is_bytes(kind: Any) -> bool:
+    """Whether a type is of bytes that are no text."""
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
+
+
+def is_beyond_json(kind: Any) -> bool:
+    """Whether JSON has no values of this type (bytes apart)."""
+    return bool(pa.types.is_temporal(kind) or pa.types.is_decimal(kind) or pa.types.is_map(kind))
+
+
+def contains(kind: Any, test: Callable[[Any], bool]) -> bool:
+    """Whether a type, or one that it is made of, is such."""
+    if test(kind):
+        return True
+    if isinstance(kind, pa.BaseExtensionType):
+        return contains(kind.storage_type, test)
+    return any(contains(kind.field(i).type, test) for i in range(kind.num_fields))
+
+
+def infer_schema(batches: Iterable[tuple[str, Rows, int]]) -> pa.Schema | None:
+    """The columns of (place, rows, bytes) up to the first 64 MiB, of types that hold all values; None of none."""
+    schema: pa.Schema | None = None
+    seen = 0
+    for where, rows, size in batches:
+        found = _infer(rows, where)
+        schema = found if schema is None else _merge(schema, found, where)
+        seen += size
+        if seen >= INFERRED_BYTES:
+            break
+    return schema
+
+
+def rows_batch(rows: Rows, schema: pa.Schema, where: str) -> pa.RecordBatch:
+    """Rows in these columns. Raises DatasetError if they have others, or do not fit."""
+    found = _infer(rows, where)
+    if found != schema and _merge(schema, found, where) != schema:
+        names = {field.name: field.type for field in schema}
+        new = [f"{f.name}: {f.type}" for f in found if names.get(f.name) != f.type]
+        raise DatasetError(
+            f"{where} and after: expected columns {', '.join(names)[:300]}, as in the first 64 MiB, got "
+            f"{', '.join(new)[:300]}. Put a line with such values first, or make the types alike."
+        )
+    try:
+        return pa.RecordBatch.from_struct_array(pa.array(rows, pa.struct(list(schema))))
+    except pa.ArrowException as error:
+        raise DatasetError(f"{where} and after: expected {schema.names}, got: {error}.") from error
+
+
+def _infer(rows: Rows, where: str) -> pa.Schema:
+    try:
+        return pa.schema(pa.array(rows).type.fields)
+    except (pa.ArrowException, OverflowError) as error:
+        raise DatasetError(f"{where} and after: expected fields of one type each, got: {error}.") from error
+
+
+def _merge(first: pa.Schema, second: pa.Schema, where: str) -> pa.Schema:
+    """Columns of both, each of a type that holds both."""
+    try:
+        return pa.unify_schemas([first, second], promote_options="permissive")
+    except pa.ArrowException as error:
+        raise DatasetError(f"{where} and after: expected fields of the types before, got: {error}.") from error
+
+
+class Part(Protocol):
+    """A file that is being written: one of pyarrow's writers, or `Encoded`."""
+
+    def write(self, table: pa.Table) -> None:
+        """The next rows."""
+
+    def close(self) -> None:
+        """Write what is left; the file is still open."""
+
+
+class Encoded:
+    """A part to which a function turns batches, given the place of their first row in the whole table."""
+
+    def __init__(self, file: BinaryIO, encode: Callable[[pa.RecordBatch, int], bytes], first_row: int) -> None:
+        self._file, self._encode, self._row = file, encode, first_row
+
+    def write(self, table: pa.Table) -> None:
+        for batch in table.to_batches():
+            self._file.write(self._encode(batch, self._row))
+            self._row += batch.num_rows
+
+    def close(self) -> None:
+        pass
+
+
+def write_parts(
+    source: TableSource,
+    out: Path,
+    options: ConvertOptions,
+    suffix: str,
+    open_part: Callable[[Any, int], Part],
+    *,
+    compressor: Callable[[BinaryIO], AbstractContextManager[Any]] = nullcontext,
+    group_bytes: int = 0,
+) -> Written:
+    """Write a table to `out`: one file, or a directory of parts with this suffix.
+
+    `open_part` gets a file, which `compressor` compresses, and the number of its first row. About `group_bytes`, or
+    65536 rows, are written at once.
+    """
+    digest, files = TableDigest(), list[Path]()
+    pieces = _pieces(source, options.slice_bytes, group_bytes)
+    ahead = next(pieces, None)  # A part is begun only for rows that are there.
+    single = bool(out.suffix)
+    if not single:
+        out.mkdir()
+    while ahead is not None or not files:  # An empty table is one empty part.
+        path = out if single else out / f"part-{len(files):05d}{suffix}"
+        with path.open("xb") as file, compressor(file) as packed:
+            part = open_part(packed, digest.num_rows)
+            try:
+                while ahead is not None and (single or file.tell() < options.slice_bytes):
+                    part.write(ahead)
+                    for batch in ahead.to_batches():
+                        digest.add(batch)
+                    options.advance(ahead.num_rows)
+                    ahead = next(pieces, None)
+            finally:
+                part.close()  # Also after an error: a writer that is let go of would write on.
+        files.append(Path() if single else path.relative_to(out))
+    return Written(tuple(files), None, digest.num_rows, 0, digest.text())
+
+
+def _pieces(source: TableSource, slice_bytes: int, group_bytes: int) -> Iterator[pa.Table]:
+    def slices() -> Iterator[pa.RecordBatch]:
+        for batch in source.batches():
+            row_bytes = batch.nbytes / max(1, batch.num_rows)
+            step = max(1, min(_STEP_ROWS, int(slice_bytes // 8 // max(1.0, row_bytes))))
+            for start in range(0, batch.num_rows, step):
+                yield batch.slice(start, step)
+
+    for group in batched(slices(), lambda batch: int(batch.nbytes), group_bytes, _GROUP_ROWS // _STEP_ROWS):
+        yield pa.Table.from_batches(group, source.schema)
+
+
+def refuse_columns(schema: pa.Schema, fits: Callable[[Any], bool], what: str, advice: str) -> None:
+    """Raise UsageError if a column is of a type that a format does not hold."""
+    bad = [f"{field.name}: {field.type}" for field in schema if not fits(field.type)]
+    if bad:
+        raise UsageError(f"{what}: expected columns that it can hold, got {', '.join(bad)[:300]}. {advice}")
+
+
+class TableDigest:
+    """Grows with each batch of a table. A column without any value is as good as none: some formats do not hold it."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, Any] = {}
+        self._reached: dict[str, int] = {}
+        self._valued: set[str] = set()
+        self.num_rows = 0
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """The next rows."""
+        self.num_rows += batch.num_rows
+        for name, column in zip(batch.schema.names, batch.columns):
+            self._column(name, column)
+
+    def columns(self) -> dict[str, str]:
+        """Hex by column that has a value; fields of a struct are columns of their own, `column.field`."""
+        valued = {name: one for name, one in self._columns.items() if name.rstrip("#?") in self._valued}
+        return {name: digest.hexdigest()[:32] for name, digest in sorted(valued.items())}
+
+    def text(self) -> str:
+        """`columns` as JSON: what `Written.digest` holds."""
+        return json.dumps(self.columns())
+
+    def _column(self, name: str, column: pa.Array) -> None:
+        if isinstance(column, pa.ExtensionArray):
+            column = column.storage
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        if pa.types.is_struct(column.type):
+            for part, values in zip(column.type, column.flatten()):
+                self._column(f"{name}.{part.name}", values)
+            return
+        digest = self._columns.setdefault(name, hashlib.sha256())
+        counts, leaves = flatten(column)
+        if (counts >= 0).any():
+            self._valued.add(name.rstrip("#?"))
+        # Lengths, gaps and values go into hashes of their own, so that batches may be cut anywhere.
+        self._columns.setdefault(f"{name}#", hashlib.sha256()).update(counts.astype("<i8").data)
+        if leaves.null_count and is_number(leaves.type):
+            places = np.flatnonzero(np.asarray(leaves.is_null())) + self._reached.get(name, 0)
+            self._columns.setdefault(f"{name}?", hashlib.sha256()).update(places.astype("<i8").data)
+        self._reached[name] = self._reached.get(name, 0) + len(leaves)
+        for start in range(0, len(leaves), _VALUES_AT_ONCE):
+            digest.update(_canonical(leaves.slice(start, _VALUES_AT_ONCE)))
+
+
+def _canonical(leaves: pa.Array) -> Any:
+    """Bytes that stand for the values, however they are cut."""
+    kind = leaves.type
+    if pa.types.is_null(kind):
+        return b""
+    if is_number(kind):
+        return _numbers(leaves.drop_null().to_numpy(zero_copy_only=False)).data
+    if pa.types.is_nested(kind):
+        return b"".join(repr(value).encode() for value in leaves.to_pylist())
+    if not is_bytes(kind):
+        leaves = leaves.cast(pa.large_string())
+    blobs = leaves.cast(pa.large_binary()).to_pylist()
+    return b"".join(b"-" if blob is None else len(blob).to_bytes(8, "little") + blob for blob in blobs)
+
+
+def _numbers(values: NDArray[Any]) -> NDArray[Any]:
+    """Eight bytes for each: the integer that it is, or else the bits of the float."""
+    if values.dtype.kind != "f":
+        return values.astype("<u8" if values.dtype.kind == "u" else "<i8")
+    with np.errstate(invalid="ignore"):  # A signalling NaN is a NaN.
+        floats = values.astype(np.float64)
+        whole = (np.abs(floats) < 2.0**63) & (floats == np.trunc(floats))
+    bits = floats.view("<i8").copy()
+    bits[whole] = floats[whole].astype("<i8")
+    bits[np.isnan(floats)] = 0x7FF8 << 48
+    return bits

@@ -1,0 +1,212 @@
+"""The members of a tar archive, read forward.
+
+Hides the headers of tar (ustar, GNU, pax), read so that a hostile header cannot take memory and a damaged one costs its
+member alone. Nothing is ever written to disk: names are only names, links are skipped.
+
+Source: POSIX.1-2017 pax, "ustar Interchange Format" and "pax Header Block"; GNU tar manual, "Basic Tar Format".
+"""
+
+import io
+import tarfile
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
+from typing import BinaryIO
+
+from forebay.errors import CorruptInputError
+from forebay.formats.inputs import ReadOptions
+from forebay.storage.compression import COMPRESSIONS, MIN_UNPACKED_BYTES, unpack_stream
+
+_BLOCK = 512
+_STEP = 1 << 20
+_MAX_NAME_BYTES = 64 << 10
+_CUT_OFF = "the archive ends within this member"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member, or a problem at an offset of the archive; `data` is empty if the member is of no kind that is read.
+
+    `start` is the offset of the first header that belongs to it, at or before `offset`, its own.
+    """
+
+    name: str
+    offset: int
+    data: bytes = b""
+    problem: str = ""
+    start: int = -1
+
+    @property
+    def key(self) -> str:
+        """The sample that it belongs to."""
+        folder, slash, last = self.name.rpartition("/")
+        return folder + slash + last.partition(".")[0]
+
+    @property
+    def kind(self) -> str:
+        """Its last suffix without that of a compression, lower case."""
+        return _kind(self.name)[0]
+
+
+def _kind(name: str) -> tuple[str, str]:
+    """The kind of a member and its compression, by its suffixes."""
+    parts = name.rpartition("/")[2].lower().split(".")[1:]
+    compression = COMPRESSIONS.get("." + parts[-1], "") if parts else ""
+    if compression:
+        parts.pop()
+    return parts[-1] if parts else "", compression
+
+
+class TarReader:
+    """Reads an archive once from its front.
+
+    Args:
+        start: The offset of the stream in the archive.
+        kinds: Suffixes of members whose data is read; None for all.
+
+    Attributes:
+        offset: How far the archive was read.
+        has_end: Whether the archive's own end mark was read.
+    """
+
+    def __init__(
+        self, file: BinaryIO, options: ReadOptions, start: int = 0, kinds: Container[str] | None = None
+    ) -> None:
+        self.has_end = False
+        self.offset = start
+        self._file, self._options, self._kinds = file, options, kinds
+        self._limit = options.max_document_bytes
+        self._unpacked_bytes = 0
+        self._long_name, self._long_size = "", -1
+
+    def __iter__(self) -> Iterator[Member]:
+        """Yield regular files and problems, in order; after a damaged header, continue at the next sound one."""
+        is_lost, start = False, self.offset
+        while True:
+            offset = self.offset
+            try:
+                header = self._read(_BLOCK)
+                if len(header) < _BLOCK:
+                    if header:
+                        yield Member("", offset, problem="the archive ends within a header")
+                    return
+                self.has_end = not any(header)
+                if self.has_end:
+                    start = self.offset
+                    continue  # Two such blocks are the end, but archives may be joined.
+                info = _parse_header(header)
+                if info is None:
+                    if not is_lost:
+                        yield Member("", offset, problem="a damaged header", start=offset)
+                    is_lost, start = True, self.offset
+                    continue
+                is_lost = False
+                member = self._member(info, header, offset)
+            except CorruptInputError as error:
+                yield Member("", offset, problem=str(error))
+                return
+            if member is not None:
+                yield replace(member, start=start)
+                if member.problem.endswith(_CUT_OFF):
+                    return
+                start = self.offset
+
+    def _member(self, info: tarfile.TarInfo, header: bytes, offset: int) -> Member | None:
+        flag, size = header[156:157], info.size
+        if flag in b"LKxg":
+            self._apply_extension(flag, self._body(size, _MAX_NAME_BYTES) or b"")
+            return None
+        name = self._long_name or _name_of(header)
+        size = self._long_size if self._long_size >= 0 else size
+        self._long_name, self._long_size = "", -1
+        if flag not in (b"0", b"\0", b"7") or name.endswith("/"):
+            self._skip(0 if b"1" <= flag <= b"6" else size)
+            return None
+        kind, compression = _kind(name)
+        if self._kinds is not None and kind not in self._kinds:
+            return Member(name, offset, problem="" if self._skip(size) else f"{name}: {_CUT_OFF}")
+        data = self._body(size, self._limit)
+        if data is None:
+            return Member(name, offset, problem=f"{name}: larger than max_document_bytes, {self._limit}")
+        if len(data) < size:
+            return Member(name, offset, problem=f"{name}: {_CUT_OFF}")
+        return self._unpack(name, offset, data, compression) if compression else Member(name, offset, data)
+
+    def _unpack(self, name: str, offset: int, data: bytes, compression: str) -> Member:
+        options = self._options
+        try:
+            with unpack_stream(
+                io.BytesIO(data),
+                compression,
+                max_ratio=options.max_unpacked_ratio,
+                max_window_bytes=options.max_window_bytes,
+            ) as file:
+                text = file.read(self._limit + 1)
+                text += file.read(1)
+        except CorruptInputError as error:
+            return Member(name, offset, problem=f"{name}: {error}")
+        self._unpacked_bytes += len(text)
+        if self._unpacked_bytes > max(MIN_UNPACKED_BYTES, options.max_unpacked_ratio * self.offset):
+            raise CorruptInputError(f"{name}: {self._unpacked_bytes} bytes were unpacked from members: a bomb.")
+        if len(text) > self._limit:
+            return Member(name, offset, problem=f"{name}: larger than max_document_bytes, {self._limit}")
+        return Member(name, offset, text)
+
+    def _apply_extension(self, flag: bytes, body: bytes) -> None:
+        """Keep the name and size that an extension header has for the next member."""
+        if flag == b"L":
+            self._long_name = body.rstrip(b"\0").decode("utf-8", "replace")
+        elif flag == b"x":
+            keywords = _parse_pax(body)
+            self._long_name = keywords.get("path", self._long_name)
+            size = keywords.get("size", "")
+            self._long_size = int(size) if size.isascii() and size.isdigit() and len(size) < 20 else -1
+
+    def _read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self.offset += len(data)
+        return data
+
+    def _body(self, size: int, limit: int) -> bytes | None:
+        """The data of a member; None if it is larger than the limit, and then skipped."""
+        if size > limit:
+            self._skip(size)
+            return None
+        data = self._read(size)
+        if len(data) == size:
+            self._read(-size % _BLOCK)
+        return data
+
+    def _skip(self, size: int) -> bool:
+        remaining = size + -size % _BLOCK
+        while remaining and (data := self._read(min(remaining, _STEP))):
+            remaining -= len(data)
+        return remaining < _BLOCK  # Some writers leave out the last padding.
+
+
+def _parse_header(header: bytes) -> tarfile.TarInfo | None:
+    """A header's fields, None if its checksum or size is wrong."""
+    try:
+        info = tarfile.TarInfo.frombuf(header, "utf-8", "replace")
+    except tarfile.HeaderError:
+        return None
+    return info if info.size >= 0 else None
+
+
+def _name_of(header: bytes) -> str:
+    name = header[:100].partition(b"\0")[0]
+    prefix = header[345:500].partition(b"\0")[0] if header[257:263] == b"ustar\0" else b""
+    return (prefix + b"/" + name if prefix else name).decode("utf-8", "replace")
+
+
+def _parse_pax(body: bytes) -> dict[str, str]:
+    """Keywords and values of a pax header: `length keyword=value newline`, repeated."""
+    keywords: dict[str, str] = {}
+    start = 0
+    while start < len(body):
+        digits, _, _ = body[start : start + 20].partition(b" ")
+        if not digits.isdigit() or int(digits) <= len(digits):
+            break
+        keyword, _, value = body[start + len(digits) + 1 : start + int(digits) - 1].partition(b"=")
+        keywords[keyword.decode("utf-8", "replace")] = value.decode("utf-8", "replace")
+        start += int(digits)
+    return keywords

@@ -1,0 +1,288 @@
+"""A source of tokens as one format writes it: with its type, documents and length resolved, hashed while it is read.
+
+Pieces hold at most 4 Mi tokens, whatever the source's parts are, so that a conversion needs tens of MB beside what its
+source maps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.dataset.manifest import TOKEN_DTYPES
+from forebay.dataset.slices import TOKEN_HEADER_BYTES, next_cut
+from forebay.errors import DatasetError, UsageError
+from forebay.formats.conversion import ConvertOptions, TokenPart, TokenSource, Written
+
+Documents = Literal["source", "eos", "samples", "none"]
+
+MAX_TOKENS = 4 << 20  # Of one piece.
+_NO_TOKENS = np.empty(0, np.uint64)
+
+
+class TokenDigest:
+    """The hash of a stream of tokens and of its document ends, whatever its type and however it is divided.
+
+    SHA-256, which processors have instructions for, of four runs of numbers: the low 16 bits of every token; the
+    positions of tokens of 65536 and above (u64), and their high 16 bits; the ends, from the stream's start, as u64.
+    """
+
+    def __init__(self) -> None:
+        self._low, self._positions, self._high, self._ends = (hashlib.sha256() for _ in range(4))
+        self.num_tokens, self.num_documents = 0, 0
+
+    def add(self, part: TokenPart) -> None:
+        """Add the next part."""
+        for start in range(0, len(part.tokens), 1 << 20):
+            piece = part.tokens[start : start + (1 << 20)]
+            self._low.update(np.ascontiguousarray(piece.astype("<u2", copy=False)).view(np.uint8).data)
+            if piece.dtype.itemsize > 2 and len(positions := np.flatnonzero(piece >> 16)):
+                self._positions.update((positions + (self.num_tokens + start)).astype("<u8").view(np.uint8).data)
+                self._high.update((piece[positions] >> 16).astype("<u2").view(np.uint8).data)
+        self._ends.update(np.ascontiguousarray(part.ends + np.uint64(self.num_tokens), "<u8").view(np.uint8).data)
+        self.num_tokens += len(part.tokens)
+        self.num_documents += len(part.ends)
+
+    @property
+    def tokens(self) -> str:
+        """Of the tokens alone, hex, 128 bits."""
+        parts = (run.digest() for run in (self._low, self._positions, self._high))
+        return hashlib.sha256(b"".join(parts)).hexdigest()[:32]
+
+    @property
+    def text(self) -> str:
+        """Of tokens and document ends: `<hex>:<hex>`."""
+        return f"{self.tokens}:{self._ends.hexdigest()[:32]}"
+
+
+def documents(parts: Iterable[TokenPart]) -> Iterator[NDArray[Any]]:
+    """Yield each document of a stream, its tokens [T]; then the rest after the last end. Holds one document."""
+    pending: list[NDArray[Any]] = []
+    for part in parts:
+        start = 0
+        for end in part.ends.tolist():
+            piece = part.tokens[start:end]
+            if pending:
+                piece, pending = np.concatenate([*pending, piece]), []
+            yield piece
+            start = end
+        if start < len(part.tokens):
+            pending.append(part.tokens[start:])
+    if pending:
+        yield np.concatenate(pending)
+
+
+@dataclass
+class TokenStream:
+    """The tokens that are written, with the ends that are written.
+
+    Attributes:
+        source: Where they are from.
+        dtype: `U16` or `U32`.
+        documents: Which ends: the source's, after each `eos_id`, each `seq_len` tokens, or none.
+        num_tokens: The number of the source's first tokens that are written; the rest is left out.
+        closed: Whether the tokens after the last end get an end of their own.
+        max_id: The largest token that can be written.
+        notes: What was left out or added.
+        digest: Of the last complete reading.
+    """
+
+    source: TokenSource
+    dtype: str
+    documents: Documents
+    num_tokens: int
+    closed: bool
+    max_id: int
+    options: ConvertOptions
+    notes: list[str] = field(default_factory=list)
+    digest: TokenDigest = field(default_factory=TokenDigest)
+
+    @property
+    def num_documents(self) -> int:
+        """Ends that were written, once all is read."""
+        return self.digest.num_documents
+
+    @property
+    def seq_len(self) -> int | None:
+        """Tokens of every document, where all but the last have as many."""
+        return self.options.seq_len if self.documents == "samples" else None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a token as written."""
+        return TOKEN_DTYPES[self.dtype].itemsize
+
+    def written(self, files: Sequence[Path], num_rows: int | None = None) -> Written:
+        """Return the result of writing, once all parts were read."""
+        tokens, documents = self.num_tokens, self.num_documents
+        return Written(tuple(files), tokens, num_rows, documents, self.digest.text, tuple(self.notes))
+
+    def parts(self) -> Iterator[TokenPart]:
+        """Yield pieces of at most 4 Mi tokens, in the type to be written."""
+        digest, after_end, num_ended = TokenDigest(), 0, 0
+        for piece in self._pieces():
+            tokens = self._cast(piece, digest.num_tokens, num_ended)
+            num_ended += len(piece.ends)
+            part = TokenPart(tokens, self._document_ends(piece, digest.num_tokens))
+            after_end = len(tokens) - int(part.ends[-1]) if len(part.ends) else after_end + len(tokens)
+            digest.add(part)
+            self.options.advance(len(tokens))
+            yield part
+        if digest.num_tokens != self.num_tokens:
+            raise DatasetError(
+                f"{self.source.format}: expected {self.num_tokens} tokens, as it says, got {digest.num_tokens}. "
+                "Fetch it again."
+            )
+        if self.closed and after_end:
+            last = TokenPart(np.empty(0, TOKEN_DTYPES[self.dtype]), np.zeros(1, np.uint64))
+            digest.add(last)
+            if self.documents != "samples":
+                self.notes.append(f"the last {after_end} tokens end no document of the source: they were given an end")
+            yield last
+        self.digest = digest
+
+    def _pieces(self) -> Iterator[TokenPart]:
+        remaining = self.num_tokens
+        for part in self.source.parts():
+            first = start = 0
+            while start < len(part.tokens) or first < len(part.ends):
+                stop = min(len(part.tokens), start + MAX_TOKENS, start + remaining)
+                last = int(np.searchsorted(part.ends, np.uint64(stop), "right"))
+                yield TokenPart(part.tokens[start:stop], part.ends[first:last] - np.uint64(start))
+                remaining -= stop - start
+                if not remaining and stop < len(part.tokens):
+                    return
+                start, first = stop, last
+
+    def _document_ends(self, piece: TokenPart, before: int) -> NDArray[np.uint64]:
+        match self.documents:
+            case "source":
+                return piece.ends
+            case "eos":
+                return (np.flatnonzero(piece.tokens == self.options.eos_id) + 1).astype(np.uint64)
+            case "samples":
+                assert self.options.seq_len is not None
+                seq_len = self.options.seq_len
+                return np.arange(-before % seq_len or seq_len, len(piece.tokens) + 1, seq_len, dtype=np.uint64)
+        return _NO_TOKENS
+
+    def _cast(self, piece: TokenPart, before: int, num_ended: int) -> NDArray[Any]:
+        """The tokens in the type to be written, after `before` tokens and `num_ended` documents of the source."""
+        tokens, dtype = piece.tokens, TOKEN_DTYPES[self.dtype]
+        if len(tokens) and int(np.iinfo(tokens.dtype).max) > self.max_id and int(tokens.max()) > self.max_id:
+            index = int(np.argmax(tokens > self.max_id))
+            num_ended += int(np.searchsorted(piece.ends, np.uint64(index), "right"))
+            advice = "Write them with --dtype uint32." if self.dtype == "U16" else "They are no token ids."
+            raise UsageError(
+                f"{self.source.format}: expected token ids of at most {self.max_id} to write {dtype}, got "
+                f"{int(tokens[index])} at token {before + index}, after {num_ended} documents. {advice}"
+            )
+        return tokens.astype(dtype, copy=False)
+
+
+def build_stream(
+    source: TokenSource,
+    options: ConvertOptions,
+    ends: Literal["keep", "rows", "none"],
+    *,
+    signed: bool = False,
+    sample_tokens: int = 1,
+) -> TokenStream:
+    """Resolve how a source is written.
+
+    Args:
+        ends: `keep` those of the source; `rows` where the format needs every token in a document; `none` where it has
+            none.
+        signed: Whether U32 is written as signed numbers.
+        sample_tokens: Only a multiple of so many tokens is written.
+    """
+    dtype = options.dtype or source.dtype
+    max_id = (1 << 16) - 1 if dtype == "U16" else (1 << 31) - 1 if signed else (1 << 32) - 1
+    notes = []
+    num_tokens = source.num_tokens // sample_tokens * sample_tokens
+    if num_tokens < source.num_tokens:
+        notes.append(
+            f"the last {source.num_tokens - num_tokens} tokens are no whole sample of {sample_tokens}: they were left "
+            "out"
+        )
+    documents: Documents = "none"
+    if ends != "none":
+        if ends == "rows" and options.seq_len:
+            documents = "samples"
+        elif source.num_documents:
+            documents = "source"
+        elif options.eos_id is not None:
+            documents = "eos"
+        elif ends == "rows":
+            raise UsageError(
+                f"{source.format}: expected to know where documents end, as each becomes a record, got a source that "
+                "does not tell. Give --eos-id N, if a token ends each, or --seq-len N for samples of equal length."
+            )
+    if source.num_documents and documents in ("none", "samples"):
+        notes.append(f"the ends of {source.num_documents} documents are not in what was written")
+    return TokenStream(source, dtype, documents, num_tokens, ends == "rows", max_id, options, notes)
+
+
+def slices_of(stream: TokenStream, slice_bytes: int, slice_tokens: int | None = None) -> Iterator[TokenPart]:
+    """Yield the stream in slices: as large as fits in `slice_bytes` with their ends, or of `slice_tokens`."""
+    size = slice_tokens or max(1, (slice_bytes - TOKEN_HEADER_BYTES) // stream.itemsize)
+    limit = 0 if slice_tokens else slice_bytes
+    pending: list[TokenPart] = []
+    count = 0
+    for part in stream.parts():
+        pending.append(part)
+        count += len(part.tokens)
+        while count >= size + 1:  # One more, so that no end at the border is still to come.
+            first, rest = _cut(_joined(pending), size, stream.itemsize, limit)
+            yield first
+            pending, count = [rest], len(rest.tokens)
+    while pending and (count or len(pending[-1].ends)):
+        first, rest = _cut(_joined(pending), size, stream.itemsize, limit)
+        yield first
+        pending, count = ([rest], len(rest.tokens)) if len(rest.tokens) else ([], 0)
+
+
+def shards_of(
+    stream: TokenStream, max_bytes: int, record_bytes: int, max_tokens: int | None
+) -> Iterator[list[NDArray[Any]]]:
+    """Yield the documents in groups.
+
+    The bytes of a group, with `record_bytes` for each document, are at most `max_bytes`, or its tokens at most
+    `max_tokens`; a document larger than that is a group of its own.
+    """
+    group: list[NDArray[Any]] = []
+    size = tokens = 0
+    for document in documents(stream.parts()):
+        added = document.nbytes + record_bytes
+        is_full = tokens + len(document) > max_tokens if max_tokens else size + added > max_bytes
+        if group and is_full:
+            yield group
+            group, size, tokens = [], 0, 0
+        group.append(document)
+        size, tokens = size + added, tokens + len(document)
+    if group:
+        yield group
+
+
+def _joined(parts: list[TokenPart]) -> TokenPart:
+    if len(parts) == 1:
+        return parts[0]
+    bases = np.cumsum([0, *(len(part.tokens) for part in parts)]).astype(np.uint64)
+    ends = [part.ends + base for part, base in zip(parts, bases)]
+    return TokenPart(np.concatenate([part.tokens for part in parts]), np.concatenate(ends))
+
+
+def _cut(part: TokenPart, size: int, itemsize: int, slice_bytes: int) -> tuple[TokenPart, TokenPart]:
+    """The first slice of a part, and the rest."""
+    stop = min(size, len(part.tokens))
+    if slice_bytes and len(part.tokens):
+        stop = next_cut(part.ends, 0, 0, len(part.tokens), itemsize, slice_bytes)[0]
+    last = int(np.searchsorted(part.ends, np.uint64(stop), "right"))
+    rest = TokenPart(part.tokens[stop:], part.ends[last:] - np.uint64(stop))
+    return TokenPart(part.tokens[:stop], part.ends[:last]), rest

@@ -1,0 +1,286 @@
+"""One vector of tokens a file: .npy, headerless .bin (nanoGPT), llm.c's .bin, Templar's shards with sample ids.
+
+Hides: which of these a file is. Only its first bytes say so, never its suffix: shards named .npy without a NumPy header
+exist, and a header read as tokens puts 64 of them before the first. What has no header is of the type that the caller
+says; with sample ids beside it, U32 if every second 16-bit half is below 16 (ids below 2**20), else U16.
+
+Sample ids stand in `sample_ids*` beside the tokens (`sample_ids_000003` for `train_000003`, `sample_ids_anneal_000000`
+for `anneal_000000`, `sample_ids` for `tokens`), raw u64 or .npy. The id of a sample is the 8-byte BLAKE2b of its
+tokens' bytes, as a little-endian integer. With ids, a file is a whole number of samples, and some of them are checked
+when opening, all by `verify`. Tokens are views of the map; files are cut into slices of at most 64 Mi tokens, at a
+sample's end.
+"""
+
+import hashlib
+import io
+import re
+import tokenize
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.errors import DatasetError, UsageError
+from forebay.formats.detect import detect
+from forebay.formats.external import (
+    MAX_COPIED_TOKENS,
+    MAX_TOKENS,
+    U64,
+    ExternalDataset,
+    ExternalSlice,
+    as_tokens,
+    common_dtype,
+    file_size,
+    fingerprints,
+    read_head,
+    shown_name,
+    token_dtype,
+)
+
+NPY_MAGIC = b"\x93NUMPY"
+LLMC_TYPES = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
+"""First int32 of llm.c's header: its second (the version), and the type of a token."""
+RAW_SUFFIXES = (".bin", ".npy", ".ds", ".u16", ".u32", ".tokens")
+"""Of token files without a header; .npy too, because shards exist that are named so and lack NumPy's header."""
+IDS_PREFIX = "sample_ids"
+HEADERS = ("npy", "llm.c")  # Formats of `detect` whose files say the type of their tokens.
+LLMC_HEADER_BYTES = 1024  # Of llm.c's header.
+MAX_HEADER_BYTES = 10_000  # NumPy's own bound.
+_SPOT_SAMPLES = 8
+NO_SAMPLE = int.from_bytes(hashlib.blake2b(b"", digest_size=8).digest(), "little")
+"""13020603013274838756: the id of no bytes at all."""
+
+
+@dataclass(frozen=True)
+class Vector:
+    """One file that holds a vector of integers after a header."""
+
+    path: Path
+    offset: int  # Bytes of the header.
+    kind: np.dtype[Any]  # Type of the integers.
+    count: int
+    file_bytes: int  # Of the whole file: offset + count * itemsize.
+
+
+class VectorDataset(ExternalDataset):
+    """Files of tokens as one dataset, in the order given."""
+
+    def __init__(self, path: Path, files: Sequence[Path], dtype: Any = None) -> None:
+        self._ids = [ids_of(file) for file in files]
+        self._vectors = [_tokens_of(file, ids, dtype) for file, ids in zip(files, self._ids)]
+        lengths = {_sample_tokens(one, ids) for one, ids in zip(self._vectors, self._ids)}
+        stored = common_dtype(path, (one.kind for one in self._vectors))
+        if len(lengths) != 1:
+            told = ", ".join(sorted(map(str, lengths)))
+            raise DatasetError(
+                f"{path}: expected files of one length of sample, got {told}. Open them as datasets of their own."
+            )
+        self.seq_len = lengths.pop()  # Tokens of a sample, where sample ids tell it; else None.
+        parts: list[ExternalSlice] = []
+        for file, one in enumerate(self._vectors):
+            most = MAX_TOKENS if one.kind.itemsize in (2, 4) else MAX_COPIED_TOKENS
+            step = max(1, most // self.seq_len) * self.seq_len if self.seq_len else most
+            for k, start in enumerate(range(0, one.count, step)):
+                count = min(step, one.count - start)
+                name = f"{shown_name(path, one.path)}#{k:05d}"
+                parts.append(ExternalSlice(file, name, start, count, 0, count * one.kind.itemsize))
+        marks = fingerprints(files)
+        super().__init__(path, "vector", stored, list(files), marks, parts, {"seq_len": self.seq_len})
+        for one, ids in zip(self._vectors, self._ids):
+            if ids is not None and self.seq_len:
+                self._check_spots(one, ids, self.seq_len)
+
+    def sample_ids(self, part: ExternalSlice) -> U64 | None:
+        """The sample ids of a slice, a view of their file: U64 [count // seq_len]; None if there are none."""
+        ids = self._ids[part.file]
+        if ids is None or not self.seq_len:
+            return None
+        first = part.start // self.seq_len
+        return self._view(ids, first, first + part.count // self.seq_len)
+
+    def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
+        one = self._vectors[part.file]
+        return as_tokens(self._view(one, part.start, part.start + part.count), one.path), np.empty(0, np.uint64)
+
+    def _view(self, one: Vector, start: int, stop: int) -> NDArray[Any]:
+        width = one.kind.itemsize
+        return self._map(one.path, one.file_bytes)[one.offset + start * width : one.offset + stop * width].view(
+            one.kind
+        )
+
+    def _check_spots(self, one: Vector, ids: Vector, seq_len: int) -> None:
+        for i in np.unique(np.linspace(0, ids.count - 1, _SPOT_SAMPLES).astype(np.int64)).tolist():
+            wanted = int(self._view(ids, i, i + 1)[0])
+            got = sample_id(self._view(one, i * seq_len, (i + 1) * seq_len))
+            if got != wanted:
+                why = "It is the id of no bytes at all: a known fault of one writer. " if wanted == NO_SAMPLE else ""
+                raise DatasetError(
+                    f"{ids.path}: expected id {got} of sample {i} ({seq_len} tokens {one.kind}), got {wanted}. {why}"
+                    f"Tokens and ids are not of each other: fetch both again, or move {ids.path.name} away to read "
+                    "the tokens without."
+                )
+
+    def _hash_checks(self) -> tuple[str, ...]:
+        return ("BLAKE2b of every sample against its id",) if all(ids is not None for ids in self._ids) else ()
+
+    def _check_part(self, part: ExternalSlice, tokens: NDArray[Any]) -> str:
+        ids = self.sample_ids(part)
+        if ids is None or not self.seq_len:
+            return ""
+        samples = tokens.reshape(-1, self.seq_len)
+        return "" if all(sample_id(row) == wanted for row, wanted in zip(samples, ids.tolist())) else "changed"
+
+
+def sample_id(tokens: NDArray[Any]) -> int:
+    """Templar's id of a sample: the 8-byte BLAKE2b of its tokens' bytes in their own type, little endian."""
+    digest = hashlib.blake2b(np.ascontiguousarray(tokens).view(np.uint8).data, digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def npy_header(dtype: np.dtype[Any], count: int) -> bytes:
+    """NumPy's header of a vector: 128 bytes for every count."""
+    head = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
+    return NPY_MAGIC + b"\x01\x00" + (118).to_bytes(2, "little") + (head.ljust(117) + "\n").encode()
+
+
+def read_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """(shape, whether in Fortran's order, dtype) of a NumPy file, left at its first value; ValueError if it is none."""
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(file)
+    except (TypeError, SyntaxError, tokenize.TokenError) as error:
+        raise ValueError(str(error)) from error
+    return tuple(map(int, shape)), bool(fortran), dtype
+
+
+def has_header(path: Path) -> bool:
+    """Whether a file begins with NumPy's or llm.c's header. Raises DatasetError if it cannot be read."""
+    return detect(path).format in HEADERS
+
+
+def ids_of(path: Path) -> Vector | None:
+    """The file of sample ids that belongs to a file of tokens; None if there is none."""
+    stem = path.stem
+    number = re.fullmatch(r"(.*?)_?(\d+)", stem)
+    if number is None:
+        names = ["sample_ids"] if stem == "tokens" else [f"sample_ids_{stem}"]
+    elif number[1] == "train":
+        names = [f"sample_ids_{number[2]}", f"sample_ids_train_{number[2]}"]
+    else:
+        names = [f"sample_ids_{stem}"]
+    for found in (path.with_name(name + suffix) for name in names for suffix in (".npy", ".bin")):
+        if found.is_file():
+            vector = _npy(found) if detect(found).format == "npy" else _raw(found, np.dtype("<u8"))
+            if vector.kind != np.dtype("<u8"):
+                raise DatasetError(f"{found}: expected sample ids of uint64, got {vector.kind}. Fetch it again.")
+            return vector
+    return None
+
+
+def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
+    known = detect(path).format
+    if known == "llm.c":
+        return _llmc(path)
+    if known == "npy":
+        vector = _npy(path)
+        if vector.kind not in (np.dtype("<u2"), np.dtype("<u4")):
+            raise DatasetError(
+                f"{path}: expected tokens of uint16 or uint32, got {vector.kind}. Save them again with "
+                "np.save(path, tokens.astype(np.uint32))."
+            )
+        return vector
+    if dtype is not None:
+        return _raw(path, token_dtype(dtype))
+    if ids is not None and file_size(path) < 2 * ids.count:
+        raise DatasetError(
+            f"{path}: expected at least one token for each of {ids.count} ids in {ids.path.name}, got "
+            f"{file_size(path)} bytes. It is truncated; fetch it again."
+        )
+    guess = _guess(path) if ids is not None else None
+    if guess is not None:
+        return _raw(path, guess)
+    raise UsageError(
+        f"{path}: tokens without a header, of no known type. Say it: dtype='uint16' or --input-dtype uint16 (GPT-2's "
+        "and other vocabularies below 65536), or uint32."
+    )
+
+
+def _guess(path: Path) -> np.dtype[Any] | None:
+    """The type of headerless tokens, by their first 64 KiB; None where these do not tell."""
+    head = read_head(path, 1 << 16)
+    halves = np.frombuffer(head[: len(head) & ~3], "<u2")
+    if len(halves) and int(halves[1::2].max()) >= 16:
+        return np.dtype("<u2")
+    return np.dtype("<u4") if len(halves) and int(halves[::2].max()) >= 16 else None
+
+
+def _raw(path: Path, kind: np.dtype[Any], num_bytes: int | None = None) -> Vector:
+    size = file_size(path) if num_bytes is None else num_bytes
+    if size % kind.itemsize:
+        raise DatasetError(
+            f"{path}: expected a whole number of {kind.itemsize}-byte numbers, got {size} bytes. "
+            "It is truncated, or of another type."
+        )
+    return Vector(path, 0, kind, size // kind.itemsize, size)
+
+
+def _llmc(path: Path) -> Vector:
+    head, size = read_head(path, LLMC_HEADER_BYTES), file_size(path)
+    kind = np.dtype(LLMC_TYPES[int.from_bytes(head[:4], "little")][1])
+    count = int.from_bytes(head[8:12], "little")
+    if size != LLMC_HEADER_BYTES + count * kind.itemsize:
+        raise DatasetError(
+            f"{path}: expected {LLMC_HEADER_BYTES + count * kind.itemsize} bytes, as its header says, got {size}. "
+            "Fetch it again."
+        )
+    return Vector(path, LLMC_HEADER_BYTES, kind, count, size)
+
+
+def vector_in(path: Path, num_bytes: int, dtype: Any = None) -> Vector:
+    """The vector in the first `num_bytes` of a file, which may still be missing: NumPy's, or raw of a type."""
+    if read_head(path, len(NPY_MAGIC)) == NPY_MAGIC:
+        return _npy(path, num_bytes)
+    return _raw(path, token_dtype(dtype), num_bytes)
+
+
+def _npy(path: Path, num_bytes: int | None = None) -> Vector:
+    head = read_head(path, 12 + MAX_HEADER_BYTES)
+    size = file_size(path) if num_bytes is None else num_bytes
+    file = io.BytesIO(head)
+    try:
+        shape, _, dtype = read_header(file)
+    except ValueError as error:
+        raise DatasetError(f"{path}: expected a NumPy header, got {head[:12]!r} in {size} bytes: {error}.") from error
+    if len(shape) != 1:
+        raise DatasetError(
+            f"{path}: expected a vector of tokens, got shape {list(shape)}. Save it again with "
+            "np.save(path, tokens.reshape(-1))."
+        )
+    if dtype.str[1:] not in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8") or dtype.str[0] not in "<|":
+        raise DatasetError(
+            f"{path}: expected little-endian integers, got {dtype.str!r}. Save them again as '<u2' or '<u4'."
+        )
+    offset = file.tell()
+    wanted = offset + shape[0] * dtype.itemsize
+    if size != wanted:
+        raise DatasetError(
+            f"{path}: expected {wanted} bytes, as its header says ({shape[0]} {dtype}), got {size}. "
+            "It is truncated or was appended to; fetch it again."
+        )
+    return Vector(path, offset, dtype, shape[0], size)
+
+
+def _sample_tokens(one: Vector, ids: Vector | None) -> int | None:
+    """Tokens of a sample, from the two counts."""
+    if ids is None:
+        return None
+    if not ids.count or one.count % ids.count or not one.count:
+        raise DatasetError(
+            f"{one.path}: expected a whole number of tokens for each of {ids.count} ids in {ids.path.name}, got "
+            f"{one.count} tokens. One of the two is truncated or of another shard; fetch both again."
+        )
+    return one.count // ids.count

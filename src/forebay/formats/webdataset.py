@@ -1,0 +1,396 @@
+"""Tar files as WebDataset writes them, as rows: members with one name up to the first dot are a sample.
+
+A member's column is what stands between that dot and the last: `0001.depth.npy` is a row of `depth`. A suffix alone
+has the name that is usual: `txt` is `text`, `cls` is `label`, an image is `image`, the fields of `json` are columns of
+their own, any other suffix is the column's name. `__key__` is the sample's name.
+
+Written, text is `<column>.txt`, an image or other bytes `<column>.jpg` and the like by what it begins with (else
+`.bin`), lists and tensors of numbers `<column>.npy`, a `label` is `cls`, all else stands in `json`. Columns `text` and
+`image` are `txt` and `jpg` alone. The sample's name is that of column `__key__`, else the row's number.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import tarfile
+from collections.abc import Container, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import orjson
+import pyarrow as pa
+
+from forebay.errors import CorruptInputError, DatasetError, UsageError
+from forebay.formats.base import Format
+from forebay.formats.conversion import ConvertOptions, TableSource, Written
+from forebay.formats.images import unwrap_images
+from forebay.formats.inputs import InputSplit, ReadOptions, open_input, skip_to
+from forebay.formats.jsonl import parse_line
+from forebay.formats.records import SHOWN_CHARS, Record, batched
+from forebay.formats.report import Report
+from forebay.formats.tables import (
+    BATCH_BYTES,
+    BATCH_ROWS,
+    Array,
+    Rows,
+    column_of,
+    contains,
+    field_of,
+    flatten,
+    infer_schema,
+    is_beyond_json,
+    is_number,
+    list_column,
+    open_for_check,
+    open_unpacked,
+    refuse_columns,
+    rows_batch,
+    split_values,
+    tensor_shape,
+    write_parts,
+)
+from forebay.formats.tar import Member, TarReader
+from forebay.formats.text import BOM, document_of
+from forebay.formats.vectors import read_header
+
+KEY = "__key__"
+_DOCUMENT_KINDS = ("txt", "text", "json", "jsonl", "html", "htm")
+_MAX_MEMBERS = 1000
+IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "ppm", "pgm", "tif", "tiff")
+_TEXTS = ("txt", "text", "transcript")
+_NUMBERS = ("cls", "cls2", "index", "inx", "id")
+_KINDS = ((b"\x89PNG", "png"), (b"\xff\xd8\xff", "jpg"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"RIFF", "webp"))
+_MEMBERS_IN_ALL = 2  # Of the largest size, in one sample.
+
+
+class WebDataset(Format):
+    """Tar files of samples."""
+
+    name = "webdataset"
+    suffixes = (".tar", ".tgz")
+
+    def sniff(self, head: bytes) -> bool:
+        try:
+            return head[257:262] == b"ustar" and bool(tarfile.TarInfo.frombuf(head[:512], "utf-8", "surrogateescape"))
+        except tarfile.HeaderError:
+            return False
+
+    def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
+        numbers = itertools.count()
+        with open_input(split.files[0], options) as file:
+            skip_to(file, split.start)
+            members = TarReader(file, options, split.start, _DOCUMENT_KINDS)
+            for _, group in itertools.groupby(members, lambda m: (m.key, m.problem and m.offset)):
+                sample = _bounded_sample(group, options)
+                for index, record in enumerate(_documents(sample, options)):
+                    yield replace(record, index=next(numbers), start=-1 if index else sample[0].start)
+
+    def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
+        return _open_samples(paths, options.max_member_bytes)
+
+    def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
+        source = unwrap_images(source)
+        invalid = [name for name in source.schema.names if "/" in name or not name.isprintable() or name == "json"]
+        if invalid:
+            raise UsageError(
+                f"WebDataset: expected names of columns that can be in a file's name, got {invalid}. Rename them."
+            )
+        refuse_columns(
+            source.schema, lambda kind: not contains(kind, is_beyond_json), "WebDataset", "Write --to parquet instead."
+        )
+        return write_parts(source, out, options, ".tar", _TarPart)
+
+    def check(self, path: Path, report: Report) -> None:
+        """Read every header, or as many as the options allow."""
+        num_members = num_samples = 0
+        key = ""
+        with open_for_check(path, report) as file:
+            members = TarReader(file, ReadOptions(max_document_bytes=1 << 62), kinds=())
+            for member in members:
+                if member.problem:
+                    is_cut = "ends within" in member.problem or "ends early" in member.problem
+                    report.add_finding("truncated" if is_cut else "damaged", f"byte {member.offset}", member.problem)
+                    continue
+                num_members += 1
+                num_samples += member.key != key
+                key = member.key
+                if report.is_enough(member.offset):
+                    break
+        report.read_bytes = members.offset
+        report.metadata.update(members=num_members, samples=num_samples)
+        if not num_members and not report.findings:
+            report.add_finding("empty", "byte 0", "expected members, got none")
+
+
+def _bounded_sample(group: Iterator[Member], options: ReadOptions) -> list[Member]:
+    """The members of a sample; one with a problem if they are more than memory should hold."""
+    members: list[Member] = []
+    size = 0
+    for member in group:
+        size += len(member.data)
+        if size > 2 * options.max_document_bytes or len(members) == _MAX_MEMBERS:
+            problem = f"a sample of more than {_MAX_MEMBERS} members, or twice max_document_bytes"
+            members = [replace(members[0], data=b"", problem=problem)]
+            break
+        members.append(member)
+    return members
+
+
+def _documents(members: list[Member], options: ReadOptions) -> Iterator[Record]:
+    """The documents of a sample: its plain text if it has some, else what its JSON or HTML holds."""
+    first = members[0]
+    if first.problem:
+        yield Record(0, first.name, problem=first.problem, location=f"byte {first.offset}")
+        return
+    by_kind = {member.kind: member for member in reversed(members) if member.kind in _DOCUMENT_KINDS}
+    chosen = next((by_kind[kind] for kind in _DOCUMENT_KINDS if kind in by_kind), None)
+    if chosen is None:
+        names = ", ".join(member.name for member in members)[:SHOWN_CHARS]
+        yield Record(0, first.key, problem=f"no text member among {names}", location=first.name)
+        return
+    metadata = parse_line(0, by_kind["json"].data.removeprefix(BOM), options) if "json" in by_kind else None
+    if chosen.kind == "jsonl":
+        for index, line in enumerate(chosen.data.splitlines()):
+            if line.strip():
+                record = parse_line(0, line.removeprefix(BOM), options)
+                yield _named(record, f"{chosen.key}:{index}", f"{chosen.name}, line {index + 1}")
+    elif chosen.kind == "json":
+        assert metadata is not None
+        yield _named(metadata, chosen.key, chosen.name)
+    else:
+        name, url = (metadata.id or chosen.key, metadata.url) if metadata is not None else (chosen.key, "")
+        record = document_of(0, chosen.data, chosen.name, chosen.kind in ("html", "htm"))
+        yield replace(record, id=name, url="" if record.problem else url, location=chosen.name)
+
+
+def _named(record: Record, name: str, location: str) -> Record:
+    problem = "an empty member" if record.problem == "blank" else record.problem
+    return Record(0, record.id or name, record.text, record.url, problem=problem, location=location)
+
+
+def _open_samples(paths: Sequence[Path], max_member_bytes: int) -> TableSource:
+    arrays: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
+
+    def plain_batches() -> Iterator[tuple[str, Rows, int]]:
+        for location, rows, size in _batches(paths, max_member_bytes):
+            for name, value in itertools.chain.from_iterable(row.items() for row in rows):
+                if isinstance(value, np.ndarray):
+                    arrays.setdefault(name, set()).add((value.dtype.str, value.shape))
+            yield location, [_without_arrays(row) for row in rows], size
+
+    plain = infer_schema(plain_batches())
+    if plain is None:
+        raise DatasetError(f"{paths[0]}: expected samples, got none.")
+    columns = pa.schema([field for field in plain if field.name not in arrays])
+    tensors = [_array_field(name, kinds, paths[0]) for name, kinds in sorted(arrays.items())]
+    return TableSource(
+        "webdataset", pa.schema([*columns, *tensors]), None, lambda: _read(paths, max_member_bytes, columns, tensors)
+    )
+
+
+def _without_arrays(row: dict[str, Any], arrays: Container[str] = ()) -> dict[str, Any]:
+    """The values of a row that are no arrays, nor missing where other rows have one."""
+    return {name: value for name, value in row.items() if not isinstance(value, np.ndarray) and name not in arrays}
+
+
+def _array_field(name: str, kinds: set[tuple[str, tuple[int, ...]]], path: Path) -> pa.Field:
+    types, shapes = {kind for kind, _ in kinds}, {shape for _, shape in kinds}
+    if len(types) == 1 and len(shapes) == 1:
+        return field_of(name, np.dtype(types.pop()).newbyteorder("="), shapes.pop())
+    if len(types) == 1 and all(len(shape) == 1 for shape in shapes):
+        return pa.field(name, pa.list_(pa.from_numpy_dtype(np.dtype(types.pop()).newbyteorder("="))))
+    raise DatasetError(f"{path}: expected arrays {name!r} of one type and shape, got {str(sorted(kinds))[:200]}.")
+
+
+def _read(
+    paths: Sequence[Path], max_member_bytes: int, plain: pa.Schema, tensors: list[pa.Field]
+) -> Iterator[pa.RecordBatch]:
+    schema = pa.schema([*plain, *tensors])
+    for location, rows, _ in _batches(paths, max_member_bytes):
+        names = {field.name for field in tensors}
+        first = rows_batch([_without_arrays(row, names) for row in rows], plain, location)
+        extra = {name for row in rows for name, value in row.items() if isinstance(value, np.ndarray)} - names
+        if extra:
+            raise DatasetError(f"{location} and after: expected columns {schema.names}, got arrays {sorted(extra)}.")
+        columns = [_array_column([row.get(field.name) for row in rows], field, location) for field in tensors]
+        yield pa.record_batch([*first.columns, *columns], schema=schema)
+
+
+def _array_column(values: list[Any], field: pa.Field, location: str) -> pa.Array:
+    if any(value is None for value in values) and not pa.types.is_list(field.type):
+        raise DatasetError(f"{location} and after: expected an array {field.name!r} in every sample, got none in some.")
+    try:
+        if not pa.types.is_list(field.type):
+            stacked = np.stack(values)
+            if field_of(field.name, stacked.dtype.newbyteorder("="), stacked.shape[1:]).type != field.type:
+                raise ValueError(f"{stacked.dtype} {list(stacked.shape[1:])}")
+            return column_of(stacked.astype(stacked.dtype.newbyteorder("="), copy=False), field)
+        return list_column(values, field.type)
+    except (ValueError, TypeError, pa.ArrowException) as error:
+        raise DatasetError(
+            f"{location} and after: expected arrays {field.name!r} of {field.type}, got: {error}."
+        ) from error
+
+
+def _batches(paths: Sequence[Path], max_member_bytes: int) -> Iterator[tuple[str, Rows, int]]:
+    """The location of the first sample, rows, bytes."""
+    for path in paths:
+        samples = _samples(path, max_member_bytes)
+        for batch in batched(samples, lambda sample: sample[2], BATCH_BYTES, BATCH_ROWS):
+            yield batch[0][0], [row for _, row, _ in batch], sum(size for _, _, size in batch)
+
+
+def _samples(path: Path, max_member_bytes: int) -> Iterator[tuple[str, dict[str, Any], int]]:
+    with closing(open_unpacked(path)) as file:
+        archive = TarReader(file, ReadOptions(max_document_bytes=max_member_bytes))
+        for key, group in itertools.groupby(archive, lambda member: member.key):
+            sample: list[Member] = []
+            size = 0
+            for member in group:
+                sample.append(member)
+                size += len(member.data)
+                if size > _MEMBERS_IN_ALL * max_member_bytes:
+                    raise DatasetError(
+                        f"{path}, sample {key}: expected at most {_MEMBERS_IN_ALL * max_member_bytes} bytes in a "
+                        "sample, got more. Allow more with --max-member-bytes if you trust it."
+                    )
+            yield f"{path}, sample {key}", _row(key, sample, path), size
+        if not archive.has_end:
+            raise DatasetError(
+                f"{path}: expected blocks of zeros at the archive's end, got none: it is cut. Fetch it again; or "
+                "if its writer leaves them out, append 1024 bytes of zero."
+            )
+
+
+def leaves_folder(name: str) -> bool:
+    """Return whether a member's name leads out of the folder in which the archive is unpacked."""
+    return name.startswith("/") or ".." in name.split("/") or "\\" in name or not name.isprintable()
+
+
+def _row(key: str, members: list[Member], path: Path) -> dict[str, Any]:
+    if leaves_folder(key):
+        raise DatasetError(
+            f"{path}, sample {key[:200]!r}: expected a name of a place inside a folder. Do not unpack this archive: "
+            "it would write outside of where you unpack it."
+        )
+    row: dict[str, Any] = {KEY: key}
+    for member in members:
+        if member.problem:
+            problem = member.problem.replace("max_document_bytes", "--max-member-bytes")
+            raise DatasetError(f"{path}, byte {member.offset}: expected a member, got: {problem}.")
+        suffixes = member.name.rpartition("/")[2].partition(".")[2]
+        name, _, suffix = suffixes.rpartition(".")
+        try:
+            for column, value in _decoded(name, suffix.lower(), member.data):
+                if column in row:
+                    column = f"{column}.{suffix}"
+                row[column] = value
+        except (ValueError, CorruptInputError) as error:
+            raise DatasetError(f"{path}, {member.name}: expected {suffix}, got: {error}. Fix or remove it.") from error
+    return row
+
+
+def _decoded(name: str, suffix: str, data: bytes) -> Iterator[tuple[str, Any]]:
+    if suffix == "json":
+        value = orjson.loads(data)
+        yield from value.items() if isinstance(value, dict) and not name else [(name or "json", value)]
+    elif suffix in _TEXTS:
+        yield name or "text", data.decode()
+    elif suffix in _NUMBERS and data.strip().lstrip(b"-").isdigit():
+        yield name or ("label" if suffix == "cls" else suffix), int(data)
+    elif suffix == "npy":
+        yield name or "npy", _array(data)
+    else:
+        yield name or ("image" if suffix in IMAGES else suffix or "data"), data
+
+
+def _array(data: bytes) -> Array:
+    """An array in NumPy's format, of exactly the size that its header says; a view."""
+    file = io.BytesIO(data)
+    shape, fortran, dtype = read_header(file)
+    num_bytes = len(data) - file.tell()
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != num_bytes:
+        raise ValueError(f"a header that says {dtype} {list(shape)} before {num_bytes} bytes")
+    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
+
+
+class _TarPart:
+    def __init__(self, file: BinaryIO, first_row: int) -> None:
+        self._row = first_row
+        self._tar = tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT, bufsize=1 << 20)  # noqa: SIM115
+
+    def write(self, table: pa.Table) -> None:
+        for batch in table.to_batches():
+            self._write(batch, self._row)
+            self._row += batch.num_rows
+
+    def _write(self, batch: pa.RecordBatch, first_row: int) -> None:
+        columns = {name: _values(name, column, first_row) for name, column in zip(batch.schema.names, batch.columns)}
+        keys = columns.pop(KEY, None) or [f"{first_row + i:09d}" for i in range(batch.num_rows)]
+        for i, key in enumerate(keys):
+            in_json: dict[str, Any] = {}
+            for name, values in columns.items():
+                member = _member(name, values[i])
+                if member is None:
+                    in_json[name] = values[i]
+                else:
+                    self._add(f"{key}.{member[0]}", member[1])
+            if in_json or not columns:
+                self._add(f"{key}.json", orjson.dumps(in_json))
+
+    def close(self) -> None:
+        self._tar.close()
+
+    def _add(self, name: str, data: bytes) -> None:
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        self._tar.addfile(info, io.BytesIO(data))
+
+
+def _member(name: str, value: Any) -> tuple[str, bytes] | None:
+    """Suffixes and data; None for a value that goes into the JSON."""
+    match value:
+        case str():
+            return "txt" if name == "text" else f"{name}.txt", value.encode()
+        case bytes():
+            kind = next((kind for magic, kind in _KINDS if value.startswith(magic)), "bin")
+            return kind if name == "image" and kind != "bin" else f"{name}.{kind}", value
+        case np.ndarray():
+            file = io.BytesIO()
+            np.lib.format.write_array(file, value, allow_pickle=False)
+            return f"{name}.npy", file.getvalue()
+        case int() if name == "label" and not isinstance(value, bool):
+            return "cls", str(value).encode()
+    return None
+
+
+def _values(name: str, column: pa.Array, first_row: int) -> list[Any]:
+    """Lists and tensors of numbers as arrays; all else as Python has it."""
+    counts, leaves = flatten(column)
+    kind = leaves.type
+    shape = tensor_shape(column.type)
+    inner = getattr(column.type, "value_type", None)
+    if is_number(kind) and (shape is not None or (inner is not None and inner == kind)):
+        if leaves.null_count:
+            raise DatasetError(f"WebDataset: expected no gaps in {name!r}, got some (row {first_row} or after).")
+        rows = split_values(leaves.to_numpy(zero_copy_only=False), counts)
+        return [row if row is None or shape is None else row.reshape(shape) for row in rows]
+    plain: list[Any] = (column.cast(pa.float32()) if pa.types.is_float16(column.type) else column).to_pylist()
+    if pa.types.is_floating(kind) and not np.isfinite(leaves.drop_null().to_numpy(zero_copy_only=False)).all():
+        raise DatasetError(
+            f"WebDataset: expected finite numbers in {name!r}, which stands in JSON, got others (row {first_row} or "
+            "after). Write --to parquet, or leave the column out."
+        )
+    if name == KEY:
+        for key in plain:
+            if not isinstance(key, str) or not key or "." in key.rpartition("/")[2] or leaves_folder(key):
+                raise DatasetError(
+                    f"WebDataset: expected keys without a dot in their last part, and that lead to no place outside a "
+                    f"folder, got {key!r}. Leave out column {KEY}."
+                )
+    return plain

@@ -1,0 +1,290 @@
+"""The inputs of a run: finds input files, detects their formats, divides them into splits, and reads their documents.
+
+Hides directories, URLs, and the connectors that are no file formats (the hub, JSON APIs). Files, splits and their order
+depend on the inputs alone. Finding reads the first 64 KiB of each file. Damage becomes a Record with a problem, and
+reading continues after it as far as the format allows; only what is not in the data raises.
+"""
+
+import codecs
+import errno
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from forebay.errors import CorruptInputError, ForebayError, PrepareError, UnreadableInputError, UsageError
+from forebay.formats.base import Format
+from forebay.formats.detect import HEAD_BYTES, detect, format_of_suffix
+from forebay.formats.inputs import (
+    GROUP_BYTES,
+    GROUP_FILES,
+    MAX_INPUT_BYTES,
+    InputFile,
+    InputSplit,
+    OutputBudget,
+    ReadOptions,
+    check_unchanged,
+    local_version,
+    open_stored,
+)
+from forebay.formats.records import Record
+from forebay.formats.registry import get_format, names_with
+from forebay.network.retry import waiting
+from forebay.prepare.read.hub import HUB, library_source, source_at
+from forebay.storage.hub import HubReadError
+from forebay.storage.hub_splits import PREFIX, find_split
+from forebay.storage.listing import Skipped, describe_skipped, list_files, shown_path
+
+log = logging.getLogger("forebay.prepare")
+
+MAX_MALFORMED = 1000
+"""From so many on, the fraction of malformed records matters."""
+MAX_EMPTY = 1_000_000
+"""Blank lines and malformed records in a row, at about 2 µs each."""
+_CONNECTORS: dict[str, Format] = {HUB.name: HUB}
+
+
+@dataclass(frozen=True)
+class InputFiles:
+    """The input files behind some inputs, and the files that are left out, each with the reason."""
+
+    files: tuple[InputFile, ...]
+    skipped: tuple[Skipped, ...] = ()
+
+
+def text_formats() -> tuple[str, ...]:
+    """Return the names of the formats that can be read as text."""
+    return (*(name for name in names_with("read_text") if name not in _CONNECTORS), *_CONNECTORS)
+
+
+def text_format(name: str) -> Format:
+    """Return a format that can be read as text, by name."""
+    return _CONNECTORS.get(name) or get_format(name)
+
+
+def find_inputs(
+    inputs: Sequence[str | Path] | str | Path,
+    options: ReadOptions,
+    *,
+    workers: int = 4,
+    leave_out: Path | None = None,
+    follow_links: bool = False,
+) -> InputFiles:
+    """Find the files behind the inputs, in their order, directories sorted, with their formats.
+
+    A file in a directory whose format holds no text (an image, a program) is left out; one that the user names is an
+    error. Inputs are paths, and URLs of http, https, s3, gs, az (also prefixes) and hf; `workers` threads detect
+    formats. Files below `leave_out` are no input: a dataset may be written inside the directory that it is made of.
+    """
+    names = text_formats()
+    if options.format != "auto" and options.format not in names:
+        raise UsageError(
+            f"read: expected a format among auto, {', '.join(names)}, got {options.format!r}. Choose one of them."
+        )
+    if isinstance(inputs, str | Path):
+        inputs = [inputs]
+    if not inputs:
+        raise UsageError("prepare: expected inputs (files, directories, URLs), named or in the recipe, got none.")
+    shown = shown_path(", ".join(map(str, inputs)))
+
+    def resolve(entry: InputFile | Skipped, is_named: bool) -> InputFile | Skipped:
+        return entry if isinstance(entry, Skipped) else _resolve(entry, is_named, options)
+
+    with waiting(log, lambda: f"the list of inputs and their first bytes: {shown[:200]}"):
+        entries = [entry for name in inputs for entry in _list(name, leave_out, follow_links)]
+        with ThreadPoolExecutor(workers) as pool:
+            resolved = list(pool.map(resolve, *zip(*entries))) if entries else []
+    files = tuple(file for file in resolved if isinstance(file, InputFile))
+    skipped = tuple(file for file in resolved if isinstance(file, Skipped))
+    if not files:
+        left_out = "; ".join(describe_skipped(skipped))
+        raise PrepareError(
+            f"prepare: expected input files, got none in {shown}{f' ({left_out})' if left_out else ''}. Check the path."
+        )
+    return InputFiles(files, skipped)
+
+
+def _list(name: str | Path, leave_out: Path | None, follow_links: bool) -> Iterator[tuple[InputFile | Skipped, bool]]:
+    """The files of one input, and whether the user named each, rather than a directory above it."""
+    if isinstance(name, str) and name.startswith(PREFIX):
+        source = library_source(name)
+        dataset = find_split(name)
+        files = [source] if dataset is None else [source_at(dataset, n) for n in range(len(dataset.files()))]
+        yield from ((file, True) for file in files if file is not None)
+    elif isinstance(name, str) and "://" in name:
+        from forebay.storage.remote_file import find_urls
+
+        base = name.partition("?")[0].rstrip("/").rpartition("/")[0] + "/"
+        for remote in find_urls(name):
+            own_name = remote.url.removeprefix(base).partition("?")[0]
+            file = InputFile(remote.url, own_name, "", "", remote.size, remote.version, remote.version)
+            yield file, remote.url == name
+    elif Path(name).is_dir():
+        root = Path(name).resolve().name
+        for path in list_files(Path(name), follow_links=follow_links, leave_out=leave_out):
+            if isinstance(path, Skipped):
+                yield path, False
+                continue
+            try:
+                yield _local_file(path, f"{root}/{path.relative_to(name).as_posix()}"), False
+            except OSError as error:
+                yield Skipped(str(path), f"cannot be read: {error.strerror or error}", "failed"), False
+    elif Path(name).is_file():
+        yield _local_file(Path(name), Path(name).name), True
+    elif Path(name).exists():
+        raise PrepareError(f"prepare: expected a regular file or a directory, got {name}. Check the path.")
+    else:
+        raise PrepareError(f"prepare: expected a file or directory, got {name}, which does not exist. Check the path.")
+
+
+def _local_file(path: Path, name: str) -> InputFile:
+    version = local_version(path)
+    name = name.encode("utf-8", "replace").decode()
+    return InputFile(str(path), name, "", "", int(version.partition("-")[0]), "", version)
+
+
+def resolve_format(file: InputFile, options: ReadOptions) -> InputFile:
+    """Return the file with its format: the one that the options force, its own, or the detected one."""
+    resolved = _resolve(file, True, options)
+    assert isinstance(resolved, InputFile)  # One that is named is never left out.
+    return resolved
+
+
+def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile | Skipped:
+    """The file with its format; or, with the reason, a file to leave out."""
+    is_forced = options.format != "auto" and file.format != "hub"
+    if file.format or (is_forced and file.path.startswith(PREFIX)):  # The hub's.
+        return replace(file, format=options.format) if is_forced else file
+    try:
+        if file.bytes > MAX_INPUT_BYTES:
+            raise UnreadableInputError(
+                f"{file.path}: expected at most {MAX_INPUT_BYTES >> 40} TiB, got {file.bytes} bytes."
+            )
+        with open_stored(file) as stored:
+            head = stored.read(HEAD_BYTES)
+            if not stored.seekable():
+                raise UnreadableInputError(
+                    f"{file.path}: expected an answer with a Content-Length, got none. Download the file."
+                )
+            stored.seek(0)
+            detection = detect(stored, file.name)
+        if "://" not in file.path and not file.sha256:
+            file = replace(file, sha256=f"head:{hashlib.sha256(head).hexdigest()}")
+        names = text_formats()
+        name, reason = (detection.format, detection.reason) if options.format == "auto" else (options.format, "")
+        if not name and detection.problem and (is_named or format_of_suffix(file.name) in names):
+            raise UnreadableInputError(f"{file.path}: {detection.problem}")
+        if name in names:
+            encoding = detection.encoding if options.encoding == "auto" else _normalized(options.encoding)
+            encoding = encoding if text_format(name).is_plain_text else ""
+            return replace(file, format=name, compression=detection.compression, encoding=encoding)
+        reason = f"a file of the format {name}, which holds no text" if name else reason
+    except HubReadError as failure:
+        raise failure.error from failure
+    except (UnreadableInputError, OSError) as error:
+        is_ours = isinstance(error, UnreadableInputError)
+        reason = str(error) if is_ours else f"cannot be read: {getattr(error, 'strerror', '') or error}"
+        if is_named:
+            raise PrepareError(reason if is_ours else f"{file.path}: {reason}.") from error
+        return Skipped(file.path, reason.removeprefix(f"{file.path}: "), "failed")
+    if is_named:
+        raise PrepareError(
+            f"{file.path}: expected one of {', '.join(names)}, got {reason} that begins with bytes "
+            f"{head[:8].hex(' ')}. Force a format with --format, or leave the file out."
+        )
+    return Skipped(file.path, reason)
+
+
+def _normalized(encoding: str) -> str:
+    """An encoding by Python's name; "" for UTF-8."""
+    name = codecs.lookup(encoding).name
+    return "" if name in ("utf-8", "utf-8-sig", "ascii") else name
+
+
+def split_files(files: Sequence[InputFile], options: ReadOptions) -> list[InputSplit]:
+    """Return all splits, in the order of the files: parts of large files, files, and groups of small ones."""
+    splits: list[InputSplit] = []
+    group: list[InputFile] = []
+
+    def end_group() -> None:
+        if group:
+            splits.append(InputSplit(tuple(group), bytes=sum(file.bytes for file in group)))
+            group.clear()
+
+    for file in files:
+        if not text_format(file.format).is_grouped:
+            end_group()
+            splits += _splits_of(file, options)
+            continue
+        size = sum(member.bytes for member in group) + file.bytes
+        if group and (group[0].format != file.format or size > GROUP_BYTES or len(group) >= GROUP_FILES):
+            end_group()
+        group.append(file)
+    end_group()
+    return splits
+
+
+def _splits_of(file: InputFile, options: ReadOptions) -> Iterator[InputSplit]:
+    if file.compression or file.encoding or not file.bytes:
+        yield InputSplit((file,), bytes=file.bytes)
+        return
+    try:
+        for start, stop, size in text_format(file.format).split(file, options):
+            yield InputSplit((file,), start, stop, size)
+    except HubReadError as failure:
+        raise failure.error from failure
+
+
+def read_split(split: InputSplit, options: ReadOptions) -> Iterator[Record]:
+    """Yield the documents of a split, one at a time, in order; memory is bounded by the largest document.
+
+    A file of which nothing can be read is a Record that `failed`; raises only for what is not in the data.
+    """
+    reader = text_format(split.format)
+    records = reader.read_text(split, options)
+    index = -1
+    try:
+        for file in split.files:
+            check_unchanged(file)
+        # A file of one document is bounded by max_document_bytes, and tells nothing about the files beside it.
+        for record in records if reader.is_grouped else _bounded(records, split, options):
+            index = record.index
+            yield record
+        for file in split.files:
+            check_unchanged(file)
+    except CorruptInputError as error:
+        yield Record(index + 1, problem=str(error))
+    except UnreadableInputError as error:
+        yield Record(index + 1, problem=str(error), failed=True)
+    except HubReadError as failure:
+        raise failure.error from failure
+    except ForebayError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise  # Not the file's fault.
+        yield Record(index + 1, problem=f"cannot read input: {error.strerror or error}", failed=True)
+
+
+def _bounded(records: Iterator[Record], split: InputSplit, options: ReadOptions) -> Iterator[Record]:
+    """The records; raises CorruptInputError where their text, or the number of malformed ones, exceeds its limit."""
+    budget = OutputBudget(split, options)
+    documents = malformed = empty = 0
+    for record in records:
+        yield record
+        if record.problem:
+            empty += 1
+            malformed += record.problem != "blank"
+            if malformed > MAX_MALFORMED and malformed > options.max_malformed * (documents + malformed):
+                raise CorruptInputError(
+                    f"{malformed} of {documents + malformed} records are malformed: the rest is left out. Raise "
+                    "max_malformed to read on."
+                )
+            if empty > MAX_EMPTY:
+                raise CorruptInputError(f"{empty} records in a row hold no document: the rest is left out.")
+        else:
+            empty = 0
+            documents += 1
+            budget.spend(len(record.text) + len(record.url) + len(record.id))

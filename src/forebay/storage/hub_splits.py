@@ -1,0 +1,337 @@
+"""Datasets of the hub by name, `hf://datasets/NAME[/CONFIG][:SPLIT][@REVISION]`: which files are a split.
+
+As `datasets` decides it: by the configurations of the repository's card, else by names (`data/SPLIT-00000-of-00009.*`;
+a directory named for a split; a file named for one; else all files are `train`). One or two pages of the listing are
+enough, so that a repository of 25,000 files opens at once; all are listed only for a split that these do not show.
+"""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+from forebay.errors import PrepareError, UsageError
+from forebay.storage.hub import API_TRIES, HubFile, HubRepo, fetch_range, find_repo
+
+PREFIX = "hf://datasets/"
+_NAME = re.compile(r"([^/@:]+(?:/[^/@:]+)?)(?:@([^/@:]+))?(?:/([^@:]+))?(?::([^@:]+))?(?:@([^@:]+))?")
+KEYWORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Words that name a split in a path, delimited by its ends or by these: `- . _`, a space, a digit. As in `datasets`."""
+_DELIMITER = r"[-._ 0-9]"
+_METADATA = frozenset(
+    ("README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dummy_data.zip", "dataset_dict.json")
+)
+_SHARD = re.compile(r"([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+_WILDCARD = re.compile(r"[*?\[]")
+FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".txt": "lines", ".csv": "csv", ".tsv": "csv", ".json": "json"}
+FORMATS |= {".jsonl": "jsonl", ".ndjson": "jsonl"}
+"""The format of a suffix; `.json` may be JSON or JSON lines, and `.txt` has a document a line, as in `datasets`."""
+_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst", ".lz4")
+_NUM_SAMPLED = 10  # files whose most common suffix is the repository's
+
+
+class HubName(NamedTuple):
+    """The parts of a dataset's URL. The name of a directory on this machine begins with `/` or `.`."""
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+    revision: str = "main"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a directory on this machine."""
+        return self.name.startswith(("/", "."))
+
+
+@dataclass(frozen=True)
+class FilePattern:
+    """The files below a folder whose path matches."""
+
+    folder: str
+    recursive: bool
+    matches: Callable[[str], bool]
+
+
+class HubSplit:
+    """The files of one split at one commit, listed as they are requested, by path within each page of the hub's
+    listing. `url` names them for good, with configuration and commit."""
+
+    def __init__(self, repo: HubRepo, config: str, split: str, files: Iterator[HubFile]) -> None:
+        self.repo, self.config, self.split = repo, config, split
+        self.url = f"{PREFIX}{repo.name}{'/' if config else ''}{config}:{split}@{repo.commit}"
+        self._listed: list[HubFile] = []
+        self._unlisted = files
+
+    def file(self, index: int) -> HubFile | None:
+        """The file of that number, None after the last."""
+        self._listed += islice(self._unlisted, max(0, index + 1 - len(self._listed)))
+        return self._listed[index] if index < len(self._listed) else None
+
+    def location(self, index: int) -> str:
+        """The URL of the file of that number."""
+        return self.repo.file_url(self._listed[index].path)
+
+    def files(self) -> list[HubFile]:
+        """All files; the whole listing is requested."""
+        self._listed += self._unlisted
+        return self._listed
+
+
+def parse_url(url: str) -> HubName:
+    """The parts of `hf://datasets/NAME[@REVISION][/CONFIG][:SPLIT][@REVISION]`, with or without the prefix.
+
+    A name has one slash, so the configuration begins after the second one. A revision with a slash is quoted (%2F)
+    where it stands before the configuration.
+    """
+    rest = url.removeprefix(PREFIX)
+    if rest.startswith(("/", ".")):
+        name, colon, split = rest.rpartition(":")
+        return HubName(name, None, split) if colon else HubName(rest)
+    match = _NAME.fullmatch(rest.strip("/"))
+    if match is None or (match[2] and match[5]):
+        raise PrepareError(f"{url}: expected {PREFIX}NAME[/CONFIG][:SPLIT][@REVISION]. Check the input.")
+    revision = urllib.parse.unquote(match[2]) if match[2] else match[5] or "main"
+    return HubName(match[1], match[3], match[4] or "train", revision)
+
+
+def find_split(url: str, *, tries: int = API_TRIES) -> HubSplit | None:
+    """The split that a URL names; None if only the package `datasets` reads its files.
+
+    Sends the hub two to four requests, whatever the dataset's size.
+    """
+    name = parse_url(url)
+    if name.is_local or re.search(r"[\[+]", name.split):
+        return None
+    repo = find_repo("dataset", name.name, name.revision, tries=tries)
+    patterns, config = find_patterns(repo, name.config, name.split)
+    if any("://" in pattern.folder for pattern in patterns):
+        return None
+    files = HubSplit(repo, config, name.split, _of_one_format(list_matches(repo, patterns)))
+    first = files.file(0)
+    if first is None:
+        raise PrepareError(
+            f"{repo.label}: expected files of split {name.split!r}, got none that is data ({files.url}). Check the "
+            "dataset's page."
+        )
+    if not format_of(first.path):
+        _check_no_script(repo)
+        return None
+    if repo.gated:  # An error now, not at the first batch.
+        fetch_range(repo.file_url(first.path), 0, min(1, first.size), len)
+    return files
+
+
+def _check_no_script(repo: HubRepo) -> None:
+    """PrepareError if a Python program of the repository makes its data."""
+    script = f"{repo.name.rpartition('/')[2]}.py"
+    if any(file.path == script for files, _ in repo.pages() for file in files):
+        raise PrepareError(
+            f"{repo.label}: expected data files, got a loading script ({script}), which is not run here, nor by the "
+            "package datasets since version 4. Take the copy that the hub made of it, if it has one: "
+            f"{repo.name}@refs%2Fconvert%2Fparquet; or another repository of the same data."
+        )
+
+
+def format_of(path: str) -> str:
+    """The format of a file by its suffix, before that of a compression; "" if it is none of ours."""
+    return FORMATS.get(_suffix(path), "")
+
+
+def find_patterns(repo: HubRepo, config: str | None, split: str) -> tuple[list[FilePattern], str]:
+    """The patterns of a split's files, and the configuration that was chosen ("" if the repository has none).
+
+    `config`: a configuration of the card, or a folder or glob of files; None: the card's default.
+    """
+    configs = _configs(repo.card)
+    if config is not None and config not in configs and ("/" in config or _suffix(config) or _WILDCARD.search(config)):
+        if _suffix(config) or _WILDCARD.search(config):
+            return [_glob_pattern(config)], config
+        return [_pattern_by_names(repo, config, split)], config
+    chosen = _choose_config(repo, configs, config)
+    settings = configs.get(chosen, {})
+    folder = str(settings.get("data_dir") or "").strip("/")
+    if "data_files" not in settings:
+        return [_pattern_by_names(repo, folder, split)], chosen if chosen in configs else ""
+    splits = _data_files(settings["data_files"])
+    _check_split(repo, split, splits, chosen)
+    return [_glob_pattern(f"{folder}/{path}" if folder else path) for path in splits[split]], chosen
+
+
+def list_matches(repo: HubRepo, patterns: list[FilePattern]) -> Iterator[HubFile]:
+    """The data files of all patterns, once each, in order; pages are requested as they are needed."""
+    for number, pattern in enumerate(patterns):
+        for files, _ in repo.pages(pattern.folder, recursive=pattern.recursive):
+            for file in files:
+                is_new = not any(earlier.matches(file.path) for earlier in patterns[:number])
+                if is_new and pattern.matches(file.path) and _basename(file.path) not in _METADATA:
+                    yield file
+
+
+def _of_one_format(files: Iterator[HubFile]) -> Iterator[HubFile]:
+    """The files with the suffix that most of the first ten have; the others describe them."""
+    first = list(islice(files, _NUM_SAMPLED))
+    if first:
+        common = Counter(_family(file.path) for file in first).most_common(1)[0][0]
+        yield from (file for file in chain(first, files) if _family(file.path) == common)
+
+
+def _basename(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def _suffix(path: str) -> str:
+    name = _basename(path).lower()
+    stem, dot, last = name.rpartition(".")
+    if dot and f".{last}" in _COMPRESSIONS:
+        stem, dot, last = stem.rpartition(".")
+    return f".{last}" if dot and stem else ""
+
+
+def _family(path: str) -> str:
+    """Which suffixes belong together: those of a format, of JSON and JSON lines, or the suffix itself."""
+    return {"jsonl": "json"}.get(format_of(path), format_of(path)) or _suffix(path)
+
+
+def _is_hidden(path: str) -> bool:
+    parts = path.split("/")
+    return any(part.startswith(".") for part in parts) or any(part.startswith("__") for part in parts[:-1])
+
+
+def _configs(card: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    configs = [config for config in _as_list(card.get("configs")) if isinstance(config, Mapping)]
+    return {str(config["config_name"]): config for config in configs if config.get("config_name")}
+
+
+def _choose_config(repo: HubRepo, configs: Mapping[str, Mapping[str, Any]], config: str | None) -> str:
+    if config is not None:
+        if config in configs or (not configs and config == "default"):
+            return config
+        names = ", ".join(sorted(configs)) or "default alone"
+        raise UsageError(f"{repo.label}: expected a configuration among {names}, got {config!r}. Choose one of them.")
+    marked = [name for name, settings in configs.items() if settings.get("default") is True]
+    if marked or "default" in configs or len(configs) <= 1:
+        return (marked or (["default"] if "default" in configs else list(configs)) or ["default"])[0]
+    raise UsageError(
+        f"{repo.label}: expected a configuration, as it has several and no default: {', '.join(sorted(configs))}. Name "
+        f"one: hf:{repo.name}/{min(configs)}."
+    )
+
+
+def _data_files(entry: Any) -> dict[str, list[str]]:
+    """Patterns by split, from each of the forms in which a card may have them."""
+    if isinstance(entry, Mapping):
+        return {str(split): _globs(paths) for split, paths in entry.items()}
+    splits = [item for item in _as_list(entry) if isinstance(item, Mapping)]
+    return {str(item.get("split", "train")): _globs(item.get("path")) for item in splits} or {"train": _globs(entry)}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _globs(value: Any) -> list[str]:
+    return [str(path).removeprefix("./") for path in _as_list(value) if path]
+
+
+def _glob_pattern(glob: str) -> FilePattern:
+    """The pattern of a glob: its folder is the part before the first wildcard."""
+    steps = glob.split("/")
+    fixed = next((i for i, step in enumerate(steps) if _WILDCARD.search(step)), len(steps) - 1)
+    return FilePattern("/".join(steps[:fixed]), len(steps) > fixed + 1 or "**" in steps[fixed], glob_matcher(glob))
+
+
+def glob_matcher(glob: str) -> Callable[[str], bool]:
+    """A test of paths: `*` and `?` do not cross a slash, `**` does; hidden files only if the glob names them."""
+    from fsspec.utils import glob_translate  # of huggingface_hub's dependencies; `datasets` matches with it
+
+    try:
+        expression = re.compile(glob_translate(glob))
+    except ValueError as error:
+        raise UsageError(f"{glob}: expected a glob of files: {error}. `**` stands for whole folders.") from error
+    return lambda path: (_is_hidden(glob) or not _is_hidden(path)) and expression.match(path) is not None
+
+
+def _pattern_by_names(repo: HubRepo, base: str, split: str) -> FilePattern:
+    """The split by the names of files and folders; the first rule that any file follows holds for all."""
+    root, folders = next(repo.pages(base), ([], []))
+    data = f"{base}/data" if base else "data"
+    if data in folders and (names := _known_splits(_by_shard, split, (), repo.pages(data))):
+        _check_split(repo, split, names)
+        return FilePattern(data, False, partial(_is_of, _by_shard, "", split))
+    paths = [file.path for file in [*root, *next(repo.pages(base, recursive=True), ([], []))[0]]]
+    paths = [path for path in paths if not _is_hidden(path) and _basename(path) not in _METADATA]
+    for rule, seen in ((_by_folder, [*paths, *(f"{folder}/-" for folder in folders)]), (_by_file, paths)):
+        seen = [path.removeprefix(base) for path in seen]
+        if any(map(rule, seen)):
+            _check_split(repo, split, _known_splits(rule, split, seen, repo.pages(base, recursive=True), base))
+            return FilePattern(base, True, partial(_is_of, rule, base, split))
+    _check_split(repo, split, {"train"})
+
+    def is_train(path: str) -> bool:
+        """A file on a later page that is named for validation or test stays out of `train`."""
+        names = {*_by_folder(path.removeprefix(base)), *_by_file(path.removeprefix(base))}
+        return not _is_hidden(path) and (not names or "train" in names)
+
+    return FilePattern(base, True, is_train)
+
+
+_Rule = Callable[[str], list[str]]
+
+
+def _known_splits(
+    rule: _Rule, split: str, paths: Iterable[str], pages: Iterable[tuple[list[HubFile], list[str]]], base: str = ""
+) -> set[str]:
+    """The splits that a rule sees in paths, then page by page, until `split` is among them or a page shows none."""
+    names = {name for path in paths for name in rule(path)}
+    for files, _ in pages if split not in names else ():
+        names |= {name for file in files for name in rule(file.path.removeprefix(base))}
+        if not names or split in names:
+            break
+    return names
+
+
+def _is_of(rule: _Rule, base: str, split: str, path: str) -> bool:
+    return not _is_hidden(path) and split in rule(path.removeprefix(base))
+
+
+def _by_shard(path: str) -> list[str]:
+    match = _SHARD.fullmatch(_basename(path))
+    return [match[1]] if match else []
+
+
+def _by_folder(path: str) -> list[str]:
+    return _named_in(path.split("/")[:-1], rf"(.*{_DELIMITER})?(%s)({_DELIMITER}.*)?")
+
+
+def _by_file(path: str) -> list[str]:
+    return _named_in(path.split("/")[-1:], rf"(.*{_DELIMITER})?(%s){_DELIMITER}.*")
+
+
+def _named_in(steps: list[str], pattern: str) -> list[str]:
+    """The splits of which a keyword occurs in any of these names."""
+    return [
+        split
+        for split, words in KEYWORDS.items()
+        if any(re.fullmatch(pattern % "|".join(words), step) for step in steps)
+    ]
+
+
+def _check_split(repo: HubRepo, split: str, names: Iterable[str], config: str = "") -> None:
+    """UsageError unless the split is one of these."""
+    if split not in names:
+        suffix = f" (configuration {config!r})" if config else ""
+        raise UsageError(
+            f"{repo.label}{suffix}: expected a split among {', '.join(sorted(names))}, got {split!r}. Name one: "
+            f"hf:NAME:{min(names)}."
+        )

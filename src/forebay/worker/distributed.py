@@ -1,0 +1,269 @@
+"""Training in step with the other workers of a coordinator, by generations; no step is applied in part.
+
+Each step: gradients of this rank's samples, their mean over all ranks, one step of the optimizer. If a peer dies in a
+step, none of it was applied, and the ranks of the next generation take it again. At the start of a generation all ranks
+receive the weights, the optimizer's state and the position in the data of one of them, the source.
+
+A `count` trainer has no gradients: each worker counts on its own, and only ranks, samples and steps are shared. Such a
+worker that joins late in a text reads what the others have read, as a position in a text may take megabytes.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from forebay.errors import MissingPackageError, UsageError, install_command
+from forebay.load.batch import Batch
+from forebay.threads import Supervised
+from forebay.worker.config import WorkerConfig
+from forebay.worker.dummy import DummyDataset
+from forebay.worker.membership import Generation, Membership, MembershipLostError
+from forebay.worker.trainer import LockstepTrainer, PeerLostError, trainer_class
+from forebay.worker.training import Training, TrainingReport
+
+if TYPE_CHECKING:
+    from forebay.network.pki.identity import Identity
+    from forebay.worker.collective import Collective
+
+SHARED = (
+    "dataset_type", "dataset_name", "tokenizer_name", "batch_size", "seq_len", "num_steps", "model_size", "seed",
+    "shuffle_buffer", "partition", "text_key", "vocab_size", "learning_rate",
+)  # fmt: skip
+"""Settings that are the same for all workers of a run; the coordinator's replace a worker's."""
+STOP_S = 5.0
+"""How long a worker that is stopped has for its step; then it leaves, as it may be waiting for others."""
+MAX_FAILURES = 20
+"""Failures of a step in a row after which the last one is raised."""
+_one_at_a_time = threading.Lock()
+
+
+def train_distributed(training: Training) -> TrainingReport:
+    """Train as a member of the coordinator's run to its end, or until stopped. Raises as `WorkerClient` says."""
+    if training.config.partition != "samples":
+        raise UsageError("partition: expected 'samples' where a coordinator deals ranks, got 'records'.")
+    if not _one_at_a_time.acquire(blocking=False):
+        raise UsageError("worker: expected one at a time that trains with others, got two. Use a process for each.")
+    try:
+        return DistributedRun(training).run()
+    finally:
+        _one_at_a_time.release()
+
+
+class DistributedRun:
+    """A worker's part of a run, generation by generation."""
+
+    def __init__(self, training: Training) -> None:
+        config = training.config
+        self.training, self.lockstep = training, hasattr(trainer_class(config.trainer), "gradients")
+        self.collective: Collective | None = None
+        self.generation: Generation | None = None
+        self._ended = threading.Event()
+        self._holds_state, self._num_failures = False, 0
+        step, samples = training.progress()
+        self.membership = Membership(
+            config.resolved_coordinator(),
+            config.worker_id,
+            settings=shared_settings(config),
+            defaults=default_settings(config),
+            identity=_load_identity(config),
+            lockstep=self.lockstep,
+            step=step,
+            samples=samples,
+            patience_s=config.timeout_s,
+            on_note=training.log,
+        )
+
+    def run(self) -> TrainingReport:
+        """Train to the end; see `train_distributed`."""
+        training = self.training
+        with self.membership as membership:
+            Supervised(self._leave_when_stopped, "leave when stopped", stopping=self._ended).start()
+            try:
+                training.apply_config(merge_settings(training.config, membership.agree()))
+                training.resume()
+                training.start()  # The model is made before others wait for this worker.
+                generation: Generation = membership.join()
+                training.start()
+                while training.step < training.config.num_steps and not training.stop.is_set():
+                    generation = self._step(generation)
+                report = training.finish()
+                membership.leave(finished=report.finished)
+                return report
+            except MembershipLostError:
+                if not training.stop.is_set():
+                    raise
+                return training.finish()
+            finally:
+                self._ended.set()
+                self._leave_group()
+
+    def _leave_when_stopped(self) -> None:
+        """Leave if the worker is stopped while it waits for others; in a step, give it STOP_S to end."""
+        while not self._ended.wait(0.1):
+            if self.training.stop.is_set():
+                if self.generation is None or not self._ended.wait(STOP_S):
+                    self.membership.leave()
+                return
+
+    def _step(self, generation: Generation) -> Generation:
+        """Take one step; returns the generation of the next one."""
+        training = self.training
+        try:
+            if self.generation is None or self.generation.number != generation.number:
+                self._enter(generation)
+                if training.step >= training.config.num_steps:
+                    return generation  # The others had done it all.
+            position = training.data.position()
+            batch = training.next_batch()
+            try:
+                loss, stop = self._learn(batch)
+            except PeerLostError:
+                training.close_batches()
+                training.data.seek(position)
+                raise
+        except PeerLostError as error:
+            self._num_failures += 1
+            if self._num_failures > MAX_FAILURES:
+                raise
+            training.log(str(error))
+            self._leave_group()
+            return self._boundary(stop=True, broken=True)
+        self._num_failures = 0
+        training.record_step(batch, loss)
+        return self._boundary(stop=stop if training.step < training.config.num_steps else False)
+
+    def _boundary(self, *, stop: bool | None, broken: bool = False) -> Generation:
+        """Report the end of a step; returns the generation of the next one, which may be a new one."""
+        try:
+            return self.membership.boundary(self.training.step, stop=stop, broken=broken, holds=self._holds_state)
+        except MembershipLostError as error:
+            if self.training.stop.is_set():
+                raise
+            self.training.log(f"{error} Joining again.")
+            self._leave_group()
+            self._holds_state = False
+            return self.membership.join()
+
+    def _learn(self, batch: Batch) -> tuple[float, bool | None]:
+        """The loss over all ranks, and whether they agreed to stop after this step (None: nothing was agreed)."""
+        training, trainer = self.training, self.training.trainer
+        if self.collective is None:
+            return training.learn(trainer.step, batch), None
+        lockstep = cast(LockstepTrainer, trainer)
+        loss = training.learn(lambda inputs, labels: lockstep.gradients(inputs, labels)[0], batch)
+        mean, stop = self.collective.average(lockstep.model.parameters(), loss, stop=self.membership.changing)
+        lockstep.apply()
+        return mean, stop
+
+    def _enter(self, generation: Generation) -> None:
+        """Begin a generation: join its group, receive the source's state, read this rank's share of the data."""
+        training, membership = self.training, self.membership
+        self._leave_group()
+        step, training.report.step = training.step, generation.start_step
+        is_source = generation.rank == generation.source
+        self._holds_state = is_source or (self._holds_state and step == generation.start_step)
+        if self.lockstep:
+            from forebay.worker.collective import Collective
+
+            trainer = cast(LockstepTrainer, training.trainer)
+            self.collective = Collective(
+                generation,
+                membership.meet,
+                device=trainer.device.partition(":")[0],
+                timeout_s=training.config.timeout_s,
+                abandon=lambda: membership.changing,
+                broken=lambda: membership.broken,
+            )
+            self.collective.share(trainer.model, OptimizerAndPosition(trainer.optimizer, training))
+            self._holds_state = True
+        elif isinstance(training.data, DummyDataset):
+            training.close_batches()
+            training.data.seek(generation.start_sample)
+        elif step != generation.start_step:
+            self._catch_up(step, generation.start_step)
+            if training.stop.is_set():
+                return
+        training.samples_taken = generation.start_sample
+        training.set_rank(generation.rank, generation.world_size)
+        training.report.generations += self.generation is not None
+        self.generation = generation
+
+    def _catch_up(self, step: int, start_step: int) -> None:
+        """Read and skip the batches of the other workers' steps up to `start_step`."""
+        training = self.training
+        training.close_batches()
+        training.log(f"reading on from step {step if step < start_step else 0} to {start_step}, where the others are")
+        if step > start_step:  # of a checkpoint that is ahead of the run
+            step = 0
+            training.data.rewind()
+        for first, stop, world_size in self.membership.past():
+            if stop <= step:
+                continue
+            training.data = training.data.reshard(0, world_size)
+            for skipped in range(max(first, step), stop):
+                if training.stop.is_set():
+                    return
+                training.next_batch()
+                training.report.step = skipped + 1
+            training.close_batches()
+
+    def _leave_group(self) -> None:
+        """Leave the generation's group; peers that wait for this rank are notified."""
+        collective, self.collective = self.collective, None
+        if collective is not None:
+            collective.close()
+
+
+class OptimizerAndPosition:
+    """An optimizer's state and the position in the data as one state, which a source sends to its generation."""
+
+    def __init__(self, optimizer: Any, training: Training) -> None:
+        self._optimizer, self._training = optimizer, training
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both states."""
+        self._training.close_batches()
+        return {"optimizer": self._optimizer.state_dict(), "data": json.dumps(self._training.data.state_dict())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load both states."""
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._training.close_batches()
+        self._training.data.load_state_dict(json.loads(state["data"]))
+
+
+def shared_settings(config: WorkerConfig) -> dict[str, Any]:
+    """The settings for the run to agree on: those that differ from the default, and a seq_len that was given."""
+    defaults = {field.name: field.default for field in fields(config)}
+    settings = {name: getattr(config, name) for name in SHARED if getattr(config, name) != defaults[name]}
+    return settings | ({"seq_len": config.seq_len} if config.seq_len_is_given else {})
+
+
+def default_settings(config: WorkerConfig) -> dict[str, Any]:
+    """Settings that a run must have, even where no worker was given them."""
+    return {name: getattr(config, name) for name in ("dataset_type", "batch_size", "num_steps", "seed")}
+
+
+def merge_settings(config: WorkerConfig, settings: dict[str, Any]) -> WorkerConfig:
+    """The configuration with the run's settings; those that a worker does not have are left out."""
+    changes = {name: settings[name] for name in SHARED if name in settings}
+    if changes.get("dataset_name") != config.dataset_name and "dataset_type" in changes:
+        changes["dataset_type"] = "huggingface"  # A name that is not this worker's decides the type.
+    elif changes.get("dataset_type") != "huggingface":
+        changes["dataset_name"] = None
+    return replace(config, **changes)
+
+
+def _load_identity(config: WorkerConfig) -> Identity | None:
+    if config.network is None:
+        return None
+    try:
+        from forebay.network.pki.identity import Identity
+    except ImportError as error:
+        raise MissingPackageError(
+            f"network {config.network}: {error.name} is not installed. Run: {install_command('network')}."
+        ) from error
+    return Identity.load(config.network)

@@ -1,0 +1,335 @@
+"""Copies of the hub's files: verified, used without the hub; and tokenizers by their names."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from forebay import TextStream
+from forebay.errors import (
+    AccessError,
+    DownloadError,
+    IntegrityError,
+    MissingPackageError,
+    PrepareError,
+    UnknownDatasetError,
+)
+from forebay.formats.inputs import ReadOptions
+from forebay.prepare.inputs import find_inputs
+from forebay.prepare.tokenize.tokenizers import load_tokenizer, train_tokenizer
+from forebay.storage.hub_copies import download_hub, fetch_tokenizer
+from forebay.storage.hub_splits import HubSplit, find_split
+from hub_repos import write_jsonl, write_repo
+from hub_server import TOKEN, HubServer
+
+ROWS = [{"text": f"document {number} " * 50} for number in range(400)]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    repo = write_repo(tmp_path / "hub/datasets/a/b")
+    write_jsonl(repo / "data/train-0.jsonl", ROWS[:300])  # LFS by its size
+    write_jsonl(repo / "data/train-1.jsonl", ROWS[300:])
+    model = write_repo(tmp_path / "hub/models/Salesforce/codegen-350M-mono")
+    (model / "tokenizer.json").write_bytes(train_tokenizer(iter(["some text"]), 300).data)
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    (model / "weights.safetensors").write_bytes(bytes(1000))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("forebay.storage.hub._FIRST_WAIT_S", 0.01)
+    with HubServer(tmp_path / "hub") as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+
+
+def stream(inputs: object) -> TextStream:
+    return TextStream(inputs, tokenizer="bytes", seq_len=512, batch_size=4, shuffle_buffer=20, prefetch=0)
+
+
+def test_a_copy_is_fetched_once_and_is_the_same_as_the_stream(hub: HubServer) -> None:
+    copy = download_hub("hf:a/b")
+    num_bytes = sum(file.size for file in copy.files)
+    assert [path.read_bytes() for path in copy.paths] == [
+        (hub.directory / f"datasets/a/b/data/train-{n}.jsonl").read_bytes() for n in (0, 1)
+    ]
+    assert sum(hub.bytes_sent.values()) == num_bytes and not copy.offline
+    assert download_hub("hf:a/b:train").files == copy.files
+    assert sum(hub.bytes_sent.values()) == num_bytes
+    streamed, copied = stream("hf:a/b"), stream(copy)
+    for left, right in zip(streamed, copied, strict=True):
+        assert left.inputs.tolist() == right.inputs.tolist()
+        if left.step == 5:
+            state = streamed.state_dict()
+    again = stream(copy)
+    again.load_state_dict(state)
+    streamed.load_state_dict(state)
+    assert [b.inputs.tolist() for b in again] == [b.inputs.tolist() for b in streamed] != []
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_what_was_fetched_is_used_without_the_hub(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, offline: bool
+) -> None:
+    with pytest.raises(UnknownDatasetError):
+        download_hub("hf:a/c")
+    copy = download_hub("hf:a/b")
+    if offline:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    else:
+        hub.close()
+    again = download_hub("hf:a/b")
+    assert again.offline and (again.files, again.url) == (copy.files, copy.url)
+    assert sum(len(batch.sample_ids) for batch in stream(again)) > 100
+    with pytest.raises(DownloadError, match="Failed to download dataset 'a/c'"):
+        download_hub("hf:a/c")
+    again.paths[0].unlink()
+    with pytest.raises(DownloadError):
+        download_hub("hf:a/b")
+
+
+def test_a_new_commit_is_fetched_beside_the_old(hub: HubServer) -> None:
+    old = download_hub("hf:a/b")
+    write_jsonl(hub.directory / "datasets/a/b/data/train-1.jsonl", ROWS[350:])
+    new = download_hub("hf:a/b")
+    assert new.url != old.url and new.files[0] == old.files[0] and new.files[1] != old.files[1]
+    assert all(path.is_file() for path in (*old.paths, *new.paths))
+
+
+@pytest.mark.parametrize("name", ["data/train-0.jsonl", "data/train-1.jsonl"])
+def test_other_bytes_than_the_hub_says_are_refused(hub: HubServer, tmp_path: Path, name: str) -> None:
+    hub.faults.corrupt[name] = 1000
+    with pytest.raises(IntegrityError, match=f"expected {name} to have the hash"):
+        download_hub("hf:a/b")
+    assert not list((tmp_path / "cache").rglob(f"*/{name}"))
+    hub.faults.corrupt.clear()
+    assert len(download_hub("hf:a/b").files) == 2
+
+
+def test_an_interrupted_download_is_continued(hub: HubServer) -> None:
+    copy = download_hub("hf:a/b")
+    path, data = copy.paths[0], copy.paths[0].read_bytes()
+    blob = path.resolve()
+    partial = blob.with_name(f"{blob.name}.forebay.incomplete")
+    for left in (data[:100_000], b"x" * 1000, data + b"more"):
+        blob.unlink()
+        partial.write_bytes(left)
+        hub.reset()
+        assert download_hub("hf:a/b").paths[0].read_bytes() == data
+        sent = hub.bytes_sent["data/train-0.jsonl"]
+        assert sent == len(data) - 100_000 if left == data[:100_000] else sent >= len(data)
+    hub.faults.truncate = 0.7
+    blob.unlink()
+    assert download_hub("hf:a/b").paths[0].read_bytes() == data
+
+
+def test_a_full_disk(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("forebay.storage.hub_copies.fetch_range", fail)
+    with pytest.raises(PrepareError, match="cannot write the copy: No space left"):
+        download_hub("hf:a/b")
+
+
+@pytest.mark.parametrize("change", [{"path": "../../../x"}, {"path": "/tmp/x"}, {"oid": "../../x", "sha256": ""}])
+def test_a_path_or_hash_of_the_hub_leads_nowhere(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: dict[str, str]
+) -> None:
+    monkeypatch.setattr("forebay.storage.hub_splits.HubSplit.files", lambda self: [replace(self.file(0), **change)])
+    with pytest.raises(PrepareError, match="expected a file below the repository and its hash"):
+        download_hub("hf:a/b")
+    assert {path.name for path in tmp_path.iterdir()} <= {"hub", "cache"}
+
+
+def test_another_program_finds_the_copy(hub: HubServer) -> None:
+    from huggingface_hub import hf_hub_download
+
+    path = download_hub("hf:a/b").paths[0]
+    commit = hub.commit(hub.directory / "datasets/a/b")
+    sent = sum(hub.bytes_sent.values())
+    shared = hf_hub_download(
+        "a/b", "data/train-0.jsonl", repo_type="dataset", revision=commit, cache_dir=path.parents[4]
+    )
+    assert Path(shared) == path and sum(hub.bytes_sent.values()) == sent
+
+
+def test_a_hub_that_is_busy_while_it_is_copied(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listed(url: str, *, tries: int) -> HubSplit | None:
+        split = find_split(url, tries=tries)
+        assert split is not None and split.files()
+        hub.faults.broken = 8
+        return split
+
+    monkeypatch.setattr("forebay.storage.hub_copies.find_split", listed)
+    assert len(download_hub("hf:a/b").files) == 2 and not hub.faults.broken
+
+
+def test_a_cached_file_of_another_size_is_not_used(hub: HubServer) -> None:
+    path = download_hub("hf:a/b").paths[0]
+    path.resolve().write_bytes(b"short")
+    assert len(download_hub("hf:a/b").paths[0].read_bytes()) > 5
+
+
+def test_ranks_that_start_together_fetch_once(hub: HubServer) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        copies = list(pool.map(download_hub, ["hf:a/b"] * 6))
+    assert len({copy.paths for copy in copies}) == 1 and sum(hub.bytes_sent.values()) == sum(
+        file.size for file in copies[0].files
+    )
+
+
+def test_a_disk_that_is_too_small(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr("forebay.storage.hub_copies.shutil.disk_usage", lambda path: Usage)
+    with pytest.raises(PrepareError, match=r"GB free in .*Stream it instead, or set HF_HUB_CACHE"):
+        download_hub("hf:a/b")
+    assert not hub.ranges
+
+
+def test_a_directory_is_not_copied(tmp_path: Path) -> None:
+    with pytest.raises(PrepareError, match="got a directory, which is here already"):
+        download_hub(f"hf:{tmp_path}")
+
+
+def test_a_tokenizer_by_its_name_or_alias(hub: HubServer) -> None:
+    found = load_tokenizer("Salesforce/codegen-350M-mono")
+    assert found.eos_id is not None and found.vocab_size <= 300
+    assert hub.bytes_sent.keys() == {"tokenizer.json", "tokenizer_config.json"}
+    hub.close()
+    assert load_tokenizer("codegen-350M").data == found.data
+    with pytest.raises(DownloadError, match="Failed to download tokenizer 'gpt2'"):
+        load_tokenizer("gpt2")
+
+
+def test_a_tokenizer_that_the_library_fetched(hub: HubServer, tmp_path: Path) -> None:
+    home = tmp_path / "cache/models--gpt2"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs/main").write_text("abc")
+    (home / "snapshots/abc").mkdir(parents=True)
+    (home / "snapshots/abc/tokenizer.json").write_bytes(train_tokenizer(iter(["text"]), 300).data)
+    hub.close()
+    assert fetch_tokenizer("gpt2") == home / "snapshots/abc" and load_tokenizer("gpt2").vocab_size > 256
+
+
+def test_tokenizers_that_are_not_there(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match=r"^Tokenizer 'gtp2' not found: there is no such file"):
+        load_tokenizer("gtp2")
+    model = write_repo(hub.directory / "models/a/slow")
+    (model / "vocab.txt").write_text("a\nb\n")
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(MissingPackageError, match=r"^HuggingFace datasets and transformers are required"):
+        load_tokenizer("a/slow")
+
+
+def test_a_gated_model_is_named_by_its_page(hub: HubServer) -> None:
+    (hub.directory / "models/Salesforce/codegen-350M-mono/.hub.json").write_text('{"gated": "manual"}')
+    with pytest.raises(AccessError, match=f"Accept its terms on {hub.url}/Salesforce/codegen-350M-mono and set"):
+        load_tokenizer("codegen-350M")
+
+
+def test_a_private_dataset(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    (hub.directory / "datasets/a/b/.hub.json").write_text('{"private": true}')
+    with pytest.raises(UnknownDatasetError, match="If it is private, set HF_TOKEN"):
+        download_hub("hf:a/b")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert len(download_hub("hf:a/b").files) == 2
+
+
+@pytest.mark.parametrize("commit", ["../../../escape", "/tmp/absolute", "main", "C" * 40, "c" * 41])
+def test_a_commit_is_no_path(hub: HubServer, tmp_path: Path, commit: str) -> None:
+    hub.commits = {"datasets/a/b": commit, "models/Salesforce/codegen-350M-mono": commit}
+    for fetch in (lambda: download_hub("hf:a/b"), lambda: fetch_tokenizer("Salesforce/codegen-350M-mono")):
+        with pytest.raises(PrepareError, match="expected the hub to say its commit, 40 hex digits"):
+            fetch()
+    assert {path.name for path in tmp_path.iterdir()} <= {"hub", "cache"}
+
+
+def test_an_index_that_was_changed_leads_nowhere(hub: HubServer, tmp_path: Path) -> None:
+    copy = download_hub("hf:a/b")
+    (index,) = (tmp_path / "cache/datasets--a--b").glob("forebay-*.json")
+    (tmp_path / "cache/secret.jsonl").write_text("secret")
+    plain = json.loads(index.read_text())
+    hub.close()
+    file = {**plain["files"][0], "path": "../../secret.jsonl", "size": 6}
+    for changed in ({"commit": "../datasets--a--b"}, {"files": [file]}, {"files": [{**file, "path": "/etc/hostname"}]}):
+        index.write_text(json.dumps({**plain, **changed}))
+        with pytest.raises(DownloadError):
+            download_hub("hf:a/b")
+    index.write_text(json.dumps(plain))
+    assert download_hub("hf:a/b").files == copy.files
+
+
+class Liar(BaseHTTPRequestHandler):
+    """A hub whose listing is as `lie` says."""
+
+    lie = ""
+
+    def do_GET(self) -> None:
+        entry = {"type": "file", "path": "a.jsonl", "size": 13, "oid": "0" * 40}
+        plain: object = {"sha": "c" * 40, "id": "o/n", "cardData": {}, "gated": False}
+        if "/tree/" in self.path:
+            entry["size"] = {"size": 10**15, "minus": -1, "text": "13"}.get(self.lie, 13)
+            plain = [entry]
+        body = json.dumps(plain).encode()
+        if self.lie == "sent to ftp":
+            self.send_response(302)
+            self.send_header("Location", "ftp://127.0.0.1:1/x")
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
+        cursor = int(self.path.partition("cursor=")[2] or 0)
+        self.send_response(200)
+        if "/tree/" in self.path and self.lie in ("again", "endless"):
+            cursor = 1 if self.lie == "again" else cursor + 1
+            self.send_header("Link", f'<http://h{self.path.partition("?")[0]}?cursor={cursor}>; rel="next"')
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        ("size", "expected a file of at most 64 TiB"),
+        ("minus", "expected a file of at most 64 TiB"),
+        ("text", "expected a file of at most 64 TiB"),
+        ("again", "got a page again after 2 pages"),
+        ("endless", "got no end after 30 pages"),
+        ("sent to ftp", "expected a redirect to http or https, got one to 'ftp'"),
+    ],
+)
+def test_a_hub_that_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str, message: str) -> None:
+    monkeypatch.setattr("forebay.storage.hub._MAX_PAGES", 30)
+    with ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Liar,), {"lie": lie})) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        try:
+            with pytest.raises(DownloadError if lie == "sent to ftp" else PrepareError, match=message):
+                find_inputs("hf://datasets/o/n", ReadOptions())
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_what_to_do_without_the_hub_fits_what_was_wanted(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DownloadError, match=r"or name a tokenizer\.json that is here") as error:
+        fetch_tokenizer("gpt2")
+    assert "tiny_shakespeare" not in str(error.value)
+    with pytest.raises(DownloadError, match="or name files that are here") as error:
+        download_hub("hf:winglian/tiny-shakespeare")
+    assert "try another" not in str(error.value)
+    with pytest.raises(DownloadError, match="or take tiny_shakespeare: a part of it comes with"):
+        download_hub("hf:a/b")

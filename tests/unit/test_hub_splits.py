@@ -1,0 +1,180 @@
+"""Which files of a repository are a split: globs, cards, and the hub's rules about names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.read.hub import source_at
+from forebay.storage.hub_splits import HubName, find_split, format_of, glob_matcher, parse_url
+from hub_repos import write_repo
+from hub_server import HubServer
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with HubServer(tmp_path / "hub") as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+
+
+def repo(hub: HubServer, names: list[str], card: dict[str, Any] | None = None) -> str:
+    """A dataset of empty files of these names."""
+    folder = write_repo(hub.directory / "datasets/a/b", card)
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"")
+    return "a/b"
+
+
+def paths(name: str) -> list[str]:
+    found = find_split(name)
+    assert found is not None
+    return [file.path for file in found.files()]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("owner/name", HubName("owner/name")),
+        ("squad", HubName("squad")),
+        ("owner/name/en:test", HubName("owner/name", "en", "test")),
+        ("owner/name:test@v1.0", HubName("owner/name", None, "test", "v1.0")),
+        ("owner/name@refs%2Fconvert%2Fparquet/en", HubName("owner/name", "en", "train", "refs/convert/parquet")),
+        ("owner/name:train@refs/pr/1", HubName("owner/name", None, "train", "refs/pr/1")),
+        ("owner/name/data/**/*.parquet", HubName("owner/name", "data/**/*.parquet")),
+        ("./here:test", HubName("./here", None, "test")),
+    ],
+)
+def test_names(text: str, name: HubName) -> None:
+    assert parse_url(f"hf://datasets/{text}") == parse_url(text) == name
+
+
+@pytest.mark.parametrize("text", ["", "a/b@x/c@y", "a/b:", "a:b:c", "@main"])
+def test_what_is_no_name(text: str) -> None:
+    with pytest.raises(PrepareError, match="expected hf://datasets/NAME"):
+        parse_url(f"hf://datasets/{text}")
+
+
+def test_hidden_files_are_found_if_they_are_named() -> None:
+    assert not glob_matcher("**")(".git/a") and not glob_matcher("**")("__cache__/a") and not glob_matcher("*")(".a")
+    assert glob_matcher(".git/*")(".git/a") and glob_matcher("**")("a/__a")
+    with pytest.raises(UsageError, match=r"a\*\*b: expected a glob of files"):
+        glob_matcher("a**b")
+
+
+def test_kinds() -> None:
+    names = {"a.parquet": "parquet", "a.jsonl.zst": "jsonl", "A.CSV.gz": "csv", "a.txt": "lines", "a.json": "json"}
+    names |= {"a.png": "", "a": "", ".parquet": "", "a.zip": "", "a.gz": "", "b/a.arrow": "arrow"}
+    assert {name: format_of(name) for name in names} == names
+
+
+RULES: list[tuple[list[str], dict[str, list[str]]]] = [
+    (
+        [
+            "data/train-00000-of-00002.parquet",
+            "data/train-00001-of-00002-0f.parquet",
+            "data/extra-00000-of-00001.parquet",
+        ],
+        {"train": ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002-0f.parquet"]}
+        | {"extra": ["data/extra-00000-of-00001.parquet"]},
+    ),
+    (
+        ["train/a.jsonl", "x/valid-1/b.jsonl", "val.jsonl", "my test/c.jsonl", "trains/d.jsonl"],
+        {"train": ["train/a.jsonl"], "validation": ["x/valid-1/b.jsonl"], "test": ["my test/c.jsonl"]},
+    ),
+    (
+        ["train.csv", "a/my-train-2.csv", "dev.csv", "a/eval_1.csv", "restrain.csv", "train2.csv"],
+        {"train": ["a/my-train-2.csv", "train.csv", "train2.csv"], "validation": ["dev.csv"], "test": ["a/eval_1.csv"]},
+    ),
+    (["b/2.txt", "a.txt", "README.txt", ".hidden/c.txt"], {"train": ["README.txt", "a.txt", "b/2.txt"]}),
+    (
+        ["train/a.json", "train/b.jsonl.gz", "train/c.json", "train/d.png"],
+        {"train": ["train/a.json", "train/b.jsonl.gz", "train/c.json"]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("names", "splits"), RULES)
+def test_splits_by_the_names_of_files(hub: HubServer, names: list[str], splits: dict[str, list[str]]) -> None:
+    name = repo(hub, names)
+    assert {split: paths(f"{name}:{split}") for split in splits} == splits
+    with pytest.raises(UsageError, match=f"expected a split among .*{min(splits)}"):
+        find_split(f"{name}:nope")
+
+
+def test_a_folder_or_a_glob_in_place_of_a_configuration(hub: HubServer) -> None:
+    name = repo(hub, ["data/python/train-00000-of-00001.parquet", "data/c/train-0.parquet", "data/c/test.parquet"])
+    assert paths(f"{name}/data/python") == ["data/python/train-00000-of-00001.parquet"]
+    assert paths(f"{name}/data/c:test") == ["data/c/test.parquet"]
+    assert paths(f"{name}/data/*/t*.parquet") == sorted(
+        ["data/python/train-00000-of-00001.parquet", "data/c/train-0.parquet", "data/c/test.parquet"]
+    )
+    assert paths(f"{name}/data/c/test.parquet") == ["data/c/test.parquet"]
+    with pytest.raises(PrepareError, match="expected files of split 'train', got none"):
+        find_split(f"{name}/data/none/*.parquet")
+
+
+CARDS: list[tuple[Any, dict[str, list[str]]]] = [
+    ("a/*.csv", {"": ["a/1.csv", "a/2.csv"]}),
+    (["a/1.csv", "b/**"], {"": ["a/1.csv", "b/c/3.csv"]}),
+    (
+        [{"split": "train", "path": ["a/2.csv", "a/*"]}, {"split": "dev", "path": "b/**/*.csv"}],
+        {"": ["a/2.csv", "a/1.csv"], ":dev": ["b/c/3.csv"]},
+    ),
+    ({"train": "b/c/*", "x": "./a/1.csv"}, {"": ["b/c/3.csv"], ":x": ["a/1.csv"]}),
+]
+
+
+@pytest.mark.parametrize(("told", "wanted"), CARDS)
+def test_configurations_of_the_card(hub: HubServer, told: Any, wanted: dict[str, list[str]]) -> None:
+    card = {"configs": [{"config_name": "one", "data_files": told}]}
+    name = repo(hub, ["a/1.csv", "a/2.csv", "b/c/3.csv"], card)
+    for split, files in wanted.items():
+        assert paths(name + split) == paths(f"{name}/one{split}") == files
+
+
+def test_which_configuration_is_the_default(hub: HubServer) -> None:
+    names = ["a/train.csv", "a/test.csv", "b/train.csv"]
+    two = [{"config_name": "x", "data_dir": "a"}, {"config_name": "y", "data_files": "b/*"}]
+    name = repo(hub, names, {"configs": two})
+    assert paths(f"{name}/x:test") == ["a/test.csv"] and paths(f"{name}/y") == ["b/train.csv"]
+    with pytest.raises(UsageError, match=r"several and no default: x, y\. Name one: hf:a/b/x"):
+        find_split(name)
+    with pytest.raises(UsageError, match="expected a configuration among x, y, got 'z'"):
+        find_split(f"{name}/z")
+    with pytest.raises(UsageError, match=r"configuration 'y'\): expected a split among train, got 'test'"):
+        find_split(f"{name}/y:test")
+    repo(hub, names, {"configs": [two[0], {**two[1], "default": True}]})
+    assert paths(name) == ["b/train.csv"]
+
+
+def test_what_only_the_library_reads(hub: HubServer) -> None:
+    assert find_split(repo(hub, ["train/1.png", "train/2.png", "train/metadata.csv"])) is None
+    assert find_split(f"{hub.directory}/datasets/a/b") is None
+
+
+def test_a_large_repository_is_not_listed_to_begin(hub: HubServer) -> None:
+    hub.page_size = 50
+    names = [f"data/{dump}/{number:03d}.parquet" for dump in "abc" for number in range(200)]
+    card = {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "data/*/*"}]}]}
+    name = repo(hub, names, card)
+    found = find_split(name)
+    assert found is not None and found.file(0) is not None and hub.requests == {"info": 1, "tree": 1}
+    assert found.url == f"hf://datasets/a/b/default:train@{hub.commit(hub.directory / 'datasets/a/b')}"
+    assert [file.path for file in found.files()] == names and hub.requests["tree"] == -(-603 // 50)
+    assert found.file(600) is None and source_at(found, 600) is None
+
+
+def test_without_a_card_two_pages_decide_and_what_is_held_out_stays_out(hub: HubServer) -> None:
+    hub.page_size = 50
+    name = repo(hub, [f"a/{number:03d}.jsonl" for number in range(120)] + ["z/test/x.jsonl"])
+    found = find_split(name)
+    assert found is not None and found.file(0) is not None and hub.requests["tree"] <= 3
+    assert len(found.files()) == 120
+    with pytest.raises(UsageError, match="expected a split among train, got 'test'"):
+        find_split(f"{name}:test")
