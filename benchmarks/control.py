@@ -175,7 +175,7 @@ class _Worker:
 
     def ask(self, job_id: str, want: int) -> None:
         """Say what was used, ask for the next leases."""
-        body: dict[str, object] = {"session": f"s{self.number}", "want": want, "held": []}
+        body: dict[str, object] = {"session": f"s{self.number}", "want": want, "known_leases": []}
         if self.leases:
             keys = ("epoch", "slice", "start", "stop")
             uses = [
@@ -187,9 +187,9 @@ class _Worker:
             used = [Used(*(use[key] for key in ("lease_id", *keys, "step"))) for use in uses]  # type: ignore[arg-type]
             signature = self.identity.sign(receipt_message(job_id, used)).hex()
             held = [use["lease_id"] for use in uses]
-            body |= {"job_id": job_id, "uses": uses, "signature": signature, "held": held}
+            body |= {"job_id": job_id, "uses": uses, "signature": signature, "known_leases": held}
         data = json.dumps(body).encode()
-        lead = f"POST /v1/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        lead = f"POST /v2/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
         self.tls.sendall(lead.encode() + data)
 
     def hear(self) -> None:
@@ -301,8 +301,8 @@ def measure_waiting(workers: int, seconds: float) -> list[Figure]:
             socks: list[ssl.SSLSocket] = []
 
             def say(number: int) -> float:
-                body = json.dumps({"session": f"s{number}", "want": 1, "held": []}).encode()
-                head = f"POST /v1/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+                body = json.dumps({"session": f"s{number}", "want": 1, "known_leases": []}).encode()
+                head = f"POST /v2/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
                 return float(json.loads(ask(socks[number], head.encode() + body))["wait_s"])
 
             def say_due() -> int:

@@ -21,9 +21,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from forebay.ledger.receipts import Used
 from forebay.network.peer import Provider
-from forebay.scheduler.core import JobSpec, Source
+from forebay.scheduler.jobs import JobSource, JobSpec
 from forebay.scheduler.journal import Journal, job_body
-from forebay.scheduler.messages import Ask, Grant
+from forebay.scheduler.messages import ExchangeRequest, LeaseGrant
 
 SAMPLES = 32
 
@@ -41,13 +41,13 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     args = parser.parse_args()
     key = Ed25519PrivateKey.generate()
-    spec = JobSpec("bench", (Source("bench", "1" * 64, np.full(args.slices, SAMPLES, np.int64)),), lease_s=120.0)
+    spec = JobSpec("bench", (JobSource("bench", "1" * 64, np.full(args.slices, SAMPLES, np.int64)),), lease_s=120.0)
     bodies = {"bench": job_body(spec, seq_len=8, layout="tokens", scheduler=key.public_key().public_bytes_raw().hex())}
     with tempfile.TemporaryDirectory() as directory:
         state = Path(directory)
         before = rss()
         with Journal.open(state, [spec], bodies, key.sign, salt="a") as journal:
-            journal.desk.origins("1" * 64, [Provider("origin", "10.0.0.1:1", True)], 0.0)
+            journal.core.add_origins("1" * 64, [Provider("origin", "10.0.0.1:1", True)], 0.0)
             held = first_leases(journal, args.workers)
             print(f"memory: {(rss() - before) / 1e6:.0f} MB for {args.slices:,} slices and {args.workers:,} workers")
             run(journal, held, args)
@@ -58,49 +58,49 @@ def main() -> None:
             begun = time.perf_counter()
             with Journal.open(state, [spec], bodies, key.sign, salt="b") as journal:
                 entries = journal.ledgers["bench"].next_seq
-                leases = len(journal.desk.jobs["bench"].tables[0].leases)
+                leases = len(journal.core.jobs["bench"].tables[0].leases)
             print(f"{name}: {time.perf_counter() - begun:.2f} s, {entries:,} ledger entries, {leases:,} live leases")
     print(f"peak: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB", file=sys.stderr)
 
 
-def first_leases(journal: Journal, workers: int) -> list[Grant]:
+def first_leases(journal: Journal, workers: int) -> list[LeaseGrant]:
     """Every worker says what it has cached, and gets two leases."""
     held = []
     for number in range(workers):
-        ask = Ask(session="s", want=2, address=f"10.0.0.2:{number}", have={"1" * 64: ""})
-        reply, happened = journal.desk.exchange(f"worker{number:05d}", ask, 0.0)
+        ask = ExchangeRequest(session="s", want=2, address=f"10.0.0.2:{number}", cached={"1" * 64: ""})
+        reply, happened = journal.core.exchange(f"worker{number:05d}", ask, 0.0)
         journal.wait(journal.put(happened))
         held.append(reply.leases[0])
     return held
 
 
-def run(journal: Journal, held: list[Grant], args: argparse.Namespace) -> None:
+def run(journal: Journal, held: list[LeaseGrant], args: argparse.Namespace) -> None:
     chance = np.random.default_rng(1)
     who = chance.integers(0, len(held), args.exchanges).tolist()
     receipt = "ab" * 64
-    cpu, wall, desk_s, now, ticket = time.process_time(), time.perf_counter(), 0.0, 1.0, 0
+    cpu, wall, core_s, now, ticket = time.process_time(), time.perf_counter(), 0.0, 1.0, 0
     longest = 0.0
     for number, worker in enumerate(who):
         grant = held[worker]
         used = Used(grant.lease_id, grant.epoch, grant.slice, grant.start, grant.stop, number)
         at = f"10.0.0.2:{worker}"
-        ask = Ask(session="s", address=at, job_id="x", uses=(used,), signature=receipt, want=1)
+        ask = ExchangeRequest(session="s", address=at, job_id="x", uses=(used,), signature=receipt, want=1)
         now += 60.0 / len(held)
         begun = time.perf_counter()
-        reply, happened = journal.desk.exchange(f"worker{worker:05d}", ask, now)
+        reply, happened = journal.core.exchange(f"worker{worker:05d}", ask, now)
         took = time.perf_counter() - begun
-        desk_s, longest = desk_s + took, max(longest, took)
+        core_s, longest = core_s + took, max(longest, took)
         ticket = journal.put(happened)
         held[worker] = reply.leases[0]
         if number % args.group == args.group - 1:
             journal.wait(ticket)
-            journal.put(journal.desk.expire(now))
+            journal.put(journal.core.expire(now))
     journal.wait(ticket)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     each = cpu / args.exchanges
     print(
         f"exchange: {1e3 * each:.3f} ms CPU with the journal ({1 / each:,.0f} a CPU second), "
-        f"{1e3 * desk_s / args.exchanges:.3f} ms of it the desk, longest {1e3 * longest:.1f} ms; {wall:.1f} s wall"
+        f"{1e3 * core_s / args.exchanges:.3f} ms of it the desk, longest {1e3 * longest:.1f} ms; {wall:.1f} s wall"
     )
     share = len(held) / 60.0 * each
     print(f"{len(held):,} workers at one lease a minute: {share:.1%} of a core, without TLS and checks of signatures")

@@ -31,7 +31,7 @@ from forebay.network.discovery import Address
 from forebay.network.limits import Throttle
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.scheduler.server import SchedulerService
-from forebay.simulate import Settings, simulate
+from forebay.simulate import SimulationSettings, simulate
 from forebay.simulate.faults import draw
 from forebay.worker.lease_state import MAX_FETCHES
 from forebay.worker.lease_worker import run_worker
@@ -61,7 +61,7 @@ class Table:
         """See Discovery."""
 
 
-def make_dataset(folder: Path, settings: Settings) -> int:
+def make_dataset(folder: Path, settings: SimulationSettings) -> int:
     """A dataset of random tokens; the bytes of a slice."""
     (folder / "slices").mkdir(parents=True)
     chance, num_tokens = np.random.default_rng(3), settings.samples * SEQ_LEN
@@ -87,7 +87,7 @@ def work(told: dict[str, Any]) -> None:
     print(json.dumps({**facts, "wait_share": report.wait_share}), flush=True)
 
 
-def run_real(settings: Settings, folder: Path, data: Path) -> dict[str, float]:
+def run_real(settings: SimulationSettings, folder: Path, data: Path) -> dict[str, float]:
     """The job by processes: seconds from the workers' start to the last acknowledgement, and what they did."""
     create_network(folder / "network", "bench")
     names = ["data", "scheduler", *(f"worker-{i}" for i in range(settings.workers))]
@@ -154,7 +154,7 @@ def main() -> None:
     if args.worker:
         return work(json.loads(args.worker))
     size = 64 * SEQ_LEN * 2
-    settings = Settings(
+    settings = SimulationSettings(
         workers=args.workers, slices=args.slices, seed=args.seed, samples=64, batch=8, speed=args.speed, up=args.up,
         down=1e9, origin_up=args.origin_up, latency_s=0.001, exchange_s=0.5, slice_bytes=size, fetches=args.fetches,
     )  # fmt: skip
@@ -164,7 +164,7 @@ def main() -> None:
         data = Path(name) / "dataset"
         make_dataset(data, settings)
         result = simulate(settings)
-        told = {**result.counts, "origin": result.origin_ratio, "wasted": result.verdict.wasted}
+        told = {**result.counts, "origin": result.origin_ratio, "wasted": result.usage.wasted}
         for run in range(args.runs):
             real = run_real(settings, Path(name) / f"run-{run}", data)
             ratios.append(real["time_s"] / result.time_s)

@@ -124,7 +124,7 @@ class Attacker:
         return 0, None
 
     def exchange(self, **body: Any) -> Any:
-        return self.ask(self.scheduler, "POST", "/v1/exchange", body)
+        return self.ask(self.scheduler, "POST", "/v2/exchange", body)
 
     def swarm(self, **body: Any) -> Any:
         return self.ask(self.data, "POST", f"/v1/swarm/{self.dataset_id}", body)
@@ -153,7 +153,7 @@ class Attacker:
                 for sock in held if drip else ():
                     with contextlib.suppress(OSError):
                         sock.sendall(drip)
-            self.count("held", len(held))
+            self.count("known_leases", len(held))
 
     @property
     def both(self) -> tuple[str, str]:
@@ -191,7 +191,7 @@ def ranges_without_end(a: Attacker) -> None:
     for text in (",".join(str(i) for i in range(0, 300_000, 2)), "0," * 200_000 + "0"):
         a.swarm(have=text)
         a.swarm(want=text)
-        a.exchange(have={a.dataset_id: text})
+        a.exchange(cached={a.dataset_id: text})
 
 
 def unknown_swarms(a: Attacker) -> None:
@@ -214,8 +214,8 @@ def accusations(a: Attacker) -> None:
     leased = a.leases("s5", 2)
     for lease in leased:
         bad = [{"peer_id": peer_id, "sha256": lease["sha256"], "reason": "r" * 300} for peer_id in a.others]
-        a.exchange(session="s5", bad=bad, held=[one["lease_id"] for one in leased])
-    a.exchange(session="s5", bad=[{"peer_id": f"nobody{i}", "sha256": a.hashes[0]} for i in range(64)])
+        a.exchange(session="s5", reports=bad, known_leases=[one["lease_id"] for one in leased])
+    a.exchange(session="s5", reports=[{"peer_id": f"nobody{i}", "sha256": a.hashes[0]} for i in range(64)])
 
 
 def slow_readers(a: Attacker) -> None:
@@ -252,7 +252,7 @@ def half_closed(a: Attacker) -> None:
 def slow_heads(a: Attacker) -> None:
     """Heads and bodies that come a byte at a time."""
     a.hold(a.data, 30, b"GET /v1/claims HTTP/1.1\r\nHost: x\r\nX-Slow: ", b"x")
-    body = b"POST /v1/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+    body = b"POST /v2/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
     a.hold(a.scheduler, 60, body, b" ")
 
 
@@ -262,7 +262,7 @@ def endless(a: Attacker) -> None:
         for first, more in (
             (b"", b"\r\n" * 1000),
             (b"GET / HTTP/1.1\r\n", b"X-A: " + b"b" * 1000 + b"\r\n"),
-            (b"POST /v1/exchange HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"3e8\r\n" + b"x" * 1000 + b"\r\n"),
+            (b"POST /v2/exchange HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"3e8\r\n" + b"x" * 1000 + b"\r\n"),
         ):
             with connection(a.me, address) as sock:
                 try:
@@ -272,7 +272,7 @@ def endless(a: Attacker) -> None:
                     a.count("took all")
                 except OSError:
                     a.count(ENDED)
-        a.say(address, b"POST /v1/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+        a.say(address, b"POST /v2/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
 
 
 def names_in_heads(a: Attacker) -> None:
@@ -301,23 +301,23 @@ def figures_of_others(a: Attacker) -> None:
 
 def large_messages(a: Attacker) -> None:
     """A megabyte of JSON of the wrong form, or nested."""
-    a.ask(a.scheduler, "POST", "/v1/exchange", "x" * 1_000_000)
-    for body in (b"[" * 1_000_000, b'{"held": [' + b'"a",' * 240_000 + b'"a"]}', b"x" * 1_100_000):
-        head = f"POST /v1/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    a.ask(a.scheduler, "POST", "/v2/exchange", "x" * 1_000_000)
+    for body in (b"[" * 1_000_000, b'{"known_leases": [' + b'"a",' * 240_000 + b'"a"]}', b"x" * 1_100_000):
+        head = f"POST /v2/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         a.say(a.scheduler, head + body)
 
 
 def invented_datasets(a: Attacker) -> None:
     """Millions of slices of datasets that no job has; more slices than there are."""
-    a.exchange(session="s4", have={f"{i:064x}": "0-999999999" for i in range(64)})
-    a.exchange(session="s4", have={a.dataset_id: "0-999999999"})
+    a.exchange(session="s4", cached={f"{i:064x}": "0-999999999" for i in range(64)})
+    a.exchange(session="s4", cached={a.dataset_id: "0-999999999"})
 
 
 def scheduler_sessions(a: Attacker) -> None:
     """More sessions than a certificate may have, each of which has everything."""
     with connection(a.me, a.scheduler) as sock:
         have = {a.dataset_id: f"0-{a.num_slices - 1}"}
-        said = [request("POST", "/v1/exchange", {"session": f"s{i}", "have": have}) for i in range(300)]
+        said = [request("POST", "/v2/exchange", {"session": f"s{i}", "cached": have}) for i in range(300)]
         for answer in answers(sock, *said):
             a.count(answer.status)
 
@@ -338,13 +338,13 @@ def receipts(a: Attacker) -> None:
         for proof, signature in (("", good), ("00" * 6, "00" * 64), ("00" * 6, good), ("00" * 6, good)):
             use = {"lease_id": lease["lease_id"], **place, "step": 1, "proof": proof}
             held = [one["lease_id"] for one in leased]
-            a.exchange(session="s7", job_id=lease["job_id"], uses=[use], signature=signature, held=held)
+            a.exchange(session="s7", job_id=lease["job_id"], uses=[use], signature=signature, known_leases=held)
 
 
 def keys_of_others(a: Attacker) -> None:
     """Idempotency-Keys that others may have used, and more of them than are kept."""
     keys = ["k", "0" * 16, "1", "x" * 65, *(f"{i:016x}" for i in range(200))]
-    for address, path in ((a.scheduler, "/v1/exchange"), (a.data, f"/v1/swarm/{a.dataset_id}")):
+    for address, path in ((a.scheduler, "/v2/exchange"), (a.data, f"/v1/swarm/{a.dataset_id}")):
         a.say(address, *(request("POST", path, {}, Idempotency_Key=key) for key in keys))
 
 
@@ -406,10 +406,10 @@ def hoard(a: Attacker) -> None:
     leases: dict[str, dict[str, int]] = {"s0": {}}
     for _ in range(20):
         for session, held in leases.items():
-            status, said = a.exchange(session=session, want=16, held=list(held), horizons=held)
+            status, said = a.exchange(session=session, want=16, known_leases=list(held), declared_until=held)
             if status == 200:
                 stops = {lease["lease_id"]: lease["stop"] for lease in said["leases"]}
-                leases[session] = {lease: held[lease] for lease in said["live"] if lease in held} | stops
+                leases[session] = {lease: held[lease] for lease in said["active"] if lease in held} | stops
         a.count("leases held", sum(map(len, leases.values())))
         if a.stop.wait(1.0):
             return
@@ -443,7 +443,7 @@ def false_provider(a: Attacker) -> Iterator[None]:
         def announce() -> None:
             a._name.is_ = "false_provider"
             while not ended.wait(2.0):
-                a.exchange(session="s8", address=peer.address, have={a.dataset_id: f"0-{a.num_slices - 1}"})
+                a.exchange(session="s8", address=peer.address, cached={a.dataset_id: f"0-{a.num_slices - 1}"})
                 a.swarm(address=peer.address, have=f"0-{a.num_slices - 1}")
 
         thread = threading.Thread(target=announce)

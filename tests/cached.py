@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 
-from forebay.cache.cache import Refusal, Reservation, SliceCache
+from forebay.cache.cache import NotReserved, Reservation, SliceCache
 from forebay.errors import UsageError
 
 
 def reserve(cache: SliceCache, sha256: str, num_bytes: int) -> Reservation:
     """Room for a slice, whatever must go for it. Raises UsageError with the cache's reason if there is none."""
     reserved = cache.try_reserve(sha256, num_bytes, evict="any")
-    if isinstance(reserved, Refusal):
-        raise UsageError(reserved.detail or reserved.why)
+    if isinstance(reserved, NotReserved):
+        raise UsageError(reserved.detail or reserved.reason)
     return reserved
 
 

@@ -256,7 +256,7 @@ class CacheFill(Scenario):
         for data in self.contents:
             sha256 = put(cache, data)
             os.utime(cache.path_of(sha256))
-            assert cache.hold([sha256])
+            assert cache.pin_all([sha256])
 
     def see(self, folder: Path) -> State:
         cache = self.cache(folder) if (folder / "cache").exists() else None

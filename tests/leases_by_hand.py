@@ -10,9 +10,9 @@ from typing import Any
 from calibration import scaled
 from forebay.cache.cache import SliceCache
 from forebay.network.client import Client
-from forebay.scheduler.messages import Answer
+from forebay.scheduler.messages import ExchangeReply
 from forebay.storage.url_policy import FromUrls
-from forebay.worker.fetching import Fetcher, Shelf
+from forebay.worker.fetching import CacheIndex, SliceFetcher
 from forebay.worker.lease_buffer import LeaseBuffer
 from forebay.worker.lease_state import ActiveLease, LeaseState
 
@@ -28,8 +28,10 @@ class FetchingWorker:
         self.cache = SliceCache(directory, cache_bytes)
         state = LeaseState(4, None, cache_bytes, 0.1, lambda grant: self.cache.unpin(grant.sha256))
         self.leases = LeaseBuffer(state)
-        self.shelf = Shelf(self.cache)
-        self.fetcher = Fetcher(client, self.cache, self.shelf, self.leases, 0.2, threads=2, from_urls=from_urls)
+        self.index = CacheIndex(self.cache)
+        self.fetcher = SliceFetcher(
+            client, self.cache, self.index, self.leases, 0.2, num_threads=2, from_urls=from_urls
+        )
         self.fetcher.start()
 
     def lease(
@@ -44,15 +46,15 @@ class FetchingWorker:
             "providers": holders, "expires_in_s": 30.0,
         }  # fmt: skip
         request = self.leases.request()
-        live = {lease: {"stop": 9, "expires_in_s": 30.0} for lease in request.held}
-        self.leases.receive(request, answer(leases=[lease], live=live))
+        live = {lease: {"stop": 9, "expires_in_s": 30.0} for lease in request.known_leases}
+        self.leases.receive(request, answer(leases=[lease], active=live))
         return next(lease for lease in self.leases.state.leases if lease.grant.lease_id == lease_id)
 
     def fetched(self, lease: ActiveLease) -> bytes:
         """Waits until its slice is here."""
         deadline = time.monotonic() + scaled(10)
         while lease.path is None and time.monotonic() < deadline:
-            assert not lease.over and self.fetcher.failure is None, (lease.reason, self.fetcher.failure)
+            assert not lease.ended and self.fetcher.failure is None, (lease.reason, self.fetcher.failure)
             time.sleep(0.005)
         assert lease.path is not None
         return lease.path.read_bytes()
@@ -60,25 +62,25 @@ class FetchingWorker:
     def lost(self, lease: ActiveLease) -> str:
         """Waits until it is given back, or failed: then why."""
         deadline = time.monotonic() + scaled(10)
-        while not lease.over and time.monotonic() < deadline:
+        while not lease.ended and time.monotonic() < deadline:
             time.sleep(0.005)
-        assert lease.over and lease.path is None
+        assert lease.ended and lease.path is None
         return lease.reason
 
     @property
     def bad(self) -> list[tuple[str, bool]]:
         """Who was left out, and whether for wrong bytes."""
-        return [(bad.peer_id, bad.wrong) for bad in self.leases.state.counts.bad]
+        return [(bad.peer_id, bad.wrong) for bad in self.leases.state.counts.rejected]
 
     def close(self) -> None:
         self.leases.close()
         self.fetcher.close()
-        self.leases.clear()
+        self.leases.state.clear()
 
 
-def answer(**more: Any) -> Answer:
+def answer(**more: Any) -> ExchangeReply:
     empty = {
-        "uses": [], "refused": [], "live": {}, "lost": [], "leases": [], "wait_s": 0.1, "done": False, "paused": False,
-        "tell_have": False,
+        "uses": [], "refused": [], "active": {}, "lost": [], "leases": [], "wait_s": 0.1, "done": False,
+        "paused": False, "report_cached": False,
     }  # fmt: skip
-    return Answer.from_json({**empty, **more})
+    return ExchangeReply.from_json({**empty, **more})

@@ -1,13 +1,12 @@
-"""A data node: announces datasets in the DHT and hands out their slices, by hash, to members of its network.
+"""A data node: announces datasets in the DHT and serves their slices, by hash, to members of its network.
 
-Only what it announces can be asked for, and only by a hash that a slice table lists: no path comes from a
-request. What it says it has is signed and short-lived, so that a node which died is soon believed by nobody.
+Only announced datasets are served, and only hashes in their slice tables: no path comes from a request. Claims are
+signed and expire soon, so that those of a dead node are not used.
 
-It is the tracker of its datasets' swarms too: readers who share ask it what to fetch from whom (`swarm/tracker.py`),
-so that each slice leaves the node about once. A dataset that lies on a web server or in a bucket is announced and
-steered as well, and its slices come from there.
+It is also the tracker of its datasets' swarms (`swarm/tracker.py`), so that each slice leaves the node about once. A
+dataset on a web server or in a bucket is announced and tracked too; its slices come from there.
 
-What the choice costs: the table of hashes, some 300 bytes a slice (75 MB for 250,000 slices).
+Cost: 300 bytes per slice for the table of hashes (75 MB for 250,000 slices).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from forebay.network.pki.identity import Identity, Peer
 from forebay.network.publications import SIGNATURE_NAME
 from forebay.storage.base import Origin, read_small
 from forebay.storage.remote_dataset import RemoteDataset
-from forebay.swarm.share import Offer, SliceFile, SliceServer
+from forebay.swarm.share import SharedDataset, SliceFile, SliceServer
 
 _MAX_SMALL_BYTES = 1 << 30
 FILES = (MANIFEST_FILE, TABLE_FILE, "tokenizer.json", DOCUMENTS_FILE, SIGNATURE_NAME)
@@ -43,15 +42,15 @@ class DataNode(SliceServer):
     """Serves datasets from `start` to `stop`.
 
     Args:
-        discovery: Where to announce; stays the caller's to close. None: nobody finds it by name.
+        discovery: Where to announce; the caller closes it. None: it cannot be found by name.
         throttle: Of uploads. `limits`: of connections and requests.
-        access: Who may read what; None: every member all that its certificate covers.
-        origin_slots: Slices that a swarm's members fetch from here, or from the server behind, at once.
+        access: Who may read what; None: each member what its certificate covers.
+        origin_slots: Slices that members of a swarm download at once from here, or from the server behind.
         Others: See SliceServer.
 
     Raises:
-        UsageError: If a dataset is given twice; two versions of a name are two. Or if the node's certificate does not
-            make it a data node for one of them: nobody would believe it.
+        UsageError: If a dataset is given twice (two versions of a name are two datasets), or if the certificate of the
+            node does not cover one of them.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class DataNode(SliceServer):
             NetworkError: If it cannot listen, or reach the server behind a dataset.
         """
         for dataset in self.datasets:
-            origin = dataset.origin if isinstance(dataset, RemoteDataset) else None  # where its slices lie
+            origin = dataset.origin if isinstance(dataset, RemoteDataset) else None
             if origin is None:
                 for index in range(dataset.num_slices):
                     row = dataset.table.row(index)
@@ -104,11 +103,11 @@ class DataNode(SliceServer):
             else:
                 files = _small_files(dataset, origin)
             url = "" if origin is None else origin.url
-            self._offers[dataset.id] = Offer(dataset.name, dataset.id, dataset.num_slices, files, url=url)
+            self._shared[dataset.id] = SharedDataset(dataset.name, dataset.id, dataset.num_slices, files, url=url)
         self._server.start()
-        for offer, dataset in zip(self._offers.values(), self.datasets):
-            # A web server or bucket is a holder, known by its URL.
-            own = Provider(offer.url or self.identity.peer_id, offer.url or self.address, True)
+        for shared, dataset in zip(self._shared.values(), self.datasets):
+            # A web server or bucket is a provider with its URL as id.
+            own = Provider(shared.url or self.identity.peer_id, shared.url or self.address, True)
             self.tracker.add(
                 dataset.id, dataset.num_slices, [own], slice_of=dataset.table.row, origin_slots=self._origin_slots
             )
@@ -122,7 +121,7 @@ class DataNode(SliceServer):
         return self
 
     def status(self) -> dict[str, Any]:
-        """What the node serves and has sent, as it stands in `GET /v1/status`."""
+        """Return what the node serves and has sent: the response of `GET /v1/status`."""
         with self._lock:
             sent = dict(sorted(self._sent.items()))
         return {
@@ -136,7 +135,7 @@ class DataNode(SliceServer):
             "refused_connections": self._server.refused_connections,
             "announcements": self._announcements,
             "announce_error": self._announce_error,
-            "swarms": self.tracker.facts(),
+            "swarms": self.tracker.status(),
             "draining": self._server.draining,
             "up_s": round(time.time() - self._started_at, 3),
         }
@@ -157,18 +156,18 @@ class DataNode(SliceServer):
             self._sent[peer.peer_id] = self._sent.get(peer.peer_id, 0) + num_bytes
 
     def find_slice(self, sha256: str) -> SliceFile | None:
-        found = self._slices.get(sha256)
-        if found is None:
+        file = self._slices.get(sha256)
+        if file is None:
             return None
         try:
-            size = found.path.stat().st_size
+            size = file.path.stat().st_size
         except OSError as error:
-            log.error("slice %s: %s is announced and cannot be read: %s", sha256, found.path, error)
+            log.error("slice %s: %s is announced and cannot be read: %s", sha256, file.path, error)
             raise ApiError(404, "slice_lost", "this node announced the slice and no longer has it") from error
-        if size != found.num_bytes:
-            log.error("slice %s: %s has %d bytes, the table says %d", sha256, found.path, size, found.num_bytes)
+        if size != file.num_bytes:
+            log.error("slice %s: %s has %d bytes, the table says %d", sha256, file.path, size, file.num_bytes)
             raise ApiError(404, "slice_changed", "this node's file of the slice has changed")
-        return found
+        return file
 
     def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
         reason = self._access.check(peer, dataset, dataset_id, num_bytes, time.time())
@@ -185,7 +184,7 @@ class DataNode(SliceServer):
         if not scope.allows("admin"):
             status["peers"] = {}
             ids = {dataset["id"] for dataset in status["datasets"]}
-            status["swarms"] = {key: facts for key, facts in status["swarms"].items() if key in ids}
+            status["swarms"] = {key: swarm for key, swarm in status["swarms"].items() if key in ids}
         return JsonResponse(status)
 
 
@@ -197,9 +196,9 @@ def _check_scope(identity: Identity, datasets: Sequence[Dataset]) -> None:
 
 
 def _small_files(dataset: Dataset, origin: Origin) -> dict[str, bytes]:
-    """Those of a remote dataset, to be kept: members take its slices there, and the rest here."""
+    """Read the small files of a remote dataset into memory: members get its slices there, and the files here."""
     manifest = read_small(origin, MANIFEST_FILE, MAX_MANIFEST_BYTES)
     if hashlib.sha256(manifest).hexdigest() != dataset.id:
-        raise DatasetError(f"{origin.url}: expected the dataset {dataset.id}, which it was. Serve it again.")
+        raise DatasetError(f"{origin.url}: expected the dataset {dataset.id}, got another. Serve it again.")
     names = [TABLE_FILE, *sorted(set(listed_files(dataset.manifest)) & set(FILES))]
     return {MANIFEST_FILE: manifest, **{name: read_small(origin, name, _MAX_SMALL_BYTES) for name in names}}

@@ -1,8 +1,8 @@
-"""Atomic files: a crash at any moment leaves the old file, none, or the whole new one, never a part of it.
+"""Atomic files: a crash leaves the old file, no file, or the complete new one.
 
-The bytes go to a temporary file beside the target, whose name no other process or machine uses; it is flushed to disk
-(fsync), renamed, and the directory is flushed, so that a power cut does not leave an empty file under the final name.
-Cost: an fsync call a file and one a directory. What a killed process leaves behind, `remove_stale` deletes.
+The bytes are written to a temporary file beside the target, with a name that no other process or machine uses; it is
+flushed to disk (fsync) and renamed, and the directory is flushed. `remove_stale` deletes the temporary files of killed
+processes. Cost: one fsync per file and one per directory.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 
 def _host() -> str:
-    """This machine's name; in a container also which one, since process numbers mean nothing outside it."""
+    """Return the name of this machine; in a container with its PID namespace, as process ids are valid only there."""
     name = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:32] or "host"
     with contextlib.suppress(OSError):
         namespace = Path("/proc/self/ns/pid").stat().st_ino
@@ -26,21 +26,21 @@ def _host() -> str:
     return name
 
 
-_FIRST_NAMESPACE = 0xEFFFFFFC  # Linux's PROC_PID_INIT_INO: the machine's own processes.
+_FIRST_NAMESPACE = 0xEFFFFFFC  # Linux's PROC_PID_INIT_INO: not in a container
 _HOST = _host()
 _TEMPORARY = re.compile(r"\.(?P<stem>.+)\.(?P<host>[A-Za-z0-9-]+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.tmp")
 
 
 def temporary_path(path: Path) -> Path:
-    """A name beside `path` that no other writer has: host, process and a random part are in it."""
+    """Return a unique path beside `path`: with host, process and a random part."""
     tail = f".{_HOST}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-    stem = path.name.encode()[: 254 - len(tail)].decode(errors="ignore")  # File names have at most 255 bytes.
+    stem = path.name.encode()[: 254 - len(tail)].decode(errors="ignore")  # a file name has at most 255 bytes
     return path.with_name(f".{stem}{tail}")
 
 
 @contextmanager
 def temporary_directory(path: Path) -> Iterator[Path]:
-    """An empty directory beside `path`, deleted with all that is in it when the block ends. Raises OSError."""
+    """Create an empty directory beside `path`; it is deleted when the block ends. Raises OSError."""
     directory = temporary_path(path)
     directory.mkdir()
     try:
@@ -51,10 +51,10 @@ def temporary_directory(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def open_atomic(path: str | Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Open a binary file, readable and writable, that takes its name when the block ends without an exception.
+    """Open a binary file, readable and writable, that gets its name when the block ends without an exception.
 
-    An existing file is replaced; after an exception it is untouched. `mode`, less the umask, holds from the first byte
-    on. The block may close the file.
+    An existing file is replaced; after an exception it is unchanged. `mode`, less the umask, is that of the temporary
+    file too. The block may close the file.
     """
     path = Path(path)
     temporary = temporary_path(path)
@@ -76,10 +76,10 @@ def atomic_write(path: str | Path, data: bytes | Iterable[bytes | memoryview], m
 
 
 def commit_files(files: Mapping[Path, Path]) -> None:
-    """Give written files their final names: flush all, then rename all, then flush each directory once.
+    """Rename written files: flush all, then rename all, then flush each directory once.
 
-    Each file is atomic, the group is not: write a file last that says that the others are whole. `files` maps each to
-    its final name, on the same file system. After an OSError, those that were not renamed yet keep their first names.
+    Each rename is atomic, the group is not: rename a file last that marks the others as complete. `files` maps each
+    path to the final one, on the same file system. After an OSError, some files may keep their first names.
     """
     for path in files:
         sync_file(path)
@@ -90,7 +90,7 @@ def commit_files(files: Mapping[Path, Path]) -> None:
 
 
 def sync_file(path: str | Path) -> None:
-    """Flush a file's bytes to disk. Raises OSError."""
+    """Flush a file to disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -99,15 +99,15 @@ def sync_file(path: str | Path) -> None:
 
 
 def sync_directory(path: str | Path) -> None:
-    """Make the names in a directory survive a power cut. Raises OSError."""
+    """Flush the names in a directory to disk. Raises OSError."""
     sync_file(path)
 
 
 def remove_stale(directory: Path) -> None:
-    """Delete what processes of this machine that are gone left there of temporary files; others' are left alone."""
+    """Delete the temporary files of dead processes of this machine; those of other machines are kept."""
     for path in directory.glob(".*.tmp"):
-        found = _TEMPORARY.fullmatch(path.name)
-        if found and found["host"] == _HOST and not is_running(int(found["pid"])):
+        match = _TEMPORARY.fullmatch(path.name)
+        if match and match["host"] == _HOST and not is_running(int(match["pid"])):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -116,11 +116,11 @@ def remove_stale(directory: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is a process of this number."""
+    """Whether a process with this id exists."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # Another user's, so it runs.
+    except OSError:  # of another user, so it exists
         return True
     return True

@@ -18,13 +18,13 @@ from forebay.coordinator.messages import (
     Heartbeat,
     Join,
     Leave,
+    PollChange,
     Ready,
     Refuse,
     Rules,
-    State,
+    RunState,
     Stepped,
     Tick,
-    Waits,
 )
 from forebay.coordinator.server import Coordinator
 from forebay.network.pki.identity import Identity
@@ -49,7 +49,7 @@ class Run:
     """The membership of a run whose workers are of certificates of their own, as events go in."""
 
     def __init__(self, *names: str, min_workers: int = 2) -> None:
-        self.state = State(Rules(min_workers=min_workers), {"batch_size": 2}, {"batch_size": 2})
+        self.state = RunState(Rules(min_workers=min_workers), {"batch_size": 2}, {"batch_size": 2})
         self.actions: list[Action] = []
         self.now = 0.0
         for name in names:
@@ -65,7 +65,7 @@ class Run:
 
     def join(self, name: str, session: str = "", peer: str = "", step: int = 0) -> list[Action]:
         session = session or f"{name}/1"
-        return self.tell(Join(name, session, "", peer or f"peer {name}", step), Waits(name, session, +1))
+        return self.tell(Join(name, session, "", peer or f"peer {name}", step), PollChange(name, session, +1))
 
     def ready(self, name: str, step: int, broken: bool = False, session: str = "") -> list[Action]:
         return self.tell(Ready(name, session or f"{name}/1", self.generation.number, step, broken))
@@ -209,7 +209,7 @@ def test_a_workers_name_is_not_another_members_to_take(coordinator: Coordinator,
     assert (status, said["error"]) == (409, "duplicate")
     late = Run("a", "b")
     late.now = 80.0  # silent for longer than a restart takes
-    late.tell(Waits("a", "a/1", -1))
+    late.tell(PollChange("a", "a/1", -1))
     late.now = 89.0
     assert [type(one) for one in late.join("a", "x", peer="peer evil")] == [Refuse]
 

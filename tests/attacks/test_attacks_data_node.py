@@ -26,7 +26,7 @@ from forebay.network.pki.identity import Identity
 from forebay.network.reachability import Dialer, may_dial
 from forebay.storage import peer_source as holders
 from forebay.swarm import tracker
-from forebay.swarm.share import Offer, SliceShare
+from forebay.swarm.share import SharedDataset, SliceShare
 from rude_peer import RudePeer, http
 from wire import until
 
@@ -76,7 +76,7 @@ def test_addresses_of_one_member_keep_no_other_from_being_dialled(
             client.request_json(node.address, "POST", swarm_path(node), said)
             until(lambda: client.request_json(node.address, "POST", swarm_path(node), said)[0]["wait_s"] > 0.05)
             client.request_json(node.address, "POST", swarm_path(node), said)
-            assert node.tracker.facts()[dataset.id]["slices_with_copies"] == SLICES
+            assert node.tracker.status()[dataset.id]["slices_with_copies"] == SLICES
         dialled = 0
         for trap in traps:
             trap.settimeout(0)
@@ -152,10 +152,10 @@ def test_a_member_from_afar_leads_no_node_to_its_own_loopback(network_dir: Path)
 
 def test_names_that_nobody_has_are_not_kept(node: DataNode, network_dir: Path) -> None:
     """Finding 3: failures of invented members."""
-    evil, before = issue(network_dir, "evil", "worker"), node.tracker.facts()
+    evil, before = issue(network_dir, "evil", "worker"), node.tracker.status()
     failed = [{"index": 0, "member": f"{i}{'x' * 290}", "wrong": i % 2 == 0} for i in range(1024)]
     assert ask(evil, node.address, "POST", swarm_path(node), {"failed": failed})[0] == 200
-    after = node.tracker.facts()[node.datasets[0].id]
+    after = node.tracker.status()[node.datasets[0].id]
     assert (after["failed"], after["banned"]) == (0, []) and before[node.datasets[0].id]["failed"] == 0
 
 
@@ -182,7 +182,7 @@ def test_small_files_in_memory_are_sent_in_pieces(dataset: Dataset, network_dir:
     """Finding 24: requests for a large file that nobody reads queue a piece each, not the file."""
     num, size = 8, 32 << 20
     with sharing(issue(network_dir, "sharer"), dataset) as share, contextlib.ExitStack() as stack:
-        share.offer(Offer("d", "ab" * 32, 1, {"manifest.json": bytes(size)}, lambda: np.zeros(1, np.bool_)))
+        share.add(SharedDataset("d", "ab" * 32, 1, {"manifest.json": bytes(size)}, lambda: np.zeros(1, np.bool_)))
         evil = issue(network_dir, "evil")
         for _ in range(num):
             sock = stack.enter_context(connection(evil, share.address))
@@ -213,7 +213,7 @@ def test_accusing_the_honest_again_and_again_costs_one_check(
             if round_ == 0:
                 until(lambda: share.bytes_sent >= size)
             until(lambda: not node.tracker._checking)
-        assert share.bytes_sent < 2 * size and node.tracker.facts()[dataset.id]["banned"] == []
+        assert share.bytes_sent < 2 * size and node.tracker.status()[dataset.id]["banned"] == []
 
 
 def test_a_check_of_a_peer_that_drips_ends(network_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,11 +224,11 @@ def test_a_check_of_a_peer_that_drips_ends(network_dir: Path, monkeypatch: pytes
             time.sleep(0.001)
             yield memoryview(b"x")
 
-    monkeypatch.setattr(holders, "read_from", drip)
+    monkeypatch.setattr(holders, "read_slice", drip)
     monkeypatch.setattr(holders, "STALL_S", 0.05)
     info, holder = SliceInfo(0, "s", 10_000, "ab" * 32, 1, 1), Provider("p", f"{HOST}:1", False)
     with Client(issue(network_dir, "n")) as client:
-        assert holders.gives_right_bytes(client, holder, info) is None
+        assert holders.verify_provider(client, holder, info) is None
 
 
 def test_an_organisation_has_so_many_processes_in_a_swarm(
@@ -258,7 +258,7 @@ def test_slow_readers_make_room(dataset: Dataset, network_dir: Path, monkeypatch
     monkeypatch.setattr(connections, "SLOW_S", 0.05)
     limits = Limits(connections=8, connections_per_peer=4)
     with sharing(issue(network_dir, "sharer"), dataset) as share, contextlib.ExitStack() as stack:
-        share.offer(Offer("d", "ab" * 32, 1, {"manifest.json": bytes(16 << 20)}, lambda: np.zeros(1, np.bool_)))
+        share.add(SharedDataset("d", "ab" * 32, 1, {"manifest.json": bytes(16 << 20)}, lambda: np.zeros(1, np.bool_)))
         table = share._server._core.connections
         table.limits = limits
         for name in ("b", "c"):

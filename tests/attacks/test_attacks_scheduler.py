@@ -22,10 +22,12 @@ from forebay.data_node import DataNode
 from forebay.ledger.receipts import Used, receipt_message
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity
+from forebay.scheduler import proofs, sessions
 from forebay.scheduler import server as service
-from forebay.scheduler import sessions
-from forebay.scheduler.core import Desk, Doubt, JobSpec, Source
-from forebay.scheduler.messages import Ask
+from forebay.scheduler.checks import PendingCheck
+from forebay.scheduler.core import SchedulerCore
+from forebay.scheduler.jobs import JobSource, JobSpec
+from forebay.scheduler.messages import ExchangeRequest
 from forebay.scheduler.server import SchedulerService
 from local_discovery import LocalDiscovery
 from wire import until
@@ -50,7 +52,7 @@ def scheduler(tmp_path: Path, network_dir: Path) -> Iterator[SchedulerService]:
 
 def test_the_role_is_asked_for_before_a_message_is_read(scheduler: SchedulerService, network_dir: Path) -> None:
     """Finding 3: megabytes of JSON from a member that may not work."""
-    status, said = ask(issue(network_dir, "data", "data"), scheduler.address, "POST", "/v1/exchange", "x" * 1_000_000)
+    status, said = ask(issue(network_dir, "data", "data"), scheduler.address, "POST", "/v2/exchange", "x" * 1_000_000)
     assert (status, said["error"]) == (403, "not_worker")
 
 
@@ -58,11 +60,11 @@ def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, n
     """Finding 3: 64 datasets that no job has, each with millions of slices."""
     evil = issue(network_dir, "evil", "worker")
     have = {f"{i:064x}": "0-999999999" for i in range(64)}
-    assert ask(evil, scheduler.address, "POST", "/v1/exchange", {"have": have})[0] == 200
-    (session,) = scheduler._open_journal().desk.sessions.all.values()
-    assert session.have_bytes == 0
-    (known,) = scheduler._open_journal().desk.swarms
-    status, said = ask(evil, scheduler.address, "POST", "/v1/exchange", {"have": {known: "0-999999999"}})
+    assert ask(evil, scheduler.address, "POST", "/v2/exchange", {"cached": have})[0] == 200
+    (session,) = scheduler._open_journal().core.sessions.all.values()
+    assert session.cached_bytes == 0
+    (known,) = scheduler._open_journal().core.swarms
+    status, said = ask(evil, scheduler.address, "POST", "/v2/exchange", {"cached": {known: "0-999999999"}})
     assert status == 409 and f"[0, {SLICES})" in said["message"]
 
 
@@ -72,37 +74,37 @@ def test_sessions_of_a_certificate_are_bounded(
     """Finding 19."""
     monkeypatch.setattr(service, "MAX_SESSIONS_PER_PEER", 4)
     evil = issue(network_dir, "evil", "worker")
-    statuses = [ask(evil, scheduler.address, "POST", "/v1/exchange", {"session": f"s{i}"})[0] for i in range(6)]
+    statuses = [ask(evil, scheduler.address, "POST", "/v2/exchange", {"session": f"s{i}"})[0] for i in range(6)]
     assert statuses == [200] * 4 + [429] * 2
-    assert ask(issue(network_dir, "honest", "worker"), scheduler.address, "POST", "/v1/exchange", {})[0] == 200
+    assert ask(issue(network_dir, "honest", "worker"), scheduler.address, "POST", "/v2/exchange", {})[0] == 200
 
 
 def test_what_an_organisation_says_it_has_is_bounded(
     scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "MAX_HAVE_BYTES_PER_ORGANISATION", 2 * SLICES * 8)
-    (known,) = scheduler._open_journal().desk.swarms
-    org, said = organisation(network_dir, "acme"), {"have": {known: f"0-{SLICES - 1}"}}
+    monkeypatch.setattr(sessions, "MAX_CACHED_BYTES_PER_ORGANISATION", 2 * SLICES * 8)
+    (known,) = scheduler._open_journal().core.swarms
+    org, said = organisation(network_dir, "acme"), {"cached": {known: f"0-{SLICES - 1}"}}
     for number in range(4):
-        assert ask(issue(network_dir, f"m{number}", "worker", by=org), scheduler.address, "POST", "/v1/exchange", said)
-    desk = scheduler._open_journal().desk
-    assert sum(session.have_bytes for session in desk.sessions.all.values()) == 2 * SLICES * 8
-    assert ask(issue(network_dir, "of-root", "worker"), scheduler.address, "POST", "/v1/exchange", said)[0] == 200
-    assert sum(session.have_bytes for session in desk.sessions.all.values()) == 3 * SLICES * 8
+        assert ask(issue(network_dir, f"m{number}", "worker", by=org), scheduler.address, "POST", "/v2/exchange", said)
+    core = scheduler._open_journal().core
+    assert sum(session.cached_bytes for session in core.sessions.all.values()) == 2 * SLICES * 8
+    assert ask(issue(network_dir, "of-root", "worker"), scheduler.address, "POST", "/v2/exchange", said)[0] == 200
+    assert sum(session.cached_bytes for session in core.sessions.all.values()) == 3 * SLICES * 8
 
 
 def test_reports_against_peers_that_are_not_there_are_not_kept(scheduler: SchedulerService, network_dir: Path) -> None:
     """Each would be a row of the journal, and memory for as long as the job lasts."""
     evil = issue(network_dir, "evil", "worker")
-    (lease, *_) = ask(evil, scheduler.address, "POST", "/v1/exchange", {"want": 1})[1]["leases"]
+    (lease, *_) = ask(evil, scheduler.address, "POST", "/v2/exchange", {"want": 1})[1]["leases"]
     bad = [{"peer_id": f"nobody{i}", "sha256": lease["sha256"], "reason": "r" * 300} for i in range(64)]
     for _ in range(3):
-        assert ask(evil, scheduler.address, "POST", "/v1/exchange", {"bad": bad})[0] == 200
-    assert scheduler._open_journal().desk.reports == {}
+        assert ask(evil, scheduler.address, "POST", "/v2/exchange", {"reports": bad})[0] == 200
+    assert scheduler._open_journal().core.reports == {}
     node = lease["providers"][0]["peer_id"]
-    report = {"bad": [{"peer_id": node, "sha256": lease["sha256"]}]}
-    assert ask(evil, scheduler.address, "POST", "/v1/exchange", report)[0] == 200
-    assert [key[0] for key in scheduler._open_journal().desk.reports] == [node]
+    report = {"reports": [{"peer_id": node, "sha256": lease["sha256"]}]}
+    assert ask(evil, scheduler.address, "POST", "/v2/exchange", report)[0] == 200
+    assert [key[0] for key in scheduler._open_journal().core.reports] == [node]
 
 
 def test_only_who_is_accused_can_be_pardoned(
@@ -110,17 +112,17 @@ def test_only_who_is_accused_can_be_pardoned(
 ) -> None:
     worker, home = issue(network_dir, "w", "worker"), network_dir.parent / "nodes" / "boss"
     boss = issue(network_dir, "boss", "admin")
-    (lease, *_) = ask(worker, scheduler.address, "POST", "/v1/exchange", {"want": 1})[1]["leases"]
+    (lease, *_) = ask(worker, scheduler.address, "POST", "/v2/exchange", {"want": 1})[1]["leases"]
     node = lease["providers"][0]["peer_id"]
     pardon = ["schedule", "pardon", node, "--at", scheduler.address, "--network", str(home)]
     status, said = ask(boss, scheduler.address, "POST", f"/v1/peers/{node}/pardon")
     assert (status, said["error"]) == (404, "not_found")
     assert main(pardon) == 1
-    assert "nobody said anything against it here" in capsys.readouterr().err
-    report = {"bad": [{"peer_id": node, "sha256": lease["sha256"]}]}
-    assert ask(worker, scheduler.address, "POST", "/v1/exchange", report)[0] == 200
+    assert "there are no reports about it here" in capsys.readouterr().err
+    report = {"reports": [{"peer_id": node, "sha256": lease["sha256"]}]}
+    assert ask(worker, scheduler.address, "POST", "/v2/exchange", report)[0] == 200
     assert main(pardon) == 0 and capsys.readouterr().out == f"pardoned {node}\n"
-    assert scheduler._open_journal().desk.reports == {}
+    assert scheduler._open_journal().core.reports == {}
 
 
 def test_many_certificates_of_one_organisation_starve_nobody(scheduler: SchedulerService, network_dir: Path) -> None:
@@ -129,25 +131,25 @@ def test_many_certificates_of_one_organisation_starve_nobody(scheduler: Schedule
     held = 0
     for number in range(4):
         evil = issue(network_dir, f"m{number}", "worker", by=org)
-        held += len(ask(evil, scheduler.address, "POST", "/v1/exchange", {"want": 16})[1]["leases"])
+        held += len(ask(evil, scheduler.address, "POST", "/v2/exchange", {"want": 16})[1]["leases"])
     assert held == SLICES // 2
     for name, by in (("honest", None), ("other", organisation(network_dir, "other-org"))):
         honest = issue(network_dir, name, "worker", by=by)
-        assert len(ask(honest, scheduler.address, "POST", "/v1/exchange", {"want": 1})[1]["leases"]) == 1
+        assert len(ask(honest, scheduler.address, "POST", "/v2/exchange", {"want": 1})[1]["leases"]) == 1
 
 
 def test_who_fails_on_a_slice_that_is_good_is_leased_nothing_for_a_while() -> None:
     """Otherwise three workers have the scheduler fetch slices for as long as they like."""
-    source = Source("d", "d", np.array([8, 8, 8, 8]), 1.0)
-    desk = Desk([JobSpec("j", (source,), lease_s=10.0, stall_s=40.0)], checks=True)
+    source = JobSource("d", "d", np.array([8, 8, 8, 8]), 1.0)
+    core = SchedulerCore([JobSpec("j", (source,), lease_s=10.0, stall_s=40.0)], checks=True)
     for worker in "abc":
-        desk.jobs["j"].failures.setdefault(0, {})[worker] = "cannot read"
-    (doubt,) = desk.doubts()
-    assert isinstance(doubt, Doubt) and desk.resolve(doubt, True, 1.0)
-    assert desk.doubts() == []
+        core.jobs["j"].failures.setdefault(0, {})[worker] = "cannot read"
+    (doubt,) = core.pending_checks()
+    assert isinstance(doubt, PendingCheck) and core.resolve(doubt, True, 1.0)
+    assert core.pending_checks() == []
     for worker, num in (("a", 0), ("b", 0), ("c", 0), ("d", 1)):
-        assert len(desk.exchange(worker, Ask(want=1), 2.0)[0].leases) == num
-    assert len(desk.exchange("a", Ask(want=1), 50.0)[0].leases) == 1
+        assert len(core.exchange(worker, ExchangeRequest(want=1), 2.0)[0].leases) == num
+    assert len(core.exchange("a", ExchangeRequest(want=1), 50.0)[0].leases) == 1
 
 
 def _use_of(lease: dict[str, Any], worker: Identity) -> dict[str, Any]:
@@ -169,14 +171,14 @@ def test_proofs_that_are_checked_at_once_count_each(
         together.wait(60)
         return True
 
-    monkeypatch.setattr(service, "is_checked", lambda secret, lease_id, num_proven: num_proven < 3)
-    monkeypatch.setattr(scheduler._catalog, "check_proof", check)
-    leases = ask(worker, scheduler.address, "POST", "/v1/exchange", {"want": 4})[1]["leases"]
+    monkeypatch.setattr(proofs, "is_checked", lambda secret, lease_id, num_proven: num_proven < 3)
+    monkeypatch.setattr(scheduler._proofs, "_is_valid", check)
+    leases = ask(worker, scheduler.address, "POST", "/v2/exchange", {"want": 4})[1]["leases"]
     *first, last = [_use_of(lease, worker) for lease in leases]
     with ThreadPoolExecutor(3) as pool:
-        sent = [pool.submit(ask, worker, scheduler.address, "POST", "/v1/exchange", said) for said in first]
+        sent = [pool.submit(ask, worker, scheduler.address, "POST", "/v2/exchange", said) for said in first]
         assert [future.result()[0] for future in sent] == [200] * 3
-    assert ask(worker, scheduler.address, "POST", "/v1/exchange", last)[0] == 200
+    assert ask(worker, scheduler.address, "POST", "/v2/exchange", last)[0] == 200
     assert len(checked) == 3
 
 
@@ -185,7 +187,7 @@ def test_checks_that_hang_hold_up_no_other_worker(
 ) -> None:
     """Proofs are checked against a data node, which may not answer; uses of others are written meanwhile."""
     evil, honest = issue(network_dir, "evil", "worker"), issue(network_dir, "honest", "worker")
-    asked, gate, path = threading.Event(), threading.Event(), "/v1/exchange"
+    asked, gate, path = threading.Event(), threading.Event(), "/v2/exchange"
 
     def hang(*_: object) -> None:
         asked.set()
@@ -195,7 +197,7 @@ def test_checks_that_hang_hold_up_no_other_worker(
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
 
     scheduler._server.call(limit_threads())
-    monkeypatch.setattr(scheduler._catalog, "check_proof", hang)
+    monkeypatch.setattr(scheduler._proofs, "_is_valid", hang)
     (lease,) = ask(evil, scheduler.address, "POST", path, {"want": 1})[1]["leases"]
     said = _use_of(lease, evil)
     with ThreadPoolExecutor(1) as pool:
@@ -215,7 +217,7 @@ def test_doubts_that_nobody_answers_are_checked_less_and_less_often(
     monkeypatch.setattr(service, "CHECK_EVERY_S", 0.02)
     checked: list[float] = []
     monkeypatch.setattr(scheduler._catalog, "check_slice", lambda *_: checked.append(time.monotonic()))
-    (job,) = scheduler._open_journal().desk.jobs.values()
+    (job,) = scheduler._open_journal().core.jobs.values()
     with scheduler._lock:
         job.failures[0] = dict.fromkeys("abc", "cannot read")
     until(lambda: len(checked) >= 4)

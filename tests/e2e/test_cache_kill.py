@@ -60,6 +60,9 @@ class Slow:
         for call in self.calls:
             call(self)
 
+    def cancel(self):
+        self.stopped.set()
+
     def on_done(self, call):
         with self.lock:
             if not self.done.is_set():
@@ -71,7 +74,7 @@ def uses(start, stop):
     return steps, np.array(reads)[start:stop]
 
 feed = SliceFeed(
-    SliceCache(directory, budget), names, np.full(slices, size), uses, len(reads), Slow, lambda slow: slow.stopped.set()
+    SliceCache(directory, budget), names, np.full(slices, size), uses, len(reads), Slow
 )
 feed.seek(0)
 print("ready", flush=True)

@@ -27,7 +27,7 @@ from forebay.coordinator.store import ROSTER_NAME
 from forebay.errors import StateError, UsageError
 from forebay.network.client import Client, RemoteError
 from forebay.network.pki.identity import Identity
-from forebay.worker.membership import CoordinatorGoneError, DuplicateWorkerError, Membership
+from forebay.worker.membership import CoordinatorUnreachableError, DuplicateWorkerError, Membership
 
 HERE = Path(__file__).parent
 BATCH = 2
@@ -281,7 +281,7 @@ def test_ranks_find_each_other_by_values_that_are_their_generations_alone(
 
 
 def test_a_coordinator_that_stays_away_is_named_and_a_dead_one_comes_back_as_it_was(tmp_path: Path) -> None:
-    with pytest.raises(CoordinatorGoneError, match="forebay coordinate"):
+    with pytest.raises(CoordinatorUnreachableError, match="forebay coordinate"):
         Membership("127.0.0.1:9", patience_s=0.2).join()
     with Coordinator(state_dir=tmp_path, config={"batch_size": 4}) as desk:
         membership = Membership(desk.address, "w", lockstep=False)

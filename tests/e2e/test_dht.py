@@ -201,7 +201,7 @@ def test_a_name_of_two_datasets_is_told_and_never_mixed(tmp_path: Path, make_ide
             scheduler.start()
         scheduler.stop()
         assert all(dataset.id in str(told.value) for dataset in datasets)
-        with pytest.raises(UsageError, match="never mixed"):  # what a Loader of forebay://NETWORK/NAME reads from
+        with pytest.raises(UsageError, match="expected one dataset of this name"):  # what a Loader reads from
             PeerOrigin(seeker, NAME, discovery=table).sources()
         chosen = PeerOrigin(seeker, NAME, discovery=table, expected_id=datasets[1].id)
         assert [source.claim.dataset_id for source in chosen.sources()] == [datasets[1].id]

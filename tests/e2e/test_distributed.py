@@ -25,7 +25,7 @@ from forebay.errors import ForebayError, UsageError
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
 from forebay.worker.distributed import OptimizerAndPosition, default_settings, merge_settings, shared_settings
-from forebay.worker.membership import CoordinatorGoneError, Membership
+from forebay.worker.membership import CoordinatorUnreachableError, Membership
 from forebay.worker.training import Training
 
 WORKER = """
@@ -160,7 +160,7 @@ def test_another_seq_len_gives_way_and_is_told(tmp_path: Path) -> None:
             membership.join()
         report = alone(replace(config, seq_len=16), lines)
     assert report.tokens == 2 * 4 * 8
-    assert any(line.startswith("seq_len: the run's 8 holds, not 16 as given to") for line in lines)
+    assert any(line.startswith("seq_len: the run has 8, which overrides 16 of") for line in lines)
     assert not any(line.startswith(("batch_size", "seed")) for line in lines)
 
 
@@ -177,7 +177,7 @@ def test_control_c_ends_a_worker_after_its_step(tmp_path: Path) -> None:
 
 
 def test_a_coordinator_that_is_away(tmp_path: Path) -> None:
-    with pytest.raises(CoordinatorGoneError, match="forebay coordinate"):
+    with pytest.raises(CoordinatorUnreachableError, match="forebay coordinate"):
         alone(WorkerConfig(trainer="count", coordinator="127.0.0.1:9", timeout_s=0.3), [])
     with pytest.raises(UsageError, match="partition"):
         alone(WorkerConfig(dataset_name=__file__, tokenizer_name="bytes", partition="records"), [])

@@ -106,7 +106,7 @@ def test_a_remote_dataset_is_read_from_the_honest_one(
         for liar in liars:
             _announce(table, reader, liar)
         stack.enter_context(DataNode(make_identity("good"), [dataset], "127.0.0.1", 0, table))
-        remote = open_remote(url, identity=reader, discovery=table, patience=patience)
+        remote = open_remote(url, identity=reader, discovery=table, timeouts=patience)
         assert remote.id == dataset.id and remote.table.to_parquet() == dataset.table.to_parquet()
         transfers = stack.enter_context(Transfers())
         part = tmp_path / "slice.part"

@@ -30,7 +30,7 @@ from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
 from forebay.network.pki.identity import Identity, Scope, join, verify
-from forebay.scheduler.catalog import JobPlan, Wanted
+from forebay.scheduler.catalog import DatasetRef, JobPlan
 from forebay.scheduler.journal import ledger_path
 from forebay.scheduler.server import SchedulerService
 from local_discovery import LocalDiscovery
@@ -90,7 +90,7 @@ class Hand:
             rows = [{**vars(used), "proof": proof_by_hand(self.client, lease)} for used, lease in zip(uses, leases)]
             signature = self.identity.sign(receipt_message(job_id, uses)).hex()
             body |= {"job_id": job_id, "uses": rows, "signature": signature}
-        answer, _ = self.client.request_json(address, "POST", "/v1/exchange", body, timeout_s=5)
+        answer, _ = self.client.request_json(address, "POST", "/v2/exchange", body, timeout_s=5)
         return dict(answer)
 
 
@@ -113,17 +113,17 @@ def test_a_standby_goes_on_where_a_killed_scheduler_was(tmp_path: Path, stack: E
     second.wait_for("standby")
     worker = Hand(homes["worker"], stack)
     begun, waiting = worker.say(address, want=2)["leases"]
-    worker.say(address, [begun], held=[begun["lease_id"], waiting["lease_id"]])
+    worker.say(address, [begun], known_leases=[begun["lease_id"], waiting["lease_id"]])
     first.popen.send_signal(signal.SIGKILL)
     killed = time.monotonic()
     address = second.wait_for("ready")["address"]
     # The lease in hand lives on; the receipt whose answer might have been lost is answered as recorded.
-    answer = worker.say(address, [begun], held=[waiting["lease_id"]])
+    answer = worker.say(address, [begun], known_leases=[waiting["lease_id"]])
     assert time.monotonic() - killed < scaled(2.0)
-    assert answer["uses"][0]["offset"] == begun["stop"] and list(answer["live"]) == [waiting["lease_id"]]
+    assert answer["uses"][0]["offset"] == begun["stop"] and list(answer["active"]) == [waiting["lease_id"]]
     leases = [waiting]
     while not answer["done"]:
-        answer = worker.say(address, leases, want=2, held=[x["lease_id"] for x in leases])
+        answer = worker.say(address, leases, want=2, known_leases=[x["lease_id"] for x in leases])
         leases = answer["leases"]
     second.popen.terminate()
     assert second.popen.wait(20) == 0
@@ -146,8 +146,8 @@ def test_jobs_are_steered_by_who_may_and_a_mixture_is_used_once(
     stack.callback(node.stop)
     identity = Identity.load(homes["scheduler"])
     plans = [
-        JobPlan(NAME, (Wanted(NAME),), SEQ_LEN, priority=1),
-        JobPlan("mix", (Wanted(NAME, 1.0), Wanted("two", 2.0)), SEQ_LEN),
+        JobPlan(NAME, (DatasetRef(NAME),), SEQ_LEN, priority=1),
+        JobPlan("mix", (DatasetRef(NAME, 1.0), DatasetRef("two", 2.0)), SEQ_LEN),
     ]
 
     def scheduler() -> SchedulerService:
@@ -166,10 +166,10 @@ def test_jobs_are_steered_by_who_may_and_a_mixture_is_used_once(
     assert main(["schedule", "pause", NAME, *steer]) == 0
     assert "paused" in capsys.readouterr().out
     assert [lease["job"] for lease in worker.say(service.address, want=1)["leases"]] == ["mix"]
-    assert worker.say(service.address, job=NAME, want=1, held=[])["paused"]
+    assert worker.say(service.address, job=NAME, want=1, known_leases=[])["paused"]
     assert main(["schedule", "weights", "mix", "two=1", *steer]) == 0
     assert main(["schedule", "resume", NAME, *steer]) == 0
-    answer = worker.say(service.address, want=1, held=[])
+    answer = worker.say(service.address, want=1, known_leases=[])
     samples = set()
     while not answer["done"]:
         leases = answer["leases"]
@@ -177,7 +177,7 @@ def test_jobs_are_steered_by_who_may_and_a_mixture_is_used_once(
             new = {(lease["job"], lease["sample_base"] + i) for i in range(lease["start"], lease["stop"])}
             assert not samples & new
             samples |= new
-        answer = worker.say(service.address, leases, want=1, held=[lease["lease_id"] for lease in leases])
+        answer = worker.say(service.address, leases, want=1, known_leases=[lease["lease_id"] for lease in leases])
     assert samples == {(NAME, i) for i in range(25)} | {("mix", i) for i in range(25 + 12)}
     assert main(["status", service.address, "--network", str(homes["admin"])]) == 0
     out = capsys.readouterr().out

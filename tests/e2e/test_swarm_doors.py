@@ -84,7 +84,7 @@ def test_a_sharer_is_dialled_back_and_named_and_one_that_only_gets_never_is(
     swarm = node.tracker._tracked[node.datasets[0].id].swarm
     with member(world, "b", node, shelves[0], share=False) as leech:
         take_all(leech, shelves[0], tmp_path / "leech")
-        assert swarm.copies().max() == 0 and swarm.facts()["unreachable"] == 1
+        assert swarm.copies().max() == 0 and swarm.status()["unreachable"] == 1
         with member(world, "a", node, shelves[1], share=True) as sharer:
             take_all(sharer, shelves[1], tmp_path / "sharer")
             assert sharer.reader.stats()["from_origins"] == SLICES
@@ -170,7 +170,7 @@ def test_two_versions_of_a_name_are_flagged_and_each_is_had_by_its_id(world: Pat
     make_dataset(tmp_path / "new" / "c4", SLICES + 1, 2, 512)
     both = [open_dataset(world / "c4"), open_dataset(tmp_path / "new" / "c4")]
     with DataNode(Identity.load(world / "node"), both, "127.0.0.1", 0, None) as node:
-        with pytest.raises(UsageError, match="Say which"):
+        with pytest.raises(UsageError, match="Choose one"):
             remote(world, "a", node.address)
         for one in both:
             assert remote(world, "a", node.address, query=f"?id={one.id}").num_slices == one.num_slices
@@ -212,7 +212,7 @@ def test_a_tracker_that_names_no_address_and_goes_ends_the_wait(
     with serve(tracker, handle) as server:
         at = Provider(tracker.peer_id, server.address, True)
         client = Client(Identity.load(world / "b"))
-        reader = SwarmReader(client, "ab" * 32, table, lambda: [at], lambda: np.zeros(SLICES, bool), patience_s=1.0)
+        reader = SwarmReader(client, "ab" * 32, table, lambda: [at], lambda: np.zeros(SLICES, bool), timeout_s=1.0)
         transfer = reader.fetch(0, tmp_path / "part")
         assert asked.wait(30)
     assert transfer.wait(60) and isinstance(transfer.error, NetworkError)

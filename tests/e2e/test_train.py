@@ -31,7 +31,7 @@ from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client, RemoteError, parse_address
 from forebay.network.dht import LibtorrentDht
 from forebay.network.pki.identity import Identity, verify
-from forebay.scheduler.catalog import JobPlan, Wanted
+from forebay.scheduler.catalog import DatasetRef, JobPlan
 from forebay.scheduler.server import SchedulerService
 from forebay.worker.lease_worker import WorkerReport, run_worker
 from proofs import proof_by_hand
@@ -257,7 +257,7 @@ def test_the_scheduler_returns_at_another_address_and_the_lease_lives_on(world: 
 
 
 def ask(client: Client, service: SchedulerService, **body: Any) -> dict[str, Any]:
-    answer = client.request_json(service.address, "POST", "/v1/exchange", {"session": "s", **body})[0]
+    answer = client.request_json(service.address, "POST", "/v2/exchange", {"session": "s", **body})[0]
     assert isinstance(answer, dict)
     return answer
 
@@ -280,17 +280,19 @@ def test_garbage_and_thieves_are_refused(world: World) -> None:
     assert used(thief, world.identity("w2"))["refused"][0]["code"] == "lost"
     with pytest.raises(RemoteError, match="not this peer's"):
         used(thief, world.identity("w1"))
-    stolen = ask(thief, service, held=[lease_id], release=[lease_id], horizons={lease_id: 0})
+    stolen = ask(thief, service, known_leases=[lease_id], release=[lease_id], declared_until={lease_id: 0})
     assert stolen["lost"] == [lease_id]
     refused = used(owner, world.identity("w1"), start=1, stop=2)["refused"]
     assert (refused[0]["code"], refused[0]["offset"]) == ("range", 0)
     assert used(owner, world.identity("w1"))["uses"] == [{"lease_id": lease_id, "offset": 1, "stop": first["stop"]}]
     for body in (
-        [], {"want": -1}, {"want": 17}, {"want": 1.5}, {"held": [1]}, {"session": "\n"}, {"uses": [{}]}, {"more": 1},
-        {"horizons": {lease_id: -1}}, {"have": {"x": "0"}}, {"failed": [7]}, {"bad": [{"peer_id": "x", "sha256": "0"}]},
+        [], {"want": -1}, {"want": 17}, {"want": 1.5}, {"known_leases": [1]}, {"session": "\n"}, {"uses": [{}]},
+        {"more": 1},
+        {"declared_until": {lease_id: -1}}, {"cached": {"x": "0"}}, {"failed": [7]},
+        {"reports": [{"peer_id": "x", "sha256": "0"}]},
     ):  # fmt: skip
         with pytest.raises(RemoteError) as caught:
-            owner.request_json(service.address, "POST", "/v1/exchange", body)
+            owner.request_json(service.address, "POST", "/v2/exchange", body)
         assert caught.value.status == 400, body
     with pytest.raises(RemoteError, match="POST /v1/nothing: Not Found"):
         owner.request_json(service.address, "POST", "/v1/nothing", {})
@@ -301,16 +303,16 @@ def test_an_exchange_that_comes_late_takes_nothing_back(world: World) -> None:
     world.serve("data-1")
     service = world.scheduler()
     owner = world.client("w1")
-    first = ask(owner, service, want=2, held=[], attempt=1)["leases"]
-    assert len(ask(owner, service, held=[lease["lease_id"] for lease in first], attempt=2)["live"]) == 2
-    with pytest.raises(RemoteError, match="attempt 1 came after 2"):
-        ask(owner, service, want=2, held=[], attempt=1)
+    first = ask(owner, service, want=2, known_leases=[], attempt=1)["leases"]
+    assert len(ask(owner, service, known_leases=[lease["lease_id"] for lease in first], attempt=2)["active"]) == 2
+    with pytest.raises(RemoteError, match="attempt 1 is not newer than the last one, 2"):
+        ask(owner, service, want=2, known_leases=[], attempt=1)
     assert service.status()["slices_leased"] == 2
 
 
 def test_a_use_needs_proof_that_its_slice_was_there(world: World) -> None:
     world.serve("data-1")
-    service = world.scheduler(jobs=[JobPlan(NAME, (Wanted(NAME),), SEQ_LEN, max_tokens_per_s=200.0, stall_s=60.0)])
+    service = world.scheduler(jobs=[JobPlan(NAME, (DatasetRef(NAME),), SEQ_LEN, max_tokens_per_s=200.0, stall_s=60.0)])
     client, by = world.client("w1"), world.identity("w1")
 
     def use(lease: dict[str, Any], proof: str | None) -> dict[str, Any]:
@@ -417,7 +419,7 @@ def test_a_stranger_gets_no_claim_manifest_slice_job_or_lease(world: World, tmp_
             (node.address, "GET", f"/v1/slices/{row.sha256}"),
             (service.address, "GET", "/v1/job"),
             (service.address, "GET", "/v1/status"),
-            (service.address, "POST", "/v1/exchange"),
+            (service.address, "POST", "/v2/exchange"),
         ]:
             with pytest.raises(NetworkError, match="certificate of the same network"):
                 stranger.request_json(address, method, path, {} if method == "POST" else None)

@@ -38,7 +38,7 @@ from forebay.network.publications import sign_dataset
 from forebay.network.revocation_sync import TrustWatch, send_crl
 from forebay.network.server import Server
 from forebay.scheduler.server import SchedulerService
-from forebay.worker.scheduler_client import Control
+from forebay.worker.scheduler_client import SchedulerClient
 from local_discovery import LocalDiscovery
 
 Make = Callable[[str], Identity]
@@ -107,8 +107,8 @@ def test_a_scheduler_must_be_certified_as_one(
     """A member without the role stands in the DHT under the job's name: no worker believes it."""
     worker = make_identity("worker")
 
-    def control() -> Control:
-        return Control(worker, Client(worker), NAME, table, None, 0.3, threading.Event())
+    def control() -> SchedulerClient:
+        return SchedulerClient(worker, Client(worker), NAME, table, None, 0.3, threading.Event())
 
     def served(identity: Identity) -> SchedulerService:
         return SchedulerService(identity, NAME, table, Client(identity), tmp_path / identity.name, seq_len=8)
@@ -134,7 +134,7 @@ def test_a_scheduler_must_be_certified_as_one(
                     asker.request_json(true.address, "POST", door, {})
         outsider = issued(tmp_path, "outsider", "worker", datasets=("books",))
         with Client(outsider) as asker, pytest.raises(RemoteError, match="does not cover"):
-            asker.request_json(true.address, "POST", "/v1/exchange", {"want": 1})
+            asker.request_json(true.address, "POST", "/v2/exchange", {"want": 1})
     finally:
         true.stop()
 

@@ -27,7 +27,7 @@ from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity, revoke, verify
 from forebay.observe.blame import replay
-from forebay.scheduler.catalog import JobPlan, Wanted
+from forebay.scheduler.catalog import DatasetRef, JobPlan
 from forebay.scheduler.journal import ledger_path
 from forebay.scheduler.server import SchedulerService
 from local_discovery import LocalDiscovery
@@ -51,8 +51,8 @@ def test_two_jobs_a_slice_set_aside_and_a_restart_with_no_data_node(
         node.start()
         stack.callback(node.stop)
         plans = [
-            JobPlan(NAME, (Wanted(NAME),), SEQ_LEN, priority=1, max_failures=2),
-            JobPlan("mix", (Wanted(NAME, 1.0), Wanted("second", 2.0)), SEQ_LEN),
+            JobPlan(NAME, (DatasetRef(NAME),), SEQ_LEN, priority=1, max_failures=2),
+            JobPlan("mix", (DatasetRef(NAME, 1.0), DatasetRef("second", 2.0)), SEQ_LEN),
         ]
         identity = Identity.load(homes["scheduler"])
 
@@ -66,7 +66,7 @@ def test_two_jobs_a_slice_set_aside_and_a_restart_with_no_data_node(
         steer = ["--at", service.address, "--network", str(homes["scheduler"])]
         liars, hands = ([Hand(homes[name], stack) for name in two] for two in (("three", "four"), ("one", "two")))
         # The scheduler reads it itself: what two workers say of a good slice sets nothing aside.
-        job = service._open_journal().desk.jobs[NAME]
+        job = service._open_journal().core.jobs[NAME]
         fail(service.address, liars, node.address)
         until(lambda: not job.failures)
         assert not service.left_out() and not job.reasons

@@ -61,8 +61,8 @@ from forebay.network.publications import read_publication
 from forebay.prepare.clean.extract import extract_html
 from forebay.prepare.inputs import read_split, split_files
 from forebay.scheduler import jobs
-from forebay.scheduler.core import Desk
-from forebay.scheduler.messages import Answer, Ask
+from forebay.scheduler.core import SchedulerCore
+from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
 from forebay.storage.compression import sniff_compression
 from forebay.swarm.members import MAX_RANGES, parse_ranges
 from forebay.swarm.tracker import Tracker
@@ -195,13 +195,15 @@ def claims(directory: Path, identity: Identity) -> Target:
 @target
 def exchange(directory: Path, identity: Identity) -> Target:
     seed = {
-        "job": "j", "session": "ab", "attempt": 1, "address": "127.0.0.1:7000", "held": ["l1"], "job_id": "0" * 64,
+        "job": "j", "session": "ab", "attempt": 1, "address": "127.0.0.1:7000", "known_leases": ["l1"],
+        "job_id": "0" * 64,
         "uses": [{"lease_id": "l1", "epoch": 0, "slice": 3, "start": 0, "stop": 8, "step": 2}], "signature": "0" * 128,
-        "horizons": {"l1": 16}, "release": ["l2"], "failed": [{"lease_id": "l3", "reason": "r"}], "want": 2,
-        "have": {"0" * 64: "0-15,17"}, "bad": [{"peer_id": "a" * 32, "sha256": "0" * 64, "reason": "r"}], "speed": 1.5,
+        "declared_until": {"l1": 16}, "release": ["l2"], "failed": [{"lease_id": "l3", "reason": "r"}], "want": 2,
+        "cached": {"0" * 64: "0-15,17"}, "reports": [{"peer_id": "a" * 32, "sha256": "0" * 64, "reason": "r"}],
+        "speed": 1.5,
     }  # fmt: skip
-    spec = jobs.JobSpec("j", (jobs.Source("d", "0" * 64, np.full(18, 8, np.int64)),))
-    return _message(Ask, lambda message: Desk([spec]).exchange("w", message, 0.0), seed, {})
+    spec = jobs.JobSpec("j", (jobs.JobSource("d", "0" * 64, np.full(18, 8, np.int64)),))
+    return _message(ExchangeRequest, lambda message: SchedulerCore([spec]).exchange("w", message, 0.0), seed, {})
 
 
 @target
@@ -229,9 +231,9 @@ def answers(directory: Path, identity: Identity) -> Target:
     seed = {
         "uses": [{"lease_id": "l1", "offset": 8, "stop": 16}], "lost": ["l2"], "leases": [lease], "wait_s": 0.5,
         "refused": [{"lease_id": "l2", "code": "lost", "message": "m", "offset": 0}], "done": False, "paused": False,
-        "live": {"l1": {"stop": 16, "expires_in_s": 30.0}}, "tell_have": False,
+        "active": {"l1": {"stop": 16, "expires_in_s": 30.0}}, "report_cached": False,
     }  # fmt: skip
-    return _json(Answer.from_json, seed, {**seed, "wait_s": 10**400})
+    return _json(ExchangeReply.from_json, seed, {**seed, "wait_s": 10**400})
 
 
 @target
@@ -245,7 +247,7 @@ def swarm(directory: Path, identity: Identity) -> Target:
 
     def answer(message: SwarmRequest) -> object:
         peer_id = base64.b32encode(next(client).to_bytes(20, "big")).decode().lower()
-        return json.dumps(tracker.answer(Peer(peer_id, b"", "m"), "0" * 64, message.model_copy(update={"address": ""})))
+        return json.dumps(tracker.handle(Peer(peer_id, b"", "m"), "0" * 64, message.model_copy(update={"address": ""})))
 
     made = _message(SwarmRequest, answer, seed, {})
     return replace(made, close=lambda: (tracker.close(), asking.close()))

@@ -12,18 +12,18 @@ from pydantic import TypeAdapter
 
 from forebay.coordinator.membership import REQUESTS, apply, config_reply, is_due, reply
 from forebay.coordinator.messages import (
-    Agree,
     Disconnect,
     Event,
     Formed,
-    Generation,
     Leave,
     MemberMessage,
+    PollChange,
+    ProposeConfig,
+    RankGeneration,
     Refuse,
     Rules,
-    State,
+    RunState,
     Tick,
-    Waits,
 )
 from forebay.network.client import RemoteError
 from forebay.simulate.links import Clock
@@ -42,9 +42,9 @@ class Coordinator:
     """
 
     def __init__(
-        self, clock: Clock, rules: Rules, config: Mapping[str, Any], on_formed: Callable[[Generation], object]
+        self, clock: Clock, rules: Rules, config: Mapping[str, Any], on_formed: Callable[[RankGeneration], object]
     ) -> None:
-        self.state = State(rules, config, config)
+        self.state = RunState(rules, config, config)
         self._clock = clock
         self._on_formed = on_formed
         self._waiting: list[tuple[MemberMessage, Respond]] = []
@@ -54,7 +54,7 @@ class Coordinator:
         """A request comes in; `respond` is called now or later."""
         body = dict(request.body or {})
         if request.path not in REQUESTS:
-            self._apply(Agree(body["settings"]))
+            self._apply(ProposeConfig(body["settings"]))
             respond(config_reply(self.state, _RUN))
             return
         message = TypeAdapter(REQUESTS[request.path]).validate_json(json.dumps(body))
@@ -65,8 +65,8 @@ class Coordinator:
         self._waiting.append(one)
         if isinstance(message, Leave):
             return self._end(one)
-        self._clock.after(message.wait_s, lambda: self._end(one))
-        self._apply(Waits(message.worker_id, message.session, +1, message.wait_s))
+        self._clock.call_later(message.wait_s, lambda: self._end(one))
+        self._apply(PollChange(message.worker_id, message.session, +1, message.wait_s))
 
     def disconnect(self, session: str) -> None:
         """The connections of a process close."""
@@ -78,7 +78,7 @@ class Coordinator:
 
     def _tick(self) -> None:
         self._apply(Tick())
-        self._clock.after(_TICK_S, self._tick)
+        self._clock.call_later(_TICK_S, self._tick)
 
     def _apply(self, event: Event) -> Refuse | None:
         self.state, actions = apply(self.state, event, self._clock.now)
@@ -98,7 +98,7 @@ class Coordinator:
     def _remove(self, one: tuple[MemberMessage, Respond]) -> None:
         self._waiting.remove(one)
         if not isinstance(one[0], Leave):
-            self._apply(Waits(one[0].worker_id, one[0].session, -1))
+            self._apply(PollChange(one[0].worker_id, one[0].session, -1))
 
 
 def _error(refused: Refuse) -> RemoteError:

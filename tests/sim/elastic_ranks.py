@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import numpy as np
 from swarm_readers import Reader
 
-from forebay.cache.planned_use import Uses
+from forebay.cache.planned_use import PlannedUses
 from forebay.errors import NetworkError
 from forebay.order.run import Run, Steps
-from forebay.simulate.nodes import STALL_S, Net
-from forebay.simulate.usage_record import I64, Verdict
+from forebay.simulate.nodes import STALL_S, SimNetwork
+from forebay.simulate.usage_record import I64, UsageCheck
 from forebay.worker.membership_state import (
     DuplicateWorkerError,
     Generation,
@@ -65,7 +65,7 @@ def ancestors(weights: Weights) -> Iterator[Weights]:
         at = at.before
 
 
-def check(end: Weights, num_samples: int, epoch_of: I64, steps_done: int) -> tuple[Verdict, str]:
+def check(end: Weights, num_samples: int, epoch_of: I64, steps_done: int) -> tuple[UsageCheck, str]:
     """Counts the samples along a lineage; and says where it is torn, "" for nowhere.
 
     Args:
@@ -89,7 +89,7 @@ def check(end: Weights, num_samples: int, epoch_of: I64, steps_done: int) -> tup
     wasted = (steps_done - length) * (num_samples * epochs // len(epoch_of))
     if expected != 0:
         torn = f"the lineage begins at step {expected}."
-    return Verdict(counts.size, missing, repeated, 0, wasted, tuple(examples)), torn
+    return UsageCheck(counts.size, missing, repeated, 0, wasted, tuple(examples)), torn
 
 
 class World(Protocol):
@@ -108,7 +108,7 @@ class World(Protocol):
 class Group:
     """The ranks of one generation, stepping together. What is under way when one is gone nobody finishes any more."""
 
-    def __init__(self, net: Net, number: int, size: int) -> None:
+    def __init__(self, net: SimNetwork, number: int, size: int) -> None:
         self.net, self.number, self.size = net, number, size
         self.members: dict[int, Rank] = {}
         self.steps_done = 0
@@ -153,7 +153,7 @@ class Group:
 
     def _tell(self, act: Callable[[Rank], object]) -> None:
         for one in self.members.values():
-            self.net.clock.after(one.machine.latency_s, lambda one=one: act(one))  # type: ignore[misc]
+            self.net.clock.call_later(one.machine.latency_s, lambda one=one: act(one))  # type: ignore[misc]
 
 
 @dataclass(eq=False)
@@ -165,7 +165,7 @@ class Rank:
         learned: The weights that it has.
     """
 
-    net: Net
+    net: SimNetwork
     reader: Reader
     run: Run
     world: World
@@ -178,7 +178,7 @@ class Rank:
     _step: int = 0
     _sessions: int = 0
     _stands: bool = True
-    _uses: Uses | None = None
+    _uses: PlannedUses | None = None
     _queue: deque[tuple[int, int]] = field(default_factory=deque)
     _block: Steps | None = None
     _needs: set[int] = field(default_factory=set)
@@ -188,7 +188,7 @@ class Rank:
         self.membership = MembershipState(
             self.worker_id,
             "coordinator",
-            address=self.reader.node.holder.address,
+            address=self.reader.node.provider.address,
             settings={},
             defaults={},
             lockstep=True,
@@ -232,7 +232,7 @@ class Rank:
         if not self.alive or self.group is not group or self._stands or group.is_broken:
             return
         if self.is_cut:
-            return self.net.clock.after(STALL_S, lambda: self.fail(group))
+            return self.net.clock.call_later(STALL_S, lambda: self.fail(group))
         self.learned, self._step = learned, learned.step
         self._boundary(stop and learned.step != self.run.num_steps)
 
@@ -262,10 +262,10 @@ class Rank:
                 self.holds = False
                 return self.join()
             except DuplicateWorkerError:
-                return self.net.clock.after(_RESTART_S, self.join)
+                return self.net.clock.call_later(_RESTART_S, self.join)
             self._look()
             if isinstance(effect, Pause):
-                self.net.clock.after(effect.seconds, resume)
+                self.net.clock.call_later(effect.seconds, resume)
             else:
                 self.world.send(self, effect, resume)
 
@@ -309,7 +309,7 @@ class Rank:
         if self.alive and self.group is group and not self._stands and generation is not None:
             if generation.rank == generation.source:
                 return self._begin_at(generation)
-            self.net.clock.after(2 * self.machine.latency_s, lambda: self._take_over(generation, group))
+            self.net.clock.call_later(2 * self.machine.latency_s, lambda: self._take_over(generation, group))
 
     def _take_over(self, generation: Generation, group: Group) -> None:
         """The source's weights, if it is still there."""
@@ -336,7 +336,7 @@ class Rank:
         if self.learned.step != step and step != self.run.num_steps:
             self.net.counts["wrong start"] += 1
         world_size, number = generation.world_size, generation.rank
-        self._uses = Uses(lambda a, b: self.run.uses(a, b, number, world_size)[::2], self.run.num_steps, step)
+        self._uses = PlannedUses(lambda a, b: self.run.uses(a, b, number, world_size)[::2], self.run.num_steps, step)
         self._queue, self._block = deque(), None
         self.reader.want_nothing()
         self._begin_step()
@@ -403,8 +403,8 @@ class Rank:
             if not self.alive or self.group is not group or self._stands:
                 return
             if self.is_cut:
-                return self.net.clock.after(STALL_S, lambda: self.fail(group))
+                return self.net.clock.call_later(STALL_S, lambda: self.fail(group))
             if not group.is_broken:
                 group.arrive(self, generation.rank, read, self.membership.changing)
 
-        self.net.clock.after(len(read) / self.machine.speed, end)
+        self.net.clock.call_later(len(read) / self.machine.speed, end)

@@ -14,7 +14,7 @@ from elastic_coordinator import Coordinator
 from elastic_ranks import Answer, Group, Rank, Weights, check
 from swarm_readers import Reader, Tracker
 
-from forebay.coordinator.messages import ANSWER_S, Generation, Rules
+from forebay.coordinator.messages import ANSWER_S, RankGeneration, Rules
 from forebay.errors import NetworkError
 from forebay.network.client import RemoteError
 from forebay.order.plan import Order
@@ -22,15 +22,15 @@ from forebay.order.run import BatchSizes, Run
 from forebay.simulate.bound import Bound, filling, work_done_s
 from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.links import Clock
-from forebay.simulate.nodes import Net
-from forebay.simulate.result import Result
-from forebay.simulate.settings import Settings
+from forebay.simulate.nodes import SimNetwork
+from forebay.simulate.result import SimulationResult
+from forebay.simulate.settings import SimulationSettings
 from forebay.worker.membership_state import Request
 
 _MAX_TIMES = 20.0
 
 
-def order_bound(settings: Settings, machines: Sequence[Machine]) -> Bound:
+def order_bound(settings: SimulationSettings, machines: Sequence[Machine]) -> Bound:
     """The least time for all steps, where everybody alive has a part of each and parts differ by one sample at most."""
     size, origin_up = settings.slice_bytes, settings.origin_up * settings.origins
     batch = settings.workers * settings.batch
@@ -54,7 +54,7 @@ def _step_s(batch: int, speeds: Sequence[float]) -> float:
     return max(least / ordered[-1], (least + 1) / ordered[more - 1] if more else 0.0)
 
 
-def elastic(settings: Settings) -> Result:
+def elastic(settings: SimulationSettings) -> SimulationResult:
     """Runs until all who live have done the last step, or it is clear that they never will."""
     calm = order_bound(settings, draw(replace(settings, churn=0.0), 1.0).machines)
     faults = draw(settings, calm.seconds)
@@ -70,16 +70,16 @@ def elastic(settings: Settings) -> Result:
     if not ended:
         fault = f"after {world.clock.now:,.0f} virtual seconds the run stands at step {end.step} of {steps}."
     counts = {"generations": len(world.groups), "events": world.clock.num_events}
-    return Result(settings, verdict, world.clock.now, bound, world.net.origin_bytes(), counts, fault)
+    return SimulationResult(settings, verdict, world.clock.now, bound, world.net.origin_bytes(), counts, fault)
 
 
 class _World:
     """The machines, the coordinator, the groups, and what goes between them."""
 
-    def __init__(self, settings: Settings, faults: Faults) -> None:
+    def __init__(self, settings: SimulationSettings, faults: Faults) -> None:
         self.settings = settings
         self.clock = Clock()
-        self.net = Net(settings, self.clock, faults)
+        self.net = SimNetwork(settings, self.clock, faults)
         self.tracker = Tracker(self.net)
         samples = np.full(settings.slices, settings.samples, np.int64)
         batch = settings.workers * settings.batch
@@ -88,7 +88,7 @@ class _World:
         self.groups: list[Group] = []
         self.ends: list[Weights] = []
         self.out_of_order = 0
-        self._last: Generation | None = None
+        self._last: RankGeneration | None = None
         self._chance = self.net.chance("answers")
         first = sum(one.joins_at == 0.0 < 1.0 < one.dies_at for one in faults.machines)
         config = {"batch_size": settings.batch, "lockstep": True}
@@ -114,15 +114,17 @@ class _World:
             rank.die()
             self.net.kill(rank.reader.node)
             session = rank.membership.session
-            self.clock.after(machine.latency_s, lambda: None if rank.is_cut else self.coordinator.disconnect(session))
+            self.clock.call_later(
+                machine.latency_s, lambda: None if rank.is_cut else self.coordinator.disconnect(session)
+            )
 
-        self.clock.at(machine.joins_at, join)
+        self.clock.call_at(machine.joins_at, join)
         if machine.dies_at < float("inf"):
-            self.clock.at(machine.dies_at, die)
+            self.clock.call_at(machine.dies_at, die)
 
     # What goes between ranks and the coordinator.
 
-    def _form(self, generation: Generation) -> None:
+    def _form(self, generation: RankGeneration) -> None:
         known = {place.worker_id: i for i, place in enumerate(self._last.places)} if self._last is not None else {}
         stays = [known[place.worker_id] for place in generation.places if place.worker_id in known]
         self.out_of_order += stays != sorted(stays)
@@ -151,14 +153,14 @@ class _World:
             error: NetworkError | None = result if isinstance(result, RemoteError) else None
             if is_lost:
                 error = NetworkError("the connection closed before the answer")
-            self.clock.after(latency_s, lambda: end(result, error))
+            self.clock.call_later(latency_s, lambda: end(result, error))
 
         def arrive() -> None:
             if not rank.is_cut and rank.alive:
                 self.coordinator.receive(request, respond)
 
-        self.clock.after(latency_s, arrive)
-        self.clock.at(gives_up_at, lambda: end(None, NetworkError("no answer")))
+        self.clock.call_later(latency_s, arrive)
+        self.clock.call_at(gives_up_at, lambda: end(None, NetworkError("no answer")))
 
     def done(self, rank: Rank, learned: Weights) -> None:
         """As `World.done`."""
@@ -187,7 +189,7 @@ class _World:
         return ""
 
 
-def _worker_ids(settings: Settings, faults: Faults) -> dict[int, tuple[str, int | None]]:
+def _worker_ids(settings: SimulationSettings, faults: Faults) -> dict[int, tuple[str, int | None]]:
     """Of each machine the worker's name, and the machine whose disk it has: every second that comes is one back."""
     ids: dict[int, tuple[str, int | None]] = {}
     died = {one.dies_at + settings.replace_s: one.index for one in faults.machines if one.dies_at < float("inf")}

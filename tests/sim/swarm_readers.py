@@ -17,14 +17,14 @@ from forebay.network.peer import Provider
 from forebay.simulate.bound import Bound
 from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.links import Clock
-from forebay.simulate.nodes import Fetch, Net, Node
-from forebay.simulate.result import Result
-from forebay.simulate.settings import Settings
-from forebay.simulate.usage_record import Verdict
+from forebay.simulate.nodes import SimFetch, SimNetwork, SimNode
+from forebay.simulate.result import SimulationResult
+from forebay.simulate.settings import SimulationSettings
+from forebay.simulate.usage_record import UsageCheck
 from forebay.swarm.reader_state import Body, SwarmReaderState
 from forebay.swarm.steering import Swarm
 from forebay.swarm.tracker import steer
-from forebay.swarm.tracker_client import ASK_S
+from forebay.swarm.tracker_client import REQUEST_TIMEOUT_S
 
 
 class Reader:
@@ -34,19 +34,21 @@ class Reader:
         on_slice: Called with each slice that came.
     """
 
-    def __init__(self, net: Net, node: Node, tracker: Tracker, on_slice: Callable[[Reader, int], object]) -> None:
+    def __init__(
+        self, net: SimNetwork, node: SimNode, tracker: Tracker, on_slice: Callable[[Reader, int], object]
+    ) -> None:
         assert node.machine is not None
         self.net, self.node, self.machine, self.alive = net, node, node.machine, True
         self._tracker, self._on_slice = tracker, on_slice
-        self._fetches: dict[int, Fetch] = {}
+        self._fetches: dict[int, SimFetch] = {}
         self._body: Body | None = None  # of the request under way
         self._timer = 0
-        self._state = SwarmReaderState(net.clock.now, address=node.holder.address, patience_s=float("inf"))
+        self._state = SwarmReaderState(net.clock.now, address=node.provider.address, patience_s=float("inf"))
 
     @property
     def asked_for(self) -> set[int]:
         """Slices that are wanted or on their way."""
-        return self._state.wanted.keys() | self._state.running.keys()
+        return self._state.missing.keys() | self._state.running.keys()
 
     def want(self, index: int) -> None:
         """Fetch a slice; `ask` follows."""
@@ -60,7 +62,7 @@ class Reader:
 
     def want_nothing(self) -> None:
         """What is not on its way is wanted no longer."""
-        for index in list(self._state.wanted):
+        for index in list(self._state.missing):
             self._state.withdraw(index)
 
     def drop(self, index: int) -> None:
@@ -91,11 +93,11 @@ class Reader:
             assigned, _, wait_s = self._state.receive(reply, self.net.clock.now)
             for index, holder in assigned:
                 self._fetch(index, holder)
-        if self._state.has_news:
+        if self._state.is_request_due:
             return self.ask()
         self._timer += 1
         number = self._timer
-        self.net.clock.after(wait_s, lambda: self.ask() if number == self._timer else None)
+        self.net.clock.call_later(wait_s, lambda: self.ask() if number == self._timer else None)
 
     def die(self) -> None:
         """It is killed."""
@@ -116,14 +118,14 @@ class Reader:
                 self._on_slice(self, index)
             self.ask()
 
-        fetch = Fetch(self.net, self.node, index, [holder], end, lambda _, why: wrong.append(why), rounds=1)
+        fetch = SimFetch(self.net, self.node, index, [holder], end, lambda _, why: wrong.append(why), rounds=1)
         self._fetches[index] = fetch.start()
 
 
 class Tracker:
     """The swarm of a data node, behind the latency of those who speak with it."""
 
-    def __init__(self, net: Net) -> None:
+    def __init__(self, net: SimNetwork) -> None:
         self.net = net
         self.swarm = Swarm(net.settings.slices)
         self._refresh()
@@ -134,23 +136,23 @@ class Tracker:
 
         def arrive() -> None:
             if self.net.is_cut(reader.node):
-                return clock.after(ASK_S, lambda: reader.receive(None))
+                return clock.call_later(REQUEST_TIMEOUT_S, lambda: reader.receive(None))
             message = SwarmRequest.model_validate(body, strict=False)
-            reply = steer(self.swarm, reader.node.holder, message, clock.now)
-            clock.after(latency_s, lambda: reader.receive(reply))
+            reply = steer(self.swarm, reader.node.provider, message, clock.now)
+            clock.call_later(latency_s, lambda: reader.receive(reply))
 
-        clock.after(latency_s, arrive)
+        clock.call_later(latency_s, arrive)
 
     def _refresh(self) -> None:
         """Origins are here; who is silent goes."""
         now = self.net.clock.now
         for node in self.net.origins:
-            self.swarm.join(node.holder, None, now)
+            self.swarm.join(node.provider, None, now)
         self.swarm.expire(now)
-        self.net.clock.after(1.0, self._refresh)
+        self.net.clock.call_later(1.0, self._refresh)
 
 
-def swarm_bound(settings: Settings, machines: Sequence[Machine]) -> Bound:
+def swarm_bound(settings: SimulationSettings, machines: Sequence[Machine]) -> Bound:
     """The least time in which every machine that lives to the end can have every slice.
 
     Source: Kumar and Ross 2006, Peer-assisted file distribution, theorem 1.
@@ -164,7 +166,7 @@ def swarm_bound(settings: Settings, machines: Sequence[Machine]) -> Bound:
     return Bound({"origin": everything / origin_up, "narrowest link": narrowest_s, "all links": all_s})
 
 
-def broadcast(settings: Settings) -> Result:
+def broadcast(settings: SimulationSettings) -> SimulationResult:
     """Runs until every reader that lives has every slice."""
     calm = swarm_bound(settings, draw(replace(settings, churn=0.0), 1.0).machines)
     faults = draw(settings, calm.seconds)
@@ -173,18 +175,18 @@ def broadcast(settings: Settings) -> Result:
     ended = world.clock.run(lambda: world.left == 0, 20 * bound.seconds + 1000.0)
     missing = sum(settings.slices - len(one.node.cache) for one in world.readers.values() if one.alive)
     repeated = sum(max(0, count - 1) for count in world.arrivals.values())
-    verdict = Verdict(len(world.staying) * settings.slices, missing, repeated, 0, 0, ())
-    counts = {"overdue": world.tracker.swarm.facts()["overdue"]}
+    verdict = UsageCheck(len(world.staying) * settings.slices, missing, repeated, 0, 0, ())
+    counts = {"overdue": world.tracker.swarm.status()["overdue"]}
     fault = "" if ended else f"after {world.clock.now:,.0f} virtual seconds slices are missing."
-    return Result(settings, verdict, world.clock.now, bound, world.net.origin_bytes(), counts, fault)
+    return SimulationResult(settings, verdict, world.clock.now, bound, world.net.origin_bytes(), counts, fault)
 
 
 class World:
     """Readers that all want every slice, and their tracker."""
 
-    def __init__(self, settings: Settings, faults: Faults) -> None:
+    def __init__(self, settings: SimulationSettings, faults: Faults) -> None:
         self.clock = Clock()
-        self.net = Net(settings, self.clock, faults)
+        self.net = SimNetwork(settings, self.clock, faults)
         self.tracker = Tracker(self.net)
         self.readers: dict[int, Reader] = {}
         self.arrivals: dict[tuple[int, int], int] = {}
@@ -205,9 +207,9 @@ class World:
             reader.die()
             self.net.kill(reader.node)
 
-        self.clock.at(machine.joins_at, join)
+        self.clock.call_at(machine.joins_at, join)
         if machine.dies_at < float("inf"):
-            self.clock.at(machine.dies_at, die)
+            self.clock.call_at(machine.dies_at, die)
 
     def _arrived(self, reader: Reader, index: int) -> None:
         key = reader.machine.index, index

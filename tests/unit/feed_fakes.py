@@ -15,6 +15,7 @@ import numpy as np
 from calibration import scaled
 from forebay.cache.cache import SliceCache
 from forebay.cache.eviction import part_bytes
+from forebay.cache.planner import FeedOptions
 from forebay.cache.prefetch import SliceFeed
 from forebay.errors import NetworkError
 
@@ -26,8 +27,8 @@ NAMES = [hashlib.sha256(content).hexdigest() for content in CONTENTS]
 class FakeTransfer:
     """Writes real bytes when it is told to."""
 
-    def __init__(self, key: int, part: Path) -> None:
-        self.key, self.part = key, part
+    def __init__(self, key: int, part: Path, deaf: bool = False) -> None:
+        self.key, self.part, self.deaf = key, part, deaf
         self.done = threading.Event()
         self.error: Exception | None = None
         self.received = 0
@@ -38,6 +39,10 @@ class FakeTransfer:
             callback(self)
         else:
             self.callbacks.append(callback)
+
+    def cancel(self) -> None:
+        if not self.deaf:
+            self.end(NetworkError("cancelled"))
 
     def end(self, error: Exception | None = None) -> None:
         if self.done.is_set():
@@ -62,7 +67,7 @@ class Origin:
     transfers: dict[int, FakeTransfer] = field(default_factory=dict)
 
     def start(self, key: int, part: Path) -> FakeTransfer:
-        transfer = FakeTransfer(key, part)
+        transfer = FakeTransfer(key, part, self.deaf)
         self.started.append(key)
         if key in self.failing:
             transfer.end(NetworkError("the origin is gone"))
@@ -70,10 +75,6 @@ class Origin:
             transfer.end()
         self.transfers[key] = transfer
         return transfer
-
-    def cancel(self, transfer: FakeTransfer) -> None:
-        if not self.deaf:
-            transfer.end(NetworkError("cancelled"))
 
     def end(self, key: int) -> None:
         self.transfers[key].end()
@@ -97,9 +98,10 @@ def room_for(slices: int) -> int:
 def feed_of(
     directory: Path, steps: list[list[int]], slices: int, origin: Origin, num_keys: int = len(NAMES), **options: Any
 ) -> SliceFeed:
+    feed_only = {name: options.pop(name) for name in ("clock", "on_evict") if name in options}
     return SliceFeed(
         SliceCache(directory, room_for(slices)), NAMES[:num_keys], np.full(num_keys, SIZE), uses_of(steps), len(steps),
-        origin.start, origin.cancel, **options,
+        origin.start, FeedOptions(**options), **feed_only,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from forebay.network.client import Client
 from forebay.network.messages import FailedFetch, SwarmRequest
 from forebay.network.peer import Provider
 from forebay.network.pki.identity import Identity
-from forebay.scheduler.catalog import Kept, check
+from forebay.scheduler.catalog import ManifestStore, parse
 from forebay.swarm.tracker import Tracker
 
 
@@ -28,11 +28,11 @@ def test_a_tracker_notes_whom_two_nodes_accuse(make_identity: Callable[[str], Id
         tracker = Tracker(client)
         tracker.add("d", 8, [Provider("origin", "h:1", True)])
         peers = {name: make_identity(name) for name in ("a", "b", "c", "liar")}
-        tracker.answer(peers["liar"].as_peer, "d", SwarmRequest(session="01"))
+        tracker.handle(peers["liar"].as_peer, "d", SwarmRequest(session="01"))
         member = f"{peers['liar'].peer_id}#01"
         said = SwarmRequest(failed=tuple(FailedFetch(index=i, member=member, wrong=True) for i in (1, 2)))
         for name in "aabc":
-            tracker.answer(peers[name].as_peer, "d", said)
+            tracker.handle(peers[name].as_peer, "d", said)
         tracker.close()
     lines = [json.loads(line) for line in (tmp_path / "audit.jsonl.decisions").read_text().splitlines()]
     (ban,) = [line for line in lines if "ban" in line.values()]
@@ -50,11 +50,11 @@ def make_dataset(directory: Path) -> Dataset:
 def test_what_a_scheduler_keeps_of_a_dataset_is_checked(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "d")
     manifest, table = ((tmp_path / "d" / name).read_bytes() for name in ("manifest.json", "slices.parquet"))
-    kept = Kept(tmp_path / "state")
+    kept = ManifestStore(tmp_path / "state")
     assert kept.get(dataset.id) is None
     kept.put(dataset.id, manifest, table)
     found = kept.get(dataset.id)
-    assert found is not None and found[0] == check(dataset.id, manifest, table, "here")[0]
+    assert found is not None and found[0] == parse(dataset.id, manifest, table, "here")[0]
     assert np.array_equal(found[1].count, dataset.table.count)
     for suffix in (".parquet", ".json"):
         path = tmp_path / "state" / "datasets" / f"{dataset.id}{suffix}"

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from test_ledger import KEY, sign
 
-from forebay.coordinator.messages import Formed, Generation, Place, Rules, Stepped
-from forebay.coordinator.store import Roster
+from forebay.coordinator.messages import Formed, RankGeneration, RankSlot, Rules, Stepped
+from forebay.coordinator.store import RunStore
 from forebay.dataset.adopt import adopt
 from forebay.dataset.documents import Documents
 from forebay.dataset.reader import Dataset
@@ -170,10 +170,10 @@ def test_a_loader_needs_no_record(dataset: Dataset) -> None:
 
 
 def write_roster(directory: Path, rows: list[Stepped]) -> None:
-    places = (Place("w0", "s0", ""), Place("w1", "s1", ""))
-    roster = Roster(directory)
+    places = (RankSlot("w0", "s0", ""), RankSlot("w1", "s1", ""))
+    roster = RunStore(directory)
     state, _ = roster.load(Rules(), {}, 0.0, "run")
-    formed = [Formed(Generation(1, places, 0, 0, 0)), Formed(Generation(2, places, 6, 24, 0))]
+    formed = [Formed(RankGeneration(1, places, 0, 0, 0)), Formed(RankGeneration(2, places, 6, 24, 0))]
     roster.save(state, [*formed, *rows], "run")
     roster.close()
 

@@ -13,8 +13,8 @@ import pytest
 from cached import put, reserve
 from calibration import scaled
 from forebay.cache import cache as cache_module
-from forebay.cache.cache import Refusal, Reservation, SliceCache
-from forebay.cache.eviction import Evict, Room
+from forebay.cache.cache import NotReserved, Reservation, SliceCache
+from forebay.cache.eviction import DiskBudget, Evict
 from forebay.errors import UsageError
 from forebay.storage import locks
 
@@ -78,10 +78,10 @@ def test_one_fetch_a_slice(tmp_path: Path) -> None:
     cache, other = SliceCache(tmp_path, 100), SliceCache(tmp_path, 100)
     sha256 = hashlib.sha256(b"abc").hexdigest()
     reserved = reserve(cache, sha256, 3)
-    assert other.try_reserve(sha256, 3) == Refusal("busy") == cache.try_reserve(sha256, 3)
+    assert other.try_reserve(sha256, 3) == NotReserved("busy") == cache.try_reserve(sha256, 3)
     reserved.part.write_bytes(b"abc")
     reserved.commit()
-    assert other.try_reserve(sha256, 3) == Refusal("here") and other.get(sha256) is not None
+    assert other.try_reserve(sha256, 3) == NotReserved("cached") and other.get(sha256) is not None
 
 
 def test_a_killed_process_holds_neither_pin_nor_reservation(tmp_path: Path) -> None:
@@ -116,12 +116,12 @@ def test_a_reservation_does_not_wait(tmp_path: Path) -> None:
     cache, other = SliceCache(tmp_path, 30), SliceCache(tmp_path, 30)
     first = cache.try_reserve("a" * 64, 20)
     assert isinstance(first, Reservation) and cache.used_bytes() == 20
-    assert other.try_reserve("a" * 64, 20) == Refusal("busy")
+    assert other.try_reserve("a" * 64, 20) == NotReserved("busy")
     refused = other.try_reserve("b" * 64, 11)
-    assert isinstance(refused, Refusal) and refused.why == "no room" and "20 in use" in refused.detail
+    assert isinstance(refused, NotReserved) and refused.reason == "no room" and "20 in use" in refused.detail
     first.part.write_bytes(b"x" * 20)
     assert first.commit() == tmp_path / ("a" * 64)
-    assert other.try_reserve("a" * 64, 20) == Refusal("here")
+    assert other.try_reserve("a" * 64, 20) == NotReserved("cached")
     second = other.try_reserve("b" * 64, 11)  # nobody wants the first any more
     assert isinstance(second, Reservation) and second.evicted == ["a" * 64]
     second.release()
@@ -140,7 +140,7 @@ def test_eviction_goes_by_what_all_will_read(tmp_path: Path) -> None:
     mine.publish({late: (40, 41, 60), soon: (50, 50, None)})
     assert evicted(mine, "1" * 64, steps=2.0) == [unwanted]
     put(mine, b"d" * 10)
-    theirs.stand(1)
+    theirs.set_position(1)
     age(mine, names[0], 1)
     pinned = SliceCache(tmp_path, 30)
     put(mine, b"e" * 10)  # in the place of d, which nobody wants
@@ -154,7 +154,7 @@ def test_eviction_goes_by_what_all_will_read(tmp_path: Path) -> None:
 
 def evicted(cache: SliceCache, sha256: str, steps: float, evict: Evict = "later") -> list[str] | None:
     reserved = cache.try_reserve(sha256, 10, steps=steps, evict=evict)
-    if isinstance(reserved, Refusal):
+    if isinstance(reserved, NotReserved):
         return None
     reserved.part.write_bytes(b"x" * 10)
     reserved.commit()
@@ -172,7 +172,7 @@ def test_of_two_that_need_room_at_once_the_elder_gets_it(tmp_path: Path) -> None
         return 0.0 if sha256 in (theirs, "c" * 64) else float("inf")
 
     refused = younger.try_reserve("c" * 64, 10, next_use=next_use)
-    assert isinstance(refused, Refusal) and refused.why == "no room"
+    assert isinstance(refused, NotReserved) and refused.reason == "no room"
     taken = elder.try_reserve("d" * 64, 10, next_use=lambda sha256: 0.0 if sha256 == ours else float("inf"))
     assert isinstance(taken, Reservation) and taken.evicted == [theirs]
     taken.release()
@@ -197,15 +197,15 @@ def test_a_dead_process_wants_nothing(tmp_path: Path) -> None:
 def test_hold_is_all_or_none(tmp_path: Path) -> None:
     cache = SliceCache(tmp_path, 20)
     first = put(cache, b"a" * 10)
-    assert cache.hold([first, "b" * 64]) is None
+    assert cache.pin_all([first, "b" * 64]) is None
     second = put(cache, b"b" * 10)
-    assert cache.hold([first, second]) == [tmp_path / first, tmp_path / second]
-    assert cache.held() == {first, second}
+    assert cache.pin_all([first, second]) == [tmp_path / first, tmp_path / second]
+    assert cache.list_slices() == {first, second}
     with pytest.raises(UsageError, match="pinned"):
         put(SliceCache(tmp_path, 20), b"c")
     cache.unpin(first)
     put(SliceCache(tmp_path, 20), b"c")
-    assert cache.held() == {second, hashlib.sha256(b"c").hexdigest()}
+    assert cache.list_slices() == {second, hashlib.sha256(b"c").hexdigest()}
 
 
 def test_drop_spares_what_others_keep(tmp_path: Path) -> None:
@@ -214,8 +214,8 @@ def test_drop_spares_what_others_keep(tmp_path: Path) -> None:
     other.publish(dict.fromkeys(names[:2], (5, 5, None)), released=names[1:2])
     cache.pin(names[3])
     assert cache.drop(names) == [names[1], names[2]]
-    other.retire()
-    other.retire()
+    other.unpublish()
+    other.unpublish()
     assert cache.drop(names) == [names[0]]
 
 
@@ -238,7 +238,7 @@ def test_what_killed_processes_left_is_cleaned(tmp_path: Path) -> None:
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = SliceCache(tmp_path, 10_000)
     cache.check_space(10_000)
-    monkeypatch.setattr(Room, "free_bytes", lambda room: 4096)
+    monkeypatch.setattr(DiskBudget, "free_bytes", lambda room: 4096)
     with pytest.raises(UsageError, match=r"needs 9000 bytes \(budget 10000, slices 9000\), but its disk has 4096 free"):
         cache.check_space(9000)
     old = put(cache, b"a" * 4000)
@@ -246,7 +246,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     reserved = cache.try_reserve("b" * 64, 6000)  # within the budget, but not on this disk unless the old one goes
     assert isinstance(reserved, Reservation) and reserved.evicted == [old]
     refused = cache.try_reserve("c" * 64, 3000)
-    assert isinstance(refused, Refusal) and "its disk is full" in refused.detail
+    assert isinstance(refused, NotReserved) and "its disk is full" in refused.detail
     reserved.release()
 
 
@@ -269,10 +269,10 @@ def test_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_lock_file_that_was_cleaned_away_is_not_held(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    held = locks.take(path)
-    assert locks.try_take(path) is None and locks.is_locked(path, locks.SHARED)
+    held = locks.acquire(path)
+    assert locks.try_acquire(path) is None and locks.is_locked(path, locks.SHARED)
     path.unlink()
-    other = locks.try_take(path)
+    other = locks.try_acquire(path)
     assert other is not None
     held.release()
     held.release()
@@ -294,8 +294,8 @@ def test_a_copied_cache_stays_whole(tmp_path: Path, copied: str) -> None:
     names = [put(cache, content) for content in contents]
     subprocess.run([*copied.split(), tmp_path / "a", tmp_path / "b"], check=True)
     copy = SliceCache(tmp_path / "b", 1000)
-    assert copy.held() == set(names) == set(slices(copy, contents))
-    assert SliceCache(tmp_path / "b", 1000).hold(names) == [tmp_path / "b" / name for name in names]
+    assert copy.list_slices() == set(names) == set(slices(copy, contents))
+    assert SliceCache(tmp_path / "b", 1000).pin_all(names) == [tmp_path / "b" / name for name in names]
 
 
 def test_a_file_that_changed_is_hashed_and_stays_if_it_is_right(
@@ -320,30 +320,32 @@ def test_a_file_that_changed_is_hashed_and_stays_if_it_is_right(
     os.utime(tmp_path / "restored", ns=(times.st_atime_ns, times.st_mtime_ns))
     (tmp_path / "restored").replace(cache.path_of(same_time))
     cache.path_of(gone).unlink()
-    assert other.hold(names[:2]) == [tmp_path / touched, tmp_path / restored]
-    assert [other.get(name) for name in names[2:]] == [None] * 3 == [other.hold([name]) for name in names[2:]]
-    assert hashed == [touched, restored, wrong, same_time] and cache.held() == {touched, restored}
+    assert other.pin_all(names[:2]) == [tmp_path / touched, tmp_path / restored]
+    assert [other.get(name) for name in names[2:]] == [None] * 3 == [other.pin_all([name]) for name in names[2:]]
+    assert hashed == [touched, restored, wrong, same_time] and cache.list_slices() == {touched, restored}
     assert [record.getMessage().count("expected bytes of that sha256") for record in caplog.records] == [1, 1]
     assert slices(cache, [b"\0" * 100, b"\1" * 100]) == names[:2] and len(hashed) == 4  # one hash serves all processes
 
 
-def test_what_a_kill_or_a_full_disk_leaves_of_the_index_costs_a_hash(tmp_path: Path) -> None:
+def test_a_record_that_is_damaged_or_cannot_be_written_costs_a_hash(tmp_path: Path) -> None:
     contents = [bytes([number]) * 100 for number in range(4)]
     names = [put(SliceCache(tmp_path, 1000), content) for content in contents]
-    index = tmp_path / "verified"
-    whole = index.read_bytes()
-    for damaged in (b"", whole[:150], b"\xff\0\n" * 9 + whole[7:], whole.replace(b"\n", b" \n")):
-        index.write_bytes(damaged)
+    for damaged in (b"", b"\xff\0\n" * 9, b"100 1"):
+        for name in names:
+            (tmp_path / "locks" / f"{name}.verified").write_bytes(damaged)
         assert slices(SliceCache(tmp_path, 1000), contents) == names
         assert slices(SliceCache(tmp_path, 1000), contents) == names
-    index.unlink()
-    index.mkdir()  # It can be neither read nor written: each process verifies for itself.
-    assert slices(SliceCache(tmp_path, 1000), contents) == names
+    for name in names:
+        (tmp_path / "locks" / f"{name}.verified").unlink()
+        (tmp_path / "locks" / f"{name}.verified").mkdir()  # It can be neither read nor written.
+    cache = SliceCache(tmp_path, 1000)
+    assert slices(cache, contents) == names
+    assert cache.pin_all(names) is not None
 
 
-def test_processes_share_the_index_and_it_stays_small(tmp_path: Path) -> None:
+def test_processes_share_the_records_and_evicted_slices_have_none(tmp_path: Path) -> None:
     code = (
-        "import hashlib, sys; from forebay.cache import cache as module; module._MIN_LINES = 50\n"
+        "import hashlib, sys\n"
         "from forebay.cache.cache import SliceCache\n"
         f"cache = SliceCache({str(tmp_path)!r}, 1500)\n"
         "for number in range(300):\n"
@@ -357,7 +359,6 @@ def test_processes_share_the_index_and_it_stays_small(tmp_path: Path) -> None:
     running = [subprocess.Popen([sys.executable, "-c", code, name]) for name in ("a", "b", "c")]
     assert [process.wait(120) for process in running] == [0, 0, 0]
     cache = SliceCache(tmp_path, 1500)
-    lines = (tmp_path / "verified").read_bytes().splitlines()
-    held = cache.held()
-    assert all(len(line.split()) == 4 for line in lines) and len(lines) < 3 * (len(held) + 60)
-    assert {line.split()[0].decode() for line in lines} >= held and all(cache.get(name) for name in held)
+    recorded = {path.stem for path in (tmp_path / "locks").glob("*.verified")}
+    cached = cache.list_slices()
+    assert recorded >= cached and len(recorded) < len(cached) + 60 and all(cache.get(name) for name in cached)

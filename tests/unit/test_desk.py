@@ -18,9 +18,11 @@ from forebay.errors import LeaseError, UsageError
 from forebay.ledger.receipts import Used
 from forebay.network.peer import Provider
 from forebay.scheduler import events
-from forebay.scheduler.core import Bad, Desk, JobSpec, Source
+from forebay.scheduler.checks import ProviderFault
+from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event, from_row, to_row
-from forebay.scheduler.messages import Ask, Failed, Grant, Reply
+from forebay.scheduler.jobs import JobSource, JobSpec
+from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, FailedLease, LeaseGrant
 
 EXAMPLES = int(os.environ.get("FOREBAY_DESK_EXAMPLES", "30"))
 WORKERS = ("a", "b", "c", "d")
@@ -28,7 +30,8 @@ WORKERS = ("a", "b", "c", "d")
 
 def spec(name: str, *samples: list[int], **settings: object) -> JobSpec:
     sources = tuple(
-        Source(f"{name}{i}", f"{name}{i}", np.array(counts, np.int64), float(i + 1)) for i, counts in enumerate(samples)
+        JobSource(f"{name}{i}", f"{name}{i}", np.array(counts, np.int64), float(i + 1))
+        for i, counts in enumerate(samples)
     )
     settings = {"lease_s": 10.0, "stall_s": 40.0, "steal_s": 0.5, **settings}
     return JobSpec(name, sources, **settings)  # type: ignore[arg-type]
@@ -38,7 +41,7 @@ def spec(name: str, *samples: list[int], **settings: object) -> JobSpec:
 class Hand:
     """What a worker believes of a lease. It uses [position, stop) and never beyond `horizon` unheard."""
 
-    grant: Grant
+    grant: LeaseGrant
     position: int
     stop: int
     recorded: int
@@ -54,7 +57,7 @@ class Worker:
     heard: bool = True
     hands: dict[str, Hand] = field(default_factory=dict)
 
-    def ask(self, want: int, more: int, job: str = "") -> Ask:
+    def ask(self, want: int, more: int, job: str = "") -> ExchangeRequest:
         uses = []
         jobs = {hand.grant.job for hand in self.hands.values() if hand.position > hand.recorded}
         first = min(jobs, default="")
@@ -66,9 +69,9 @@ class Worker:
                 hand.horizon = max(hand.horizon, min(hand.stop, hand.position + more))
         self.heard = False
         horizons = {lease_id: hand.horizon for lease_id, hand in self.hands.items()}
-        return Ask(
-            job, str(self.session), held=tuple(self.hands), job_id=first, uses=tuple(uses), signature="ab",
-            horizons=horizons, want=want,
+        return ExchangeRequest(
+            job, str(self.session), known_leases=tuple(self.hands), job_id=first, uses=tuple(uses), signature="ab",
+            declared_until=horizons, want=want,
         )  # fmt: skip
 
     def work(self, more: int) -> None:
@@ -76,7 +79,7 @@ class Worker:
         for hand in self.hands.values():
             hand.position = max(hand.position, min(hand.horizon, hand.stop, hand.position + more))
 
-    def hear(self, reply: Reply) -> None:
+    def hear(self, reply: ExchangeResult) -> None:
         self.heard = True
         for lease_id in reply.lost:
             self.hands.pop(lease_id, None)
@@ -88,7 +91,7 @@ class Worker:
         for yes in reply.uses:
             if yes.lease_id in self.hands:
                 self.hands[yes.lease_id].recorded = yes.offset
-        for lease_id, live in reply.live.items():
+        for lease_id, live in reply.active.items():
             hand = self.hands.get(lease_id)
             if hand is not None:
                 # The law: a cut is never before what the worker may have used already.
@@ -114,7 +117,7 @@ class Churn(RuleBasedStateMachine):
             spec("x", one, epochs=epochs, max_failures=2),
             spec("m", two, three, epochs=epochs, max_failures=2, changes=((5, (1.0, 0.0)), (9, (1.0, 3.0)))),
         ]
-        self.desk = Desk(self.specs)
+        self.core = SchedulerCore(self.specs)
         self.now = 0.0
         self.events: list[Event] = []
         self.workers = {name: Worker(name) for name in WORKERS}
@@ -124,15 +127,15 @@ class Churn(RuleBasedStateMachine):
     def keep(self, happened: list[Event]) -> None:
         self.events += happened
         for event in happened:
-            if isinstance(event, events.Recorded):
+            if isinstance(event, events.UsesRecorded):
                 for used in event.uses:
                     for sample in range(used.start, used.stop):
                         counts = self.counts.setdefault((event.job, used.epoch, used.slice), {})
                         counts[sample] = counts.get(sample, 0) + 1
                         assert counts[sample] == 1, (event, used)
 
-    def exchange(self, name: str, ask: Ask) -> Reply:
-        reply, happened = self.desk.exchange(name, ask, self.now)
+    def exchange(self, name: str, ask: ExchangeRequest) -> ExchangeResult:
+        reply, happened = self.core.exchange(name, ask, self.now)
         self.keep(happened)
         return reply
 
@@ -165,64 +168,68 @@ class Churn(RuleBasedStateMachine):
     def give_up(self, name: str, how: str) -> None:
         worker = self.workers[name]
         ids = tuple(worker.hands)
-        failed = tuple(Failed(lease_id, "unreadable") for lease_id in ids) if how == "fail" else ()
+        failed = tuple(FailedLease(lease_id, "unreadable") for lease_id in ids) if how == "fail" else ()
         release = ids if how == "release" else ()
         worker.hands.clear()
-        self.exchange(name, Ask(session=str(worker.session), held=(), release=release, failed=failed))
+        self.exchange(
+            name, ExchangeRequest(session=str(worker.session), known_leases=(), release=release, failed=failed)
+        )
 
     @rule(name=st.sampled_from(WORKERS), lease=st.integers(0, 40), start=st.integers(0, 7), horizon=st.integers(0, 9))
     def lie(self, name: str, lease: int, start: int, horizon: int) -> None:
         """Somebody else's lease, made up uses, horizons for what it does not hold."""
         lease_id = f"{lease:x}"
-        live = {x.lease_id: x.worker for job in self.desk.jobs.values() for t in job.tables for x in t.leases.values()}
+        live = {x.lease_id: x.worker for job in self.core.jobs.values() for t in job.tables for x in t.leases.values()}
         if live.get(lease_id) == name:
             return
         uses = (Used(lease_id, 0, 0, start, start + 2, 1),)
-        ask = Ask(session="liar", held=(lease_id,), uses=uses, horizons={lease_id: horizon}, release=(lease_id,))
+        ask = ExchangeRequest(
+            session="liar", known_leases=(lease_id,), uses=uses, declared_until={lease_id: horizon}, release=(lease_id,)
+        )
         before = set(live.items())
         self.exchange(name, ask)
-        after = {(x.lease_id, x.worker) for j in self.desk.jobs.values() for t in j.tables for x in t.leases.values()}
+        after = {(x.lease_id, x.worker) for j in self.core.jobs.values() for t in j.tables for x in t.leases.values()}
         assert after == before
 
     @rule(seconds=st.floats(0.0, 30.0))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self.keep(self.desk.expire(self.now))
+        self.keep(self.core.expire(self.now))
 
     @rule(job=st.sampled_from(["x", "m"]), verb=st.sampled_from(["pause", "resume", "readmit"]))
     def administer(self, job: str, verb: str) -> None:
-        self.keep(self.desk.readmit(job) if verb == "readmit" else self.desk.pause(job, verb == "pause"))
+        self.keep(self.core.readmit(job) if verb == "readmit" else self.core.pause(job, verb == "pause"))
 
     @rule(by_snapshot=st.booleans())
     def restart(self, by_snapshot: bool) -> None:
         """From a snapshot, or from all that ever happened, by way of the bytes that a journal keeps."""
         self.salts += 1
-        again = Desk(self.specs, salt=f"s{self.salts}-")
+        again = SchedulerCore(self.specs, salt=f"s{self.salts}-")
         if by_snapshot:
-            again.restore(self.desk.snapshot(), self.now)
+            again.restore(self.core.snapshot(), self.now)
         else:
             for event in self.events:
                 again.apply(from_row(to_row(event)), self.now)
-        assert again.snapshot() == self.desk.snapshot()
+        assert again.snapshot() == self.core.snapshot()
         again.extend_all(self.now)
-        self.desk = again
+        self.core = again
 
     @invariant()
     def every_sample_is_in_one_place(self) -> None:
-        for job in self.desk.jobs.values() if hasattr(self, "desk") else ():
+        for job in self.core.jobs.values() if hasattr(self, "desk") else ():
             for dataset, table in enumerate(job.tables):
                 if table.done:
                     continue
                 places = np.zeros((len(table.samples), int(table.samples.max())), np.int64)
                 held = [(x.slice_index, x.position, x.stop) for x in table.leases.values()]
-                back = [(i, start, stop) for (i, start), stop in table.parts.returned.items()]
-                fresh = [(int(i), 0, int(table.samples[i])) for i in np.flatnonzero(table.parts.fresh)]
+                back = [(i, start, stop) for (i, start), stop in table.free.returned.items()]
+                fresh = [(int(i), 0, int(table.samples[i])) for i in np.flatnonzero(table.free.fresh)]
                 aside = [part for parts in table.aside.values() for part in parts]
                 for index, start, stop in [*held, *back, *fresh, *aside]:
                     places[index, start:stop] += 1
                 for (name, epoch, index), samples in self.counts.items():
-                    if name == job.name and epoch == table.epoch and job.place(index)[0] == dataset:
-                        places[job.place(index)[1], list(samples)] += 1
+                    if name == job.name and epoch == table.epoch and job.locate(index)[0] == dataset:
+                        places[job.locate(index)[1], list(samples)] += 1
                 assert places.max() <= 1 and places.sum() == table.num_samples
                 assert table.leased == sum(stop - start for _, start, stop in held)
 
@@ -230,22 +237,22 @@ class Churn(RuleBasedStateMachine):
         """However it stands, one more worker finishes every job."""
         if not hasattr(self, "desk"):
             return
-        for name in self.desk.jobs:
-            self.keep(self.desk.pause(name, False))
-            self.keep(self.desk.readmit(name))
+        for name in self.core.jobs:
+            self.keep(self.core.pause(name, False))
+            self.keep(self.core.readmit(name))
         last = Worker("last")
         for _ in range(400):
-            if self.desk.done():
+            if self.core.done():
                 break
             self.now += 41.0
-            self.keep(self.desk.expire(self.now))
+            self.keep(self.core.expire(self.now))
             for _ in range(8):
                 last.hear(self.exchange("last", last.ask(2, 99)))
                 last.work(99)
-        assert self.desk.done()
+        assert self.core.done()
         ended = [event for event in self.events if isinstance(event, events.EpochEnded)]
         skipped = {(event.job, event.epoch, event.dataset) for event in ended if event.aside}
-        for job in self.desk.jobs.values():
+        for job in self.core.jobs.values():
             for epoch in range(job.spec.epochs):
                 for dataset, table in enumerate(job.tables):
                     used = sum(
@@ -260,157 +267,159 @@ Churn.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=30
 TestChurn = Churn.TestCase
 
 
-def finish(desk: Desk, worker: str, job: str = "", now: float = 0.0, most: int = 10**6) -> list[tuple[str, str, int]]:
+def finish(
+    core: SchedulerCore, worker: str, job: str = "", now: float = 0.0, most: int = 10**6
+) -> list[tuple[str, str, int]]:
     """One worker leases and uses until nothing is left, or `most` leases: (job, dataset, samples) in order."""
     taken: list[tuple[str, str, int]] = []
     while len(taken) < most:
-        reply, _ = desk.exchange(worker, Ask(job, want=1), now)
+        reply, _ = core.exchange(worker, ExchangeRequest(job, want=1), now)
         if not reply.leases:
             break
         (grant,) = reply.leases
         taken.append((grant.job, grant.dataset_id, grant.stop - grant.start))
         used = Used(grant.lease_id, grant.epoch, grant.slice, grant.start, grant.stop, 1)
-        desk.exchange(worker, Ask(job, uses=(used,)), now)
+        core.exchange(worker, ExchangeRequest(job, uses=(used,)), now)
     return taken
 
 
 def test_a_mixture_keeps_its_weights_at_every_point_and_changes_them_at_a_sample() -> None:
     even = spec("m", [10] * 300, [10] * 300, changes=((2000, (3.0, 1.0)),))
-    taken = finish(Desk([even]), "w", most=400)
+    taken = finish(SchedulerCore([even]), "w", most=400)
     share = [sum(n for _, dataset, n in taken[:k] if dataset == "m1") for k in range(1, 401)]
     for k in range(1, 200):  # weights 1 and 2
         assert abs(share[k - 1] - 10 * k * 2 / 3) <= 10
     for k in range(201, 401):  # then 3 and 1
         assert abs(share[k - 1] - share[199] - 10 * (k - 200) / 4) <= 20
-    assert finish(Desk([even]), "w", most=400) == taken
+    assert finish(SchedulerCore([even]), "w", most=400) == taken
 
 
 def test_priority_before_weight_and_a_job_that_is_paused_leases_nothing() -> None:
-    desk = Desk([spec("low", [5] * 40), spec("high", [5] * 4, priority=1), spec("more", [5] * 40, weight=3.0)])
-    taken = [job for job, _, _ in finish(desk, "w", most=24)]
+    core = SchedulerCore([spec("low", [5] * 40), spec("high", [5] * 4, priority=1), spec("more", [5] * 40, weight=3.0)])
+    taken = [job for job, _, _ in finish(core, "w", most=24)]
     assert taken[:4] == ["high"] * 4
     assert taken[4:].count("more") == 15 and taken[4:].count("low") == 5
     for name in ("low", "more"):
-        desk.pause(name, True)
-    reply, _ = desk.exchange("w", Ask(want=1), 0.0)
+        core.pause(name, True)
+    reply, _ = core.exchange("w", ExchangeRequest(want=1), 0.0)
     assert reply.paused and not reply.done and not reply.leases
-    assert desk.exchange("w", Ask("high", want=1), 0.0)[0].done
-    desk.pause("low", False)
-    assert [job for job, _, _ in finish(desk, "w", most=2)] == ["low", "low"]
+    assert core.exchange("w", ExchangeRequest("high", want=1), 0.0)[0].done
+    core.pause("low", False)
+    assert [job for job, _, _ in finish(core, "w", most=2)] == ["low", "low"]
 
 
 def test_a_slice_on_which_different_workers_fail_is_set_aside_and_the_epoch_says_so() -> None:
     happened: list[Event] = []
-    desk = Desk([spec("x", [3], max_failures=2)])
+    core = SchedulerCore([spec("x", [3], max_failures=2)])
     for worker, last in (("a", False), ("b", True)):
-        grant = desk.exchange(worker, Ask(want=1), 0.0)[0].leases[0]
-        reply, now_happened = desk.exchange(worker, Ask(failed=(Failed(grant.lease_id, "torn"),)), 0.0)
+        grant = core.exchange(worker, ExchangeRequest(want=1), 0.0)[0].leases[0]
+        reply, now_happened = core.exchange(worker, ExchangeRequest(failed=(FailedLease(grant.lease_id, "torn"),)), 0.0)
         happened += now_happened
-        assert desk.done() == last
-    (aside,) = [event for event in happened if isinstance(event, events.SetAside)]
+        assert core.done() == last
+    (aside,) = [event for event in happened if isinstance(event, events.SliceSetAside)]
     (ended,) = [event for event in happened if isinstance(event, events.EpochEnded)]
     assert (aside.slice_index, aside.start, aside.stop, aside.reason) == (0, 0, 3, "torn")
     assert ended.samples == 0 and ended.aside == ((0, 0, 3),) and reply.done
 
 
 def test_where_slices_are_checked_what_workers_say_sets_none_aside() -> None:
-    desk = Desk([spec("x", [3, 3], max_failures=2)], checks=True)
+    core = SchedulerCore([spec("x", [3, 3], max_failures=2)], checks=True)
     for worker in ("a", "b", "c"):
-        reply, _ = desk.exchange(worker, Ask(want=2), 0.0)
-        failed = tuple(Failed(grant.lease_id, "torn") for grant in reply.leases)
-        desk.exchange(worker, Ask(failed=failed), 0.0)
-    doubts = desk.doubts()
-    assert sorted(doubt.slice_index for doubt in doubts) == [0, 1] and not desk.done()
-    (cleared,) = desk.resolve(doubts[0], True, 1.0)
-    assert cleared == events.Cleared("x", doubts[0].slice_index) and len(desk.doubts()) == 1
-    happened = desk.resolve(doubts[1], False, 1.0)
-    assert [type(event) for event in happened] == [events.SetAside]
-    assert desk.doubts() == [] and not desk.done() and desk.resolve(doubts[1], False, 1.0) == []
-    (grant,) = desk.exchange("d", Ask(want=2), 20.0)[0].leases
-    assert grant.slice == doubts[0].slice_index
-    again = Desk([spec("x", [3, 3], max_failures=2)], checks=True)
-    again.restore(desk.snapshot())
-    assert again.snapshot() == desk.snapshot()
+        reply, _ = core.exchange(worker, ExchangeRequest(want=2), 0.0)
+        failed = tuple(FailedLease(grant.lease_id, "torn") for grant in reply.leases)
+        core.exchange(worker, ExchangeRequest(failed=failed), 0.0)
+    pending_checks = core.pending_checks()
+    assert sorted(doubt.slice_index for doubt in pending_checks) == [0, 1] and not core.done()
+    (cleared,) = core.resolve(pending_checks[0], True, 1.0)
+    assert cleared == events.SliceCleared("x", pending_checks[0].slice_index) and len(core.pending_checks()) == 1
+    happened = core.resolve(pending_checks[1], False, 1.0)
+    assert [type(event) for event in happened] == [events.SliceSetAside]
+    assert core.pending_checks() == [] and not core.done() and core.resolve(pending_checks[1], False, 1.0) == []
+    (grant,) = core.exchange("d", ExchangeRequest(want=2), 20.0)[0].leases
+    assert grant.slice == pending_checks[0].slice_index
+    again = SchedulerCore([spec("x", [3, 3], max_failures=2)], checks=True)
+    again.restore(core.snapshot())
+    assert again.snapshot() == core.snapshot()
 
 
 def test_who_two_organisations_accuse_is_checked_and_can_be_pardoned() -> None:
-    desk = Desk([spec("x", [3] * 8)], checks=True)
-    desk.origins("x0", [Provider("origin", "h:1", True), Provider("second", "h:2", True)], 0.0)
+    core = SchedulerCore([spec("x", [3] * 8)], checks=True)
+    core.add_origins("x0", [Provider("origin", "h:1", True), Provider("second", "h:2", True)], 0.0)
     for worker, organisation in (("a", "o"), ("b", "o"), ("c", "p")):
-        assert desk.doubts() == []
-        bad = tuple(Bad("origin", "x0", index, "wrong") for index in (0, 1))
-        desk.exchange(worker, Ask(), 0.0, organisation=organisation, bad=bad)
-    (doubt,) = desk.doubts()
+        assert core.pending_checks() == []
+        bad = tuple(ProviderFault("origin", "x0", index, "wrong") for index in (0, 1))
+        core.exchange(worker, ExchangeRequest(), 0.0, organisation=organisation, faults=bad)
+    (doubt,) = core.pending_checks()
     assert doubt.peer == Provider("origin", "h:1", True)
-    (banned,) = desk.resolve(doubt, False, 1.0)
-    assert banned == events.Banned("origin", "x0") and desk.doubts() == []
-    again = Desk([spec("x", [3] * 8)], checks=True)
-    again.restore(desk.snapshot())
-    assert again.swarms["x0"].facts()["banned"] == ["origin"] == desk.swarms["x0"].facts()["banned"]
+    (banned,) = core.resolve(doubt, False, 1.0)
+    assert banned == events.PeerBanned("origin", "x0") and core.pending_checks() == []
+    again = SchedulerCore([spec("x", [3] * 8)], checks=True)
+    again.restore(core.snapshot())
+    assert again.swarms["x0"].status()["banned"] == ["origin"] == core.swarms["x0"].status()["banned"]
     assert from_row(to_row(banned)) == banned
-    desk.pardon("origin")
-    assert desk.swarms["x0"].facts()["banned"] == [] and not desk.reports
+    core.pardon("origin")
+    assert core.swarms["x0"].status()["banned"] == [] and not core.reports
 
 
 def test_a_peer_that_uses_nothing_loses_its_leases_whatever_its_sessions_say() -> None:
     """40 sessions of one peer, each giving its lease back and taking one again before the time of a stall."""
-    desk, now, honest = Desk([spec("x", [4] * 42, stall_s=6.0)]), 0.0, 0
+    core, now, honest = SchedulerCore([spec("x", [4] * 42, stall_s=6.0)]), 0.0, 0
     held: dict[int, tuple[str, ...]] = {}
     while now < 30.0:
         for number in range(42):
-            ask = Ask(session=f"s{number}", release=held.get(number, ()), want=1)
-            held[number] = tuple(grant.lease_id for grant in desk.exchange("thief", ask, now)[0].leases)
+            ask = ExchangeRequest(session=f"s{number}", release=held.get(number, ()), want=1)
+            held[number] = tuple(grant.lease_id for grant in core.exchange("thief", ask, now)[0].leases)
         assert sum(map(len, held.values())) <= 32
         if now == 9.0:
             assert not any(held.values()), "it is barred for a while"
-            honest = len(desk.exchange("honest", Ask(want=16), now)[0].leases)
-        desk.expire(now)
+            honest = len(core.exchange("honest", ExchangeRequest(want=16), now)[0].leases)
+        core.expire(now)
         now += 3.0
     assert honest >= 1
 
 
 def test_leases_of_a_peer_grow_with_its_uses() -> None:
-    desk = Desk([spec("x", [1] * 400)])
+    core = SchedulerCore([spec("x", [1] * 400)])
     numbers = []
     for now in (0.0, 10.0, 20.0, 30.0):
         grants = []
         for number in range(20):
-            reply, _ = desk.exchange("p", Ask(session=f"s{number}", want=16), now)
+            reply, _ = core.exchange("p", ExchangeRequest(session=f"s{number}", want=16), now)
             grants += [(f"s{number}", grant) for grant in reply.leases]
             if len(reply.leases) < 16:
                 break
         numbers.append(len(grants))
         for session, grant in grants:
             used = Used(grant.lease_id, 0, grant.slice, grant.start, grant.stop, 1)
-            desk.exchange("p", Ask(session=session, job_id="j", uses=(used,), signature="ab"), now + 5)
+            core.exchange("p", ExchangeRequest(session=session, job_id="j", uses=(used,), signature="ab"), now + 5)
     assert numbers == [32, 64, 128, 176]
 
 
 def test_a_worker_that_failed_on_a_slice_gets_others_first_and_it_again_later() -> None:
-    desk = Desk([spec("x", [3, 3], max_failures=2)])
-    first = desk.exchange("a", Ask(want=1), 0.0)[0].leases[0]
-    reply, _ = desk.exchange("a", Ask(want=2, failed=(Failed(first.lease_id, "torn"),)), 0.0)
+    core = SchedulerCore([spec("x", [3, 3], max_failures=2)])
+    first = core.exchange("a", ExchangeRequest(want=1), 0.0)[0].leases[0]
+    reply, _ = core.exchange("a", ExchangeRequest(want=2, failed=(FailedLease(first.lease_id, "torn"),)), 0.0)
     assert [grant.slice for grant in reply.leases] == [1 - first.slice]
-    reply, _ = desk.exchange("a", Ask(want=2), 10.0)
+    reply, _ = core.exchange("a", ExchangeRequest(want=2), 10.0)
     assert [grant.slice for grant in reply.leases] == [first.slice]
 
 
 def test_providers_come_from_the_swarm_and_one_liar_bans_nobody_for_all() -> None:
-    desk = Desk([spec("x", [3] * 8)])
-    desk.origins("x0", [Provider("origin", "h:1", True)], 0.0)
+    core = SchedulerCore([spec("x", [3] * 8)])
+    core.add_origins("x0", [Provider("origin", "h:1", True)], 0.0)
     have = {"x0": "0-7"}
-    desk.exchange("a", Ask(address="h:2", have=have), 0.0)
-    grant = desk.exchange("b", Ask(want=1), 0.0)[0].leases[0]
+    core.exchange("a", ExchangeRequest(address="h:2", cached=have), 0.0)
+    grant = core.exchange("b", ExchangeRequest(want=1), 0.0)[0].leases[0]
     assert [holder.peer_id for holder in grant.providers] == ["a", "origin"]
-    bad = Bad("a", "x0", grant.index, "wrong bytes")
-    _, happened = desk.exchange("b", Ask(), 0.0, bad=[bad])
-    assert [type(event) for event in happened] == [events.Reported]
-    assert not desk.exchange("b", Ask(), 0.0, bad=[bad])[1]
+    bad = ProviderFault("a", "x0", grant.index, "wrong bytes")
+    _, happened = core.exchange("b", ExchangeRequest(), 0.0, faults=[bad])
+    assert [type(event) for event in happened] == [events.ProviderReported]
+    assert not core.exchange("b", ExchangeRequest(), 0.0, faults=[bad])[1]
     for asker, expected in (("b", {"origin"}), ("c", {"a", "origin"})):
-        grant = desk.exchange(asker, Ask(want=1), 0.0)[0].leases[0]
+        grant = core.exchange(asker, ExchangeRequest(want=1), 0.0)[0].leases[0]
         assert {holder.peer_id for holder in grant.providers} == expected
-    desk.exchange("c", Ask(), 0.0, bad=[replace(bad, index=grant.index)])
-    grant = desk.exchange("d", Ask(want=1), 0.0)[0].leases[0]
+    core.exchange("c", ExchangeRequest(), 0.0, faults=[replace(bad, index=grant.index)])
+    grant = core.exchange("d", ExchangeRequest(want=1), 0.0)[0].leases[0]
     assert {holder.peer_id for holder in grant.providers} == {"origin"}
 
 
@@ -418,18 +427,18 @@ def test_what_the_desk_refuses() -> None:
     for wrong in ({"weight": 0.0}, {"max_failures": 0}, {"changes": ((1, (1.0, 2.0)),)}, {"changes": ((-1, (1.0,)),)}):
         with pytest.raises(UsageError):
             spec("x", [3], **wrong)
-    desk = Desk([spec("x", [3])])
+    core = SchedulerCore([spec("x", [3])])
     with pytest.raises(LeaseError, match="none of that name"):
-        desk.exchange("w", Ask("y"), 0.0)
+        core.exchange("w", ExchangeRequest("y"), 0.0)
     for ranges in ("7", "0-1", "2-1", "0,0", "0-999999999"):
-        with pytest.raises(LeaseError, match="have"):
-            desk.exchange("w", Ask(have={"x0": ranges}), 0.0)
+        with pytest.raises(LeaseError, match="cached"):
+            core.exchange("w", ExchangeRequest(cached={"x0": ranges}), 0.0)
     # A few bytes of ranges take no memory for an id that is none of its datasets'.
-    desk.exchange("w", Ask(have={"x9": "0-999999999"}), 0.0)
-    assert desk.sessions.all["w", ""].have == {}
+    core.exchange("w", ExchangeRequest(cached={"x9": "0-999999999"}), 0.0)
+    assert core.sessions.all["w", ""].cached == {}
     with pytest.raises(UsageError, match="weights"):
-        desk.reweight("x", {"nobody": 1.0})
+        core.reweight("x", {"nobody": 1.0})
     with pytest.raises(UsageError):
-        desk.pause("y", True)
+        core.pause("y", True)
     with pytest.raises(UsageError):
-        Desk([spec("x", [3]), spec("x", [3])])
+        SchedulerCore([spec("x", [3]), spec("x", [3])])

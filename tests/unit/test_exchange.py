@@ -11,45 +11,53 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from forebay.scheduler.messages import Ask, BadReport, Failed
+from forebay.scheduler.messages import ExchangeRequest, FailedLease, ProviderReport
 
 USE = {"lease_id": "a1", "epoch": 0, "slice": 3, "start": 0, "stop": 8, "step": 5}
 BODY: dict[str, Any] = {
-    "job": "d", "session": "5e", "attempt": 2, "address": "h:1", "held": ["a1"], "job_id": "1" * 64, "uses": [USE],
-    "signature": "ab" * 64, "horizons": {"a1": 8}, "release": ["a2"], "failed": [{"lease_id": "a3", "reason": "x\ny"}],
-    "want": 2, "have": {"2" * 64: "0-2,5"}, "bad": [{"peer_id": "p", "sha256": "3" * 64, "reason": "wrong"}],
+    "job": "d", "session": "5e", "attempt": 2, "address": "h:1", "known_leases": ["a1"], "job_id": "1" * 64,
+    "uses": [USE],
+    "signature": "ab" * 64, "declared_until": {"a1": 8}, "release": ["a2"],
+    "failed": [{"lease_id": "a3", "reason": "x\ny"}],
+    "want": 2, "cached": {"2" * 64: "0-2,5"}, "reports": [{"peer_id": "p", "sha256": "3" * 64, "reason": "wrong"}],
     "speed": 1.5,
 }  # fmt: skip
-MODEL = TypeAdapter(Ask)
+MODEL = TypeAdapter(ExchangeRequest)
 
 
-def parse(body: object) -> Ask:
+def parse(body: object) -> ExchangeRequest:
     """As the server does it: from bytes."""
     return MODEL.validate_json(json.dumps(body))
 
 
 def test_a_whole_question() -> None:
     ask = parse(BODY)
-    assert (ask.job, ask.held, ask.horizons, ask.want, ask.speed) == ("d", ("a1",), {"a1": 8}, 2, 1.5)
+    assert (ask.job, ask.known_leases, ask.declared_until, ask.want, ask.speed) == ("d", ("a1",), {"a1": 8}, 2, 1.5)
     assert (ask.uses[0].slice, ask.uses[0].stop, ask.signature) == (3, 8, "ab" * 64)
-    assert ask.failed == (Failed("a3", "x?y"),) and ask.bad == (BadReport("p", "3" * 64, "wrong", True),)
-    assert ask.have == {"2" * 64: "0-2,5"}
-    assert parse({}) == Ask() and parse(ask.to_json()) == ask and Ask(held=()).to_json() == {"held": []}
+    assert ask.failed == (FailedLease("a3", "x?y"),) and ask.reports == (ProviderReport("p", "3" * 64, "wrong", True),)
+    assert ask.cached == {"2" * 64: "0-2,5"}
+    assert (
+        parse({}) == ExchangeRequest()
+        and parse(ask.to_json()) == ask
+        and ExchangeRequest(known_leases=()).to_json() == {"known_leases": []}
+    )
     late = {"peer_id": "p", "sha256": "3" * 64, "reason": "late", "wrong": False}
-    assert not parse({"bad": [late]}).bad[0].wrong
-    assert parse({"bad": [late | {"reason": "\x1b[31m" + "x" * 900}]}).bad[0].reason == "?[31m" + "x" * 295
+    assert not parse({"reports": [late]}).reports[0].wrong
+    assert parse({"reports": [late | {"reason": "\x1b[31m" + "x" * 900}]}).reports[0].reason == "?[31m" + "x" * 295
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"unknown": 1}, {"want": 17}, {"want": -1}, {"want": True}, {"want": 1.0}, {"held": "a1"}, {"held": ["a/1"]},
-        {"held": ["a1"] * 257}, {"session": "\n"}, {"job": "a/b"}, {"address": "h 1"}, {"signature": "a"},
+        {"unknown": 1}, {"want": 17}, {"want": -1}, {"want": True}, {"want": 1.0}, {"known_leases": "a1"},
+        {"known_leases": ["a/1"]},
+        {"known_leases": ["a1"] * 257}, {"session": "\n"}, {"job": "a/b"}, {"address": "h 1"}, {"signature": "a"},
         {"job_id": "x"}, {"uses": [{**USE, "start": -1}]}, {"uses": [{**USE, "step": "5"}]}, {"uses": [[]]},
-        {"uses": [{**USE, "digest": "x"}]}, {"horizons": [1]}, {"horizons": {"a1": 1.5}}, {"failed": [{}]},
-        {"have": {"d": "1"}}, {"have": {"2" * 64: "1-"}}, {"have": {"2" * 64: 1}}, {"have": {"2" * 64: "1" * 10}},
-        {"bad": [{"peer_id": "p", "sha256": "3"}]},
-        {"bad": [{"peer_id": "p", "sha256": "3" * 64, "reason": "late", "wrong": 0}]}, {"speed": "fast"},
+        {"uses": [{**USE, "digest": "x"}]}, {"declared_until": [1]}, {"declared_until": {"a1": 1.5}}, {"failed": [{}]},
+        {"cached": {"d": "1"}}, {"cached": {"2" * 64: "1-"}}, {"cached": {"2" * 64: 1}},
+        {"cached": {"2" * 64: "1" * 10}},
+        {"reports": [{"peer_id": "p", "sha256": "3"}]},
+        {"reports": [{"peer_id": "p", "sha256": "3" * 64, "reason": "late", "wrong": 0}]}, {"speed": "fast"},
         {"speed": 1e400}, {"failed": [{"lease_id": "a", "reason": 1}]},
     ],
 )  # fmt: skip
@@ -64,7 +72,7 @@ def test_what_is_refused(change: dict[str, Any]) -> None:
 def test_garbage_is_refused_and_nothing_else(body: Any) -> None:
     data = json.dumps({**BODY, **body} if isinstance(body, dict) else body).encode()
     with contextlib.suppress(ValidationError):
-        assert isinstance(MODEL.validate_json(data), Ask)
+        assert isinstance(MODEL.validate_json(data), ExchangeRequest)
 
 
 @settings(max_examples=100, deadline=None)

@@ -71,7 +71,7 @@ def test_two_that_fit_one_at_a_time_take_turns(tmp_path: Path, closing: list[Sli
 
 
 def test_two_that_hold_what_the_other_needs_do_not_wait_forever(tmp_path: Path, closing: list[SliceFeed]) -> None:
-    feeds = [feed_of(tmp_path, [[key], [key, key + 1]], 2, Origin(), patience_s=0.5) for key in (0, 2)]
+    feeds = [feed_of(tmp_path, [[key], [key, key + 1]], 2, Origin(), timeout_s=0.5) for key in (0, 2)]
     closing += feeds
     for key, feed in zip((0, 2), feeds):
         feed.seek(0)
@@ -103,7 +103,7 @@ def test_a_slice_evicted_by_another_is_fetched_again(tmp_path: Path, closing: li
     closing.append(feed)
     feed.seek(0)
     feed.acquire(0, 1)
-    until(lambda: feed.held(1), "the next is here")
+    until(lambda: feed.is_cached(1), "the next is here")
     feed.advance(1)
     (tmp_path / NAMES[1]).unlink()
     assert feed.acquire(1, 2).read_bytes() == CONTENTS[1]
@@ -138,10 +138,10 @@ def test_close_is_quick_and_ends_a_wait(tmp_path: Path) -> None:
     assert ended == ["feed: it is closed. Make another."]
     # Something may still write: nobody else gets the right to until it has ended.
     cache = SliceCache(tmp_path, room_for(2))
-    assert cache.try_reserve(NAMES[0], SIZE).why == "busy"
+    assert cache.try_reserve(NAMES[0], SIZE).reason == "busy"
     origin.end(0)
     # What came whole after all is not thrown away.
-    assert cache.try_reserve(NAMES[0], SIZE).why == "here"
+    assert cache.try_reserve(NAMES[0], SIZE).reason == "cached"
     assert cache.path_of(NAMES[0]).read_bytes() == CONTENTS[0]
     with pytest.raises(UsageError, match="it is closed"):
         feed.seek(0)
@@ -188,5 +188,5 @@ def test_a_forked_child_makes_its_own(tmp_path: Path, closing: list[SliceFeed]) 
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert feed.held(0)  # the parent's pin outlived the child
+    assert feed.is_cached(0)  # the parent's pin outlived the child
     read(feed, steps)

@@ -30,7 +30,7 @@ from forebay.storage.base import Origin, PermanentError, Timeouts
 from forebay.storage.http import check_redirect
 from forebay.storage.origins import open_remote
 from forebay.storage.targets import open_target
-from forebay.storage.url_policy import open_foreign_origin
+from forebay.storage.url_policy import open_untrusted_origin
 from leases_by_hand import FetchingWorker
 from local_discovery import LocalDiscovery
 from origin_server import OriginServer
@@ -54,13 +54,13 @@ def test_a_url_that_is_none_of_a_web_server_or_bucket_is_a_violation(url: str) -
     with pytest.raises(ProtocolViolation, match="URL of a peer"):
         check_url(url)
     with pytest.raises(ProtocolViolation):
-        open_foreign_origin(url, "any")
+        open_untrusted_origin(url, "any")
 
 
 @given(st.one_of(st.text(max_size=60), st.from_regex(r"(https?|s3|gs|az|file)://[ -~]{0,30}", fullmatch=True)))
 def test_whatever_a_url_is_the_error_is_the_peers(url: str) -> None:
     try:
-        open_foreign_origin(url, "public")
+        open_untrusted_origin(url, "public")
     except NetworkError:
         return
     parts = check_url(url)
@@ -70,16 +70,16 @@ def test_whatever_a_url_is_the_error_is_the_peers(url: str) -> None:
 def test_urls_are_opened_where_the_reader_or_the_publisher_says_so() -> None:
     url = "https://data.example/d"
     with pytest.raises(PermanentError, match=r"--from-urls public"):
-        open_foreign_origin(url, "")
-    assert open_foreign_origin(url, "", signed=[url]).url == url
-    assert open_foreign_origin(url, "public").url == url
+        open_untrusted_origin(url, "")
+    assert open_untrusted_origin(url, "", signed=[url]).url == url
+    assert open_untrusted_origin(url, "public").url == url
     with pytest.raises(PermanentError, match=r"--from-urls any"):
-        open_foreign_origin("http://data.example/d", "public")
+        open_untrusted_origin("http://data.example/d", "public")
     with pytest.raises(PermanentError):
-        open_foreign_origin(url + "/other", "", signed=[url])
+        open_untrusted_origin(url + "/other", "", signed=[url])
     with pytest.raises(PermanentError, match="account"):
-        open_foreign_origin("az://container/d", "any")
-    assert open_foreign_origin("s3://bucket/d", "public").url == "s3://bucket/d"
+        open_untrusted_origin("az://container/d", "any")
+    assert open_untrusted_origin("s3://bucket/d", "public").url == "s3://bucket/d"
 
 
 PUBLIC = {"8.8.8.8": True, "2606:4700::1111": True, "::ffff:8.8.8.8": True, "64:ff9b::808:808": True} | dict.fromkeys(
@@ -117,7 +117,7 @@ def test_an_address_inside_is_not_connected_to_whatever_name_leads_there(
     """Each look-up of the name has another answer: the address that is connected to is the one that counts."""
     found = [socket.getaddrinfo("127.0.0.1", sink.port, type=socket.SOCK_STREAM)]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found[0])
-    origin = open_foreign_origin(url, "public", patience=QUICK)
+    origin = open_untrusted_origin(url, "public", timeouts=QUICK)
     with pytest.raises(PermanentError, match=r"expected a public address, got 127\.0\.0\.1"):
         origin.get("manifest.json", 100)
     assert sink.connections == 0
@@ -132,7 +132,7 @@ def test_a_redirect_of_a_foreign_origin_stays_on_https() -> None:
 
 def test_any_opens_an_address_inside_and_shows_it_nothing(sink: OriginServer) -> None:
     (sink.directory / "x").write_bytes(b"12345")
-    assert open_foreign_origin(sink.url, "any", patience=QUICK).get("x", 10) == b"12345"
+    assert open_untrusted_origin(sink.url, "any", timeouts=QUICK).get("x", 10) == b"12345"
     assert sink.paths == ["/x"] and sink.authorizations == [""]
 
 

@@ -23,9 +23,9 @@ from test_journal import lease, open_journal, use
 from cached import put, reserve
 from calibration import scaled
 from forebay.cache.cache import SliceCache
-from forebay.coordinator.messages import Note, Rules, State
+from forebay.coordinator.messages import LogLine, Rules, RunState
 from forebay.coordinator.server import Coordinator
-from forebay.coordinator.store import Roster
+from forebay.coordinator.store import RunStore
 from forebay.data_node import DataNode
 from forebay.errors import LedgerError, StateError, UsageError
 from forebay.ledger.writer import Ledger
@@ -106,7 +106,7 @@ def test_the_coordinator_s_clock_outlives_a_full_disk(
         waiting = threading.Thread(
             target=lambda: answers.append(post(coordinator.address, "/v1/members/join", **WAITING)[0])
         )
-        save, failures = Roster.save, 0
+        save, failures = RunStore.save, 0
 
         def fail(*_: Any) -> None:
             nonlocal failures
@@ -116,25 +116,25 @@ def test_the_coordinator_s_clock_outlives_a_full_disk(
         assert post(coordinator.address, "/v1/members/join", worker_id="a", session="a" * 16, wait_s=1)[0] == 200
         waiting.start()
         eventually(lambda: len(coordinator.status()["members"]) == 2)
-        monkeypatch.setattr(Roster, "save", fail)
+        monkeypatch.setattr(RunStore, "save", fail)
         waiting.join(60)
         eventually(lambda: failures > 5)
         assert len(coordinator.status()["members"]) == 2 and caplog.text.count("full") == 1
-        monkeypatch.setattr(Roster, "save", save)
+        monkeypatch.setattr(RunStore, "save", save)
         eventually(lambda: not coordinator.status()["members"])  # Both are lost; neither counts as waiting for ever.
 
 
 def test_a_write_that_fails_leaves_the_roster_as_it_was(tmp_path: Path) -> None:
-    roster = Roster(tmp_path)
+    roster = RunStore(tmp_path)
     state, run_id = roster.load(Rules(), {}, 0.0, "run")
     (pages,) = roster._database.execute("PRAGMA page_count").fetchone()
     roster._database.execute(f"PRAGMA max_page_count={pages}")
-    large = State(state.rules, {}, {"key": "x" * 100_000})
+    large = RunState(state.rules, {}, {"key": "x" * 100_000})
     with pytest.raises(StateError, match=r"cannot write .*roster\.sqlite: database or disk is full"):
-        roster.save(large, [Note("lost")], run_id)
+        roster.save(large, [LogLine("lost")], run_id)
     assert roster.config() == {}
     roster._database.execute("PRAGMA max_page_count=1000000")
-    roster.save(large, [Note("written")], run_id)
+    roster.save(large, [LogLine("written")], run_id)
     assert roster.config() == large.config
     assert roster._database.execute("SELECT text FROM notes").fetchall() == [("written",)]
     roster.close()
@@ -154,7 +154,7 @@ def test_the_scheduler_s_journal_keeps_its_leases(small_disk: Path) -> None:
     assert (small_disk / JOURNAL_NAME).exists()
     filler.unlink()
     with open_journal(small_disk) as journal:
-        assert grant.lease_id in journal.desk.jobs["d"].tables[0].leases
+        assert grant.lease_id in journal.core.jobs["d"].tables[0].leases
         assert use(journal, "w", grant, 0, 2).uses[0].offset == 2
 
 
@@ -183,7 +183,7 @@ def test_no_standby_takes_the_state_while_the_disk_is_full(
         service.start()
         full.set()
         with pytest.raises(RemoteError, match="No space left"):
-            worker.request_json(service.address, "POST", "/v1/exchange", {"want": 1})
+            worker.request_json(service.address, "POST", "/v2/exchange", {"want": 1})
         while len(failed) < 4:
             with pytest.raises(StateError, match="another process"):
                 os.close(lock_state(state))
@@ -191,7 +191,7 @@ def test_no_standby_takes_the_state_while_the_disk_is_full(
 
         def is_leased() -> bool:
             with contextlib.suppress(RemoteError):
-                return bool(worker.request_json(service.address, "POST", "/v1/exchange", {"want": 1})[0]["leases"])
+                return bool(worker.request_json(service.address, "POST", "/v2/exchange", {"want": 1})[0]["leases"])
             return False
 
         eventually(is_leased)

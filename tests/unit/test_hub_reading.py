@@ -26,7 +26,7 @@ from forebay.errors import (
     UsageError,
 )
 from forebay.formats.inputs import ReadOptions
-from forebay.storage.http import asked_wait_s
+from forebay.storage.http import retry_delay_s
 from forebay.storage.hub_splits import find_split
 from forebay.stream.hub import records_of
 from hub_repos import write_jsonl, write_parquet, write_repo
@@ -325,4 +325,4 @@ def test_how_long_the_hub_asks_to_wait(headers: dict[str, str], wait_s: float) -
     message = Message()
     for name, value in headers.items():
         message[name] = value
-    assert asked_wait_s(message) == wait_s
+    assert retry_delay_s(message) == wait_s

@@ -25,10 +25,10 @@ from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
 from forebay.peer_id import peer_id_of
 from forebay.scheduler import journal as journals
-from forebay.scheduler.core import JobSpec, Source
-from forebay.scheduler.events import Enlisted
+from forebay.scheduler.events import WorkerEnlisted
+from forebay.scheduler.jobs import JobSource, JobSpec
 from forebay.scheduler.journal import JOURNAL_NAME, LEDGER_NAME, Journal, job_body
-from forebay.scheduler.messages import Ask, Failed, Grant, Reply
+from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, FailedLease, LeaseGrant
 
 WORKER = peer_id_of(b"k" * 32)
 SAMPLES = [4, 0, 3, 5]
@@ -44,27 +44,27 @@ def open_journal(
     counts = np.array(SAMPLES if samples is None else samples, np.int64)
     settings = {"seed": 1, "epochs": epochs, "lease_s": 10.0, "max_failures": 1}
     settings |= {key: changes.pop(key) for key in ("seed",) if key in changes}
-    source = Source("d", str(changes.pop("dataset_id", "1" * 64)), counts)
+    source = JobSource("d", str(changes.pop("dataset_id", "1" * 64)), counts)
     spec = JobSpec("d", (source,), **settings)  # type: ignore[arg-type]
     body = job_body(spec, **({"seq_len": 8, "layout": "tokens", "scheduler": "00" * 32} | changes))
     salt = f"{time.monotonic_ns():x}"
     return Journal.open(directory, [spec], {"d": body}, signer, salt=salt, now=lambda: now)
 
 
-def say(journal: Journal, worker: str, ask: Ask, now: float = 0.0) -> Reply:
-    reply, happened = journal.desk.exchange(worker, ask, now)
+def say(journal: Journal, worker: str, ask: ExchangeRequest, now: float = 0.0) -> ExchangeResult:
+    reply, happened = journal.core.exchange(worker, ask, now)
     journal.wait(journal.put(happened))
     return reply
 
 
-def lease(journal: Journal, worker: str) -> Grant:
-    (grant,) = say(journal, worker, Ask(session="s", want=1)).leases
+def lease(journal: Journal, worker: str) -> LeaseGrant:
+    (grant,) = say(journal, worker, ExchangeRequest(session="s", want=1)).leases
     return grant
 
 
-def use(journal: Journal, worker: str, grant: Grant, start: int, stop: int) -> Reply:
+def use(journal: Journal, worker: str, grant: LeaseGrant, start: int, stop: int) -> ExchangeResult:
     used = Used(grant.lease_id, grant.epoch, grant.slice, start, stop, 1)
-    return say(journal, worker, Ask(session="s", uses=(used,), signature="ab"))
+    return say(journal, worker, ExchangeRequest(session="s", uses=(used,), signature="ab"))
 
 
 def kill(journal: Journal) -> None:
@@ -79,28 +79,28 @@ def kill(journal: Journal) -> None:
 
 def finish(journal: Journal) -> None:
     now = 0.0
-    while not journal.desk.done():
+    while not journal.core.done():
         now += 1e3
-        journal.wait(journal.put(journal.desk.expire(now)))
-        for grant in say(journal, "last", Ask(session=str(now), want=1), now).leases:
+        journal.wait(journal.put(journal.core.expire(now)))
+        for grant in say(journal, "last", ExchangeRequest(session=str(now), want=1), now).leases:
             used = Used(grant.lease_id, grant.epoch, grant.slice, grant.start, grant.stop, 1)
-            say(journal, "last", Ask(session=str(now), uses=(used,), signature="ab"), now)
+            say(journal, "last", ExchangeRequest(session=str(now), uses=(used,), signature="ab"), now)
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
-        journal.wait(journal.put([Enlisted("d", WORKER, (b"k" * 32).hex(), "worker")]))
+        journal.wait(journal.put([WorkerEnlisted("d", WORKER, (b"k" * 32).hex(), "worker")]))
         one = lease(journal, "w")
         use(journal, "w", one, 0, 2)
         other = lease(journal, "v")
-        say(journal, "v", Ask(session="s", release=(other.lease_id,)))
-        before = journal.desk.snapshot()
+        say(journal, "v", ExchangeRequest(session="s", release=(other.lease_id,)))
+        before = journal.core.snapshot()
         kill(journal)
     with open_journal(tmp_path, now=500.0) as journal:
-        table = journal.desk.jobs["d"].tables[0]
+        table = journal.core.jobs["d"].tables[0]
         assert list(table.leases) == [one.lease_id]
-        assert table.owners.all["w", "s"].deadline == 510.0
-        assert journal.desk.snapshot()["jobs"]["d"]["tables"] == before["jobs"]["d"]["tables"]
+        assert table.holders.all["w", "s"].deadline == 510.0
+        assert journal.core.snapshot()["jobs"]["d"]["tables"] == before["jobs"]["d"]["tables"]
         entries = journal.ledgers["d"].next_seq
         # The receipt whose answer was lost is asked again, and recorded once.
         assert use(journal, "w", one, 0, 2).uses[0].offset == 2
@@ -115,20 +115,20 @@ def test_a_lost_journal_is_rebuilt_from_the_ledger(tmp_path: Path) -> None:
         for _ in range(2):
             grant = lease(journal, "w")
             use(journal, "w", grant, grant.start, grant.start + 1)
-            say(journal, "w", Ask(session="s", release=(grant.lease_id,)))
-        journal.wait(journal.put(journal.desk.pause("d", True)))
-        live = len(journal.desk.jobs["d"].tables[0].leases)
-        used = journal.desk.jobs["d"].used
+            say(journal, "w", ExchangeRequest(session="s", release=(grant.lease_id,)))
+        journal.wait(journal.put(journal.core.pause("d", True)))
+        live = len(journal.core.jobs["d"].tables[0].leases)
+        used = journal.core.jobs["d"].used
     for path in tmp_path.glob(JOURNAL_NAME + "*"):
         path.unlink()
     with open_journal(tmp_path) as journal:
-        job = journal.desk.jobs["d"]
+        job = journal.core.jobs["d"]
         assert (job.used, job.paused, live) == (used, True, 0)
-        journal.wait(journal.put(journal.desk.pause("d", False)))
+        journal.wait(journal.put(journal.core.pause("d", False)))
         finish(journal)
     (tmp_path / JOURNAL_NAME).write_bytes(b"not a database" * 100)
     with open_journal(tmp_path) as journal:
-        assert journal.desk.done()
+        assert journal.core.done()
     assert verify_ledger(tmp_path / LEDGER_NAME).ok
 
 
@@ -141,7 +141,7 @@ def test_a_use_that_only_the_ledger_knows_ends_what_the_journal_thinks_is_leased
     ledger.append("uses", {"worker": "thief", "uses": [["gone", 0, 0, 6, 9, 1]], "receipt": "ab"})
     ledger.close()
     with open_journal(tmp_path, samples=[10]) as journal:
-        assert say(journal, "w", Ask(session="s", held=(grant.lease_id,))).lost == (grant.lease_id,)
+        assert say(journal, "w", ExchangeRequest(session="s", known_leases=(grant.lease_id,))).lost == (grant.lease_id,)
         finish(journal)
     assert verify_ledger(tmp_path / LEDGER_NAME).ok
 
@@ -149,11 +149,11 @@ def test_a_use_that_only_the_ledger_knows_ends_what_the_journal_thinks_is_leased
 def test_a_slice_set_aside_is_in_the_ledger_and_stays_so(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
         grant = lease(journal, "w")
-        say(journal, "w", Ask(session="s", failed=(Failed(grant.lease_id, "torn"),)))
+        say(journal, "w", ExchangeRequest(session="s", failed=(FailedLease(grant.lease_id, "torn"),)))
     for path in tmp_path.glob(JOURNAL_NAME + "*"):
         path.unlink()
     with open_journal(tmp_path) as journal:
-        assert journal.desk.jobs["d"].reasons == {grant.slice: "torn"}
+        assert journal.core.jobs["d"].reasons == {grant.slice: "torn"}
         finish(journal)
     assert (
         not verify_ledger(tmp_path / LEDGER_NAME).ok
@@ -197,7 +197,7 @@ def test_killed_between_any_two_steps(tmp_path: Path, step: str, monkeypatch: py
     monkeypatch.undo()
     kill(journal)
     with open_journal(tmp_path) as journal:
-        assert journal.desk.jobs["d"].used == (0 if step == "before ledger" else 2)
+        assert journal.core.jobs["d"].used == (0 if step == "before ledger" else 2)
         assert use(journal, "w", grant, 0, 2).uses[0].offset == 2
         finish(journal)
     assert verify_ledger(tmp_path / LEDGER_NAME).ok
@@ -230,9 +230,11 @@ def test_who_waits_together_shares_one_fsync(tmp_path: Path, monkeypatch: pytest
     with open_journal(tmp_path, samples=[1] * 40) as journal:
         tickets = []
         for number in range(20):
-            grant = journal.desk.exchange(f"w{number}", Ask(session="s", want=1), 0.0)[0].leases[0]
+            grant = journal.core.exchange(f"w{number}", ExchangeRequest(session="s", want=1), 0.0)[0].leases[0]
             used = Used(grant.lease_id, 0, grant.slice, 0, 1, 1)
-            _, happened = journal.desk.exchange(f"w{number}", Ask(session="s", uses=(used,), signature="ab"), 0.0)
+            _, happened = journal.core.exchange(
+                f"w{number}", ExchangeRequest(session="s", uses=(used,), signature="ab"), 0.0
+            )
             tickets.append(journal.put(happened))
         syncs, sync = [], os.fsync
         monkeypatch.setattr(os, "fsync", lambda fd: (syncs.append(fd), sync(fd)))
@@ -278,12 +280,14 @@ def test_a_restart_does_not_read_the_whole_ledger(tmp_path: Path) -> None:
     num_slices = entries // 4
     with open_journal(tmp_path, epochs=2, samples=[8] * num_slices) as journal:
         for number in range(num_slices):
-            reply, granted = journal.desk.exchange("w", Ask(session="s", want=1), 0.0)
+            reply, granted = journal.core.exchange("w", ExchangeRequest(session="s", want=1), 0.0)
             (grant,) = reply.leases
             happened = list(granted)
             for start in range(0, 8, 2):
                 used = Used(grant.lease_id, grant.epoch, grant.slice, start, start + 2, 1)
-                happened += journal.desk.exchange("w", Ask(session="s", uses=(used,), signature="ab" * 64), 0.0)[1]
+                happened += journal.core.exchange(
+                    "w", ExchangeRequest(session="s", uses=(used,), signature="ab" * 64), 0.0
+                )[1]
             ticket = journal.put(happened)
             if number % 500 == 0:
                 journal.wait(ticket)
@@ -292,7 +296,7 @@ def test_a_restart_does_not_read_the_whole_ledger(tmp_path: Path) -> None:
     begun = time.perf_counter()
     with open_journal(tmp_path, epochs=2, samples=[8] * num_slices) as journal:
         took_s = time.perf_counter() - begun
-        assert journal.desk.jobs["d"].used == 8 * num_slices
+        assert journal.core.jobs["d"].used == 8 * num_slices
         assert journal.ledgers["d"].read_bytes < 100_000
     print(f"restart: {took_s:.2f} s, {entries:,} entries, {num_slices:,} slices")
     assert took_s < scaled(2.0)

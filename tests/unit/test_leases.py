@@ -9,7 +9,7 @@ import pytest
 
 from forebay.errors import LeaseError, UsageError
 from forebay.ledger.receipts import Used
-from forebay.scheduler.lease_holders import Lease, Speed
+from forebay.scheduler.lease_holders import LiveLease, SpeedEstimate
 from forebay.scheduler.leases import IDLE_ASKS_PER_S, LeaseLostError, LeaseTable
 
 
@@ -18,18 +18,18 @@ def table(samples: list[int], epochs: int = 1, seed: int = 0, **settings: float)
     return LeaseTable(np.array(samples, np.int64), seed=seed, epochs=epochs, **settings)  # type: ignore[arg-type]
 
 
-def grant(leases: LeaseTable, worker: str, lease_id: str, now: float = 0.0) -> Lease | None:
+def grant(leases: LeaseTable, worker: str, lease_id: str, now: float = 0.0) -> LiveLease | None:
     part = leases.choose(leases.touch((worker, ""), now), lambda index: False, now)
     return None if part is None else leases.grant(lease_id, worker, "", part, now)
 
 
-def use(leases: LeaseTable, lease: Lease, num: int, now: float = 0.0) -> bool:
+def use(leases: LeaseTable, lease: LiveLease, num: int, now: float = 0.0) -> bool:
     used = Used(lease.lease_id, lease.epoch, lease.slice_index, lease.position, lease.position + num, 0)
     if not leases.check_use(lease.worker, used):
         return False
     leases.touch(lease.key, now)
     leases.record(lease.worker, [used], now)
-    if leases.covered():
+    if leases.is_covered():
         leases.end_epoch()
     return True
 
@@ -39,10 +39,12 @@ def test_affinity_then_what_came_back_then_the_order() -> None:
     first = grant(leases, "a", "1")
     assert first is not None
     use(leases, first, 3)
-    leases.give_back("1")
+    leases.release("1")
     cached = next(i for i in range(8) if i != first.slice_index)
     b = leases.touch(("b", ""), 0.0)
-    leases.know(b, np.array([cached, first.slice_index] if cached < first.slice_index else [first.slice_index, cached]))
+    leases.set_cached(
+        b, np.array([cached, first.slice_index] if cached < first.slice_index else [first.slice_index, cached])
+    )
     got = grant(leases, "b", "2")
     assert got is not None and got.slice_index == cached
     again = grant(leases, "c", "3")
@@ -52,7 +54,7 @@ def test_affinity_then_what_came_back_then_the_order() -> None:
 def test_what_another_worker_has_cached_is_left_to_it_while_others_remain() -> None:
     leases = table([1] * 6)
     owner = leases.touch(("a", ""), 0.0)
-    leases.know(owner, np.array([0, 1, 2]))
+    leases.set_cached(owner, np.array([0, 1, 2]))
     taken = [grant(leases, "b", str(i)) for i in range(5)]
     assert {lease.slice_index for lease in taken[:3] if lease} == {3, 4, 5}
     assert {lease.slice_index for lease in taken[3:] if lease} < {0, 1, 2}
@@ -60,9 +62,9 @@ def test_what_another_worker_has_cached_is_left_to_it_while_others_remain() -> N
     assert last is not None and {last.slice_index, *(lease.slice_index for lease in taken if lease)} == set(range(6))
     # One that is gone keeps nothing from others.
     other = table([1] * 3)
-    other.know(other.touch(("a", ""), 0.0), np.array([0, 1, 2]))
-    other.late(100.0)
-    assert other.parts.cached_by.max() == 0
+    other.set_cached(other.touch(("a", ""), 0.0), np.array([0, 1, 2]))
+    other.overdue_leases(100.0)
+    assert other.free.cached_by.max() == 0
 
 
 def test_those_that_only_wait_ask_one_after_another_even_if_they_came_together() -> None:
@@ -101,9 +103,9 @@ def test_a_lost_lease_is_lost_and_the_offset_stays() -> None:
     lease = grant(leases, "a", "1")
     assert lease is not None
     use(leases, lease, 2, now=5.0)
-    assert leases.late(14.0) == []
-    assert leases.late(15.0) == [("1", "expired")]
-    leases.give_back("1")
+    assert leases.overdue_leases(14.0) == []
+    assert leases.overdue_leases(15.0) == [("1", "expired")]
+    leases.release("1")
     # What was recorded stays recorded: a receipt said twice is answered, a new one is not.
     assert leases.check_use("a", Used("1", 0, 0, 0, 2, 0)) is False
     with pytest.raises(LeaseLostError):
@@ -126,10 +128,10 @@ def test_the_slowest_is_who_would_finish_last_and_is_cut_at_its_horizon() -> Non
     leases.touch(fast.key, 20.0)
     assert grant(leases, "idle", "i", now=20.0) is None
     leases.wait(leases.touch(("idle", ""), 20.0), 20.0)
-    assert set(leases.wishes) == {"s"}
+    assert set(leases.steals) == {"s"}
     # The owner has promised nothing yet: nothing is cut behind its back.
     assert grant(leases, "idle", "i", now=20.5) is None
-    stop = leases.declare(slow, 60, 21.0)
+    stop = leases.declare(slow, 60)
     assert stop is not None and 60 <= stop < 100
     leases.cut("s", stop, 21.0)
     piece = grant(leases, "idle", "i", now=21.0)
@@ -137,8 +139,8 @@ def test_the_slowest_is_who_would_finish_last_and_is_cut_at_its_horizon() -> Non
     with pytest.raises(LeaseError, match=f"at most {stop}"):
         leases.check_use("slow", Used("s", 0, slow.slice_index, 20, stop + 1, 0))
     # An old question that comes late does not lower what was promised since.
-    assert leases.declare(piece, 90, 22.0) is None and leases.declare(piece, 70, 23.0) is None
-    assert piece.horizon == 90
+    assert leases.declare(piece, 90) is None and leases.declare(piece, 70) is None
+    assert piece.declared_until == 90
 
 
 def test_a_lease_that_was_not_begun_goes_as_a_whole() -> None:
@@ -147,10 +149,10 @@ def test_a_lease_that_was_not_begun_goes_as_a_whole() -> None:
     assert begun is not None and waiting is not None
     use(leases, begun, 1, now=5.0)
     leases.wait(leases.touch(("idle", ""), 5.0), 5.0)
-    assert leases.declare(begun, 3, 5.0) is None
-    assert leases.declare(waiting, 0, 5.0) == 0
-    ended = leases.cut("2", 0, 5.0)
-    assert ended.left == 0 and "2" not in leases.leases and leases.remembered["2"].whole
+    assert leases.declare(begun, 3) is None
+    assert leases.declare(waiting, 0) == 0
+    leases.cut("2", 0, 5.0)
+    assert "2" not in leases.leases and leases.ended["2"].is_complete
     assert grant(leases, "idle", "3", now=5.0) is not None
 
 
@@ -161,7 +163,7 @@ def test_who_lives_and_does_nothing_loses_its_leases() -> None:
     found: list[tuple[str, str]] = []
     for now in range(1, 60):
         owner = leases.touch(lease.key, float(now))
-        found += leases.late(float(now))
+        found += leases.overdue_leases(float(now))
         if found:
             break
     assert found == [("1", "stalled")] and 40 <= now <= 51 and owner.stalled
@@ -195,15 +197,15 @@ def test_empty_slices_count_as_used_and_an_empty_dataset_is_refused() -> None:
 
 
 def test_a_speed_forgets_and_does_not_count_idleness() -> None:
-    speed = Speed()
-    speed.told(7.0)
-    speed.begin(0.0)
-    speed.used(100, 10.0)
+    speed = SpeedEstimate()
+    speed.set_default(7.0)
+    speed.start(0.0)
+    speed.add(100, 10.0)
     assert speed.value is not None and 7.0 < speed.value <= 10.0
     for i in range(60):
-        speed.used(20, 10.0 + i + 1)
+        speed.add(20, 10.0 + i + 1)
     assert speed.value == pytest.approx(20.0, rel=0.2)
-    speed.rest()
-    speed.begin(1000.0)
-    speed.used(20, 1001.0)
+    speed.since = None
+    speed.start(1000.0)
+    speed.add(20, 1001.0)
     assert speed.value == pytest.approx(20.0, rel=0.2)

@@ -17,34 +17,34 @@ from forebay.coordinator.messages import (
     ANSWER_S,
     HEARTBEAT_WAIT_S,
     RETRY_S,
-    Agree,
     Disconnect,
     Formed,
     Gap,
-    Generation,
     Heartbeat,
     Join,
     Leave,
-    Note,
+    LogLine,
+    PollChange,
+    ProposeConfig,
+    RankGeneration,
     Ready,
     Refuse,
     Rules,
-    State,
+    RunState,
     Stepped,
     Tick,
-    Waits,
 )
-from forebay.coordinator.store import Roster
+from forebay.coordinator.store import RunStore
 
 RULES = Rules(min_workers=1, heartbeat_s=30, stale_s=90, lost_s=5, grace_s=300)
 
 
-class Desk:
+class CoordinatorHarness:
     """A state with a clock, and all that it was told to do."""
 
     def __init__(self, rules: Rules = RULES, **config: Any) -> None:
         config = {"batch_size": 2, **config}
-        self.state = State(rules, config, config)
+        self.state = RunState(rules, config, config)
         self.now = 0.0
         self.actions: list[Any] = []
 
@@ -59,14 +59,14 @@ class Desk:
 
     def join(self, worker_id: str, session: str = "", **facts: Any) -> list[Any]:
         session = session or f"{worker_id}/1"
-        return self.tell(Join(worker_id, session, **facts), Waits(worker_id, session, +1))
+        return self.tell(Join(worker_id, session, **facts), PollChange(worker_id, session, +1))
 
     def ready(self, worker_id: str, step: int, *, broken: bool = False) -> list[Any]:
         member = self.state.members[worker_id]
         return self.tell(Ready(worker_id, member.session, self.generation.number, step, broken))
 
     @property
-    def generation(self) -> Generation:
+    def generation(self) -> RankGeneration:
         assert self.state.generation is not None
         return self.state.generation
 
@@ -78,184 +78,202 @@ class Desk:
         return [action.code for action in actions if isinstance(action, Refuse)]
 
 
-def four(**config: Any) -> Desk:
-    desk = Desk(replace(RULES, min_workers=4), **config)
+def four(**config: Any) -> CoordinatorHarness:
+    coordinator = CoordinatorHarness(replace(RULES, min_workers=4), **config)
     for name in "abcd":
-        desk.join(name)
-    return desk
+        coordinator.join(name)
+    return coordinator
 
 
 def test_a_run_begins_when_enough_are_there_with_ranks_as_they_came() -> None:
-    desk = Desk(replace(RULES, min_workers=2))
-    desk.join("b")
-    assert desk.state.generation is None and desk.state.changing
-    desk.join("a")
-    assert desk.ranks == ["b", "a"] and desk.generation.start_step == 0 and not desk.state.changing
+    coordinator = CoordinatorHarness(replace(RULES, min_workers=2))
+    coordinator.join("b")
+    assert coordinator.state.generation is None and coordinator.state.changing
+    coordinator.join("a")
+    assert coordinator.ranks == ["b", "a"] and coordinator.generation.start_step == 0 and not coordinator.state.changing
 
 
 def test_a_restart_in_time_gets_its_rank_back() -> None:
-    desk = four()
-    desk.tell(Disconnect("b", "b/1"), after_s=1)
-    desk.join("b", "b/2")
-    assert desk.generation.number == 1 and desk.state.changing
+    coordinator = four()
+    coordinator.tell(Disconnect("b", "b/1"), after_s=1)
+    coordinator.join("b", "b/2")
+    assert coordinator.generation.number == 1 and coordinator.state.changing
     for name in "acd":
-        desk.ready(name, 7)
-    assert desk.generation.number == 2 and desk.ranks == list("abcd")
-    assert desk.generation.start_step == 7 and desk.generation.start_sample == 7 * 4 * 2 and desk.generation.source == 0
+        coordinator.ready(name, 7)
+    assert coordinator.generation.number == 2 and coordinator.ranks == list("abcd")
+    assert (
+        coordinator.generation.start_step == 7
+        and coordinator.generation.start_sample == 7 * 4 * 2
+        and coordinator.generation.source == 0
+    )
 
 
 def test_after_the_coordinators_restart_a_member_has_time_to_notice_that_it_was_gone(tmp_path: Path) -> None:
     """Its heartbeat may wait for an answer that never comes, and it pauses before the next."""
-    desk = four()
-    with contextlib.closing(Roster(tmp_path)) as roster:
-        roster.save(desk.state, [], "run")
-    with contextlib.closing(Roster(tmp_path)) as roster:
-        desk.state, _ = roster.load(desk.state.rules, desk.state.told, desk.now, "")
-    desk.tell(Disconnect("b", "b/1"))
-    desk.join("e")
+    coordinator = four()
+    with contextlib.closing(RunStore(tmp_path)) as roster:
+        roster.save(coordinator.state, [], "run")
+    with contextlib.closing(RunStore(tmp_path)) as roster:
+        coordinator.state, _ = roster.load(coordinator.state.rules, coordinator.state.fixed, coordinator.now, "")
+    coordinator.tell(Disconnect("b", "b/1"))
+    coordinator.join("e")
     noticed_s = HEARTBEAT_WAIT_S + ANSWER_S + RETRY_S
-    desk.tell(Tick(), after_s=noticed_s)
-    assert list(desk.state.members) == list("acde")
-    desk.tell(Heartbeat("a", "a/1", 1, 3), Waits("a", "a/1", +1))
-    desk.tell(Tick(), after_s=RULES.lost_s + 0.1)
-    assert list(desk.state.members) == list("ae")
+    coordinator.tell(Tick(), after_s=noticed_s)
+    assert list(coordinator.state.members) == list("acde")
+    coordinator.tell(Heartbeat("a", "a/1", 1, 3), PollChange("a", "a/1", +1))
+    coordinator.tell(Tick(), after_s=RULES.lost_s + 0.1)
+    assert list(coordinator.state.members) == list("ae")
 
 
 def test_who_stays_keeps_its_order_and_who_comes_late_its_old_seat() -> None:
-    desk = four()
-    desk.tell(Disconnect("b", "b/1"))
+    coordinator = four()
+    coordinator.tell(Disconnect("b", "b/1"))
     for name in "acd":
-        desk.ready(name, 3, broken=True)
-    assert desk.generation.number == 1  # b may come back
-    desk.tell(Tick(), after_s=5)
-    assert desk.generation.number == 2 and desk.ranks == list("acd")
-    desk.join("b", "b/2")
+        coordinator.ready(name, 3, broken=True)
+    assert coordinator.generation.number == 1  # b may come back
+    coordinator.tell(Tick(), after_s=5)
+    assert coordinator.generation.number == 2 and coordinator.ranks == list("acd")
+    coordinator.join("b", "b/2")
     for name in "acd":
-        desk.ready(name, 4)
-    assert desk.ranks == list("abcd") and desk.generation.start_sample == 3 * 8 + 1 * 6
+        coordinator.ready(name, 4)
+    assert coordinator.ranks == list("abcd") and coordinator.generation.start_sample == 3 * 8 + 1 * 6
 
 
 def test_a_duplicate_of_a_live_worker_is_refused_and_one_in_doubt_asked_to_wait() -> None:
-    desk = four()
-    assert desk.codes(desk.join("b", "b/2")) == ["duplicate"]
-    desk.tell(Waits("c", "c/1", -1))
-    assert desk.codes(desk.join("c", "c/2")) == ["unsure"]
-    desk.now += 6
-    assert desk.codes(desk.join("c", "c/2")) == []
-    assert desk.state.members["c"].session == "c/2"
+    coordinator = four()
+    assert coordinator.codes(coordinator.join("b", "b/2")) == ["duplicate"]
+    coordinator.tell(PollChange("c", "c/1", -1))
+    assert coordinator.codes(coordinator.join("c", "c/2")) == ["unsure"]
+    coordinator.now += 6
+    assert coordinator.codes(coordinator.join("c", "c/2")) == []
+    assert coordinator.state.members["c"].session == "c/2"
 
 
 def test_the_furthest_is_the_source_and_late_words_of_an_old_generation_change_nothing() -> None:
-    desk = four()
-    desk.tell(Disconnect("d", "d/1"))
-    desk.ready("a", 4, broken=True)
-    desk.ready("b", 5, broken=True)
-    desk.ready("c", 4, broken=True)
-    desk.tell(Tick(), after_s=6)
-    assert desk.generation.source == 1 and desk.generation.start_step == 5 and desk.ranks == list("abc")
-    before = desk.state
-    assert desk.codes(desk.tell(Ready("d", "d/1", 1, 9))) == ["expelled"]
-    desk.tell(Ready("a", "a/1", 1, 99, broken=True), Heartbeat("a", "a/1", 1, 99))
-    assert replace(desk.state, members={}) == replace(before, members={})
-    assert desk.codes(desk.ready("a", 4)) == ["bad_step"]
+    coordinator = four()
+    coordinator.tell(Disconnect("d", "d/1"))
+    coordinator.ready("a", 4, broken=True)
+    coordinator.ready("b", 5, broken=True)
+    coordinator.ready("c", 4, broken=True)
+    coordinator.tell(Tick(), after_s=6)
+    assert (
+        coordinator.generation.source == 1
+        and coordinator.generation.start_step == 5
+        and coordinator.ranks == list("abc")
+    )
+    before = coordinator.state
+    assert coordinator.codes(coordinator.tell(Ready("d", "d/1", 1, 9))) == ["expelled"]
+    coordinator.tell(Ready("a", "a/1", 1, 99, broken=True), Heartbeat("a", "a/1", 1, 99))
+    assert replace(coordinator.state, members={}) == replace(before, members={})
+    assert coordinator.codes(coordinator.ready("a", 4)) == ["bad_step"]
 
 
 def test_a_change_that_is_called_off_goes_on_in_the_same_generation() -> None:
-    desk = four()
-    desk.join("e")
-    desk.ready("a", 2)
-    desk.tell(Leave("e", "e/1", 0, 0))
-    assert desk.generation.number == 1 and not desk.state.changing and not desk.state.members["a"].ready
+    coordinator = four()
+    coordinator.join("e")
+    coordinator.ready("a", 2)
+    coordinator.tell(Leave("e", "e/1", 0, 0))
+    assert (
+        coordinator.generation.number == 1
+        and not coordinator.state.changing
+        and not coordinator.state.members["a"].ready
+    )
 
 
 def test_silence_is_borne_while_nobody_waits_and_a_hung_step_only_for_so_long() -> None:
-    desk = four()
-    desk.tell(Waits("b", "b/1", -1))
-    desk.tell(Tick(), after_s=80)
-    assert "b" in desk.state.members
-    desk.tell(*(Heartbeat(name, f"{name}/1", 1, 1) for name in "acd"))
-    desk.tell(Tick(), after_s=10)
-    assert "b" not in desk.state.members and desk.state.changing
+    coordinator = four()
+    coordinator.tell(PollChange("b", "b/1", -1))
+    coordinator.tell(Tick(), after_s=80)
+    assert "b" in coordinator.state.members
+    coordinator.tell(*(Heartbeat(name, f"{name}/1", 1, 1) for name in "acd"))
+    coordinator.tell(Tick(), after_s=10)
+    assert "b" not in coordinator.state.members and coordinator.state.changing
     for name in "ac":
-        desk.ready(name, 1)
+        coordinator.ready(name, 1)
     for _ in range(31):
-        desk.tell(*(Heartbeat(name, f"{name}/1", 1, 1) for name in "acd"), after_s=10)
-    assert desk.ranks == list("ac")
+        coordinator.tell(*(Heartbeat(name, f"{name}/1", 1, 1) for name in "acd"), after_s=10)
+    assert coordinator.ranks == list("ac")
 
 
 def test_a_member_whose_answer_was_lost_stays_until_it_must_have_asked_again() -> None:
     """Its heartbeat is answered with the news that a change is wanted, and the answer does not arrive. It computes on,
     and asks again when its client gives up: after the heartbeat's `wait_s` and ANSWER_S. It is expelled only later."""
-    desk = four()
-    desk.tell(Heartbeat("b", "b/1", 1, 1), Waits("b", "b/1", -1), Waits("b", "b/1", +1, 20.0))
-    desk.join("e")
-    desk.tell(Waits("b", "b/1", -1))  # answered: {changing}
+    coordinator = four()
+    coordinator.tell(Heartbeat("b", "b/1", 1, 1), PollChange("b", "b/1", -1), PollChange("b", "b/1", +1, 20.0))
+    coordinator.join("e")
+    coordinator.tell(PollChange("b", "b/1", -1))  # answered: {changing}
     for name in "acd":
-        desk.ready(name, 2)
+        coordinator.ready(name, 2)
     for _ in range(24):
-        desk.tell(Tick(), after_s=1)
-    desk.tell(Heartbeat("b", "b/1", 1, 2), Waits("b", "b/1", +1, 20.0), after_s=20 + ANSWER_S - 24)
-    desk.ready("b", 2)
-    assert desk.ranks == list("abcde")
-    desk.tell(Waits("c", "c/1", -1), Waits("c", "c/1", +1, 2.0), Waits("c", "c/1", -1))  # and one that does not
-    desk.tell(Leave("e", "e/1", 2, 2))
-    desk.tell(Tick(), after_s=2 + ANSWER_S + RULES.lost_s - 0.1)
-    assert "c" in desk.state.members
-    desk.tell(Tick(), after_s=0.2)
-    assert "c" not in desk.state.members
+        coordinator.tell(Tick(), after_s=1)
+    coordinator.tell(Heartbeat("b", "b/1", 1, 2), PollChange("b", "b/1", +1, 20.0), after_s=20 + ANSWER_S - 24)
+    coordinator.ready("b", 2)
+    assert coordinator.ranks == list("abcde")
+    coordinator.tell(
+        PollChange("c", "c/1", -1), PollChange("c", "c/1", +1, 2.0), PollChange("c", "c/1", -1)
+    )  # and one that does not
+    coordinator.tell(Leave("e", "e/1", 2, 2))
+    coordinator.tell(Tick(), after_s=2 + ANSWER_S + RULES.lost_s - 0.1)
+    assert "c" in coordinator.state.members
+    coordinator.tell(Tick(), after_s=0.2)
+    assert "c" not in coordinator.state.members
 
 
 def test_who_comes_back_after_the_end_of_the_run_does_not_wait_for_others() -> None:
-    desk = four()
+    coordinator = four()
     for name in "abcd":
-        desk.tell(Leave(name, f"{name}/1", 1, 10, finished=True))
-    assert desk.state.done
-    desk.join("b", "b/2")
-    assert desk.ranks == ["b"] and desk.generation.start_step == 10
+        coordinator.tell(Leave(name, f"{name}/1", 1, 10, finished=True))
+    assert coordinator.state.done
+    coordinator.join("b", "b/2")
+    assert coordinator.ranks == ["b"] and coordinator.generation.start_step == 10
 
 
 def test_independent_workers_catch_up_first_and_the_dead_leave_named_gaps() -> None:
-    desk = four(lockstep=False)
-    desk.tell(Heartbeat("d", "d/1", 1, 4), Disconnect("d", "d/1"))
-    desk.tell(Tick(), after_s=6)
-    desk.ready("a", 6)
-    desk.ready("b", 2)
-    desk.ready("c", 3)
-    assert desk.state.run_to == 6 and desk.state.members["a"].ready and not desk.state.members["b"].ready
-    desk.ready("b", 6)
-    desk.ready("c", 6)
-    assert desk.generation.start_step == 6 and desk.ranks == list("abc")
-    assert Gap(1, "d", 3, 4, 6) in desk.actions
+    coordinator = four(lockstep=False)
+    coordinator.tell(Heartbeat("d", "d/1", 1, 4), Disconnect("d", "d/1"))
+    coordinator.tell(Tick(), after_s=6)
+    coordinator.ready("a", 6)
+    coordinator.ready("b", 2)
+    coordinator.ready("c", 3)
+    assert (
+        coordinator.state.run_to == 6
+        and coordinator.state.members["a"].ready
+        and not coordinator.state.members["b"].ready
+    )
+    coordinator.ready("b", 6)
+    coordinator.ready("c", 6)
+    assert coordinator.generation.start_step == 6 and coordinator.ranks == list("abc")
+    assert Gap(1, "d", 3, 4, 6) in coordinator.actions
 
 
 def test_a_run_that_is_done_stays_done() -> None:
-    desk = four()
+    coordinator = four()
     for name in "abc":
-        desk.tell(Leave(name, f"{name}/1", 1, 10, finished=True))
-        assert not desk.state.changing
-    desk.tell(Leave("d", "d/1", 1, 10, finished=True))
-    assert desk.state.done
+        coordinator.tell(Leave(name, f"{name}/1", 1, 10, finished=True))
+        assert not coordinator.state.changing
+    coordinator.tell(Leave("d", "d/1", 1, 10, finished=True))
+    assert coordinator.state.done
     for name in "wxyz":
-        desk.join(name)
-    assert desk.generation.start_step == 10 and desk.generation.start_sample == 80
+        coordinator.join(name)
+    assert coordinator.generation.start_step == 10 and coordinator.generation.start_sample == 80
 
 
 def test_with_nobody_left_a_checkpoint_counts_and_without_one_the_run_begins_again() -> None:
-    desk = Desk()
-    desk.join("a")
-    desk.tell(Heartbeat("a", "a/1", 1, 50), Disconnect("a", "a/1"))
-    desk.tell(Tick(), after_s=6)
-    desk.join("a", "a/2", step=40, samples=80)
-    assert (desk.generation.start_step, desk.generation.start_sample) == (40, 80)
-    assert any(isinstance(action, Note) and "redone" in action.text for action in desk.actions)
+    coordinator = CoordinatorHarness()
+    coordinator.join("a")
+    coordinator.tell(Heartbeat("a", "a/1", 1, 50), Disconnect("a", "a/1"))
+    coordinator.tell(Tick(), after_s=6)
+    coordinator.join("a", "a/2", step=40, samples=80)
+    assert (coordinator.generation.start_step, coordinator.generation.start_sample) == (40, 80)
+    assert any(isinstance(action, LogLine) and "redone" in action.text for action in coordinator.actions)
 
 
 def test_the_first_worker_settles_what_the_coordinator_was_not_told() -> None:
-    desk = Desk(batch_size=8)
-    desk.tell(Agree({"batch_size": 4, "seq_len": 64}))
-    desk.join("a")
-    desk.tell(Agree({"batch_size": 2, "seq_len": 32}))
-    assert desk.state.config == {"batch_size": 8, "seq_len": 64}
+    coordinator = CoordinatorHarness(batch_size=8)
+    coordinator.tell(ProposeConfig({"batch_size": 4, "seq_len": 64}))
+    coordinator.join("a")
+    coordinator.tell(ProposeConfig({"batch_size": 2, "seq_len": 32}))
+    assert coordinator.state.config == {"batch_size": 8, "seq_len": 64}
 
 
 @dataclass
@@ -280,9 +298,9 @@ class Churn(RuleBasedStateMachine):
     @initialize(crowd=st.integers(1, 4), min_workers=st.integers(1, 3), lockstep=st.booleans())
     def begin(self, crowd: int, min_workers: int, lockstep: bool) -> None:
         self.lockstep = lockstep
-        self.desk = Desk(replace(RULES, min_workers=min_workers), lockstep=lockstep)
+        self.coordinator = CoordinatorHarness(replace(RULES, min_workers=min_workers), lockstep=lockstep)
         self.processes: dict[str, Process] = {}
-        self.generations: dict[int, Generation] = {}
+        self.generations: dict[int, RankGeneration] = {}
         self.source_weights: dict[int, list[tuple[int, int]]] = {}
         self.parts: dict[tuple[int, int, int], str] = {}
         self.sessions = 0
@@ -299,19 +317,19 @@ class Churn(RuleBasedStateMachine):
     def tell(self, *events: Any) -> list[Any]:
         actions = []
         for event in events:
-            before = self.desk.state
-            for action in (new := self.desk.tell(event)):
+            before = self.coordinator.state
+            for action in (new := self.coordinator.tell(event)):
                 if isinstance(action, Formed):
                     self.formed(before, action.generation)
             actions += new
         return actions
 
-    def formed(self, before: State, new: Generation) -> None:
+    def formed(self, before: RunState, new: RankGeneration) -> None:
         old = before.generation
         sessions = [place.session for place in new.places]
         assert len(set(sessions)) == len({place.worker_id for place in new.places}) == len(sessions) > 0
         assert new.number == (1 if old is None else old.number + 1)
-        seats = [self.desk.state.members[place.worker_id].seat for place in new.places]
+        seats = [self.coordinator.state.members[place.worker_id].seat for place in new.places]
         assert seats == sorted(seats)
         by_session = {process.session: process for process in self.processes.values()}
         for process in self.processes.values():
@@ -331,7 +349,7 @@ class Churn(RuleBasedStateMachine):
         elif old is not None:
             # Everybody's part of every step that counts was done, by somebody or as a named gap; none beyond.
             assert new.start_sample == old.sample_at(new.start_step, 2)
-            gaps = {(g.rank, s) for g in self.desk.actions if isinstance(g, Gap) and g.generation == old.number
+            gaps = {(g.rank, s) for g in self.coordinator.actions if isinstance(g, Gap) and g.generation == old.number
                     for s in range(g.start, g.stop)}  # fmt: skip
             for step in range(old.start_step, new.start_step):
                 for rank in range(len(old.places)):
@@ -355,25 +373,25 @@ class Churn(RuleBasedStateMachine):
         self.sessions += 1
         session = f"{name}/{self.sessions}"
         self.processes[name] = Process(name, session)
-        before = self.desk.state.members[name].session if name in self.desk.state.members else ""
+        before = self.coordinator.state.members[name].session if name in self.coordinator.state.members else ""
         actions = self.tell(Join(name, session))
         if any(isinstance(action, Refuse) for action in actions):
             assert old is not None
             self.processes[name] = old
-            member = self.desk.state.members[name]
-            assert member.polling or self.desk.now - member.seen_at <= RULES.lost_s
+            member = self.coordinator.state.members[name]
+            assert member.polling or self.coordinator.now - member.seen_at <= RULES.lost_s
             return
         assert old is None or not old.alive or old.session != before
-        self.tell(Waits(name, session, +1))
+        self.tell(PollChange(name, session, +1))
         self.hear(name)
 
     def hear(self, name: str, *, takes_over: bool = True) -> None:
         """A waiting process is told of a generation; it may fail to take over the source's weights."""
-        process, generation = self.processes.get(name), self.desk.state.generation
+        process, generation = self.processes.get(name), self.coordinator.state.generation
         if process is None or not process.alive or process.training or generation is None:
             return
         if process.known >= generation.number:
-            process.training = not self.desk.state.changing or process.step < self.desk.state.run_to
+            process.training = not self.coordinator.state.changing or process.step < self.coordinator.state.run_to
         elif generation.rank_of(process.session) is not None:
             process.known, process.step, process.training = generation.number, generation.start_step, True
             if self.lockstep and (process.weights == self.source_weights[generation.number] or takes_over):
@@ -388,7 +406,7 @@ class Churn(RuleBasedStateMachine):
     @rule(apart=st.booleans(), names=st.sets(names))
     def step_together(self, apart: bool, names: set[str]) -> None:
         """All ranks finish a step; or, as one dies amid it, only some learn that it is finished."""
-        generation = self.desk.state.generation
+        generation = self.coordinator.state.generation
         if generation is None or not self.lockstep:
             return
         group = [self.processes.get(place.worker_id) for place in generation.places]
@@ -460,7 +478,7 @@ class Churn(RuleBasedStateMachine):
         process.alive = process.training = False
         if noticed:
             self.tell(Disconnect(name, process.session))
-        self.tell(Waits(name, process.session, -1))
+        self.tell(PollChange(name, process.session, -1))
 
     @rule(name=names)
     def leave(self, name: str) -> None:
@@ -473,14 +491,14 @@ class Churn(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         for process in list(self.processes.values()):
             self.beat(process.name)
-        self.desk.now += seconds
+        self.coordinator.now += seconds
         self.tell(Tick())
 
     @precondition(lambda self: hasattr(self, "processes"))
     @invariant()
     def one_clean_run(self) -> None:
         """The weights of whoever trains now hold each step once, and each sample once, from 0 without a hole."""
-        generation = self.desk.state.generation
+        generation = self.coordinator.state.generation
         for process in self.processes.values():
             is_in = generation is not None and process.known == generation.number and process.training
             if not (self.lockstep and is_in and process.holds):
@@ -493,7 +511,7 @@ class Churn(RuleBasedStateMachine):
                 shares = [range(first + rank, first + 2 * width, width) for rank in range(width)]
                 used += [sample for share in shares for sample in share]
             assert sorted(used) == list(range(len(used)))
-        stepped = [action for action in self.desk.actions if isinstance(action, Stepped)]
+        stepped = [action for action in self.coordinator.actions if isinstance(action, Stepped)]
         for before, after in itertools.pairwise(stepped):
             assert after.generation > before.generation or after.start == before.stop
 

@@ -51,15 +51,15 @@ def origin(request: pytest.FixtureRequest, server: OriginServer, monkeypatch: py
         case "file":
             return open_origin(f"file://{folder}")
         case "http":
-            return open_origin(f"{server.url}/data", patience=QUICK)
+            return open_origin(f"{server.url}/data", timeouts=QUICK)
         case "s3":
-            return open_origin(f"{server.s3_url}/data/", patience=QUICK)
+            return open_origin(f"{server.s3_url}/data/", timeouts=QUICK)
         case "r2":
             set_r2(monkeypatch, server)
-            return open_origin("r2://", patience=QUICK)
+            return open_origin("r2://", timeouts=QUICK)
     shutil.copytree(folder, server.directory / "datasets/me/corpus/resolve/main/v1")
     monkeypatch.setenv("HF_ENDPOINT", server.url)
-    return open_origin("hf://datasets/me/corpus/v1", patience=QUICK)
+    return open_origin("hf://datasets/me/corpus/v1", timeouts=QUICK)
 
 
 def set_r2(monkeypatch: pytest.MonkeyPatch, server: OriginServer) -> None:
@@ -100,7 +100,7 @@ def test_absent(origin: Origin) -> None:
 
 @pytest.mark.parametrize("scheme", ["http", "s3"])
 def test_faults_that_pass(server: OriginServer, scheme: str) -> None:
-    origin = open_origin(f"{server.url if scheme == 'http' else server.s3_url}/data", patience=QUICK)
+    origin = open_origin(f"{server.url if scheme == 'http' else server.s3_url}/data", timeouts=QUICK)
     server.faults.requests_per_s, server.faults.retry_after = 1e-9, "7"
     with pytest.raises(TransientError) as caught:
         read(origin, NAME, 0, 5)
@@ -118,7 +118,7 @@ def test_faults_that_pass(server: OriginServer, scheme: str) -> None:
 def test_a_drip_is_a_stall(server: OriginServer) -> None:
     server.faults.connection_bytes_per_s = 1e-3
     with pytest.raises(TransientError, match=r"no byte for|stalled"):
-        read(open_origin(f"{server.url}/data", patience=QUICK), NAME, 0, 500_000)
+        read(open_origin(f"{server.url}/data", timeouts=QUICK), NAME, 0, 500_000)
 
 
 def test_short_bodies_keep_what_came(server: OriginServer) -> None:
@@ -132,7 +132,7 @@ def test_short_bodies_keep_what_came(server: OriginServer) -> None:
 
 
 def test_a_bucket_that_knows_no_ranges_is_not_asked_again(server: OriginServer) -> None:
-    origin = open_origin(f"{server.s3_url}/data", patience=QUICK)
+    origin = open_origin(f"{server.s3_url}/data", timeouts=QUICK)
     server.faults.ignore_ranges = True
     with pytest.raises(PermanentError, match="non-partial response"):
         list(origin.read(NAME, 1, 5))
@@ -144,7 +144,7 @@ def test_a_server_without_ranges(server: OriginServer) -> None:
 
 
 def test_nobody_listens(server: OriginServer) -> None:
-    origin = open_origin(f"{server.url}/data", patience=QUICK)
+    origin = open_origin(f"{server.url}/data", timeouts=QUICK)
     server.close()
     waits: list[float] = []
     with pytest.raises(NetworkError, match=rf"127.0.0.1:{server.port}.*8 attempts in .* s") as caught:
@@ -356,4 +356,4 @@ def test_more_than_was_asked_for_is_a_violation(server: OriginServer) -> None:
 def test_a_redirect_to_no_address_is_a_refusal(server: OriginServer, location: str) -> None:
     server.redirect = location
     with pytest.raises(PermanentError):
-        read(open_origin(f"{server.url}/data", patience=QUICK), NAME, 0, 5)
+        read(open_origin(f"{server.url}/data", timeouts=QUICK), NAME, 0, 5)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from forebay.cache import planned_use as uses_module
 from forebay.cache.cache import Reservation, SliceCache
-from forebay.cache.planned_use import RunSlices, Uses
-from forebay.cache.planner import Planner
+from forebay.cache.planned_use import PlannedUses, RunSlices
+from forebay.cache.planner import FeedOptions, Planner
 
 
 def needed(steps: list[list[int]], ahead: int) -> list[frozenset[int]]:
@@ -78,8 +78,8 @@ def test_no_order_of_fetching_needs_fewer(
     origin, ended = Origin(), []
     cache = SliceCache(tmp_path_factory.mktemp("cache"), slices * SIZE + SIZE // 2)
     planner = Planner(
-        cache, RunSlices.of(NAMES[:6], np.full(6, SIZE), uses_of(steps), len(steps)), origin.start, origin.cancel,
-        ended.append, keep="budget", horizon_bytes=ahead * SIZE, epoch_of=None, patience_s=1, clock=lambda: 0.0,
+        cache, RunSlices.of(NAMES[:6], np.full(6, SIZE), uses_of(steps), len(steps)), origin.start,
+        ended.append, FeedOptions(horizon_bytes=ahead * SIZE, timeout_s=1), clock=lambda: 0.0,
     )  # fmt: skip
     planner.seek(0)
     sets = needed(steps, ahead)
@@ -89,8 +89,8 @@ def test_no_order_of_fetching_needs_fewer(
             before = (len(origin.started), len(ended))
             finished = ended.copy()
             ended.clear()
-            planner.look(step, keys, finished, [])
-        assert sets[step] <= {NAMES.index(name) for name in cache.held()}
+            planner.update(step, keys, finished, [])
+        assert sets[step] <= {NAMES.index(name) for name in cache.list_slices()}
         assert cache.used_bytes() <= cache.budget_bytes
     planner.close()
     assert len(origin.started) == fewest_fetches(sets, slices)
@@ -102,22 +102,22 @@ def test_what_is_read_again_does_not_go_for_one_that_was_read_before_its_transfe
     steps, origin, ended = [[0, 1], [], [2], [1]], Origin(), list[int]()
     cache = SliceCache(tmp_path, room_for(2))
     planner = Planner(
-        cache, RunSlices.of(NAMES[:3], np.full(3, SIZE), uses_of(steps), len(steps)), origin.start, origin.cancel,
-        ended.append, keep="budget", horizon_bytes=2 * SIZE, epoch_of=None, patience_s=1, clock=lambda: 0.0,
+        cache, RunSlices.of(NAMES[:3], np.full(3, SIZE), uses_of(steps), len(steps)), origin.start,
+        ended.append, FeedOptions(horizon_bytes=2 * SIZE, timeout_s=1), clock=lambda: 0.0,
     )  # fmt: skip
     planner.seek(0)
     later: list[Callable[[], None]] = []
     release = Reservation.release
     monkeypatch.setattr(Reservation, "release", lambda one: later.append(lambda: release(one)))
-    planner.look(0, [0, 1], [], [])
-    assert cache.held() == {NAMES[0], NAMES[1]} and ended == [0, 1]
+    planner.update(0, [0, 1], [], [])
+    assert cache.list_slices() == {NAMES[0], NAMES[1]} and ended == [0, 1]
     later.pop(1)()
-    planner.look(1, [], [1], [])
-    assert cache.held() == {NAMES[0], NAMES[1]}
+    planner.update(1, [], [1], [])
+    assert cache.list_slices() == {NAMES[0], NAMES[1]}
     later.pop()()
     monkeypatch.undo()
-    planner.look(1, [], [0], [])
-    assert cache.held() == {NAMES[1], NAMES[2]} and origin.started == [0, 1, 2]
+    planner.update(1, [], [0], [])
+    assert cache.list_slices() == {NAMES[1], NAMES[2]} and origin.started == [0, 1, 2]
     planner.close()
 
 
@@ -134,9 +134,9 @@ def test_next_uses_are_those_of_the_run(steps: list[list[int]], first: int, exac
         patch.setattr(uses_module, "_CHUNK_INTERVALS", 2)
         patch.setattr(uses_module, "_CHUNK_USES", 8)
         first = min(first, len(steps) - 1)
-        found = Uses(uses_of(steps), len(steps), first, exact=exact)
+        found = PlannedUses(uses_of(steps), len(steps), first, exact=exact)
         begun = []
-        while not found.ended:
+        while not found.is_complete:
             begun += found.extend()
         firsts = {key: at for at, key in reversed(begun)}
         assert [at for at, _ in begun] == sorted(at for at, _ in begun)
@@ -145,7 +145,7 @@ def test_next_uses_are_those_of_the_run(steps: list[list[int]], first: int, exac
             assert firsts.get(key) == (true[0] if true else None)
             for now in range(first, len(steps)):
                 told, left = found.next_use(key, now), [at for at in true if at >= now]
-                if found.bridged and left:
+                if found.is_bridged and left:
                     assert told is not None and now <= told <= left[0]
                 else:
                     assert told == (left[0] if left else None)

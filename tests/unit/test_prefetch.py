@@ -48,10 +48,10 @@ def test_a_slice_is_there_before_it_is_needed(tmp_path: Path, closing: list[Slic
     feed.seek(0)
     until(lambda: len(origin.started) == 3, "all that fits is started")
     assert origin.started == [0, 1, 2]  # the nearest first
-    assert not feed.held(0)
+    assert not feed.is_cached(0)
     origin.end(0)
     assert feed.acquire(0, 2).read_bytes() == CONTENTS[0]
-    assert feed.held(0) and not feed.held(1)
+    assert feed.is_cached(0) and not feed.is_cached(1)
     feed.advance(2)
     origin.end(1)
     origin.end(2)
@@ -102,12 +102,12 @@ def test_a_failure_is_told_to_who_needs_the_slice_only(tmp_path: Path, closing: 
     closing.append(feed)
     feed.seek(0)
     feed.acquire(0, 1)
-    until(lambda: feed.held(2), "the rest comes in spite of it")
+    until(lambda: feed.is_cached(2), "the rest comes in spite of it")
     until(lambda: feed.stats()["failed"] == 1, "the first try is over")
     feed.advance(1)
     for _ in range(2):  # tried again each time it is asked for
         tries = origin.started.count(1)
-        with pytest.raises(NetworkError, match=rf"slice 1 \({NAMES[1][:12]}…\) did not come: the origin is gone"):
+        with pytest.raises(NetworkError, match=rf"slice 1 \({NAMES[1][:12]}…\) was not downloaded: the origin is gone"):
             feed.acquire(1, 2)
         assert origin.started.count(1) == tries + 1
     origin.failing.clear()
@@ -127,7 +127,7 @@ def test_a_failure_is_tried_again_before_it_is_needed(tmp_path: Path, closing: l
     assert origin.started.count(1) == 1
     origin.failing.clear()
     now[0] = 1.0
-    until(lambda: feed.held(1), "it is tried after a second")
+    until(lambda: feed.is_cached(1), "it is tried after a second")
     assert feed.stats()["late"] == 0
 
 
@@ -141,7 +141,7 @@ def test_an_error_in_a_start_or_in_the_order_reaches_the_consumer(tmp_path: Path
     cases = ((uses, Origin().start, "no such step"), (uses_of([[0]]), start, "no more threads"))
     for number, (order, begin, reason) in enumerate(cases):
         cache = SliceCache(tmp_path / str(number), room_for(2))
-        feed = SliceFeed(cache, NAMES[:1], np.array([SIZE]), order, 1, begin, Origin().cancel)
+        feed = SliceFeed(cache, NAMES[:1], np.array([SIZE]), order, 1, begin)
         closing.append(feed)
         feed.seek(0)
         with pytest.raises(UsageError, match=reason):
@@ -171,7 +171,6 @@ def test_what_is_needed_now_comes_before_what_is_on_its_way(tmp_path: Path, clos
     origin = Origin(at_once=False)
     feed = SliceFeed(
         SliceCache(tmp_path, 2 * part_bytes(SIZE)), NAMES[:10], np.full(10, SIZE), uses_of(steps), 10, origin.start,
-        origin.cancel,
     )  # fmt: skip
     closing.append(feed)
     feed.seek(0)
@@ -200,7 +199,7 @@ def test_exactly_the_slices_of_a_step_fit(tmp_path: Path, closing: list[SliceFee
 def test_a_step_that_cannot_fit_says_so(
     tmp_path: Path, closing: list[SliceFeed], caplog: pytest.LogCaptureFixture
 ) -> None:
-    feed = feed_of(tmp_path, [[0, 1, 2]], 2, Origin(), patience_s=0.3)
+    feed = feed_of(tmp_path, [[0, 1, 2]], 2, Origin(), timeout_s=0.3)
     closing.append(feed)
     feed.seek(0)
     with pytest.raises(UsageError, match=r"no room for 1002 bytes .* budget 2002, 2000 in use .* Raise the budget"):
@@ -213,7 +212,7 @@ def test_windows_bridged_too_coarsely_are_planned_exactly(tmp_path: Path, closin
     origin = Origin()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uses_module, "_CHUNK_INTERVALS", 1)
-        feed = feed_of(tmp_path, steps, 2, origin, 4, patience_s=0.5)
+        feed = feed_of(tmp_path, steps, 2, origin, 4, timeout_s=0.5)
         closing.append(feed)
         feed.seek(0)
         read(feed, steps)  # And the bytes are compared.
@@ -237,7 +236,7 @@ def test_window_deletes_what_the_epoch_has_read(tmp_path: Path, closing: list[Sl
         feed.advance(step + 1)
         ahead = [key for later in steps[step + 1 :] for key in later]
         lean = set(ahead[:1] + [key for key in ahead if key != ahead[0]][:1])
-        until(lambda lean=lean: {NAMES.index(name) for name in feed.cache.held()} <= lean, f"step {step}")
+        until(lambda lean=lean: {NAMES.index(name) for name in feed.cache.list_slices()} <= lean, f"step {step}")
     until(lambda: len(gone) == 8, "the last eviction is told")
     assert gone == [0, 1, 2, 3] * 2 and feed.stats()["repeated_fetches"] == 4
 
@@ -255,9 +254,9 @@ def test_window_waits_for_the_other_processes(tmp_path: Path, closing: list[Slic
     fast.seek(0)
     read(fast, steps)
     time.sleep(0.7)
-    assert fast.cache.held() == set(NAMES[:4])
+    assert fast.cache.list_slices() == set(NAMES[:4])
     slow.close()
-    until(lambda: not fast.cache.held(), "nobody wants them any more")
+    until(lambda: not fast.cache.list_slices(), "nobody wants them any more")
 
 
 def test_all_is_never_evicted_and_refused_if_it_does_not_fit(tmp_path: Path, closing: list[SliceFeed]) -> None:
@@ -266,9 +265,9 @@ def test_all_is_never_evicted_and_refused_if_it_does_not_fit(tmp_path: Path, clo
     with pytest.raises(UsageError, match="expected 'budget', 'window' or 'all', got 'some'"):
         feed_of(tmp_path, [[0]], 3, Origin(), 4, keep="some")
     with pytest.raises(UsageError, match="the largest slice takes 1002 bytes as it is fetched, the budget is 1000"):
-        SliceFeed(SliceCache(tmp_path, 1000), NAMES[:1], np.array([1000]), uses_of([]), 0, *[lambda *_: None] * 2)
+        SliceFeed(SliceCache(tmp_path, 1000), NAMES[:1], np.array([1000]), uses_of([]), 0, lambda *_: None)
     with pytest.raises(UsageError, match="a size for each of 1, got 2"):
-        SliceFeed(SliceCache(tmp_path, 5000), NAMES[:1], np.array([9, 9]), uses_of([]), 0, *[lambda *_: None] * 2)
+        SliceFeed(SliceCache(tmp_path, 5000), NAMES[:1], np.array([9, 9]), uses_of([]), 0, lambda *_: None)
     steps = [[key] for _ in range(3) for key in range(4)]
     origin = Origin()
     feed = feed_of(tmp_path, steps, 4, origin, 4, keep="all")
@@ -283,10 +282,9 @@ def test_the_same_slice_under_two_keys_is_fetched_once(tmp_path: Path, closing: 
     names = np.frombuffer(bytes.fromhex("".join([NAMES[0], NAMES[1], NAMES[0]])), np.uint8).reshape(3, 32)
     feed = SliceFeed(
         SliceCache(tmp_path, room_for(2)), names, np.full(3, SIZE), uses_of([[2], [1], [0]]), 3, origin.start,
-        origin.cancel,
     )  # fmt: skip
     closing.append(feed)
     feed.seek(0)
     assert feed.acquire(2, 1) == feed.acquire(0, 3) == tmp_path / NAMES[0]
     feed.acquire(1, 2)
-    assert sorted(origin.started) == [0, 1] and feed.held(2)
+    assert sorted(origin.started) == [0, 1] and feed.is_cached(2)

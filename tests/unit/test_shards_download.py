@@ -22,7 +22,7 @@ from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.storage.base import ChangedError, Timeouts
 from forebay.storage.origins import open_origin
 from forebay.storage.part_file import PartFile
-from forebay.storage.ranged_download import download_large_file, plan_large
+from forebay.storage.ranged_download import download_large_file, plan_download
 from origin_server import OriginServer
 
 MIB = 1 << 20
@@ -55,29 +55,29 @@ def only(path: Path) -> list[str]:
     ],
 )
 def test_ranges_follow_from_the_settings(size: int, chunk: Any, workers: Any, ranges: int, used: int) -> None:
-    plan = plan_large(size, chunk, workers)
+    plan = plan_download(size, chunk, workers)
     assert (plan.num_ranges, plan.workers) == (ranges, used)
     assert plan.chunk_bytes % plan.piece_bytes == 0 and plan.piece_bytes <= 8 * MIB
     for wrong in ({"chunk_size": 1000}, {"max_workers": 0}):
         with pytest.raises(UsageError):
-            plan_large(size, **wrong)
+            plan_download(size, **wrong)
 
 
 def test_a_shard_of_215_gb_is_101_ranges_resumed_by_8_mib(tmp_path: Path) -> None:
-    plan = plan_large(215_000_000_000, 2 * 1024**3, "all")
-    file = PartFile(tmp_path / "part", plan.num_bytes, plan.piece_bytes, plan.workers, span_bytes=plan.chunk_bytes)
+    plan = plan_download(215_000_000_000, 2 * 1024**3, "all")
+    file = PartFile(tmp_path / "part", plan.num_bytes, plan.piece_bytes, plan.workers, range_bytes=plan.chunk_bytes)
     file.open()
-    assert len(file.spans) == 101
-    span = file.spans[50]
+    assert len(file.ranges) == 101
+    span = file.ranges[50]
     data = memoryview(bytes(MIB))
     for _ in range(20):
         file.write(span, data, "x")
     file.close()
-    again = PartFile(tmp_path / "part", plan.num_bytes, plan.piece_bytes, plan.workers, span_bytes=plan.chunk_bytes)
+    again = PartFile(tmp_path / "part", plan.num_bytes, plan.piece_bytes, plan.workers, range_bytes=plan.chunk_bytes)
     again.open()
     assert again.received == 16 * MIB  # two whole pieces, in the middle of the file
-    assert [s.start for s in again.spans if s.at == s.stop] == [span.start]
-    assert sum(s.stop - s.start for s in again.spans) == plan.num_bytes
+    assert [s.start for s in again.ranges if s.offset == s.stop] == [span.start]
+    assert sum(s.stop - s.start for s in again.ranges) == plan.num_bytes
     again.close()
 
 
@@ -85,26 +85,26 @@ def test_spans_over_many_pieces_are_marked_piece_by_piece(tmp_path: Path) -> Non
     chance = random.Random(5)
     for turn in range(30):
         size = chance.randrange(1, 40 << 16)
-        span_bytes = (1 << 16) * chance.randrange(1, 9)
+        range_bytes = (1 << 16) * chance.randrange(1, 9)
         path = tmp_path / f"part{turn}"
-        file = PartFile(path, size, 1 << 16, 4, span_bytes=span_bytes)
+        file = PartFile(path, size, 1 << 16, 4, range_bytes=range_bytes)
         file.open()
-        for span in file.spans:
-            while span.at < span.stop and chance.random() < 0.8:
-                step = min(span.stop - span.at, chance.randrange(1, 1 << 17))
+        for span in file.ranges:
+            while span.offset < span.stop and chance.random() < 0.8:
+                step = min(span.stop - span.offset, chance.randrange(1, 1 << 17))
                 file.write(span, memoryview(bytes(step)), "x")
         whole = {
             piece
-            for span in file.spans
+            for span in file.ranges
             for piece in range(span.start >> 16, -(-span.stop >> 16))
-            if min(span.stop, (piece + 1) << 16) <= span.at
+            if min(span.stop, (piece + 1) << 16) <= span.offset
         }
         file.close()
-        again = PartFile(path, size, 1 << 16, 4, span_bytes=span_bytes)
+        again = PartFile(path, size, 1 << 16, 4, range_bytes=range_bytes)
         again.open()
-        there = {p for s in again.spans if s.at == s.stop for p in range(s.start >> 16, -(-s.stop >> 16))}
+        there = {p for s in again.ranges if s.offset == s.stop for p in range(s.start >> 16, -(-s.stop >> 16))}
         assert there == whole
-        assert [s.start for s in again.spans] == [0, *(s.stop for s in again.spans[:-1])]
+        assert [s.start for s in again.ranges] == [0, *(s.stop for s in again.ranges[:-1])]
         again.close()
 
 
@@ -170,7 +170,7 @@ def test_a_black_hole_is_told_with_endpoint_attempts_and_time(server: OriginServ
     path = tmp_path / "out" / "big"
     server.faults.black_hole = True
     with pytest.raises(NetworkError, match=rf"big from {server.url}: no answer after \d+ attempts in \d.*s; the last"):
-        download_large_file(server.url, "big", path, patience_s=0.2, patience=Timeouts(0.05, 0.05))
+        download_large_file(server.url, "big", path, timeout_s=0.2)
     server.faults.black_hole = False
     server.faults.connection_bytes_per_s = MIB
 
@@ -179,7 +179,7 @@ def test_a_black_hole_is_told_with_endpoint_attempts_and_time(server: OriginServ
 
     with pytest.raises(NetworkError, match=r"big: got \d+ of \d+ bytes, then none for .* failed attempts in .*127"):
         download_large_file(
-            server.url, "big", path, patience_s=0.4, patience=Timeouts(0.1, 0.1), chunk_size=1 << 16, max_workers=2,
+            server.url, "big", path, timeout_s=0.4, chunk_size=1 << 16, max_workers=2,
             on_progress=fall,
         )  # fmt: skip
     server.faults.black_hole, server.faults.connection_bytes_per_s = False, 0.0
@@ -195,7 +195,7 @@ def test_patience_bounds_all_attempts_together(server: OriginServer, tmp_path: P
     server.faults.black_hole = True
     began = time.monotonic()
     with pytest.raises(NetworkError, match=r"no answer after \d+ attempts in"):
-        download_large_file(server.url, "big", tmp_path / "big", patience_s=2.0)
+        download_large_file(server.url, "big", tmp_path / "big", timeout_s=2.0)
     assert 1.0 < time.monotonic() - began < scaled(2 * 2.0) + work_s
     server.faults.black_hole, server.faults.connection_bytes_per_s = False, MIB
     fallen: list[float] = []
@@ -207,7 +207,7 @@ def test_patience_bounds_all_attempts_together(server: OriginServer, tmp_path: P
 
     with pytest.raises(NetworkError, match=r"big: got \d+ of \d+ bytes, then none for"):
         download_large_file(
-            server.url, "big", tmp_path / "big", patience_s=2.0, chunk_size=1 << 16, max_workers=2, on_progress=fall
+            server.url, "big", tmp_path / "big", timeout_s=2.0, chunk_size=1 << 16, max_workers=2, on_progress=fall
         )
     assert 1.0 < time.monotonic() - fallen[0] < scaled(2 * 2.0) + work_s
 
@@ -271,7 +271,7 @@ def test_two_processes_do_not_write_one_file(server: OriginServer, tmp_path: Pat
     until = time.monotonic() + scaled(10)
     while not list(path.parent.glob(".big.*.part")) and time.monotonic() < until:
         time.sleep(0.01)
-    with pytest.raises(UsageError, match="by another process"):
+    with pytest.raises(UsageError, match="another process downloads it"):
         download_large_file(server.url, "big", path)
     stop.set()
     thread.join(10)

@@ -78,7 +78,7 @@ def test_all_get_all_within_bounded_rounds_and_the_origin_gives_once_and_for_los
     assert all(have.all() for have in crowd.have.values())
     assert crowd.from_origin == num_slices + losses
     assert (crowd.swarm.copies() == len(crowd.have)).all()
-    assert crowd.swarm.facts()["under_way"] == 0
+    assert crowd.swarm.status()["under_way"] == 0
 
 
 def test_the_same_calls_give_the_same_answers() -> None:
@@ -132,7 +132,7 @@ def test_a_liar_is_banned_for_who_says_so_and_for_all_after_a_second() -> None:
     swarm.failed("a", 0, "liar", 1.0, wrong=True)
     assert swarm.assign("c", np.array([0]), 1, 1.0) != []
     swarm.failed("b", 0, "liar", 1.0, wrong=True)
-    assert swarm.providers(0, "c", 2.0) == [] and swarm.facts()["banned"] == ["liar"]
+    assert swarm.providers(0, "c", 2.0) == [] and swarm.status()["banned"] == ["liar"]
 
 
 def test_an_origin_with_one_damaged_file_is_no_liar() -> None:
@@ -144,14 +144,14 @@ def test_an_origin_with_one_damaged_file_is_no_liar() -> None:
         assert swarm.providers(1, name, 1.0) == [ORIGIN]
     other = Provider("other", "o:2", True)
     for name in ("a", "b"):
-        assert swarm.facts()["banned"] == []
+        assert swarm.status()["banned"] == []
         swarm.failed(name, 2, ORIGIN.peer_id, 2.0, wrong=True)
         assert swarm.providers(1, name, 3.0) == [ORIGIN]  # the last origin is never barred
     swarm.join(other, None, 3.0)
-    assert swarm.facts()["banned"] == [ORIGIN.peer_id]
+    assert swarm.status()["banned"] == [ORIGIN.peer_id]
     assert swarm.providers(1, "a", 3.0) == swarm.providers(1, "c", 3.0) == [other]
     swarm.pardon(ORIGIN.peer_id)
-    assert swarm.facts()["banned"] == [] and ORIGIN in swarm.providers(1, "a", 3.0)
+    assert swarm.status()["banned"] == [] and ORIGIN in swarm.providers(1, "a", 3.0)
 
 
 def test_accusers_count_by_organisation_and_a_suspect_is_checked_before_it_is_banned() -> None:
@@ -162,15 +162,15 @@ def test_accusers_count_by_organisation_and_a_suspect_is_checked_before_it_is_ba
         swarm.join(peer(name), none(4), 0.0)
     for name in ("a", "b", "c"):
         swarm.failed(name, 1, "accused", 1.0, wrong=True, accuser="one organisation")
-        assert swarm.suspects() == [] and swarm.facts()["banned"] == []
+        assert swarm.suspects() == [] and swarm.status()["banned"] == []
     swarm.failed("d", 2, "accused", 1.0, wrong=True, accuser="another")
-    assert swarm.suspects() == [(peer("accused"), 2)] and swarm.facts()["banned"] == []
+    assert swarm.suspects() == [(peer("accused"), 2)] and swarm.status()["banned"] == []
     swarm.pardon("accused")
     assert swarm.suspects() == [] and peer("accused") in swarm.providers(1, "a", 2.0)
     for name, organisation in (("a", "one organisation"), ("d", "another")):
         swarm.failed(name, 1, "accused", 3.0, wrong=True, accuser=organisation)
     swarm.ban("accused")
-    assert swarm.suspects() == [] and swarm.facts()["banned"] == ["accused"]
+    assert swarm.suspects() == [] and swarm.status()["banned"] == ["accused"]
     assert swarm.providers(1, "b", 4.0) == [ORIGIN]
 
 

@@ -48,10 +48,10 @@ def test_news_is_said_again_until_a_tracker_answers_and_only_wanted_slices_begin
     assert state.is_have_due(0.0)
     assert state.request(0.0, np.array([True, False, False]))["have"] == "0"
     assert [index for index, _ in state.receive(assigning(1, 2), 0.0)[0]] == [1]
-    assert state.ended(1, ORIGIN, None, 1.0) and state.has_news
+    assert state.ended(1, ORIGIN, None, 1.0) and state.is_request_due
     body = state.request(1.0, None)
-    assert body["finished"] == [1] and body["num"] == 2 and not state.has_news
-    assert state.unanswered(body) > 0 and state.has_news and state.is_have_due(1.0)
+    assert body["finished"] == [1] and body["num"] == 2 and not state.is_request_due
+    assert state.unanswered(body) > 0 and state.is_request_due and state.is_have_due(1.0)
     assert state.request(2.0, np.array([True, True, False]))["finished"] == [1]
 
 
@@ -77,7 +77,7 @@ def test_what_nobody_brings_is_given_up() -> None:
     assert not state.ended(0, ORIGIN, refusal, 1.0)
     assert state.give_up(9.0) == [] and state.give_up(11.0) == [(0, refusal)]
     assert state.give_up(30.0) == [] and state.give_up(31.0) == [(1, None)]
-    assert not state.wanted and state.give_up(99.0) == []
+    assert not state.missing and state.give_up(99.0) == []
 
 
 @pytest.mark.parametrize("reply", [{"wait_s": float("nan")}, {"assignments": 3}, assigning(-1), {"sharers": [{}]}])
@@ -87,7 +87,7 @@ def test_a_reply_without_sense_changes_nothing(reply: dict[str, Any]) -> None:
     state.request(0.0, None)
     with pytest.raises(ProtocolViolation):
         state.receive(reply, 0.0)
-    assert state.wanted == {0: 0.0} and not state.running
+    assert state.missing == {0: 0.0} and not state.running
 
 
 def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp_path: Path) -> None:
@@ -103,11 +103,11 @@ def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp
 
     with (
         Client(None) as client,
-        closing(SwarmReader(client, "ab" * 32, table, trackers, _never, patience_s=0.5)) as reader,
+        closing(SwarmReader(client, "ab" * 32, table, trackers, _never, timeout_s=0.5)) as reader,
     ):
         transfer = reader.fetch(0, tmp_path / "part")
         assert transfer.wait(scaled(20))
-        assert isinstance(transfer.error, NetworkError) and "nobody who has it" in str(transfer.error)
+        assert isinstance(transfer.error, NetworkError) and "no provider of" in str(transfer.error)
     assert threads.failures()["swarm"] > before
 
 

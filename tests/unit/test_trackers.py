@@ -23,7 +23,7 @@ from forebay.network.peer import Provider
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.storage.base import TransientError
 from forebay.swarm.reader import SwarmReader
-from forebay.swarm.tracker_client import Trackers
+from forebay.swarm.tracker_client import TrackerClient
 from local_discovery import LocalDiscovery
 from rude_peer import Asked, RudePeer, http
 
@@ -33,8 +33,8 @@ def at(name: str, is_origin: bool = False, port: int = 1) -> Provider:
 
 
 def ranking(dataset_id: str, day: int, found: list[Provider]) -> list[str]:
-    trackers = Trackers(_Deaf(), dataset_id, lambda: found, None, now=lambda: day * 86400.0 + 5)  # type: ignore[arg-type]
-    assert trackers.ask({}, lambda body: None) is None
+    trackers = TrackerClient(_Deaf(), dataset_id, lambda: found, None, now=lambda: day * 86400.0 + 5)  # type: ignore[arg-type]
+    assert trackers.request({}, lambda body: None) is None
     return _Deaf.asked
 
 
@@ -65,10 +65,10 @@ def test_who_steers_is_not_for_a_key_to_choose() -> None:
 
 def test_sharers_are_bounded() -> None:
     found: list[Provider] = []
-    trackers = Trackers(_Deaf(), "ab" * 32, lambda: found, None)  # type: ignore[arg-type]
+    trackers = TrackerClient(_Deaf(), "ab" * 32, lambda: found, None)  # type: ignore[arg-type]
     for answer in range(100):
-        trackers.met([at(f"{answer}-{i}", port=1 + 64 * answer + i) for i in range(64)])
-    trackers.ask({}, lambda body: None)
+        trackers.add_sharers([at(f"{answer}-{i}", port=1 + 64 * answer + i) for i in range(64)])
+    trackers.request({}, lambda body: None)
     assert len(_Deaf.asked) == 256 and "99-15" in _Deaf.asked and "99-16" not in _Deaf.asked
 
 

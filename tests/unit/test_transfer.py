@@ -28,7 +28,13 @@ from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, PermanentError, Timeouts
 from forebay.storage.origins import open_origin
 from forebay.storage.part_file import PartFile
-from forebay.storage.transfer_state import Source, Transfer, TransferCancelledError, choose, least_span_bytes
+from forebay.storage.transfer_state import (
+    PoolTransfer,
+    SourceStats,
+    TransferCancelledError,
+    choose_source,
+    min_range_bytes,
+)
 from forebay.storage.transfers import Transfers
 from origin_server import OriginServer
 
@@ -75,12 +81,12 @@ def fetch(
     *urls: str,
     info: SliceInfo = INFO,
     bad: list[str] | None = None,
-    patience: Timeouts = PATIENT,
-) -> Transfer:
+    timeouts: Timeouts = PATIENT,
+) -> PoolTransfer:
     moved = transfers.start(
         info,
         part,
-        [open_origin(url, patience=patience) for url in urls],
+        [open_origin(url, timeouts=timeouts) for url in urls],
         None if bad is None else lambda origin, reason: bad.append(origin.url),
     )
     assert moved.wait(60)
@@ -135,7 +141,7 @@ def test_too_many_requests(server: OriginServer, tmp_path: Path) -> None:
         began = time.monotonic()
         assert fetch(transfers, tmp_path / "part", server.url).error is None
         took = time.monotonic() - began
-        (source,) = transfers._known.values()
+        (source,) = transfers._sources.values()
     assert server.statuses[503] > 0
     assert source.limit < 16, "fewer connections for who says that it is too busy"
     assert sum(server.requests.values()) < 14 + 16 + 40 * took, "it is not hammered"
@@ -171,8 +177,8 @@ def test_more_connections_are_faster(make_server: Callable[..., OriginServer], t
 
 def test_a_black_hole_is_named(server: OriginServer, tmp_path: Path) -> None:
     server.faults.black_hole = True
-    with Transfers(connections=2, patience_s=0.8, tries=2, **QUICK) as transfers:
-        error = fetch(transfers, tmp_path / "part", server.url, patience=Timeouts(0.5, 0.5)).error
+    with Transfers(connections=2, timeout_s=0.8, tries=2, **QUICK) as transfers:
+        error = fetch(transfers, tmp_path / "part", server.url, timeouts=Timeouts(0.5, 0.5)).error
     assert type(error) is NetworkError
     for word in (f"127.0.0.1:{server.port}", "failed attempts in", "no answer", "0.5 s", "Check the network"):
         assert word in str(error)
@@ -181,7 +187,7 @@ def test_a_black_hole_is_named(server: OriginServer, tmp_path: Path) -> None:
 def test_an_outage_is_waited_for(server: OriginServer, tmp_path: Path) -> None:
     server.faults.drop = 1
     threading.Timer(0.5, lambda: setattr(server.faults, "drop", 0)).start()
-    with Transfers(patience_s=30, tries=2, **QUICK) as transfers:
+    with Transfers(timeout_s=30, tries=2, **QUICK) as transfers:
         assert fetch(transfers, tmp_path / "part", server.url).error is None
 
 
@@ -213,7 +219,7 @@ def test_the_liar_is_named(make_server: Callable[..., OriginServer], tmp_path: P
             moved = fetch(transfers, tmp_path / f"{turn}", liar.url, honest.url, bad=named)
             assert moved.error is None
     assert named and set(named) == {liar.url}
-    assert transfers._known[liar.url].lies == len(named)
+    assert transfers._sources[liar.url].lies == len(named)
 
 
 def test_a_lie_among_several_is_traced(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
@@ -247,7 +253,7 @@ def test_a_wrong_resumed_part_blames_nobody(server: OriginServer, tmp_path: Path
     part = tmp_path / "part"
     file = PartFile(part, INFO.bytes, 1 << 18, 1)
     file.open()
-    file.write(file.spans[0], memoryview(bytes(1 << 18)), "x")
+    file.write(file.ranges[0], memoryview(bytes(1 << 18)), "x")
     file.close()
     named: list[str] = []
     with Transfers(**QUICK) as transfers:
@@ -302,10 +308,10 @@ def test_cancel_and_resume(server: OriginServer, tmp_path: Path) -> None:
         moved = transfers.start(INFO, part, [open_origin(server.url)])
         while moved.received < 1_500_000:
             time.sleep(0.005)
-        transfers.cancel(moved)
+        moved.cancel()
         assert moved.done.is_set() and isinstance(moved.error, TransferCancelledError)
         left = part.read_bytes()
-        transfers.cancel(moved)
+        moved.cancel()
         time.sleep(0.1)
         assert part.read_bytes() == left, "nothing is written after the end"
         pieces = left[INFO.bytes + 1 :].count(1)
@@ -319,7 +325,7 @@ def test_cancel_and_resume(server: OriginServer, tmp_path: Path) -> None:
 def test_close(server: OriginServer, tmp_path: Path) -> None:
     server.faults.black_hole = True
     transfers = Transfers(4, **QUICK)
-    moved = transfers.start(INFO, tmp_path / "part", [open_origin(server.url, patience=Timeouts(0.2, 0.2))])
+    moved = transfers.start(INFO, tmp_path / "part", [open_origin(server.url, timeouts=Timeouts(0.2, 0.2))])
     transfers.close()
     assert moved.done.is_set() and isinstance(moved.error, TransferCancelledError)
     transfers.close()
@@ -534,7 +540,7 @@ def test_our_own_fault_is_not_hidden(tmp_path: Path) -> None:
 
 
 def test_a_callback_that_fails_harms_nobody(tmp_path: Path) -> None:
-    def fails(moved: Transfer) -> None:
+    def fails(moved: PoolTransfer) -> None:
         raise ValueError("theirs")
 
     hold = threading.Event()
@@ -578,9 +584,9 @@ def test_a_part_file(
     data = CONTENT * 2
     file = PartFile(path, num_bytes, 1 << power, spans)
     file.open()
-    assert [span.start for span in file.spans] == [0, *(span.stop for span in file.spans[:-1])]
-    assert file.spans[-1].stop == num_bytes
-    todo = list(file.spans)
+    assert [span.start for span in file.ranges] == [0, *(span.stop for span in file.ranges[:-1])]
+    assert file.ranges[-1].stop == num_bytes
+    todo = list(file.ranges)
     order.shuffle(todo)
     for span in todo[: order.randint(0, len(todo) - 1)]:
         assert file.write(span, memoryview(data)[span.start : span.stop], "x")
@@ -589,11 +595,11 @@ def test_a_part_file(
     assert not file.write(todo[-1], memoryview(b"x"), "x")
     again = PartFile(path, num_bytes, 1 << power, 1)
     again.open()
-    assert sorted({span.piece for span in again.spans if span.at == span.stop}) == marked
-    for span in again.spans:
-        if span.at < span.stop:
+    assert sorted({span.start // again.piece_bytes for span in again.ranges if span.offset == span.stop}) == marked
+    for span in again.ranges:
+        if span.offset < span.stop:
             assert again.write(span, memoryview(data)[span.start : span.stop], "y")
-    assert again.check_on() and again.received == num_bytes
+    assert again.advance_check() and again.received == num_bytes
     again.finish()
     again.close()
     assert path.read_bytes() == data[:num_bytes]
@@ -605,8 +611,8 @@ def test_chunks_of_a_large_shard(tmp_path: Path) -> None:
     file = PartFile(tmp_path / "part", 215_000_000_000, 2 << 30, 16)
     file.open()
     file.close()
-    assert len(file.spans) == 101
-    assert file.spans[-1].stop == 215_000_000_000
+    assert len(file.ranges) == 101
+    assert file.ranges[-1].stop == 215_000_000_000
 
 
 def test_backoff_doubles_and_jitters() -> None:
@@ -619,29 +625,29 @@ def test_backoff_doubles_and_jitters() -> None:
 
 
 def test_choice() -> None:
-    def source(**known: float) -> Source:
-        made = Source(Fake("x", honest), 4.0)
+    def source(**known: float) -> SourceStats:
+        made = SourceStats(Fake("x", honest), 4.0)
         for key, value in known.items():
             setattr(made, key, value)
         return made
 
     fast, slow = source(speed=9.0), source(speed=1.0)
-    assert choose([slow, fast], 0)[0] is fast
-    assert choose([slow, source(speed=9.0, avoid_until=5)], 0)[0] is slow
-    assert choose([slow, source(speed=9.0, lies=1)], 0)[0] is slow
-    assert choose([slow, source(speed=9.0, active=4)], 0)[0] is slow
-    assert choose([new := source(), fast], 0)[0] is new, "one connection tries it"
-    assert choose([source(active=1), fast], 0)[0] is fast
-    assert choose([source(wait_until=7.0), source(wait_until=3.0)], 0) == (None, 3.0)
-    assert choose([source(active=4)], 0) == (None, float("inf"))
+    assert choose_source([slow, fast], 0)[0] is fast
+    assert choose_source([slow, source(speed=9.0, avoid_until=5)], 0)[0] is slow
+    assert choose_source([slow, source(speed=9.0, lies=1)], 0)[0] is slow
+    assert choose_source([slow, source(speed=9.0, active=4)], 0)[0] is slow
+    assert choose_source([new := source(), fast], 0)[0] is new, "one connection tries it"
+    assert choose_source([source(active=1), fast], 0)[0] is fast
+    assert choose_source([source(wait_until=7.0), source(wait_until=3.0)], 0) == (None, 3.0)
+    assert choose_source([source(active=4)], 0) == (None, float("inf"))
 
 
 def test_requests_are_as_long_as_a_connection_is_fast(tmp_path: Path) -> None:
     def fastest(*speeds: float | None) -> int:
-        made = [Source(Fake("x", honest), 16.0) for _ in speeds]
+        made = [SourceStats(Fake("x", honest), 16.0) for _ in speeds]
         for one, speed in zip(made, speeds):
             one.speed = speed
-        return least_span_bytes(made)
+        return min_range_bytes(made)
 
     assert fastest() == fastest(None) == fastest(6e6) == fastest(0.0, 1e3) == MIB
     assert fastest(6e6, 90e6) == 8 * MIB
@@ -652,19 +658,19 @@ def test_requests_are_as_long_as_a_connection_is_fast(tmp_path: Path) -> None:
     for file, spans in ((alone, 8), (one_of_many, 2), (endless, 3)):
         file.open()
         file.close()
-        assert len(file.spans) == spans
+        assert len(file.ranges) == spans
 
 
 def test_a_busy_source_gets_fewer_connections_and_then_more() -> None:
-    made, backoff = Source(Fake("x", honest), 16.0), partial(backoff_s, first_s=1, max_s=10)
-    made.throttle(10, 9, 5, backoff)
+    made, backoff = SourceStats(Fake("x", honest), 16.0), partial(backoff_s, first_s=1, max_s=10)
+    made.record_overload(10, 9, 5, backoff)
     assert (made.limit, made.wait_until) == (8, 15)
-    made.throttle(10.5, 9, 0, backoff)
+    made.record_overload(10.5, 9, 0, backoff)
     assert made.limit == 8, "what was asked before counts once"
-    made.throttle(20, 19, 0, backoff)
+    made.record_overload(20, 19, 0, backoff)
     assert made.limit == 4
     for _ in range(200):
-        made.finished(16)
+        made.record_success(16)
     assert made.limit == 16
 
 
@@ -688,7 +694,7 @@ def test_two_origins_of_one_url_are_each_asked_for_their_own(tmp_path: Path) -> 
             return [self]
 
     bad: list[str] = []
-    with Transfers(4, tries=1, patience_s=1.0) as transfers:
+    with Transfers(4, tries=1, timeout_s=1.0) as transfers:
         running = []
         for number in range(20):
             data = bytes([number]) * 1000

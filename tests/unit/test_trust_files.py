@@ -13,13 +13,13 @@ import pytest
 
 from forebay.cli import main
 from forebay.cli.arguments import days
-from forebay.coordinator.store import Roster
+from forebay.coordinator.store import RunStore
 from forebay.ledger.writer import Ledger
 from forebay.network.access import Access
 from forebay.network.audit import AuditLog
 from forebay.network.pki.identity import Identity, create_network, create_organisation, join, revoke
 from forebay.scheduler.journal import _open_database, lock_state
-from forebay.storage.locks import try_take
+from forebay.storage.locks import try_acquire
 
 Make = Callable[[str], Identity]
 
@@ -45,9 +45,9 @@ def test_state_is_private(tmp_path: Path, make_identity: Make) -> None:
     os.close(lock_state(state))
     database = _open_database(state / "journal.sqlite")
     database.execute("CREATE TABLE t (x)")
-    roster = Roster(state / "run")
+    roster = RunStore(state / "run")
     ledger = Ledger.open(state / "ledger.jsonl", make_identity("s").sign)
-    lock = try_take(state / "room")
+    lock = try_acquire(state / "room")
     rules = tmp_path / "access.toml"
     rules.write_text("")
     access = Access.load(rules)

@@ -63,7 +63,7 @@ def test_a_bucket_is_verified(served, capsys, monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_origin_that_is_gone_is_no_verdict(served) -> None:
     _, server = served
-    dataset = open_remote(server.url, patience=Timeouts(connect_s=1, stall_s=0.05))
+    dataset = open_remote(server.url, timeouts=Timeouts(connect_s=1, stall_s=0.05))
     server.faults.black_hole = True
     row = dataset.table.row(0)
     with pytest.raises(NetworkError, match="broke off"):

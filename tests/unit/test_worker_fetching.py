@@ -23,7 +23,7 @@ from forebay.network.client import Client
 from forebay.network.pki.identity import Identity
 from forebay.storage.part_file import PartFile
 from forebay.worker import fetching
-from forebay.worker.fetching import Shelf
+from forebay.worker.fetching import CacheIndex
 from forebay.worker.lease_state import ActiveLease
 from handlers import Request, serve
 from leases_by_hand import DATASET, FetchingWorker, answer
@@ -95,7 +95,7 @@ def test_once_from_the_network_then_from_the_cache(worker: FetchingWorker, make_
     assert worker.fetched(lease(worker, node, lease_id="2")) == CONTENT
     assert node.ranges == [f"bytes=0-{len(CONTENT) - 1}"]
     assert (worker.fetcher.slices, worker.fetcher.bytes) == (1, len(CONTENT))
-    assert worker.shelf.news() == {DATASET: "3"} and Shelf(worker.cache).news() == {DATASET: "3"}
+    assert worker.index.changes() == {DATASET: "3"} and CacheIndex(worker.cache).changes() == {DATASET: "3"}
 
 
 def test_other_workers_are_asked_first_and_origins_last(worker: FetchingWorker, make_node: Nodes) -> None:
@@ -182,7 +182,7 @@ def test_a_lease_that_is_lost_is_not_fetched_to_the_end(worker: FetchingWorker, 
     time.sleep(0.1)
     request = worker.leases.request()
     worker.leases.receive(request, answer(lost=[held.grant.lease_id]))
-    assert held.over and worker.leases.state.leases == []
+    assert held.ended and worker.leases.state.leases == []
     time.sleep(0.6)
     assert held.path is None and worker.cache.drop([SHA256]) in ([], [SHA256])
 
@@ -192,7 +192,7 @@ def test_no_provider_for_long_is_the_end(worker: FetchingWorker) -> None:
         held = lease(worker, lease_id=str(turn))
         assert worker.lost(held) == ""
         request = worker.leases.request()
-        worker.leases.receive(request, answer(lost=list(request.held or ())))
+        worker.leases.receive(request, answer(lost=list(request.known_leases or ())))
         if worker.fetcher.failure is not None:
             break
     assert isinstance(worker.fetcher.failure, NetworkError) and worker.leases.state.closed
@@ -254,6 +254,6 @@ def test_a_slice_waits_for_room_until_others_are_used(worker: FetchingWorker, ma
     worker.cache.pin(other)
     held = lease(worker, make_node("a"))
     time.sleep(0.2)
-    assert held.path is None and not held.over
+    assert held.path is None and not held.ended
     threading.Timer(0.05, worker.cache.unpin, [other]).start()
     assert worker.fetched(held) == CONTENT

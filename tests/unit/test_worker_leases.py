@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from forebay.network.peer import Provider
-from forebay.scheduler.core import Desk, JobSpec, Source
-from forebay.scheduler.messages import Answer, Ask, Lease, Reply
+from forebay.scheduler.core import SchedulerCore
+from forebay.scheduler.jobs import JobSource, JobSpec
+from forebay.scheduler.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
 from forebay.worker.lease_state import ActiveLease, LeaseState
 from leases_by_hand import answer
 
@@ -21,13 +22,13 @@ DATASET = "ab" * 32
 BATCH = 3
 
 
-def answer_of(reply: Reply) -> Answer:
+def answer_of(reply: ExchangeResult) -> ExchangeReply:
     """A reply as a worker reads it."""
-    return Answer.from_json(
+    return ExchangeReply.from_json(
         {
             "uses": [vars_of(use) for use in reply.uses],
             "refused": [vars_of(refused) for refused in reply.refused],
-            "live": {lease_id: vars_of(live) for lease_id, live in reply.live.items()},
+            "active": {lease_id: vars_of(live) for lease_id, live in reply.active.items()},
             "lost": list(reply.lost),
             "leases": [
                 {
@@ -40,7 +41,7 @@ def answer_of(reply: Reply) -> Answer:
                 }
                 for g in reply.leases
             ],
-            "wait_s": reply.wait_s, "done": reply.done, "paused": reply.paused, "tell_have": reply.tell_have,
+            "wait_s": reply.wait_s, "done": reply.done, "paused": reply.paused, "report_cached": reply.report_cached,
         }
     )  # fmt: skip
 
@@ -60,7 +61,7 @@ class Worker:
         self.leases = LeaseState(BATCH, None, 10_000, 1.0, self._release)
         self.used: list[tuple[int, int, int]] = []
         self.lease: ActiveLease | None = None
-        self.request: Ask | None = None
+        self.request: ExchangeRequest | None = None
         self.attempt = self.steps = 0
         self.fetched: Counter[str] = Counter()
 
@@ -77,23 +78,23 @@ class Worker:
             return
         if (taken := self.leases.take(lease, self.world.now)) is not None:
             start, stop = taken
-            assert stop <= lease.limit
+            assert stop <= lease.allowed_until
             self.world.now += self.step_s
             self.steps += 1
             self.leases.used(lease, self.steps, self.world.now)
             self.used += [(lease.grant.epoch, lease.grant.slice, sample) for sample in range(start, stop)]
-        if lease.taken >= lease.stop or lease.over:
+        if lease.started >= lease.stop or lease.ended:
             self.leases.finish(lease)
             self.lease = None
 
-    def ask(self) -> Ask:
+    def ask(self) -> ExchangeRequest:
         """Another attempt of the request that has no reply, that or a new one; or the next."""
         if self.request is None or self.world.chance.random() < self.world.anew:
             self.request = self.leases.request(self.world.now)
         self.attempt += 1
         return replace(self.request, job="job", session=self.name, attempt=self.attempt, signature="00")
 
-    def receive(self, reply: Reply) -> None:
+    def receive(self, reply: ExchangeResult) -> None:
         assert self.request is not None
         self.leases.receive(self.request, answer_of(reply), self.world.now)
         self.request = None
@@ -104,18 +105,18 @@ class World:
         self.anew = anew  # The chance that another attempt is a new request, and not the same again.
         self.chance = random.Random(seed)
         self.now = 0.0
-        source = Source("data", DATASET, np.array(sizes, np.int64))
+        source = JobSource("data", DATASET, np.array(sizes, np.int64))
         spec = JobSpec("job", (source,), epochs=epochs, lease_s=30.0, steal_s=0.1)
-        self.desk = Desk([spec])
+        self.core = SchedulerCore([spec])
         self.expire()
-        self.late: list[tuple[str, Ask]] = []
+        self.late: list[tuple[str, ExchangeRequest]] = []
         self.recorded: Counter[tuple[int, int, int]] = Counter()
         self.cuts = 0
 
     def expire(self) -> None:
         """What a scheduler does every second or so: it says who is there, and forgets who is not."""
-        self.desk.origins(DATASET, [Provider("origin", "a:1", True)], self.now)
-        self.desk.expire(self.now)
+        self.core.add_origins(DATASET, [Provider("origin", "a:1", True)], self.now)
+        self.core.expire(self.now)
 
     def carry(self, worker: Worker) -> None:
         """One attempt: it may be lost on its way or on the way back, and may come again, late."""
@@ -128,15 +129,15 @@ class World:
         if reply is not None and self.chance.random() >= 0.15:
             worker.receive(reply)
 
-    def hand_in(self, name: str, ask: Ask) -> Reply | None:
+    def hand_in(self, name: str, ask: ExchangeRequest) -> ExchangeResult | None:
         try:
-            reply, events = self.desk.exchange(name, ask, self.now)
+            reply, events = self.core.exchange(name, ask, self.now)
         except Exception as error:
-            if "came after" in str(error):
+            if "is not newer than" in str(error):
                 return None
             raise
         for event in events:
-            self.cuts += type(event).__name__ == "Cut"
+            self.cuts += type(event).__name__ == "LeaseCut"
             for use in getattr(event, "uses", ()):
                 self.recorded.update((use.epoch, use.slice, sample) for sample in range(use.start, use.stop))
         return reply
@@ -212,7 +213,7 @@ def _wasted(chance: random.Random, batch: int, receipt_s: float, step_s: float, 
         if lease is not None and step_ends_at is None:
             if leases.take(lease, now) is not None:
                 step_ends_at = now + step_s
-            elif lease.over or lease.taken >= lease.stop:
+            elif lease.ended or lease.started >= lease.stop:
                 leases.finish(lease)
                 lease = leases.next_to_use()
                 if lease is not None:
@@ -234,8 +235,8 @@ def _wasted(chance: random.Random, batch: int, receipt_s: float, step_s: float, 
                     grants.append(grant())
                     granted += 1
                 uses = [{"lease_id": use.lease_id, "offset": use.stop, "stop": count} for use in request.uses]
-                live = {i: {"stop": count, "expires_in_s": 30.0} for i in request.held or ()}
-                leases.receive(request, answer(uses=uses, live=live, leases=grants), now)
+                live = {i: {"stop": count, "expires_in_s": 30.0} for i in request.known_leases or ()}
+                leases.receive(request, answer(uses=uses, active=live, leases=grants), now)
     leases.clear()
     return leases.counts.wasted
 
@@ -246,7 +247,7 @@ def test_leases_are_cut() -> None:
     for seed in range(5):
         world = World(seed, [60, 60], epochs=1)
         slow, fast = Worker("slow", world, 0.2), Worker("fast", world, 0.01)
-        slow.leases._ahead = 1
+        slow.leases._prefetch = 1
         for turn in range(4000):
             worker = slow if turn % 8 == 0 else fast
             if not worker.leases.closed:
@@ -271,5 +272,5 @@ def test_who_was_cut_does_not_get_it_back_before_the_idle() -> None:
             if not fast.leases.closed:
                 fast.work()
                 world.carry(fast)
-    assert world.desk.done() and len(slow.used) + len(fast.used) == 900
+    assert world.core.done() and len(slow.used) + len(fast.used) == 900
     assert world.cuts <= 4 and len(slow.used) <= 100, (world.cuts, len(slow.used))

@@ -15,7 +15,7 @@ from forebay.coordinator.server import Coordinator
 from forebay.errors import NetworkError, UsageError
 from forebay.network.client import Client, RemoteError
 from forebay.threads import failures
-from forebay.worker.membership import CoordinatorGoneError, Membership
+from forebay.worker.membership import CoordinatorUnreachableError, Membership
 from forebay.worker.membership_state import MembershipState, Pause, Request
 
 
@@ -69,7 +69,7 @@ def _state(**more: Any) -> tuple[MembershipState, list[float]]:
 def test_a_request_without_an_answer_is_repeated_with_longer_pauses_until_patience_ends() -> None:
     state, now = _state()
     operation, pauses, effect = state.agree(), list[float](), None
-    with pytest.raises(CoordinatorGoneError, match="no answer for 30 s"):
+    with pytest.raises(CoordinatorUnreachableError, match="no answer for 30 s"):
         effect = next(operation)
         while True:
             assert isinstance(effect, Request) and effect.path == "/v1/config"

@@ -20,7 +20,7 @@ from forebay.scheduler.server import SchedulerService
 from forebay.threads import failures
 from forebay.worker.consumer import WorkerReport
 from forebay.worker.lease_worker import run_worker
-from forebay.worker.scheduler_client import Control
+from forebay.worker.scheduler_client import SchedulerClient
 from local_discovery import LocalDiscovery
 
 
@@ -56,10 +56,10 @@ def work(tmp_path: Path) -> Iterator[Callable[..., WorkerReport]]:
 def test_requests_go_on_after_an_unexpected_exception(
     work: Callable[..., WorkerReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls, deaths = Control.exchange, list[int](), list[object]()
+    real, calls, deaths = SchedulerClient.exchange, list[int](), list[object]()
     monkeypatch.setattr(threading, "excepthook", deaths.append)
 
-    def exchange(self: Control, *args: Any) -> dict[str, Any]:
+    def exchange(self: SchedulerClient, *args: Any) -> dict[str, Any]:
         calls.append(len(calls))
         if len(calls) == 2:
             raise OSError(24, "Too many open files")
@@ -68,7 +68,7 @@ def test_requests_go_on_after_an_unexpected_exception(
             raise RuntimeError("can't start new thread")  # The scheduler has heard it, and its reply is lost.
         return answer
 
-    monkeypatch.setattr(Control, "exchange", exchange)
+    monkeypatch.setattr(SchedulerClient, "exchange", exchange)
     before = failures().get("worker requests", 0)
     report = work()
     assert report.done and report.samples == 40 and report.wasted == report.leases_lost == 0
@@ -82,7 +82,7 @@ def test_attempts_that_were_heard_and_not_answered_end_no_work(
     real, calls = Client.request_json, list[str]()
 
     def request_json(self: Client, address: str, method: str, path: str, *args: Any, **more: Any) -> Any:
-        if path == "/v1/exchange":
+        if path == "/v2/exchange":
             calls.append(path)
             if 2 <= len(calls) <= 5:
                 real(self, address, method, path, *args, **more)
@@ -98,9 +98,9 @@ def test_attempts_that_were_heard_and_not_answered_end_no_work(
 def test_without_a_reply_for_patience_s_the_exception_ends_the_work(
     work: Callable[..., WorkerReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exchange(self: Control, *args: Any) -> dict[str, Any]:
+    def exchange(self: SchedulerClient, *args: Any) -> dict[str, Any]:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(Control, "exchange", exchange)
+    monkeypatch.setattr(SchedulerClient, "exchange", exchange)
     with pytest.raises(OSError, match="Too many open files"):
         work(patience_s=0.5)

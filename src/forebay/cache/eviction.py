@@ -1,7 +1,7 @@
-"""How full a cache's directory is, who may go, and the reservation of room: under one lock for all processes.
+"""The disk budget of a cache directory: reservations, and which slices to evict, decided for all its processes.
 
-The budget holds because every byte is reserved first: what a fetch under way may come to is written in its lock
-file, which counts while its process lives; what a dead one left counts by its length.
+The budget holds because bytes are reserved before they are written: a running download writes its size into its lock
+file, which counts while its process lives. A partial file of a dead process counts with its length.
 """
 
 import contextlib
@@ -18,29 +18,29 @@ from pathlib import Path
 from typing import Literal
 
 from forebay.errors import UsageError
-from forebay.storage.locks import EXCLUSIVE, SHARED, Lock, is_locked, take, try_take
+from forebay.storage.locks import EXCLUSIVE, SHARED, Lock, acquire, is_locked, try_acquire
+from forebay.storage.part_file import MIN_RANGE_BYTES
 
-_HEADER = 96
-Use = tuple[int, int, int | None]  # First and last run step of the next uses, and the first one after them.
+_HEADER_BYTES = 96
+PlannedUse = tuple[int, int, int | None]  # first and last run step of the next uses, and the first one after them
 SHA256 = re.compile(r"[0-9a-f]{64}")
-_PIECE_BYTES = 8 << 20
 log = logging.getLogger("forebay.cache")
 Evict = Literal["unwanted", "later", "any"]
 
 
 @dataclass
-class Future:
+class ProcessPlan:
     """What one live process will read. Steps are counted by that process."""
 
-    birth: int = 0  # elder processes have the lower one
-    now: int = 0  # the step it stands before
+    birth: int = 0  # lower for older processes
+    now: int = 0  # its next step
     version: int = -1
-    starved_at: float = 0.0  # `time.monotonic()` since when it waits for room in vain, or 0
-    uses: Mapping[str, Use] = field(default_factory=dict)  # by sha256
-    released: Collection[str] = ()  # it does not ask others to keep these, though it may read them again
+    waiting_since: float = 0.0  # `time.monotonic()` since when it waits for room, or 0
+    uses: Mapping[str, PlannedUse] = field(default_factory=dict)  # by sha256
+    released: Collection[str] = ()  # others need not keep these for it, though it may read them again
 
     def steps_to(self, sha256: str) -> float:
-        """Steps from now until it reads a slice; infinite if it does not say that it will."""
+        """Return the steps until it reads a slice; infinity if it does not plan to."""
         use = self.uses.get(sha256)
         if use is None:
             return math.inf
@@ -50,122 +50,125 @@ class Future:
         return math.inf if after is None else max(after - self.now, 0)
 
     def keeps(self, sha256: str) -> bool:
-        """Whether it asks others not to delete a slice for tidiness."""
+        """Whether it asks the others to keep a slice that they no longer need."""
         return sha256 not in self.released and self.steps_to(sha256) < math.inf
 
 
-class Futures:
-    """What live processes will read next, told to each other through files, so that any of them may evict for all.
+class SharedPlans:
+    """The plans that live processes publish to each other through files, so that each can evict for all.
 
-    A process writes `DIR/PID-RANDOM.json` and holds its lock for as long as it lives. The first line is of fixed length
-    and says where the process stands; it is rewritten as it goes. The rest changes as the process looks further ahead.
-    Whoever reads does so under the cache's room lock, as does whoever writes the rest.
+    A process holds the lock of its file `DIR/PID-RANDOM.json` while it lives. The first line has a fixed length and is
+    its position, rewritten as it proceeds; the rest is its plan. The rest is read and written under the budget's lock.
 
-    What it costs: about 90 bytes a slice told; a reader parses a file again only when its version has changed.
+    Cost: about 90 bytes per planned slice; a file is parsed again only if its version changed.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.birth = time.monotonic_ns()
-        self._own: Path | None = None
+        self._path: Path | None = None
         self._lock: Lock | None = None
         self._version = 0
-        self._stands: tuple[int, float] = (0, 0.0)
-        self._read: dict[str, Future] = {}
+        self._position: tuple[int, float] = (0, 0.0)
+        self._others: dict[str, ProcessPlan] = {}
 
-    def publish(self, uses: Mapping[str, Use], released: Collection[str]) -> None:
-        """Say what this process will read; under the room lock."""
+    def publish(self, uses: Mapping[str, PlannedUse], released: Collection[str]) -> None:
+        """Publish what this process will read; under the budget's lock."""
         if self._lock is None:
-            self._own = self.directory / f"{os.getpid()}-{secrets.token_hex(4)}.json"
-            self._lock = take(self._own)
+            self._path = self.directory / f"{os.getpid()}-{secrets.token_hex(4)}.json"
+            self._lock = acquire(self._path)
         body = json.dumps({"uses": uses, "released": list(released)}, separators=(",", ":")).encode()
-        os.ftruncate(self._lock.descriptor, _HEADER)
-        os.pwrite(self._lock.descriptor, body, _HEADER)
+        os.ftruncate(self._lock.descriptor, _HEADER_BYTES)
+        os.pwrite(self._lock.descriptor, body, _HEADER_BYTES)
         self._version += 1
-        self.stand(*self._stands)
+        self.set_position(*self._position)
 
-    def stand(self, now: int, starved_at: float = 0.0) -> None:
-        """Say where this process stands; needs no lock."""
-        self._stands = (now, starved_at)
+    def set_position(self, now: int, waiting_since: float = 0.0) -> None:
+        """Publish the step of this process; needs no lock."""
+        self._position = (now, waiting_since)
         if self._lock is not None and self._lock.descriptor >= 0:
-            text = f"{self.birth} {now} {self._version} {starved_at!r}"
-            os.pwrite(self._lock.descriptor, text.ljust(_HEADER - 1).encode() + b"\n", 0)
+            text = f"{self.birth} {now} {self._version} {waiting_since!r}"
+            os.pwrite(self._lock.descriptor, text.ljust(_HEADER_BYTES - 1).encode() + b"\n", 0)
 
-    def others(self) -> list[Future]:
-        """What the other live processes will read; under the room lock. Files of dead ones are removed."""
-        found = {}
+    def others(self) -> list[ProcessPlan]:
+        """Return the plans of the other live processes, and remove those of dead ones; under the budget's lock."""
+        plans = {}
         for item in os.scandir(self.directory):
             path = Path(item.path)
-            if path == self._own:
+            if path == self._path:
                 continue
             try:
-                gone = try_take(path, EXCLUSIVE)
-                if gone is not None:
+                if (dead := try_acquire(path)) is not None:
                     path.unlink(missing_ok=True)
-                    gone.release()
+                    dead.release()
                     continue
-                found[item.name] = _read(path, self._read.get(item.name))
+                plans[item.name] = _read_plan(path, self._others.get(item.name))
             except (OSError, ValueError):
-                continue  # removed as its process closed, or read while its first line was being written
-        self._read = found
-        return list(found.values())
+                continue  # removed as its process closed, or read while its first line was written
+        self._others = plans
+        return list(plans.values())
 
     def close(self) -> None:
-        """Take back what was published. May be called twice."""
-        if self._lock is not None and self._own is not None:
+        """Withdraw what was published. May be called twice."""
+        if self._lock is not None and self._path is not None:
             if self._lock.descriptor >= 0:
-                self._own.unlink(missing_ok=True)
+                self._path.unlink(missing_ok=True)
             self._lock.release()
-        self._lock = self._own = None
+        self._lock = self._path = None
 
 
-def _read(path: Path, known: Future | None) -> Future:
+def _read_plan(path: Path, last: ProcessPlan | None) -> ProcessPlan:
     with path.open("rb") as file:
-        birth, now, version, starved_at = file.read(_HEADER).split()
-        if known is not None and known.birth == int(birth) and known.version == int(version):
-            known.now, known.starved_at = int(now), float(starved_at)
-            return known
-        told = json.loads(file.read() or b'{"uses": {}, "released": []}')
-    uses = {sha256: (first, last, after) for sha256, (first, last, after) in told["uses"].items()}
-    return Future(int(birth), int(now), int(version), float(starved_at), uses, set(told["released"]))
+        birth, now, version, waiting_since = file.read(_HEADER_BYTES).split()
+        if last is not None and last.birth == int(birth) and last.version == int(version):
+            last.now, last.waiting_since = int(now), float(waiting_since)
+            return last
+        body = json.loads(file.read() or b'{"uses": {}, "released": []}')
+    uses = {sha256: (start, stop, after) for sha256, (start, stop, after) in body["uses"].items()}
+    return ProcessPlan(int(birth), int(now), int(version), float(waiting_since), uses, set(body["released"]))
 
 
 @dataclass(slots=True)
-class Entry:
-    """A slice or partial file, or a reservation of which no byte is written yet."""
+class CacheEntry:
+    """A slice, a partial file, or a reservation without a file."""
 
     name: str
     sha256: str
     is_part: bool
-    counted: int  # Bytes that count against the budget: a reservation in full.
-    written: int  # Bytes of the disk that it takes.
-    reserved: bool
+    counted: int  # bytes that count against the budget: a reservation in full
+    written: int  # bytes on disk
+    is_reserved: bool
     used_at: float
 
 
 def part_bytes(num_bytes: int) -> int:
-    """What to reserve for a slice whose partial file says at its end which pieces of 8 MiB are there."""
-    return num_bytes + -(-num_bytes // _PIECE_BYTES) + 1
+    """Return the maximum size of the partial file of a slice, whose trailer has a byte per piece."""
+    return num_bytes + -(-num_bytes // MIN_RANGE_BYTES) + 1
 
 
-class Room:
-    """The room in a directory, with `locks` and `futures` in it. `lock` excludes whoever reserves, evicts or pins."""
+class DiskBudget:
+    """The budget of a directory. Its lock excludes all who reserve, evict or pin."""
 
     def __init__(self, directory: Path, budget_bytes: int) -> None:
         self.directory = directory
         self.budget_bytes = budget_bytes
         self.locks = directory / "locks"
+        self.plans = directory / "futures"
+
+    def make_directories(self) -> None:
+        """Create the directories. Raises OSError."""
+        self.locks.mkdir(parents=True, exist_ok=True)
+        self.plans.mkdir(exist_ok=True)
 
     def lock(self) -> Lock:
-        """Wait for the room's lock and hold it. A directory that was deleted meanwhile is made anew, and is empty."""
+        """Wait for the lock of the budget. A directory that was deleted meanwhile is created again, empty."""
         try:
             try:
-                return take(self.locks / "room")
+                return acquire(self.locks / "room")
             except FileNotFoundError:
-                log.warning("%s was deleted while it was in use. Made anew.", self.directory)
-                self.locks.mkdir(parents=True, exist_ok=True)
-                (self.directory / "futures").mkdir(exist_ok=True)
-                return take(self.locks / "room")
+                log.warning("%s was deleted while it was in use. Created again.", self.directory)
+                self.make_directories()
+                return acquire(self.locks / "room")
         except OSError as error:
             raise UsageError(
                 f"cache: cannot write in {self.directory}: {error.strerror or error}. Check its permissions and its "
@@ -173,74 +176,82 @@ class Room:
             ) from error
 
     def free_bytes(self) -> int:
-        """What the disk has left for this user."""
+        """Return the bytes that this user can still write to the disk."""
         disk = os.statvfs(self.directory)
         return disk.f_bavail * disk.f_frsize
 
-    def remove(self, path: Path, guard: Path) -> bool:
-        """Delete a file unless its guard is locked; whether it did. Under the room's lock, as every pin is."""
-        if is_locked(guard, EXCLUSIVE):
-            return False
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-            return True
-        return False
+    def record_path(self, sha256: str) -> Path:
+        """Return the path of the record that a slice is verified."""
+        return self.locks / f"{sha256}.verified"
 
-    def entries(self) -> list[Entry]:
-        """The cache's files, and the reservations of which no byte is written yet."""
+    def delete(self, path: Path) -> None:
+        """Delete a file and its record, if it exists; under the lock."""
+        path.unlink(missing_ok=True)
+        self.record_path(path.name).unlink(missing_ok=True)
+
+    def remove(self, path: Path, guard: Path) -> bool:
+        """Delete a file unless its guard is locked; True if it was deleted. Under the lock, as every pin is."""
+        if is_locked(guard, EXCLUSIVE) or not path.exists():
+            return False
+        self.delete(path)
+        return True
+
+    def entries(self) -> list[CacheEntry]:
+        """Return the files of the cache, and the reservations without a file."""
         reserved = self.reservations()
-        entries: dict[str, Entry] = {}
+        entries: dict[str, CacheEntry] = {}
         for item in os.scandir(self.directory):
             sha256 = item.name.removesuffix(".part")
             if not SHA256.fullmatch(sha256):
                 continue
             try:
-                found = item.stat()
+                status = item.stat()
             except FileNotFoundError:
                 continue  # evicted or renamed by another process meanwhile
             is_part = item.name.endswith(".part")
-            room = reserved.pop(sha256, 0)
-            size = max(found.st_size, room) if is_part else found.st_size
-            if sha256 in entries and entries[sha256].counted > size:
+            num_reserved = reserved.pop(sha256, 0)
+            counted = max(status.st_size, num_reserved) if is_part else status.st_size
+            if sha256 in entries and entries[sha256].counted > counted:
                 continue  # renamed meanwhile, and listed under both names
-            written = found.st_blocks * 512
-            entries[sha256] = Entry(item.name, sha256, is_part, size, written, room > 0, found.st_atime)
-        for sha256, size in reserved.items():
-            entries.setdefault(sha256, Entry(f"{sha256}.part", sha256, True, size, 0, True, math.inf))
+            entries[sha256] = CacheEntry(
+                item.name, sha256, is_part, counted, status.st_blocks * 512, num_reserved > 0, status.st_atime
+            )
+        for sha256, counted in reserved.items():
+            entries.setdefault(sha256, CacheEntry(f"{sha256}.part", sha256, True, counted, 0, True, math.inf))
         return list(entries.values())
 
     def reservations(self) -> dict[str, int]:
-        """What fetches under way have reserved; one whose process died holds no lock and counts no more."""
-        found = {}
+        """Return the bytes reserved by running downloads; a dead process holds no lock and counts no more."""
+        reserved = {}
         for item in os.scandir(self.locks):
             if item.name.endswith(".fetch"):
                 path = Path(item.path)
                 with contextlib.suppress(FileNotFoundError):
                     if (text := path.read_bytes()) and is_locked(path, SHARED):
-                        found[item.name.removesuffix(".fetch")] = int(text)
-        return found
+                        reserved[item.name.removesuffix(".fetch")] = int(text)
+        return reserved
 
-    def make(
+    def reserve(
         self,
         sha256: str,
         num_bytes: int,
         lock: Lock,
-        futures: Futures,
+        plans: SharedPlans,
         steps: float,
         next_use: Callable[[str], float],
         evict: Evict,
     ) -> list[str] | str:
-        """Evict until a slice fits, and reserve its bytes in its lock file: what was evicted, or why not."""
+        """Evict until a slice fits, and write its size into its lock file; return the evicted slices, or why not."""
         with self.lock():
             entries = self.entries()
             own = sum(entry.written for entry in entries if entry.sha256 == sha256)
             entries = [entry for entry in entries if entry.sha256 != sha256]
             over = sum(entry.counted for entry in entries) + num_bytes - self.budget_bytes
-            unwritten = sum(max(0, entry.counted - entry.written) for entry in entries if entry.reserved)
+            unwritten = sum(max(0, entry.counted - entry.written) for entry in entries if entry.is_reserved)
             short = unwritten + max(0, num_bytes - own) - self.free_bytes()
-            chosen: list[Entry] = []
+            chosen: list[CacheEntry] = []
             if over > 0 or short > 0:
-                for entry in self._victims(entries, futures, steps, next_use, evict):
+                for entry in self._rank_victims(entries, plans, steps, next_use, evict):
                     guard = self.locks / f"{entry.sha256}.{'fetch' if entry.is_part else 'pin'}"
                     if not is_locked(guard, EXCLUSIVE):
                         chosen.append(entry)
@@ -256,32 +267,37 @@ class Room:
             if short > 0:
                 return f"no room for {num_bytes} bytes in {self.directory}: its disk is full, {short} bytes short."
             for entry in chosen:
-                (self.directory / entry.name).unlink(missing_ok=True)
+                self.delete(self.directory / entry.name)
             part = self.directory / f"{sha256}.part"
             with contextlib.suppress(FileNotFoundError):
                 if part.stat().st_size > num_bytes:
-                    os.truncate(part, 0)  # Not one of a download of these bytes.
-            # Reserved before the room is let go, so that no other process takes it.
+                    os.truncate(part, 0)  # not of a download of these bytes
+            # Written before the lock is released, so that no other process takes the room.
             os.ftruncate(lock.descriptor, 0)
             os.pwrite(lock.descriptor, str(num_bytes).encode(), 0)
             return [entry.sha256 for entry in chosen if not entry.is_part]
 
-    def _victims(
-        self, entries: list[Entry], futures: Futures, steps: float, next_use: Callable[[str], float], evict: Evict
-    ) -> list[Entry]:
-        """What may go, in order: broken-off downloads and what nobody wants, longest unused first; then read last."""
-        others = futures.others()
+    def _rank_victims(
+        self,
+        entries: list[CacheEntry],
+        plans: SharedPlans,
+        steps: float,
+        next_use: Callable[[str], float],
+        evict: Evict,
+    ) -> list[CacheEntry]:
+        """Return what may be evicted, in order: files without a planned use, longest unused first; then the latest."""
+        others = plans.others()
         ranked = []
         for entry in entries:
-            if entry.reserved:
-                continue  # Under way when it was listed; by now it may have its name, and its partial file none.
+            if entry.is_reserved:
+                continue  # It may have its final name by now.
             own = next_use(entry.sha256)
-            soonest = min([own, *(future.steps_to(entry.sha256) for future in others)])
+            soonest = min([own, *(plan.steps_to(entry.sha256) for plan in others)])
             allowed = evict == "any" or soonest == math.inf or (evict == "later" and soonest > steps)
             if evict == "later" and steps <= 0.0 < own and not allowed:
-                # Of two that cannot both go on, the elder does: what it needs at once stays.
-                elder = [future for future in others if future.birth < futures.birth]
-                allowed = all(future.steps_to(entry.sha256) > 0.0 for future in elder)
+                # If two processes cannot both go on, the older one does: what it needs at once stays.
+                older = [plan for plan in others if plan.birth < plans.birth]
+                allowed = all(plan.steps_to(entry.sha256) > 0.0 for plan in older)
             if allowed:
                 ranked.append((-soonest, not entry.is_part, entry.used_at, entry))
         ranked.sort(key=lambda rank: rank[:3])

@@ -1,11 +1,11 @@
-"""When each slice is read next: a run's future, looked at in chunks, kept as intervals of steps.
+"""When each slice of a run is read next: the run's uses, read in chunks and stored as intervals of steps.
 
-A slice is read in runs of steps: while a window is open, and again in the next epoch. Consecutive uses become one
-interval; in a chunk with more than 2,048 of them, gaps are bridged until there are fewer, so that the far future of
-a long run stays small. Inside a bridged gap a slice counts as in use. Where that is too coarse, because the cache
-cannot hold the open windows, `exact` bridges nothing and looks less far.
+A slice is read in consecutive steps while a window is open, and again in the next epoch. Consecutive uses are one
+interval. In a chunk of more than 2,048 intervals, gaps are bridged until there are fewer, so that the far future of a
+long run stays small; inside a bridged gap a slice counts as in use. With `exact`, for a cache that cannot hold the open
+windows, no gap is bridged, and fewer steps are known.
 
-What it costs: 0.15 us a use looked at (NumPy), 100 bytes an interval, 2^18 intervals and 2^25 uses ahead at most.
+Cost: 0.15 us per use (NumPy), 100 bytes per interval, at most 2^18 intervals and 2^25 uses.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.cache.eviction import Use, part_bytes
+from forebay.cache.eviction import PlannedUse, part_bytes
 from forebay.errors import UsageError
 
 I64 = NDArray[np.int64]
-UsesOf = Callable[[int, int], tuple[I64, I64]]
+UsesFunction = Callable[[int, int], tuple[I64, I64]]
+"""Run steps [start, stop) to (steps, keys): distinct pairs by step, then in order of first use."""
+Keep = Literal["budget", "window", "all"]
 
 _FIRST_STEPS = 256
 _CHUNK_USES = 1 << 17
@@ -31,66 +33,64 @@ _MAX_INTERVALS = 1 << 18
 _MAX_USES = 1 << 25
 
 
-class Uses:
-    """The next uses of each slice from a step on; nothing before it counts. For one thread.
+class PlannedUses:
+    """The next uses of each slice from `step` on. For one thread.
 
-    `uses`: run steps [start, stop) to (steps, keys), distinct pairs by step, then in order of first use. `num_steps`:
-    where the run ends; None for never. `exact`: bridge no gap.
+    `num_steps`: the end of the run; None for an endless one. `exact`: bridge no gap.
     """
 
-    def __init__(self, uses: UsesOf, num_steps: int | None, step: int, *, exact: bool = False) -> None:
+    def __init__(self, uses: UsesFunction, num_steps: int | None, step: int, *, exact: bool = False) -> None:
         self._uses = uses
         self._num_steps = num_steps
         self._exact = exact
-        self._span = _FIRST_STEPS
+        self._chunk_steps = _FIRST_STEPS
         self._intervals: dict[int, deque[tuple[int, int]]] = {}
-        self._chunks: deque[tuple[int, int]] = deque()  # (first step behind the chunk, uses in it)
+        self._chunks: deque[tuple[int, int]] = deque()  # (first step after the chunk, its uses)
         self._last: dict[int, int] = {}
-        self._num_intervals = 0
-        self._num_uses = 0
-        self.known = step  # steps before it were looked at
-        self.bridged = False  # some gap was
+        self._num_intervals = self._num_uses = 0
+        self.known_until = step  # the uses of earlier steps are known
+        self.is_bridged = False  # a gap was bridged
 
     @property
-    def ended(self) -> bool:
-        return self._num_steps is not None and self.known >= self._num_steps
+    def is_complete(self) -> bool:
+        """Whether the uses of all steps are known."""
+        return self._num_steps is not None and self.known_until >= self._num_steps
 
     def is_full(self, now: int) -> bool:
-        """Whether there is nothing further to look at, or no room to keep it."""
+        """Whether all uses are known, or no more can be stored."""
         while self._chunks and self._chunks[0][0] <= now:
             self._num_uses -= self._chunks.popleft()[1]
         if self._num_intervals >= _MAX_INTERVALS:
             for key in list(self._intervals):
-                self.use(key, now)  # forgets what was before
-        return self.ended or self._num_intervals >= _MAX_INTERVALS or self._num_uses >= _MAX_USES
+                self.use(key, now)  # removes the intervals before `now`
+        return self.is_complete or self._num_intervals >= _MAX_INTERVALS or self._num_uses >= _MAX_USES
 
     def extend(self) -> list[tuple[int, int]]:
-        """Look at another chunk: (first step, key) of the intervals that begin in it, in order."""
-        stop = self.known + self._span
+        """Read another chunk; return (first step, key) of the intervals that begin in it, in order."""
+        stop = self.known_until + self._chunk_steps
         if self._num_steps is not None:
             stop = min(stop, self._num_steps)
-        steps, keys = self._uses(self.known, stop)
+        steps, keys = self._uses(self.known_until, stop)
         self._chunks.append((stop, len(steps)))
         self._num_uses += len(steps)
-        found = self._compress(steps, keys)
-        begun = []
-        for key, first, last in found:
+        started = []
+        for key, first, last in self._compress(steps, keys):
             intervals = self._intervals.setdefault(key, deque())
             if intervals and intervals[-1][1] == first - 1:
                 intervals[-1] = (intervals[-1][0], last)
                 continue
             intervals.append((first, last))
             self._num_intervals += 1
-            begun.append((first, key))
-        self.known = stop
+            started.append((first, key))
+        self.known_until = stop
         if len(steps) < _CHUNK_USES // 2:
-            self._span *= 2
+            self._chunk_steps *= 2
         elif len(steps) > _CHUNK_USES:
-            self._span = max(1, self._span // 2)
-        return begun
+            self._chunk_steps = max(1, self._chunk_steps // 2)
+        return started
 
-    def use(self, key: int, now: int) -> Use | None:
-        """First and last step of the interval that a slice is in or comes to, and the first step of the one after."""
+    def use(self, key: int, now: int) -> PlannedUse | None:
+        """Return first and last step of the current or next interval of a slice, and the first of the one after."""
         intervals = self._intervals.get(key)
         if intervals is None:
             return None
@@ -104,37 +104,35 @@ class Uses:
         return max(first, now), last, intervals[1][0] if len(intervals) > 1 else None
 
     def next_use(self, key: int, now: int) -> int | None:
-        """The step from `now` on at which a slice is read next; None if not before `known`."""
+        """Return the first step from `now` on that reads a slice; None if none before `known_until` does."""
         use = self.use(key, now)
         return None if use is None else use[0]
 
     def last_use(self, key: int, now: int) -> int | None:
-        """The last step before `now` that read a slice; None if none did since the step that this began with."""
+        """Return the last step before `now` that read a slice; None if none did since the first step."""
         self.use(key, now)
         return self._last.get(key)
 
     def _compress(self, steps: I64, keys: I64) -> list[tuple[int, int, int]]:
-        """(key, first, last) of the intervals, by first step, then as given."""
+        """Return (key, first, last) of the intervals, by first step, then as given."""
         if not len(steps):
             return []
         order = np.argsort(keys, kind="stable")
-        by_key, at = keys[order], steps[order]
-        other, gaps = by_key[1:] != by_key[:-1], np.diff(at)
-        gap = 1
-        most = max(_CHUNK_INTERVALS, 1 + int(other.sum()))
-        breaks = other | (gaps > gap)
-        while not self._exact and 1 + int(breaks.sum()) > most:
-            self.bridged = True
-            gap *= 2
-            breaks = other | (gaps > gap)
+        keys_by_key, steps_by_key = keys[order], steps[order]
+        is_other, gaps = keys_by_key[1:] != keys_by_key[:-1], np.diff(steps_by_key)
+        max_gap = 1
+        max_intervals = max(_CHUNK_INTERVALS, 1 + int(is_other.sum()))
+        breaks = is_other | (gaps > max_gap)
+        while not self._exact and 1 + int(breaks.sum()) > max_intervals:
+            self.is_bridged = True
+            max_gap *= 2
+            breaks = is_other | (gaps > max_gap)
         starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-        ends = np.concatenate((starts[1:], [len(steps)])) - 1
+        stops = np.concatenate((starts[1:], [len(steps)]))
         by_first = np.argsort(order[starts])
-        starts, ends = starts[by_first], ends[by_first]
-        return list(zip(by_key[starts].tolist(), at[starts].tolist(), at[ends].tolist()))
-
-
-Keep = Literal["budget", "window", "all"]
+        starts, stops = starts[by_first], stops[by_first]
+        firsts, lasts = steps_by_key[starts], steps_by_key[stops - 1]
+        return list(zip(keys_by_key[starts].tolist(), firsts.tolist(), lasts.tolist()))
 
 
 @dataclass(frozen=True)
@@ -143,15 +141,14 @@ class RunSlices:
 
     sha256s: Sequence[str]  # hex, by key
     sizes: Sequence[int]  # bytes, by key
-    # Run steps [start, stop) to (steps, keys), by step, then in order of first use; of a slice's keys only the first.
-    uses: UsesOf
+    uses: UsesFunction  # of several keys of one slice only the first
     num_steps: int | None  # None: the run never ends
     keys: Mapping[str, int]  # first key of each slice
     same: Sequence[int]  # by key, the first key of its slice
 
     @classmethod
     def of(
-        cls, sha256s: Sequence[str] | NDArray[np.uint8], sizes: I64, uses: UsesOf, num_steps: int | None
+        cls, sha256s: Sequence[str] | NDArray[np.uint8], sizes: I64, uses: UsesFunction, num_steps: int | None
     ) -> RunSlices:
         """From hex or uint8 [S, 32], and int64 [S]. Raises UsageError if their lengths differ."""
         names = [row if isinstance(row, str) else row.tobytes().hex() for row in sha256s]
@@ -168,11 +165,11 @@ class RunSlices:
         return cls(names, lengths, uses if len(keys) == len(same) else first_keys, num_steps, keys, same.tolist())
 
     def num_bytes(self) -> int:
-        """Of all slices, each once."""
+        """Return the bytes of all slices, each counted once."""
         return sum(self.sizes[key] for key in self.keys.values())
 
     def check(self, keep: str, budget_bytes: int) -> None:
-        """Refuse what could never be brought. Raises UsageError."""
+        """Raise UsageError if the slices can never fit into the budget."""
         if keep not in ("budget", "window", "all"):
             raise UsageError(f"keep: expected 'budget', 'window' or 'all', got {keep!r}.")
         largest = max(self.sizes, default=0)
@@ -181,9 +178,9 @@ class RunSlices:
                 f"cache: the largest slice takes {part_bytes(largest)} bytes as it is fetched, the budget is "
                 f"{budget_bytes}. Raise the budget: to two slices at least, to fetch one while another is read."
             )
-        whole = self.num_bytes() + part_bytes(largest) - largest
-        if keep == "all" and whole > budget_bytes:
+        needed = self.num_bytes() + part_bytes(largest) - largest
+        if keep == "all" and needed > budget_bytes:
             raise UsageError(
-                f"cache: to keep all slices takes {whole} bytes, the budget is {budget_bytes}. Raise the budget, or "
+                f"cache: to keep all slices takes {needed} bytes, the budget is {budget_bytes}. Raise the budget, or "
                 "let the cache evict (keep='budget')."
             )

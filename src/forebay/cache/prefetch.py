@@ -1,11 +1,10 @@
-"""Brings the slices of a run before they are needed, as its order is known, and keeps those in use.
+"""Downloads the slices of a run before they are needed, as its order is known, and keeps those in use.
 
-A thread looks ahead, starts transfers in order of first use, names what is verified and evicts (`planner.py`). The
-consumer holds what it acquired, by pins that other processes respect, and nothing else. Processes that need more
-than their budget at once take turns where they can, the elder first (`acquire_all` holds all or nothing); where
-they cannot, waiting ends with an error that says so, never in silence.
+A thread plans ahead (`planner.py`), starts downloads in order of first use and evicts. The consumer pins what it
+acquires; other processes respect the pins. Processes that together need more than the budget take turns, the oldest
+first (`acquire_all` pins all or none); if they cannot, the wait ends with an error.
 
-What it costs: 0.1 us a step at which no use of a slice begins or ends, 20 us for a slice that is acquired.
+Cost: 0.1 us per step at which no use of a slice begins or ends, 30 us per acquired slice.
 """
 
 import logging
@@ -16,7 +15,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,56 +22,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.cache.cache import SliceCache
-from forebay.cache.downloads import named
-from forebay.cache.planned_use import I64, Keep, RunSlices, UsesOf
-from forebay.cache.planner import NEVER, Outcome, Planner
+from forebay.cache.downloads import slice_error
+from forebay.cache.planned_use import I64, RunSlices, UsesFunction
+from forebay.cache.planner import NEVER, FeedOptions, Planner, PlanUpdate
 from forebay.errors import UsageError
 from forebay.storage.locks import at_fork
-from forebay.storage.transfer_state import Pending
+from forebay.storage.transfer_state import Transfer
 
-__all__ = ["Keep", "SliceFeed"]
-
-_GRACE_S = 0.05  # A shorter wait is not worth a line.
-_TELL_S = 10.0  # Between lines of waits.
+_MIN_LOGGED_WAIT_S = 0.05
+_LOG_INTERVAL_S = 10.0
 _CLOSE_S = 0.8
 _MAX_LEAD_S = 480.0
 log = logging.getLogger("forebay")
 
 
-@dataclass
-class _Wait:
-    began: float
-    level: int
-    told_starved: bool = False
-
-
 class SliceFeed:
-    """The slices of one run, fetched ahead. Nothing is touched before `seek`.
+    """The slices of one run, prefetched. It does nothing before `seek`.
 
-    One consumer thread seeks, acquires and advances; the other methods may be called from any thread. A child made
-    by fork cannot use its parent's feed (`pid` says whose it is): make another there.
+    One consumer thread seeks, acquires and advances; the other methods can be called from any thread. A forked child
+    cannot use its parent's feed (`pid` is the owner); it makes a new one.
 
     Args:
-        sha256s: Hex, or uint8 [S, 32], by key. The same slice under two keys is fetched once.
+        sha256s: Hex, or uint8 [S, 32], by key. A slice with two keys is downloaded once.
         sizes: int64 [S], bytes.
-        uses: Run steps [start, stop) to (steps, keys), distinct pairs by step, then in order of first use. Called
-            from the feed's thread.
-        num_steps: Where the run ends; None for never.
-        start_transfer: Begins to fetch a slice into its partial file, and returns at once.
-        cancel_transfer: Makes one end soon; its `done` is set when it has.
-        keep: `budget` evicts when room is needed; `window` fetches ahead within the horizon only, and deletes a
-            slice once this process and the others have read it in their epochs, unless it lies within the horizon;
-            `all` never evicts a slice of the run.
-        horizon_bytes: Of slices not needed at once, how much may push out what is read later. By default what the
-            next 30 s of training read (twice as much after each late slice), one slice at least, a quarter of the
-            budget at most (half after a late slice).
-        on_evict: Told the key of a slice that is here no longer; from the feed's thread.
-        epoch_of: (step, key) to the epoch that reads the slice then, and the run step at which it ends, which `window`
-            goes by; None where there is none or it is not known.
-        first_alone: Begin with what the first step after a seek reads, and with nothing else before that is here:
-            where the way is narrow, it would share it with what is needed later.
-        window_steps: What is read again within so many steps is not evicted for what is fetched ahead.
-        patience_s: How long to wait for room when nobody can make any.
+        uses: Run steps [start, stop) to (steps, keys), distinct pairs by step, then in order of first use. Called from
+            the feed's thread.
+        num_steps: End of the run; None for an endless one.
+        start_transfer: Starts to download a slice into its partial file, and returns at once.
+        on_evict: Called from the feed's thread with the key of a slice that is no longer cached.
     """
 
     def __init__(
@@ -81,68 +57,64 @@ class SliceFeed:
         cache: SliceCache,
         sha256s: Sequence[str] | NDArray[np.uint8],
         sizes: I64,
-        uses: UsesOf,
+        uses: UsesFunction,
         num_steps: int | None,
-        start_transfer: Callable[[int, Path], Pending],
-        cancel_transfer: Callable[[Any], object],
+        start_transfer: Callable[[int, Path], Transfer],
+        options: FeedOptions | None = None,
         *,
-        keep: Keep = "budget",
-        horizon_bytes: int | None = None,
         on_evict: Callable[[int], object] | None = None,
-        epoch_of: Callable[[int, int], tuple[int | None, int | None]] | None = None,
-        first_alone: bool = False,
-        window_steps: int = 0,
-        patience_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        options = options or FeedOptions()
         self.cache = cache
         self.pid = os.getpid()
         self._slices = RunSlices.of(sha256s, sizes, uses, num_steps)
-        self._slices.check(keep, cache.budget_bytes)
+        self._slices.check(options.keep, cache.budget_bytes)
         self._sha256s, self._sizes, self._same = self._slices.sha256s, self._slices.sizes, self._slices.same
-        self._clock, self._on_evict, self._patience_s = clock, on_evict, patience_s
-        self._planner = Planner(
-            cache, self._slices, start_transfer, cancel_transfer, _weakly(self),
-            keep=keep, horizon_bytes=horizon_bytes, epoch_of=epoch_of, patience_s=patience_s, clock=clock,
-            first_alone=first_alone, window_steps=window_steps,
-        )  # fmt: skip
-        self._waited_s, self._late = 0.0, 0
-        self._told_at = -math.inf
+        self._clock, self._on_evict, self._timeout_s = clock, on_evict, options.timeout_s
+        reference = weakref.ref(self)
+
+        def on_done(key: int) -> None:
+            if (feed := reference()) is not None:
+                feed._record_finished(key)
+
+        self._planner = Planner(cache, self._slices, start_transfer, on_done, options, clock)
+        self._waited_s, self._num_waits = 0.0, 0
+        self._logged_at = -math.inf
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._begin()
+        self._reset()
         at_fork(self)
 
-    def _begin(self) -> None:
-        self._changed = threading.Condition()
-        # Below: under the condition.
+    def _reset(self) -> None:
+        self._changed = threading.Condition()  # guards all below
         self._now = -1
         self._wake_at = self._plan_at = NEVER
-        self._pins: dict[int, int] = {}  # until which step
-        self._asked: Counter[int] = Counter()
+        self._pinned_until: dict[int, int] = {}  # step by key
+        self._requested: Counter[int] = Counter()
         self._errors: dict[int, Exception] = {}
         self._finished: list[int] = []
         self._lost: list[int] = []
         self._seek_to: int | None = None
-        self._began_at = 0  # the step of the last seek
-        self._starved = ""  # why there is no room for what is asked for
-        self._dirty = False  # whether the thread has something to look at
+        self._first_step = 0  # of the last seek
+        self._no_room = ""  # why there is no room for a requested slice
+        self._has_news = False  # for the thread
 
     def after_fork(self) -> None:
-        """The thread and the transfers stay with the parent."""
-        self._begin()
+        """A forked child has neither the thread nor the downloads."""
+        self._reset()
         self._closed, self._thread = True, None
-        self._planner.flights.clear()
+        self._planner.downloads.clear()
 
     def seek(self, step: int) -> None:
-        """The consumer stands before `step`, forward or back: lets go of all that it acquired."""
+        """Set the next step of the consumer, forward or back; all acquired slices are released."""
         self._check_open()
         if self._thread is None:
             self.cache.check_space(self._slices.num_bytes())
             self.cache.clean(self._slices.keys)
         with self._changed:
-            self._let_go(NEVER)
-            self._now = self._seek_to = self._began_at = step
+            self._unpin_until(NEVER)
+            self._now = self._seek_to = self._first_step = step
             self._errors.clear()
             self._wake()
         if self._thread is None:
@@ -151,69 +123,66 @@ class SliceFeed:
             )
             self._thread.start()
 
-    def held(self, key: int) -> bool:
-        """Whether a slice is here, at this moment and without waiting; `acquire` may yet find it evicted."""
+    def is_cached(self, key: int) -> bool:
+        """Whether a slice is cached at this moment; it may be evicted before `acquire`."""
         return self.cache.path_of(self._sha256s[key]).exists()
 
     def acquire(self, key: int, until: int) -> Path:
-        """The file of a slice, kept at least until `advance(until)`; waits until it is here and verified.
+        """Wait until a slice is cached; return its file, which is kept at least until `advance(until)`.
 
-        NetworkError or IntegrityError, naming the slice, if its transfer failed after the tries that it had; asked
-        again, it is tried again.
+        Raises:
+            NetworkError: If its download failed; the next call tries again. IntegrityError likewise.
         """
-        if self._pins.get(self._same[key], -1) >= until > self._now:
+        if self._pinned_until.get(self._same[key], -1) >= until > self._now:
             return self.cache.directory / self._sha256s[key]
         return self.acquire_all([key], until)[0]
 
     def acquire_all(self, keys: Sequence[int], until: int) -> list[Path]:
-        """As `acquire`, for several slices: all or none, so that nobody waits with the half of what it needs.
-
-        Two processes whose budget cannot hold what both need at once then take turns, instead of waiting forever.
-        """
+        """Like `acquire` for several slices, all or none, so that two processes cannot block each other."""
         self._check_open()
         if self._thread is None:
             raise UsageError("feed: expected seek before acquire. Say where the run begins.")
-        wanted = list(dict.fromkeys(self._same[key] for key in keys))
-        if not self._hold(wanted, until):
-            self._await(wanted, until)
+        unique = list(dict.fromkeys(self._same[key] for key in keys))
+        if not self._pin(unique, until):
+            self._wait_for(unique, until)
         return [self.cache.directory / self._sha256s[key] for key in keys]
 
-    def hold(self, keys: Sequence[int], until: int) -> bool:
-        """As `acquire_all`, but without waiting: False, and nothing more is kept, if one is not here."""
+    def try_acquire_all(self, keys: Sequence[int], until: int) -> bool:
+        """Like `acquire_all` without waiting: False, and no pin, if a slice is not cached."""
         self._check_open()
-        return self._hold(list(dict.fromkeys(self._same[key] for key in keys)), until)
+        return self._pin(list(dict.fromkeys(self._same[key] for key in keys)), until)
 
     def reject(self, key: int) -> None:
-        """A slice that was acquired has wrong bytes on disk: delete it. `acquire` has it fetched again."""
+        """Delete an acquired slice whose bytes on disk are wrong; `acquire` downloads it again."""
         key = self._same[key]
         with self._changed:
-            if self._pins.pop(key, None) is not None:
+            if self._pinned_until.pop(key, None) is not None:
                 self.cache.unpin(self._sha256s[key])
             self.cache.discard(self._sha256s[key])
-            self._planner.lost_to[key] = "damage"
+            self._planner.loss_reasons[key] = "damage"
 
     def advance(self, step: int) -> None:
-        """All before `step` is consumed: what was acquired until then may be evicted from now on.
+        """Set the next step; slices acquired until then may be evicted.
 
-        Close its maps first: a deleted file takes its bytes until it is unmapped, and nobody counts them.
+        Close their maps first: the bytes of a deleted file are not counted while it is mapped.
         """
         if step < self._now:
             raise UsageError(f"feed: expected a step from {self._now} on, got {step}. Use seek to go back.")
         if step < self._wake_at:
             self._now = step
             return
-        with self._changed:  # At once: planned at `step` with its pins of before, slices to come would be evicted.
+        with self._changed:  # A plan for `step` with the pins of before would evict slices that are needed.
             self._now = step
-            self._let_go(step)
+            self._unpin_until(step)
             self._wake()
 
     def close(self) -> None:
-        """Cancel what is under way and let go of everything; under a second, and may be called twice."""
+        """Cancel the downloads and release all slices, within a second. May be called twice."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
-            self._let_go(NEVER)
+            self._unpin_until(NEVER)
             self._changed.notify_all()
         if self._thread is None or self._thread is threading.current_thread():
             self._planner.close()
@@ -225,15 +194,16 @@ class SliceFeed:
             self.close()
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: slices and bytes fetched, fetched again (`repeated_fetches`; for one epoch
-        `refetched_slices`, `refetched_bytes`), evicted, failed; waits and their seconds.
+        """Return the counters since the start.
 
-        `held_bytes` are the run's slices that are here, `in_flight` the transfers under way.
+        Slices and bytes fetched, fetched again (`repeated_fetches`; in one epoch `refetched_slices`,
+        `refetched_bytes`), evicted, failed; waits (`late`) and their seconds; `held_bytes`: slices of the run that are
+        cached; `in_flight`: running downloads.
         """
-        held = sum(self._sizes[key] for key in list(self._planner.here))
-        waits = {"waited_s": self._waited_s, "late": self._late, "held_bytes": held}
-        counts = self._planner.flights.counts | {"evicted": self._planner.evicted}
-        return counts | waits | {"in_flight": len(self._planner.flights)}
+        cached_bytes = sum(self._sizes[key] for key in list(self._planner.cached))
+        waits = {"waited_s": self._waited_s, "late": self._num_waits, "held_bytes": cached_bytes}
+        counts = self._planner.downloads.counts | {"evicted": self._planner.num_evicted}
+        return counts | waits | {"in_flight": len(self._planner.downloads)}
 
     def _check_open(self) -> None:
         if os.getpid() != self.pid:
@@ -242,154 +212,141 @@ class SliceFeed:
             raise UsageError("feed: it is closed. Make another.")
 
     def _wake(self) -> None:
-        self._dirty = True
+        self._has_news = True
         self._changed.notify_all()
 
-    def _ended(self, key: int) -> None:
-        """A transfer ended; from any thread."""
+    def _record_finished(self, key: int) -> None:
         with self._changed:
             self._finished.append(key)
             self._wake()
 
-    def _let_go(self, step: int) -> None:
+    def _unpin_until(self, step: int) -> None:
         """Unpin what was acquired until this step or one before it; under the condition."""
-        for key in [key for key, until in self._pins.items() if until <= step]:
-            del self._pins[key]
+        for key in [key for key, until in self._pinned_until.items() if until <= step]:
+            del self._pinned_until[key]
             self.cache.unpin(self._sha256s[key])
-        self._wake_at = min([self._plan_at, *self._pins.values()])
+        self._wake_at = min([self._plan_at, *self._pinned_until.values()])
 
-    def _hold(self, keys: list[int], until: int) -> bool:
-        """Pin slices, all or none; False if one is not here."""
+    def _pin(self, keys: list[int], until: int) -> bool:
+        """Pin slices, all or none; False if one is not cached."""
         with self._changed:
-            fresh = [key for key in keys if key not in self._pins]
-            if fresh and self.cache.hold([self._sha256s[key] for key in fresh]) is None:
+            unpinned = [key for key in keys if key not in self._pinned_until]
+            if unpinned and self.cache.pin_all([self._sha256s[key] for key in unpinned]) is None:
                 return False
             for key in keys:
-                self._pins[key] = max(until, self._now + 1, self._pins.get(key, 0))
-                self._wake_at = min(self._wake_at, self._pins[key])
+                self._pinned_until[key] = max(until, self._now + 1, self._pinned_until.get(key, 0))
+                self._wake_at = min(self._wake_at, self._pinned_until[key])
         return True
 
-    def _await(self, keys: list[int], until: int) -> None:
-        """Have the thread bring slices, and pin them."""
+    def _wait_for(self, keys: list[int], until: int) -> None:
+        """Request slices from the thread, and pin them."""
         with self._changed:
-            self._late += 1
-            self._asked.update(keys)
+            self._num_waits += 1
+            self._requested.update(keys)
             for key in keys:
                 self._errors.pop(key, None)
             self._wake()
-        wait = _Wait(self._clock(), logging.INFO if self._now == self._began_at else logging.WARNING)
+        began, is_starvation_logged = self._clock(), False
         try:
-            while not self._hold(keys, until):
+            while not self._pin(keys, until):
                 with self._changed:
                     for key in keys:
                         if key in self._errors:
                             error = self._errors[key]
-                            raise named(error, self._sha256s[key], key) from error
+                            raise slice_error(error, self._sha256s[key], key) from error
                     self._check_open()
                     for key in keys:
-                        if (flight := self._planner.flights.get(key)) is not None:
-                            flight.transfer.needed = True
-                    lost = [key for key in keys if key in self._planner.here and not self.held(key)]
+                        if (download := self._planner.downloads.get(key)) is not None:
+                            download.transfer.needed = True
+                    lost = [key for key in keys if key in self._planner.cached and not self.is_cached(key)]
                     if lost:  # evicted by another process
                         self._lost += lost
                         self._wake()
-                    self._changed.wait(_GRACE_S)
-                self._say(wait, keys)
+                    self._changed.wait(_MIN_LOGGED_WAIT_S)
+                waited_s = self._clock() - began
+                self._log_wait(keys, waited_s)
+                if not is_starvation_logged and waited_s >= self._timeout_s / 2 and (no_room := self._no_room):
+                    is_starvation_logged = True
+                    log.warning("waiting for room in the cache: %s", no_room)
         finally:
-            waited_s = self._clock() - wait.began
             with self._changed:
-                self._asked.subtract(keys)
-                self._asked += Counter()
-                self._waited_s += waited_s
-        if self._now > self._began_at:
+                self._requested.subtract(keys)
+                self._requested += Counter()
+                self._waited_s += self._clock() - began
+        if self._now > self._first_step:
             self._planner.lead_s = min(_MAX_LEAD_S, 2 * self._planner.lead_s)
 
-    def _say(self, wait: _Wait, keys: list[int]) -> None:
-        """A line for a wait, one in 10 s for all of them, and another when it is for room."""
+    def _log_wait(self, keys: list[int], waited_s: float) -> None:
+        """Log a wait: as info at the first step, else as a warning, one in 10 s for all waits."""
         now = self._clock()
-        waited_s = now - wait.began
-        if waited_s >= _GRACE_S and now - self._told_at >= _TELL_S:
-            if wait.level == logging.WARNING:
-                self._told_at = now
-            log.log(
-                wait.level, "%s at step %d. Waiting; %d waits and %.1f s so far.", self._progress(keys), self._now,
-                self._late, self._waited_s + waited_s,
-            )  # fmt: skip
-        if not wait.told_starved and waited_s >= self._patience_s / 2 and (starved := self._starved):
-            wait.told_starved = True
-            log.warning("waiting for room in the cache: %s", starved)
+        if waited_s < _MIN_LOGGED_WAIT_S or now - self._logged_at < _LOG_INTERVAL_S:
+            return
+        is_first = self._now == self._first_step
+        if not is_first:
+            self._logged_at = now
+        log.log(
+            logging.INFO if is_first else logging.WARNING, "%s at step %d. Waiting; %d waits and %.1f s so far.",
+            self._progress(keys), self._now, self._num_waits, self._waited_s + waited_s,
+        )  # fmt: skip
 
     def _progress(self, keys: list[int]) -> str:
-        """How much of what is waited for is here."""
+        """Describe how much of the requested slices is downloaded."""
         total = sum(self._sizes[key] for key in keys)
         received = 0
         for key in keys:
-            flight = self._planner.flights.get(key)
-            if self.held(key):
+            download = self._planner.downloads.get(key)
+            if self.is_cached(key):
                 received += self._sizes[key]
-            elif flight is not None:
-                received += min(flight.transfer.received, self._sizes[key])
+            elif download is not None:
+                received += min(download.transfer.received, self._sizes[key])
         name = f"slice {keys[0]} ({self._sha256s[keys[0]][:12]}…)" if len(keys) == 1 else f"{len(keys)} slices"
         return f"late: {name} needed, {received} of {total} bytes here ({received / max(1, total):.0%})"
 
-    def _look(self) -> float:
-        """One look of the thread's: how long it may wait before the next."""
+    def _update(self) -> float:
+        """Update the plan once, in the thread; return the seconds until the next update."""
         with self._changed:
             seek_to, self._seek_to = self._seek_to, None
             finished, self._finished = self._finished, []
             lost, self._lost = self._lost, []
-            now, asked = self._now, list(self._asked)
-            self._dirty = False
+            now, requested = self._now, list(self._requested)
+            self._has_news = False
         try:
             if seek_to is not None:
                 self._planner.seek(seek_to)
-            outcome = self._planner.look(now, asked, finished, lost)
-        except Exception as error:  # noqa: BLE001 - who waits for a slice gets it; the thread tries again
-            outcome = Outcome(errors=dict.fromkeys(asked, error), wake_at=now + 1)
+            result = self._planner.update(now, requested, finished, lost)
+        except Exception as error:  # noqa: BLE001 - the waiting consumer gets it; the thread tries again
+            result = PlanUpdate(errors=dict.fromkeys(requested, error), wake_at=now + 1)
         else:
             seek_to = None
         with self._changed:
             if self._seek_to is None:
-                self._seek_to = seek_to  # what went wrong is done again
-            if outcome.again_s == 0.0:
-                self._dirty = True
-            self._errors |= outcome.errors
-            self._starved = outcome.starved
-            self._plan_at = outcome.wake_at
-            self._wake_at = min([self._plan_at, *self._pins.values()])
-            if self._seek_to is None and self._now >= self._plan_at:
-                self._dirty = True
+                self._seek_to = seek_to  # repeated after an error
+            self._errors |= result.errors
+            self._no_room = result.no_room
+            self._plan_at = result.wake_at
+            self._wake_at = min([self._plan_at, *self._pinned_until.values()])
+            if result.poll_s == 0.0 or (self._seek_to is None and self._now >= self._plan_at):
+                self._has_news = True
             self._changed.notify_all()
-        if self._on_evict is not None and outcome.gone:
-            gone = set(outcome.gone)
+        if self._on_evict is not None and result.evicted:
+            evicted = set(result.evicted)
             for key, same in enumerate(self._same):
-                if same in gone:
+                if same in evicted:
                     self._on_evict(key)
-        return outcome.again_s
+        return result.poll_s
 
 
 def _run(reference: weakref.ref[SliceFeed], changed: threading.Condition, planner: Planner) -> None:
-    """The feed's thread: looks, waits, and ends with the feed, also with one that was forgotten."""
+    """Run the thread of a feed; it ends with the feed, also if the feed was garbage-collected."""
     while True:
         feed = reference()
         if feed is None or feed._closed:
             break
-        wait_s = feed._look()
+        poll_s = feed._update()
         with changed:
-            idle = not feed._dirty and not feed._closed
+            is_idle = not feed._has_news and not feed._closed
             del feed
-            if idle:
-                changed.wait(wait_s)
+            if is_idle:
+                changed.wait(poll_s)
     del feed
     planner.close()
-
-
-def _weakly(feed: SliceFeed) -> Callable[[int], None]:
-    """Tells a feed of a transfer's end, if it is still there."""
-    reference = weakref.ref(feed)
-
-    def ended(key: int) -> None:
-        if (there := reference()) is not None:
-            there._ended(key)
-
-    return ended

@@ -92,8 +92,8 @@ def _until_told(args: argparse.Namespace, service: Any, stop: threading.Event, b
 
 
 def _plans(args: argparse.Namespace) -> list[JobPlan]:
-    """One job for each NAME, or one for all --mix."""
-    from forebay.scheduler.catalog import JobPlan, Wanted
+    """A job for each NAME; or one for all the --mix."""
+    from forebay.scheduler.catalog import DatasetRef, JobPlan
 
     if bool(args.names) == bool(args.mix):
         raise UsageError(
@@ -108,7 +108,7 @@ def _plans(args: argparse.Namespace) -> list[JobPlan]:
     }  # fmt: skip
     if args.mix:
         parts = dict(_weight(text) for text in args.mix)
-        datasets = tuple(Wanted(name, weight) for name, weight in parts.items())
+        datasets = tuple(DatasetRef(name, weight) for name, weight in parts.items())
         changes = tuple(_change(text, list(parts)) for text in args.mix_from)
         return [JobPlan(args.job or "mix", datasets, changes=changes, **settings)]
     if args.mix_from or (args.job and len(args.names) > 1):
@@ -116,7 +116,7 @@ def _plans(args: argparse.Namespace) -> list[JobPlan]:
     names = [args.job or args.names[0], *args.names[1:]]
     priorities = dict(_weight(text) for text in args.priority)
     return [
-        JobPlan(job, (Wanted(name, 1.0, args.id or ""),), priority=int(priorities.get(job, 0)), **settings)
+        JobPlan(job, (DatasetRef(name, 1.0, args.id or ""),), priority=int(priorities.get(job, 0)), **settings)
         for job, name in zip(names, args.names)
     ]
 

@@ -12,10 +12,10 @@ from forebay.cli.arguments import positive, rate, seconds, size
 
 def _simulate(args: argparse.Namespace) -> int:
     from forebay.observe.progress import bar
-    from forebay.simulate import Settings, simulate
+    from forebay.simulate import SimulationSettings, simulate
 
-    arguments = {field.name: getattr(args, field.name, None) for field in fields(Settings)}
-    settings = Settings(**{name: value for name, value in arguments.items() if value is not None})
+    given = {field.name: getattr(args, field.name, None) for field in fields(SimulationSettings)}
+    settings = SimulationSettings(**{name: value for name, value in given.items() if value is not None})
     shown = 0
 
     with bar("simulate", 100, "%", enabled=not args.json) as advance:
@@ -27,7 +27,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
         result = simulate(settings, progress)
     if not result.ok or not args.json:
-        print(result.words(), file=sys.stderr if args.json else sys.stdout)
+        print(result.to_text(), file=sys.stderr if args.json else sys.stdout)
     if args.json:
         print(json.dumps(result.to_json()))
     return 0 if result.ok else 1

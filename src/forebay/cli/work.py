@@ -33,7 +33,7 @@ def _work(args: argparse.Namespace) -> int:
             cache_bytes=int(settings["cache_bytes"]),
             batch_size=int(settings["batch_size"]),
             trainer=settings["trainer"],
-            ahead=settings["ahead"],
+            prefetch=settings["ahead"],
             share=_share_at(settings["share"], discovery.host),
             upload_bytes_per_s=settings["upload_limit"],
             patience_s=args.timeout,

@@ -35,7 +35,7 @@ from forebay.formats.detect import format_of_suffix
 from forebay.formats.registry import get_format, names_with
 from forebay.formats.tables import TableDigest
 from forebay.formats.token_stream import TokenDigest, build_stream
-from forebay.storage.locks import try_take
+from forebay.storage.locks import try_acquire
 
 _COMPRESSED = ("litdata", "mds")
 _MAX_RATIO = 1.02  # Bytes written for one of the tokens', at most, besides document ends.
@@ -250,7 +250,7 @@ def _stage(out: Path) -> Iterator[Path]:
     """An empty directory beside `out`, of this process alone, removed in the end."""
     stage = out.parent / f".{out.name}.converting"
     stage.mkdir(exist_ok=True)
-    lock = try_take(stage / ".lock")
+    lock = try_acquire(stage / ".lock")
     if lock is None:
         raise UsageError(f"{out}: expected no other conversion to it, got one that runs. Wait for it, or name another.")
     with lock:

@@ -1,4 +1,4 @@
-"""The words of membership: rules, state, what may happen, what is to be done. `membership.apply` joins them."""
+"""The types of membership: rules, state, events and actions. `membership.apply` maps state and event to the next."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,25 +10,25 @@ from pydantic import ConfigDict, Field, StringConstraints
 from forebay.network.messages import MAX_WAIT_S, Address, CoordinatorSession, Count, WorkerId
 
 ANSWER_S = 5.0
-"""A member takes an answer for lost, and asks again, when none came for so long beyond the time it was to wait."""
+"""A member repeats a request when no answer came for so long after the time that it was to wait."""
 HEARTBEAT_WAIT_S = 20.0
-"""The longest that a member lets the coordinator hold its heartbeat."""
+"""The longest time that the coordinator may hold a heartbeat."""
 RETRY_S = 2.0
 """The longest pause of a member between two requests without an answer."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How patient the coordinator is.
+    """The coordinator's timeouts and limits.
 
     Args:
-        min_workers: So many must be there to begin.
-        heartbeat_s: The longest that a live member is silent.
-        stale_s: A silent member is given up after this long.
-        lost_s: So is one whose connection closed, and one silent while others wait for it, after this. Silence counts
+        min_workers: The first generation needs so many.
+        heartbeat_s: The longest silence of a live member.
+        stale_s: A member that was silent for so long is removed.
+        lost_s: Timeout of a member whose connection closed, and of a silent one that others wait for. Silence counts
             from when the member must have noticed that an answer was lost: `wait_s` + `ANSWER_S` after its request.
         grace_s: How long the others wait for a live member in the middle of a step.
-        workers_per_peer: Workers of one certificate; over plain HTTP there is no such bound.
+        workers_per_peer: Workers of one certificate; over plain HTTP there is no such limit.
     """
 
     min_workers: int = 1
@@ -40,13 +40,13 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Member:
+class RunMember:
     """A live worker: one process (session) under a worker id.
 
     Args:
-        step: The steps it finished, or those of the generation that it is in.
-        weights, samples: The steps that its weights have learned, and the samples of those.
-        polling: Its requests that wait for an answer; `returns_at`: when it asks again even if the answer is lost.
+        step: Number of steps that it finished, or those of the generation that it is in.
+        weights, samples: Number of steps that its weights were trained for, and the samples of those.
+        polling: Its requests that wait for an answer; `returns_at`: when it repeats one if the answer is lost.
     """
 
     worker_id: str
@@ -66,8 +66,8 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank of a generation; its index there is the rank."""
+class RankSlot:
+    """The worker of a rank; its index in the generation is the rank."""
 
     worker_id: str
     session: str
@@ -75,22 +75,22 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Generation:
-    """A membership that holds from `start_step` on. `source` is the rank whose weights count."""
+class RankGeneration:
+    """A membership that is valid from `start_step` on. The other ranks take over the weights of rank `source`."""
 
     number: int
-    places: tuple[Place, ...]
+    places: tuple[RankSlot, ...]
     start_step: int
     start_sample: int
     source: int
 
     def rank_of(self, session: str) -> int | None:
-        """The rank of a session, None for no member."""
+        """The rank of a session, None if it has none."""
         return self._ranks.get(session)
 
     @cached_property
     def _ranks(self) -> dict[str, int]:
-        return {place.session: rank for rank, place in enumerate(self.places)}
+        return {slot.session: rank for rank, slot in enumerate(self.places)}
 
     def sample_at(self, step: int, batch_size: int) -> int:
         """The first global sample of a step."""
@@ -98,27 +98,28 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class State:
-    """All that the coordinator knows. `members` are the live ones; `seats` those of workers that finished a step.
+class RunState:
+    """The coordinator's state. `members` are the live ones; `seats` those of workers that finished a step.
 
     Args:
-        told, config: What the coordinator was told that workers do; that, with what the first worker added.
-        reached: The highest step finished in this generation: in lockstep as two certificates say, else by anybody.
-        floor: The lowest step at which the next generation may begin.
-        run_to: Where independent workers catch up to before they stop; 0 for no such place.
-        end: The step at which the run ended; None while it goes on.
-        finished: Sessions of this generation that left and say they did all steps: whose, and the last step.
-        gone: Places given up in this generation: rank, and the step it had reached.
+        fixed, config: Settings of the workers that the coordinator's owner fixed; the same with those of the first
+            worker.
+        reached: The highest step finished in this generation: in lockstep by two certificates, else by any member.
+        floor: The lowest step at which the next generation may start.
+        run_to: The step up to which independent workers continue before they stop; 0 for none.
+        end: The step at which the run ended; None before.
+        finished: Session to certificate and last step, of members of this generation that left after all steps.
+        gone: Rank and last step of the members that were removed in this generation.
         changing_at: Since when another generation is wanted.
-        breakers: Whose members were the first to break a generation before it finished a step, and how often since one
-            did; not kept over a restart.
+        breakers: Certificate to the number of generations that it broke first, before a step was finished; reset by a
+            finished step, not persisted.
     """
 
     rules: Rules
-    told: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
-    generation: Generation | None = None
-    members: Mapping[str, Member] = field(default_factory=dict)
+    generation: RankGeneration | None = None
+    members: Mapping[str, RunMember] = field(default_factory=dict)
     seats: Mapping[str, int] = field(default_factory=dict)
     reached: int = 0
     floor: int = 0
@@ -137,7 +138,7 @@ class State:
 
     @property
     def lockstep(self) -> bool:
-        """Whether workers step together, by a collective."""
+        """Whether workers step together, by a collective operation."""
         return bool(self.config.get("lockstep", True))
 
     @property
@@ -150,22 +151,22 @@ class State:
         """Whether another generation is wanted."""
         if self.generation is None:
             return bool(self.members)
-        staying = {place.session for place in self.generation.places} - self.finished.keys()
+        staying = {slot.session for slot in self.generation.places} - self.finished.keys()
         return self.broken or {member.session for member in self.members.values()} != staying
 
 
 @dataclass(frozen=True)
-class Agree:
-    """A worker says what it would do; the first one settles what the coordinator was not told."""
+class ProposeConfig:
+    """A worker proposes settings; the first proposal fills in what the coordinator's configuration leaves open."""
 
     settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class MemberMessage:
-    """What a member's process says, an event and a request in one. `session` is random, one a process.
+    """A member's message, event and request in one. `session` is random, one for each process.
 
-    Constraints on the fields hold for what comes in over the network. `wait_s`: how long to wait for news.
+    Pydantic checks the fields' constraints on messages from the network. `wait_s`: how long to wait for a change.
     """
 
     worker_id: WorkerId
@@ -177,9 +178,9 @@ class MemberMessage:
 
 @dataclass(frozen=True)
 class Join(MemberMessage):
-    """Join; `step` and `samples` are where the state that it brings stands.
+    """Join with a checkpoint of `step` steps and `samples` samples.
 
-    `peer_id`: whose certificate it came with, "" over plain HTTP; no member says it itself.
+    `peer_id`: of the certificate, "" over plain HTTP; the server sets it.
     """
 
     address: Address = ""
@@ -190,7 +191,7 @@ class Join(MemberMessage):
 
 @dataclass(frozen=True)
 class GenerationMessage(MemberMessage):
-    """A member's generation, and the steps that it finished."""
+    """A member's generation, and the number of steps that it finished."""
 
     generation: Count = 0
     step: Count = 0
@@ -200,7 +201,7 @@ class GenerationMessage(MemberMessage):
 class Ready(GenerationMessage):
     """Stopped at a boundary with `step` steps finished; `broken`: the step under way cannot be finished.
 
-    `held_step` and `held_samples`: what its weights have learned, where it could not take over the source's.
+    `held_step` and `held_samples`: the training of its weights, where it could not take over the source's.
     """
 
     broken: bool = False
@@ -210,7 +211,7 @@ class Ready(GenerationMessage):
 
 @dataclass(frozen=True)
 class Heartbeat(GenerationMessage):
-    """Alive; `changing` and `broken` are what it believes: answered when it is otherwise."""
+    """Alive; `changing` and `broken` are what it knows: answered once they differ."""
 
     changing: bool = False
     broken: bool = False
@@ -218,14 +219,14 @@ class Heartbeat(GenerationMessage):
 
 @dataclass(frozen=True)
 class Leave(GenerationMessage):
-    """Not a member any more; `finished`: the last step is done."""
+    """Leave the run; `finished`: the last step is done."""
 
     finished: bool = False
 
 
 @dataclass(frozen=True)
 class MeetRequest(MemberMessage):
-    """A value for the ranks of a generation under a key, or without one: what is there, once it is.
+    """Set a key's value for the ranks of a generation; without `value` wait for it.
 
     `value` is base64. The first value of a key counts.
     """
@@ -236,8 +237,8 @@ class MeetRequest(MemberMessage):
 
 
 @dataclass(frozen=True)
-class Waits:
-    """A member's long poll of at most `wait_s` begins (+1) or is answered (-1)."""
+class PollChange:
+    """A member's long poll of at most `wait_s` starts (+1) or is answered (-1)."""
 
     worker_id: str
     session: str
@@ -247,7 +248,7 @@ class Waits:
 
 @dataclass(frozen=True)
 class Disconnect:
-    """A member's connection closed while it waited: its process most likely ended."""
+    """A member's connection closed: its process has probably ended."""
 
     worker_id: str
     session: str
@@ -255,10 +256,10 @@ class Disconnect:
 
 @dataclass(frozen=True)
 class Tick:
-    """Nothing happened, but time."""
+    """Time has passed."""
 
 
-Event: TypeAlias = Agree | Join | Ready | Heartbeat | Leave | Waits | Disconnect | Tick
+Event: TypeAlias = ProposeConfig | Join | Ready | Heartbeat | Leave | PollChange | Disconnect | Tick
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,7 @@ class Refuse:
 
 
 @dataclass(frozen=True)
-class Note:
+class LogLine:
     """A line for the log."""
 
     text: str
@@ -278,14 +279,14 @@ class Note:
 
 @dataclass(frozen=True)
 class Formed:
-    """A generation began."""
+    """A generation started."""
 
-    generation: Generation
+    generation: RankGeneration
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """Steps [start, stop) were finished in a generation, each with `count` samples, the first from `first_sample`."""
+    """Steps [start, stop) were finished, each with `count` samples, the first step from `first_sample` on."""
 
     generation: int
     start: int
@@ -296,7 +297,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Gap:
-    """A worker died and left its part of steps [start, stop) undone; independent workers only."""
+    """A worker died before it did its part of steps [start, stop); independent workers only."""
 
     generation: int
     worker_id: str
@@ -305,4 +306,4 @@ class Gap:
     stop: int
 
 
-Action: TypeAlias = Refuse | Note | Formed | Stepped | Gap
+Action: TypeAlias = Refuse | LogLine | Formed | Stepped | Gap

@@ -1,21 +1,22 @@
-"""The coordinator's memory: who is in, which generation it is, and a log of who trained on what, in SQLite.
+"""The coordinator's SQLite file: the state of the run, and a log of which worker trained on which samples.
 
-What is answered was written before (WAL, synchronous): killed at any moment, the coordinator goes on with the same
-generation, and no number is given twice. What a live connection says again by itself is not kept: who stands ready,
-who was seen when. So after a restart each member has its whole time again to show itself, counted from when it must
-have noticed that the coordinator was gone.
+A change is written (WAL, synchronous) before the response is sent: after a kill the coordinator continues with the same
+generation, and no number is given twice. What members report again anyway is not written: which are ready, when each
+was seen. So after a restart each member has its whole timeout again, counted from when it must have noticed that the
+coordinator was down.
 
 The log only grows. A row says that steps [start, stop) were finished in a generation, each of `count` samples from
-`first_sample` on; where a step has several rows, that of the highest generation counts, the others were redone.
+`first_sample` on; of several rows for a step that of the highest generation counts, the others were redone.
 """
 
 import json
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from forebay.coordinator.messages import (
     ANSWER_S,
@@ -24,12 +25,9 @@ from forebay.coordinator.messages import (
     Action,
     Formed,
     Gap,
-    Generation,
-    Member,
-    Note,
-    Place,
+    LogLine,
     Rules,
-    State,
+    RunState,
     Stepped,
 )
 from forebay.errors import StateError
@@ -49,15 +47,17 @@ CREATE TABLE IF NOT EXISTS gaps (
     start INTEGER NOT NULL, stop INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS notes (at REAL NOT NULL, text TEXT NOT NULL);
 """
-# Kept anew by whoever is alive, so not worth a write.
-_FLEETING = ("seen_at", "moved_at", "ready", "polling", "returns_at", "lost_at")
+_STATE = TypeAdapter(RunState)
+# Live members report these again, so they are not worth a write.
+_TRANSIENT = {"seen_at", "moved_at", "ready", "polling", "returns_at", "lost_at"}
+_EXCLUDED: dict[str, Any] = {"rules": True, "changing_at": True, "breakers": True, "members": {"__all__": _TRANSIENT}}
 
 
-class Roster:
+class RunStore:
     """A run's state on disk. One thread at a time; close it.
 
     Args:
-        state_dir: The run's directory; None keeps all in memory, for a run that may be lost.
+        state_dir: The run's directory; None stores in memory, for a run that may be lost.
     """
 
     def __init__(self, state_dir: str | Path | None) -> None:
@@ -71,7 +71,7 @@ class Roster:
             )
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=FULL")
-            # One coordinator to a run: a second one fails at its first write.
+            # One coordinator for a run: a second one fails at its first write.
             self._database.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._database.executescript(_SCHEMA)
             self._database.execute("BEGIN IMMEDIATE")
@@ -83,37 +83,31 @@ class Roster:
             ) from error
         self._written = ""
 
-    def load(self, rules: Rules, told: Mapping[str, Any], now: float, run_id: str) -> tuple[State, str]:
-        """The state as it was, or the beginning of a run under `run_id`; and the run's id.
+    def load(self, rules: Rules, fixed: Mapping[str, Any], now: float, run_id: str) -> tuple[RunState, str]:
+        """The stored state, or a new run under `run_id`; and the run's id.
 
         Raises:
-            StateError: If the run on record was told otherwise, or is of another version of this program.
+            StateError: If the stored run has other settings, or is of another version of this program.
         """
         row = self._database.execute("SELECT run_id, body FROM state").fetchone()
         if row is None:
-            state = State(rules, dict(told), dict(told))
+            state = RunState(rules, dict(fixed), dict(fixed))
             self.save(state, [], run_id)
             return state, run_id
         body = json.loads(row[1])
-        for key, value in told.items():
+        for key, value in fixed.items():
             if body["config"].get(key) != value:
                 raise StateError(
                     f"coordinator's state: the run in {self.path} has {key} {body['config'].get(key)!r}, "
                     f"this start says {value!r}. Start it as it was, or choose another --state directory."
                 )
         returns_at = now + min(rules.heartbeat_s, HEARTBEAT_WAIT_S) + ANSWER_S + RETRY_S
+        times = {"seen_at": now, "moved_at": now, "returns_at": returns_at}
         try:
-            members, generation = body["members"], body["generation"]
-            if generation is not None:
-                generation["places"] = tuple(Place(**place) for place in generation["places"])
-            state = State(
-                rules, body["told"], body["config"], Generation(**generation) if generation else None,
-                {m["worker_id"]: Member(**m, seen_at=now, moved_at=now, returns_at=returns_at) for m in members},
-                body["seats"],
-                body["reached"], body["floor"], body["run_to"], body["end"],
-                {session: (voter, step) for session, (voter, step) in body["finished"].items()},
-                tuple((rank, step) for rank, step in body["gone"]), body["broken"],
-            )  # fmt: skip
+            if "fixed" not in body:
+                raise ValueError("the settings are missing")
+            members = {name: {**member, **times} for name, member in body["members"].items()}
+            state = _STATE.validate_python({**body, "rules": rules, "members": members})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateError(
                 f"coordinator's state: {self.path} is of another version, or damaged: {type(error).__name__}: {error}. "
@@ -122,43 +116,43 @@ class Roster:
         self._written = row[1]
         return state, str(row[0])
 
-    def save(self, state: State, actions: Iterable[Action], run_id: str) -> None:
-        """Writes what changed, all or nothing; on disk when it returns.
+    def save(self, state: RunState, actions: Iterable[Action], run_id: str) -> None:
+        """Write what changed, all or nothing; it is on disk when this returns.
 
         Raises:
-            StateError: If it cannot be written; what was there before stays, and a later call may succeed.
+            StateError: If it cannot be written; the stored state stays, and a later call may succeed.
         """
-        body = json.dumps(_durable(state), sort_keys=True)
+        body = _STATE.dump_json(state, exclude=_EXCLUDED).decode()
         actions = list(actions)
         if body == self._written and not actions:
             return
-        at = time.time()
+        now = time.time()
         try:
-            with self._database as database:  # Commits, or rolls back: also where the commit fails.
+            with self._database as database:  # commits, or rolls back: also where the commit fails
                 database.execute("BEGIN IMMEDIATE")
                 database.execute("INSERT OR REPLACE INTO state VALUES (1, ?, ?)", (run_id, body))
                 for action in actions:
-                    self._log(action, state, at)
+                    self._log(action, state, now)
         except sqlite3.Error as error:
             raise StateError(
                 f"coordinator's state: cannot write {self.path}: {error}. If its disk is full, free some space: the "
-                "coordinator goes on by itself."
+                "coordinator then continues."
             ) from error
         self._written = body
 
-    def _log(self, action: Action, state: State, at: float) -> None:
+    def _log(self, action: Action, state: RunState, now: float) -> None:
         execute = self._database.execute
         match action:
             case Formed(generation):
-                workers = json.dumps([place.worker_id for place in generation.places])
-                row = (generation.number, at, generation.start_step, generation.start_sample, state.batch_size, workers)
-                execute("INSERT INTO generations VALUES (?, ?, ?, ?, ?, ?)", row)
+                workers = json.dumps([slot.worker_id for slot in generation.places])
+                steps = (generation.start_step, generation.start_sample, state.batch_size)
+                execute("INSERT INTO generations VALUES (?, ?, ?, ?, ?, ?)", (generation.number, now, *steps, workers))
             case Stepped(generation, start, stop, first_sample, count):
                 execute("INSERT INTO steps VALUES (?, ?, ?, ?, ?)", (generation, start, stop, first_sample, count))
             case Gap(generation, worker, rank, start, stop):
                 execute("INSERT INTO gaps VALUES (?, ?, ?, ?, ?)", (generation, worker, rank, start, stop))
-            case Note(text):
-                execute("INSERT INTO notes VALUES (?, ?)", (at, text))
+            case LogLine(text):
+                execute("INSERT INTO notes VALUES (?, ?)", (now, text))
 
     def generations(self) -> list[dict[str, Any]]:
         """Every generation so far, oldest first."""
@@ -167,7 +161,7 @@ class Roster:
         return [{**dict(zip(names, row)), "workers": json.loads(row[5])} for row in rows]
 
     def step(self, step: int) -> dict[str, Any] | None:
-        """Who trained on what in a step, as it counts; None if it is not finished."""
+        """The workers of a step and their samples; None if it is not finished."""
         query = "SELECT * FROM steps WHERE start <= ? AND stop > ? ORDER BY generation DESC LIMIT 1"
         row = self._database.execute(query, (step, step)).fetchone()
         if row is None:
@@ -175,28 +169,28 @@ class Roster:
         generation, start, _, first, count = row
         query = "SELECT number, start_step, workers FROM generations WHERE number >= ? ORDER BY number"
         (_, _, workers), *later = self._database.execute(query, (generation,)).fetchall()
-        if any(begun <= step for _, begun, _ in later):
-            return None  # it is being done again
+        if any(start_step <= step for _, start_step, _ in later):
+            return None  # it is being redone
         names, first = json.loads(workers), first + (step - start) * count
         share = {"stride": len(names), "count": count // len(names)}
         parts = [{"worker_id": n, "rank": r, "first_sample": first + r, **share} for r, n in enumerate(names)]
         return {"step": step, "generation": generation, "first_sample": first, "count": count, "parts": parts}
 
     def sample(self, sample: int) -> dict[str, Any] | None:
-        """The step that used a sample of the global order, and the worker that trained on it; None if none did."""
+        """The step and the worker that trained on a sample of the global order; None if none did."""
         query = (
             "SELECT start + (? - first_sample) / count FROM steps WHERE first_sample <= ? "
             "AND first_sample + (stop - start) * count > ? ORDER BY generation DESC"
         )
         for (step,) in self._database.execute(query, (sample, sample, sample)).fetchall():
-            found = self.step(step)
-            if found is not None and found["first_sample"] <= sample < found["first_sample"] + found["count"]:
-                rank = (sample - found["first_sample"]) % len(found["parts"])
-                return {**found, "sample": sample, "rank": rank, "worker_id": found["parts"][rank]["worker_id"]}
+            row = self.step(step)
+            if row is not None and row["first_sample"] <= sample < row["first_sample"] + row["count"]:
+                rank = (sample - row["first_sample"]) % len(row["parts"])
+                return {**row, "sample": sample, "rank": rank, "worker_id": row["parts"][rank]["worker_id"]}
         return None
 
     def config(self) -> dict[str, Any]:
-        """What the run agreed on; empty before it began."""
+        """The settings of the run; empty before it started."""
         row = self._database.execute("SELECT body FROM state").fetchone()
         return dict(json.loads(row[0])["config"]) if row else {}
 
@@ -205,28 +199,10 @@ class Roster:
         return self._database.execute("SELECT generation, start, stop, first_sample, count FROM steps").fetchall()
 
     def gaps(self) -> list[dict[str, Any]]:
-        """Parts of steps that died with their workers; none where workers step together."""
+        """Parts of steps that dead workers did not do; none where workers step together."""
         names = ("generation", "worker_id", "rank", "start", "stop")
         return [dict(zip(names, row)) for row in self._database.execute("SELECT * FROM gaps").fetchall()]
 
     def close(self) -> None:
-        """Closes the file; may be called twice."""
+        """Close the file. May be repeated."""
         self._database.close()
-
-
-def _durable(state: State) -> dict[str, Any]:
-    members = [asdict(member) for member in state.members.values()]
-    return {
-        "told": dict(state.told),
-        "config": dict(state.config),
-        "generation": asdict(state.generation) if state.generation is not None else None,
-        "members": [{k: v for k, v in member.items() if k not in _FLEETING} for member in members],
-        "seats": dict(state.seats),
-        "reached": state.reached,
-        "floor": state.floor,
-        "run_to": state.run_to,
-        "end": state.end,
-        "finished": {session: list(said) for session, said in state.finished.items()},
-        "gone": [list(place) for place in state.gone],
-        "broken": state.broken,
-    }

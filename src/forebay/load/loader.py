@@ -47,7 +47,7 @@ from forebay.order.step_index import check_integer
 from forebay.order.windows import window_steps
 
 if TYPE_CHECKING:
-    from forebay.cache.prefetch import Keep
+    from forebay.cache.planned_use import Keep
 
 _log = logging.getLogger("forebay")
 _READY_S = 1e-3  # A batch that a thread made ahead comes sooner than this, if it was ready.

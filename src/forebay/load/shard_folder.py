@@ -25,17 +25,23 @@ from forebay.errors import DatasetError, IntegrityError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.formats.shard_writer import LIST_FILE, LIST_FORMAT
 from forebay.load.shard_check import LEAST_HEAD, SampleCheck
-from forebay.storage.base import ChangedError, Head, Origin, PermanentError, TransientError
-from forebay.storage.locks import EXCLUSIVE, SHARED, Lock, is_locked, take, try_take
+from forebay.storage.base import (
+    ChangedError,
+    ObjectMeta,
+    Origin,
+    PermanentError,
+    TransientError,
+    as_object_origin,
+    head_object,
+)
+from forebay.storage.locks import EXCLUSIVE, SHARED, Lock, acquire, is_locked, try_acquire
 from forebay.storage.ranged_download import (
-    Fetched,
+    DownloadResult,
     Workers,
-    fetch_part,
-    head_of,
-    head_origin,
+    commit_part,
+    download_part,
     part_path,
-    place,
-    plan_large,
+    plan_download,
 )
 
 _MOST_DROPPED = 4 << 30
@@ -115,8 +121,8 @@ class ShardFolder:
         prefix: str = "train",
         patience_s: float = 300.0,
     ) -> None:
-        plan_large(1, chunk_size, max_workers)  # refuses what cannot be
-        self.origin = None if origin is None else head_origin(origin)
+        plan_download(1, chunk_size, max_workers)  # refuses what cannot be
+        self.origin = None if origin is None else as_object_origin(origin)
         self.folder = folder
         self.tmp_dir = tmp_dir or folder
         self._sequence_length, self._kind = sequence_length, kind
@@ -167,18 +173,18 @@ class ShardFolder:
         """What compares the tokens of a shard, a file of so many bytes, with these ids."""
         return SampleCheck(index, ids, num_bytes, self._sequence_length, self._kind)
 
-    def heads(self, index: int, stop: threading.Event | None = None) -> list[tuple[str, Head]]:
-        """Names and heads of a shard's tokens and ids at the origin. Errors as of `head_of`."""
+    def heads(self, index: int, stop: threading.Event | None = None) -> list[tuple[str, ObjectMeta]]:
+        """Names and heads of a shard's tokens and ids at the origin. Errors as of `head_object`."""
         if self.origin is None:
             raise DatasetError(
                 f"{self.folder}: expected shard {index} ({self.tokens_name(index)} and its ids), got none. Copy it "
                 "there, or give a url to fetch it from."
             )
         names = [self.tokens_name(index), *(self.ids_name(index, suffix) for suffix in self._suffixes)]
-        found: list[tuple[str, Head]] = []
+        found: list[tuple[str, ObjectMeta]] = []
         for name in names:
             try:
-                found.append((name, head_of(self.origin, name, patience_s=self._patience_s, stop=stop)))
+                found.append((name, head_object(self.origin, name, timeout_s=self._patience_s, stop=stop)))
             except DatasetError:
                 if name in (names[0], names[-1]):
                     raise
@@ -204,7 +210,7 @@ class ShardFolder:
     def use(self, index: int) -> Lock:
         """Keep a shard from being removed by any process, until it is released. UsageError if it cannot be written."""
         try:
-            return take(self._lock(index, "use"), SHARED)
+            return acquire(self._lock(index, "use"), SHARED)
         except OSError as error:
             return self._no_lock(error)
 
@@ -214,7 +220,7 @@ class ShardFolder:
         *,
         stop: threading.Event,
         on_progress: Callable[[int, int], object] | None = None,
-    ) -> tuple[Pair, Fetched | None]:
+    ) -> tuple[Pair, DownloadResult | None]:
         """The pair, fetched by one process of the machine while the others wait; None if it was not by this one.
 
         `stop` gives it up, with TransferCancelledError or UsageError.
@@ -223,7 +229,7 @@ class ShardFolder:
             if (pair := self.ready(index)) is not None:
                 return pair, None
             try:
-                lock = try_take(self._lock(index, "fetch"))
+                lock = try_acquire(self._lock(index, "fetch"))
             except OSError as error:
                 lock = self._no_lock(error)
             if lock is not None:
@@ -245,7 +251,7 @@ class ShardFolder:
         locks: list[Lock] = []
         try:
             for kind in ("use", "fetch"):
-                lock = try_take(self._lock(index, kind), EXCLUSIVE)
+                lock = try_acquire(self._lock(index, kind), EXCLUSIVE)
                 if lock is None:
                     return False
                 locks.append(lock)
@@ -275,7 +281,9 @@ class ShardFolder:
             if index not in keep:
                 self.remove(index)
 
-    def _fetch(self, index: int, stop: threading.Event, on_progress: Callable[[int, int], object] | None) -> Fetched:
+    def _fetch(
+        self, index: int, stop: threading.Event, on_progress: Callable[[int, int], object] | None
+    ) -> DownloadResult:
         """Fetch the pair; ids or a header that do not fit are fetched again, until they come the same again."""
         wrong: set[str] = set()  # The digests of ids and header that did not fit.
         for left in range(_ROUNDS, -1, -1):
@@ -307,29 +315,29 @@ class ShardFolder:
     def _fetch_once(
         self,
         index: int,
-        head: Head,
+        head: ObjectMeta,
         part: Path,
         ids_name: str,
-        ids_head: Head,
+        ids_head: ObjectMeta,
         ids_part: Path,
         stop: threading.Event,
         on_progress: Callable[[int, int], object] | None,
-    ) -> Fetched:
+    ) -> DownloadResult:
         """The ids first, as nothing can be judged without; then the tokens, judged as they come."""
         assert self.origin is not None
         name = self.tokens_name(index)
-        settings: dict[str, Any] = {"patience_s": self._patience_s, "stop": stop}
-        plan = plan_large(ids_head.bytes, None, self._max_workers)
+        settings: dict[str, Any] = {"timeout_s": self._patience_s, "stop": stop}
+        plan = plan_download(ids_head.bytes, None, self._max_workers)
         listed = self._listed(stop).get(index, "")
-        fetch_part(self.origin, ids_name, ids_head, ids_part, plan, sha256=listed, **settings)
-        plan = plan_large(head.bytes, self._chunk_size, self._max_workers)
+        download_part(self.origin, ids_name, ids_head, ids_part, plan, sha256=listed, **settings)
+        plan = plan_download(head.bytes, self._chunk_size, self._max_workers)
         check = self.check(index, ids_part, head.bytes)
         check.piece_bytes = plan.piece_bytes
-        got = fetch_part(self.origin, name, head, part, plan, check=check, on_progress=on_progress, **settings)
+        got = download_part(self.origin, name, head, part, plan, check=check, on_progress=on_progress, **settings)
         check.close()
         tokens, ids = self.folder / name, self.folder / ids_name
-        place(ids_part, ids)
-        place(part, tokens, self.check(index, ids, head.bytes).finish)
+        commit_part(ids_part, ids)
+        commit_part(part, tokens, self.check(index, ids, head.bytes).finish)
         self._set_mark(index, tokens, ids, True)
         for path in [*self.tmp_dir.glob(f".{name}.*.part"), *self.tmp_dir.glob(f".{ids_name}.*.part")]:
             path.unlink(missing_ok=True)  # of a start that was killed between the two names
@@ -368,7 +376,7 @@ class ShardFolder:
         found: list[str] = []
         for index in range(_MOST_SHARDS):
             try:
-                head_of(self.origin, self.tokens_name(index), patience_s=self._patience_s, stop=stop)
+                head_object(self.origin, self.tokens_name(index), timeout_s=self._patience_s, stop=stop)
             except DatasetError:
                 if not found:
                     raise
@@ -382,7 +390,7 @@ class ShardFolder:
             self._list = {}
             assert self.origin is not None
             try:
-                head_of(self.origin, LIST_FILE, patience_s=self._patience_s, stop=stop)
+                head_object(self.origin, LIST_FILE, timeout_s=self._patience_s, stop=stop)
             except DatasetError:
                 return self._list
             self._list = read_list(self.origin.get(LIST_FILE, 64 << 20), f"{self.origin.url}/{LIST_FILE}")

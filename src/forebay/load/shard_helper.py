@@ -24,7 +24,7 @@ from forebay.errors import ForebayError, UsageError
 from forebay.load.shard_folder import Pair, ShardFolder
 from forebay.storage.base import Timeouts
 from forebay.storage.origins import open_origin
-from forebay.storage.ranged_download import Fetched
+from forebay.storage.ranged_download import DownloadResult
 
 LEAST_APART_BYTES = 64 << 20
 _LOOK_S = 0.1
@@ -33,7 +33,7 @@ _END_S = 5.0
 
 def open_folder(url: str, folder: Path, settings: dict[str, Any]) -> ShardFolder:
     """The shards of a URL in a directory; one and the same: they are used in place."""
-    origin = open_origin(url, patience=Timeouts.within(settings["patience_s"]))
+    origin = open_origin(url, timeouts=Timeouts.within(settings["patience_s"]))
     return ShardFolder(None if Path(origin.url) == folder else origin, folder, **settings)
 
 
@@ -44,7 +44,7 @@ def obtain_apart(
     *,
     stop: threading.Event,
     on_progress: Callable[[int, int], object],
-) -> tuple[Pair, Fetched | None]:
+) -> tuple[Pair, DownloadResult | None]:
     """As `obtain` of `open_folder(*given)`, by a process of priority `nice`. UsageError, too, if the process died.
 
     Credentials come from the environment, which the process inherits.
@@ -83,7 +83,7 @@ def obtain_apart(
             process.kill()  # What was fetched stays.
     if kind == "error":
         raise content
-    found: tuple[Pair, Fetched | None] = content
+    found: tuple[Pair, DownloadResult | None] = content
     return found
 
 

@@ -38,7 +38,7 @@ from forebay.order.shard_windows import (
     shard_turn,
     window_sample_ids,
 )
-from forebay.storage.base import environment
+from forebay.storage.base import require_env
 from forebay.storage.ranged_download import Workers
 from forebay.units import format_bytes, format_rate
 
@@ -64,7 +64,7 @@ class SharedShardedDatasetManager:
         folder: Where they are kept; by default `DATASET_BINS_PATH`. The same directory as `url`: they are used there.
         local_rank: Of the machine: 0 cleans up and deletes. By default `LOCAL_RANK`, else `rank`.
         keep_shards: Delete nothing.
-        chunk_size, max_workers: Of downloads, see `store.large.plan_large`; `max_workers="all"`: one a range.
+        chunk_size, max_workers: Of downloads, see `plan_download`; `max_workers="all"`: one a range.
         tmp_dir: Where partial files lie; by default in `folder`. On another volume, a file is copied and judged anew.
         steps_per_shard, reset_step, num_shards, remap: See `shard_of_step`; `num_shards` is listed if None.
         generation: Of the files of ids: `bin`, `npy`, or as found.
@@ -135,7 +135,7 @@ class SharedShardedDatasetManager:
         self._stats: dict[str, Any] = {
             "start_s": 0.0, "stall_s": 0.0, "swaps": 0, "late_swaps": 0, "fetched_bytes": 0, "fetch_s": 0.0,
         }  # fmt: skip
-        home = Path(folder if folder is not None else environment("DATASET_BINS_PATH", "shards")).absolute()
+        home = Path(folder if folder is not None else require_env("DATASET_BINS_PATH", "shards")).absolute()
         source = "r2://" if url is None else str(url) if "://" in str(url) else str(Path(url).absolute())
         settings: dict[str, Any] = {
             "sequence_length": sequence_length, "kind": None if token_dtype is None else token_dtype(token_dtype),

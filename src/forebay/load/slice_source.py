@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from forebay.cache.cache import SliceCache
 from forebay.dataset.reader import Dataset
 from forebay.errors import NetworkError
 from forebay.storage.origins import open_origin
-from forebay.storage.transfer_state import SteeredTransfer, Transfer
+from forebay.storage.transfer_state import Transfer
 from forebay.storage.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ class Fetches:
         self._transfers = Transfers(connections=connections)
         self._shares: dict[str, SliceShare | None] = {}  # by node
         self._members: dict[str, SwarmMember] = {}  # by dataset id
-        self._steered: weakref.WeakKeyDictionary[SteeredTransfer, SwarmMember] = weakref.WeakKeyDictionary()
         try:
             for dataset in datasets if share else ():
                 if dataset.id not in self._members:
@@ -54,26 +52,18 @@ class Fetches:
             self.close()
             raise
 
-    def start(self, dataset: Dataset, index: int, part: Path) -> Transfer | SteeredTransfer:
+    def start(self, dataset: Dataset, index: int, part: Path) -> Transfer:
         """Begin to fetch a slice into its partial file."""
         if (member := self._members.get(dataset.id)) is not None:
-            transfer = member.reader.fetch(index, part)
-            self._steered[transfer] = member
-            return transfer
+            return member.reader.fetch(index, part)
         origin = getattr(dataset, "origin", None)
         origin = origin if origin is not None else open_origin(str(dataset.path))
         return self._transfers.start(dataset.table.row(index), part, [origin])
 
-    def cancel(self, transfer: Transfer | SteeredTransfer) -> None:
-        """Make a transfer end soon."""
-        if isinstance(transfer, Transfer):
-            return self._transfers.cancel(transfer)
-        self._steered[transfer].reader.cancel(transfer)
-
     def evicted(self, dataset: Dataset, index: int) -> None:
         """A slice is here no longer."""
         if (member := self._members.get(dataset.id)) is not None:
-            member.reader.lost(index)
+            member.reader.report_lost(index)
 
     def stats(self) -> dict[str, int]:
         """Slices by where they came from, and bytes that others took from here; empty if nothing is shared."""
@@ -131,7 +121,7 @@ def _held(cache: SliceCache, sha256s: list[str]) -> Callable[[], NDArray[np.bool
 
     def held() -> NDArray[np.bool_]:
         flags = np.zeros(len(sha256s), np.bool_)
-        flags[[keys[sha256] for sha256 in cache.held() if sha256 in keys]] = True
+        flags[[keys[sha256] for sha256 in cache.list_slices() if sha256 in keys]] = True
         return flags
 
     return held

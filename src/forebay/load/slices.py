@@ -27,7 +27,8 @@ from forebay.formats import ExternalDataset
 from forebay.order.run import Run
 
 if TYPE_CHECKING:
-    from forebay.cache.prefetch import Keep, SliceFeed
+    from forebay.cache.planned_use import Keep
+    from forebay.cache.prefetch import SliceFeed
     from forebay.load.slice_source import Fetches
 
 I64 = NDArray[np.int64]
@@ -151,7 +152,7 @@ class Slices:
     def hold(self, keys: Sequence[int], until: int) -> bool:
         """Whether all of these are here; then they are kept until `advance(until)`. Does not wait."""
         wanted = [key for key in keys if self.is_cached(key)]
-        return not wanted or (self._feed is not None and self._feed.hold(wanted, until))
+        return not wanted or (self._feed is not None and self._feed.try_acquire_all(wanted, until))
 
     def bring(self, keys: Sequence[int], until: int) -> None:
         """Wait until all of these are here, kept together until `advance(until)`."""
@@ -228,6 +229,7 @@ class Slices:
 
     def _begin(self) -> SliceFeed:
         from forebay.cache.cache import SliceCache
+        from forebay.cache.planner import FeedOptions
         from forebay.cache.prefetch import SliceFeed
         from forebay.load.slice_source import Fetches
 
@@ -244,13 +246,14 @@ class Slices:
             self._cached_uses,
             self._run.num_steps,
             lambda key, part: fetches.start(*find(key), part),
-            fetches.cancel,
-            keep=self._cache.keep,
-            horizon_bytes=self._cache.ahead_bytes,
-            epoch_of=self._epoch_of,
+            FeedOptions(
+                keep=self._cache.keep,
+                horizon_bytes=self._cache.ahead_bytes,
+                epoch_of=self._epoch_of,
+                first_alone=True,
+                window_steps=self._window_steps,
+            ),
             on_evict=(lambda key: fetches.evicted(*find(key))) if self._cache.share else None,
-            first_alone=True,
-            window_steps=self._window_steps,
         )
 
     def _cached_uses(self, start: int, stop: int) -> tuple[I64, I64]:

@@ -1,19 +1,19 @@
-"""A dataset copied from any origin to a directory or a bucket: verified, resumable, whole or by a range of slices.
+"""Copy a dataset from any origin to a directory or a bucket: verified, resumable, complete or a range of slices.
 
-Slices come first, then the small files, the table, and the manifest last: what has a manifest is a dataset. Every
-byte is verified before it gets its name. What is there already is hashed (in a bucket: compared by the hash kept with
-it) and skipped; a slice that a kill cut off goes on with the pieces that came. A mirror may take part in the swarm:
-what came is handed out while the rest comes.
+Slices come first, then small files, the table, and last the manifest, so a copy with a manifest is complete. Bytes are
+verified before they get their final names. Existing files are hashed (in a bucket: compared by their recorded hash)
+and skipped; a slice that a kill broke off resumes with its complete pieces. A mirror may join the swarm and serve its
+slices meanwhile.
 
-Disk: slices on their way, at most four and 1 GiB unless one is larger, beside the target or in a temporary directory.
-Memory: the transfers' (`connections` x 256 KiB), and 32 MiB an upload to a bucket.
+Disk: the slices being downloaded (four and 1 GiB at most, or one larger), beside the target or in a temporary
+directory. Memory: that of the transfers (`connections` x 256 KiB), and 32 MiB per upload to a bucket.
 """
 
 import functools
 import hashlib
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,31 +26,29 @@ from forebay.dataset.reader import listed_files
 from forebay.errors import DatasetError, UsageError
 from forebay.storage.base import read_small
 from forebay.storage.remote_dataset import RemoteDataset
-from forebay.storage.targets import Target
-from forebay.storage.transfer_state import Pending
+from forebay.storage.targets import FolderTarget, Target
+from forebay.storage.transfer_state import Transfer
 from forebay.storage.transfers import Transfers
 
-_MOST_SLICES = 4
-_MOST_BYTES = 1 << 30
-_MOST_WANTED = 1024  # slices that a swarm's trackers are told of
-_LOOK_S, _MOST_LOOK_S = 0.1, 2.0  # whether all have all: often at first, as they mostly end together
-_CHECKERS = 16
+_MAX_SLICES, _MAX_BYTES = 4, 1 << 30
+_MAX_SWARM_SLICES = 1024  # requested from the trackers at once
+_POLL_S, _MAX_POLL_S = 0.1, 2.0  # whether all members have all slices: often at first, as most end together
+_MAX_CHECKS = 16
 _MAX_FILE_BYTES = 1 << 30
-Say = Callable[[int], object]
-# What is absent, what is there, and whom to tell of bytes done.
-Copy = Callable[[list[SliceInfo], list[SliceInfo], Say], None]
+OnProgress = Callable[[int], object]
+Fetch = Callable[[SliceInfo, Path], Transfer]
 
 
 @dataclass(frozen=True)
 class MirrorReport:
-    """What a mirror did.
+    """The result of a mirror.
 
     Attributes:
         id: Of the dataset.
-        copied, skipped: Slices of the range that were fetched, and that were there.
-        copied_bytes, skipped_bytes: Of them.
-        missing: Slices outside the range that are not there.
-        complete: The target is the whole dataset, manifest included.
+        copied, skipped: Slices of the range that were downloaded, and that existed.
+        copied_bytes, skipped_bytes: Their bytes.
+        missing: Slices outside the range that do not exist in the target.
+        complete: The target has the complete dataset with its manifest.
     """
 
     id: str
@@ -72,27 +70,24 @@ def mirror(
     start: int = 0,
     stop: int | None = None,
     connections: int = 16,
-    on_progress: Say | None = None,
+    on_progress: OnProgress | None = None,
 ) -> MirrorReport:
-    """Copy slices [start, stop) and, once all are there, what makes them a dataset.
+    """Copy slices [start, stop) and, when all slices exist, the files that complete the dataset.
 
     Args:
         dataset: From `open_remote`, of any URL.
-        target: Stays the caller's to close.
-        on_progress: Told the bytes done since its last call, those that are skipped included; from one thread.
+        target: The caller closes it.
+        on_progress: Called with the bytes copied or skipped since the last call, from one thread.
 
     Raises:
-        UsageError: If the range is outside the dataset, or the target holds another dataset or has no room.
-        NetworkError: If a slice cannot be had; what was copied stays, and the next run goes on.
+        UsageError: If the range is outside the dataset, or the target has no room or contains another dataset.
+        NetworkError: If a slice cannot be downloaded. The copied ones are kept; the next run resumes.
     """
 
-    def copy(absent: list[SliceInfo], there: list[SliceInfo], say: Say) -> None:
-        def place(transfer: Pending) -> None:
-            target.place(transfer.info.name, transfer.part, transfer.info.sha256)
-
-        with Transfers(connections) as transfers, ThreadPoolExecutor(_MOST_SLICES) as pool:
+    def copy(absent: list[SliceInfo], present: list[SliceInfo], on_progress: OnProgress) -> None:
+        with Transfers(connections) as transfers:
             fetch = functools.partial(transfers.start, origins=[dataset.origin])
-            _copy(target, absent, fetch, place, pool.submit, _MOST_SLICES, _MOST_BYTES, say)
+            _copy_slices(target, absent, fetch, lambda row: None, _MAX_SLICES, _MAX_BYTES, on_progress)
 
     return _mirror(dataset, target, start, stop, on_progress, copy, {})
 
@@ -107,46 +102,42 @@ def mirror_by_swarm(
     connections: int = 16,
     upload_bytes_per_s: float | None = None,
     linger_s: float = 60.0,
-    on_progress: Say | None = None,
+    on_progress: OnProgress | None = None,
 ) -> tuple[MirrorReport, dict[str, Any]]:
-    """As `mirror`, of `forebay://` to a directory; and the swarm's figures.
+    """Like `mirror`, from a swarm to a directory; also returns the figures of the swarm.
 
-    `share` is as of SwarmMember. At the end it goes on sharing for `linger_s` at most, until all who share have all.
+    `share`: see SwarmMember. After the copy it serves slices until all members have all, for `linger_s` at most.
     """
     from forebay.network.limits import Throttle
     from forebay.swarm.reader import SwarmMember
 
     if "://" in target.url:
         raise UsageError(f"mirror: expected a directory to share from, got {target.url}. Leave out --share.")
-    folder, held = dict[str, Path](), np.zeros(dataset.num_slices, np.bool_)
+    files, is_present = dict[str, Path](), np.zeros(dataset.num_slices, np.bool_)
     throttle = Throttle(upload_bytes_per_s) if upload_bytes_per_s is not None else None
-    with SwarmMember(dataset, folder, held.copy, share=share, throttle=throttle, connections=connections) as member:
 
-        def show(row: SliceInfo) -> None:
-            folder[row.sha256] = Path(target.url) / row.name
-            held[row.index] = True
+    def serve(row: SliceInfo) -> None:
+        files[row.sha256] = Path(target.url) / row.name
+        is_present[row.index] = True
 
-        def place(transfer: Pending) -> None:
-            target.place(transfer.info.name, transfer.part, transfer.info.sha256)
-            show(transfer.info)
+    with SwarmMember(
+        dataset, files, is_present.copy, share=share, throttle=throttle, connections=connections
+    ) as member:
 
-        def copy(absent: list[SliceInfo], there: list[SliceInfo], say: Say) -> None:
-            for row in there:
-                show(row)
-            # Placed by the thread that ended the transfer: it is here before the tracker hears of it.
-            _copy(
-                target, absent, lambda row, part: member.reader.fetch(row.index, part), place, lambda do: do(),
-                _MOST_WANTED, None, say,
-            )  # fmt: skip
+        def copy(absent: list[SliceInfo], present: list[SliceInfo], on_progress: OnProgress) -> None:
+            for row in present:
+                serve(row)
+            fetch: Fetch = lambda row, part: member.reader.fetch(row.index, part)  # noqa: E731
+            _copy_slices(target, absent, fetch, serve, _MAX_SWARM_SLICES, None, on_progress)
 
         report = _mirror(dataset, target, start, stop, on_progress, copy, member.files)
-        until, look_s = time.monotonic() + (linger_s if share else 0.0), _LOOK_S
-        while time.monotonic() < until and not member.reader.settled:
+        deadline, poll_s = time.monotonic() + (linger_s if share else 0.0), _POLL_S
+        while time.monotonic() < deadline and not member.reader.settled:
             member.reader.ask_soon()
-            time.sleep(look_s)
-            look_s = min(2 * look_s, _MOST_LOOK_S)
-        shared = member.share.bytes_sent if member.share is not None else 0
-        return report, {**member.reader.stats(), "bytes_shared": shared}
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, _MAX_POLL_S)
+        bytes_shared = member.share.bytes_sent if member.share is not None else 0
+        return report, {**member.reader.stats(), "bytes_shared": bytes_shared}
 
 
 def _mirror(
@@ -154,41 +145,40 @@ def _mirror(
     target: Target,
     start: int,
     stop: int | None,
-    on_progress: Say | None,
-    copy: Copy,
+    on_progress: OnProgress | None,
+    copy: Callable[[list[SliceInfo], list[SliceInfo], OnProgress], None],
     files: Mapping[str, bytes],
 ) -> MirrorReport:
-    """What all mirrors do around the copying of slices; `files` are small ones that are here already."""
+    """Mirror a dataset: `copy` is called with absent and present slices; `files` are small files known already."""
     stop = dataset.num_slices if stop is None else stop
     if not 0 <= start <= stop <= dataset.num_slices:
         raise UsageError(f"slices: expected a range in 0:{dataset.num_slices}, got {start}:{stop}.")
-    found = target.read_whole(MANIFEST_FILE)
-    if found is not None and dataset_id(found) != dataset.id:
+    manifest = target.load(MANIFEST_FILE)
+    if manifest is not None and dataset_id(manifest) != dataset.id:
         raise UsageError(
-            f"{target.url}: expected nothing there, or the dataset {dataset.id}, got {dataset_id(found)}. "
-            "Choose another place."
+            f"{target.url}: expected no dataset, or the dataset {dataset.id}, got {dataset_id(manifest)}. "
+            "Choose another target."
         )
-    say = on_progress or (lambda _: None)
+    on_progress = on_progress or (lambda _: None)
     absent: list[SliceInfo] = []
     skipped: list[SliceInfo] = []
-    for row, there in _look(target, map(dataset.table.row, range(start, stop)), verify=True):
-        (skipped if there else absent).append(row)
-        say(row.bytes if there else 0)
+    for row, is_present in _check_slices(target, map(dataset.table.row, range(start, stop)), verify=True):
+        (skipped if is_present else absent).append(row)
+        on_progress(row.bytes if is_present else 0)
     _check_room(target, absent)
-    copy(absent, skipped, say)
-    outside = [*range(start), *range(stop, dataset.num_slices)]
-    missing = sum(not there for _, there in _look(target, map(dataset.table.row, outside), verify=False))
+    copy(absent, skipped, on_progress)
+    outside = map(dataset.table.row, [*range(start), *range(stop, dataset.num_slices)])
+    missing = sum(not is_present for _, is_present in _check_slices(target, outside, verify=False))
     if not missing:
-        # The small files, the table, and the manifest last.
         names = sorted(listed_files(dataset.manifest).items())
         for name, sha256 in [*names, (TABLE_FILE, dataset.manifest.table_sha256), (MANIFEST_FILE, dataset.id)]:
             data = files[name] if name in files else read_small(dataset.origin, name, _MAX_FILE_BYTES)
-            got = hashlib.sha256(data).hexdigest()
-            if got != sha256:
+            found_sha256 = hashlib.sha256(data).hexdigest()
+            if found_sha256 != sha256:
                 raise DatasetError(
-                    f"{dataset.origin.url}/{name}: expected sha256 {sha256}, got {got}. Publish it again."
+                    f"{dataset.origin.url}/{name}: expected sha256 {sha256}, got {found_sha256}. Publish it again."
                 )
-            target.write(name, data, got)
+            target.write(name, data, sha256)
     return MirrorReport(
         dataset.id, dataset.origin.url, target.url, dataset.num_slices, len(absent), len(skipped),
         sum(row.bytes for row in absent), sum(row.bytes for row in skipped), missing, not missing,
@@ -198,41 +188,45 @@ def _mirror(
 def _check_room(target: Target, rows: list[SliceInfo]) -> None:
     free, needed = target.free_bytes(), sum(row.bytes for row in rows)
     if free is not None:
-        parts = [target.part_of(row.name) for row in rows]
-        held = sum(part.stat().st_blocks * 512 for part in parts if part.exists())
-        if needed > free + held:
+        parts = [target.part_path(row.name) for row in rows]
+        free += sum(part.stat().st_blocks * 512 for part in parts if part.exists())
+        if needed > free:
             raise UsageError(
-                f"{target.url}: expected room for {needed} bytes, got {free + held}. "
-                f"Free {needed - free - held} bytes, copy fewer slices (--slices A:B), or choose another disk."
+                f"{target.url}: expected room for {needed} bytes, got {free}. "
+                f"Free {needed - free} bytes, copy fewer slices (--slices A:B), or choose another disk."
             )
 
 
-def _look(target: Target, rows: Iterator[SliceInfo], *, verify: bool) -> Iterator[tuple[SliceInfo, bool]]:
-    """Each slice, in order, and whether it is there."""
-    with ThreadPoolExecutor(_CHECKERS) as pool:
+def _check_slices(target: Target, rows: Iterable[SliceInfo], *, verify: bool) -> Iterator[tuple[SliceInfo, bool]]:
+    """Yield each slice, in order, and whether the target contains it."""
+    with ThreadPoolExecutor(_MAX_CHECKS) as pool:
         yield from pool.map(
-            lambda row: (row, target.has(row.name, row.bytes, row.sha256 if verify else None)), list(rows)
+            lambda row: (row, target.contains(row.name, row.bytes, row.sha256 if verify else None)), list(rows)
         )
 
 
-def _copy(
+def _copy_slices(
     target: Target,
     rows: list[SliceInfo],
-    fetch: Callable[[SliceInfo, Path], Pending],
-    place: Callable[[Pending], object],
-    submit: Callable[[Callable[[], object]], object],
-    most: int,
-    most_bytes: int | None,
-    say: Say,
+    fetch: Fetch,
+    on_commit: Callable[[SliceInfo], object],
+    max_slices: int,
+    max_bytes: int | None,
+    on_progress: OnProgress,
 ) -> None:
-    """Fetch and place slices, some at a time, begun in order; `submit` runs what places one."""
-    ended: queue.SimpleQueue[tuple[Pending, Exception | None]] = queue.SimpleQueue()
+    """Download and commit slices, several at once, started in order.
 
-    def finish(transfer: Pending) -> None:
+    A directory gets a slice in the thread that ended its transfer, so before a tracker is told of it; uploads to a
+    bucket run in threads of their own.
+    """
+    ended: queue.SimpleQueue[tuple[Transfer, Exception | None]] = queue.SimpleQueue()
+
+    def commit(transfer: Transfer) -> None:
         error = transfer.error
         try:
             if error is None:
-                place(transfer)
+                target.commit(transfer.info.name, transfer.part, transfer.info.sha256)
+                on_commit(transfer.info)
         except OSError as fault:
             error = UsageError(
                 f"{target.url}: cannot write {transfer.info.name}: {fault}. Check the directory and its disk."
@@ -241,32 +235,33 @@ def _copy(
             error = fault
         ended.put((transfer, error))
 
-    def hand_over(transfer: Pending) -> None:
+    def submit(transfer: Transfer) -> None:
         try:
-            submit(functools.partial(finish, transfer))
-        except RuntimeError as error:  # no thread for it; or the pool was closed, as another slice failed
+            pool.submit(commit, transfer)
+        except RuntimeError as error:  # no thread can be started, or the pool was closed after another error
             ended.put((transfer, error))
 
     waiting = list(reversed(rows))
-    under_way: dict[Pending, int] = {}  # bytes told of
+    running: dict[Transfer, int] = {}  # bytes reported as progress
     num_bytes = 0
-    while waiting or under_way:
-        while waiting and len(under_way) < most and (
-            not under_way or most_bytes is None or num_bytes + waiting[-1].bytes <= most_bytes
-        ):  # fmt: skip
-            row = waiting.pop()
-            transfer = fetch(row, target.part_of(row.name))
-            under_way[transfer], num_bytes = 0, num_bytes + row.bytes
-            transfer.on_done(hand_over)
-        try:
-            transfer, error = ended.get(timeout=_LOOK_S)
-        except queue.Empty:
-            for transfer, told in under_way.items():
-                if (received := transfer.received) != told:
-                    under_way[transfer] = received
-                    say(received - told)
-            continue
-        if error is not None:
-            raise error
-        num_bytes -= transfer.info.bytes
-        say(transfer.info.bytes - under_way.pop(transfer))
+    with ThreadPoolExecutor(_MAX_SLICES) as pool:
+        while waiting or running:
+            while waiting and len(running) < max_slices and (
+                not running or max_bytes is None or num_bytes + waiting[-1].bytes <= max_bytes
+            ):  # fmt: skip
+                row = waiting.pop()
+                transfer = fetch(row, target.part_path(row.name))
+                running[transfer], num_bytes = 0, num_bytes + row.bytes
+                transfer.on_done(commit if isinstance(target, FolderTarget) else submit)
+            try:
+                transfer, error = ended.get(timeout=_POLL_S)
+            except queue.Empty:
+                for transfer, reported in running.items():
+                    if (received := transfer.received) != reported:
+                        running[transfer] = received
+                        on_progress(received - reported)
+                continue
+            if error is not None:
+                raise error
+            num_bytes -= transfer.info.bytes
+            on_progress(transfer.info.bytes - running.pop(transfer))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forebay.coordinator.store import ROSTER_NAME, Roster
+from forebay.coordinator.store import ROSTER_NAME, RunStore
 from forebay.errors import LedgerError, StateError
 
 _MAGIC = b"SQLite format 3\0"
@@ -47,13 +47,13 @@ class StepsReport:
 
 
 @contextmanager
-def open_log(path: Path) -> Iterator[Roster]:
+def open_log(path: Path) -> Iterator[RunStore]:
     """The log in a coordinator's state, for reading. Raises LedgerError if it cannot be read."""
     path = path / ROSTER_NAME if path.is_dir() else path
     with tempfile.TemporaryDirectory() as directory:
         try:
             _copy(path, Path(directory))
-            roster = Roster(directory)
+            roster = RunStore(directory)
         except (OSError, StateError) as error:
             raise LedgerError(f"{path}: cannot read the coordinator's log: {error}.") from error
         try:

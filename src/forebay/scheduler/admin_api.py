@@ -1,47 +1,55 @@
-"""What a scheduler says of itself: as JSON, as figures for Prometheus, as lines for a person."""
+"""The scheduler's status, as JSON, metrics and lines for a terminal; and the endpoints that change a job."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
-from forebay.network.app import Metric, counter, gauge
-from forebay.scheduler.core import Desk
-from forebay.scheduler.jobs import Job
+from fastapi import FastAPI, Request, Response
 
-# The span over which a worker's rate is stated.
-RATE_SPAN_S = 30.0
+from forebay.network.app import Metric, counter, gauge, role
+from forebay.network.messages import ReadmitRequest, WeightsRequest
+from forebay.scheduler.catalog import Catalog
+from forebay.scheduler.core import SchedulerCore
+from forebay.scheduler.events import Event
+from forebay.scheduler.jobs import SchedulerJob
+
+RATE_SPAN_S = 30.0  # a worker's rate is its mean over this time
 MAX_WORKERS_SHOWN = 1000
 
 
 @dataclass(slots=True)
-class Seen:
-    """What is told of a worker since this scheduler began."""
+class WorkerUsage:
+    """What a worker used since this scheduler started."""
 
     name: str
     seen_at: float
     samples: int = 0
     tokens: int = 0
-    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))  # (time, tokens)
 
-    def used(self, samples: int, tokens: int, now: float) -> None:
+    def add(self, samples: int, tokens: int, now: float) -> None:
         self.samples += samples
         self.tokens += tokens
         self.recent.append((now, tokens))
 
     def rate(self, now: float) -> float:
         """Tokens a second over the last RATE_SPAN_S."""
-        recent = [(at, tokens) for at, tokens in self.recent if at > now - RATE_SPAN_S]
+        recent = [(used_at, tokens) for used_at, tokens in self.recent if used_at > now - RATE_SPAN_S]
         if len(recent) < 2:
             return 0.0
         return sum(tokens for _, tokens in recent[1:]) / max(0.1, now - recent[0][0])
 
 
-def job_status(job: Job) -> dict[str, Any]:
-    """How far a job is; samples count over all epochs, slices in the epoch of each dataset."""
+def job_status(job: SchedulerJob) -> dict[str, Any]:
+    """The progress of a job; samples count over all epochs, slices in the epoch of each dataset."""
+    state = "paused" if job.paused else "running"
+    if job.done:
+        state = "incomplete" if job.num_left_out else "done"
     return {
         "name": job.name,
-        "state": _state(job),
+        "state": state,
         "epoch": min(table.epoch for table in job.tables),
         "epochs": job.spec.epochs,
         "priority": job.spec.priority,
@@ -64,93 +72,115 @@ def job_status(job: Job) -> dict[str, Any]:
             }
             for source, table, weight in zip(job.spec.sources, job.tables, job.weights)
         ],
-        "changes": [{"at": at, "weights": list(weights)} for at, weights in job.changes],
+        "changes": [{"at": start_sample, "weights": list(weights)} for start_sample, weights in job.changes],
         "done": job.done and not job.num_left_out,
     }
 
 
-def _state(job: Job) -> str:
-    if job.done:
-        return "incomplete" if job.num_left_out else "done"
-    return "paused" if job.paused else "running"
-
-
 def left_out_line(job: Mapping[str, Any]) -> str:
-    """Why a job is not done, for a person: its slices that were set aside."""
+    """Why a job is incomplete: its slices that were set aside."""
     asides = job["set_aside"]
     slices = ", ".join(str(aside["slice"]) for aside in asides[:20]) + (", …" if len(asides) > 20 else "")
     reasons = "; ".join(dict.fromkeys(aside["reason"] for aside in asides[:20]))
-    return f"job {job['name']!r}: expected every sample to be used, got {job['num_left_out']:,} that nobody used" + (
+    return f"job {job['name']!r}: expected every sample to be used, got {job['num_left_out']:,} unused" + (
         f", of slices set aside: {slices} ({reasons})" if asides else ""
     )
 
 
-def workers_status(workers: Mapping[str, Seen], desk: Desk, now: float) -> dict[str, Any]:
-    """Those heard of last first, at most MAX_WORKERS_SHOWN."""
+def full_status(
+    core: SchedulerCore, workers: Mapping[str, WorkerUsage], catalog: Catalog, now: float
+) -> dict[str, Any]:
+    """The response to `GET /v1/status`; it has the first job's figures at the top, too.
+
+    The workers are those seen last, at most MAX_WORKERS_SHOWN.
+    """
+    jobs = [job_status(job) for job in core.jobs.values()]
+    keys = ("name", "epoch", "epochs", "num_slices", "slices_used", "slices_leased", "samples_used", "num_samples")
     latest = sorted(workers.items(), key=lambda item: item[1].seen_at, reverse=True)[:MAX_WORKERS_SHOWN]
     return {
-        peer_id: {
-            "name": seen.name,
-            "samples": seen.samples,
-            "last_seen_s": round(now - seen.seen_at, 3),
-            "tokens_per_s": round(seen.rate(now), 1),
-            "leases": desk.sessions.num_leases(peer_id),
-        }
-        for peer_id, seen in latest
-    }
-
-
-def whole(
-    jobs: list[dict[str, Any]], workers: dict[str, Any], claims: list[dict[str, Any]], reports: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """The answer to `GET /v1/status`: the first job's figures stand at the top, too."""
-    first = jobs[0]
-    keys = ("name", "epoch", "epochs", "num_slices", "slices_used", "slices_leased", "samples_used", "num_samples")
-    return {
-        **{key: first[key] for key in keys},
-        "dataset_id": first["datasets"][0]["dataset_id"],
+        **{key: jobs[0][key] for key in keys},
+        "dataset_id": jobs[0]["datasets"][0]["dataset_id"],
         "jobs": jobs,
-        "workers": workers,
-        "providers": claims,
-        "bad_providers": reports,
+        "workers": {
+            peer_id: {
+                "name": usage.name,
+                "samples": usage.samples,
+                "last_seen_s": round(now - usage.seen_at, 3),
+                "tokens_per_s": round(usage.rate(now), 1),
+                "leases": core.sessions.num_leases(peer_id),
+            }
+            for peer_id, usage in latest
+        },
+        "providers": [{"peer_id": claim.peer_id, "address": claim.address} for claim in catalog.all_claims()],
+        "bad_providers": [
+            {
+                "peer_id": peer_id,
+                "sha256": catalog.sha256(dataset_id, index),
+                "reports": len(reporters),
+                "reason": next(iter(reporters.values()))[0],
+            }
+            for (peer_id, dataset_id, index), reporters in core.reports.items()
+        ],
         "done": all(job["done"] for job in jobs),
     }
 
 
+Change: TypeAlias = Callable[[SchedulerCore], list[Event]]
+
+
+def add_job_routes(app: FastAPI, administer: Callable[[Request, str, str, Change], Awaitable[Response]]) -> None:
+    """Add the endpoints that change a job; `administer` gets request, job, a word for the log and the change."""
+    post = partial(app.post, openapi_extra=role("admin"))
+
+    @post("/v1/jobs/{name}/pause", summary="Grant no new leases of a job.")
+    async def pause(request: Request, name: str) -> Response:
+        return await administer(request, name, "pause", lambda core: core.pause(name, True))
+
+    @post("/v1/jobs/{name}/resume", summary="Grant leases of a paused job again.")
+    async def resume(request: Request, name: str) -> Response:
+        return await administer(request, name, "resume", lambda core: core.pause(name, False))
+
+    @post("/v1/jobs/{name}/readmit", summary="Lease slices again that were set aside; all, if none are named.")
+    async def readmit(request: Request, name: str, message: ReadmitRequest) -> Response:
+        return await administer(request, name, "readmit", lambda core: core.readmit(name, message.slices))
+
+    @post("/v1/jobs/{name}/weights", summary="Change weights of datasets by name, now or from a count of samples on.")
+    async def reweight(request: Request, name: str, message: WeightsRequest) -> Response:
+        return await administer(request, name, "weights", lambda core: core.reweight(name, message.weights, message.at))
+
+
 def metrics(jobs: Iterable[Mapping[str, Any]], num_workers: int, exchanges: int, cpu_s: float) -> list[Metric]:
-    """Figures for `GET /metrics`, from the status of each job."""
+    """The figures of `GET /metrics`, from the status of each job."""
     by_name = {job["name"]: job for job in jobs}
 
-    def of(key: str) -> dict[str, float]:
-        return {name: float(job[key]) for name, job in by_name.items()}
+    def of_jobs(name: str, about: str, key: str) -> Metric:
+        values = {n: len(job[key]) if key == "set_aside" else job[key] for n, job in by_name.items()}
+        return gauge(f"forebay_job_{name}", about, {n: float(value) for n, value in values.items()}, "job")
 
     return [
-        gauge("forebay_job_samples_used", "Samples used, over all epochs.", of("samples_used"), "job"),
-        gauge("forebay_job_samples", "Samples of all epochs.", of("num_samples"), "job"),
-        gauge("forebay_job_leases", "Live leases.", of("slices_leased"), "job"),
-        gauge("forebay_job_idle", "Workers that wait for a lease.", of("idle"), "job"),
-        gauge(
-            "forebay_job_set_aside", "Slices set aside.", {n: len(j["set_aside"]) for n, j in by_name.items()}, "job"
-        ),
-        gauge("forebay_workers", "Workers heard of since the start.", float(num_workers)),
+        of_jobs("samples_used", "Samples used, over all epochs.", "samples_used"),
+        of_jobs("samples", "Samples of all epochs.", "num_samples"),
+        of_jobs("leases", "Live leases.", "slices_leased"),
+        of_jobs("idle", "Workers that wait for a lease.", "idle"),
+        of_jobs("set_aside", "Slices set aside.", "set_aside"),
+        gauge("forebay_workers", "Workers seen since the start.", float(num_workers)),
         counter("forebay_exchanges_total", "Exchanges answered.", float(exchanges)),
-        counter("forebay_desk_seconds_total", "Seconds spent under the desk's lock.", cpu_s),
+        counter("forebay_core_seconds_total", "Seconds spent in the scheduler's core.", cpu_s),
     ]
 
 
 def job_line(job: Mapping[str, Any]) -> str:
-    """How far a job is, for a person."""
+    """The progress of a job as a line."""
     share = job["samples_used"] / max(1, job["num_samples"])
-    return (
+    line = (
         f"{job['name']}: {job['state']}, epoch {min(job['epoch'] + 1, job['epochs'])} of {job['epochs']}, "
         f"{share:.1%} ({job['samples_used']:,} of {job['num_samples']:,} samples)"
-        + (f"; {job['num_left_out']:,} samples of slices set aside were not used" if job["num_left_out"] else "")
-        + (
-            ""
-            if job["state"] in ("done", "incomplete")
-            else f"; {_count(job['slices_leased'], 'lease')}, {_count(job['idle'], 'worker')} idle"
-        )
     )
+    if job["num_left_out"]:
+        line += f"; {job['num_left_out']:,} samples of slices set aside were not used"
+    if job["state"] not in ("done", "incomplete"):
+        line += f"; {_count(job['slices_leased'], 'lease')}, {_count(job['idle'], 'worker')} idle"
+    return line
 
 
 def _count(number: int, noun: str) -> str:
@@ -158,26 +188,28 @@ def _count(number: int, noun: str) -> str:
 
 
 def lines(status: Mapping[str, Any]) -> Iterator[str]:
-    """The status for a person."""
+    """The status for a terminal."""
     for job in status.get("jobs", ()):
         yield job_line(job)
         for dataset in job["datasets"] if len(job["datasets"]) > 1 else ():
-            used = dataset["samples_used"]
             epoch = min(dataset["epoch"] + 1, job["epochs"])
-            yield f"  {dataset['name']}: weight {dataset['weight']:g}, epoch {epoch}, {used:,} samples"
+            yield (
+                f"  {dataset['name']}: weight {dataset['weight']:g}, epoch {epoch}, {dataset['samples_used']:,} samples"
+            )
         for change in job["changes"]:
             yield f"  from sample {change['at']:,} on: weights {', '.join(f'{w:g}' for w in change['weights'])}"
         for aside in job["set_aside"]:
             yield f"  slice {aside['slice']} is set aside: {aside['reason']}"
     workers = status.get("workers", {})
     if workers:
-        yield f"{_count(len(workers), 'worker')}, with what they used since this scheduler began:"
+        yield f"{_count(len(workers), 'worker')}, with what they used since this scheduler started:"
         width = max(8, *(len(worker["name"] or peer_id) for peer_id, worker in workers.items()))
-        yield f"  {'name':<{width}}  {'tokens/s':>12}  {'samples':>14}  leases  last heard of"
+        yield f"  {'name':<{width}}  {'tokens/s':>12}  {'samples':>14}  leases  last seen"
     for peer_id, worker in workers.items():
         yield (
             f"  {worker['name'] or peer_id:<{width}}  {worker['tokens_per_s']:>12,.0f}  {worker['samples']:>14,}  "
             f"{worker['leases']:>6}  {worker['last_seen_s']:,.0f} s ago"
         )
-    for bad in status.get("bad_providers", ()):
-        yield f"provider {bad['peer_id']} gave wrong bytes ({_count(bad['reports'], 'report')}): {bad['reason']}"
+    for provider in status.get("bad_providers", ()):
+        count = _count(provider["reports"], "report")
+        yield f"provider {provider['peer_id']} sent wrong bytes ({count}): {provider['reason']}"

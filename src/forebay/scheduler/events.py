@@ -1,13 +1,13 @@
-"""What happens to a job, as values: the desk makes them, the journal keeps them, replaying them gives the same desk."""
+"""Events of the scheduler: `SchedulerCore` produces them, the journal stores them, replaying them restores the core."""
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 from forebay.ledger.receipts import Used
 
 
 @dataclass(frozen=True, slots=True)
-class Enlisted:
+class WorkerEnlisted:
     """A worker uses samples of a job for the first time; `key` is its public key in hex."""
 
     job: str
@@ -17,7 +17,7 @@ class Enlisted:
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class LeaseGranted:
     """A worker got samples [start, stop) of a slice."""
 
     job: str
@@ -31,7 +31,7 @@ class Granted:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class UsesRecorded:
     """A session of a worker acknowledged uses; `receipt` is its signature over them in hex."""
 
     job: str
@@ -42,8 +42,8 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A lease ends at `stop` from now on; what lay behind is to be had again."""
+class LeaseCut:
+    """A lease ends at `stop` from now on; the samples behind it are free."""
 
     job: str
     lease_id: str
@@ -51,17 +51,17 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
-    """A lease ended before its samples did: released, unknown, expired, stalled, clutched or failed."""
+class LeaseReturned:
+    """A lease ended before its samples did. `reason`: released, unheld, expired, stalled, clutched or failed."""
 
     job: str
     lease_id: str
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """A worker could not have a slice."""
+class SliceFailed:
+    """A worker could not read a slice."""
 
     job: str
     slice_index: int
@@ -70,8 +70,8 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class SetAside:
-    """Samples [start, stop), and all that comes back of their slice, are not leased until it is readmitted."""
+class SliceSetAside:
+    """Samples [start, stop), and all that is returned of their slice, are not leased until it is readmitted."""
 
     job: str
     epoch: int
@@ -82,7 +82,7 @@ class SetAside:
 
 
 @dataclass(frozen=True, slots=True)
-class Readmitted:
+class SliceReadmitted:
     """A slice that was set aside is leased again."""
 
     job: str
@@ -91,7 +91,7 @@ class Readmitted:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnded:
-    """A dataset's epoch is over: `samples` were used, and `aside` (slice of the dataset, start, stop) set aside."""
+    """A dataset's epoch ended: `samples` were used, and `aside` (slice of the dataset, start, stop) set aside."""
 
     job: str
     dataset: int
@@ -101,25 +101,25 @@ class EpochEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Paused:
-    """Nothing new is leased of a job; or, if it is not `paused`, it goes on."""
+class JobPaused:
+    """A job grants no new leases; if not `paused`, it does again."""
 
     job: str
     paused: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Weighted:
-    """The weights of a job's datasets from the `at`-th sample used on."""
+class WeightsChanged:
+    """The weights of a job's datasets from the sample number `start_sample` on."""
 
     job: str
-    at: int
+    start_sample: int
     weights: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
-    """A worker says that a provider served wrong bytes for a slice of a dataset."""
+class ProviderReported:
+    """A worker reported that a provider sent wrong bytes of a slice of a dataset."""
 
     peer_id: str
     dataset_id: str
@@ -130,54 +130,42 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
-    """The scheduler read a slice itself: whoever could not was at fault."""
+class SliceCleared:
+    """The scheduler read a slice itself: the workers' failures do not count."""
 
     job: str
     slice_index: int
 
 
 @dataclass(frozen=True, slots=True)
-class Banned:
-    """The scheduler got wrong bytes of a dataset from a peer itself; not `banned`: what was said against it is void."""
+class PeerBanned:
+    """The scheduler got wrong bytes of a dataset from a peer; if not `banned`: reports about the peer are void."""
 
     peer_id: str
     dataset_id: str
     banned: bool = True
 
 
-Event = (
-    Enlisted
-    | Granted
-    | Recorded
-    | Cut
-    | Returned
-    | Failure
-    | SetAside
-    | Readmitted
-    | EpochEnded
-    | Paused
-    | Weighted
-    | Reported
-    | Cleared
-    | Banned
-)
-_KINDS: tuple[type[Event], ...] = get_args(Event)  # In this order they are numbered on disk.
+Event: TypeAlias = (
+    WorkerEnlisted | LeaseGranted | UsesRecorded | LeaseCut | LeaseReturned | SliceFailed | SliceSetAside
+    | SliceReadmitted | EpochEnded | JobPaused | WeightsChanged | ProviderReported | SliceCleared | PeerBanned
+)  # fmt: skip
+_KINDS: tuple[type[Event], ...] = get_args(Event)  # their numbers on disk are their places here
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 
 def to_row(event: Event) -> list[Any]:
     """An event as a list of plain values, for JSON."""
-    if isinstance(event, Recorded):
+    if isinstance(event, UsesRecorded):
         rows = [used.to_row() for used in event.uses]
-        return [_NUMBERS[Recorded], event.job, event.worker, rows, event.receipt, event.session]
+        return [_NUMBERS[UsesRecorded], event.job, event.worker, rows, event.receipt, event.session]
     return [_NUMBERS[type(event)], *(getattr(event, name) for name in event.__slots__)]
 
 
 def from_row(row: list[Any]) -> Event:
-    """The event that `to_row` gave."""
+    """The event of a row of `to_row`."""
     kind, *values = row
-    if _KINDS[kind] is Recorded:
+    if _KINDS[kind] is UsesRecorded:
         values[2] = (Used(*used) for used in values[2])
     elif _KINDS[kind] is EpochEnded:
         values[4] = map(tuple, values[4])

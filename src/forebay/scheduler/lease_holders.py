@@ -1,58 +1,53 @@
-"""Who holds leases: what each has left, how fast it is, when it is late, and who would finish last."""
+"""The holders of leases: what each has left to use, its speed, when it expires, and which would finish last."""
 
 import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from forebay.scheduler.free_ranges import Cached
+from forebay.scheduler.free_ranges import CachedSlices
 
-# After this long, what was seen before counts 1/e.
-MEMORY_S = 30.0
-# Times nearer to each other than this say little.
-SHORTEST_S = 0.01
+MEMORY_S = 30.0  # the weight of an older measurement falls to 1/e in this time
+SHORTEST_S = 0.01  # intervals below this count as this long
 
 
 @dataclass(slots=True)
-class Speed:
-    """Samples a second as a mean that forgets; None before anything is known."""
+class SpeedEstimate:
+    """Samples a second as an exponentially weighted mean; None before the first measurement."""
 
     value: float | None = None
-    since: float | None = None
+    since: float | None = None  # when the work began that the next measurement is of; None while there is none
 
-    def begin(self, now: float) -> None:
-        """The owner has something to use from now on; what it waited before says nothing of it."""
+    def start(self, now: float) -> None:
+        """The holder has samples to use from now on."""
         if self.since is None:
             self.since = now
 
-    def rest(self) -> None:
-        """It has nothing to use."""
-        self.since = None
-
-    def used(self, num_samples: int, now: float) -> None:
-        """It acknowledged samples."""
+    def add(self, num_samples: int, now: float) -> None:
+        """Add a measurement: samples acknowledged since the last one."""
         since, self.since = self.since, now
         if since is None:
             return
         lasted = max(now - since, SHORTEST_S)
-        seen = num_samples / lasted
         keep = math.exp(-lasted / MEMORY_S) if self.value is not None else 0.0
-        self.value = keep * (self.value or 0.0) + (1.0 - keep) * seen
+        self.value = keep * (self.value or 0.0) + (1.0 - keep) * (num_samples / lasted)
 
-    def told(self, value: float) -> None:
-        """What the owner says of itself, believed until something is seen."""
+    def set_default(self, value: float) -> None:
+        """The holder's own figure, used until there is a measurement."""
         if self.value is None and math.isfinite(value) and value > 0:
             self.value = value
 
 
-OwnerKey = tuple[str, str]  # (worker, session)
+HolderKey: TypeAlias = tuple[str, str]
+"""(worker, session)"""
 
 
 @dataclass(slots=True)
-class Lease:
-    """An owner's right to samples [position, stop) of a slice; it began at `start`.
+class LiveLease:
+    """The exclusive use of samples [position, stop) of a slice; those from `start` on are used and recorded.
 
-    `horizon` is the highest that the owner ever named: it may have used all before it.
+    `declared_until` is the highest limit that the holder declared: all samples before it may be in use.
     """
 
     lease_id: str
@@ -63,134 +58,123 @@ class Lease:
     start: int
     stop: int
     position: int
-    horizon: int
-    moved_at: float = 0.0
+    declared_until: int
+    progress_at: float = 0.0
 
     @property
-    def key(self) -> OwnerKey:
+    def key(self) -> HolderKey:
         return self.worker, self.session
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         return self.stop - self.position
 
     @property
-    def begun(self) -> bool:
-        return max(self.position, self.horizon) > self.start
+    def is_started(self) -> bool:
+        return max(self.position, self.declared_until) > self.start
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """A lease that is no more: [start, reached) of its slice was used under it; `whole`: it was used to its end."""
+class EndedLease:
+    """A lease that ended: [start, reached) of its slice was used under it; `is_complete`: it was used to its stop."""
 
     worker: str
     epoch: int
     slice_index: int
     start: int
     reached: int
-    whole: bool
+    is_complete: bool
 
 
 @dataclass(slots=True, eq=False)
-class Owner:
-    """One session of a worker at a table.
+class LeaseHolder:
+    """One session of a worker, for one dataset.
 
     Attributes:
-        moved_at: When it last acknowledged something, or got its first lease.
-        due_s: When the heap of deadlines looks at it next.
-        stalled: It lost its leases for acknowledging nothing, and has not acknowledged anything since.
-        wish: The lease that it waits to be given a piece of.
+        progress_at: When it last acknowledged samples, or got its first lease.
+        stalled: It lost its leases as it acknowledged nothing, and has not acknowledged anything since.
+        steals_from: The lease that is to be cut for it.
+        finish_at: When it will have used all its leases, by its speed.
     """
 
-    key: OwnerKey
+    key: HolderKey
     deadline: float
-    moved_at: float
-    leases: dict[str, Lease] = field(default_factory=dict)
-    speed: Speed = field(default_factory=Speed)
-    cached: Cached | None = None
+    progress_at: float
+    leases: dict[str, LiveLease] = field(default_factory=dict)
+    speed: SpeedEstimate = field(default_factory=SpeedEstimate)
+    cached: CachedSlices | None = None
     stalled: bool = False
-    wish: str | None = None
-    finish: float = 0.0
+    steals_from: str | None = None
+    finish_at: float = 0.0
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Samples of all its leases."""
-        return sum(lease.left for lease in self.leases.values())
+        return sum(lease.remaining for lease in self.leases.values())
 
 
-class Owners:
-    """The owners of a table, by who is late and by who would finish last. O(log n) a call."""
+class LeaseHolders:
+    """The holders of a table, in order of deadline and of finish. O(log n) a call."""
 
     def __init__(self) -> None:
-        self.all: dict[OwnerKey, Owner] = {}
+        self.all: dict[HolderKey, LeaseHolder] = {}
         self.mean_speed: float | None = None
-        self._due: list[tuple[float, OwnerKey]] = []
-        self._finish: list[tuple[float, OwnerKey]] = []
+        self._due: list[tuple[float, HolderKey]] = []
+        self._finish: list[tuple[float, HolderKey]] = []
 
-    def at(self, key: OwnerKey, lease_s: float, now: float) -> Owner:
-        """The owner, whose deadline moves; a new one if need be."""
-        owner = self.all.get(key)
-        if owner is None:
-            owner = self.all[key] = Owner(key, now + lease_s, now)
-            heapq.heappush(self._due, (owner.deadline, key))
-        owner.deadline = max(owner.deadline, now + lease_s)
-        return owner
+    def touch(self, key: HolderKey, lease_s: float, now: float) -> LeaseHolder:
+        """The holder, created if need be, its deadline moved."""
+        holder = self.all.get(key)
+        if holder is None:
+            holder = self.all[key] = LeaseHolder(key, now + lease_s, now)
+            heapq.heappush(self._due, (holder.deadline, key))
+        holder.deadline = max(holder.deadline, now + lease_s)
+        return holder
 
-    def drop(self, key: OwnerKey) -> None:
-        """Forgets one that has no leases."""
-        self.all.pop(key, None)
-
-    def late(self, now: float, patience_s: float) -> Iterator[tuple[Owner, bool]]:
-        """Owners due for a look: (owner, whether its deadline passed); each is looked at again by itself.
-
-        Args:
-            patience_s: An owner is looked at that often at least, for those who live and do nothing.
-        """
+    def due(self, now: float, interval_s: float) -> Iterator[tuple[LeaseHolder, bool]]:
+        """The holders to check now, and whether their deadlines passed; each is due again after `interval_s`."""
         while self._due and self._due[0][0] <= now:
             _, key = heapq.heappop(self._due)
-            owner = self.all.get(key)
-            if owner is None:
+            holder = self.all.get(key)
+            if holder is None:
                 continue
-            dead = owner.deadline <= now
-            if not dead:
-                heapq.heappush(self._due, (min(owner.deadline, now + patience_s), key))
-            yield owner, dead
+            is_expired = holder.deadline <= now
+            if not is_expired:
+                heapq.heappush(self._due, (min(holder.deadline, now + interval_s), key))
+            yield holder, is_expired
 
-    def saw(self, owner: Owner, now: float) -> None:
-        """Something of its leases or speed changed: when would it finish?"""
-        speed = self.speed_of(owner)
-        owner.finish = now + owner.left / speed
-        if owner.leases:
-            heapq.heappush(self._finish, (-owner.finish, owner.key))
+    def update_finish(self, holder: LeaseHolder, now: float) -> None:
+        """Recompute `finish_at`, after a change of the holder's leases or speed."""
+        holder.finish_at = now + holder.remaining / self.speed_of(holder)
+        if holder.leases:
+            heapq.heappush(self._finish, (-holder.finish_at, holder.key))
             if len(self._finish) > 64 + 4 * len(self.all):
-                self._finish = [(-o.finish, key) for key, o in self.all.items() if o.leases]
+                self._finish = [(-other.finish_at, key) for key, other in self.all.items() if other.leases]
                 heapq.heapify(self._finish)
 
-    def speed_of(self, owner: Owner) -> float:
-        """Its speed in samples a second; where it is not known that of the others; never 0."""
-        return max(owner.speed.value or self.mean_speed or 1.0, 1e-9)
-
-    def learned(self, owner: Owner) -> None:
-        """Its speed was measured: so moves the mean."""
-        value = owner.speed.value
+    def update_mean_speed(self, holder: LeaseHolder) -> None:
+        """Take a new measurement of a holder into the mean."""
+        value = holder.speed.value
         if value is not None:
             self.mean_speed = value if self.mean_speed is None else 0.98 * self.mean_speed + 0.02 * value
 
-    def slowest(self, skip: Callable[[Owner], bool]) -> Iterator[Owner]:
-        """The owners that hold leases, who would finish last first, but for those to skip."""
-        kept: list[tuple[float, OwnerKey]] = []
-        seen: set[OwnerKey] = set()
+    def speed_of(self, holder: LeaseHolder) -> float:
+        """Samples a second; the mean of the others where it is unknown; above 0."""
+        return max(holder.speed.value or self.mean_speed or 1.0, 1e-9)
+
+    def slowest(self, skip: Callable[[LeaseHolder], bool]) -> Iterator[LeaseHolder]:
+        """The holders that have leases, the last to finish first, without those to skip."""
+        popped: dict[HolderKey, tuple[float, HolderKey]] = {}
         try:
             while self._finish:
                 item = heapq.heappop(self._finish)
-                owner = self.all.get(item[1])
-                # Entries that something happened to since are stale, and there is a newer one.
-                if owner is None or not owner.leases or -item[0] != owner.finish or owner.key in seen:
+                holder = self.all.get(item[1])
+                # An entry is stale once something happened to its holder; a newer one is in the heap.
+                if holder is None or not holder.leases or -item[0] != holder.finish_at or holder.key in popped:
                     continue
-                seen.add(owner.key)
-                kept.append(item)
-                if not skip(owner):
-                    yield owner
+                popped[holder.key] = item
+                if not skip(holder):
+                    yield holder
         finally:
-            for item in kept:
+            for item in popped.values():
                 heapq.heappush(self._finish, item)

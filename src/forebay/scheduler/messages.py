@@ -1,21 +1,21 @@
-"""`POST /v1/exchange`: what a worker asks its scheduler, and what it is answered.
+"""The messages of `POST /v2/exchange` between worker and scheduler, and the proofs that a worker has a slice.
 
-These are the values of the worker's leases and of the desk, and, as JSON, the messages between them: constraints on
-the fields hold for what comes in over the network. What a sender has to know:
+Frozen dataclasses: `SchedulerCore` and `LeaseState` use them as values; pydantic checks their constraints on what comes
+in over the network. Rules for a sender:
 
-- One exchange at a time a session. It is idempotent: if the answer was lost, ask again with what is true then, under
-  a higher `attempt`: one that was given up and comes late is refused, so that it cuts and takes back nothing.
-- `uses` are of one job: `job_id` says which, and `signature` is over `receipt_message(job_id, uses)`. Uses of two
-  jobs go in two exchanges. `epoch` and `slice` repeat the lease's. `digest`, which may be left out, is
-  `order.shard_windows.receipt` of the sample ids that were read. A use begins where the last one recorded ended.
-- `proof` with the first use of a lease: `prove` over its slice. The scheduler checks some against a data node; a wrong
-  one bars the peer for a while.
-- `horizons`: the worker uses no sample from there on before it hears an answer to this exchange; it does not raise
-  the horizon while an exchange is unanswered, though it may have been lost. A lease without one is not cut.
-- `live` has each lease held that is not lost: its `stop` may have moved to the horizon. A lease whose stop is
-  reached is over, at once if nothing of it was begun; forget it. A cut is told again for as long as it is `held`.
-- `held` is what it knows of before this answer; what the scheduler gave it beyond that never arrived, and is
-  taken back. An empty list gives all back. Left out: nothing is taken back.
+- A session sends one exchange at a time, and may repeat it: after a lost response it sends its current state under a
+  higher `attempt`. A delayed older attempt is refused and changes nothing.
+- `uses` belong to one job, `job_id`; `signature` is over `receipt_message(job_id, uses)`. A use starts where the last
+  recorded one of its lease stopped; `epoch` and `slice` repeat the lease's. `digest` is optional:
+  `order.shard_windows.receipt` of the sample ids that were read.
+- The first use of a lease carries `proof`: `prove` over its slice. The scheduler checks some against a data node; a
+  false one bars the peer for a while.
+- `declared_until`: the worker uses no sample from there on before it has the response, and does not raise the value
+  while a request is unanswered. A lease without one is not cut.
+- `active` in the response has every lease that is not lost; its `stop` may have moved to `declared_until`. A lease used
+  up to its stop is over: the worker forgets it. A cut is repeated for as long as the lease is in `known_leases`.
+- `known_leases` has the leases that the worker knew before the response. Further leases of the session never arrived,
+  and are taken back. An empty list releases all; left out: nothing is taken back.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from forebay.network.addresses import check_url, peer_address
 from forebay.network.messages import Address, Count, LeaseId, Name, Ranges, Seconds, Session, Sha256
 from forebay.network.peer import Provider
 
-MAX_HELD = 256
+MAX_LEASE_IDS = 256
 MAX_USES = 4096
 MAX_REPORTS = 64
 MAX_REASON = 300
@@ -54,13 +54,24 @@ def _printable(text: str) -> str:
 
 
 Reason = Annotated[str, StringConstraints(max_length=1000), AfterValidator(_printable)]
-_MESSAGE = ConfigDict(extra="forbid", strict=True)
-_REPLY = ConfigDict(extra="ignore", strict=True)
+LeaseIds = Annotated[tuple[LeaseId, ...], Field(max_length=MAX_LEASE_IDS)]
+
+
+class _Message:
+    """Sent by a worker: strict types, no further fields."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+
+class _Reply:
+    """Sent by the scheduler; a worker ignores fields that it does not know."""
+
+    __pydantic_config__ = ConfigDict(extra="ignore", strict=True)
 
 
 @dataclass(frozen=True)
-class UseMessage(Used):
-    """A use as a worker tells of it. `digest`: see docs/ledger.md. `proof`: with the first use of a lease."""
+class UseMessage(_Message, Used):
+    """A use of samples. `digest`: see docs/ledger.md. `proof`: with the first use of a lease."""
 
     lease_id: LeaseId
     epoch: Count
@@ -71,24 +82,20 @@ class UseMessage(Used):
     digest: Annotated[str, StringConstraints(pattern="^([0-9a-f]{32})?$")] = ""
     proof: Annotated[str, StringConstraints(pattern="^([0-9a-f]{12})?$")] = ""
 
-    __pydantic_config__ = _MESSAGE
-
 
 @dataclass(frozen=True)
-class Failed:
-    """A lease given back because its slice could not be fetched or read."""
+class FailedLease(_Message):
+    """A lease returned because its slice could not be fetched or read."""
 
     lease_id: LeaseId
     reason: Reason = ""
 
-    __pydantic_config__ = _MESSAGE
-
 
 @dataclass(frozen=True)
-class BadReport:
-    """Who gave wrong bytes of a slice that is or lately was leased to the worker (`wrong`), or came late or refused.
+class ProviderReport(_Message):
+    """A provider sent wrong bytes of a slice that is or lately was leased to the worker (`wrong`), or failed otherwise.
 
-    One that is not `wrong` is avoided for a while, and nobody is banned.
+    One that is not `wrong` is avoided for a while; it is not banned.
     """
 
     peer_id: Address
@@ -96,93 +103,83 @@ class BadReport:
     reason: Reason = ""
     wrong: bool = True
 
-    __pydantic_config__ = _MESSAGE
-
 
 @dataclass(frozen=True)
-class Ask:
-    """One exchange of one session of a worker; a session has one at a time under way.
+class ExchangeRequest(_Message):
+    """One exchange of one session of a worker.
 
     Args:
-        job: The job's name; "" takes whatever job has work.
-        session: One process of a peer; its leases are its own.
+        job: The job's name; "" accepts leases of any job.
+        session: One process of a peer; leases belong to a session.
         attempt: Rises with each attempt of an exchange. 0: not numbered.
-        address: host:port where this worker hands on what it cached; "" if it does not.
-        held: The lease ids that it knows of; whatever else this session holds is taken back. None: unsaid.
-        job_id, uses, signature: What it used, all of one job, and its signature over them in hex.
-        horizons: Lease id to the sample that it will not go beyond before it hears an answer.
-        release: Leases given back.
-        failed: Leases given back because their slice could not be had.
-        want: How many more leases.
-        have: Dataset id to the slices it has cached, as `index` of a lease counts them, ranges with both ends in; a
-            dataset left out is unchanged.
-        bad: Providers that served wrong bytes, or none.
-        speed: Samples a second, where it knows and the desk does not yet.
+        address: host:port where this worker serves its cached slices; "" if it does not.
+        known_leases: Lease ids; other leases of this session are taken back. None: nothing is taken back.
+        job_id, uses, signature: Samples used, all of one job, and the worker's signature over them in hex.
+        declared_until: Lease id to the sample that the worker does not go beyond before it has the response.
+        release: Leases returned.
+        failed: Leases returned because their slice could not be read.
+        want: Number of further leases.
+        cached: Dataset id to the slices in the worker's cache, as `index` of a lease counts them, as ranges with both
+            ends included; a dataset left out is unchanged.
+        reports: Providers that failed.
+        speed: Samples a second, where the worker knows it and the scheduler has not measured it yet.
     """
 
     job: Name = ""
     session: Session = ""
     attempt: Count = 0
     address: Address = ""
-    held: Annotated[tuple[LeaseId, ...], Field(max_length=MAX_HELD)] | None = None
+    known_leases: LeaseIds | None = None
     job_id: Annotated[str, StringConstraints(pattern="^([0-9a-f]{64})?$")] = ""
     uses: Annotated[tuple[UseMessage, ...], Field(max_length=MAX_USES)] = ()
     signature: Annotated[str, StringConstraints(pattern="^([0-9a-f]{128})?$")] = ""
-    horizons: Annotated[dict[LeaseId, Count], Field(max_length=MAX_HELD)] = field(default_factory=dict)
-    release: Annotated[tuple[LeaseId, ...], Field(max_length=MAX_HELD)] = ()
-    failed: Annotated[tuple[Failed, ...], Field(max_length=MAX_HELD)] = ()
+    declared_until: Annotated[dict[LeaseId, Count], Field(max_length=MAX_LEASE_IDS)] = field(default_factory=dict)
+    release: LeaseIds = ()
+    failed: Annotated[tuple[FailedLease, ...], Field(max_length=MAX_LEASE_IDS)] = ()
     want: Annotated[int, Field(ge=0, le=MAX_WANT)] = 0
-    have: Annotated[dict[Sha256, Ranges], Field(max_length=64)] = field(default_factory=dict)
-    bad: Annotated[tuple[BadReport, ...], Field(max_length=MAX_REPORTS)] = ()
+    cached: Annotated[dict[Sha256, Ranges], Field(max_length=64)] = field(default_factory=dict)
+    reports: Annotated[tuple[ProviderReport, ...], Field(max_length=MAX_REPORTS)] = ()
     speed: Annotated[float, Field(ge=0, lt=1e15)] | None = None
 
-    __pydantic_config__ = _MESSAGE
-
     def to_json(self) -> dict[str, Any]:
-        """The body of the request: what is not as by default."""
-        body: dict[str, Any] = _ASK.dump_python(self, mode="json", exclude_defaults=True)
+        """The body of the request, without fields that have their default."""
+        body: dict[str, Any] = _REQUEST.dump_python(self, mode="json", exclude_defaults=True)
         return body
 
 
 @dataclass(frozen=True)
-class Accepted:
-    """A use on record: the lease got to `offset` and ends at `stop`."""
+class AcceptedUse(_Reply):
+    """A use on record: the lease is used up to `offset` and ends at `stop`."""
 
     lease_id: str
     offset: Count
     stop: Count
 
-    __pydantic_config__ = _REPLY
-
 
 @dataclass(frozen=True)
-class Refused:
-    """A use that was not taken: `code` is lost (drop the lease) or range (go on from `offset`)."""
+class RefusedUse(_Reply):
+    """A use that was not recorded: `code` is lost (drop the lease) or range (continue from `offset`)."""
 
     lease_id: str
     code: str
     message: str
     offset: Count
 
-    __pydantic_config__ = _REPLY
-
 
 @dataclass(frozen=True)
-class Live:
-    """A lease held: it ends at `stop`, which may be nearer than before; who stands there is done with it."""
+class LeaseStatus(_Reply):
+    """A live lease: it ends at `stop`, which may be nearer than before; a worker that reached it is done with it."""
 
     stop: Count
     expires_in_s: Seconds
 
-    __pydantic_config__ = _REPLY
-
 
 @dataclass(frozen=True)
-class Grant:
+class LeaseGrant(_Reply):
     """A new lease: samples [start, stop) of the `count` of a slice in its own shuffled order.
 
-    `slice` counts over the job, as in the ledger; `first` is the dataset's first slice; `index` counts from there,
-    as in `have`.
+    `slice` counts over the job, as in the ledger; `first` is the dataset's first slice; `index` counts from there, as
+    in `cached`.
     """
 
     lease_id: str
@@ -197,16 +194,14 @@ class Grant:
     expires_in_s: Seconds
     first: Count = field(default=0, kw_only=True)
 
-    __pydantic_config__ = _REPLY
-
     @property
     def index(self) -> int:
         return self.slice - self.first
 
 
 @dataclass(frozen=True)
-class Lease(Grant):
-    """A grant, and what a worker has to know of its slice; `job_id` is that of the ledger.
+class Lease(LeaseGrant):
+    """A grant with what a worker has to know of its slice; `job_id` is the ledger's.
 
     `sample_base` + sample is the global id. `dataset` is not sent where it is the job's name.
     """
@@ -225,98 +220,93 @@ class Lease(Grant):
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What an exchange is answered.
+class ExchangeResult(_Reply):
+    """What `SchedulerCore` answers an exchange.
 
     Attributes:
-        live: Of each lease held that is live or was used to its end.
-        lost: Leases held that are somebody else's now.
-        wait_s: When to ask again, if fewer leases than wanted were given.
-        done: Nothing is left to lease, now or later; `paused`: there may be, but not now.
-        num_left_out: Samples that were set aside in epochs that ended, and so are used by nobody.
-        tell_have: The desk does not know what this session has cached.
+        active: The known leases that are live, or were used to their end.
+        lost: The known leases that belong to other workers now.
+        wait_s: When to ask again, if fewer leases than wanted were granted.
+        done: Nothing is left to lease, now or later. `paused`: there may be, but not now.
+        num_left_out: Samples set aside in epochs that ended: no worker used them.
+        report_cached: The scheduler does not know what this session has cached.
     """
 
-    uses: tuple[Accepted, ...]
-    live: Mapping[str, Live]
-    leases: tuple[Grant, ...]
+    uses: tuple[AcceptedUse, ...]
+    active: Mapping[str, LeaseStatus]
+    leases: tuple[LeaseGrant, ...]
     wait_s: Seconds
     done: bool
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[RefusedUse, ...] = ()
     lost: tuple[str, ...] = ()
     paused: bool = False
-    tell_have: bool = False
+    report_cached: bool = False
     num_left_out: Count = 0
 
-    __pydantic_config__ = _REPLY
 
-
-def _usable(leases: tuple[Lease, ...]) -> tuple[Lease, ...]:
-    """Leases of samples that there are, without providers that make no sense: the others of a lease still count."""
+def _checked_leases(leases: tuple[Lease, ...]) -> tuple[Lease, ...]:
+    """Check the leases' ranges, fill in `dataset`, and drop providers with invalid addresses."""
     for lease in leases:
         if not lease.start < lease.stop <= lease.count or lease.first > lease.slice:
             raise ValueError(f"expected samples of a slice, got [{lease.start}, {lease.stop}) of {lease.count}")
     return tuple(
-        replace(lease, dataset=lease.dataset or lease.job, providers=tuple(_usable_providers(lease.providers)))
+        replace(lease, dataset=lease.dataset or lease.job, providers=tuple(_usable(lease.providers)))
         for lease in leases
     )
 
 
-def _usable_providers(providers: Iterable[Provider]) -> Iterator[Provider]:
+def _usable(providers: Iterable[Provider]) -> Iterator[Provider]:
     for provider in providers:
         try:
             if provider.is_url:
                 check_url(provider.address)
-                yield Provider("", provider.address, True)  # Whoever names it has no part in what it sends.
+                yield Provider("", provider.address, True)  # the peer that named the URL did not send its bytes
             else:
                 peer_address(provider.address)
                 yield provider
         except ProtocolViolation as error:
-            log.info("a provider is left out: %s", error)
+            log.info("provider ignored: %s", error)
 
 
 @dataclass(frozen=True)
-class Answer(Reply):
-    """A reply as a worker gets it."""
+class ExchangeReply(ExchangeResult):
+    """A result as a worker receives it."""
 
-    leases: Annotated[tuple[Lease, ...], AfterValidator(_usable)]
+    leases: Annotated[tuple[Lease, ...], AfterValidator(_checked_leases)]
 
     def to_json(self) -> dict[str, Any]:
-        """The body of the response: what is not as by default."""
-        body: dict[str, Any] = _ANSWER.dump_python(self, mode="json", exclude_defaults=True)
+        """The body of the response, without fields that have their default."""
+        body: dict[str, Any] = _REPLY.dump_python(self, mode="json", exclude_defaults=True)
         return body
 
     @classmethod
-    def from_json(cls, value: Any) -> Answer:
-        """An answer as the scheduler must word it; ProtocolViolation if it does not."""
+    def from_json(cls, value: Any) -> ExchangeReply:
+        """Parse a response body; ProtocolViolation if it is malformed."""
         try:
-            return _ANSWER.validate_json(orjson.dumps(value))
+            return _REPLY.validate_json(orjson.dumps(value))
         except (ValidationError, TypeError) as error:
-            where = str(error)
+            location = str(error)
             if isinstance(error, ValidationError):
                 first = error.errors()[0]
-                where = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.80}"
-            raise ProtocolViolation(f"exchange: expected an answer as /v1/exchange words it: {where}") from error
+                location = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.80}"
+            raise ProtocolViolation(f"exchange: expected a response of /v2/exchange: {location}") from error
 
 
-_ASK, _ANSWER = TypeAdapter(Ask), TypeAdapter(Answer)
+_REQUEST, _REPLY = TypeAdapter(ExchangeRequest), TypeAdapter(ExchangeReply)
 
 
-# Proof that a worker had a slice: a keyed digest over a range of it that the lease and the worker determine.
-#
-# It comes with the first use of each lease. It shows that this worker read these bytes for this lease, not that it
-# trained on them: it cannot be made without the bytes, nor be another worker's. The scheduler checks it against a data
-# node: for a worker's first leases each time, later for one lease in 16, which nobody but the scheduler can foretell.
+# Proof that a worker has a slice: a keyed digest over a range of it that lease and worker determine. It cannot be made
+# without the bytes, nor copied from another worker; it does not show that the worker trained on them. `proofs.py`
+# checks those of a worker's first leases, later of one lease in 16, which only the scheduler can predict.
 
 
 def is_checked(secret: bytes, lease_id: str, num_proven: int) -> bool:
-    """Whether the proof of a lease is checked, of a worker that had so many proofs accepted."""
-    chance = hmac.digest(secret, lease_id.encode(), "sha256")[0]
-    return num_proven < ALWAYS_CHECKED or chance % CHECKED_OF == 0
+    """Whether the proof of a lease is checked, for a worker with so many accepted proofs."""
+    return num_proven < ALWAYS_CHECKED or hmac.digest(secret, lease_id.encode(), "sha256")[0] % CHECKED_OF == 0
 
 
 def range_of(lease_id: str, peer_id: str, num_bytes: int) -> tuple[int, int]:
-    """The range [start, stop) of a slice that a worker proves to have under a lease."""
+    """The range [start, stop) of a slice that the proof of a lease is over."""
     length = min(RANGE_BYTES, num_bytes)
     key = hashlib.sha256(f"range {lease_id} {peer_id}".encode()).digest()
     start = int.from_bytes(key[:8], "big") % (num_bytes - length + 1)

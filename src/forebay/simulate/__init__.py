@@ -1,10 +1,10 @@
-"""Strangers' machines lease slices of one scheduler in virtual time, on the code that runs the real network.
+"""A scheduler and its workers in virtual time, on the code of the real network.
 
-Only time, sockets and disks are simulated: leases are granted by the scheduler's `Desk` to the workers' `LeaseState`.
+Only time, sockets and disks are simulated: the scheduler's `SchedulerCore` grants leases to the workers' `LeaseState`.
 """
 
 from forebay.simulate.leasing import simulate
-from forebay.simulate.result import Result
-from forebay.simulate.settings import Settings
+from forebay.simulate.result import SimulationResult
+from forebay.simulate.settings import SimulationSettings
 
-__all__ = ["Result", "Settings", "simulate"]
+__all__ = ["SimulationResult", "SimulationSettings", "simulate"]

@@ -1,14 +1,14 @@
-"""Chance, drawn before the world begins: machines and their ends, who lies, when the scheduler dies, who is cut off.
+"""The machines and faults of a simulation, drawn before it starts: kills, liars, restarts, partitions.
 
-Every draw comes from a generator named by the seed and its purpose, so that one more fault of a kind changes no other
-kind's. Python's `random.Random` gives the same numbers for the same seed on every version and machine.
+Each purpose has a random generator of its own, named by the seed and the purpose, so that one more fault of a kind does
+not change the others. Python's `random.Random` gives the same numbers for a seed on every version and machine.
 """
 
 import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from forebay.simulate.settings import Settings
+from forebay.simulate.settings import SimulationSettings
 
 Lie = Literal["", "wrong", "silent", "refuse"]
 _LIES: tuple[Lie, ...] = ("wrong", "silent", "refuse")
@@ -17,7 +17,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Machine:
-    """One worker's machine. Bytes/s up and down; samples/s; moments in seconds."""
+    """A worker's machine. Bytes/s up and down; samples/s; times in seconds."""
 
     index: int
     speed: float
@@ -30,52 +30,52 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Machines [first, stop), counted round, hear and are heard by nobody in [begins_at, ends_at)."""
+class Partition:
+    """Machines [first, stop) cannot send or receive in [starts_at, stops_at)."""
 
-    begins_at: float
-    ends_at: float
+    starts_at: float
+    stops_at: float
     first: int
     stop: int
 
-    def holds(self, index: int, now: float) -> bool:
-        """Whether a machine is cut off at a moment."""
-        return self.begins_at <= now < self.ends_at and self.first <= index < self.stop
+    def covers(self, index: int, now: float) -> bool:
+        """Whether it cuts a machine off now."""
+        return self.starts_at <= now < self.stops_at and self.first <= index < self.stop
 
 
 @dataclass(frozen=True)
 class Faults:
-    """All that will go wrong."""
+    """The machines and faults of a simulation."""
 
     machines: tuple[Machine, ...]
     restarts: tuple[float, ...]
-    cuts: tuple[Cut, ...]
+    partitions: tuple[Partition, ...]
 
     def is_cut(self, index: int, now: float) -> bool:
-        """Whether a machine is cut off at a moment."""
-        return any(cut.holds(index, now) for cut in self.cuts)
+        """Whether a machine is cut off now."""
+        return any(partition.covers(index, now) for partition in self.partitions)
 
 
-def draw(settings: Settings, about_s: float) -> Faults:
-    """The faults of a world that lasts about so long: kills, restarts and cuts fall into that time."""
+def draw(settings: SimulationSettings, about_s: float) -> Faults:
+    """Draw the faults of a simulation that takes about so long: kills, restarts and partitions fall into that time."""
     chance = {name: random.Random(f"{settings.seed} {name}") for name in ("machines", "churn", "faults")}
     machines = [_machine(settings, index, 0.0, chance["machines"]) for index in range(settings.workers)]
     num_killed = round(settings.churn * settings.workers)
-    moments = {i: chance["churn"].uniform(0, about_s) for i in chance["churn"].sample(range(len(machines)), num_killed)}
-    for i, at in sorted(moments.items()):
-        machines[i] = replace(machines[i], dies_at=at)
+    kills = {i: chance["churn"].uniform(0, about_s) for i in chance["churn"].sample(range(len(machines)), num_killed)}
+    for i, dies_at in sorted(kills.items()):
+        machines[i] = replace(machines[i], dies_at=dies_at)
         if chance["churn"].random() < settings.replace:
-            machines.append(_machine(settings, len(machines), at + settings.replace_s, chance["machines"]))
+            machines.append(_machine(settings, len(machines), dies_at + settings.replace_s, chance["machines"]))
     restarts = sorted(chance["faults"].uniform(0, about_s) for _ in range(settings.restarts))
-    cuts = []
+    partitions = []
     for _ in range(settings.partitions):
-        begins_at, first = chance["faults"].uniform(0, about_s), chance["faults"].randrange(settings.workers)
+        starts_at, first = chance["faults"].uniform(0, about_s), chance["faults"].randrange(settings.workers)
         size = max(1, settings.workers // 10)
-        cuts.append(Cut(begins_at, begins_at + settings.partition_s, first, first + size))
-    return Faults(tuple(machines), tuple(restarts), tuple(cuts))
+        partitions.append(Partition(starts_at, starts_at + settings.partition_s, first, first + size))
+    return Faults(tuple(machines), tuple(restarts), tuple(partitions))
 
 
-def _machine(settings: Settings, index: int, joins_at: float, chance: random.Random) -> Machine:
+def _machine(settings: SimulationSettings, index: int, joins_at: float, chance: random.Random) -> Machine:
     speed, up, down, latency = (chance.lognormvariate(0, settings.spread) for _ in range(4))
     lies, is_slow, which = chance.random() < settings.liars, chance.random() < settings.slow, chance.randrange(3)
     drag = 10.0 if is_slow else 1.0

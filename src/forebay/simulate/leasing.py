@@ -1,7 +1,7 @@
-"""Strangers' machines lease slices of one scheduler: the scheduler's own `Desk`, under churn, lies and restarts.
+"""The simulation of a scheduler and its workers, with killed machines, liars, restarts and broken connections.
 
-Here the scheduler is the `Desk` and its journal, which a restart replays. The world carries requests and replies over
-connections that break, and keeps the record by which scheduler and workers are judged.
+The scheduler is production's `SchedulerCore` with a journal, which a restart replays. `_World` carries requests and
+replies, and keeps the record that the result is checked by.
 """
 
 import gc
@@ -14,16 +14,18 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import LeaseError
-from forebay.scheduler.core import Bad, Desk, JobSpec, Source
-from forebay.scheduler.events import Cut, Event, Returned, from_row, to_row
-from forebay.scheduler.messages import Ask, Grant, Reply
+from forebay.scheduler.checks import ProviderFault
+from forebay.scheduler.core import SchedulerCore
+from forebay.scheduler.events import Event, LeaseCut, LeaseReturned, from_row, to_row
+from forebay.scheduler.jobs import JobSource, JobSpec
+from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, LeaseGrant
 from forebay.simulate.bound import lease_bound
 from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.links import Clock
-from forebay.simulate.nodes import Net
-from forebay.simulate.result import Result
-from forebay.simulate.settings import Settings
-from forebay.simulate.usage_record import Book, Range
+from forebay.simulate.nodes import SimNetwork
+from forebay.simulate.result import SimulationResult
+from forebay.simulate.settings import SimulationSettings
+from forebay.simulate.usage_record import UsageRecord, UsedRange
 from forebay.simulate.worker import Worker
 from forebay.worker.scheduler_client import ANSWER_S
 
@@ -33,19 +35,21 @@ _ORIGINS_S = 5.0
 _BREAKS = ("closed", "silent", "late")
 """How an exchange fails: its connection closes before the reply, no reply comes, or the request comes late."""
 _MAX_TIMES = 20.0
-"""A run that takes so many times its bound hangs."""
+"""A simulation that takes so many times its bound is stopped."""
 
 
-def simulate(settings: Settings, on_progress: Callable[[float], object] = lambda done: None) -> Result:
-    """Runs a world until every sample is acknowledged, or it is clear that this will never be.
+def simulate(
+    settings: SimulationSettings, on_progress: Callable[[float], object] = lambda done: None
+) -> SimulationResult:
+    """Simulate until every sample is acknowledged, or the time limit is reached.
 
     Equal settings give equal results.
 
     Args:
-        on_progress: Told now and then the part of the work that is done, 0 to 1.
+        on_progress: Called now and then with the share of the work that is done, 0 to 1.
     """
     collects = gc.isenabled()
-    gc.disable()  # It would look at all that is kept, again and again: a quarter of the time, for next to nothing.
+    gc.disable()  # it would take a quarter of the time and free next to nothing
     try:
         return _run(settings, on_progress)
     finally:
@@ -53,7 +57,7 @@ def simulate(settings: Settings, on_progress: Callable[[float], object] = lambda
             gc.enable()
 
 
-def _run(settings: Settings, on_progress: Callable[[float], object]) -> Result:
+def _run(settings: SimulationSettings, on_progress: Callable[[float], object]) -> SimulationResult:
     calm_s = lease_bound(settings, draw(replace(settings, churn=0.0), 1.0).machines).seconds
     faults = draw(settings, calm_s)
     bound = lease_bound(settings, faults.machines)
@@ -64,123 +68,123 @@ def _run(settings: Settings, on_progress: Callable[[float], object]) -> Result:
     world.close()
     counts = {**world.counts(), "events": world.clock.num_events}
     time_s = world.clock.now if world.ended_at is None else world.ended_at
-    verdict = world.book.check(settings.deadline_s)
-    return Result(settings, verdict, time_s, bound, world.net.origin_bytes(), counts, world.fault(ended))
+    usage = world.record.check(settings.deadline_s)
+    return SimulationResult(settings, usage, time_s, bound, world.net.origin_bytes(), counts, world.fault(ended))
 
 
 class _Scheduler:
-    """A desk, and the journal from which a killed one goes on."""
+    """A core, and the journal that restores it after a kill."""
 
-    def __init__(self, spec: JobSpec, net: Net) -> None:
+    def __init__(self, spec: JobSpec, net: SimNetwork) -> None:
         self._spec, self._net = spec, net
         self._rows: list[list[Any]] = []
         self.counts: Counter[str] = Counter()
         self.starts = 0
         self.is_up = False
-        self._replies: dict[tuple[str, str], tuple[int, Reply]] = {}
+        self._replies: dict[tuple[str, str], tuple[int, ExchangeResult]] = {}
         self.start()
 
     def start(self) -> None:
-        """Begins, or goes on from the journal."""
-        self.desk = self._replayed()
+        """Start, or restart from the journal."""
+        self.core = self._replayed()
         self._replies.clear()
         self.starts += 1
         self.is_up = True
-        self.meet_origins()
+        self.add_origins()
 
-    def _replayed(self) -> Desk:
-        desk = Desk([self._spec], salt=f"{self.starts}-")
+    def _replayed(self) -> SchedulerCore:
+        core = SchedulerCore([self._spec], salt=f"{self.starts}-")
         for row in json.loads(json.dumps(self._rows)):
-            desk.apply(from_row(row), self._net.clock.now)
-        desk.extend_all(self._net.clock.now)  # The outage was not the workers' doing.
-        return desk
+            core.apply(from_row(row), self._net.clock.now)
+        core.extend_all(self._net.clock.now)  # the outage was not the workers' fault
+        return core
 
     def kill(self) -> None:
-        """What it had in memory is gone."""
+        """Lose what is in memory."""
         self.is_up = False
 
-    def meet_origins(self) -> None:
-        """Names the data nodes, as discovery does."""
+    def add_origins(self) -> None:
+        """Add the data nodes, as discovery does."""
         if self.is_up:
-            self.desk.origins(_DATASET, [node.holder for node in self._net.origins], self._net.clock.now)
+            self.core.add_origins(_DATASET, [node.provider for node in self._net.origins], self._net.clock.now)
 
     def expire(self) -> None:
-        """Looks for what is late, as the service does every second."""
+        """Take back what is overdue, as the service does every second."""
         if self.is_up:
-            self._keep(self.desk.expire(self._net.clock.now))
+            self._keep(self.core.expire(self._net.clock.now))
 
-    def exchange(self, peer_id: str, ask: Ask) -> Reply:
-        """Answers a worker; the events are on record first. An attempt that comes again gets the first reply again.
+    def exchange(self, peer_id: str, ask: ExchangeRequest) -> ExchangeResult:
+        """Answer a worker after the events are stored. A repeated attempt gets the first reply again.
 
         Raises:
-            LeaseError: As the desk.
+            LeaseError: As SchedulerCore.
         """
         reply = self._repeat(peer_id, ask)
         if reply is None:
-            bad = [Bad(one.peer_id, _DATASET, int(one.sha256, 16), one.reason, one.wrong) for one in ask.bad]
-            reply, events = self.desk.exchange(peer_id, ask, self._net.clock.now, bad=bad)
+            faults = [ProviderFault(r.peer_id, _DATASET, int(r.sha256, 16), r.reason, r.wrong) for r in ask.reports]
+            reply, events = self.core.exchange(peer_id, ask, self._net.clock.now, faults=faults)
             self._keep(events)
             self._replies[peer_id, ask.session] = ask.attempt, reply
         return reply
 
-    def _repeat(self, peer_id: str, ask: Ask) -> Reply | None:
-        """The first reply to an attempt that was answered last."""
+    def _repeat(self, peer_id: str, ask: ExchangeRequest) -> ExchangeResult | None:
+        """The reply to the attempt that was answered last."""
         attempt, reply = self._replies.get((peer_id, ask.session), (None, None))
         return reply if attempt == ask.attempt else None
 
     def _keep(self, events: list[Event]) -> None:
         for event in events:
-            self.counts["cuts"] += isinstance(event, Cut)
-            if isinstance(event, Returned):
-                self.counts[f"returned {event.why.partition(' ')[0]}"] += 1
+            self.counts["cuts"] += isinstance(event, LeaseCut)
+            if isinstance(event, LeaseReturned):
+                self.counts[f"returned {event.reason.partition(' ')[0]}"] += 1
             self._rows.append(to_row(event))
 
     def fault(self) -> str:
-        """What the desk or its journal believes that is not so; "" for nothing."""
-        if not self.desk.done():
-            return "every sample is acknowledged, and the desk does not say that the job is done."
+        """What is wrong with the core or its journal; "" for nothing."""
+        if not self.core.done():
+            return "every sample is acknowledged, but for the core the job is not done."
         if not self._replayed().done():
-            return "the journal does not lead to the end that the desk came to."
+            return "the core restored from the journal is not done."
         return ""
 
 
 class _World:
-    """The machines, the scheduler, what goes between them, and the record."""
+    """The machines, the scheduler, the connections between them, and the record."""
 
-    def __init__(self, settings: Settings, faults: Faults) -> None:
+    def __init__(self, settings: SimulationSettings, faults: Faults) -> None:
         self.settings = settings
         self.clock = Clock()
-        self.net = Net(settings, self.clock, faults)
+        self.net = SimNetwork(settings, self.clock, faults)
         samples = np.full(settings.slices, settings.samples, np.int64)
-        self.book = Book(samples, settings.epochs)
+        self.record = UsageRecord(samples, settings.epochs)
         self.workers: dict[str, Worker] = {}
         self.ended_at: float | None = None
-        self._left = int(samples.sum()) * settings.epochs
-        self._all = self._left
-        self._grants: dict[str, tuple[Grant, int]] = {}  # By lease id: the grant, and the offset on record.
+        self._num_remaining = int(samples.sum()) * settings.epochs
+        self._num_samples = self._num_remaining
+        self._grants: dict[str, tuple[LeaseGrant, int]] = {}  # by lease id: the grant, and the offset on record
         self._closed: list[Worker] = []
         self._chance = self.net.chance("answers")
         spec = JobSpec(
-            _JOB, (Source(_DATASET, _DATASET, samples),), settings.seed, settings.epochs, settings.lease_s,
-            stall_s=settings.stall_s, steal_s=settings.steal_s,
+            _JOB, (JobSource(_DATASET, _DATASET, samples),), seed=settings.seed, epochs=settings.epochs,
+            lease_s=settings.lease_s, stall_s=settings.stall_s, steal_s=settings.steal_s,
         )  # fmt: skip
         self.scheduler = _Scheduler(spec, self.net)
         self.every(1.0, self.scheduler.expire)
-        self.every(_ORIGINS_S, self.scheduler.meet_origins)
+        self.every(_ORIGINS_S, self.scheduler.add_origins)
         for machine in faults.machines:
             self._plan(machine)
-        for at in faults.restarts:
-            self.clock.at(at, self.scheduler.kill)
-            self.clock.at(at + settings.outage_s, self._restart)
+        for killed_at in faults.restarts:
+            self.clock.call_at(killed_at, self.scheduler.kill)
+            self.clock.call_at(killed_at + settings.outage_s, self._restart)
 
     def every(self, seconds: float, act: Callable[[], object]) -> None:
-        """Does something again and again."""
+        """Call `act` at an interval."""
 
         def again() -> None:
             act()
-            self.clock.after(seconds, again)
+            self.clock.call_later(seconds, again)
 
-        self.clock.after(seconds, again)
+        self.clock.call_later(seconds, again)
 
     def _restart(self) -> None:
         if not self.scheduler.is_up:
@@ -189,7 +193,7 @@ class _World:
     def _plan(self, machine: Machine) -> None:
         def join() -> None:
             node = self.net.join(machine)
-            self.workers[node.holder.peer_id] = Worker(self.net, node, self.book, _JOB, _DATASET, self._send)
+            self.workers[node.provider.peer_id] = Worker(self.net, node, self.record, _JOB, _DATASET, self._send)
 
         def die() -> None:
             worker = self.workers.pop(f"worker-{machine.index}")
@@ -197,19 +201,19 @@ class _World:
             self.net.kill(worker.node)
             self._closed.append(worker)
 
-        self.clock.at(machine.joins_at, join)
+        self.clock.call_at(machine.joins_at, join)
         if machine.dies_at < float("inf"):
-            self.clock.at(machine.dies_at, die)
+            self.clock.call_at(machine.dies_at, die)
 
-    # What goes between workers and the scheduler.
+    # Requests of workers.
 
-    def _send(self, worker: Worker, ask: Ask, is_repeat: bool = False) -> None:
-        """Carries one attempt and its reply over a connection that may break: see `_BREAKS`."""
+    def _send(self, worker: Worker, ask: ExchangeRequest, is_repeat: bool = False) -> None:
+        """Carry one attempt and its reply over a connection that may break: see `_BREAKS`."""
         latency_s = worker.machine.latency_s
         breaks = self._chance.choice(_BREAKS) if self._chance.random() < self.settings.lost else ""
 
         def later(act: Callable[..., object], *args: object, after_s: float = latency_s) -> None:
-            self.clock.after(after_s, lambda: act(*args))
+            self.clock.call_later(after_s, lambda: act(*args))
 
         def arrive() -> None:
             if self.net.is_cut(worker.node):
@@ -228,23 +232,23 @@ class _World:
             else:
                 later(worker.receive, ask, reply)
 
-        self.clock.after(latency_s, arrive)
+        self.clock.call_later(latency_s, arrive)
 
-    def _answer(self, worker: Worker, ask: Ask, is_awaited: bool = True) -> Reply | None:
+    def _answer(self, worker: Worker, ask: ExchangeRequest, is_awaited: bool = True) -> ExchangeResult | None:
         """The scheduler's reply; None for a refusal."""
         if not self.scheduler.is_up:
             return None
         try:
-            reply = self.scheduler.exchange(worker.node.holder.peer_id, ask)
+            reply = self.scheduler.exchange(worker.node.provider.peer_id, ask)
         except LeaseError as error:
             if is_awaited:
                 worker.refused(ask, str(error))
             return None
-        self._note(worker, reply)
+        self._record_reply(worker, reply)
         return reply
 
-    def _note(self, worker: Worker, reply: Reply) -> None:
-        """Puts on record what the scheduler took, from its answer as it left."""
+    def _record_reply(self, worker: Worker, reply: ExchangeResult) -> None:
+        """Record the uses that the scheduler acknowledged, from its reply."""
         for grant in reply.leases:
             self._grants.setdefault(grant.lease_id, (grant, grant.start))
         for use in reply.uses:
@@ -252,46 +256,46 @@ class _World:
             if use.offset <= offset:
                 continue
             self._grants[use.lease_id] = (grant, use.offset)
-            self.book.acknowledged.append(
-                Range(grant.epoch, grant.slice, offset, use.offset, self.clock.now, worker.machine.index)
+            self.record.acknowledged.append(
+                UsedRange(grant.epoch, grant.slice, offset, use.offset, self.clock.now, worker.machine.index)
             )
-            self._left -= use.offset - offset
-        if self._left <= 0 and self.ended_at is None:
+            self._num_remaining -= use.offset - offset
+        if self._num_remaining <= 0 and self.ended_at is None:
             self.ended_at = self.clock.now
 
-    # What is told.
+    # Results.
 
     @property
     def share_done(self) -> float:
-        return 1 - max(0, self._left) / self._all
+        return 1 - max(0, self._num_remaining) / self._num_samples
 
     def close(self) -> None:
-        """Counts as wasted what was used under a lost lease, whether its worker knows or not, or by a killed worker."""
+        """Record as wasted what was used under a lost lease, or by a killed worker, and not acknowledged."""
         for worker in [*self._closed, *self.workers.values()]:
             for lease in worker.all_leases:
                 grant = lease.grant
                 offset = self._grants[grant.lease_id][1]
-                found = self.scheduler.desk.find(grant.lease_id)
-                is_lost = lease.over or found is None or grant.lease_id not in found[2].leases
+                location = self.scheduler.core.find(grant.lease_id)
+                is_lost = lease.ended or location is None or grant.lease_id not in location[2].leases
                 if lease.used > offset and (is_lost or not worker.alive):
-                    self.book.wasted.append(
-                        Range(grant.epoch, grant.slice, offset, lease.used, self.clock.now, worker.machine.index)
+                    self.record.wasted.append(
+                        UsedRange(grant.epoch, grant.slice, offset, lease.used, self.clock.now, worker.machine.index)
                     )
 
     def fault(self, ended: bool) -> str:
-        """What went wrong beside the samples; "" for nothing."""
+        """What failed apart from samples; "" for nothing."""
         workers = [*self._closed, *self.workers.values()]
         if errors := [worker.error for worker in workers if worker.error]:
             return f"{len(errors)} of {len(workers)} workers ended: {errors[0]}"
         if not ended:
-            return f"after {self.clock.now:,.0f} virtual seconds samples are left: nobody can or will use them."
+            return f"after {self.clock.now:,.0f} virtual seconds samples are left that no worker uses."
         return self.scheduler.fault()
 
     def counts(self) -> dict[str, float]:
-        """What happened, by name."""
+        """Counts of events, by name."""
         workers = [*self._closed, *self.workers.values()]
-        lost = sum(use.stop - use.start for use in self.book.wasted if f"worker-{use.worker}" in self.workers)
-        facts = self.scheduler.desk.swarms[_DATASET].facts()
+        lost = sum(use.stop - use.start for use in self.record.wasted if f"worker-{use.worker}" in self.workers)
+        banned = self.scheduler.core.swarms[_DATASET].status()["banned"]
         return {
             "killed": len(self._closed),
             "joined_later": sum(worker.machine.joins_at > 0 for worker in workers),
@@ -307,6 +311,6 @@ class _World:
             "stalls": self.net.counts["silent"],
             "refused": self.net.counts["refused"],
             "failed": self.net.counts["failed"],
-            "bans": len(facts["banned"]),
+            "bans": len(banned),
             "restarts": self.scheduler.starts - 1,
         }

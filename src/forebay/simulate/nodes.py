@@ -1,8 +1,8 @@
-"""Who stands where on the simulated network, and how one slice comes from there to here.
+"""The machines of the simulated network, and fetches of slices between them.
 
-A fetch asks the providers that it was told of, in their order, as the store does: whoever is gone refuses at once, who
-is cut off or says nothing is given up after `STALL_S`, and wrong bytes are known when all are there. What came before
-a provider died is kept. When nobody gave the slice the round is repeated, some times, after the store's back-off.
+A fetch tries its providers in order: one that is dead refuses at once, one that is cut off or silent times out after
+`STALL_S`, and wrong bytes are noticed when all have arrived. Bytes that arrived before a provider died are kept. If no
+provider sends the slice, all are tried again, some times, after a back-off.
 """
 
 from __future__ import annotations
@@ -16,87 +16,87 @@ from forebay.network.peer import Provider
 from forebay.network.retry import backoff_s
 from forebay.simulate.faults import Faults, Machine
 from forebay.simulate.links import Clock, Flow, Links
-from forebay.simulate.settings import Settings
+from forebay.simulate.settings import SimulationSettings
 
 STALL_S = 5.0
 _ROUNDS = 4
 
 
 @dataclass(eq=False)
-class Node:
-    """A machine on the network. `cache` are the slices that it holds, the latest used last; an origin has all."""
+class SimNode:
+    """A machine on the network. `cache`: its slices, the latest used last; an origin has all."""
 
-    holder: Provider
+    provider: Provider
     link: int
     machine: Machine | None = None
     alive: bool = True
     cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    fetches: set[Fetch] = field(default_factory=set)  # Of others, from here.
+    fetches: set[SimFetch] = field(default_factory=set)  # of other nodes, from this one
 
-    def has(self, index: int) -> bool:
-        """Whether it holds a slice."""
+    def has_slice(self, index: int) -> bool:
+        """Whether it has a slice."""
         return self.machine is None or index in self.cache
 
 
-class Net:
-    """The machines, the links between them, and what is wrong with them now."""
+class SimNetwork:
+    """The machines, the links between them, and their current faults."""
 
-    def __init__(self, settings: Settings, clock: Clock, faults: Faults) -> None:
+    def __init__(self, settings: SimulationSettings, clock: Clock, faults: Faults) -> None:
         self.settings = settings
         self.clock = clock
         self.links = Links(clock)
         self.faults = faults
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, SimNode] = {}
         self.counts: Counter[str] = Counter()
         self.retry_chance = self.chance("retries")
         self.origins = [self._origin(i) for i in range(settings.origins)]
 
-    def _origin(self, number: int) -> Node:
+    def _origin(self, number: int) -> SimNode:
         return self._add(Provider(f"origin-{number}", f"origin-{number}:1", True), self.settings.origin_up, 1e12, None)
 
-    def join(self, machine: Machine) -> Node:
-        """A worker's machine comes up."""
+    def join(self, machine: Machine) -> SimNode:
+        """Add a worker's machine."""
         name = f"worker-{machine.index}"
         return self._add(Provider(name, f"{name}:1", False), machine.up, machine.down, machine)
 
-    def _add(self, holder: Provider, up: float, down: float, machine: Machine | None) -> Node:
-        node = Node(holder, self.links.add(up, down), machine)
-        self.nodes[holder.peer_id] = node
+    def _add(self, provider: Provider, up: float, down: float, machine: Machine | None) -> SimNode:
+        node = SimNode(provider, self.links.add(up, down), machine)
+        self.nodes[provider.peer_id] = node
         return node
 
-    def kill(self, node: Node) -> None:
-        """A machine ends; what it was giving breaks off. Its own fetches are the caller's to drop."""
+    def kill(self, node: SimNode) -> None:
+        """End a machine and its uploads. The caller drops its own fetches."""
         node.alive = False
         for fetch in sorted(node.fetches, key=lambda fetch: fetch.number):
-            fetch.broke()
+            fetch.resume_elsewhere()
 
-    def is_cut(self, node: Node) -> bool:
-        """Whether nobody hears a machine now."""
+    def is_cut(self, node: SimNode) -> bool:
+        """Whether a machine is cut off now."""
         return node.machine is not None and self.faults.is_cut(node.machine.index, self.clock.now)
 
     def chance(self, purpose: str) -> random.Random:
-        """A generator of its own for a purpose."""
+        """A random generator for a purpose."""
         return random.Random(f"{self.settings.seed} {purpose}")
 
     def origin_bytes(self) -> float:
-        """What origins have sent of ended transfers."""
+        """Bytes that origins have sent, in ended transfers."""
         return sum(self.links.sent[node.link] for node in self.origins)
 
 
-class Fetch:
-    """One slice on its way to a node.
+class SimFetch:
+    """The fetch of a slice by a node.
 
     Args:
-        providers: Whom to ask, in this order.
-        on_end: Told whether it came, or not.
-        on_bad: Told of a provider that gave wrong bytes or none, and why.
-        rounds: How often all are asked.
+        providers: In the order in which they are tried.
+        on_end: Called at the end, with whether the slice arrived.
+        on_bad: Called with a provider that sent wrong bytes or none, and the reason.
+        rounds: How often all providers are tried.
     """
 
     def __init__(
         self,
-        net: Net,
-        asker: Node,
+        net: SimNetwork,
+        asker: SimNode,
         index: int,
         providers: Sequence[Provider],
         on_end: Callable[[bool], object],
@@ -107,47 +107,43 @@ class Fetch:
         self.number = net.counts["fetches"]
         self._net, self._asker, self.index = net, asker, index
         self._providers, self._on_end, self._on_bad = list(providers), on_end, on_bad
-        self._left = float(net.settings.slice_bytes)
-        self._rounds, self._round, self._at = rounds, 1, 0
+        self._remaining = float(net.settings.slice_bytes)
+        self._rounds, self._round, self._position = rounds, 1, 0
         self._flow: Flow | None = None
-        self._source: Node | None = None
+        self._source: SimNode | None = None
         self.over = False
 
-    def start(self) -> Fetch:
-        """Begins. It ends later, never within this call."""
-        self._net.clock.after(0.0, self._begin)
+    def start(self) -> SimFetch:
+        """Start. It ends later, never within this call."""
+        self._net.clock.call_later(0.0, lambda: None if self.over else self._next())
         return self
 
-    def _begin(self) -> None:
-        if not self.over:
-            self._next()
-
     def drop(self) -> None:
-        """Gives it up; nobody is told."""
+        """Cancel it, without a call of `on_end`."""
         self.over = True
-        self._let_go()
+        self._release()
 
-    def broke(self) -> None:
-        """The provider ended; another goes on where it stopped."""
-        self._let_go()
-        self._at += 1
+    def resume_elsewhere(self) -> None:
+        """The provider died: continue with the next one."""
+        self._release()
+        self._position += 1
         self._next()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._flow is not None:
-            self._left = max(1.0, self._left - self._net.links.cancel(self._flow))
+            self._remaining = max(1.0, self._remaining - self._net.links.cancel(self._flow))
         if self._source is not None:
             self._source.fetches.discard(self)
         self._flow = self._source = None
 
     def _next(self) -> None:
-        if self._at >= len(self._providers):
+        if self._position >= len(self._providers):
             if self._round >= self._rounds or not self._providers:
                 return self._end(False)
             wait_s = backoff_s(self._round, 0.2, 5.0, chance=self._net.retry_chance)
-            self._round, self._at = self._round + 1, 0
-            return self._net.clock.after(wait_s, self._ask)
-        self._net.clock.after(self._latency(), self._ask)
+            self._round, self._position = self._round + 1, 0
+            return self._net.clock.call_later(wait_s, self._ask)
+        self._net.clock.call_later(self._latency(), self._ask)
 
     def _latency(self) -> float:
         machine = self._asker.machine
@@ -156,47 +152,41 @@ class Fetch:
     def _ask(self) -> None:
         if self.over:
             return
-        holder = self._providers[self._at]
-        source = self._net.nodes[holder.peer_id]
+        source = self._net.nodes[self._providers[self._position].peer_id]
         lie = source.machine.lie if source.machine is not None else ""
         if self._net.is_cut(source) or self._net.is_cut(self._asker):
-            return self._net.clock.after(STALL_S, self._skip)
-        if not source.alive or not source.has(self.index):
-            self._net.counts["refused"] += 1
-            return self._skip()
-        if lie == "refuse":
+            return self._net.clock.call_later(STALL_S, self._skip)
+        if not source.alive or not source.has_slice(self.index) or lie == "refuse":
             self._net.counts["refused"] += 1
             return self._skip()
         if lie == "silent":
             self._net.counts["stalls"] += 1
-            return self._net.clock.after(STALL_S, lambda: self._blame("silent"))
+            return self._net.clock.call_later(STALL_S, lambda: self._blame("silent"))
         self._source = source
         source.fetches.add(self)
-        if lie == "wrong":
-            size = float(self._net.settings.slice_bytes)
-            self._flow = self._net.links.start(source.link, self._asker.link, size, lambda: self._blame("wrong"))
-        else:
-            self._flow = self._net.links.start(source.link, self._asker.link, self._left, lambda: self._arrive())
+        size = float(self._net.settings.slice_bytes) if lie == "wrong" else self._remaining
+        done = (lambda: self._blame("wrong")) if lie == "wrong" else self._arrive
+        self._flow = self._net.links.start(source.link, self._asker.link, size, done)
 
     def _skip(self) -> None:
         if not self.over:
-            self._at += 1
+            self._position += 1
             self._next()
 
     def _blame(self, kind: str) -> None:
-        """Nothing true came of this one: it is not asked again."""
+        """Report a provider that sent no right bytes; it is not tried again."""
         if self.over:
             return
-        self._let_go()
+        self._release()
         self._net.counts[kind] += 1
-        self._on_bad(self._providers.pop(self._at).peer_id, kind)
+        self._on_bad(self._providers.pop(self._position).peer_id, kind)
         self._next()
 
     def _arrive(self) -> None:
-        self._let_go()
+        self._release()
         self._end(True)
 
-    def _end(self, came: bool) -> None:
+    def _end(self, arrived: bool) -> None:
         if not self.over:
             self.over = True
-            self._on_end(came)
+            self._on_end(arrived)

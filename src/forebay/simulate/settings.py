@@ -1,4 +1,4 @@
-"""What a simulated world is like: sizes, machines, faults. Everything that happens follows from this and the code."""
+"""The settings of a simulation: sizes, machines, faults. Together with the code they determine the result."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -8,8 +8,8 @@ from forebay.worker.lease_state import MAX_FETCHES
 
 
 @dataclass(frozen=True)
-class Settings:
-    """A world.
+class SimulationSettings:
+    """A simulated network.
 
     Args:
         samples: Of each slice.
@@ -20,15 +20,15 @@ class Settings:
         latency_s: One way, of the median worker.
         churn: Share of the workers that are killed, at moments drawn evenly over the run.
         replace: Share of the killed that a new machine replaces, `replace_s` later.
-        liars: Share of the workers that serve others wrong bytes, none, or a refusal, in turns.
+        liars: Share of the workers that send others wrong bytes, nothing, or a refusal.
         slow: Share that is ten times as slow at computing and sending.
-        restarts: How often the scheduler is killed; it is back `outage_s` later.
-        partitions: How often a tenth of the workers is cut off from everybody for `partition_s`.
+        restarts: How often the scheduler is killed; it restarts `outage_s` later.
+        partitions: How often a tenth of the workers is cut off from all others for `partition_s`.
         lost: Share of the requests whose connection closes before the reply, that get no reply, or that come late.
-        cache: Slices that a worker keeps.
+        cache: Slices in the cache of a worker.
         fetches: Slices that a worker fetches at once.
-        lease_s, exchange_s: How long a lease lives without contact; how often a worker speaks.
-        stall_s, steal_s: See `schedule.desk.JobSpec`.
+        lease_s, exchange_s: How long a lease lives without contact; the interval of a worker's requests.
+        stall_s, steal_s: See `scheduler.jobs.JobSettings`.
         deadline_s: A sample used later than this is late.
     """
 
@@ -75,10 +75,10 @@ class Settings:
             if getattr(self, name) <= 0:
                 raise UsageError(f"simulate: expected {name} above 0, got {getattr(self, name)}.")
         if self.liars == 1 or self.lost == 1:
-            raise UsageError("simulate: expected liars and lost below 1. Nothing could ever be done.")
+            raise UsageError("simulate: expected liars and lost below 1: else no sample could be used.")
 
     def command(self) -> str:
-        """The command that runs this world again: what differs from the defaults, and the seed."""
+        """The command that repeats this simulation: the settings that differ from the defaults, and the seed."""
         words = ["forebay simulate"]
         for field in fields(self):
             value: Any = getattr(self, field.name)

@@ -1,8 +1,8 @@
-"""A simulated worker: production's `LeaseState` on a machine that fetches and uses at its own speed, in virtual time.
+"""A simulated worker: production's `LeaseState` on a machine with its own speeds, in virtual time.
 
-All decisions are those of `LeaseState`. This class only does what a worker's threads do: it fetches some slices at
-once, uses one step after the other, and sends a request when one is due, as often as `worker.control` would. Steps
-cost no event: those that ended are entered, with their own moments, before anything else changes.
+All decisions are those of `LeaseState`. This class does what a worker's threads do: it fetches some slices at once,
+uses one step after the other, and sends a request when one is due. Steps cost no event: those that ended are entered,
+with their own times, before anything else changes.
 """
 
 import logging
@@ -13,19 +13,19 @@ from pathlib import Path
 import numpy as np
 
 from forebay.network.retry import backoff_s
-from forebay.scheduler.messages import Answer, Ask, Lease, Reply
-from forebay.simulate.nodes import Fetch, Net, Node
-from forebay.simulate.usage_record import Book, Range
+from forebay.scheduler.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
+from forebay.simulate.nodes import SimFetch, SimNetwork, SimNode
+from forebay.simulate.usage_record import UsageRecord, UsedRange
 from forebay.swarm.members import format_ranges
 from forebay.worker.lease_state import ActiveLease, LeaseState
-from forebay.worker.scheduler_client import FIRST_WAIT_S, MOST_WAIT_S
+from forebay.worker.scheduler_client import FIRST_WAIT_S, MAX_WAIT_S
 
 _log = logging.getLogger("forebay.simulate")
-_log.setLevel(logging.ERROR)  # Refused uses are counted, not logged.
-_PATH = Path("slice")  # Stands for the file of a slice in the cache.
+_log.setLevel(logging.ERROR)  # refused uses are counted, not logged
+_PATH = Path("slice")  # stands for the file of a slice in the cache
 
-Send = Callable[["Worker", Ask], object]
-"""Sends one attempt of a request; the world calls `receive`, `unanswered` or `refused` later."""
+Send = Callable[["Worker", ExchangeRequest], object]
+"""Sends one attempt of a request; later `receive`, `unanswered` or `refused` is called."""
 
 
 class Worker:
@@ -36,44 +36,46 @@ class Worker:
         send: Carries requests to the scheduler.
     """
 
-    def __init__(self, net: Net, node: Node, book: Book, job: str, dataset_id: str, send: Send) -> None:
+    def __init__(
+        self, net: SimNetwork, node: SimNode, record: UsageRecord, job: str, dataset_id: str, send: Send
+    ) -> None:
         assert node.machine is not None
-        self.net, self.node, self.book, self.machine = net, node, book, node.machine
+        self.net, self.node, self.record, self.machine = net, node, record, node.machine
         self._job, self._dataset_id, self._send = job, dataset_id, send
         settings = net.settings
         self.state = LeaseState(
             settings.batch, None, settings.cache * settings.slice_bytes, 2 * settings.exchange_s, lambda lease: None
         )
         self.state.log = _log
-        self.all_leases: list[ActiveLease] = []  # Ended ones as well, for the record.
+        self.all_leases: list[ActiveLease] = []  # including ended ones, for the record
         self.alive = True
         self.error = ""
-        self.silence_s = 0.0  # The longest time without a reply.
+        self.silence_s = 0.0  # the longest time without a reply
         self._replied_at = self._free_at = net.clock.now
         self._num_steps = 0
         self._lease: ActiveLease | None = None
-        self._step: tuple[int, int, float] | None = None  # Samples [start, stop), and when they are used.
-        self._request: Ask | None = None
+        self._step: tuple[int, int, float] | None = None  # samples [start, stop), and when they will be used
+        self._request: ExchangeRequest | None = None
         self._attempt, self._tried = 0, 0
-        self._is_cache_new = True  # The scheduler has not been told of all that is cached.
-        self._fetches: dict[int, tuple[Fetch, list[ActiveLease]]] = {}
+        self._is_cache_new = True  # the scheduler does not know all that is cached
+        self._fetches: dict[int, tuple[SimFetch, list[ActiveLease]]] = {}
         self._num_free, self._misses = settings.fetches, 0
         self._timer = 0
         self._act()
 
     def lived_s(self) -> float:
-        """From its beginning to its end, or to now."""
+        """From its start to its end, or to now."""
         return min(self.net.clock.now, self.machine.dies_at) - self.machine.joins_at
 
     def die(self) -> None:
-        """The process is killed; steps that ended were used."""
+        """The process is killed; steps that ended count as used."""
         self._use()
         self.alive = False
         for fetch, _ in self._fetches.values():
             fetch.drop()
 
     def _act(self) -> None:
-        """Bring everything up to now, then sleep until something is due."""
+        """Update everything to now, then wait until something is due."""
         if not self.alive:
             return
         self._use()
@@ -87,15 +89,15 @@ class Worker:
             return self._send_request()
         self._timer += 1
         number = self._timer
-        self.net.clock.at(min(due_at, self._changes_at()), lambda: self._act() if number == self._timer else None)
+        self.net.clock.call_at(min(due_at, self._changes_at()), lambda: self._act() if number == self._timer else None)
 
     # Use.
 
     def _use(self) -> None:
-        """Enter the steps that have ended, and begin the next one if it may begin."""
+        """Enter the steps that have ended, and start the next one if it may start."""
         if not self.alive:
             return
-        at = now = self.net.clock.now
+        time = now = self.net.clock.now
         state, first = self.state, None
         while True:
             lease, step = self._lease, self._step
@@ -104,17 +106,17 @@ class Worker:
                 if step[2] > now:
                     break
                 self._num_steps += 1
-                at = self._free_at = step[2]
-                state.used(lease, self._num_steps, at)
+                time = self._free_at = step[2]
+                state.used(lease, self._num_steps, time)
                 first, self._step = step[0] if first is None else first, None
             elif lease is None:
                 self._lease = state.next_to_use()
                 if self._lease is None:
                     return
-            elif (taken := state.take(lease, at)) is not None:
-                state.counts.waited_s += at - self._free_at
-                self._step = *taken, at + (taken[1] - taken[0]) / self.machine.speed
-            elif lease.over or lease.taken >= lease.stop:
+            elif (samples := state.take(lease, time)) is not None:
+                state.counts.waited_s += time - self._free_at
+                self._step = *samples, time + (samples[1] - samples[0]) / self.machine.speed
+            elif lease.ended or lease.started >= lease.stop:
                 self._record(lease, first)
                 state.finish(lease)
                 self._lease = first = None
@@ -123,78 +125,78 @@ class Worker:
         self._record(lease, first)
 
     def _record(self, lease: ActiveLease | None, first: int | None) -> None:
-        """Samples from `first` on were used; None for none."""
+        """Record the use of samples from `first` on; None for none."""
         if lease is not None and first is not None:
             use = lease.grant.epoch, lease.grant.slice, first, lease.used, self.net.clock.now
-            self.book.trained.append(Range(*use, self.machine.index))
+            self.record.trained.append(UsedRange(*use, self.machine.index))
 
     def _changes_at(self) -> float:
-        """When use by itself changes what is due: at the first use to acknowledge, or where use has to stop."""
+        """When use changes what is due: at the first use to acknowledge, or where use has to stop."""
         lease, step = self._lease, self._step
         if lease is None or step is None:
             return float("inf")
-        if not any(one.used > one.acked for one in self.state.leases):
+        if not any(other.used > other.acknowledged for other in self.state.leases):
             return step[2]
-        more = min(lease.stop, lease.limit) - lease.taken
-        if lease.limit < lease.stop:
+        more = min(lease.stop, lease.allowed_until) - lease.started
+        if lease.allowed_until < lease.stop:
             more -= more % self.net.settings.batch
         return step[2] + max(0, more) / self.machine.speed
 
     # Fetching.
 
     def _fetch_next(self) -> bool:
-        """Begin the fetches that are wanted; whether a slice was there already."""
-        is_here = False
+        """Start the next fetches; whether a slice was cached already."""
+        is_cached = False
         while self._num_free and (lease := self.state.next_to_fetch()) is not None:
             index = lease.grant.index
             if index in self.node.cache:
                 self.node.cache.move_to_end(index)
-                is_here = self.state.fetched(lease, _PATH, 0.0) or is_here
+                is_cached = self.state.fetched(lease, _PATH, 0.0) or is_cached
             elif index in self._fetches:
                 self._fetches[index][1].append(lease)
             else:
                 self._num_free -= 1
                 self._fetches[index] = self._fetch(lease, self.net.clock.now), [lease]
-        return is_here
+        return is_cached
 
-    def _fetch(self, lease: ActiveLease, began_at: float) -> Fetch:
+    def _fetch(self, lease: ActiveLease, started_at: float) -> SimFetch:
         index, wrong = lease.grant.index, list[str]()
 
-        def end(came: bool) -> None:
+        def end(arrived: bool) -> None:
             if not self.alive:
                 return
             self._use()
             leases = self._fetches.pop(index)[1]
-            self._misses = 0 if came else self._misses + 1
-            if came:
+            self._misses = 0 if arrived else self._misses + 1
+            if arrived:
                 self._cache(index)
-            for one in leases:
-                if came:
-                    self.state.fetched(one, _PATH, self.net.clock.now - began_at)
+            for waiting in leases:
+                if arrived:
+                    self.state.fetched(waiting, _PATH, self.net.clock.now - started_at)
                 elif wrong:
-                    self.state.fail(one, "all who gave it gave wrong bytes")
+                    self.state.fail(waiting, "all providers sent wrong bytes")
                 else:
-                    self.state.release(one)
-            if came:
+                    self.state.release(waiting)
+            if arrived:
                 self._num_free += 1
             else:
                 self.net.counts["failed"] += 1
-                self.net.clock.after(min(2.0, 0.1 * 2 ** min(self._misses, 5)), self._free_fetcher)
+                self.net.clock.call_later(min(2.0, 0.1 * 2 ** min(self._misses, 5)), self._free_fetcher)
             self._act()
 
-        def bad(peer_id: str, reason: str) -> None:
+        def report(peer_id: str, reason: str) -> None:
             wrong.append(peer_id)
             self.state.report(peer_id, lease.grant.sha256, reason, wrong=True)
             self._act()
 
-        return Fetch(self.net, self.node, index, lease.grant.providers, end, bad).start()
+        return SimFetch(self.net, self.node, index, lease.grant.providers, end, report).start()
 
     def _free_fetcher(self) -> None:
         self._num_free += 1
         self._act()
 
     def _cache(self, index: int) -> None:
-        """A slice is here; those used longest ago make room, unless they are leased."""
+        """Cache a slice; evict those used longest ago, unless they are leased."""
         cache = self.node.cache
         cache[index] = None
         self._is_cache_new = True
@@ -215,10 +217,10 @@ class Worker:
         self._request = replace(
             request,
             job=self._job,
-            session=f"{self.node.holder.peer_id}-session",
+            session=f"{self.node.provider.peer_id}-session",
             attempt=self._attempt,
-            address=self.node.holder.address,
-            have=have,
+            address=self.node.provider.address,
+            cached=have,
         )
         self._send(self, self._request)
 
@@ -228,20 +230,20 @@ class Worker:
             self._request = replace(self._request, attempt=self._attempt)
             self._send(self, self._request)
 
-    def unanswered(self, request: Ask) -> None:
-        """No reply came to this attempt: the same request is sent again, under another number."""
+    def unanswered(self, request: ExchangeRequest) -> None:
+        """This attempt got no reply: send the same request again, under another number."""
         if self.alive and request is self._request:
             self._tried += 1
-            wait_s = backoff_s(self._tried, FIRST_WAIT_S, MOST_WAIT_S, chance=self.net.retry_chance)
-            self.net.clock.after(wait_s, self._send_again)
+            wait_s = backoff_s(self._tried, FIRST_WAIT_S, MAX_WAIT_S, chance=self.net.retry_chance)
+            self.net.clock.call_later(wait_s, self._send_again)
 
-    def refused(self, request: Ask, error: str) -> None:
-        """The scheduler refused this attempt: that ends a worker."""
+    def refused(self, request: ExchangeRequest, error: str) -> None:
+        """The scheduler refused this attempt: the worker ends."""
         if self.alive and request is self._request:
             self.error = error
             self.die()
 
-    def receive(self, request: Ask, reply: Reply) -> None:
+    def receive(self, request: ExchangeRequest, reply: ExchangeResult) -> None:
         """The scheduler's reply to an attempt."""
         if not self.alive or request is not self._request:
             return
@@ -256,12 +258,12 @@ class Worker:
             )
             for grant in reply.leases
         )  # fmt: skip
-        self.state.receive(request, Answer(**{**vars(reply), "leases": leases}), now)
+        self.state.receive(request, ExchangeReply(**{**vars(reply), "leases": leases}), now)
         granted = {lease.lease_id for lease in leases}
         self.all_leases += [lease for lease in self.state.leases if lease.grant.lease_id in granted]
-        self._is_cache_new = self._is_cache_new or reply.tell_have
+        self._is_cache_new = self._is_cache_new or reply.report_cached
         for index, (fetch, wanting) in list(self._fetches.items()):
-            if all(lease.over for lease in wanting):
+            if all(lease.ended for lease in wanting):
                 fetch.drop()
                 del self._fetches[index]
                 self._num_free += 1

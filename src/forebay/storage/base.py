@@ -1,33 +1,32 @@
-"""What every source of bytes has in common: the `Origin` protocol, its errors, and a local directory as the simplest.
+"""The `Origin` protocol that all sources of bytes implement, its errors, and the simplest origin, a local directory.
 
-An origin is one URL below which objects are named as in the dataset's table. It reads byte ranges and keeps nothing:
-retries, resuming, choice among origins and verification are done by `storage.transfers`. Its errors say what the caller
-may do: `TransientError` (ask again, perhaps later), `PermanentError` (this origin will not give the object),
-`UsageError` (the URL or the installation is wrong).
+An origin is one URL below which objects have names. It reads byte ranges and stores nothing; `storage.transfers`
+retries, resumes, chooses among origins and verifies. The errors say what the caller can do: `TransientError` (try
+again), `PermanentError` (this origin will not send the object), `UsageError` (wrong URL or installation).
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError
 from forebay.network.retry import backoff_s, waiting
 
 log = logging.getLogger("forebay.storage")
+CHUNK_BYTES = 256 << 10  # read between two checks of the time; 4 x this is no faster on loopback
+_FIRST_WAIT_S = 0.25
 _T = TypeVar("_T")
-STEP_BYTES = 256 << 10  # as much as lies between two looks at the clock; 4 x this is no faster on loopback
-_SMALL_S = 25.0
-_SMALL_TRIES, _SMALL_WAIT_S, _SMALL_MOST_S = 8, 0.25, 4.0  # Where 3 of 10 fail, 1 start in 15 000 does.
 
 
 class TransientError(NetworkError):
-    """A fault that may pass. `wait_s`: what the origin asked to wait; `throttled`: it said that it is too busy."""
+    """A fault that another try may not have. `wait_s`: what the origin asked to wait; `throttled`: it is overloaded."""
 
     def __init__(self, message: str, *, wait_s: float = 0.0, throttled: bool = False) -> None:
         super().__init__(message)
@@ -36,9 +35,9 @@ class TransientError(NetworkError):
 
 
 class PermanentError(NetworkError):
-    """An origin will not give an object, however often it is asked: not there, or not for us.
+    """An origin will not send an object: it does not exist, or access is denied.
 
-    `status` is the HTTP status, 0 if it is none; `code` is what the hub says beside it (X-Error-Code).
+    `status` is the HTTP status, 0 if there is none; `code` is the hub's own code (X-Error-Code).
     """
 
     def __init__(self, message: str, *, status: int = 0, code: str = "") -> None:
@@ -47,12 +46,12 @@ class PermanentError(NetworkError):
 
 
 class ChangedError(PermanentError):
-    """An object is another one than the one that was begun with: its ETag or its size changed."""
+    """The ETag or size of an object changed while it was downloaded."""
 
 
 @dataclass(frozen=True)
-class Head:
-    """What an origin says of an object. `etag` changes with its bytes; empty if the origin tells none."""
+class ObjectMeta:
+    """Size and ETag of an object. The ETag changes with its bytes; empty if the origin sends none."""
 
     bytes: int
     etag: str
@@ -60,56 +59,63 @@ class Head:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long one request may take: to connect, and between two looks at which bytes must have come."""
+    """Limits of one request in seconds: to connect, and until some bytes must have come."""
 
     connect_s: float = 10.0
     stall_s: float = 30.0
 
     @classmethod
-    def within(cls, patience_s: float) -> Timeouts:
-        """The usual limits, or less, so that several requests fit into so many seconds."""
-        return cls(min(cls.connect_s, patience_s / 4), min(cls.stall_s, patience_s / 4))
+    def within(cls, timeout_s: float) -> Timeouts:
+        """Return the defaults, or shorter ones if several requests must fit into `timeout_s`."""
+        return cls(min(cls.connect_s, timeout_s / 4), min(cls.stall_s, timeout_s / 4))
 
 
 class Origin(Protocol):
-    """Objects below one URL. Threads share it; it opens nothing before it is asked."""
+    """Objects below one URL. Threads share it. It connects at the first request."""
 
-    url: str  # names it in messages; holds no secret
+    url: str  # for messages; contains no secret
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        """Bytes [start, stop) of the object `name`, in pieces; each is valid until the next is asked for.
+        """Yield bytes [start, stop) of an object; each chunk is valid until the next is requested.
 
-        Fewer bytes mean that the body broke off; never more. Close the iterator to give it up.
+        A broken body yields fewer bytes, never more. Close the iterator to cancel the request.
 
         Raises:
             TransientError: If another try may succeed.
-            PermanentError: If none will.
-            ProtocolViolation: If it answers other than the range that was asked for.
+            PermanentError: If no other try will.
+            ProtocolViolation: If the response is of another range.
         """
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """A whole small object; errors as of `read`, and PermanentError if it is larger than `max_bytes`."""
-        raise PermanentError(f"{self.url}: expected a slice to be asked for, got {name}")
+        """Return a small object. Errors as of `read`; PermanentError if it is larger than `max_bytes`."""
+        raise PermanentError(f"{self.url}: expected the name of a slice, got {name}")
 
     def sources(self) -> Sequence[Origin]:
-        """Who is asked one by one: itself, or the peers that stand behind it now. May look them up."""
+        """Return the origins to request from one by one: itself, or the peers of a dataset. May look them up."""
         return [self]
 
 
-class HeadOrigin(Origin, Protocol):
-    """An origin that describes objects, and can hold them to what it said."""
+class ObjectOrigin(Origin, Protocol):
+    """An origin that tells the size and ETag of its objects."""
 
-    def head(self, name: str) -> Head:
-        """Size and ETag of an object. Errors as of `read`."""
+    def head(self, name: str) -> ObjectMeta:
+        """Return size and ETag of an object. Errors as of `read`."""
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
-        """As of Origin; ChangedError if the object has another ETag than the one given."""
+        """See Origin. ChangedError if the object has another ETag."""
 
 
-def check_etag(what: str, wanted: str, got: str) -> None:
-    """Raise ChangedError where an origin tells another ETag than before."""
-    if wanted and got and wanted != got:
-        raise ChangedError(f"{what} changed while it was read: expected ETag {wanted}, got {got}")
+def as_object_origin(origin: Origin) -> ObjectOrigin:
+    """Return the origin if it can describe its objects, else raise UsageError; peers cannot."""
+    if not hasattr(origin, "head"):
+        raise UsageError(f"{origin.url}: expected a directory, http(s)://, s3://, r2://, gs:// or az://. Give one.")
+    return cast(ObjectOrigin, origin)
+
+
+def check_etag(what: str, expected: str, etag: str) -> None:
+    """Raise ChangedError if both ETags are known and differ."""
+    if expected and etag and expected != etag:
+        raise ChangedError(f"{what} changed while it was read: expected ETag {expected}, got {etag}")
 
 
 def retry_transient(attempt: Callable[[], _T], tries: int, first_wait_s: float, max_wait_s: float) -> _T:
@@ -130,64 +136,94 @@ def read_small(
     start: int | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> bytes:
-    """A whole small object, or with `start` the `max_bytes` bytes from there on; asked for up to eight times within
-    some 15 s, or 25 s where each answer takes long.
+    """Return a small object, or with `start` the `max_bytes` bytes from there on; up to eight tries within 25 s.
 
-    DatasetError if the origin says that it is not there, or not for us; NetworkError if it cannot be had now.
+    Raises:
+        DatasetError: If the object does not exist or access is denied.
+        NetworkError: If the origin is unreachable.
     """
-    began, answers = time.monotonic(), ["no answer yet"]
-    for tried in range(1, _SMALL_TRIES + 1):
+
+    def attempt() -> bytes:
+        if start is None:
+            return origin.get(name, max_bytes)
+        data = b"".join(map(bytes, origin.read(name, start, start + max_bytes)))
+        if len(data) < max_bytes:
+            raise TransientError(f"{name} broke off after {len(data)} of {max_bytes} bytes")
+        return data
+
+    return _retry(attempt, origin, name, max_tries=8, timeout_s=25.0, max_wait_s=4.0, sleep=sleep)
+
+
+def head_object(
+    origin: ObjectOrigin,
+    name: str,
+    *,
+    timeout_s: float = 300.0,
+    stop: threading.Event | None = None,
+) -> ObjectMeta:
+    """Return size and ETag of an object; retries for `timeout_s`, or until `stop` is set. Errors as of `read_small`."""
+    sleep, max_wait_s = time.sleep if stop is None else stop.wait, min(15.0, timeout_s / 4)
+    return _retry(lambda: origin.head(name), origin, name, timeout_s=timeout_s, max_wait_s=max_wait_s, sleep=sleep)
+
+
+def _retry(
+    attempt: Callable[[], _T],
+    origin: Origin,
+    name: str,
+    *,
+    timeout_s: float,
+    max_wait_s: float,
+    sleep: Callable[[float], object],
+    max_tries: int | None = None,
+) -> _T:
+    """Call `attempt` until it raises no TransientError; a `sleep` that returns true ends the retries."""
+    began, answers = time.monotonic(), ["no response yet"]
+    while True:
         try:
             with waiting(log, lambda: f"{name} from {origin.url}: {answers[-1]}"):
-                if start is None:
-                    return origin.get(name, max_bytes)
-                data = b"".join(map(bytes, origin.read(name, start, start + max_bytes)))
-                if len(data) < max_bytes:
-                    raise TransientError(f"{name} broke off after {len(data)} of {max_bytes} bytes")
-                return data
+                return attempt()
         except PermanentError as error:
-            raise DatasetError(
-                f"{origin.url}: expected a dataset, with {name}, got: {error}. Check the URL and the credentials."
-            ) from error
+            raise DatasetError(f"{error}. Check the URL, the name and the credentials.") from error
         except TransientError as error:
+            tries = len(answers)
             answers.append(str(error))
-            if tried == _SMALL_TRIES or time.monotonic() - began > _SMALL_S:
+            pause_s = backoff_s(tries, _FIRST_WAIT_S, max_wait_s, error.wait_s)
+            elapsed_s = time.monotonic() - began
+            if tries == max_tries or elapsed_s + pause_s >= timeout_s or sleep(pause_s):
                 raise NetworkError(
-                    f"{name} from {origin.url}: no whole answer after {tried} attempts in "
-                    f"{time.monotonic() - began:.1f} s; the last: {error}. Check the network and the endpoint."
+                    f"{name} from {origin.url}: no answer after {tries} attempts in {elapsed_s:.1f} s; the last: "
+                    f"{error}. Check the network and the endpoint."
                 ) from error
-            sleep(backoff_s(tried, _SMALL_WAIT_S, _SMALL_MOST_S, error.wait_s))
-    raise AssertionError
 
 
-class PathOrigin(HeadOrigin):
+class PathOrigin(ObjectOrigin):
     """A directory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.url = str(folder)
 
-    def head(self, name: str) -> Head:
+    def head(self, name: str) -> ObjectMeta:
         try:
-            found = (self.folder / name).stat()
+            status = (self.folder / name).stat()
         except OSError as error:
             raise _path_error(error) from error
-        return Head(found.st_size, f"{found.st_ino:x}-{found.st_size:x}-{found.st_mtime_ns:x}")
+        return ObjectMeta(status.st_size, f"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}")
 
     def names(self, prefix: str) -> list[str]:
-        """Of the objects that begin so, sorted; not below directories."""
+        """Return the sorted names of the files that begin with `prefix`, without those of subdirectories."""
         return sorted(path.name for path in self.folder.glob(f"{prefix}*") if path.is_file())
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
         if etag:
             check_etag(str(self.folder / name), etag, self.head(name).etag)
-        buffer = memoryview(bytearray(min(STEP_BYTES, max(stop - start, 1))))
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, max(stop - start, 1))))
         try:
             with (self.folder / name).open("rb", buffering=0) as file:
                 file.seek(start)
-                while start < stop and (got := file.readinto(buffer[: stop - start])):
-                    start += got
-                    yield buffer[:got]
+                while start < stop and (count := file.readinto(buffer[: stop - start])):
+                    start += count
+                    yield buffer[:count]
         except OSError as error:
             raise _path_error(error) from error
         if start < stop:
@@ -199,14 +235,9 @@ class PathOrigin(HeadOrigin):
                 data = file.read(max_bytes + 1)
         except OSError as error:
             raise _path_error(error) from error
-        return at_most(data, max_bytes, str(self.folder / name))
-
-
-def at_most(data: bytes, max_bytes: int, what: str) -> bytes:
-    """`data`, or PermanentError if there is more of it than `max_bytes`."""
-    if len(data) > max_bytes:
-        raise PermanentError(f"{what} is larger than {max_bytes} bytes")
-    return data
+        if len(data) > max_bytes:
+            raise PermanentError(f"{self.folder / name} is larger than {max_bytes} bytes")
+        return data
 
 
 def _path_error(error: OSError) -> ForebayError:
@@ -215,9 +246,9 @@ def _path_error(error: OSError) -> ForebayError:
     return TransientError(str(error))
 
 
-def environment(name: str, why: str) -> str:
-    """An environment variable that must be set; the error names it and no value."""
+def require_env(name: str, user: str) -> str:
+    """Return an environment variable that `user` needs; UsageError, without any value, if it is not set."""
     value = os.environ.get(name, "")
     if not value:
-        raise UsageError(f"{why}: expected the environment variable {name}, got none. Set it.")
+        raise UsageError(f"{user}: expected the environment variable {name}, got none. Set it.")
     return value

@@ -1,6 +1,6 @@
-"""Objects of a bucket (S3, R2, MinIO, Google, Azure) through obstore, which signs and finds credentials.
+"""Objects of a bucket (S3, R2, MinIO, Google, Azure) through obstore, which signs requests and finds credentials.
 
-It is told not to try again, so that one place decides about that; `Retry-After` is not known here.
+obstore's own retries are off for reading: `storage.transfers` retries. `Retry-After` is not available.
 """
 
 import contextlib
@@ -14,22 +14,22 @@ from typing import Any
 
 from forebay.errors import ForebayError, UsageError, install_command
 from forebay.storage.base import (
-    STEP_BYTES,
-    Head,
-    HeadOrigin,
+    CHUNK_BYTES,
+    ObjectMeta,
+    ObjectOrigin,
     PermanentError,
     Timeouts,
     TransientError,
     check_etag,
-    environment,
+    require_env,
 )
 
-_LASTING = ("NotFound", "Unauthenticated", "PermissionDenied", "InvalidPath", "NotSupported", "UnknownConfig")
+_PERMANENT = ("NotFound", "Unauthenticated", "PermissionDenied", "InvalidPath", "NotSupported", "UnknownConfig")
 _BUSY = re.compile(r"\b(429|503)\b|SlowDown|TooManyRequests", re.IGNORECASE)
-_used_by = 0  # Which process has obstore's threads.
+_used_by = 0  # the process that has obstore's threads
 
 
-class BucketOrigin(HeadOrigin):
+class BucketOrigin(ObjectOrigin):
     """Objects below a prefix of a bucket.
 
     `s3://BUCKET/PREFIX` takes `AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_ACCESS_KEY_ID` and so on from the environment;
@@ -41,9 +41,9 @@ class BucketOrigin(HeadOrigin):
     r2_right = "READ"
     max_retries = 0
 
-    def __init__(self, url: str, *, patience: Timeouts | None = None) -> None:
+    def __init__(self, url: str, *, timeouts: Timeouts | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
-        self._patience = patience or Timeouts()
+        self._timeouts = timeouts or Timeouts()
         self._options = dict(urllib.parse.parse_qsl(parts.query))
         secret = [name for name in self._options if re.search("secret|token|password|account_key|sas", name)]
         if secret:
@@ -61,38 +61,38 @@ class BucketOrigin(HeadOrigin):
         self._lock = threading.Lock()
         self._opened: tuple[Any, Any] | None = None
 
-    def head(self, name: str) -> Head:
-        with self._telling(name) as (obstore, store):
-            return _head(obstore.head(store, self._prefix + name))
+    def head(self, name: str) -> ObjectMeta:
+        with self._convert_errors(name) as (obstore, store):
+            return _meta(obstore.head(store, self._prefix + name))
 
-    def find(self, name: str) -> list[tuple[str, Head]]:
-        """The object of that name, or all below it, in any order. Errors as of `get`."""
-        with self._telling(name) as (obstore, store):
+    def find(self, name: str) -> list[tuple[str, ObjectMeta]]:
+        """Return the object of that name, or all below it, in any order. Errors as of `get`."""
+        with self._convert_errors(name) as (obstore, store):
             if name and not name.endswith("/"):
                 with contextlib.suppress(FileNotFoundError):  # a prefix
-                    return [(name, _head(obstore.head(store, self._prefix + name)))]
+                    return [(name, _meta(obstore.head(store, self._prefix + name)))]
             listed = obstore.list(store, (self._prefix + name).rstrip("/") or None)
-            return [(str(entry["path"])[len(self._prefix) :], _head(entry)) for part in listed for entry in part]
+            return [(str(entry["path"])[len(self._prefix) :], _meta(entry)) for part in listed for entry in part]
 
     def names(self, prefix: str) -> list[str]:
-        """Of the objects that begin so, sorted; not below a further `/`. Errors as of `get`."""
-        with self._telling(prefix) as (obstore, store):
-            found = obstore.list_with_delimiter(store, self._prefix.rstrip("/") or None)["objects"]
-        names = (str(item["path"])[len(self._prefix) :] for item in found)
+        """Return the sorted names that begin with `prefix`, without a further `/`. Errors as of `get`."""
+        with self._convert_errors(prefix) as (obstore, store):
+            objects = obstore.list_with_delimiter(store, self._prefix.rstrip("/") or None)["objects"]
+        names = (str(item["path"])[len(self._prefix) :] for item in objects)
         return sorted(name for name in names if name.startswith(prefix))
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Generator[memoryview, None, None]:
-        with self._telling(name) as (obstore, store):
+        with self._convert_errors(name) as (obstore, store):
             result = obstore.get(store, self._prefix + name, options={"range": (start, stop)})
             check_etag(f"{self.url}/{name}", etag, str(result.meta["e_tag"] or ""))
             if tuple(result.range) != (start, stop):
                 raise PermanentError(f"{self.url}/{name} ends at byte {result.range[1]}, before {stop}")
-            stream = iter(result.stream(min_chunk_size=STEP_BYTES))
+            stream = iter(result.stream(min_chunk_size=CHUNK_BYTES))
             while (chunk := next(stream, None)) is not None:
                 yield memoryview(chunk)
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        with self._telling(name) as (obstore, store):
+        with self._convert_errors(name) as (obstore, store):
             result = obstore.get(store, self._prefix + name)
             if int(result.meta["size"]) > max_bytes:
                 raise PermanentError(f"{self.url}/{name} is larger than {max_bytes} bytes")
@@ -123,9 +123,9 @@ class BucketOrigin(HeadOrigin):
         endpoint = self._options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
         client = {
             "allow_http": (endpoint or "").startswith("http://"),
-            "connect_timeout": timedelta(seconds=self._patience.connect_s),
-            "read_timeout": timedelta(seconds=self._patience.stall_s),
-            "timeout": timedelta(days=1),  # of a whole body; what stalls is cut by read_timeout
+            "connect_timeout": timedelta(seconds=self._timeouts.connect_s),
+            "read_timeout": timedelta(seconds=self._timeouts.stall_s),
+            "timeout": timedelta(days=1),  # of a complete body; read_timeout ends a stalled one
             "user_agent": "forebay",
         }
         opener: Any = from_url  # the options come from the user, not from its types
@@ -134,49 +134,48 @@ class BucketOrigin(HeadOrigin):
                 self._address, **self._options, client_options=client, retry_config={"max_retries": self.max_retries}
             )
         except Exception as error:
-            why = " ".join(str(error).split())[:300]
-            raise UsageError(f"{self.url}: cannot be opened: {why}. Check the URL and its options.") from error
+            reason = " ".join(str(error).split())[:300]
+            raise UsageError(f"{self.url}: cannot be opened: {reason}. Check the URL and its options.") from error
 
     def _read_r2(self, bucket: str, prefix: str) -> tuple[str, str]:
         endpoint = os.environ.get("R2_DATASET_ENDPOINT")
         if not endpoint:
-            account = environment("R2_DATASET_ACCOUNT_ID", "r2")
+            account = require_env("R2_DATASET_ACCOUNT_ID", "r2")
             endpoint = os.environ.get("AWS_ENDPOINT_URL") or f"https://{account}.r2.cloudflarestorage.com"
         self._options = {
             "endpoint": endpoint,
             "region": "auto",
             **self._options,
-            "access_key_id": environment(f"R2_DATASET_{self.r2_right}_ACCESS_KEY_ID", "r2"),
-            "secret_access_key": environment(f"R2_DATASET_{self.r2_right}_SECRET_ACCESS_KEY", "r2"),
+            "access_key_id": require_env(f"R2_DATASET_{self.r2_right}_ACCESS_KEY_ID", "r2"),
+            "secret_access_key": require_env(f"R2_DATASET_{self.r2_right}_SECRET_ACCESS_KEY", "r2"),
         }
-        bucket = bucket or environment("R2_DATASET_BUCKET_NAME", "r2")
-        return bucket, prefix or environment("DATASET_BINS_PATH", "r2").strip("/")
+        bucket = bucket or require_env("R2_DATASET_BUCKET_NAME", "r2")
+        return bucket, prefix or require_env("DATASET_BINS_PATH", "r2").strip("/")
 
     @contextlib.contextmanager
-    def _telling(self, name: str) -> Iterator[tuple[Any, Any]]:
-        """The library and the bucket; the library's errors, which share no base, become ours."""
+    def _convert_errors(self, name: str) -> Iterator[tuple[Any, Any]]:
+        """Yield the library and the bucket; convert the library's errors, which share no base class."""
         opened = self._store()
         try:
             yield opened
         except ForebayError:
             raise
         except Exception as error:
-            raise self._told(name, error) from error
+            raise self._convert_error(name, error) from error
 
-    def _told(self, name: str, error: Exception) -> ForebayError:
-        """A library's error as ours."""
-        kind, why = type(error).__name__, " ".join(str(error).split()).split(" Debug source:")[0][:300]
-        text = f"{self.url}/{name}: {kind}: {why}"
+    def _convert_error(self, name: str, error: Exception) -> ForebayError:
+        kind, reason = type(error).__name__, " ".join(str(error).split()).split(" Debug source:")[0][:300]
+        text = f"{self.url}/{name}: {kind}: {reason}"
         if (
             isinstance(error, FileNotFoundError)
-            or kind.startswith(_LASTING)
-            or "credential" in why.lower()
-            or "non-partial response" in why  # A server that does not know ranges will not learn them.
-            or re.search(r"(status|code|:)\D{0,12}4(00|01|03|04|16)\b", why)
+            or kind.startswith(_PERMANENT)
+            or "credential" in reason.lower()
+            or "non-partial response" in reason  # the server does not support ranges
+            or re.search(r"(status|code|:)\D{0,12}4(00|01|03|04|16)\b", reason)
         ):
             return PermanentError(text)
-        return TransientError(text, throttled=bool(_BUSY.search(why)))
+        return TransientError(text, throttled=bool(_BUSY.search(reason)))
 
 
-def _head(found: Mapping[str, Any]) -> Head:
-    return Head(int(found["size"]), str(found["e_tag"] or ""))
+def _meta(entry: Mapping[str, Any]) -> ObjectMeta:
+    return ObjectMeta(int(entry["size"]), str(entry["e_tag"] or ""))

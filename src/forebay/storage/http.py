@@ -1,7 +1,7 @@
-"""Objects below an http(s) address: ranges, kept connections, redirects, proxies. On the connections of network.http.
+"""Objects below an http(s) URL: ranges, persistent connections, redirects, proxies; on the connections of network.http.
 
-What the choice costs: heads are parsed in Python (0.1 ms a request); in return every wait has a limit of ours, what a
-server asks to wait is known, and a body goes from the socket into one reused buffer.
+Cost: urllib3 parses headers in Python (0.1 ms per request). In return, every wait has a limit, Retry-After is known,
+and a body goes from the socket into one reused buffer.
 """
 
 import base64
@@ -12,7 +12,7 @@ import time
 import urllib.parse
 from collections.abc import Generator, Iterator, Mapping
 from typing import Literal
-from urllib.request import getproxies, proxy_bypass  # the environment's settings, and nothing of its client
+from urllib.request import getproxies, proxy_bypass  # only the environment's settings, not its client
 
 import urllib3.util
 from urllib3.connection import ProxyConfig
@@ -31,26 +31,34 @@ from forebay.network.http import (
     exchange,
 )
 from forebay.network.retry import retry_after_s
-from forebay.storage.base import STEP_BYTES, Head, HeadOrigin, PermanentError, Timeouts, TransientError, check_etag
+from forebay.storage.base import (
+    CHUNK_BYTES,
+    ObjectMeta,
+    ObjectOrigin,
+    PermanentError,
+    Timeouts,
+    TransientError,
+    check_etag,
+)
 
 _KEEP_IDLE_S = 30.0
-_MOST_REDIRECTS = 5
-_MOVED_S = 120.0  # how long an object is asked for where a redirect led; signed addresses live for longer
-_MOST_MOVED = 1000
-_LEAST_BYTES_PER_S = 1024
+_MAX_REDIRECTS = 5
+_REDIRECT_TTL_S = 120.0  # how long the target of a redirect is reused; signed URLs are valid for longer
+_MAX_STORED_REDIRECTS = 1000
+_MIN_BYTES_PER_S = 1024
 _MAX_HEAD_BYTES = 64 << 10
-_PASSING = (408, 423, 425, 429)
+_TRANSIENT = (408, 423, 425, 429)
 _THROTTLED = (429, 503)
 
 
-class WebOrigin(HeadOrigin):
-    """A directory of a web server. The query of its URL, if any, goes with each request and into no message.
+class WebOrigin(ObjectOrigin):
+    """A directory of a web server. The query of its URL is sent with each request and is not in any message.
 
     Args:
-        headers: Sent to the URL's own host only, never where a redirect leads.
-        same_host: A redirect to another host is refused.
-        foreign: The URL is a stranger's (see store.foreign): no proxy of the environment is used. `public`: only
-            addresses of the public internet are connected to, also where a redirect leads, and none leads to http.
+        headers: Sent to the URL's own host only, not to the targets of redirects.
+        same_host: Refuse redirects to other hosts.
+        untrusted: The URL came from the network (see `url_policy`): proxies of the environment are not used. `public`:
+            connect to addresses of the public internet only, also after redirects, and refuse redirects to http.
     """
 
     def __init__(
@@ -58,9 +66,9 @@ class WebOrigin(HeadOrigin):
         url: str,
         *,
         headers: Mapping[str, str] | None = None,
-        patience: Timeouts | None = None,
+        timeouts: Timeouts | None = None,
         same_host: bool = False,
-        foreign: Literal["", "public", "any"] = "",
+        untrusted: Literal["", "public", "any"] = "",
     ) -> None:
         parts = urllib.parse.urlsplit(url)
         if not parts.hostname:
@@ -72,186 +80,191 @@ class WebOrigin(HeadOrigin):
         if parts.username is not None and "Authorization" not in self._headers:
             pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
             self._headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
-        self._patience = patience or Timeouts()
-        self._same_host, self._foreign = same_host, foreign
-        self._pool = _Pool(self._patience, foreign)
-        self._moved: dict[str, tuple[str, float]] = {}
+        self._same_host, self._untrusted = same_host, untrusted
+        self._pool = _Pool(timeouts or Timeouts(), untrusted)
+        self._redirects: dict[str, tuple[str, float]] = {}  # target and deadline by name
 
-    def head(self, name: str) -> Head:
-        """See HeadOrigin. Asks for one byte, as a signed address often allows nothing but GET."""
-        connection, answer = self._open(name, {"Range": "bytes=0-0"})
-        given = re.fullmatch(r"bytes 0-0/([0-9]{1,18})", answer.headers.get("Content-Range", ""))
-        size = int(given[1]) if given else answer.length if answer.status == 200 else None
-        etag = answer.headers.get("ETag", "")
-        self._pool.put_back(connection, answer)
-        if size is None:
-            raise PermanentError(f"{self.url}/{name}: the server does not tell its size")
-        return Head(size, etag)
+    def head(self, name: str) -> ObjectMeta:
+        """See ObjectOrigin. Requests one byte, as signed URLs often allow only GET."""
+        with self._open(name, {"Range": "bytes=0-0"}) as response:
+            answer = response.answer
+            content_range = re.fullmatch(r"bytes 0-0/([0-9]{1,18})", answer.headers.get("Content-Range", ""))
+            size = int(content_range[1]) if content_range else answer.length if answer.status == 200 else None
+            if size is None:
+                raise PermanentError(f"{self.url}/{name}: the server sends no size")
+            return ObjectMeta(size, answer.headers.get("ETag", ""))
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
-        connection, answer = self._open(name, {"Range": f"bytes={start}-{stop - 1}"})
-        try:
-            check_etag(f"{self.url}/{name}", etag, answer.headers.get("ETag", ""))
-            skip = self._check_range(name, answer, start, stop)
-            body = _Body(answer, self._patience.stall_s, f"{self.url}/{name}")
-            while skip and (data := body.next(skip)):
+        with self._open(name, {"Range": f"bytes={start}-{stop - 1}"}) as response:
+            check_etag(f"{self.url}/{name}", etag, response.answer.headers.get("ETag", ""))
+            skip = self._check_range(name, response.answer, start, stop)
+            while skip and (data := response.read_chunk(skip)):
                 skip -= len(data)
-            left = stop - start
-            while left and (data := body.next(left)):
-                left -= len(data)
+            remaining = stop - start
+            while remaining and (data := response.read_chunk(remaining)):
+                remaining -= len(data)
                 yield data
-        finally:
-            self._pool.put_back(connection, answer)
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        return self.ask(name, max_bytes)[0]
+        return self.get_with_headers(name, max_bytes)[0]
 
-    def ask(self, name: str, max_bytes: int, address: str = "") -> tuple[bytes, Mapping[str, str]]:
-        """As `get`, and the answer's headers; from that address, if one is given, in place of the name's own."""
-        connection, answer = self._open(name, {}, address)
-        try:
-            what, expected = f"{self.url}/{name}", answer.length
-            if expected is not None and expected > max_bytes:
-                raise PermanentError(f"{what} is larger than {max_bytes} bytes")
-            body = _Body(answer, self._patience.stall_s, what)
+    def get_with_headers(self, name: str, max_bytes: int, address: str = "") -> tuple[bytes, Mapping[str, str]]:
+        """Like `get`, with the headers of the response; from `address` in place of the name's own, if given."""
+        with self._open(name, {}, address) as response:
+            what, length = f"{self.url}/{name}", response.answer.length
             data = bytearray()
-            while piece := body.next(max_bytes + 1 - len(data)):
-                data += piece
-            if expected is not None and len(data) < expected:
-                raise TransientError(f"{what}: the body ended at byte {len(data)} of {expected}")
-            if len(data) > max_bytes:
+            while (length or 0) <= max_bytes and (chunk := response.read_chunk(max_bytes + 1 - len(data))):
+                data += chunk
+            if max(length or 0, len(data)) > max_bytes:
                 raise PermanentError(f"{what} is larger than {max_bytes} bytes")
-            return bytes(data), answer.headers
-        finally:
-            self._pool.put_back(connection, answer)
+            if length is not None and len(data) < length:
+                raise TransientError(f"{what}: the body ended at byte {len(data)} of {length}")
+            return bytes(data), response.answer.headers
 
     def stream(
-        self, address: str, start: int, asked: Mapping[str, str]
+        self, address: str, start: int, headers: Mapping[str, str]
     ) -> tuple[bool, Mapping[str, str], Generator[memoryview, None, None]]:
-        """What follows byte `start` of the object at an address, whatever its size; `asked` are headers to send too.
+        """Request the object at an address from byte `start` on, whatever its size, with more headers.
 
-        Whether the server knows ranges, as far as this answer shows; its headers; the bytes, in pieces each of which is
-        valid until the next is asked for. Close it to give the rest up. Errors as of `read`.
+        Returns:
+            Whether the server sent a range; the headers of the response; the chunks, each valid until the next is
+            requested. Close the iterator to cancel the request. Errors as of `read`.
         """
-        connection, answer = self._open("", {"Range": f"bytes={start}-", **asked} if start else asked, address)
+        if start:
+            headers = {"Range": f"bytes={start}-", **headers}
+        response = self._open("", headers, address)
 
-        def pieces() -> Generator[memoryview, None, None]:
-            skip = 0 if answer.status == 206 else start
-            try:
+        def chunks() -> Generator[memoryview, None, None]:
+            skip = 0 if response.answer.status == 206 else start
+            with response:
                 yield memoryview(b"")
-                body = _Body(answer, self._patience.stall_s, self.url)
-                while piece := body.next(STEP_BYTES):
-                    if skip < len(piece):
-                        yield piece[skip:]
-                    skip = max(0, skip - len(piece))
-            finally:
-                self._pool.put_back(connection, answer)
+                while chunk := response.read_chunk(CHUNK_BYTES):
+                    if skip < len(chunk):
+                        yield chunk[skip:]
+                    skip = max(0, skip - len(chunk))
 
-        opened = pieces()
-        next(opened)  # from now on closing it closes the connection
-        return answer.status == 206, answer.headers, opened
+        started = chunks()
+        next(started)  # From now on, closing the iterator closes the connection.
+        return response.answer.status == 206, response.answer.headers, started
 
-    def _open(self, name: str, asked: Mapping[str, str], address: str = "") -> tuple[Connection, Answer]:
-        """The answer to a GET, redirects followed."""
+    def _open(self, name: str, request_headers: Mapping[str, str], address: str = "") -> "_Response":
+        """Send a GET and follow redirects."""
         own = self._base._replace(path=f"{self._base.path}/{urllib.parse.quote(name)}")
         address = address or urllib.parse.urlunsplit(own)
-        moved, until = self._moved.get(name, ("", 0.0))
-        known = moved and until > time.monotonic()
-        target = moved if known else address
-        for _ in range(_MOST_REDIRECTS + 1):
-            headers = {"User-Agent": "forebay", "Accept-Encoding": "identity", **asked}
+        redirect, deadline = self._redirects.get(name, ("", 0.0))
+        is_stored = bool(redirect) and deadline > time.monotonic()
+        target = redirect if is_stored else address
+        for _ in range(_MAX_REDIRECTS + 1):
+            headers = {"User-Agent": "forebay", "Accept-Encoding": "identity", **request_headers}
             headers |= self._headers if _host(target) == _host(address) else {}
-            connection, answer = self._pool.ask(target, headers, self.url)
+            response = self._pool.request(target, headers, self.url)
+            answer = response.answer
             if answer.status in (200, 206):
                 if target != address:
-                    if len(self._moved) >= _MOST_MOVED:
-                        self._moved.clear()
-                    self._moved[name] = (target, time.monotonic() + _MOVED_S)
-                return connection, answer
+                    if len(self._redirects) >= _MAX_STORED_REDIRECTS:
+                        self._redirects.clear()
+                    self._redirects[name] = (target, time.monotonic() + _REDIRECT_TTL_S)
+                response.what = f"{self.url}/{name}".rstrip("/")
+                return response
             location = answer.headers.get("Location")
-            fault = _refusal(f"{self.url}/{name}", answer)
-            self._pool.put_back(connection, answer)
+            error = _status_error(f"{self.url}/{name}", answer)
+            response.close()
             if answer.status in (301, 302, 303, 307, 308) and location:
-                target = _joined(target, location, fault)
+                target = _join_url(target, location, error)
                 if self._same_host and _host(target) != _host(address):
-                    raise fault
-            elif known:
-                known, target = "", address  # a signed address that expired
-                self._moved.pop(name, None)
+                    raise error
+            elif is_stored:
+                is_stored, target = False, address  # a signed URL that expired
+                self._redirects.pop(name, None)
             else:
-                raise fault
-            check_redirect(address, target, https_only=self._foreign == "public")
-        raise PermanentError(f"{self.url}/{name}: more than {_MOST_REDIRECTS} redirects")
+                raise error
+            check_redirect(address, target, https_only=self._untrusted == "public")
+        raise PermanentError(f"{self.url}/{name}: more than {_MAX_REDIRECTS} redirects")
 
     def _check_range(self, name: str, answer: Answer, start: int, stop: int) -> int:
-        """How many bytes of the body come before `start`: none, unless the server knows no ranges."""
+        """Return how many bytes of the body come before `start`: 0, unless the server ignores ranges."""
         what = f"{self.url}/{name}"
         if answer.status == 200:
             if answer.length is not None and answer.length < stop:
                 raise PermanentError(f"{what} has {answer.length} bytes, fewer than the {stop} of the dataset's table")
             return start
-        given = re.fullmatch(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]+|\*)", answer.headers.get("Content-Range", ""))
-        if given is None or int(given[1]) != start:
-            told = answer.headers.get("Content-Range")
-            raise ProtocolViolation(f"{what}: expected bytes [{start}, {stop}), got Content-Range {told!r}")
-        if int(given[2]) != stop - 1:
-            raise PermanentError(f"{what} ends at byte {int(given[2]) + 1}, before {stop}")
+        header = answer.headers.get("Content-Range")
+        match = re.fullmatch(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]+|\*)", header or "")
+        if match is None or int(match[1]) != start:
+            raise ProtocolViolation(f"{what}: expected bytes [{start}, {stop}), got Content-Range {header!r}")
+        if int(match[2]) != stop - 1:
+            raise PermanentError(f"{what} ends at byte {int(match[2]) + 1}, before {stop}")
         return 0
 
 
-class _Body:
-    """The body of an answer, through one buffer; a server that drips is a fault."""
+class _Response:
+    """The response to a GET, with its connection; the body is read through one buffer. A dripping server is a fault."""
 
-    def __init__(self, answer: Answer, stall_s: float, what: str) -> None:
-        self._answer = answer
-        self._stall_s = stall_s
-        self._what = what
-        self._buffer = memoryview(bytearray(STEP_BYTES))
-        answer.pace(stall_s, _LEAST_BYTES_PER_S)
+    def __init__(self, pool: "_Pool", connection: Connection, answer: Answer, what: str, stall_s: float) -> None:
+        self.answer = answer
+        self.what = what
+        self._pool, self._connection, self._stall_s = pool, connection, stall_s
+        self._buffer: memoryview | None = None
 
-    def next(self, most: int) -> memoryview:
-        """Up to 256 KiB; empty at the end or where the connection was closed."""
-        filled, limit, began = 0, min(most, STEP_BYTES), time.monotonic()
+    def read_chunk(self, max_bytes: int) -> memoryview:
+        """Return up to 256 KiB; empty at the end of the body or where the connection was closed."""
+        if self._buffer is None:
+            self._buffer = memoryview(bytearray(CHUNK_BYTES))
+            self.answer.pace(self._stall_s, _MIN_BYTES_PER_S)
+        filled, limit, began = 0, min(max_bytes, CHUNK_BYTES), time.monotonic()
         try:
-            while filled < limit and (got := self._answer.readinto(self._buffer[filled:limit])):
-                filled += got
+            while filled < limit and (count := self.answer.readinto(self._buffer[filled:limit])):
+                filled += count
                 if time.monotonic() - began > self._stall_s:
                     break
         except TimeoutError as error:
-            told = str(error) if "stalled" in str(error) else f"no byte for {self._stall_s:g} s"
-            raise TransientError(f"{self._what}: {told}") from error
+            reason = str(error) if "stalled" in str(error) else f"no byte for {self._stall_s:g} s"
+            raise TransientError(f"{self.what}: {reason}") from error
         except (*FAULTS, ValueError) as error:
-            raise TransientError(f"{self._what}: the connection failed: {type(error).__name__}: {error}") from error
+            raise TransientError(f"{self.what}: the connection failed: {type(error).__name__}: {error}") from error
         return self._buffer[:filled]
+
+    def close(self) -> None:
+        """Keep the connection if the body was read to its end, else close it."""
+        can_keep = self.answer.can_keep
+        self.answer.close()
+        self._pool.put_back(self._connection, can_keep)
+
+    def __enter__(self) -> "_Response":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 class _Pool:
-    """Kept connections, by scheme and host; a proxy of the environment is used where it says so."""
+    """Persistent connections by scheme and host, through the proxies of the environment."""
 
-    def __init__(self, patience: Timeouts, foreign: str) -> None:
-        self._patience = patience
-        self._foreign = foreign
-        self._kept = KeptConnections(keep_s=_KEEP_IDLE_S)
+    def __init__(self, timeouts: Timeouts, untrusted: str) -> None:
+        self._timeouts = timeouts
+        self._untrusted = untrusted
+        self._idle = KeptConnections(keep_s=_KEEP_IDLE_S)
         self._context: ssl.SSLContext | None = None
 
-    def ask(self, target: str, headers: dict[str, str], what: str) -> tuple[Connection, Answer]:
-        """Send a GET, and the answer's head; once more if a kept connection turns out to be dead."""
+    def request(self, target: str, headers: dict[str, str], what: str) -> _Response:
+        """Send a GET and read the head of the response; repeat it if a persistent connection was closed."""
         parts = urllib.parse.urlsplit(target)
         path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
-        key = _host(target)
+        key, stall_s = _host(target), self._timeouts.stall_s
         while True:
-            connection = self._kept.take(key)
-            kept = connection is not None
+            connection = self._idle.take(key)
+            is_reused = connection is not None
             connection = connection or self._make(parts)
             connection.key = key
             try:
-                if not kept:
-                    connection.timeout = self._patience.connect_s
+                if not is_reused:
+                    connection.timeout = self._timeouts.connect_s
                     connection.connect()
                 if connection.proxy is not None and parts.scheme == "http":
                     path, headers = target, {**headers, **_proxy_headers(connection.proxy)}
-                deadline = time.monotonic() + self._patience.stall_s
-                return connection, exchange(connection, "GET", path, headers, None, deadline, _MAX_HEAD_BYTES)
+                deadline = time.monotonic() + stall_s
+                answer = exchange(connection, "GET", path, headers, None, deadline, _MAX_HEAD_BYTES)
+                return _Response(self, connection, answer, what, stall_s)
             except ssl.SSLCertVerificationError as error:
                 connection.close()
                 raise PermanentError(f"{what}: its certificate is not trusted: {error.verify_message}") from error
@@ -259,19 +272,22 @@ class _Pool:
                 raise PermanentError(f"{what}: {error}") from error
             except (*FAULTS, ValueError, ProtocolViolation) as error:
                 connection.close()
-                if kept and not isinstance(error, (TimeoutError, ProtocolViolation)):
+                if is_reused and not isinstance(error, (TimeoutError, ProtocolViolation)):
                     continue
-                raise TransientError(_why(what, connection, error, self._patience)) from error
+                location = f"{connection.host}:{connection.port}"
+                text = f"{what}: cannot be reached at {location}: {type(error).__name__}: {error}"
+                if isinstance(error, TimeoutError):
+                    waited_s = self._timeouts.connect_s if connection.sock is None else stall_s
+                    text = f"{what}: no answer from {location} in {waited_s:g} s"
+                raise TransientError(text) from error
             except BaseException:
                 connection.close()
                 raise
 
-    def put_back(self, connection: Connection, answer: Answer) -> None:
-        """Keep a connection whose body was read to its end, or close it."""
-        keep = answer.can_keep
-        answer.close()
-        if keep:
-            self._kept.give(connection.key, connection)
+    def put_back(self, connection: Connection, can_keep: bool) -> None:
+        """Keep a connection for another request, or close it."""
+        if can_keep:
+            self._idle.give(connection.key, connection)
         else:
             connection.close()
 
@@ -281,32 +297,32 @@ class _Pool:
         except ValueError as error:
             raise PermanentError(f"{parts.scheme}: no such address: {error}") from error
         if not is_host(host):
-            raise PermanentError(f"{parts.scheme}://{host[:300]}: expected a host, got no name of one")
-        proxy = None if self._foreign else _proxy_of(parts)
-        at_host, at_port = (proxy.host or "", proxy.port) if proxy else (host, port)
+            raise PermanentError(f"{parts.scheme}://{host[:300]}: expected a host name")
+        proxy = None if self._untrusted else _proxy_of(parts)
+        peer_host, peer_port = (proxy.host or "", proxy.port) if proxy else (host, port)
         config = ProxyConfig(None, False, None, None) if proxy else None
-        made: Connection
+        connection: Connection
         if parts.scheme != "https":
-            made = PlainConnection(at_host, at_port or 80, proxy=proxy, proxy_config=config)
+            connection = PlainConnection(peer_host, peer_port or 80, proxy=proxy, proxy_config=config)
         else:
             if self._context is None:
                 self._context = bounded_context(ssl.create_default_context())
-            made = TlsConnection(
-                at_host, at_port or (443 if proxy is None else 80), ssl_context=self._context, proxy=proxy,
-                proxy_config=config,
-            )  # fmt: skip
+            peer_port = peer_port or (443 if proxy is None else 80)
+            connection = TlsConnection(
+                peer_host, peer_port, ssl_context=self._context, proxy=proxy, proxy_config=config
+            )
             if proxy is not None:
-                made.set_tunnel(host, port or 443, _proxy_headers(proxy), proxy.scheme or "http")
-        made.public_only = self._foreign == "public"
-        return made
+                connection.set_tunnel(host, port or 443, _proxy_headers(proxy), proxy.scheme or "http")
+        connection.public_only = self._untrusted == "public"
+        return connection
 
 
-def _joined(target: str, location: str, fault: Exception) -> str:
+def _join_url(target: str, location: str, error: Exception) -> str:
     try:
         joined = urllib.parse.urljoin(target, location)
         _ = urllib.parse.urlsplit(joined).port
-    except ValueError as error:
-        raise fault from error
+    except ValueError as cause:
+        raise error from cause
     return joined
 
 
@@ -326,47 +342,48 @@ def _proxy_headers(proxy: urllib3.util.Url) -> dict[str, str]:
     return dict(urllib3.util.make_headers(proxy_basic_auth=urllib.parse.unquote(proxy.auth))) if proxy.auth else {}
 
 
-def _refusal(what: str, answer: Answer) -> TransientError | PermanentError:
+def _status_error(what: str, answer: Answer) -> TransientError | PermanentError:
     status = answer.status
     text = f"{what}: HTTP status {status} {answer.reason}"
-    if status in _PASSING or status >= 500:
-        wait_s = asked_wait_s(answer.headers)
+    if is_transient_status(status):
+        wait_s = retry_delay_s(answer.headers)
         return TransientError(text, wait_s=wait_s, throttled=status in _THROTTLED or wait_s > 0)
     return PermanentError(text, status=status, code=answer.headers.get("X-Error-Code", ""))
 
 
-def asked_wait_s(headers: Mapping[str, str]) -> float:
-    """Seconds that a server asks to wait: Retry-After, or until its rate limit begins anew (`RateLimit:
-    "api";r=0;t=55`, or X-RateLimit-Reset in seconds or Unix time); at most an hour, and 0 if it does not ask."""
+def is_transient_status(status: int) -> bool:
+    """Whether a request that got this HTTP status may succeed later."""
+    return status in _TRANSIENT or status >= 500
+
+
+def retry_delay_s(headers: Mapping[str, str]) -> float:
+    """Return the seconds that a server asks to wait, at most an hour; 0 if it does not.
+
+    Read from Retry-After, `RateLimit: "api";r=0;t=55`, or X-RateLimit-Reset (seconds or Unix time).
+    """
     now = time.time()
-    told = re.search(r"\bt\s*=\s*(\d{1,9})", headers.get("RateLimit", ""))
+    limit = re.search(r"\bt\s*=\s*(\d{1,9})", headers.get("RateLimit", ""))
     reset = headers.get("X-RateLimit-Reset") or headers.get("X-Rate-Limit-Reset") or ""
-    wait_s = retry_after_s(headers.get("Retry-After") or (told[1] if told else "") or reset, now) or 0.0
+    wait_s = retry_after_s(headers.get("Retry-After") or (limit[1] if limit else "") or reset, now) or 0.0
     return min(3600.0, max(0.0, wait_s - now) if wait_s > 1e9 else wait_s)
 
 
 def check_redirect(origin: str, target: str, *, https_only: bool = False) -> None:
-    """Refuse a redirect to anything but http and https, and from a public address to one inside: this machine, its
-    networks, a cloud's metadata; with `https_only` also one to http."""
-    was, goes = urllib.parse.urlsplit(origin), urllib.parse.urlsplit(target)
-    if goes.scheme not in ("http", "https") or (https_only and goes.scheme != "https"):
+    """Refuse a redirect to other schemes than http and https (`https_only`: than https), and from a public address to
+    one of this machine, its networks or a cloud's metadata. Raises PermanentError."""
+    source, destination = urllib.parse.urlsplit(origin), urllib.parse.urlsplit(target)
+    if destination.scheme not in ("http", "https") or (https_only and destination.scheme != "https"):
         expected = "https" if https_only else "http or https"
-        raise PermanentError(f"{was.hostname}: expected a redirect to {expected}, got one to {goes.scheme!r}")
-    if _is_inside(goes.hostname) and not _is_inside(was.hostname):
-        raise PermanentError(f"{was.hostname}: expected a redirect to a public address, got one to {goes.hostname}")
+        raise PermanentError(f"{source.hostname}: expected a redirect to {expected}, got one to {destination.scheme!r}")
+    if _is_private(destination.hostname) and not _is_private(source.hostname):
+        raise PermanentError(
+            f"{source.hostname}: expected a redirect to a public address, got one to {destination.hostname}"
+        )
 
 
-def _is_inside(host: str | None) -> bool:
-    """Whether a host has an address that is not of the public internet; False if it has none that is known."""
+def _is_private(host: str | None) -> bool:
+    """Whether a host has an address that is not of the public internet; False if no address is known."""
     try:
         return not all(is_public(str(entry[4][0])) for entry in socket.getaddrinfo(host, None))
     except (OSError, UnicodeError):
         return False
-
-
-def _why(what: str, connection: Connection, error: Exception, patience: Timeouts) -> str:
-    where = f"{connection.host}:{connection.port}"
-    if isinstance(error, TimeoutError):
-        waited = patience.connect_s if connection.sock is None else patience.stall_s
-        return f"{what}: no answer from {where} in {waited:g} s"
-    return f"{what}: cannot be reached at {where}: {type(error).__name__}: {error}"

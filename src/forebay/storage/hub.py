@@ -218,7 +218,7 @@ def fetch_range(url: str, start: int, stop: int, receive: Callable[[memoryview],
 
 @lru_cache(8)
 def _origin(endpoint: str, headers: tuple[tuple[str, str], ...], timeout_s: float) -> WebOrigin:
-    return WebOrigin(endpoint, headers=dict(headers), patience=Timeouts(connect_s=timeout_s, stall_s=timeout_s))
+    return WebOrigin(endpoint, headers=dict(headers), timeouts=Timeouts(connect_s=timeout_s, stall_s=timeout_s))
 
 
 def _request_json(path: str, label: str, tries: int, missing: Any = None) -> tuple[Any, str]:
@@ -229,7 +229,7 @@ def _request_json(path: str, label: str, tries: int, missing: Any = None) -> tup
 
     def attempt() -> tuple[Any, str]:
         try:
-            data, headers = origin.ask(path, _MAX_JSON_BYTES, f"{hub_endpoint()}/{path}")
+            data, headers = origin.get_with_headers(path, _MAX_JSON_BYTES, f"{hub_endpoint()}/{path}")
             return json.loads(data), headers.get("Link", "")
         except ValueError as error:
             raise TransientError(f"what is no JSON: {error}") from error

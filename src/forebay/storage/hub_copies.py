@@ -183,7 +183,7 @@ def _download_file(repo: HubRepo, file: HubFile) -> Path:
     try:
         for directory in (blob.parent, path.parent, lock.parent):
             directory.mkdir(parents=True, exist_ok=True)
-        with locks.take(lock):
+        with locks.acquire(lock):
             if not blob.is_file() or blob.stat().st_size != file.size:
                 _download_blob(repo, file, blob)
             if _cached_copy(repo, file) is None:

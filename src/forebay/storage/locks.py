@@ -1,7 +1,7 @@
-"""Lock files between processes: the kernel lets go of them when their process dies, however it dies.
+"""Lock files between processes. The kernel releases a lock when its process dies.
 
-A child made by fork would share its parent's locks and keep them alive after the parent's death: it closes its
-copies as it starts, and what registered with `at_fork` forgets what it held.
+A forked child would share its parent's locks and keep them after the parent's death, so it closes its copies when it
+starts, and calls `after_fork` of the objects that registered with `at_fork`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ SHARED, EXCLUSIVE = fcntl.LOCK_SH, fcntl.LOCK_EX
 
 
 class Lock:
-    """One lock that is held. `release` may be called twice."""
+    """An acquired lock. `release` may be called twice."""
 
     __slots__ = ("__weakref__", "descriptor", "path")
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self.descriptor = descriptor
-        _held.add(self)
+        _locks.add(self)
 
     def release(self) -> None:
-        """Let go of it, also where a forked child has a copy."""
+        """Release it, also if a forked child has a copy."""
         descriptor, self.descriptor = self.descriptor, -1
-        _held.discard(self)
+        _locks.discard(self)
         if descriptor >= 0:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
@@ -40,26 +40,26 @@ class Lock:
         self.release()
 
 
-_held: weakref.WeakSet[Lock] = weakref.WeakSet()
-_forked: weakref.WeakSet[Any] = weakref.WeakSet()
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+_owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def take(path: Path, kind: int = EXCLUSIVE) -> Lock:
-    """Hold a lock, waiting for it. The file is made if absent."""
-    lock = _take(path, kind, os.O_CREAT)
+def acquire(path: Path, kind: int = EXCLUSIVE) -> Lock:
+    """Wait for a lock and acquire it. The file is created if absent."""
+    lock = _lock_file(path, kind, os.O_CREAT)
     assert lock is not None
     return lock
 
 
-def try_take(path: Path, kind: int = EXCLUSIVE) -> Lock | None:
-    """Hold a lock if nobody, in this process or another, holds one that excludes it."""
-    return _take(path, kind | fcntl.LOCK_NB, os.O_CREAT)
+def try_acquire(path: Path, kind: int = EXCLUSIVE) -> Lock | None:
+    """Acquire a lock; None if this or another process has one that excludes it."""
+    return _lock_file(path, kind | fcntl.LOCK_NB, os.O_CREAT)
 
 
 def is_locked(path: Path, kind: int) -> bool:
-    """Whether anybody, in this process or another, holds a lock on this file that excludes one of this kind."""
+    """Whether this or another process has a lock on this file that excludes one of this kind."""
     try:
-        lock = _take(path, kind | fcntl.LOCK_NB, 0)
+        lock = _lock_file(path, kind | fcntl.LOCK_NB, 0)
     except FileNotFoundError:
         return False
     if lock is None:
@@ -68,12 +68,12 @@ def is_locked(path: Path, kind: int) -> bool:
     return False
 
 
-def at_fork(holder: Any) -> None:
-    """Have `holder.after_fork()` called in every child, which has one thread only; kept weakly."""
-    _forked.add(holder)
+def at_fork(owner: Any) -> None:
+    """Call `owner.after_fork()` in every forked child, which has one thread only. Refers to `owner` weakly."""
+    _owners.add(owner)
 
 
-def _take(path: Path, operation: int, flags: int) -> Lock | None:
+def _lock_file(path: Path, operation: int, flags: int) -> Lock | None:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
         try:
@@ -86,17 +86,17 @@ def _take(path: Path, operation: int, flags: int) -> Lock | None:
             raise
         if os.fstat(descriptor).st_nlink:
             return Lock(path, descriptor)
-        os.close(descriptor)  # Cleaned away between the two calls: a lock that others would not see.
+        os.close(descriptor)  # deleted between the two calls: others would not see the lock
 
 
 def _after_fork() -> None:
-    for lock in list(_held):
+    for lock in list(_locks):
         if lock.descriptor >= 0:
-            os.close(lock.descriptor)  # Not unlocked: the parent still holds it.
+            os.close(lock.descriptor)  # not unlocked: the parent still has it
             lock.descriptor = -1
-    _held.clear()
-    for holder in list(_forked):
-        holder.after_fork()
+    _locks.clear()
+    for owner in list(_owners):
+        owner.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,6 +1,6 @@
 """Open an origin or a dataset by its URL: the one list of URL schemes.
 
-Each scheme's module is imported when a URL needs it, as most need packages of an extra.
+The module of a scheme is imported when a URL needs it, as most need packages of an extra.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def open_origin(
     identity: str | Path | Identity | None = None,
     dataset_id: str | None = None,
     discovery: Discovery | None = None,
-    patience: Timeouts | None = None,
+    timeouts: Timeouts | None = None,
     from_urls: FromUrls = "",
 ) -> Origin:
-    """The origin behind a URL of the user's own hand, with the environment's credentials. Opens no connection.
+    """Return the origin at a URL of the user, with the environment's credentials. It connects at the first request.
 
     Args:
         url: A path or `file://`; `http://`, `https://` (a directory; its query goes with every request); `s3://`
@@ -39,14 +39,14 @@ def open_origin(
             `hf://datasets/OWNER/NAME[@REVISION][/PATH]` (`HF_ENDPOINT`, `HF_TOKEN`); `forebay://NETWORK/NAME`.
         identity: For `forebay://`: a member, or its directory; by default `$FOREBAY_HOME/NETWORK`.
         dataset_id: For `forebay://`: only peers that claim this id.
-        discovery: For `forebay://`: how to find peers; by default the network's DHT. Stays the caller's to close.
-        from_urls: For `forebay://`: which URLs that peers name are read, too: none, `public` or `any`.
+        discovery: For `forebay://`: how to find peers; by default the network's DHT. The caller closes it.
+        from_urls: For `forebay://`: which URLs of peers are read too: none, `public` or `any`.
 
     Raises:
-        UsageError: If the URL is of no known kind, or lacks a part.
+        UsageError: If the scheme is unknown, or a part of the URL is missing.
     """
     text = str(url)
-    patience = patience or Timeouts()
+    timeouts = timeouts or Timeouts()
     scheme = text.partition("://")[0].lower() if "://" in text else ""
     match scheme:
         case "" | "file":
@@ -56,21 +56,21 @@ def open_origin(
         case "http" | "https":
             from forebay.storage.http import WebOrigin
 
-            return WebOrigin(text, patience=patience)
+            return WebOrigin(text, timeouts=timeouts)
         case "hf":
             from forebay.storage.http import WebOrigin
             from forebay.storage.hub import hub_address
 
             address, headers = hub_address(text)
-            return WebOrigin(address, headers=headers, patience=patience)
+            return WebOrigin(address, headers=headers, timeouts=timeouts)
         case "s3" | "r2" | "gs" | "az":
             from forebay.storage.buckets import BucketOrigin
 
-            return BucketOrigin(text, patience=patience)
+            return BucketOrigin(text, timeouts=timeouts)
         case "forebay":
             from forebay.storage.peer_dataset import open_peers
 
-            return open_peers(text, identity, dataset_id, discovery, patience, from_urls)
+            return open_peers(text, identity, dataset_id, discovery, timeouts, from_urls)
     raise UsageError(f"open an origin: expected {_SCHEMES}, got {text!r}. Check the URL.")
 
 
@@ -80,21 +80,21 @@ def open_remote(
     dataset_id: str | None = None,
     identity: str | Path | Identity | None = None,
     discovery: Discovery | None = None,
-    patience: Timeouts | None = None,
+    timeouts: Timeouts | None = None,
     from_urls: FromUrls = "",
 ) -> RemoteDataset:
-    """Open the dataset at a URL: two small reads, kept in memory.
+    """Open the dataset at a URL: reads manifest and table into memory.
 
     Args:
-        url, identity, discovery, patience, from_urls: As of `open_origin`.
-        dataset_id: What it must be; without it the first answer is believed.
+        url, identity, discovery, timeouts, from_urls: As of `open_origin`.
+        dataset_id: Expected id; by default any.
 
     Raises:
-        DatasetError: If there is none, it is damaged, or has another id.
-        NetworkError: If it cannot be reached.
-        UsageError: If the URL is of no known kind.
+        DatasetError: If there is no dataset, it is damaged, or has another id.
+        NetworkError: If the origin is unreachable.
+        UsageError: If the scheme is unknown.
     """
     origin = open_origin(
-        url, identity=identity, dataset_id=dataset_id, discovery=discovery, patience=patience, from_urls=from_urls
+        url, identity=identity, dataset_id=dataset_id, discovery=discovery, timeouts=timeouts, from_urls=from_urls
     )
     return read_remote(origin, dataset_id)

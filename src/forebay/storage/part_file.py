@@ -1,8 +1,8 @@
-"""A slice on its way to disk: which bytes are there, who sent them, and its hash as far as they are contiguous.
+"""The partial file of one download: which pieces are complete, which source sent which bytes, and the hash so far.
 
-The partial file is `num_bytes` long plus a trailer: one byte that says the size of a piece (its power of two) and
-one a piece, 1 when the piece is complete. A piece is marked after it was written, so that whatever is killed, what
-is marked is there; where a power cut breaks that promise, the hash at the end tells.
+The file is `num_bytes` long plus a trailer: one byte with the log2 of the piece size, then one byte per piece, 1 when
+the piece is complete. A piece is marked after it is written, so a killed process loses incomplete pieces only. After a
+power failure a mark can be wrong; the final hash detects that.
 """
 
 import errno
@@ -15,78 +15,79 @@ from typing import Protocol
 
 from forebay.errors import UsageError
 
-EARLIER = "an earlier run"
+EARLIER_RUN = "an earlier run"  # the source of bytes that were in the file when it was opened
+MIN_RANGE_BYTES = 1 << 20
+_MIN_PIECE_BITS = 16
 _READ_BYTES = 256 << 10
-_STEP_BYTES = 64 << 20  # between two looks at whether the file was closed
+_MAX_CHECK_BYTES = 64 << 20  # checked per step, so that a closed file is noticed
 
 
 class Check(Protocol):
-    """What says of a file whether its bytes are right."""
+    """Verifies the content of a file while it is downloaded."""
 
     def advance(self, path: Path, start: int, stop: int) -> None:
-        """Bytes [0, stop) lie in the file now, of which it was told of [0, start). From one thread at a time.
+        """Check bytes [start, stop) of the file; bytes [0, start) were passed before. Calls do not overlap.
 
-        A lower `start` than the last `stop`: bytes from there on were fetched anew.
+        A `start` below the last `stop` means that the bytes from `start` on were downloaded again.
         """
 
     def wrong(self) -> list[tuple[int, int]]:
-        """Of the whole file, the bytes to be fetched again; empty if it is right. ForebayError: it is no use."""
+        """Return the ranges of the complete file that must be downloaded again; empty if all bytes are right.
+
+        Raises:
+            ForebayError: If another download cannot help.
+        """
         return []
 
 
 class Sha256Check(Check):
-    """Hashes a file; what is wrong is found out by whoever knows the hash."""
+    """Hashes a file; the caller compares the hash."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
     def advance(self, path: Path, start: int, stop: int) -> None:
-        """Raises OSError."""
+        """Hash bytes [start, stop). Raises OSError."""
         if start == 0:
             self._digest = hashlib.sha256()
-        buffer = memoryview(bytearray(min(_READ_BYTES, stop - start)))
-        with path.open("rb", buffering=0) as file:
-            file.seek(start)
-            while start < stop:
-                got = file.readinto(buffer[: stop - start])
-                if not got:
-                    raise OSError(f"{path} was cut at byte {start} by another")
-                self._digest.update(buffer[:got])
-                start += got
+        _hash_range(self._digest, path, start, stop)
 
     def hexdigest(self) -> str:
-        """The sha256 of the bytes so far."""
+        """Return the sha256 of the bytes so far."""
         return self._digest.hexdigest()
 
 
-class SizeOnly(Check):
-    """The check of a file of which nothing but its size is known."""
+class SizeCheck(Check):
+    """Accepts any content: nothing but the size of the file is known."""
 
     def advance(self, path: Path, start: int, stop: int) -> None:
-        """Nothing to look at."""
+        """Do nothing."""
 
 
 @dataclass(eq=False, slots=True)
-class Span:
-    """What one connection fetches: bytes [start, stop) from `piece` on, of which [start, at) are written."""
+class ByteRange:
+    """Bytes [start, stop) that one request downloads, of which [start, offset) are written."""
 
     start: int
     stop: int
-    piece: int
-    at: int
+    offset: int
     sources: tuple[str, ...] = ()
     tries: int = 0
     not_before: float = 0.0
-    byte_at: float = 0.0
-    taken_over: bool = False
+    last_byte_at: float = 0.0
+    is_taken_over: bool = False
 
 
 class PartFile:
-    """The partial file of one slice. One lock: nobody writes after `close`.
+    """The partial file of one download. Threads share it; after `close` nothing is written.
 
-    One that fits is resumed, any other begun anew. `piece_bytes` is a power of two. At least `num_spans` spans are made
-    of it, so that all connections have work, if they can be of `least_span_bytes`; or spans of `span_bytes`, a multiple
-    of `piece_bytes`. `check` judges the bytes in place of the hash, which is not computed then.
+    An existing file of the same size is resumed with the piece size that it was created with; any other is overwritten.
+
+    Args:
+        piece_bytes: What is resumed as a whole; a power of two.
+        num_ranges: Split the file into at least so many ranges, if each has `min_range_bytes`.
+        range_bytes: Split it into ranges of this size instead; a multiple of `piece_bytes`.
+        check: Verifies the bytes in place of the sha256, which is then not computed.
     """
 
     def __init__(
@@ -94,132 +95,122 @@ class PartFile:
         path: Path,
         num_bytes: int,
         piece_bytes: int,
-        num_spans: int,
-        least_span_bytes: int = 1 << 20,
+        num_ranges: int,
+        min_range_bytes: int = MIN_RANGE_BYTES,
         *,
-        span_bytes: int = 0,
+        range_bytes: int = 0,
         check: Check | None = None,
     ) -> None:
         self.path = path
         self.num_bytes = num_bytes
         self.lock = threading.Lock()
-        self.received = 0  # bytes written, those that were there included
+        self.received = 0  # bytes written, those of earlier runs included
         self.checked = 0
-        self._piece_bytes = piece_bytes
-        self._num_pieces = -(-num_bytes // piece_bytes)
         self.check = check or Sha256Check()
-        self._times_begun = 0
-        self._span_bytes = span_bytes or piece_bytes
-        while not span_bytes and self._span_bytes > least_span_bytes and num_bytes < num_spans * self._span_bytes:
-            self._span_bytes //= 2
+        while not range_bytes and piece_bytes > min_range_bytes and num_bytes < num_ranges * piece_bytes:
+            piece_bytes //= 2
+        self.piece_bytes = piece_bytes
+        self._range_bytes = max(range_bytes, piece_bytes)
         self._file = -1
-        self._left: list[int] = []
+        self._generation = 0  # counts calls of `forget`
         self._first_open = 0
-        self.spans: list[Span] = []  # all, by start; those of pieces that were there already are complete
+        self.ranges: list[ByteRange] = []  # all, by start; those of complete pieces are complete
         self._index_of: dict[int, int] = {}  # by start
 
     def open(self) -> None:
-        """Make or resume it. Raises OSError."""
+        """Create or resume the file. Raises OSError."""
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        trailer = bytes([self._piece_bytes.bit_length() - 1]) + bytes(self._num_pieces)
-        held = os.pread(self._file, len(trailer) + 1, self.num_bytes)
-        if os.fstat(self._file).st_size == self.num_bytes > 0:  # killed after the trailer was cut off
-            held = trailer[:1] + b"\1" * self._num_pieces
-            self._write_all(held, self.num_bytes)
-        if len(held) != len(trailer) or held[:1] != trailer[:1] or not set(held[1:]) <= {0, 1}:
+        trailer = os.pread(self._file, 3 + (self.num_bytes >> _MIN_PIECE_BITS), self.num_bytes)
+        bits = trailer[0] if trailer else 0
+        is_valid = _MIN_PIECE_BITS <= bits < 63 and len(trailer) == 1 - (-self.num_bytes >> bits)
+        if is_valid and set(trailer[1:]) <= {0, 1}:
+            self.piece_bytes = 1 << bits
+            self._range_bytes = max(self._range_bytes, self.piece_bytes)
+            return self._make_ranges(trailer[1:])
+        # Without a trailer it is complete: the process was killed after `finish`.
+        is_complete = os.fstat(self._file).st_size == self.num_bytes > 0
+        marks = bytes([is_complete]) * -(-self.num_bytes // self.piece_bytes)
+        if not is_complete:
             os.ftruncate(self._file, 0)
-            self._write_all(trailer, self.num_bytes)
-            held = trailer
-        self._make_spans(held[1:])
-
-    def restart(self) -> None:
-        """Forget every byte: all spans anew. Those handed out before write no more. Raises OSError."""
-        with self.lock:
-            if self._file >= 0:
-                self._write_all(bytes(self._num_pieces), self.num_bytes + 1)
-                self._make_spans(bytes(self._num_pieces))
-                self.checked = 0
+        self._write_all(bytes([self.piece_bytes.bit_length() - 1]) + marks, self.num_bytes)
+        self._make_ranges(marks)
 
     def forget(self, ranges: list[tuple[int, int]]) -> None:
-        """Of a whole file, forget the pieces that touch these bytes: spans anew. Raises OSError."""
-        size = self._piece_bytes
+        """Discard the pieces of a complete file that contain these bytes, or all; earlier ranges are no longer current.
+
+        Raises OSError.
+        """
+        size = self.piece_bytes
         pieces = {piece for start, stop in ranges for piece in range(start // size, -(-stop // size))}
         with self.lock:
             if self._file >= 0:
-                complete = bytes(piece not in pieces for piece in range(self._num_pieces))
-                self._write_all(complete, self.num_bytes + 1)
-                self._make_spans(complete)
-                self.checked = min(pieces) * size
+                marks = bytes(piece not in pieces for piece in range(-(-self.num_bytes // size)))
+                self._write_all(marks, self.num_bytes + 1)
+                self._make_ranges(marks)
+                self.checked = min(pieces, default=0) * size
 
-    def _make_spans(self, complete: bytes) -> None:
-        self.spans, self._left, self._first_open, self.received = [], [], 0, 0
-        self._times_begun += 1
-        step = max(1, self._span_bytes // self._piece_bytes)
-        for first in range(0, self._num_pieces, step):
-            last = min(first + step, self._num_pieces)
-            while first < last:  # what is there and what is not, in turn
-                piece, there = first, complete[first]
-                while first < last and complete[first] == there:
-                    first += 1
-                self._make_run(piece, first, bool(there))
-        self._index_of = {span.start: index for index, span in enumerate(self.spans)}
+    def _make_ranges(self, marks: bytes) -> None:
+        """Build the ranges from the marks of the pieces: neighbours of one state are joined up to `range_bytes`."""
+        self.ranges, self._first_open, self.received = [], 0, 0
+        self._generation += 1
+        is_previous_complete = 2
+        for piece, is_complete in enumerate(marks):
+            start, stop = piece * self.piece_bytes, min((piece + 1) * self.piece_bytes, self.num_bytes)
+            if is_complete != is_previous_complete or start % self._range_bytes == 0:
+                self.ranges.append(ByteRange(start, stop, start, (EARLIER_RUN,) if is_complete else ()))
+            self.ranges[-1].stop = stop
+            if is_complete:
+                self.ranges[-1].offset = stop
+                self.received += stop - start
+            is_previous_complete = is_complete
+        self._index_of = {byte_range.start: index for index, byte_range in enumerate(self.ranges)}
 
-    def _make_run(self, piece: int, end: int, there: bool) -> None:
-        """The spans of pieces [piece, end), all there or all not."""
-        first, last = piece * self._piece_bytes, min(end * self._piece_bytes, self.num_bytes)
-        starts = range(first, last, self._span_bytes)
-        self._left += [0 if there else -(-len(starts) // (end - piece))] * (end - piece)
-        for start in starts:
-            stop = min(start + self._span_bytes, last)
-            self.spans.append(Span(start, stop, piece, stop if there else start, (EARLIER,) if there else ()))
-        self.received += last - first if there else 0
-
-    def write(self, span: Span, data: memoryview, source: str) -> bool:
-        """Put what came next of a span in its place; False if it is wanted no more. Raises OSError."""
+    def write(self, byte_range: ByteRange, data: memoryview, source: str) -> bool:
+        """Append to a range; False if the file is closed or the range is no longer current. Raises OSError."""
         with self.lock:
-            if self._file < 0 or not self.is_current(span):
+            if self._file < 0 or not self.is_current(byte_range):
                 return False
-            self._write_all(data, span.at)
-            before, span.at = span.at, span.at + len(data)
+            self._write_all(data, byte_range.offset)
+            first = byte_range.offset // self.piece_bytes
+            byte_range.offset += len(data)
             self.received += len(data)
-            if source not in span.sources:
-                span.sources = (*span.sources, source)
-            for piece in range(before // self._piece_bytes, -(-span.at // self._piece_bytes)):
-                if before < min(span.stop, (piece + 1) * self._piece_bytes) <= span.at:
-                    self._left[piece] -= 1
-                    if self._left[piece] == 0:
-                        self._write_all(b"\1", self.num_bytes + 1 + piece)
+            if source not in byte_range.sources:
+                byte_range.sources = (*byte_range.sources, source)
+            is_end = byte_range.offset == self.num_bytes
+            completed = -(-byte_range.offset // self.piece_bytes) if is_end else byte_range.offset // self.piece_bytes
+            if completed > first:
+                self._write_all(b"\1" * (completed - first), self.num_bytes + 1 + first)
             return True
 
-    def is_current(self, span: Span) -> bool:
-        """Whether it was not forgotten by `restart`."""
-        index = self._index_of.get(span.start)
-        return index is not None and self.spans[index] is span
+    def is_current(self, byte_range: ByteRange) -> bool:
+        """Whether a range was not replaced by `forget` or `take_over`."""
+        index = self._index_of.get(byte_range.start)
+        return index is not None and self.ranges[index] is byte_range
 
     def contiguous(self) -> int:
-        """Bytes from 0 on without a gap. Call with the lock held."""
-        while self._first_open < len(self.spans):
-            span = self.spans[self._first_open]
-            if span.at < span.stop:
-                return span.at
+        """Return the number of bytes from 0 without a gap. The caller holds the lock."""
+        while self._first_open < len(self.ranges):
+            byte_range = self.ranges[self._first_open]
+            if byte_range.offset < byte_range.stop:
+                return byte_range.offset
             self._first_open += 1
         return self.num_bytes
 
-    def check_on(self) -> bool:
-        """Hash or check what is contiguous by now; whether all is. One thread at a time. Raises OSError."""
+    def advance_check(self) -> bool:
+        """Hash or check the contiguous bytes; True when all bytes are checked. One thread at a time. Raises OSError."""
         while True:
             with self.lock:
                 if self._file < 0:
                     return False
-                begun, at = self._times_begun, self.checked
-                stop = min(self.contiguous(), at + _STEP_BYTES)
-            if at < stop:
-                self.check.advance(self.path, at, stop)
+                generation, start = self._generation, self.checked
+                stop = min(self.contiguous(), start + _MAX_CHECK_BYTES)
+            if start < stop:
+                self.check.advance(self.path, start, stop)
             with self.lock:
                 if self._file < 0:
                     return False
-                if self._times_begun != begun:
-                    continue  # begun anew meanwhile
+                if self._generation != generation:
+                    continue
                 self.checked = stop
                 if stop == self.num_bytes:
                     return True
@@ -227,37 +218,33 @@ class PartFile:
                     return False
 
     def digest_of(self, start: int, stop: int) -> bytes:
-        """A digest of bytes [start, stop) as they lie there now. Raises OSError."""
+        """Return the sha256 of bytes [start, stop) as they are in the file now. Raises OSError."""
         digest = hashlib.sha256()
-        with self.path.open("rb") as file:
-            file.seek(start)
-            while start < stop and (data := file.read(min(_READ_BYTES, stop - start))):
-                digest.update(data)
-                start += len(data)
+        _hash_range(digest, self.path, start, stop)
         return digest.digest()
 
     def finish(self) -> None:
-        """Cut the trailer off and make the bytes last. Raises OSError."""
+        """Remove the trailer and flush the file to disk. Raises OSError."""
         with self.lock:
             os.ftruncate(self._file, self.num_bytes)
             os.fsync(self._file)
 
-    def take_over(self, span: Span) -> Span | None:
-        """The rest of a span for somebody else: whoever has it now writes no more. None if it is complete or old."""
+    def take_over(self, byte_range: ByteRange) -> ByteRange | None:
+        """Return the rest of a range for another request; the first one can no longer write. None if it is done."""
         with self.lock:
-            if self._file < 0 or not self.is_current(span) or span.at == span.stop:
+            if self._file < 0 or not self.is_current(byte_range) or byte_range.offset == byte_range.stop:
                 return None
-            rest = replace(span, taken_over=True)
-            self.spans[self._index_of[span.start]] = rest
+            rest = replace(byte_range, is_taken_over=True)
+            self.ranges[self._index_of[byte_range.start]] = rest
             return rest
 
     @property
     def is_open(self) -> bool:
-        """Whether it may still be written."""
+        """Whether it can still be written."""
         return self._file >= 0
 
     def close(self) -> None:
-        """Write no more, whoever holds a span. May be called twice."""
+        """Write nothing more. May be called twice."""
         with self.lock:
             if self._file >= 0:
                 os.close(self._file)
@@ -270,11 +257,22 @@ class PartFile:
             view, offset = view[done:], offset + done
 
 
+def _hash_range(digest: "hashlib._Hash", path: Path, start: int, stop: int) -> None:
+    buffer = memoryview(bytearray(min(_READ_BYTES, stop - start)))
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while start < stop:
+            if not (count := file.readinto(buffer[: stop - start])):
+                raise OSError(f"{path} was truncated to {start} bytes by another process")
+            digest.update(buffer[:count])
+            start += count
+
+
 def disk_error(part: Path, num_bytes: int, error: OSError) -> UsageError:
-    """A fault of the disk as ours; what was written stays for a later run."""
+    """Return the UsageError for a disk fault; the written bytes are kept and resumed."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return UsageError(
             f"{part}: expected room for {num_bytes} bytes, got: {error.strerror}. Free space there, lower the "
-            "cache's budget, or choose another directory; what was fetched is kept and resumed."
+            "cache's budget, or choose another directory; the downloaded bytes are kept and resumed."
         )
     return UsageError(f"{part}: cannot be written: {error}. Check the directory and its permissions.")

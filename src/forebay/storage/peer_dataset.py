@@ -1,7 +1,7 @@
 """A dataset that peers of a network announce by name: found by discovery, read by hash over mutual TLS.
 
-Each peer is a source of its own, so that the fastest is asked first and a liar is known by its id. A body comes in
-requests of 2 MiB over a kept connection, as the client below fills a buffer and gives nothing back before.
+Each peer is a source of its own, so that the fastest is asked first, and a liar is known by its id. A body comes in
+requests of 2 MiB over one connection.
 """
 
 import hashlib
@@ -25,21 +25,23 @@ from forebay.network.discovery import Claim, Discovery, find_providers
 from forebay.network.pki.identity import Identity
 from forebay.network.publications import published
 from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError
-from forebay.storage.peer_source import read_by_hash, told
+from forebay.storage.peer_source import classify_error, read_by_hash
 from forebay.storage.remote_dataset import read_remote
-from forebay.storage.url_policy import FromUrls, RefusingOrigin, check_from_urls, open_foreign_origin
+from forebay.storage.url_policy import FromUrls, UnusableOrigin, check_from_urls, open_untrusted_origin
 
 log = logging.getLogger("forebay.storage")
 _FIND_S = 10.0
-_FRESH_S = 15.0
+_MAX_AGE_S = 15.0
 
 
 class PeerOrigin(Origin):
     """A dataset of a network, by name, behind all peers that serve it.
 
-    `discovery` None is the network's own DHT, joined at the first look-up; `expected_id` None whatever id all who
-    announce the name agree on. With `publishers` (peer ids) only what one of them signed counts. `from_urls` says which
-    URLs that peers claim to stand for are read (see store.foreign).
+    Args:
+        expected_id: None: the id that all peers of this name claim.
+        discovery: None: the network's DHT, joined at the first look-up. Else the caller closes it.
+        publishers: Peer ids; if given, only datasets signed by one of them count.
+        from_urls: Which URLs of peers are read (see `url_policy`).
     """
 
     signed_urls: Collection[str] = ()
@@ -52,7 +54,7 @@ class PeerOrigin(Origin):
         *,
         expected_id: str | None = None,
         discovery: Discovery | None = None,
-        patience: Timeouts | None = None,
+        timeouts: Timeouts | None = None,
         publishers: Collection[str] = (),
         from_urls: FromUrls = "",
     ) -> None:
@@ -62,66 +64,64 @@ class PeerOrigin(Origin):
         self.publishers = publishers
         check_from_urls(from_urls)
         self._from_urls = from_urls
-        self._opened: dict[str, Origin] = {}
         self.identity = identity
-        self.patience = patience or Timeouts()
+        self.timeouts = timeouts or Timeouts()
         self.client = Client(identity)
-        self.discovery = discovery  # None before the first look-up, unless it was given
+        self.discovery = discovery  # None before the first look-up, unless given
         self._lock = threading.Lock()
         self._table: SliceTable | None = None
         self._table_sha256 = ""
-        self._found: list[Origin] = []
-        self._found_of: list[Claim] = []
-        self._claimed: list[Claim] = []
-        self._claimed_at = float("-inf")
-        self.sha256_of = lru_cache(maxsize=4096)(self._look_up)
+        self._opened: dict[str, Origin] = {}  # by URL
+        self._sources: list[Origin] = []
+        self._sources_of: list[Claim] = []
+        self._claims: list[Claim] = []
+        self._claims_at = float("-inf")
+        self.sha256_of = lru_cache(maxsize=4096)(self._look_up_sha256)
 
     def sources(self) -> Sequence[Origin]:
-        """The peers that serve it now, looked up at most every 15 s. See Origin."""
-        claims = self.claims(_FRESH_S)
+        """Return the peers that serve it, looked up every 15 s at most. See Origin."""
+        claims = self.claims(_MAX_AGE_S)
         with self._lock:
-            if self._found_of is not claims:
-                # Who has all goes first; a web server or bucket that peers stand for, last.
-                whole = sorted(claims, key=lambda claim: not claim.is_whole)
-                self._found = [PeerSource(self, claim) for claim in whole]
-                urls = sorted({claim.url for claim in claims} - {""})
-                self._opened = {url: self._open_url(url) for url in urls}
-                self._found += self._opened.values()
-                self._found_of = claims
-            return list(self._found)
+            if self._sources_of is not claims:
+                # Peers with all slices come first; web servers and buckets that peers name, last.
+                peers = sorted(claims, key=lambda claim: not claim.is_whole)
+                self._opened = {url: self._open_url(url) for url in sorted({claim.url for claim in claims} - {""})}
+                self._sources = [*(PeerSource(self, claim) for claim in peers), *self._opened.values()]
+                self._sources_of = claims
+            return list(self._sources)
 
     def claims(self, max_age_s: float) -> list[Claim]:
-        """Who serves it now, or a part of it, as it was found so long ago at most; TransientError if nobody does."""
+        """Return who serves it or a part of it, as of `max_age_s` ago at most; TransientError if no peer does."""
         with self._lock:
-            if time.monotonic() - self._claimed_at >= max_age_s or not self._claimed:
-                self._claimed = self._claims()
-                self._claimed_at = time.monotonic()
-            return self._claimed
+            if time.monotonic() - self._claims_at >= max_age_s or not self._claims:
+                self._claims = self._find_claims()
+                self._claims_at = time.monotonic()
+            return self._claims
 
     def open_url(self, url: str) -> Origin:
-        """The origin behind a URL that a tracker named; ProtocolViolation if no data node claims to stand for it."""
+        """Return the origin at a URL that a tracker named; ProtocolViolation if no data node claims the URL."""
         with self._lock:
-            if url not in {claim.url for claim in self._claimed}:
+            if url not in {claim.url for claim in self._claims}:
                 raise ProtocolViolation(f"swarm: expected a URL that a data node claims, got {url[:200]!r}")
             opened = self._open_url(url)
-        if isinstance(opened, RefusingOrigin):
-            raise PermanentError(str(opened.why))
+        if isinstance(opened, UnusableOrigin):
+            raise PermanentError(str(opened.reason))
         return opened
 
     def _open_url(self, url: str) -> Origin:
-        """With the lock held; an origin that refuses, if it may not be opened."""
+        """Open a URL, or return an UnusableOrigin. With the lock held."""
         if url not in self._opened:
             try:
-                patience = Timeouts(stall_s=10.0)
-                opened = open_foreign_origin(url, self._from_urls, signed=self.signed_urls, patience=patience)
+                timeouts = Timeouts(stall_s=10.0)
+                opened = open_untrusted_origin(url, self._from_urls, signed=self.signed_urls, timeouts=timeouts)
             except NetworkError as error:
-                log.info("%s: a URL that peers stand for is not read: %s", self.url, error)
-                opened = RefusingOrigin(url, error)
+                log.info("%s: a URL that peers name is not read: %s", self.url, error)
+                opened = UnusableOrigin(url, error)
             self._opened[url] = opened
         return self._opened[url]
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        """From the first peer that has it. See Origin; a Transfer asks the peers one by one."""
+        """Read from the first peer that has the slice. See Origin; a transfer requests from each peer itself."""
         faults: list[NetworkError] = []
         for source in self.sources():
             try:
@@ -131,30 +131,30 @@ class PeerOrigin(Origin):
                 return
             except NetworkError as error:
                 faults.append(error)
-        raise _worst(faults, f"{self.url}: no peer has {name}")
+        raise _choose_error(faults, f"{self.url}: no peer has {name}")
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """A companion of the dataset; manifest and table are verified. See Origin."""
+        """Return a small file of the dataset; manifest and table are verified. See Origin."""
         faults: list[NetworkError] = []
         for source in self.sources():
             try:
                 data = source.get(name, max_bytes)
-                if self.id is not None and not self.fits(name, data, self.id):
+                if self.id is not None and not self._is_valid(name, data, self.id):
                     raise ProtocolViolation(f"{source.url}: its {name} is not that of the dataset {self.id}")
                 return data
             except NetworkError as error:
                 faults.append(error)
-        raise _worst(faults, f"{self.url}: no peer serves it now")
+        raise _choose_error(faults, f"{self.url}: no peer serves it now")
 
-    def fits(self, name: str, data: bytes, dataset_id: str) -> bool:
-        """Whether a companion is the dataset's: of the manifest by the id, of the table by the manifest."""
-        found = hashlib.sha256(data).hexdigest()
-        if name == MANIFEST_FILE and found == dataset_id:
+    def _is_valid(self, name: str, data: bytes, dataset_id: str) -> bool:
+        """Whether a file belongs to the dataset: the manifest by its id, the table by the manifest."""
+        sha256 = hashlib.sha256(data).hexdigest()
+        if name == MANIFEST_FILE and sha256 == dataset_id:
             self._table_sha256 = Manifest.from_json(data).table_sha256
-        return found == {MANIFEST_FILE: dataset_id, TABLE_FILE: self._table_sha256 or found}.get(name, found)
+        return sha256 == {MANIFEST_FILE: dataset_id, TABLE_FILE: self._table_sha256 or sha256}.get(name, sha256)
 
-    def _look_up(self, name: str) -> str:
-        """The hash of a slice by its name in the table, which is read when first needed."""
+    def _look_up_sha256(self, name: str) -> str:
+        """Return the hash of a slice from the table, which is read at the first call."""
         with self._lock:
             table = self._table
         if table is None:
@@ -166,27 +166,27 @@ class PeerOrigin(Origin):
             raise PermanentError(f"{self.url}: has no slice {name}")
         return table.row(index).sha256
 
-    def _claims(self) -> list[Claim]:
-        """Who serves it. With the lock held."""
+    def _find_claims(self) -> list[Claim]:
+        """Look up who serves it. With the lock held."""
         if self.discovery is None:
-            self.discovery = _join(self.identity)
+            self.discovery = _join_dht(self.identity)
             weakref.finalize(self, self.discovery.close)
         try:
-            found = find_providers(self.discovery, self.client, self.identity.network_id, self.name, _FIND_S)
-            found, _, unsigned = published(self.client, found, self.publishers, self.id)
+            claims = find_providers(self.discovery, self.client, self.identity.network_id, self.name, _FIND_S)
+            claims, _, unsigned = published(self.client, claims, self.publishers, self.id)
         except (NetworkError, OSError) as error:
             raise TransientError(f"{self.url}: cannot look for peers: {error}") from error
-        ids = sorted({claim.dataset_id for claim in found})
+        ids = sorted({claim.dataset_id for claim in claims})
         if self.id is None and len(ids) > 1:
             raise UsageError(
-                f"{self.url}: expected one dataset of this name, got {len(ids)}: {', '.join(ids)}. They are never "
-                "mixed. Say which: forebay://NETWORK/NAME?id=DATASET_ID."
+                f"{self.url}: expected one dataset of this name, got {len(ids)}: {', '.join(ids)}. "
+                "Choose one: forebay://NETWORK/NAME?id=DATASET_ID."
             )
         self.id = self.id or (ids[0] if ids else None)
-        claims = [claim for claim in found if claim.dataset_id == self.id]
+        claims = [claim for claim in claims if claim.dataset_id == self.id]
         if not claims:
             other = f"; those of this name serve {', '.join(ids)}" if ids else ""
-            other += "".join(f"; not counted: {why}" for why in unsigned)
+            other += "".join(f"; not counted: {reason}" for reason in unsigned)
             raise TransientError(f"{self.url}: no peer serves {self.id or 'a dataset of this name'} now{other}")
         return claims
 
@@ -201,27 +201,22 @@ class PeerSource(Origin):
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         origin, claim = self._origin, self.claim
-        sha256, stall_s = origin.sha256_of(name), origin.patience.stall_s
+        sha256, stall_s = origin.sha256_of(name), origin.timeouts.stall_s
         yield from read_by_hash(origin.client, claim.address, claim.peer_id, sha256, start, stop, stall_s, self.url)
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        claim = self.claim
+        client, claim, stall_s = self._origin.client, self.claim, self._origin.timeouts.stall_s
+        path = f"/v1/datasets/{claim.dataset_id}/{urllib.parse.quote(name)}"
         try:
-            return self._origin.client.get_bytes(
-                claim.address,
-                f"/v1/datasets/{claim.dataset_id}/{urllib.parse.quote(name)}",
-                max_bytes,
-                claim.peer_id,
-                self._origin.patience.stall_s,
-            )
+            return client.get_bytes(claim.address, path, max_bytes, claim.peer_id, stall_s)
         except NetworkError as error:
-            raise told(self.url, error) from error
+            raise classify_error(self.url, error) from error
 
 
-def _worst(faults: list[NetworkError], none: str) -> NetworkError:
-    """What to raise for the faults of all sources: one that may pass, if there is one, so that they are asked again."""
-    passing = [fault for fault in faults if isinstance(fault, TransientError)]
-    return (passing or faults or [TransientError(none)])[-1]
+def _choose_error(faults: list[NetworkError], text: str) -> NetworkError:
+    """Return the fault to raise for those of all sources: a transient one if there is any, so that it is retried."""
+    transient = [fault for fault in faults if isinstance(fault, TransientError)]
+    return (transient or faults or [TransientError(text)])[-1]
 
 
 def open_peers(
@@ -229,25 +224,25 @@ def open_peers(
     identity: str | Path | Identity | None,
     dataset_id: str | None,
     discovery: Discovery | None,
-    patience: Timeouts,
+    timeouts: Timeouts,
     from_urls: FromUrls = "",
 ) -> PeerOrigin:
-    """The origin behind `forebay://NETWORK/NAME`; `identity` as of `open_origin`.
+    """Return the origin at `forebay://NETWORK/NAME`; `identity` as of `open_origin`.
 
-    With `?publisher=PEER_ID` only what that peer signed counts; with `?id=DATASET_ID` it is that version.
+    `?publisher=PEER_ID`: only datasets that this peer signed; `?id=DATASET_ID`: this version.
     """
     parts = urllib.parse.urlsplit(url)
     network, name = urllib.parse.unquote(parts.netloc), urllib.parse.unquote(parts.path.strip("/"))
     if not network or not name:
         raise UsageError(f"open an origin: expected forebay://NETWORK/NAME, got {url!r}. Name both.")
-    queries = urllib.parse.parse_qs(parts.query)
-    asked = set(queries.get("id", ())) | ({dataset_id} if dataset_id else set())
-    if queries.keys() - {"publisher", "id"} or len(asked) > 1:
+    query = urllib.parse.parse_qs(parts.query)
+    ids = set(query.get("id", ())) | ({dataset_id} if dataset_id else set())
+    if query.keys() - {"publisher", "id"} or len(ids) > 1:
         raise UsageError(f"{url}: expected no more than ?publisher=PEER_ID and one ?id=DATASET_ID, got ?{parts.query}")
-    publishers, is_default = queries.get("publisher", []), identity is None
+    is_default = identity is None
     if identity is None:
         home = Path(os.environ.get("FOREBAY_HOME") or Path.home() / ".forebay")
-        identity = Identity.load(home / urllib.parse.quote(network, safe=""))
+        identity = home / urllib.parse.quote(network, safe="")
     identity = identity if isinstance(identity, Identity) else Identity.load(identity)
     if identity.network_name != network and not is_default:
         raise UsageError(
@@ -255,17 +250,12 @@ def open_peers(
             f"Write forebay://{identity.network_name}/{name}, or give the node's directory of that network."
         )
     return PeerOrigin(
-        identity,
-        name,
-        expected_id=next(iter(asked), None),
-        discovery=discovery,
-        patience=patience,
-        publishers=publishers,
-        from_urls=from_urls,
-    )
+        identity, name, expected_id=next(iter(ids), None), discovery=discovery, timeouts=timeouts,
+        publishers=query.get("publisher", []), from_urls=from_urls,
+    )  # fmt: skip
 
 
-def _join(identity: Identity) -> Discovery:
+def _join_dht(identity: Identity) -> Discovery:
     try:
         from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Slices by hash from one peer that holds them, as a source of a Transfer."""
+"""Read slices by hash from one peer: as a source of a transfer, or to check what a provider serves."""
 
 import hashlib
 import logging
@@ -11,22 +11,24 @@ from forebay.errors import NetworkError, ProtocolViolation
 from forebay.network.client import BrokenOffError, Client, RemoteError, WrongPeerError
 from forebay.network.peer import Provider, node_of
 from forebay.storage.base import Origin, PermanentError, TransientError
-from forebay.storage.url_policy import FromUrls, open_foreign_origin
+from forebay.storage.url_policy import FromUrls, open_untrusted_origin
 
 REQUEST_BYTES = 2 << 20
 STALL_S = 10.0
-MIN_BYTES_PER_S = 1 << 20  # of a check, which others wait for; who is slower counts as one that does not answer
+MIN_BYTES_PER_S = 1 << 20  # of a check, which others wait for
 log = logging.getLogger("forebay.network")
 OnFault = Callable[[NetworkError], object]
 
 
 @dataclass(eq=False)
 class ProviderSource(Origin):
-    """One slice at one peer, whatever name it is asked for by.
+    """One slice at one peer; the name of the slice is ignored.
 
-    `peer_id` must stand at `address`, `host:port`. A wait of more than `stall_s`, or less than 4 KiB/s over this long,
-    counts as stalled. `on_fault` is told of each request that failed, from the thread that asked. With `once` it is not
-    asked again after that: there are others.
+    Args:
+        peer_id: Expected at `address`, `host:port`.
+        stall_s: A wait of so long, or less than 4 KiB/s during it, is a fault.
+        on_fault: Called with each failed request, from the requesting thread.
+        once: Do not try again after a transient fault, as there are other sources.
     """
 
     client: Client
@@ -56,59 +58,57 @@ class ProviderSource(Origin):
 def read_by_hash(
     client: Client, address: str, peer_id: str | None, sha256: str, start: int, stop: int, stall_s: float, url: str
 ) -> Iterator[memoryview]:
-    """Bytes [start, stop) of a slice from a peer, in requests of 2 MiB over a kept connection. Errors as of Origin."""
+    """Yield bytes [start, stop) of a slice, in requests of 2 MiB over one connection. Errors as of Origin."""
     buffer = memoryview(bytearray(min(REQUEST_BYTES, stop - start)))
     while start < stop:
-        into, fault = buffer[: stop - start], None
+        chunk, fault = buffer[: stop - start], None
         try:
-            client.read_range(address, f"/v1/slices/{sha256}", into, start, peer_id, timeout_s=stall_s)
+            client.read_range(address, f"/v1/slices/{sha256}", chunk, start, peer_id, timeout_s=stall_s)
         except BrokenOffError as error:
-            into, fault = into[: error.received], error
+            chunk, fault = chunk[: error.received], error
         except NetworkError as error:
-            raise told(url, error) from error
-        if len(into):
-            yield into
-        start += len(into)
+            raise classify_error(url, error) from error
+        if len(chunk):
+            yield chunk
+        start += len(chunk)
         if fault is not None:
-            raise told(url, fault) from fault
+            raise classify_error(url, fault) from fault
 
 
-def told(url: str, error: NetworkError) -> NetworkError:
-    """A client's error as one that says whether to ask again."""
+def classify_error(url: str, error: NetworkError) -> NetworkError:
+    """Return an error of the client as TransientError or PermanentError; a ProtocolViolation is returned as it is."""
     if isinstance(error, (ProtocolViolation, PermanentError, TransientError)):
         return error
     text = f"{url}: {error}"
-    if isinstance(error, WrongPeerError):
+    if not isinstance(error, RemoteError):
+        return PermanentError(text) if isinstance(error, WrongPeerError) else TransientError(text)
+    if error.status < 500 and error.status != 429:
         return PermanentError(text)
-    if isinstance(error, RemoteError) and error.status < 500 and error.status != 429:
-        return PermanentError(text)
-    if isinstance(error, RemoteError):
-        return TransientError(text, wait_s=error.wait_s, throttled=error.status in (429, 503))
-    return TransientError(text)
+    return TransientError(text, wait_s=error.wait_s, throttled=error.status in (429, 503))
 
 
-def read_from(
-    client: Client, holder: Provider, info: SliceInfo, start: int, stop: int, from_urls: FromUrls = ""
+def read_slice(
+    client: Client, provider: Provider, info: SliceInfo, start: int, stop: int, from_urls: FromUrls = ""
 ) -> Iterator[memoryview]:
-    """Bytes [start, stop) of a slice, not checked; each piece is valid until the next. Errors as of Origin."""
-    if holder.is_url:
-        return open_foreign_origin(holder.address, from_urls).read(info.name, start, stop)
-    peer_id = node_of(holder.peer_id)
-    return read_by_hash(client, holder.address, peer_id, info.sha256, start, stop, STALL_S, holder.address)
+    """Yield bytes [start, stop) of a slice from a provider, not verified. Errors as of Origin."""
+    if provider.is_url:
+        return open_untrusted_origin(provider.address, from_urls).read(info.name, start, stop)
+    peer_id, address = node_of(provider.peer_id), provider.address
+    return read_by_hash(client, address, peer_id, info.sha256, start, stop, STALL_S, address)
 
 
-def gives_right_bytes(client: Client, holder: Provider, info: SliceInfo, from_urls: FromUrls = "") -> bool | None:
-    """Whether a holder gives a slice with its hash; None if it does not answer now, or may not be asked."""
+def verify_provider(client: Client, provider: Provider, info: SliceInfo, from_urls: FromUrls = "") -> bool | None:
+    """Whether a provider sends a slice with the right hash; None if it is unreachable or may not be asked."""
     digest, deadline = hashlib.sha256(), time.monotonic() + STALL_S + info.bytes / MIN_BYTES_PER_S
     try:
-        for piece in read_from(client, holder, info, 0, info.bytes, from_urls):
-            digest.update(piece)
+        for chunk in read_slice(client, provider, info, 0, info.bytes, from_urls):
+            digest.update(chunk)
             if time.monotonic() > deadline:
-                raise NetworkError(f"{holder.address}: expected {MIN_BYTES_PER_S} bytes a second, got less")
+                raise NetworkError(f"{provider.address}: expected {MIN_BYTES_PER_S} bytes a second, got less")
     except (PermanentError, ProtocolViolation) as error:
-        log.warning("check of slice %s at %s: %s", info.sha256[:12], holder.address, error)
-        return None if holder.is_url and not from_urls else False
+        log.warning("check of slice %s at %s: %s", info.sha256[:12], provider.address, error)
+        return None if provider.is_url and not from_urls else False
     except NetworkError as error:
-        log.info("check of slice %s: %s does not answer: %s", info.sha256[:12], holder.address, error)
+        log.info("check of slice %s: %s is unreachable: %s", info.sha256[:12], provider.address, error)
         return None
     return digest.hexdigest() == info.sha256

@@ -1,11 +1,10 @@
-"""One large object, in many ranges over many connections, under its name only when it is whole.
+"""Download one large object in many ranges; it gets its final name when it is complete.
 
-Hides: how ranges, connections and memory follow from the size. What breaks is gone on with where it broke; what a
-kill left is resumed piece by piece, though pieces come out of order (`pieces.PartFile`). The ETag is pinned: ranges of
-two versions of an object never meet in one file.
+Ranges, connections and memory follow from the size. A broken range is resumed where it broke; after a kill, complete
+pieces are kept (`part_file.PartFile`). The ETag is pinned, so ranges of two versions never meet in one file.
 
-Memory: 8 MiB and `max_workers` x 2 MiB from a bucket, x 0.5 MiB from the web, whatever the size of the object and of a
-range (measured 60 MiB at 32 workers); and 500 bytes a piece of 8 MiB, 13 MB for 215 GB.
+Memory: 8 MiB, and 2 MiB per worker for a bucket or 0.5 MiB for a web server (measured: 60 MiB at 32 workers), plus 500
+bytes per piece of 8 MiB (13 MB for 215 GB).
 """
 
 import hashlib
@@ -15,33 +14,41 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal
 
 from forebay.dataset.manifest import SliceInfo
-from forebay.errors import DatasetError, NetworkError, UsageError
+from forebay.errors import NetworkError, UsageError
 from forebay.files import commit_files
-from forebay.network.retry import backoff_s
-from forebay.storage.base import ChangedError, Head, HeadOrigin, Origin, PermanentError, Timeouts, TransientError
-from forebay.storage.locks import try_take
+from forebay.storage.base import (
+    ChangedError,
+    ObjectMeta,
+    ObjectOrigin,
+    Origin,
+    PermanentError,
+    Timeouts,
+    as_object_origin,
+    head_object,
+)
+from forebay.storage.locks import try_acquire
 from forebay.storage.origins import open_origin
-from forebay.storage.part_file import Check, SizeOnly
+from forebay.storage.part_file import Check, SizeCheck
 from forebay.storage.transfers import PIECE_BYTES, Transfers
 
 MAX_WORKERS = 32
-_LEAST_PIECE, _MOST_CHUNK = 1 << 16, 64 << 20
-_RESTARTS = 3
-_LOOK_S = 0.1
+_MIN_CHUNK_BYTES, _MAX_DEFAULT_CHUNK_BYTES = 1 << 16, 64 << 20
+_MAX_RESTARTS = 3
+_PROGRESS_S = 0.1
 Workers = int | Literal["all"] | None
 log = logging.getLogger("forebay.storage")
 
 
 @dataclass(frozen=True)
-class LargePlan:
-    """How an object is fetched: `num_ranges` requests of `chunk_bytes`, `workers` at once.
+class DownloadPlan:
+    """How an object is downloaded: `num_ranges` requests of `chunk_bytes`, `workers` at once.
 
-    After a kill, pieces of `piece_bytes` are there or are fetched again; a chunk is a whole number of them.
+    After a kill, complete pieces of `piece_bytes` are kept; a chunk is a whole number of pieces.
     """
 
     num_bytes: int
@@ -52,8 +59,8 @@ class LargePlan:
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """What a download did. `bytes_fetched` leaves out what an earlier run had fetched."""
+class DownloadResult:
+    """The result of a download. `bytes_fetched` excludes the bytes of earlier runs."""
 
     path: Path
     num_bytes: int
@@ -63,28 +70,29 @@ class Fetched:
     retries: int
 
 
-def plan_large(num_bytes: int, chunk_size: int | None = None, max_workers: Workers = None) -> LargePlan:
-    """The ranges of an object. 2 GiB of 215 GB are 101 ranges.
+def plan_download(num_bytes: int, chunk_size: int | None = None, max_workers: Workers = None) -> DownloadPlan:
+    """Plan the ranges of an object. Example: 215 GB in chunks of 2 GiB are 101 ranges.
 
     Args:
-        chunk_size: Bytes of one request, at least 64 KiB, rounded down to whole pieces; by default 8 to 64 MiB.
-        max_workers: Requests under way at once; `"all"`: one a range; by default 32.
+        chunk_size: Bytes per request, at least 64 KiB, rounded down to whole pieces; by default 8 to 64 MiB.
+        max_workers: Requests at once; `"all"`: one per range; by default 32.
 
     Raises:
         UsageError: If an argument is out of range.
     """
-    if chunk_size is not None and chunk_size < _LEAST_PIECE:
-        raise UsageError(f"chunk_size: expected at least {_LEAST_PIECE} bytes, got {chunk_size}.")
+    if chunk_size is not None and chunk_size < _MIN_CHUNK_BYTES:
+        raise UsageError(f"chunk_size: expected at least {_MIN_CHUNK_BYTES} bytes, got {chunk_size}.")
     if max_workers != "all" and max_workers is not None and max_workers < 1:
         raise UsageError(f"max_workers: expected 'all' or at least 1, got {max_workers}.")
-    most = MAX_WORKERS if max_workers is None else max_workers
+    max_workers = MAX_WORKERS if max_workers is None else max_workers
     if chunk_size is None:
-        part = num_bytes // (4 * (MAX_WORKERS if most == "all" else most))
-        chunk_size = min(_MOST_CHUNK, max(PIECE_BYTES if part >= PIECE_BYTES else 1 << 20, part))
+        quarter = num_bytes // (4 * (MAX_WORKERS if max_workers == "all" else max_workers))
+        chunk_size = min(_MAX_DEFAULT_CHUNK_BYTES, max(PIECE_BYTES if quarter >= PIECE_BYTES else 1 << 20, quarter))
     piece = min(PIECE_BYTES, 1 << (chunk_size.bit_length() - 1))
     chunk = chunk_size // piece * piece
-    ranges = max(1, -(-num_bytes // chunk))
-    return LargePlan(num_bytes, chunk, piece, ranges, ranges if most == "all" else min(most, ranges))
+    num_ranges = max(1, -(-num_bytes // chunk))
+    workers = num_ranges if max_workers == "all" else min(max_workers, num_ranges)
+    return DownloadPlan(num_bytes, chunk, piece, num_ranges, workers)
 
 
 def download_large_file(
@@ -96,67 +104,65 @@ def download_large_file(
     max_workers: Workers = None,
     tmp_dir: str | Path | None = None,
     sha256: str = "",
-    patience_s: float = 300.0,
-    patience: Timeouts | None = None,
+    timeout_s: float = 300.0,
     stop: threading.Event | None = None,
     on_progress: Callable[[int, int], object] | None = None,
-) -> Fetched:
-    """Fetch one object to a file, whole or not at all; after a kill, call it again and it goes on.
+) -> DownloadResult:
+    """Download one object to a file, atomically. Call it again after a kill to resume.
 
-    Without a hash, what is checked is the size, and that all ranges are of one ETag.
+    Without a hash it verifies the size, and that all ranges have one ETag.
 
     Args:
-        source: An origin, its URL, or the object's own URL where `name` is None.
-        name: Of the object below the origin.
-        path: Of the file; by default the object's name, here. A file that is there already is replaced.
-        chunk_size, max_workers: See `plan_large`.
-        tmp_dir: Where the partial file lies; by default beside `path`. On another volume, one more copy is made.
-        sha256: Of the object in hex, if it is known; checked as the bytes come.
-        patience_s: Fail when no byte, or no answer, came for so long, retries included. The last request may take a
-            quarter of that longer.
-        patience: Of one request; by default at most a quarter of `patience_s`.
-        stop: Set from another thread, gives the download up; what was fetched stays.
-        on_progress: Called some ten times a second with the bytes that are there and the size.
+        source: An origin, its URL, or the object's own URL if `name` is None.
+        name: Name of the object below the origin.
+        path: The file; by default the object's name in the working directory. An existing file is replaced.
+        chunk_size, max_workers: See `plan_download`.
+        tmp_dir: Directory of the partial file, by default that of `path`. On another volume, the file is copied.
+        sha256: Expected hash of the object in hex; computed during the download.
+        timeout_s: Fail after so long without a byte or response, retries included; the last request may take a quarter
+            of that longer.
+        stop: Setting this event cancels the download; the partial file is kept.
+        on_progress: Called about ten times a second with the bytes received and the size.
 
     Raises:
-        DatasetError: If the object is not there, or not for us.
-        NetworkError: If it cannot be had: names the endpoint, attempts and time.
-        UsageError: If the disk is full (what was fetched stays), or an argument is wrong.
+        DatasetError: If the object does not exist or access is denied.
+        NetworkError: If the download fails; names the endpoint, attempts and time.
+        UsageError: If the disk is full (the partial file is kept), or an argument is wrong.
     """
     if name is None:
-        source, name = _split(source)
+        source, name = _split_url(source)
     if isinstance(source, (str, Path)):
-        source = open_origin(source, patience=patience or Timeouts.within(patience_s))
-    origin = head_origin(source)
+        source = open_origin(source, timeouts=Timeouts.within(timeout_s))
+    origin = as_object_origin(source)
     path = Path(path if path is not None else Path(name).name)
     folder = Path(tmp_dir) if tmp_dir is not None else path.parent
-    for made in {folder, path.parent}:
-        made.mkdir(parents=True, exist_ok=True)
-    lock = try_take(folder / f".{path.name}.lock")
+    for directory in {folder, path.parent}:
+        directory.mkdir(parents=True, exist_ok=True)
+    lock = try_acquire(folder / f".{path.name}.lock")
     if lock is None:
-        raise UsageError(f"{path}: is being fetched by another process. Wait for it to end.")
+        raise UsageError(f"{path}: another process downloads it. Wait for it to end.")
     with lock:
-        for left in range(_RESTARTS, -1, -1):
-            head = head_of(origin, name, patience_s=patience_s, stop=stop)
-            part, plan = part_path(folder, path.name, head), plan_large(head.bytes, chunk_size, max_workers)
+        for num_restarts in range(_MAX_RESTARTS + 1):
+            meta = head_object(origin, name, timeout_s=timeout_s, stop=stop)
+            part, plan = part_path(folder, path.name, meta), plan_download(meta.bytes, chunk_size, max_workers)
             try:
-                got = fetch_part(
-                    origin, name, head, part, plan,
-                    sha256=sha256, patience_s=patience_s, stop=stop, on_progress=on_progress,
+                result = download_part(
+                    origin, name, meta, part, plan,
+                    sha256=sha256, timeout_s=timeout_s, stop=stop, on_progress=on_progress,
                 )  # fmt: skip
                 break
             except ChangedError as error:
-                if not left:
+                if num_restarts == _MAX_RESTARTS:
                     raise
-                log.warning("%s; fetching the new one from its start", error)
-        place(got.path, path)
+                log.warning("%s; downloading the new version from the start", error)
+        commit_part(part, path)
         lock.path.unlink(missing_ok=True)
-    return Fetched(path, got.num_bytes, got.bytes_fetched, got.etag, got.seconds, got.retries)
+    return replace(result, path=path)
 
 
-def part_path(folder: Path, name: str, head: Head) -> Path:
-    """The partial file of one version of an object. Those of other versions, which are of no use now, are removed."""
-    key = hashlib.blake2b(f"{head.bytes} {head.etag}".encode(), digest_size=6).hexdigest()
+def part_path(folder: Path, name: str, meta: ObjectMeta) -> Path:
+    """Return the partial file for one version of an object; delete those of other versions."""
+    key = hashlib.blake2b(f"{meta.bytes} {meta.etag}".encode(), digest_size=6).hexdigest()
     part = folder / f".{name}.{key}.part"
     for other in folder.glob(f".{name}.*.part"):
         if other != part:
@@ -164,46 +170,47 @@ def part_path(folder: Path, name: str, head: Head) -> Path:
     return part
 
 
-def fetch_part(
-    origin: HeadOrigin,
+def download_part(
+    origin: ObjectOrigin,
     name: str,
-    head: Head,
+    meta: ObjectMeta,
     part: Path,
-    plan: LargePlan,
+    plan: DownloadPlan,
     *,
     sha256: str = "",
     check: Check | None = None,
-    patience_s: float = 300.0,
+    timeout_s: float = 300.0,
     stop: threading.Event | None = None,
     on_progress: Callable[[int, int], object] | None = None,
-) -> Fetched:
-    """Fetch an object of this head into its partial file, checked and synced; ChangedError if it is another now."""
-    if head.bytes == 0:
+) -> DownloadResult:
+    """Download one version of an object into its partial file, verified and synced; ChangedError if it changed."""
+    if meta.bytes == 0:
         part.write_bytes(b"")
-        return Fetched(part, 0, 0, head.etag, 0.0, 0)
+        return DownloadResult(part, 0, 0, meta.etag, 0.0, 0)
     began = time.monotonic()
-    info = SliceInfo(0, name, head.bytes, sha256, 0, 0)
-    judge = None if sha256 else check or SizeOnly()
-    most_s = min(15.0, patience_s / 4)
-    settings: dict[str, Any] = {"patience_s": patience_s, "tries": 1, "max_backoff_s": most_s}
-    with Transfers(plan.workers, plan.piece_bytes, **settings) as transfers:
-        transfer = transfers.start(info, part, [_Pinned(origin, head.etag)], span_bytes=plan.chunk_bytes, check=judge)
-        had = transfer.received
-        while not transfer.wait(_LOOK_S):
+    info = SliceInfo(0, name, meta.bytes, sha256, 0, 0)
+    check = None if sha256 else check or SizeCheck()
+    pinned = _PinnedOrigin(origin, meta.etag)
+    with Transfers(
+        plan.workers, plan.piece_bytes, timeout_s=timeout_s, tries=1, max_backoff_s=min(15.0, timeout_s / 4)
+    ) as transfers:
+        transfer = transfers.start(info, part, [pinned], range_bytes=plan.chunk_bytes, check=check)
+        bytes_before = transfer.received
+        while not transfer.wait(_PROGRESS_S):
             if on_progress is not None:
-                on_progress(transfer.received, head.bytes)
+                on_progress(transfer.received, meta.bytes)
             if stop is not None and stop.is_set():
-                transfers.cancel(transfer)
+                transfer.cancel()
         if transfer.error is not None:
-            raise _changed(origin, name, head, transfer.error) or transfer.error
+            raise _change_error(origin, name, meta, transfer.error) or transfer.error
         if on_progress is not None:
-            on_progress(head.bytes, head.bytes)
-        retries = int(transfers.stats()["retries"])
-    return Fetched(part, head.bytes, head.bytes - had, head.etag, time.monotonic() - began, retries)
+            on_progress(meta.bytes, meta.bytes)
+        retries = transfers.stats()["retries"]
+    return DownloadResult(part, meta.bytes, meta.bytes - bytes_before, meta.etag, time.monotonic() - began, retries)
 
 
-def _changed(origin: HeadOrigin, name: str, head: Head, error: Exception) -> ChangedError | None:
-    """What a refusal was, if the object is another one by now; it may be shorter, so that a range is beyond it."""
+def _change_error(origin: ObjectOrigin, name: str, meta: ObjectMeta, error: Exception) -> ChangedError | None:
+    """Return a ChangedError if the object changed; a request beyond the end of a shorter one raises PermanentError."""
     if isinstance(error.__cause__, ChangedError):
         return error.__cause__
     if isinstance(error.__cause__, PermanentError):
@@ -211,35 +218,13 @@ def _changed(origin: HeadOrigin, name: str, head: Head, error: Exception) -> Cha
             now = origin.head(name)
         except NetworkError:
             return None
-        if now != head:
-            return ChangedError(f"{origin.url}/{name} changed while it was read: expected {head}, got {now}")
+        if now != meta:
+            return ChangedError(f"{origin.url}/{name} changed while it was read: expected {meta}, got {now}")
     return None
 
 
-def head_of(origin: HeadOrigin, name: str, *, patience_s: float = 300.0, stop: threading.Event | None = None) -> Head:
-    """What an origin says of an object, asked again while faults may pass and `patience_s` is not over. DatasetError,
-    caused by the PermanentError, if it is not there or not for us."""
-    began, tries = time.monotonic(), 0
-    stop = stop or threading.Event()
-    while True:
-        try:
-            return origin.head(name)
-        except PermanentError as error:
-            raise DatasetError(f"{error}. Check the address, the name and the credentials.") from error
-        except TransientError as error:
-            tries += 1
-            waited = time.monotonic() - began
-            pause_s = backoff_s(tries, 0.2, min(15.0, patience_s / 4), error.wait_s)
-            if stop.is_set() or waited + pause_s >= patience_s:
-                raise NetworkError(
-                    f"{name} from {origin.url}: no answer after {tries} attempts in {waited:.1f} s; the last: {error}. "
-                    "Check the network and the endpoint."
-                ) from error
-            stop.wait(pause_s)
-
-
-def place(part: Path, path: Path, check_copy: Callable[[Path], object] | None = None) -> None:
-    """Give a whole, synced file its name; from another volume, by a copy beside it, which is then checked."""
+def commit_part(part: Path, path: Path, check_copy: Callable[[Path], object] | None = None) -> None:
+    """Rename a complete, synced file; from another volume, copy it beside `path` and call `check_copy` first."""
     try:
         if part.stat().st_dev != path.parent.stat().st_dev:
             copy = path.with_name(f".{path.name}.copy.part")
@@ -255,17 +240,10 @@ def place(part: Path, path: Path, check_copy: Callable[[Path], object] | None = 
         ) from error
 
 
-def head_origin(origin: Origin) -> HeadOrigin:
-    """An origin that can describe its objects; UsageError if it cannot, as peers do not."""
-    if not hasattr(origin, "head"):
-        raise UsageError(f"{origin.url}: expected a directory, http(s)://, s3://, r2://, gs:// or az://. Give one.")
-    return cast(HeadOrigin, origin)
+class _PinnedOrigin(Origin):
+    """One version of the objects of an origin."""
 
-
-class _Pinned(Origin):
-    """An origin of one version of an object."""
-
-    def __init__(self, origin: HeadOrigin, etag: str) -> None:
+    def __init__(self, origin: ObjectOrigin, etag: str) -> None:
         self._origin = origin
         self._etag = etag
         self.url = origin.url
@@ -274,8 +252,8 @@ class _Pinned(Origin):
         return self._origin.read(name, start, stop, self._etag)
 
 
-def _split(source: str | Path | Origin) -> tuple[str, str]:
-    """An object's URL as its directory's and its name."""
+def _split_url(source: str | Path | Origin) -> tuple[str, str]:
+    """Split the URL of an object into that of its directory and its name."""
     if not isinstance(source, (str, Path)):
         raise UsageError("download_large_file: expected the name of an object below the origin, got none. Give it.")
     text = str(source)

@@ -1,6 +1,6 @@
-"""A dataset known by its URL alone: manifest and table are read and verified, slices stay where they are.
+"""A dataset behind an origin: manifest and table are read and verified, slices are not copied.
 
-`verify_files` hashes every slice as it comes, and keeps nothing: 256 KiB of memory a connection.
+`RemoteDataset.verify` hashes every slice while it reads it: 256 KiB of memory per connection.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, PermanentError, TransientError, read_small
 
 MAX_TABLE_BYTES = 1 << 30
+_MAX_SMALL_BYTES = 1 << 30
+_MAX_TRIES = 5  # without a byte
+_FIRST_WAIT_S, _MAX_WAIT_S = 0.25, 4.0
+FileState: TypeAlias = Literal["", "changed", "missing"]
+ListedFile: TypeAlias = "tuple[str, int | None, str]"  # name, bytes (None: unknown, and small), sha256 in hex
 
 
 class RemoteDataset(Dataset):
-    """A dataset behind an origin. Its slices are fetched by a Loader or a mirror, not opened here."""
+    """A dataset behind an origin. A Loader or a mirror downloads its slices; they cannot be opened here."""
 
     def __init__(self, origin: Origin, manifest: Manifest, table: SliceTable, id: str) -> None:
         super().__init__(Path(origin.url), manifest, table, id)
@@ -32,7 +37,7 @@ class RemoteDataset(Dataset):
         return f"RemoteDataset({self.name!r}, id={self.id[:12]}…, slices={self.num_slices}, url={self.origin.url!r})"
 
     def slice_path(self, index: int) -> NoReturn:
-        """UsageError: there is no such file here; a slice is fetched first."""
+        """Raise UsageError: a slice of a remote dataset has no local file."""
         raise UsageError(
             f"slice {index} of {self.origin.url}: expected a dataset in a local directory, got a remote one. "
             "Open it with a Loader, which fetches and verifies slices, or copy it here first."
@@ -41,105 +46,96 @@ class RemoteDataset(Dataset):
     open_slice = slice_path
 
     def verify(self, on_progress: Callable[[int], None] | None = None, workers: int | None = None) -> VerifyReport:
-        """Read and hash every slice and listed file where it lies; keeps nothing. As `Dataset.verify` besides."""
+        """Read and hash every slice and listed file without storing them. See `Dataset.verify`."""
         table = self.table
-        files: list[File] = [(name, None, sha256) for name, sha256 in sorted(listed_files(self.manifest).items())]
+        files: list[ListedFile] = [(name, None, sha) for name, sha in sorted(listed_files(self.manifest).items())]
         hashes = [row.tobytes().hex() for row in table.sha256]
         files += zip(table.names.to_pylist(), table.bytes.tolist(), hashes)
         return verify_files(self.origin, files, workers=workers or 8, on_progress=on_progress)
 
 
 def read_remote(origin: Origin, expected_id: str | None = None) -> RemoteDataset:
-    """The dataset behind an open origin; errors as of `storage.origins.open_remote`."""
+    """Open the dataset behind an origin; errors as of `storage.origins.open_remote`."""
     data = read_small(origin, MANIFEST_FILE, MAX_MANIFEST_BYTES)
-    found = dataset_id(data)
-    if expected_id is not None and found != expected_id:
+    id = dataset_id(data)
+    if expected_id is not None and id != expected_id:
         raise DatasetError(
-            f"{origin.url}: expected the dataset {expected_id}, got {found}. It would be other data. "
+            f"{origin.url}: expected the dataset {expected_id}, got {id}. Its data differ. "
             "Check the URL, or ask for the id that is there."
         )
     manifest = Manifest.from_json(data)
     table_data = read_small(origin, TABLE_FILE, MAX_TABLE_BYTES)
-    got = hashlib.sha256(table_data).hexdigest()
-    if got != manifest.table_sha256:
+    table_sha256 = hashlib.sha256(table_data).hexdigest()
+    if table_sha256 != manifest.table_sha256:
         raise DatasetError(
-            f"{origin.url}: expected a {TABLE_FILE} with sha256 {manifest.table_sha256}, got {got}. Publish it again."
+            f"{origin.url}: expected a {TABLE_FILE} with sha256 {manifest.table_sha256}, got {table_sha256}. "
+            "Publish it again."
         )
     table = SliceTable.from_parquet(table_data)
     check_totals(manifest, table)
-    return RemoteDataset(origin, manifest, table, found)
-
-
-_TRIES = 5
-_WAIT_S, _MAX_WAIT_S = 0.25, 4.0
-State: TypeAlias = Literal["", "changed", "missing"]
-File: TypeAlias = "tuple[str, int | None, str]"  # Name, bytes (None: not known, and small), sha256 in hex.
-_SMALL_BYTES = 1 << 30
+    return RemoteDataset(origin, manifest, table, id)
 
 
 def verify_files(
     origin: Origin,
-    files: Iterable[File],
+    files: Iterable[ListedFile],
     *,
     workers: int = 8,
     on_progress: Callable[[int], object] | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> VerifyReport:
-    """Hash every file behind an origin and compare. Files that nobody listed cannot be seen there. `on_progress` is
-    called with the bytes of each slice, from one thread."""
-    changed: list[str] = []
-    missing: list[str] = []
+    """Hash every listed file behind an origin. `on_progress` is called with the bytes of each, from one thread."""
+    names: dict[FileState, list[str]] = {"": [], "changed": [], "missing": []}
     with ThreadPoolExecutor(workers) as pool:
-        for (name, size, _), state in pool.map(lambda file: (file, _state_of(origin, file, sleep)), list(files)):
-            if state:
-                (missing if state == "missing" else changed).append(name)
+        for (name, size, _), state in pool.map(lambda file: (file, _best_state(origin, file, sleep)), list(files)):
+            names[state].append(name)
             if on_progress is not None:
                 on_progress(size or 0)
+    changed, missing = names["changed"], names["missing"]
     return VerifyReport(not changed and not missing, sorted([*changed, *missing]), changed, missing)
 
 
-def _state_of(origin: Origin, file: File, sleep: Callable[[float], object]) -> State:
-    """The best that any source has."""
-    states: list[State] = []
+def _best_state(origin: Origin, file: ListedFile, sleep: Callable[[float], object]) -> FileState:
+    """Return the best state of a file at any source."""
+    states = set[FileState]()
     for source in origin.sources():
-        state = _state_at(source, file, sleep)
-        if not state:
+        states.add(_state_at(source, file, sleep))
+        if "" in states:
             return ""
-        states.append(state)
     return "changed" if "changed" in states else "missing"
 
 
-def _state_at(source: Origin, file: File, sleep: Callable[[float], object]) -> State:
+def _state_at(source: Origin, file: ListedFile, sleep: Callable[[float], object]) -> FileState:
     name, size, sha256 = file
-    digest, at, tries = hashlib.sha256(), 0, 0
+    digest, offset, tries = hashlib.sha256(), 0, 0
     while True:
-        before = at
+        before = offset
         try:
             if size is None:
-                digest.update(source.get(name, _SMALL_BYTES))
+                digest.update(source.get(name, _MAX_SMALL_BYTES))
             else:
-                for data in source.read(name, at, size) if size else ():
+                for data in source.read(name, offset, size) if size else ():
                     digest.update(data)
-                    at += len(data)
-                if at < size:
-                    raise TransientError(f"the body ended at byte {at} of {size}")
+                    offset += len(data)
+                if offset < size:
+                    raise TransientError(f"the body ended at byte {offset} of {size}")
             return "" if digest.hexdigest() == sha256 else "changed"
         except PermanentError:
-            # Some of it came, or it is there and shorter than it should be.
-            return "changed" if at or _is_there(source, name) else "missing"
+            # It exists, but is shorter, if some bytes can be read.
+            return "changed" if offset or _exists(source, name) else "missing"
         except ProtocolViolation:
             return "changed"
         except TransientError as error:
-            tries = 1 if at > before else tries + 1
-            if tries > _TRIES:
+            tries = 1 if offset > before else tries + 1
+            if tries > _MAX_TRIES:
                 raise NetworkError(
-                    f"{name} from {source.url}: broke off {_TRIES} times at byte {at}; the last: {error}. "
+                    f"{name} from {source.url}: broke off {_MAX_TRIES} times at byte {offset}; the last: {error}. "
                     "Check the network and the endpoint."
                 ) from error
-            sleep(backoff_s(tries, _WAIT_S, _MAX_WAIT_S, error.wait_s))
+            sleep(backoff_s(tries, _FIRST_WAIT_S, _MAX_WAIT_S, error.wait_s))
 
 
-def _is_there(source: Origin, name: str) -> bool:
+def _exists(source: Origin, name: str) -> bool:
     try:
         return any(True for _ in source.read(name, 0, 1))
     except NetworkError:

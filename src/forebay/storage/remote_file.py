@@ -159,7 +159,7 @@ def _request_http(url: str, offset: int, version: str) -> _Response:
         conditions["If-Match"] = tag
     elif kind == "modified":
         conditions["If-Unmodified-Since"] = tag
-    origin = WebOrigin(url, patience=Timeouts(_TIMEOUT_S, _TIMEOUT_S))
+    origin = WebOrigin(url, timeouts=Timeouts(_TIMEOUT_S, _TIMEOUT_S))
     is_partial, headers, body = origin.stream(url, offset, conditions)
     length = headers.get("Content-Length") or "0"
     if not (length.isascii() and length.isdigit() and len(length) < 20 and int(length) <= MAX_FILE_BYTES):

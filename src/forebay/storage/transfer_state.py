@@ -1,8 +1,8 @@
-"""What is left to do of one transfer, whom it may ask, and what it knows of who gave wrong bytes.
+"""The state of one transfer, and the statistics of the sources that transfers download from.
 
-Of each source: how fast, how busy, how trustworthy; and which to ask next. One that says it is too busy gets half as
-many connections and none before the time it asked for; each answer then adds to its limit again. One that fails is
-asked after the others, for a time that doubles.
+A source that reports overload gets half as many connections, and none before the time that it asked for; each later
+response adds to its limit. A source that fails is tried after the others, for a time that doubles. Pure bookkeeping:
+the connections are in `transfers.py`.
 """
 
 from __future__ import annotations
@@ -12,40 +12,39 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import insort
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import IntegrityError, NetworkError, ProtocolViolation
 from forebay.storage.base import Origin, TransientError
-from forebay.storage.part_file import EARLIER, PartFile, Span
+from forebay.storage.part_file import EARLIER_RUN, MIN_RANGE_BYTES, ByteRange, PartFile
 
 _NEW_WEIGHT = 0.3
-_LATE = 3.0  # times the usual time between deliveries
-_LATE_UNKNOWN = 5.0  # times the least, of a source that has given nothing yet
-_LEAST_BYTES = 64 << 10  # fewer say nothing of speed
-_REQUEST_S = 0.1  # short enough that slices come one after the other, long enough that asking costs little
-LEAST_SPAN_BYTES = 1 << 20
-REFRESH_S = 15.0
+_LATE_FACTOR = 3.0  # of the usual time between two reads
+_LATE_FACTOR_UNKNOWN = 5.0  # of the minimum, for a source that has sent nothing yet
+_MIN_SAMPLE_BYTES = 64 << 10  # shorter responses say nothing about speed
+_REQUEST_S = 0.1  # short enough to download slices in order, long enough that requests cost little
+LOOKUP_INTERVAL_S = 15.0
 log = logging.getLogger("forebay.storage")
-OnBad = Callable[[Origin, str], None]
+OnSourceFault = Callable[[Origin, str], None]
 Backoff: TypeAlias = Callable[[int], float]
-"""Seconds to wait after so many faults in a row, from 1."""
+"""Seconds to wait after so many consecutive faults, from 1."""
 
 
 @dataclass(eq=False)
-class Source:
-    """One source, over all transfers. `limit` and `active` count connections; moments are the pool's clock's.
+class SourceStats:
+    """One source, over all transfers of a pool. `limit` and `active` count connections; times are of the pool's clock.
 
-    `gap_s`: the usual time between a request and its first bytes, and from then on between one delivery and the next.
+    `gap_s`: the usual time from a request to its first bytes, and between two reads.
     """
 
     origin: Origin
     limit: float
     active: int = 0
     lies: int = 0
-    speed: float | None = None
+    speed: float | None = None  # bytes/s
     failing: int = 0
     throttled: int = 0
     throttled_at: float = float("-inf")
@@ -53,47 +52,44 @@ class Source:
     avoid_until: float = 0.0
     gap_s: float | None = None
 
-    def answered(self, num_bytes: int, seconds: float) -> None:
-        """It gave bytes, so fast."""
-        if num_bytes >= _LEAST_BYTES:
+    def record_speed(self, num_bytes: int, seconds: float) -> None:
+        """Record the speed of a response."""
+        if num_bytes >= _MIN_SAMPLE_BYTES:
             speed = num_bytes / max(seconds, 1e-6)
             self.speed = speed if self.speed is None else self.speed + _NEW_WEIGHT * (speed - self.speed)
 
-    def delivered(self, gap_s: float) -> None:
-        """Bytes of a request came, so long after those before them."""
+    def record_gap(self, gap_s: float) -> None:
+        """Record the time between two reads."""
         self.gap_s = gap_s if self.gap_s is None else self.gap_s + _NEW_WEIGHT * (gap_s - self.gap_s)
 
-    def late_s(self, least_s: float) -> float:
-        """A request without a byte for so long is late: `least_s`, or more where this source is always that slow."""
-        return max(least_s, _LATE * self.gap_s) if self.gap_s is not None else _LATE_UNKNOWN * least_s
+    def late_s(self, min_s: float) -> float:
+        """Return after how many seconds without a byte a request is late: `min_s`, or more for a slow source."""
+        return max(min_s, _LATE_FACTOR * self.gap_s) if self.gap_s is not None else _LATE_FACTOR_UNKNOWN * min_s
 
-    def finished(self, most: int) -> None:
-        """It gave all that was asked for: it may have more connections again."""
-        self.limit = min(float(most), self.limit + 1 / self.limit)
+    def record_success(self, max_connections: int) -> None:
+        """Record a complete response: more connections are allowed again."""
+        self.limit = min(float(max_connections), self.limit + 1 / self.limit)
         self.failing = self.throttled = 0
 
-    def throttle(self, now: float, began_at: float, wait_s: float, backoff: Backoff) -> None:
-        """It said that it is too busy. What was asked before it last said so counts once."""
+    def record_overload(self, now: float, began_at: float, wait_s: float, backoff: Backoff) -> None:
+        """Record that it reported overload. Requests begun before its last report count once."""
         if began_at >= self.throttled_at:
             self.throttled += 1
             self.throttled_at = now
             self.limit = max(1.0, self.limit / 2)
         self.wait_until = max(self.wait_until, now + max(wait_s, backoff(self.throttled)))
 
-    def failed(self, now: float, backoff: Backoff) -> None:
-        """It gave nothing, or broke off: others are asked first for a while, and longer each time.
-
-        A peer that gives one byte a request and then stalls would else be asked again and again.
-        """
+    def record_failure(self, now: float, backoff: Backoff) -> None:
+        """Record a failed or broken response. Also a peer that sends one byte per request is then avoided longer."""
         self.failing += 1
         self.avoid_until = now + backoff(self.failing)
 
 
-def choose(sources: Iterable[Source], now: float) -> tuple[Source | None, float]:
-    """Whom to ask now, or None and when to look again (infinity: when a request ends).
+def choose_source(sources: Iterable[SourceStats], now: float) -> tuple[SourceStats | None, float]:
+    """Return the source to request from; or None, and when to try again (infinity: when a request ends).
 
-    Those that told the truth come first, then those that do not fail, then the fastest a connection; one of
-    unknown speed is tried by one connection.
+    Order: sources that never lied, that do not fail, the fastest per connection. One connection tries a source of
+    unknown speed.
     """
     free, later = [], float("inf")
     for source in sources:
@@ -104,7 +100,7 @@ def choose(sources: Iterable[Source], now: float) -> tuple[Source | None, float]
     if not free:
         return None, later
 
-    def rank(source: Source) -> tuple[int, float, float]:
+    def rank(source: SourceStats) -> tuple[int, float, float]:
         avoided = source.avoid_until if source.avoid_until > now else 0.0
         unknown = float("-inf") if source.active == 0 else 0.0
         return source.lies, avoided, -source.speed if source.speed is not None else unknown
@@ -112,169 +108,48 @@ def choose(sources: Iterable[Source], now: float) -> tuple[Source | None, float]
     return min(free, key=rank), later
 
 
-def least_span_bytes(sources: Iterable[Source]) -> int:
-    """What to ask for in one request at least, where all connections have work: as much as comes in 0.1 s."""
-    most = max((source.speed or 0.0 for source in sources), default=0.0) * _REQUEST_S
-    return max(LEAST_SPAN_BYTES, 1 << int(most).bit_length() - 1) if most >= 1 else LEAST_SPAN_BYTES
-
-
-@dataclass(eq=False)
-class Work:
-    """One transfer as the pool sees it; under the pool's lock, except `file`, which has one of its own."""
-
-    info: SliceInfo
-    file: PartFile
-    origins: Sequence[Origin]
-    on_bad: OnBad | None
-    began_at: float
-    byte_at: float
-    finished: Callable[[Exception | None], object] = lambda error: None  # called once
-    flying: dict[Span, Source] = field(default_factory=dict)  # spans that somebody fetches, and from whom
-    pending: list[Span] = field(default_factory=list)  # the others, by start
-    found: dict[str, Origin] = field(default_factory=dict)  # by URL; another transfer's may be of another slice
-    sources: dict[str, Source] = field(default_factory=dict)  # by URL, shared by all transfers
-    refused: dict[str, str] = field(default_factory=dict)  # by URL, who will not give it, and why
-    reasons: dict[str, str] = field(default_factory=dict)  # by URL, who did not give it, and why
-    liars: set[str] = field(default_factory=set)
-    alone: str | None = None  # the only source to ask, after bytes of several did not verify together
-    lookup: Span = field(default_factory=lambda: Span(0, 0, 0, 0))  # its tries, and when to look sources up again
-    looking: bool = False
-    looked_at: float = float("-inf")
-    hashing: bool = False
-    ended: bool = False
-    attempts: int = 0
-    _suspects: list[tuple[int, int, str, bytes]] = field(default_factory=list)
-
-    def needs_lookup(self, now: float) -> bool:
-        """Whether its sources should be looked up anew, now or at `lookup.not_before`."""
-        stale = now - self.looked_at >= REFRESH_S
-        return stale and not self.looking and bool(self.pending or not self.sources)
-
-    def allowed(self) -> list[Source]:
-        """Whom it may ask."""
-        return [source for source in self.left() if self.alone in (None, source.origin.url)]
-
-    def left(self) -> list[Source]:
-        """Who has not refused or lied, `alone` or not."""
-        return [source for url, source in self.sources.items() if url not in self.refused]
-
-    def stuck(self, now: float, least_s: float) -> Span | None:
-        """A span that nobody else took over yet and whose source is late with it, taken over now."""
-        for span, source in self.flying.items():
-            if now - span.byte_at > source.late_s(least_s) and not span.taken_over:
-                span.taken_over = True
-                if (rest := self.file.take_over(span)) is not None:
-                    return rest
-        return None
-
-    def put_back(self, span: Span, not_before: float) -> None:
-        """A span that nobody fetches any more; one that was begun anew meanwhile is forgotten."""
-        if self.file.is_current(span):
-            span.not_before = not_before
-            insort(self.pending, span, key=lambda span: span.start)
-
-    def receive(self, span: Span, source: Source, clock: Callable[[], float], look: Callable[[Work], object]) -> None:
-        """Write a response's bytes into the part file, without the lock. Raises TransientError if it broke off."""
-        url, start, stop = source.origin.url, span.at, span.stop
-        body = self.found[url].read(self.info.name, start, stop)
-        try:
-            for data in body:
-                if len(data) > stop - span.at:
-                    raise ProtocolViolation(f"{url}: gave more than the {stop - start} bytes asked for")
-                if not self.file.write(span, data, url):
-                    return
-                span.tries = 0
-                now = clock()
-                source.delivered(now - span.byte_at)
-                span.byte_at = self.byte_at = now
-                look(self)
-        finally:
-            if isinstance(body, Generator):
-                body.close()
-        if span.at < stop:
-            raise TransientError(f"the body ended at byte {span.at - start} of {stop - start}")
-
-    def tell(self, origin: Origin, reason: str) -> None:
-        """Name a bad source, to the log and to whoever asked for it. Without the lock."""
-        log.warning("%s: %s", origin.url, reason)
-        if self.on_bad is not None:
-            self.on_bad(origin, reason)
-
-    def suspect(self) -> str | None:
-        """Who certainly gave the wrong bytes that lie there; None if several did, and then they are remembered."""
-        given = {url for span in self.file.spans for url in span.sources}
-        if len(given) == 1 and EARLIER not in given:
-            return given.pop()
-        self._suspects += [
-            (span.start, span.stop, span.sources[0], self.file.digest_of(span.start, span.stop))
-            for span in self.file.spans
-            if len(span.sources) == 1 and span.sources[0] != EARLIER
-        ]
-        return None
-
-    def culprits(self) -> dict[str, str]:
-        """Of those remembered, whose bytes differ from the verified ones that lie there now; and how."""
-        return {
-            url: f"gave wrong bytes in [{start}, {stop}) of {self.info.name}"
-            for start, stop, url, digest in self._suspects
-            if digest != self.file.digest_of(start, stop)
-        }
-
-    def nobody(self) -> NetworkError:
-        """The error if all sources refused or lied."""
-        kind = IntegrityError if self.liars else NetworkError
-        return kind(
-            f"{self._name()}: expected {self.info.bytes} bytes that verify, got none from {len(self.refused)} sources. "
-            f"{self._told()}. Check the origin, or add one that has it."
-        )
-
-    def unreachable(self, now: float) -> NetworkError:
-        """The error if patience ran out."""
-        return NetworkError(
-            f"{self._name()}: got {self.file.received} of {self.info.bytes} bytes, then none for "
-            f"{now - self.byte_at:.1f} s: {self.attempts} failed attempts in {now - self.began_at:.1f} s. "
-            f"{self._told()}. Check the network and the endpoint; what was fetched is kept and resumed."
-        )
-
-    def _name(self) -> str:
-        return f"slice {self.info.name} ({self.info.sha256[:12]}…)" if self.info.sha256 else self.info.name
-
-    def _told(self) -> str:
-        return "; ".join(f"{url}: {why}" for url, why in (self.reasons | self.refused).items())
+def min_range_bytes(sources: Iterable[SourceStats]) -> int:
+    """Return the minimum of one request while all connections are busy: what the fastest source sends in 0.1 s."""
+    num_bytes = int(max((source.speed or 0.0 for source in sources), default=0.0) * _REQUEST_S)
+    return max(MIN_RANGE_BYTES, 1 << num_bytes.bit_length() - 1) if num_bytes else MIN_RANGE_BYTES
 
 
 class TransferCancelledError(NetworkError):
-    """A transfer was given up by whoever started it."""
+    """A transfer was cancelled by the process that started it."""
 
     @classmethod
     def of(cls, info: SliceInfo) -> TransferCancelledError:
-        """The error of a transfer of this."""
-        return cls(f"{info.name}: the transfer was cancelled; what was fetched is kept and resumed")
+        """Return the error for a cancelled transfer of this slice."""
+        return cls(f"{info.name}: the transfer was cancelled; the downloaded bytes are kept and resumed")
 
 
-class Pending(ABC):
-    """One slice on its way into a partial file."""
+class Transfer(ABC):
+    """The download of one slice into a partial file."""
 
     def __init__(self, info: SliceInfo, part: Path) -> None:
         self.info = info
         self.part = part
-        self.done = threading.Event()  # set when it ended; from then on nothing is written to `part`
-        self.error: Exception | None = None  # None at the end: `part` is verified, synced, exactly `info.bytes` long
-        self.needed = False  # set by whoever waits for it
-        self._callbacks: list[Callable[[Any], object]] = []
+        self.done = threading.Event()  # set at the end; nothing is written to `part` after it
+        self.error: Exception | None = None  # None at the end: `part` is verified, synced and has `info.bytes` bytes
+        self.needed = False  # set by a consumer that waits for it
+        self._callbacks: list[Callable[[Transfer], object]] = []
         self._lock = threading.Lock()
 
     @property
     @abstractmethod
     def received(self) -> int:
-        """Bytes there so far, those of an earlier run included."""
+        """Bytes in the partial file, those of earlier runs included."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """End the transfer soon; the partial file is kept. No effect after the end."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it ended; whether it did in time."""
+        """Wait for the end; False after `timeout` seconds."""
         return self.done.wait(timeout)
 
-    def on_done(self, callback: Callable[[Any], object]) -> None:
-        """Call back once when it ended, from another thread; at once, from this one, if it has."""
+    def on_done(self, callback: Callable[[Transfer], object]) -> None:
+        """Call `callback` once at the end, in another thread; at once, in this one, if it has ended."""
         with self._lock:
             if not self.done.is_set():
                 self._callbacks.append(callback)
@@ -282,7 +157,7 @@ class Pending(ABC):
         callback(self)
 
     def finish(self, error: Exception | None) -> None:
-        """It ended. The first end counts."""
+        """End the transfer. Only the first call has an effect."""
         with self._lock:
             if self.done.is_set():
                 return
@@ -292,30 +167,156 @@ class Pending(ABC):
             try:
                 callback(self)
             except Exception:
-                log.exception("%s: what was to be called when it ended failed", self.info.name)
+                log.exception("%s: a callback for the end of the transfer failed", self.info.name)
 
 
-class Transfer(Pending):
-    """A slice that a pool of connections fetches. Made by `Transfers.start`."""
+class PoolTransfer(Transfer):
+    """A transfer by the connections of a pool (`Transfers.start`).
 
-    def __init__(self, info: SliceInfo, part: Path, work: Work) -> None:
-        super().__init__(info, part)
-        self._work = work
+    The pool's lock guards all fields, except `file`, which has its own. Dicts are by URL.
+    """
+
+    def __init__(
+        self,
+        info: SliceInfo,
+        file: PartFile,
+        origins: Sequence[Origin],
+        on_source_fault: OnSourceFault | None,
+        now: float,
+        end: Callable[[PoolTransfer, Exception], object],
+    ) -> None:
+        super().__init__(info, file.path)
+        self.file = file
+        self.origins = origins
+        self.began_at = self.last_byte_at = now
+        self.in_flight: dict[ByteRange, SourceStats] = {}
+        self.pending: list[ByteRange] = []  # the other incomplete ranges, by start
+        self.origin_of: dict[str, Origin] = {}  # to read this slice; another transfer may have another origin
+        self.sources: dict[str, SourceStats] = {}  # shared with other transfers
+        self.refused: dict[str, str] = {}  # reasons of the sources that will not send it
+        self.reasons: dict[str, str] = {}  # last fault of each source
+        self.liars: set[str] = set()
+        self.only_source: str | None = None  # the one allowed after bytes of several sources failed verification
+        self.is_looking_up = False
+        self.looked_up_at = float("-inf")
+        self.lookup_not_before = 0.0
+        self.lookup_tries = 0
+        self.is_hashing = self.has_ended = False
+        self.attempts = 0  # that failed
+        self._on_source_fault = on_source_fault
+        self._end = end
+        self._suspects: list[tuple[int, int, str, bytes]] = []
 
     @property
     def received(self) -> int:
-        return self._work.file.received
+        return self.file.received
 
+    def cancel(self) -> None:
+        self._end(self, TransferCancelledError.of(self.info))
 
-class SteeredTransfer(Pending):
-    """A slice that a swarm brings: waits for its turn, then comes by `current`, or one transfer after the other."""
+    def needs_lookup(self, now: float) -> bool:
+        """Whether its sources are to be looked up, now or at `lookup_not_before`."""
+        is_stale = now - self.looked_up_at >= LOOKUP_INTERVAL_S
+        return is_stale and not self.is_looking_up and bool(self.pending or not self.sources)
 
-    def __init__(self, info: SliceInfo, part: Path) -> None:
-        super().__init__(info, part)
-        self.current: Transfer | None = None
-        self.cancelled = False
+    def remaining_sources(self) -> list[SourceStats]:
+        """Return the sources that neither refused nor lied."""
+        return [source for url, source in self.sources.items() if url not in self.refused]
 
-    @property
-    def received(self) -> int:
-        current = self.current
-        return self.info.bytes if self.done.is_set() and self.error is None else current.received if current else 0
+    def allowed_sources(self) -> list[SourceStats]:
+        """Return the sources to request from now."""
+        return [source for source in self.remaining_sources() if self.only_source in (None, source.origin.url)]
+
+    def take_over_late(self, now: float, min_s: float) -> ByteRange | None:
+        """Take over a range whose source is late with it, once per range; None if no range is late."""
+        for byte_range, source in self.in_flight.items():
+            if now - byte_range.last_byte_at > source.late_s(min_s) and not byte_range.is_taken_over:
+                byte_range.is_taken_over = True
+                if (rest := self.file.take_over(byte_range)) is not None:
+                    return rest
+        return None
+
+    def return_range(self, byte_range: ByteRange, not_before: float) -> None:
+        """Return a range to the queue after a failed request, unless it was replaced."""
+        if self.file.is_current(byte_range):
+            byte_range.not_before = not_before
+            insort(self.pending, byte_range, key=lambda pending: pending.start)
+
+    def receive(
+        self,
+        byte_range: ByteRange,
+        source: SourceStats,
+        clock: Callable[[], float],
+        on_data: Callable[[PoolTransfer], object],
+    ) -> None:
+        """Request the rest of a range and write it to the part file; without the lock.
+
+        Raises:
+            TransientError: If the response was too short.
+            ProtocolViolation: If it was too long.
+        """
+        url, start, stop = source.origin.url, byte_range.offset, byte_range.stop
+        body = self.origin_of[url].read(self.info.name, start, stop)
+        try:
+            for data in body:
+                if len(data) > stop - byte_range.offset:
+                    raise ProtocolViolation(f"{url}: expected {stop - start} bytes, got more")
+                if not self.file.write(byte_range, data, url):
+                    return
+                byte_range.tries = 0
+                now = clock()
+                source.record_gap(now - byte_range.last_byte_at)
+                byte_range.last_byte_at = self.last_byte_at = now
+                on_data(self)
+        finally:
+            if isinstance(body, Generator):
+                body.close()
+        if byte_range.offset < stop:
+            raise TransientError(f"the body ended at byte {byte_range.offset - start} of {stop - start}")
+
+    def report_source(self, url: str, reason: str) -> None:
+        """Report a source that lied or broke the protocol; without the lock."""
+        log.warning("%s: %s", url, reason)
+        if self._on_source_fault is not None:
+            self._on_source_fault(self.origin_of[url], reason)
+
+    def find_liar(self) -> str | None:
+        """Return the source of the wrong bytes if one sent them all; else None, and remember who sent which."""
+        urls = {url for byte_range in self.file.ranges for url in byte_range.sources}
+        if len(urls) == 1 and EARLIER_RUN not in urls:
+            return urls.pop()
+        for byte_range in self.file.ranges:
+            start, stop, sources = byte_range.start, byte_range.stop, byte_range.sources
+            if len(sources) == 1 and sources[0] != EARLIER_RUN:
+                self._suspects.append((start, stop, sources[0], self.file.digest_of(start, stop)))
+        return None
+
+    def find_culprits(self) -> dict[str, str]:
+        """Return, by URL, how the remembered bytes of a source differ from the verified ones in the file now."""
+        return {
+            url: f"sent wrong bytes in [{start}, {stop}) of {self.info.name}"
+            for start, stop, url, digest in self._suspects
+            if digest != self.file.digest_of(start, stop)
+        }
+
+    def no_source_error(self) -> NetworkError:
+        """Return the error for a transfer whose sources all refused or lied."""
+        kind = IntegrityError if self.liars else NetworkError
+        return kind(
+            f"{self._name()}: expected {self.info.bytes} bytes that verify, got none from {len(self.refused)} sources. "
+            f"{self._reasons()}. Check the origin, or add one that has it."
+        )
+
+    def timeout_error(self, now: float) -> NetworkError:
+        """Return the error for a transfer that received nothing for too long."""
+        return NetworkError(
+            f"{self._name()}: got {self.file.received} of {self.info.bytes} bytes, then none for "
+            f"{now - self.last_byte_at:.1f} s: {self.attempts} failed attempts in {now - self.began_at:.1f} s. "
+            f"{self._reasons()}. Check the network and the endpoint; the downloaded bytes are kept and resumed."
+        )
+
+    def _name(self) -> str:
+        return f"slice {self.info.name} ({self.info.sha256[:12]}…)" if self.info.sha256 else self.info.name
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{url}: {reason}" for url, reason in (self.reasons | self.refused).items())

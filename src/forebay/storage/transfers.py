@@ -1,12 +1,11 @@
-"""Many connections that move slices from origins to disk, in order of start; verified before anybody hears of them.
+"""A pool of connections that download slices from origins to disk, in order of start, and verify them.
 
-A slice is fetched in pieces over all connections at once. Whatever breaks is asked for again from the byte where it
-broke, with a back-off that doubles and jitters; a server that says it is too busy gets fewer connections, which grow
-again as it answers. The hash runs in threads of its own, as far as bytes are contiguous, so that it ends when the
-last byte comes. Whose bytes are wrong is known only of one source that gave them all: a slice that came from several
-and is wrong is fetched anew from one alone, and what differs then names the culprit.
+A slice is downloaded in ranges over all connections at once. A broken request is repeated from the byte where it broke,
+with a back-off. The hash is computed in threads of its own as far as bytes are contiguous, so it is ready with the last
+byte. If bytes of several sources do not verify, the slice is downloaded again from one of them alone; the difference
+then shows which source lied.
 
-Memory: `connections` x 256 KiB (2 MiB where a source is a peer), 256 KiB a hashing thread, 200 bytes a piece.
+Memory: `connections` x 256 KiB (2 MiB for peers), 256 KiB per hashing thread, 200 bytes per range.
 """
 
 from __future__ import annotations
@@ -26,39 +25,35 @@ from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, PermanentError, TransientError
-from forebay.storage.part_file import Check, PartFile, Sha256Check, Span, disk_error
+from forebay.storage.part_file import ByteRange, Check, PartFile, Sha256Check, disk_error
 from forebay.storage.transfer_state import (
     Backoff,
-    OnBad,
-    Source,
-    Transfer,
-    TransferCancelledError,
-    Work,
-    choose,
-    least_span_bytes,
+    OnSourceFault,
+    PoolTransfer,
+    SourceStats,
+    choose_source,
+    min_range_bytes,
 )
 from forebay.threads import Supervised
 
-_AHEAD_BYTES = 1 << 20  # less is not worth waking a thread for
-
 PIECE_BYTES = 8 << 20
+_MIN_HASH_BYTES = 1 << 20  # less is not worth waking a thread
 _CLOSE_S = 1.0
-_TURN_TRIES = 3  # of a source that is asked alone, before another is
+_MAX_TRIES_ALONE = 3  # of a source that is the only one allowed, before another becomes it
 log = logging.getLogger("forebay.storage")
-_Job: TypeAlias = tuple[Work, Span, Source | None]
+_Job: TypeAlias = tuple[PoolTransfer, ByteRange | None, SourceStats | None]  # without a range: look up sources
 
 
 class Transfers:
-    """A pool of connections. Threads share it; it belongs to the process that made it.
+    """A pool of connections. Threads share it; a fork cannot use it.
 
     Args:
-        connections: Requests under way at once, each a thread.
-        piece_bytes: What is resumed after a kill as a whole, and the most asked for in one request; a power of two.
-        patience_s, tries: A transfer fails when no byte came for so long and one place was tried so often.
-        first_backoff_s, max_backoff_s: Before the second try of a place, and at most; times 0.5 to 1.5 by chance.
-        hedge_s: An idle connection takes over from one that got no byte for so long, and for three times as long as its
-            source usually takes, once a place.
-        hashers: Threads that hash, each some 1.5 GB/s; by default one a processor, 2 to 4.
+        connections: Requests at once, each in a thread.
+        piece_bytes: Unit of resuming after a kill, and the longest request; a power of two.
+        timeout_s, tries: A transfer fails when no byte came for so long and one range was tried so often.
+        first_backoff_s, max_backoff_s: Wait before the second try of a range, and the maximum, before jitter.
+        hedge_s: An idle connection takes over a range that got no byte for so long, and for three times as long as its
+            source usually takes; once per range.
     """
 
     def __init__(
@@ -66,35 +61,32 @@ class Transfers:
         connections: int = 16,
         piece_bytes: int = PIECE_BYTES,
         *,
-        patience_s: float = 300.0,
+        timeout_s: float = 300.0,
         tries: int = 6,
         first_backoff_s: float = 0.2,
         max_backoff_s: float = 15.0,
         hedge_s: float = 5.0,
-        hashers: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         chance: random.Random | None = None,
     ) -> None:
-        hashers = min(4, max(2, os.cpu_count() or 1)) if hashers is None else hashers
-        if connections < 1 or hashers < 1 or tries < 1:
-            raise UsageError(f"transfers: expected at least one connection, hasher and try, got {connections=}")
+        if connections < 1 or tries < 1:
+            raise UsageError(f"transfers: expected at least one connection and try, got {connections=}, {tries=}.")
         if piece_bytes < 1 << 16 or piece_bytes & (piece_bytes - 1):
-            raise UsageError(f"piece_bytes: expected a power of two from 65536 on, got {piece_bytes}")
+            raise UsageError(f"piece_bytes: expected a power of two from 65536 on, got {piece_bytes}.")
         self.connections = connections
         self.piece_bytes = piece_bytes
-        self._patience_s = patience_s
-        self._tries = tries
-        self._hedge_s = hedge_s
+        self._timeout_s, self._tries, self._hedge_s = timeout_s, tries, hedge_s
         self._pid = os.getpid()
         self._clock = clock
         self._backoff: Backoff = partial(backoff_s, first_s=first_backoff_s, max_s=max_backoff_s, chance=chance)
-        self._changed = threading.Condition()
-        self._active: list[Work] = []
-        self._known: dict[str, Source] = {}
-        self._to_hash: SimpleQueue[Work | None] = SimpleQueue()
-        self._hashers = [Supervised(self._hash, f"hash-{i}") for i in range(hashers)]
+        self._changed = threading.Condition()  # guards all below, and the transfers
+        self._active: list[PoolTransfer] = []
+        self._sources: dict[str, SourceStats] = {}  # by URL
+        self._to_hash: SimpleQueue[PoolTransfer | None] = SimpleQueue()
+        num_hashers = min(4, max(2, os.cpu_count() or 1))  # each hashes 1.5 GB/s
+        self._hashers = [Supervised(self._run_hasher, f"hash-{i}") for i in range(num_hashers)]
         self._threads: list[Supervised] = []
-        self._idle = 0
+        self._num_idle = 0
         self._counts = dict.fromkeys(("bytes", "attempts", "retries", "finished", "failed"), 0)
         self._closed = False
 
@@ -103,62 +95,59 @@ class Transfers:
         info: SliceInfo,
         part: Path,
         origins: Sequence[Origin],
-        on_bad: OnBad | None = None,
+        on_source_fault: OnSourceFault | None = None,
         *,
-        span_bytes: int = 0,
+        range_bytes: int = 0,
         check: Check | None = None,
-    ) -> Transfer:
-        """Fetch a slice into `part`; what an earlier run left there is resumed. Earlier transfers go first.
+    ) -> PoolTransfer:
+        """Download a slice into `part`, resuming an earlier run. Transfers started earlier have priority.
 
-        `on_bad` is told, from another thread, of a source that gave wrong bytes or broke the protocol, and why.
-        `span_bytes` and `check` are as of PartFile; with a check, `info.sha256` is not looked at.
+        Args:
+            on_source_fault: Called from another thread with a source that sent wrong bytes or broke the protocol.
+            range_bytes, check: See PartFile. With a check, `info.sha256` is ignored.
         """
         if os.getpid() != self._pid:
             raise UsageError("transfers: expected the process that made them, got a fork of it. Make new ones there.")
         if not origins:
             raise UsageError(f"fetch {info.name}: expected at least one origin, got none.")
-        now, least = self._clock(), least_span_bytes(list(self._known.values()) if self._active else ())
-        file = PartFile(part, info.bytes, self.piece_bytes, self.connections, least, span_bytes=span_bytes, check=check)
-        work = Work(info, file, list(origins), on_bad, now, now)
-        transfer = Transfer(info, part, work)
-        work.finished = transfer.finish
+        min_bytes = min_range_bytes(list(self._sources.values()) if self._active else ())
+        file = PartFile(
+            part, info.bytes, self.piece_bytes, self.connections, min_bytes, range_bytes=range_bytes, check=check
+        )
+        transfer = PoolTransfer(info, file, list(origins), on_source_fault, self._clock(), self._end)
         try:
             file.open()
         except OSError as error:
-            self._end(work, error)
+            self._end(transfer, error)
             return transfer
-        work.pending = [span for span in file.spans if span.at < span.stop]
+        transfer.pending = [item for item in file.ranges if item.offset < item.stop]
         with self._changed:
             if self._closed:
                 file.close()
                 raise UsageError("transfers: closed; no more can be started.")
-            self._active.append(work)
-            fault = self._grow(len(work.pending))
+            self._active.append(transfer)
+            fault = self._start_threads(len(transfer.pending))
             self._changed.notify_all()
-        if fault is not None and not self._threads:  # nobody would ever ask for it
-            self._end(work, NetworkError(f"{info.name}: no thread to fetch it with: {fault}"), fault)
-        self._look(work)
+        if fault is not None and not self._threads:
+            self._end(transfer, NetworkError(f"{info.name}: cannot start a thread to fetch it: {fault}"), fault)
+        self._hash_soon(transfer)
         return transfer
-
-    def cancel(self, transfer: Transfer) -> None:
-        """Give a transfer up; its part stays for a later run. No harm if it ended."""
-        self._end(transfer._work, TransferCancelledError.of(transfer.info))
 
     def close(self) -> None:
         """Cancel all transfers and end the threads; one that waits for a dead peer ends later. May be repeated."""
         if os.getpid() != self._pid:
-            return  # A fork's: the threads stayed behind, and whatever they had locked is locked here for ever.
+            return  # The threads, and what they had locked, stayed in the parent.
         with self._changed:
             self._closed = True
             active = list(self._active)
             self._changed.notify_all()
-        for work in active:
-            self._end(work, TransferCancelledError.of(work.info))
+        for transfer in active:
+            transfer.cancel()
         for _ in self._hashers:
             self._to_hash.put(None)
-        until = time.monotonic() + _CLOSE_S
+        deadline = time.monotonic() + _CLOSE_S
         for thread in [*self._threads, *self._hashers]:
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> Transfers:
         return self
@@ -167,270 +156,275 @@ class Transfers:
         self.close()
 
     def stats(self) -> dict[str, int]:
-        """`bytes`, `attempts`, `retries`, `finished` and `failed`."""
+        """Return `bytes`, `attempts`, `retries`, `finished` and `failed`."""
         with self._changed:
             return dict(self._counts)
 
-    def _grow(self, wanted: int) -> RuntimeError | None:
-        """Start threads as they are needed; why there are fewer, if the process cannot have more now."""
+    def _start_threads(self, num_ranges: int) -> RuntimeError | None:
+        """Start the threads that so many ranges need; return the fault if the process cannot have more."""
         try:
             for thread in self._hashers if not self._threads else ():
                 if not thread.is_alive:
                     thread.start()
-            while len(self._threads) < min(self.connections, len(self._threads) - self._idle + max(wanted, 1)):
-                self._threads.append(Supervised(self._work, f"fetch-{len(self._threads)}").start())
-                self._idle += 1
+            while len(self._threads) < min(self.connections, len(self._threads) - self._num_idle + max(num_ranges, 1)):
+                self._threads.append(Supervised(self._run_connection, f"fetch-{len(self._threads)}").start())
+                self._num_idle += 1
         except RuntimeError as error:
             log.warning("transfers: %d of %d connections: %s", len(self._threads), self.connections, error)
             return error
         return None
 
-    def _work(self) -> None:
-        """A worker: takes the first span that may be asked for, and asks."""
+    def _run_connection(self) -> None:
         while True:
             with self._changed:
-                while not self._closed:
+                job = None
+                while not self._closed and job is None:
                     now = self._clock()
-                    job, later = self._next(now)
-                    if job is not None:
-                        break
-                    self._changed.wait(None if later == float("inf") else max(0.001, later - now))
-                if self._closed:
+                    job, later = self._next_job(now)
+                    if job is None:
+                        self._changed.wait(None if later == float("inf") else max(0.001, later - now))
+                if self._closed or job is None:
                     return
-                assert job is not None
-                self._idle -= 1
-            work, span, source = job
+                self._num_idle -= 1
+            transfer, byte_range, source = job
             try:
-                if source is None:
-                    self._look_up(work)
+                if byte_range is None or source is None:
+                    self._look_up(transfer)
                 else:
-                    self._ask(work, span, source)
-            except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
-                self._end(work, error)
+                    self._request(transfer, byte_range, source)
+            except Exception as error:  # noqa: BLE001 - the transfer's consumer gets it
+                self._end(transfer, error)
             finally:
                 with self._changed:
-                    self._idle += 1
-                    if any(work.pending for work in self._active):
+                    self._num_idle += 1
+                    if any(transfer.pending for transfer in self._active):
                         self._changed.notify_all()
 
-    def _next(self, now: float) -> tuple[_Job | None, float]:
-        """The next thing to do, or when to look again. With the lock held."""
+    def _next_job(self, now: float) -> tuple[_Job | None, float]:
+        """Return the next job, or when to look for one again. With the lock held."""
         soonest = float("inf")
-        for work in self._active:
-            if work.needs_lookup(now):
-                if work.lookup.not_before <= now:
-                    work.looking = True
-                    return (work, work.lookup, None), soonest
-                soonest = min(soonest, work.lookup.not_before)
-            allowed = work.allowed()
-            if not allowed:
-                continue
-            for index, span in enumerate(work.pending):
-                if span.not_before > now:
-                    soonest = min(soonest, span.not_before)
+        for transfer in self._active:
+            if transfer.needs_lookup(now):
+                if transfer.lookup_not_before <= now:
+                    transfer.is_looking_up = True
+                    return (transfer, None, None), soonest
+                soonest = min(soonest, transfer.lookup_not_before)
+            allowed = transfer.allowed_sources()
+            for index, byte_range in enumerate(transfer.pending if allowed else ()):
+                if byte_range.not_before > now:
+                    soonest = min(soonest, byte_range.not_before)
                     continue
-                source, later = choose(allowed, now)
+                source, later = choose_source(allowed, now)
                 if source is None:
                     soonest = min(soonest, later)
                     break
-                del work.pending[index]
-                return self._take(work, span, source, now), soonest
-        return self._hedge(now, soonest)
-
-    def _hedge(self, now: float, soonest: float) -> tuple[_Job | None, float]:
-        """Nothing else is to do: a span that is stuck, if another request may be sent. With the lock held."""
-        for work in self._active:
-            for span, source in work.flying.items():
-                if not span.taken_over:
-                    soonest = min(soonest, span.byte_at + source.late_s(self._hedge_s))
-            other, _ = choose(work.allowed(), now)
-            if other is not None and (rest := work.stuck(now, self._hedge_s)) is not None:
-                return self._take(work, rest, other, now), soonest
+                del transfer.pending[index]
+                return self._assign(transfer, byte_range, source, now), soonest
+        for transfer in self._active:  # No range is due: take over one that is late.
+            for byte_range, source in transfer.in_flight.items():
+                if not byte_range.is_taken_over:
+                    soonest = min(soonest, byte_range.last_byte_at + source.late_s(self._hedge_s))
+            other, _ = choose_source(transfer.allowed_sources(), now)
+            if other is not None and (rest := transfer.take_over_late(now, self._hedge_s)) is not None:
+                return self._assign(transfer, rest, other, now), soonest
         return None, soonest
 
-    def _take(self, work: Work, span: Span, source: Source, now: float) -> _Job:
+    def _assign(self, transfer: PoolTransfer, byte_range: ByteRange, source: SourceStats, now: float) -> _Job:
         source.active += 1
-        span.byte_at = now
-        work.flying[span] = source
-        return work, span, source
+        byte_range.last_byte_at = now
+        transfer.in_flight[byte_range] = source
+        return transfer, byte_range, source
 
-    def _look_up(self, work: Work) -> None:
-        """Find who stands behind the origins."""
-        found: dict[str, Origin] = {}
+    def _look_up(self, transfer: PoolTransfer) -> None:
+        """Ask the origins for their sources."""
+        origin_of: dict[str, Origin] = {}
         fault: NetworkError | None = None
-        for origin in work.origins:
+        for origin in transfer.origins:
             try:
-                found.update({source.url: source for source in origin.sources()})
+                origin_of |= {source.url: source for source in origin.sources()}
             except NetworkError as error:
-                work.reasons[origin.url] = str(error)
+                transfer.reasons[origin.url] = str(error)
                 fault = error
         with self._changed:
             now = self._clock()
-            work.looking = False
-            for url, origin in found.items():
-                source = self._known.setdefault(url, Source(origin, float(self.connections)))
-                source.origin = origin
-                work.sources[url], work.found[url] = source, origin
-            if found:
-                work.looked_at = now
-                work.lookup.tries = 0
+            transfer.is_looking_up = False
+            for url, origin in origin_of.items():
+                transfer.sources[url] = source = self._sources.setdefault(
+                    url, SourceStats(origin, float(self.connections))
+                )
+                transfer.origin_of[url] = source.origin = origin
+            if origin_of:
+                transfer.looked_up_at = now
+                transfer.lookup_tries = 0
                 self._changed.notify_all()
                 return
-            work.lookup.tries += 1
-            work.attempts += 1
-            work.lookup.not_before = now + self._backoff(work.lookup.tries)
-        if self._is_hopeless(work, work.lookup, now):
-            self._end(work, work.unreachable(now), fault)
+            transfer.lookup_tries += 1
+            transfer.attempts += 1
+            transfer.lookup_not_before = now + self._backoff(transfer.lookup_tries)
+        if self._is_timed_out(transfer, transfer.lookup_tries, now):
+            self._end(transfer, transfer.timeout_error(now), fault)
 
-    def _ask(self, work: Work, span: Span, source: Source) -> None:
-        """One request: from where the span broke off to its end."""
-        began_at, first = self._clock(), span.at
+    def _request(self, transfer: PoolTransfer, byte_range: ByteRange, source: SourceStats) -> None:
+        """Send one request: for the rest of a range."""
+        began_at, first = self._clock(), byte_range.offset
         fault: Exception | None = None
         try:
-            work.receive(span, source, self._clock, self._look)
-        except Exception as error:  # noqa: BLE001 - what follows from it is settled below
+            transfer.receive(byte_range, source, self._clock, self._hash_soon)
+        except Exception as error:  # noqa: BLE001 - handled in _handle_fault
             fault = error
-        now, got = self._clock(), span.at - first
+        now, num_bytes = self._clock(), byte_range.offset - first
         with self._changed:
             source.active -= 1
-            work.flying.pop(span, None)
+            transfer.in_flight.pop(byte_range, None)
             self._counts["attempts"] += 1
-            self._counts["bytes"] += got
-            if got:
-                source.answered(got, now - began_at)
+            self._counts["bytes"] += num_bytes
+            if num_bytes:
+                source.record_speed(num_bytes, now - began_at)
             if fault is None:
-                source.finished(self.connections)
+                source.record_success(self.connections)
                 return
             self._counts["retries"] += 1
-            work.attempts += 1
-        self._settle(work, span, source, fault, began_at, got)
+            transfer.attempts += 1
+        if isinstance(fault, NetworkError):
+            self._handle_fault(transfer, byte_range, source, fault, began_at, num_bytes)
+        else:
+            self._end(transfer, fault)
 
-    def _settle(self, work: Work, span: Span, source: Source, fault: Exception, began_at: float, got: int) -> None:
-        """What follows from a failed request."""
+    def _handle_fault(
+        self,
+        transfer: PoolTransfer,
+        byte_range: ByteRange,
+        source: SourceStats,
+        fault: NetworkError,
+        began_at: float,
+        num_bytes: int,
+    ) -> None:
+        """Decide what a failed request means for its range, its source and the transfer."""
         url, now = source.origin.url, self._clock()
-        if not isinstance(fault, NetworkError):
-            return self._end(work, fault)
         if isinstance(fault, ProtocolViolation):
-            work.tell(work.found[url], str(fault))
+            transfer.report_source(url, str(fault))
         with self._changed:
-            work.reasons[url] = str(fault)
+            transfer.reasons[url] = str(fault)
             not_before = now
             if isinstance(fault, (ProtocolViolation, PermanentError)):
-                work.refused[url] = str(fault)
+                transfer.refused[url] = str(fault)
             elif isinstance(fault, TransientError) and fault.throttled:
-                span.tries += 1
-                source.throttle(now, began_at, fault.wait_s, self._backoff)
+                byte_range.tries += 1
+                source.record_overload(now, began_at, fault.wait_s, self._backoff)
             else:
-                source.failed(now, self._backoff)
-                span.tries += not got
-                not_before = now if got else now + self._backoff(span.tries)
-            work.put_back(span, not_before)
-            left = work.left()
-            others = [other.origin.url for other in left if other is not source]
-            turn = bool(others) and work.alone == url and (source not in left or span.tries >= _TURN_TRIES)
-            if turn:
-                work.alone = others[0]
-        if not left:
-            self._end(work, work.nobody(), fault)
-        elif self._is_hopeless(work, span, now):
-            self._end(work, work.unreachable(now), fault)
-        elif turn:
-            self._restart(work, others[0])
+                source.record_failure(now, self._backoff)
+                byte_range.tries += not num_bytes
+                not_before = now if num_bytes else now + self._backoff(byte_range.tries)
+            transfer.return_range(byte_range, not_before)
+            remaining = transfer.remaining_sources()
+            others = [other.origin.url for other in remaining if other is not source]
+            is_next_alone = (
+                bool(others)
+                and transfer.only_source == url
+                and (source not in remaining or byte_range.tries >= _MAX_TRIES_ALONE)
+            )
+        if not remaining:
+            self._end(transfer, transfer.no_source_error(), fault)
+        elif self._is_timed_out(transfer, byte_range.tries, now):
+            self._end(transfer, transfer.timeout_error(now), fault)
+        elif is_next_alone:
+            self._restart(transfer, others[0])
 
-    def _is_hopeless(self, work: Work, span: Span, now: float) -> bool:
-        return span.tries >= self._tries and now - work.byte_at >= self._patience_s
+    def _is_timed_out(self, transfer: PoolTransfer, tries: int, now: float) -> bool:
+        return tries >= self._tries and now - transfer.last_byte_at >= self._timeout_s
 
-    def _look(self, work: Work) -> None:
-        """Have a thread hash on, if none does and there is enough, or the end."""
-        file = work.file
-        if work.hashing:
+    def _hash_soon(self, transfer: PoolTransfer) -> None:
+        """Have a thread continue the hash, if none does and there are enough bytes, or the last ones."""
+        file = transfer.file
+        if transfer.is_hashing:
             return
         with file.lock:
             ready = file.contiguous() - file.checked
-            if work.hashing or (ready < _AHEAD_BYTES and file.checked + ready < file.num_bytes):
+            if transfer.is_hashing or (ready < _MIN_HASH_BYTES and file.checked + ready < file.num_bytes):
                 return
-            work.hashing = True
-        self._to_hash.put(work)
+            transfer.is_hashing = True
+        self._to_hash.put(transfer)
 
-    def _hash(self) -> None:
-        """A hashing thread; one at a file."""
-        while (work := self._to_hash.get()) is not None:
+    def _run_hasher(self) -> None:
+        while (transfer := self._to_hash.get()) is not None:
             try:
-                if work.file.check_on():
-                    self._judge(work)
-            except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
-                self._end(work, error)
+                if transfer.file.advance_check():
+                    self._verify(transfer)
+            except Exception as error:  # noqa: BLE001 - the transfer's consumer gets it
+                self._end(transfer, error)
             finally:
-                work.hashing = False
-            if work.file.is_open:
-                self._look(work)
+                transfer.is_hashing = False
+            if transfer.file.is_open:
+                self._hash_soon(transfer)
 
-    def _judge(self, work: Work) -> None:
-        """All bytes are there: are they the right ones?"""
-        info = work.info
-        if not isinstance(work.file.check, Sha256Check):
-            return self._judge_checked(work, work.file.check)
-        if work.file.check.hexdigest() == info.sha256:
-            for url, reason in work.culprits().items():
-                self._blame(work, url, reason)
-            work.file.finish()
-            return self._end(work, None)
-        if (liar := work.suspect()) is not None:
-            reason = f"gave {info.bytes} bytes that do not have the hash {info.sha256}"
+    def _verify(self, transfer: PoolTransfer) -> None:
+        """Verify the complete file; end the transfer, or download the wrong parts again."""
+        info, check = transfer.info, transfer.file.check
+        if not isinstance(check, Sha256Check):
+            if wrong := check.wrong():
+                num_bytes = sum(stop - start for start, stop in wrong)
+                log.warning("%s: %d bytes did not verify, fetching them again", info.name, num_bytes)
+                return self._discard(transfer, wrong)
+        elif check.hexdigest() != info.sha256:
+            return self._handle_wrong_hash(transfer)
+        else:
+            for url, reason in transfer.find_culprits().items():
+                self._accuse(transfer, url, reason)
+        transfer.file.finish()
+        self._end(transfer, None)
+
+    def _handle_wrong_hash(self, transfer: PoolTransfer) -> None:
+        if (liar := transfer.find_liar()) is not None:
+            reason = f"sent {transfer.info.bytes} bytes that do not have the hash {transfer.info.sha256}"
             with self._changed:
-                work.refused[liar] = reason
-            self._blame(work, liar, reason)
+                transfer.refused[liar] = reason
+            self._accuse(transfer, liar, reason)
         with self._changed:
-            left = work.left()
-            best = choose(left, self._clock())[0] or (left[0] if left else None)
-        if best is None and work.refused:
-            return self._end(work, work.nobody())
-        self._restart(work, best.origin.url if best is not None else None)
+            remaining = transfer.remaining_sources()
+            best = choose_source(remaining, self._clock())[0] or (remaining[0] if remaining else None)
+        if best is None and transfer.refused:
+            return self._end(transfer, transfer.no_source_error())
+        self._restart(transfer, best.origin.url if best is not None else None)
 
-    def _judge_checked(self, work: Work, check: Check) -> None:
-        if not (wrong := check.wrong()):
-            work.file.finish()
-            return self._end(work, None)
-        log.warning("%s: %d bytes did not verify, fetching them anew", work.info.name, sum(b - a for a, b in wrong))
-        work.file.forget(wrong)
+    def _accuse(self, transfer: PoolTransfer, url: str, reason: str) -> None:
         with self._changed:
-            work.pending = [span for span in work.file.spans if span.at < span.stop]
-            self._changed.notify_all()
-
-    def _blame(self, work: Work, url: str, reason: str) -> None:
-        with self._changed:
-            if url in work.liars:
+            if url in transfer.liars:
                 return
-            work.liars.add(url)
-            source = self._known[url]
-            source.lies += 1
-        work.tell(work.found[url], reason)
+            transfer.liars.add(url)
+            self._sources[url].lies += 1
+        transfer.report_source(url, reason)
 
-    def _restart(self, work: Work, alone: str | None) -> None:
-        """Fetch all of it anew, from one source if it says which."""
-        log.warning("%s: its bytes did not verify, fetching it anew from %s", work.info.name, alone or "all")
+    def _restart(self, transfer: PoolTransfer, only_source: str | None) -> None:
+        """Download all bytes again, from one source only if it is given."""
+        log.warning(
+            "%s: its bytes did not verify, fetching it again from %s", transfer.info.name, only_source or "all sources"
+        )
+        with self._changed:
+            transfer.only_source = only_source
+        self._discard(transfer, [(0, transfer.info.bytes)])
+
+    def _discard(self, transfer: PoolTransfer, ranges: list[tuple[int, int]]) -> None:
         try:
-            work.file.restart()
+            transfer.file.forget(ranges)
         except OSError as error:
-            return self._end(work, error)
+            return self._end(transfer, error)
         with self._changed:
-            work.alone = alone
-            work.pending = list(work.file.spans)
+            transfer.pending = [item for item in transfer.file.ranges if item.offset < item.stop]
             self._changed.notify_all()
 
-    def _end(self, work: Work, error: Exception | None, cause: Exception | None = None) -> None:
-        """The one way in which a transfer ends; the first end counts. The disk's errors are told as ours."""
+    def _end(self, transfer: PoolTransfer, error: Exception | None, cause: Exception | None = None) -> None:
+        """End a transfer, once; the errors of the disk become UsageError."""
         with self._changed:
-            if work.ended:
+            if transfer.has_ended:
                 return
-            work.ended = True
-            if work in self._active:
-                self._active.remove(work)
+            transfer.has_ended = True
+            if transfer in self._active:
+                self._active.remove(transfer)
             self._counts["finished" if error is None else "failed"] += 1
             self._changed.notify_all()
-        work.file.close()
+        transfer.file.close()
         if isinstance(error, OSError):
-            error, cause = disk_error(work.file.path, work.info.bytes, error), error
+            error, cause = disk_error(transfer.part, transfer.info.bytes, error), error
         if error is not None and cause is not None:
             error.__cause__ = cause
-        work.finished(error)
+        transfer.finish(error)

@@ -1,7 +1,7 @@
-"""Origins whose URL came from the network: a data node's claim, a tracker's or a scheduler's word.
+"""Which URLs from the network are opened: those that a data node claims, or that a tracker or scheduler names.
 
-Such a URL is opened only where the reader allowed it, or where the dataset's publisher signed it, and never with
-anything that is the reader's: no credentials, no options, no proxy of the environment.
+Such a URL is opened only if the reader allowed it or the dataset's publisher signed it, and without credentials,
+options or proxies of the reader.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ from forebay.storage.base import Origin, PermanentError, Timeouts
 from forebay.storage.http import WebOrigin
 
 FromUrls: TypeAlias = Literal["", "public", "any"]
-"""Which URLs that others name a reader opens: none; https and public buckets, at public addresses; or also http and
-addresses inside its own network."""
+"""Which URLs of peers a reader opens: none; https and public buckets at public addresses; or also http and addresses
+inside its own network."""
 
 
 def check_from_urls(value: str) -> None:
-    """Raise UsageError if it is no FromUrls."""
+    """Raise UsageError if the value is no FromUrls."""
     if value not in ("", "public", "any"):
         raise UsageError(f"from_urls: expected '', 'public' or 'any', got {value!r}.")
 
 
-def open_foreign_origin(
-    url: str, from_urls: FromUrls, *, signed: Collection[str] = (), patience: Timeouts | None = None
+def open_untrusted_origin(
+    url: str, from_urls: FromUrls, *, signed: Collection[str] = (), timeouts: Timeouts | None = None
 ) -> Origin:
-    """The web server or public bucket behind a URL that came from the network. Opens no connection.
+    """Return the web server or public bucket at a URL from the network, not connected yet.
 
-    Raises PermanentError if the reader's `from_urls` does not allow it.
-
-    What is not of the public internet is refused where it is connected to, also after a redirect; `any` lifts that. A
+    Addresses outside the public internet are refused when it connects, also after a redirect; `any` allows them. A
     bucket is read over https without a signature: `s3://` at AWS, `gs://` at Google. URLs in `signed`, by the dataset's
-    publisher, are opened without being allowed, as `public`.
+    publisher, are allowed like `public`.
+
+    Raises:
+        PermanentError: If `from_urls` does not allow the URL.
     """
     parts = check_url(url)
     if not from_urls and url not in signed:
         raise PermanentError(
-            f"{url}: expected leave to open a URL that a peer named, got none. If data may come from there, give "
+            f"{url}: expected permission to open a URL that a peer named, got none. To allow it, give "
             "--from-urls public (https and public buckets) or --from-urls any (also http and private addresses)."
         )
     if parts.scheme == "http" and from_urls != "any":
@@ -52,22 +53,20 @@ def open_foreign_origin(
         case "gs":
             url = f"https://storage.googleapis.com/{host}{path}"
         case "az":
-            raise PermanentError(
-                f"{url}: names no account, which only its owner's environment has. Serve its https URL."
-            )
-    origin = WebOrigin(url, patience=patience, foreign="any" if from_urls == "any" else "public")
-    origin.url = parts.geturl()  # by which the others know it
+            raise PermanentError(f"{url}: expected a URL with an account, which az:// has not. Serve its https URL.")
+    origin = WebOrigin(url, timeouts=timeouts, untrusted="any" if from_urls == "any" else "public")
+    origin.url = parts.geturl()  # the name of the source in the network
     return origin
 
 
-class RefusingOrigin(Origin):
-    """A source that cannot be used, and says why to whoever asks it."""
+class UnusableOrigin(Origin):
+    """A source that cannot be opened; each request raises the reason."""
 
-    def __init__(self, url: str, why: NetworkError) -> None:
+    def __init__(self, url: str, reason: NetworkError) -> None:
         self.url = url
-        self.why = why
+        self.reason = reason
 
     def read(self, *_: Any, **__: Any) -> NoReturn:
-        raise PermanentError(str(self.why)) from self.why
+        raise PermanentError(str(self.reason)) from self.reason
 
     get = read

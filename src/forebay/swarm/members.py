@@ -1,7 +1,7 @@
-"""The members of a swarm as arrays, one row each: what they hold, give and owe. No policy here.
+"""The members of a swarm as arrays, one row each: their slices, uploads and speeds; and the downloads between them.
 
-Bits are laid out [slices / 8, rows]: who holds one slice is read in one piece of a byte a member (10 KB for 10,000),
-what one member holds by steps. Memory that nobody wrote to is not taken.
+Bits are laid out [slices / 8, rows]: the members that have a slice are read as one contiguous byte each (10 KB for
+10,000), the slices of a member in strides. The operating system allocates only memory that was written to.
 """
 
 from collections import OrderedDict
@@ -16,7 +16,7 @@ MAX_RANGES = 200_000
 
 
 def format_ranges(indexes: NDArray[np.int64]) -> str:
-    """The text for rising indexes; empty for none."""
+    """Rising indexes as text like `0-15,17`; "" for none."""
     if len(indexes) == 0:
         return ""
     edges = np.flatnonzero(np.diff(indexes) != 1)
@@ -25,7 +25,7 @@ def format_ranges(indexes: NDArray[np.int64]) -> str:
 
 
 def parse_ranges(text: object, stop: int) -> NDArray[np.int64]:
-    """The indexes in [0, stop) that a text names, rising. Costs some 20 ns a character."""
+    """The indexes in [0, stop) of a text of `format_ranges`, rising. Costs some 20 ns a character."""
 
     def wrong(expected: str) -> ProtocolViolation:
         return ProtocolViolation(f"slices: expected {expected}, got {str(text)[:80]!r}")
@@ -38,17 +38,17 @@ def parse_ranges(text: object, stop: int) -> NDArray[np.int64]:
         raise wrong(f"at most {min(stop, MAX_RANGES)} ranges")
     data = np.frombuffer(f"{text},".encode(), np.uint8)
     is_comma, is_dash = data == ord(","), data == ord("-")
-    ends = np.flatnonzero(is_comma | is_dash)  # of each number
-    begins = np.concatenate([[0], ends[:-1] + 1])
-    lengths, follows_dash = ends - begins, np.concatenate([[False], is_dash[ends[:-1]]])
+    stops = np.flatnonzero(is_comma | is_dash)  # of each number
+    starts = np.concatenate([[0], stops[:-1] + 1])
+    lengths, follows_dash = stops - starts, np.concatenate([[False], is_dash[stops[:-1]]])
     digits = np.where(is_comma | is_dash, 0, data.astype(np.int64) - ord("0"))
     if lengths.min() < 1 or lengths.max() > 9 or digits.min() < 0 or digits.max() > 9:
         raise wrong("ranges like 0-15,17")
-    if (follows_dash & is_dash[ends]).any():  # 1-2-3
+    if (follows_dash & is_dash[stops]).any():  # 1-2-3
         raise wrong("ranges like 0-15,17")
-    places = np.maximum(np.repeat(ends, lengths + 1) - np.arange(len(data)) - 1, 0)
-    values = np.add.reduceat(digits * 10**places, begins)
-    last, first = values[is_comma[ends]], values[~follows_dash]
+    places = np.maximum(np.repeat(stops, lengths + 1) - np.arange(len(data)) - 1, 0)
+    values = np.add.reduceat(digits * 10**places, starts)
+    last, first = values[is_comma[stops]], values[~follows_dash]
     if (first > last).any() or (first[1:] <= last[:-1]).any() or last[-1] >= stop:
         raise wrong(f"ranges that rise within [0, {stop})")
     counts = last - first + 1
@@ -61,26 +61,26 @@ _NEW_WEIGHT = 0.3
 
 
 class Members:
-    """Rows by peer id; a row is used again when its member left. All arrays are [rows] but for `copies`.
+    """Rows by peer id; a row is reused after its member left. All arrays are [rows] except `copies`.
 
-    `gives` and `is_origin` are flags: can be asked; has everything. `uploads` and `slots` are how many it uploads now,
-    and may. `failures` are in a row, since it was last heard of. `owed` counts new slices that it got from an origin,
-    less those it gave since; never below 0.
+    `gives`: it serves slices. `is_origin`: it has all. `uploads` and `slots`: how many it uploads now, and may.
+    `failures`: in a row, since its last message. `owed`: slices that it got from an origin first, less its uploads
+    since; never below 0.
     """
 
     def __init__(self, num_slices: int) -> None:
         self.num_slices = num_slices
-        self.ids: list[str] = []  # empty for a free row
-        self.copies = np.zeros(num_slices, np.int32)  # [num_slices], members that hold each slice
+        self.ids: list[str] = []  # "" for a free row
+        self.copies = np.zeros(num_slices, np.int32)  # [num_slices], members that have each slice
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
         self._bits = np.zeros(((num_slices + 7) // 8, 0), np.uint8)
         self.gives = self.is_origin = np.zeros(0, np.bool_)
         self.uploads = self.slots = self.failures = self.owed = np.zeros(0, np.int32)
-        self._heard_at = np.zeros(0)
-        self.asked_at = np.zeros(0)  # when it last wanted something
+        self._seen_at = np.zeros(0)
+        self.asked_at = np.zeros(0)  # when it last requested slices
         self._speed = np.zeros(0)
-        self._mean_speed: float | None = None  # None: to be found anew
+        self._mean_speed: float | None = None  # None: to be computed again
         self._grow(_FIRST_ROWS)
 
     def row(self, peer_id: str) -> int:
@@ -88,7 +88,7 @@ class Members:
         return self._rows[peer_id]
 
     def add(self, peer_id: str, *, is_origin: bool, gives: bool) -> None:
-        """A row for a new member, which holds nothing."""
+        """Add a member without slices."""
         if not self._free:
             self._grow(2 * len(self.ids))
         row = self._free.pop()
@@ -100,7 +100,7 @@ class Members:
         self.asked_at[row] = -np.inf
 
     def remove(self, peer_id: str) -> None:
-        """Give a row back, and forget what its member held."""
+        """Remove a member and free its row."""
         row = self._rows.pop(peer_id)
         self._write(row, np.zeros(self.num_slices, np.bool_))
         self.ids[row] = ""
@@ -110,58 +110,58 @@ class Members:
         self._mean_speed = None
         self._free.append(row)
 
-    def heard(self, peer_id: str, now: float) -> None:
-        """It lives."""
+    def touch(self, peer_id: str, now: float) -> None:
+        """The member sent a message."""
         row = self._rows[peer_id]
-        self._heard_at[row] = now
+        self._seen_at[row] = now
         self.failures[row] = 0
 
-    def silent_since(self, at: float) -> list[int]:
-        """Rows of those who were last heard of before a moment."""
-        return [row for row in np.flatnonzero(self._heard_at < at).tolist() if self.ids[row]]
+    def silent_since(self, time_s: float) -> list[int]:
+        """Rows of the members that sent nothing since a time."""
+        return [row for row in np.flatnonzero(self._seen_at < time_s).tolist() if self.ids[row]]
 
-    def hold(self, peer_id: str, have: NDArray[np.bool_]) -> None:
-        """It holds exactly these."""
+    def set_all(self, peer_id: str, have: NDArray[np.bool_]) -> None:
+        """The member has exactly these slices."""
         if have.shape != (self.num_slices,):
             raise UsageError(f"swarm: expected flags of {self.num_slices} slices, got {have.shape}")
         self._write(self._rows[peer_id], have)
 
     def set(self, peer_id: str, index: int, value: bool) -> None:
-        """It holds one slice, or not."""
-        at, bit = (index >> 3, self._rows[peer_id]), np.uint8(1 << (index & 7))
-        if bool(self._bits[at] & bit) != value:
-            self._bits[at] ^= bit
+        """The member has one slice, or not."""
+        byte, bit = (index >> 3, self._rows[peer_id]), np.uint8(1 << (index & 7))
+        if bool(self._bits[byte] & bit) != value:
+            self._bits[byte] ^= bit
             self.copies[index] += 1 if value else -1
 
     def clear(self, peer_id: str, indices: NDArray[np.int64]) -> None:
-        """It holds none of these."""
+        """The member has none of these slices."""
         bits = self._bits[indices >> 3, self._rows[peer_id]] >> (indices & 7).astype(np.uint8) & 1
         for index in indices[bits.astype(np.bool_)].tolist():
             self.set(peer_id, index, False)
 
     def holders_of(self, index: int) -> NDArray[np.bool_]:
-        """[rows] who holds a slice; origins are not among them."""
-        held: NDArray[np.bool_] = (self._bits[index >> 3] & np.uint8(1 << (index & 7))) != 0
-        return held
+        """[rows] flags of the members that have a slice, without origins."""
+        flags: NDArray[np.bool_] = (self._bits[index >> 3] & np.uint8(1 << (index & 7))) != 0
+        return flags
 
-    def held_by(self, peer_id: str) -> NDArray[np.bool_]:
-        """[num_slices] what a member holds."""
+    def slices_of(self, peer_id: str) -> NDArray[np.bool_]:
+        """[num_slices] flags of the slices of a member."""
         column = np.ascontiguousarray(self._bits[:, self._rows[peer_id]])
         return np.unpackbits(column, count=self.num_slices, bitorder="little").astype(np.bool_)
 
     def speeds(self) -> NDArray[np.float64]:
-        """[rows] slices a second that each gives, all uploads together; where unknown, the mean of the others."""
+        """[rows] slices a second that each uploads in total; where unknown, the mean of the others."""
         return self._speeds_of(self._speed)
 
     def by_load(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those rows, by when one more upload would be done: the soonest first, then who owes most, then by row."""
+        """Rows by the end of one more upload, the soonest first; then by `owed`, the most first; then by number."""
         if len(rows) < 2:
             return rows
-        ends = (self.uploads[rows] + 1) / self._speeds_of(self._speed[rows])
-        return rows[np.lexsort((rows, -self.owed[rows], ends))]
+        durations = (self.uploads[rows] + 1) / self._speeds_of(self._speed[rows])
+        return rows[np.lexsort((rows, -self.owed[rows], durations))]
 
     def gave(self, peer_id: str, took_s: float) -> None:
-        """It gave a slice in so long a time."""
+        """The member uploaded a slice in `took_s` seconds."""
         row = self._rows[peer_id]
         speed = max(1, int(self.uploads[row])) / took_s
         before = self._speed[row]
@@ -172,8 +172,8 @@ class Members:
 
     def _speeds_of(self, measured: NDArray[np.float64]) -> NDArray[np.float64]:
         if self._mean_speed is None:
-            known = self._speed[~np.isnan(self._speed)]
-            self._mean_speed = float(known.mean()) if len(known) else 1.0
+            speeds = self._speed[~np.isnan(self._speed)]
+            self._mean_speed = float(speeds.mean()) if len(speeds) else 1.0
         return np.where(np.isnan(measured), self._mean_speed, measured)
 
     def _write(self, row: int, have: NDArray[np.bool_]) -> None:
@@ -194,7 +194,7 @@ class Members:
         bits[:, :before] = self._bits
         self._bits = bits
         more = num_rows - before
-        for name in ("gives", "is_origin", "uploads", "slots", "failures", "owed", "_heard_at", "asked_at", "_speed"):
+        for name in ("gives", "is_origin", "uploads", "slots", "failures", "owed", "_seen_at", "asked_at", "_speed"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(more, old.dtype)]))
         self._speed[before:] = np.nan
@@ -203,19 +203,19 @@ class Members:
 
 
 class Offers:
-    """What the `willing` members ([rows] flags) that an asker may be sent to have. Good until the swarm changes."""
+    """The slices of the members that an asker may be sent to (`willing`, [rows]). Valid until the swarm changes."""
 
     def __init__(self, members: Members, willing: NDArray[np.bool_]) -> None:
         self._members = members
         self._willing = willing
-        self.is_all = bool((willing & members.is_origin).any())  # an origin, which has every slice, is among them
+        self.is_all = bool((willing & members.is_origin).any())  # one is an origin, which has every slice
 
-    def has(self, index: int) -> bool:
-        """Whether one of them has a slice."""
+    def includes(self, index: int) -> bool:
+        """Whether one of these members has a slice."""
         return self.is_all or bool((self._members.holders_of(index) & self._willing).any())
 
     def copied(self) -> NDArray[np.bool_]:
-        """[num_slices] flags of what anybody has who is no origin: `has` is true of no other, without an origin."""
+        """[num_slices] flags of what non-origins have; without an origin `includes` is false of all others."""
         return self._members.copies > 0
 
 
@@ -224,20 +224,20 @@ Pair = tuple[str, int]  # (asker, slice)
 
 @dataclass(frozen=True)
 class Download:
-    """A slice on its way from a holder to an asker."""
+    """A download of a slice by an asker."""
 
     holder: str
     since: float
-    fresh: bool  # it comes from an origin
-    passed_on: bool  # the asker will give it to others
+    fresh: bool  # from an origin
+    passed_on: bool  # the asker will serve it to others
 
 
-class UnderWay:
-    """Downloads by asker and slice, the oldest first."""
+class Downloads:
+    """The active downloads by asker and slice, the oldest first."""
 
     def __init__(self, num_slices: int) -> None:
-        self.coming = np.zeros(num_slices, np.int32)  # of each slice, to somebody who passes it on
-        self.usual_s = 0.0  # how long one takes, the last ones weighing most; 0.0: not known
+        self.coming = np.zeros(num_slices, np.int32)  # of each slice, by askers that serve it to others
+        self.usual_s = 0.0  # moving average of durations; 0.0: unknown
         self._downloads: OrderedDict[Pair, Download] = OrderedDict()
         self._of: dict[str, set[Pair]] = {}  # from or to a member
 
@@ -249,19 +249,19 @@ class UnderWay:
         return self._downloads.get(pair)
 
     def of(self, member: str) -> list[Pair]:
-        """What is under way from or to a member."""
+        """The downloads from or by a member."""
         return list(self._of.get(member, ()))
 
-    def told(self, asker: str) -> list[int]:
-        """The slices on their way to an asker."""
+    def slices_of(self, asker: str) -> list[int]:
+        """The slices that an asker downloads."""
         return [index for who, index in self._of.get(asker, ()) if who == asker]
 
     def oldest(self) -> tuple[Pair, Download] | None:
-        """What has been under way longest."""
+        """The oldest download."""
         return next(iter(self._downloads.items()), None)
 
-    def begin(self, pair: Pair, download: Download) -> None:
-        """A download begins; there was none of this asker and slice."""
+    def start(self, pair: Pair, download: Download) -> None:
+        """Start a download; there was none of this asker and slice."""
         asker, index = pair
         self._downloads[pair] = download
         for member in (asker, download.holder):
@@ -269,7 +269,7 @@ class UnderWay:
         self.coming[index] += download.passed_on
 
     def end(self, pair: Pair) -> Download | None:
-        """It is under way no more; None if it was not."""
+        """End a download; None if there was none."""
         download = self._downloads.pop(pair, None)
         if download is None:
             return None
@@ -281,6 +281,6 @@ class UnderWay:
         self.coming[pair[1]] -= download.passed_on
         return download
 
-    def took(self, seconds: float) -> None:
-        """One that ended well took so long."""
+    def add_duration(self, seconds: float) -> None:
+        """Add the duration of a successful download to `usual_s`."""
         self.usual_s = seconds if not self.usual_s else self.usual_s + 0.1 * (seconds - self.usual_s)

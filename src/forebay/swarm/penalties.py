@@ -1,7 +1,7 @@
-"""Whom a member of a swarm is not to be sent to: those that failed it lately, and those that lied. No clock of its own.
+"""Members of a swarm that an asker is not sent to: those that failed it lately, and those that sent wrong bytes.
 
-A node may take part by several processes, each a member of its own, known as `PEER_ID#SESSION` (`member_id`). Who
-lied is the node: a ban covers all its members. An accuser is an organisation, or a node that belongs to none.
+Pure, without a clock. A node may have several processes, each a member, named `PEER_ID#SESSION` (`member_id`); a ban
+covers all members of a node. An accuser is an organisation, or a node that belongs to none.
 """
 
 from collections.abc import Iterable
@@ -15,13 +15,13 @@ _MAX_ACCUSED = 256  # nodes that one accuser is remembered to have accused
 _MAX_DISCREDITED = 4096
 
 
-class Avoidance:
-    """Who avoids whom.
+class PeerPenalties:
+    """The avoided and banned members.
 
-    Who fails somebody is avoided by that member for 1 s, then 2 s, up to a minute. Who gave somebody wrong bytes is
-    banned for that node at once. Two accusers make a suspect: banned for all where nobody `checks` suspects, else once
-    whoever steers the swarm has fetched from it, got wrong bytes and called `ban`. An origin whose disk has one damaged
-    file is no liar: it is banned once it gave that node wrong bytes of a second slice.
+    A member that fails an asker is avoided by that asker for 1 s, then 2 s, up to a minute. One that sent wrong bytes
+    is banned for the asker's node at once. Two accusers make a suspect: it is banned for all, or with `checks` once the
+    tracker has fetched wrong bytes from it and called `ban`. An origin may have one corrupt file: it is banned once it
+    sent a node wrong bytes of a second slice.
     """
 
     def __init__(self, checks: bool = False) -> None:
@@ -32,15 +32,15 @@ class Avoidance:
         self._accusers: dict[str, dict[str, int]] = {}  # node: accuser: the slice
         self._banned_for_all: set[str] = set()
         self._damaged: dict[tuple[str, str], set[int]] = {}  # (accuser, origin): slices
-        self._discredited: dict[str, None] = {}  # accusers of a node that gave right bytes when it was checked
+        self._discredited: dict[str, None] = {}  # accusers of a node that sent right bytes when it was checked
 
     @property
     def banned(self) -> list[str]:
-        """The nodes that nobody is sent to."""
+        """The nodes that are banned for all."""
         return sorted(self._banned_for_all)
 
     def suspects(self) -> list[tuple[str, int]]:
-        """Nodes that two accuse, each with a slice to check it by."""
+        """Nodes with two accusers, each with a slice to check."""
         return [
             (node, next(reversed(accusers.values())))
             for node, accusers in self._accusers.items()
@@ -48,11 +48,11 @@ class Avoidance:
         ]
 
     def join(self, member: str) -> None:
-        """A member is here."""
+        """Add a member."""
         self._members.setdefault(node_of(member), set()).add(member)
 
     def leave(self, member: str) -> None:
-        """A member is gone. What its node is banned for stays."""
+        """Remove a member; bans of its node stay."""
         node = node_of(member)
         members = self._members.get(node, set())
         members.discard(member)
@@ -61,28 +61,28 @@ class Avoidance:
         self._until.pop(member, None)
 
     def num_members(self, node: str) -> int:
-        """How many members of a node are here."""
+        """The number of members of a node."""
         return len(self._members.get(node, ()))
 
     def failed(self, asker: str, member: str, now: float) -> None:
-        """It did not give the asker what it should have."""
+        """A member did not send the asker a slice."""
         avoided = self._until.setdefault(asker, {})
         seconds = min(_MAX_AVOID_S, 2 * avoided[member][1] if member in avoided else _AVOID_S)
         avoided[member] = (now + seconds, seconds)
 
     def gave(self, asker: str, member: str) -> None:
-        """It did now: what was before is forgotten."""
+        """A member sent the asker a slice: earlier failures do not count."""
         self._until.get(asker, {}).pop(member, None)
 
     def lied(self, asker: str, member: str, index: int, accuser: str = "", is_origin: bool = False) -> None:
-        """It gave the asker wrong bytes of a slice; `accuser` is the asker's organisation, else its node."""
+        """A member sent the asker wrong bytes of a slice; `accuser` is the asker's organisation, else its node."""
         node, own = node_of(member), node_of(asker)
         if is_origin:
             slices = self._damaged.setdefault((own, node), set())
             slices.add(index)
             if len(slices) < _DAMAGED:
                 return
-            slices.intersection_update(list(slices)[:_DAMAGED])  # bounded: more say nothing new
+            slices.intersection_update(list(slices)[:_DAMAGED])  # bounded
         banned = self._banned.setdefault(own, {})
         banned[node] = None
         if len(banned) > _MAX_ACCUSED:
@@ -95,13 +95,13 @@ class Avoidance:
             self._banned_for_all.add(node)
 
     def ban(self, member: str) -> None:
-        """Nobody is sent to this member's node any more."""
+        """Ban this member's node for all."""
         self._banned_for_all.add(node_of(member))
 
     def pardon(self, member: str) -> None:
-        """What its node was accused of, or banned for, counts no longer, nor does what its accusers say of others.
+        """Lift the bans of this member's node, and discredit its accusers.
 
-        A check fetches a slice: who accuses the honest has no second one. They avoid whom they accuse all the same.
+        A check costs a slice: later accusations of a discredited accuser count for its own node only.
         """
         node = node_of(member)
         self._banned_for_all.discard(node)
@@ -114,11 +114,11 @@ class Avoidance:
             del self._damaged[pair]
 
     def avoided_by(self, asker: str, now: float) -> Iterable[str]:
-        """The members that failed the asker lately; those that are gone may be named too."""
-        yield from (who for who, (until, _) in self._until.get(asker, {}).items() if until > now)
+        """The members that failed the asker lately; some may have left."""
+        yield from (member for member, (until, _) in self._until.get(asker, {}).items() if until > now)
 
     def banned_for(self, asker: str) -> Iterable[str]:
-        """The members here that are banned for the asker."""
+        """The members that are banned for the asker."""
         for nodes in (self._banned_for_all, self._banned.get(node_of(asker), ())):
             for node in nodes:
                 yield from self._members.get(node, ())

@@ -1,8 +1,8 @@
-"""Servers that hand out slices, by hash, to members of their network: data nodes, and workers that share their cache.
+"""Servers of slices, by hash, for members of their network: data nodes, and workers that share their cache.
 
-What a server offers it announces; it serves manifest and table, and is a tracker of the dataset's swarm. A worker that
-shares does so too: so the others go on, and new ones come in, after the data node that they had it from is gone. What a
-worker lost meanwhile is answered 404; what is evicted while it is sent is sent to the end, as its file is open.
+A server announces its datasets, serves manifest and table, and is a tracker of the swarms. Workers that share do all of
+this too, so a swarm goes on, and accepts new members, without its data node. A slice that is evicted while it is sent
+is sent to the end, as its file is open.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = logging.getLogger("forebay.share")
 
 @dataclass(frozen=True)
 class SliceFile:
-    """A file that holds a slice; `num_bytes` as the dataset's table says."""
+    """The file of a slice; `num_bytes` is from the dataset's table."""
 
     path: Path
     num_bytes: int
@@ -58,25 +58,31 @@ class SliceFile:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """A dataset that is shared, or a part of it."""
+class SharedDataset:
+    """A dataset that a server serves, completely or in part."""
 
     name: str
     dataset_id: str
     num_slices: int
-    files: Mapping[str, bytes | Path]  # by name, small ones or where they lie: manifest and table at least
-    held: Callable[[], NDArray[np.bool_]] | None = None  # [num_slices] flags; None: all, unless at `url`
+    files: Mapping[str, bytes | Path]  # small files by name: manifest and table at least
+    own_flags: Callable[[], NDArray[np.bool_]] | None = None  # [num_slices] slices it has; None: all, or those at `url`
     url: str = ""
+
+    def num_cached(self) -> int | None:
+        """Return how many slices the server itself has; None: all."""
+        if self.own_flags is not None:
+            return int(np.count_nonzero(self.own_flags()))
+        return 0 if self.url else None
 
 
 class SliceServer(ABC):
-    """What those who hand out slices have in common. A subclass says what and to whom.
+    """Serves slices. Subclasses define which slices, and to whom.
 
     Args:
-        host: Where to listen. `port`: TCP; 0 takes a free one.
-        discovery: Where offers are announced; stays the caller's. None: nowhere.
-        ttl_s: How long a claim holds; it is announced anew every third of that.
-        named: The host to be known by, where it is not the one to listen at.
+        port: TCP; 0 takes a free one.
+        discovery: Where datasets are announced; the caller closes it. None: nowhere.
+        ttl_s: How long a claim is valid; it is announced again every third of that.
+        advertised_host: The host for others, if it is not the one to listen at.
     """
 
     def __init__(
@@ -90,18 +96,18 @@ class SliceServer(ABC):
         ttl_s: float,
         limits: Limits | None = None,
         throttle: Throttle | None = None,
-        named: str = "",
+        advertised_host: str = "",
     ) -> None:
         self.identity = identity
         self.discovery = discovery
         self.ttl_s = ttl_s
-        self._named = named
-        self._offers: dict[str, Offer] = {}
+        self._advertised_host = advertised_host
+        self._shared: dict[str, SharedDataset] = {}  # by dataset id
         self._announcements, self._announce_error = 0, ""
         self._client = Client(identity)
         self.tracker = Tracker(self._client)
         self._stopping, self._changed = threading.Event(), threading.Event()
-        with _building:
+        with _app_lock:
             self._app = _make_app(title, self)
         self._server = Server(
             self._app, identity, host, port, limits=limits, throttle=throttle, on_bytes=self._count, discovery=discovery
@@ -115,19 +121,19 @@ class SliceServer(ABC):
 
     @property
     def address(self) -> str:
-        """`host:port`, as others are told."""
-        return f"{self._named}:{self.port}" if self._named else self._server.address
+        """`host:port` for others."""
+        return f"{self._advertised_host}:{self.port}" if self._advertised_host else self._server.address
 
     def stop(self, timeout_s: float = 30.0) -> bool:
-        """Take no more requests, let downloads end for `timeout_s`, then cut; whether all ended. May be repeated."""
+        """Refuse new requests, wait for downloads, close; False if some did not end in time. May be called twice."""
         self._stopping.set()
         self._changed.set()
-        drained = self._server.drain(timeout_s)
+        is_drained = self._server.drain(timeout_s)
         self._server.close()
         self.tracker.close()
         self._client.close()
         self._announcer.join(1.0)
-        return drained
+        return is_drained
 
     def __enter__(self) -> Self:
         return self
@@ -136,43 +142,44 @@ class SliceServer(ABC):
         self.stop()
 
     def claims(self, peer: Peer, name: str | None = None) -> list[dict[str, Any]]:
-        """What it has of each offer, or of those of one name, that a peer's certificate covers, signed, for `ttl_s`."""
+        """Return signed claims of the datasets, or those of one name, that a peer's certificate covers."""
         expires_at, own_id = time.time() + self.ttl_s, self.identity.peer_id
-        claims = []
-        for one in list(self._offers.values()):
-            if name in (None, one.name) and peer.scope.covers(one.name):
-                held = int(np.count_nonzero(one.held())) if one.held is not None else 0 if one.url else None
-                claim = Claim(one.name, one.dataset_id, one.num_slices, own_id, self.address, expires_at, held, one.url)
-                claims.append(claim.to_json(self.identity))
-        return claims
+        return [
+            Claim(
+                shared.name, shared.dataset_id, shared.num_slices, own_id, self.address, expires_at,
+                shared.num_cached(), shared.url,
+            ).to_json(self.identity)
+            for shared in list(self._shared.values())
+            if name in (None, shared.name) and peer.scope.covers(shared.name)
+        ]  # fmt: skip
 
     def dataset_name(self, dataset_id: str) -> str:
-        """The name of a dataset; ApiError if it is not served here."""
-        if (offer := self._offers.get(dataset_id)) is None:
+        """Return the name of a dataset; ApiError if it is not served here."""
+        if (shared := self._shared.get(dataset_id)) is None:
             raise ApiError(404, "unknown_dataset", "this node serves no dataset of this id")
-        return offer.name
+        return shared.name
 
     def find_file(self, dataset_id: str, name: str) -> bytes | Path | None:
-        """A small file of a dataset: its bytes or where it lies."""
-        found = self._offers[dataset_id].files.get(name)
-        return None if isinstance(found, Path) and not found.is_file() else found
+        """Return a small file of a dataset, as bytes or path; None if there is none."""
+        file = self._shared[dataset_id].files.get(name)
+        return None if isinstance(file, Path) and not file.is_file() else file
 
     @abstractmethod
     def find_slice(self, sha256: str) -> SliceFile | None:
-        """The file of a slice; None if it has none of this hash now."""
+        """Return the file of a slice; None if there is none."""
 
     def check(self, peer: Peer, dataset: str, dataset_id: str, num_bytes: int) -> None:
-        """Raises ApiError if a peer may not have so many bytes of a dataset; counts them if it may."""
+        """Raise ApiError if a peer may not get so many bytes of a dataset; else count them."""
         if not peer.scope.covers(dataset):
             raise ApiError(403, "not_covered", f"the certificate of {peer.peer_id} does not cover {dataset!r}")
 
     def metrics(self) -> Iterable[Metric]:
-        """Its own, beside those that every server has."""
+        """Return metrics in addition to those of every server."""
         return ()
 
     @abstractmethod
     def _count(self, peer: Peer, num_bytes: int) -> None:
-        """So many bytes of slices and files were sent to a peer."""
+        """Count bytes of slices and files sent to a peer."""
 
     def _keep_announced(self) -> None:
         while True:
@@ -186,7 +193,7 @@ class SliceServer(ABC):
         if self.discovery is None:
             return
         failure = ""
-        for name in dict.fromkeys(offer.name for offer in list(self._offers.values())):
+        for name in dict.fromkeys(shared.name for shared in list(self._shared.values())):
             try:
                 self.discovery.announce(record_key(self.identity.network_id, "dataset", name), self.port)
             except (NetworkError, OSError) as error:
@@ -195,76 +202,78 @@ class SliceServer(ABC):
         self._announcements, self._announce_error = self._announcements + 1, failure
 
 
-class Shelf(Protocol):
-    """Where verified slices lie: a SliceCache, or a dict of files by hash."""
+class SliceIndex(Protocol):
+    """Files of verified slices by hash: a SliceCache, or a dict."""
 
     def get(self, sha256: str, /) -> Path | None:
-        """The file of a slice; None if it is not here now."""
+        """Return the file of a slice; None if there is none."""
 
 
 class SliceShare(SliceServer):
-    """The server in every worker, from construction until `close`. A child made by a fork has no part in it, and closes
-    nothing.
+    """The server of a worker, from construction until `close`. In a forked child, `close` has no effect.
 
-    `cache`, where the slices lie, stays the caller's. `hashes` has, of each slice that may be handed out, its bytes and
-    its dataset's name; it is looked at anew at each request, so that the caller may add to it. Whose certificate does
-    not cover the name is refused.
+    Args:
+        index: The verified slices.
+        slices: Bytes and dataset's name, by hash, of the slices that may be served; the caller may add to it. A peer
+            whose certificate does not cover the name is refused.
     """
 
     def __init__(
         self,
         identity: Identity,
-        cache: Shelf,
-        hashes: dict[str, tuple[int, str]],
+        index: SliceIndex,
+        slices: dict[str, tuple[int, str]],
         host: str,
         port: int,
         throttle: Throttle | None = None,
         *,
         discovery: Discovery | None = None,
-        named: str = "",
+        advertised_host: str = "",
         ttl_s: float = 60.0,
     ) -> None:
         super().__init__(
-            "Forebay worker", identity, host, port, discovery=discovery, ttl_s=ttl_s, throttle=throttle, named=named
-        )
+            "Forebay worker", identity, host, port, discovery=discovery, ttl_s=ttl_s, throttle=throttle,
+            advertised_host=advertised_host,
+        )  # fmt: skip
         self.session = secrets.token_hex(8)  # which process of its node this is, in a swarm
-        self.cache = cache
-        self.hashes = hashes
-        self.bytes_sent = 0  # of slices and answers
+        self.slices = slices
+        self.bytes_sent = 0  # of slices and files
+        self._index = index
         self._pid = os.getpid()
         self._server.start()
         self._announcer.start()
 
-    def offer(self, offer: Offer) -> None:
-        """Announce a dataset, track its swarm, and serve its small files. Its slices are those of `hashes`."""
+    def add(self, shared: SharedDataset) -> None:
+        """Announce a dataset, track its swarm, and serve its small files; its slices must be in `slices`."""
         own = Provider(member_id(self.identity.peer_id, self.session), self.address, False)
-        self.tracker.add(offer.dataset_id, offer.num_slices, [own], offer.held)
-        self._offers[offer.dataset_id] = offer
+        self.tracker.add(shared.dataset_id, shared.num_slices, [own], shared.own_flags)
+        self._shared[shared.dataset_id] = shared
         self._changed.set()
 
     def close(self, timeout_s: float = 0.0) -> bool:
-        """As `stop`; nothing in a fork."""
+        """Like `stop`; no effect in a forked child."""
         return self.stop(timeout_s) if os.getpid() == self._pid else True
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
     def find_slice(self, sha256: str) -> SliceFile | None:
-        known = self.hashes.get(sha256)
-        path = self.cache.get(sha256) if known is not None else None
-        return SliceFile(path, *known) if known is not None and path is not None and path.is_file() else None
+        size_and_name = self.slices.get(sha256)
+        if size_and_name is None or (path := self._index.get(sha256)) is None or not path.is_file():
+            return None
+        return SliceFile(path, *size_and_name)
 
     def _count(self, peer: Peer, num_bytes: int) -> None:
         self.bytes_sent += num_bytes
 
 
-# FastAPI silences warnings while it adds a route, and `warnings.catch_warnings` is not for several threads.
-_building = threading.Lock()
+# FastAPI uses `warnings.catch_warnings` while it adds a route, which is not thread-safe.
+_app_lock = threading.Lock()
 
 
-def _make_app(title: str, source: SliceServer) -> FastAPI:
-    """The HTTP API of a server."""
-    app = make_app(title, source.metrics)
+def _make_app(title: str, server: SliceServer) -> FastAPI:
+    """Build the HTTP API of a server."""
+    app = make_app(title, server.metrics)
     ranged: dict[int | str, dict[str, Any]] = {
         200: {"content": {BINARY: {}}, "description": "All of it."},
         206: {"content": {BINARY: {}}, "description": "The range of the header Range: bytes=START-[END]."},
@@ -273,15 +282,15 @@ def _make_app(title: str, source: SliceServer) -> FastAPI:
 
     @app.get("/v1/claims", response_model=ClaimsReply, summary="Signed claims of what this node has.")
     async def read_claims(request: Request, name: str | None = None) -> Response:
-        return JsonResponse({"claims": source.claims(peer_of(request), name)})
+        return JsonResponse({"claims": server.claims(peer_of(request), name)})
 
     @app.get("/v1/slices/{sha256}", response_class=Response, responses=ranged, summary="A slice, or a range of it.")
     async def read_slice(request: Request, sha256: str) -> Response:
-        found = source.find_slice(sha256)
-        if found is None:
+        file = server.find_slice(sha256)
+        if file is None:
             raise ApiError(404, "unknown_slice", "this node has no slice of this hash now")
-        response = file_response(request, found.path, found.num_bytes)
-        source.check(peer_of(request), found.dataset, found.dataset_id, response.stop - response.start)
+        response = file_response(request, file.path, file.num_bytes)
+        server.check(peer_of(request), file.dataset, file.dataset_id, response.stop - response.start)
         return response
 
     @app.get(
@@ -289,23 +298,23 @@ def _make_app(title: str, source: SliceServer) -> FastAPI:
         summary="A small file of a dataset: manifest.json, slices.parquet, tokenizer.json …",
     )  # fmt: skip
     async def read_file(request: Request, dataset_id: str, name: str) -> Response:
-        source.check(peer_of(request), source.dataset_name(dataset_id), dataset_id, 0)
-        found = source.find_file(dataset_id, name)
-        if found is None:
+        server.check(peer_of(request), server.dataset_name(dataset_id), dataset_id, 0)
+        file = server.find_file(dataset_id, name)
+        if file is None:
             raise ApiError(404, "unknown_file", f"dataset {dataset_id} has no {name[:80]!r} here")
-        return file_response(request, found, len(found) if isinstance(found, bytes) else found.stat().st_size)
+        return file_response(request, file, len(file) if isinstance(file, bytes) else file.stat().st_size)
 
     @app.post(
         "/v1/swarm/{dataset_id}", response_model=SwarmReply,
-        summary="What a reader has and wants; what it should fetch from whom.",
+        summary="Report what a member has and wants; get what to download from which provider.",
     )  # fmt: skip
     async def steer(request: Request, dataset_id: str, message: SwarmRequest) -> Response:
         peer = peer_of(request)
-        source.check(peer, source.dataset_name(dataset_id), dataset_id, 0)
-        if not source.tracker.knows(dataset_id):
+        server.check(peer, server.dataset_name(dataset_id), dataset_id, 0)
+        if not server.tracker.tracks(dataset_id):
             raise ApiError(404, "unknown_swarm", "this node tracks no swarm of this dataset")
         try:
-            return JsonResponse(source.tracker.answer(peer, dataset_id, message, source_of(request)))
+            return JsonResponse(server.tracker.handle(peer, dataset_id, message, source_of(request)))
         except ProtocolViolation as error:
             raise ApiError(400, "bad_request", str(error)) from error
 

@@ -1,18 +1,17 @@
-"""Who fetches which slice from whom: a pure state machine, steered by whoever tracks a dataset's holders.
+"""Decides which member of a swarm downloads which slice from which provider: a pure state machine.
 
-It lives in the scheduler for leases, in each data node for readers, and in the simulator. Time is an argument, chance
-is none: the same calls in the same order give the same answers.
+The scheduler uses it for leases, each data node for readers, and the simulator. Time is an argument, and there is no
+randomness: the same calls in the same order give the same answers.
 
 The policy:
-- Everybody wants much (`assign`): the rarest first. An origin gives a slice once while a copy of it lives, or is on
-  its way to somebody who can pass it on; the others wait for that copy. New ones go to those who will soonest have
-  passed on what they were given.
-- Somebody must have one slice (`providers`): whoever holds it, the least loaded a slot first, origins last.
-- A holder's uploads are bounded by its slots. Who fails is avoided by that asker for a while, and by all after three
-  failures until it is heard of again; who lies is banned (`avoidance.py`).
+- Members that need many slices (`assign`): the rarest first. An origin uploads a slice once while a copy of it exists,
+  or is being downloaded by a member that serves others; the others wait for that copy. New slices go to the members
+  that will have served their earlier ones soonest.
+- A member that needs one slice (`providers`): all that have it, the least loaded first, origins last.
+- A provider's uploads are bounded by its slots. One that fails is avoided by that asker for a while, and by all after
+  three failures until its next message; one that sends wrong bytes is banned (`penalties.py`).
 
-What the choice costs: a bit for each member and slice (312 MB for 10,000 of 250,000), laid out so that the holders of
-one slice are read in one piece; a look over 4,096 of the wanted slices a call, not over all.
+Cost: a bit for each member and slice (312 MB for 10,000 of 250,000); a call considers 4,096 of the requested slices.
 """
 
 from collections.abc import Iterator
@@ -25,35 +24,37 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.network.peer import Provider, node_of
-from forebay.swarm.members import Download, Members, Offers, UnderWay
-from forebay.swarm.penalties import Avoidance
+from forebay.swarm.members import Download, Downloads, Members, Offers
+from forebay.swarm.penalties import PeerPenalties
 
 __all__ = ["Assignment", "Provider", "Swarm"]
 
 PATIENCE_S = 60.0
-_LOOK = 4096  # wanted slices that one call looks at
-_TRIED = 32  # candidates of each kind whose holders one call looks at, beside those it needs
-_ROUNDS = 3  # calls in which somebody slow is passed over for a new slice
-_SLOW = 2.0  # times the time in which the quickest of the rivals will have passed on what it got
-_RIVAL_S = 2.0  # who asked so lately
-_PATIENT = 8.0  # times the mean duration of a download, before it is given up for lost
+_WINDOW = 4096  # requested slices that one call considers
+_TRIED = 32  # candidates of each kind whose providers one call considers, beside those it needs
+_ROUNDS = 3  # in one of so many calls a slow member gets a new slice
+_SLOW = 2.0  # a member is slow if it needs this many times as long as the quickest rival to serve what it got
+_RIVAL_S = 2.0  # rivals are the members that asked within this time
+_LOST_AFTER = 8.0  # times the mean duration of a download, before it counts as lost
 _MAX_FAILURES = 3
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Fetch this slice from this holder."""
+    """Download a slice from a provider."""
 
     index: int
     holder: Provider
 
 
 class Swarm:
-    """The holders of one dataset, and what is under way between them.
+    """The members of one dataset's swarm, and the downloads between them.
 
-    Who is not heard of for `ttl_s` is gone. A holder that does not say uploads `slots` at once, an origin
-    `origin_slots`. A download is given up for lost after `patience_s`, or 8 times the usual duration if that is more.
-    `checks`: somebody checks who two say gave wrong bytes, before it is banned for all.
+    Args:
+        ttl_s: Members that sent nothing for this many seconds are removed.
+        slots, origin_slots: Simultaneous uploads of a member that does not report its own number, and of an origin.
+        patience_s: A download counts as lost after this time, or 8 times the usual duration if that is more.
+        checks: The caller checks suspects before they are banned for all.
     """
 
     def __init__(
@@ -74,79 +75,79 @@ class Swarm:
         self.origin_slots = origin_slots
         self.patience_s = patience_s
         self._members = Members(num_slices)
-        self._holders: dict[str, Provider] = {}
-        self._under_way = UnderWay(num_slices)
-        self._avoidance = Avoidance(checks)
+        self._providers: dict[str, Provider] = {}
+        self._downloads = Downloads(num_slices)
+        self._penalties = PeerPenalties(checks)
         self._cursor: dict[str, int] = {}
-        self._passed_over: dict[str, int] = {}
+        self._rounds: dict[str, int] = {}
         self._counts = {"from_origins": 0, "from_peers": 0, "finished": 0, "failed": 0, "overdue": 0}
 
-    # Who is there, and what they have.
+    # Members and their slices.
 
     def join(self, holder: Provider, have: NDArray[np.bool_] | None, now: float, *, slots: int | None = None) -> None:
-        """A member is here, or still here. It uploads `slots` at once; 0: nothing now; None: as before, or the default.
+        """Add or update a member. It uploads `slots` at once; 0: nothing now; None: as before, or the default.
 
-        `have` are [num_slices] flags of what it holds; None: as before. Not looked at for an origin, which has all, nor
-        for a member without an address, which gives nothing.
+        `have`: [num_slices] flags of its slices; None: as before. Ignored for an origin, which has all, and for a
+        member without an address, which serves none.
         """
         members, peer_id = self._members, holder.peer_id
-        before = self._holders.get(peer_id)
+        before = self._providers.get(peer_id)
         if before is not None and (before.is_origin, not before.address) != (holder.is_origin, not holder.address):
             self.leave(peer_id)
             before = None
         if before is None:
             members.add(peer_id, is_origin=holder.is_origin, gives=bool(holder.address))
-            self._avoidance.join(peer_id)
+            self._penalties.join(peer_id)
         if before is None or slots is not None:
             default = self.origin_slots if holder.is_origin else self.slots
             members.slots[members.row(peer_id)] = default if slots is None else max(0, slots)
-        self._holders[peer_id] = holder
-        members.heard(peer_id, now)
+        self._providers[peer_id] = holder
+        members.touch(peer_id, now)
         if have is not None and not holder.is_origin and holder.address:
-            members.hold(peer_id, have)
+            members.set_all(peer_id, have)
 
     def gained(self, peer_id: str, index: int, now: float) -> None:
-        """A member has a slice now, wherever from. Nothing, if it is not known."""
+        """A member has a slice now, from any source. An unknown member is ignored."""
         self._end((peer_id, index))
-        holder = self._holders.get(peer_id)
+        holder = self._providers.get(peer_id)
         if holder is None:
             return
-        self._members.heard(peer_id, now)
+        self._members.touch(peer_id, now)
         if holder.address and not holder.is_origin:
             self._members.set(peer_id, index, True)
 
     def lost(self, peer_id: str, index: int) -> None:
-        """A member has a slice no longer."""
-        if peer_id in self._holders and not self._holders[peer_id].is_origin:
+        """A member does not have a slice any more."""
+        if peer_id in self._providers and not self._providers[peer_id].is_origin:
             self._members.set(peer_id, index, False)
 
     def leave(self, peer_id: str) -> None:
-        """A member is gone, with what it had. What it was banned for stays."""
-        if peer_id not in self._holders:
+        """Remove a member; bans of it stay."""
+        if peer_id not in self._providers:
             return
-        for pair in self._under_way.of(peer_id):
+        for pair in self._downloads.of(peer_id):
             self._end(pair)
-        del self._holders[peer_id]
+        del self._providers[peer_id]
         self._members.remove(peer_id)
-        self._avoidance.leave(peer_id)
+        self._penalties.leave(peer_id)
         self._cursor.pop(peer_id, None)
-        self._passed_over.pop(peer_id, None)
+        self._rounds.pop(peer_id, None)
 
     def expire(self, now: float) -> list[str]:
-        """Let those go who were not heard of for `ttl_s`: their ids. Ends what is overdue too."""
+        """Remove members that sent nothing for `ttl_s`, and end overdue downloads. Returns their ids."""
         self._end_overdue(now)
-        gone = [self._members.ids[row] for row in self._members.silent_since(now - self.ttl_s)]
-        for peer_id in gone:
+        expired = [self._members.ids[row] for row in self._members.silent_since(now - self.ttl_s)]
+        for peer_id in expired:
             self.leave(peer_id)
-        return gone
+        return expired
 
-    # Who gets what from whom.
+    # Downloads.
 
     def providers(self, index: int, asker: str, now: float, limit: int = 4) -> list[Provider]:
-        """Who may give one slice that the asker must have: the least loaded first, origins last.
+        """The providers of one slice that the asker needs: the least loaded first, origins last.
 
-        The first is taken to be busy with it until `gained`, `finished` or `failed`. Who is banned or avoided is never
-        named; who has no free slot only if nobody has.
+        The first counts as uploading it until `gained`, `finished` or `failed`. Banned and avoided members are left
+        out; those without a free slot come last.
         """
         self._end_overdue(now)
         members = self._members
@@ -156,211 +157,209 @@ class Swarm:
         rows = np.concatenate([members.by_load(rows), members.by_load(np.flatnonzero(willing & members.is_origin))])
         free = members.uploads[rows] < members.slots[rows]
         rows = np.concatenate([rows[free], rows[~free]])[:limit]
-        found = [self._holders[members.ids[row]] for row in rows.tolist()]
-        if found:
-            self._begin(asker, index, found[0], now)
-        return found
+        providers = [self._providers[members.ids[row]] for row in rows.tolist()]
+        if providers:
+            self._begin(asker, index, providers[0], now)
+        return providers
 
-    def assign(self, asker: str, wanted: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
-        """What a member (`join` it first) shall fetch now of what it wants: at most `num`, less if it had better wait.
+    def assign(self, asker: str, missing: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
+        """The downloads that a member (`join` it first) should start now: at most `num`, fewer if waiting is better.
 
-        `wanted` is [n] slices that it lacks and is not fetching, in any order. A slice in it that is on its way to the
-        asker already is answered again, and counts: so a repeated call is harmless, if what the asker is at is not in
-        `wanted`. One that it was thought to have, it has no longer.
+        `missing` is [n] slices that it lacks and is not downloading, in any order. A slice in it that was assigned to
+        the asker already is assigned again, and counts, so that a repeated call is harmless. A slice in it that the
+        asker had before is taken as lost.
         """
-        if asker not in self._holders:
+        if asker not in self._providers:
             raise UsageError(f"swarm: expected {asker} to have joined before it asks. Call join first.")
         self._end_overdue(now)
-        given = self._again(asker, wanted, num, now)
-        if len(given) >= num:
-            return given
-        wanted = self._window(asker, wanted)
+        assigned = self._assigned_before(asker, missing, num, now)
+        if len(assigned) >= num:
+            return assigned
+        missing = self._window(asker, missing)
         members = self._members
         members.asked_at[members.row(asker)] = now
-        if self._holders[asker].address:
-            members.clear(asker, wanted)
+        if self._providers[asker].address:
+            members.clear(asker, missing)
         willing = members.gives & (members.slots > 0) & ~self._shunned(asker, now)
         origins = np.flatnonzero(willing & members.is_origin)
-        for index in self._candidates(asker, wanted, num - len(given), origins, now):
-            holder = self._source(index, willing, origins)
-            if holder is not None:
-                self._begin(asker, index, holder, now)
-                given.append(Assignment(index, holder))
-                if len(given) == num:
+        for index in self._candidates(asker, missing, num - len(assigned), origins, now):
+            provider = self._source(index, willing, origins)
+            if provider is not None:
+                self._begin(asker, index, provider, now)
+                assigned.append(Assignment(index, provider))
+                if len(assigned) == num:
                     break
-        return given
+        return assigned
 
     def finished(self, asker: str, index: int, now: float) -> None:
-        """The asker has the slice, verified, from the holder it was told."""
-        done = self._under_way.get((asker, index))
-        if done is not None and done.holder in self._holders:
+        """The asker has the slice, verified, from the provider that it was sent to."""
+        done = self._downloads.get((asker, index))
+        if done is not None and done.holder in self._providers:
             took_s = max(now - done.since, 1e-6)
-            self._under_way.took(took_s)
+            self._downloads.add_duration(took_s)
             self._members.gave(done.holder, took_s)
-            self._avoidance.gave(asker, done.holder)
+            self._penalties.gave(asker, done.holder)
             self._counts["finished"] += 1
-            if done.fresh and asker in self._holders:
+            if done.fresh and asker in self._providers:
                 self._members.owed[self._members.row(asker)] += 1
         self.gained(asker, index, now)
 
     def failed(self, asker: str, index: int, peer_id: str, now: float, wrong: bool = False, accuser: str = "") -> None:
-        """The asker did not get the slice from this holder.
+        """The asker did not get the slice from this provider.
 
-        `wrong`: it gave wrong bytes, or broke the protocol. `accuser`: the asker's organisation, if it has one.
+        `wrong`: it sent wrong bytes, or violated the protocol. `accuser`: the asker's organisation, if it has one.
         """
-        done = self._under_way.get((asker, index))
+        done = self._downloads.get((asker, index))
         if done is not None and done.holder == peer_id:
             self._end((asker, index))
         self._counts["failed"] += 1
         if wrong:
-            holder = self._holders.get(peer_id)  # None: a report that is read again before anybody has joined
-            return self._avoidance.lied(asker, peer_id, index, accuser, holder is None or holder.is_origin)
-        self._avoidance.failed(asker, peer_id, now)
-        if peer_id in self._holders:
+            holder = self._providers.get(peer_id)  # None: a replayed report, before any member has joined
+            return self._penalties.lied(asker, peer_id, index, accuser, holder is None or holder.is_origin)
+        self._penalties.failed(asker, peer_id, now)
+        if peer_id in self._providers:
             self._members.failures[self._members.row(peer_id)] += 1
 
     def dropped(self, asker: str, index: int) -> None:
-        """The asker fetches a slice no longer, and that is nobody's fault."""
+        """The asker stopped a download; the provider is not at fault."""
         self._end((asker, index))
 
     def suspects(self) -> list[tuple[Provider, int]]:
-        """Who two say gave wrong bytes, and is here: to fetch a slice from, and then to `ban` or to `pardon`."""
-        found = []
-        for node, index in self._avoidance.suspects():
-            holder = next((one for one in self._holders.values() if node_of(one.peer_id) == node and one.address), None)
-            if holder is not None:
-                found.append((holder, index))
-        return found
+        """Members that two accusers report, with a slice to fetch from each, and then to `ban` or to `pardon` it."""
+        suspects = []
+        for node, index in self._penalties.suspects():
+            members = (m for m in self._providers.values() if node_of(m.peer_id) == node and m.address)
+            suspects += [(member, index) for member in islice(members, 1)]
+        return suspects
 
     def ban(self, peer_id: str) -> None:
-        """Name a member to nobody, but for the last origin."""
-        self._avoidance.ban(peer_id)
+        """Send no asker to a member's node, unless it is the last origin."""
+        self._penalties.ban(peer_id)
 
     def pardon(self, peer_id: str) -> None:
-        """Name it again."""
-        self._avoidance.pardon(peer_id)
+        """Lift a ban."""
+        self._penalties.pardon(peer_id)
 
-    # What there is to know.
+    # Queries.
 
     def offers(self, asker: str, now: float) -> Offers:
-        """What the others can give one of them now."""
+        """The slices that the others can serve to a member now."""
         return Offers(self._members, self._members.gives & ~self._shunned(asker, now))
 
     def copies(self) -> NDArray[np.int32]:
-        """[num_slices] living copies of each slice, origins not counted."""
+        """[num_slices] copies of each slice, without origins."""
         return self._members.copies.copy()
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return len(self._providers)
 
-    def knows(self, peer_id: str) -> Provider | None:
-        """A member as it joined last; None if it is not here."""
-        return self._holders.get(peer_id)
+    def get(self, peer_id: str) -> Provider | None:
+        """A member as it joined last; None if it is not a member."""
+        return self._providers.get(peer_id)
 
     def num_members(self, node: str) -> int:
-        """How many processes of a node are members."""
-        return self._avoidance.num_members(node)
+        """The number of processes of a node that are members."""
+        return self._penalties.num_members(node)
 
     @property
     def is_settled(self) -> bool:
-        """Whether all who can be asked have every slice."""
+        """Whether all members that serve have every slice."""
         peers = int(np.count_nonzero(self._members.gives & ~self._members.is_origin))
         return not self.num_slices or int(self._members.copies.min()) >= peers
 
-    def sharers(self, most: int) -> list[Provider]:
-        """Some of those who can be asked and are no origins: who joined first."""
-        return list(islice((one for one in self._holders.values() if one.address and not one.is_origin), most))
+    def sharers(self, max_sharers: int) -> list[Provider]:
+        """Some of the members that serve and are no origins: those that joined first."""
+        return list(islice((m for m in self._providers.values() if m.address and not m.is_origin), max_sharers))
 
     def members(self) -> list[Provider]:
-        """All who are here, origins too, by peer id."""
-        return [self._holders[peer_id] for peer_id in sorted(self._holders)]
+        """All members, also origins, by peer id."""
+        return [self._providers[peer_id] for peer_id in sorted(self._providers)]
 
     def holds(self, peer_id: str) -> NDArray[np.bool_]:
-        """[num_slices] flags of what a member is known to have."""
-        holder = self._holders.get(peer_id)
+        """[num_slices] flags of a member's slices."""
+        holder = self._providers.get(peer_id)
         all_or_none = holder is None or holder.is_origin
-        return np.full(self.num_slices, holder is not None) if all_or_none else self._members.held_by(peer_id)
+        return np.full(self.num_slices, holder is not None) if all_or_none else self._members.slices_of(peer_id)
 
-    def facts(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Counts for status and metrics."""
         copies = self._members.copies
         return {
-            "members": len(self._holders),
-            "origins": sum(holder.is_origin for holder in self._holders.values()),
-            "unreachable": sum(not holder.address for holder in self._holders.values()),
-            "under_way": len(self._under_way),
+            "members": len(self._providers),
+            "origins": sum(holder.is_origin for holder in self._providers.values()),
+            "unreachable": sum(not holder.address for holder in self._providers.values()),
+            "under_way": len(self._downloads),
             "slices_with_copies": int(np.count_nonzero(copies)),
             "least_copies": int(copies.min()) if self.num_slices else 0,
-            "banned": self._avoidance.banned,
+            "banned": self._penalties.banned,
             **self._counts,
         }
 
-    # Inside.
-
-    def _again(self, asker: str, wanted: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
-        """What the asker was told before and asks for again."""
-        told = self._under_way.told(asker)
-        told = sorted(set(told).intersection(wanted.tolist())) if told else []
-        given, shunned = [], self._shunned(asker, now) if told else None
-        for index in told[:num]:
-            download = self._under_way.get((asker, index))
-            assert download is not None and shunned is not None
+    def _assigned_before(self, asker: str, missing: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
+        """The earlier assignments that the asker requests again."""
+        indexes = self._downloads.slices_of(asker)
+        if not indexes:
+            return []
+        assigned, shunned = [], self._shunned(asker, now)
+        for index in sorted(set(indexes).intersection(missing.tolist()))[:num]:
+            download = self._downloads.get((asker, index))
+            assert download is not None
             if shunned[self._members.row(download.holder)]:
                 self._end((asker, index))
             else:
-                given.append(Assignment(index, self._holders[download.holder]))
-        return given
+                assigned.append(Assignment(index, self._providers[download.holder]))
+        return assigned
 
-    def _window(self, asker: str, wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-        """As many of the wanted as one call looks at: each in its turn."""
-        told = self._under_way.told(asker)
-        if len(wanted) > _LOOK:
-            start = self._cursor.get(asker, 0) % len(wanted)
-            self._cursor[asker] = start + _LOOK
-            wanted = np.concatenate([wanted[start : start + _LOOK], wanted[: max(0, start + _LOOK - len(wanted))]])
-        return wanted[~np.isin(wanted, told)] if told else wanted
+    def _window(self, asker: str, missing: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The slices that this call considers, the next ones with each call."""
+        assigned = self._downloads.slices_of(asker)
+        if len(missing) > _WINDOW:
+            start = self._cursor.get(asker, 0) % len(missing)
+            self._cursor[asker] = start + _WINDOW
+            missing = np.take(missing, np.arange(start, start + _WINDOW), mode="wrap")
+        return missing[~np.isin(missing, assigned)] if assigned else missing
 
     def _shunned(self, asker: str, now: float) -> NDArray[np.bool_]:
-        """[rows] whom this asker is not to be told of; itself, too."""
+        """[rows] flags of the members that this asker is not sent to, itself included."""
         members = self._members
         shunned = members.failures >= _MAX_FAILURES
-        banned = [members.row(peer_id) for peer_id in self._avoidance.banned_for(asker) if peer_id in self._holders]
+        banned = [members.row(peer_id) for peer_id in self._penalties.banned_for(asker) if peer_id in self._providers]
         if banned:
-            # The last origin is never banned: a lie of it costs a fetch, its loss the dataset.
+            # The last origin is never banned: wrong bytes cost a fetch, its loss the dataset.
             origins = members.is_origin.copy()
             origins[banned] = False
             if not origins.any():
                 banned = [row for row in banned if not members.is_origin[row]]
-        others = (asker, *self._avoidance.avoided_by(asker, now))
-        shunned[banned + [members.row(peer_id) for peer_id in others if peer_id in self._holders]] = True
+        others = (asker, *self._penalties.avoided_by(asker, now))
+        shunned[banned + [members.row(peer_id) for peer_id in others if peer_id in self._providers]] = True
         return shunned
 
     def _candidates(
-        self, asker: str, wanted: NDArray[np.int64], num: int, origins: NDArray[np.int64], now: float
+        self, asker: str, missing: NDArray[np.int64], num: int, origins: NDArray[np.int64], now: float
     ) -> Iterator[int]:
-        """Slices worth a look: new ones if the asker may have them, the rarest, and then some of the rest."""
+        """Slices to consider: new ones if the asker may have them, the rarest, and then some of the rest."""
         members = self._members
-        copies = members.copies[wanted]
+        copies = members.copies[missing]
         row = members.row(asker)
-        # Ties are broken differently for each asker, so that they do not all want the same next.
-        tie = (wanted * 2654435761 + (row + 1) * 40503) & 0xFFFFF
-        new = np.flatnonzero((copies == 0) & (self._under_way.coming[wanted] == 0))
+        # Ties are broken differently for each asker, so that they do not all get the same slice next.
+        tie = (missing * 2654435761 + (row + 1) * 40503) & 0xFFFFF
+        new = np.flatnonzero((copies == 0) & (self._downloads.coming[missing] == 0))
         if len(new) and self._may_have_new(asker, origins, now):
-            yield from wanted[new[np.argsort(tie[new], kind="stable")[:num]]].tolist()
+            yield from missing[new[np.argsort(tie[new], kind="stable")[:num]]].tolist()
         old = np.flatnonzero(copies > 0)
         if not len(old):
             return
         order = (copies[old].astype(np.int64) << 20) + tie[old]
-        most = min(len(old), num + _TRIED)
-        part = np.argpartition(order, most - 1)
-        rarest, is_rest = part[:most], np.ones(len(old), np.bool_)
+        max_num = min(len(old), num + _TRIED)
+        part = np.argpartition(order, max_num - 1)
+        rarest, is_rest = part[:max_num], np.ones(len(old), np.bool_)
         is_rest[rarest] = False
         rest = np.flatnonzero(is_rest)
-        yield from wanted[old[rarest[np.argsort(order[rarest], kind="stable")]]].tolist()
-        yield from wanted[old[rest[:: max(1, len(rest) // most)][:most]]].tolist()
+        yield from missing[old[rarest[np.argsort(order[rarest], kind="stable")]]].tolist()
+        yield from missing[old[rest[:: max(1, len(rest) // max_num)][:max_num]]].tolist()
 
     def _may_have_new(self, asker: str, origins: NDArray[np.int64], now: float) -> bool:
-        """Whether an origin has a slot, and the asker passes on as soon as others do; if not, only now and then."""
+        """Whether an origin has a slot, and the asker serves as fast as its rivals; a slow asker only now and then."""
         members = self._members
         if not (members.uploads[origins] < members.slots[origins]).any():
             return False
@@ -369,40 +368,40 @@ class Swarm:
         owes_s = (members.owed + 1) / members.speeds()
         if not rivals.any() or (rivals[row] and owes_s[row] <= _SLOW * float(owes_s[rivals].min())):
             return True
-        rounds = self._passed_over.get(asker, 0) + 1
-        self._passed_over[asker] = rounds % _ROUNDS
+        rounds = self._rounds.get(asker, 0) + 1
+        self._rounds[asker] = rounds % _ROUNDS
         return rounds == _ROUNDS
 
     def _source(self, index: int, willing: NDArray[np.bool_], origins: NDArray[np.int64]) -> Provider | None:
-        """Who of the willing gives a slice now; None if it is better to wait."""
+        """The provider of a slice now; None if it is better to wait."""
         members = self._members
         rows = members.holders_of(index).nonzero()[0]
         rows = rows[willing[rows]]
         if not len(rows):
-            if self._under_way.coming[index] > 0:
+            if self._downloads.coming[index] > 0:
                 return None
             rows = origins
         rows = rows[members.uploads[rows] < members.slots[rows]]
-        return self._holders[members.ids[int(members.by_load(rows)[0])]] if len(rows) else None
+        return self._providers[members.ids[int(members.by_load(rows)[0])]] if len(rows) else None
 
     def _begin(self, asker: str, index: int, holder: Provider, now: float) -> None:
-        to = self._holders.get(asker)
-        passed_on = to is not None and to.address != "" and not to.is_origin
-        self._under_way.begin((asker, index), Download(holder.peer_id, now, holder.is_origin, passed_on))
+        member = self._providers.get(asker)
+        passed_on = member is not None and member.address != "" and not member.is_origin
+        self._downloads.start((asker, index), Download(holder.peer_id, now, holder.is_origin, passed_on))
         self._members.uploads[self._members.row(holder.peer_id)] += 1
         self._counts["from_origins" if holder.is_origin else "from_peers"] += 1
 
     def _end(self, pair: tuple[str, int]) -> None:
-        """What was under way is so no longer. Nothing, if it was not."""
-        if (done := self._under_way.end(pair)) is not None:
+        """End a download, if there is one."""
+        if (done := self._downloads.end(pair)) is not None:
             self._members.uploads[self._members.row(done.holder)] -= 1
 
     def _end_overdue(self, now: float) -> None:
-        before = now - max(self.patience_s, _PATIENT * self._under_way.usual_s)
-        while (oldest := self._under_way.oldest()) is not None and oldest[1].since <= before:
+        before = now - max(self.patience_s, _LOST_AFTER * self._downloads.usual_s)
+        while (oldest := self._downloads.oldest()) is not None and oldest[1].since <= before:
             pair, download = oldest
             self._counts["overdue"] += 1
             self._end(pair)
-            # Its holder is slow, or the asker is gone: only the asker avoids it, as else the deaths of three askers
-            # would hide an origin from all.
-            self._avoidance.failed(pair[0], download.holder, now)
+            # The provider is slow, or the asker is dead: only the asker avoids it, else three dead askers would hide an
+            # origin from all.
+            self._penalties.failed(pair[0], download.holder, now)

@@ -1,9 +1,8 @@
-"""Whom a reader asks what to fetch: first a dataset's data nodes, then those who share it; when one dies, the next.
+"""Chooses which tracker a reader asks: the data nodes of a dataset, then members that share; when one dies, the next.
 
-All who know the same trackers choose the same, so that one of them steers the swarm and not each its own part of it:
-the first by a hash of the dataset, the day and the tracker's id. So a key that steers one dataset today steers neither
-another nor the same tomorrow, while a hash with the reader's own id, which nobody could aim at all readers, would split
-the swarm. What a malicious tracker can do is waste time: it is left for the next on the first malformed answer.
+All readers that find the same trackers choose the same one, so the swarm is not split: the first by a hash of dataset,
+day and tracker. A tracker whose key was chosen to be first steers neither another dataset nor the same one tomorrow. A
+malicious tracker can waste time only: after a malformed response the next one is asked.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ from forebay.network.client import Client, RemoteError
 from forebay.network.messages import ProviderReply
 from forebay.network.peer import Provider, node_of
 
-ASK_S = 10.0
-_HOME_S = 30.0  # so often, who asks a sharer looks whether a data node is back
-_AGAIN_S = 3.0  # so often, who found nobody looks again
-_DEAD_S = 30.0  # a tracker that did not answer is left alone so long
+REQUEST_TIMEOUT_S = 10.0
+_HOME_S = 30.0  # between look-ups for a data node while a member is the tracker
+_RETRY_S = 3.0  # until the next look-up after an empty one
+_DEAD_S = 30.0  # how long a tracker that did not respond is not asked
 _BUSY_S = 1.0
 _DAY_S = 86_400.0
-_MAX_SHARERS_AT_ONCE, _MAX_SHARERS = 16, 256  # of one answer, and in all
-_MAX_ANSWER_BYTES = 1 << 20
+_MAX_SHARERS_PER_REPLY, _MAX_SHARERS = 16, 256
+_MAX_REPLY_BYTES = 1 << 20
 log = logging.getLogger("forebay.swarm")
 
 
-def holder_of(reply: ProviderReply) -> Provider:
-    """Whom a reply names, at `host:port` or a URL; ProtocolViolation if its address is neither."""
+def provider_of(reply: ProviderReply) -> Provider:
+    """Return the provider that a reply names; ProtocolViolation if its address is neither `host:port` nor a URL."""
     (check_url if "://" in reply.address else peer_address)(reply.address)
     return Provider(reply.member[:2048], reply.address, reply.is_origin)
 
 
-class Trackers:
-    """The trackers of one dataset. One thread.
+class TrackerClient:
+    """The trackers of one dataset. For one thread.
 
-    `find` finds them anew, when one is needed: those that are origins first. `own` is this node's, the last resort;
-    None if it does not share.
+    `find` looks up trackers, origins first. `own`: this node's tracker, used if there is no other; None if it does not
+    share.
     """
 
     def __init__(
@@ -54,96 +53,101 @@ class Trackers:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.num_lost = 0  # trackers that answered no more
-        self.answering: Provider | None = None  # which one answered last,
-        self.since = float("-inf")  # and when it began to, without another between
+        self.num_lost = 0  # trackers that stopped responding
+        self.current: Provider | None = None  # the last one that responded
+        self.current_since = float("-inf")
         self._client, self._dataset_id, self._find, self._own, self._clock = client, dataset_id, find, own, clock
         self._now, self._day = now, 0
-        self._found_at = float("-inf")
-        self._is_new = True  # nobody else was found so far
+        self._looked_up_at = float("-inf")
+        self._was_alone = True  # no other tracker was found so far
         self._ranked: list[Provider] = []
         self._sharers: dict[str, Provider] = {}  # by address
-        self._dead: dict[str, float] = {}  # by address, until when
+        self._dead: dict[str, float] = {}  # until when, by address
 
-    def met(self, sharers: Iterable[Provider]) -> None:
-        """These can be asked when nobody else is left: 16 of an answer, and 256 in all, those named last."""
-        for one in itertools.islice(sharers, _MAX_SHARERS_AT_ONCE):
-            self._sharers.pop(one.address, None)
-            self._sharers[one.address] = one
+    def add_sharers(self, sharers: Iterable[Provider]) -> None:
+        """Add members that can be asked if no other tracker responds: 16 per reply, the last 256 in all."""
+        for sharer in itertools.islice(sharers, _MAX_SHARERS_PER_REPLY):
+            self._sharers.pop(sharer.address, None)
+            self._sharers[sharer.address] = sharer
         while len(self._sharers) > _MAX_SHARERS:
             del self._sharers[next(iter(self._sharers))]
 
-    def drop(self) -> None:
-        """Leave the tracker that answered last for the next: its answer made no sense."""
-        if self._ranked and self._ranked[0] == self.answering:
-            self._lose()
+    def drop_current(self) -> None:
+        """Ask the next tracker from now on: the response of the current one was malformed."""
+        if self._ranked and self._ranked[0] == self.current:
+            self._drop_first()
 
-    def ask(self, body: dict[str, Any], introduce: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
-        """The answer of the first that gives one; None if nobody does. `introduce` adds to the question what one needs
-        that hears of this member for the first time."""
+    def request(self, body: dict[str, Any], introduce: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+        """Return the response of the first tracker that sends one; None if no tracker does.
+
+        `introduce` completes the request for a tracker that does not know this member.
+        """
         now = self._clock()
-        is_home_due = bool(self._ranked) and not self._ranked[0].is_origin and now - self._found_at > _HOME_S
+        is_home_due = bool(self._ranked) and not self._ranked[0].is_origin and now - self._looked_up_at > _HOME_S
         if not self._ranked or is_home_due or int(self._now() // _DAY_S) != self._day:
             self._look_up(now)
         elif not self._ranked[0].is_origin:
             self._rank(self._ranked)
         while self._ranked:
-            answer = self._tell(self._ranked[0], body, ASK_S)
-            if answer is not None:
-                if self.answering is None or self.answering.address != self._ranked[0].address:
-                    self.since = self._clock()
-                self.answering = self._ranked[0]
-                return answer
-            self._lose()
+            reply = self._post(self._ranked[0], body, REQUEST_TIMEOUT_S)
+            if reply is not None:
+                if self.current is None or self.current.address != self._ranked[0].address:
+                    self.current_since = self._clock()
+                self.current = self._ranked[0]
+                return reply
+            self._drop_first()
             introduce(body)
         return None
 
-    def _lose(self) -> None:
+    def leave(self, body: dict[str, Any]) -> None:
+        """Tell the current tracker that this member leaves."""
+        if self._ranked:
+            self._post(self._ranked[0], {**body, "leave": True}, 1.0)
+
+    def _drop_first(self) -> None:
         lost, now = self._ranked.pop(0), self._clock()
         self.num_lost += 1
         self._sharers.pop(lost.address, None)
         self._dead = {address: until for address, until in self._dead.items() if until > now}
         self._dead[lost.address] = now + _DEAD_S
 
-    def leave(self, body: dict[str, Any]) -> None:
-        """Tell the tracker that was asked last, if it is there."""
-        if self._ranked:
-            self._tell(self._ranked[0], {**body, "leave": True}, 1.0)
-
     def _look_up(self, now: float) -> None:
-        self._found_at = now
-        found: list[Provider] = []
+        self._looked_up_at = now
+        trackers: list[Provider] = []
         try:
-            found = list(self._find())
+            trackers = list(self._find())
         except (ForebayError, OSError) as error:
             log.info("swarm of %s: no tracker was found: %s", self._dataset_id[:12], error)
-        is_alone = not found and not self._sharers
+        is_alone = not trackers and not self._sharers
         if is_alone:
-            self._found_at = now - _HOME_S + _AGAIN_S
-        # The others do not know a newcomer yet: one that asked itself would wait until they do.
-        self._rank([*found, self._own] if self._own is not None and (is_alone or not self._is_new) else found)
-        self._is_new = self._is_new and is_alone
+            self._looked_up_at = now - _HOME_S + _RETRY_S
+        # The others do not know a new member yet, which would wait for them if it asked itself.
+        if self._own is not None and (is_alone or not self._was_alone):
+            trackers.append(self._own)
+        self._rank(trackers)
+        self._was_alone = self._was_alone and is_alone
 
-    def _rank(self, found: Sequence[Provider]) -> None:
-        known = {**self._sharers, **{one.address: one for one in found}}
-        alive = [one for one in known.values() if self._dead.get(one.address, 0.0) <= self._clock()]
+    def _rank(self, trackers: Sequence[Provider]) -> None:
+        by_address = {**self._sharers, **{tracker.address: tracker for tracker in trackers}}
+        now = self._clock()
+        alive = [tracker for tracker in by_address.values() if self._dead.get(tracker.address, 0.0) <= now]
         self._day = int(self._now() // _DAY_S)
-        self._ranked = sorted(
-            alive, key=lambda one: (not one.is_origin, self._place(node_of(one.peer_id)), one.address)
-        )
 
-    def _place(self, peer_id: str) -> bytes:
-        return hashlib.sha256(f"forebay/2 tracker\n{self._dataset_id}\n{self._day}\n{peer_id}".encode()).digest()
+        def rank(tracker: Provider) -> tuple[bool, bytes, str]:
+            text = f"forebay/2 tracker\n{self._dataset_id}\n{self._day}\n{node_of(tracker.peer_id)}"
+            return not tracker.is_origin, hashlib.sha256(text.encode()).digest(), tracker.address
 
-    def _tell(self, tracker: Provider, body: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
+        self._ranked = sorted(alive, key=rank)
+
+    def _post(self, tracker: Provider, body: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
         path = f"/v1/swarm/{self._dataset_id}"
         try:
-            answer, _ = self._client.request_json(
-                tracker.address, "POST", path, body, node_of(tracker.peer_id), timeout_s, _MAX_ANSWER_BYTES
+            reply, _ = self._client.request_json(
+                tracker.address, "POST", path, body, node_of(tracker.peer_id), timeout_s, _MAX_REPLY_BYTES
             )
         except NetworkError as error:
             log.info("swarm of %s: tracker %s: %s", self._dataset_id[:12], tracker.address, error)
             if isinstance(error, RemoteError) and error.status in (429, 503):
                 return {"wait_s": max(_BUSY_S, error.wait_s)}
             return None
-        return answer if isinstance(answer, dict) else None
+        return reply if isinstance(reply, dict) else None

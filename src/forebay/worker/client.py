@@ -73,9 +73,9 @@ class WorkerClient:
                 it, and gradients are averaged at each step. Else alone.
 
         Raises:
-            UsageError: `start` was not called, or the run is finished.
-            OutOfMemoryError: A step does not fit its device. It is a RuntimeError, too.
-            CoordinatorGoneError: The coordinator does not respond.
+            UsageError: If `start` was not called, or the run is finished.
+            OutOfMemory: If a step does not fit its device. It is a RuntimeError, too.
+            CoordinatorUnreachableError: If the coordinator does not answer.
         """
         training = self._opened()
         if self._running is not None:

@@ -1,4 +1,4 @@
-"""Uses the samples of leased slices: opens them, makes batches, trains on them, and counts."""
+"""Uses the samples of leased slices: opens the slices, makes batches, trains on them, and counts."""
 
 import logging
 import time
@@ -32,7 +32,7 @@ class WorkerReport:
     samples: int = 0
     tokens: int = 0
     steps: int = 0
-    wasted: int = 0  # samples used here and not acknowledged in time: others use them again
+    wasted: int = 0  # samples used here and not acknowledged in time: other workers use them again
     tokens_per_s: float = 0.0
     loss_first: float | None = None
     loss_last: float | None = None
@@ -42,10 +42,10 @@ class WorkerReport:
     bytes_shared: int = 0
     slices_fetched: int = 0
     slices_failed: int = 0
-    leases_lost: int = 0  # begun and taken away
-    rejected: list[dict[str, Any]] = field(default_factory=list)  # providers left out for a slice
+    leases_lost: int = 0  # lost after their first sample
+    rejected: list[dict[str, Any]] = field(default_factory=list)  # providers rejected for a slice
     done: bool = False  # nothing is left to lease
-    num_left_out: int = 0  # samples of slices set aside, which nobody used
+    num_left_out: int = 0  # samples of slices set aside: no worker used them
 
 
 @dataclass(eq=False)
@@ -54,41 +54,47 @@ class Consumer:
 
     leases: LeaseBuffer
     report: WorkerReport
-    trainer: str  # as of `make_trainer`; one is made for each job
+    trainer: str  # for `make_trainer`; each job has its own
     on_batch: OnBatch | None  # called after each step with the batch and its global sample ids
     on_progress: Callable[[], None]  # called at most every half second, after a step
 
     def __post_init__(self) -> None:
         self._trainers: dict[tuple[str, str], Trainer | None] = {}
         self._losses: list[float] = []
-        self._began = self._progress_at = time.monotonic()
+        self._started_at = self._progress_at = time.monotonic()
 
     def run(self) -> None:
-        """Uses lease after lease, until the buffer is closed."""
+        """Use lease after lease, until the buffer is closed."""
         while (lease := self._next()) is not None:
             try:
                 self._use(lease)
             except DatasetError as error:
                 self.report.slices_failed += 1
-                self.leases.fail(lease, str(error))
+                with self.leases.locked() as state:
+                    state.fail(lease, str(error))
             finally:
-                self.leases.finish(lease)
+                with self.leases.locked() as state:
+                    state.finish(lease)
 
     def _next(self) -> ActiveLease | None:
-        with waiting(log, self.leases.describe_wait):
+        def describe() -> str:
+            with self.leases.locked() as state:
+                return state.describe_wait()
+
+        with waiting(log, describe):
             return self.leases.next_to_use()
 
     def _use(self, lease: ActiveLease) -> None:
-        """A slice's samples up to where the lease ends, in the order that every worker would use."""
+        """Use a lease's samples, in the order in which every worker would use them."""
         grant = lease.grant
         assert lease.path is not None
         opened = open_slice(lease.path)
         _check_size(opened, grant)
         trainer = self._trainer_of(grant)
-        lease.read = np.empty(grant.stop - grant.start, np.int64)
+        lease.read_ids = np.empty(grant.stop - grant.start, np.int64)
         order = lease_order(grant.seed, grant.epoch, grant.slice, grant.count, grant.start, grant.stop)
-        while (taken := self.leases.take(lease)) is not None:
-            start, stop = taken
+        while (step := self.leases.take(lease)) is not None:
+            start, stop = step
             indexes = order[start - grant.start : stop - grant.start]
             if grant.layout == "tokens":
                 inputs, labels = make_batch(opened.tokens, indexes, grant.seq_len, np.int64)
@@ -97,7 +103,7 @@ class Consumer:
                     self._losses.append(trainer.step(inputs, labels))
             else:
                 batch = {name: tensor[indexes] for name, tensor in opened.tensors.items()}
-            ids = lease.read[start - grant.start : stop - grant.start] = grant.sample_base + indexes
+            ids = lease.read_ids[start - grant.start : stop - grant.start] = grant.sample_base + indexes
             if self.on_batch is not None:
                 self.on_batch(batch, ids)
             self._count(len(indexes), grant.seq_len if grant.layout == "tokens" else 0)
@@ -109,15 +115,11 @@ class Consumer:
             if grant.layout != "tokens" and self.trainer == "auto" and self.on_batch is None:
                 raise UsageError(
                     "worker: expected a dataset of layout tokens, which the trainers of `forebay work` take, got "
-                    f"{grant.layout} ({grant.dataset}): its samples would be signed as used and nothing learnt. Train "
-                    "in a program of your own (`run_worker` with on_batch), or say --trainer none."
+                    f"{grant.layout} ({grant.dataset}): its samples would be signed as used without training. Train "
+                    "in a program of your own (`run_worker` with on_batch), or give --trainer none."
                 )
             self._trainers[key] = make_trainer(
-                self.trainer,
-                vocab_size=grant.vocab_size,
-                dtype=grant.dtype,
-                seq_len=grant.seq_len,
-                layout=grant.layout,
+                self.trainer, vocab_size=grant.vocab_size, dtype=grant.dtype, seq_len=grant.seq_len, layout=grant.layout
             )
         return self._trainers[key]
 
@@ -138,17 +140,16 @@ class Consumer:
             self.on_progress()
 
     def measure(self) -> None:
-        """Brings the rates of the report up to date."""
-        elapsed = max(1e-9, time.monotonic() - self._began)
+        """Update the rates of the report."""
+        elapsed = max(1e-9, time.monotonic() - self._started_at)
         self.report.tokens_per_s = self.report.tokens / elapsed
         self.report.wait_share = min(1.0, self.leases.state.counts.waited_s / elapsed)
 
 
 def _check_size(opened: Slice, grant: Lease) -> None:
-    """A slice has its samples, or DatasetError: its bytes are right, and the job's view of them is not."""
-    tokens = grant.layout == "tokens"
+    """Raise DatasetError if a slice does not have its samples: its bytes are right, the job's data about it are not."""
     if opened.layout != grant.layout:
         raise DatasetError(f"slice {grant.name}: expected layout {grant.layout}, got {opened.layout}.")
-    count = len(opened.tokens) // grant.seq_len if tokens else opened.num_rows
+    count = len(opened.tokens) // grant.seq_len if grant.layout == "tokens" else opened.num_rows
     if count < grant.count:
         raise DatasetError(f"slice {grant.name}: expected {grant.count} samples, got {count}.")

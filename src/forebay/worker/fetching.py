@@ -1,8 +1,9 @@
-"""Brings the slices of leases into the cache: from other workers first, from origins last, each verified.
+"""Fetches the slices of leases into the cache: from other workers first, from origins last, each verified.
 
-Who gives wrong bytes, another range, no end or no bytes, or is not who should stand there, is left out and told to
-the scheduler; a slice is then asked of the others. A source that drips is left after ten seconds under 32 KiB/s.
-A slice that came from somewhere but never with its hash counts as failed; one that nobody gives is given back.
+A provider that sends wrong bytes or another range, does not answer, or has another peer's certificate is rejected for
+the slice and reported to the scheduler; the slice is then requested from the others. A source that sends less than
+32 KiB/s for ten seconds is rejected too. A lease whose slice was received with a wrong hash only counts as failed; one
+that no provider sends is released.
 """
 
 import logging
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forebay.cache.cache import Refusal, SliceCache
+from forebay.cache.cache import NotReserved, SliceCache
 from forebay.cache.eviction import part_bytes
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import ForebayError, IntegrityError, NetworkError
@@ -25,9 +26,8 @@ from forebay.network.retry import backoff_s
 from forebay.scheduler.messages import Lease, prove
 from forebay.storage.base import Origin, TransientError
 from forebay.storage.peer_source import ProviderSource
-from forebay.storage.transfer_state import Transfer
 from forebay.storage.transfers import Transfers
-from forebay.storage.url_policy import FromUrls, open_foreign_origin
+from forebay.storage.url_policy import FromUrls, open_untrusted_origin
 from forebay.swarm.members import format_ranges
 from forebay.threads import Supervised
 from forebay.worker.lease_buffer import LeaseBuffer
@@ -37,249 +37,246 @@ log = logging.getLogger("forebay.worker")
 _LINE = re.compile(rb"^(\d{1,10}) (\d{1,18}) ([0-9a-f]{64})$", re.MULTILINE)
 _NAME = re.compile(rb"^= ([^\x00-\x1f]{1,255})$", re.MULTILINE)
 _FILE = re.compile(r"([0-9a-f]{64})\.known")
+_CONNECTIONS = 8
+_STALL_S = 5.0
+_PACE_S, _PACE_BYTES = 10.0, 10 * 32768
+_RETRY_RESERVE_S = 0.05
+_MAX_URLS = 64
+_URLS_ONLY_S = 10.0  # where all providers are URLs that may not be read, the worker ends sooner
 
 
-class Shelf:
-    """What of each dataset lies in a cache. Threads and processes share it, as they do the cache.
+class CacheIndex:
+    """Which slices of each dataset are in a cache. Threads and processes share it, as they do the cache.
 
-    `sizes` has bytes and dataset's name of each slice that this worker was ever leased, by hash: what it may hand on.
+    `sizes` has bytes and dataset name of each slice that was ever leased to this worker, by hash: what it may serve.
     """
 
     def __init__(self, cache: SliceCache) -> None:
         self.sizes: dict[str, tuple[int, str]] = {}
         self._cache = cache
         self._lock = threading.Lock()
-        self._indexes: dict[str, dict[str, int]] = {}  # dataset id -> sha256 -> index
-        self._told: dict[str, str] = {}
+        self._indexes: dict[str, dict[str, int]] = {}  # dataset id to sha256 to index
+        self._reported: dict[str, str] = {}
         for item in os.scandir(cache.directory):
-            if found := _FILE.fullmatch(item.name):
-                indexes = self._indexes.setdefault(found[1], {})
+            if match := _FILE.fullmatch(item.name):
+                indexes = self._indexes.setdefault(match[1], {})
                 lines = Path(item.path).read_bytes()
                 name = _NAME.search(lines)
                 for index, num_bytes, sha256 in _LINE.findall(lines):
                     indexes[sha256.decode()] = int(index)
-                    if name is not None:  # without it nobody can say who may have it
+                    if name is not None:  # the dataset's name decides which peers may have the slice
                         self.sizes[sha256.decode()] = int(num_bytes), name[1].decode()
 
-    def add(self, slice_: Lease) -> None:
-        """A slice was cached."""
+    def add(self, lease: Lease) -> None:
+        """Add a slice that was cached."""
         with self._lock:
-            indexes = self._indexes.setdefault(slice_.dataset_id, {})
-            if indexes.get(slice_.sha256) == slice_.index:
+            indexes = self._indexes.setdefault(lease.dataset_id, {})
+            if indexes.get(lease.sha256) == lease.index:
                 return
-            indexes[slice_.sha256] = slice_.index
-            self.sizes[slice_.sha256] = slice_.bytes, slice_.dataset
-        path = self._cache.directory / f"{slice_.dataset_id}.known"
+            indexes[lease.sha256] = lease.index
+            self.sizes[lease.sha256] = lease.bytes, lease.dataset
+        path = self._cache.directory / f"{lease.dataset_id}.known"
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            # The line feed first: it ends what a kill may have torn.
-            name = f"\n= {slice_.dataset}" if not os.fstat(file).st_size else ""
-            os.write(file, f"{name}\n{slice_.index} {slice_.bytes} {slice_.sha256}\n".encode())
+            # The line feed first: it ends a line that a kill may have torn.
+            name = f"\n= {lease.dataset}" if not os.fstat(file).st_size else ""
+            os.write(file, f"{name}\n{lease.index} {lease.bytes} {lease.sha256}\n".encode())
         finally:
             os.close(file)
 
-    def news(self, everything: bool = False) -> dict[str, str]:
-        """Dataset id to the ranges of slices that are here now, of those that changed since `told`, or of all."""
-        here = self._cache.held()
+    def changes(self, everything: bool = False) -> dict[str, str]:
+        """Dataset id to the ranges of slices in the cache, where they changed since `mark_reported`; or of all."""
+        cached = self._cache.list_slices()
         with self._lock:
             ranges = {
-                i: format_ranges(np.array(sorted(known[s] for s in known.keys() & here), np.int64))
-                for i, known in self._indexes.items()
+                i: format_ranges(np.array(sorted(indexes[s] for s in indexes.keys() & cached), np.int64))
+                for i, indexes in self._indexes.items()
             }
-            return {i: text for i, text in ranges.items() if everything or self._told.get(i, "") != text}
+            return {i: text for i, text in ranges.items() if everything or self._reported.get(i, "") != text}
 
-    def told(self, news: dict[str, str]) -> None:
-        """The scheduler has heard them."""
+    def mark_reported(self, changes: dict[str, str]) -> None:
+        """The scheduler has received these changes."""
         with self._lock:
-            self._told.update(news)
-
-
-_CONNECTIONS = 8
-_STALL_S = 5.0
-_PACE_S, _PACE_BYTES = 10.0, 10 * 32768
-_ROOM_S = 0.05
-_MAX_URLS = 64
-_URLS_ONLY_S = 10.0  # with nothing but URLs that may not be read, the end comes sooner
+            self._reported.update(changes)
 
 
 class _NoSourceError(NetworkError):
-    """Nobody who is said to have a slice can be asked."""
+    """No known provider of a slice can be used."""
 
 
-class Fetcher:
-    """Fetches the slices of a worker's leases, `threads` at once, in threads of its own, from `start` to `close`.
+class SliceFetcher:
+    """Fetches the slices of a worker's leases, `num_threads` at once, from `start` to `close`.
 
-    A slice that nobody gives for `patience_s`, and no other either, is the end of the worker.
+    If no provider sends any slice for `patience_s`, `failure` is set and the leases are closed.
     """
 
     def __init__(
-        self,
-        client: Client,
-        cache: SliceCache,
-        shelf: Shelf,
-        leases: LeaseBuffer,
-        patience_s: float,
-        threads: int = MAX_FETCHES,
-        from_urls: FromUrls = "",
-    ) -> None:
+        self, client: Client, cache: SliceCache, index: CacheIndex, leases: LeaseBuffer, patience_s: float,
+        num_threads: int = MAX_FETCHES, from_urls: FromUrls = "",
+    ) -> None:  # fmt: skip
         self.bytes = self.slices = self.bytes_from_workers = 0
         self.failure: Exception | None = None
         self._client = client
         self._peer_id = client.identity.peer_id if client.identity is not None else ""
         self._cache = cache
-        self._shelf = shelf
+        self._index = index
         self._leases = leases
         self._patience_s = patience_s
         self._from_urls = from_urls
         self._origins: dict[str, Origin] = {}  # by URL
-        self._transfers = Transfers(_CONNECTIONS, tries=2, patience_s=1.0, hedge_s=2.0, max_backoff_s=1.0)
+        self._transfers = Transfers(_CONNECTIONS, tries=2, timeout_s=1.0, hedge_s=2.0, max_backoff_s=1.0)
         self._lock = threading.Lock()
-        self._bad: set[tuple[str, str]] = set()
-        self._away: set[tuple[str, str]] = set()
-        self._misses = 0
-        self._hit_at = time.monotonic()
+        self._rejected: set[tuple[str, str]] = set()  # (peer id or URL, slice)
+        self._unreachable: set[tuple[str, str]] = set()  # the same, of providers that may be asked again
+        self._num_misses = 0
+        self._last_hit_at = time.monotonic()
         self._closing = threading.Event()
-        self._threads = [Supervised(self._run, f"worker fetch {i}", stopping=self._closing) for i in range(threads)]
+        self._threads = [Supervised(self._run, f"worker fetch {i}", stopping=self._closing) for i in range(num_threads)]
 
     def start(self) -> None:
-        """Begin."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Give up what is under way and end the threads; what was fetched is kept and resumed. The buffer is closed."""
+        """Cancel fetches and join the threads; partial files stay and are resumed. The buffer must be closed."""
         self._closing.set()
         self._transfers.close()
         for thread in self._threads:
             thread.join()
 
     def _run(self) -> None:
-        while (held := self._leases.next_to_fetch()) is not None:
+        while (lease := self._leases.next_to_fetch()) is not None:
             try:
-                self._bring(held)
-            except ForebayError as error:  # patience is over, or the cache too small: the caller of run_worker gets it
+                self._serve(lease)
+            except ForebayError as error:  # no provider for too long, or the cache is too small: ends `run_worker`
                 if not self._closing.is_set():
                     self.failure = self.failure or error
                     self._leases.close()
 
-    def _bring(self, held: ActiveLease) -> None:
-        """The slice of one lease, pinned; or the lease is given back or failed."""
-        grant, began = held.grant, time.monotonic()
-        # Pinned first: another worker on this cache may make room between the fetch and the first step.
+    def _serve(self, lease: ActiveLease) -> None:
+        """Fetch and pin the slice of a lease; else the lease is released or failed."""
+        grant, started = lease.grant, time.monotonic()
+        # Pinned first: another worker on this cache may evict slices between the fetch and the first step.
         self._cache.pin(grant.sha256)
-        wanted = False
+        is_needed = False
         try:
-            if self._fetch(held):
-                self._shelf.add(grant)
+            if self._fetch(lease):
+                self._index.add(grant)
                 path = self._cache.path_of(grant.sha256)
                 proof = prove(grant.lease_id, self._peer_id, path, grant.bytes)
-                wanted = self._leases.fetched(held, path, time.monotonic() - began, proof)
-            self._misses, self._hit_at = 0, time.monotonic()
+                with self._leases.locked() as state:
+                    is_needed = state.fetched(lease, path, time.monotonic() - started, proof)
+            self._num_misses, self._last_hit_at = 0, time.monotonic()
         except IntegrityError as error:
-            self._leases.fail(held, str(error))
-        except Exception as error:  # a full disk or no descriptor left too: it is tried again
-            is_passing = isinstance(error, NetworkError) or isinstance(error.__cause__, OSError)
-            if isinstance(error, ForebayError) and not is_passing:
+            with self._leases.locked() as state:
+                state.fail(lease, str(error))
+        except Exception as error:  # also a full disk or a missing descriptor: the fetch is repeated
+            is_transient = isinstance(error, NetworkError) or isinstance(error.__cause__, OSError)
+            if isinstance(error, ForebayError) and not is_transient:
                 raise
             if not isinstance(error, NetworkError):
                 log.exception("slice %s: cannot fetch it; its lease is released", grant.name)
-            if not held.over:
-                self._leases.release(held)
-                self._missed(grant, error)
+            if not lease.ended:
+                with self._leases.locked() as state:
+                    state.release(lease)
+                self._back_off(grant, error)
         finally:
-            if not wanted:
+            if not is_needed:
                 self._cache.unpin(grant.sha256)
 
-    def _missed(self, grant: Lease, error: Exception) -> None:
-        self._misses += 1
+    def _back_off(self, grant: Lease, error: Exception) -> None:
+        """Wait after a failed fetch; raise if all fetches failed for too long."""
+        self._num_misses += 1
         patience_s = self._patience_s
-        if not self.slices and grant.providers and all(provider.is_url for provider in grant.providers):
-            patience_s = min(patience_s, _URLS_ONLY_S) if isinstance(error, _NoSourceError) else patience_s
-        if self._misses >= 5 and time.monotonic() - self._hit_at > patience_s:
+        is_url_only = bool(grant.providers) and all(provider.is_url for provider in grant.providers)
+        if not self.slices and is_url_only and isinstance(error, _NoSourceError):
+            patience_s = min(patience_s, _URLS_ONLY_S)
+        if self._num_misses >= 5 and time.monotonic() - self._last_hit_at > patience_s:
             if isinstance(error, ForebayError) and not isinstance(error, NetworkError):
-                raise error  # the disk's: it says where and what to do
+                raise error  # of the disk: it names the file and the next step
             raise NetworkError(
                 f"worker: no provider gave any slice for {patience_s:g} s, "
                 f"last {grant.name}: {error}. Is a data node running?"
             ) from error
-        self._closing.wait(backoff_s(self._misses, 0.1, 2.0))
+        self._closing.wait(backoff_s(self._num_misses, 0.1, 2.0))
 
-    def _fetch(self, held: ActiveLease) -> bool:
-        """Waits for room, and for whoever else fetches it; whether the slice is here at the end."""
-        grant = held.grant
-        while not (held.over or self._closing.is_set()):
-            room = self._cache.try_reserve(grant.sha256, part_bytes(grant.bytes), evict="any")
-            if not isinstance(room, Refusal):
+    def _fetch(self, lease: ActiveLease) -> bool:
+        """Reserve disk space, or wait for another process that fetches the slice; whether the slice is cached then."""
+        grant = lease.grant
+        while not (lease.ended or self._closing.is_set()):
+            reserved = self._cache.try_reserve(grant.sha256, part_bytes(grant.bytes), evict="any")
+            if not isinstance(reserved, NotReserved):
                 try:
-                    self._ask_all(held)
+                    self._fetch_from_providers(lease)
                 except BaseException:
-                    room.release()
+                    reserved.release()
                     raise
-                room.commit()
+                reserved.commit()
                 return True
             if self._cache.get(grant.sha256) is not None:
                 return True
-            self._closing.wait(_ROOM_S)
+            self._closing.wait(_RETRY_RESERVE_S)
         return False
 
-    def _ask_all(self, held: ActiveLease) -> None:
-        """Into its partial file: from workers, then from origins, then from whoever is left."""
-        grant = held.grant
-        left = [p for p in grant.providers if (p.peer_id or p.address, grant.sha256) not in self._bad]
-        workers, origins = [p for p in left if not p.is_origin], [p for p in left if p.is_origin]
+    def _fetch_from_providers(self, lease: ActiveLease) -> None:
+        """Fetch a slice into its partial file, from workers, then from origins."""
+        grant = lease.grant
         faults: list[NetworkError] = []
-        for providers in (workers, origins):
-            providers = [p for p in providers if (p.peer_id or p.address, grant.sha256) not in self._bad]
+        for is_origin in (False, True):
+            providers = [
+                p for p in grant.providers
+                if p.is_origin == is_origin and (p.peer_id or p.address, grant.sha256) not in self._rejected
+            ]  # fmt: skip
             if not providers:
                 continue
             try:
-                self._ask(held, providers)
+                self._transfer(lease, providers)
             except NetworkError as error:
-                # The slice itself is at fault only if all who gave it gave wrong bytes.
-                passing = bool(faults) and not isinstance(faults[-1], IntegrityError)
-                faults.append(faults[-1] if passing else error)
+                # The slice itself is at fault only if all that sent it sent wrong bytes.
+                is_transient = bool(faults) and not isinstance(faults[-1], IntegrityError)
+                faults.append(faults[-1] if is_transient else error)
                 continue
             with self._lock:
                 self.bytes += grant.bytes
                 self.slices += 1
-                self.bytes_from_workers += 0 if providers[0].is_origin else grant.bytes
+                self.bytes_from_workers += 0 if is_origin else grant.bytes
             return
-        raise faults[-1] if faults else NetworkError(f"slice {grant.name}: nobody who may have it is known now")
+        raise faults[-1] if faults else NetworkError(f"slice {grant.name}: no usable provider is known now")
 
-    def _ask(self, held: ActiveLease, providers: Sequence[Provider]) -> None:
-        """One transfer from all of them at once, as long as it moves."""
-        grant = held.grant
+    def _transfer(self, lease: ActiveLease, providers: Sequence[Provider]) -> None:
+        """One transfer from all of these providers at once, for as long as it is fast enough."""
+        grant = lease.grant
         info = SliceInfo(grant.index, grant.name, grant.bytes, grant.sha256, 0, 0)
         sources = self._sources(grant, providers)
         part = self._cache.path_of(grant.sha256).with_name(f"{grant.sha256}.part")
-        transfer = self._transfers.start(info, part, sources, lambda origin, why: self._exclude(grant, origin, why))
+        transfer = self._transfers.start(
+            info, part, sources, lambda source, reason: self._reject(grant, source, reason)
+        )
         received, since = 0, time.monotonic()
         while not transfer.wait(0.25):
             now = time.monotonic()
-            if held.over or self._closing.is_set():
-                self._transfers.cancel(transfer)
+            if lease.ended or self._closing.is_set():
+                transfer.cancel()
             elif now - since >= _PACE_S:
                 if transfer.received - received < _PACE_BYTES:
-                    self._leave(transfer, grant, sources)
+                    transfer.cancel()
+                    for source in sources:
+                        self._reject(grant, source, f"gave under {_PACE_BYTES} bytes in {_PACE_S:g} s", wrong=False)
                 received, since = transfer.received, now
         if transfer.error is not None:
             raise transfer.error
 
-    def _leave(self, transfer: Transfer, grant: Lease, sources: Sequence[Origin]) -> None:
-        self._transfers.cancel(transfer)
-        for source in sources:
-            self._exclude(grant, source, f"gave under {_PACE_BYTES} bytes in {_PACE_S:g} s", wrong=False)
-
     def _sources(self, grant: Lease, providers: Sequence[Provider]) -> list[Origin]:
-        """Those of the providers that can be asked; NetworkError with the last reason if there is none."""
-        sources, why = list[Origin](), ""
+        """The usable providers; NetworkError with the last reason if there is none."""
+        sources, reason = list[Origin](), ""
         for provider in providers:
             try:
                 sources.append(self._source(grant, provider))
-            except (ForebayError, ValueError) as error:  # what is said of one provider is no fault of the others
-                why = str(error)
+            except (ForebayError, ValueError) as error:  # does not affect the other providers
+                reason = str(error)
         if not sources:
-            raise _NoSourceError(f"slice {grant.name}: none of its providers can be asked: {why}")
+            raise _NoSourceError(f"slice {grant.name}: none of its providers can be used: {reason}")
         return sources
 
     def _source(self, grant: Lease, provider: Provider) -> Origin:
@@ -289,39 +286,37 @@ class Fetcher:
                 if url not in self._origins:
                     if len(self._origins) >= _MAX_URLS:
                         self._origins.clear()
-                    self._origins[url] = open_foreign_origin(url, self._from_urls)
+                    self._origins[url] = open_untrusted_origin(url, self._from_urls)
                 return self._origins[url]
 
         def on_fault(error: NetworkError) -> None:
             if isinstance(error.__cause__, WrongPeerError):
-                self._exclude(grant, source, str(error), wrong=False)
+                self._reject(grant, source, str(error), wrong=False)
             elif isinstance(error, TransientError) and not error.throttled:
-                self._note(grant, provider.peer_id, str(error))
+                self._report_unreachable(grant, provider.peer_id, str(error))
 
         source = ProviderSource(
-            self._client,
-            provider.peer_id,
-            provider.address,
-            grant.sha256,
-            _STALL_S,
-            on_fault,
+            self._client, provider.peer_id, provider.address, grant.sha256, _STALL_S, on_fault,
             once=not provider.is_origin,
-        )
+        )  # fmt: skip
         return source
 
-    def _exclude(self, grant: Lease, source: Origin, reason: str, wrong: bool = True) -> None:
-        """Ask this source for this slice no more, and report it to the scheduler."""
-        who = source.peer_id if isinstance(source, ProviderSource) else source.url
+    def _reject(self, grant: Lease, source: Origin, reason: str, wrong: bool = True) -> None:
+        """Do not use this source for this slice again, and report it to the scheduler."""
+        name = source.peer_id if isinstance(source, ProviderSource) else source.url
         with self._lock:
-            if (who, grant.sha256) in self._bad:
+            if (name, grant.sha256) in self._rejected:
                 return
-            self._bad.add((who, grant.sha256))
-        self._leases.report(who, grant.sha256, reason, wrong=wrong)
+            self._rejected.add((name, grant.sha256))
+        with self._leases.locked() as state:
+            state.report(name, grant.sha256, reason, wrong=wrong)
 
-    def _note(self, grant: Lease, who: str, reason: str) -> None:
-        """Tells the scheduler, once, of one that did not answer now: others know better who does; it is asked again."""
+    def _report_unreachable(self, grant: Lease, peer_id: str, reason: str) -> None:
+        """Report a provider, once, that did not answer now; it may be asked again."""
         with self._lock:
-            if (who, grant.sha256) in self._bad or (who, grant.sha256) in self._away:
+            key = (peer_id, grant.sha256)
+            if key in self._rejected or key in self._unreachable:
                 return
-            self._away.add((who, grant.sha256))
-        self._leases.report(who, grant.sha256, reason, wrong=False, rejected=False)
+            self._unreachable.add(key)
+        with self._leases.locked() as state:
+            state.report(peer_id, grant.sha256, reason, wrong=False, rejected=False)

@@ -1,10 +1,10 @@
 """The leases of one worker: how far each was used, how far it may be used, and the requests to the scheduler.
 
-Pure: no lock, no clock, no network. `LeaseBuffer` drives it from threads, `forebay simulate` in virtual time. The
-guarantee on which stealing rests: from a request until its reply is received, no sample is taken at or beyond the
-horizons that the request declares. The scheduler may cut a lease at its horizon or behind it; the worker learns of the
-cut before it could take a sample beyond, so no sample is used by two live workers. What a lost lease wastes is bounded:
-see `receipt_s`. Memory: some KB a lease.
+Pure: no lock, clock or network. `LeaseBuffer` drives it from threads, `forebay simulate` in virtual time. The guarantee
+on which stealing rests: from a request until its reply is received, no sample is taken at or beyond the limits that the
+request declares. The scheduler may cut a lease at its limit or behind it; the worker learns of the cut before it could
+take a sample beyond, so no sample is used by two live workers. What a lost lease wastes is bounded: see `receipt_s`.
+Memory: some KB a lease.
 """
 
 import logging
@@ -18,30 +18,46 @@ from numpy.typing import NDArray
 
 from forebay.ledger.receipts import Used
 from forebay.order.shard_windows import receipt
-from forebay.scheduler.messages import Answer, Ask, BadReport, Failed, Lease, Refused, UseMessage
+from forebay.scheduler.messages import (
+    ExchangeReply,
+    ExchangeRequest,
+    FailedLease,
+    Lease,
+    ProviderReport,
+    RefusedUse,
+    UseMessage,
+)
+
+MAX_LEASES = 16  # the scheduler grants a session no more: the lease in use, and prefetched ones
+MAX_FETCHES = 4  # slices that a worker fetches at once
+_MIN_INTERVAL_S = 0.01  # between two requests
+_MAX_WAIT_S = 10.0  # the longest wait that the scheduler may impose
+_NEW_WEIGHT = 0.3  # of the latest value in moving averages
+_MAX_REFUSALS = 3
 
 
 @dataclass(eq=False)
 class ActiveLease:
-    """A lease of this worker. Of its samples [start, stop) those before `acked` are on record, those before `used` are
-    used, those before `taken` are used or in the current step, and none from `limit` on may be taken now.
+    """A lease of this worker. Of its samples [start, stop) those before `acknowledged` are on record, those before
+    `used` are used, those before `started` are used or in the current step, and none from `allowed_until` on may be
+    taken now.
     """
 
     grant: Lease
     stop: int
-    acked: int
+    acknowledged: int
     used: int
-    taken: int
-    limit: int
+    started: int
+    allowed_until: int
     step: int = 0
     path: Path | None = None  # the verified slice, pinned in the cache; None until it is fetched
-    proof: str = ""  # that it is there
-    read: NDArray[np.int64] | None = None  # [stop - start of the grant], ids of the samples read, up to `used`
-    fetching: bool = False  # a fetch of its slice was started
-    training: bool = False  # it is in use
-    over: bool = False  # nothing more of it is used: it was lost, has failed or is to be released
+    proof: str = ""  # that the slice is in the cache
+    read_ids: NDArray[np.int64] | None = None  # [stop - start of the grant], ids of the samples read, up to `used`
+    is_fetching: bool = False  # a fetch of its slice was started
+    in_use: bool = False
+    ended: bool = False  # no more of it is used: it was lost, has failed or is to be released
     reason: str = ""  # why it failed; empty if it did not
-    refusals: int = 0
+    num_refusals: int = 0
 
     @classmethod
     def of(cls, grant: Lease) -> "ActiveLease":
@@ -51,78 +67,69 @@ class ActiveLease:
     @property
     def is_spent(self) -> bool:
         """Whether no further sample of it will be used."""
-        return self.over or self.used >= self.stop
+        return self.ended or self.used >= self.stop
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Whether all that was used of it is on record."""
+        return self.acknowledged >= min(self.used, self.stop)
 
     def unacknowledged(self) -> UseMessage:
         """What was used and is not on record; the digest covers the samples that were read, not those expected."""
-        start, stop, grant = self.acked, min(self.used, self.stop), self.grant
+        start, stop, grant = self.acknowledged, min(self.used, self.stop), self.grant
         digest = ""
-        if self.read is not None:
-            digest = receipt(self.read[start - grant.start : stop - grant.start].view(np.uint64))[0]
+        if self.read_ids is not None:
+            digest = receipt(self.read_ids[start - grant.start : stop - grant.start].view(np.uint64))[0]
         proof = self.proof if start == grant.start else ""
         return UseMessage(grant.lease_id, grant.epoch, grant.slice, start, stop, self.step, digest, proof)
 
 
 @dataclass
 class LeaseCounts:
-    """Samples used and never acknowledged, leases lost after their first sample, seconds waited, bad providers."""
+    """Samples used and never acknowledged, leases lost after their first sample, seconds waited, rejected providers."""
 
     wasted: int = 0
     lost: int = 0
     waited_s: float = 0.0
-    bad: list[BadReport] = field(default_factory=list)
-
-
-# The scheduler grants a session no more: the lease in use, and those ahead.
-MAX_LEASES = 16
-# Slices that a worker fetches at once.
-MAX_FETCHES = 4
-# Two requests are at least this far apart.
-_MIN_INTERVAL_S = 0.01
-# The longest wait that the scheduler may impose.
-_MAX_WAIT_S = 10.0
-# Weight of the latest value in moving averages.
-_NEW_WEIGHT = 0.3
-_MAX_REFUSALS = 3
+    rejected: list[ProviderReport] = field(default_factory=list)
 
 
 class LeaseState:
     """The leases of one worker, as a state machine. Not safe for threads: see `LeaseBuffer`.
 
-    A step has `batch_size` samples. `ahead`: see LeaseSettings. The slices of all leases together take at most
-    `max_bytes`; one slice is always allowed. `receipt_s` bounds what is wasted when leases are lost: the samples used
-    in this time, and two steps. Requests that acknowledge uses are half of it apart, and horizons reach half of it
-    ahead; a step may end between two requests, and another one is in progress. `on_release` is called once for each
-    slice that was fetched and is not needed any more.
+    Args:
+        batch_size: Samples of a step.
+        prefetch: See LeaseSettings.
+        max_bytes: Of the slices of all leases together; one slice is always allowed.
+        receipt_s: When leases are lost, at most the samples used in this time, and two steps, are wasted: requests that
+            acknowledge uses are half of it apart, and limits reach half of it ahead; a step may end between two
+            requests, and another one is in progress.
+        on_release: Called once for each slice that was fetched and is not needed any more.
     """
 
     log = logging.getLogger("forebay.worker")
 
     def __init__(
-        self,
-        batch_size: int,
-        ahead: int | None,
-        max_bytes: int,
-        receipt_s: float,
+        self, batch_size: int, prefetch: int | None, max_bytes: int, receipt_s: float,
         on_release: Callable[[Lease], object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.counts = LeaseCounts()
         self.done = self.paused = self.closed = False
         self.num_left_out = 0
         self.samples_per_s = 0.0
         self._batch_size = batch_size
-        self._ahead = ahead
+        self._prefetch = prefetch
         self._max_bytes = max_bytes
         self._request_s = receipt_s / 2
         self._on_release = on_release
-        self._leases: dict[str, ActiveLease] = {}  # In the order in which they were granted.
-        self._reports: list[BadReport] = []
-        self._awaits_reply = True  # The first request is still to be sent.
+        self._leases: dict[str, ActiveLease] = {}  # in the order in which they were granted
+        self._reports: list[ProviderReport] = []
+        self._awaits_reply = True  # the first request is still to be sent
         self._requested_at = self._not_before = float("-inf")
         self._lease_s = math.inf
         self._samples_per_lease = 0.0
         self._fetch_s = 0.0
-        self._taken_at = 0.0
+        self._started_at = 0.0
 
     @property
     def leases(self) -> list[ActiveLease]:
@@ -133,43 +140,43 @@ class LeaseState:
         """What keeps the next step from starting, as text for a log line."""
         if self.paused:
             return "the scheduler's job, which is paused (`forebay schedule resume`)"
-        fetching = [lease.grant.name for lease in self._leases.values() if lease.path is None and not lease.over]
+        fetching = [lease.grant.name for lease in self._leases.values() if lease.path is None and not lease.ended]
         if fetching:
             return f"{len(fetching)} slices to be fetched: {', '.join(fetching[:3])}"
         if self._awaits_reply:
             return "an answer of the scheduler"
-        return "a lease; the scheduler has none free now, others hold what is left"
+        return "a lease; the scheduler has none free now, other workers have the rest"
 
     # Use.
 
     def next_to_use(self) -> ActiveLease | None:
         """The first lease whose slice is fetched and that is neither used up nor in use; it is in use from now on."""
         for lease in self._leases.values():
-            if lease.path is not None and not lease.is_spent and not lease.training:
-                lease.training = True
+            if lease.path is not None and not lease.is_spent and not lease.in_use:
+                lease.in_use = True
                 return lease
         return None
 
     def take(self, lease: ActiveLease, now: float) -> tuple[int, int] | None:
-        """The samples [start, stop) of the next step; None if there are no more, or none before the horizon."""
-        stop = min(lease.taken + self._batch_size, lease.stop)
-        if self.closed or lease.over or lease.taken >= lease.stop or stop > lease.limit:
+        """The samples [start, stop) of the next step; None if there are no more, or none before the limit."""
+        stop = min(lease.started + self._batch_size, lease.stop)
+        if self.closed or lease.ended or lease.started >= lease.stop or stop > lease.allowed_until:
             return None
-        start, lease.taken = lease.taken, stop
-        self._taken_at = now
+        start, lease.started = lease.started, stop
+        self._started_at = now
         return start, stop
 
     def used(self, lease: ActiveLease, step: int, now: float) -> None:
         """The samples taken last were used, in this step."""
-        rate = (lease.taken - lease.used) / max(1e-6, now - self._taken_at)
+        rate = (lease.started - lease.used) / max(1e-6, now - self._started_at)
         self.samples_per_s += (rate - self.samples_per_s) * (_NEW_WEIGHT if self.samples_per_s else 1.0)
-        if lease.over:
-            self.counts.wasted += lease.taken - lease.used
-        lease.used, lease.step = lease.taken, step
+        if lease.ended:
+            self.counts.wasted += lease.started - lease.used
+        lease.used, lease.step = lease.started, step
 
     def finish(self, lease: ActiveLease) -> None:
         """Its slice is not in use any more."""
-        lease.training, lease.path = False, None
+        lease.in_use, lease.path = False, None
         self._on_release(lease.grant)
 
     # Fetching.
@@ -177,14 +184,14 @@ class LeaseState:
     def next_to_fetch(self) -> ActiveLease | None:
         """The first lease whose slice is neither fetched nor being fetched; its fetch counts as started."""
         for lease in self._leases.values():
-            if lease.path is None and not lease.fetching and not lease.over:
-                lease.fetching = True
+            if lease.path is None and not lease.is_fetching and not lease.ended:
+                lease.is_fetching = True
                 return lease
         return None
 
     def fetched(self, lease: ActiveLease, path: Path, took_s: float, proof: str = "") -> bool:
-        """Its slice is in the cache and pinned; `proof` says so to the scheduler. Whether it is still needed."""
-        if lease.over or self.closed:
+        """Its slice is in the cache and pinned; `proof` is for the scheduler. Whether the slice is still needed."""
+        if lease.ended or self.closed:
             return False
         lease.path, lease.proof = path, proof
         self._fetch_s += (took_s - self._fetch_s) * _NEW_WEIGHT
@@ -193,52 +200,50 @@ class LeaseState:
     def fail(self, lease: ActiveLease, reason: str) -> None:
         """Its slice cannot be used; the next request says so, and the scheduler leases it to others."""
         lease.reason = reason or "failed"
-        lease.over = True
+        lease.ended = True
 
     def release(self, lease: ActiveLease) -> None:
-        """The next request releases it; what was used of it stays used."""
-        lease.over = True
+        """Release it with the next request; what was used of it stays used."""
+        lease.ended = True
 
     def report(self, peer_id: str, sha256: str, reason: str, *, wrong: bool, rejected: bool = True) -> None:
-        """A provider of a slice failed; the next request says so.
+        """Report a provider of a slice that failed, with the next request.
 
         `wrong`: it sent wrong bytes, and was not only late or unreachable. `rejected`: it is not asked for it again.
         """
-        report = BadReport(peer_id, sha256, reason[:300], wrong)
+        report = ProviderReport(peer_id, sha256, reason[:300], wrong)
         self._reports.append(report)
         if rejected:
-            self.counts.bad.append(report)
+            self.counts.rejected.append(report)
 
     # Requests to the scheduler, one at a time.
 
-    def request(self, now: float, last: bool = False) -> Ask:
-        """The next request, or one for a lost one; its horizons bind until its reply. The `last` releases all."""
+    def request(self, now: float, last: bool = False) -> ExchangeRequest:
+        """The next request, or one for a lost one; its limits bind until its reply. The `last` releases all."""
         self._requested_at = now
         if last:
             for lease in self._leases.values():
-                lease.over = lease.over or lease.used < lease.stop
+                lease.ended = lease.ended or lease.used < lease.stop
         job_id, uses = self._uses()
-        reported = {use.lease_id: use.stop for use in uses}
+        reported = {use.lease_id for use in uses}
         # Uses of a lease are acknowledged before it is released; of another job that takes another request.
         ended = {
-            lease_id: lease
-            for lease_id, lease in self._leases.items()
-            if lease.over and reported.get(lease_id, lease.acked) >= min(lease.used, lease.stop)
+            i: lease for i, lease in self._leases.items() if lease.ended and (i in reported or lease.is_acknowledged)
         }
-        horizons = self._horizons()
+        declared_until = self._declare()
         self._awaits_reply = True
-        return Ask(
-            held=tuple(self._leases),
+        return ExchangeRequest(
+            known_leases=tuple(self._leases),
             job_id=job_id,
             uses=uses,
-            horizons=horizons,
+            declared_until=declared_until,
             release=tuple(lease_id for lease_id, lease in ended.items() if not lease.reason),
-            failed=tuple(Failed(lease_id, lease.reason) for lease_id, lease in ended.items() if lease.reason),
-            bad=tuple(self._reports),
+            failed=tuple(FailedLease(lease_id, lease.reason) for lease_id, lease in ended.items() if lease.reason),
+            reports=tuple(self._reports),
             want=0 if last else self._num_wanted(),
         )
 
-    def receive(self, request: Ask, reply: Answer, now: float) -> None:
+    def receive(self, request: ExchangeRequest, reply: ExchangeReply, now: float) -> None:
         """Apply the scheduler's reply to the latest request."""
         self._awaits_reply = False
         released = {*request.release, *(failed.lease_id for failed in request.failed)}
@@ -247,18 +252,19 @@ class LeaseState:
         for use in request.uses:
             lease = self._leases[use.lease_id]
             if use.lease_id in recorded:
-                lease.acked, lease.stop, lease.refusals = recorded[use.lease_id].offset, recorded[use.lease_id].stop, 0
+                accepted = recorded[use.lease_id]
+                lease.acknowledged, lease.stop, lease.num_refusals = accepted.offset, accepted.stop, 0
             else:
-                self._refused(lease, use, refused.get(use.lease_id))
-        for lease_id in request.held or ():
+                self._refuse(lease, use, refused.get(use.lease_id))
+        for lease_id in request.known_leases or ():
             lease = self._leases[lease_id]
-            if lease_id in reply.live:
-                lease.stop = reply.live[lease_id].stop
-            elif lease.acked < lease.stop and lease_id not in released:
+            if lease_id in reply.active:
+                lease.stop = reply.active[lease_id].stop
+            elif lease.acknowledged < lease.stop and lease_id not in released:
                 self._lose(lease)
-            if lease.acked >= lease.stop or lease_id in released or lease_id not in reply.live:
+            if lease.acknowledged >= lease.stop or lease_id in released or lease_id not in reply.active:
                 self._drop(lease)
-        del self._reports[: len(request.bad)]
+        del self._reports[: len(request.reports)]
         for grant in reply.leases:
             if grant.lease_id not in self._leases:
                 self._leases[grant.lease_id] = ActiveLease.of(grant)
@@ -266,39 +272,39 @@ class LeaseState:
                 weight = _NEW_WEIGHT if self._samples_per_lease else 1.0
                 self._samples_per_lease += (grant.stop - grant.start - self._samples_per_lease) * weight
         for lease in self._leases.values():
-            lease.limit = lease.stop
+            lease.allowed_until = lease.stop
         self.paused, self.num_left_out = reply.paused, reply.num_left_out
         wait_s = 0.0 if len(reply.leases) >= request.want else min(_MAX_WAIT_S, max(0.02, reply.wait_s))
         self._not_before = now + wait_s
         self.done = self.done or (reply.done and not self._leases)
         self.closed = self.closed or self.done
 
-    def due_at(self, now: float) -> float:
-        """When the next request is due; infinity for never, as things stand."""
-        return max(self._due_at(now), self._requested_at + _MIN_INTERVAL_S)
-
     def clear(self) -> None:
         """Drop all leases at the end of the work; uses that are not on record count as wasted."""
         for lease in self.leases:
             self._drop(lease)
 
+    def due_at(self, now: float) -> float:
+        """When the next request is due; infinity for never, as things stand."""
+        return max(self._due_at(now), self._requested_at + _MIN_INTERVAL_S)
+
     def _due_at(self, now: float) -> float:
-        if self._reports or any(lease.over for lease in self._leases.values()):
+        if self._reports or any(lease.ended for lease in self._leases.values()):
             return now
         unspent = [lease for lease in self._leases.values() if not lease.is_spent]
-        at = math.inf if unspent else self._not_before
-        if any(lease.used > lease.acked for lease in self._leases.values()):
-            at = min(at, self._requested_at + self._request_s if unspent else now)
+        due_at = math.inf if unspent else self._not_before
+        if any(lease.used > lease.acknowledged for lease in self._leases.values()):
+            due_at = min(due_at, self._requested_at + self._request_s if unspent else now)
         if self._leases:
-            at = min(at, self._requested_at + min(self._lease_s / 3, 4 * self._request_s))
+            due_at = min(due_at, self._requested_at + min(self._lease_s / 3, 4 * self._request_s))
         if 2 * len(unspent) <= self._capacity() and self._num_wanted():
-            at = min(at, self._not_before)
-        return at
+            due_at = min(due_at, self._not_before)
+        return due_at
 
     def _capacity(self) -> int:
-        """Leases to have: the one in use, and those ahead."""
-        if self._ahead is not None:
-            return 1 + self._ahead
+        """Leases to have: the one in use, and prefetched ones."""
+        if self._prefetch is not None:
+            return 1 + self._prefetch
         if not self.samples_per_s:
             return 2
         use_s = max(1e-6, self._samples_per_lease / self.samples_per_s)
@@ -306,63 +312,60 @@ class LeaseState:
 
     def _num_wanted(self) -> int:
         unspent = [lease for lease in self._leases.values() if not lease.is_spent]
-        fits = 1
+        num_fitting = 1
         if size := max((lease.grant.bytes for lease in self._leases.values()), default=0):
-            fits = (self._max_bytes - sum(lease.grant.bytes for lease in unspent)) // size
-        return max(0 if unspent else 1, min(MAX_LEASES, self._capacity() - len(unspent), fits))
+            num_fitting = (self._max_bytes - sum(lease.grant.bytes for lease in unspent)) // size
+        return max(0 if unspent else 1, min(MAX_LEASES, self._capacity() - len(unspent), num_fitting))
 
     def _uses(self) -> tuple[str, tuple[UseMessage, ...]]:
         """What is used and not on record, of one job, and that job's id: a receipt is one signature of one job."""
-        job_id, uses = "", []
-        for lease in self._leases.values():
-            if min(lease.used, lease.stop) > lease.acked and job_id in ("", lease.grant.job_id):
-                job_id = lease.grant.job_id
-                uses.append(lease.unacknowledged())
-        return job_id, tuple(uses)
+        used = [lease for lease in self._leases.values() if not lease.is_acknowledged]
+        job_id = used[0].grant.job_id if used else ""
+        return job_id, tuple(lease.unacknowledged() for lease in used if lease.grant.job_id == job_id)
 
-    def _horizons(self) -> dict[str, int]:
+    def _declare(self) -> dict[str, int]:
         """How far each lease may be used before the reply: together, what is used until the next request is due.
 
-        The current step may always end, or one step begin. While an earlier request has no reply, nothing is raised
+        The current step may always end, or one step begin. While an earlier request has no reply, no limit is raised
         that it declared: the scheduler may have received it.
         """
         steps = int(self._request_s * self.samples_per_s / self._batch_size)
-        is_idle = all(lease.taken == lease.used for lease in self._leases.values())
+        is_idle = all(lease.started == lease.used for lease in self._leases.values())
         remaining = max(steps, 1 if is_idle else 0) * self._batch_size
-        horizons = {}
-        for lease in sorted(self._leases.values(), key=lambda lease: (not lease.training, lease.path is None)):
-            horizon = lease.taken
-            if not lease.over and lease.path is not None:
-                limit = min(lease.stop, lease.limit) if self._awaits_reply else lease.stop
-                horizon = max(horizon, min(limit, lease.taken + remaining))
-            remaining = max(0, remaining - (horizon - lease.taken))
-            lease.limit = horizons[lease.grant.lease_id] = horizon
-        return horizons
+        limits = {}
+        for lease in sorted(self._leases.values(), key=lambda lease: (not lease.in_use, lease.path is None)):
+            limit = lease.started
+            if not lease.ended and lease.path is not None:
+                max_limit = min(lease.stop, lease.allowed_until) if self._awaits_reply else lease.stop
+                limit = max(limit, min(max_limit, lease.started + remaining))
+            remaining = max(0, remaining - (limit - lease.started))
+            lease.allowed_until = limits[lease.grant.lease_id] = limit
+        return limits
 
-    def _refused(self, lease: ActiveLease, use: Used, refused: Refused | None) -> None:
-        """A use is not on record; `refused` says why, None if the reply did not mention it."""
-        refused = refused or Refused(use.lease_id, "unanswered", "the reply does not mention it", use.start)
+    def _refuse(self, lease: ActiveLease, use: Used, refused: RefusedUse | None) -> None:
+        """A use is not on record; `refused` has the reason, None if the reply did not mention it."""
+        refused = refused or RefusedUse(use.lease_id, "unanswered", "the reply does not mention it", use.start)
         self.log.warning(
             "use refused: lease=%s samples=[%d, %d) code=%s: %s",
             use.lease_id, use.start, use.stop, refused.code, refused.message,
         )  # fmt: skip
-        lease.refusals += 1
+        lease.num_refusals += 1
         is_lost = refused.code == "lost" or not use.start <= refused.offset <= lease.used
-        if is_lost or lease.refusals > _MAX_REFUSALS:
+        if is_lost or lease.num_refusals > _MAX_REFUSALS:
             self._lose(lease)
         else:
-            lease.acked = refused.offset  # The rest is signed again from there.
+            lease.acknowledged = refused.offset  # the rest is signed again from there
 
     def _lose(self, lease: ActiveLease) -> None:
-        if not lease.over:
-            lease.over = True
-            self.counts.lost += lease.taken > lease.grant.start
+        if not lease.ended:
+            lease.ended = True
+            self.counts.lost += lease.started > lease.grant.start
 
     def _drop(self, lease: ActiveLease) -> None:
-        """Forget a lease; what was used and is not on record is wasted."""
-        lease.over = True
-        self.counts.wasted += max(0, lease.used - lease.acked)
+        """Remove a lease; samples that were used but not acknowledged count as wasted."""
+        lease.ended = True
+        self.counts.wasted += max(0, lease.used - lease.acknowledged)
         del self._leases[lease.grant.lease_id]
-        if lease.path is not None and not lease.training:
+        if lease.path is not None and not lease.in_use:
             lease.path = None
             self._on_release(lease.grant)

@@ -1,12 +1,12 @@
-"""The worker: leases slices, fetches the next while it trains on this one, acknowledges what it used.
+"""The worker: leases slices, prefetches them while it trains, acknowledges what it used.
 
-The caller's thread trains. Others fetch ahead, into a cache from which other workers are served. One sends requests to
-the scheduler: each carries receipts under one signature, how far the worker will go on before it has the reply, which
-leases it releases and how many it wants. So a step waits neither for the network nor for the scheduler, except when
-data comes slower than it is used, and that wait is measured.
+The caller's thread trains. Others prefetch slices into a cache from which other workers are served. One talks to the
+scheduler: a request carries signed receipts, the limit up to which samples may be used before the response, released
+leases, and the number of leases wanted. So a step waits neither for the network nor for the scheduler, except when
+data arrives slower than it is used; that wait is measured.
 
-A lost lease repeats nothing: what was acknowledged is used, and the rest of the slice is leased to another worker.
-`wasted` counts the samples that were used here and not acknowledged: at most those of one `receipt_s`, and two steps.
+When a lease is lost, acknowledged samples stay used; the others are leased to another worker. `wasted` counts the
+samples that were used here and not acknowledged: at most those of one `receipt_s`, and two steps.
 """
 
 import contextlib
@@ -30,23 +30,26 @@ from forebay.network.limits import Throttle
 from forebay.network.pki.identity import Identity
 from forebay.network.reachability import named_host
 from forebay.network.revocation_sync import TrustWatch
-from forebay.scheduler.messages import Answer, Ask
-from forebay.storage.locks import Lock, try_take
+from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
+from forebay.storage.locks import Lock, try_acquire
 from forebay.storage.url_policy import FromUrls, check_from_urls
 from forebay.swarm.share import SliceShare
 from forebay.threads import Supervised
 from forebay.worker.consumer import Consumer, OnBatch, WorkerReport
-from forebay.worker.fetching import Fetcher, Shelf
+from forebay.worker.fetching import CacheIndex, SliceFetcher
 from forebay.worker.lease_buffer import LeaseBuffer
 from forebay.worker.lease_state import MAX_FETCHES, MAX_LEASES, LeaseState
-from forebay.worker.scheduler_client import Control, SchedulerGone
+from forebay.worker.scheduler_client import SchedulerClient, SchedulerUnreachableError
 from forebay.worker.trainer import check_trainer
 
+__all__ = ["WorkerReport", "run_worker"]
+
+STOPPING_S = 3.0  # after a stop, for the last requests and for slices that others are reading
 _CONTENT = re.compile(rb"([0-9a-f]{16}) (\d{1,9})\n")
 
 
 @dataclass(frozen=True)
-class Session:
+class SessionLock:
     """A session's name, and the number before that of its first attempt. Held until `close` or the process's end."""
 
     name: str
@@ -58,41 +61,40 @@ class Session:
         self.lock.release()
 
 
-def open_session(directory: Path) -> Session:
-    """The first session of a cache's directory that nobody has, begun or gone on with."""
+def open_session(directory: Path) -> SessionLock:
+    """Open the first unlocked session of the cache directory; create it if needed."""
     numbers = itertools.count()
-    while (lock := try_take(directory / f"session-{next(numbers)}")) is None:
+    while (lock := try_acquire(directory / f"session-{next(numbers)}")) is None:
         pass
-    found = _CONTENT.fullmatch(os.pread(lock.descriptor, 64, 0))
-    name = found[1].decode() if found else secrets.token_hex(8)
-    run = int(found[2]) + 1 if found else 0
+    match = _CONTENT.fullmatch(os.pread(lock.descriptor, 64, 0))
+    name = match[1].decode() if match else secrets.token_hex(8)
+    run = int(match[2]) + 1 if match else 0
     content = f"{name} {run}\n".encode()
     os.pwrite(lock.descriptor, content, 0)
     os.ftruncate(lock.descriptor, len(content))
-    return Session(name, run << 32, lock)
+    return SessionLock(name, run << 32, lock)
 
 
 @dataclass(frozen=True)
 class LeaseSettings:
-    """What a worker is told.
+    """The settings of a worker.
 
     Args:
-        name: The job's, by which the scheduler is found; "" takes whatever job the scheduler gives, and needs its
-            address.
-        cache_dir, cache_bytes: Where verified slices lie and how much they may take, partial ones included.
-        batch_size: Samples in a step; the last step of a slice may have fewer.
+        name: The job's, by which the scheduler is found; "" takes leases of any job of the scheduler at `scheduler`.
+        cache_dir, cache_bytes: The directory of verified slices, and how much they may take, partial ones included.
+        batch_size: Samples of a step; the last step of a slice may have fewer.
         scheduler: `host:port`; None finds it in the DHT.
-        trainer: auto, count, none, or FILE.py:NAME of a program of one's own.
-        receipt_s: A lost lease wastes at most the samples used in this time, and two steps; what was used is
+        trainer: auto, count, none, or FILE.py:NAME of a class of one's own.
+        receipt_s: A lost lease wastes at most the samples used in this time, and two steps; used samples are
             acknowledged twice as often.
-        patience_s: How long a scheduler, or providers, that do not answer are waited for. After 2.5 s a warning is
-            logged that says what for.
-        ahead: Leases beyond the one in use, 1 to 15; None: as many as keep the fetching ahead.
+        patience_s: How long the worker waits for a scheduler, or for providers, that do not answer. After 2.5 s a
+            warning says what it waits for.
+        prefetch: Leases beyond the one in use, 1 to 15; None: as many as are needed to hide the fetching.
         fetches: Slices fetched at once.
-        share: `host:port` where other workers get what this one cached, 0 for a free port, `0.0.0.0` or no host for
-            every address of this machine; None: nowhere.
-        upload_bytes_per_s: What it sends to them at most.
-        from_urls: Which URLs that data nodes stand for are read: none, `public` or `any` (see store.foreign).
+        share: `host:port` where other workers get cached slices, 0 for a free port, `0.0.0.0` or no host for every
+            address of this machine; None: nowhere.
+        upload_bytes_per_s: Limit of what is sent to other workers.
+        from_urls: Which URLs that data nodes stand for are read: none, `public` or `any` (see storage.url_policy).
     """
 
     name: str
@@ -103,7 +105,7 @@ class LeaseSettings:
     trainer: str = "auto"
     receipt_s: float = 1.0
     patience_s: float = 60.0
-    ahead: int | None = None
+    prefetch: int | None = None
     fetches: int = MAX_FETCHES
     share: str | None = None
     upload_bytes_per_s: float | None = None
@@ -121,16 +123,10 @@ class LeaseSettings:
             raise UsageError("worker: expected receipt_s and patience_s above 0.")
         if not self.name and not self.scheduler:
             raise UsageError("worker: expected a job's name or a scheduler's host:port, got neither.")
-        if self.ahead is not None and not 1 <= self.ahead <= MAX_LEASES - 1:
-            raise UsageError(f"worker: expected from 1 to {MAX_LEASES - 1} leases ahead, got {self.ahead}.")
+        if self.prefetch is not None and not 1 <= self.prefetch <= MAX_LEASES - 1:
+            raise UsageError(f"worker: expected from 1 to {MAX_LEASES - 1} leases ahead, got {self.prefetch}.")
         if self.share is not None and not re.fullmatch(r".*:\d{1,5}", self.share):
             raise UsageError(f"worker: expected share as HOST:PORT, or none, got {self.share!r}.")
-
-
-__all__ = ["WorkerReport", "run_worker"]
-
-# When told to stop: so long for what is still to be request.
-SETTLE_S = 3.0
 
 
 def run_worker(
@@ -143,7 +139,7 @@ def run_worker(
     stop: threading.Event | None = None,
     **options: Any,
 ) -> WorkerReport:
-    """Works until every sample of the job is used, or until `stop` is set: then it settles up and returns.
+    """Work until every sample of the job is used, or until `stop` is set; then acknowledge and release, and return.
 
     Args:
         discovery: The DHT; not needed with a scheduler's address.
@@ -153,7 +149,7 @@ def run_worker(
         options: The other fields of `LeaseSettings`, by name; `cache_dir`, `cache_bytes` and `batch_size` are needed.
 
     Raises:
-        NetworkError: If the scheduler, or all providers, stay away longer than `patience_s`.
+        NetworkError: If the scheduler, or all providers, do not answer for longer than `patience_s`.
         UsageError: If a slice does not fit the cache, or the trainer does not fit the data.
     """
     settings = LeaseSettings(name, **options)
@@ -162,61 +158,48 @@ def run_worker(
         client = stack.enter_context(contextlib.closing(Client(identity)))
         worker = _Worker(identity, client, settings, discovery, stop)
         stack.callback(worker.session.close)
-        trust = TrustWatch(identity, client, known=worker.control.known, discovery=discovery)
+        trust = TrustWatch(identity, client, known=worker.scheduler.addresses, discovery=discovery)
         stack.enter_context(contextlib.closing(trust.start()))
         if settings.share is not None:
             worker.share = _open_share(identity, settings, worker)
-            stack.callback(worker.share.close, SETTLE_S)
+            stack.callback(worker.share.close, STOPPING_S)
         return worker.run(on_batch, on_progress)
 
 
 class _Worker:
-    """One run: requests to the scheduler, in a thread, for the leases that a fetcher and a consumer work on."""
+    """One run: a thread's requests to the scheduler, for the leases that a fetcher and a consumer work on."""
 
     def __init__(
-        self,
-        identity: Identity,
-        client: Client,
-        settings: LeaseSettings,
-        discovery: Discovery | None,
+        self, identity: Identity, client: Client, settings: LeaseSettings, discovery: Discovery | None,
         stop: threading.Event,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.identity = identity
         self.settings = settings
         self.report = WorkerReport()
         self.cache = SliceCache(settings.cache_dir, settings.cache_bytes)
-        self.shelf = Shelf(self.cache)
+        self.index = CacheIndex(self.cache)
         self.share: SliceShare | None = None
         self._stop = stop
         self.session = open_session(self.cache.directory)
-        self.control = Control(
-            identity,
-            client,
-            settings.name,
-            discovery,
-            settings.scheduler,
-            settings.patience_s,
-            stop,
+        self.scheduler = SchedulerClient(
+            identity, client, settings.name, discovery, settings.scheduler, settings.patience_s, stop,
             self.session.first_attempt,
-        )
+        )  # fmt: skip
         state = LeaseState(
-            settings.batch_size,
-            settings.ahead,
-            settings.cache_bytes,
-            settings.receipt_s,
+            settings.batch_size, settings.prefetch, settings.cache_bytes, settings.receipt_s,
             lambda grant: self.cache.unpin(grant.sha256),
-        )
+        )  # fmt: skip
         self._leases = LeaseBuffer(state)
-        self._fetcher = Fetcher(
-            client, self.cache, self.shelf, self._leases, settings.patience_s, settings.fetches, settings.from_urls
+        self._fetcher = SliceFetcher(
+            client, self.cache, self.index, self._leases, settings.patience_s, settings.fetches, settings.from_urls
         )
         self._failure: Exception | None = None
-        self._is_gone = False
+        self._is_unreachable = False
         self._replied_at = time.monotonic()
-        self._sends_all = True
+        self._reports_all = True  # the next request says all that is cached, not only what changed
 
     def run(self, on_batch: OnBatch | None, on_progress: Callable[[dict[str, Any]], None] | None) -> WorkerReport:
-        """Works in this thread until the job is done or the worker is told to stop."""
+        """Work in this thread until the job is done or the worker is stopped."""
 
         def progress() -> None:
             if on_progress is not None:
@@ -237,73 +220,73 @@ class _Worker:
                 thread.stop()
                 thread.join()
             self._release_all()
-            leases.clear()
+            with leases.locked() as state:
+                state.clear()
         if (failure := self._failure or self._fetcher.failure) is not None:
             raise failure
-        self._tally()
+        self._update_report()
         consumer.measure()
         progress()
         return self.report
 
     def _watch(self) -> None:
-        """Ends the work when the worker is told to stop."""
+        """End the work when the worker is stopped."""
         while not self._leases.state.closed:
             if self._stop.wait(0.1):
                 self._leases.close()
 
     def _request(self) -> None:
-        """One request to the scheduler after the other, whenever one is due.
+        """Send one request after the other, whenever one is due.
 
         A `ForebayError` ends the work; so does any other exception once there was no reply for `patience_s`.
         """
         try:
             while self._leases.wait_due():
                 self._exchange(self._leases.request())
-        except SchedulerGone as error:
-            self._is_gone = True
+        except SchedulerUnreachableError as error:
+            self._is_unreachable = True
             self._failure = None if self._stop.is_set() else error
         except Exception as error:
-            is_passing = time.monotonic() - self._replied_at < self.settings.patience_s
-            if is_passing and not isinstance(error, ForebayError):
-                raise  # Logged, and run again after a wait: for want of a descriptor no work is given up.
+            is_transient = time.monotonic() - self._replied_at < self.settings.patience_s
+            if is_transient and not isinstance(error, ForebayError):
+                raise  # logged, and run again after a wait: a missing descriptor does not end the work
             self._failure = error
         self._leases.close()
 
     def _release_all(self) -> None:
-        """What was used is acknowledged, the rest released; uses of several jobs take a request each."""
-        if self._is_gone:
+        """Acknowledge what was used, release the rest; uses of several jobs take a request each."""
+        if self._is_unreachable:
             return
-        with contextlib.suppress(SchedulerGone):  # the leases expire by themselves
-            while (request := self._leases.request(last=True)).held:
-                self._exchange(request, SETTLE_S)
+        with contextlib.suppress(SchedulerUnreachableError):  # the leases expire without a request
+            while (request := self._leases.request(last=True)).known_leases:
+                self._exchange(request, STOPPING_S)
 
-    def _exchange(self, request: Ask, patience_s: float | None = None) -> None:
-        have = self.shelf.news(everything=self._sends_all) if self.share is not None else {}
-        reply = Answer.from_json(self.control.exchange(self._body(request, have), patience_s))
-        self.shelf.told(have)
-        self._sends_all = reply.tell_have
+    def _exchange(self, request: ExchangeRequest, patience_s: float | None = None) -> None:
+        share, cached = self.share, dict[str, str]()
+        if share is not None:
+            cached = self.index.changes(everything=self._reports_all)
+        signature = self.identity.sign(receipt_message(request.job_id, request.uses)).hex() if request.uses else ""
+        body = replace(
+            request, job=self.settings.name, session=self.session.name, cached=cached, signature=signature,
+            address=share.address if share is not None else "",
+        ).to_json()  # fmt: skip
+        reply = ExchangeReply.from_json(self.scheduler.exchange(body, patience_s))
+        self.index.mark_reported(cached)
+        self._reports_all = reply.report_cached
         self._leases.receive(request, reply)
         self._replied_at = time.monotonic()
 
-    def _body(self, request: Ask, have: dict[str, str]) -> dict[str, Any]:
-        """A request as /v1/exchange takes it, with one signature over all receipts."""
-        signature = self.identity.sign(receipt_message(request.job_id, request.uses)).hex() if request.uses else ""
-        return replace(
-            request, job=self.settings.name, session=self.session.name, have=have, signature=signature,
-            address=self.share.address if self.share is not None else "",
-        ).to_json()  # fmt: skip
-
-    def _tally(self) -> None:
+    def _update_report(self) -> None:
         report, state, fetcher = self.report, self._leases.state, self._fetcher
         report.wasted, report.leases_lost, report.done = state.counts.wasted, state.counts.lost, state.done
         report.bytes_fetched, report.slices_fetched = fetcher.bytes, fetcher.slices
         report.bytes_from_workers = fetcher.bytes_from_workers
         report.bytes_shared = self.share.bytes_sent if self.share is not None else 0
         report.num_left_out = state.num_left_out
-        report.rejected = [vars(bad) for bad in state.counts.bad]
+        report.rejected = [vars(provider) for provider in state.counts.rejected]
 
     def _progress(self) -> dict[str, Any]:
-        self._tally()
+        self._update_report()
         report = self.report
         return {
             "step": report.steps,
@@ -324,4 +307,6 @@ def _open_share(identity: Identity, settings: LeaseSettings, worker: _Worker) ->
     others = [settings.scheduler] if settings.scheduler else [f"{host}:{port}" for host, port in identity.bootstrap]
     named = named_host(host, others[0]) if others else host
     throttle = Throttle(upload_bytes_per_s=settings.upload_bytes_per_s)
-    return SliceShare(identity, worker.cache, worker.shelf.sizes, host or "0.0.0.0", int(port), throttle, named=named)
+    return SliceShare(
+        identity, worker.cache, worker.index.sizes, host or "0.0.0.0", int(port), throttle, advertised_host=named
+    )

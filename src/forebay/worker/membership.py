@@ -1,12 +1,12 @@
-"""A worker's place in a run: its rank and world size come from the coordinator, and stay true while it trains.
+"""A worker's membership of a run: the coordinator gives it a rank and world size, which hold while it trains.
 
 membership = Membership("127.0.0.1:8000", "worker-1", settings={"batch_size": 8})
-config = membership.agree()                     # what all workers of the run do; then build model and data
-generation = membership.join()                  # blocks until enough workers are there
+config = membership.agree()                     # the settings of all workers; then build model and data
+generation = membership.join()                  # blocks until enough workers have joined
 while step < config["num_steps"]:
     ...                                         # samples generation.samples(step, batch_size)
     step += 1
-    generation = membership.boundary(step)      # cheap; blocks only while a new generation forms
+    generation = membership.boundary(step)      # cheap; blocks only while a new generation is formed
 membership.leave(finished=True)
 """
 
@@ -26,10 +26,10 @@ from forebay.errors import NetworkError, ProtocolViolation, UsageError
 from forebay.network.client import Client, parse_address
 from forebay.threads import Supervised
 from forebay.worker.membership_state import (
-    CoordinatorGoneError,
+    CoordinatorUnreachableError,
     DuplicateWorkerError,
     Generation,
-    Member,
+    GenerationMember,
     MembershipLostError,
     MembershipState,
     Operation,
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from forebay.network.pki.identity import Identity
 
 __all__ = [
-    "CoordinatorGoneError",
+    "CoordinatorUnreachableError",
     "DuplicateWorkerError",
     "Generation",
-    "Member",
+    "GenerationMember",
     "Membership",
     "MembershipLostError",
 ]
@@ -57,17 +57,17 @@ class Membership:
     Args:
         coordinator: "host:port" or an http(s):// URL.
         worker_id: The worker's name in the run; generated where None. A restart under the same id gets its rank back.
-        address: Where peers meet this worker ("host:port"), handed out to them; "" where they need not.
-        settings: What this worker would do (dataset_type, dataset_name, tokenizer_name, batch_size, seq_len,
-            num_steps, seed …). The coordinator's own come first; what it does not say, the run's first worker does.
-        defaults: The same, as nobody chose it: where the run has another, nothing is said.
-        lockstep: Whether workers step together by a collective; then the source's weights count. Without, each
+        address: Where peers reach this worker ("host:port"), sent to them; "" where they need not.
+        settings: Proposed settings (dataset_type, dataset_name, tokenizer_name, batch_size, seq_len, num_steps,
+            seed …). The coordinator's own come first; those that it leaves open are the run's first worker's.
+        defaults: The same, not chosen by a user: where the run's settings differ, there is no message.
+        lockstep: Whether workers step together by a collective operation, with the weights of the source. Without, each
             catches up to the same step before a generation ends.
-        step, samples: Where this worker's checkpoint stands, if it has one: both count only where no worker of
-            the run's last generation is left.
+        step, samples: Of this worker's checkpoint, if it has one: they count only where no worker of the run's last
+            generation is left.
         identity: For a coordinator with --network; None speaks plain HTTP.
-        patience_s: How long a coordinator that does not answer is waited for.
-        on_note: Told in a line what a person may want to know.
+        patience_s: How long to wait for a coordinator that does not answer.
+        on_note: Called with a line for the user.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Membership:
         patience_s: float = 120.0,
         on_note: Callable[[str], None] | None = None,
     ) -> None:
-        self._at = _address(coordinator, identity)
+        self._coordinator = _address(coordinator, identity)
         self._client = Client(identity)
         self._on_note = on_note or (lambda text: None)
         self._state = MembershipState(
             worker_id or f"{socket.gethostname()}-{secrets.token_hex(4)}",
-            self._at,
+            self._coordinator,
             address=address,
             settings=settings or {},
             defaults=defaults or {},
@@ -114,12 +114,12 @@ class Membership:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the run does; empty before `agree`."""
+        """The settings of the run; empty before `agree`."""
         return self._state.config
 
     @property
     def generation(self) -> Generation:
-        """The generation that this worker is in; MembershipLostError before `join`."""
+        """The current generation; MembershipLostError before `join`."""
         if self._state.generation is None:
             raise MembershipLostError(f"worker {self.worker_id!r}: in no generation yet. Call join() first.")
         return self._state.generation
@@ -131,65 +131,65 @@ class Membership:
 
     @property
     def broken(self) -> bool:
-        """Whether a rank of this generation says that its step cannot be finished."""
+        """Whether a rank of this generation reports that its step cannot be finished."""
         return self._state.broken
 
     def agree(self) -> dict[str, Any]:
-        """What the run does: this worker's settings, with the coordinator's in their place where it has any.
+        """The settings of the run: this worker's, overridden by the coordinator's.
 
         Raises:
-            CoordinatorGoneError: After `patience_s` without an answer.
+            CoordinatorUnreachableError: After `patience_s` without an answer.
         """
         return self._drive(self._state.agree())
 
     def join(self) -> Generation:
-        """Becomes a member; returns when a generation with it begins, which may take until enough workers are there.
+        """Join the run; returns when a generation with this worker starts, once enough workers have joined.
 
         Raises:
             DuplicateWorkerError: If another live process has this worker id.
-            CoordinatorGoneError: After `patience_s` without an answer.
+            CoordinatorUnreachableError: After `patience_s` without an answer.
         """
         if self._heartbeats is not None:
-            self._heartbeats.stop()  # They end with their session; nobody waits for that.
+            self._heartbeats.stop()  # they end with their session
         generation = self._drive(self._state.join())
         self._heartbeats = Supervised(lambda: self._drive(self._state.heartbeats()), "membership heartbeats").start()
         return generation
 
     def boundary(self, step: int, *, stop: bool | None = None, broken: bool = False, holds: bool = True) -> Generation:
-        """To be called between steps, with the number of steps finished. The generation to go on in.
+        """Call this between steps, with the number of finished steps. Returns the generation to continue in.
 
-        Where its number is another, go on at its `start_step` and `start_sample`, with its source's weights.
-        Without a change it returns at once, no network.
+        If its number is new, continue at its `start_step` and `start_sample`, with its source's weights. Without a
+        change this returns at once, with no network access.
 
         Args:
-            stop: Whether to stop here for a change. None asks `changing`; in lockstep give what all ranks agreed on
-                in the step's collective (Collective.average does), so that all stop at the same step.
-            broken: The step under way failed, as a peer is gone: stops, and says so.
-            holds: False where this worker could not take over the weights of `step`: its own are the last it had.
+            stop: Whether to stop here for a change. None uses `changing`; in lockstep give the value that all ranks
+                agreed on in the step's collective (Collective.average does), so that all stop at the same step.
+            broken: The current step failed, as a peer is unreachable: stop, and report it.
+            holds: False where this worker could not take over the weights of `step`, and still has its earlier ones.
 
         Raises:
             MembershipLostError: If this worker was expelled: its steps since do not count. Call `join` again.
-            CoordinatorGoneError: After `patience_s` without an answer, where one is needed.
+            CoordinatorUnreachableError: After `patience_s` without an answer, where one is needed.
         """
         return self._drive(self._state.boundary(step, stop=stop, broken=broken, holds=holds))
 
     def past(self) -> list[tuple[int, int, int]]:
-        """The steps before this generation as (start, stop, world size), those that count, in order and without a gap.
+        """The steps before this generation that count, as (start, stop, world size), in order and without a gap.
 
         Raises:
-            CoordinatorGoneError: After `patience_s` without an answer.
+            CoordinatorUnreachableError: After `patience_s` without an answer.
         """
         spans: list[tuple[int, int, int]] = []
-        for one in self._drive(self._state.generations()):
-            start = int(one["start_step"])
+        for generation in self._drive(self._state.generations()):
+            start = int(generation["start_step"])
             spans = [(a, min(b, start), world) for a, b, world in spans if a < start]
-            if int(one["number"]) >= self.generation.number:
+            if int(generation["number"]) >= self.generation.number:
                 break
-            spans.append((start, self.generation.start_step, len(one["workers"])))
+            spans.append((start, self.generation.start_step, len(generation["workers"])))
         return [span for span in spans if span[0] < span[1]]
 
     def meet(self, key: str, value: bytes | None, wait_s: float = 0.0) -> bytes | None:
-        """Set a value for the ranks of this generation; without one what is there, within `wait_s`. From any thread.
+        """Set a value for the ranks of this generation; with None wait for it up to `wait_s`. From any thread.
 
         Raises:
             NetworkError: If the coordinator does not answer, or the generation has changed.
@@ -204,14 +204,16 @@ class Membership:
         try:
             return None if answer is None else base64.b64decode(answer, validate=True)
         except (ValueError, TypeError) as error:
-            raise ProtocolViolation(f"coordinator {self._at}: expected a value in base64, got {error}") from error
+            raise ProtocolViolation(
+                f"coordinator {self._coordinator}: expected a value in base64, got {error}"
+            ) from error
 
     def leave(self, *, finished: bool = False) -> None:
-        """Ends the membership; never raises for a coordinator that is away. May be called twice, and from any thread.
+        """End the membership; does not raise if the coordinator is unreachable. May be repeated, from any thread.
 
         Args:
-            finished: All steps are done: the others need no new generation. A coordinator that is away is asked for
-                `patience_s`, as it would wait for this worker for ever after its restart.
+            finished: All steps are done: the others need no new generation. The request is repeated for `patience_s`,
+                as the coordinator would wait for this worker after its restart.
         """
         if self._closing.is_set():
             return
@@ -221,7 +223,7 @@ class Membership:
             try:
                 self._drive(self._state.leave(finished=finished))
             except (NetworkError, MembershipLostError) as error:
-                self._on_note(f"left without telling the coordinator, which is away: {error}")
+                self._on_note(f"could not tell the coordinator that this worker leaves: {error}")
         self._state.closed = True
         self._closing.set()
         if self._heartbeats is not None:
@@ -230,7 +232,7 @@ class Membership:
         self._client.close()
 
     def _drive(self, operation: Operation[T]) -> T:
-        """Send what an operation asks for, until it has its result."""
+        """Send the requests of an operation, until it has its result."""
         answer: Any = None
         error: NetworkError | None = None
         while True:
@@ -252,9 +254,11 @@ class Membership:
     def _send(self, request: Request, timeout_s: float) -> dict[str, Any]:
         method = "GET" if request.body is None else "POST"
         body = None if request.body is None else dict(request.body)
-        answer, _ = self._client.request_json(self._at, method, request.path, body, timeout_s=timeout_s)
+        answer, _ = self._client.request_json(self._coordinator, method, request.path, body, timeout_s=timeout_s)
         if not isinstance(answer, dict):
-            raise ProtocolViolation(f"coordinator {self._at}{request.path}: expected an object, got {answer!r:.80}")
+            raise ProtocolViolation(
+                f"coordinator {self._coordinator}{request.path}: expected an object, got {answer!r:.80}"
+            )
         return answer
 
     def __enter__(self) -> Membership:
@@ -265,12 +269,12 @@ class Membership:
 
 
 def _address(coordinator: str, identity: Identity | None) -> str:
-    """`host:port` of what a person gave as the coordinator."""
+    """`host:port` of the coordinator option's value."""
     scheme, mark, rest = coordinator.partition("://")
-    wanted = "http" if identity is None else "https"
-    if mark and scheme.lower() != wanted:
+    expected = "http" if identity is None else "https"
+    if mark and scheme.lower() != expected:
         how = "it needs this node's directory: --network" if identity is None else "with a network it is https"
-        raise UsageError(f"coordinator: expected {wanted}://HOST:PORT, got {coordinator!r}: {how}.")
+        raise UsageError(f"coordinator: expected {expected}://HOST:PORT, got {coordinator!r}: {how}.")
     address = (rest if mark else coordinator).rstrip("/")
     parse_address(address)
     return address

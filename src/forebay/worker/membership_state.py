@@ -1,9 +1,9 @@
-"""A worker's membership of a run as a state machine: what to ask the coordinator, and what follows from its answers.
+"""A worker's membership of a run as a state machine: the requests to the coordinator, and what follows from answers.
 
 Pure: no socket, thread or sleep. Each operation is a generator: it yields a `Request` to send or a `Pause` to wait, is
 resumed with the answer's JSON object, and returns its result. A refusal (`RemoteError`) or a request without an answer
-(any other `NetworkError`) is thrown into it. `Membership` drives these from threads, `tests/sim` in virtual
-time. Two may be under way at once: `heartbeats`, and one of the others; a driver resumes one at a time.
+(any other `NetworkError`) is thrown into it. `Membership` drives these from threads, `tests/sim` in virtual time. Two
+operations may be active at once: `heartbeats`, and one of the others; a driver resumes one at a time.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from forebay.errors import LeaseError, NetworkError, ProtocolViolation
 from forebay.network.client import RemoteError
 from forebay.network.retry import backoff_s
 
-# How long the coordinator may hold a request of a worker that waits; one that is told to stop waits so long at most.
-WAIT_S = 2.0
+WAIT_S = 2.0  # how long the coordinator may hold a request of a worker that waits; bounds the time to stop, too
 FIRST_WAIT_S = 0.3
 MAX_PAUSE_S = RETRY_S / 1.5  # between two requests without an answer, on average; never more than RETRY_S
 
 
-class CoordinatorGoneError(NetworkError):
-    """The coordinator did not answer for as long as the worker was told to wait."""
+class CoordinatorUnreachableError(NetworkError):
+    """The coordinator did not answer within the worker's patience."""
 
 
 class DuplicateWorkerError(LeaseError):
@@ -35,12 +34,12 @@ class DuplicateWorkerError(LeaseError):
 
 
 class MembershipLostError(LeaseError):
-    """This process is no member any more: it was taken for dead, or its id was taken over."""
+    """This process is not a member any more: it was removed as dead, or its id was taken over."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """To be sent to the coordinator: a POST, or a GET where `body` is None. It is answered within `wait_s` or so."""
+    """A request to the coordinator: a POST, or a GET where `body` is None. The answer takes about `wait_s`."""
 
     path: str
     body: Mapping[str, Any] | None
@@ -49,7 +48,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Pause:
-    """Nothing is sent for so long."""
+    """A wait without a request."""
 
     seconds: float
 
@@ -59,8 +58,8 @@ Operation: TypeAlias = Generator[Request | Pause, Any, T]
 
 
 @dataclass(frozen=True)
-class Member:
-    """One worker of a generation; `address` is where its peers meet it, "host:port", or ""."""
+class GenerationMember:
+    """One worker of a generation; `address` is where its peers reach it, "host:port", or ""."""
 
     worker_id: str
     rank: int
@@ -69,15 +68,15 @@ class Member:
 
 @dataclass(frozen=True)
 class Generation:
-    """A membership that does not change: it holds for the steps from `start_step` to the next generation's.
+    """A fixed membership: valid for the steps from `start_step` to the next generation's.
 
     Args:
         number: Rises with every change; groups and keys of an old number must not be used again.
-        rank, world_size: This worker's place.
-        start_step: The step to go on at, the number of steps that the run has finished.
+        rank, world_size: This worker's rank, and the number of workers.
+        start_step: The step to continue at, the number of steps that the run has finished.
         start_sample: Samples of the global order that those steps used.
         members: In rank order.
-        source: The rank whose weights count at `start_step`; the others take them over.
+        source: The rank whose weights the others take over at `start_step`.
         run_id: The same for all generations of a run.
     """
 
@@ -86,20 +85,20 @@ class Generation:
     world_size: int
     start_step: int
     start_sample: int
-    members: tuple[Member, ...]
+    members: tuple[GenerationMember, ...]
     source: int
     run_id: str
 
     @classmethod
     def from_json(cls, value: Any) -> Generation:
-        """A generation as the coordinator must describe it; ProtocolViolation if it does not."""
+        """Parse a generation of a response; ProtocolViolation if it is malformed."""
         try:
             return _GENERATION.validate_python(value)
         except ValueError as error:
             raise ProtocolViolation(f"coordinator: expected a generation, got {value!r:.200}") from error
 
     def first_sample(self, step: int, batch_size: int) -> int:
-        """The first global sample of a step: those of the step are the next batch_size * world_size."""
+        """The first of the batch_size * world_size global samples of a step."""
         return self.start_sample + (step - self.start_step) * batch_size * self.world_size
 
     def samples(self, step: int, batch_size: int) -> range:
@@ -115,7 +114,7 @@ class MembershipState:
     """One process's membership of a run; `settings` to `on_note` as of `Membership`.
 
     `coordinator` is its address, for messages. `clock` gives seconds of which only differences count, `new_session` a
-    name that no process had before; `random` spreads the repetitions of requests.
+    name that no other process has; `random` spreads the retries of requests.
     """
 
     def __init__(
@@ -136,10 +135,10 @@ class MembershipState:
         random: Random,
     ) -> None:
         self.worker_id = worker_id
-        self.config: dict[str, Any] = {}  # what the run does, once agreed
-        self.generation: Generation | None = None  # None before it joined
+        self.config: dict[str, Any] = {}  # the settings of the run, after `agree`
+        self.generation: Generation | None = None  # None before `join`
         self.session = ""
-        self.closed = False  # it has left; what is under way ends
+        self.closed = False  # it has left; active operations end
         self._coordinator = coordinator
         self._address = address
         self._settings = {**settings, "lockstep": lockstep}
@@ -150,7 +149,7 @@ class MembershipState:
         self._new_session = new_session
         self._random = random
         self._step = step
-        self._weights = (step, samples)  # The step and samples that this worker's weights have learned.
+        self._weights = (step, samples)  # steps and samples that this worker's weights were trained for
         self._run_to = 0
         self._changing = self._broken = False
         self._lost = ""
@@ -159,26 +158,26 @@ class MembershipState:
 
     @property
     def changing(self) -> bool:
-        """As of the last answer."""
+        """Whether another generation is wanted, by the last answer."""
         return self._changing or bool(self._lost)
 
     @property
     def broken(self) -> bool:
-        """As of the last answer."""
+        """Whether the current step cannot be finished, by the last answer."""
         return self._broken or bool(self._lost)
 
     def agree(self) -> Operation[dict[str, Any]]:
         """As `Membership.agree`."""
-        wanted = {**self._defaults, **self._settings}
-        answer = yield from self._call("/v1/config", {"settings": wanted})
+        proposed = {**self._defaults, **self._settings}
+        answer = yield from self._call("/v1/config", {"settings": proposed})
         try:
             self._heartbeat_s, self._lost_s = float(answer["heartbeat_s"]), float(answer["lost_s"])
-            config = {**wanted, **answer["config"]}
+            config = {**proposed, **answer["config"]}
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolViolation(f"coordinator: expected a configuration, got {answer!r:.200}") from error
         for key, value in self._settings.items():
             if value is not None and config[key] != value:
-                self._on_note(f"{key}: the run's {config[key]!r} holds, not {value!r} as given to {self.worker_id}")
+                self._on_note(f"{key}: the run has {config[key]!r}, which overrides {value!r} of {self.worker_id}")
         self.config = config
         return dict(config)
 
@@ -205,7 +204,7 @@ class MembershipState:
             if "generation" in answer:
                 return self._enter(answer["generation"])
             waiting = answer.get("waiting", {})
-            text = f"waiting for a generation: {waiting.get('members')} here, {waiting.get('waits_for')} waited for"
+            text = f"waiting for a generation: {waiting.get('members')} members, waits for {waiting.get('waits_for')}"
             if text != noted:
                 self._on_note(noted := text)
             wait_s = WAIT_S
@@ -245,7 +244,7 @@ class MembershipState:
         return (yield from self._call("/v1/log", None))["generations"]
 
     def heartbeats(self) -> Operation[None]:
-        """Shows the coordinator that this worker lives, and learns of changes, until the session ends."""
+        """Send heartbeats and receive changes, until the session ends."""
         session, pause_s = self.session, 0.1
         wait_s = min(self._heartbeat_s, HEARTBEAT_WAIT_S)
         while not self.closed and self.session == session and self.generation is not None:
@@ -261,17 +260,17 @@ class MembershipState:
                     self._lost = str(error)
                     return
             except NetworkError:
-                pass  # Training goes on without the coordinator.
+                pass  # training continues without the coordinator
             if answer and self.generation.number == number:
                 self._changing = answer.get("changing") is True
                 self._broken = answer.get("broken") is True
             if not answer or self._changing:
-                # While a change is awaited at a boundary, news that it was called off may take this long.
+                # While a change waits for a boundary, its cancellation may arrive this late.
                 yield Pause(pause_s)
                 pause_s = min(RETRY_S, 2 * pause_s) if not answer else 0.1
 
     def leave(self, *, finished: bool = False) -> Operation[None]:
-        """As `Membership.leave`; raises where the coordinator could not be told."""
+        """As `Membership.leave`; raises if the coordinator is unreachable."""
         number = self.generation.number if self.generation is not None else 0
         body = {**self._me(), "generation": number, "step": self._step, "finished": finished}
         try:
@@ -297,7 +296,7 @@ class MembershipState:
         return generation
 
     def _call(self, path: str, body: Mapping[str, Any] | None, wait_s: float = 0.0) -> Operation[Any]:
-        """One request, repeated with back-off while the coordinator is away."""
+        """One request, repeated with back-off while the coordinator is unreachable."""
         deadline, tried, noted = self._clock() + self._patience_s, 0, False
         while True:
             if self.closed:
@@ -310,15 +309,15 @@ class MembershipState:
                 tried += 1
                 pause_s = backoff_s(tried, 0.05, MAX_PAUSE_S, chance=self._random)
                 if self._clock() + pause_s > deadline:
-                    raise CoordinatorGoneError(
+                    raise CoordinatorUnreachableError(
                         f"coordinator {self._coordinator}: no answer for {self._patience_s:g} s. Start it with "
-                        f"`forebay coordinate --listen {self._coordinator}`, or say where it is: --coordinator, "
+                        f"`forebay coordinate --listen {self._coordinator}`, or give its address: --coordinator, "
                         f"FOREBAY_COORDINATOR. Last: {error}"
                     ) from error
                 if not noted and tried > 4:
                     self._on_note(
-                        f"coordinator {self._coordinator} does not answer, asking for {self._patience_s:g} s. To start "
-                        f"one: forebay coordinate --listen {self._coordinator}"
+                        f"coordinator {self._coordinator} does not answer; retrying for {self._patience_s:g} s. Start "
+                        f"one with: forebay coordinate --listen {self._coordinator}"
                     )
                     noted = True
             yield Pause(pause_s)

@@ -11,15 +11,15 @@ from forebay.errors import UsageError
 from forebay.simulate.bound import lease_bound
 from forebay.simulate.faults import draw
 from forebay.simulate.links import Clock, Links, fair_rates
-from forebay.simulate.settings import Settings
-from forebay.simulate.usage_record import Book, Range
+from forebay.simulate.settings import SimulationSettings
+from forebay.simulate.usage_record import UsageRecord, UsedRange
 
 
 def test_events_come_in_order_of_their_moment_then_of_their_making() -> None:
     clock, seen = Clock(), list[str]()
-    clock.at(2.0, lambda: seen.append("late"))
-    clock.at(1.0, lambda: seen.append("first"))
-    clock.at(1.0, lambda: seen.append("second"))
+    clock.call_at(2.0, lambda: seen.append("late"))
+    clock.call_at(1.0, lambda: seen.append("first"))
+    clock.call_at(1.0, lambda: seen.append("second"))
     assert not clock.run(lambda: False, 10.0)
     assert seen == ["first", "second", "late"]
     assert clock.now == 2.0
@@ -56,24 +56,24 @@ def test_a_transfer_speeds_up_when_another_ends() -> None:
     assert links.sent[origin] == pytest.approx(40.0)
 
 
-def _use(start: int, stop: int, at: float = 1.0, worker: int = 0) -> Range:
-    return Range(0, 0, start, stop, at, worker)
+def _use(start: int, stop: int, at: float = 1.0, worker: int = 0) -> UsedRange:
+    return UsedRange(0, 0, start, stop, at, worker)
 
 
 def test_the_record_tells_lost_repeated_late_and_wasted_samples_apart() -> None:
     samples = np.array([8], np.int64)
     whole = [_use(0, 8)]
-    assert Book(samples, 1, whole, whole).check().ok
-    assert Book(samples, 1, [_use(0, 6)], [_use(0, 6)]).check().missing == 2
-    assert Book(samples, 1, whole, [_use(0, 6)]).check().missing == 2  # used, and not on record
-    assert Book(samples, 1, [*whole, _use(4, 6, worker=1)], whole).check().repeated == 2
-    wasted = Book(samples, 1, [*whole, _use(4, 6, worker=1)], whole, [_use(4, 6, worker=1)]).check()
+    assert UsageRecord(samples, 1, whole, whole).check().ok
+    assert UsageRecord(samples, 1, [_use(0, 6)], [_use(0, 6)]).check().missing == 2
+    assert UsageRecord(samples, 1, whole, [_use(0, 6)]).check().missing == 2  # used, and not on record
+    assert UsageRecord(samples, 1, [*whole, _use(4, 6, worker=1)], whole).check().repeated == 2
+    wasted = UsageRecord(samples, 1, [*whole, _use(4, 6, worker=1)], whole, [_use(4, 6, worker=1)]).check()
     assert wasted.ok and wasted.wasted == 2
-    assert Book(samples, 1, whole, whole).check(deadline=0.5).late == 8
+    assert UsageRecord(samples, 1, whole, whole).check(deadline=0.5).late == 8
 
 
 def test_bounds_hold_for_worlds_that_can_be_computed_by_hand() -> None:
-    world = Settings(
+    world = SimulationSettings(
         workers=4, slices=8, samples=10, spread=0.0, speed=1.0, up=1e6, down=1e6, slice_bytes=1_000_000,
         origin_up=1e9, latency_s=1e-6,
     )  # fmt: skip
@@ -83,5 +83,5 @@ def test_bounds_hold_for_worlds_that_can_be_computed_by_hand() -> None:
 
 def test_settings_that_cannot_be_are_refused_and_the_rest_say_how_to_run_them_again() -> None:
     with pytest.raises(UsageError, match="churn"):
-        Settings(churn=2.0)
-    assert "--seed 7 --churn 0.25" in Settings(seed=7, churn=0.25).command()
+        SimulationSettings(churn=2.0)
+    assert "--seed 7 --churn 0.25" in SimulationSettings(seed=7, churn=0.25).command()

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forebay.cli import main
-from forebay.simulate import Settings, leasing, simulate
+from forebay.simulate import SimulationSettings, leasing, simulate
 from forebay.simulate.faults import draw
 
 _NUM_WORLDS = int(os.environ.get("FOREBAY_WORLDS", "6"))
@@ -31,37 +31,37 @@ _SMALL = {"workers": 8, "slices": 24, "samples": 64, "speed": 4.0, "exchange_s":
 def test_every_sample_is_used_exactly_once(
     seed: int, churn: float, liars: float, restarts: int, partitions: int, lost: float
 ) -> None:
-    world = Settings(
+    world = SimulationSettings(
         **_SMALL, seed=seed, churn=churn, liars=liars, restarts=restarts, partitions=partitions, lost=lost,
         partition_s=25.0,
     )  # fmt: skip
     result = simulate(world)
-    assert result.ok, result.words()
+    assert result.ok, result.to_text()
     if not restarts and result.counts["longest_silence_s"] < world.lease_s:  # No live worker loses a lease.
-        assert result.counts["wasted_by_living"] == 0, result.words()
+        assert result.counts["wasted_by_living"] == 0, result.to_text()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_request_that_comes_twice_is_answered_twice(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections close before the reply, and the transport sends the same attempt again. Without the first reply kept
     for it, the scheduler refuses the repeat as late, the workers end, and samples stay unused."""
-    world = Settings(**_SMALL, lost=0.2, seed=seed)
+    world = SimulationSettings(**_SMALL, lost=0.2, seed=seed)
     result = simulate(world)
-    assert result.ok, result.words()
+    assert result.ok, result.to_text()
     monkeypatch.setattr(leasing._Scheduler, "_repeat", lambda *_: None)
     result = simulate(world)
-    assert not result.ok and result.verdict.missing > 0
-    assert "workers ended: exchange: attempt" in result.fault, result.words()
+    assert not result.ok and result.usage.missing > 0
+    assert "workers ended: exchange: attempt" in result.fault, result.to_text()
 
 
 def test_as_many_slices_are_fetched_at_once_as_told() -> None:
     """A slow link: with one fetch at a time the first slice is here sooner than with four that share the link."""
     world = {**_SMALL, "workers": 1, "slices": 8, "spread": 0.0, "down": 1e6, "slice_bytes": 16_000_000}
-    one, four = (_first_use(Settings(**world, fetches=fetches)) for fetches in (1, 4))  # type: ignore[arg-type]
+    one, four = (_first_use(SimulationSettings(**world, fetches=fetches)) for fetches in (1, 4))  # type: ignore[arg-type]
     assert 16 < one < 20 and 32 < four < 36  # It asks for two leases before it knows its speed.
 
 
-def _first_use(settings: Settings) -> float:
+def _first_use(settings: SimulationSettings) -> float:
     assert simulate(settings).ok
     world = leasing._World(settings, draw(settings, 1.0))
     assert world.clock.run(lambda: any(worker._step for worker in world.workers.values()), 100.0)
@@ -69,17 +69,17 @@ def _first_use(settings: Settings) -> float:
 
 
 def test_without_faults_nothing_is_wasted_and_the_bound_is_near() -> None:
-    results = [simulate(Settings(**{**_SMALL, "slices": 80, "seed": seed})) for seed in range(5)]
+    results = [simulate(SimulationSettings(**{**_SMALL, "slices": 80, "seed": seed})) for seed in range(5)]
     for result in results:
         assert result.ok
-        assert result.verdict.wasted == 0
+        assert result.usage.wasted == 0
         assert result.origin_ratio == pytest.approx(1.0)
         assert result.time_ratio >= 1.0
     assert median(result.time_ratio for result in results) < 1.2
 
 
 def test_the_same_seed_gives_the_same_bytes() -> None:
-    world = Settings(**_SMALL, churn=0.5, seed=3)
+    world = SimulationSettings(**_SMALL, churn=0.5, seed=3)
     one, two = simulate(world), simulate(world)
     assert json.dumps(one.to_json()) == json.dumps(two.to_json())
 
@@ -89,10 +89,10 @@ def test_a_scheduler_that_loses_uses_is_caught(monkeypatch: pytest.MonkeyPatch) 
     real = leasing._Scheduler._keep
 
     def forgets(self: leasing._Scheduler, events: list[object]) -> None:
-        real(self, [event for event in events if type(event).__name__ != "Recorded"])  # type: ignore[misc]
+        real(self, [event for event in events if type(event).__name__ != "UsesRecorded"])  # type: ignore[misc]
 
     monkeypatch.setattr(leasing._Scheduler, "_keep", forgets)
-    result = simulate(Settings(**_SMALL, restarts=4, outage_s=1.0, seed=1))
+    result = simulate(SimulationSettings(**_SMALL, restarts=4, outage_s=1.0, seed=1))
     assert not result.ok
 
 

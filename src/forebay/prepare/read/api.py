@@ -32,8 +32,8 @@ from forebay.files import atomic_write, remove_stale
 from forebay.network.retry import backoff_s
 from forebay.prepare.settings import Count, Number, Settings, field_types
 from forebay.storage.base import PermanentError, Timeouts, TransientError
-from forebay.storage.http import WebOrigin, asked_wait_s
-from forebay.storage.locks import try_take
+from forebay.storage.http import WebOrigin, retry_delay_s
+from forebay.storage.locks import try_acquire
 from forebay.toml import read_toml
 
 MAX_PAGE_BYTES = 64 << 20
@@ -160,7 +160,7 @@ def acquire(
     """
     spec, folder = read_spec(spec_path), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    lock = try_take(folder / "lock")
+    lock = try_acquire(folder / "lock")
     if lock is None:
         raise UsageError(f"{folder}: another run downloads into it. Wait for it, or name another folder.")
     with lock, (folder / "items.jsonl").open("ab") as file:
@@ -264,7 +264,7 @@ class _Client:
         self._spec, self._not_before = spec, 0.0
         self._parameters = {key: _expand(value) for key, value in spec.parameters.items()}
         headers = {**_HEADERS, **{key: _expand(value) for key, value in spec.headers.items()}}
-        self._origin = WebOrigin(spec.url, headers=headers, patience=Timeouts(_TIMEOUT_S, _TIMEOUT_S), same_host=True)
+        self._origin = WebOrigin(spec.url, headers=headers, timeouts=Timeouts(_TIMEOUT_S, _TIMEOUT_S), same_host=True)
 
     def get(self, cursor: str) -> object:
         """The page at a cursor; the first one at ""."""
@@ -293,7 +293,7 @@ class _Client:
         parameters = {**self._parameters, **({spec.next_parameter: cursor} if cursor else {})}
         query = urllib.parse.urlencode(parameters)
         try:
-            body, headers = self._origin.ask(
+            body, headers = self._origin.get_with_headers(
                 "", MAX_PAGE_BYTES, spec.url + ("&" if "?" in spec.url else "?") + query if query else spec.url
             )
         except PermanentError as error:
@@ -303,7 +303,7 @@ class _Client:
         remaining = headers.get("X-Ratelimit-Remaining") or headers.get("X-Rate-Limit-Remaining") or "nan"
         with suppress(ValueError):
             if float(remaining) < 1:  # This was the last request of the server's period.
-                self._not_before = max(self._not_before, time.time() + min(asked_wait_s(headers), spec.max_wait_s))
+                self._not_before = max(self._not_before, time.time() + min(retry_delay_s(headers), spec.max_wait_s))
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as error:

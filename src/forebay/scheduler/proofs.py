@@ -1,0 +1,66 @@
+"""The scheduler's check that a worker which uses a slice has it, by the proofs of `messages.py`.
+
+The proofs of a worker's first leases are compared with the bytes of a data node, later those of one lease in 16.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from forebay.network.app import ApiError
+from forebay.network.pki.identity import Identity, Peer
+from forebay.scheduler.catalog import Catalog, JobPlan
+from forebay.scheduler.core import SchedulerCore
+from forebay.scheduler.messages import UseMessage, is_checked, proof_of, range_of
+
+
+class ProofChecker:
+    """Checks the proofs of a request. Its choice of leases is the same after a restart, and unknown to workers."""
+
+    def __init__(
+        self, identity: Identity, plans: Mapping[str, JobPlan], catalog: Catalog, lock: threading.Lock
+    ) -> None:
+        self._identity, self._plans, self._catalog, self._lock = identity, plans, catalog, lock
+        self._secret = hashlib.sha256(identity.sign(b"forebay/1 checks of leases")).digest()
+        self._num_proven = Counter[str]()  # by peer: proofs that were checked and valid
+
+    async def check(self, peer: Peer, uses: Sequence[UseMessage], core: SchedulerCore) -> None:
+        """Raise ApiError for a first use without a proof that the worker has its slice, and for a use too soon."""
+        now = time.monotonic()
+        for use in {use.lease_id: use for use in reversed(uses)}.values():
+            location = core.find(use.lease_id)
+            lease = location[2].leases.get(use.lease_id) if location is not None else None
+            if location is None or lease is None or lease.worker != peer.peer_id or lease.position > lease.start:
+                continue  # the core refuses it, or its proof was accepted before
+            job, dataset, _ = location
+            plan, subject = self._plans[job.name], f"uses of lease {use.lease_id}"
+            tokens = (use.stop - use.start) * plan.seq_len
+            if (wait_s := tokens / plan.max_tokens_per_s - (now - lease.progress_at)) > 0:
+                raise ApiError(429, "too_fast", f"{subject}: {tokens:,} tokens too soon (--max-tokens-per-s)", wait_s)
+            if not use.proof:
+                raise ApiError(400, "no_proof", f"{subject}: expected a proof that the worker has its slice")
+            if not is_checked(self._secret, use.lease_id, self._num_proven[peer.peer_id]):
+                continue
+            dataset_id = job.spec.sources[dataset].dataset_id
+            is_valid = await asyncio.to_thread(self._is_valid, dataset_id, lease.slice_index, use, peer.peer_id)
+            if is_valid is False:
+                with self._lock:
+                    core.bar(peer.peer_id, time.monotonic())
+                self._identity.note("false_proof", peer=peer.peer_id, lease=use.lease_id)
+                raise ApiError(403, "false_proof", f"{subject}: the proof does not match its slice's bytes")
+            self._num_proven[peer.peer_id] += is_valid is True
+
+    def _is_valid(self, dataset_id: str, index: int, use: UseMessage, peer_id: str) -> bool | None:
+        """Whether a proof matches a slice's bytes, as an origin sends them; None: none answers now."""
+        row = self._catalog.slice_info(dataset_id, index)
+        assert row is not None
+        is_valid = None
+        for data in self._catalog.read_range(dataset_id, index, *range_of(use.lease_id, peer_id, row.bytes)):
+            is_valid = hmac.compare_digest(use.proof, proof_of(use.lease_id, peer_id, data))
+            if is_valid:  # else the origin may be corrupt, or lie
+                break
+        return is_valid
