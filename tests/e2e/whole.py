@@ -128,8 +128,8 @@ def recipe(model: Path | None) -> dict[str, Any]:
 
 def small_tasks() -> None:
     """Small pieces and buckets, in this process, which plans."""
-    from forebay.formats import sources
     from forebay.formats import text as lines
+    from forebay.prepare import inputs as sources
     from forebay.prepare.outputs import dataset as finish
     from forebay.prepare.tasks import shuffle
 
