@@ -221,7 +221,8 @@ def without(folder: Path) -> Callable[[str], dict[str, str]]:
     """The environment of a machine on which some packages are not installed."""
     (folder / "stub").mkdir()
     (folder / "stub/sitecustomize.py").write_text(BLOCK)
-    return lambda names: {"PYTHONPATH": str(folder / "stub"), "FOREBAY_TEST_ABSENT": ",".join(names.split())}
+    path = os.pathsep.join([str(folder / "stub"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return lambda names: {"PYTHONPATH": path, "FOREBAY_TEST_ABSENT": ",".join(names.split())}
 
 
 def test_without_any_extra_plain_text_is_prepared(tmp_path: Path, without: Callable[[str], dict[str, str]]) -> None:

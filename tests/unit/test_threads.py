@@ -75,7 +75,7 @@ BARE_THREADS = {
     "cache/prefetch.py": "hands its exception to whoever waits for a slice",
     "prepare/engines/local.py": "ends the process with its parent",
     "storage/hub_reader.py": "hands its exception to whoever waits for a block",
-    "prepare/read/stackexchange.py": "hands its exception to the reader",
+    "formats/stackexchange.py": "hands its exception to the reader",
 }
 """Modules that may start a thread that is not supervised, each once, and why."""
 
