@@ -34,7 +34,7 @@ from forebay.ledger.receipts import Used, receipt_message
 from forebay.network.app import JsonResponse, Request, Response, make_app
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
-from forebay.network.limits import Limits
+from forebay.network.limits import ServerLimits
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.network.server import Server
 from forebay.scheduler.messages import prove
@@ -58,7 +58,7 @@ def _serve_bare(node: str, workers: int, door: Connection) -> None:
     async def answer(request: Request) -> Response:
         return JsonResponse({"path": request.url.path})
 
-    limits = Limits(connections=most, connections_per_peer=most, handshakes_per_address=most, idle_s=300.0)
+    limits = ServerLimits(connections=most, connections_per_peer=most, handshakes_per_address=most, idle_s=300.0)
     with Server(app, Identity.load(node), "127.0.0.1", 0, limits=limits) as server:
         door.send(server.port)
         door.recv()

@@ -8,7 +8,7 @@ Then the ledger must prove that every sample was used once, every worker must en
 longer than DEADLINE undisturbed jobs. A seed decides what is done and when; which request meets a cut depends on time.
 
 `python -m benchmarks.cutting_proxy` runs 200 seeds. `--tasks` is the second part: each background task that
-`Supervised`, or a server's loop, keeps alive raises once, at its start and while it runs; 10 s and one and a half
+`SupervisedThread`, or a server's loop, keeps alive raises once, at its start and while it runs; 10 s and one and a half
 undisturbed jobs later the job has to be done.
 """
 
@@ -50,14 +50,15 @@ from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.ledger.verify import verify_ledger
 from forebay.load.loader import Loader
-from forebay.network.client import Client, parse_address
+from forebay.network.addresses import parse_address
+from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import Discovery
 from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.network.server import Server
 from forebay.scheduler.server import SchedulerService
 from forebay.storage.origins import open_remote
-from forebay.threads import Supervised
+from forebay.threads import SupervisedThread
 from forebay.worker.lease_worker import run_worker
 
 DEADLINE = 10.0  # undisturbed jobs that a disturbed one may take
@@ -167,15 +168,15 @@ class Injection:
     raised: bool = False
 
     def install(self) -> None:
-        begin, supervise = Supervised.__init__, Server._supervise
+        begin, supervise = SupervisedThread.__init__, Server._supervise
 
-        def init(thread: Supervised, target: Callable[[], object], name: str, **options: Any) -> None:
+        def init(thread: SupervisedThread, target: Callable[[], object], name: str, **options: Any) -> None:
             begin(thread, lambda: self._run(target, name), name, **options)
 
         async def supervised(server: Server, name: str, body: Callable[[], Awaitable[None]]) -> None:
             await supervise(server, name, lambda: self._await(body, f"task {name}"))
 
-        Supervised.__init__, Server._supervise = init, supervised  # type: ignore[method-assign,assignment]
+        SupervisedThread.__init__, Server._supervise = init, supervised  # type: ignore[method-assign,assignment]
 
     def _is_due(self, name: str) -> bool:
         kind = re.sub(r"[\s-]*\d+$", "", name)

@@ -26,8 +26,8 @@ from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_token_slice
+from forebay.network.addresses import HostPort
 from forebay.network.client import Client
-from forebay.network.discovery import Address
 from forebay.network.limits import Throttle
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.scheduler.server import SchedulerService
@@ -53,7 +53,7 @@ class Table:
         """See Discovery."""
         self._ports.setdefault(key, []).append(port)
 
-    def find(self, key: bytes, timeout_s: float) -> list[Address]:
+    def find(self, key: bytes, timeout_s: float) -> list[HostPort]:
         """See Discovery."""
         return [(HOST, port) for port in dict.fromkeys(self._ports.get(key, ()))]
 

@@ -31,7 +31,8 @@ from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.mirror.dataset import mirror_by_swarm
-from forebay.network.client import Client, parse_address
+from forebay.network.addresses import parse_address
+from forebay.network.client import Client
 from forebay.network.limits import Throttle
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.storage.origins import open_remote

@@ -22,8 +22,9 @@ import psutil
 from benchmarks.measure import Figure, cpu_s, median, process_cpu_s, show
 from forebay.errors import NetworkError
 from forebay.network.app import Request, Response, file_response, make_app
-from forebay.network.client import CHUNK_BYTES, Client
-from forebay.network.limits import Limits
+from forebay.network.client import Client
+from forebay.network.http import CHUNK_BYTES
+from forebay.network.limits import ServerLimits
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.network.server import Server
 from forebay.storage.peer_source import read_by_hash
@@ -40,7 +41,7 @@ def _serve_forebay(node: str, path: str, door: Connection) -> None:
     async def answer(request: Request, sha256: str) -> Response:
         return file_response(request, Path(path), NUM_BYTES)
 
-    server = Server(app, Identity.load(node), "127.0.0.1", 0, limits=Limits(connections_per_peer=256))
+    server = Server(app, Identity.load(node), "127.0.0.1", 0, limits=ServerLimits(connections_per_peer=256))
     server.start()
     door.send(server.port)
     door.recv()

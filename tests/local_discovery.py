@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from forebay.network.discovery import Address
+from forebay.network.addresses import HostPort
 
 
 class LocalDiscovery:
     """Discovery without a network: one table, shared by whoever holds this object, or addresses known before."""
 
-    def __init__(self, host: str = "127.0.0.1", known: Iterable[Address] = ()) -> None:
+    def __init__(self, host: str = "127.0.0.1", known: Iterable[HostPort] = ()) -> None:
         self._host = host
         self._known = list(known)
-        self._table: dict[bytes, list[Address]] = {}
+        self._table: dict[bytes, list[HostPort]] = {}
         self._lock = threading.Lock()
 
     def announce(self, key: bytes, port: int) -> None:
@@ -24,7 +24,7 @@ class LocalDiscovery:
             if (self._host, port) not in held:
                 held.append((self._host, port))
 
-    def find(self, key: bytes, timeout_s: float) -> list[Address]:
+    def find(self, key: bytes, timeout_s: float) -> list[HostPort]:
         """See Discovery. Answers at once."""
         with self._lock:
             return list(dict.fromkeys(self._table.get(key, []) + self._known))

@@ -22,12 +22,12 @@ from typing import Any, Self
 from forebay.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE
 from forebay.dataset.reader import Dataset, listed_files
 from forebay.errors import DatasetError, UsageError
-from forebay.network.access import Access
+from forebay.network.access import AccessPolicy
 from forebay.network.app import ApiError, JsonResponse, Metric, Request, Response, counter, gauge, peer_of
 from forebay.network.discovery import Discovery
-from forebay.network.limits import Limits, Throttle
-from forebay.network.peer import Provider
-from forebay.network.pki.identity import Identity, Peer
+from forebay.network.limits import ServerLimits, Throttle
+from forebay.network.peer import Peer, Provider
+from forebay.network.pki.identity import Identity
 from forebay.network.publications import SIGNATURE_NAME
 from forebay.storage.base import Origin, read_small
 from forebay.storage.remote_dataset import RemoteDataset
@@ -63,8 +63,8 @@ class DataNode(SliceServer):
         ttl_s: float = 60.0,
         *,
         throttle: Throttle | None = None,
-        limits: Limits | None = None,
-        access: Access | None = None,
+        limits: ServerLimits | None = None,
+        access: AccessPolicy | None = None,
         origin_slots: int = 8,
     ) -> None:
         if len({dataset.id for dataset in datasets}) != len(datasets):
@@ -79,7 +79,7 @@ class DataNode(SliceServer):
         )  # fmt: skip
         self._app.add_api_route("/v1/status", self._read_status, summary="What it serves and has sent.")
         self.datasets = list(datasets)
-        self._access = access or Access()
+        self._access = access or AccessPolicy()
         self._origin_slots = origin_slots
         self._slices: dict[str, SliceFile] = {}
         self._lock = threading.Lock()
@@ -175,7 +175,7 @@ class DataNode(SliceServer):
             return
         if not reason.startswith("quota"):
             raise ApiError(403, "no_access", reason)
-        self.identity.note("quota", peer=peer.peer_id, reason=reason)
+        self.identity.record_event("quota", peer=peer.peer_id, reason=reason)
         raise ApiError(429, "quota", reason)
 
     async def _read_status(self, request: Request) -> Response:

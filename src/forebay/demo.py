@@ -27,7 +27,7 @@ from forebay.network.client import Client
 from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.observe.progress import PrepareBar, bar
 from forebay.prepare.driver import prepare_dataset
-from forebay.threads import Supervised
+from forebay.threads import SupervisedThread
 from forebay.worker.trainer import TRAINERS, check_trainer
 
 NAME = "demo"
@@ -108,7 +108,7 @@ class Cast:
             raise KeyboardInterrupt
         stdout = popen.stdout
         assert stdout is not None
-        Supervised(lambda: node.listen(stdout), f"demo {label}").start()
+        SupervisedThread(lambda: node.listen(stdout), f"demo {label}").start()
         return node
 
     def close(self) -> None:

@@ -1,36 +1,36 @@
-"""Every error that Forebay raises on purpose.
+"""Errors that Forebay raises on purpose.
 
     ForebayError
-    ├── DatasetError      a dataset, slice or input file is missing, malformed or not what its hash says
-    │   ├── PrepareError  raw input cannot become a dataset
+    ├── DatasetError      a dataset, slice or input file is missing, malformed or has the wrong hash
+    │   ├── PrepareError  raw input cannot be made into a dataset
     │   │   ├── CorruptInputError     the bytes of an input are damaged or end early
-    │   │   └── UnreadableInputError  nothing of an input can be read
-    │   ├── UnknownDatasetError      nothing has that name (also a FileNotFoundError)
-    │   └── AccessError              its terms or its owner let nobody in without a token (also a PermissionError)
-    ├── NetworkError      a peer cannot be found, reached or trusted
-    │   ├── ProtocolViolation   what came over the wire is not what the protocol allows
+    │   │   └── UnreadableInputError  no part of an input can be read
+    │   ├── UnknownDatasetError      no dataset has that name (also a FileNotFoundError)
+    │   └── AccessError              the hub requires a token or accepted terms (also a PermissionError)
+    ├── NetworkError      a peer cannot be reached or trusted
+    │   ├── ProtocolError       data from a peer violates the protocol
     │   ├── IntegrityError      bytes from a peer do not match their hash
     │   └── DownloadError       the hub cannot be reached (also a ConnectionError)
-    ├── LeaseError        a lease is unknown, expired or somebody else's
-    ├── LedgerError       the ledger's chain is broken or does not prove what it should
-    ├── StateError        a saved state does not belong to what it is loaded into
-    └── UsageError        the caller asked for something that cannot be
-        └── MissingPackageError  what was asked needs a package that is not installed (also an ImportError)
+    ├── LeaseError        a lease is unknown, expired or of another worker
+    ├── LedgerError       the ledger's hash chain is broken or does not prove what it should
+    ├── StateError        a saved state does not match the object that loads it
+    └── UsageError        invalid arguments, configuration or files of the caller
+        └── MissingPackageError  an optional package is not installed (also an ImportError)
 
-A message says what failed, what was expected, what was found and where, and the next step.
+A message says what failed, what was expected, what was received, where, and the next step.
 """
 
 
 class ForebayError(Exception):
-    """The root: catch it to catch all of Forebay's own errors."""
+    """Base class of all of Forebay's own errors."""
 
 
 class DatasetError(ForebayError):
-    """A dataset, slice or input file is missing, malformed or not what its hash says."""
+    """A dataset, slice or input file is missing, malformed or has the wrong hash."""
 
 
 class PrepareError(DatasetError):
-    """Raw input cannot become a dataset."""
+    """Raw input cannot be made into a dataset."""
 
 
 class CorruptInputError(PrepareError):
@@ -42,7 +42,7 @@ class UnreadableInputError(PrepareError):
 
 
 class UnknownDatasetError(DatasetError, FileNotFoundError):
-    """Nothing has that name, here or on the hub; `except FileNotFoundError` catches it, too.
+    """No dataset has that name, here or on the hub; `except FileNotFoundError` catches it, too.
 
     Attributes:
         dataset: The name. `endpoint`: the hub that was asked.
@@ -53,7 +53,7 @@ class UnknownDatasetError(DatasetError, FileNotFoundError):
 
 
 class AccessError(DatasetError, PermissionError):
-    """The hub gives a dataset only to those who accepted its terms; `except PermissionError` catches it, too.
+    """The hub requires a token or accepted terms for a dataset; `except PermissionError` catches it, too.
 
     Attributes:
         dataset: The name. `endpoint`: the hub that was asked.
@@ -67,8 +67,8 @@ class NetworkError(ForebayError):
     """A peer cannot be found, reached or trusted."""
 
 
-class ProtocolViolation(NetworkError):  # noqa: N818 - a violation is what it is, and reads so
-    """What came over the wire is not what the protocol allows."""
+class ProtocolError(NetworkError):
+    """Data from a peer violates the protocol."""
 
 
 class IntegrityError(NetworkError):
@@ -76,7 +76,7 @@ class IntegrityError(NetworkError):
 
 
 class DownloadError(NetworkError, ConnectionError):
-    """A dataset cannot be downloaded, as the hub cannot be reached; `except ConnectionError` catches it, too.
+    """The hub cannot be reached; `except ConnectionError` catches it, too.
 
     Attributes:
         dataset: The name. `endpoint`: the hub that was asked. `attempts`, `elapsed_s`: how often, for how long.
@@ -89,31 +89,28 @@ class DownloadError(NetworkError, ConnectionError):
 
 
 class LeaseError(ForebayError):
-    """A lease is unknown, expired or somebody else's."""
+    """A lease is unknown, expired or of another worker."""
 
 
 class LedgerError(ForebayError):
-    """The ledger's chain is broken, or does not prove what it should."""
+    """The ledger's hash chain is broken or does not prove what it should."""
 
 
 class StateError(ForebayError):
-    """A saved state does not belong to what it is loaded into."""
+    """A saved state does not match the object that loads it."""
 
 
 class UsageError(ForebayError):
-    """The caller asked for something that cannot be."""
+    """Invalid arguments, configuration or files of the caller."""
 
 
 class MissingPackageError(UsageError, ImportError):
-    """What was asked needs a package that is not installed; `except ImportError` catches it, too."""
+    """An optional package is not installed; `except ImportError` catches it, too."""
 
 
 def install_command(extra: str) -> str:
-    """A command that installs the packages of `extra`, however this package itself was installed.
-
-    It names the packages, read from the metadata of the installation: `pip install 'pillow>=10'`.
-    """
-    from importlib import metadata  # slow to import, and needed where something is missing only
+    """The command that installs the packages of `extra` by name: `pip install 'pillow>=10'`."""
+    from importlib import metadata  # slow to import and needed only for this message
 
     try:
         requirements = metadata.requires("forebay") or []

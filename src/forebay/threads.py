@@ -1,7 +1,7 @@
-"""Supervised background threads: none ends on an exception without a log line, a count and a restart.
+"""Background threads that log, count and survive unexpected exceptions.
 
-Use `Supervised` instead of `threading.Thread` for every loop that must go on for as long as its owner lives. The owner
-starts it, stops it and joins it. Cost: a thread, and one lock when a failure is counted.
+Use `SupervisedThread` for every loop that must run as long as its owner; the owner starts, stops and joins it.
+Cost: a thread, and one lock when a failure is counted.
 """
 
 import logging
@@ -19,17 +19,17 @@ _failures: Counter[str] = Counter()
 
 
 def failures() -> dict[str, int]:
-    """Unexpected exceptions of supervised threads since the process began, by thread name; for metrics and status."""
+    """Unexpected exceptions of supervised threads since the process started, by thread name."""
     with _lock:
         return dict(_failures)
 
 
-class Supervised:
-    """A thread that runs `target` until it returns, and runs it again after an unexpected exception.
+class SupervisedThread:
+    """A thread that runs `target` until it returns, and restarts it after an unexpected exception.
 
-    An exception is logged with its traceback and counted by `name`. The next run starts after `first_wait_s`, doubled
-    for each further failure up to 60 s; a run of more than 60 s without a failure starts at `first_wait_s` again.
-    `stop` sets `stopping`, an event of the owner's, if it has one.
+    An exception is logged with its traceback and counted by `name`. The target restarts after `first_wait_s`, doubled
+    for each further failure up to 60 s; after a run of more than 60 s the wait is `first_wait_s` again. `stop` sets
+    `stopping`, which may be an event of the owner.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class Supervised:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread has started and not ended; also while it waits to run its body again."""
+        """Whether the thread has started and not ended; True while it waits to restart its target."""
         return self._thread.is_alive()
 
-    def start(self) -> "Supervised":
-        """Start the thread, once; RuntimeError if the process cannot have another now."""
+    def start(self) -> "SupervisedThread":
+        """Start the thread, once. RuntimeError if the process cannot start another."""
         self._thread.start()
         return self
 
     def stop(self) -> None:
-        """Set `stopping`: the body is expected to return, and is not run again. Does not wait; may be repeated."""
+        """Set `stopping`: the target is expected to return and is not restarted. Does not wait; may be repeated."""
         self.stopping.set()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end of the thread; whether it has ended. Never started, or called in the thread: no wait."""
+        """Wait for the thread; return whether it has ended. Does not wait if never started or called in the thread."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -72,7 +72,7 @@ class Supervised:
             try:
                 self._target()
                 return
-            except Exception:  # noqa: BLE001  # the reason of this class: whatever it is, the work goes on
+            except Exception:  # noqa: BLE001  # the purpose of this class: any failure restarts the target
                 with _lock:
                     _failures[name] += 1
                 if time.monotonic() - started > MAX_WAIT_S:

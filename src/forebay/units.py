@@ -1,4 +1,4 @@
-"""Sizes and rates as people write them."""
+"""Parse and format sizes, rates and durations as people write them."""
 
 import re
 
@@ -10,10 +10,10 @@ _UNITS |= {f"{u}B": 1000**i for i, u in enumerate("KMGT", 1)}
 
 def parse_size(text: str) -> int:
     """Bytes from `64MiB`, `1 GB` or `4096`; above zero."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if not found or found.group(2).upper() not in _UNITS:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if not match or match.group(2).upper() not in _UNITS:
         raise UsageError(f"{text!r} is not a size: try 64MiB, 1GB or 4096")
-    size = int(float(found.group(1)) * _UNITS[found.group(2).upper()])
+    size = int(float(match.group(1)) * _UNITS[match.group(2).upper()])
     if size <= 0:
         raise UsageError(f"{text!r}: a size must be above zero")
     return size
@@ -21,10 +21,10 @@ def parse_size(text: str) -> int:
 
 def parse_rate(text: str) -> float:
     """Bytes per second from `1Gb/s`, `10 Gbit/s`, `179MB/s` or `100 MiB/s`; a small b is a bit. Above zero."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)(b|bit|B)(?:/s|ps)", text.strip())
-    if not found or (found.group(3) and not found.group(2)):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)(b|bit|B)(?:/s|ps)", text.strip())
+    if not match or (match.group(3) and not match.group(2)):
         raise UsageError(f"{text!r} is not a rate: try 1Gb/s (bits), 125MB/s (bytes) or 100MiB/s")
-    value, prefix, binary, unit = found.groups()
+    value, prefix, binary, unit = match.groups()
     power = " KMGT".index(prefix.upper()) if prefix else 0
     rate: float = float(value) * (1024 if binary else 1000) ** power / (1 if unit == "B" else 8)
     if rate <= 0:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from forebay.network.client import parse_address
+from forebay.network.addresses import parse_address
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, create_organisation, join
 from wire import Answer, read_answers

@@ -20,10 +20,10 @@ from forebay.errors import NetworkError
 from forebay.network import reachability as dialing
 from forebay.network import server_connections as connections
 from forebay.network.client import Client, RemoteError
-from forebay.network.limits import Limits
+from forebay.network.limits import ServerLimits
 from forebay.network.peer import Provider
 from forebay.network.pki.identity import Identity
-from forebay.network.reachability import Dialer, may_dial
+from forebay.network.reachability import ReachabilityChecker, may_dial
 from forebay.storage import peer_source as holders
 from forebay.swarm import tracker
 from forebay.swarm.share import SharedDataset, SliceShare
@@ -90,15 +90,15 @@ def test_after_an_address_without_answer_a_peer_waits_for_its_next(network_dir: 
     now = 1000.0
     with (
         Client(issue(network_dir, "node")) as client,
-        contextlib.closing(Dialer(client, lambda: now)) as dialer,
+        contextlib.closing(ReachabilityChecker(client, lambda: now)) as dialer,
         socket.create_server((HOST, 0)) as trap,
     ):
         peer, at = issue(network_dir, "evil").as_peer, f"{HOST}:{trap.getsockname()[1]}"
-        dialer.found(peer, f"{HOST}:1", HOST)
-        until(lambda: dialer.found(peer, f"{HOST}:1", HOST) is False)
-        assert [dialer.found(peer, at, HOST) for _ in range(3)] == [False] * 3
+        dialer.check(peer, f"{HOST}:1", HOST)
+        until(lambda: dialer.check(peer, f"{HOST}:1", HOST) is False)
+        assert [dialer.check(peer, at, HOST) for _ in range(3)] == [False] * 3
         now += dialing.PAUSE_S + 1
-        assert dialer.found(peer, at, HOST) is None
+        assert dialer.check(peer, at, HOST) is None
         trap.settimeout(20)
         trap.accept()[0].close()
 
@@ -140,11 +140,15 @@ def test_where_a_member_may_have_a_node_connect_to(ip: str, source: str, allowed
 
 def test_a_member_from_afar_leads_no_node_to_its_own_loopback(network_dir: Path) -> None:
     node, evil = issue(network_dir, "node", "data"), issue(network_dir, "evil").as_peer
-    with socket.create_server((HOST, 0)) as inner, Client(node) as client, contextlib.closing(Dialer(client)) as dialer:
+    with (
+        socket.create_server((HOST, 0)) as inner,
+        Client(node) as client,
+        contextlib.closing(ReachabilityChecker(client)) as dialer,
+    ):
         for host in (HOST, "localhost", "0.0.0.0"):
             address = f"{host}:{inner.getsockname()[1]}"
-            dialer.found(evil, address, "10.1.2.3")
-            until(lambda address=address: dialer.found(evil, address, "10.1.2.3") is False)  # type: ignore[misc]
+            dialer.check(evil, address, "10.1.2.3")
+            until(lambda address=address: dialer.check(evil, address, "10.1.2.3") is False)  # type: ignore[misc]
         inner.settimeout(0)
         with pytest.raises(BlockingIOError):
             inner.accept()
@@ -256,7 +260,7 @@ def test_figures_of_peers_are_for_administrators(node: DataNode, network_dir: Pa
 def test_slow_readers_make_room(dataset: Dataset, network_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Members that hold all places by answers which they do not read; finding 4."""
     monkeypatch.setattr(connections, "SLOW_S", 0.05)
-    limits = Limits(connections=8, connections_per_peer=4)
+    limits = ServerLimits(connections=8, connections_per_peer=4)
     with sharing(issue(network_dir, "sharer"), dataset) as share, contextlib.ExitStack() as stack:
         share.add(SharedDataset("d", "ab" * 32, 1, {"manifest.json": bytes(16 << 20)}, lambda: np.zeros(1, np.bool_)))
         table = share._server._core.connections
@@ -291,7 +295,7 @@ def test_blank_lines_before_a_request_end(node: DataNode, network_dir: Path) -> 
 
 
 def test_half_closed_connections_are_over(node: DataNode, network_dir: Path) -> None:
-    node._server._core.limits = Limits(head_s=1e6, idle_s=1e6)  # no limit of time ends them
+    node._server._core.limits = ServerLimits(head_s=1e6, idle_s=1e6)  # no limit of time ends them
     evil = issue(network_dir, "evil")
     with contextlib.ExitStack() as stack:
         for _ in range(8):

@@ -16,13 +16,13 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.x509.oid import NameOID
 from starlette.responses import Response
 
-from forebay.errors import ProtocolViolation
+from forebay.errors import ProtocolError
 from forebay.network.admission import Admissions
 from forebay.network.app import JsonResponse, make_app
 from forebay.network.messages import RenewRequest
 from forebay.network.pki import revocation
-from forebay.network.pki.certificates import SCOPE_OID, authority, der_of, judge, own_key_id
-from forebay.network.pki.files import read_cert, read_issuer, read_key, read_roots
+from forebay.network.pki.certificates import SCOPE_OID, authority, der_of, own_key_id, verify_certificate
+from forebay.network.pki.files import read_certs, read_issuer, read_key, read_roots
 from forebay.network.pki.identity import Identity
 from forebay.network.pki.revocation import parse_crl_if, sign_crl
 from forebay.network.publications import read_publication, sign_dataset
@@ -90,14 +90,14 @@ def test_another_members_certificate_is_not_renewed(network_dir: Path) -> None:
     pem = victim.certificate.public_bytes(PEM).decode()
     admissions = Admissions(network_dir)
     for shown in (der_of(evil.certificate), der_of(victim.certificate), b""):
-        with pytest.raises(ProtocolViolation, match="renew"):
+        with pytest.raises(ProtocolError, match="renew"):
             admissions.renew(RenewRequest(certificate=pem, request=own), HOST, shown)
     admissions.close()
 
 
 def forged(org_dir: Path, node: Identity, subject: x509.Name, scope: bytes | None = None) -> bytes:
     """A certificate for a member's key that its organisation's key signed, with this subject and scope."""
-    issuer, good, now = read_issuer(org_dir), read_cert(node.node_dir / "node-cert.pem"), dt.datetime.now(dt.UTC)
+    issuer, good, now = read_issuer(org_dir), read_certs(node.node_dir / "node-cert.pem")[0], dt.datetime.now(dt.UTC)
     builder = x509.CertificateBuilder(issuer.cert.subject, subject, good.public_key(), good.serial_number)
     builder = builder.not_valid_before(now - dt.timedelta(1)).not_valid_after(now + dt.timedelta(1))
     builder = builder.add_extension(authority(own_key_id(issuer.cert)), False)
@@ -116,7 +116,7 @@ def test_certificates_that_say_two_things_or_too_much(network_dir: Path) -> None
     node, roots = issue(network_dir, "member", "worker", by=org), read_roots(network_dir)
     name = x509.NameAttribute(NameOID.COMMON_NAME, "member")
     one, two = x509.Name([name]), x509.Name([name, x509.NameAttribute(NameOID.COMMON_NAME, "admin")])
-    assert judge(forged(org, node, one), roots).peer.name == "member"
+    assert verify_certificate(forged(org, node, one), roots).peer.name == "member"
     large = json.dumps({"roles": ["worker"], "datasets": ["x" * 60] * 20_000}).encode()
     for subject, scope in [
         (two, None),
@@ -126,8 +126,8 @@ def test_certificates_that_say_two_things_or_too_much(network_dir: Path) -> None
         (one, b"[" * 100_000),
         (one, b'{"roles": ["root"], "datasets": []}'),
     ]:
-        with pytest.raises(ProtocolViolation):
-            judge(forged(org, node, subject, scope), roots)
+        with pytest.raises(ProtocolError):
+            verify_certificate(forged(org, node, subject, scope), roots)
 
 
 def test_a_crl_that_is_not_wanted_is_not_read(network_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,5 +174,5 @@ def test_a_publication_is_of_one_name_one_dataset_and_one_network(network_dir: P
         ("name", "other"), ("dataset_id", "ab" * 32), ("serial", signed["serial"] + 1),
         ("expires_at", time.time() + 1e6), ("origins", ["https://evil.example/d"]), ("serial", 1 << 63), ("serial", -1),
     ]:  # fmt: skip
-        with pytest.raises(ProtocolViolation):
+        with pytest.raises(ProtocolError):
             read_publication(json.dumps(signed | {field: value}).encode(), reader)

@@ -204,7 +204,7 @@ def test_a_port_in_use_is_told_in_one_line(node: Path, dataset: Path) -> None:
 def test_a_role_is_given_explicitly_and_a_network_is_named_as_its_directory(node: Path, tmp_path: Path) -> None:
     net = node.parent / "net"
     assert_one_line(forebay("network", "join", net, tmp_path / "bob", "--name", "bob"), "--role")
-    assert_one_line(forebay("network", "invite", net, "--at", "127.0.0.1:1"), "--role")
+    assert_one_line(forebay("network", "invite", net, "--issuer", "127.0.0.1:1"), "--role")
     assert not (tmp_path / "bob").exists()
     shown = last_json(forebay("network", "show", net, "--json"))
     assert shown["name"] == "net"

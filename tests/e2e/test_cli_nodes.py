@@ -67,7 +67,7 @@ def test_a_dead_bootstrap_node_is_named_by_every_verb(tmp_path: Path, start: Sta
         _, said = process.communicate(timeout=scaled(120))
         assert process.returncode == 1, said
         assert f"waiting for a bootstrap node of the DHT; asked {HOST}:{port}: Connection refused" in said
-        assert f"No bootstrap node answered ({HOST}:{port}: Connection refused); the DHT cannot be asked." in said
+        assert f"No bootstrap node answered ({HOST}:{port}: Connection refused); the DHT cannot be queried." in said
 
 
 def test_one_bootstrap_node_that_answers_is_enough() -> None:
@@ -188,11 +188,11 @@ def test_a_job_with_a_slice_set_aside_is_not_done(tmp_path: Path, start: Start, 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('[[dataset]]\nname = "a"\n\n[[dataset]]\nname = "b"\nalow = []\n', ["alow", "line 6"]),
-        ('[[dataset]]\nname = "a"\ndeny = ["everyone"]\n', ["deny", "'everyone'", "line 3"]),
-        ('[[dataset]]\nname = "a"\nbytes_per_day = "lots"\n', ["bytes_per_day", "'lots'", "line 3"]),
-        ('[[dataset]]\nname = "a"\nid = "b"\n', ["name or id", "line 1"]),
-        ('[defaults]\nallow = []\n[[dataset]]\nname = "a"\n', ["'defaults'", "line 1"]),
+        ('[[dataset]]\nname = "a"\n\n[[dataset]]\nname = "b"\nalow = []\n', ["dataset 2 alow"]),
+        ('[[dataset]]\nname = "a"\ndeny = ["everyone"]\n', ["dataset 1 deny 1", "'everyone'"]),
+        ('[[dataset]]\nname = "a"\nbytes_per_day = "lots"\n', ["dataset 1 bytes_per_day", "'lots'"]),
+        ('[[dataset]]\nname = "a"\nid = "b"\n', ["dataset 1: expected either name or id"]),
+        ('[defaults]\nallow = []\n[[dataset]]\nname = "a"\n', ["access list: defaults"]),
         ("[[dataset]\n", ["access.toml:1: expected TOML"]),
     ],
 )

@@ -26,11 +26,11 @@ from nodes import NAME, make_dataset
 from forebay.data_node import DataNode
 from forebay.dataset.manifest import SliceTable
 from forebay.dataset.reader import Dataset
-from forebay.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
+from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, find_providers, record_key
 from forebay.network.pki.identity import Identity
-from forebay.network.reachability import Dialer
+from forebay.network.reachability import ReachabilityChecker
 from forebay.storage.base import Timeouts
 from forebay.storage.origins import open_remote
 from forebay.storage.transfers import Transfers
@@ -179,7 +179,7 @@ def test_the_peer_at_an_address_is_the_one_that_was_named(
 ) -> None:
     """A member that took another's address, and a stranger with its own root: nothing is asked of either."""
     with Liar(make_identity("thief"), dataset, "honest") as thief:
-        with pytest.raises(NetworkError, match=r"expected .*, got .*Nothing was asked"):
+        with pytest.raises(NetworkError, match=r"expected .*, got .*Nothing was sent"):
             client.get_bytes(thief.address, f"/v1/slices/{dataset.table.row(0).sha256}", 1 << 20, "a" * 32)
         assert thief.asked == 0
 
@@ -189,7 +189,7 @@ def test_a_slice_named_by_a_path_is_no_slice(make_identity: Make, tmp_path: Path
         for name in ("../evil", "/etc/passwd", "a" * 63, "A" * 64, "a" * 64 + "\n", ""):
             with pytest.raises(UsageError, match="sha256"):
                 worker.cache.path_of(name)
-            with pytest.raises(ProtocolViolation, match=r"leases\.0\.sha256: "):
+            with pytest.raises(ProtocolError, match=r"leases\.0\.sha256: "):
                 worker.lease(name, 10, [])
     assert not (tmp_path / "evil").exists() and not (tmp_path / "evil.part").exists()
 
@@ -218,17 +218,20 @@ def test_a_table_that_unfolds_is_refused_before_it_is_read() -> None:
 
 
 def test_a_member_is_named_only_where_it_answered(client: Client, dataset: Dataset, make_identity: Make) -> None:
-    with Liar(make_identity("sharer"), dataset, "honest") as sharer, closing(Dialer(client)) as dialer:
+    with Liar(make_identity("sharer"), dataset, "honest") as sharer, closing(ReachabilityChecker(client)) as dialer:
         peer, here = sharer.identity.as_peer, "127.0.0.1"
         thief = replace(peer, peer_id="a" * 32)
-        assert not any(dialer.reached(one, sharer.address, here) for one in (peer, thief))
-        assert not dialer.reached(peer, "", here)
+        assert not any(dialer.check(one, sharer.address, here) for one in (peer, thief))
+        assert dialer.check(peer, "", here) is not True
         deadline = time.monotonic() + scaled(20.0)
-        while not dialer.reached(peer, sharer.address, here):
+        while dialer.check(peer, sharer.address, here) is not True:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert dialer.found(peer, "127.0.0.1:1", here) is None  # its turn comes
-        while dialer.found(peer, "127.0.0.1:1", here) is None:
+        assert dialer.check(peer, "127.0.0.1:1", here) is None  # its turn comes
+        while dialer.check(peer, "127.0.0.1:1", here) is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert not dialer.reached(peer, "127.0.0.1:1", here) and not dialer.reached(thief, sharer.address, here)
+        assert (
+            dialer.check(peer, "127.0.0.1:1", here) is not True
+            and dialer.check(thief, sharer.address, here) is not True
+        )

@@ -18,7 +18,7 @@ from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
-from forebay.network.client import parse_address
+from forebay.network.addresses import parse_address
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.storage.origins import open_remote
 from forebay.storage.remote_dataset import RemoteDataset

@@ -29,7 +29,8 @@ from forebay.ledger.receipts import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
-from forebay.network.pki.identity import Identity, Scope, join, verify
+from forebay.network.peer import Scope
+from forebay.network.pki.identity import Identity, join, verify
 from forebay.scheduler.catalog import DatasetRef, JobPlan
 from forebay.scheduler.journal import ledger_path
 from forebay.scheduler.server import SchedulerService

@@ -20,12 +20,13 @@ from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network import client as peers
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import MAX_CLAIMS_BYTES, find_providers, parse_claim, record_key
-from forebay.network.pki.identity import Identity, Peer, create_network, join, revoke
+from forebay.network.peer import Peer
+from forebay.network.pki.identity import Identity, create_network, join, revoke
 from local_discovery import LocalDiscovery
 
 Make = Callable[[str], Identity]
@@ -226,9 +227,9 @@ def test_claims_are_the_signers_own(node: DataNode, client: Client, make_identit
     assert parse_claim(good, peer).num_slices == 3
     changed = {**good, "num_slices": 4}
     for bad in (changed, {**good, "peer_id": other.peer_id}, {}, None, [], {**good, "signature": "zz"}):
-        with pytest.raises(ProtocolViolation):
+        with pytest.raises(ProtocolError):
             parse_claim(bad, peer)
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         parse_claim(good, Peer(other.peer_id, other.public_key, "other"))
 
 

@@ -28,7 +28,8 @@ from forebay.dataset.slices import write_rows_slice
 from forebay.errors import DatasetError, NetworkError, StateError, UsageError
 from forebay.ledger.receipts import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
-from forebay.network.client import Client, RemoteError, parse_address
+from forebay.network.addresses import parse_address
+from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
 from forebay.network.pki.identity import Identity, verify
 from forebay.scheduler.catalog import DatasetRef, JobPlan

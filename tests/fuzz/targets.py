@@ -52,8 +52,8 @@ from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import Claim, parse_claim
 from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Peer, Provider
-from forebay.network.pki.certificates import Issuer, judge
-from forebay.network.pki.files import read_cert, read_key
+from forebay.network.pki.certificates import Issuer, verify_certificate
+from forebay.network.pki.files import read_certs, read_key
 from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.network.pki.revocation import parse_crl, read_revoked, sign_crl
 from forebay.network.pki.tokens import read_token
@@ -301,7 +301,7 @@ def certificates(directory: Path, identity: Identity) -> Target:
 
     root = der("root-cert.pem")
     version = root.replace(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x7f")
-    return Target(lambda data: judge(data, (root,)), [der("node-cert.pem"), root, version])
+    return Target(lambda data: verify_certificate(data, (root,)), [der("node-cert.pem"), root, version])
 
 
 @target
@@ -339,7 +339,9 @@ def _again(pem: bytes, old: bytes, new: bytes) -> bytes:
 def revocations(directory: Path, identity: Identity) -> Target:
     from cryptography import x509
 
-    issuer = Issuer(read_key(identity.node_dir / "node-key.pem"), read_cert(identity.node_dir / "root-cert.pem"), True)
+    issuer = Issuer(
+        read_key(identity.node_dir / "node-key.pem"), read_certs(identity.node_dir / "root-cert.pem")[0], True
+    )
     seed = sign_crl(issuer, [7, 1 << 150], 3)
     der = x509.load_pem_x509_crl(seed).public_bytes(serialization.Encoding.DER)
 

@@ -28,7 +28,7 @@ RENAMES = {"rename", "replace", "renames", "move"}
 ALLOWED = {
     "files.py": {"replace"},
     "convert/convert.py": {"rename"},  # A directory that is complete and synced takes its name.
-    "convert/token_sinks.py": {"rename"},  # Within that directory, once the number of files is known.
+    "formats/saved_arrow.py": {"rename"},  # Within that directory, once the number of files is known.
 }
 TEMPORARY = {
     "load/shared_memory.py": {"mkstemp"},  # The memory that processes share: never a file that stays.

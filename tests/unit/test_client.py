@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from calibration import scaled
-from forebay.errors import NetworkError, ProtocolViolation
+from forebay.errors import NetworkError, ProtocolError
 from forebay.network.app import JsonResponse
-from forebay.network.client import BrokenOffError, Client
+from forebay.network.client import Client, TruncatedBodyError
 from forebay.network.pki.identity import Identity
 from handlers import Request, serve
 
@@ -34,14 +34,14 @@ def test_the_wrong_peer_is_asked_nothing(client: Client, make_identity: Make) ->
 
     identity = make_identity("server")
     with serve(identity, handle) as server:
-        with pytest.raises(NetworkError, match="Nothing was asked"):
+        with pytest.raises(NetworkError, match="Nothing was sent"):
             client.request_json(server.address, "GET", "/echo", expect_peer="a" * 32)
         assert asked == []
         client.request_json(server.address, "GET", "/echo", expect_peer=identity.peer_id)
 
 
 def test_an_address_that_is_none(client: Client) -> None:
-    with pytest.raises(ProtocolViolation, match="HOST:PORT"):
+    with pytest.raises(ProtocolError, match="HOST:PORT"):
         client.request_json("nowhere", "GET", "/echo")
 
 
@@ -104,7 +104,7 @@ def test_lying_servers(answer: bytes, message: str, client: Client, make_identit
     into = bytearray(8)
     with pytest.raises(NetworkError, match=message) as caught:
         client.read_range(liar.address, "/x", memoryview(into), 0)
-    assert not isinstance(caught.value, BrokenOffError) or into[: caught.value.received] == b"1234"
+    assert not isinstance(caught.value, TruncatedBodyError) or into[: caught.value.received] == b"1234"
     liar.stop()
 
 

@@ -20,12 +20,13 @@ from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.mirror.dataset import mirror, mirror_by_swarm
 from forebay.network.addresses import check_url, is_public
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, read_claims, record_key
-from forebay.network.pki.identity import Identity, Scope, join
+from forebay.network.peer import Scope
+from forebay.network.pki.identity import Identity, join
 from forebay.storage.base import Origin, PermanentError, Timeouts
 from forebay.storage.http import check_redirect
 from forebay.storage.origins import open_remote
@@ -51,9 +52,9 @@ BAD_URLS = (
 
 @pytest.mark.parametrize("url", BAD_URLS)
 def test_a_url_that_is_none_of_a_web_server_or_bucket_is_a_violation(url: str) -> None:
-    with pytest.raises(ProtocolViolation, match="URL of a peer"):
+    with pytest.raises(ProtocolError, match="URL of a peer"):
         check_url(url)
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         open_untrusted_origin(url, "any")
 
 
@@ -166,7 +167,7 @@ def test_claims_are_asked_of_data_nodes_alone_and_are_few(make_identity: Make, t
         with RudePeer(other, lambda asked: bomb) as rude, pytest.raises(NetworkError, match="role data"):
             read_claims(client, rude.address, "corpus")
         assert rude.asked == []
-        with RudePeer(make_identity("d2"), lambda asked: bomb) as rude, pytest.raises(ProtocolViolation, match="65536"):
+        with RudePeer(make_identity("d2"), lambda asked: bomb) as rude, pytest.raises(ProtocolError, match="65536"):
             read_claims(client, rude.address, "corpus")
 
 
@@ -310,7 +311,7 @@ def test_sources_of_an_origin_are_bounded_by_its_claims(make_identity: Make, dat
             "forebay://test-network/corpus", identity=make_identity("r"), discovery=table, from_urls="any"
         )
         origin: Any = remote.origin
-        with pytest.raises(ProtocolViolation, match="a URL that a data node claims"):
+        with pytest.raises(ProtocolError, match="a URL that a data node claims"):
             origin.open_url("https://data.example/d")
         found: list[Origin] = list(origin.files())
         assert len(found) == 1

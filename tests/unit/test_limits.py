@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
-from forebay.network.limits import Limits, Throttle, TokenBucket
+from forebay.network.limits import ServerLimits, Throttle, TokenBucket
 
 amounts = st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 5)), max_size=50)
 
@@ -46,7 +46,12 @@ def test_debt_is_paid_in_order(asks: list[tuple[float, float]], rate: float) -> 
 
 
 def test_bad_limits_are_told() -> None:
-    for bad in (lambda: TokenBucket(0), lambda: Throttle(-1), lambda: Limits(idle_s=0), lambda: Limits(connections=-1)):
+    for bad in (
+        lambda: TokenBucket(0),
+        lambda: Throttle(-1),
+        lambda: ServerLimits(idle_s=0),
+        lambda: ServerLimits(connections=-1),
+    ):
         with pytest.raises(UsageError, match="> 0"):
             bad()
 

@@ -15,7 +15,7 @@ from forebay.data_node import DataNode
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
-from forebay.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
+from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
 from forebay.network.pki.identity import Identity
 from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError, read_small
 from forebay.storage.origins import open_origin, open_remote
@@ -348,7 +348,7 @@ def test_one_name_and_two_ids(dataset: Dataset, make_identity: Make, tmp_path: P
 
 def test_more_than_was_asked_for_is_a_violation(server: OriginServer) -> None:
     server.shift_ranges = 1
-    with pytest.raises(ProtocolViolation, match="Content-Range"):
+    with pytest.raises(ProtocolError, match="Content-Range"):
         read(open_origin(f"{server.url}/data"), NAME, 10, 20)
 
 

@@ -20,10 +20,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from calibration import scaled
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.app import ApiError, JsonResponse, file_response, make_app, peer_of, role
 from forebay.network.client import Client, RemoteError
-from forebay.network.limits import Limits
+from forebay.network.limits import ServerLimits
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, create_network, create_organisation, join, revoke
 from forebay.network.server import Server
@@ -141,7 +141,7 @@ def test_a_range_beyond_the_end(server: Server, client: Client) -> None:
     with pytest.raises(RemoteError) as caught:
         client.read_range(server.address, "/file", memoryview(bytearray(1)), SIZE)
     assert caught.value.status == 416
-    with pytest.raises(ProtocolViolation, match="expected status 206"):
+    with pytest.raises(ProtocolError, match="expected status 206"):
         client.read_range(server.address, "/file", memoryview(bytearray(SIZE + 1)), 0)
 
 
@@ -180,7 +180,7 @@ def test_limits_on_bodies(server: Server, client: Client) -> None:
     with pytest.raises(RemoteError) as caught:
         client.request_json(server.address, "POST", "/echo", "x" * (1 << 20))
     assert caught.value.status == 413
-    with pytest.raises(ProtocolViolation, match="at most 10 bytes"):
+    with pytest.raises(ProtocolError, match="at most 10 bytes"):
         client.get_bytes(server.address, "/file", 10)
     with pytest.raises(UsageError, match="printable"):
         client.get_bytes(server.address, "/a b\r\nX: y", 10)
@@ -284,7 +284,7 @@ def test_a_role_is_asked_for_before_the_body_is_read(network_dir: Path, tmp_path
 
 
 def test_in_a_full_house_members_with_one_connection_keep_it(desk: Desk, make_identity: Make, client: Client) -> None:
-    with serve(make_identity("s"), desk, limits=Limits(connections=1)) as server:
+    with serve(make_identity("s"), desk, limits=ServerLimits(connections=1)) as server:
         client.request_json(server.address, "GET", "/echo")  # its kept connection holds the one place
         with Client(make_identity("second")) as second:
             with pytest.raises(NetworkError, match="cannot reach"):
@@ -296,7 +296,7 @@ def test_in_a_full_house_members_with_one_connection_keep_it(desk: Desk, make_id
 
 def test_in_a_full_house_the_peer_with_most_makes_room(desk: Desk, make_identity: Make) -> None:
     many, other = make_identity("many"), make_identity("other")
-    with serve(make_identity("s"), desk, limits=Limits(connections=4)) as server, contextlib.ExitStack() as stack:
+    with serve(make_identity("s"), desk, limits=ServerLimits(connections=4)) as server, contextlib.ExitStack() as stack:
         idle = [stack.enter_context(connect(server, many)) for _ in range(3)]
         one = stack.enter_context(connect(server, other))
         until(lambda: server.num_connections == 4)
@@ -316,7 +316,7 @@ def test_in_a_full_house_the_peer_with_most_makes_room(desk: Desk, make_identity
 
 def test_connections_of_a_peer(desk: Desk, make_identity: Make) -> None:
     many, other = make_identity("many"), make_identity("other")
-    with serve(make_identity("s"), desk, limits=Limits(connections_per_peer=2)) as server:
+    with serve(make_identity("s"), desk, limits=ServerLimits(connections_per_peer=2)) as server:
         busy = [connect(server, many) for _ in range(2)]
         for tls in busy:
             tls.sendall(b"GET /held HTTP/1.1\r\n\r\n")
@@ -346,7 +346,7 @@ def test_connections_of_an_organisation(
     desk: Desk, make_identity: Make, acme: Make, network_dir: Path, tmp_path: Path
 ) -> None:
     with (
-        serve(make_identity("s"), desk, limits=Limits(connections_per_organisation=2)) as server,
+        serve(make_identity("s"), desk, limits=ServerLimits(connections_per_organisation=2)) as server,
         contextlib.ExitStack() as stack,
     ):
         first, second, third = (stack.enter_context(Client(acme(name))) for name in "abc")
@@ -367,7 +367,7 @@ def test_connections_of_an_organisation(
 @pytest.mark.parametrize("own", [True, False])
 def test_requests_in_flight(desk: Desk, make_identity: Make, acme: Make, own: bool) -> None:
     """Of a peer, and of an organisation whose members are several."""
-    limits = Limits(requests_per_peer=2) if own else Limits(requests_per_organisation=2)
+    limits = ServerLimits(requests_per_peer=2) if own else ServerLimits(requests_per_organisation=2)
     names = ["a", "a", "a"] if own else ["a", "b", "c"]
     members = {name: acme(name) for name in dict.fromkeys(names)}
     with serve(make_identity("s"), desk, limits=limits) as server, contextlib.ExitStack() as stack:
@@ -402,7 +402,7 @@ def metric(server: Server, name: str, label: str = "") -> float:
 
 @pytest.mark.parametrize("own", [True, False])
 def test_rate_of_requests(desk: Desk, make_identity: Make, acme: Make, own: bool) -> None:
-    limits = Limits(requests_per_s=2) if own else Limits(organisation_requests_per_s=2)
+    limits = ServerLimits(requests_per_s=2) if own else ServerLimits(organisation_requests_per_s=2)
     with serve(make_identity("s"), desk, limits=limits) as server, contextlib.ExitStack() as stack:
         socks = [stack.enter_context(connect(server, acme(name))) for name in ("a", "b")]
         got = []
@@ -429,7 +429,7 @@ def test_rate_of_requests(desk: Desk, make_identity: Make, acme: Make, own: bool
 
 
 def test_strangers_make_room_for_members(make_identity: Make, desk: Desk) -> None:
-    with serve(make_identity("s"), desk, limits=Limits(connections=8)) as server:
+    with serve(make_identity("s"), desk, limits=ServerLimits(connections=8)) as server:
         flood = [socket.create_connection(("127.0.0.1", server.port), 20) for _ in range(40)]
         with Client(make_identity("c")) as client:
             assert client.request_json(server.address, "GET", "/echo")[0]["by"] == "GET"
@@ -441,7 +441,7 @@ def test_strangers_make_room_for_members(make_identity: Make, desk: Desk) -> Non
 
 def test_handshakes_of_an_address(make_identity: Make, desk: Desk) -> None:
     """They are bounded for each address, and a new one takes the place of the oldest."""
-    with serve(make_identity("s"), desk, limits=Limits(handshakes_per_address=2)) as server:
+    with serve(make_identity("s"), desk, limits=ServerLimits(handshakes_per_address=2)) as server:
         flood = [socket.create_connection(("127.0.0.1", server.port), 20) for _ in range(10)]
         until(lambda: server.refused_connections >= 8 and server.num_connections <= 2)
         with Client(make_identity("c")) as client:

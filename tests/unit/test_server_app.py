@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from forebay.network.app import ApiError, JsonResponse, counter, exposition, gauge, make_app, role
 from forebay.network.client import Client, RemoteError
-from forebay.network.messages import Message, Reply
+from forebay.network.messages import Message, ResponseMessage
 from forebay.network.server import Server
 from wire import connect, read_answers
 
@@ -25,7 +25,7 @@ class Ask(Message):
     notes: Annotated[tuple[str, ...], Field(max_length=2)] = ()
 
 
-class Got(Reply):
+class Got(ResponseMessage):
     n: int
 
 

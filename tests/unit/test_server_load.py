@@ -16,7 +16,7 @@ from calibration import scaled
 from forebay.errors import NetworkError
 from forebay.network.app import JsonResponse, file_response
 from forebay.network.client import Client
-from forebay.network.limits import Limits, Throttle
+from forebay.network.limits import ServerLimits, Throttle
 from forebay.network.pki.identity import Identity
 from handlers import Request, serve
 from wire import connect, read_answers, send_all, until
@@ -44,7 +44,7 @@ def test_requests_sent_at_once_are_all_answered(make_identity: Make) -> None:
 
 
 def test_who_drips_costs_no_thread_and_is_cut(make_identity: Make) -> None:
-    limits = Limits(head_s=0.3, handshake_s=0.3, body_s=0.3)
+    limits = ServerLimits(head_s=0.3, handshake_s=0.3, body_s=0.3)
     identity = make_identity("c")
     with serve(make_identity("s"), echo, limits=limits) as server, Client(identity) as client:
         client.request_json(server.address, "GET", "/")
@@ -70,7 +70,7 @@ def test_who_drips_costs_no_thread_and_is_cut(make_identity: Make) -> None:
 
 def test_idle_connections_share_one_thread_and_end_in_time(make_identity: Make) -> None:
     identity = make_identity("c")
-    with serve(make_identity("s"), echo, limits=Limits(idle_s=1.2)) as server:
+    with serve(make_identity("s"), echo, limits=ServerLimits(idle_s=1.2)) as server:
         before = threading.active_count()
         idle = [connect(server, identity) for _ in range(30)]
         until(lambda: server.num_connections == 30)
@@ -120,7 +120,7 @@ def test_who_reads_nothing_is_cut(make_identity: Make, tmp_path: Path, what: byt
         return JsonResponse("x" * 100_000)
 
     identity = make_identity("c")
-    with serve(make_identity("s"), answer, limits=Limits(send_s=0.5, idle_s=60)) as server:
+    with serve(make_identity("s"), answer, limits=ServerLimits(send_s=0.5, idle_s=60)) as server:
         with connect(server, identity) as tls:
             tls.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             begun = time.monotonic()
@@ -144,7 +144,9 @@ def test_a_slow_reader_is_not_cut(make_identity: Make, tmp_path: Path) -> None:
     identity = make_identity("c")
     with (
         serve(
-            make_identity("s"), lambda request: file_response(request.http, file, 4 << 20), limits=Limits(send_s=1.5)
+            make_identity("s"),
+            lambda request: file_response(request.http, file, 4 << 20),
+            limits=ServerLimits(send_s=1.5),
         ) as server,
         connect(server, identity) as tls,
     ):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import ProtocolError, UsageError
 from forebay.network.peer import Provider
 from forebay.swarm.members import format_ranges, parse_ranges
 from forebay.swarm.steering import Assignment, Swarm
@@ -230,5 +230,5 @@ def test_ranges_of_any_set_are_read_back(flags: list[bool]) -> None:
 
 @pytest.mark.parametrize("text", ["x", "1-", "5-4", "9", "0,,1", "-1", "٣"])
 def test_ranges_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         parse_ranges(text, 9)

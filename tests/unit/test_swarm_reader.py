@@ -12,7 +12,7 @@ import pytest
 from calibration import scaled
 from forebay import threads
 from forebay.dataset.manifest import SliceInfo, SliceTable
-from forebay.errors import NetworkError, ProtocolViolation
+from forebay.errors import NetworkError, ProtocolError
 from forebay.network.client import Client
 from forebay.network.peer import Provider
 from forebay.storage.base import PermanentError
@@ -61,7 +61,7 @@ def test_a_fetch_that_failed_is_wanted_again_and_its_holder_named() -> None:
         state.want(index, 0.0)
     assert begun(state, 0.0, 0, 1, 2) == [0, 1, 2]
     assert not state.ended(0, ORIGIN, NetworkError("gone"), 1.0)
-    assert not state.ended(1, ORIGIN, ProtocolViolation("nonsense"), 1.0)
+    assert not state.ended(1, ORIGIN, ProtocolError("nonsense"), 1.0)
     assert state.ended(2, ORIGIN, NetworkError("given up"), 1.0, cancelled=True)
     body = state.request(1.0, None)
     wrong = {one["index"]: one["wrong"] for one in body["failed"]}
@@ -85,7 +85,7 @@ def test_a_reply_without_sense_changes_nothing(reply: dict[str, Any]) -> None:
     state = SwarmReaderState(0.0)
     state.want(0, 0.0)
     state.request(0.0, None)
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         state.receive(reply, 0.0)
     assert state.missing == {0: 0.0} and not state.running
 

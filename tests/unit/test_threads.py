@@ -1,4 +1,4 @@
-"""Supervised threads: an exception is logged, counted and followed by another run; none dies unseen."""
+"""SupervisedThread threads: an exception is logged, counted and followed by another run; none dies unseen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import forebay
 from calibration import scaled
 from forebay.network.app import make_app
 from forebay.network.server import Server
-from forebay.threads import Supervised, failures
+from forebay.threads import SupervisedThread, failures
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_body_that_raises_once_runs_again(deaths: list[object], caplog: pytest
 
     before = failures().get("test once", 0)
     with caplog.at_level(logging.ERROR, "forebay.threads"):
-        thread = Supervised(body, "test once", first_wait_s=0.01).start()
+        thread = SupervisedThread(body, "test once", first_wait_s=0.01).start()
         assert done.wait(scaled(10)) and thread.join(scaled(10))
     assert runs == [0, 1] and failures()["test once"] == before + 1
     assert "name=test once" in caplog.text and "Traceback" in caplog.text and "can't start new thread" in caplog.text
@@ -51,7 +51,7 @@ def test_the_wait_between_failures_doubles_and_stop_ends_it(deaths: list[object]
         runs.release()
         raise OSError("no space")
 
-    thread = Supervised(body, "test doubling", first_wait_s=0.001).start()
+    thread = SupervisedThread(body, "test doubling", first_wait_s=0.001).start()
     for _ in range(5):
         assert runs.acquire(timeout=scaled(10))
     assert thread.is_alive
@@ -60,14 +60,14 @@ def test_the_wait_between_failures_doubles_and_stop_ends_it(deaths: list[object]
 
 
 def test_join_returns_at_once_for_a_thread_that_never_started_or_joins_itself() -> None:
-    assert Supervised(lambda: None, "test never").join(0.0)
+    assert SupervisedThread(lambda: None, "test never").join(0.0)
     joined: list[bool] = []
-    thread = Supervised(lambda: joined.append(thread.join()), "test itself")
+    thread = SupervisedThread(lambda: joined.append(thread.join()), "test itself")
     assert thread.start().join(scaled(10)) and joined == [False]
 
 
 BARE_THREADS = {
-    "threads.py": "Supervised itself",
+    "threads.py": "SupervisedThread itself",
     "network/retry.py": "writes log lines, nothing waits for it",
     "load/background.py": "hands its exception to the iterator",
     "load/shard_dataset.py": "hands its exception to whoever waits for the shard",
@@ -99,7 +99,7 @@ def test_failures_of_threads_are_metrics() -> None:
                 failed.set()
                 raise RuntimeError("once")
 
-        thread = Supervised(fail, "a name of a test", first_wait_s=0.01).start()
+        thread = SupervisedThread(fail, "a name of a test", first_wait_s=0.01).start()
         assert thread.join(scaled(10))
         with urllib.request.urlopen(f"http://{server.address}/metrics", timeout=scaled(10)) as answer:
             assert 'forebay_thread_failures_total{thread="a name of a test"} 1.0' in answer.read().decode()

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from calibration import scaled
 from forebay.dataset.manifest import SliceInfo
-from forebay.errors import IntegrityError, NetworkError, ProtocolViolation, UsageError
+from forebay.errors import IntegrityError, NetworkError, ProtocolError, UsageError
 from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, PermanentError, Timeouts
 from forebay.storage.origins import open_origin
@@ -457,7 +457,7 @@ def too_much(start: int, stop: int) -> Iterator[memoryview]:
     yield memoryview(bytes(stop - start + 1))
 
 
-@pytest.mark.parametrize("fault", [raising(ProtocolViolation("nonsense")), too_much])
+@pytest.mark.parametrize("fault", [raising(ProtocolError("nonsense")), too_much])
 def test_a_violation_is_told(tmp_path: Path, fault: Callable[[int, int], Iterator[memoryview]]) -> None:
     told: list[str] = []
     with Transfers(4, **QUICK) as transfers:

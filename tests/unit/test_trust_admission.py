@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network import join as joining
 from forebay.network.admission import USES_NAME, Admissions, AdmissionServer
 from forebay.network.audit import AuditLog
@@ -25,7 +25,7 @@ from forebay.network.peer import Scope
 from forebay.network.pki.certificates import der_of
 from forebay.network.pki.files import read_issuer, read_key, read_network
 from forebay.network.pki.identity import create_network, create_organisation, join, revoke
-from forebay.network.pki.tokens import Token, check_token, read_token, sign_token
+from forebay.network.pki.tokens import JoinToken, check_token, read_token, sign_token
 
 WORKER = Scope(frozenset({"worker"}), ("c4-*",))
 
@@ -59,8 +59,8 @@ def audit_events(path: Path) -> list[dict[str, Any]]:
 
 def token_of(server: AdmissionServer, clock: Clock, **changes: object) -> str:
     issuer = server.admissions.issuer
-    network_id = read_network(server.admissions.directory)["network_id"]
-    token = Token("ab" * 16, network_id, issuer.peer_id, server.address, ("worker",), (), 1, clock.at + 3600, 30.0)
+    network_id = read_network(server.admissions.directory).network_id
+    token = JoinToken("ab" * 16, network_id, issuer.peer_id, server.address, ("worker",), (), 1, clock.at + 3600, 30.0)
     return sign_token(issuer, replace(token, **changes))  # type: ignore[arg-type]
 
 
@@ -73,8 +73,8 @@ def test_a_machine_joins_with_a_key_that_stays_on_it(
     server: AdmissionServer, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[str] = []
-    ask = joining._ask
-    monkeypatch.setattr(joining, "_ask", lambda *args: sent.append(repr(args)) or ask(*args))
+    ask = joining._post
+    monkeypatch.setattr(joining, "_post", lambda *args: sent.append(repr(args)) or ask(*args))
     node = join_by_token(token_of(server, clock), tmp_path / "n", "n")
     assert node.org == server.admissions.issuer.peer_id
     assert node.scope == Scope(frozenset({"worker"}), (), ("c4-*",))
@@ -99,10 +99,10 @@ def test_tokens_that_do_not_count(server: AdmissionServer, clock: Clock, network
         ("forebay1.e30.AA", "token: expected"),
         (changed, "token"),
     ]:
-        with pytest.raises(ProtocolViolation, match=why):
+        with pytest.raises(ProtocolError, match=why):
             check_token(bad, server.admissions.public_key, clock.at)
-        request = joining._request(read_key(tmp_path / "network" / "root-key.pem"), "n")
-        with pytest.raises(ProtocolViolation):
+        request = joining.make_csr(read_key(tmp_path / "network" / "root-key.pem"), "n")
+        with pytest.raises(ProtocolError):
             server.admissions.admit(AdmitRequest(token=bad, name="n", request=request), "x")
     assert check_token(good, server.admissions.public_key, clock.at).uses == 1 and signed and len(signature) == 64
     with pytest.raises(UsageError, match="may give worker, got data"):
@@ -117,7 +117,7 @@ def test_a_token_is_used_as_often_as_it_says_and_replays_count_once(
     text = token_of(server, clock, uses=2)
     a = join_by_token(text, tmp_path / "a", "a")
     # The same key again, as if the answer had been lost: the same peer, and no second use.
-    again = {"token": text, "name": "a", "request": joining._request(read_key(a.node_dir / "node-key.pem"), "a")}
+    again = {"token": text, "name": "a", "request": joining.make_csr(read_key(a.node_dir / "node-key.pem"), "a")}
     assert server.admissions.admit(AdmitRequest(**again), "x")["certificate"]
     join_by_token(text, tmp_path / "b", "b")
     with pytest.raises(NetworkError, match="used up"):
@@ -141,9 +141,9 @@ def test_an_unfinished_line_is_no_use(server: AdmissionServer, clock: Clock, tmp
     body = {
         "token": text,
         "name": "b",
-        "request": joining._request(read_key(tmp_path / "network" / "root-key.pem"), "b"),
+        "request": joining.make_csr(read_key(tmp_path / "network" / "root-key.pem"), "b"),
     }
-    with pytest.raises(ProtocolViolation, match="used up"):
+    with pytest.raises(ProtocolError, match="used up"):
         again.admit(AdmitRequest(**body), "x")
     again.close()
 
@@ -152,7 +152,7 @@ def test_another_servers_key_is_told_nothing(server: AdmissionServer, clock: Clo
     create_network(tmp_path / "evil", "test-network")
     evil = AdmissionServer(Admissions(tmp_path / "evil")).start()
     try:
-        with pytest.raises(NetworkError, match="It was told nothing"):
+        with pytest.raises(NetworkError, match="Nothing was sent"):
             join_by_token(token_of(server, clock, address=evil.address), tmp_path / "n", "n")
         assert not (tmp_path / "evil" / USES_NAME).read_bytes()
     finally:
@@ -167,14 +167,14 @@ def test_a_certificate_is_renewed_from_afar(server: AdmissionServer, clock: Cloc
     assert renewed.expires_at == pytest.approx(node.expires_at, abs=30)
     # Another key asks for its certificate; the revoked and the expired ask for their own.
     cert = (node.node_dir / "node-cert.pem").read_text()
-    thief = joining._request(read_key(tmp_path / "network" / "root-key.pem"), "n")
-    own = joining._request(read_key(node.node_dir / "node-key.pem"), "n")
+    thief = joining.make_csr(read_key(tmp_path / "network" / "root-key.pem"), "n")
+    own = joining.make_csr(read_key(node.node_dir / "node-key.pem"), "n")
     shown = der_of(renewed.certificate)
     for request, handshake in [(thief, shown), (thief, b""), (own, b""), (own, der_of(server.admissions.issuer.cert))]:
-        with pytest.raises(ProtocolViolation, match="another key"):
+        with pytest.raises(ProtocolError, match="another key"):
             server.admissions.renew(RenewRequest(certificate=cert, request=request), "x", handshake)
     clock.at += 3 * 86400
-    with pytest.raises(NetworkError, match="Join anew"):
+    with pytest.raises(NetworkError, match="Join again"):
         renew_at(server.address, node.node_dir)
     clock.at -= 3 * 86400
     revoke(tmp_path / "org", node.peer_id)
@@ -186,13 +186,13 @@ def test_a_node_of_the_root_is_not_the_organisations_to_renew(
     server: AdmissionServer, network_dir: Path, tmp_path: Path
 ) -> None:
     node = join(network_dir, tmp_path / "n", "n")
-    with pytest.raises(NetworkError, match="told nothing"):
+    with pytest.raises(NetworkError, match="Nothing was sent"):
         renew_at(server.address, node.node_dir)
     body = {
         "certificate": (node.node_dir / "node-cert.pem").read_text(),
-        "request": joining._request(read_key(node.node_dir / "node-key.pem"), "n"),
+        "request": joining.make_csr(read_key(node.node_dir / "node-key.pem"), "n"),
     }
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         server.admissions.renew(RenewRequest(**body), "x", der_of(node.certificate))
 
 
@@ -208,9 +208,9 @@ def test_strangers_at_the_door(server: AdmissionServer, clock: Clock, tmp_path: 
                 heard = plain.recv(100)
             assert b"HTTP" not in heard
         with pytest.raises(NetworkError, match="413"):
-            joining._ask(server.address, {server.admissions.issuer.peer_id}, "/v1/admit", {"token": "x" * 300_000}, 5)
+            joining._post(server.address, {server.admissions.issuer.peer_id}, "/v1/admit", {"token": "x" * 300_000})
         with pytest.raises(NetworkError, match="404"):
-            joining._ask(server.address, {server.admissions.issuer.peer_id}, "/../org-key.pem", {}, 5)
+            joining._post(server.address, {server.admissions.issuer.peer_id}, "/../org-key.pem", {})
         assert join_by_token(token_of(server, clock), tmp_path / "n", "n").name == "n"
 
 
@@ -227,14 +227,14 @@ def root_admissions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admiss
     token=st.text(max_size=80), name=st.text(max_size=200), request=st.text(max_size=80), shown=st.binary(max_size=80)
 )
 def test_garbage_is_refused(root_admissions: Admissions, token: str, name: str, request: str, shown: bytes) -> None:
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         root_admissions.admit(AdmitRequest(token=token, name=name, request=request), "x")
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         root_admissions.renew(RenewRequest(certificate=token, request=request), "x", shown)
 
 
 @given(st.text(max_size=60))
 def test_garbage_is_no_token(text: str) -> None:
     for form in (text, f"forebay1.{text}", f"forebay1.{text}.{text}"):
-        with pytest.raises(ProtocolViolation, match="token"):
+        with pytest.raises(ProtocolError, match="token"):
             read_token(form)

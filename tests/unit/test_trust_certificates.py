@@ -17,22 +17,21 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.network.peer import ROLES, Peer, Scope
 from forebay.network.pki import certificates
-from forebay.network.pki.certificates import ORGANISATION_OID, SCOPE_OID, Issuer, der_of, issue, judge
+from forebay.network.pki.certificates import ORGANISATION_OID, SCOPE_OID, Issuer, der_of, issue, verify_certificate
 from forebay.network.pki.files import (
     copy_shared,
     finish_rotation,
-    key_pem,
-    read_cert,
     read_certs,
     read_issuer,
     read_key,
     read_roots,
     renew_organisation,
     rotate_root,
+    write_key,
 )
 from forebay.network.pki.identity import Identity, create_network, create_organisation, join, renew
 
@@ -73,7 +72,7 @@ def org_dir(network_dir: Path, tmp_path: Path) -> Path:
 def forge(org_dir: Path, out: Path, *extensions: x509.ExtensionType) -> Path:
     """A node that a rogue organisation signed with just these extensions."""
     join(org_dir, out, "forged")
-    key, issuer, good = read_key(out / "node-key.pem"), read_issuer(org_dir), read_cert(out / "node-cert.pem")
+    key, issuer, good = read_key(out / "node-key.pem"), read_issuer(org_dir), read_certs(out / "node-cert.pem")[0]
     builder = x509.CertificateBuilder(good.issuer, good.subject, key.public_key(), good.serial_number)
     builder = builder.not_valid_before(good.not_valid_before_utc).not_valid_after(good.not_valid_after_utc)
     for extension in extensions:
@@ -133,27 +132,27 @@ def test_an_organisation_that_exceeds_its_scope_is_refused(org_dir: Path, tmp_pa
     crown = x509.UnrecognizedExtension(SCOPE_OID, json.dumps({"roles": ["admin"], "datasets": []}).encode())
     of_itself = key_id_of(org.cert)
     bad = forge(org_dir, tmp_path / "a", of_itself, carried(org.cert), crown)
-    with pytest.raises(ProtocolViolation, match="may give data, worker, got admin"):
+    with pytest.raises(ProtocolError, match="may give data, worker, got admin"):
         one.peer(shown(bad, one))
 
     wider = issue(Issuer(org.key, root.cert, True), "acme", org.key.public_key(), Scope(), 9, organisation=True)
     bad = forge(org_dir, tmp_path / "b", of_itself, carried(wider), crown)
-    with pytest.raises(ProtocolViolation, match="signed by the network's root, got another"):
+    with pytest.raises(ProtocolError, match="signed by the network's root, got another"):
         one.peer(shown(bad, one))
 
     create_organisation(tmp_path / "network", tmp_path / "rich", "rich")
     bad = forge(org_dir, tmp_path / "c", of_itself, carried(read_issuer(tmp_path / "rich").cert), crown)
-    with pytest.raises(ProtocolViolation, match="organisation that issued its own"):
+    with pytest.raises(ProtocolError, match="organisation that issued its own"):
         one.peer(shown(bad, one))
 
 
 def test_an_organisation_cannot_pass_for_the_root(org_dir: Path, tmp_path: Path, make_identity: Make) -> None:
     """OpenSSL takes nobody for the issuer whose key id is another's than the certificate names."""
     one = make_identity("one")
-    as_root = forge(org_dir, tmp_path / "a", key_id_of(read_cert(org_dir / "root-cert.pem")))
+    as_root = forge(org_dir, tmp_path / "a", key_id_of(read_certs(org_dir / "root-cert.pem")[0]))
     with pytest.raises(ssl.SSLCertVerificationError):
         shown(as_root, one)
-    with pytest.raises(ProtocolViolation, match="expected the key id of its issuer"):
+    with pytest.raises(ProtocolError, match="expected the key id of its issuer"):
         one.peer(shown(forge(org_dir, tmp_path / "b"), one))
 
 
@@ -163,7 +162,7 @@ def test_an_organisations_key_is_no_node_and_makes_no_organisation(
     one, org = make_identity("one"), read_issuer(org_dir)
     fake = tmp_path / "fake"
     fake.mkdir()
-    atomic_write(fake / "node-key.pem", key_pem(org.key))
+    write_key(fake / "node-key.pem", org.key)
     atomic_write(fake / "node-cert.pem", org.cert.public_bytes(PEM))
     with pytest.raises(ssl.SSLCertVerificationError):
         shown(fake, one)
@@ -172,7 +171,7 @@ def test_an_organisations_key_is_no_node_and_makes_no_organisation(
     as_root = Issuer(org.key, read_issuer(tmp_path / "network").cert, True)
     middle = issue(as_root, "acme", below.public_key(), Scope(), 9, organisation=True)
     leaf = issue(Issuer(below, middle, False), "leaf", node_key.public_key(), Scope(), 9)
-    atomic_write(fake / "node-key.pem", key_pem(node_key))
+    write_key(fake / "node-key.pem", node_key)
     atomic_write(fake / "node-cert.pem", b"".join(cert.public_bytes(PEM) for cert in (leaf, middle, org.cert)))
     with pytest.raises(ssl.SSLCertVerificationError):
         shown(fake, one)
@@ -187,7 +186,8 @@ def test_an_old_network_goes_on(network_dir: Path, tmp_path: Path) -> None:
         name, name, key.public_key(), x509.random_serial_number(), now, now + dt.timedelta(9)
     )
     builder = builder.add_extension(x509.BasicConstraints(True, 0), True)
-    builder = builder.add_extension(certificates._key_usage(is_ca=True), True)
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates and CRLs
+    builder = builder.add_extension(usage, True)
     builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
     atomic_write(network_dir / "root-cert.pem", builder.sign(key, None).public_bytes(PEM))
     a, b = join(network_dir, tmp_path / "a", "a"), join(network_dir, tmp_path / "b", "b")
@@ -213,7 +213,7 @@ def test_expiry_is_told_and_refused(
     assert "expires in 6.0 days" in caplog.text and "forebay network renew" in caplog.text
     # An organisation that has ended takes its nodes with it, whatever their own certificates say.
     org = read_issuer(org_dir)
-    judged = judge(der_of(issue(org, "x", org.key.public_key(), Scope(), 99999)), read_roots(org_dir))
+    judged = verify_certificate(der_of(issue(org, "x", org.key.public_key(), Scope(), 99999)), read_roots(org_dir))
     assert judged.valid_until == judged.peer.valid_until == org.cert.not_valid_after_utc.timestamp()
 
 
@@ -226,14 +226,14 @@ def test_an_open_connection_ends_with_the_certificate(network_dir: Path, tmp_pat
 
 def test_a_signature_counts_without_tls(org_dir: Path, network_dir: Path, tmp_path: Path) -> None:
     """`judge` is all that stands between a publication and its reader: key identifiers are not enough."""
-    stolen = forge(org_dir, tmp_path / "a", key_id_of(read_cert(network_dir / "root-cert.pem")))
-    with pytest.raises(ProtocolViolation, match="signed by the network's root"):
-        judge(der_of(read_cert(stolen / "node-cert.pem")), read_roots(network_dir))
+    stolen = forge(org_dir, tmp_path / "a", key_id_of(read_certs(network_dir / "root-cert.pem")[0]))
+    with pytest.raises(ProtocolError, match="signed by the network's root"):
+        verify_certificate(der_of(read_certs(stolen / "node-cert.pem")[0]), read_roots(network_dir))
     create_organisation(network_dir, tmp_path / "rich", "rich")
     rich = read_issuer(tmp_path / "rich").cert
     stolen = forge(org_dir, tmp_path / "b", key_id_of(rich), carried(rich))
-    with pytest.raises(ProtocolViolation, match="signed by its organisation"):
-        judge(der_of(read_cert(stolen / "node-cert.pem")), read_roots(network_dir))
+    with pytest.raises(ProtocolError, match="signed by its organisation"):
+        verify_certificate(der_of(read_certs(stolen / "node-cert.pem")[0]), read_roots(network_dir))
 
 
 # Rotation of the root.
@@ -257,7 +257,7 @@ def test_roots_are_rotated_without_a_break(network_dir: Path, org_dir: Path, tmp
     renewed = join(org_dir, tmp_path / "late-org", "late-org")
     for one, other in [(old, late), (late, old), (early, late), (late, of_org), (old, renewed), (renewed, old)]:
         assert meets(one, other).peer_id == other.peer_id
-    with pytest.raises(ProtocolViolation, match="neither our root"):
+    with pytest.raises(ProtocolError, match="neither our root"):
         meets(of_org, late)  # it never renewed, and so knows only the first root
     renew(org_dir, of_org.node_dir, valid_days=9)
     assert of_org.refresh() and meets(of_org, late).peer_id == late.peer_id
@@ -327,5 +327,5 @@ def test_a_name_is_one_that_a_terminal_can_show(network_dir: Path) -> None:
     root, key = read_issuer(network_dir), Ed25519PrivateKey.generate()
     for name in ("\x1b[2Jgone", "a b", "ä", "a\n", "../up"):
         cert = issue(root, name, key.public_key(), Scope(), 9)
-        with pytest.raises(ProtocolViolation, match="expected a common name"):
-            judge(der_of(cert), read_roots(network_dir))
+        with pytest.raises(ProtocolError, match="expected a common name"):
+            verify_certificate(der_of(cert), read_roots(network_dir))

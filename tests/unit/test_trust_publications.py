@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.client import Client
 from forebay.network.discovery import Claim
 from forebay.network.peer import Scope
@@ -21,10 +21,10 @@ from forebay.network.pki.identity import Identity, create_network, create_organi
 from forebay.network.publications import (
     SEEN_NAME,
     SIGNATURE_NAME,
-    Published,
+    PublishedClaims,
     check_publication,
-    published,
     read_publication,
+    select_published,
     sign_dataset,
 )
 
@@ -53,10 +53,10 @@ def test_a_publisher_vouches_for_name_and_id(dataset: Path, make_identity: Make)
         ("books", made.dataset_id, {anne.peer_id}, "copied from another dataset"),
         ("c4", ID, {anne.peer_id}, "copied from another dataset"),
     ]:
-        with pytest.raises(ProtocolViolation, match=why):
+        with pytest.raises(ProtocolError, match=why):
             check_publication(data, name, dataset_id, publishers, bert)
     revoke(bert.node_dir, anne.peer_id)
-    with pytest.raises(ProtocolViolation, match="revoked"):
+    with pytest.raises(ProtocolError, match="revoked"):
         check_publication(data, "c4", made.dataset_id, {anne.peer_id}, bert)
 
 
@@ -69,7 +69,7 @@ def test_a_publisher_that_its_organisation_revoked_does_not_count(
     data = (dataset / SIGNATURE_NAME).read_bytes()
     assert read_publication(data, bert).publisher == anne.peer_id
     revoke(tmp_path / "org", anne.peer_id, bert.node_dir)
-    with pytest.raises(ProtocolViolation, match="revoked by its organisation"):
+    with pytest.raises(ProtocolError, match="revoked by its organisation"):
         read_publication(data, bert)
     assert read_issuer(tmp_path / "org").peer_id == anne.org
 
@@ -83,7 +83,7 @@ def test_a_publication_outlives_the_certificate_and_not_itself(
         time.sleep(0.05)
     assert read_publication((dataset / SIGNATURE_NAME).read_bytes(), bert).name == "c4"
     sign_dataset(bert, dataset, "c4", valid_days=-2)
-    with pytest.raises(ProtocolViolation, match=r"expired 2\.0 days ago. Its publisher signs again"):
+    with pytest.raises(ProtocolError, match=r"expired 2\.0 days ago. Its publisher signs it again"):
         read_publication((dataset / SIGNATURE_NAME).read_bytes(), bert)
 
 
@@ -110,11 +110,13 @@ def test_forged_publications(dataset: Path, make_identity: Make, tmp_path: Path)
         {"signature": os.urandom(64).hex()},
         {"signature": 3},
     ):
-        with pytest.raises(ProtocolViolation):
+        with pytest.raises(ProtocolError):
             read_publication(json.dumps({**body, **change}).encode(), anne)
-    with pytest.raises(ProtocolViolation):
+    with pytest.raises(ProtocolError):
         read_publication(b"[" * 100_000, anne)
-    with pytest.raises(ProtocolViolation, match=r"expected format 3, got '2'\. Its publisher signs it again"):
+    with pytest.raises(
+        ProtocolError, match=r"expected format 3, got: .*format Input should be 3.*Its publisher signs it again"
+    ):
         read_publication(json.dumps({**body, "format": 2}).encode(), anne)
     with pytest.raises(UsageError, match="expected a dataset"):
         sign_dataset(anne, dataset / "none", "c4")
@@ -134,7 +136,7 @@ def test_what_is_no_origin(url: str, dataset: Path, make_identity: Make) -> None
         sign_dataset(anne, dataset, "c4", origins=[url])
     made = sign_dataset(anne, dataset, "c4")
     bad = {**json.loads((dataset / SIGNATURE_NAME).read_bytes()), "origins": [url]}
-    with pytest.raises(ProtocolViolation, match="origin: expected a URL"):
+    with pytest.raises(ProtocolError, match="origins"):
         read_publication(json.dumps(bad).encode(), anne)
     assert made.origins == ()
 
@@ -184,7 +186,7 @@ def version(served: Served, publisher: Identity, folder: Path, number: int) -> C
     return Claim("d", dataset_id, 1, "p" * 32, "h:1", time.time() + 60)
 
 
-def ids(found: Published) -> list[str]:
+def ids(found: PublishedClaims) -> list[str]:
     return [claim.dataset_id for claim in found.claims]
 
 
@@ -192,34 +194,34 @@ def test_the_latest_version_counts_and_is_remembered(served: Served, tmp_path: P
     anne = make_identity("anne")
     old, new = (version(served, anne, tmp_path / f"v{number}", number) for number in (1, 2))
     only = {anne.peer_id}
-    assert ids(published(served, [old], only)) == [old.dataset_id]
-    both = published(served, [old, new], only)
+    assert ids(select_published(served, [old], only)) == [old.dataset_id]
+    both = select_published(served, [old, new], only)
     assert ids(both) == [new.dataset_id] and "name its id" in both.refused[0]
     assert both.publications[new.dataset_id].serial == 2
     again = Served(served.identity)  # type: ignore[arg-type]  # as in another process
     again.signed = served.signed
-    alone = published(again, [old], only)
+    alone = select_published(again, [old], only)
     assert ids(alone) == [] and "expected version 2" in alone.refused[0]
-    assert ids(published(again, [old, new], only, old.dataset_id)) == [old.dataset_id]
-    assert ids(published(again, [old, new], only)) == [new.dataset_id]
-    assert ids(published(again, [old, new], ())) == [old.dataset_id, new.dataset_id]
+    assert ids(select_published(again, [old, new], only, old.dataset_id)) == [old.dataset_id]
+    assert ids(select_published(again, [old, new], only)) == [new.dataset_id]
+    assert ids(select_published(again, [old, new], ())) == [old.dataset_id, new.dataset_id]
     path = served.identity.node_dir / SEEN_NAME  # type: ignore[union-attr]
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text("{")
     with pytest.raises(UsageError, match="or remove the file"):
-        published(again, [new], only)
+        select_published(again, [new], only)
 
 
 def test_versions_are_of_one_publisher(served: Served, tmp_path: Path, make_identity: Make) -> None:
     anne, bert = make_identity("anne"), make_identity("bert")
     of_anne, of_bert = version(served, anne, tmp_path / "a", 9), version(served, bert, tmp_path / "b", 1)
-    found = published(served, [of_anne, of_bert], {anne.peer_id, bert.peer_id})
+    found = select_published(served, [of_anne, of_bert], {anne.peer_id, bert.peer_id})
     assert ids(found) == [of_anne.dataset_id, of_bert.dataset_id] and found.refused == []
-    assert ids(published(served, [of_bert], {bert.peer_id})) == [of_bert.dataset_id]
+    assert ids(select_published(served, [of_bert], {bert.peer_id})) == [of_bert.dataset_id]
 
 
 def test_a_renewed_certificate_signs_on(served: Served, tmp_path: Path, make_identity: Make, network_dir: Path) -> None:
     anne = make_identity("anne")
     old = version(served, anne, tmp_path / "a", 1)
     new = version(served, renew(network_dir, anne.node_dir, valid_days=3), tmp_path / "b", 2)
-    assert ids(published(served, [old, new], {anne.peer_id})) == [new.dataset_id]
+    assert ids(select_published(served, [old, new], {anne.peer_id})) == [new.dataset_id]

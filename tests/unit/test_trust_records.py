@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forebay.errors import UsageError
-from forebay.network.access import Access
+from forebay.network.access import AccessPolicy
 from forebay.network.audit import AuditLog
 from forebay.network.peer import Peer, Scope
 
@@ -20,15 +20,15 @@ BERT = Peer("b" * 32, b"", "bert", "o" * 32, Scope(frozenset({"worker"})))
 CARL = Peer("c" * 32, b"", "carl", "", Scope(frozenset({"data"})))
 
 
-def rules(path: Path, text: str) -> Access:
+def rules(path: Path, text: str) -> AccessPolicy:
     path.write_text(text)
-    return Access.load(path)
+    return AccessPolicy.load(path)
 
 
 def test_scopes_count_without_a_file() -> None:
     narrow = Peer("n" * 32, b"", "n", "", Scope(datasets=("c4-*",)))
-    assert Access().check(narrow, "c4-en", ID, 1 << 40, 0.0) is None
-    assert "does not cover dataset 'books'" in str(Access().check(narrow, "books", ID, 0, 0.0))
+    assert AccessPolicy().check(narrow, "c4-en", ID, 1 << 40, 0.0) is None
+    assert "does not cover dataset 'books'" in str(AccessPolicy().check(narrow, "books", ID, 0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_quota_holds_over_restarts_and_ends_with_the_day(tmp_path: Path) -> No
     assert access.check(ANNE, "x", ID, 60, 5.0) is None
     assert "60 of 100" in str(access.check(ANNE, "x", ID, 41, 5.0))
     assert access.check(ANNE, "x", ID, 40, 5.0) is None
-    again = Access.load(tmp_path / "a.toml")  # as after kill -9: nothing was closed
+    again = AccessPolicy.load(tmp_path / "a.toml")  # as after kill -9: nothing was closed
     assert "peer:" in str(again.check(ANNE, "x", ID, 1, 5.0)) and again.check(ANNE, "x", ID, 0, 5.0) is None
     assert again.check(BERT, "x", ID, 50, 5.0) is None
     assert "org:" in str(again.check(BERT, "x", ID, 1, 5.0))

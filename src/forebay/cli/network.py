@@ -11,7 +11,7 @@ from typing import Any
 
 from forebay.cli.arguments import add_limits, address, positive, seconds, show, size
 from forebay.cli.running import add_node, ask, joined_network, listen_at, log, on_stop, ready, until_stopped
-from forebay.network.retry import waiting
+from forebay.network.retry import log_while_waiting
 
 
 def _probe(args: argparse.Namespace) -> int:
@@ -38,17 +38,17 @@ def _dht(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace) -> int:
     from forebay.data_node import DataNode
     from forebay.dataset.reader import open_dataset
-    from forebay.network.access import Access
-    from forebay.network.limits import Limits, Throttle, parse_limits
+    from forebay.network.access import AccessPolicy
+    from forebay.network.limits import ServerLimits, Throttle, parse_limits
     from forebay.storage.origins import open_remote
 
-    access = Access.load(args.access) if args.access is not None else None
-    with waiting(log, lambda: f"the datasets {', '.join(args.datasets)}"):
+    access = AccessPolicy.load(args.access) if args.access is not None else None
+    with log_while_waiting(log, lambda: f"the datasets {', '.join(args.datasets)}"):
         datasets = [
             open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)
             for path in args.datasets
         ]
-    limits, stop = parse_limits(Limits(), args.limit), threading.Event()
+    limits, stop = parse_limits(ServerLimits(), args.limit), threading.Event()
     on_stop(stop, args)
     with joined_network(args, stop) as (identity, discovery):
         host, port = listen_at(args, discovery)
@@ -71,7 +71,7 @@ def _find(args: argparse.Namespace) -> int:
     def what() -> str:
         return f"data nodes of {args.name!r}; the DHT was asked and names no address that answers"
 
-    with joined_network(args) as (identity, discovery), waiting(log, what):
+    with joined_network(args) as (identity, discovery), log_while_waiting(log, what):
         claims = find_providers(discovery, Client(identity), identity.network_id, args.name, timeout_s=args.timeout)
     providers = [
         {"name": c.name, "dataset_id": c.dataset_id, "slices": c.num_slices, "peer_id": c.peer_id, "address": c.address}

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import address, plain, seconds
 from forebay.errors import NetworkError, UsageError
-from forebay.network.retry import waiting
-from forebay.threads import Supervised
+from forebay.network.retry import log_while_waiting
+from forebay.threads import SupervisedThread
 
 Verb = Callable[[argparse.Namespace], int]
 log = logging.getLogger("forebay.cli")
 
 if TYPE_CHECKING:
     from forebay.network.dht import LibtorrentDht
-    from forebay.network.pki.identity import Identity, Peer
+    from forebay.network.peer import Peer
+    from forebay.network.pki.identity import Identity
 
 
 @contextmanager
@@ -83,7 +84,7 @@ def ask(
     from forebay.network.pki.identity import Identity
 
     parse_address(address)
-    with Client(Identity.load(args.network)) as client, waiting(log, lambda: f"an answer of {address}"):
+    with Client(Identity.load(args.network)) as client, log_while_waiting(log, lambda: f"an answer of {address}"):
         return client.request_json(address, "GET" if body is None else "POST", path, body, timeout_s=timeout_s)
 
 
@@ -108,7 +109,7 @@ def on_stop(stop: threading.Event, args: argparse.Namespace) -> None:
                 pass
             stop.set()
 
-        Supervised(watch, "stdin-close").start()
+        SupervisedThread(watch, "stdin-close").start()
 
 
 def until_stopped(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.cli.arguments import add_from_urls, add_limits, positive
 from forebay.cli.running import add_node, ask, joined_network, listen_at, on_stop, ready
 from forebay.errors import LeaseError, UsageError
-from forebay.threads import Supervised
+from forebay.threads import SupervisedThread
 from forebay.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _schedule(args: argparse.Namespace) -> int:
             from_urls=args.from_urls or "",
         )
         try:
-            Supervised(lambda: _until_told(args, service, stop, began), "standby", stopping=began).start()
+            SupervisedThread(lambda: _until_told(args, service, stop, began), "standby", stopping=began).start()
             service.start()
             began.set()
             if stop.is_set():

@@ -45,7 +45,7 @@ from forebay.coordinator.messages import (
 from forebay.coordinator.store import RunStore
 from forebay.errors import StateError
 from forebay.network.app import ApiError, JsonResponse, Metric, gauge, make_app, peer_of, role, wait_until
-from forebay.network.limits import Limits, TokenBucket
+from forebay.network.limits import ServerLimits, TokenBucket
 from forebay.network.messages import ConfigRequest, MeetReply
 from forebay.network.server import Server
 
@@ -107,7 +107,7 @@ class Coordinator:
         self._is_open = identity is None
         self._joins: OrderedDict[str, TokenBucket] = OrderedDict()  # by certificate
         max_connections = 4 * MAX_WORKERS
-        limits = Limits(
+        limits = ServerLimits(
             connections=max_connections,
             connections_per_peer=max_connections if identity is None else 4 * self.rules.workers_per_peer,
             connections_per_organisation=max_connections // 2, requests_per_organisation=max_connections // 2,

@@ -1,4 +1,4 @@
-"""Addresses of hosts: `HOST:PORT` as users and peers write it, and which IP addresses are public."""
+"""Addresses and URLs of hosts: parsing what users and peers write, and which IP addresses are public."""
 
 import ipaddress
 import re
@@ -6,29 +6,32 @@ import socket
 import urllib.parse
 from functools import lru_cache
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import ProtocolError, UsageError
+
+HostPort = tuple[str, int]
 
 MAX_URL_BYTES = 2048
 _SCHEMES = ("https", "http", "s3", "gs", "az")
 _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
-def parse_address(address: str) -> tuple[str, int]:
-    """`HOST:PORT` (IPv6 in brackets) as a pair, where a user wrote it."""
+def parse_address(address: str) -> HostPort:
+    """Host and port of `HOST:PORT` (IPv6 in brackets) from a user. Raises UsageError."""
     try:
-        return peer_address(address)
-    except ProtocolViolation as error:
+        return parse_peer_address(address)
+    except ProtocolError as error:
         raise UsageError(str(error)) from error
 
 
-@lru_cache(4096)  # a tracker names the same members again and again
-def peer_address(address: str) -> tuple[str, int]:
-    """As `parse_address`, where a peer said it: a wrong one is that peer's fault and nobody's usage."""
+@lru_cache(4096)  # trackers name the same members repeatedly
+def parse_peer_address(address: str) -> HostPort:
+    """Like `parse_address` for an address from a peer: raises ProtocolError."""
     host, colon, port = address.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     is_port = port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536
     if not colon or not is_port or not is_host(host):
-        raise ProtocolViolation(f"address: expected HOST:PORT, got {address[:300]!r}")
+        raise ProtocolError(f"address: expected HOST:PORT, got {address[:300]!r}")
     return host, int(port)
 
 
@@ -37,21 +40,21 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def host_towards(target: tuple[str, int] | None = None) -> str:
-    """The address of this host from which another is reached; `0.0.0.0` where none is known. Sends nothing."""
+def host_towards(target: HostPort | None = None) -> str:
+    """The IP address of this host on the route to `target`; `0.0.0.0` if there is none. Sends nothing."""
     if target is None:
         return "0.0.0.0"
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(where)
-            return str(probe.getsockname()[0])
+        family, kind, protocol, _, sockaddr = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.connect(sockaddr)
+            return str(sock.getsockname()[0])
     except OSError:
         return "0.0.0.0"
 
 
 def is_host(host: str) -> bool:
-    """Whether it is an IP address or a name that the DNS can hold; then no socket call raises UnicodeError for it."""
+    """Whether it is an IP address or a valid DNS name; socket calls then raise no UnicodeError for it."""
     try:
         ipaddress.ip_address(host)
         return True
@@ -66,43 +69,40 @@ def is_host(host: str) -> bool:
 
 
 def check_url(url: str) -> urllib.parse.SplitResult:
-    """The parts of a URL that a peer named as an origin: web server or bucket, without user, query or fragment."""
+    """Parts of an origin's URL from a peer: web server or bucket, without user, query or fragment.
 
-    def wrong(why: str) -> ProtocolViolation:
-        return ProtocolViolation(
-            f"URL of a peer: expected {', '.join(_SCHEMES)} with a host and a path, got {url[:200]!r}: {why}"
-        )
-
-    if len(url) > MAX_URL_BYTES:
-        raise wrong(f"more than {MAX_URL_BYTES} characters")
-    if not re.fullmatch(r"[!-~]+", url) or "\\" in url:
-        raise wrong("other than printable ASCII")
+    Raises ProtocolError for any other URL.
+    """
     try:
+        if len(url) > MAX_URL_BYTES or not re.fullmatch(r"[!-~]+", url) or "\\" in url:
+            raise ValueError(f"more than {MAX_URL_BYTES} characters, or other than printable ASCII")
         parts = urllib.parse.urlsplit(url)
-        host, port = parts.hostname or "", parts.port
+        if (
+            parts.scheme not in _SCHEMES
+            or not url.startswith(f"{parts.scheme}://")
+            or not is_host(parts.hostname or "")
+        ):
+            raise ValueError("no such scheme or host")
+        if "@" in parts.netloc or "?" in url or "#" in url:
+            raise ValueError("a user, a query or a fragment")
+        if parts.port is not None and parts.scheme not in ("https", "http"):
+            raise ValueError("a bucket with a port")
     except ValueError as error:
-        raise wrong(str(error)) from error
-    if parts.scheme not in _SCHEMES or not url.startswith(f"{parts.scheme}://") or not is_host(host):
-        raise wrong("no such scheme or host")
-    if "@" in parts.netloc or "?" in url or "#" in url:
-        raise wrong("a user, a query or a fragment")
-    if port is not None and parts.scheme not in ("https", "http"):
-        raise wrong("a bucket with a port")
+        raise ProtocolError(
+            f"URL of a peer: expected {', '.join(_SCHEMES)} with a host and a path, got {url[:200]!r}: {error}"
+        ) from error
     return parts
 
 
 def is_public(ip: str) -> bool:
-    """Whether an IP address is one of the public internet: not loopback, link-local, private, shared or reserved."""
+    """Whether an IP address is a public one: not loopback, link-local, private, shared, multicast or reserved."""
     address = ipaddress.ip_address(ip.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)
-        if inner is not None and not inner.is_global:
-            return False
         if address in _NAT64:
             return is_public(str(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)))
         if address.ipv4_mapped is not None:
-            return inner is not None and inner.is_global and not inner.is_multicast
+            return is_public(str(address.ipv4_mapped))
+        inner = address.sixtofour or (address.teredo[1] if address.teredo else None)
+        if inner is not None and not inner.is_global:
+            return False
     return address.is_global and not address.is_multicast
-
-
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")

@@ -1,14 +1,15 @@
-"""Admission: a machine makes its own key, and a token gets it a certificate. The key never travels.
+"""Admission: issue certificates for join tokens, and renew them. The nodes' keys never travel.
 
-The server holds the root's or an organisation's key and speaks TLS 1.3 with that key itself, which the token names:
-the joiner asks nobody else. What travels is a request for a certificate, signed with the new key. Which key used
-which token is on disk before the certificate leaves, so that a killed server gives no use twice; the same key asking
-again (its answer was lost) gets its certificate again and uses up nothing.
+The server uses the key of the root or organisation for TLS 1.3, and tokens name that key, so a joiner can check it.
+A request is a certificate request, signed by the node's key. The use of a token is on disk before the certificate is
+sent, so a killed server counts each use; the same key again (after a lost answer) gets a certificate and uses nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import fcntl
 import json
 import logging
@@ -17,30 +18,38 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.app import ApiError, JsonResponse, Request, Response, make_app
 from forebay.network.audit import AuditLog
-from forebay.network.limits import Limits
+from forebay.network.limits import ServerLimits
 from forebay.network.messages import AdmitRequest, RenewRequest
 from forebay.network.peer import Peer
-from forebay.network.pki.certificates import EARLY, Issuer, der_of, issue_server, judge, peer_of, scope_of
-from forebay.network.pki.files import check_name, node_pem, read_issuer, read_roots
+from forebay.network.pki.certificates import (
+    EARLY,
+    Issuer,
+    der_of,
+    issue_server,
+    peer_of,
+    pem_of,
+    scope_of,
+    verify_certificate,
+)
+from forebay.network.pki.files import check_name, node_pem, read_issuer, read_network, read_roots
 from forebay.network.pki.revocation import FileStamp, Revocations, file_stamp
-from forebay.network.pki.tokens import Token, check_token
+from forebay.network.pki.tokens import JoinToken, check_token
 from forebay.network.server import Server
 from forebay.peer_id import peer_id_of
 
 TIMEOUT_S = 10.0
-# Nobody has a certificate yet: strangers get little time, and make room for each other by address.
-LIMITS = Limits(
+# Clients have no certificate yet: short time-outs, and connections of one address make room for others.
+LIMITS = ServerLimits(
     connections=1024, connections_per_peer=1024, handshakes_per_address=512, requests_per_peer=64, requests_per_s=200.0,
     body_bytes=256 << 10, idle_s=3.0, handshake_s=3.0, head_s=3.0, body_s=5.0, send_s=5.0,
 )  # fmt: skip
@@ -49,7 +58,7 @@ log = logging.getLogger("forebay.network")
 
 
 class Admissions:
-    """Issues certificates for tokens, and renews those it issued; one a directory. Safe to share between threads."""
+    """Issues and renews certificates; one per directory. Thread-safe."""
 
     def __init__(
         self, directory: str | Path, audit: AuditLog | None = None, now: Callable[[], float] = time.time
@@ -60,7 +69,7 @@ class Admissions:
         self._revocations = Revocations(self.directory, read_roots(self.directory))
         self._refresh()
         self._lock = threading.Lock()
-        self._uses = _Uses(self.directory / USES_NAME)
+        self._uses = _TokenUses(self.directory / USES_NAME)
 
     @property
     def public_key(self) -> bytes:
@@ -68,100 +77,98 @@ class Admissions:
         return self.issuer.key.public_key().public_bytes_raw()
 
     def admit(self, message: AdmitRequest, sender: str) -> dict[str, Any]:
-        """A certificate for a token: {"certificate", "root", "network", "crls"}; `sender` is the address that asks.
+        """A certificate for a token: {"certificate", "root", "network", "crls"}; `sender` is the client's address.
 
-        PEM, the network's description, and the CRLs of the roots and this issuer. A ProtocolViolation if refused.
+        PEM, the network's description, and the CRLs of the roots and this issuer. Raises ProtocolError.
         """
-        return self._issue("/v1/admit", sender, lambda key: self._admit(message, key), message.request)
+        with self._recording_refusals("/v1/admit", sender):
+            key = _requested_key(message.request)
+            self._refresh()
+            token = check_token(message.token, self.public_key, self._now())
+            name, peer_id = message.name, peer_id_of(key.public_bytes_raw())
+            check_name("node", name)
+            self._check_not_revoked(peer_id)
+            with self._lock:
+                is_new = self._uses.add(token, peer_id, name, self._now())
+            # Repeats by the same key are counted, not written: they must not rotate admissions out of the audit log.
+            kind = "admitted" if is_new else "renewed"
+            self._record_event(kind, peer=peer_id, name=name, token=token.id[:8], roles=",".join(sorted(token.roles)))
+            return self._answer(node_pem(self.issuer, name, key, token.scope, token.valid_days))
 
     def renew(self, message: RenewRequest, sender: str, shown: bytes) -> dict[str, Any]:
-        """Another certificate, as `admit`; `shown` (DER), that of the handshake, must be of the same key."""
-
-        def renew(key: Ed25519PublicKey) -> bytes:
-            if not shown or peer_of(shown).public_key != key.public_bytes_raw():
-                raise ProtocolViolation("renew: expected a request by the key of the handshake, got another key")
-            return self._renew(message, key)
-
-        return self._issue("/v1/renew", sender, renew, message.request)
-
-    def _issue(
-        self, route: str, sender: str, issue: Callable[[Ed25519PublicKey], bytes], request: str
-    ) -> dict[str, Any]:
-        try:
-            key = _requested_key(request)
+        """A renewed certificate, as `admit`; `shown` is that of the handshake (DER) and must have the same key."""
+        with self._recording_refusals("/v1/renew", sender):
+            key = _requested_key(message.request)
             self._refresh()
-            certificate = issue(key)
+            if not shown or peer_of(shown).public_key != key.public_bytes_raw():
+                raise ProtocolError("renew: expected a request by the key of the handshake, got another key")
+            try:
+                old = x509.load_pem_x509_certificate(message.certificate.encode())
+            except (ValueError, TypeError) as error:
+                raise ProtocolError(f"renew: expected a certificate in PEM: {error}") from error
+            peer = verify_certificate(der_of(old), self._roots).peer
+            who = peer.peer_id
+            if peer.org != ("" if self.issuer.is_root else self.issuer.peer_id):
+                raise ProtocolError(f"renew: {who} was issued by {peer.org or 'the root'}. Ask that issuer.")
+            if peer.public_key != key.public_bytes_raw():
+                raise ProtocolError(f"renew: expected a request by the key of {who}, got one by another key")
+            if old.not_valid_after_utc.timestamp() < self._now():
+                raise ProtocolError(f"renew: the certificate of {who} has expired. Join again with a token.")
+            self._check_not_revoked(who)
+            self._record_event("renewed", peer=who, name=peer.name)
+            days = (old.not_valid_after_utc - old.not_valid_before_utc - EARLY).total_seconds() / 86400
+            # The issuer's own expiry may have cut the old one short: that must not shorten later ones.
+            days = self._uses.valid_days.get(who, days)
+            return self._answer(node_pem(self.issuer, peer.name, key, scope_of(old), days))
+
+    @contextlib.contextmanager
+    def _recording_refusals(self, route: str, sender: str) -> Iterator[None]:
+        try:
+            yield
         except (NetworkError, UsageError) as error:
-            self._note("refused", route=route, address=sender, reason=str(error))
-            raise ProtocolViolation(str(error)) from error
-        issuers = sorted(self._revocations.root_ids | {self.issuer.peer_id})
-        crls = [pem.decode() for issuer in issuers if (pem := self._revocations.pem(issuer)) is not None]
-        answer = {"certificate": certificate.decode(), "root": self._root.decode(), "network": self._network}
-        return {**answer, "crls": crls}
+            self._record_event("refused", route=route, address=sender, reason=str(error))
+            raise ProtocolError(str(error)) from error
+
+    def _answer(self, certificate: bytes) -> dict[str, Any]:
+        crls, issuers = self._revocations.crls(), self._revocations.root_ids | {self.issuer.peer_id}
+        return {
+            "certificate": certificate.decode(),
+            "root": (self.directory / "root-cert.pem").read_text(),
+            "network": dataclasses.asdict(self._network),
+            "crls": [crls[issuer].pem.decode() for issuer in sorted(issuers & crls.keys())],
+        }
 
     def close(self) -> None:
-        """Lets another process admit from this directory. May be repeated."""
+        """Release the directory for another process. May be repeated."""
         self._uses.close()
 
     def _refresh(self) -> None:
-        """Takes up a renewed certificate of the issuer and further roots, without a restart."""
+        """Load a renewed certificate of the issuer and further roots."""
         stamps = [file_stamp(self.directory / name) for name in ("org-cert.pem", "root-cert.pem", "root-key.pem")]
         if stamps == self._stamps:
             return
         self.issuer: Issuer = read_issuer(self.directory)
-        self._root = (self.directory / "root-cert.pem").read_bytes()
         self._roots = self._revocations.roots = read_roots(self.directory)
-        self._network = json.loads((self.directory / "network.json").read_bytes())
+        self._network = read_network(self.directory)
         self._stamps = stamps
-
-    def _admit(self, message: AdmitRequest, key: Ed25519PublicKey) -> bytes:
-        token = check_token(message.token, self.public_key, self._now())
-        name, peer_id = message.name, peer_id_of(key.public_bytes_raw())
-        check_name("node", name)
-        self._check_not_revoked(peer_id)
-        with self._lock:
-            is_new = self._uses.take(token, peer_id, name, self._now())
-        # The same key again is counted, not written each time: it must push no admission out of the audit log.
-        kind = "admitted" if is_new else "renewed"
-        self._note(kind, peer=peer_id, name=name, token=token.id[:8], roles=",".join(sorted(token.roles)))
-        return node_pem(self.issuer, name, key, token.scope, token.valid_days)
-
-    def _renew(self, message: RenewRequest, key: Ed25519PublicKey) -> bytes:
-        try:
-            old = x509.load_pem_x509_certificate(message.certificate.encode())
-        except (ValueError, TypeError) as error:
-            raise ProtocolViolation(f"renew: expected a certificate in PEM: {error}") from error
-        peer = judge(der_of(old), self._roots).peer
-        if peer.org != ("" if self.issuer.is_root else self.issuer.peer_id):
-            raise ProtocolViolation(f"renew: {peer.peer_id} was issued by {peer.org or 'the root'}. Ask that issuer.")
-        if peer.public_key != key.public_bytes_raw():
-            raise ProtocolViolation(f"renew: expected a request by the key of {peer.peer_id}, got one by another key")
-        if old.not_valid_after_utc.timestamp() < self._now():
-            raise ProtocolViolation(f"renew: the certificate of {peer.peer_id} has expired. Join anew with a token.")
-        self._check_not_revoked(peer.peer_id)
-        self._note("renewed", peer=peer.peer_id, name=peer.name)
-        days = (old.not_valid_after_utc - old.not_valid_before_utc - EARLY).total_seconds() / 86400
-        # An issuer's own end may have cut the old one short: that must not shorten all that follow.
-        days = self._uses.valid_days.get(peer.peer_id, days)
-        return node_pem(self.issuer, peer.name, key, scope_of(old), days)
 
     def _check_not_revoked(self, peer_id: str) -> None:
         own = "" if self.issuer.is_root else self.issuer.peer_id
         if (reason := self._revocations.reason(Peer(peer_id, b"", "", own))) is not None:
-            raise ProtocolViolation(reason)
+            raise ProtocolError(reason)
 
-    def _note(self, kind: str, **facts: Any) -> None:
-        log.info("admission: %s %s", kind, facts)
+    def _record_event(self, kind: str, **fields: Any) -> None:
+        log.info("admission: %s %s", kind, fields)
         if self._audit is not None:
-            self._audit.append(kind, **facts)
+            self._audit.append(kind, **fields)
 
 
-class _Uses:
-    """Which key used which token: lines of JSON, each on disk before `take` returns."""
+class _TokenUses:
+    """The keys that used each token: JSON lines, each on disk before `add` returns."""
 
     def __init__(self, path: Path) -> None:
         self._used: dict[str, set[str]] = {}
-        self.valid_days: dict[str, float] = {}  # by peer id, as its last token said
+        self.valid_days: dict[str, float] = {}  # by peer id, from its last token
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         self._file = os.fdopen(descriptor, "r+b")
         try:
@@ -170,10 +177,10 @@ class _Uses:
             self._file.close()
             raise UsageError(f"admit: another process admits from {path.parent}. Stop it first.") from error
         data = self._file.read()
-        whole = data[: data.rfind(b"\n") + 1]  # an unfinished line's certificate never left
-        self._file.truncate(len(whole))
-        self._file.seek(len(whole))
-        for number, line in enumerate(whole.splitlines(), 1):
+        lines = data[: data.rfind(b"\n") + 1]  # the certificate of an unfinished line was never sent
+        self._file.truncate(len(lines))
+        self._file.seek(len(lines))
+        for number, line in enumerate(lines.splitlines(), 1):
             try:
                 entry = json.loads(line)
                 self._used.setdefault(entry["token"], set()).add(entry["peer_id"])
@@ -181,13 +188,13 @@ class _Uses:
             except (ValueError, KeyError, TypeError) as error:
                 raise UsageError(f"admit: cannot read line {number} of {path}: {error}. Restore the file.") from error
 
-    def take(self, token: Token, peer_id: str, name: str, now: float) -> bool:
-        """Counts a use on disk; False if this key has used the token before."""
+    def add(self, token: JoinToken, peer_id: str, name: str, now: float) -> bool:
+        """Record a use on disk; False if this key has used the token before. ProtocolError if it is used up."""
         used = self._used.setdefault(token.id, set())
         if peer_id in used:
             return False
         if len(used) >= token.uses:
-            raise ProtocolViolation(f"token {token.id[:8]}: used up ({token.uses} of {token.uses}). Ask for another.")
+            raise ProtocolError(f"token {token.id[:8]}: used up ({token.uses} of {token.uses}). Ask for another.")
         entry = {"token": token.id, "peer_id": peer_id, "name": name, "at": round(now, 3)}
         entry["valid_days"] = token.valid_days
         self._file.write(json.dumps(entry).encode() + b"\n")
@@ -202,14 +209,14 @@ class _Uses:
 
 
 class AdmissionServer:
-    """Admissions over TLS 1.3, from `start` to `close`. Clients need no certificate; the key is the issuer's."""
+    """Serves `Admissions` over TLS 1.3 with the issuer's key, from `start` to `close`; clients need no certificate."""
 
     def __init__(self, admissions: Admissions, host: str = "127.0.0.1", port: int = 0) -> None:
         self.admissions = admissions
         app = make_app("Forebay admission")
         app.post("/v1/admit", summary="A certificate for a token.")(self._admit)
         app.post("/v1/renew", summary="Another certificate for a key that has one.")(self._renew)
-        app.add_exception_handler(ProtocolViolation, _refused)
+        app.add_exception_handler(ProtocolError, _refused)
         self._server = Server(app, None, host, port, limits=LIMITS, tls=_context(admissions))
 
     @property
@@ -218,12 +225,12 @@ class AdmissionServer:
         return self._server.address
 
     def start(self) -> AdmissionServer:
-        """Answer, in background threads. NetworkError if the address cannot be had."""
+        """Start background threads. Raises NetworkError if the address is not available."""
         self._server.start()
         return self
 
     def close(self) -> None:
-        """Take no more requests, and finish those under way."""
+        """Finish the requests in progress and stop."""
         self._server.drain(TIMEOUT_S)
         self._server.close()
         self.admissions.close()
@@ -242,15 +249,15 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 def _context(admissions: Admissions) -> ssl.SSLContext:
-    """TLS with the issuer's own key; its certificate for this is made here and says no more than the key."""
+    """TLS with the issuer's key and a temporary certificate that only proves it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     kind = "root" if admissions.issuer.is_root else "org"
     with tempfile.NamedTemporaryFile(suffix=".pem") as file:
-        file.write(issue_server(admissions.issuer).public_bytes(serialization.Encoding.PEM))
+        file.write(pem_of(issue_server(admissions.issuer)))
         file.flush()
         context.load_cert_chain(file.name, admissions.directory / f"{kind}-key.pem")
-    # Who renews shows its certificate; who joins has none.
+    # Clients that renew show their certificate; those that join have none.
     context.verify_mode = ssl.CERT_OPTIONAL
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(admissions.directory / "root-cert.pem")
@@ -258,12 +265,12 @@ def _context(admissions: Admissions) -> ssl.SSLContext:
 
 
 def _requested_key(pem: str) -> Ed25519PublicKey:
-    """The key of a request for a certificate, which signed it."""
+    """The key of a certificate request, whose signature is checked. Raises ProtocolError."""
     try:
         request = x509.load_pem_x509_csr(pem.encode())
         key = request.public_key()
         if not isinstance(key, Ed25519PublicKey) or not request.is_signature_valid:
             raise ValueError("not signed by its own Ed25519 key")
     except ValueError as error:
-        raise ProtocolViolation(f"request: expected a certificate request in PEM: {error}") from error
+        raise ProtocolError(f"request: expected a certificate request in PEM: {error}") from error
     return key

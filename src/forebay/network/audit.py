@@ -1,9 +1,9 @@
-"""The audit log: what a node refused and decided, as JSON lines, by the standard library's `RotatingFileHandler`.
+"""The audit log: refusals and decisions of a node as JSON lines, rotated by size.
 
-Decisions (bans, new CRLs, admissions, pauses) go to FILE.decisions, each at once. What a peer can cause at will
-(refusals, strangers, quotas, renewals) goes to FILE: one line per kind and peer in a minute, whatever the text, so that
-a flood pushes nothing out: a peer that is refused all day writes some 3 MB. Four parts of 8 MiB are kept of each file.
-Whoever may write the files can change them: where that matters, send the lines elsewhere as they come.
+Decisions (bans, new CRLs, admissions, pauses) go to FILE.decisions, each at once. Events that a peer can cause at will
+(refusals, strangers, quotas, renewals) go to FILE, one line per kind and peer in a minute, so that a flood cannot
+rotate other lines away: a peer that is refused all day writes some 3 MB. Four parts of 8 MiB of each file are kept.
+Anyone who can write the files can change them; forward the lines elsewhere if that matters.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import Any
 MAX_PART_BYTES = 8 << 20
 NUM_PARTS = 4
 COUNT_S = 60.0
-MAX_COUNTED = 64  # peers told apart in COUNT_S, of each kind; the others are counted together
+MAX_COUNTED = 64  # peers of each kind that are counted separately in COUNT_S; the others are counted together
 MAX_TEXT = 500
 COUNTED = frozenset({"refused", "stranger", "quota", "unsigned", "bad_provider", "renewed"})
 
 
 class AuditLog:
-    """Appends events; a line is on its way to the disk before `append` returns. Safe to share between threads.
+    """Appends events; a line is written before `append` returns. Thread-safe.
 
-    A line is `{"at", "kind", "facts", "repeats"}`: unix seconds, what happened, the event's own fields, and how many
-    events of this kind and peer were counted, but not written, since the last line of both. A part larger than
-    `part_bytes` is rotated away; `num_parts` are kept, the current one included. OSError if a file cannot be written.
+    A line is `{"at", "kind", "facts", "repeats"}`: Unix seconds, event kind, the event's fields, and the number of
+    events of this kind and peer that were counted without a line since the last one. A file larger than `part_bytes` is
+    rotated; `num_parts` are kept, the current one included. OSError if a file cannot be written.
     """
 
     def __init__(
@@ -46,38 +46,35 @@ class AuditLog:
         self.path, self._now = Path(path), now
         self.decisions_path = self.path.with_name(self.path.name + ".decisions")
         self._lock = threading.Lock()
-        self._counts: dict[tuple[str, str], tuple[float, int]] = {}  # when a line was written, events since
+        self._counts: dict[tuple[str, str], tuple[float, int]] = {}  # time of the last line, events since
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._counted, self._decisions = (
             _PrivateHandler(path, maxBytes=part_bytes, backupCount=num_parts - 1, encoding="utf-8")
             for path in (self.path, self.decisions_path)
         )
-        for handler in (self._counted, self._decisions):
-            handler.setFormatter(_JsonFormatter())
 
-    def append(self, kind: str, **facts: Any) -> None:
-        """Writes an event, or counts it. Texts are cut at MAX_TEXT characters."""
+    def append(self, kind: str, **fields: Any) -> None:
+        """Write an event, or count it. Texts are cut at MAX_TEXT characters."""
         with self._lock:
             if kind not in COUNTED:
-                _emit(self._decisions, self._now(), kind, facts, 0)
+                self._write(self._decisions, kind, fields)
                 return
-            at = self._now()
-            self._report(at - COUNT_S)
-            peer = str(facts.get("peer") or facts.get("address") or "")
-            key = (kind, peer)
+            now = self._now()
+            self._write_counts(now - COUNT_S)
+            key = (kind, str(fields.get("peer") or fields.get("address") or ""))
             if key not in self._counts and sum(other == kind for other, _ in self._counts) >= MAX_COUNTED:
                 key = (kind, "others")
             if key in self._counts:
                 since, num = self._counts[key]
                 self._counts[key] = (since, num + 1)
                 return
-            self._counts[key] = (at, 0)
-            _emit(self._counted, at, kind, facts, 0)
+            self._counts[key] = (now, 0)
+            self._write(self._counted, kind, fields)
 
     def close(self) -> None:
-        """Writes what was only counted, and closes. May be repeated."""
+        """Write pending counts and close the files. May be repeated."""
         with self._lock:
-            self._report(float("inf"))
+            self._write_counts(float("inf"))
             self._counted.close()
             self._decisions.close()
 
@@ -87,21 +84,24 @@ class AuditLog:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _report(self, before: float) -> None:
-        """Ends the counts that began before a moment, with a line for each that counted something."""
+    def _write_counts(self, before: float) -> None:
+        """End counts that started before a time, with a line for each that is not zero."""
         for key in [key for key, (since, _) in self._counts.items() if since <= before]:
             _, num = self._counts.pop(key)
             if num:
-                _emit(self._counted, self._now(), key[0], {"peer": key[1]}, num)
+                self._write(self._counted, key[0], {"peer": key[1]}, num)
 
-
-class _JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return json.dumps(record.msg)
+    def _write(self, handler: logging.Handler, kind: str, fields: dict[str, Any], repeats: int = 0) -> None:
+        values = {
+            key: value if isinstance(value, bool | int | float | None) else str(value)[:MAX_TEXT]
+            for key, value in fields.items()
+        }
+        line = {"at": round(self._now(), 3), "kind": kind, "facts": values, "repeats": repeats}
+        handler.handle(logging.makeLogRecord({"msg": json.dumps(line)}))
 
 
 class _PrivateHandler(logging.handlers.RotatingFileHandler):
-    """Files for their owner only; an error of the disk is the caller's."""
+    """Files with mode 0600; errors of the disk are raised."""
 
     def _open(self) -> TextIOWrapper:
         def opener(path: str, flags: int) -> int:
@@ -110,14 +110,5 @@ class _PrivateHandler(logging.handlers.RotatingFileHandler):
         return open(self.baseFilename, "a", encoding=self.encoding, opener=opener)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Raise what `emit` caught."""
-        raise  # noqa: PLE0704  # within its `except`
-
-
-def _emit(handler: logging.Handler, at: float, kind: str, facts: dict[str, Any], repeats: int) -> None:
-    line = {"at": round(at, 3), "kind": kind, "facts": {key: _short(value) for key, value in facts.items()}}
-    handler.handle(logging.makeLogRecord({"msg": {**line, "repeats": repeats}}))
-
-
-def _short(value: Any) -> Any:
-    return value if isinstance(value, (bool, int, float)) or value is None else str(value)[:MAX_TEXT]
+        """Raise the exception that `emit` caught."""
+        raise  # noqa: PLE0704  # called within its `except`

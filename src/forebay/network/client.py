@@ -1,8 +1,8 @@
-"""Requests to peers over mutual TLS 1.3, or over plain HTTP where a caller says so.
+"""HTTP client for peers over mutual TLS 1.3, or over plain HTTP without an identity.
 
-Hides: kept connections, when a request is sent again, and every check of what a peer says. A peer may be pinned by
-its id, or asked for by role: both are checked, with its revocation, before a byte of the request is sent, on a kept
-connection as on a new one. Lengths are checked before bytes are kept, and a peer that drips is dropped.
+Hides connection pooling, retries, and all checks of responses. The peer's id or role, and its revocation, are checked
+before a byte of a request is sent, on new and on pooled connections. Lengths are checked before memory is allocated;
+stalled peers are dropped.
 """
 
 from __future__ import annotations
@@ -11,66 +11,68 @@ import json
 import secrets
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from urllib3.util import SKIP_HEADER
 
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
-from forebay.network.addresses import parse_address as parse_address
-from forebay.network.addresses import peer_address
-from forebay.network.http import (
-    CHUNK_BYTES as CHUNK_BYTES,
-)
+from forebay.errors import NetworkError, ProtocolError, UsageError
+from forebay.network.addresses import parse_peer_address
 from forebay.network.http import (
     FAULTS,
-    Answer,
     Connection,
-    CutHeadError,
+    ConnectionPool,
     HTTPException,
-    KeptConnections,
     PlainConnection,
+    StreamedResponse,
     TlsConnection,
+    TruncatedHeadError,
     bounded_context,
     exchange,
-    left,
+    remaining_s,
 )
 from forebay.network.peer import Peer
 from forebay.network.retry import retry_after_s
 
 if TYPE_CHECKING:
-    from forebay.network.pki.identity import Identity  # what proves a peer is needed with one only
+    from forebay.network.pki.identity import Identity  # its packages are not needed over plain HTTP
 
 MAX_HEAD_BYTES = 32 << 10
 MAX_JSON_BYTES = 16 << 20
 MAX_IDLE_PER_PEER = 8
-MIN_BYTES_PER_S = 4096  # slower than this over a whole time-out is a stall
+MIN_BYTES_PER_S = 4096  # a lower rate over a time-out is a stall
 _MAX_WAIT_S = 3600.0
 IDEMPOTENCY_HEADER = "Idempotency-Key"
-_NO_HEADERS = {"User-Agent": SKIP_HEADER, "Accept-Encoding": SKIP_HEADER}  # 50 bytes of each request
+_NO_HEADERS = {"User-Agent": SKIP_HEADER, "Accept-Encoding": SKIP_HEADER}  # saves 50 bytes per request
+_SAME_NETWORK = "Both sides need a certificate of the same network: see `forebay network join`."
 
 
 class RemoteError(NetworkError):
-    """A peer refused a request."""
+    """A peer refused a request.
+
+    Attributes:
+        status: HTTP status. `code`: the peer's error code.
+        wait_s: Seconds of its Retry-After header; 0 without one.
+    """
 
     def __init__(self, message: str, status: int, code: str, wait_s: float = 0.0) -> None:
         super().__init__(message)
-        self.status = status  # HTTP
-        self.code = code  # the peer's word for its reason
-        self.wait_s = wait_s  # seconds that it asks to wait before another try (Retry-After); 0 if it does not
+        self.status = status
+        self.code = code
+        self.wait_s = wait_s
 
 
 class WrongPeerError(NetworkError):
-    """Another peer stands at an address than the one that was asked for, or one without the role."""
+    """The peer at an address has another id than expected, or lacks the role."""
 
 
-class PeerGoneError(NetworkError):
-    """The connection was lost before the answer came. What the request was to change may be changed or not."""
+class ConnectionLostError(NetworkError):
+    """The connection was lost before the whole response was received; the request may have taken effect."""
 
 
-class BrokenOffError(NetworkError):
-    """A body ended before its announced length; `received` bytes of it came."""
+class TruncatedBodyError(NetworkError):
+    """A body ended before its announced length, after `received` bytes."""
 
     def __init__(self, message: str, received: int) -> None:
         super().__init__(message)
@@ -86,9 +88,9 @@ class _Request:
     method: str
     path: str
     body: bytes
-    expect_peer: str | None
+    peer_ids: Collection[str] | None  # one of which the peer must have
     role: str | None
-    deadline: float  # of time.monotonic, for the whole of it, or for the head where a long body follows
+    deadline: float  # of time.monotonic, for the whole request, or for its head if a long body follows
     headers: Mapping[str, str]
 
     @property
@@ -97,22 +99,35 @@ class _Request:
 
 
 class Client:
-    """Asks peers of one network; without an identity a host that is trusted, by plain HTTP, on a network that is.
+    """Sends requests to peers of one network; without an identity to a trusted host by plain HTTP. Thread-safe.
 
-    Share it between threads; `close` it, or let it go with the last reference. A GET is sent again, once, on a new
-    connection when a kept one fails. A POST carries a key of its own (`Idempotency-Key`) and is sent again, once, with
-    the same key when its connection is lost: the server answers a repeated key with its first answer. Nothing is sent
-    again after a time-out.
+    A GET is repeated once, on a new connection, if a pooled connection fails. A POST carries an `Idempotency-Key` and
+    is repeated once with the same key if its connection is lost: the server returns its first response for a repeated
+    key. Nothing is repeated after a time-out.
+
+    Args:
+        identity: The node that sends; None for plain HTTP.
+        context, read_peer: TLS without an identity, for joining a network: the context, and the function that
+            parses the server's DER certificate. Use them with `expect_peer`.
     """
 
-    def __init__(self, identity: Identity | None) -> None:
+    def __init__(
+        self,
+        identity: Identity | None,
+        *,
+        context: ssl.SSLContext | None = None,
+        read_peer: Callable[[bytes], Peer] | None = None,
+    ) -> None:
         self.identity = identity
-        self._context = bounded_context(identity.client_context()) if identity is not None else None
-        self._kept = KeptConnections(MAX_IDLE_PER_PEER)
+        if identity is not None:
+            context, read_peer = identity.client_context(), identity.peer
+        self._context = bounded_context(context) if context is not None else None
+        self._read_peer = read_peer
+        self._pool = ConnectionPool(MAX_IDLE_PER_PEER)
 
     def close(self) -> None:
-        """Close the idle connections. The client stays usable."""
-        self._kept.close()
+        """Close the idle connections; the client stays usable."""
+        self._pool.close()
 
     def __enter__(self) -> Client:
         return self
@@ -126,33 +141,39 @@ class Client:
         method: str,
         path: str,
         obj: Any = None,
-        expect_peer: str | None = None,
+        expect_peer: str | Collection[str] | None = None,
         timeout_s: float = 10.0,
         max_bytes: int = MAX_JSON_BYTES,
         *,
         role: str | None = None,
     ) -> tuple[Any, Peer]:
-        """Send an object (None: nothing; bytes: as they are), get one, and whose answer it is, all within `timeout_s`.
+        """Send an object as JSON (bytes unchanged, None as no body); return the JSON response and its sender.
 
-        `role` is what the peer's certificate must allow; otherwise nothing is sent. An answer that is not 2xx is a
-        RemoteError, one that is no JSON, too large or malformed a ProtocolViolation.
+        Args:
+            expect_peer: The id that the peer must have, or several of which it must have one.
+            timeout_s: For the whole request.
+            role: The role that the peer's certificate must have.
+
+        Raises:
+            WrongPeerError: The peer has another id or lacks the role; nothing was sent.
+            RemoteError: The status is not 2xx.
+            ProtocolError: The response is not JSON, too large or malformed.
+            NetworkError: The peer cannot be reached, is revoked, or does not answer in time.
         """
-        body = (
-            b"" if obj is None else obj if isinstance(obj, bytes) else json.dumps(obj, separators=(",", ":")).encode()
-        )
-        data, peer = self._small(address, method, path, body, max_bytes, expect_peer, timeout_s, role)
+        body = b"" if obj is None else obj
+        if not isinstance(body, bytes):
+            body = json.dumps(obj, separators=(",", ":")).encode()
+        data, peer = self._send_small(address, method, path, body, max_bytes, expect_peer, timeout_s, role)
         try:
             return json.loads(data), peer
         except (ValueError, RecursionError) as error:
-            raise ProtocolViolation(
-                f"{method} {path}: expected JSON from {address}, got {data[:80]!r}: {error}"
-            ) from error
+            raise ProtocolError(f"{method} {path}: expected JSON from {address}, got {data[:80]!r}: {error}") from error
 
     def get_bytes(
         self, address: str, path: str, max_bytes: int, expect_peer: str | None = None, timeout_s: float = 60.0
     ) -> bytes:
         """The body at a path, at most `max_bytes`; errors as of `request_json`."""
-        return self._small(address, "GET", path, b"", max_bytes, expect_peer, timeout_s)[0]
+        return self._send_small(address, "GET", path, b"", max_bytes, expect_peer, timeout_s)[0]
 
     def read_range(
         self,
@@ -163,198 +184,198 @@ class Client:
         expect_peer: str | None = None,
         timeout_s: float = 20.0,
     ) -> None:
-        """Fill `into` with the bytes from `start` on of what is at a path.
+        """Read bytes [start, start + len(into)) of the resource at a path into `into`.
 
-        `timeout_s` is for each wait; a peer slower than 4 KiB/s over this long counts as stalled. BrokenOffError if it
-        stalls or cuts the body short: what it says to have come is there.
+        `timeout_s` is for each wait; a peer slower than 4 KiB/s over this time counts as stalled. TruncatedBodyError if
+        it stalls or ends the body early: its `received` bytes are in `into`.
         """
-        stop = start + len(into)
-        request = _Request(address, "GET", path, b"", expect_peer, None, time.monotonic() + timeout_s, {
-            "Range": f"bytes={start}-{stop - 1}"
-        })  # fmt: skip
+        stop, deadline = start + len(into), time.monotonic() + timeout_s
+        headers = {"Range": f"bytes={start}-{stop - 1}"}
+        request = _Request(address, "GET", path, b"", _ids(expect_peer), None, deadline, headers)
 
-        def read(answer: Answer) -> None:
-            given = answer.headers.get("content-range", "")
+        def read(response: StreamedResponse) -> None:
+            content_range = response.headers.get("content-range", "")
             expected = f"bytes {start}-{stop - 1}/"
-            if answer.status != 206 or answer.length != stop - start or not given.startswith(expected):
-                raise ProtocolViolation(
+            if response.status != 206 or response.length != stop - start or not content_range.startswith(expected):
+                raise ProtocolError(
                     f"GET {path}: expected status 206 and {stop - start} bytes [{start}, {stop}) from {address}, "
-                    f"got {answer.status}, {answer.length} bytes, Content-Range {given[:80]!r}"
+                    f"got {response.status}, {response.length} bytes, Content-Range {content_range[:80]!r}"
                 )
-            answer.pace(timeout_s, MIN_BYTES_PER_S)
-            _fill(answer, into, request.what)
+            response.pace(timeout_s, MIN_BYTES_PER_S)
+            _fill(response, into, request.what)
 
-        self._ask(request, read)
+        self._send(request, read)
 
-    def _small(
+    def _send_small(
         self,
         address: str,
         method: str,
         path: str,
         body: bytes,
         max_bytes: int,
-        expect_peer: str | None,
+        expect_peer: str | Collection[str] | None,
         timeout_s: float,
         role: str | None = None,
     ) -> tuple[bytes, Peer]:
         headers = {"Content-Type": "application/json"} if body else {}
         if method == "POST":
-            headers[IDEMPOTENCY_HEADER] = secrets.token_hex(8)  # short: it is a part of every exchange
+            headers[IDEMPOTENCY_HEADER] = secrets.token_hex(8)  # short: every exchange of a worker carries one
         deadline = time.monotonic() + timeout_s
-        request = _Request(address, method, path, body, expect_peer, role, deadline, headers)
+        request = _Request(address, method, path, body, _ids(expect_peer), role, deadline, headers)
 
-        def read(answer: Answer) -> bytes:
-            if answer.status == 206:
-                raise ProtocolViolation(f"{method} {path}: expected the whole answer from {address}, got a range of it")
-            return _read_body(answer, max_bytes, request)
+        def read(response: StreamedResponse) -> bytes:
+            if response.status == 206:
+                raise ProtocolError(f"{method} {path}: expected the whole answer from {address}, got a range of it")
+            return _read_body(response, max_bytes, request)
 
-        return self._ask(request, read)
+        return self._send(request, read)
 
-    def _ask(self, request: _Request, read: Callable[[Answer], T]) -> tuple[T, Peer]:
-        """Send a request and read its answer; once more where that is allowed (see Client)."""
+    def _send(self, request: _Request, read: Callable[[StreamedResponse], T]) -> tuple[T, Peer]:
+        """Send a request and read its response; repeat it once where that is allowed (see Client)."""
         path = request.path
         if not path.startswith("/") or not path.isascii() or any(ord(c) <= 32 or ord(c) == 127 for c in path):
             raise UsageError(f"request: expected a path of printable ASCII from /, got {path[:80]!r}")
-        connection = self._kept.take(request.address) or self._connect(request)
-        was_kept = connection.was_used
+        connection = self._pool.acquire(request.address) or self._connect(request)
+        was_pooled = connection.was_used
         try:
-            return self._ask_once(connection, request, read)
-        except PeerGoneError:
-            if request.method != "POST" and not (request.method == "GET" and was_kept):
+            return self._send_once(connection, request, read)
+        except ConnectionLostError:
+            if request.method != "POST" and not (request.method == "GET" and was_pooled):
                 raise
-        return self._ask_once(self._connect(request), request, read)
+        return self._send_once(self._connect(request), request, read)
 
-    def _ask_once(self, connection: Connection, request: _Request, read: Callable[[Answer], T]) -> tuple[T, Peer]:
-        answer, keep = None, False
+    def _send_once(
+        self, connection: Connection, request: _Request, read: Callable[[StreamedResponse], T]
+    ) -> tuple[T, Peer]:
+        response, can_keep = None, False
         try:
             self._check_peer(connection.peer, request)
-            answer = exchange(
+            response = exchange(
                 connection, request.method, request.path, {**_NO_HEADERS, **request.headers},
                 request.body or None, request.deadline, MAX_HEAD_BYTES,
             )  # fmt: skip
-            _check_head(answer, request.what)
-            if answer.status // 100 != 2:
-                refusal = _refusal(answer, request)
-                keep = answer.can_keep and answer.status < 500
+            length = response.headers.get("content-length", "")
+            is_length = length.isascii() and length.isdigit() and len(length) <= 18
+            if response.status != 204 and (not is_length or "transfer-encoding" in response.headers):
+                raise ProtocolError(f"{request.what}: expected a Content-Length, got {length[:40]!r}")
+            if response.status // 100 != 2:
+                refusal = _refusal(response, request)
+                can_keep = response.can_keep and response.status < 500
                 raise refusal
-            result = read(answer)
-            keep = answer.can_keep
+            result = read(response)
+            can_keep = response.can_keep
             return result, connection.peer
         except FAULTS as error:
             raise _fault(request, error) from error
         finally:
-            if answer is not None:
-                answer.close()
-            if keep:
-                self._kept.give(request.address, connection)
+            if response is not None:
+                response.close()
+            if can_keep:
+                self._pool.release(request.address, connection)
             else:
                 connection.close()
 
     def _check_peer(self, peer: Peer, request: _Request) -> None:
-        """Whether a peer may be asked now: before each request on a connection, be it new or kept."""
+        """Check before each request, on new and pooled connections, that it may be sent to the peer."""
         address = request.address
-        if request.expect_peer is not None and peer.peer_id != request.expect_peer:
+        if request.peer_ids is not None and peer.peer_id not in request.peer_ids:
             raise WrongPeerError(
-                f"peer at {address}: expected {request.expect_peer}, got {peer.peer_id} ({peer.name}). "
-                "Nothing was asked of it; find the provider's address again."
+                f"peer at {address}: expected {', '.join(sorted(request.peer_ids))}, got {peer.peer_id} ({peer.name}). "
+                "Nothing was sent to it; look up the provider's address again."
             )
         if request.role is not None and not peer.scope.allows(request.role):
             raise WrongPeerError(
                 f"peer at {address}: expected a certificate with the role {request.role}, got {peer.peer_id} "
-                f"({peer.name}) with {', '.join(sorted(peer.scope.roles))}. Nothing was asked of it."
+                f"({peer.name}) with {', '.join(sorted(peer.scope.roles))}. Nothing was sent to it."
             )
         if self.identity is not None and (refusal := self.identity.refusal(peer)) is not None:
             raise NetworkError(f"peer at {address}: {refusal}")
 
     def _connect(self, request: _Request) -> Connection:
-        host, port = peer_address(request.address)
-        made: Connection
+        host, port = parse_peer_address(request.address)
+        connection: Connection
         if self._context is None:
-            made = PlainConnection(host, port)
-            made.peer = Peer("", b"", request.address)
+            connection = PlainConnection(host, port)
+            connection.peer = Peer("", b"", request.address)
         else:
-            made = TlsConnection(host, port, ssl_context=self._context, assert_hostname=False)
+            connection = TlsConnection(host, port, ssl_context=self._context, assert_hostname=False)
         try:
-            made.timeout = left(request.deadline)
-            made.connect()
-            if self.identity is not None:
-                sock: Any = made.sock
-                made.peer = self.identity.peer(sock.getpeercert(binary_form=True))
+            connection.timeout = remaining_s(request.deadline)
+            connection.connect()
+            if self._read_peer is not None:
+                sock: Any = connection.sock
+                connection.peer = self._read_peer(sock.getpeercert(binary_form=True) or b"")
         except FAULTS as error:
-            made.close()
+            connection.close()
             raise NetworkError(_unreachable("connect", request.address, error)) from error
         except BaseException:
-            made.close()
+            connection.close()
             raise
-        return made
+        return connection
 
 
-def _check_head(answer: Answer, what: str) -> None:
-    length = answer.headers.get("content-length", "")
-    is_length = length.isascii() and length.isdigit() and len(length) <= 18
-    if answer.status != 204 and (not is_length or "transfer-encoding" in answer.headers):
-        raise ProtocolViolation(f"{what}: expected a Content-Length, got {length[:40]!r}")
+def _ids(expect_peer: str | Collection[str] | None) -> Collection[str] | None:
+    return (expect_peer,) if isinstance(expect_peer, str) else expect_peer
 
 
 def _fault(request: _Request, error: Exception) -> NetworkError:
-    """The network's error for what a connection raised before or within an answer."""
+    """The NetworkError for an exception of a connection before or within a response."""
     if isinstance(error, TimeoutError):
-        return NetworkError(f"{request.what}: no full answer in time. The peer is slow or gone; ask another.")
-    if isinstance(error, CutHeadError):
-        return PeerGoneError(f"{request.what}: the peer closed the connection amid its answer")
+        return NetworkError(f"{request.what}: no full answer in time. The peer is slow or unreachable; ask another.")
+    if isinstance(error, TruncatedHeadError):
+        return ConnectionLostError(f"{request.what}: the peer closed the connection amid its answer")
     if isinstance(error, ConnectionError) and isinstance(error, HTTPException):
-        return PeerGoneError(
+        return ConnectionLostError(
             f"{request.what}: the peer closed the connection before it answered. It may be stopping or full. "
-            "Both sides need a certificate of the same network: see `forebay network join`."
+            + _SAME_NETWORK
         )
     if isinstance(error, OSError):
-        return PeerGoneError(_unreachable(request.what, request.address, error))
+        return ConnectionLostError(_unreachable(request.what, request.address, error))
     text = f"{type(error).__name__}: {str(error)[:200]}"
-    return ProtocolViolation(f"{request.what}: expected an HTTP answer, got {text}")
+    return ProtocolError(f"{request.what}: expected an HTTP answer, got {text}")
 
 
 def _unreachable(what: str, address: str, error: Exception) -> str:
     hint = "Is the peer running, and the address right?"
     if isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError)):
-        hint = "It may be stopping or full. "
-        hint += "Both sides need a certificate of the same network: see `forebay network join`."
+        hint = f"It may be stopping or full. {_SAME_NETWORK}"
     return f"{what}: cannot reach {address}: {type(error).__name__}: {error}. {hint}"
 
 
-def _refusal(answer: Answer, request: _Request) -> RemoteError:
+def _refusal(response: StreamedResponse, request: _Request) -> RemoteError:
     code, message = "", ""
     try:
-        body = json.loads(_read_body(answer, 1 << 16, request))
+        body = json.loads(_read_body(response, 1 << 16, request))
         code, message = str(body["error"])[:80], str(body["message"])[:1000]
-    except PeerGoneError:
-        raise  # a refusal without its reason is a lost answer, and repeated like one
+    except ConnectionLostError:
+        raise  # repeated like any lost response
     except (ValueError, KeyError, TypeError, RecursionError, NetworkError) as error:
         message = f"(its explanation cannot be read: {type(error).__name__})"
-    wait_s = retry_after_s(answer.headers.get("retry-after", ""), time.time()) or 0.0
-    text = f"{request.what}: refused with {answer.status} {code}: {message}"
-    return RemoteError(text, answer.status, code, min(_MAX_WAIT_S, wait_s))
+    wait_s = retry_after_s(response.headers.get("retry-after", ""), time.time()) or 0.0
+    text = f"{request.what}: refused with {response.status} {code}: {message}"
+    return RemoteError(text, response.status, code, min(_MAX_WAIT_S, wait_s))
 
 
-def _read_body(answer: Answer, max_bytes: int, request: _Request) -> bytes:
+def _read_body(response: StreamedResponse, max_bytes: int, request: _Request) -> bytes:
     try:
-        return answer.read(max_bytes, request.deadline)
-    except ProtocolViolation as error:
-        raise ProtocolViolation(f"{request.what}: {error}") from error
+        return response.read(max_bytes, request.deadline)
+    except ProtocolError as error:
+        raise ProtocolError(f"{request.what}: {error}") from error
     except TimeoutError:
         raise
     except FAULTS as error:
-        text = f"{request.what}: broke off at byte {answer.received} of {answer.length}: {error}"
-        raise PeerGoneError(text) from error
+        text = f"{request.what}: broke off at byte {response.received} of {response.length}: {error}"
+        raise ConnectionLostError(text) from error
 
 
-def _fill(answer: Answer, into: memoryview, what: str) -> None:
-    fault = ""
-    while answer.received < len(into) and not fault:
+def _fill(response: StreamedResponse, into: memoryview, what: str) -> None:
+    reason = ""
+    while response.received < len(into) and not reason:
         try:
-            if not answer.readinto(into[answer.received :]):
-                fault = "the peer closed the connection"
+            if not response.readinto(into[response.received :]):
+                reason = "the peer closed the connection"
         except FAULTS as error:
-            fault = f"{type(error).__name__}: {error}"
-    if fault:
-        text = f"{what}: broke off at byte {answer.received} of {len(into)}: {fault}. Resume from another peer."
-        raise BrokenOffError(text, answer.received)
+            reason = f"{type(error).__name__}: {error}"
+    if reason:
+        text = f"{what}: broke off at byte {response.received} of {len(into)}: {reason}. Resume from another peer."
+        raise TruncatedBodyError(text, response.received)

@@ -1,11 +1,10 @@
-"""What one member and one organisation may take of a server, and the turns of an upload.
+"""Limits of a server per member and organisation, token buckets, and fair turns of an upload.
 
-Bytes go out in pieces, and a peer has at most one piece in the queue for the node's upload, however many connections
-it opened: peers that download at once take turns, so their shares are equal. A slow reader asks for few pieces and
-delays nobody; what it leaves goes to the others.
+Bytes are sent in pieces, and a peer has at most one piece in the queue for the node's upload, however many connections
+it opened: peers that download at the same time get equal shares. A slow reader delays no other.
 
-Costs: shares are equal while the upload limit is what limits. Without one TCP decides, a connection a share, and
-`connections_per_peer` is what bounds a peer.
+Shares are equal while the upload limit applies. Without one TCP decides, a share per connection, and
+`connections_per_peer` bounds a peer.
 """
 
 import asyncio
@@ -18,32 +17,32 @@ from dataclasses import dataclass, replace
 from forebay.errors import UsageError
 from forebay.units import parse_size
 
-BURST_S = 0.05  # a bucket saves up this much of its rate while nobody asks
-PIECE_S = 0.1  # the longest turn of a peer
+BURST_S = 0.05  # burst of a bucket, in seconds of its rate
+PIECE_S = 0.1  # maximum turn of a peer
 MIN_PIECE_BYTES = 4096
-MAX_PEERS = 4096  # whose turns are kept; the one seen longest ago is forgotten first
+MAX_PEERS = 4096  # with a turn in memory; the least recent is dropped first
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of one server. An organisation's are for all its members together; the root's own members have none."""
+class ServerLimits:
+    """Limits of one server. An organisation's apply to all its members together; the root's own members have none."""
 
-    connections: int = 256  # at once, those in their handshake included
-    connections_per_peer: int = 64  # of one certificate's key
+    connections: int = 256  # concurrent, handshakes included
+    connections_per_peer: int = 64  # per key
     connections_per_organisation: int = 192
-    handshakes_per_address: int = 64  # unfinished ones of one IP address
-    requests_per_peer: int = 64  # being answered at once; what waits for news counts
+    handshakes_per_address: int = 64  # unfinished, per IP address
+    requests_per_peer: int = 64  # concurrent, long polls included
     requests_per_organisation: int = 192
-    requests_per_s: float = 2000.0  # twice as many at once after a rest
+    requests_per_s: float = 2000.0  # the burst is twice as many
     organisation_requests_per_s: float = 8000.0
-    bytes_per_s: float = 4e9  # of slices and files sent; what is beyond waits
+    bytes_per_s: float = 4e9  # of slices and files; sending waits beyond it
     organisation_bytes_per_s: float = 16e9
-    body_bytes: int = 1 << 20  # of one request
-    idle_s: float = 60.0  # how long a connection may rest between requests
-    handshake_s: float = 5.0  # how long a client may take for it; likewise for a request's head and body
+    body_bytes: int = 1 << 20  # per request
+    idle_s: float = 60.0  # of a connection between requests
+    handshake_s: float = 5.0  # for the client to complete it; likewise for a request's head and body
     head_s: float = 10.0
     body_s: float = 60.0
-    send_s: float = 60.0  # how long a client may take to read one piece of an answer (1 MiB at most)
+    send_s: float = 60.0  # for the client to read one piece of a response (1 MiB at most)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -51,8 +50,8 @@ class Limits:
                 raise UsageError(f"limits: expected {name} > 0, got {value}")
 
 
-def parse_limits(limits: Limits, items: Iterable[str]) -> Limits:
-    """Limits with those of `NAME=NUMBER` in their place."""
+def parse_limits(limits: ServerLimits, items: Iterable[str]) -> ServerLimits:
+    """Replace limits by those of `NAME=NUMBER` items. Raises UsageError."""
     changes: dict[str, float] = {}
     for item in items:
         name, _, text = item.partition("=")
@@ -68,7 +67,7 @@ def parse_limits(limits: Limits, items: Iterable[str]) -> Limits:
 
 
 class TokenBucket:
-    """`rate` tokens a second, at most `burst` saved up. Pure: `now` (s) comes from the caller. Not safe for threads."""
+    """`rate` tokens a second, at most `burst` saved. Pure: the caller passes `now` (s). Not thread-safe."""
 
     def __init__(self, rate: float, burst: float | None = None) -> None:
         if not rate > 0:
@@ -76,16 +75,16 @@ class TokenBucket:
         self.rate = rate
         self.burst = rate * BURST_S if burst is None else burst
         self._level = self.burst
-        self._at: float | None = None
+        self._filled_at: float | None = None
 
     def take(self, amount: float, now: float) -> float:
-        """Take in any case, into debt if need be. Returns how long to wait before using what was taken, seconds."""
+        """Take tokens, into debt if needed; return the seconds to wait before using them."""
         self._fill(now)
         self._level -= amount
         return max(0.0, -self._level / self.rate)
 
     def try_take(self, amount: float, now: float) -> float:
-        """Take only what is there. Returns 0 if it was taken, else in how many seconds it could be."""
+        """Take tokens if available and return 0, otherwise the seconds until they could be taken."""
         self._fill(now)
         missing = min(amount, self.burst) - self._level
         if missing > 1e-9 * amount:
@@ -94,23 +93,25 @@ class TokenBucket:
         return 0.0
 
     def _fill(self, now: float) -> None:
-        if self._at is not None and now > self._at:
-            self._level = min(self.burst, self._level + (now - self._at) * self.rate)
-        self._at = now if self._at is None else max(now, self._at)
+        if self._filled_at is not None and now > self._filled_at:
+            self._level = min(self.burst, self._level + (now - self._filled_at) * self.rate)
+        self._filled_at = now if self._filled_at is None else max(now, self._filled_at)
 
 
 class Throttle:
-    """The upload limit of a node to all peers together; several servers, each in a loop of its own, may share it."""
+    """The upload limit of a node to all peers together; servers with different loops may share it."""
 
     def __init__(self, upload_bytes_per_s: float | None = None) -> None:
         self._upload = TokenBucket(upload_bytes_per_s) if upload_bytes_per_s is not None else None
         self._lock = threading.Lock()
-        # By loop and peer: held by that of its connections whose piece is next.
+        # By loop and peer: held for the connection whose piece is next.
         self._turns: OrderedDict[tuple[int, str], asyncio.Lock] = OrderedDict()
 
-    def piece_bytes(self, most: int) -> int:
-        """How long a piece should be: `most`, or less where a slow limit would make turns long."""
-        return most if self._upload is None else max(MIN_PIECE_BYTES, min(most, int(self._upload.rate * PIECE_S)))
+    def piece_bytes(self, max_bytes: int) -> int:
+        """Size of a piece: `max_bytes`, or less if a low limit would make turns long."""
+        if self._upload is None:
+            return max_bytes
+        return max(MIN_PIECE_BYTES, min(max_bytes, int(self._upload.rate * PIECE_S)))
 
     async def pace(
         self,
@@ -119,7 +120,7 @@ class Throttle:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """Wait until a piece of this length may go to a peer."""
+        """Wait until a piece of this length may be sent to a peer."""
         if self._upload is None:
             return
         async with self._turn(peer):

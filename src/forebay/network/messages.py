@@ -1,7 +1,7 @@
-"""The messages between Forebay's processes, as pydantic models: what a server accepts, what a client may rely on.
+"""Messages between Forebay's processes as pydantic models; `/openapi.json` is generated from them.
 
-The OpenAPI documents at `/openapi.json` are generated from them. Every list, text and number has a bound, so that a
-message costs no more memory than its own bytes allow; a field that is not known is refused.
+Every list, text and number is bounded, so that a message costs no more memory than its bytes. Servers refuse unknown
+fields.
 """
 
 from typing import Annotated
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 MAX_SWARM_ITEMS = 1024
 STALE_ATTEMPT = "stale_attempt"
-"""The code of the answer to an attempt of an exchange that was heard before, or given up for a later one."""
+"""Error code for an attempt of an exchange that is not newer than the last one."""
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9)]
@@ -23,39 +23,36 @@ HexSession = Annotated[str, StringConstraints(pattern="^[0-9a-f]{0,32}$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f/\\]{0,200}$")]
 WorkerId = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{1,200}$")]
 Ranges = Annotated[str, StringConstraints(pattern=r"^(?:[0-9]{1,9}(?:-[0-9]{1,9})?(?:,[0-9]{1,9}(?:-[0-9]{1,9})?)*)?$")]
-"""Rising indexes, ranges with both ends in: `0-15,17`."""
+"""Ascending indexes and inclusive ranges: `0-15,17`."""
 
 
 class Message(BaseModel):
-    """What a client sends: strict types, no further fields."""
+    """Base of requests: strict types, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Reply(BaseModel):
-    """What a server answers; a client ignores fields that it does not know."""
+class ResponseMessage(BaseModel):
+    """Base of responses; clients ignore unknown fields."""
 
     model_config = ConfigDict(extra="ignore")
 
 
-class ErrorReply(Reply):
-    """Every answer that is not 2xx."""
+class ErrorReply(ResponseMessage):
+    """Body of every response that is not 2xx."""
 
     error: str
     message: str
 
 
-# Data nodes and workers that share.
-
-
-class ClaimsReply(Reply):
-    """Signed claims of what a node has; see `network/discovery.py`."""
+class ClaimsReply(ResponseMessage):
+    """Signed claims of a node; see `network/discovery.py`."""
 
     claims: Annotated[list[dict[str, object]], Field(max_length=4096)]
 
 
 class FailedFetch(Message):
-    """A slice that a member did not get from another; `wrong`: it got wrong bytes."""
+    """A slice that a member could not download from another; `wrong`: the bytes had the wrong hash."""
 
     index: Count
     member: Annotated[str, StringConstraints(max_length=300)]
@@ -63,15 +60,15 @@ class FailedFetch(Message):
 
 
 class SwarmRequest(Message):
-    """What a member of a swarm has and wants.
+    """State of a swarm member; slices are given by index.
 
     Attributes:
         address: Where it serves slices; "" if it does not.
-        slots: How many it serves at once. `session`: which process of its node it is.
-        have: What it has; left out: as before. `lost`: what it has no longer.
-        want, num: What it lacks and is not fetching; how many it will begin now.
-        must: Those that it cannot do without.
-        finished: Fetched and verified. `dropped`: fetched no longer. `failed`: not got.
+        slots: Slices that it serves concurrently. `session`: the process of its node.
+        have: Slices that it has; None: unchanged. `lost`: slices that it no longer has.
+        want, num: Slices that it lacks and is not downloading; how many downloads it can start now.
+        must: Slices that training waits for.
+        finished: Downloaded and verified. `dropped`: downloads given up. `failed`: downloads that failed.
     """
 
     address: Address = ""
@@ -88,8 +85,8 @@ class SwarmRequest(Message):
     leave: bool = False
 
 
-class ProviderReply(Reply):
-    """Who has a slice: a member of the swarm, or a web server or bucket by its URL."""
+class ProviderReply(ResponseMessage):
+    """A member of the swarm, or a web server or bucket by its URL, that has a slice."""
 
     member: str
     peer_id: str
@@ -101,20 +98,20 @@ Holders = Annotated[list[ProviderReply], Field(max_length=4096)]
 
 
 class AssignmentReply(ProviderReply):
-    """Fetch slice `index` from this member."""
+    """Instruction to download slice `index` from this member."""
 
     index: Count
 
 
-class MustReply(Reply):
-    """Who has a slice that a member cannot do without."""
+class MustReply(ResponseMessage):
+    """Providers of a slice that training waits for."""
 
     index: Count
     holders: Holders
 
 
-class SwarmReply(Reply):
-    """What a tracker tells a member: what to fetch from whom, and when to ask again."""
+class SwarmReply(ResponseMessage):
+    """A tracker's assignments to a member, and when to ask again."""
 
     assignments: Annotated[list[AssignmentReply], Field(max_length=4096)] = []
     must: Annotated[list[MustReply], Field(max_length=4096)] = []
@@ -124,23 +121,18 @@ class SwarmReply(Reply):
     sharers: Holders = []
 
 
-# The lease scheduler; scheduler/messages.py has its exchange with workers.
-
-
 class ReadmitRequest(Message):
-    """Slices to lease again; left out: all that were set aside."""
+    """Excluded slices to lease again; None: all."""
 
     slices: Annotated[tuple[Count, ...], Field(max_length=100_000)] | None = None
 
 
 class WeightsRequest(Message):
-    """Weights of datasets by name, from `at` samples on; left out: from now on."""
+    """Weights of datasets by name, from sample `at` on; None: from now on."""
 
     weights: Annotated[dict[str, Annotated[float, Field(ge=0, lt=1e15)]], Field(max_length=1000)]
     at: Count | None = None
 
-
-# The coordinator of ranks.
 
 MAX_WAIT_S = 30.0
 CoordinatorSession = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{8,64}$")]
@@ -148,18 +140,15 @@ Plain = Text | Annotated[int, Field(ge=-(2**62), le=2**62)] | Annotated[float, F
 
 
 class ConfigRequest(Message):
-    """Settings that the coordinator was not told, from its owner or an administrator."""
+    """Settings that the coordinator's configuration leaves open, from its owner or an administrator."""
 
     settings: Annotated[dict[Name, Plain], Field(max_length=64)] = {}
 
 
-class MeetReply(Reply):
-    """The value of a key; none yet."""
+class MeetReply(ResponseMessage):
+    """The value of a key; None if it is not set yet."""
 
     value: Annotated[str, StringConstraints(max_length=65536)] | None = None
-
-
-# Admission.
 
 
 class AdmitRequest(Message):
@@ -171,7 +160,7 @@ class AdmitRequest(Message):
 
 
 class RenewRequest(Message):
-    """The certificate held now and a request for another, both in PEM."""
+    """The current certificate and a certificate request, both in PEM."""
 
     certificate: Annotated[str, StringConstraints(max_length=64 << 10)]
     request: Annotated[str, StringConstraints(max_length=16 << 10)]

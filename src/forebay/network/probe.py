@@ -1,131 +1,103 @@
-"""Ask many addresses, most of which may be dead, forged or traps, and take the good answers as they come.
+"""Query many addresses, most of which may be dead, forged or traps, and collect the valid answers.
 
-An announcement costs a stranger one packet, so that a list of addresses may hold a thousand false ones. Who does not
-even accept a connection costs a file descriptor here, no thread; who accepts and then stalls costs a thread for a
-while. Addresses of one host are asked in turn with those of others, so that none crowds the rest out. Once somebody
-has answered well, the others get a little more time, and then it is over.
+An announcement costs an attacker one packet, so a list of addresses may contain a thousand false ones. An address that
+accepts no connection costs a file descriptor here, no thread; one that accepts and then stalls costs a thread until
+its time-out. Addresses of different hosts take turns, so that one host cannot crowd out the others. The search ends
+soon after the first valid answer.
 """
 
-import contextlib
-import errno
-import selectors
+import asyncio
 import socket
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from forebay.network.addresses import HostPort
 
 MAX_CONNECTING = 512  # file descriptors
 MAX_ASKING = 32  # threads
 CONNECT_S = 1.5
-CONNECT_AFTER_GOOD_S = 0.5  # a round trip of half a second is still heard
+CONNECT_AFTER_GOOD_S = 0.5  # enough for a round trip of half a second
 ANSWER_AFTER_GOOD_S = 1.5
-TICK_S = 0.02
-Address = tuple[str, int]
 T = TypeVar("T")
 
 
-def spread(addresses: Sequence[Address]) -> list[Address]:
-    """The addresses without duplicates, those of each host in turn with the other hosts'."""
-    by_host: dict[str, list[Address]] = {}
+def spread(addresses: Sequence[HostPort]) -> list[HostPort]:
+    """The addresses without duplicates, round-robin over hosts."""
+    num_before: Counter[str] = Counter()
+    turns = []
     for address in dict.fromkeys(addresses):
-        by_host.setdefault(address[0], []).append(address)
-    turns = [(turn, address) for held in by_host.values() for turn, address in enumerate(held)]
+        turns.append((num_before[address[0]], address))
+        num_before[address[0]] += 1
     return [address for _, address in sorted(turns, key=lambda item: item[0])]
 
 
-def ask_many(addresses: Sequence[Address], ask: Callable[[Address], T | None], deadline: float) -> list[T]:
-    """The answers that are not None, as they came; `ask` runs in threads and must end by itself.
+def ask_many(addresses: Sequence[HostPort], ask: Callable[[HostPort], T | None], deadline: float) -> list[T]:
+    """Results of `ask` that are not None, in order of arrival; `ask` runs in threads and must have a time-out.
 
-    The end comes at `deadline` (of time.monotonic), or when all have answered, or soon after one has.
+    Returns at `deadline` (of time.monotonic), when all addresses have answered, or soon after the first result.
     """
-    few = len(addresses) <= MAX_ASKING
-    with contextlib.closing(_Probes([] if few else spread(addresses))) as probes:
-        pool = ThreadPoolExecutor(max(1, min(MAX_ASKING, len(addresses))), thread_name_prefix="ask")
-        asked = [pool.submit(ask, address) for address in spread(addresses)] if few else []
-        good: list[T] = []
-        good_at = float("inf")
-        try:
-            while asked or probes.left:
-                asked += [pool.submit(ask, address) for address in probes.wait(TICK_S)]
-                asked, answers = _collect(asked, 0.0 if probes.left else TICK_S)
-                good += answers
-                now = time.monotonic()
-                good_at = min(good_at, now) if good else good_at
-                if now >= good_at + CONNECT_AFTER_GOOD_S:
-                    probes.close()
-                if now >= min(deadline, good_at + ANSWER_AFTER_GOOD_S):
-                    break
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-        return good
+    if not addresses:
+        return []
+
+    def run() -> list[T]:
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # leaves the thread's current loop alone
+            return runner.run(_ask_many(spread(addresses), ask, deadline))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(1) as thread:  # the caller's thread runs an event loop, as in a notebook
+        return thread.submit(run).result()
 
 
-def _collect(asked: list[Future[T | None]], wait_s: float) -> tuple[list[Future[T | None]], list[T]]:
-    """Who has not answered yet, and the answers of those who have."""
-    if asked and wait_s and not any(future.done() for future in asked):
-        with contextlib.suppress(TimeoutError):
-            asked[0].exception(wait_s)
-    answers = [answer for future in asked if future.done() and (answer := future.result()) is not None]
-    return [future for future in asked if not future.done()], answers
+async def _ask_many(addresses: Sequence[HostPort], ask: Callable[[HostPort], T | None], deadline: float) -> list[T]:
+    loop = asyncio.get_running_loop()
+    pool = ThreadPoolExecutor(min(MAX_ASKING, len(addresses)), thread_name_prefix="ask")
+    slots = asyncio.Semaphore(MAX_CONNECTING)
+    finished: asyncio.Queue[asyncio.Task[T | None]] = asyncio.Queue()
+    connecting: set[asyncio.Task[T | None]] = set()
+
+    async def connect_and_ask(address: HostPort) -> T | None:
+        if len(addresses) > MAX_ASKING:
+            async with slots:
+                if not await _accepts(address):
+                    return None
+        connecting.discard(asyncio.current_task())
+        return await loop.run_in_executor(pool, ask, address)
+
+    for address in addresses:
+        task = loop.create_task(connect_and_ask(address))
+        task.add_done_callback(finished.put_nowait)
+        connecting.add(task)
+    results: list[T] = []
+    end = deadline
+    try:
+        for _ in addresses:
+            task = await asyncio.wait_for(finished.get(), end - time.monotonic())
+            result = None if task.cancelled() else task.result()
+            if result is not None:
+                if not results:
+                    end = min(deadline, time.monotonic() + ANSWER_AFTER_GOOD_S)
+                    loop.call_later(CONNECT_AFTER_GOOD_S, lambda: [task.cancel() for task in list(connecting)])
+                results.append(result)
+    except TimeoutError:
+        pass
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return results
 
 
-class _Probes:
-    """Connections opened to see who is there, without a thread each; closed again at once."""
-
-    def __init__(self, addresses: Sequence[Address]) -> None:
-        self._waiting = deque(addresses)
-        self._selector = selectors.DefaultSelector() if addresses else None  # a descriptor only where it is needed
-        self._open: dict[socket.socket, tuple[Address, float]] = {}
-
-    @property
-    def left(self) -> bool:
-        return bool(self._waiting or self._open)
-
-    def wait(self, timeout_s: float) -> list[Address]:
-        """Those that have accepted since the last call."""
-        while self._waiting and len(self._open) < MAX_CONNECTING:
-            self._connect(self._waiting.popleft())
-        accepted = []
-        for key, _ in self._selector.select(timeout_s) if self._selector is not None and self._open else []:
-            sock = key.fileobj
-            assert isinstance(sock, socket.socket)
-            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
-                accepted.append(self._open[sock][0])
-            self._close(sock)
-        now = time.monotonic()
-        for sock in [sock for sock, (_, deadline) in self._open.items() if deadline < now]:
-            self._close(sock)
-        return accepted
-
-    def close(self) -> None:
-        """Wait for nobody any more. May be repeated."""
-        self._waiting.clear()
-        for sock in list(self._open):
-            self._close(sock)
-        if self._selector is not None:
-            self._selector.close()
-
-    def _connect(self, address: Address) -> None:
-        try:
-            sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
-        except OSError:
-            return
-        sock.setblocking(False)
-        try:
-            code = sock.connect_ex(address)
-        except (OSError, OverflowError):  # no address at all
-            code = errno.EINVAL
-        if code not in (0, errno.EINPROGRESS):
-            sock.close()
-            return
-        assert self._selector is not None
-        self._selector.register(sock, selectors.EVENT_WRITE)
-        self._open[sock] = (address, time.monotonic() + CONNECT_S)
-
-    def _close(self, sock: socket.socket) -> None:
-        assert self._selector is not None
-        self._selector.unregister(sock)
-        del self._open[sock]
-        sock.close()
+async def _accepts(address: HostPort) -> bool:
+    """Whether a TCP connection to an IP address is accepted within CONNECT_S."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM) as sock:
+            sock.setblocking(False)
+            async with asyncio.timeout(CONNECT_S):
+                await asyncio.get_running_loop().sock_connect(sock, address)
+            return True
+    except (OSError, OverflowError):  # refused, too late, not a valid address, or no file descriptor
+        return False

@@ -1,4 +1,4 @@
-"""Retries and waits: the one back-off rule of the package, Retry-After, and log lines while a process waits."""
+"""Back-off, Retry-After, and log lines while a process waits."""
 
 import contextlib
 import logging
@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
 
-FIRST_S = 2.5  # Until the first line about a wait.
+FIRST_S = 2.5  # before the first log line about a wait
 EVERY_S = 10.0
 
 
 def backoff_s(
     tried: int, first_s: float, max_s: float, asked_s: float = 0.0, chance: random.Random | None = None
 ) -> float:
-    """Seconds to wait after `tried` failed attempts: `first_s`, doubled each time up to `max_s`, with jitter.
+    """Seconds to wait after `tried` failed attempts: `first_s`, doubled each time up to `max_s`, times 0.5 to 1.5.
 
-    The jitter (a factor from 0.5 to 1.5) spreads clients that failed together. `asked_s`, what a server asked for, is
-    the least. `chance` draws the jitter, for those who must draw the same again.
+    The jitter spreads clients that failed together. The result is at least `asked_s` (Retry-After). `chance` makes the
+    jitter reproducible.
     """
     uniform = random.uniform if chance is None else chance.uniform
     doubled_s = first_s * 2.0 ** min(tried - 1, 60)
@@ -27,8 +27,10 @@ def backoff_s(
 
 
 def retry_after_s(text: str, now: float) -> float | None:
-    """Seconds that a Retry-After header asks to wait, given as seconds or as a date (RFC 9110, 10.2.3); None if it is
-    neither. `now` is Unix time."""
+    """Seconds of a Retry-After header, given as seconds or as a date; None if malformed. `now` is Unix time.
+
+    Source: RFC 9110, 10.2.3.
+    """
     if re.fullmatch(r"\d{1,12}(\.\d{1,9})?", text, re.ASCII):
         return float(text)
     with contextlib.suppress(ValueError, TypeError, OverflowError, IndexError):
@@ -37,17 +39,17 @@ def retry_after_s(text: str, now: float) -> float | None:
 
 
 @contextlib.contextmanager
-def waiting(log: logging.Logger, what: Callable[[], str]) -> Iterator[None]:
-    """While the block runs longer than FIRST_S, log what it waits for: `what`, called in another thread."""
-    began, done = time.monotonic(), threading.Event()
+def log_while_waiting(log: logging.Logger, what: Callable[[], str]) -> Iterator[None]:
+    """Log what the block waits for after FIRST_S and every EVERY_S; `what` is called in another thread."""
+    started, done = time.monotonic(), threading.Event()
 
     def run() -> None:
         pause_s = FIRST_S
         while not done.wait(pause_s):
-            log.warning("waiting for %s (%.0f s so far)", what(), time.monotonic() - began)
+            log.warning("waiting for %s (%.0f s so far)", what(), time.monotonic() - started)
             pause_s = EVERY_S
 
-    with contextlib.suppress(RuntimeError):  # no thread can be started now: the wait itself goes on without a line
+    with contextlib.suppress(RuntimeError):  # the process cannot start a thread: wait without log lines
         threading.Thread(target=run, name="waiting", daemon=True).start()
     try:
         yield

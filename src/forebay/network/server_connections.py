@@ -1,10 +1,10 @@
-"""The connections of a server, and what they share: uvicorn's protocol behind limits by member and organisation.
+"""Connections and requests of a server: uvicorn's protocol behind limits by member and organisation.
 
-The order of a request: authenticate (a certificate of the network, valid and not revoked, looked at again for each
-request), bound (rate and requests in flight, by certificate and organisation), authorize (the role that the route
-names), bound the body, parse. Nothing of a request's body is read before its sender is authorized.
+The order of a request: authenticate (certificate of the network, valid and not revoked, checked for each request),
+bound (rate and requests in flight, by certificate and organisation), authorize (the route's role), bound the body,
+parse. Nothing of a body is read before its sender is authorized.
 
-Everything here runs in the server's loop; there is no lock.
+Everything runs in the server's loop; there is no lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 
 from forebay.errors import NetworkError
 from forebay.network.app import JSON, ApiError, Metric, counter, gauge
-from forebay.network.limits import Limits, Throttle
+from forebay.network.limits import ServerLimits, Throttle
 from forebay.network.peer import Peer
 from forebay.network.pki.identity import Identity
 from forebay.network.usage import ReplyCache, RequestTable, decrease
@@ -34,16 +34,16 @@ MAX_PIPELINED = 16
 MAX_HEAD_BYTES = 32 << 10
 SLOW_S = 2.0
 log = logging.getLogger("forebay.network")
-logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of each malformed request: a way to fill a disk
+logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings of malformed requests could fill a disk
 
 
 class ConnectionTable:
-    """The open connections of a server, and who makes room for another.
+    """Open connections of a server, and the choice of those that end to make room for others.
 
-    Before its handshake is finished a connection counts for its address, afterwards for its peer and organisation.
+    Before the end of its handshake a connection counts for its address, afterwards for its peer and organisation.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
         self.num_refused = self.num_added = 0
         self._handshakes: dict[asyncio.Task[None], str] = {}  # the oldest first
@@ -55,15 +55,14 @@ class ConnectionTable:
         return len(self._handshakes) + len(self._connections)
 
     def all(self) -> list[PeerProtocol]:
-        """Those whose handshake is finished."""
+        """Connections after their handshake."""
         return list(self._connections)
 
     def has_room(self, address: str) -> bool:
-        """Whether one more may begin its handshake; makes room for it where that is fair.
+        """Whether a handshake may start; ends another connection for it where that is fair.
 
-        A handshake makes room first, the oldest one of the address that has most; then a connection that rests, or
-        whose client has read nothing for SLOW_S, of the peer that has most. Who only opens connections takes no place
-        from a member.
+        First ends the oldest handshake of the address that has most; then a connection of the peer that has most which
+        is idle, or whose client has read nothing for SLOW_S. Strangers thus take no place from members.
         """
         by_address = Counter(self._handshakes.values())
         is_crowded = by_address[address] >= self.limits.handshakes_per_address
@@ -76,28 +75,29 @@ class ConnectionTable:
             oldest.cancel()
             self.num_refused += 1
             return True
-        if self._end_idle(self._largest_peer()):
+        peer_id, num = max(self._by_peer.items(), key=lambda item: item[1], default=("", 0))
+        if num > 1 and self._end_idle(peer_id):  # members with one connection each keep it
             return True
         self.num_refused += 1
         return False
 
     def add_handshake(self, task: asyncio.Task[None], address: str) -> None:
-        """A connection begins its handshake in this task."""
+        """Count a connection whose handshake runs in a task."""
         self._handshakes[task] = address
         task.add_done_callback(lambda done: self._handshakes.pop(done, None))
 
     def cancel_handshakes(self) -> None:
-        """Ends all connections that are in their handshake."""
+        """End all connections that are in their handshake."""
         for task in list(self._handshakes):
             task.cancel()
 
     def add(self, connection: PeerProtocol) -> bool:
-        """A handshake is finished: whether the peer may have one more connection. Its own idle one makes room."""
+        """Count a connection after its handshake; False if its peer or organisation has too many, none of them idle."""
         peer, limits = connection.peer, self.limits
-        if peer.peer_id and self._by_peer[peer.peer_id] >= limits.connections_per_peer and not self._end_idle(peer):
-            self.num_refused += 1
-            return False
-        if peer.org and self._by_org[peer.org] >= limits.connections_per_organisation:
+        is_over = peer.peer_id and self._by_peer[peer.peer_id] >= limits.connections_per_peer
+        if (is_over and not self._end_idle(peer.peer_id)) or (
+            peer.org and self._by_org[peer.org] >= limits.connections_per_organisation
+        ):
             self.num_refused += 1
             return False
         self._connections[connection] = None
@@ -108,22 +108,15 @@ class ConnectionTable:
         return True
 
     def remove(self, connection: PeerProtocol) -> None:
-        """It has ended. May be repeated."""
+        """Remove an ended connection. May be repeated."""
         if connection in self._connections:
             del self._connections[connection]
             decrease(self._by_peer, connection.peer.peer_id)
             decrease(self._by_org, connection.peer.org)
 
-    def _largest_peer(self) -> Peer | None:
-        # Members that have one connection each owe nobody a place.
-        peer_id, num = max(self._by_peer.items(), key=lambda item: item[1], default=("", 0))
-        return next((c.peer for c in self._connections if c.peer.peer_id == peer_id), None) if num > 1 else None
-
-    def _end_idle(self, peer: Peer | None) -> bool:
-        """Ends the connection of a peer that rests for longest, or does not read its answer; whether there was one."""
-        if peer is None:
-            return False
-        own = [c for c in self._connections if c.peer.peer_id == peer.peer_id]
+    def _end_idle(self, peer_id: str) -> bool:
+        """End a peer's longest idle connection, or one that does not read its response; whether there was one."""
+        own = [c for c in self._connections if c.peer.peer_id == peer_id]
         idle = [c for c in own if not c.num_active]
         slow = [c for c in own if c.num_active and c.flow.write_paused]
         if not idle and not slow:
@@ -137,7 +130,7 @@ class ConnectionTable:
 
 
 class _Flow:
-    """uvicorn's FlowControl in a tenth of its memory: the event for writers is made when one waits."""
+    """uvicorn's FlowControl in a tenth of its memory: the event is created when a writer waits."""
 
     __slots__ = ("_transport", "_writable", "read_paused", "write_paused")
 
@@ -172,7 +165,7 @@ class _Flow:
 
 
 class _Pipeline(list[Any]):
-    """What uvicorn uses a deque for, in a tenth of its memory."""
+    """Replaces uvicorn's deque, in a tenth of its memory."""
 
     __slots__ = ()
 
@@ -181,34 +174,34 @@ class _Pipeline(list[Any]):
 
 
 class PeerProtocol(HttpToolsProtocol):
-    """One connection. TLS is finished before it begins, so that its peer is known."""
+    """One connection, created after the TLS handshake."""
 
-    # Beside uvicorn's own in one dictionary they would take 1.3 KiB more of a connection that rests.
+    # In uvicorn's instance dictionary they would take 1.3 KiB more per idle connection.
     __slots__ = (
         "_lost", "address", "core", "head_bytes", "is_lost", "num_active", "num_messages", "number", "peer", "phase",
         "sent_at", "since", "unfinished_bytes",
     )  # fmt: skip
 
-    def __init__(self, core: Core, address: str) -> None:
+    def __init__(self, core: ServerCore, address: str) -> None:
         super().__init__(core.config, core.state, core.app_state, core.loop)
         self.pipeline = _Pipeline()  # type: ignore[assignment]
         self.core = core
         self.address = address
         self.peer = Peer("", b"", address)
-        self.phase = "idle"  # what it waits for: "idle" (a request), "head", "body"
-        self.since = self.sent_at = core.loop.time()  # when that began; when the client last took a piece of an answer
+        self.phase = "idle"  # waits for: "idle" (a request), "head", "body"
+        self.since = self.sent_at = core.loop.time()  # start of the phase; when the client last took a piece
         self.head_bytes = self.unfinished_bytes = 0
-        self.num_messages = 0  # begun and complete
-        self.num_active = self.number = 0  # the second: connections that were added before it
+        self.num_messages = 0  # started plus complete
+        self.num_active = self.number = 0  # requests; connections that were added before it
         self.is_lost = False
-        self._lost: asyncio.Future[None] | None = None  # made for who waits: few do
+        self._lost: asyncio.Future[None] | None = None  # created on demand
 
     @property
     def piece_bytes(self) -> int:
         return self.core.throttle.piece_bytes(PIECE_BYTES)
 
     async def wait_for_turn(self, num_bytes: int) -> None:
-        """See `app.Connection`; likewise the next three."""
+        """See `app.Connection`, also for the next three."""
         core = self.core
         await core.throttle.pace(self.peer.peer_id or self.address, num_bytes)
         if (wait_s := core.requests.wait_for_bytes(self.peer, num_bytes, core.loop.time())) > 0:
@@ -220,9 +213,11 @@ class PeerProtocol(HttpToolsProtocol):
         if self.core.on_bytes is not None:
             self.core.on_bytes(self.peer, num_bytes)
 
-    def note_refusal(self, route: str, error: ApiError) -> None:
+    def record_refusal(self, route: str, error: ApiError) -> None:
         if self.core.identity is not None:
-            self.core.identity.note("refused", peer=self.peer.peer_id, route=route, code=error.code, reason=str(error))
+            self.core.identity.record_event(
+                "refused", peer=self.peer.peer_id, route=route, code=error.code, reason=str(error)
+            )
 
     def server_metrics(self) -> list[Metric]:
         return self.core.metrics()
@@ -233,7 +228,7 @@ class PeerProtocol(HttpToolsProtocol):
 
     @property
     def lost(self) -> asyncio.Future[None]:
-        """Done once the connection has ended."""
+        """Done when the connection has ended."""
         if self._lost is None:
             self._lost = self.core.loop.create_future()
             if self.is_lost:
@@ -241,13 +236,13 @@ class PeerProtocol(HttpToolsProtocol):
         return self._lost
 
     def abort(self) -> None:
-        """End it now."""
+        """End the connection now."""
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport)  # type: ignore[assignment]
-        self.server, self.client = None, (self.address, 0)  # strings of its own would take 0.3 KiB
+        self.server, self.client = None, (self.address, 0)  # own strings would take 0.3 KiB
         tls = transport.get_extra_info("ssl_object")
         if not self.core.admit(self, tls.getpeercert(binary_form=True) if tls is not None else None):
             transport.abort()
@@ -263,7 +258,7 @@ class PeerProtocol(HttpToolsProtocol):
         before = self.num_messages
         super().data_received(data)
         if self.phase == "head" or (self.phase == "idle" and self.num_messages == before):
-            self.unfinished_bytes += len(data)  # of a head that is not whole yet, or blank lines before one
+            self.unfinished_bytes += len(data)  # of an incomplete head, or blank lines before one
             if self.unfinished_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self.send_400_response(f"expected a head of at most {MAX_HEAD_BYTES} bytes")
 
@@ -274,7 +269,7 @@ class PeerProtocol(HttpToolsProtocol):
         self.num_messages += 1
         self.head_bytes = self.unfinished_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise ValueError("too many pipelined requests")  # the parser stops, the connection gets 400 and ends
+            raise ValueError("too many pipelined requests")  # answered with 400; the connection ends
 
     def on_url(self, url: bytes) -> None:
         self._count_head(len(url))
@@ -300,22 +295,22 @@ class PeerProtocol(HttpToolsProtocol):
             raise ValueError("head too large")  # as above
 
     def end_if_unread(self) -> None:
-        """Ends the connection behind the next answer if a body is still to come: nobody would read it."""
+        """End the connection after the next response if the rest of a body would stay unread."""
         if self.phase == "body":
             self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # `is_late` looks at connections that rest
+        self._unset_keepalive_if_required()  # `is_late` checks idle connections
 
     def forget_request(self) -> None:
-        """Release what uvicorn keeps of the last request: 8 KiB of the 33 that a connection would rest with."""
+        """Release uvicorn's objects of the last request: 8 of the 33 KiB of an idle connection."""
         if self.cycle is not None and self.cycle.response_complete and not self.pipeline:
             self.cycle = None  # type: ignore[assignment]
             self.scope = self.headers = None  # type: ignore[assignment]
 
-    def is_late(self, now: float, limits: Limits) -> bool:
-        """Whether the client makes the server wait for longer than the limits say."""
+    def is_late(self, now: float, limits: ServerLimits) -> bool:
+        """Whether the client is slower than the limits allow."""
         if self.num_active and self.phase != "body":
             return self.flow.write_paused and now - self.sent_at > limits.send_s
         if self.phase == "idle":
@@ -323,14 +318,14 @@ class PeerProtocol(HttpToolsProtocol):
         return now - self.since > limits.head_s + (limits.body_s if self.phase == "body" else 0.0)
 
 
-class Core:
-    """What the connections of one server share; everything here runs in the server's loop."""
+class ServerCore:
+    """State shared by a server's connections, and its ASGI entry point; runs in the server's loop."""
 
     def __init__(
         self,
         app: ASGIApp,
         identity: Identity | None,
-        limits: Limits,
+        limits: ServerLimits,
         throttle: Throttle,
         on_bytes: Callable[[Peer, int], None] | None,
     ) -> None:
@@ -353,7 +348,7 @@ class Core:
         self.config.load()
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin in a loop. What was open in one that failed ends here."""
+        """Start in a loop; ends connections of a previous loop that failed."""
         self.loop = loop
         for connection in self.connections.all():
             connection.transport.get_extra_info("socket").close()
@@ -361,7 +356,7 @@ class Core:
         self.replies, self.state = ReplyCache(), ServerState()
 
     def admit(self, connection: PeerProtocol, der: bytes | None) -> bool:
-        """Whether a connection whose TLS handshake is finished may stay."""
+        """Authenticate a connection after its TLS handshake; whether it may stay."""
         if self.identity is not None:
             assert der is not None  # CERT_REQUIRED: no handshake without one
             try:
@@ -374,11 +369,11 @@ class Core:
         return not self.is_draining and self.connections.add(connection)
 
     def refusal(self, peer: Peer) -> str | None:
-        """Why a peer that is connected may not go on."""
+        """Reason why a connected peer is refused; None if it may go on."""
         return self.identity.refusal(peer) if self.identity is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request: authenticated, bounded, answered from the replies kept or by the application."""
+        """Check a request; answer it from the reply cache or by the application."""
         connection: PeerProtocol = scope["state"]["connection"]
         connection.num_active += 1
         try:
@@ -393,7 +388,7 @@ class Core:
                 await self._answer(scope, receive, send, connection)
             finally:
                 self.requests.finish(connection.peer)
-        except asyncio.CancelledError:  # the server closes; uvicorn would log it as a fault
+        except asyncio.CancelledError:  # the server closes; uvicorn would log an error
             connection.abort()
         finally:
             connection.num_active -= 1
@@ -406,10 +401,10 @@ class Core:
             return refused
         if (reason := self.refusal(peer)) is not None:
             error = ApiError(403, "revoked", reason)
-            connection.note_refusal(f"{scope['method']} {scope['path']}", error)
+            connection.record_refusal(f"{scope['method']} {scope['path']}", error)
             return error
         if self.is_draining:
-            return ApiError(503, "stopping", "this process is stopping; ask again after its restart", 1.0)
+            return ApiError(503, "stopping", "this process is stopping; retry after its restart", 1.0)
         limited = self.requests.begin(peer, self.loop.time())
         return None if limited is None else ApiError(429, *limited)
 
@@ -419,7 +414,7 @@ class Core:
 
         async def bounded_receive() -> Message:
             nonlocal num_body
-            declared = _header(scope, b"content-length") or "0"  # digits: the parser saw to that
+            declared = _header(scope, b"content-length") or "0"  # digits: checked by the parser
             if int(declared) <= max_body:
                 message = await receive()
                 num_body += len(message.get("body", b""))
@@ -441,9 +436,9 @@ class Core:
             if key is None or len(key) > 64:
                 await self.app(scope, bounded_receive, counted_send)
             else:
-                # Without a certificate the address tells clients apart.
-                place = connection.peer.peer_id or connection.address, f"{scope['path']} {key}"
-                await self.replies.answer(place, self.app, scope, bounded_receive, counted_send)
+                sender = connection.peer.peer_id or connection.address
+                entry = sender, f"{scope['path']} {key}"
+                await self.replies.answer(entry, self.app, scope, bounded_receive, counted_send)
         except Exception:
             log.exception("server: %s %s failed", scope["method"], scope["path"][:300])
             if not started:
@@ -452,7 +447,7 @@ class Core:
                 connection.abort()
 
     def sweep(self, part: int = 0, num_parts: int = 1) -> None:
-        """Ends connections that are late, expired or revoked, of one part of them all."""
+        """End connections that are late, expired or revoked, in one of `num_parts` parts of them all."""
         now, refusals = self.loop.time(), dict[str, str | None]()
         for connection in self.connections.all():
             if connection.number % num_parts != part:
@@ -461,21 +456,20 @@ class Core:
             if peer.peer_id and peer.peer_id not in refusals:
                 refusals[peer.peer_id] = self.refusal(peer)
             if (reason := refusals.get(peer.peer_id)) is not None:
-                log.warning("server: cut a connection: %s", reason)
+                log.warning("connection cut: %s", reason)
                 connection.abort()
             elif connection.is_late(now, self.limits):
-                log.debug("server: a client of %s was too slow in %s", connection.address, connection.phase)
+                log.debug("connection cut: address=%s too slow in phase=%s", connection.address, connection.phase)
                 connection.abort()
         if num := sum(reason is not None for reason in refusals.values()):
             assert self.identity is not None
-            self.identity.note("cut", connections=num, reason="revoked")
+            self.identity.record_event("cut", connections=num, reason="revoked")
 
     def metrics(self) -> list[Metric]:
-        """Its figures for `GET /metrics`."""
-        answers = {str(status): float(num) for status, num in self.answers.items()}
-        limited = {code: float(num) for code, num in self.limited.items()}
-        threads = {name: float(num) for name, num in thread_failures().items()}
-        failures = {name: float(num) for name, num in self.task_failures.items()}
+        """Metrics of the server."""
+        answers: dict[str, float] = {str(status): num for status, num in self.answers.items()}
+        limited, failures = dict[str, float](self.limited), dict[str, float](self.task_failures)
+        threads = dict[str, float](thread_failures())
         return [
             gauge("forebay_connections", "Connections open now.", len(self.connections)),
             gauge("forebay_requests_in_progress", "Requests being answered.", self.requests.num_active),
@@ -496,7 +490,7 @@ def _header(scope: Scope, name: bytes) -> str | None:
 
 
 def _refuse_page(scope: Scope) -> ApiError | None:
-    """Refuses what a web page can make a browser send; None for a program's request."""
+    """Refuse requests that a web page can make a browser send; None for a program's request."""
     kind = (_header(scope, b"content-type") or JSON).partition(";")[0].strip().lower()
     if _header(scope, b"origin") is None and (scope["method"] == "GET" or kind == JSON):
         return None

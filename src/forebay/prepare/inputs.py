@@ -31,7 +31,7 @@ from forebay.formats.inputs import (
 )
 from forebay.formats.records import Record
 from forebay.formats.registry import get_format, names_with
-from forebay.network.retry import waiting
+from forebay.network.retry import log_while_waiting
 from forebay.prepare.read.hub import HUB, library_source, source_at
 from forebay.storage.hub import HubReadError
 from forebay.storage.hub_splits import PREFIX, find_split
@@ -92,7 +92,7 @@ def find_inputs(
     def resolve(entry: InputFile | Skipped, is_named: bool) -> InputFile | Skipped:
         return entry if isinstance(entry, Skipped) else _resolve(entry, is_named, options)
 
-    with waiting(log, lambda: f"the list of inputs and their first bytes: {shown[:200]}"):
+    with log_while_waiting(log, lambda: f"the list of inputs and their first bytes: {shown[:200]}"):
         entries = [entry for name in inputs for entry in _list(name, leave_out, follow_links)]
         with ThreadPoolExecutor(workers) as pool:
             resolved = list(pool.map(resolve, *zip(*entries))) if entries else []

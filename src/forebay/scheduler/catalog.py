@@ -22,8 +22,8 @@ from forebay.ledger.job import Job
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers, read_claims
 from forebay.network.peer import Provider
-from forebay.network.publications import published
-from forebay.network.retry import waiting
+from forebay.network.publications import select_published
+from forebay.network.retry import log_while_waiting
 from forebay.order.plan import samples_per_slice
 from forebay.scheduler.checks import ProviderFault
 from forebay.scheduler.jobs import JobSettings, JobSource, JobSpec
@@ -154,7 +154,7 @@ class DatasetFinder:
         """The data nodes that serve a dataset now."""
         claims = find_providers(self._discovery, self.client, self._network_id, ref.name, timeout_s=timeout_s)
         claims = [claim for claim in claims if claim.is_whole and ref.dataset_id in ("", claim.dataset_id)]
-        signed, _, self._unsigned = published(self.client, claims, self._publishers, ref.dataset_id)
+        signed, _, self._unsigned = select_published(self.client, claims, self._publishers, ref.dataset_id)
         return signed
 
     def confirm(self, claims: Sequence[Claim]) -> list[Claim]:
@@ -176,7 +176,7 @@ class DatasetFinder:
             NetworkError: If no node that claims it sent its manifest within that time.
         """
         self._state = "the DHT names none that answers"
-        with waiting(log, lambda: f"data nodes of {ref.name!r}: {self._state}"):
+        with log_while_waiting(log, lambda: f"data nodes of {ref.name!r}: {self._state}"):
             deadline = time.monotonic() + wait_s
             while True:
                 claims = self._wait_for_claims(ref, wait_s, deadline)

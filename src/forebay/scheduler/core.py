@@ -10,7 +10,7 @@ Cost: some 50 us an exchange with a receipt and a lease, independent of the numb
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from forebay.errors import ForebayError, LeaseError, ProtocolViolation, UsageError
+from forebay.errors import ForebayError, LeaseError, ProtocolError, UsageError
 from forebay.network.peer import Provider
 from forebay.scheduler import events
 from forebay.scheduler.checks import LeaseLocation, PendingCheck, ProviderFault, check_known, check_uses, progress
@@ -127,7 +127,7 @@ class SchedulerCore:
         swarms = self.swarms
         try:
             cached = {i: parse_ranges(text, swarms[i].num_slices) for i, text in request.cached.items() if i in swarms}
-        except ProtocolViolation as error:
+        except ProtocolError as error:
             raise LeaseError(f"cached: {error}") from error
         self.sessions.update_cached(session, request.address, cached, now, organisation)
         for (job, dataset), (table, holder) in session.holders.items():

@@ -31,9 +31,9 @@ from typing import Annotated, Any
 import orjson
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from forebay.errors import ProtocolViolation
+from forebay.errors import ProtocolError
 from forebay.ledger.receipts import Used
-from forebay.network.addresses import check_url, peer_address
+from forebay.network.addresses import check_url, parse_peer_address
 from forebay.network.messages import Address, Count, LeaseId, Name, Ranges, Seconds, Session, Sha256
 from forebay.network.peer import Provider
 
@@ -262,9 +262,9 @@ def _usable(providers: Iterable[Provider]) -> Iterator[Provider]:
                 check_url(provider.address)
                 yield Provider("", provider.address, True)  # the peer that named the URL did not send its bytes
             else:
-                peer_address(provider.address)
+                parse_peer_address(provider.address)
                 yield provider
-        except ProtocolViolation as error:
+        except ProtocolError as error:
             log.info("provider ignored: %s", error)
 
 
@@ -281,7 +281,7 @@ class ExchangeReply(ExchangeResult):
 
     @classmethod
     def from_json(cls, value: Any) -> ExchangeReply:
-        """Parse a response body; ProtocolViolation if it is malformed."""
+        """Parse a response body; ProtocolError if it is malformed."""
         try:
             return _REPLY.validate_json(orjson.dumps(value))
         except (ValidationError, TypeError) as error:
@@ -289,7 +289,7 @@ class ExchangeReply(ExchangeResult):
             if isinstance(error, ValidationError):
                 first = error.errors()[0]
                 location = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.80}"
-            raise ProtocolViolation(f"exchange: expected a response of /v2/exchange: {location}") from error
+            raise ProtocolError(f"exchange: expected a response of /v2/exchange: {location}") from error
 
 
 _REQUEST, _REPLY = TypeAdapter(ExchangeRequest), TypeAdapter(ExchangeReply)

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from forebay.network.app import ApiError
-from forebay.network.pki.identity import Identity, Peer
+from forebay.network.peer import Peer
+from forebay.network.pki.identity import Identity
 from forebay.scheduler.catalog import Catalog, JobPlan
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.messages import UseMessage, is_checked, proof_of, range_of
@@ -50,7 +51,7 @@ class ProofChecker:
             if is_valid is False:
                 with self._lock:
                     core.bar(peer.peer_id, time.monotonic())
-                self._identity.note("false_proof", peer=peer.peer_id, lease=use.lease_id)
+                self._identity.record_event("false_proof", peer=peer.peer_id, lease=use.lease_id)
                 raise ApiError(403, "false_proof", f"{subject}: the proof does not match its slice's bytes")
             self._num_proven[peer.peer_id] += is_valid is True
 

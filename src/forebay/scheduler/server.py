@@ -23,15 +23,16 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request, Response
 
-from forebay.errors import LeaseError, LedgerError, NetworkError, ProtocolViolation, StateError, UsageError
+from forebay.errors import LeaseError, LedgerError, NetworkError, ProtocolError, StateError, UsageError
 from forebay.ledger.receipts import receipt_message
 from forebay.network.app import ApiError, JsonResponse, Metric, make_app, peer_of, role, source_of
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery, record_key
-from forebay.network.limits import Limits
+from forebay.network.limits import ServerLimits
 from forebay.network.messages import STALE_ATTEMPT
-from forebay.network.pki.identity import Identity, Peer, verify
-from forebay.network.reachability import Dialer
+from forebay.network.peer import Peer
+from forebay.network.pki.identity import Identity, verify
+from forebay.network.reachability import ReachabilityChecker
 from forebay.network.server import Server
 from forebay.scheduler import admin_api as status
 from forebay.scheduler.catalog import (
@@ -54,7 +55,7 @@ from forebay.swarm.tracker import BanLog
 
 ORIGIN_TTL_S = 20.0  # a data node that died is named for so long
 # A worker sends a request at least once a minute, and keeps its connection.
-LIMITS = Limits(
+LIMITS = ServerLimits(
     connections=16_384, connections_per_peer=512, connections_per_organisation=8192, requests_per_organisation=4096,
     requests_per_s=1000.0, idle_s=150.0,
 )  # fmt: skip
@@ -98,7 +99,7 @@ class SchedulerService:
         rediscover_s: float = 5.0,
         standby: bool = False,
         publishers: Collection[str] = (),
-        limits: Limits = LIMITS,
+        limits: ServerLimits = LIMITS,
         from_urls: FromUrls = "",
         **settings: Any,
     ) -> None:
@@ -119,7 +120,7 @@ class SchedulerService:
         self.name = next(iter(self.plans))
         self._bans = BanLog(identity)
         self._workers: dict[str, status.WorkerUsage] = {}
-        self._dialer = Dialer(client)
+        self._dialer = ReachabilityChecker(client)
         self._proofs = ProofChecker(identity, self.plans, self._catalog, self._lock)
         self._num_exchanges, self._core_s = 0, 0.0
         self._over_from = 0.0
@@ -128,7 +129,7 @@ class SchedulerService:
         self._commit: asyncio.Task[None] | None = None
         self._disk = ThreadPoolExecutor(1)  # its own: the loop's threads may all wait for a data node that hangs
         self._server = Server(
-            self._app(), identity, host, port, limits=limits, discovery=discovery, known=self._addresses
+            self._app(), identity, host, port, limits=limits, discovery=discovery, peers=self._addresses
         )
         self._server.add_task("scheduler expiry", self._run_expiry)
         self._server.add_task("scheduler discovery", self._run_discovery)
@@ -367,11 +368,11 @@ class SchedulerService:
         if message.uses:
             try:
                 verify(peer.public_key, receipt_message(message.job_id, message.uses), bytes.fromhex(message.signature))
-            except ProtocolViolation as error:
+            except ProtocolError as error:
                 raise ApiError(400, "bad_request", f"signature: not this peer's over these uses: {error}") from error
             await self._proofs.check(peer, message.uses, self._open_journal().core)
         # Only an address where the worker answered is given to others: behind NAT it fetches slices and serves none.
-        if not self._dialer.reached(peer, message.address, source_of(request)):
+        if self._dialer.check(peer, message.address, source_of(request)) is not True:
             message = replace(message, address="")
         now = time.monotonic()
         with self._lock:
@@ -431,7 +432,7 @@ class SchedulerService:
                 sha256 = self._catalog.sha256(event.dataset_id, event.index)
                 log.warning("%s reports %s for slice %s: %s", event.reporter, event.peer_id, sha256, event.reason)
                 details = {"peer": event.peer_id, "slice": sha256, "by": event.reporter, "reason": event.reason}
-                self.identity.note("bad_provider", **details)
+                self.identity.record_event("bad_provider", **details)
 
     # Status and administration.
 
@@ -471,7 +472,7 @@ class SchedulerService:
         peer = peer_of(request)
         self._check_visible(peer, name)
         if await self._change(change):
-            self.identity.note(verb, job=name, by=peer.peer_id)
+            self.identity.record_event(verb, job=name, by=peer.peer_id)
         log.warning("job %s: %s by %s", name, verb, peer.peer_id)
         with self._lock:
             return JsonResponse(status.job_status(self._open_journal().core.jobs[name]))
@@ -480,7 +481,7 @@ class SchedulerService:
         self._check_running()
         if not await self._change(lambda core: core.pardon(peer_id)):
             raise ApiError(404, "not_found", f"peer {peer_id[:64]!r}: there are no reports about it here")
-        self.identity.note("pardon", peer=peer_id[:64], by=peer_of(request).peer_id)
+        self.identity.record_event("pardon", peer=peer_id[:64], by=peer_of(request).peer_id)
         return JsonResponse({"pardoned": peer_id})
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 from forebay.errors import DatasetError, ForebayError, NetworkError, UsageError
-from forebay.network.retry import backoff_s, waiting
+from forebay.network.retry import backoff_s, log_while_waiting
 
 log = logging.getLogger("forebay.storage")
 CHUNK_BYTES = 256 << 10  # read between two checks of the time; 4 x this is no faster on loopback
@@ -83,7 +83,7 @@ class Origin(Protocol):
         Raises:
             TransientError: If another try may succeed.
             PermanentError: If no other try will.
-            ProtocolViolation: If the response is of another range.
+            ProtocolError: If the response is of another range.
         """
 
     def get(self, name: str, max_bytes: int) -> bytes:
@@ -180,7 +180,7 @@ def _retry(
     began, answers = time.monotonic(), ["no response yet"]
     while True:
         try:
-            with waiting(log, lambda: f"{name} from {origin.url}: {answers[-1]}"):
+            with log_while_waiting(log, lambda: f"{name} from {origin.url}: {answers[-1]}"):
                 return attempt()
         except PermanentError as error:
             raise DatasetError(f"{error}. Check the URL, the name and the credentials.") from error

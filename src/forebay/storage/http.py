@@ -17,15 +17,15 @@ from urllib.request import getproxies, proxy_bypass  # only the environment's se
 import urllib3.util
 from urllib3.connection import ProxyConfig
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import ProtocolError, UsageError
 from forebay.network.addresses import is_host, is_public
 from forebay.network.http import (
     FAULTS,
-    Answer,
     BlockedAddressError,
     Connection,
-    KeptConnections,
+    ConnectionPool,
     PlainConnection,
+    StreamedResponse,
     TlsConnection,
     bounded_context,
     exchange,
@@ -181,7 +181,7 @@ class WebOrigin(ObjectOrigin):
             check_redirect(address, target, https_only=self._untrusted == "public")
         raise PermanentError(f"{self.url}/{name}: more than {_MAX_REDIRECTS} redirects")
 
-    def _check_range(self, name: str, answer: Answer, start: int, stop: int) -> int:
+    def _check_range(self, name: str, answer: StreamedResponse, start: int, stop: int) -> int:
         """Return how many bytes of the body come before `start`: 0, unless the server ignores ranges."""
         what = f"{self.url}/{name}"
         if answer.status == 200:
@@ -191,7 +191,7 @@ class WebOrigin(ObjectOrigin):
         header = answer.headers.get("Content-Range")
         match = re.fullmatch(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]+|\*)", header or "")
         if match is None or int(match[1]) != start:
-            raise ProtocolViolation(f"{what}: expected bytes [{start}, {stop}), got Content-Range {header!r}")
+            raise ProtocolError(f"{what}: expected bytes [{start}, {stop}), got Content-Range {header!r}")
         if int(match[2]) != stop - 1:
             raise PermanentError(f"{what} ends at byte {int(match[2]) + 1}, before {stop}")
         return 0
@@ -200,7 +200,9 @@ class WebOrigin(ObjectOrigin):
 class _Response:
     """The response to a GET, with its connection; the body is read through one buffer. A dripping server is a fault."""
 
-    def __init__(self, pool: "_Pool", connection: Connection, answer: Answer, what: str, stall_s: float) -> None:
+    def __init__(
+        self, pool: "_Pool", connection: Connection, answer: StreamedResponse, what: str, stall_s: float
+    ) -> None:
         self.answer = answer
         self.what = what
         self._pool, self._connection, self._stall_s = pool, connection, stall_s
@@ -243,7 +245,7 @@ class _Pool:
     def __init__(self, timeouts: Timeouts, untrusted: str) -> None:
         self._timeouts = timeouts
         self._untrusted = untrusted
-        self._idle = KeptConnections(keep_s=_KEEP_IDLE_S)
+        self._idle = ConnectionPool(keep_s=_KEEP_IDLE_S)
         self._context: ssl.SSLContext | None = None
 
     def request(self, target: str, headers: dict[str, str], what: str) -> _Response:
@@ -252,7 +254,7 @@ class _Pool:
         path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
         key, stall_s = _host(target), self._timeouts.stall_s
         while True:
-            connection = self._idle.take(key)
+            connection = self._idle.acquire(key)
             is_reused = connection is not None
             connection = connection or self._make(parts)
             connection.key = key
@@ -270,9 +272,9 @@ class _Pool:
                 raise PermanentError(f"{what}: its certificate is not trusted: {error.verify_message}") from error
             except BlockedAddressError as error:
                 raise PermanentError(f"{what}: {error}") from error
-            except (*FAULTS, ValueError, ProtocolViolation) as error:
+            except (*FAULTS, ValueError, ProtocolError) as error:
                 connection.close()
-                if is_reused and not isinstance(error, (TimeoutError, ProtocolViolation)):
+                if is_reused and not isinstance(error, (TimeoutError, ProtocolError)):
                     continue
                 location = f"{connection.host}:{connection.port}"
                 text = f"{what}: cannot be reached at {location}: {type(error).__name__}: {error}"
@@ -287,7 +289,7 @@ class _Pool:
     def put_back(self, connection: Connection, can_keep: bool) -> None:
         """Keep a connection for another request, or close it."""
         if can_keep:
-            self._idle.give(connection.key, connection)
+            self._idle.release(connection.key, connection)
         else:
             connection.close()
 
@@ -342,7 +344,7 @@ def _proxy_headers(proxy: urllib3.util.Url) -> dict[str, str]:
     return dict(urllib3.util.make_headers(proxy_basic_auth=urllib.parse.unquote(proxy.auth))) if proxy.auth else {}
 
 
-def _status_error(what: str, answer: Answer) -> TransientError | PermanentError:
+def _status_error(what: str, answer: StreamedResponse) -> TransientError | PermanentError:
     status = answer.status
     text = f"{what}: HTTP status {status} {answer.reason}"
     if is_transient_status(status):

@@ -19,11 +19,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
-from forebay.errors import NetworkError, ProtocolViolation, UsageError, install_command
+from forebay.errors import NetworkError, ProtocolError, UsageError, install_command
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers
 from forebay.network.pki.identity import Identity
-from forebay.network.publications import published
+from forebay.network.publications import select_published
 from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError
 from forebay.storage.peer_source import classify_error, read_by_hash
 from forebay.storage.remote_dataset import read_remote
@@ -99,10 +99,10 @@ class PeerOrigin(Origin):
             return self._claims
 
     def open_url(self, url: str) -> Origin:
-        """Return the origin at a URL that a tracker named; ProtocolViolation if no data node claims the URL."""
+        """Return the origin at a URL that a tracker named; ProtocolError if no data node claims the URL."""
         with self._lock:
             if url not in {claim.url for claim in self._claims}:
-                raise ProtocolViolation(f"swarm: expected a URL that a data node claims, got {url[:200]!r}")
+                raise ProtocolError(f"swarm: expected a URL that a data node claims, got {url[:200]!r}")
             opened = self._open_url(url)
         if isinstance(opened, UnusableOrigin):
             raise PermanentError(str(opened.reason))
@@ -140,7 +140,7 @@ class PeerOrigin(Origin):
             try:
                 data = source.get(name, max_bytes)
                 if self.id is not None and not self._is_valid(name, data, self.id):
-                    raise ProtocolViolation(f"{source.url}: its {name} is not that of the dataset {self.id}")
+                    raise ProtocolError(f"{source.url}: its {name} is not that of the dataset {self.id}")
                 return data
             except NetworkError as error:
                 faults.append(error)
@@ -173,7 +173,7 @@ class PeerOrigin(Origin):
             weakref.finalize(self, self.discovery.close)
         try:
             claims = find_providers(self.discovery, self.client, self.identity.network_id, self.name, _FIND_S)
-            claims, _, unsigned = published(self.client, claims, self.publishers, self.id)
+            claims, _, unsigned = select_published(self.client, claims, self.publishers, self.id)
         except (NetworkError, OSError) as error:
             raise TransientError(f"{self.url}: cannot look for peers: {error}") from error
         ids = sorted({claim.dataset_id for claim in claims})

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from forebay.dataset.manifest import SliceInfo
-from forebay.errors import NetworkError, ProtocolViolation
-from forebay.network.client import BrokenOffError, Client, RemoteError, WrongPeerError
+from forebay.errors import NetworkError, ProtocolError
+from forebay.network.client import Client, RemoteError, TruncatedBodyError, WrongPeerError
 from forebay.network.peer import Provider, node_of
 from forebay.storage.base import Origin, PermanentError, TransientError
 from forebay.storage.url_policy import FromUrls, open_untrusted_origin
@@ -64,7 +64,7 @@ def read_by_hash(
         chunk, fault = buffer[: stop - start], None
         try:
             client.read_range(address, f"/v1/slices/{sha256}", chunk, start, peer_id, timeout_s=stall_s)
-        except BrokenOffError as error:
+        except TruncatedBodyError as error:
             chunk, fault = chunk[: error.received], error
         except NetworkError as error:
             raise classify_error(url, error) from error
@@ -76,8 +76,8 @@ def read_by_hash(
 
 
 def classify_error(url: str, error: NetworkError) -> NetworkError:
-    """Return an error of the client as TransientError or PermanentError; a ProtocolViolation is returned as it is."""
-    if isinstance(error, (ProtocolViolation, PermanentError, TransientError)):
+    """Return an error of the client as TransientError or PermanentError; a ProtocolError is returned as it is."""
+    if isinstance(error, (ProtocolError, PermanentError, TransientError)):
         return error
     text = f"{url}: {error}"
     if not isinstance(error, RemoteError):
@@ -105,7 +105,7 @@ def verify_provider(client: Client, provider: Provider, info: SliceInfo, from_ur
             digest.update(chunk)
             if time.monotonic() > deadline:
                 raise NetworkError(f"{provider.address}: expected {MIN_BYTES_PER_S} bytes a second, got less")
-    except (PermanentError, ProtocolViolation) as error:
+    except (PermanentError, ProtocolError) as error:
         log.warning("check of slice %s at %s: %s", info.sha256[:12], provider.address, error)
         return None if provider.is_url and not from_urls else False
     except NetworkError as error:

@@ -14,7 +14,7 @@ from typing import Literal, NoReturn, TypeAlias
 
 from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable, dataset_id
 from forebay.dataset.reader import Dataset, VerifyReport, check_totals, listed_files
-from forebay.errors import DatasetError, NetworkError, ProtocolViolation, UsageError
+from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
 from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, PermanentError, TransientError, read_small
 
@@ -123,7 +123,7 @@ def _state_at(source: Origin, file: ListedFile, sleep: Callable[[float], object]
         except PermanentError:
             # It exists, but is shorter, if some bytes can be read.
             return "changed" if offset or _exists(source, name) else "missing"
-        except ProtocolViolation:
+        except ProtocolError:
             return "changed"
         except TransientError as error:
             tries = 1 if offset > before else tries + 1

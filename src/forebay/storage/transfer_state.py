@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from forebay.dataset.manifest import SliceInfo
-from forebay.errors import IntegrityError, NetworkError, ProtocolViolation
+from forebay.errors import IntegrityError, NetworkError, ProtocolError
 from forebay.storage.base import Origin, TransientError
 from forebay.storage.part_file import EARLIER_RUN, MIN_RANGE_BYTES, ByteRange, PartFile
 
@@ -253,14 +253,14 @@ class PoolTransfer(Transfer):
 
         Raises:
             TransientError: If the response was too short.
-            ProtocolViolation: If it was too long.
+            ProtocolError: If it was too long.
         """
         url, start, stop = source.origin.url, byte_range.offset, byte_range.stop
         body = self.origin_of[url].read(self.info.name, start, stop)
         try:
             for data in body:
                 if len(data) > stop - byte_range.offset:
-                    raise ProtocolViolation(f"{url}: expected {stop - start} bytes, got more")
+                    raise ProtocolError(f"{url}: expected {stop - start} bytes, got more")
                 if not self.file.write(byte_range, data, url):
                     return
                 byte_range.tries = 0

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import TypeAlias
 
 from forebay.dataset.manifest import SliceInfo
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
+from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, PermanentError, TransientError
 from forebay.storage.part_file import ByteRange, Check, PartFile, Sha256Check, disk_error
@@ -34,7 +34,7 @@ from forebay.storage.transfer_state import (
     choose_source,
     min_range_bytes,
 )
-from forebay.threads import Supervised
+from forebay.threads import SupervisedThread
 
 PIECE_BYTES = 8 << 20
 _MIN_HASH_BYTES = 1 << 20  # less is not worth waking a thread
@@ -84,8 +84,8 @@ class Transfers:
         self._sources: dict[str, SourceStats] = {}  # by URL
         self._to_hash: SimpleQueue[PoolTransfer | None] = SimpleQueue()
         num_hashers = min(4, max(2, os.cpu_count() or 1))  # each hashes 1.5 GB/s
-        self._hashers = [Supervised(self._run_hasher, f"hash-{i}") for i in range(num_hashers)]
-        self._threads: list[Supervised] = []
+        self._hashers = [SupervisedThread(self._run_hasher, f"hash-{i}") for i in range(num_hashers)]
+        self._threads: list[SupervisedThread] = []
         self._num_idle = 0
         self._counts = dict.fromkeys(("bytes", "attempts", "retries", "finished", "failed"), 0)
         self._closed = False
@@ -167,7 +167,7 @@ class Transfers:
                 if not thread.is_alive:
                     thread.start()
             while len(self._threads) < min(self.connections, len(self._threads) - self._num_idle + max(num_ranges, 1)):
-                self._threads.append(Supervised(self._run_connection, f"fetch-{len(self._threads)}").start())
+                self._threads.append(SupervisedThread(self._run_connection, f"fetch-{len(self._threads)}").start())
                 self._num_idle += 1
         except RuntimeError as error:
             log.warning("transfers: %d of %d connections: %s", len(self._threads), self.connections, error)
@@ -301,12 +301,12 @@ class Transfers:
     ) -> None:
         """Decide what a failed request means for its range, its source and the transfer."""
         url, now = source.origin.url, self._clock()
-        if isinstance(fault, ProtocolViolation):
+        if isinstance(fault, ProtocolError):
             transfer.report_source(url, str(fault))
         with self._changed:
             transfer.reasons[url] = str(fault)
             not_before = now
-            if isinstance(fault, (ProtocolViolation, PermanentError)):
+            if isinstance(fault, (ProtocolError, PermanentError)):
                 transfer.refused[url] = str(fault)
             elif isinstance(fault, TransientError) and fault.throttled:
                 byte_range.tries += 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import ProtocolError, UsageError
 
 MAX_RANGES = 200_000
 
@@ -27,8 +27,8 @@ def format_ranges(indexes: NDArray[np.int64]) -> str:
 def parse_ranges(text: object, stop: int) -> NDArray[np.int64]:
     """The indexes in [0, stop) of a text of `format_ranges`, rising. Costs some 20 ns a character."""
 
-    def wrong(expected: str) -> ProtocolViolation:
-        return ProtocolViolation(f"slices: expected {expected}, got {str(text)[:80]!r}")
+    def wrong(expected: str) -> ProtocolError:
+        return ProtocolError(f"slices: expected {expected}, got {str(text)[:80]!r}")
 
     if not isinstance(text, str) or not text.isascii():
         raise wrong("ranges like 0-15,17")

@@ -16,11 +16,12 @@ from typing import Any
 
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, SliceTable
 from forebay.dataset.reader import listed_files
-from forebay.errors import ForebayError, NetworkError, ProtocolViolation, UsageError
-from forebay.network.client import Client, parse_address
+from forebay.errors import ForebayError, NetworkError, ProtocolError, UsageError
+from forebay.network.addresses import parse_address
+from forebay.network.client import Client
 from forebay.network.limits import Throttle
 from forebay.network.peer import Provider, node_of
-from forebay.network.reachability import named_host
+from forebay.network.reachability import advertised_host
 from forebay.storage.base import Origin, read_small
 from forebay.storage.peer_dataset import PeerOrigin
 from forebay.storage.peer_source import ProviderSource
@@ -30,7 +31,7 @@ from forebay.storage.transfers import Transfers
 from forebay.swarm.reader_state import Body, Flags, SwarmReaderState
 from forebay.swarm.share import SharedDataset, SliceIndex, SliceShare
 from forebay.swarm.tracker_client import TrackerClient
-from forebay.threads import Supervised
+from forebay.threads import SupervisedThread
 
 log = logging.getLogger("forebay.swarm")
 _MAX_SMALL_BYTES = 1 << 30  # of a dataset's small files together, which are kept in memory
@@ -97,7 +98,7 @@ class SwarmReader:
         self._trackers = TrackerClient(client, dataset_id, trackers, own, clock)
         # Without hedging, as a transfer has one source.
         self._transfers = Transfers(connections, tries=2, timeout_s=5.0, hedge_s=30.0)
-        self._thread = Supervised(self._run, "swarm").start()
+        self._thread = SupervisedThread(self._run, "swarm").start()
 
     def fetch(self, index: int, part: Path) -> SwarmTransfer:
         """Request a slice; the download resumes from the partial file. Returns at once."""
@@ -193,7 +194,7 @@ class SwarmReader:
                 if reply is None:
                     return self._state.unanswered(body)
                 assigned, sharers, wait_s = self._state.receive(reply, self._clock(), tracker, tracked_s)
-        except ProtocolViolation as error:
+        except ProtocolError as error:
             log.warning("swarm of %s: a tracker's reply is malformed: %s", self.dataset_id[:12], error)
             self._trackers.drop_current()
             return 0.05
@@ -216,7 +217,7 @@ class SwarmReader:
                 transfer.info, transfer.part, [source], lambda origin, reason: faults.append(reason)
             )
         except Exception as error:
-            if isinstance(error, ProtocolViolation):  # a URL that no data node claims
+            if isinstance(error, ProtocolError):  # a URL that no data node claims
                 self._trackers.drop_current()
             elif not isinstance(error, ForebayError):  # such as no thread or descriptor: tried again
                 log.exception("slice %s from %s: cannot start", transfer.info.name, provider.address)
@@ -230,7 +231,7 @@ class SwarmReader:
         if not provider.is_url:
             return ProviderSource(self._client, node_of(provider.peer_id), provider.address, info.sha256, 10.0)
         if self._open_url is None:
-            raise ProtocolViolation(f"swarm: expected a peer, got the URL {provider.address}")
+            raise ProtocolError(f"swarm: expected a peer, got the URL {provider.address}")
         return self._open_url(provider.address)
 
     def _handle_end(self, transfer: SwarmTransfer, provider: Provider, error: Exception | None, wrong: bool) -> None:
@@ -327,7 +328,7 @@ def open_share(
 ) -> SliceShare:
     """Start a server for datasets that are added later. See SwarmMember."""
     host, port = parse_address(share) if isinstance(share, str) else ("0.0.0.0", 0)
-    advertised = named_host(host, origin.claims(_MAX_SHARE_AGE_S)[0].address)
+    advertised = advertised_host(host, origin.claims(_MAX_SHARE_AGE_S)[0].address)
     return SliceShare(
         origin.identity, index, {}, host, port, throttle, discovery=origin.discovery,
         advertised_host="" if advertised == host else advertised,

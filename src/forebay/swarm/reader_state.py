@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from forebay.errors import IntegrityError, NetworkError, ProtocolViolation
+from forebay.errors import IntegrityError, NetworkError, ProtocolError
 from forebay.network.messages import MAX_SWARM_ITEMS, SwarmReply
 from forebay.network.peer import Provider
 from forebay.storage.base import PermanentError
@@ -118,7 +118,7 @@ class SwarmReaderState:
         elif cancelled or self.is_final(error):
             self._updates["dropped"].append(index)
         else:
-            is_wrong = wrong or isinstance(error, (IntegrityError, ProtocolViolation))
+            is_wrong = wrong or isinstance(error, (IntegrityError, ProtocolError))
             self._updates["failed"].append({"index": index, "member": provider.peer_id, "wrong": is_wrong})
             self.counts["failed"] += 1
             if isinstance(error, PermanentError):
@@ -198,13 +198,13 @@ class SwarmReaderState:
     ) -> tuple[list[tuple[int, Provider]], list[Provider], float]:
         """Apply a reply: slices to download now with their providers, other sharers, seconds until the next request.
 
-        `tracker` replied, and `tracked_s` is for how long it has without another in between. ProtocolViolation: use
+        `tracker` replied, and `tracked_s` is for how long it has without another in between. ProtocolError: use
         another tracker.
         """
         try:
             message = SwarmReply.model_validate(reply)
         except ValidationError as error:
-            raise ProtocolViolation(
+            raise ProtocolError(
                 f"swarm: expected a SwarmReply, got {str(reply)[:200]}: {error.errors()[:1]}"
             ) from error
         named = [(assignment.index, assignment) for assignment in message.assignments]

@@ -23,7 +23,7 @@ from fastapi import FastAPI, Request, Response
 from numpy.typing import NDArray
 from prometheus_client.core import Metric
 
-from forebay.errors import NetworkError, ProtocolViolation
+from forebay.errors import NetworkError, ProtocolError
 from forebay.network.app import (
     BINARY,
     ApiError,
@@ -36,13 +36,13 @@ from forebay.network.app import (
 )
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, record_key
-from forebay.network.limits import Limits, Throttle
+from forebay.network.limits import ServerLimits, Throttle
 from forebay.network.messages import ClaimsReply, SwarmReply, SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id
 from forebay.network.pki.identity import Identity
 from forebay.network.server import Server
 from forebay.swarm.tracker import Tracker
-from forebay.threads import Supervised
+from forebay.threads import SupervisedThread
 
 log = logging.getLogger("forebay.share")
 
@@ -94,7 +94,7 @@ class SliceServer(ABC):
         *,
         discovery: Discovery | None,
         ttl_s: float,
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
         throttle: Throttle | None = None,
         advertised_host: str = "",
     ) -> None:
@@ -112,7 +112,7 @@ class SliceServer(ABC):
         self._server = Server(
             self._app, identity, host, port, limits=limits, throttle=throttle, on_bytes=self._count, discovery=discovery
         )
-        self._announcer = Supervised(self._keep_announced, "announce", stopping=self._stopping)
+        self._announcer = SupervisedThread(self._keep_announced, "announce", stopping=self._stopping)
 
     @property
     def port(self) -> int:
@@ -315,7 +315,7 @@ def _make_app(title: str, server: SliceServer) -> FastAPI:
             raise ApiError(404, "unknown_swarm", "this node tracks no swarm of this dataset")
         try:
             return JsonResponse(server.tracker.handle(peer, dataset_id, message, source_of(request)))
-        except ProtocolViolation as error:
+        except ProtocolError as error:
             raise ApiError(400, "bad_request", str(error)) from error
 
     return app

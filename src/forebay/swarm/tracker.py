@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.dataset.manifest import SliceInfo
-from forebay.errors import ProtocolViolation
+from forebay.errors import ProtocolError
 from forebay.network.client import Client
 from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Peer, Provider, member_id, node_of
 from forebay.network.pki.identity import Identity
-from forebay.network.reachability import Dialer
+from forebay.network.reachability import ReachabilityChecker
 from forebay.storage.peer_source import verify_provider
 from forebay.swarm.members import parse_ranges
 from forebay.swarm.steering import Swarm
@@ -59,7 +59,7 @@ class Tracker:
         self._lock = threading.Lock()
         self._tracked: dict[str, _TrackedSwarm] = {}
         self._client = client
-        self._dialer = Dialer(client, clock)
+        self._dialer = ReachabilityChecker(client, clock)
         self._checks = ThreadPoolExecutor(1, thread_name_prefix="check")
         self._checking: set[tuple[str, str]] = set()
         self._bans = BanLog(client.identity)
@@ -94,7 +94,7 @@ class Tracker:
         """Return the SwarmReply to a member at the IP address `source`.
 
         Raises:
-            ProtocolViolation: If it names a slice outside the dataset, or has too many sessions.
+            ProtocolError: If it names a slice outside the dataset, or has too many sessions.
             KeyError: If the dataset is not tracked here.
         """
         tracked = self._tracked[dataset_id]
@@ -102,7 +102,7 @@ class Tracker:
         failed = [fetch.index for fetch in request.failed]
         indexes = (*request.must, *request.finished, *request.dropped, *request.lost, *failed)
         if indexes and max(indexes) >= swarm.num_slices:
-            raise ProtocolViolation(f"swarm: expected slices in [0, {swarm.num_slices}), got {max(indexes)}")
+            raise ProtocolError(f"swarm: expected slices in [0, {swarm.num_slices}), got {max(indexes)}")
         me = member_id(peer.peer_id, request.session)
         now = self._clock()
         with self._lock:
@@ -114,10 +114,10 @@ class Tracker:
                 return _reply(swarm, me)
             if swarm.get(me) is None:
                 if swarm.num_members(peer.peer_id) >= _MAX_SESSIONS:
-                    raise ProtocolViolation(f"swarm: expected at most {_MAX_SESSIONS} processes of {peer.peer_id}")
+                    raise ProtocolError(f"swarm: expected at most {_MAX_SESSIONS} processes of {peer.peer_id}")
                 if peer.org:
                     self._add_session(tracked, peer.org, me)
-            is_reached = True if own is not None else self._dialer.found(peer, request.address, source)
+            is_reached = True if own is not None else self._dialer.check(peer, request.address, source)
             member = own or Provider(me, request.address if is_reached else "", False)
             reply = steer(swarm, member, request, now, organisation=peer.org, may_fetch=is_reached is not None)
             if any(fetch.wrong for fetch in request.failed):
@@ -126,12 +126,12 @@ class Tracker:
             return reply
 
     def _add_session(self, tracked: _TrackedSwarm, org: str, member: str) -> None:
-        """Count one more member of an organisation; ProtocolViolation if it has too many. With the lock held."""
+        """Count one more member of an organisation; ProtocolError if it has too many. With the lock held."""
         members = tracked.members_of.setdefault(org, set())
         if len(members) >= _MAX_SESSIONS_PER_ORGANISATION:
             members.difference_update([other for other in members if tracked.swarm.get(other) is None])
         if len(members) >= _MAX_SESSIONS_PER_ORGANISATION:
-            raise ProtocolViolation(
+            raise ProtocolError(
                 f"swarm: expected at most {_MAX_SESSIONS_PER_ORGANISATION} processes of organisation {org}"
             )
         members.add(member)
@@ -193,7 +193,7 @@ def steer(
         may_fetch: False while its address is being checked: it repeats the request in a moment.
 
     Raises:
-        ProtocolViolation: If ranges are malformed; nothing is applied then.
+        ProtocolError: If ranges are malformed; nothing is applied then.
     """
     me, registered = member.peer_id, swarm.get(member.peer_id)
     have = None
@@ -262,4 +262,4 @@ class BanLog:
             log.warning("peer banned as a provider: peer_id=%s dataset=%s reason=%s", peer_id, dataset_id, reason)
             if self._identity is not None:
                 details = {"reason": reason} if reason else {}
-                self._identity.note("ban", peer=peer_id, dataset=dataset_id, by=by, **details)
+                self._identity.record_event("ban", peer=peer_id, dataset=dataset_id, by=by, **details)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from forebay.errors import ForebayError, NetworkError
-from forebay.network.addresses import check_url, peer_address
+from forebay.network.addresses import check_url, parse_peer_address
 from forebay.network.client import Client, RemoteError
 from forebay.network.messages import ProviderReply
 from forebay.network.peer import Provider, node_of
@@ -32,8 +32,8 @@ log = logging.getLogger("forebay.swarm")
 
 
 def provider_of(reply: ProviderReply) -> Provider:
-    """Return the provider that a reply names; ProtocolViolation if its address is neither `host:port` nor a URL."""
-    (check_url if "://" in reply.address else peer_address)(reply.address)
+    """Return the provider that a reply names; ProtocolError if its address is neither `host:port` nor a URL."""
+    (check_url if "://" in reply.address else parse_peer_address)(reply.address)
     return Provider(reply.member[:2048], reply.address, reply.is_origin)
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import make_batch
-from forebay.network.retry import waiting
+from forebay.network.retry import log_while_waiting
 from forebay.order.plan import lease_order
 from forebay.scheduler.messages import Lease
 from forebay.worker.lease_buffer import LeaseBuffer
@@ -81,7 +81,7 @@ class Consumer:
             with self.leases.locked() as state:
                 return state.describe_wait()
 
-        with waiting(log, describe):
+        with log_while_waiting(log, describe):
             return self.leases.next_to_use()
 
     def _use(self, lease: ActiveLease) -> None:

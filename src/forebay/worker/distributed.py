@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from forebay.errors import MissingPackageError, UsageError, install_command
 from forebay.load.batch import Batch
-from forebay.threads import Supervised
+from forebay.threads import SupervisedThread
 from forebay.worker.config import WorkerConfig
 from forebay.worker.dummy import DummyDataset
 from forebay.worker.membership import Generation, Membership, MembershipLostError
@@ -80,7 +80,7 @@ class DistributedRun:
         """Train to the end; see `train_distributed`."""
         training = self.training
         with self.membership as membership:
-            Supervised(self._leave_when_stopped, "leave when stopped", stopping=self._ended).start()
+            SupervisedThread(self._leave_when_stopped, "leave when stopped", stopping=self._ended).start()
             try:
                 training.apply_config(merge_settings(training.config, membership.agree()))
                 training.resume()

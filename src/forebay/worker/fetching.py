@@ -29,7 +29,7 @@ from forebay.storage.peer_source import ProviderSource
 from forebay.storage.transfers import Transfers
 from forebay.storage.url_policy import FromUrls, open_untrusted_origin
 from forebay.swarm.members import format_ranges
-from forebay.threads import Supervised
+from forebay.threads import SupervisedThread
 from forebay.worker.lease_buffer import LeaseBuffer
 from forebay.worker.lease_state import MAX_FETCHES, ActiveLease
 
@@ -131,7 +131,9 @@ class SliceFetcher:
         self._num_misses = 0
         self._last_hit_at = time.monotonic()
         self._closing = threading.Event()
-        self._threads = [Supervised(self._run, f"worker fetch {i}", stopping=self._closing) for i in range(num_threads)]
+        self._threads = [
+            SupervisedThread(self._run, f"worker fetch {i}", stopping=self._closing) for i in range(num_threads)
+        ]
 
     def start(self) -> None:
         """Start the threads."""

@@ -28,13 +28,13 @@ from forebay.network.client import Client
 from forebay.network.discovery import Discovery
 from forebay.network.limits import Throttle
 from forebay.network.pki.identity import Identity
-from forebay.network.reachability import named_host
+from forebay.network.reachability import advertised_host
 from forebay.network.revocation_sync import TrustWatch
 from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
 from forebay.storage.locks import Lock, try_acquire
 from forebay.storage.url_policy import FromUrls, check_from_urls
 from forebay.swarm.share import SliceShare
-from forebay.threads import Supervised
+from forebay.threads import SupervisedThread
 from forebay.worker.consumer import Consumer, OnBatch, WorkerReport
 from forebay.worker.fetching import CacheIndex, SliceFetcher
 from forebay.worker.lease_buffer import LeaseBuffer
@@ -158,7 +158,7 @@ def run_worker(
         client = stack.enter_context(contextlib.closing(Client(identity)))
         worker = _Worker(identity, client, settings, discovery, stop)
         stack.callback(worker.session.close)
-        trust = TrustWatch(identity, client, known=worker.scheduler.addresses, discovery=discovery)
+        trust = TrustWatch(identity, client, peers=worker.scheduler.addresses, discovery=discovery)
         stack.enter_context(contextlib.closing(trust.start()))
         if settings.share is not None:
             worker.share = _open_share(identity, settings, worker)
@@ -207,7 +207,7 @@ class _Worker:
 
         settings, leases = self.settings, self._leases
         consumer = Consumer(leases, self.report, settings.trainer, on_batch, progress)
-        threads = [Supervised(self._request, "worker requests"), Supervised(self._watch, "worker stop")]
+        threads = [SupervisedThread(self._request, "worker requests"), SupervisedThread(self._watch, "worker stop")]
         for thread in threads:
             thread.start()
         self._fetcher.start()
@@ -305,7 +305,7 @@ def _open_share(identity: Identity, settings: LeaseSettings, worker: _Worker) ->
     host, _, port = str(settings.share).rpartition(":")
     # The scheduler's network is the one in which others must reach this worker.
     others = [settings.scheduler] if settings.scheduler else [f"{host}:{port}" for host, port in identity.bootstrap]
-    named = named_host(host, others[0]) if others else host
+    named = advertised_host(host, others[0]) if others else host
     throttle = Throttle(upload_bytes_per_s=settings.upload_bytes_per_s)
     return SliceShare(
         identity, worker.cache, worker.index.sizes, host or "0.0.0.0", int(port), throttle, advertised_host=named

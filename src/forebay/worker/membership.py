@@ -22,9 +22,10 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from forebay.coordinator.messages import ANSWER_S
-from forebay.errors import NetworkError, ProtocolViolation, UsageError
-from forebay.network.client import Client, parse_address
-from forebay.threads import Supervised
+from forebay.errors import NetworkError, ProtocolError, UsageError
+from forebay.network.addresses import parse_address
+from forebay.network.client import Client
+from forebay.threads import SupervisedThread
 from forebay.worker.membership_state import (
     CoordinatorUnreachableError,
     DuplicateWorkerError,
@@ -105,7 +106,7 @@ class Membership:
         )
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._heartbeats: Supervised | None = None
+        self._heartbeats: SupervisedThread | None = None
 
     @property
     def worker_id(self) -> str:
@@ -152,7 +153,9 @@ class Membership:
         if self._heartbeats is not None:
             self._heartbeats.stop()  # they end with their session
         generation = self._drive(self._state.join())
-        self._heartbeats = Supervised(lambda: self._drive(self._state.heartbeats()), "membership heartbeats").start()
+        self._heartbeats = SupervisedThread(
+            lambda: self._drive(self._state.heartbeats()), "membership heartbeats"
+        ).start()
         return generation
 
     def boundary(self, step: int, *, stop: bool | None = None, broken: bool = False, holds: bool = True) -> Generation:
@@ -204,9 +207,7 @@ class Membership:
         try:
             return None if answer is None else base64.b64decode(answer, validate=True)
         except (ValueError, TypeError) as error:
-            raise ProtocolViolation(
-                f"coordinator {self._coordinator}: expected a value in base64, got {error}"
-            ) from error
+            raise ProtocolError(f"coordinator {self._coordinator}: expected a value in base64, got {error}") from error
 
     def leave(self, *, finished: bool = False) -> None:
         """End the membership; does not raise if the coordinator is unreachable. May be repeated, from any thread.
@@ -256,7 +257,7 @@ class Membership:
         body = None if request.body is None else dict(request.body)
         answer, _ = self._client.request_json(self._coordinator, method, request.path, body, timeout_s=timeout_s)
         if not isinstance(answer, dict):
-            raise ProtocolViolation(
+            raise ProtocolError(
                 f"coordinator {self._coordinator}{request.path}: expected an object, got {answer!r:.80}"
             )
         return answer

@@ -10,13 +10,13 @@ import urllib.parse
 from dataclasses import dataclass
 from typing import Any
 
-from forebay.errors import NetworkError, ProtocolViolation
+from forebay.errors import NetworkError, ProtocolError
 from forebay.network.addresses import join_address, parse_address
 from forebay.network.client import Client, RemoteError
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.messages import STALE_ATTEMPT
 from forebay.network.pki.identity import Identity
-from forebay.network.retry import backoff_s, waiting
+from forebay.network.retry import backoff_s, log_while_waiting
 
 log = logging.getLogger("forebay.worker")
 STOPPING_S = 3.0  # after a stop each last request is retried for so long
@@ -67,7 +67,7 @@ class SchedulerClient:
 
         RemoteError if the scheduler refuses it; SchedulerUnreachableError after `patience_s`, or soon after a stop.
         """
-        with waiting(log, lambda: f"{self._subject}: {self._reason}"):
+        with log_while_waiting(log, lambda: f"{self._subject}: {self._reason}"):
             return self._exchange(body, self.patience_s if patience_s is None else patience_s)
 
     def addresses(self) -> list[str]:
@@ -90,7 +90,7 @@ class SchedulerClient:
                         address, "POST", _PATH, body, expect_peer=self._peer_id, timeout_s=ANSWER_S, role=_ROLE
                     )
                     if not isinstance(answer, dict):
-                        raise ProtocolViolation(f"scheduler {address}: expected an object, got {answer!r:.80}")
+                        raise ProtocolError(f"scheduler {address}: expected an object, got {answer!r:.80}")
                     return answer
                 except RemoteError as error:
                     # A stale attempt: a copy of it was answered, and the answer lost. The next attempt is newer.

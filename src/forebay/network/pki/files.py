@@ -1,23 +1,24 @@
-"""Networks and their members on disk: made, joined, renewed.
+"""Files of networks, organisations and nodes: create, read and renew.
 
-A network's directory holds root-key.pem, root-cert.pem and network.json; an organisation's org-key.pem, org-cert.pem
-and copies of the last two; a node's node-key.pem, node-cert.pem (behind it its organisation's) and the same copies.
-root-cert.pem has one certificate, or several if roots were rotated: see `certificates`. Directories have mode 0700,
-keys 0600; each file is replaced whole.
+A network's directory contains root-key.pem, root-cert.pem and network.json; an organisation's org-key.pem, org-cert.pem
+and copies of the last two; a node's node-key.pem, node-cert.pem (followed by its organisation's) and the same copies.
+root-cert.pem has several certificates if the root was rotated: see `certificates`. Directories have mode 0700, keys
+0600; files are replaced atomically.
 """
 
-import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cryptography import x509
 from cryptography.exceptions import InternalError, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from pydantic import TypeAdapter, ValidationError
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write, remove_stale
+from forebay.network.addresses import HostPort
 from forebay.network.peer import Peer, Scope
 from forebay.network.pki.certificates import (
     NAME,
@@ -29,20 +30,32 @@ from forebay.network.pki.certificates import (
     issue,
     issue_root,
     peer_of,
+    pem_of,
 )
 from forebay.peer_id import peer_id_of
 
-PEM = serialization.Encoding.PEM
 NEXT_ROOT_KEY = "next-root-key.pem"
 
 
-def create_network(
-    directory: str | Path, name: str, bootstrap: Sequence[tuple[str, int]] = (), *, valid_days: float = ROOT_VALID_DAYS
-) -> str:
-    """Make a network: a root key (kept at mode 0600) and its certificate. Returns the network's id.
+@dataclass(frozen=True)
+class NetworkConfig:
+    """Content of network.json."""
 
-    `bootstrap` are the DHT nodes by which members enter. A directory with a network is refused: another key would lock
-    its members out.
+    network_id: str
+    name: str
+    bootstrap: tuple[HostPort, ...]  # DHT nodes by which members join
+
+
+_NETWORK = TypeAdapter(NetworkConfig)
+
+
+def create_network(
+    directory: str | Path, name: str, bootstrap: Sequence[HostPort] = (), *, valid_days: float = ROOT_VALID_DAYS
+) -> str:
+    """Create a network: a root key and its certificate. Returns the network's id.
+
+    `bootstrap` are the DHT nodes by which members join. UsageError if the directory has a network: another key would
+    lock its members out.
     """
     folder = Path(directory)
     check_name("network", name)
@@ -51,15 +64,12 @@ def create_network(
             f"network: {folder} already holds one (root-key.pem). A new key would lock its members out. "
             "Choose another directory."
         )
-    make_private(folder)
-    remove_stale(folder)  # A killed run's may hold a key.
     key = Ed25519PrivateKey.generate()
-    network_id = peer_id_of(key.public_key().public_bytes_raw())
-    atomic_write(folder / "root-key.pem", key_pem(key), 0o600)
-    atomic_write(folder / "root-cert.pem", issue_root(name, key, valid_days).public_bytes(PEM))
-    body = {"network_id": network_id, "name": name, "bootstrap": [[host, port] for host, port in bootstrap]}
-    atomic_write(folder / "network.json", json.dumps(body, indent=1).encode() + b"\n")
-    return network_id
+    write_key(folder / "root-key.pem", key)
+    atomic_write(folder / "root-cert.pem", pem_of(issue_root(name, key, valid_days)))
+    config = NetworkConfig(peer_id_of(key.public_key().public_bytes_raw()), name, tuple(bootstrap))
+    atomic_write(folder / "network.json", _NETWORK.dump_json(config, indent=1) + b"\n")
+    return config.network_id
 
 
 def create_organisation(
@@ -70,23 +80,21 @@ def create_organisation(
     *,
     valid_days: float = ORG_VALID_DAYS,
 ) -> str:
-    """Make an organisation with a key of its own under a root; its nodes may do `scope` at most. Returns its id."""
-    source, folder = Path(network_dir), Path(out_dir)
+    """Create an organisation with its own key; `scope` bounds its nodes' scopes. Returns its peer id."""
+    folder = Path(out_dir)
     check_name("organisation", name)
     if (folder / "org-key.pem").exists():
         raise UsageError(f"organisation: {folder} already holds one (org-key.pem). Choose another directory.")
     key = Ed25519PrivateKey.generate()
-    cert = issue(read_issuer(source), name, key.public_key(), scope, valid_days, organisation=True)
-    make_private(folder)
-    remove_stale(folder)  # A killed run's may hold a key.
-    atomic_write(folder / "org-key.pem", key_pem(key), 0o600)
-    atomic_write(folder / "org-cert.pem", cert.public_bytes(PEM))
-    copy_shared(source, folder)
-    return peer_id_of(key.public_key().public_bytes_raw())
+    cert = issue(read_issuer(network_dir), name, key.public_key(), scope, valid_days, organisation=True)
+    write_key(folder / "org-key.pem", key)
+    atomic_write(folder / "org-cert.pem", pem_of(cert))
+    copy_shared(Path(network_dir), folder)
+    return peer_in(cert).peer_id
 
 
 def read_issuer(directory: str | Path) -> Issuer:
-    """Who signs from a network's or an organisation's directory."""
+    """The issuer of a network's or an organisation's directory. Raises UsageError."""
     folder = Path(directory)
     read_network(folder)
     kind = "org" if (folder / "org-key.pem").exists() else "root"
@@ -98,55 +106,58 @@ def read_issuer(directory: str | Path) -> Issuer:
 
 
 def renew_organisation(network_dir: str | Path, org_dir: str | Path, *, valid_days: float = ORG_VALID_DAYS) -> str:
-    """Give an organisation a new certificate for the key it has, of the same scope. Returns its peer id."""
+    """Issue a new certificate for an organisation's key, with the same scope. Returns its peer id."""
     folder = Path(org_dir)
     old = read_issuer(folder)
     name = peer_in(old.cert).name
     cert = issue(read_issuer(network_dir), name, old.key.public_key(), old.scope, valid_days, organisation=True)
-    atomic_write(folder / "org-cert.pem", cert.public_bytes(PEM))
+    atomic_write(folder / "org-cert.pem", pem_of(cert))
     copy_shared(Path(network_dir), folder)
     return old.peer_id
 
 
 def rotate_root(network_dir: str | Path, *, valid_days: float = ROOT_VALID_DAYS) -> str:
-    """Begin a rotation: make the next root key and have the root in use sign its certificate. Returns its peer id.
+    """Start a rotation: create the next root key, certified by the current root. Returns its peer id.
 
-    The key in use goes on signing, while nodes learn of the next root as they renew their certificates.
-    `finish_rotation` then puts the next key in its place. The network's id stays that of its first root.
+    The current key goes on signing while nodes receive the next root as they renew; `finish_rotation` then replaces
+    it. The network's id stays that of its first root.
     """
     folder = Path(network_dir)
     current = read_issuer(folder)
     if not current.is_root:
         raise UsageError(f"rotate: expected a network's directory, got an organisation's ({folder})")
-    if peer_in(read_certs(folder / "root-cert.pem")[-1]) != peer_in(current.cert):
+    certs = read_certs(folder / "root-cert.pem")
+    if peer_in(certs[-1]) != peer_in(current.cert):
         raise UsageError(f"rotate: a rotation of {folder} has begun. Use --finish once all nodes have renewed.")
     key = Ed25519PrivateKey.generate()
-    atomic_write(folder / NEXT_ROOT_KEY, key_pem(key), 0o600)
-    cert = issue_root(read_network(folder)["name"], key, valid_days, current)
-    atomic_write(folder / "root-cert.pem", (folder / "root-cert.pem").read_bytes() + cert.public_bytes(PEM))
+    write_key(folder / NEXT_ROOT_KEY, key)
+    cert = issue_root(read_network(folder).name, key, valid_days, current)
+    atomic_write(folder / "root-cert.pem", pem_of(*certs, cert))
     return peer_in(cert).peer_id
 
 
 def finish_rotation(network_dir: str | Path) -> str:
-    """Put the next root key in the place of the one in use, which is deleted. Returns the new root's peer id."""
+    """Replace the current root key, which is deleted, by the next one. Returns the new root's peer id."""
     folder = Path(network_dir)
     key = read_key(folder / NEXT_ROOT_KEY)
-    if peer_in(read_certs(folder / "root-cert.pem")[-1]).public_key != key.public_key().public_bytes_raw():
+    peer = peer_in(read_certs(folder / "root-cert.pem")[-1])
+    if peer.public_key != key.public_key().public_bytes_raw():
         raise UsageError(f"rotate: root-cert.pem does not end with the certificate of {NEXT_ROOT_KEY} ({folder})")
-    atomic_write(folder / "root-key.pem", key_pem(key), 0o600)
+    write_key(folder / "root-key.pem", key)
     (folder / NEXT_ROOT_KEY).unlink()
-    return peer_id_of(key.public_key().public_bytes_raw())
+    return peer.peer_id
 
 
 def node_pem(issuer: Issuer, name: str, key: Ed25519PublicKey, scope: Scope, valid_days: float) -> bytes:
-    """A node-cert.pem: the node's certificate and, behind it, its organisation's."""
-    cert = issue(issuer, name, key, scope, valid_days).public_bytes(PEM)
-    return cert if issuer.is_root else cert + issuer.cert.public_bytes(PEM)
+    """Issue a node-cert.pem: the node's certificate, followed by its organisation's."""
+    cert = issue(issuer, name, key, scope, valid_days)
+    return pem_of(cert) if issuer.is_root else pem_of(cert, issuer.cert)
 
 
-def check_vacant(folder: Path, force: bool) -> None:
-    """Refuses to lose a node's key, unless `force` is set."""
-    if (folder / "node-key.pem").exists() and not force:
+def check_new_node(folder: Path, name: str) -> None:
+    """Raise UsageError if a node's name is invalid, or if its directory has a node already."""
+    check_name("node", name)
+    if (folder / "node-key.pem").exists():
         raise UsageError(
             f"join: {folder} already holds a node (node-key.pem). A new key means a new peer id. "
             "Choose another directory, or renew its certificate (forebay network renew)."
@@ -154,7 +165,7 @@ def check_vacant(folder: Path, force: bool) -> None:
 
 
 def check_name(what: str, name: str) -> None:
-    """Refuses a name that is not 1 to 64 letters, digits, dots, underscores and hyphens."""
+    """Raise UsageError unless a name is 1 to 64 letters, digits, dots, underscores and hyphens."""
     if not NAME.fullmatch(name):
         raise UsageError(
             f"{what} name: expected 1 to 64 of A-Z a-z 0-9 . _ - beginning with a letter or digit, got {name!r}"
@@ -162,12 +173,12 @@ def check_name(what: str, name: str) -> None:
 
 
 def peer_in(cert: x509.Certificate) -> Peer:
-    """Whom a certificate names."""
+    """The peer that a certificate names."""
     return peer_of(der_of(cert))
 
 
-def read_network(folder: Path) -> dict[str, Any]:
-    """A directory's network.json: network_id, name, bootstrap."""
+def read_network(folder: Path) -> NetworkConfig:
+    """Read a directory's network.json. Raises UsageError."""
     path = folder / "network.json"
     try:
         return parse_network(path.read_bytes(), str(path))
@@ -180,22 +191,17 @@ def read_network(folder: Path) -> dict[str, Any]:
         raise UsageError(f"network: cannot read {path}: {type(error).__name__}: {error}") from error
 
 
-def parse_network(data: bytes, where: str) -> dict[str, Any]:
-    """What a network.json says."""
+def parse_network(data: bytes, source: str) -> NetworkConfig:
+    """Parse a network.json; errors name `source`. Raises UsageError."""
     try:
-        body = json.loads(data)
-        bootstrap = [(host, port) for host, port in body["bootstrap"]]
-        well_formed = isinstance(body["network_id"], str) and isinstance(body["name"], str)
-        well_formed = well_formed and all(isinstance(h, str) and isinstance(p, int) for h, p in bootstrap)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"network: cannot read {where}: {type(error).__name__}: {error}") from error
-    if not well_formed:
-        raise UsageError(f"network: expected network_id, name and bootstrap [[host, port]…] ({where})")
-    return dict(body)
+        return _NETWORK.validate_json(data, strict=True)
+    except ValidationError as error:
+        reason = "; ".join(f"{'.'.join(map(str, e['loc']))} {e['msg']}" for e in error.errors(include_input=False)[:3])
+        raise UsageError(f"network: expected network_id, name and bootstrap, got: {reason} ({source})") from error
 
 
 def read_key(path: Path) -> Ed25519PrivateKey:
-    """A private key."""
+    """Read a private key. Raises UsageError."""
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), None)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm, InternalError) as error:
@@ -206,13 +212,16 @@ def read_key(path: Path) -> Ed25519PrivateKey:
     return key
 
 
-def read_cert(path: Path) -> x509.Certificate:
-    """The first certificate in a file. UsageError if it is missing or malformed."""
-    return read_certs(path)[0]
+def write_key(path: Path, key: Ed25519PrivateKey) -> None:
+    """Write a private key without a password, with mode 0600; create its directory with mode 0700."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    remove_stale(path.parent)  # a temporary file of a killed process may contain a key
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    atomic_write(path, pem, 0o600)
 
 
 def read_certs(path: Path) -> list[x509.Certificate]:
-    """All certificates in a file, at least one."""
+    """Read all certificates of a file, at least one. Raises UsageError."""
     try:
         return x509.load_pem_x509_certificates(path.read_bytes())
     except (OSError, ValueError, x509.InvalidVersion) as error:
@@ -223,32 +232,22 @@ def read_certs(path: Path) -> list[x509.Certificate]:
 
 
 def read_roots(folder: Path) -> tuple[bytes, ...]:
-    """The root certificates of a directory's network, DER, the oldest first."""
+    """Read the root certificates of a directory's network as DER, the oldest first. Raises UsageError."""
     roots = tuple(map(der_of, read_certs(folder / "root-cert.pem")))
     try:
-        check_roots(roots, read_network(folder)["network_id"])
-    except ProtocolViolation as error:
+        check_roots(roots, read_network(folder).network_id)
+    except ProtocolError as error:
         raise UsageError(
             f"{error} ({folder}). Copy root-cert.pem and network.json from the network's directory."
         ) from error
     return roots
 
 
-def key_pem(key: Ed25519PrivateKey) -> bytes:
-    """A private key as PEM, without a password."""
-    return key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-
-
-def make_private(folder: Path) -> None:
-    """Makes a directory for its owner alone, if it is missing."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-
-
 def copy_shared(source: Path, folder: Path) -> None:
-    """Copies what members need to know. What a node learned of revocations by itself stays."""
+    """Copy the files that members need; CRLs and revoked.txt that a node already has stay."""
     crls = [path.relative_to(source) for path in source.glob("crls/*.pem")]
-    learned = [path for path in (Path("revoked.txt"), *crls) if not (folder / path).exists()]
-    for shared in (Path("root-cert.pem"), Path("network.json"), *learned):
+    missing = [path for path in (Path("revoked.txt"), *crls) if not (folder / path).exists()]
+    for shared in (Path("root-cert.pem"), Path("network.json"), *missing):
         if (source / shared).exists():
-            make_private((folder / shared).parent)
+            (folder / shared).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             atomic_write(folder / shared, (source / shared).read_bytes())

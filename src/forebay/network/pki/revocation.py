@@ -1,12 +1,12 @@
-"""Who is revoked: `revoked.txt`, the own list of a node's owner, and X.509 CRLs, which nodes pass on to each other.
+"""Revocation: `revoked.txt`, the list of a node's owner, and X.509 CRLs, which nodes pass on to each other.
 
-The root signs a CRL for the network, an organisation one for its own nodes. The serial number of a certificate derives
-from its key, so an entry revokes a key with every certificate that it has or will get; the root's CRL counts for all
-peers and organisations, that of an organisation for its own nodes. A CRL's number only rises. A CRL whose next update
-is overdue still counts, and none is required: the key of a root is kept offline.
+The root signs a CRL for the network, an organisation one for its own nodes. Serial numbers derive from keys, so an
+entry revokes a key with all its certificates. The root's CRL applies to all peers and organisations, an organisation's
+to its own nodes. The number of an issuer's CRL only rises. An overdue CRL still applies, and none is required: the key
+of a root is kept offline.
 
-Files are looked at once a second, so nothing needs a restart. A file that cannot be read refuses every peer. A node
-that reaches no honest peer learns of no revocation.
+Files are checked once a second, without a restart. An unreadable file refuses every peer. A node that reaches no honest
+peer receives no CRLs.
 """
 
 import datetime as dt
@@ -24,7 +24,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.network.peer import Peer
 from forebay.network.pki.certificates import (
@@ -35,19 +35,19 @@ from forebay.network.pki.certificates import (
     organisation_of,
     own_key_id,
     peer_of,
+    pem_of,
 )
 from forebay.network.pki.files import read_issuer, read_roots
 from forebay.peer_id import key_id_of, serial_number_of
 
 CRL_DIRECTORY = "crls"
-MAX_REVOKED = 19_000  # in PEM just under MAX_CRL_BYTES
+MAX_REVOKED = 19_000  # just under MAX_CRL_BYTES as PEM
 MAX_CRL_BYTES = 1 << 20
 MAX_ISSUERS = 1024
 CRL_VALID_DAYS = 365
-ORGANISATION_EVERY_S = 60.0  # one new CRL of an organisation in this time; the root's are never delayed
+ORGANISATION_EVERY_S = 60.0  # between new CRLs of an organisation; the root's are never delayed
 LOOK_EVERY_S = 1.0
 PEER_ID = re.compile(r"[a-z2-7]{32}")
-PEM = serialization.Encoding.PEM
 FileStamp = tuple[int, int, int] | None
 _PARSER_ERRORS = (UnsupportedAlgorithm, x509.InvalidVersion, x509.ExtensionNotFound, x509.DuplicateExtension)
 log = logging.getLogger("forebay.network")
@@ -55,22 +55,22 @@ log = logging.getLogger("forebay.network")
 
 @dataclass(frozen=True)
 class Crl:
-    """A CRL whose signature was checked."""
+    """A CRL whose signature was verified."""
 
-    issuer: str  # peer id of the root or the organisation that signed it
-    number: int  # rises with each CRL of an issuer; the highest counts
-    serials: frozenset[int]  # of revoked certificates, which are those of the peers' keys
-    next_update: float  # when its issuer meant to sign the next, unix seconds
-    pem: bytes  # the certificate of the organisation, if one signed it, and the CRL
+    issuer: str  # peer id of the root or organisation that signed it
+    number: int  # rises with each CRL of an issuer; the highest applies
+    serials: frozenset[int]  # of revoked certificates, which derive from the peers' keys
+    next_update: float  # announced time of the next CRL, Unix seconds
+    pem: bytes  # the signing organisation's certificate, if any, and the CRL
 
 
 def sign_crl(issuer: Issuer, serials: Iterable[int], number: int, valid_days: float = CRL_VALID_DAYS) -> bytes:
-    """A CRL as it travels and lies on disk: PEM, with the organisation's certificate in front if one signs."""
+    """Sign a CRL as PEM, after the organisation's certificate if an organisation signs. Raises UsageError."""
     revoked, now = sorted(set(serials)), dt.datetime.now(dt.UTC)
     if len(revoked) > MAX_REVOKED:
         raise UsageError(
             f"CRL: expected at most {MAX_REVOKED:,} revoked peers, got {len(revoked):,}. Have the nodes that stay "
-            "admitted by a new organisation, and revoke this one as a whole."
+            "admitted by a new organisation, and revoke this one."
         )
     builder = x509.CertificateRevocationListBuilder().issuer_name(issuer.cert.subject)
     builder = builder.last_update(now).next_update(now + dt.timedelta(days=valid_days))
@@ -79,21 +79,21 @@ def sign_crl(issuer: Issuer, serials: Iterable[int], number: int, valid_days: fl
     for serial in revoked:
         entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now)
         builder = builder.add_revoked_certificate(entry.build())
-    pem = builder.sign(issuer.key, None).public_bytes(PEM)
-    return pem if issuer.is_root else issuer.cert.public_bytes(PEM) + pem
+    pem = builder.sign(issuer.key, None).public_bytes(serialization.Encoding.PEM)
+    return pem if issuer.is_root else pem_of(issuer.cert) + pem
 
 
 def parse_crl(pem: bytes, roots: tuple[bytes, ...]) -> Crl:
-    """A CRL that a root of this network, or an organisation under it, signed."""
+    """Parse a CRL and verify that a root or an organisation of this network signed it. Raises ProtocolError."""
     crl = parse_crl_if(pem, roots, lambda issuer, number: True)
     assert crl is not None
     return crl
 
 
 def parse_crl_if(pem: bytes, roots: tuple[bytes, ...], is_wanted: Callable[[str, int], bool]) -> Crl | None:
-    """As `parse_crl`; None if a CRL of this issuer and number is not wanted: then its entries are not looked at."""
+    """Like `parse_crl`; None if `is_wanted(issuer, number)` is false: then the entries are not parsed."""
     if len(pem) > MAX_CRL_BYTES:
-        raise ProtocolViolation(f"CRL: expected at most {MAX_CRL_BYTES:,} bytes of PEM, got {len(pem):,}")
+        raise ProtocolError(f"CRL: expected at most {MAX_CRL_BYTES:,} bytes of PEM, got {len(pem):,}")
     try:
         crl = x509.load_pem_x509_crl(pem)
         above = x509.load_pem_x509_certificates(pem)[0] if b"-BEGIN CERTIFICATE-" in pem else None
@@ -105,28 +105,28 @@ def parse_crl_if(pem: bytes, roots: tuple[bytes, ...], is_wanted: Callable[[str,
                 f"got {len(crl):,}, {str(number)[:40]} and {unknown[:4]}"
             )
         next_update = crl.next_update_utc.timestamp() if crl.next_update_utc is not None else math.inf
-    except (ValueError, ProtocolViolation, *_PARSER_ERRORS) as error:
-        raise ProtocolViolation(f"CRL: malformed: {type(error).__name__}: {str(error)[:300]}") from error
-    known = {key_id_of(root.peer_id): root for root in map(peer_of, roots)}
-    signer = organisation_of(der_of(above), roots).peer if above is not None else known.get(key_id)
+    except (ValueError, ProtocolError, *_PARSER_ERRORS) as error:
+        raise ProtocolError(f"CRL: malformed: {type(error).__name__}: {str(error)[:300]}") from error
+    by_key_id = {key_id_of(root.peer_id): root for root in map(peer_of, roots)}
+    signer = organisation_of(der_of(above), roots).peer if above is not None else by_key_id.get(key_id)
     if signer is None or key_id_of(signer.peer_id) != key_id:
-        raise ProtocolViolation(
+        raise ProtocolError(
             f"CRL: expected one by this network's root or an organisation of it, got one by key {key_id.hex()[:40]}"
         )
     if not crl.is_signature_valid(Ed25519PublicKey.from_public_bytes(signer.public_key)):
-        raise ProtocolViolation(f"CRL of {signer.peer_id}: its signature does not fit: forged or damaged")
+        raise ProtocolError(f"CRL of {signer.peer_id}: its signature does not fit: forged or damaged")
     if not is_wanted(signer.peer_id, number):
         return None
     try:
         serials = frozenset(entry.serial_number for entry in crl)
     except ValueError as error:
-        raise ProtocolViolation(f"CRL: malformed: {type(error).__name__}: {str(error)[:300]}") from error
-    whole = (above.public_bytes(PEM) if above is not None else b"") + crl.public_bytes(PEM)
-    return Crl(signer.peer_id, number, serials, next_update, whole)
+        raise ProtocolError(f"CRL: malformed: {type(error).__name__}: {str(error)[:300]}") from error
+    pem = (pem_of(above) if above is not None else b"") + crl.public_bytes(serialization.Encoding.PEM)
+    return Crl(signer.peer_id, number, serials, next_update, pem)
 
 
 class Revocations:
-    """What a node knows of who is revoked, on disk beside its key. Threads and processes may share it. Roots: DER."""
+    """Revocation lists of a node, on disk beside its key. Threads and processes may share them. `roots` are DER."""
 
     def __init__(self, node_dir: Path, roots: tuple[bytes, ...], clock: Callable[[], float] = time.monotonic) -> None:
         self.roots = roots
@@ -134,7 +134,7 @@ class Revocations:
         self._folder = node_dir / CRL_DIRECTORY
         self._clock = clock
         self._lock = threading.RLock()
-        self._looked_at = -math.inf
+        self._refreshed_at = -math.inf
         self._stamps: dict[Path, FileStamp] = {}
         self._faults: dict[Path, str] = {}
         self._own: frozenset[str] = frozenset()
@@ -142,109 +142,96 @@ class Revocations:
         self._accepted_at: dict[str, float] = {}
 
     def reason(self, peer: Peer | str) -> str | None:
-        """Why a peer is refused; None if it is not revoked. For an id alone the CRLs of organisations do not count.
+        """Reason why a peer is refused; None if it is not revoked. For a peer id only the roots' CRLs apply.
 
-        While a file cannot be read every peer is refused: a guess would let somebody in.
+        While a file is unreadable every peer is refused.
         """
         peer_id, org = (peer, "") if isinstance(peer, str) else (peer.peer_id, peer.org)
         with self._lock:
-            self._look()
+            self._refresh()
             if self._faults:
-                return "this node cannot read whom it must refuse: see its log"
-            if peer_id in self._own or self._by_root(peer_id):
+                return "this node cannot read its revocation lists: see its log"
+            if peer_id in self._own or self._is_in_root_crl(peer_id):
                 return f"peer {peer_id} is revoked in this network"
-            if org and (org in self._own or self._by_root(org)):
+            if org and (org in self._own or self._is_in_root_crl(org)):
                 return f"peer {peer_id} is of organisation {org}, which is revoked in this network"
             if org and (crl := self._crls.get(org)) is not None and serial_number_of(peer_id) in crl.serials:
                 return f"peer {peer_id} is revoked by its organisation {org}"
         return None
 
     def fault(self) -> str | None:
-        """What is wrong with the files, if something is."""
+        """Faults of the files, if any."""
         with self._lock:
-            self._look()
+            self._refresh()
             return "; ".join(self._faults.values()) or None
 
     def own(self) -> frozenset[str]:
-        """The peer ids of revoked.txt."""
+        """Peer ids in revoked.txt."""
         with self._lock:
-            self._look()
+            self._refresh()
             return self._own
 
-    def crls(self) -> list[Crl]:
-        """The CRLs known, one an issuer; those of roots first."""
+    def crls(self) -> dict[str, Crl]:
+        """The current CRL of each issuer, by its peer id."""
         with self._lock:
-            self._look()
-            return sorted(self._crls.values(), key=lambda crl: (crl.issuer not in self.root_ids, crl.issuer))
+            self._refresh()
+            return dict(self._crls)
 
     def numbers(self) -> dict[str, int]:
-        """The number of the CRL known of each issuer, by its peer id."""
-        return {crl.issuer: crl.number for crl in self.crls()}
+        """The number of the current CRL of each issuer, by its peer id."""
+        return {issuer: crl.number for issuer, crl in self.crls().items()}
 
-    def pem(self, issuer: str) -> bytes | None:
-        """The CRL of an issuer as it travels; None: none is known."""
-        with self._lock:
-            self._look()
-            crl = self._crls.get(issuer)
-            return crl.pem if crl is not None else None
-
-    def stamp(self) -> tuple[frozenset[tuple[str, int]], frozenset[str]]:
-        """Changes with whatever is revoked."""
-        with self._lock:
-            self._look()
-            return frozenset((crl.issuer, crl.number) for crl in self._crls.values()), self._own
+    def stamp(self) -> tuple[dict[str, int], frozenset[str]]:
+        """A value that changes when a peer is revoked."""
+        return self.numbers(), self.own()
 
     def wants(self, issuer: str, number: int) -> bool:
         """Whether a CRL of this number would be accepted now."""
         with self._lock:
-            known = self._crls.get(issuer)
+            current = self._crls.get(issuer)
             early = self._clock() - self._accepted_at.get(issuer, -math.inf) < ORGANISATION_EVERY_S
-            return (known is None or number > known.number) and (issuer in self.root_ids or not early)
+            return (current is None or number > current.number) and (issuer in self.root_ids or not early)
 
     def accept(self, pem: bytes) -> Crl | None:
-        """Takes a newer CRL into force and keeps it on disk; None if it is not newer, or comes too soon.
+        """Apply and store a newer CRL; None if it is not newer, or too early.
 
-        Of each organisation one new CRL a minute is accepted; whoever brings it asks again. OSError if it cannot be
-        written: it is in force all the same, until this process ends.
+        Of each organisation one new CRL a minute is accepted; the sender must retry. Raises ProtocolError if it is
+        invalid, OSError if it cannot be stored: then it applies until this process ends.
         """
         crl = parse_crl_if(pem, self.roots, self.wants)
         if crl is None:
             return None
         with self._lock:
-            self._look()
+            self._refresh()
             if not self.wants(crl.issuer, crl.number):
                 return None
             if crl.issuer not in self._crls and len(self._crls) >= MAX_ISSUERS:
-                raise ProtocolViolation(f"CRL: expected CRLs of at most {MAX_ISSUERS} issuers in one network")
+                raise ProtocolError(f"CRL: expected CRLs of at most {MAX_ISSUERS} issuers in one network")
             self._crls[crl.issuer] = crl
             self._accepted_at[crl.issuer] = self._clock()
             self._folder.mkdir(mode=0o700, exist_ok=True)
             atomic_write(self._folder / f"{crl.issuer}.pem", crl.pem, 0o600)
         return crl
 
-    def overdue(self, now: float) -> list[str]:
-        """The issuers whose next CRL is overdue at `now` (unix seconds)."""
-        return [crl.issuer for crl in self.crls() if crl.next_update < now]
-
     @property
     def root_ids(self) -> frozenset[str]:
-        """The peer ids of the network's roots."""
+        """Peer ids of the network's roots."""
         return frozenset(peer_of(root).peer_id for root in self.roots)
 
-    def _by_root(self, peer_id: str) -> bool:
+    def _is_in_root_crl(self, peer_id: str) -> bool:
         crls = (self._crls.get(root) for root in self.root_ids)
         return any(serial_number_of(peer_id) in crl.serials for crl in crls if crl is not None)
 
-    def _look(self) -> None:
-        """Reads the files that changed, once in LOOK_EVERY_S."""
+    def _refresh(self) -> None:
+        """Read changed files, once in LOOK_EVERY_S."""
         now = self._clock()
-        if now - self._looked_at < LOOK_EVERY_S:
+        if now - self._refreshed_at < LOOK_EVERY_S:
             return
-        self._looked_at = now
+        self._refreshed_at = now
         files = [self._text_path, *self._folder.glob("*.pem")]
-        for gone in (self._stamps.keys() | self._faults.keys()) - set(files):
-            self._stamps.pop(gone, None)
-            self._faults.pop(gone, None)
+        for removed in (self._stamps.keys() | self._faults.keys()) - set(files):
+            self._stamps.pop(removed, None)
+            self._faults.pop(removed, None)
         for path in files:
             try:
                 stamp = file_stamp(path)
@@ -252,7 +239,7 @@ class Revocations:
                     self._read(path, stamp)
                     self._stamps[path] = stamp
                     self._faults.pop(path, None)
-            except (OSError, UsageError, ProtocolViolation) as error:
+            except (OSError, UsageError, ProtocolError) as error:
                 self._stamps.pop(path, None)
                 fault = f"cannot read {path}: {error}"
                 if self._faults.get(path) != fault:
@@ -265,17 +252,16 @@ class Revocations:
             return
         with path.open("rb") as file:
             crl = parse_crl(file.read(MAX_CRL_BYTES + 1), self.roots)
-        known = self._crls.get(crl.issuer)
-        if known is None or crl.number > known.number:
+        current = self._crls.get(crl.issuer)
+        if current is None or crl.number > current.number:
             self._crls[crl.issuer] = crl
 
 
 def revoke(directory: str | Path, peer_id: str, *others: str | Path) -> Crl | None:
-    """Revoke a peer, or an organisation with all its nodes.
+    """Revoke a peer, or an organisation with all its nodes. Running nodes apply it within a second.
 
-    In a network's or an organisation's directory a new CRL is signed and returned; a node that has it passes it on, and
-    the node directories in `others` get it, too. In a node's directory only its revoked.txt says it. Running nodes
-    follow within a second, without a restart.
+    In a network's or an organisation's directory a new CRL is signed and returned; it is also written to the node
+    directories `others`, which pass it on. In a node's directory the peer is added to its revoked.txt only.
     """
     folder = Path(directory)
     if not PEER_ID.fullmatch(peer_id):
@@ -283,31 +269,31 @@ def revoke(directory: str | Path, peer_id: str, *others: str | Path) -> Crl | No
     path = folder / "revoked.txt"
     ids = (read_revoked(path) if path.exists() else frozenset()) | {peer_id}
     is_issuer = any((folder / name).exists() for name in ("root-key.pem", "org-key.pem"))
-    crl = _next_crl(folder, ids, others) if is_issuer else None
+    crl = _sign_next_crl(folder, ids, others) if is_issuer else None
     atomic_write(path, "".join(f"{item}\n" for item in sorted(ids)).encode(), 0o600)
     return crl
 
 
-def _next_crl(folder: Path, ids: Iterable[str], others: Iterable[str | Path]) -> Crl:
+def _sign_next_crl(folder: Path, ids: Iterable[str], others: Iterable[str | Path]) -> Crl:
     issuer, roots = read_issuer(folder), read_roots(folder)
     revocations = Revocations(folder, roots)
     if (fault := revocations.fault()) is not None:
         raise UsageError(f"revoke: {fault}")
-    before = next((crl for crl in revocations.crls() if crl.issuer == issuer.peer_id), None)
-    # The time as a floor: a directory restored from an old copy must not sign an old number again.
-    number = max(before.number + 1 if before is not None else 1, int(time.time() * 1000))
-    serials = {serial_number_of(item) for item in ids} | (before.serials if before is not None else frozenset())
+    last = revocations.crls().get(issuer.peer_id)
+    # At least the time: a directory restored from an old copy must not sign an old number again.
+    number = max(last.number + 1 if last is not None else 1, int(time.time() * 1000))
+    serials = {serial_number_of(item) for item in ids} | (last.serials if last is not None else frozenset())
     pem = sign_crl(issuer, serials, number)
     for other in others:
         Revocations(Path(other), roots).accept(pem)
     crl = revocations.accept(pem)
-    assert crl is not None  # newer than what this directory had
+    assert crl is not None  # newer than the last one
     return crl
 
 
 def read_revoked(path: Path) -> frozenset[str]:
-    """The peer ids in a `revoked.txt`: one a line, `#` begins a comment."""
-    text = path.read_text(encoding="utf-8", errors="replace")  # what is not UTF-8 is no peer id, and reported as such
+    """Peer ids in a `revoked.txt`: one per line, `#` starts a comment. Raises UsageError."""
+    text = path.read_text(encoding="utf-8", errors="replace")  # invalid UTF-8 is reported as an invalid peer id
     lines = [line.split("#")[0].strip() for line in text.splitlines()]
     for number, line in enumerate(lines, 1):
         if line and not PEER_ID.fullmatch(line):
@@ -318,7 +304,7 @@ def read_revoked(path: Path) -> frozenset[str]:
 
 
 def file_stamp(path: Path) -> FileStamp:
-    """Changes when a file is written or replaced; None if there is none."""
+    """A value that changes when a file is written or replaced; None if it is missing."""
     try:
         stat = path.stat()
     except FileNotFoundError:

@@ -1,8 +1,7 @@
-"""Join tokens: what lets a machine ask for a certificate. Short-lived, scoped, counted, signed by who issues.
+"""Join tokens: short-lived, scoped, counted permissions to request a certificate, signed by the issuer.
 
-A token is text: base64url of JSON, a dot, base64url of the issuer's signature. It names the server that honours it by
-address and by key, so that whoever holds a token speaks to that issuer and to nobody else. It is a secret until it
-is used up or has expired: whoever has it may join.
+A token is base64url of JSON, a dot, base64url of the issuer's signature. It names the issuer's admission server by
+address and key, so that the joiner talks to no other. It is a secret until it is used up or expired.
 """
 
 import base64
@@ -13,7 +12,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import TypeAdapter
 
-from forebay.errors import ProtocolViolation, UsageError
+from forebay.errors import ProtocolError, UsageError
 from forebay.network.peer import Scope
 from forebay.network.pki.certificates import Issuer, check_scope
 from forebay.peer_id import peer_id_of
@@ -23,29 +22,29 @@ _PREFIX = "forebay1."
 
 
 @dataclass(frozen=True)
-class Token:
-    """A right to join."""
+class JoinToken:
+    """A permission to join."""
 
-    id: str  # 32 hexadecimal digits, of chance
+    id: str  # 32 random hexadecimal digits
     network_id: str
-    issuer: str  # peer id of who signed it and will issue the certificates
+    issuer: str  # peer id of the signer, which issues the certificates
     address: str  # `host:port` of its admission server
     roles: tuple[str, ...]
     datasets: tuple[str, ...]  # with roles: the scope of the certificates
-    uses: int  # to how many keys
-    expires_at: float  # unix seconds
-    valid_days: float  # how long the certificates hold
+    uses: int  # number of keys
+    expires_at: float  # Unix seconds
+    valid_days: float  # of the certificates
 
     @property
     def scope(self) -> Scope:
         return Scope(frozenset(self.roles), self.datasets)
 
 
-_TOKEN = TypeAdapter(Token)
+_TOKEN = TypeAdapter(JoinToken)
 
 
-def sign_token(issuer: Issuer, token: Token) -> str:
-    """The token as text."""
+def sign_token(issuer: Issuer, token: JoinToken) -> str:
+    """The token as text. Raises UsageError if the issuer may not give it."""
     check_scope(token.scope)
     if beyond := token.scope.exceeds(issuer.scope):
         raise UsageError(
@@ -61,34 +60,31 @@ def sign_token(issuer: Issuer, token: Token) -> str:
     return _PREFIX + ".".join(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in (body, signature))
 
 
-def read_token(text: str) -> tuple[Token, bytes, bytes]:
-    """What a token says, the bytes that are signed, and the signature; whether it fits is `check_token`'s to say."""
+def read_token(text: str) -> tuple[JoinToken, bytes, bytes]:
+    """A token, its signed bytes and its signature, which is not checked. Raises ProtocolError."""
     try:
         if not text.startswith(_PREFIX) or len(text) > MAX_TOKEN_CHARS:
-            raise ValueError("another beginning, or too long")
-        body, signature = (_decode(part) for part in text.removeprefix(_PREFIX).split("."))
+            raise ValueError("another prefix, or too long")
+        body, signature = (
+            base64.b64decode(part + "=" * (-len(part) % 4), altchars=b"-_", validate=True)
+            for part in text.removeprefix(_PREFIX).split(".")
+        )
         token = _TOKEN.validate_json(body)
     except ValueError as error:
-        reason = " ".join(str(error).partition("[")[0].split())  # without what was given: a token is a secret
-        raise ProtocolViolation(
-            f"token: expected {_PREFIX}…, as `forebay network invite` prints it: {reason}"
-        ) from error
+        reason = " ".join(str(error).partition("[")[0].split())  # without the input: a token is a secret
+        raise ProtocolError(f"token: expected {_PREFIX}…, as `forebay network invite` prints it: {reason}") from error
     return token, body, signature
 
 
-def check_token(text: str, public_key: bytes, now: float) -> Token:
-    """A token that this issuer signed and that has not expired."""
+def check_token(text: str, public_key: bytes, now: float) -> JoinToken:
+    """Parse a token; verify this issuer's signature and the expiry. Raises ProtocolError."""
     token, body, signature = read_token(text)
     if token.issuer != peer_id_of(public_key):
-        raise ProtocolViolation(f"token: it is of issuer {token.issuer[:40]}, not of this one")
+        raise ProtocolError(f"token: it is of issuer {token.issuer[:40]}, not of this one")
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, b"forebay/2 token\n" + body)
     except InvalidSignature as error:
-        raise ProtocolViolation(f"token {token.id[:8]}: forged or changed: its signature does not fit") from error
+        raise ProtocolError(f"token {token.id[:8]}: forged or changed: its signature does not fit") from error
     if not now < token.expires_at:
-        raise ProtocolViolation(f"token {token.id[:8]}: expired {now - token.expires_at:,.0f} s ago. Ask for another.")
+        raise ProtocolError(f"token {token.id[:8]}: expired {now - token.expires_at:,.0f} s ago. Ask for another.")
     return token
-
-
-def _decode(part: str) -> bytes:
-    return base64.b64decode(part + "=" * (-len(part) % 4), altchars=b"-_", validate=True)
