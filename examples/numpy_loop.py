@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import forebay
-from forebay.prepare import prepare
+from forebay import prepare_dataset
 
 SETTINGS: dict[str, Any] = {"seq_len": 64, "batch_size": 8, "seed": 1}
 
@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {"seq_len": 64, "batch_size": 8, "seed": 1}
 def main(inputs: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         dataset = Path(directory) / "dataset"
-        prepare(inputs or [__file__, forebay.__file__], dataset, tokenizer="bytes", slice_bytes=4096)
+        prepare_dataset(inputs or [__file__, forebay.__file__], dataset, tokenizer="bytes", slice_bytes=4096)
         counts = np.ones((512, 512))
         losses = []
         loader = forebay.Loader(dataset, **SETTINGS)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import forebay
-from forebay.prepare import prepare
+from forebay import prepare_dataset
 
 SETTINGS: dict[str, Any] = {"seq_len": 64, "global_batch_size": 24, "seed": 11}
 
@@ -41,7 +41,7 @@ def global_batches(
 def main(inputs: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         dataset = Path(directory) / "dataset"
-        prepare(inputs or [__file__, forebay.__file__], dataset, tokenizer="bytes", slice_bytes=4096)
+        prepare_dataset(inputs or [__file__, forebay.__file__], dataset, tokenizer="bytes", slice_bytes=4096)
         whole, _ = global_batches(dataset, world_size=1, state=None, steps=None)
         before, state = global_batches(dataset, world_size=3, state=None, steps=len(whole) // 2)
         after, _ = global_batches(dataset, world_size=2, state=state, steps=None)

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 import forebay
-from forebay.prepare import prepare
-from forebay.prepare.recipe import load_recipe
+from forebay import prepare_dataset
+from forebay.prepare import load_recipe
 
 ANSWERS = {"a cat says": "meow", "a dog says": "woof", "a cow says": "moo"}
 SETTINGS = {"rows": {"max_tokens": 64, "template": "plain"}, "tokenize": {"tokenizer": "bytes"}}
@@ -37,7 +37,7 @@ def main(inputs: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         chats = Path(inputs[0]) if inputs else write_chats(Path(directory) / "chats.jsonl")
         dataset = Path(directory) / "dataset"
-        prepare([chats], dataset, recipe=load_recipe("sft", settings=SETTINGS), slice_bytes=64 << 10)
+        prepare_dataset([chats], dataset, recipe=load_recipe("sft", settings=SETTINGS), slice_bytes=64 << 10)
         counts = np.full((512, 512), 0.01)
         losses, learnt, tokens = [], 0, 0
         for batch in forebay.Loader(dataset, batch_size=32, seed=1, trim=True, epochs=2):

@@ -179,15 +179,16 @@ class Prepare(Scenario):
         (folder / "in.jsonl").write_text("\n".join(lines))
 
     def act(self, folder: Path) -> None:
-        from forebay.prepare import load_recipe, prepare
+        from forebay import prepare_dataset
+        from forebay.prepare import load_recipe
 
         recipe = load_recipe(settings={
             "name": "d", "dedup": {"exact": True, "minhash": True, "lines": True}, "slice": {"shuffle": True},
             "tokenize": {"tokenizer": "bytes"}, "subsets": {"validation": 0.2},
         })  # fmt: skip
         is_set = self.to == "dataset"
-        prepare(
-            [folder / "in.jsonl"], folder / "out", recipe=recipe, workers=1, keep_ids=folder / "ids", to=self.to,
+        prepare_dataset(
+            [folder / "in.jsonl"], folder / "out", recipe=recipe, workers=1, write_ids=folder / "ids", to=self.to,
             document_ids=is_set,
         )  # fmt: skip
 

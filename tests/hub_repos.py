@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from forebay.prepare.tokens.tokenizers import load_tokenizer, train_tokenizer
+from forebay.prepare.tokenize.tokenizers import load_tokenizer, train_tokenizer
 
 _FINEWEB = ("text", "id", "dump", "url", "file_path", "language", "language_score", "token_count")
 _DUMPS = ("CC-MAIN-2013-20", "CC-MAIN-2024-10")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from forebay.errors import DownloadError, MissingPackageError, PrepareError, UnknownDatasetError
-from forebay.prepare.tokens.tokenizers import byte_tokenizer, load_tokenizer
+from forebay.prepare.tokenize.tokenizers import byte_tokenizer, load_tokenizer
 from forebay.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
 from hub_repos import write_repo
 from hub_server import HubServer, make_hub

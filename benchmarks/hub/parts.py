@@ -35,13 +35,13 @@ def text_bytes_a_token(folder: Path, hub: Served) -> float:
     """Of the corpus's first megabytes: what one token stands for."""
     import pyarrow.parquet as pq
 
-    from forebay.prepare.tokens.coders import make_coder
-    from forebay.prepare.tokens.tokenizers import load_tokenizer
+    from forebay.prepare.tokenize.encoders import make_encoder
+    from forebay.prepare.tokenize.tokenizers import load_tokenizer
 
     path = sorted(hub.folder.rglob("*.parquet"))[0]
     texts = pq.ParquetFile(path).read_row_group(0, ["text"]).column("text").to_pylist()
     tokenizer = load_tokenizer(str(hub.folder / "models/gpt2"))
-    tokens = sum(len(ids) + 1 for ids in make_coder(tokenizer.data, tokenizer.kind).encode(texts))
+    tokens = sum(len(ids) + 1 for ids in make_encoder(tokenizer.data, tokenizer.kind).encode(texts))
     return sum(len(text.encode()) for text in texts) / tokens
 
 

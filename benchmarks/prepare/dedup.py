@@ -24,15 +24,18 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from benchmarks.measure import Figure
 from forebay.prepare.dedup import kernels
-from forebay.prepare.dedup.config import Dedup
-from forebay.prepare.dedup.corpus import Part, deduplicate
-from forebay.prepare.dedup.signer import Signer, hash_functions, sign_texts
-from forebay.prepare.documents import text_buffers
+from forebay.prepare.dedup.deduplicate import SignedSplit, deduplicate
+from forebay.prepare.dedup.methods import MinHash
+from forebay.prepare.dedup.settings import Dedup
+from forebay.prepare.dedup.signer import Signer
+from forebay.prepare.documents import text_column
 
 CONFIG = Dedup(minhash=True)
+METHOD = MinHash()
 PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
 
 PEER = r"""
@@ -100,19 +103,19 @@ def corpus(megabytes: int) -> list[str]:
 
 def seconds_a_byte(texts: Sequence[str], rounds: int = 3) -> dict[str, float]:
     """Ours: everything from UTF-8 text, and the min-wise hashes alone of ready shingles."""
-    offsets, data = text_buffers(pa.array(texts, pa.large_string()))
+    column = pa.array(texts, pa.large_string())
     shingles = np.random.default_rng(0).integers(0, 1 << 32, 448, dtype=np.uint32)  # of about 3 KB of English
     lowest = np.full(112, 0xFFFFFFFF, np.uint32)
-    factors, terms = hash_functions(CONFIG)
+    factors, terms = METHOD.hash_functions()
 
     def alone() -> None:
         for _ in texts:
             kernels.take_lowest(shingles, len(shingles), factors, terms, lowest)
 
     found = {}
-    for name, run in (("text", lambda: sign_texts(offsets, data, CONFIG)), ("hashes", alone)):
+    for name, run in (("text", lambda: METHOD.sign_texts(column)), ("hashes", alone)):
         run()
-        found[name] = min(cpu(run) for _ in range(rounds)) / len(data)
+        found[name] = min(cpu(run) for _ in range(rounds)) / pc.sum(pc.binary_length(column)).as_py()
     return found
 
 
@@ -190,7 +193,7 @@ def print_steps(documents: int = 200_000) -> None:
             peak = max(peak, sum(path.stat().st_size for path in (folder / "out").iterdir()))
             return done
 
-        part = Part(str(folder / "part"), documents)
+        part = SignedSplit(str(folder / "part"), documents)
         spent = cpu(lambda: deduplicate([part], config, folder / "out", run))
         kept = sum(path.stat().st_size for path in (folder / "out").iterdir())
     print(f"\nAfter the signatures, {documents} documents, a fifth of them copies (exact, then 14 bands of 8)")
@@ -202,7 +205,7 @@ def print_steps(documents: int = 200_000) -> None:
 def _sign(prefix: Path, texts: pa.LargeStringArray, config: Dedup) -> None:
     with Signer(prefix, config) as signer:
         for start in range(0, len(texts), 4096):
-            signer.add(texts.slice(start, 4096))
+            signer.add(pa.record_batch({"text": texts.slice(start, 4096)}))
 
 
 SHAPES = ((14, 8), (16, 7), (20, 5))
@@ -223,7 +226,7 @@ def measure_curve(pairs: int = 4000) -> list[tuple[float, list[tuple[float, floa
         offsets = np.arange(2 * pairs + 1, dtype=np.int64) * ((shingles + 4) * 9)
         row = []
         for bands, rows in SHAPES:
-            signatures = sign_texts(offsets, data, Dedup(minhash=True, bands=bands, rows=rows))
+            signatures = MinHash(bands, rows).sign_texts(text_column(offsets, data))
             met = float((signatures[::2] == signatures[1::2]).any(axis=1).mean())
             row.append((1 - (1 - jaccard**rows) ** bands, met))
         found.append((jaccard, row))

@@ -118,7 +118,7 @@ def own_candidates() -> dict[str, Callable[[str], str]]:
     """What is installed beside Forebay."""
     from resiliparse.extract.html2text import extract_plain_text
 
-    from forebay.prepare.extract import _PLAIN_SKIPPED, _plain, extract_html
+    from forebay.prepare.clean.extract import _PLAIN_SKIPPED, _plain, extract_html
 
     found: dict[str, Callable[[str], str]] = {
         "forebay": extract_html,

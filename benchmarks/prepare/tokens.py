@@ -49,7 +49,7 @@ for texts in batches():
 """
 _TIKTOKEN = """
 import tiktoken
-from forebay.prepare.tokens.tiktokens import FAMILIES, ranks_of
+from forebay.prepare.tokenize.tiktoken import FAMILIES, ranks_of
 ranks = ranks_of(open(folder + "/tokenizer.json", "rb").read())
 encoding = tiktoken.Encoding("x", pat_str=FAMILIES["gpt2"].pattern, mergeable_ranks=ranks, special_tokens={})
 begin, total = time.process_time(), 0
@@ -59,17 +59,17 @@ for texts in batches():
 _OURS = """
 import shutil
 from pathlib import Path
-from forebay.prepare.tokens.coders import CoderSpec, coder_for
-from forebay.prepare.tokens.encode import EncodeTask, TextPart, encode
-from forebay.prepare.tokens.shuffle import Shuffle, plan_shuffle, shuffle
-from forebay.prepare.tokens.slicing import plan_slices, write_slice
+from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for
+from forebay.prepare.tasks.encode import EncodeTask, TextPart, encode
+from forebay.prepare.tasks.shuffle import Shuffle, plan_shuffle, shuffle
+from forebay.prepare.tasks.slicing import plan_slices, write_slice
 if kind == "reference":
     os.environ["FOREBAY_CODER"] = "reference"
 facts = json.load(open(folder + "/facts.json"))
-spec = CoderSpec(folder + "/tokenizer.json", facts["sha256"], "json", "U16", 50256)
+spec = EncoderSpec(folder + "/tokenizer.json", facts["sha256"], "json", "U16", 50256)
 out = Path(folder) / kind
 (out / "slices").mkdir(parents=True)
-print(coder_for(spec).name, file=sys.stderr)
+print(encoder_for(spec).name, file=sys.stderr)
 begin = time.process_time()
 part = TextPart(folder + "/part.arrow", facts["documents"], "part")
 found = encode(EncodeTask(part, spec, str(out), shuffle=Shuffle(1) if kind == "sliced" else None)).subsets["train"]
@@ -83,7 +83,7 @@ shutil.rmtree(out)
 
 def _make(folder: Path) -> int:
     """The Arrow part, the tokenizer and the facts; bytes of text."""
-    from forebay.prepare.tokens.tokenizers import load_tokenizer
+    from forebay.prepare.tokenize.tokenizers import load_tokenizer
 
     documents = make_corpus(folder / "text.jsonl", TEXT_BYTES)
     with (folder / "text.jsonl").open(encoding="utf-8") as file:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from forebay.load.packing import DocumentFilter
     from forebay.load.shards import SharedShardedDatasetManager
     from forebay.load.sources import Mixture, open_dataset
+    from forebay.prepare.driver import prepare_dataset
+    from forebay.prepare.filters.decorator import text_filter
     from forebay.stream.text_stream import TextStream
 
 __version__ = "0.1.0"
@@ -27,6 +29,8 @@ __all__ = [
     "TextStream",
     "__version__",
     "open_dataset",
+    "prepare_dataset",
+    "text_filter",
 ]  # fmt: skip
 
 _HOME = {
@@ -36,6 +40,8 @@ _HOME = {
     "SharedShardedDatasetManager": "forebay.load.shards",
     "TextStream": "forebay.stream.text_stream",
     "open_dataset": "forebay.load.sources",
+    "prepare_dataset": "forebay.prepare.driver",
+    "text_filter": "forebay.prepare.filters.decorator",
 }
 
 

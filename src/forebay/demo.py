@@ -26,7 +26,7 @@ from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.observe.progress import PrepareBar, bar
-from forebay.prepare import prepare
+from forebay.prepare.driver import prepare_dataset
 from forebay.threads import SupervisedThread
 from forebay.worker.trainer import TRAINERS, check_trainer
 
@@ -272,7 +272,9 @@ def _prepare(sources: Sequence[Path], out: Path, tokenizer: str) -> dict[str, An
     # Forty slices or so, whatever the input: enough for leases to move between workers.
     slice_bytes = min(64 << 20, max(16 << 10, size // 80))
     with PrepareBar() as shown:
-        made = prepare(sources, out, tokenizer=tokenizer, name=NAME, slice_bytes=slice_bytes, on_progress=shown.update)
+        made = prepare_dataset(
+            sources, out, tokenizer=tokenizer, name=NAME, slice_bytes=slice_bytes, on_progress=shown.update
+        )
     facts = made.to_json()
     return {
         "documents": facts["documents_out"],

@@ -16,7 +16,7 @@ import whole
 from forebay.coordinator.server import Coordinator
 from forebay.dataset.adopt import adopt
 from forebay.formats.shard_writer import write_shards
-from forebay.prepare.tokens.tokenizers import byte_tokenizer
+from forebay.prepare.tokenize.tokenizers import byte_tokenizer
 from hub_server import TOKEN, HubServer, make_hub
 from origin_server import OriginServer
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server

@@ -12,13 +12,13 @@ pytest.importorskip("libtorrent")
 
 from nodes import HOST, Bootstrap, make_network
 
+from forebay import prepare_dataset
 from forebay.cli import main
 from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.pki.identity import Identity
-from forebay.prepare.pipeline import prepare
 from forebay.scheduler.server import SchedulerService
 from forebay.worker.lease_worker import run_worker
 
@@ -34,7 +34,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for i in range(40)
     ]
     (directory / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    prepare(
+    prepare_dataset(
         [directory / "in.jsonl"], directory / "tiny", tokenizer="bytes", slice_bytes=4096, document_ids=True, workers=1
     )
     dataset = open_dataset(directory / "tiny")

@@ -26,9 +26,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from forebay import prepare_dataset
 from forebay.dataset.reader import open_dataset
 from forebay.errors import PrepareError
-from forebay.prepare import Recipe, load_recipe, prepare
+from forebay.prepare import Recipe, load_recipe
 from forebay.prepare.report import load_report
 
 PREPARED = {
@@ -123,7 +124,7 @@ def check(out: Path, told: dict[Path, Told], **settings: Any) -> None:
     """Prepare these files in one run; all that the run says of them is what the independent readers say."""
     recipe: Recipe = load_recipe(settings={"max_bad": 1.0, "tokenize": {"tokenizer": "bytes"}, **settings})
     ids = out.parent / f"{out.name}.ids"
-    summary = prepare(list(told), out, recipe=recipe, keep_ids=ids, workers=1)
+    summary = prepare_dataset(list(told), out, recipe=recipe, write_ids=ids, workers=1)
     inputs = load_report(out / "report.html")["inputs"]
     assert [(i["name"], i["documents"], i["malformed"]) for i in inputs] == [
         (path.name, said.documents_in, said.malformed) for path, said in told.items()
@@ -368,7 +369,7 @@ def test_parquet(tmp_path: Path) -> None:
                 check(tmp_path / str(number), told, read={"text_key": key, "id_key": ""})
     for path in refused:
         with pytest.raises(PrepareError, match="expected a text column 'text', got columns"):
-            prepare([path], tmp_path / "refused", tokenizer="bytes", workers=1)
+            prepare_dataset([path], tmp_path / "refused", tokenizer="bytes", workers=1)
     said = [said for told in groups.values() for said in told.values()]
     assert (len(groups), len(refused)) == (17, 42) and sum(len(s.ids) for s in said) > 4000
 

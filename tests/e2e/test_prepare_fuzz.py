@@ -29,8 +29,9 @@ import whole
 import zstandard
 
 from calibration import scaled
+from forebay import prepare_dataset
 from forebay.errors import ForebayError
-from forebay.prepare import PrepareSummary, load_recipe, prepare
+from forebay.prepare import PrepareResult, load_recipe
 
 FUZZ_S = float(os.environ.get("FOREBAY_FUZZ_S", "6"))
 SEED = int(os.environ.get("FOREBAY_FUZZ_SEED", "1"))
@@ -177,12 +178,16 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     return bytes(out)
 
 
-def attempt(folder: Path, out: Path, **settings: object) -> PrepareSummary | ForebayError:
+def attempt(folder: Path, out: Path, **settings: object) -> PrepareResult | ForebayError:
     """A dataset or a clear error, in time; nothing else gets through."""
     began = time.monotonic()
     try:
-        return prepare(
-            [folder], out, recipe=load_recipe(settings={**SETTINGS, **settings}), workers=1, keep_ids=Path(f"{out}.ids")
+        return prepare_dataset(
+            [folder],
+            out,
+            recipe=load_recipe(settings={**SETTINGS, **settings}),
+            workers=1,
+            write_ids=Path(f"{out}.ids"),
         )
     except ForebayError as error:
         return error
@@ -236,7 +241,7 @@ def test_what_stands_after_damage_is_kept(tmp_path: Path, name: str) -> None:
     data[begin : begin + 40] = bytes(40) if name != "x.csv" else b"\xff" * 40
     (folder / name).write_bytes(data)
     found = attempt(folder, tmp_path / "d", unicode=False, pii=False, dedup={})
-    assert isinstance(found, PrepareSummary)
+    assert isinstance(found, PrepareResult)
     texts = b"".join(slice_tokens(tmp_path / "d"))
     numbers = {int(n) for n in re.findall(rb"(?:^|\x00|\n|>|\xff)(\d+)\. ", texts)}
     total = 15 if name == "x.tfrecord" else len(TEXTS)
@@ -265,7 +270,7 @@ def test_a_bomb_and_a_long_line(tmp_path: Path) -> None:
     (folder / "long.txt").write_bytes(b"x" * (100 << 20))
     (folder / "bomb.jsonl.zst").write_bytes(zstandard.compress(good % b"in" + b" " * (1200 << 20)))
     found = attempt(folder, tmp_path / "d", dedup={})
-    assert isinstance(found, PrepareSummary)
+    assert isinstance(found, PrepareResult)
     assert {"before", "after", "in"} <= kept(tmp_path / "d") and "long" not in kept(tmp_path / "d")
     told = (tmp_path / "d/rejects.jsonl").read_text()
     assert "a bomb" in told and "max_document_bytes" in told and len(told) < 100_000

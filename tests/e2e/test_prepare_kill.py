@@ -17,7 +17,9 @@ from calibration import scaled
 
 _SCRIPT = """
 import sys
-from forebay.prepare import load_recipe, pipeline, prepare, text
+from forebay import prepare_dataset
+from forebay.prepare import driver as pipeline, load_recipe
+from forebay.prepare.tasks import text
 from forebay.prepare import inputs as sources
 
 sources.GROUP_BYTES = 1 << 15
@@ -28,7 +30,7 @@ RECIPE = {
 }
 if __name__ == "__main__":
     source, out, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    print(prepare([source], out, recipe=load_recipe(settings=RECIPE), workers=workers).id)
+    print(prepare_dataset([source], out, recipe=load_recipe(settings=RECIPE), workers=workers).id)
 """
 
 
@@ -82,9 +84,9 @@ def test_finished_tasks_are_not_run_again(tmp_path: Path, source: Path, script: 
     assert done, "killed too early or too late to tell"
     code = _SCRIPT.replace(
         'if __name__ == "__main__":',
-        "original = text.sift\n"
+        "original = text.process_split\n"
         "def noted(task, scale):\n    print('ran', task.name, file=sys.stderr)\n    return original(task, scale)\n"
-        'pipeline.sift = noted\nif __name__ == "__main__":',
+        'pipeline.process_split = noted\nif __name__ == "__main__":',
     )
     path = tmp_path / "noted.py"
     path.write_text(code)

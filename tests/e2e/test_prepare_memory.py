@@ -27,18 +27,20 @@ GIANT_BYTES = int(os.environ.get("FOREBAY_GIANT_MIB", "8")) << 20
 TOKENIZERS = Path(os.environ.get("FOREBAY_TEST_DATA", Path(__file__).parents[2] / "../shared/data")) / "tokenizers"
 SCRIPT = """
 import functools, json, sys
-from forebay.prepare import finish, load_recipe, prepare
-from forebay.prepare.tokens import shuffle
-from forebay.prepare.dedup import corpus
+from forebay import prepare_dataset
 from forebay.formats import text as lines
+from forebay.prepare import load_recipe
+from forebay.prepare.dedup import deduplicate as dedup
+from forebay.prepare.outputs import dataset as finish
+from forebay.prepare.tasks import shuffle
 
-# Constants as much smaller as the input is: it is many pieces and many runs.
+# Constants as much smaller as the input is: it is many splits and many runs.
 lines.SPLIT_BYTES = 1 << 19
-corpus._RUN_RECORDS = 1 << 16
-corpus.deduplicate.__defaults__ = (None, 8 << 20)
+dedup._RUN_RECORDS = 1 << 16
+dedup.deduplicate.__defaults__ = (None, 8 << 20)
 finish.plan_shuffle = functools.partial(shuffle.plan_shuffle, bucket_bytes=1 << 20)
 if __name__ == "__main__":
-    made = prepare([sys.argv[1]], sys.argv[2], recipe=load_recipe(settings=json.loads(sys.argv[3])), workers=2)
+    made = prepare_dataset([sys.argv[1]], sys.argv[2], recipe=load_recipe(settings=json.loads(sys.argv[3])), workers=2)
     print(json.dumps([made.documents_in, made.documents_out, made.dropped]))
 """
 INFINITE = 10.0**12

@@ -48,8 +48,8 @@ import json, sys
 from pathlib import Path
 import ray_tasks as tasks
 from forebay.errors import DatasetError, PrepareError
-from forebay.prepare.engines import local_engine
-from forebay.prepare.ray_engine import ray_engine
+from forebay.prepare.engines.local import local_engine
+from forebay.prepare.engines.ray import ray_engine
 
 def collect(engine, run, n):
     found = {}
@@ -58,7 +58,7 @@ def collect(engine, run, n):
 
 if __name__ == "__main__":
     said, facts = [], {}
-    with ray_engine(None, 2, shared=Path(sys.argv[1]) / "out", on_trouble=said.append) as engine:
+    with ray_engine(2, folder=Path(sys.argv[1]) / "out", on_message=said.append) as engine:
         facts["squares"] = collect(engine, tasks.square, 50)
         facts["unlucky"] = collect(engine, tasks.unlucky, 6)
         facts["unlucky_said"] = sorted(said)
@@ -81,7 +81,11 @@ def run_script(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: Ray warns of things of its own, and warnings are errors here."""
     (folder / "ray_tasks.py").write_text(textwrap.dedent(TASKS))
     (folder / "script.py").write_text(script)
-    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "ignore"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONWARNINGS": "ignore",
+    }
     env.pop("RAY_ADDRESS", None)
     command = [sys.executable, str(folder / "script.py"), str(folder)]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=scaled(120), check=False)

@@ -236,7 +236,7 @@ def test_another_input_is_refused(tmp_path: Path) -> None:
 
 def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
     """State through a file, taken by one process and loaded by another, with a trained tokenizer's file."""
-    from forebay.prepare.tokens.tokenizers import train_tokenizer
+    from forebay.prepare.tokenize.tokenizers import train_tokenizer
 
     (tmp_path / "tokenizer.json").write_bytes(train_tokenizer((row["text"] for row in ROWS), 300).data)
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(jsonl(ROWS)))

@@ -105,7 +105,7 @@ def page(url: str, text: str) -> bytes:
 
 def make_model(path: Path) -> Path:
     """A small language model."""
-    from forebay.prepare.lm import train_lm
+    from forebay.prepare.kneser_ney import train_lm
 
     train_lm(texts(60, seed=9), path, order=2)
     return path
@@ -128,10 +128,10 @@ def recipe(model: Path | None) -> dict[str, Any]:
 
 def small_tasks() -> None:
     """Small pieces and buckets, in this process, which plans."""
-    from forebay.formats import sources
     from forebay.formats import text as lines
-    from forebay.prepare import finish
-    from forebay.prepare.tokens import shuffle
+    from forebay.prepare import inputs as sources
+    from forebay.prepare.outputs import dataset as finish
+    from forebay.prepare.tasks import shuffle
 
     sources.GROUP_BYTES = lines.SPLIT_BYTES = 1 << 15
     finish.plan_shuffle = lambda parts, folder: shuffle.plan_shuffle(parts, folder, 1 << 16)
@@ -173,12 +173,20 @@ def unlucky(run: Any, task: Any, scale: int) -> Any:
 
 def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
     """Prepare; the model lies beside the inputs. With WHOLE_UNLUCKY set, by workers that die."""
+    from forebay import prepare_dataset
     from forebay.errors import ForebayError
-    from forebay.prepare import finish, load_recipe, pipeline, prepare
+    from forebay.prepare import driver as pipeline
+    from forebay.prepare import load_recipe
+    from forebay.prepare.outputs import dataset as finish
 
     small_tasks()
     if "WHOLE_UNLUCKY" in os.environ:
-        for module, name in ((pipeline, "sift"), (pipeline, "trim"), (finish, "encode"), (finish, "write_slice")):
+        for module, name in (
+            (pipeline, "process_split"),
+            (pipeline, "filter_percentiles"),
+            (finish, "encode"),
+            (finish, "write_slice"),
+        ):
             setattr(module, name, functools.partial(unlucky, getattr(module, name)))
     model = Path(inputs).parent / MODEL
     settings = recipe(model if model.exists() else None)
@@ -187,9 +195,9 @@ def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
         print(message, file=sys.stderr, flush=True)
 
     try:
-        made = prepare(
+        made = prepare_dataset(
             [inputs], out, recipe=load_recipe(settings=settings), workers=int(workers), engine=engine,
-            keep_ids=Path(f"{out}.ids"), on_trouble=tell, on_progress=lambda p: tell(f"{p.stage} {p.done}"),
+            write_ids=Path(f"{out}.ids"), on_message=tell, on_progress=lambda p: tell(f"{p.stage} {p.done}"),
         )  # fmt: skip
     except ForebayError as error:
         tell(f"forebay: {error}")

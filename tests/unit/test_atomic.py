@@ -33,7 +33,7 @@ ALLOWED = {
 TEMPORARY = {
     "load/shared_memory.py": {"mkstemp"},  # The memory that processes share: never a file that stays.
     "network/admission.py": {"NamedTemporaryFile"},  # For a library that reads a certificate by its path only.
-    "prepare/tokens/coders.py": {"NamedTemporaryFile"},  # The same for a vocabulary.
+    "prepare/tokenize/encoders.py": {"NamedTemporaryFile"},  # The same for a vocabulary.
 }
 
 

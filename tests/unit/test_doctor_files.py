@@ -30,7 +30,7 @@ from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, ForebayError
 from forebay.formats.tfrecord import crc32c, masked
-from forebay.prepare.tokens.tokenizers import AUTO, load_tokenizer, parse
+from forebay.prepare.tokenize.tokenizers import AUTO, load_tokenizer, parse
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"
 CLEAN = ("parquet/data", "tfrecord", "webdataset", "jsonl", "tokenizers/vectors")

@@ -24,7 +24,7 @@ from forebay.errors import (
 )
 from forebay.formats.inputs import ReadOptions
 from forebay.prepare.inputs import find_inputs
-from forebay.prepare.tokens.tokenizers import load_tokenizer, train_tokenizer
+from forebay.prepare.tokenize.tokenizers import load_tokenizer, train_tokenizer
 from forebay.storage.hub_copies import download_hub, fetch_tokenizer
 from forebay.storage.hub_splits import HubSplit, find_split
 from hub_repos import write_jsonl, write_repo

@@ -16,7 +16,7 @@ import pytest
 
 from calibration import scaled
 from cuttable import CuttableServer
-from forebay import TextStream, open_dataset
+from forebay import TextStream, open_dataset, prepare_dataset
 from forebay.errors import (
     AccessError,
     DownloadError,
@@ -26,7 +26,6 @@ from forebay.errors import (
     UsageError,
 )
 from forebay.formats.inputs import ReadOptions
-from forebay.prepare.pipeline import prepare
 from forebay.storage.http import retry_delay_s
 from forebay.storage.hub_splits import find_split
 from forebay.stream.hub import records_of
@@ -295,8 +294,8 @@ def test_other_files_need_the_library(hub: HubServer, monkeypatch: pytest.Monkey
 
 def test_a_dataset_is_made_of_it(hub: HubServer, tmp_path: Path) -> None:
     name = "hf://datasets/HuggingFaceFW/fineweb-edu/sample-10BT"
-    summary = prepare([name], tmp_path / "out", tokenizer="bytes", workers=1)
-    local = prepare(
+    summary = prepare_dataset([name], tmp_path / "out", tokenizer="bytes", workers=1)
+    local = prepare_dataset(
         [hub.directory / "datasets/HuggingFaceFW/fineweb-edu/sample"], tmp_path / "local", tokenizer="bytes"
     )
     assert summary.documents_out == local.documents_out == 40

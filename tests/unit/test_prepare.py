@@ -19,13 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from forebay import prepare_dataset
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import PrepareError, UsageError
 from forebay.formats import parquet as tables
 from forebay.formats import text as lines
-from forebay.prepare import PrepareSummary, Progress, load_recipe, prepare
+from forebay.prepare import PrepareResult, Progress, load_recipe
 from forebay.prepare import inputs as sources
-from forebay.prepare.tokens import slicing, tokenizers
+from forebay.prepare.tasks import slicing
+from forebay.prepare.tokenize import tokenizers
 
 TEXTS = [f"Document {i}: " + "grüße, 世界! \x00\r\n<|endoftext|> " * (i % 9) for i in range(300)]
 
@@ -59,7 +61,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_document_once_in_order(tmp_path: Path, small_pieces: None) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
-    summary = prepare([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", slice_bytes=4096, workers=1)
+    summary = prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", slice_bytes=4096, workers=1)
     dataset = open_dataset(tmp_path / "d")
     assert documents(dataset) == [[*text.encode(), 256] for text in TEXTS]
     assert dataset.verify().ok and not dataset.verify().extra
@@ -92,13 +94,13 @@ def test_every_kind_of_input_gives_the_same_documents(tmp_path: Path) -> None:
     wanted = [[*text.encode(), 256] for text in TEXTS]
     for path in sorted(p for p in tmp_path.iterdir()):
         out = tmp_path / "out" / path.name
-        prepare([path], out, tokenizer="bytes", workers=1)
+        prepare_dataset([path], out, tokenizer="bytes", workers=1)
         assert documents(open_dataset(out)) == wanted, path
 
 
 def test_slices_fill_their_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(["x" * (i % 50) + "." for i in range(20_000)]))
-    prepare([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", slice_bytes=64 << 10, workers=1)
+    prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", slice_bytes=64 << 10, workers=1)
     sizes = open_dataset(tmp_path / "d").table.bytes
     assert sizes.max() <= 64 << 10 and sizes[:-1].min() > 0.99 * (64 << 10)
 
@@ -136,7 +138,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path: Path, small_pieces: None
     seen = []
     for workers in (1, 2, 5):
         out = tmp_path / f"out{workers}" / "d"
-        prepare(source, out, tokenizer=name, slice_bytes=8192, workers=workers, keep_ids=out.parent / "ids")
+        prepare_dataset(source, out, tokenizer=name, slice_bytes=8192, workers=workers, write_ids=out.parent / "ids")
         files = sorted(p for p in out.parent.rglob("*") if p.is_file())
         seen.append({p.relative_to(out.parent).as_posix(): p.read_bytes() for p in files})
     assert seen[0] == seen[1] == seen[2]
@@ -146,8 +148,8 @@ def test_same_bytes_for_any_number_of_workers(tmp_path: Path, small_pieces: None
 def test_training_does_not_depend_on_threads(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS * 20))
     script = (
-        "import sys; from forebay.prepare import prepare\n"
-        "print(prepare([sys.argv[1]], sys.argv[2], tokenizer='train:500', name='d', workers=1).id)"
+        "import sys; from forebay import prepare_dataset\n"
+        "print(prepare_dataset([sys.argv[1]], sys.argv[2], tokenizer='train:500', name='d', workers=1).id)"
     )
     ids = []
     for i, threads in enumerate(("1", "2", "7")):
@@ -179,7 +181,7 @@ def test_rejects_are_located(tmp_path: Path, small_pieces: None) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(lines))
     ids = tmp_path / "ids"
-    summary = prepare([path], tmp_path / "d", tokenizer="bytes", workers=1, keep_ids=ids)
+    summary = prepare_dataset([path], tmp_path / "d", tokenizer="bytes", workers=1, write_ids=ids)
     # The document with no words left is still a document; the blank line is none.
     assert summary.dropped == {"malformed": 7} and summary.documents_in == 299
     rejects = [json.loads(line) for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
@@ -192,17 +194,20 @@ def test_too_much_bad_input(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(jsonl(TEXTS[:10]) + b"nonsense\n" * 5)
     with pytest.raises(PrepareError, match=r"5 of 15: .*a\.jsonl:11"):
-        prepare([path], tmp_path / "d", tokenizer="bytes", workers=1)
+        prepare_dataset([path], tmp_path / "d", tokenizer="bytes", workers=1)
     assert not (tmp_path / "d/manifest.json").exists()
-    assert prepare([path], tmp_path / "d", tokenizer="bytes", workers=1, max_bad_fraction=0.5).documents_out == 10
+    assert (
+        prepare_dataset([path], tmp_path / "d", tokenizer="bytes", workers=1, settings={"max_bad": 0.5}).documents_out
+        == 10
+    )
 
 
 def test_ids_come_from_the_input(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(["x"], id="mine") + jsonl([""], id="empty") + jsonl(["y"], id=7))
     (tmp_path / "b.txt").write_text("text")
     ids = tmp_path / "ids"
-    summary = prepare(
-        [tmp_path / "a.jsonl", tmp_path / "b.txt"], tmp_path / "d", tokenizer="bytes", workers=1, keep_ids=ids
+    summary = prepare_dataset(
+        [tmp_path / "a.jsonl", tmp_path / "b.txt"], tmp_path / "d", tokenizer="bytes", workers=1, write_ids=ids
     )
     assert ids.read_text().split() == ["mine", "7", str(tmp_path / "b.txt")] and summary.dropped == {"empty": 1}
 
@@ -215,15 +220,17 @@ def test_byte_tokenizer_file_gives_the_same_ids(tmp_path: Path) -> None:
     ]
     assert real.token_to_id("<|endoftext|>") == 256
     (tmp_path / "a.jsonl").write_bytes(jsonl([text, *TEXTS]))
-    prepare([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", workers=1)
-    again = prepare([tmp_path / "a.jsonl"], tmp_path / "e", tokenizer=str(tmp_path / "d/tokenizer.json"), workers=1)
+    prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", workers=1)
+    again = prepare_dataset(
+        [tmp_path / "a.jsonl"], tmp_path / "e", tokenizer=str(tmp_path / "d/tokenizer.json"), workers=1
+    )
     assert again.documents_out == 301
     assert documents(open_dataset(tmp_path / "d")) == documents(open_dataset(tmp_path / "e"))
 
 
 def test_text_comes_back_out(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
-    prepare([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="train:400", workers=1)
+    prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="train:400", workers=1)
     dataset = open_dataset(tmp_path / "d")
     codec = Tokenizer.from_file(str(tmp_path / "d/tokenizer.json"))
     found = documents(dataset)
@@ -239,7 +246,7 @@ def test_tokenizer_without_eos_and_large_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "t").mkdir()
     (tmp_path / "t/tokenizer.json").write_text(json.dumps(plain))
     (tmp_path / "a.jsonl").write_bytes(jsonl(["w1 w69999", "  ", "w2"]))
-    prepare([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer=str(tmp_path / "t"), workers=1)
+    prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer=str(tmp_path / "t"), workers=1)
     dataset = open_dataset(tmp_path / "d")
     assert dataset.manifest.dtype == "U32" and dataset.manifest.eos_id is None
     assert documents(dataset) == [[1, 69_999], [2]] and dataset.manifest.lineage["counts"]["dropped"] == {"empty": 1}
@@ -248,11 +255,13 @@ def test_tokenizer_without_eos_and_large_vocabulary(tmp_path: Path) -> None:
 def test_same_again_and_other_again(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
 
-    def run(**changes: Any) -> PrepareSummary:
-        return prepare([tmp_path / "a.jsonl"], tmp_path / "d", **{"tokenizer": "bytes", "workers": 1, **changes})
+    def run(**changes: Any) -> PrepareResult:
+        return prepare_dataset(
+            [tmp_path / "a.jsonl"], tmp_path / "d", **{"tokenizer": "bytes", "workers": 1, **changes}
+        )
 
     first = run()
-    assert not first.already_there and run().already_there and run().to_json() == first.to_json()
+    assert not first.already_exists and run().already_exists and run().to_json() == first.to_json()
     for changes in ({"tokenizer": "train:300"}, {"slice_bytes": 8192}, {"name": "other"}):
         with pytest.raises(UsageError, match="holds dataset"):
             run(**changes)
@@ -275,8 +284,8 @@ def test_wrong_use(tmp_path: Path) -> None:
         ("none.jsonl", {}, PrepareError, "does not exist"),
         ("empty", {}, PrepareError, "got none"),
         ("empty.jsonl", {}, PrepareError, "got none"),
-        ("cut.jsonl.gz", {"max_bad_fraction": 0.0}, PrepareError, "cut.jsonl.gz"),
-        ("cut.jsonl.zst", {"max_bad_fraction": 0.0}, PrepareError, "cut.jsonl.zst"),
+        ("cut.jsonl.gz", {"settings": {"max_bad": 0.0}}, PrepareError, "cut.jsonl.gz"),
+        ("cut.jsonl.zst", {"settings": {"max_bad": 0.0}}, PrepareError, "cut.jsonl.zst"),
         ("bad.parquet", {}, PrepareError, "bad.parquet"),
         ("column.parquet", {}, PrepareError, "body"),
         ("a.jsonl", {"tokenizer": "no/such/file.json"}, UsageError, "no such file"),
@@ -287,9 +296,9 @@ def test_wrong_use(tmp_path: Path) -> None:
     ]
     for name, changes, error, words in cases:
         with pytest.raises(error, match=words):
-            prepare([tmp_path / name], tmp_path / "d", **{**good, **changes})
+            prepare_dataset([tmp_path / name], tmp_path / "d", **{**good, **changes})
     with pytest.raises(UsageError, match="which is a file"):
-        prepare([tmp_path / "a.jsonl"], tmp_path / "bad.json", **good)
+        prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "bad.json", **good)
 
 
 def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,14 +310,14 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(slicing, "write_token_slice", full)
         with pytest.raises(PrepareError, match="no space left"):
-            prepare([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", workers=1)
-    assert prepare([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", workers=1).documents_out == 300
+            prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", workers=1)
+    assert prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", workers=1).documents_out == 300
 
 
 def test_progress_reaches_its_total(tmp_path: Path, small_pieces: None) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
     seen: list[Progress] = []
-    prepare([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", workers=1, on_progress=seen.append)
+    prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", workers=1, on_progress=seen.append)
     for stage in ("text", "encode", "slice"):
         of = [p for p in seen if p.stage == stage]
         assert of[-1].done == of[-1].total > 0 and [p.done for p in of] == sorted(p.done for p in of)
@@ -325,7 +334,7 @@ def data_folder() -> Path:
 def test_real_text(tmp_path: Path) -> None:
     folder = data_folder()
     sources = [folder / "books/de", *sorted((folder / "jsonl").glob("cc_en*.jsonl*"))]
-    summary = prepare(sources, tmp_path / "d", tokenizer="bytes", slice_bytes=1 << 20, workers=2)
+    summary = prepare_dataset(sources, tmp_path / "d", tokenizer="bytes", slice_bytes=1 << 20, workers=2)
     dataset = open_dataset(tmp_path / "d")
     assert summary.documents_out > 10 and dataset.verify().ok
     book = sorted((folder / "books/de").iterdir())[0].read_bytes().removeprefix(b"\xef\xbb\xbf")
@@ -339,11 +348,11 @@ def test_kept_ids_are_of_what_is_left_when_repeated_lines_are_cut(tmp_path: Path
     (tmp_path / "a.jsonl").write_bytes(first)
     (tmp_path / "b.jsonl").write_bytes(second)
 
-    def run(name: str, inputs: str, **dedup: Any) -> tuple[list[str], PrepareSummary]:
+    def run(name: str, inputs: str, **dedup: Any) -> tuple[list[str], PrepareResult]:
         recipe = load_recipe(settings={"dedup": {"lines": True, **dedup}, "tokenize": {"tokenizer": "bytes"}})
         ids = tmp_path / f"{name}.ids"
         paths = [tmp_path / f"{letter}.jsonl" for letter in inputs]
-        summary = prepare(paths, tmp_path / name, recipe=recipe, keep_ids=ids, workers=1)
+        summary = prepare_dataset(paths, tmp_path / name, recipe=recipe, write_ids=ids, workers=1)
         assert len(ids.read_text().split()) == summary.documents_out
         return ids.read_text().split(), summary
 

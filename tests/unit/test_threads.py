@@ -73,7 +73,7 @@ BARE_THREADS = {
     "load/shard_dataset.py": "hands its exception to whoever waits for the shard",
     "load/shard_helper.py": "ends the process with its parent",
     "cache/prefetch.py": "hands its exception to whoever waits for a slice",
-    "prepare/engines.py": "ends the process with its parent",
+    "prepare/engines/local.py": "ends the process with its parent",
     "storage/hub_reader.py": "hands its exception to whoever waits for a block",
     "formats/stackexchange.py": "hands its exception to the reader",
 }

@@ -41,7 +41,7 @@ def _options(args: argparse.Namespace) -> CheckOptions:
 
     vocab, eos, tokenizer = args.vocab_size or 0, args.eos_id, None
     if args.tokenizer is not None:
-        from forebay.prepare.tokens.tokenizers import AUTO, load_tokenizer, parse
+        from forebay.prepare.tokenize.tokenizers import AUTO, load_tokenizer, parse
 
         found = load_tokenizer(args.tokenizer, eos=AUTO)
         tokenizer = parse(found.data, found.description)

@@ -1,9 +1,8 @@
-"""Commands that make datasets of raw text: prepare, recipe, report, acquire, lm."""
+"""Commands that make datasets of raw text: prepare, recipe, report, acquire."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -13,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import positive, show, size
+from forebay.cli.arguments import positive, size
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,8 +22,9 @@ if TYPE_CHECKING:
 
 def _recipe(args: argparse.Namespace) -> Recipe:
     """The recipe that the command line describes: shipped recipe, then file, then single settings, then flags."""
-    from forebay.prepare.layers import merge
-    from forebay.prepare.recipe import GROUPS, STAGES, load_recipe, parse_setting
+    from forebay.plugins import plugins
+    from forebay.prepare.config import load_recipe, merge, parse_setting, stage_group
+    from forebay.prepare.dedup.settings import KINDS
 
     settings: dict[str, Any] = {}
     for text in args.set or ():
@@ -46,13 +46,11 @@ def _recipe(args: argparse.Namespace) -> Recipe:
         if value is not None:
             settings = merge(settings, parse_setting(f"{key}={json.dumps(value)}"))
     for name in _names(args.filter):
-        for stage in GROUPS.get(name, (name,)):
-            if stage not in STAGES:
-                raise UsageError(f"--filter {name!r}: expected some of {', '.join([*GROUPS, *STAGES])}.")
+        for stage in stage_group(name):
             settings = merge(settings, {stage: {}})
     for name in _names(args.dedup):
-        if name not in ("exact", "paragraphs", "lines", "minhash"):
-            raise UsageError(f"--dedup {name!r}: expected some of exact, paragraphs, lines, minhash.")
+        if name not in KINDS and name not in plugins("forebay.dedup"):
+            raise UsageError(f"--dedup {name!r}: expected some of {', '.join(KINDS)}.")
         settings = merge(settings, {"dedup": {name: True}})
     return load_recipe(args.recipe, args.config, settings, allow_code=args.allow_code)
 
@@ -63,47 +61,53 @@ def _names(text: str | None) -> list[str]:
 
 def _prepare(args: argparse.Namespace) -> int:
     from forebay.observe.progress import PrepareBar
-    from forebay.prepare.pipeline import prepare
+    from forebay.prepare.driver import prepare_dataset
     from forebay.prepare.plan import plan
 
     recipe = _recipe(args)
     if args.plan:
-        found = plan(args.inputs, recipe, workers=args.workers, follow_links=args.follow_links)
-        print(json.dumps(found.to_json()) if args.json else found.to_text())
+        planned = plan(args.inputs, recipe, workers=args.workers, follow_links=args.follow_links)
+        print(json.dumps(planned.to_json()) if args.json else planned.to_text())
         return 0
     if args.out is None:
         raise UsageError("prepare: --out DIR is missing: where the dataset goes.")
     if not args.inputs:
         print(f"inputs of the recipe: {', '.join(map(json.dumps, recipe.inputs))}", file=sys.stderr)
-    names = ("workers", "engine", "ray_address", "keep_ids", "document_ids", "to", "follow_links", "strict")
-    given = {name: getattr(args, name) for name in names}
+    if args.ray_address:
+        os.environ["RAY_ADDRESS"] = args.ray_address
+    names = ("workers", "engine", "document_ids", "to", "follow_links", "strict")
+    options = {name: getattr(args, name) for name in names}
     with PrepareBar(enabled=not args.quiet) as bar:
-        trouble = partial(print, "forebay:", file=sys.stderr)
-        summary = prepare(args.inputs, args.out, recipe=recipe, on_progress=bar.update, on_trouble=trouble, **given)
-    result = summary.to_json()
+        notify = partial(print, "forebay:", file=sys.stderr)
+        done = prepare_dataset(
+            args.inputs, args.out, recipe=recipe, write_ids=args.keep_ids, on_progress=bar.update, on_message=notify,
+            **options,
+        )  # fmt: skip
+    result = done.to_json()
     if args.json:
         print(json.dumps(result))
         return 0
     reasons = sorted(result["dropped"].items(), key=lambda pair: -pair[1])
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in reasons[:6]) or "none"
     dropped += f" and {len(reasons) - 6} other reasons" if len(reasons) > 6 else ""
-    made = f"{result['tokens']:,} tokens in {result['slices']:,} slices" if args.to == "dataset" else "as text"
+    what = f"{result['tokens']:,} tokens in {result['slices']:,} slices" if args.to == "dataset" else f"as {args.to}"
     print(
-        f"{result['documents_out']:,} of {result['documents_in']:,} documents, {made} (dropped: {dropped})\n"
+        f"{result['documents_out']:,} of {result['documents_in']:,} documents, {what} (dropped: {dropped})\n"
         f"{args.out}  id {result['id']}"
     )
-    for name, facts in result.get("subsets", {}).items():
-        where = args.out if name == "train" else args.out / name
-        print(f"{name}: {where}  id {facts['id']}: {facts['documents']:,} documents, {facts['tokens']:,} tokens")
+    for name, counts in result.get("subsets", {}).items():
+        path = args.out if name == "train" else args.out / name
+        print(f"{name}: {path}  id {counts['id']}: {counts['documents']:,} documents, {counts['tokens']:,} tokens")
     return 0
 
 
 def _show_recipe(args: argparse.Namespace) -> int:
-    from forebay.prepare.recipe import STAGES, describe, recipe_names, recipe_text
+    from forebay.prepare.config import describe, recipe_names, recipe_text
+    from forebay.prepare.recipe import STAGES
 
     if args.name is None:
         print(f"recipes: {', '.join(recipe_names())}\nstages:  {', '.join(STAGES)}")
-        print("tables:  read, dedup, tokenize, slice, subsets, rows\n\n`forebay recipe NAME` shows any of these.")
+        print("tables:  read, dedup, tokenize, slice, subsets, rows, lm\n\n`forebay recipe NAME` shows any of these.")
     else:
         is_recipe = args.name in recipe_names()
         if is_recipe:
@@ -137,16 +141,6 @@ def _acquire(args: argparse.Namespace) -> int:
     if is_shown:
         print(file=sys.stderr)
     print(folder)
-    return 0
-
-
-def _lm_train(args: argparse.Namespace) -> int:
-    from forebay.prepare.lm import train_lm
-    from forebay.prepare.pipeline import texts_of
-    from forebay.prepare.recipe import load_recipe
-
-    recipe = load_recipe(args.recipe, args.config, {"read": {"text_key": args.text_key}} if args.text_key else {})
-    show(dataclasses.asdict(train_lm(texts_of(args.inputs, recipe), args.out, order=args.order)), args.json)
     return 0
 
 
@@ -197,10 +191,13 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--sample", metavar="1%", help="only this share of the input: to try a recipe")
     p.add_argument("--plan", action="store_true", help="say what would run, on how much, and stop")
     p.add_argument("--workers", type=positive, default=None, metavar="N", help="processes (default: one a core)")
-    p.add_argument("--engine", choices=["local", "ray"], default="local", help="what runs the tasks")
-    p.add_argument("--ray-address", default=os.environ.get("RAY_ADDRESS"), metavar="ADDRESS", help="a Ray cluster")
+    p.add_argument("--engine", default="local", metavar="NAME", help="local, ray, or a plug-in that runs the tasks")
+    p.add_argument("--ray-address", metavar="ADDRESS", help="a Ray cluster (default: RAY_ADDRESS)")
     p.add_argument(
-        "--to", choices=["dataset", "text"], default="dataset", help="text: Parquet of what is kept, no tokens"
+        "--to",
+        choices=["dataset", "text", "lm"],
+        default="dataset",
+        help="text: Parquet of what is kept; lm: a model for [perplexity]",
     )
     p.add_argument("--keep-ids", type=Path, metavar="FILE", help="write each kept document's source id here")
     p.add_argument("--document-ids", action="store_true", help="keep each document's source id beside the slices")
@@ -219,12 +216,3 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.epilog = _API_FILE
     p.add_argument("spec", type=Path, help="a TOML file that describes the API, see below")
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="where the JSONL goes; again to resume")
-
-    verbs = group("lm", "models for the perplexity filter")
-    p = verb("train", _lm_train, "a Kneser-Ney language model of text", verbs)
-    p.add_argument("inputs", nargs="+", metavar="INPUT", help="files, directories, URLs of text")
-    p.add_argument("--out", required=True, type=Path, metavar="FILE", help="the model to write")
-    p.add_argument("--order", type=positive, default=3, metavar="N", help="words of an n-gram")
-    p.add_argument("--recipe", metavar="NAME", help="cleans and filters the text first")
-    p.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with settings of your own")
-    p.add_argument("--text-key", metavar="NAME", help="the field or column that holds the text")

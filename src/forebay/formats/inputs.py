@@ -90,8 +90,8 @@ class ReadOptions:
         max_malformed: Once 1,000 records of a split and more than this fraction of it are malformed, the rest of the
             split is left out.
         prompt_key, response_key, messages_key: For the rows layout. If `messages_key` is set (a list of
-            `{"role", "content"}`), or both others, the text is the turns, each after `records.TURN_GIVEN` or
-            `records.TURN_LEARNT` (an assistant's).
+            `{"role", "content"}`), or both others, the text is the turns, each after `records.PROMPT_MARK` or
+            `records.RESPONSE_MARK` (an assistant's).
         columns: Fields of the input that stages and `dedup.score` see as columns, each `number` or `text`:
             `{"quality" = "number"}`. A document without one has NaN, or "".
         options: What only one format knows: `{"namespaces": [0]}` for Wikipedia.

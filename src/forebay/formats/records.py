@@ -13,7 +13,7 @@ from forebay.formats.inputs import ReadOptions
 
 T = TypeVar("T")
 
-TURN_GIVEN, TURN_LEARNT = "\ufdd0", "\ufdd1"
+PROMPT_MARK, RESPONSE_MARK = "\ufdd0", "\ufdd1"
 """What begins a turn of a conversation whose tokens are masked (a prompt), or learnt (a response), inside `text`.
 Unicode reserves these noncharacters for internal use; readers remove them from what they read."""
 SHOWN_CHARS = 200
@@ -53,8 +53,8 @@ class Record:
 
 def strip_turn_marks(text: str) -> str:
     """Return the text without the noncharacters that begin turns: no input may bring its own."""
-    if TURN_GIVEN in text or TURN_LEARNT in text:
-        return text.replace(TURN_GIVEN, "").replace(TURN_LEARNT, "")
+    if PROMPT_MARK in text or RESPONSE_MARK in text:
+        return text.replace(PROMPT_MARK, "").replace(RESPONSE_MARK, "")
     return text
 
 
@@ -114,7 +114,7 @@ def to_record(
         text, problem = _conversation(row, options.messages_key)
     elif options.prompt_key and options.response_key:
         (prompt, problem), (response, other) = _text(row, options.prompt_key), _text(row, options.response_key)
-        text, problem = TURN_GIVEN + prompt + TURN_LEARNT + response, problem or other
+        text, problem = PROMPT_MARK + prompt + RESPONSE_MARK + response, problem or other
     else:
         text, problem = _text(row, options.text_key)
     name = name_of(look_up(row, options.id_key)) if options.id_key else ""
@@ -198,5 +198,5 @@ def _conversation(row: Mapping[str, object], key: str) -> tuple[str, str]:
             content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
         if not isinstance(role, str) or not isinstance(content, str):
             return "", f"expected a role and a content, two strings, in message {index} under {key!r}"
-        texts.append((TURN_LEARNT if role in _LEARNT_ROLES else TURN_GIVEN) + strip_turn_marks(content))
+        texts.append((RESPONSE_MARK if role in _LEARNT_ROLES else PROMPT_MARK) + strip_turn_marks(content))
     return "".join(texts), ""

@@ -18,7 +18,7 @@ _WINDOW_S = 10.0  # Speeds are of the last this many seconds: long enough to be 
 class StageProgress(Protocol):
     """How far one stage has come; `total` may grow while the stage finds more to do.
 
-    It may also have `documents`, `kept` and `bytes` (of text), as counted up to now; they are shown if they are there.
+    It may also have `documents`, `documents_kept` and `bytes` (of text), as counted up to now, which are shown.
     """
 
     @property
@@ -98,7 +98,7 @@ class PrepareBar:
             self._bar = _bar(progress.stage, progress.total, progress.unit, self._enabled)
         bar = self._bar
         bar.total = progress.total
-        documents, kept, size = (getattr(progress, name, 0) for name in ("documents", "kept", "bytes"))
+        documents, kept, size = (getattr(progress, name, 0) for name in ("documents", "documents_kept", "bytes"))
         if documents or size:
             bar.set_postfix_str(self._speed.words(documents, kept, size), refresh=False)
         bar.update(progress.done - bar.n)

@@ -1,21 +1,22 @@
 """Raw text to datasets: read, clean, filter, deduplicate, tokenize, shuffle, slice.
 
-What is named here is imported when it is first asked for: a process that runs one kind of task pays for that alone.
+`forebay.prepare_dataset` runs it all. Each name here is imported when it is first used: a worker imports what it needs.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forebay.prepare.pipeline import PrepareSummary, Progress, prepare
-    from forebay.prepare.recipe import Recipe, load_recipe
+    from forebay.prepare.config import load_recipe
+    from forebay.prepare.recipe import Recipe
+    from forebay.prepare.run import PrepareResult, Progress
 
-__all__ = ["PrepareSummary", "Progress", "Recipe", "load_recipe", "prepare"]
+__all__ = ["PrepareResult", "Progress", "Recipe", "load_recipe"]
 
-_MODULES = {"Recipe": "recipe", "load_recipe": "recipe"}
+_MODULES = {"PrepareResult": "run", "Progress": "run", "Recipe": "recipe", "load_recipe": "config"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'pipeline')}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

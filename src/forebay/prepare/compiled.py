@@ -1,10 +1,9 @@
-"""`jit`: compiles a loop with numba, and keeps what it compiled for later processes.
+"""`jit`: compiles a function with numba, and caches the compiled code for later processes.
 
-Hides: where compiled code lies. numba compiles again when the file of a function changes, not when a function of
-another file that it inlines does, and it raises where neither the source's directory nor the home can be written. So
-the directory is named by a hash of the sources of all such functions: below `numba.config.CACHE_DIR` if that is set
-(NUMBA_CACHE_DIR), else `$XDG_CACHE_HOME/forebay` (`~/.cache`), else the temporary directory. If none can be written,
-every process compiles for itself: about 35 CPU seconds for all functions.
+numba checks the time of a function's own file only, and fails where neither the source's directory nor the home is
+writable. So the cache is named by a hash of all sources, below `numba.config.CACHE_DIR` (NUMBA_CACHE_DIR), else
+`$XDG_CACHE_HOME/forebay` (`~/.cache`), else the temporary directory; without any, each process compiles by itself:
+about 35 CPU seconds for all functions.
 """
 
 import contextlib
@@ -51,9 +50,9 @@ def _directory() -> str:
         directory = parent / name
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = directory.lstat()
+            status = directory.lstat()
             # What lies there is run: nobody else may have put it there.
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
                 with tempfile.TemporaryFile(dir=directory):
                     return str(directory)
         except OSError:
@@ -78,6 +77,6 @@ def _hash_of_sources() -> str:
     here = Path(__file__).parent
     folders = ("clean", "filters", "dedup")  # with the constants that are compiled in
     sources = hashlib.sha256()
-    for path in sorted([here / "lm.py", *(path for name in folders for path in (here / name).glob("*.py"))]):
+    for path in sorted([here / "kneser_ney.py", *(path for name in folders for path in (here / name).glob("*.py"))]):
         sources.update(path.read_bytes())
     return sources.hexdigest()[:16]

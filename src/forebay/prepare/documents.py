@@ -1,11 +1,8 @@
-"""Documents in flight: Arrow record batches, and what a stage says of them.
+"""Documents as Arrow record batches, and the contract of the stages that clean and filter them.
 
 A stage is a frozen dataclass whose fields are its configuration (the keys of its table in a recipe), and whose `apply`
-is a pure function of a batch.
-
-Each batch has at least the columns of `SCHEMA`. A stage may change `text`, and may add columns (`language`,
-`language_score`, `perplexity`) that later stages and the report read. It never adds, removes or moves rows: it marks
-them as dropped, and whoever runs it takes them out.
+is a pure function of a batch. A batch has at least the columns of `SCHEMA`. A stage may change `text` and add columns
+(`language`, `perplexity`) for later stages and the report. It never adds, removes or moves rows: it marks rows.
 """
 
 import copy
@@ -36,14 +33,14 @@ BATCH_ROWS = 4096
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a stage did to a batch.
+class StageResult:
+    """The result of a stage on a batch.
 
     Args:
         batch: The same rows in the same order, perhaps with another text and more columns.
-        drop: int16 [rows]: -1 for a row that is kept, else an index into the stage's `reasons`.
-        counts: What was changed, by kind, over the rows that are kept: `{"email": 3}`.
-        problems: What is wrong with rows that are dropped as malformed: these are listed with the malformed records.
+        drop: int16 [rows]: -1 for a row that stays, else an index into the stage's `reasons`.
+        counts: What was changed, by kind, over the rows that stay: `{"email": 3}`.
+        problems: Of rows dropped as malformed: the message under which they are listed.
     """
 
     batch: pa.RecordBatch
@@ -53,7 +50,7 @@ class Verdict:
 
 
 def first_failing(*failed: NDArray[np.bool_]) -> NDArray[np.int16]:
-    """int16 [rows]: the first of the rules that fails in each row, or -1; the `drop` of a Verdict."""
+    """int16 [rows]: the first of the rules that fails in each row, or -1: the `drop` of a StageResult."""
     stacked = np.stack(failed)
     return np.where(stacked.any(0), stacked.argmax(0), -1).astype(np.int16)
 
@@ -61,7 +58,7 @@ def first_failing(*failed: NDArray[np.bool_]) -> NDArray[np.int16]:
 class Stage(Protocol):
     """A pure function from batch to batch. Frozen, hashable and picklable: models are loaded where `apply` runs.
 
-    Without more, a subclass drops nothing and reads no files.
+    By default a subclass drops nothing and reads no files.
     """
 
     def __post_init__(self) -> None:
@@ -70,8 +67,8 @@ class Stage(Protocol):
 
     name: ClassVar[str]
     """Its table in a recipe, and its name in the report: `gopher_quality`."""
-    version: ClassVar[int]
-    """Raised when the same batch would give another verdict, so that old results are not taken up."""
+    version: ClassVar[int | str]
+    """Changed when the same batch would give another result, so that old results are not used."""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -82,15 +79,12 @@ class Stage(Protocol):
         """Files (models, lists) that it reads: their contents are part of what the result depends on."""
         return ()
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
-        """Its verdict on a batch; rows do not influence each other, so that batches may be cut anywhere."""
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
+        """The result for a batch. Rows do not influence each other, as batches may be cut anywhere."""
 
 
-def portable(stage: Stage) -> Stage:
-    """The stage with the names of its files in place of their paths: what a result depends on besides their contents.
-
-    For looking at, not for use.
-    """
+def without_paths(stage: Stage) -> Stage:
+    """The stage with the names of its files in place of their paths, for hashing and display."""
     paths = [PurePath(path) for path in stage.files()]
 
     def named(value: Any) -> Any:
@@ -100,10 +94,10 @@ def portable(stage: Stage) -> Stage:
             return PurePath(value).name
         return value
 
-    made = copy.copy(stage)
-    for field_of in fields(stage):  # type: ignore[arg-type]  # stages are dataclasses
-        object.__setattr__(made, field_of.name, named(getattr(stage, field_of.name)))
-    return made
+    copied = copy.copy(stage)
+    for item in fields(stage):  # type: ignore[arg-type]  # stages are dataclasses
+        object.__setattr__(copied, item.name, named(getattr(stage, item.name)))
+    return copied
 
 
 def keep_all(rows: int) -> NDArray[np.int16]:
@@ -119,14 +113,14 @@ def replace_column(batch: pa.RecordBatch, name: str, column: pa.Array) -> pa.Rec
 
 
 def part_batches(path: str, columns: Iterable[str] = ()) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The batches that a task wrote (all columns, or of these those that are there), each with the row of its first."""
+    """The batches of a task's Arrow file, each with the number of its first row; with `columns`, only these."""
     try:
         with pa.OSFile(path, "rb") as source:
             reader = pa.ipc.open_file(source)
             if columns:
-                wanted = sorted(reader.schema.names.index(name) for name in columns if name in reader.schema.names)
+                indices = sorted(reader.schema.names.index(name) for name in columns if name in reader.schema.names)
                 source.seek(0)
-                reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=wanted))
+                reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=indices))
             start = 0
             for number in range(reader.num_record_batches):
                 batch = reader.get_batch(number)
@@ -141,19 +135,19 @@ def part_batches(path: str, columns: Iterable[str] = ()) -> Iterator[tuple[int, 
 def text_buffers(column: pa.LargeStringArray) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     """The offsets int64 [rows + 1] into the UTF-8 bytes uint8 [*] of a text column without nulls, without a copy.
 
-    Row i is `data[offsets[i]:offsets[i + 1]]`, also if the column is a slice of another. Neither can be written: numba
-    compiles a function anew for arrays that can, and columns come as both.
+    Row i is `data[offsets[i]:offsets[i + 1]]`, also in a slice of a column. Both are read-only: numba would compile a
+    second version of each function for arrays that are not.
     """
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     if not pa.types.is_large_string(column.type):
         column = column.cast(pa.large_string())
     assert column.null_count == 0
-    _, offsets, data = column.buffers()
-    rows = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
-    found = np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)
-    rows.flags.writeable = found.flags.writeable = False
-    return rows, found
+    _, offset_buffer, data_buffer = column.buffers()
+    offsets = np.frombuffer(offset_buffer, np.int64)[column.offset : column.offset + len(column) + 1]
+    data = np.frombuffer(data_buffer, np.uint8) if data_buffer is not None else np.zeros(0, np.uint8)
+    offsets.flags.writeable = data.flags.writeable = False
+    return offsets, data
 
 
 def text_column(offsets: NDArray[np.int64], data: NDArray[np.uint8]) -> pa.LargeStringArray:

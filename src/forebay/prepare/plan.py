@@ -1,56 +1,48 @@
-"""What a preparation would do, before anything is read but the first bytes of each file (and a table's footer).
+"""What a preparation would do, from the first bytes of each file: inputs, tasks, stages."""
 
-Hides: how a sample is taken: some of the pieces, spread evenly, and of those as many documents as make it exact.
-"""
-
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forebay.formats.inputs import InputSplit
+from forebay.prepare.engines.local import cores
 from forebay.prepare.inputs import find_inputs, split_files
 from forebay.prepare.recipe import Recipe
 from forebay.storage.listing import Skipped, count_reasons, describe_skipped
 from forebay.units import format_bytes
 
 
-def cores() -> int:
-    """How many processes this one may keep busy."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def sampled(pieces: list[InputSplit], fraction: float) -> tuple[list[InputSplit], float]:
-    """About that share of the pieces, spread evenly, and the share of their documents that makes it exact."""
-    if fraction >= 1 or not pieces:
-        return pieces, 1.0
-    count = min(len(pieces), max(1, round(len(pieces) * fraction + 0.5)))
-    chosen = [pieces[index * len(pieces) // count] for index in range(count)]
-    return chosen, min(1.0, fraction * len(pieces) / count)
+def sampled(splits: list[InputSplit], fraction: float) -> tuple[list[InputSplit], float]:
+    """About that share of the splits, spread evenly, and the share of their documents that makes it exact."""
+    if fraction >= 1 or not splits:
+        return splits, 1.0
+    count = min(len(splits), max(1, round(len(splits) * fraction + 0.5)))
+    chosen = [splits[index * len(splits) // count] for index in range(count)]
+    return chosen, min(1.0, fraction * len(splits) / count)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `prepare` would do, before anything is read but the first bytes of each file."""
+    """What `prepare_dataset` would do."""
 
     inputs: dict[str, tuple[int, int]]
     skipped: tuple[Skipped, ...]
-    pieces: int
+    splits: int
     sample: float
     recipe: Recipe
     workers: int
 
     @property
     def bytes(self) -> int:
-        """Bytes of input as they lie there."""
+        """Bytes of input, as they are stored."""
         return int(sum(size for _, size in self.inputs.values()) * self.sample)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "inputs": {name: {"files": files, "bytes": size} for name, (files, size) in self.inputs.items()},
             "skipped": count_reasons(self.skipped),
-            "tasks": self.pieces,
+            "tasks": self.splits,
             "bytes": self.bytes,
             "workers": self.workers,
             "recipe": self.recipe.to_json(),
@@ -63,20 +55,19 @@ class Plan:
             lines.append(f"  {name:<14} {files:>8,} files  {format_bytes(size):>10}")
         lines += [f"  {line}" for line in describe_skipped(self.skipped)]
         share = f", a sample of {recipe.sample:.3g}" if recipe.sample < 1 else ""
-        lines.append(f"  {format_bytes(self.bytes)} in {self.pieces:,} tasks over {self.workers} processes{share}")
+        lines.append(f"  {format_bytes(self.bytes)} in {self.splits:,} tasks over {self.workers} processes{share}")
         for name, settings in recipe.to_json()["stages"]:
             shown = ", ".join(f"{k}={v!r}" for k, v in settings.items())
             lines.append(f"{name}\n  {shown if len(shown) < 300 else shown[:299] + '…'}")
         dedup = recipe.dedup
         if dedup.active:
-            kinds = [kind for kind in ("exact", "paragraphs", "lines", "minhash") if getattr(dedup, kind)]
-            lines.append(f"dedup\n  {', '.join(kinds)}; keeps the {dedup.keep}")
-        made = f"{recipe.slice.tokens:,} tokens" if recipe.slice.tokens else format_bytes(recipe.slice.bytes)
+            lines.append(f"dedup\n  {dedup.describe()}")
+        slice_size = f"{recipe.slice.tokens:,} tokens" if recipe.slice.tokens else format_bytes(recipe.slice.bytes)
         shuffled = (
             f", shuffled with seed {recipe.slice.seed}" if recipe.slice.shuffle else ", in the order of the input"
         )
         lines.append(f"tokenize\n  {recipe.tokenize.tokenizer or 'no tokenizer given'}")
-        lines.append(f"slice\n  {made} each{shuffled}")
+        lines.append(f"slice\n  {slice_size} each{shuffled}")
         for name, fraction in recipe.subsets.fractions:
             lines.append(f"  subset {name}: {fraction:.3%} of the documents")
         return "\n".join(lines)
@@ -85,11 +76,11 @@ class Plan:
 def plan(
     inputs: Sequence[str | Path], recipe: Recipe, *, workers: int | None = None, follow_links: bool = False
 ) -> Plan:
-    """What `prepare` would run, on how much."""
-    found = find_inputs(inputs or recipe.inputs, recipe.read, follow_links=follow_links)
-    pieces, _ = sampled(split_files(found.files, recipe.read), recipe.sample)
+    """The plan of `prepare_dataset` with these arguments."""
+    sources = find_inputs(inputs or recipe.inputs, recipe.read, follow_links=follow_links)
+    splits, _ = sampled(split_files(sources.files, recipe.read), recipe.sample)
     by_format: dict[str, tuple[int, int]] = {}
-    for source in found.files:
+    for source in sources.files:
         files, size = by_format.get(source.format, (0, 0))
         by_format[source.format] = files + 1, size + source.bytes
-    return Plan(by_format, found.skipped, len(pieces), recipe.sample, recipe, workers or cores())
+    return Plan(by_format, sources.skipped, len(splits), recipe.sample, recipe, workers or cores())

@@ -1,7 +1,4 @@
-"""Settings that fit their types: the fields of frozen dataclasses, checked when one is made, by pydantic.
-
-Hides: pydantic, and its words for what is wrong. A field's annotation is all that is said of its range.
-"""
+"""Settings that fit their types: the fields of frozen dataclasses, checked by pydantic when one is created."""
 
 import dataclasses
 import json
@@ -52,7 +49,7 @@ def fit(kind: Any, value: Any, name: str) -> Any:
     try:  # As JSON, whose lists may be tuples.
         return _adapter(kind).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
-        wrong = [one for one in error.errors() if one["type"] != "too_short"] or error.errors()
+        wrong = [item for item in error.errors() if item["type"] != "too_short"] or error.errors()
         expected = " or ".join(dict.fromkeys(map(_expected, wrong)))
         raise UsageError(f"{name}: expected {expected}, got {wrong[0]['input']!r}") from error
 
@@ -83,14 +80,14 @@ def check_fields(settings: Any) -> None:
     Defaults, and objects that no file can hold (a stage of one's own may have such), are taken as they are.
     """
     cls: Any = type(settings)
-    for one in dataclasses.fields(cls):
-        value = getattr(settings, one.name)
-        if value is one.default or not one.init:
+    for item in dataclasses.fields(cls):
+        value = getattr(settings, item.name)
+        if value is item.default or not item.init:
             continue
         try:
             json.dumps(value)
         except TypeError:
             continue
-        fitted = fit(field_types(cls)[one.name], value, one.name)
+        fitted = fit(field_types(cls)[item.name], value, item.name)
         if isinstance(fitted, tuple):
-            object.__setattr__(settings, one.name, fitted)
+            object.__setattr__(settings, item.name, fitted)

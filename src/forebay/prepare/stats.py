@@ -1,7 +1,7 @@
-"""What became of the documents: counts by stage and reason, distributions, samples of what was dropped.
+"""Statistics of a preparation: counts by stage and reason, distributions, samples of what was dropped.
 
-Hides: how tallies of tasks add up. A tally is bounded whatever it counts, and adding is independent of the order of the
-tasks, so that the report is the same for any number of processes.
+Bounded whatever is counted. Adding is independent of the order of the tasks, so that the report is the same for any
+number of processes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from forebay.prepare.documents import Verdict, text_buffers
+from forebay.prepare.documents import StageResult, text_buffers
 
 SAMPLES = 5
-"""Samples kept of each stage and reason, and of what is kept."""
+"""Samples of each stage and reason, and of what is kept."""
 SAMPLE_CHARACTERS = 600
 
 LENGTH, PERPLEXITY, CLUSTER = "length (UTF-8 bytes)", "perplexity", "duplicate cluster size"
@@ -31,6 +31,8 @@ EDGES: dict[str, NDArray[Any]] = {
 }
 
 Keys = NDArray[np.uint64]
+Position = Callable[[int], str]
+"""Describes where the document of a row is."""
 
 
 @dataclass
@@ -63,8 +65,8 @@ class Sample:
     text: str
 
 
-class Tally:
-    """Counts of one task, or the sum of many."""
+class StageStats:
+    """Statistics of one task, or the sum of many."""
 
     def __init__(self) -> None:
         self.funnel: dict[str, StageCount] = {}
@@ -73,78 +75,71 @@ class Tally:
         self.samples: dict[tuple[str, str], list[Sample]] = {}
 
     def stage(self, name: str) -> StageCount:
-        """The count of a stage, made when first asked for: the funnel is in that order."""
+        """The count of a stage. The funnel is in the order of the first calls."""
         return self.funnel.setdefault(name, StageCount())
 
-    def see(self, side: str, batch: pa.RecordBatch) -> None:
-        """Take the distributions of a batch; `side` is `read` or `kept`."""
+    def add_batch(self, side: str, batch: pa.RecordBatch) -> None:
+        """Add a batch to the distributions; `side` is `read` or `kept`."""
         names = batch.schema.names
         if "text_bytes" in names:
-            self.observe(LENGTH, side, batch.column("text_bytes").to_numpy())
+            self.add_values(LENGTH, side, batch.column("text_bytes").to_numpy())
         if "perplexity" in names:
-            self.observe(PERPLEXITY, side, batch.column("perplexity").to_numpy(zero_copy_only=False))
+            self.add_values(PERPLEXITY, side, batch.column("perplexity").to_numpy(zero_copy_only=False))
         if "language" in names:
             for row in pc.value_counts(batch.column("language")).to_pylist():
                 self.languages[row["values"] or "unknown"][side] += row["counts"]
 
-    def observe(self, name: str, side: str, values: ArrayLike, times: int = 1) -> None:
-        """Add values, each so many times, to the histogram of that name."""
-        edges = EDGES[name]  # What lies beyond them is counted in the first and last bin.
+    def add_values(self, name: str, side: str, values: ArrayLike, times: int = 1) -> None:
+        """Add values, each so many times, to a histogram; values beyond its edges go to the first and last bin."""
+        edges = EDGES[name]
         counts, _ = np.histogram(np.clip(np.asarray(values, np.float64), edges[0], edges[-1]), bins=edges)
         self._histogram(name, side)[:] += counts * times
 
     def _histogram(self, name: str, side: str) -> NDArray[np.int64]:
-        sides = self.histograms.setdefault(name, {})
-        if side not in sides:
-            sides[side] = np.zeros(len(EDGES[name]) - 1, np.int64)
-        return sides[side]
+        return self.histograms.setdefault(name, {}).setdefault(side, np.zeros(len(EDGES[name]) - 1, np.int64))
 
-    def judge(
+    def add_result(
         self,
         stage: str,
         reasons: tuple[str, ...],
         before: pa.RecordBatch,
-        verdict: Verdict,
+        result: StageResult,
         keys: Keys,
-        where: Where,
-        alive: NDArray[np.bool_] | None = None,
+        position: Position,
+        alive: NDArray[np.bool_],
     ) -> None:
-        """Count a stage's verdict on a batch, and keep samples of what it drops as it was before.
+        """Count a stage's result on a batch, and keep samples of what it drops, as it was `before`.
 
-        Rows that are not `alive` were dropped by an earlier stage, and do not count.
+        Rows that are not `alive` were dropped by an earlier stage and do not count.
         """
         count = self.stage(stage)
-        seen = np.ones(before.num_rows, bool) if alive is None else alive
-        dropped = (verdict.drop >= 0) & seen
-        sizes_in, sizes_out = text_bytes(before), text_bytes(verdict.batch)
-        count.documents_in += int(seen.sum())
-        count.documents_out += int(seen.sum() - dropped.sum())
-        count.bytes_in += int(sizes_in[seen].sum())
-        count.bytes_out += int(sizes_out[seen & ~dropped].sum())
-        count.changed.update({kind: int(n) for kind, n in verdict.counts.items()})
-        if not dropped.any():
-            return
-        per_reason = np.bincount(verdict.drop[dropped], minlength=len(reasons))
-        for index in np.flatnonzero(per_reason).tolist():
-            count.dropped[reasons[index]] += int(per_reason[index])
-            rows = np.flatnonzero(dropped & (verdict.drop == index))
-            self.sample(stage, reasons[index], before, rows, keys, where)
+        dropped = (result.drop >= 0) & alive
+        sizes_in, sizes_out = text_bytes(before), text_bytes(result.batch)
+        count.documents_in += int(alive.sum())
+        count.documents_out += int(alive.sum() - dropped.sum())
+        count.bytes_in += int(sizes_in[alive].sum())
+        count.bytes_out += int(sizes_out[alive & ~dropped].sum())
+        count.changed.update({kind: int(n) for kind, n in result.counts.items()})
+        for index in np.unique(result.drop[dropped]).tolist():
+            rows = np.flatnonzero(dropped & (result.drop == index))
+            count.dropped[reasons[index]] += len(rows)
+            self.add_samples(stage, reasons[index], before, rows, keys, position)
 
-    def sample(
-        self, stage: str, reason: str, batch: pa.RecordBatch, rows: NDArray[np.intp], keys: Keys, where: Where
+    def add_samples(
+        self, stage: str, reason: str, batch: pa.RecordBatch, rows: NDArray[np.intp], keys: Keys, position: Position
     ) -> None:
         """Keep the rows with the smallest keys as samples."""
-        held = self.samples.setdefault((stage, reason), [])
+        samples = self.samples.setdefault((stage, reason), [])
         for row in rows[np.argsort(keys[rows], kind="stable")[:SAMPLES]].tolist():
             key = int(keys[row])
-            if len(held) >= SAMPLES and key >= held[-1].key:
+            if len(samples) >= SAMPLES and key >= samples[-1].key:
                 break
             text = batch.column("text")[row].as_py()[:SAMPLE_CHARACTERS]
-            held.append(Sample(key, where(row), batch.column("url")[row].as_py(), text))
-            held.sort()
-            del held[SAMPLES:]
+            samples.append(Sample(key, position(row), batch.column("url")[row].as_py(), text))
+            samples.sort()
+            del samples[SAMPLES:]
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: StageStats) -> None:
         for name, count in other.funnel.items():
             self.stage(name).add(count)
         for name, sides in other.histograms.items():
@@ -160,7 +155,7 @@ class Tally:
         return dict(sorted(sum((count.dropped for count in self.funnel.values()), Counter[str]()).items()))
 
     def to_json(self) -> dict[str, Any]:
-        """For a task's result; `from_json` takes it back."""
+        """For a task's result; `from_json` reads it."""
         return {
             "funnel": {name: vars(count) for name, count in self.funnel.items()},
             "histograms": {n: {s: c.tolist() for s, c in sides.items()} for n, sides in self.histograms.items()},
@@ -169,20 +164,17 @@ class Tally:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Tally:
-        tally = cls()
+    def from_json(cls, data: Mapping[str, Any]) -> StageStats:
+        stats = cls()
         for name, count in data["funnel"].items():
             counters = {key: Counter(count[key]) for key in ("dropped", "changed")}
-            tally.funnel[name] = StageCount(**{**count, **counters})
-        tally.histograms = {
+            stats.funnel[name] = StageCount(**{**count, **counters})
+        stats.histograms = {
             n: {s: np.array(c, np.int64) for s, c in sides.items()} for n, sides in data["histograms"].items()
         }
-        tally.languages.update({language: Counter(sides) for language, sides in data["languages"].items()})
-        tally.samples = {(stage, reason): [Sample(**s) for s in held] for stage, reason, held in data["samples"]}
-        return tally
-
-
-Where = Callable[[int], str]
+        stats.languages.update({language: Counter(sides) for language, sides in data["languages"].items()})
+        stats.samples = {(stage, reason): [Sample(**s) for s in rows] for stage, reason, rows in data["samples"]}
+        return stats
 
 
 def text_bytes(batch: pa.RecordBatch) -> NDArray[np.int64]:
@@ -190,8 +182,17 @@ def text_bytes(batch: pa.RecordBatch) -> NDArray[np.int64]:
     return np.diff(text_buffers(batch.column("text"))[0])
 
 
+def mix64(values: NDArray[np.uint64], seed: np.uint64) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser over seed + values. Source: Steele, Lea, Flood 2014."""
+    with np.errstate(over="ignore"):
+        z = (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + seed
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return np.asarray(z ^ (z >> np.uint64(31)))
+
+
 def percentile_threshold(counts: NDArray[np.int64], percentile: float) -> float:
-    """The edge of the perplexity histogram below which at least `percentile` per cent of the documents lie."""
+    """The edge of the perplexity histogram below which at least `percentile` per cent of the documents are."""
     edges = EDGES[PERPLEXITY]
     total = int(counts.sum())
     if percentile <= 0 or not total:

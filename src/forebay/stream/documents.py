@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from forebay.errors import DatasetError
 from forebay.formats.records import Record
-from forebay.prepare.tokens.coders import Coder, make_coder
-from forebay.prepare.tokens.tokenizers import TokenizerFile
+from forebay.prepare.tokenize.encoders import Encoder, make_encoder
+from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.stream.buffer import ShuffleBuffer
 from forebay.stream.records import Reading
 
@@ -109,13 +109,13 @@ class TextEncoder:
 
     def __init__(self, tokenizer: TokenizerFile) -> None:
         self._tokenizer = tokenizer
-        self._coder: Coder | None = None
+        self._coder: Encoder | None = None
         self.next_bytes = FIRST_BYTES  # How much text to bring next.
 
     def encode(self, texts: list[bytes], counts: dict[str, int]) -> NDArray[Any]:
         """The tokens, in the tokenizer's type [T]; `counts` grows by what they were."""
         if self._coder is None:
-            self._coder = make_coder(self._tokenizer.data, self._tokenizer.kind)
+            self._coder = make_encoder(self._tokenizer.data, self._tokenizer.kind)
         self.next_bytes = min(2 * self.next_bytes, MOST_BYTES)
         dtype = self._tokenizer.numpy_dtype
         before, after = (

@@ -27,7 +27,7 @@ from forebay.load.background import run_ahead
 from forebay.load.batch import IGNORE_INDEX, Batch
 from forebay.order.bijection import derive_key
 from forebay.order.step_index import check_integer
-from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer
+from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.stream.buffer import ShuffleBuffer
 from forebay.stream.documents import Documents, Malformed, Tally, TextEncoder
 from forebay.stream.hub import HUB, records_of

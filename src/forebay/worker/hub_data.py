@@ -18,7 +18,7 @@ from urllib.parse import quote
 from forebay.errors import DownloadError, MissingPackageError, StateError, UsageError
 from forebay.load.batch import Batch
 from forebay.order.step_index import check_integer
-from forebay.prepare.tokens.tokenizers import TokenizerFile, load_tokenizer
+from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.storage.hub_copies import HubCopy, download_hub
 from forebay.storage.hub_splits import PREFIX, find_split, parse_url
 from forebay.stream.moments import Moment

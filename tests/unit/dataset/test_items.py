@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forebay import prepare_dataset
 from forebay.cli import main
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_rows_slice
 from forebay.errors import UsageError
-from forebay.prepare import prepare
 
 TEXTS = ["The mill stands by the river.", "A race feeds <b>the</b> wheel.", "Grain goes in, flour comes out."] * 150
 
@@ -23,7 +23,9 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("items")
     lines = (json.dumps({"id": f"d{i}", "text": f"{i}: {text}"}) + "\n" for i, text in enumerate(TEXTS))
     (folder / "in.jsonl").write_text("".join(lines))
-    prepare([folder / "in.jsonl"], folder / "out", tokenizer="bytes", slice_bytes=4096, document_ids=True, workers=1)
+    prepare_dataset(
+        [folder / "in.jsonl"], folder / "out", tokenizer="bytes", slice_bytes=4096, document_ids=True, workers=1
+    )
     return folder / "out"
 
 

@@ -24,7 +24,7 @@ class Old:
 @dataclass(frozen=True)
 class New(Old):
     documents: int = 0
-    kept: int = 0
+    documents_kept: int = 0
     bytes: int = 0
 
 

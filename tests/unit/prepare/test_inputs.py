@@ -15,16 +15,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from forebay import prepare_dataset
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError, UsageError
 from forebay.formats import text as lines
-from forebay.prepare import load_recipe, prepare
-from forebay.prepare.pipeline import texts_of
+from forebay.prepare import load_recipe
 from forebay.prepare.plan import plan
 from forebay.prepare.report import load_report
-from forebay.prepare.text import TextTask
-from forebay.prepare.tokens.encode import EncodeTask
+from forebay.prepare.tasks.encode import EncodeTask
+from forebay.prepare.tasks.text import TextTask
 
 
 def everyday(folder: Path) -> Path:
@@ -49,7 +49,7 @@ def skipped(out: Path) -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize("to", ["dataset", "text"])
 def test_a_bad_file_is_set_aside(tmp_path: Path, to: str) -> None:
     folder, out, said = everyday(tmp_path / "in"), tmp_path / "out", list[str]()
-    summary = prepare([folder], out, tokenizer="bytes", to=to, workers=1, on_trouble=said.append)
+    summary = prepare_dataset([folder], out, tokenizer="bytes", to=to, workers=1, on_message=said.append)
     assert (summary.documents_out, summary.documents_in) == (62, 64)
     assert skipped(out) == {
         "locked": ("skipped", "a link that leads out of "),
@@ -62,7 +62,7 @@ def test_a_bad_file_is_set_aside(tmp_path: Path, to: str) -> None:
     report = load_report(out)
     assert report["skipped"] == summary.skipped and len(report["skipped_files"]) == 4
     assert "labels.parquet" in (out / "report.html").read_text("utf-8").partition("<script")[0]
-    assert prepare([folder], out, tokenizer="bytes", to=to, workers=1).skipped == summary.skipped
+    assert prepare_dataset([folder], out, tokenizer="bytes", to=to, workers=1).skipped == summary.skipped
     if to == "dataset":
         assert not open_dataset(out).verify().extra
 
@@ -72,21 +72,21 @@ def test_failed_files_count_against_the_error_rate(tmp_path: Path) -> None:
     with pytest.raises(
         PrepareError, match=r"expected at most 2\.0% malformed documents, got 2 of 64: .*request record"
     ):
-        prepare([folder], tmp_path / "out", tokenizer="bytes", workers=1, max_bad_fraction=0.02)
+        prepare_dataset([folder], tmp_path / "out", tokenizer="bytes", workers=1, settings={"max_bad": 0.02})
     assert len(skipped(tmp_path / "out")) == 4 and load_report(tmp_path / "out")["totals"]["malformed"] == 2
 
 
 def test_strict_stops_at_what_would_be_left_out(tmp_path: Path) -> None:
     folder = everyday(tmp_path / "in")
     with pytest.raises(PrepareError, match=r"prepare --strict: expected to read all inputs, got 2 .*locked: a link"):
-        prepare([folder], tmp_path / "out", tokenizer="bytes", workers=1, strict=True)
+        prepare_dataset([folder], tmp_path / "out", tokenizer="bytes", workers=1, strict=True)
     for name in ("locked", "logo.png"):
         (folder / name).unlink()
     with pytest.raises(PrepareError, match=r"prepare --strict: .* got 2 .*labels\.parquet: expected a text column"):
-        prepare([folder], tmp_path / "out", tokenizer="bytes", workers=1, strict=True)
+        prepare_dataset([folder], tmp_path / "out", tokenizer="bytes", workers=1, strict=True)
     for name in ("crawl.warc", "labels.parquet"):
         (folder / name).unlink()
-    assert prepare([folder], tmp_path / "out", tokenizer="bytes", workers=1, strict=True).skipped == {}
+    assert prepare_dataset([folder], tmp_path / "out", tokenizer="bytes", workers=1, strict=True).skipped == {}
     assert not (tmp_path / "out/skipped.jsonl").exists()
 
 
@@ -95,9 +95,12 @@ def test_links_are_followed_if_asked(tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("elsewhere")
     (tmp_path / "in/a.txt").write_text("here")
     (tmp_path / "in/b.txt").symlink_to(tmp_path / "secret.txt")
-    assert prepare([tmp_path / "in"], tmp_path / "x", tokenizer="bytes", workers=1).documents_out == 1
+    assert prepare_dataset([tmp_path / "in"], tmp_path / "x", tokenizer="bytes", workers=1).documents_out == 1
     assert (
-        prepare([tmp_path / "in"], tmp_path / "y", tokenizer="bytes", workers=1, follow_links=True).documents_out == 2
+        prepare_dataset(
+            [tmp_path / "in"], tmp_path / "y", tokenizer="bytes", workers=1, follow_links=True
+        ).documents_out
+        == 2
     )
 
 
@@ -106,13 +109,13 @@ def test_when_all_is_dropped_the_report_says_why(tmp_path: Path) -> None:
     recipe = load_recipe(settings={"length": {"min_chars": 100}})
     for to in ("dataset", "text"):
         with pytest.raises(PrepareError, match=r"got none: 2 read, dropped by length \((\w+) 2\)\. See .*report\.html"):
-            prepare([tmp_path / "a.jsonl"], tmp_path / to, recipe=recipe, tokenizer="bytes", to=to, workers=1)
+            prepare_dataset([tmp_path / "a.jsonl"], tmp_path / to, recipe=recipe, tokenizer="bytes", to=to, workers=1)
         report = load_report(tmp_path / to)
         assert report["totals"]["documents_in"] == 2 and report["funnel"][1]["documents_out"] == 0
         assert len(report["samples"]) == 2
     (tmp_path / "b.csv").write_text("label\n1\n")
     with pytest.raises(PrepareError, match="expected a column 'text', got columns label"):
-        prepare([tmp_path / "b.csv"], tmp_path / "none", tokenizer="bytes", workers=1)
+        prepare_dataset([tmp_path / "b.csv"], tmp_path / "none", tokenizer="bytes", workers=1)
     assert skipped(tmp_path / "none")["b.csv"][0] == "failed" and load_report(tmp_path / "none")["skipped"]
 
 
@@ -125,7 +128,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(path.name)
         return hash_file(path)
 
-    for module in ("text", "inputs", "pipeline"):
+    for module in ("tasks.keys", "inputs", "driver"):
         monkeypatch.setattr(f"forebay.prepare.{module}.hash_file", counting, raising=False)
     monkeypatch.setattr(lines, "SPLIT_BYTES", 500)
     return names
@@ -144,17 +147,17 @@ def test_each_file_is_hashed_once_and_by_the_task_that_reads_it(
     tmp_path: Path, corpus: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_recipe(settings={"slice": {"shuffle": True}})
-    assert plan([corpus], recipe).pieces > 10 and len(list(texts_of([corpus], recipe))) == 100 and not hashed
+    assert plan([corpus], recipe).splits > 10 and not hashed
     stopped = tmp_path / "d"
     with pytest.raises(KeyboardInterrupt):
-        prepare([corpus], stopped, recipe=recipe, tokenizer="bytes", workers=1, on_progress=_stop_at("encode"))
+        prepare_dataset([corpus], stopped, recipe=recipe, tokenizer="bytes", workers=1, on_progress=_stop_at("encode"))
     assert sorted(hashed) == ["a.jsonl", "b.jsonl"]
-    summary = prepare([corpus], stopped, recipe=recipe, tokenizer="bytes", workers=1)
-    assert prepare([corpus], stopped, recipe=recipe, tokenizer="bytes", workers=1).already_there
+    summary = prepare_dataset([corpus], stopped, recipe=recipe, tokenizer="bytes", workers=1)
+    assert prepare_dataset([corpus], stopped, recipe=recipe, tokenizer="bytes", workers=1).already_exists
     assert sorted(hashed) == ["a.jsonl", "b.jsonl"]
     inputs = open_dataset(stopped).manifest.lineage["inputs"]
     assert [one["sha256"] for one in inputs] == [hash_file(corpus / name) for name in ("a.jsonl", "b.jsonl")]
-    assert prepare([corpus], tmp_path / "whole/d", recipe=recipe, tokenizer="bytes", workers=1).id == summary.id
+    assert prepare_dataset([corpus], tmp_path / "whole/d", recipe=recipe, tokenizer="bytes", workers=1).id == summary.id
 
 
 def _stop_at(stage: str) -> Callable[[Any], None]:
@@ -169,10 +172,10 @@ def _stop_at(stage: str) -> Callable[[Any], None]:
 def test_the_same_content_is_the_same_dataset(tmp_path: Path, corpus: Path, settings: dict[str, Any]) -> None:
     """Wherever it lies, whenever it was written, whatever an earlier run left."""
     recipe = load_recipe(settings=settings)
-    first = prepare([corpus], tmp_path / "one", recipe=recipe, tokenizer="bytes", name="d", workers=1)
+    first = prepare_dataset([corpus], tmp_path / "one", recipe=recipe, tokenizer="bytes", name="d", workers=1)
     shutil.copytree(corpus, tmp_path / "else/where/in")
     os.utime(tmp_path / "else/where/in/a.jsonl", (1, 1))
-    again = prepare(
+    again = prepare_dataset(
         [tmp_path / "else/where/in"], tmp_path / "two", recipe=recipe, tokenizer="bytes", name="d", workers=1
     )
     assert again.id == first.id
@@ -181,15 +184,15 @@ def test_the_same_content_is_the_same_dataset(tmp_path: Path, corpus: Path, sett
 
 def test_a_file_that_changed_between_runs_is_read_again(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        prepare([corpus], tmp_path / "d", tokenizer="bytes", workers=1, on_progress=_stop_at("encode"))
+        prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", workers=1, on_progress=_stop_at("encode"))
     data = (corpus / "a.jsonl").read_text()
     (corpus / "a.jsonl").write_text(data.replace("text a", "TEXT a"))
-    resumed = prepare([corpus], tmp_path / "d", tokenizer="bytes", workers=1)
-    fresh = prepare([corpus], tmp_path / "fresh", tokenizer="bytes", name="d", workers=1)
+    resumed = prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", workers=1)
+    fresh = prepare_dataset([corpus], tmp_path / "fresh", tokenizer="bytes", name="d", workers=1)
     assert resumed.id == fresh.id
     with pytest.raises(UsageError, match="which holds dataset"):
         (corpus / "a.jsonl").write_text(data)
-        prepare([corpus], tmp_path / "d", tokenizer="bytes", workers=1)
+        prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", workers=1)
 
 
 def test_a_task_is_named_once(monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path) -> None:
@@ -198,18 +201,18 @@ def test_a_task_is_named_once(monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp
     for kind in (TextTask, EncodeTask):
         plain = kind.name.func  # type: ignore[attr-defined]
         monkeypatch.setattr(kind.name, "func", lambda task, plain=plain: calls.append(task) or plain(task))
-    prepare([corpus], tmp_path / "d", tokenizer="bytes", workers=1)
+    prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", workers=1)
     assert len(calls) == len({id(task) for task in calls}) == 4
 
 
 def test_a_dataset_of_other_versions_is_kept_and_told(tmp_path: Path, corpus: Path) -> None:
-    first = prepare([corpus], tmp_path / "d", tokenizer="bytes", to="text", workers=1)
+    first = prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", to="text", workers=1)
     facts = json.loads((tmp_path / "d/text.json").read_bytes())
     facts["lineage"]["versions"]["pyarrow"] = "0.1"
     (tmp_path / "d/text.json").write_text(json.dumps(facts))
     said: list[str] = []
-    again = prepare([corpus], tmp_path / "d", tokenizer="bytes", to="text", workers=1, on_trouble=said.append)
-    assert again.already_there and again.documents_out == first.documents_out
+    again = prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", to="text", workers=1, on_message=said.append)
+    assert again.already_exists and again.documents_out == first.documents_out
     assert f"was made with other versions: pyarrow 0.1 (here: {pa.__version__})" in said[-1]
 
 
@@ -217,7 +220,7 @@ STAGE = """
 from dataclasses import dataclass
 from typing import ClassVar
 import numpy as np
-from forebay.prepare.documents import Verdict
+from forebay.prepare.documents import StageResult
 
 @dataclass(frozen=True)
 class Licensed:
@@ -228,7 +231,7 @@ class Licensed:
         return ()
     def apply(self, batch):
         wanted = [licence == "cc0" for licence in batch.column("meta.licence").to_pylist()]
-        return Verdict(batch, np.where(wanted, -1, 0).astype(np.int16))
+        return StageResult(batch, np.where(wanted, -1, 0).astype(np.int16))
 """
 
 
@@ -244,12 +247,12 @@ def test_fields_of_the_input_are_columns(tmp_path: Path, monkeypatch: pytest.Mon
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
     best = {"dedup": {"exact": True, "keep": "best", "score": "score"}}
-    prepare([path], tmp_path / "best", recipe=load_recipe(settings=best), tokenizer="bytes", workers=1,
-            keep_ids=tmp_path / "ids")  # fmt: skip
+    prepare_dataset([path], tmp_path / "best", recipe=load_recipe(settings=best), tokenizer="bytes", workers=1,
+            write_ids=tmp_path / "ids")  # fmt: skip
     assert (tmp_path / "ids").read_text() == "none9\n"
     columns = {"read": {"columns": {"meta.licence": "text", "score": "number"}}}
     recipe = load_recipe(settings=best | columns | {"licensed": {"use": "licensed_stage:Licensed"}}, allow_code=True)
-    prepare([path], tmp_path / "text", recipe=recipe, to="text", workers=1)
+    prepare_dataset([path], tmp_path / "text", recipe=recipe, to="text", workers=1)
     table = pq.read_table(tmp_path / "text/text/000000.parquet")
     assert table.select(["id", "score", "meta.licence"]).to_pylist() == [
         {"id": "cc03", "score": 3.0, "meta.licence": "cc0"}
@@ -259,9 +262,9 @@ def test_fields_of_the_input_are_columns(tmp_path: Path, monkeypatch: pytest.Mon
 def test_names_that_are_no_utf_8(tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xfcde.txt"))
     path.write_text("text")
-    prepare([path], tmp_path / "t", to="text", workers=1)
+    prepare_dataset([path], tmp_path / "t", to="text", workers=1)
     assert pq.read_table(tmp_path / "t/text")["id"].to_pylist() == [f"{tmp_path}/m\ufffdde.txt"]
-    prepare([path], tmp_path / "d", tokenizer="bytes", workers=1, document_ids=True)
+    prepare_dataset([path], tmp_path / "d", tokenizer="bytes", workers=1, document_ids=True)
     assert pq.read_table(tmp_path / "d/documents.parquet")["id"].to_pylist() == ["m?de.txt"]
 
 

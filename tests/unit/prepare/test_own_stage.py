@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from forebay import prepare_dataset
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare import load_recipe, prepare
+from forebay.prepare import load_recipe
 from forebay.prepare.report import load_report
 
 STAGE = """
@@ -18,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 import pyarrow as pa
 
-from forebay.prepare.documents import Verdict
+from forebay.prepare.documents import StageResult
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Shout:
     def apply(self, batch):
         texts = batch.column("text").to_pylist()
         marks = [-1 if 10 // self.least and sum(map(str.isupper, text)) >= self.least else 0 for text in texts]
-        return Verdict(batch, np.array(marks[: 100 - self.least], np.int16))
+        return StageResult(batch, np.array(marks[: 100 - self.least], np.int16))
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Characters:
         lengths = [len(text) for text in batch.column("text").to_pylist()]
         if "chars" in batch.schema.names:  # of this stage, run before
             assert batch.column("chars").to_pylist() == lengths
-            return Verdict(batch, np.full(batch.num_rows, -1, np.int16))
-        return Verdict(batch.append_column("chars", pa.array(lengths)), np.full(batch.num_rows, -1, np.int16))
+            return StageResult(batch, np.full(batch.num_rows, -1, np.int16))
+        return StageResult(batch.append_column("chars", pa.array(lengths)), np.full(batch.num_rows, -1, np.int16))
 """
 
 
@@ -67,7 +68,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_runs_as_any_other(source: Path) -> None:
     recipe = load_recipe(settings={"shout": {"use": "own_stage:Shout", "least": 2}}, allow_code=True)
     assert load_recipe(settings=recipe.to_tables(), allow_code=True) == recipe
-    summary = prepare([source], source.parent / "d", recipe=recipe, tokenizer="bytes", workers=1)
+    summary = prepare_dataset([source], source.parent / "d", recipe=recipe, tokenizer="bytes", workers=1)
     assert summary.dropped == {"quiet": 2} and summary.documents_out == 1
     funnel = load_report(source.parent / "d")["funnel"]
     assert [stage["stage"] for stage in funnel] == ["read", "shout", "tokenize"]
@@ -78,7 +79,7 @@ def test_a_column_of_characters_is_its_own_and_bytes_are_counted_as_bytes(source
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     use = {"use": "own_stage:Characters"}
     settings = {"first": use, "length": {"min_chars": 35}, "second": use, "dedup": {"exact": True}}
-    summary = prepare(
+    summary = prepare_dataset(
         [source],
         source.parent / "d",
         recipe=load_recipe(settings=settings, allow_code=True),
@@ -90,17 +91,17 @@ def test_a_column_of_characters_is_its_own_and_bytes_are_counted_as_bytes(source
     assert funnel["dedup"]["bytes_out"] == 80
 
 
-@pytest.mark.parametrize(("least", "message"), [(0, "ZeroDivisionError"), (98, "expected a verdict on each of 3")])
+@pytest.mark.parametrize(("least", "message"), [(0, "ZeroDivisionError"), (98, "expected a result for each of 3")])
 def test_its_failure_is_told(source: Path, least: int, message: str) -> None:
     recipe = load_recipe(settings={"shout": {"use": "own_stage:Shout", "least": least}}, allow_code=True)
     with pytest.raises(PrepareError, match=rf"a\.jsonl:1: stage shout.*{message}"):
-        prepare([source], source.parent / "d", recipe=recipe, tokenizer="bytes", workers=1)
+        prepare_dataset([source], source.parent / "d", recipe=recipe, tokenizer="bytes", workers=1)
 
 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("use = '..a:b'", "mine.use: expected module:Class"),
+        ("use = '..a:b'", "mine.use: expected module:Name"),
         ("use = 'os:getcwd'", "mine.use: expected the class of a stage, a dataclass"),
         ("use = 'json:JSONDecoder'", "mine.use: expected the class of a stage, a dataclass"),
         ("use = 'broken_stage:A'", "mine.use: cannot import 'broken_stage:A': ZeroDivisionError"),

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from forebay.errors import PrepareError, UsageError
 from forebay.formats import inputs as read_base
 from forebay.formats.inputs import ReadOptions
-from forebay.formats.records import TURN_GIVEN, TURN_LEARNT, Record
+from forebay.formats.records import PROMPT_MARK, RESPONSE_MARK, Record
 from forebay.prepare.inputs import find_inputs, read_split, split_files
 
 DOCUMENTS = [("a", "First text."), ("b", "Zweiter Text, größer\nmit Zeile."), ("c", "")]
@@ -266,14 +266,14 @@ def test_numbers_and_absent_ids_and_dotted_keys(tmp_path: Path) -> None:
 
 def test_noncharacters_of_ours_are_taken_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(jsonl([("x", f"a{TURN_GIVEN}b{TURN_LEARNT}c")]))
-    (tmp_path / "b.txt").write_text(f"a{TURN_GIVEN}bc", encoding="utf-8")
+    path.write_bytes(jsonl([("x", f"a{PROMPT_MARK}b{RESPONSE_MARK}c")]))
+    (tmp_path / "b.txt").write_text(f"a{PROMPT_MARK}bc", encoding="utf-8")
     assert texts(tmp_path) == ["abc", "abc"]
 
 
 def test_conversations(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "Hi" + TURN_LEARNT}, {"role": "assistant", "content": "Ho"}]
-    wanted = f"{TURN_GIVEN}Hi{TURN_LEARNT}Ho"
+    turns = [{"role": "user", "content": "Hi" + RESPONSE_MARK}, {"role": "assistant", "content": "Ho"}]
+    wanted = f"{PROMPT_MARK}Hi{RESPONSE_MARK}Ho"
     (tmp_path / "a.jsonl").write_text(json.dumps({"m": turns}) + "\n" + json.dumps({"m": [{"role": 1}]}))
     assert texts(tmp_path / "a.jsonl", messages_key="m") == [wanted]
     assert problems(tmp_path / "a.jsonl", messages_key="m") == [

@@ -8,7 +8,7 @@ import pytest
 
 from forebay.errors import UsageError
 from forebay.prepare import load_recipe
-from forebay.prepare.recipe import describe, parse_setting, recipe_names
+from forebay.prepare.config import describe, parse_setting, recipe_names
 from forebay.units import parse_size
 
 

@@ -220,7 +220,7 @@ def test_hostile_text_is_only_text(tmp_path: Path) -> None:
     page = Page(written)
     assert page.open == [] and len(page.all("script")) == 2 and not page.all("img")
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", written)
-    assert "␀" in page.text and "⟨given⟩ question" in page.text
+    assert "␀" in page.text and "⟨prompt⟩ question" in page.text
     assert load_report(tmp_path) == report
     shown = render_text(report)
     assert "\x1b" not in shown and "\u202e" not in shown
@@ -301,7 +301,7 @@ def test_figures() -> None:
 def test_histograms() -> None:
     chart = page.histogram({"edges": [0, 1, 2, 3, 4], "read": [0, 4, 2, 0], "kept": [0, 1, 2, 0]})
     assert [bar[0] for bar in chart["bars"]] == ["read"] * 2 + ["kept"] * 2  # bins without documents are cut off
-    assert "kept 3, median about 2.25" in chart["told"] and [label for _, label in chart["ticks"]] == ["1", "2"]
+    assert "kept 3, median about 2.25" in chart["summary"] and [label for _, label in chart["ticks"]] == ["1", "2"]
     assert page.median([0, 10], [4]) == 5
     for data in ({}, {"edges": [1], "read": []}, {"edges": [1, 2], "read": [0]}, {"edges": [1, 2], "read": [1, 2]}):
         assert page.histogram(data) == {}

@@ -11,7 +11,8 @@ import pytest
 SCRIPT = """
 import contextlib, hashlib, os, pickle, sys
 from pathlib import Path
-from forebay.prepare import load_recipe, pipeline, prepare
+from forebay import prepare_dataset
+from forebay.prepare import driver as pipeline, load_recipe
 
 PROCESSES = 2
 
@@ -48,7 +49,7 @@ def made(folder, to):
         "name": "d", "dedup": {"exact": True, "minhash": True, "lines": True}, "subsets": {"validation": 0.2},
         "tokenize": {"tokenizer": "bytes"}, "slice": {"shuffle": to == "dataset", "bytes": 16384},
     })
-    prepare([source], folder, recipe=recipe, workers=1, to=to, document_ids=to == "dataset")
+    prepare_dataset([source], folder, recipe=recipe, workers=1, to=to, document_ids=to == "dataset")
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -58,7 +59,7 @@ source = home / "in.jsonl"
 LINE = '{"text": "line %d of words\\\\nanother line %d of some length"}\\n'
 source.write_text("".join(LINE % (i % 7, i) for i in range(3000)))
 once = made(home / "once", to)
-pipeline._engine = lambda *arguments: contextlib.nullcontext(Twice())
+pipeline.open_engine = lambda *arguments: contextlib.nullcontext(Twice())
 twice = made(home / "twice", to)
 assert once == twice and len(once) > 3, (once, twice)
 """

@@ -1,4 +1,1 @@
-"""The stages that clean text: `Unicode`, `Pii`, `Toxic`, `Boilerplate`.
-
-Hides: nothing; each is in its own file, and is imported from there so that a recipe pays for what it names.
-"""
+"""Stages that clean text: `Extract`, `Unicode`, `Pii`, `Toxic`, `Boilerplate`, each in a module of its own."""

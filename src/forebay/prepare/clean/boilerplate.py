@@ -1,8 +1,7 @@
-"""Lines that belong to the page and not to its text, taken out: notices, navigation, share buttons, menus.
+"""Removes the lines of a page that are not its text: notices, navigation, share buttons, menus.
 
-Hides: one compiled pass that looks at each line of up to `max_line_bytes` (see `phrases`) and at runs of short lines.
-The rules are for English pages whose markup is gone already, as WET files and careless extraction leave them; an
-extractor that sees the markup does better, and this then finds little.
+One compiled pass looks for phrases in each line of up to `max_line_bytes`, and for runs of short lines. The rules are
+for English pages without markup, as in WET files; an extractor that sees the markup does better.
 """
 
 import functools
@@ -20,30 +19,30 @@ from forebay.errors import UsageError
 from forebay.prepare.clean.phrases import Automaton, apart, build, word_table
 from forebay.prepare.clean.spans import splice
 from forebay.prepare.compiled import Bytes, Ints, jit
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers
+from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.settings import Count, Positive, check_fields
 
 _ENGLISH = resources.files("forebay.prepare.clean") / "english.txt"
-ANYWHERE, BEGINNING, WHOLE = 0, 1, 2
+ANYWHERE, BEGINNING, WHOLE_LINE = 0, 1, 2
 PHRASE, MENU = 0, 1
 KINDS = ("phrase_lines", "menu_lines")
 
 
 @jit()
-def _listed(data: Bytes, a: int, b: int, automaton: Automaton, where: Bytes, table: NDArray[np.bool_]) -> bool:
+def _listed(data, a, b, automaton, positions, table):  # type: ignore[no-untyped-def]
     """Whether the line `[a, b)`, without space around it, holds a phrase where that must stand."""
     state = 0
     for i in range(a, b):
         state = automaton.steps[state, automaton.columns[data[i]]]
-        at = state
-        while automaton.phrase[at] >= 0:
-            found = automaton.phrase[at]
-            first = i + 1 - automaton.lengths[found]
-            fits = where[found] == ANYWHERE or (first == a and (where[found] == BEGINNING or i + 1 == b))
+        pos = state
+        while automaton.phrase[pos] >= 0:
+            match = automaton.phrase[pos]
+            first = i + 1 - automaton.lengths[match]
+            fits = positions[match] == ANYWHERE or (first == a and (positions[match] == BEGINNING or i + 1 == b))
             if fits and apart(data, a, b, first, i + 1, table):
                 return True
-            at = automaton.shorter[at]
-            if at == 0:
+            pos = automaton.shorter[pos]
+            if pos == 0:
                 break
     return False
 
@@ -67,19 +66,7 @@ def _short(data: Bytes, a: int, b: int, max_words: int) -> bool:
 
 
 @jit()
-def _lines(
-    offsets: Ints,
-    data: Bytes,
-    automaton: Automaton,
-    where: Bytes,
-    table: NDArray[np.bool_],
-    limits: tuple[int, int, int],
-    starts: NDArray[Any],
-    stops: NDArray[Any],
-    kinds: NDArray[np.int8],
-    left: NDArray[np.bool_],
-    counts: Ints,
-) -> int:
+def _lines(offsets, data, automaton, positions, table, limits, starts, stops, kinds, has_text, counts):  # type: ignore[no-untyped-def]
     """Writes the lines to take out, for each row how many of each kind (int64 [rows, 2]), and whether any other is
     `left` that is not blank; returns how many lines."""
     max_line, min_run, max_words = limits
@@ -100,7 +87,7 @@ def _lines(
             if a == b:
                 continue
             kind, lines_left = -1, lines_left + 1
-            if b - a <= max_line and _listed(data, a, b, automaton, where, table):
+            if b - a <= max_line and _listed(data, a, b, automaton, positions, table):
                 kind = PHRASE
             elif min_run > 0 and _short(data, a, b, max_words):
                 kind = MENU
@@ -124,21 +111,21 @@ def _lines(
             n = _drop_menu(starts, stops, kinds, run_first, n)
         else:
             lines_left -= run_kept
-        left[row] = lines_left > 0
+        has_text[row] = lines_left > 0
         for k in range(row_first, n):
             counts[row, kinds[k]] += 1
     return n
 
 
 @jit()
-def _drop_menu(starts: NDArray[Any], stops: NDArray[Any], kinds: NDArray[np.int8], first: int, n: int) -> int:
+def _drop_menu(starts, stops, kinds, first, n):  # type: ignore[no-untyped-def]
     """Forgets the lines of a run that was too short from `first` on, but not those with a phrase; how many remain."""
-    at = first
+    pos = first
     for i in range(first, n):
         if kinds[i] == PHRASE:
-            starts[at], stops[at], kinds[at] = starts[i], stops[i], kinds[i]
-            at += 1
-    return at
+            starts[pos], stops[pos], kinds[pos] = starts[i], stops[i], kinds[i]
+            pos += 1
+    return pos
 
 
 @dataclass(frozen=True)
@@ -174,25 +161,25 @@ class Boilerplate(Stage):
     def files(self) -> tuple[str, ...]:
         return (self.patterns,) if self.patterns else ()
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         """The batch without those lines; counts `phrase_lines` and `menu_lines` of the documents kept."""
         column = batch.column("text")
         offsets, data = text_buffers(pc.ascii_lower(column))  # as long as it was
         real, _ = text_buffers(column)
         rows = int(np.count_nonzero(data[offsets[0] : offsets[-1]] == 10)) + len(batch)
-        place = np.int32 if offsets[-1] < 1 << 31 else np.int64  # a giant of very short lines has millions
-        starts, stops, kinds = np.empty(rows, place), np.empty(rows, place), np.empty(rows, np.int8)
-        left, counts = np.zeros(len(batch), bool), np.zeros((len(batch), len(KINDS)), np.int64)
-        automaton, where = _automaton(self.english, self.patterns)
+        index_type = np.int32 if offsets[-1] < 1 << 31 else np.int64  # a giant of very short lines has millions
+        starts, stops, kinds = np.empty(rows, index_type), np.empty(rows, index_type), np.empty(rows, np.int8)
+        has_text, counts = np.zeros(len(batch), bool), np.zeros((len(batch), len(KINDS)), np.int64)
+        automaton, positions = _automaton(self.english, self.patterns)
         limits = (self.max_line_bytes, self.menu_lines, self.menu_words)
-        n = _lines(offsets, data, automaton, where, word_table(), limits, starts, stops, kinds, left, counts)
+        n = _lines(offsets, data, automaton, positions, word_table(), limits, starts, stops, kinds, has_text, counts)
         drop = keep_all(len(batch))
-        drop[~left] = 0
+        drop[~has_text] = 0
         first, after = _spans(offsets, starts[:n], stops[:n])
         moved = real[0] - offsets[0]
         column = splice(column, first + moved, after + moved, (b"",), np.zeros(len(first), np.int64))
-        totals = dict(zip(KINDS, counts[left].sum(axis=0).tolist()))
-        return Verdict(
+        totals = dict(zip(KINDS, counts[has_text].sum(axis=0).tolist()))
+        return StageResult(
             replace_column(batch, "text", column), drop, {kind: count for kind, count in totals.items() if count}
         )
 
@@ -215,7 +202,7 @@ def _automaton(english: bool, patterns: str) -> tuple[Automaton, Bytes]:
         raise UsageError(f"patterns: expected UTF-8, got {error} ({patterns})") from error
     phrases: dict[str, int] = {}
     for line in lines:
-        rule = {"^": BEGINNING, "=": WHOLE}.get(line.strip()[:1], ANYWHERE)
+        rule = {"^": BEGINNING, "=": WHOLE_LINE}.get(line.strip()[:1], ANYWHERE)
         text = line.strip()[rule > 0 :].strip().encode().lower().decode()  # bytes.lower is ASCII's
         if text and not line.startswith("#"):
             phrases[text] = min(rule, phrases.get(text, rule))

@@ -1,9 +1,7 @@
-"""Many phrases found in one pass: an Aho-Corasick automaton as a table that compiled passes walk.
+"""Finds many phrases in one compiled pass: an Aho-Corasick automaton as a table, one step a byte whatever the text.
 
-Hides: the automaton. Bytes that no phrase has share one column, so that the table of 400 phrases is some 0.5 MB. One
-step a byte whatever the text, which `re` with its alternatives does not promise. Source: Aho and Corasick 1975.
-Word characters are letters, digits, `_` and combining marks (Python's `\\w` leaves the marks out, and so would cut the
-words of Indic scripts).
+Bytes that no phrase has share one column, so that the table of 400 phrases is some 0.5 MB. Word characters are letters,
+digits, `_` and combining marks, which Python's `\\w` leaves out. Source: Aho and Corasick 1975.
 """
 
 import functools

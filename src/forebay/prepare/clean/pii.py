@@ -1,8 +1,7 @@
-"""Personal data masked: e-mail, telephone, IP address, IBAN, payment card, keys and tokens.
+"""Masks personal data: e-mail, telephone, IP address, IBAN, payment card, keys and tokens.
 
-Hides: how they are found. What has a grammar of a few bytes (all but keys) is found by the compiled pass of `pii_scan`.
-Keys are found by google-re2, whose time is linear in any text, in the rows that hold one of their fixed beginnings.
-Chosen by measuring against `re`, re2 and hyperscan for everything: see `benchmarks/prepare/clean.py`.
+Keys are found by google-re2, in the rows that hold one of their fixed beginnings; all else by the compiled pass of
+`pii_scan`. Chosen by measuring `re`, re2 and hyperscan: `benchmarks/prepare/clean.py`.
 """
 
 import functools
@@ -32,7 +31,7 @@ from forebay.prepare.clean.pii_scan import (
 )
 from forebay.prepare.clean.spans import splice
 from forebay.prepare.compiled import Ints
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers
+from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.settings import check_fields
 
 Kind = Literal["email", "ipv4", "ipv6", "iban", "card", "phone", "key"]
@@ -51,7 +50,7 @@ FINEWEB_MASKS = {
     ),
 }
 """What FineWeb puts in their place, one after the other. Source: datatrove's PIIFormatter, its defaults. It goes round
-over a whole run; here it begins anew in each document, so that no document depends on another."""
+over a whole run; here it begins again in each document, so that no document depends on another."""
 FILE_SUFFIXES = frozenset((b"png", b"jpg", b"jpeg", b"gif", b"svg", b"webp", b"avif", b"css", b"js"))
 """`logo@2x.png` is no address."""
 CONTEXT_BYTES = 48
@@ -105,8 +104,7 @@ class Pii(Stage):
         kinds: Which of KINDS.
         style: `mask` puts `<kind>` in its place; `fineweb` what FineWeb does for e-mail and IPv4 addresses.
         masks: Other text by kind: `{email = "[address removed]"}`.
-        public_only: Leave private, loopback, documentation and multicast IP addresses, as FineWeb does: they are
-            nobody's.
+        public_only: Leave private, loopback, documentation and multicast IP addresses, as FineWeb does.
 
     Source: FineWeb masks e-mail and public IP addresses alone (datatrove's PIIFormatter, its defaults); for that set
     `kinds = ["email", "ipv4", "ipv6"]` and `style = "fineweb"`. Cost: linear in any text.
@@ -124,7 +122,7 @@ class Pii(Stage):
             object.__setattr__(self, "masks", tuple(sorted(self.masks.items())))
         check_fields(self)
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         """The batch with its texts masked, and how many of each kind."""
         column = batch.column("text")
         offsets, _ = text_buffers(column)
@@ -142,7 +140,7 @@ class Pii(Stage):
         counts: dict[str, int] = {
             KINDS[kind]: n for kind, n in enumerate(np.bincount(kinds, minlength=len(KINDS)).tolist()) if n
         }
-        return Verdict(replace_column(batch, "text", column), keep_all(len(batch)), counts)
+        return StageResult(replace_column(batch, "text", column), keep_all(len(batch)), counts)
 
     def find(self, column: pa.LargeStringArray) -> Spans:
         """Starts and stops in the data buffer and indices of KINDS; ascending, not overlapping."""
@@ -160,12 +158,12 @@ class Pii(Stage):
 
     def _scanned(self, column: pa.LargeStringArray) -> Spans:
         offsets, data = text_buffers(column)
-        wanted = sum(1 << KINDS.index(kind) for kind in set(self.kinds) - {"key"})
+        wanted_bits = sum(1 << KINDS.index(kind) for kind in set(self.kinds) - {"key"})
         size = int(offsets[-1] - offsets[0]) // MIN_SPAN_BYTES + 1
-        starts, stops, found = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.uint8)
-        wanted |= PUBLIC_ONLY if self.public_only else 0
-        n = scan(offsets, data, wanted, iban_table(), starts, stops, found)
-        starts, stops, kinds = starts[:n].copy(), stops[:n].copy(), found[:n].astype(np.int64)
+        starts, stops, scanned = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.uint8)
+        wanted_bits |= PUBLIC_ONLY if self.public_only else 0
+        n = scan(offsets, data, wanted_bits, iban_table(), starts, stops, scanned)
+        starts, stops, kinds = starts[:n].copy(), stops[:n].copy(), scanned[:n].astype(np.int64)
         context, keep = _compiled(CONTEXT), np.ones(n, bool)
         for i in _in_turn(np.flatnonzero(kinds == EMAIL)):
             keep[i] = data[starts[i] : stops[i]].tobytes().rpartition(b".")[2].lower() not in FILE_SUFFIXES
@@ -178,15 +176,15 @@ class Pii(Stage):
         return starts[keep], stops[keep], kinds[keep]
 
     def _masks(self) -> list[tuple[bytes, ...]]:
-        given: dict[str, tuple[bytes, ...]] = {kind: (mask.encode(),) for kind, mask in self.masks}
+        custom: dict[str, tuple[bytes, ...]] = {kind: (mask.encode(),) for kind, mask in self.masks}
         usual: dict[str, tuple[bytes, ...]] = {kind: (f"<{kind}>".encode(),) for kind in KINDS}
-        return [{**usual, **(FINEWEB_MASKS if self.style == "fineweb" else {}), **given}[kind] for kind in KINDS]
+        return [{**usual, **(FINEWEB_MASKS if self.style == "fineweb" else {}), **custom}[kind] for kind in KINDS]
 
 
 def _in_turn(numbers: Ints) -> Iterator[int]:
     """As Python's numbers, of which millions together would take hundreds of MB."""
-    for at in range(0, len(numbers), 4096):
-        yield from numbers[at : at + 4096].tolist()
+    for start in range(0, len(numbers), 4096):
+        yield from numbers[start : start + 4096].tolist()
 
 
 def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

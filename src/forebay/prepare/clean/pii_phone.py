@@ -1,8 +1,8 @@
-"""Find telephone numbers: groups of digits whose number, lengths and separators some country writes so.
+"""Finds telephone numbers: groups of digits whose number, lengths and separators some country writes so.
 
-Hides: the shapes. `SURE` are those that little else has: a `+` or 00 and 8 to 15 digits, North America's 3-3-4, a
-prefix in brackets, a trunk 0 and 9 to 11 digits. The rest of 7 to 12 digits is `MAYBE`: the caller looks for a word
-such as `call` before it. What has neither shape nor word is missed: the tests say how many.
+`SURE` shapes are those that little else has: a `+` or 00 and 8 to 15 digits, North America's 3-3-4, a prefix in
+brackets, a trunk 0 and 9 to 11 digits. Other groups of 7 to 12 digits are `MAYBE`: the caller looks for a word such as
+`call` before them.
 """
 
 from forebay.prepare.compiled import Bytes, Ints, jit
@@ -27,55 +27,55 @@ def alnum(b: int) -> bool:
 
 
 @jit()
-def ends(data: Bytes, stop: int, at: int) -> bool:
+def can_end(data: Bytes, stop: int, pos: int) -> bool:
     """Whether a number may end at `at`: no letter, digit or decimal follows."""
-    if at >= stop:
-        return at == stop
-    b = data[at]
+    if pos >= stop:
+        return pos == stop
+    b = data[pos]
     if alnum(b) or b == 95 or b == 64 or b == 37:
         return False
-    return not (at + 1 < stop and b in (44, 45, 46, 47, 58) and digit(data[at + 1]))
+    return not (pos + 1 < stop and b in (44, 45, 46, 47, 58) and digit(data[pos + 1]))
 
 
 @jit()
-def _separated(data: Bytes, stop: int, at: int) -> tuple[int, int]:
+def _separated(data: Bytes, stop: int, pos: int) -> tuple[int, int]:
     """The separator at `at` and where the group after it begins; (0, at) if no group follows."""
-    sep, after = 0, at
-    if at < stop and (data[at] == 32 or 45 <= data[at] <= 47):
-        sep, after = int(data[at]), at + 1
-    elif at + 1 < stop and data[at] == 0xC2 and data[at + 1] == 0xA0:  # no-break space
-        sep, after = 32, at + 2
-    elif at + 2 < stop and data[at] == 0xE2 and data[at + 1] == 0x80 and 0x90 <= data[at + 2] <= 0x93:  # dashes
-        sep, after = 45, at + 3
+    sep, after = 0, pos
+    if pos < stop and (data[pos] == 32 or 45 <= data[pos] <= 47):
+        sep, after = int(data[pos]), pos + 1
+    elif pos + 1 < stop and data[pos] == 0xC2 and data[pos + 1] == 0xA0:  # no-break space
+        sep, after = 32, pos + 2
+    elif pos + 2 < stop and data[pos] == 0xE2 and data[pos + 1] == 0x80 and 0x90 <= data[pos + 2] <= 0x93:  # dashes
+        sep, after = 45, pos + 3
     if after + 2 < stop and data[after - 1] == 32 and data[after] == 45 and data[after + 1] == 32:  # " - "
         sep, after = 45, after + 2
     if after < stop and digit(data[after]):
         return (sep if sep else 41), after  # 41: nothing stands between, but the end of brackets
     if after + 1 < stop and sep and data[after] == 40 and digit(data[after + 1]):
         return sep, after
-    return 0, at
+    return 0, pos
 
 
 @jit()
-def _groups(data: Bytes, stop: int, at: int, groups: Ints) -> int:
+def _groups(data: Bytes, stop: int, pos: int, groups: Ints) -> int:
     """Writes up to 8 groups of digits from `at`, of 15 digits together: LENGTH, the SEPARATOR before, END."""
     n, total, sep = 0, 0, 0
     while n < 8:
-        bracket = at < stop and data[at] == 40
-        first = at = at + 1 if bracket else at
-        while at < stop and at - first < 16 and digit(data[at]):
-            at += 1
-        length = at - first
+        bracket = pos < stop and data[pos] == 40
+        first = pos = pos + 1 if bracket else pos
+        while pos < stop and pos - first < 16 and digit(data[pos]):
+            pos += 1
+        length = pos - first
         if length == 0 or total + length > 15:
             break
         if bracket:
-            if at >= stop or data[at] != 41 or length > 5:
+            if pos >= stop or data[pos] != 41 or length > 5:
                 break
-            at += 1
+            pos += 1
         total += length
-        groups[LENGTH, n], groups[SEPARATOR, n], groups[END, n] = length, sep, at
+        groups[LENGTH, n], groups[SEPARATOR, n], groups[END, n] = length, sep, pos
         n += 1
-        sep, at = _separated(data, stop, at)
+        sep, pos = _separated(data, stop, pos)
         if sep == 0:
             break
     return n
@@ -121,8 +121,8 @@ def _years(data: Bytes, n: int, groups: Ints) -> bool:
     if n != 2 or groups[LENGTH, 0] != 4 or groups[LENGTH, 1] != 4 or groups[SEPARATOR, 1] == 32:
         return False
     for k in range(2):
-        at = groups[END, k] - 4
-        century = (data[at] - 48) * 10 + data[at + 1] - 48
+        pos = groups[END, k] - 4
+        century = (data[pos] - 48) * 10 + data[pos + 1] - 48
         if not 15 <= century <= 20:
             return False
     return True
@@ -152,18 +152,18 @@ def phone(data: Bytes, start: int, stop: int, i: int, groups: Ints) -> tuple[int
             return 0, i
         if b == 44 and i - 1 > start and digit(data[i - 2]):
             return 0, i
-    at = i + 1 if data[i] == 43 else i
-    n = _groups(data, stop, at, groups)
+    pos = i + 1 if data[i] == 43 else i
+    n = _groups(data, stop, pos, groups)
     total = 0
     for k in range(n):
         total += groups[LENGTH, k]
     while n > 0:
         end = groups[END, n - 1]
-        found = _shape(data, i, n, total, groups) if total >= 7 else 0
-        if found:
+        shape = _shape(data, i, n, total, groups) if total >= 7 else 0
+        if shape:
             extended = _extension(data, stop, end)
-            if extended > end or ends(data, stop, end):
-                return found, extended
+            if extended > end or can_end(data, stop, end):
+                return shape, extended
         n -= 1
         total -= groups[LENGTH, n]
     return 0, i
@@ -172,18 +172,18 @@ def phone(data: Bytes, start: int, stop: int, i: int, groups: Ints) -> tuple[int
 @jit()
 def _extension(data: Bytes, stop: int, end: int) -> int:
     """Where an extension (`x45`, ` ext. 45`) of the number that ends at `end` ends; `end` if there is none."""
-    at = end
-    while at < stop and at - end < 2 and (data[at] == 32 or data[at] == 44):
-        at += 1
-    if at + 3 < stop and data[at] | 32 == 101 and data[at + 1] | 32 == 120 and data[at + 2] | 32 == 116:  # ext
-        at += 3
-    elif at < stop and data[at] | 32 == 120:  # x
-        at += 1
+    pos = end
+    while pos < stop and pos - end < 2 and (data[pos] == 32 or data[pos] == 44):
+        pos += 1
+    if pos + 3 < stop and data[pos] | 32 == 101 and data[pos + 1] | 32 == 120 and data[pos + 2] | 32 == 116:  # ext
+        pos += 3
+    elif pos < stop and data[pos] | 32 == 120:  # x
+        pos += 1
     else:
         return end
-    while at < stop and at - end < 8 and (data[at] == 46 or data[at] == 32):
-        at += 1
-    first = at
-    while at < stop and at - first < 7 and digit(data[at]):
-        at += 1
-    return at if 1 <= at - first <= 6 and (at >= stop or not alnum(data[at])) else end
+    while pos < stop and pos - end < 8 and (data[pos] == 46 or data[pos] == 32):
+        pos += 1
+    first = pos
+    while pos < stop and pos - first < 7 and digit(data[pos]):
+        pos += 1
+    return pos if 1 <= pos - first <= 6 and (pos >= stop or not alnum(data[pos])) else end

@@ -1,16 +1,15 @@
-"""Find what looks like an e-mail address, IP address, IBAN, payment card or telephone number, in one compiled pass.
+"""Finds e-mail and IP addresses, IBANs, payment cards and telephone numbers in one compiled pass.
 
-Hides: the grammars. Each is tried only where its trigger stands (`@`, `:`, the first digit of a run, `+`, `(`) and
-looks at a bounded number of bytes around it (64 before an `@`, 255 after; 8 groups of digits), so that the pass is
-linear in any text. Figures: `benchmarks/prepare/clean.py`.
+Each grammar is tried only at its trigger (`@`, `:`, the first digit of a run, `+`, `(`) and examines a bounded number
+of bytes around it (64 before an `@`, 255 after; 8 groups of digits), so that the pass is linear in any text.
 """
 
 import functools
 
 import numpy as np
 
-from forebay.prepare.clean.pii_phone import MAYBE, alnum, digit, ends, letter, phone
-from forebay.prepare.compiled import Bytes, Ints, jit
+from forebay.prepare.clean.pii_phone import MAYBE, alnum, can_end, digit, letter, phone
+from forebay.prepare.compiled import Bytes, jit
 
 EMAIL, IPV4, IPV6, IBAN, CARD, PHONE, MAYBE_PHONE = range(7)
 PUBLIC_ONLY = 1 << 8
@@ -65,20 +64,20 @@ def _hex(b: int) -> int:
 
 
 @jit()
-def _email(data: Bytes, free: int, stop: int, at: int) -> tuple[int, int]:
+def _email(data: Bytes, free: int, stop: int, pos: int) -> tuple[int, int]:
     """The address around the `@` at `at`, not before `free`; an empty span if there is none."""
-    start = at
-    while start > free and at - start < 64:
+    start = pos
+    while start > free and pos - start < 64:
         b = data[start - 1]
         if not (alnum(b) or b == 46 or b == 95 or b == 45 or b == 43 or b == 37 or b == 39 or b == 38):
             break
         start -= 1
-    while start < at and not (alnum(data[start]) or data[start] == 95):  # it begins with no dot, quote or dash
+    while start < pos and not (alnum(data[start]) or data[start] == 95):  # it begins with no dot, quote or dash
         start += 1
-    if start == at or data[at - 1] == 46:
-        return at, at
-    end, label, i, letters, labels = at, at + 1, at + 1, True, 0
-    limit = min(stop, at + 256)
+    if start == pos or data[pos - 1] == 46:
+        return pos, pos
+    end, label, i, letters, labels = pos, pos + 1, pos + 1, True, 0
+    limit = min(stop, pos + 256)
     while i < limit:
         b = data[i]
         if alnum(b) or b == 45:
@@ -96,7 +95,7 @@ def _email(data: Bytes, free: int, stop: int, at: int) -> tuple[int, int]:
             break
         i += 1
         label, letters = i, True
-    return (start, end) if end > at else (at, at)
+    return (start, end) if end > pos else (pos, pos)
 
 
 @jit()
@@ -121,27 +120,27 @@ def _ipv4(data: Bytes, start: int, stop: int, i: int, public: bool) -> int:
     """Where the IPv4 address that begins at i ends, or i."""
     if i > start and (alnum(data[i - 1]) or data[i - 1] == 46 or data[i - 1] == 95):
         return i
-    first, second, third, at = 0, 0, 0, i
+    first, second, third, pos = 0, 0, 0, i
     for octet in range(4):
         value, digits = 0, 0
-        while at < stop and digits < 4 and digit(data[at]):
-            value = value * 10 + data[at] - 48
-            at += 1
+        while pos < stop and digits < 4 and digit(data[pos]):
+            value = value * 10 + data[pos] - 48
+            pos += 1
             digits += 1
-        if digits == 0 or digits > 3 or value > 255 or (digits > 1 and data[at - digits] == 48):
+        if digits == 0 or digits > 3 or value > 255 or (digits > 1 and data[pos - digits] == 48):
             return i
         first, second, third = (
             (value, 0, 0) if octet == 0 else (first, value if octet == 1 else second, value if octet == 2 else third)
         )
         if octet < 3:
-            if at >= stop or data[at] != 46:
+            if pos >= stop or data[pos] != 46:
                 return i
-            at += 1
-    if at < stop and (alnum(data[at]) or data[at] == 95):
+            pos += 1
+    if pos < stop and (alnum(data[pos]) or data[pos] == 95):
         return i
-    if at + 1 < stop and data[at] == 46 and digit(data[at + 1]):
+    if pos + 1 < stop and data[pos] == 46 and digit(data[pos + 1]):
         return i
-    return at if not public or _public4(first, second, third) else i
+    return pos if not public or _public4(first, second, third) else i
 
 
 @jit()
@@ -165,13 +164,13 @@ def _ipv6(data: Bytes, free: int, stop: int, colon: int, public: bool) -> tuple[
         return colon, colon
     if start > free and (alnum(data[start - 1]) or _one_of(data[start - 1], 46, 58, 95)):
         return colon, colon
-    at, end, groups, gap, digits, first, second = start, start, 0, False, False, 0, 0
+    pos, end, groups, gap, digits, first, second = start, start, 0, False, False, 0, 0
     while groups < 8:
         value, length = 0, 0
-        while at < stop and length < 5 and _hex(data[at]) >= 0:
-            value = value * 16 + _hex(data[at])
-            digits = digits or digit(data[at])
-            at += 1
+        while pos < stop and length < 5 and _hex(data[pos]) >= 0:
+            value = value * 16 + _hex(data[pos])
+            digits = digits or digit(data[pos])
+            pos += 1
             length += 1
         if length == 0 or length > 4:
             break
@@ -180,23 +179,23 @@ def _ipv6(data: Bytes, free: int, stop: int, colon: int, public: bool) -> tuple[
         elif groups == 1 and not gap:
             second = value
         groups += 1
-        end = at
-        if at + 1 < stop and data[at] == 58 and data[at + 1] == 58 and not gap:
+        end = pos
+        if pos + 1 < stop and data[pos] == 58 and data[pos + 1] == 58 and not gap:
             gap = True
-            at += 2
-            end = at
-        elif at < stop and data[at] == 58 and groups < 8:
-            at += 1
+            pos += 2
+            end = pos
+        elif pos < stop and data[pos] == 58 and groups < 8:
+            pos += 1
         else:
             break
-    whole = (groups == 8 and not gap) or (gap and groups < 8 and digits and (groups > 2 or colon - start > 2))
+    complete = (groups == 8 and not gap) or (gap and groups < 8 and digits and (groups > 2 or colon - start > 2))
     if end < stop and (
         alnum(data[end])
         or data[end] == 95
         or (end + 1 < stop and _one_of(data[end], 46, 58, 58) and (alnum(data[end + 1]) or data[end + 1] == 58))
     ):
         return colon, colon
-    return (start, end) if whole and (not public or _public6(first, second)) else (colon, colon)
+    return (start, end) if complete and (not public or _public6(first, second)) else (colon, colon)
 
 
 @jit()
@@ -209,13 +208,13 @@ def _iban(data: Bytes, free: int, stop: int, i: int, lengths: Bytes) -> int:
     length = lengths[((data[i - 2] | 32) - 97) * 26 + (data[i - 1] | 32) - 97]
     if length == 0:
         return i
-    at, count, rest, head = i - 2, 0, 0, 0
+    pos, count, rest, head = i - 2, 0, 0, 0
     while count < length:
-        if at >= stop:
+        if pos >= stop:
             return i
-        b = data[at]
-        if (b == 32 or b == 45) and count % 4 == 0 and count > 0 and data[at - 1] != b:
-            at += 1
+        b = data[pos]
+        if (b == 32 or b == 45) and count % 4 == 0 and count > 0 and data[pos - 1] != b:
+            pos += 1
             continue
         if not alnum(b) or (2 <= count < 4 and not digit(b)):
             return i
@@ -224,11 +223,11 @@ def _iban(data: Bytes, free: int, stop: int, i: int, lengths: Bytes) -> int:
             head = head * (10 if value < 10 else 100) + value
         else:
             rest = (rest * (10 if value < 10 else 100) + value) % 97
-        at += 1
+        pos += 1
         count += 1
-    if at < stop and (alnum(data[at]) or data[at] == 95):
+    if pos < stop and (alnum(data[pos]) or data[pos] == 95):
         return i
-    return at if (rest * 1000000 + head) % 97 == 1 else i
+    return pos if (rest * 1000000 + head) % 97 == 1 else i
 
 
 @jit()
@@ -258,10 +257,10 @@ def _card(data: Bytes, start: int, stop: int, i: int) -> int:
     """Where the payment card number that begins at i ends, or i: 12 to 19 digits in one, or 4-4-4-4, 4-6-5, 4-6-4."""
     if i > start and (alnum(data[i - 1]) or data[i - 1] == 43 or _one_of(data[i - 1], 45, 46, 95)):
         return i
-    at, n, group, groups, shape, sep, four = i, 0, 0, 0, 0, 0, 0
+    pos, n, group, groups, shape, sep, four = i, 0, 0, 0, 0, 0, 0
     odd, even = 0, 0  # Luhn's sums with the digits at odd, or even, places doubled
-    while at < stop and n < 20:
-        b = data[at]
+    while pos < stop and n < 20:
+        b = data[pos]
         if digit(b):
             value = b - 48
             twice = value * 2 - 9 if value > 4 else value * 2
@@ -269,59 +268,49 @@ def _card(data: Bytes, start: int, stop: int, i: int) -> int:
             four = four * 10 + value if n < 4 else four
             n += 1
             group += 1
-            at += 1
+            pos += 1
             continue
         if groups > 3 or (group != 4 and group != 6) or (b != 32 and b != 45) or (sep != 0 and b != sep):
             break
-        if at + 1 >= stop or not digit(data[at + 1]) or n == 16:  # what follows is its date or check number
+        if pos + 1 >= stop or not digit(data[pos + 1]) or n == 16:  # what follows is its date or check number
             break
         shape = shape * 10 + group
         sep, group = b, 0
         groups += 1
-        at += 1
+        pos += 1
     shape = shape * 10 + group
     if (groups and shape != 4444 and shape != 465 and shape != 464) or n < 12 or n > 19:
         return i
-    if not ends(data, stop, at) or (even if n % 2 == 0 else odd) % 10 != 0:
+    if not can_end(data, stop, pos) or (even if n % 2 == 0 else odd) % 10 != 0:
         return i
-    return at if _issued(four, four // 100, n) else i
+    return pos if _issued(four, four // 100, n) else i
 
 
 @jit()
-def _number(
-    data: Bytes, start: int, free: int, stop: int, i: int, wanted: int, lengths: Bytes, groups: Ints
-) -> tuple[int, int, int]:
+def _number(data, start, free, stop, i, wanted_bits, lengths, groups):  # type: ignore[no-untyped-def]
     """The kind, start and end of the number at i, its first digit, `+` or `(`; an empty span if it is none."""
     if digit(data[i]):
-        if wanted & (1 << IPV4):
-            end = _ipv4(data, start, stop, i, wanted & PUBLIC_ONLY != 0)
+        if wanted_bits & (1 << IPV4):
+            end = _ipv4(data, start, stop, i, wanted_bits & PUBLIC_ONLY != 0)
             if end > i:
                 return IPV4, i, end
-        if wanted & (1 << IBAN):
+        if wanted_bits & (1 << IBAN):
             end = _iban(data, free, stop, i, lengths)
             if end > i:
                 return IBAN, i - 2, end
-        if wanted & (1 << CARD):
+        if wanted_bits & (1 << CARD):
             end = _card(data, start, stop, i)
             if end > i:
                 return CARD, i, end
-    if wanted & (1 << PHONE):
-        found, end = phone(data, start, stop, i, groups)
+    if wanted_bits & (1 << PHONE):
+        shape, end = phone(data, start, stop, i, groups)
         if end > i:
-            return MAYBE_PHONE if found == MAYBE else PHONE, i, end
+            return MAYBE_PHONE if shape == MAYBE else PHONE, i, end
     return 0, i, i
 
 
 @jit()
-def scan(
-    offsets: Ints,
-    data: Bytes,
-    wanted: int,
-    lengths: Bytes,
-    starts: Ints,
-    stops: Ints,
-    kinds: Bytes,
-) -> int:
+def scan(offsets, data, wanted_bits, lengths, starts, stops, kinds):  # type: ignore[no-untyped-def]
     """Writes the spans of all rows to `starts`, `stops`, `kinds` [data bytes // MIN_SPAN_BYTES + 1]; how many they are.
 
     They ascend and do not overlap. `wanted`: the sum of `1 << kind`, and PUBLIC_ONLY; `lengths`: `iban_table()`.
@@ -337,14 +326,14 @@ def scan(
                 continue
             kind, first, end = 0, i, i
             if b == 64:
-                if wanted & (1 << EMAIL):
+                if wanted_bits & (1 << EMAIL):
                     first, end = _email(data, free, stop, i)
             elif b == 58:
-                if wanted & (1 << IPV6):
+                if wanted_bits & (1 << IPV6):
                     kind = IPV6
-                    first, end = _ipv6(data, free, stop, i, wanted & PUBLIC_ONLY != 0)
+                    first, end = _ipv6(data, free, stop, i, wanted_bits & PUBLIC_ONLY != 0)
             elif b == 43 or b == 40 or 48 <= b <= 57:
-                kind, first, end = _number(data, start, free, stop, i, wanted, lengths, groups)
+                kind, first, end = _number(data, start, free, stop, i, wanted_bits, lengths, groups)
             if end > first:
                 starts[n], stops[n], kinds[n] = first, end, kind
                 n += 1

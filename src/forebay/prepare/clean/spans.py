@@ -1,53 +1,36 @@
-"""Cut spans out of a text column, or put other bytes in their place.
-
-Hides: how offsets move. Costs one compiled copy of the column, and nothing where there are no spans.
-"""
+"""Replaces spans of bytes in a text column. Costs one compiled copy of the column, and nothing without spans."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
 
-from forebay.prepare.compiled import Bytes, Ints, jit
+from forebay.prepare.compiled import Ints, jit
 from forebay.prepare.documents import text_buffers, text_column
 
 
 @jit()
-def _splice(
-    offsets: Ints,
-    data: Bytes,
-    starts: Ints,
-    stops: Ints,
-    which: Ints,
-    puts: Bytes,
-    put_offsets: Ints,
-    out: Bytes,
-    out_offsets: Ints,
-) -> None:
-    at, span = 0, 0
+def _splice(offsets, data, starts, stops, which, puts, put_offsets, out, out_offsets):  # type: ignore[no-untyped-def]
+    written, span = 0, 0
     for row in range(len(offsets) - 1):
         i, stop = offsets[row], offsets[row + 1]
         while i < stop:
             mine = span < len(starts) and starts[span] < stop
             end = starts[span] if mine else stop
-            out[at : at + end - i] = data[i:end]
-            at += end - i
+            out[written : written + end - i] = data[i:end]
+            written += end - i
             i = end
             if mine:
                 first, last = put_offsets[which[span]], put_offsets[which[span] + 1]
-                out[at : at + last - first] = puts[first:last]
-                at += last - first
+                out[written : written + last - first] = puts[first:last]
+                written += last - first
                 i = stops[span]
                 span += 1
-        out_offsets[row + 1] = at
+        out_offsets[row + 1] = written
 
 
 def splice(
-    column: pa.LargeStringArray,
-    starts: Ints,
-    stops: Ints,
-    puts: Sequence[bytes],
-    which: Ints,
+    column: pa.LargeStringArray, starts: Ints, stops: Ints, puts: Sequence[bytes], which: Ints
 ) -> pa.LargeStringArray:
     """The column, without nulls, with `puts[which[i]]` (UTF-8) in place of bytes `[starts[i], stops[i])` of its buffer.
 
@@ -66,7 +49,7 @@ def splice(
 
 
 def replace_rows(column: pa.LargeStringArray, texts: Mapping[int, str]) -> pa.LargeStringArray:
-    """The column with other texts in those rows, which must not be empty: nobody repairs an empty text."""
+    """The column with other texts in those rows, which must not be empty."""
     if not texts:
         return column
     offsets, _ = text_buffers(column)

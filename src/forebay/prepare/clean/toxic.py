@@ -1,8 +1,7 @@
-"""Documents with words from lists of words, or that a classifier calls toxic, dropped.
+"""Drops documents with words from lists of words, or that a classifier calls toxic.
 
-Hides: the matching, in one compiled pass over each document (see `phrases`). No list is shipped: the usual one,
-LDNOOBW, is under CC-BY-4.0 and is given by its path. Walking the automaton was measured against ahocorasick-rs,
-pyahocorasick, hyperscan and the regular expression that datatrove builds: see `benchmarks/prepare/clean.py`.
+One compiled pass over each document (see `phrases`). No list is shipped: the usual one, LDNOOBW, is under CC-BY-4.0 and
+is given by its path. Figures: `benchmarks/prepare/clean.py`.
 """
 
 import functools
@@ -22,8 +21,8 @@ from pydantic import Field
 
 from forebay.errors import UsageError
 from forebay.prepare.clean.phrases import Automaton, apart, build, word_table
-from forebay.prepare.compiled import Bytes, Ints, jit
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers
+from forebay.prepare.compiled import jit
+from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.filters.language import load_model
 from forebay.prepare.settings import Share, check_fields
 
@@ -36,9 +35,7 @@ WORDS, SCORE = 0, 1
 
 
 @jit()
-def _count(
-    offsets: Ints, data: Bytes, automaton: Automaton, table: NDArray[np.bool_], bounded: bool, found: Ints
-) -> None:
+def _count(offsets, data, automaton, table, bounded, matches):  # type: ignore[no-untyped-def]
     """Writes how many phrases a row has, of those that overlap the first to end, and their bytes: int64 [rows, 2]."""
     for row in range(len(offsets) - 1):
         start, stop = offsets[row], offsets[row + 1]
@@ -47,16 +44,16 @@ def _count(
             state = automaton.steps[state, automaton.columns[data[i]]]
             if automaton.phrase[state] < 0:
                 continue
-            at = state
+            pos = state
             while True:
-                first = i + 1 - automaton.lengths[automaton.phrase[at]]
+                first = i + 1 - automaton.lengths[automaton.phrase[pos]]
                 if first >= free and (not bounded or apart(data, start, stop, first, i + 1, table)):
-                    found[row, 0] += 1
-                    found[row, 1] += i + 1 - first
+                    matches[row, 0] += 1
+                    matches[row, 1] += i + 1 - first
                     free = i + 1
                     break
-                at = automaton.shorter[at]
-                if at == 0:
+                pos = automaton.shorter[pos]
+                if pos == 0:
                     break
 
 
@@ -66,7 +63,7 @@ class Toxic(Stage):
 
     Args:
         lists: A file of phrases, one a line, for all documents; or a directory with one such file for each language,
-            named by its code (`en`, `de`). A document whose language has no file is not judged (count `no_list`).
+            named by its code (`en`, `de`). A document whose language has no file is not checked (count `no_list`).
         language: Of documents in a batch without a column `language`.
         allow: Entries of the lists that do not count.
         max_matches: More than this drops; -1 for no limit.
@@ -114,20 +111,20 @@ class Toxic(Stage):
 
     def files(self) -> tuple[str, ...]:
         """The lists, the model, and the file of the classifier's module."""
-        found = [self.model] if self.model else []
+        matches = [self.model] if self.model else []
         if self.lists:
             path = Path(self.lists)
-            found += [str(p) for p in sorted(path.iterdir()) if p.is_file()] if path.is_dir() else [self.lists]
+            matches += [str(p) for p in sorted(path.iterdir()) if p.is_file()] if path.is_dir() else [self.lists]
         if self.classifier:
             try:
                 spec = importlib.util.find_spec(self.classifier.partition(":")[0])
             except ModuleNotFoundError:
                 spec = None
             if spec is not None and spec.has_location and spec.origin:
-                found.append(spec.origin)
-        return tuple(found)
+                matches.append(spec.origin)
+        return tuple(matches)
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         """Drops as configured; counts `matches` (in what is kept), `no_list`, and with `soft` the reasons."""
         column, drop, counts = batch.column("text"), keep_all(len(batch)), Counter[str]()
         if self.lists:
@@ -137,8 +134,8 @@ class Toxic(Stage):
             if self.max_matches >= 0:
                 over |= matches > self.max_matches
             drop[over] = WORDS
-            kept = ~over | self.soft
-            counts.update(matches=int(matches[kept].sum()), no_list=int((~listed & kept).sum()))
+            retained = ~over | self.soft
+            counts.update(matches=int(matches[retained].sum()), no_list=int((~listed & retained).sum()))
         if self.classifier or self.model:
             scores = self._scores(column.to_pylist())
             batch = replace_column(batch, "toxic_score", pa.array(scores, pa.float64()))
@@ -146,11 +143,11 @@ class Toxic(Stage):
         if self.soft:
             counts.update({reason: int((drop == i).sum()) for i, reason in enumerate(self.reasons)})
             drop = keep_all(len(batch))
-        return Verdict(batch, drop, {kind: count for kind, count in counts.items() if count})
+        return StageResult(batch, drop, {kind: count for kind, count in counts.items() if count})
 
     def _matches(self, batch: pa.RecordBatch) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """How many matches, how many bytes in them, and whether there was a list, by row."""
-        found, listed = np.zeros((len(batch), 2), np.int64), np.zeros(len(batch), bool)
+        matches, listed = np.zeros((len(batch), 2), np.int64), np.zeros(len(batch), bool)
         languages = [self.language] * len(batch)
         if "language" in batch.schema.names:
             languages = [language or self.language for language in batch.column("language").to_pylist()]
@@ -165,21 +162,21 @@ class Toxic(Stage):
             here = np.zeros((len(rows), 2), np.int64)
             bounded = language not in UNSPACED
             _count(offsets, data, automaton, word_table(), bounded, here)
-            found[rows], listed[rows] = here, True
-        return found[:, 0], found[:, 1], listed
+            matches[rows], listed[rows] = here, True
+        return matches[:, 0], matches[:, 1], listed
 
     def _scores(self, texts: list[str]) -> NDArray[np.float64]:
         if self.model:
             model = load_model(self.model)
-            found = (dict(zip(*model.predict(text.replace("\n", " "), -1))) for text in texts)
-            return np.array([min(float(scores.get(self.label, 0.0)), 1.0) for scores in found], np.float64)
-        given = np.asarray(_classifier(self.classifier)(texts), np.float64)
-        if given.shape != (len(texts),) or not bool(((given >= 0) & (given <= 1)).all()):
+            matches = (dict(zip(*model.predict(text.replace("\n", " "), -1))) for text in texts)
+            return np.array([min(float(scores.get(self.label, 0.0)), 1.0) for scores in matches], np.float64)
+        scores = np.asarray(_classifier(self.classifier)(texts), np.float64)
+        if scores.shape != (len(texts),) or not bool(((scores >= 0) & (scores <= 1)).all()):
             raise UsageError(
                 f"classifier: expected {len(texts)} probabilities of {self.classifier}, "
-                f"got shape {given.shape} with values outside of 0 to 1 or NaN. Return one float for each text"
+                f"got shape {scores.shape} with values outside of 0 to 1 or NaN. Return one float for each text"
             )
-        return given
+        return scores
 
 
 @functools.lru_cache(maxsize=256)
@@ -202,11 +199,11 @@ def _automaton(lists: str, language: str, allow: tuple[str, ...]) -> Automaton |
 def _classifier(name: str) -> Callable[[Sequence[str]], Sequence[float]]:
     module, _, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function)
+        matches = getattr(importlib.import_module(module), function)
     except Exception as error:
         raise UsageError(
             f"classifier: expected module:function that can be imported, got {name!r}: {type(error).__name__}: {error}"
         ) from error
-    if not callable(found):
-        raise UsageError(f"classifier: expected a function, got {name!r}, which is a {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
+    if not callable(matches):
+        raise UsageError(f"classifier: expected a function, got {name!r}, which is a {type(matches).__name__}")
+    return matches  # type: ignore[no-any-return]

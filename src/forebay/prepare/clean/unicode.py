@@ -1,9 +1,8 @@
-"""Unicode repaired and normalised: mojibake, NFC, controls, zero-width characters, line ends, blank lines.
+"""Repairs and normalises Unicode: mojibake, NFC, controls, zero-width characters, line ends, blank lines.
 
-Hides: that most rows are never looked at in Python. One compiled pass finds the rows that might hold mojibake (a pair
-of characters that one of ftfy's ten encodings makes of a UTF-8 sequence) and those that might not be normalised (a
-character from U+0300 on); `ftfy` and `unicodedata` see these alone. A second compiled pass does all the rest.
-Figures: `benchmarks/prepare/clean.py`.
+A compiled pass finds the rows that may hold mojibake (a pair of characters that one of ftfy's encodings makes of a
+UTF-8 sequence) or may not be normalised (a character from U+0300 on); `ftfy` and `unicodedata` see these alone. A
+second compiled pass does the rest. Figures: `benchmarks/prepare/clean.py`.
 """
 
 import functools
@@ -22,7 +21,7 @@ from pydantic import Field
 
 from forebay.prepare.clean.spans import replace_rows
 from forebay.prepare.compiled import Bytes, Ints, jit
-from forebay.prepare.documents import Stage, Verdict, keep_all, replace_column, text_buffers, text_column
+from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers, text_column
 from forebay.prepare.filters.words import next_point
 
 ROUNDS = 8
@@ -108,12 +107,12 @@ def _gate(offsets: Ints, data: Bytes, pairs: NDArray[np.uint16], flags: Bytes) -
 
 
 @jit()
-def _end_line(data: Bytes, line: int, at: int, count: Ints) -> int:
+def _end_line(data: Bytes, line: int, written: int, count: Ints) -> int:
     """Takes spaces and tabs off the end of the line `[line, at)`; where it ends now."""
-    while at > line and (data[at - 1] == 32 or data[at - 1] == 9):
-        at -= 1
+    while written > line and (data[written - 1] == 32 or data[written - 1] == 9):
+        written -= 1
         count[4] += 1
-    return at
+    return written
 
 
 @jit()
@@ -131,26 +130,18 @@ def _invisible(code: int, controls: bool, zero_width: bool, soft_hyphens: bool, 
 
 
 @jit()
-def _tidy(
-    offsets: Ints,
-    data: Bytes,
-    options: tuple[bool, bool, bool, bool, bool, int],
-    marks: NDArray[np.bool_],
-    out: Bytes,
-    out_offsets: Ints,
-    counts: Ints,
-) -> None:
+def _tidy(offsets, data, options, marks, out, out_offsets, counts):  # type: ignore[no-untyped-def]
     """Writes the rows without what KINDS names; counts int64 [rows, len(KINDS)]."""
     controls, zero_width, soft_hyphens, bidi, trailing, max_blank = options
-    at = 0
+    written = 0
     for row in range(len(offsets) - 1):
         i, stop, count = offsets[row], offsets[row + 1], counts[row]
-        line, blanks, run = at, 0, 0
+        line, blanks, run = written, 0, 0
         while i < stop:
             byte = data[i]
             if 32 <= byte < 0x7F or byte == 9:  # copied; the rest of the loop is for the rare
-                out[at] = byte
-                at += 1
+                out[written] = byte
+                written += 1
                 i += 1
                 run = 0
                 continue
@@ -162,14 +153,14 @@ def _tidy(
                     after += 1
             if code == 10:
                 if trailing:
-                    at = _end_line(out, line, at, count)
-                blanks = blanks + 1 if at == line else 0
+                    written = _end_line(out, line, written, count)
+                blanks = blanks + 1 if written == line else 0
                 if max_blank >= 0 and blanks > max_blank:
                     count[5] += 1
                 else:
-                    out[at] = 10
-                    at += 1
-                line, run, i = at, 0, after
+                    out[written] = 10
+                    written += 1
+                line, run, i = written, 0, after
                 continue
             kind = _invisible(code, controls, zero_width, soft_hyphens, bidi)
             if kind < 0 and code < len(marks):
@@ -181,12 +172,12 @@ def _tidy(
                 count[kind] += 1
             else:
                 for j in range(i, after):
-                    out[at] = data[j]
-                    at += 1
+                    out[written] = data[j]
+                    written += 1
             i = after
         if trailing:
-            at = _end_line(out, line, at, count)
-        out_offsets[row + 1] = at
+            written = _end_line(out, line, written, count)
+        out_offsets[row + 1] = written
 
 
 @dataclass(frozen=True)
@@ -219,7 +210,7 @@ class Unicode(Stage):
     trailing_spaces: bool = True
     max_blank_lines: Annotated[int, Field(ge=-1)] = 2
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         """The batch with its texts repaired; counts `mojibake`, `normalised` (documents) and those of KINDS."""
         counts: Counter[str] = Counter()
         column, _, rows = self._round(batch.column("text"), counts)
@@ -230,7 +221,7 @@ class Unicode(Stage):
             texts = {int(rows[i]): some[int(i)].as_py() for i in changed}
             column, rows = replace_rows(column, texts), rows[again]
         counts = Counter({kind: count for kind, count in counts.items() if count})
-        return Verdict(replace_column(batch, "text", column), keep_all(len(batch)), counts)
+        return StageResult(replace_column(batch, "text", column), keep_all(len(batch)), counts)
 
     def _round(self, column: pa.LargeStringArray, counts: Counter[str]) -> tuple[pa.LargeStringArray, Ints, Ints]:
         """Every step once; the rows that were changed; and those of them that need another round.
@@ -289,8 +280,8 @@ class Unicode(Stage):
 
 
 def _normalise(form: str, text: str) -> str:
-    known = cast(Literal["NFC", "NFKC"], form)
-    return text if unicodedata.is_normalized(known, text) else unicodedata.normalize(known, text)
+    checked_form = cast(Literal["NFC", "NFKC"], form)
+    return text if unicodedata.is_normalized(checked_form, text) else unicodedata.normalize(checked_form, text)
 
 
 def _repair(text: str) -> str:

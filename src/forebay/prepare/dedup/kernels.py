@@ -1,38 +1,121 @@
-"""The compiled loops over Arrow's UTF-8 buffers: normalise and hash texts, sign them with MinHash, cut units out.
+"""Compiled loops over Arrow's UTF-8 buffers: normalise and hash texts, sign them with MinHash, cut units out.
 
-Hides: numba. Each function is compiled on its first call (about 6 s for all, then kept by `compiled`). They hold
-no lock and keep O(1) memory beyond what they are given.
-
-Choices and their cost. A min-wise hash is `a * x + b mod 2^32` of a well-mixed 32-bit `x`, with `a` odd: a bijection of
-one multiplication in 32-bit lanes, so that LLVM turns the loop over a block of shingles (vector of 16, minimum in a
-register) into load, multiply, add, min. 64-bit moduli cost four times that and give no better curve (measured in
-docs/deduplication.md). Blocks are filled up to a multiple of 64 with a shingle that they already have: a minimum does
-not see it twice, and no scalar remainder is left.
+Compiled on the first call (about 6 s for all, then kept by `compiled`); O(1) memory beyond the arguments. A min-wise
+hash is `a * x + b mod 2^32` of a well-mixed 32-bit `x`, with `a` odd: a bijection that vectorises in 32-bit lanes.
+64-bit moduli cost four times that and give no better curve (docs/deduplication.md).
 """
 
+import unicodedata
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
 from forebay.prepare.compiled import jit
+from forebay.prepare.documents import text_buffers
 from forebay.prepare.filters.words import next_point
+
+GAP, IGNORED = 0, 1
+ALONE = np.uint32(1 << 31)
+"""Set for a character that is a word by itself."""
+_TABLE_SIZE = np.uint32(1 << 17)
+_UNSPACED = (
+    (0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF),
+)  # fmt: skip
+"""Thai, Lao, Burmese, Khmer, kana and Han are written without spaces: each character is a word."""
+DOCUMENT, PARAGRAPH, LINE = 0, 1, 2
+_UNITS = {"": DOCUMENT, "paragraph": PARAGRAPH, "line": LINE}
+
+
+@lru_cache
+def character_table(normalise: str) -> NDArray[np.uint32]:
+    """uint32 [2^17]: GAP, IGNORED or a code point (with ALONE set if it is a word by itself) for each character.
+
+    Characters above stay as they are. `words`: lower case, without the accents of Latin, Greek and Cyrillic, width and
+    ligature-free compatibility forms folded; punctuation, symbols, spaces and control characters are gaps, invisible
+    characters are ignored. `none`: an empty table. `space`: white space is a gap, all else stays.
+    """
+    size = _TABLE_SIZE if normalise != "none" else 0
+    table = np.fromiter(map(_word_entry if normalise == "words" else _space_entry, range(size)), np.uint32, size)
+    if normalise == "words":
+        for start, last in _UNSPACED:
+            part = table[start : last + 1]
+            part[part > IGNORED] = np.arange(start, last + 1, dtype=np.uint32)[part > IGNORED] | ALONE
+    table.setflags(write=False)
+    return table
+
+
+def _space_entry(code: int) -> int:
+    # Codes 0 and 1 are the table's own marks; as text they mean nothing, so that they may be gaps.
+    return GAP if code <= 1 or chr(code).isspace() else code
+
+
+def _word_entry(code: int) -> int:
+    character = chr(code)
+    category = unicodedata.category(character)
+    if category == "Cf" or 0x0300 <= code <= 0x036F or 0xFE00 <= code <= 0xFE0F:
+        return IGNORED
+    if category[0] in "PSZ" or category in ("Cc", "Cs"):
+        return GAP
+    if unicodedata.decomposition(character):  # asked first, as most have none, and every process makes this table
+        plain = "".join(c for c in unicodedata.normalize("NFKD", character) if not "\u0300" <= c <= "\u036f")
+        character = plain if len(plain) == 1 else character
+    lower = character.lower()
+    return ord(lower) if len(lower) == 1 else code
+
+
+def hash_texts(
+    texts: pa.LargeStringArray, unit: str, normalise: str, min_characters: int
+) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """128 bits of each document (or `line` or `paragraph` of `min_characters` or more) as uint64 [*, 2], and their
+    number by document, int64 [rows]."""
+    offsets, data = text_buffers(texts)
+    rows = len(texts) + (int(np.count_nonzero(data[offsets[0] : offsets[-1]] == 10)) if unit else 0)
+    hashes, counts = np.empty((rows, 2), np.uint64), np.empty(len(texts), np.int64)
+    n = _hash_units(
+        data, offsets, _UNITS[unit], character_table(normalise), min_characters, _scratch(offsets), hashes, counts
+    )
+    return hashes[:n], counts
+
+
+def cut_texts(
+    texts: pa.LargeStringArray, unit: str, normalise: str, min_characters: int, marks: NDArray[np.uint8]
+) -> tuple[NDArray[np.int64], NDArray[np.uint8], int]:
+    """Offsets and bytes of the texts without the units that `marks` marks, and how many marks were used.
+
+    `marks` has an entry for each unit that `hash_texts` hashed. Missing ones count as 0.
+    """
+    offsets, data = text_buffers(texts)
+    out, out_offsets = np.empty(int(offsets[-1] - offsets[0]), np.uint8), np.empty(len(offsets), np.int64)
+    # A text of n bytes has at most n units.
+    marks = marks[: len(out) + 1]
+    if len(marks) <= len(out):
+        marks = np.concatenate([marks, np.zeros(len(out) + 1 - len(marks), np.uint8)])
+    used = _cut_units(
+        data, offsets, _UNITS[unit], character_table(normalise), min_characters, _scratch(offsets), marks, out,
+        out_offsets,
+    )  # fmt: skip
+    return out_offsets, out[: out_offsets[-1]], used
+
+
+def _scratch(offsets: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Space for the longest text when normalised: two bytes may become three."""
+    return np.empty(2 * int(np.diff(offsets).max(initial=0)) + 16, np.uint8)
+
 
 _BLOCK = 2048
 """Words at a time: 16 KiB of word hashes and 8 KiB of shingles stay in the first-level cache."""
 _LANES = 64
-_GAP, _IGNORED = 0, 1
-_ALONE = np.uint32(1 << 31)
-_LAST = np.uint32(1 << 17)
 _SEED = np.uint64(0xCBF29CE484222325)
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _MIX1, _MIX2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _C1, _C2 = np.uint64(0x87C37B91114253D5), np.uint64(0x4CF5AD432745937F)
-_ONE, _FIVE = np.uint64(1), np.uint64(5)
+_U1, _U5 = np.uint64(1), np.uint64(5)
 _R27, _R31, _R33 = np.uint64(27), np.uint64(31), np.uint64(33)
 _R8, _R40, _B64 = np.uint64(8), np.uint64(40), np.uint64(64)
 _N1, _N2 = np.uint64(0x52DCE729), np.uint64(0x38495AB5)
-
-DOCUMENT, PARAGRAPH, LINE = 0, 1, 2
 
 
 @jit()
@@ -63,9 +146,9 @@ def read_words(data: Any, i: int, stop: int, table: Any, words: Any, have: int) 
     Up to eight ASCII characters at a time enter a word's hash, so that most words cost one chain of multiplications;
     each other character enters alone.
     """
-    room = len(words) - 1
+    capacity = len(words) - 1
     h = _SEED
-    held = np.uint64(0)
+    pending = np.uint64(0)
     size = 0
     while i < stop:
         byte = data[np.uint64(i)]
@@ -74,36 +157,36 @@ def read_words(data: Any, i: int, stop: int, table: Any, words: Any, have: int) 
             i += 1
         else:
             code, i = decode(data, i, stop)
-            value = table[code] if code < _LAST else code | (_ALONE if code < np.uint32(0x40000) else np.uint32(0))
-            if value > 127 and value < _ALONE:
-                h = (h ^ held ^ (np.uint64(value) << _R40)) * _BASE
+            value = table[code] if code < _TABLE_SIZE else code | (ALONE if code < np.uint32(0x40000) else np.uint32(0))
+            if value > 127 and value < ALONE:
+                h = (h ^ pending ^ (np.uint64(value) << _R40)) * _BASE
                 h ^= h >> _R33
-                held = np.uint64(0)
+                pending = np.uint64(0)
                 size = 8
                 continue
-        if value > _IGNORED and value < _ALONE:
-            held = (held << _R8) | np.uint64(value)
+        if value > IGNORED and value < ALONE:
+            pending = (pending << _R8) | np.uint64(value)
             size += 1
             if size & 7 == 0:
-                h = (h ^ held) * _BASE
+                h = (h ^ pending) * _BASE
                 h ^= h >> _R33
-                held = np.uint64(0)
+                pending = np.uint64(0)
             continue
-        if value == _IGNORED:
+        if value == IGNORED:
             continue
         if size:
-            words[np.uint64(have)] = mix(h ^ held)
+            words[np.uint64(have)] = mix(h ^ pending)
             have += 1
             h = _SEED
-            held = np.uint64(0)
+            pending = np.uint64(0)
             size = 0
-        if value >= _ALONE:
+        if value >= ALONE:
             words[np.uint64(have)] = mix(_SEED ^ np.uint64(value))
             have += 1
-        if have >= room:
+        if have >= capacity:
             return i, have
     if size:
-        words[np.uint64(have)] = mix(h ^ held)
+        words[np.uint64(have)] = mix(h ^ pending)
         have += 1
     return i, have
 
@@ -113,7 +196,7 @@ def make_shingles(words: Any, have: int, ngram: int, shingles: Any) -> int:
     """32-bit hashes of all runs of `ngram` of the words (of the fewer that there are), filled up to whole lanes."""
     n = min(ngram, have)
     count = have - n + 1
-    power = _ONE
+    power = _U1
     h = np.uint64(0)
     for j in range(n):
         h = h * _BASE + words[j]
@@ -135,11 +218,11 @@ def take_lowest(shingles: Any, count: int, factors: Any, terms: Any, lowest: Any
     for k in range(len(factors)):
         a = factors[k]
         b = terms[k]
-        least = lowest[k]
+        best = lowest[k]
         for j in range(count):
             value = np.uint32(shingles[j] * a + b)
-            least = value if value < least else least
-        lowest[k] = least
+            best = value if value < best else best
+        lowest[k] = best
 
 
 @jit()
@@ -171,7 +254,7 @@ def sign(data: Any, offsets: Any, table: Any, factors: Any, terms: Any, ngram: i
             h = np.uint64(band + 1)
             for k in range(band * rows, (band + 1) * rows):
                 h = mix(h * _BASE + np.uint64(lowest[k]))
-            out[d, band] = max(h, _ONE) if seen else np.uint64(0)
+            out[d, band] = max(h, _U1) if seen else np.uint64(0)
 
 
 @jit()
@@ -196,17 +279,17 @@ def normalise(data: Any, i: int, stop: int, table: Any, scratch: Any) -> Any:
             i += 1
         else:
             code, i = decode(data, i, stop)
-            value = table[code] if code < _LAST else code
-        if value == _GAP:
+            value = table[code] if code < _TABLE_SIZE else code
+        if value == GAP:
             gap = n > 0
             continue
-        if value == _IGNORED:
+        if value == IGNORED:
             continue
         if gap:
             scratch[np.uint64(n)] = 32
             n += 1
             gap = False
-        value &= ~_ALONE
+        value &= ~ALONE
         characters += 1
         if value < 128:
             scratch[np.uint64(n)] = value
@@ -239,19 +322,19 @@ def hash128(data: Any, n: int) -> Any:
     """128 bits of the first n bytes, as two uint64. Source: MurmurHash3_x64_128 (Appleby), seed 0."""
     h1 = np.uint64(0)
     h2 = np.uint64(0)
-    whole = n // 16 * 16
-    for i in range(0, whole, 16):
+    full = n // 16 * 16
+    for i in range(0, full, 16):
         h1 ^= _spread(_word64(data, i, 8), _C1, _R31, _C2)
         h1 = ((h1 << _R27) | (h1 >> (_B64 - _R27))) + h2
-        h1 = h1 * _FIVE + _N1
+        h1 = h1 * _U5 + _N1
         h2 ^= _spread(_word64(data, i + 8, 8), _C2, _R33, _C1)
         h2 = ((h2 << _R31) | (h2 >> (_B64 - _R31))) + h1
-        h2 = h2 * _FIVE + _N2
-    rest = n - whole
+        h2 = h2 * _U5 + _N2
+    rest = n - full
     if rest > 8:
-        h2 ^= _spread(_word64(data, whole + 8, rest - 8), _C2, _R33, _C1)
+        h2 ^= _spread(_word64(data, full + 8, rest - 8), _C2, _R33, _C1)
     if rest > 0:
-        h1 ^= _spread(_word64(data, whole, min(rest, 8)), _C1, _R31, _C2)
+        h1 ^= _spread(_word64(data, full, min(rest, 8)), _C1, _R31, _C2)
     h1 ^= np.uint64(n)
     h2 ^= np.uint64(n)
     h1 += h2
@@ -293,8 +376,8 @@ def next_unit(data: Any, i: int, stop: int, unit: int) -> Any:
 
 
 @jit()
-def hash_units(data: Any, offsets: Any, unit: int, table: Any, least: int, scratch: Any, out: Any, counts: Any) -> int:
-    """Hash the units of `least` characters or more into `out` uint64 [*, 2], their number by document into `counts`.
+def _hash_units(data, offsets, unit, table, min_characters, scratch, out, counts):  # type: ignore[no-untyped-def]
+    """Hash the units of `min_characters` or more into `out` uint64 [*, 2], their number by document into `counts`.
 
     Of documents each has a row, of zeros if it is shorter than that. Returns the rows written.
     """
@@ -309,7 +392,7 @@ def hash_units(data: Any, offsets: Any, unit: int, table: Any, least: int, scrat
             end, after = next_unit(data, i, stop, unit)
             n, characters = normalise(data, i, end, table, scratch)
             i = after
-            if characters >= least:
+            if characters >= min_characters:
                 out[rows, 0], out[rows, 1] = hash128(scratch, n)
             elif unit == DOCUMENT:
                 out[rows, 0] = out[rows, 1] = np.uint64(0)
@@ -321,10 +404,8 @@ def hash_units(data: Any, offsets: Any, unit: int, table: Any, least: int, scrat
 
 
 @jit()
-def cut_units(
-    data: Any, offsets: Any, unit: int, table: Any, least: int, scratch: Any, cut: Any, out: Any, out_offsets: Any
-) -> Any:
-    """Copy the texts to `out` without the units that `cut` (uint8, one for each that `hash_units` hashed) marks.
+def _cut_units(data, offsets, unit, table, min_characters, scratch, cut, out, out_offsets):  # type: ignore[no-untyped-def]
+    """Copy the texts to `out` without the units that `cut` (uint8, one for each that `_hash_units` hashed) marks.
 
     A document that lost something also loses the line feeds at its end, and all that is left if that is white space.
     Returns the marks used.
@@ -335,20 +416,20 @@ def cut_units(
         i, stop = offsets[d], offsets[d + 1]
         out_offsets[d] = n
         before = used
-        whole = True
+        complete = True
         while i < stop:
             end, after = next_unit(data, i, stop, unit)
             keep = True
-            if normalise(data, i, end, table, scratch)[1] >= least:
+            if normalise(data, i, end, table, scratch)[1] >= min_characters:
                 keep = cut[used] == 0
                 used += 1
             if keep:
                 for j in range(i, after):
                     out[n] = data[j]
                     n += 1
-            whole = whole and keep
+            complete = complete and keep
             i = after
-        if used > before and not whole:
+        if used > before and not complete:
             while n > out_offsets[d] and out[n - 1] == 10:
                 n -= 1
             last = n

@@ -1,9 +1,7 @@
-"""The rules by which C4 was cut out of Common Crawl: lines are taken out, and pages dropped.
+"""The rules by which C4 was made from Common Crawl: lines are removed, and pages dropped.
 
-Hides: a kernel that reads code points and writes the lines that stay, as UTF-8; linear in the text.
-
-Source: Raffel et al. 2020, section 2.2, and their code (c4_utils.py in TensorFlow Datasets), whose order of rules it
-keeps; datatrove 0.10 decides the same. Their list of bad words is the business of cleaning.
+A compiled kernel, linear in the text. Source: Raffel et al. 2020, section 2.2, and c4_utils.py in TensorFlow Datasets,
+whose order of rules it keeps; datatrove 0.10 decides the same. Their list of bad words is `toxic`.
 """
 
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Stage, Verdict, replace_column, text_buffers, text_column
+from forebay.prepare.documents import Stage, StageResult, replace_column, text_buffers, text_column
 from forebay.prepare.filters.characters import BREAK, PUNCTUATION, SPACE, TERMINAL
 from forebay.prepare.filters.words import cut_words, decode, encode, kind, room_of, tables, trim
 from forebay.prepare.settings import Count
@@ -61,7 +59,7 @@ class C4(Stage):
     version: ClassVar[int] = 1
     reasons: ClassVar[tuple[str, ...]] = ("c4_lorem_ipsum", "c4_curly_bracket", "c4_few_sentences")
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         """Texts without the lines that break a rule; of a dropped page the text stays as it was."""
         offsets, data = text_buffers(batch.column("text"))
         flags = (self.terminal_punctuation, self.remove_citations, self.javascript_lines, self.policy_lines)
@@ -71,11 +69,11 @@ class C4(Stage):
         drop = np.full(batch.num_rows, -1, np.int16)
         counts = np.zeros(len(LINES), np.int64)
         out = np.empty(offsets[-1] - offsets[0], np.uint8)
-        ends = np.zeros(batch.num_rows + 1, np.int64)
-        _rewrite(offsets, data, *tables(), _PHRASE_ENDS, _PHRASE_BYTES, rules, drop, counts, out, ends)
-        text = text_column(ends, out[: ends[-1]].copy())
-        found = {f"lines_{kind_}": int(n) for kind_, n in zip(LINES, counts, strict=True) if n}
-        return Verdict(replace_column(batch, "text", text), drop, found)
+        text_ends = np.zeros(batch.num_rows + 1, np.int64)
+        _rewrite(offsets, data, *tables(), _PHRASE_ENDS, _PHRASE_BYTES, rules, drop, counts, out, text_ends)
+        text = text_column(text_ends, out[: text_ends[-1]].copy())
+        counted = {f"lines_{kind_}": int(n) for kind_, n in zip(LINES, counts, strict=True) if n}
+        return StageResult(replace_column(batch, "text", text), drop, counted)
 
 
 @jit()
@@ -129,37 +127,37 @@ def _same(points, start, stop, chars):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def _phrases(line, n, ends, chars):  # type: ignore[no-untyped-def]
+def _phrases(line, n, phrase_ends, chars):  # type: ignore[no-untyped-def]
     """Bits of the phrases in a line, in any case of ASCII letters."""
-    found = 0
+    bits = 0
     for i in range(n):
-        for p in range(len(ends) - 1):
+        for p in range(len(phrase_ends) - 1):
             first = line[i] | 32 if 65 <= line[i] <= 90 else line[i]
-            size = ends[p + 1] - ends[p]
-            if first != chars[ends[p]] or i + size > n:
+            size = phrase_ends[p + 1] - phrase_ends[p]
+            if first != chars[phrase_ends[p]] or i + size > n:
                 continue
             k = 1
             while k < size:
                 c = line[i + k] | 32 if 65 <= line[i + k] <= 90 else line[i + k]
-                if c != chars[ends[p] + k]:
+                if c != chars[phrase_ends[p] + k]:
                     break
                 k += 1
             if k == size:
-                found |= 1 << p
-    return found
+                bits |= 1 << p
+    return bits
 
 
 @jit()
-def _sentences(line, n, table, keys, values, begins, ends, tail, kinds):  # type: ignore[no-untyped-def]
+def _sentences(line, n, table, keys, values, begins, word_ends, tail, kinds):  # type: ignore[no-untyped-def]
     """Sentences in a line: a new one begins with the first word that is not punctuation after one that ends it."""
-    words = cut_words(line, 0, min(n, _SENTENCE_CHARS), table, keys, values, begins, ends, tail, kinds)
+    words = cut_words(line, 0, min(n, _SENTENCE_CHARS), table, keys, values, begins, word_ends, tail, kinds)
     count, over = 1, False
     for w in range(words):
         k = kind(table, line[begins[w]])
-        single = ends[w] - begins[w] == 1
+        single = word_ends[w] - begins[w] == 1
         if single and k & TERMINAL:
             over = True
-        elif over and not (k & PUNCTUATION and kind(table, line[ends[w] - 1]) & PUNCTUATION):
+        elif over and not (k & PUNCTUATION and kind(table, line[word_ends[w] - 1]) & PUNCTUATION):
             count += 1
             over = False
     return count
@@ -180,7 +178,7 @@ def _line_words(points, start, stop, table):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def _judge(line, n, words, longest, rules, ends, chars):  # type: ignore[no-untyped-def]
+def _check_line(line, n, words, longest, rules, phrase_ends, chars):  # type: ignore[no-untyped-def]
     """-1 for a line that stays, i for `LINES[i]`, 100 + i for a page that is dropped."""
     if rules[7] and longest > rules[7]:
         return 0
@@ -191,7 +189,7 @@ def _judge(line, n, words, longest, rules, ends, chars):  # type: ignore[no-unty
             return 1
     if words < rules[6]:
         return 2
-    phrases = _phrases(line, n, ends, chars)
+    phrases = _phrases(line, n, phrase_ends, chars)
     if rules[4] and phrases & 1:
         return 100 + _LOREM
     if rules[2] and phrases & 2:
@@ -207,16 +205,16 @@ def _judge(line, n, words, longest, rules, ends, chars):  # type: ignore[no-unty
 
 @jit()
 def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, drop, counts, out, stops):  # type: ignore[no-untyped-def]
-    room = room_of(offsets, offsets[1:])
-    points, line = np.empty(room, np.uint32), np.empty(room, np.uint32)
-    words_room = min(room, _SENTENCE_CHARS + 2)
-    begins, ends = np.empty(words_room, np.int32), np.empty(words_room, np.int32)
-    tail, kinds = np.empty(words_room, np.int32), np.empty(words_room, np.uint16)
+    capacity = room_of(offsets, offsets[1:])
+    points, line = np.empty(capacity, np.uint32), np.empty(capacity, np.uint32)
+    words_capacity = min(capacity, _SENTENCE_CHARS + 2)
+    begins, word_ends = np.empty(words_capacity, np.int32), np.empty(words_capacity, np.int32)
+    tail, kinds = np.empty(words_capacity, np.int32), np.empty(words_capacity, np.uint16)
     removed = np.zeros(len(counts), np.int64)
-    at = 0
+    written = 0
     for row in range(len(drop)):
         n = decode(data, offsets[row], offsets[row + 1], points)
-        first_out, sentences, start = at, 0, 0
+        first_out, sentences, start = written, 0, 0
         removed[:] = 0
         for i in range(n + 1):
             if i < n and kind(table, points[i]) & BREAK == 0:
@@ -227,25 +225,25 @@ def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, dr
                 continue
             words, longest = _line_words(points, a, b, table)
             size = _cite(points, a, b, line) if rules[1] else _copy(points, a, b, line, 0)
-            why = _judge(line, size, words, longest, rules, phrase_ends, phrases)
-            if why >= 100:
-                drop[row] = why - 100
+            code = _check_line(line, size, words, longest, rules, phrase_ends, phrases)
+            if code >= 100:
+                drop[row] = code - 100
                 break
-            if why >= 0:
-                removed[why] += 1
+            if code >= 0:
+                removed[code] += 1
                 continue
-            sentences += _sentences(line, size, table, keys, values, begins, ends, tail, kinds)
-            if at > first_out:
-                out[at] = 10
-                at += 1
-            at = encode(line, 0, size, out, at)
+            sentences += _sentences(line, size, table, keys, values, begins, word_ends, tail, kinds)
+            if written > first_out:
+                out[written] = 10
+                written += 1
+            written = encode(line, 0, size, out, written)
         if drop[row] < 0 and sentences < rules[8]:
             drop[row] = _FEW
         if drop[row] >= 0:
-            at = first_out
+            written = first_out
             for i in range(offsets[row], offsets[row + 1]):
-                out[at] = data[i]
-                at += 1
+                out[written] = data[i]
+                written += 1
         else:
             counts += removed
-        stops[row + 1] = at
+        stops[row + 1] = written

@@ -1,8 +1,4 @@
-"""What kinds of character there are: one table of bits by code point.
-
-Hides: which Unicode properties stand behind each kind. The table is built once a process from Python's own Unicode
-data (about 0.15 s, 2.2 MB); code points from U+20000 on share one entry, for they are all ideographs or unassigned.
-"""
+"""The kinds of characters: one table of bits by code point, made once a process (about 0.15 s, 2.2 MB)."""
 
 import unicodedata
 from functools import lru_cache

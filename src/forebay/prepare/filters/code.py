@@ -1,7 +1,6 @@
-"""The rules by which corpora of source code leave out generated, minified and data files.
+"""Rules that drop generated, minified and data files from corpora of source code.
 
-Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", 3.1 (mean line above 100 characters,
-longest above 1000, a small share of alphanumeric characters); the share 0.25 is that of the CodeParrot dataset.
+Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", 3.1; the share 0.25 is that of CodeParrot.
 """
 
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Stage, Verdict, first_failing, text_buffers
+from forebay.prepare.documents import Stage, StageResult, first_failing, text_buffers
 from forebay.prepare.settings import Number, Share
 
 
@@ -33,7 +32,7 @@ class Code(Stage):
     version: ClassVar[int] = 1
     reasons: ClassVar[tuple[str, ...]] = ("code_long_lines", "code_long_line", "code_few_alphanumeric")
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         offsets, data = text_buffers(batch.column("text"))
         m = np.zeros((4, batch.num_rows), np.int64)
         _measure(offsets, data, m)
@@ -44,7 +43,7 @@ class Code(Stage):
                 longest > self.max_line_chars,
                 alphanumeric / sizes < self.min_alphanumeric,
             )
-        return Verdict(batch, first_failing(*failed))
+        return StageResult(batch, first_failing(*failed))
 
 
 @jit()

@@ -1,7 +1,4 @@
-"""Words that are not cut by rule: abbreviations, contractions, faces; and tables of words for compiled code.
-
-Hides: the hash of a word, which Python and the compiled code compute alike.
-"""
+"""Words that are not cut by rule: abbreviations, contractions, faces; and hash tables of words for compiled code."""
 
 from functools import lru_cache
 
@@ -12,7 +9,7 @@ MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _SPECIAL_SLOTS = 2048
 
-_WHOLE = (
+_UNCUT = (
     "Adm. Ak. Ala. Apr. Ariz. Ark. Aug. Bros. Calif. Co. Colo. Conn. Corp. D.C. Dec. Del. Dr. E.G. E.g. Feb. Fla. Ga. "
     "Gen. Gov. I.E. I.e. Ia. Id. Ill. Inc. Ind. Jan. Jr. Jul. Jun. Kan. Kans. Ky. La. Ltd. Mar. Mass. Md. Messrs. "
     "Mich. Minn. Miss. Mo. Mont. Mr. Mrs. Ms. Mt. N.C. N.D. N.H. N.J. N.M. N.Y. Neb. Nebr. Nev. Nov. Oct. Okla. Ore. "
@@ -51,21 +48,21 @@ def hash_word(text: str) -> int:
 
 def hash_table(values: dict[str, int], slots: int) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
     """An open-addressed table of words for the compiled code: hashes uint64 [slots] (0: free), values int32 [slots]."""
-    keys, found = np.zeros(slots, np.uint64), np.zeros(slots, np.int32)
+    keys, codes = np.zeros(slots, np.uint64), np.zeros(slots, np.int32)
     for word, value in values.items():
         h = hash_word(word)
         slot = h & (slots - 1)
         while keys[slot] not in (0, h):
             slot = (slot + 1) & (slots - 1)
-        keys[slot], found[slot] = h, value
-    keys.flags.writeable = found.flags.writeable = False
-    return keys, found
+        keys[slot], codes[slot] = h, value
+    keys.flags.writeable = codes.flags.writeable = False
+    return keys, codes
 
 
 @lru_cache(1)
 def special_words() -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
     """Chunks that are not cut by rule, and after how many characters they are cut instead (0: not at all)."""
-    specials = dict.fromkeys(_WHOLE.split(), 0)
+    specials = dict.fromkeys(_UNCUT.split(), 0)
     specials |= dict.fromkeys([f"{letter}." for letter in "abcdefghijklmnopqrstuvwxyzäöü"], 0)
     specials |= {f"{hour}{half}": len(str(hour)) for hour in range(1, 13) for half in ("am", "pm", "a.m.", "p.m.")}
     parts = _PARTS.split() + _CONTRACTED.split()

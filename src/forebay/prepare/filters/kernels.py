@@ -1,11 +1,7 @@
-"""What the filters measure, in compiled code over Arrow's buffers: one row of numbers a document.
+"""Measurements of the filters in compiled code over Arrow's buffers: a row of numbers a document, linear in the bytes.
 
-Hides: how lines, paragraphs and n-grams are counted without a Python object each (hashes in an open-addressed table,
-made anew for each document; n-grams by a polynomial over word hashes, so that each costs one multiplication). Every
-kernel is linear in the bytes. Two different texts with the same 64-bit hash would be taken for duplicates: with a
-million n-grams in a document that happens once in about 10^7 documents.
-
-Source of the definitions: Rae et al. 2021, section A.1.1, as datatrove 0.10 measures them.
+Lines, paragraphs and n-grams are counted by 64-bit hashes in an open-addressed table; a collision happens once in about
+10^7 documents of a million n-grams. Source of the definitions: Rae et al. 2021, section A.1.1, as in datatrove 0.10.
 """
 
 import numpy as np
@@ -83,7 +79,7 @@ def measure_quality(cut, table, stop_keys, stop_values, out):  # type: ignore[no
     seen = np.full(len(stop_keys), -1, np.int64)
     for row in range(len(cut.stops)):
         n = decode(cut.data, cut.offsets[row], cut.stops[row], points)
-        text_words = text_chars = alpha_words = found = 0
+        text_words = text_chars = alpha_words = num_stops = 0
         for w in range(cut.starts[row], cut.starts[row + 1]):
             if cut.flags[w] & IS_TEXT:
                 text_words += 1
@@ -92,9 +88,9 @@ def measure_quality(cut, table, stop_keys, stop_values, out):  # type: ignore[no
             stop = look_up(stop_keys, stop_values, cut.hashes[w])
             if stop >= 0 and seen[stop] != row:
                 seen[stop] = row
-                found += 1
+                num_stops += 1
         out[row, 0] = cut.starts[row + 1] - cut.starts[row]
-        out[row, 1], out[row, 2], out[row, 3], out[row, 9] = text_words, text_chars, alpha_words, found
+        out[row, 1], out[row, 2], out[row, 3], out[row, 9] = text_words, text_chars, alpha_words, num_stops
         signs = ellipses = lines = bullets = trails = 0
         start, dots = 0, 0
         for i in range(n + 1):
@@ -119,7 +115,7 @@ def measure_quality(cut, table, stop_keys, stop_values, out):  # type: ignore[no
 
 
 @jit()
-def _same_parts(points, start, stop, least, slots):  # type: ignore[no-untyped-def]
+def _same_parts(points, start, stop, min_newlines, slots):  # type: ignore[no-untyped-def]
     """Parts between runs of at least `least` newlines: how many, how many again, and the characters of those."""
     parts = same = same_chars = 0
     i = begin = start
@@ -130,7 +126,7 @@ def _same_parts(points, start, stop, least, slots):  # type: ignore[no-untyped-d
         j = i
         while j < stop and points[j] == 10:
             j += 1
-        if j - i >= least or i == stop:
+        if j - i >= min_newlines or i == stop:
             parts += 1
             if _insert(slots, hash_points(points, begin, i)):
                 same += 1
@@ -155,13 +151,13 @@ def _gram(sums, i, n, power):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def _count(sums, places, held, n, power, slots, counts, slot_of):  # type: ignore[no-untyped-def]
+def _count(sums, places, num_places, n, power, slots, counts, slot_of):  # type: ignore[no-untyped-def]
     """How often the n-gram at each of the first `held` places occurs there: `counts[slot_of[k]]`; the highest."""
-    size = _table_size(held + 1)
+    size = _table_size(num_places + 1)
     mask = np.uint64(size - 1)
     slots[:size] = 0
     best = 0
-    for k in range(held):
+    for k in range(num_places):
         h = _gram(sums, places[k], n, power)
         slot = (h >> _SHIFT ^ h >> np.uint64(1)) & mask
         while slots[slot] != 0 and slots[slot] != h:
@@ -175,12 +171,12 @@ def _count(sums, places, held, n, power, slots, counts, slot_of):  # type: ignor
 
 
 @jit()
-def _same_chars(sums, lengths, places, held, n, power, slots):  # type: ignore[no-untyped-def]
+def _same_chars(sums, lengths, places, num_places, n, power, slots):  # type: ignore[no-untyped-def]
     """Characters of n-grams that came before, none counted in two of them."""
-    table = slots[: _table_size(held + 1)]
+    table = slots[: _table_size(num_places + 1)]
     table[:] = 0
     chars = free = 0
-    for k in range(held):
+    for k in range(num_places):
         i = places[k]
         if i >= free and _insert(table, _gram(sums, i, n, power)):
             chars += lengths[i + n] - lengths[i]
@@ -195,7 +191,7 @@ def _measure_grams(sums, lengths, words, sizes, places, slots, counts, slot_of, 
     An n-gram that occurs twice begins with a shorter one that does: only `places` of such are looked at again, few in
     most texts. Those of any other are unique, and change neither measure but where no n-gram occurs twice.
     """
-    held, narrowed = words, False
+    num_places, narrowed = words, False
     for i in range(words):
         places[i] = i
     for s in range(len(sizes)):
@@ -203,31 +199,31 @@ def _measure_grams(sums, lengths, words, sizes, places, slots, counts, slot_of, 
         power = np.uint64(1)
         for _ in range(n):
             power *= _FACTOR
-        while held and places[held - 1] + n > words:
-            held -= 1
+        while num_places and places[num_places - 1] + n > words:
+            num_places -= 1
         if is_top or not narrowed:
-            best = _count(sums, places, held, n, power, slots, counts, slot_of)
-            first, kept = 0, 0
-            for k in range(held - 1, -1, -1):
+            best = _count(sums, places, num_places, n, power, slots, counts, slot_of)
+            first, num_retained = 0, 0
+            for k in range(num_places - 1, -1, -1):
                 first = places[k] if counts[slot_of[k]] == best > 1 else first
-            for k in range(held):
+            for k in range(num_places):
                 if counts[slot_of[k]] > 1:
-                    places[kept] = places[k]
-                    kept += 1
-            held, narrowed = kept, True
+                    places[num_retained] = places[k]
+                    num_retained += 1
+            num_places, narrowed = num_retained, True
             if is_top:
                 out[column] = max(best, 1) * (lengths[first + n] - lengths[first] + n - 1) if words >= n else 0
         if not is_top:
-            out[column] = _same_chars(sums, lengths, places, held, n, power, slots)
+            out[column] = _same_chars(sums, lengths, places, num_places, n, power, slots)
 
 
 @jit()
 def measure_repetition(cut, table, sizes, out):  # type: ignore[no-untyped-def]
     """`REPETITION`, then what `sizes` asks for: int64 [rows, 7 + len(sizes)]."""
-    room = room_of(cut.offsets, cut.stops)
-    points = np.empty(room, np.uint32)
-    sums, lengths = np.zeros(room, np.uint64), np.zeros(room, np.int32)
-    places, slot_of = np.empty(room, np.int32), np.empty(room, np.int32)
+    capacity = room_of(cut.offsets, cut.stops)
+    points = np.empty(capacity, np.uint32)
+    sums, lengths = np.zeros(capacity, np.uint64), np.zeros(capacity, np.int32)
+    places, slot_of = np.empty(capacity, np.int32), np.empty(capacity, np.int32)
     slots, counts = np.empty(0, np.uint64), np.empty(0, np.int32)
     for row in range(len(cut.stops)):
         n = decode(cut.data, cut.offsets[row], cut.stops[row], points)

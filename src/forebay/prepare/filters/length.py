@@ -1,7 +1,4 @@
-"""Length: drop what is too short or too long.
-
-Hides: that characters and words are counted in one pass over the bytes.
-"""
+"""Drops documents that are too short or too long; characters and words are counted in one pass over the bytes."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 import pyarrow as pa
 
-from forebay.prepare.documents import Stage, Verdict, first_failing, text_buffers
+from forebay.prepare.documents import Stage, StageResult, first_failing, text_buffers
 from forebay.prepare.filters.characters import character_table
 from forebay.prepare.filters.kernels import measure_length
 from forebay.prepare.settings import Number, check_fields, check_order
@@ -51,13 +48,13 @@ class Length(Stage):
         for unit in ("chars", "words", "tokens"):
             check_order(self, f"min_{unit}", f"max_{unit}")
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         offsets, data = text_buffers(batch.column("text"))
         counts = np.zeros((batch.num_rows, 2), np.int64)
         measure_length(offsets, data, character_table(), counts)
         chars, words = counts.T
         tokens = np.diff(offsets) / BYTES_PER_TOKEN
-        return Verdict(
+        return StageResult(
             batch,
             first_failing(
                 chars < self.min_chars,

@@ -1,9 +1,7 @@
-"""How surprising a document is to an n-gram model: its perplexity.
+"""The perplexity of each document under an n-gram model, with the library `kenlm` (ARPA and its own binary files).
 
-Hides: the library `kenlm`, which reads ARPA text and its own binary files; and how text becomes words (`spaced`: small
-letters, words between single spaces, a line for a line), which training shares, so that a model fits what it scores.
-
-Source: Wenzek et al. 2020 (CCNet), section 4.2: documents ranked by the perplexity of a Kneser-Ney model of Wikipedia.
+Text becomes words as in training: small letters, words between single spaces, a line for a line.
+Source: Wenzek et al. 2020 (CCNet), section 4.2.
 """
 
 import math
@@ -19,7 +17,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError, install_command
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Stage, Verdict, first_failing, replace_column, text_buffers
+from forebay.prepare.documents import Stage, StageResult, first_failing, replace_column, text_buffers
 from forebay.prepare.filters.characters import BREAK
 from forebay.prepare.filters.words import clip, cut_words, decode, encode, kind, room_of, tables
 from forebay.prepare.settings import Number, check_fields, check_order
@@ -32,13 +30,13 @@ LOOK_BYTES = 1 << 18
 class Perplexity(Stage):
     """Keep documents whose perplexity is in an interval; adds the column `perplexity` (infinite for no words).
 
-    Each line is a sentence to the model, in small letters with punctuation apart, as `forebay lm train` reads it.
+    Each line is a sentence to the model, in small letters with punctuation apart, as `--to lm` reads it.
 
     Args:
         model: Path of a KenLM model: ARPA or binary.
         min_perplexity, max_perplexity: Both included.
-        keep_percentile: `[low, high]`: keep documents between these percentiles of all documents. Whoever sees the
-            whole corpus applies it (`apply` does not), under the last of `reasons`.
+        keep_percentile: `[low, high]`: keep documents between these percentiles of all documents. Applied by a task
+            after all documents are scored, not by `apply`.
     """
 
     model: str = ""
@@ -56,7 +54,7 @@ class Perplexity(Stage):
         if not self.model:
             raise UsageError(
                 f"model: expected the path of a KenLM model (ARPA or binary), got {self.model!r}. "
-                "`forebay lm train` makes one of your own text."
+                "`forebay prepare --to lm` trains one on your own text."
             )
         check_order(self, "min_perplexity", "max_perplexity")
         value = self.keep_percentile
@@ -66,14 +64,14 @@ class Perplexity(Stage):
     def files(self) -> tuple[str, ...]:
         return (self.model,)
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         model = _load(self.model)
-        ends, data = spaced(batch.column("text"), LOOK_BYTES)
+        word_ends, data = spaced(batch.column("text"), LOOK_BYTES)
         scores = np.empty(batch.num_rows, np.float64)
         for row in range(batch.num_rows):
-            scores[row] = perplexity(model, data[ends[row] : ends[row + 1]].tobytes().decode())
+            scores[row] = perplexity(model, data[word_ends[row] : word_ends[row + 1]].tobytes().decode())
         batch = replace_column(batch, "perplexity", pa.array(scores, pa.float64()))
-        return Verdict(batch, first_failing(scores < self.min_perplexity, scores > self.max_perplexity))
+        return StageResult(batch, first_failing(scores < self.min_perplexity, scores > self.max_perplexity))
 
 
 def perplexity(model: Any, lines: str) -> float:
@@ -115,20 +113,20 @@ def spaced(texts: pa.LargeStringArray, limit: int) -> tuple[NDArray[np.int64], N
     """
     offsets, data = text_buffers(pc.utf8_lower(texts))
     stops = clip(offsets, data, limit)
-    room = int((stops - offsets[:-1]).sum())
-    out = np.empty(2 * room + len(stops), np.uint8)
-    ends = np.zeros(len(stops) + 1, np.int64)
-    _space(offsets, stops, data, *tables(), out, ends)
-    return ends, out[: ends[-1]]
+    capacity = int((stops - offsets[:-1]).sum())
+    out = np.empty(2 * capacity + len(stops), np.uint8)
+    word_ends = np.zeros(len(stops) + 1, np.int64)
+    _space(offsets, stops, data, *tables(), out, word_ends)
+    return word_ends, out[: word_ends[-1]]
 
 
 @jit()
 def _space(offsets, stops, data, table, keys, values, out, out_ends):  # type: ignore[no-untyped-def]
-    room = room_of(offsets, stops)
-    points = np.empty(room, np.uint32)
-    begins, ends, tail = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
-    kinds = np.empty(room, np.uint16)
-    at = 0
+    capacity = room_of(offsets, stops)
+    points = np.empty(capacity, np.uint32)
+    begins, word_ends, tail = np.empty(capacity, np.int32), np.empty(capacity, np.int32), np.empty(capacity, np.int32)
+    kinds = np.empty(capacity, np.uint16)
+    written = 0
     for row in range(len(stops)):
         n = decode(data, offsets[row], stops[row], points)
         start = 0
@@ -137,10 +135,10 @@ def _space(offsets, stops, data, table, keys, values, out, out_ends):  # type: i
                 if points[i] < 32 or points[i] == 127:
                     points[i] = 32
                 continue
-            words = cut_words(points, start, i, table, keys, values, begins, ends, tail, kinds)
+            words = cut_words(points, start, i, table, keys, values, begins, word_ends, tail, kinds)
             for w in range(words):
-                at = encode(points, begins[w], ends[w], out, at)
-                out[at] = 10 if w + 1 == words else 32
-                at += 1
+                written = encode(points, begins[w], word_ends[w], out, written)
+                out[written] = 10 if w + 1 == words else 32
+                written += 1
             start = i + 1
-        out_ends[row + 1] = at
+        out_ends[row + 1] = written

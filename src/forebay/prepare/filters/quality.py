@@ -1,11 +1,8 @@
-"""The rules by which Gopher's training text was chosen, quality and repetition, and those that FineWeb adds to them.
+"""Gopher's rules of quality and repetition, and those that FineWeb adds.
 
-Hides: that a rule is a comparison of two columns measured in compiled code (whose compiler, 0.5 s to import, is left
-to the processes that measure); rules are tried in the published order and the first that fails is the reason.
-
-Source: Rae et al. 2021, "Scaling Language Models" (Gopher), section A.1.1 and table A1; Penedo et al. 2024, "The
-FineWeb Datasets", section 3.5 (custom filters). What they leave open (what is a word, a duplicate, a top n-gram) is
-decided as datatrove 0.10 does.
+A rule compares two columns that a kernel measured; the first rule that fails, in the published order, is the reason.
+Source: Rae et al. 2021 (Gopher), section A.1.1 and table A1; Penedo et al. 2024 (FineWeb), section 3.5. What they leave
+open (words, duplicates, top n-grams) is as in datatrove 0.10. The compiler, 0.5 s to import, is imported on use.
 """
 
 from collections.abc import Sequence
@@ -19,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import UsageError
-from forebay.prepare.documents import Stage, Verdict, first_failing
+from forebay.prepare.documents import Stage, StageResult, first_failing
 from forebay.prepare.filters.exceptions import hash_table
 from forebay.prepare.settings import Count, Number, Share, Texts, check_fields, check_order
 
@@ -96,7 +93,7 @@ class GopherQuality(Stage):
                 f"min_stop_words: expected at most the number of stop_words ({len(self.stop_words)}), {got}"
             )
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         from forebay.prepare.filters.kernels import QUALITY, measure_quality
 
         m = dict(zip(QUALITY, measure(measure_quality, batch, len(QUALITY), _stop_table(self.stop_words)), strict=True))
@@ -114,7 +111,7 @@ class GopherQuality(Stage):
                 m["alpha_words"] / m["words"] < self.min_alpha_words,
                 m["stops"] < self.min_stop_words,
             )
-        return Verdict(batch, first_failing(*failed))
+        return StageResult(batch, first_failing(*failed))
 
 
 @lru_cache(16)
@@ -169,7 +166,7 @@ class GopherRepetition(Stage):
             *(f"gopher_duplicate_{n}_grams" for n, _ in self.duplicate_ngrams),
         )
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         from forebay.prepare.filters.kernels import REPETITION, measure_repetition
 
         grams = (*self.top_ngrams, *self.duplicate_ngrams)
@@ -189,7 +186,7 @@ class GopherRepetition(Stage):
                     for chars, (_, limit) in zip(columns[len(REPETITION) :], grams, strict=True)
                 ),
             )
-        return Verdict(batch, first_failing(*failed))
+        return StageResult(batch, first_failing(*failed))
 
 
 @dataclass(frozen=True)
@@ -223,7 +220,7 @@ class FineWeb(Stage):
     )
     shares_words: ClassVar[bool] = True
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         from forebay.prepare.filters.kernels import FINEWEB, measure_lines
 
         m = dict(zip(FINEWEB, measure(measure_lines, batch, len(FINEWEB), [self.short_line_chars]), strict=True))
@@ -236,4 +233,4 @@ class FineWeb(Stage):
                 m["same_chars"] / m["chars"] > self.max_duplicate_chars,
                 m["newlines"] / m["words"] > self.max_newlines_per_word,
             )
-        return Verdict(batch, first_failing(*failed))
+        return StageResult(batch, first_failing(*failed))

@@ -1,7 +1,7 @@
-"""Documents by where they come from: lists of hosts, and of words in addresses.
+"""Drops documents by lists of hosts, and of words in addresses. A row without a URL is kept.
 
-The lists are the user's own files, a host or word a line (`#` begins a comment); UT1's blocklists are such files, which
-FineWeb used (Penedo et al. 2024, section 3.1). A row without a URL is kept.
+The lists are the user's files, a host or word a line (`#` begins a comment), such as UT1's blocklists, which FineWeb
+used (Penedo et al. 2024, section 3.1).
 """
 
 import re
@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.documents import Stage, Verdict
+from forebay.prepare.documents import Stage, StageResult
 from forebay.prepare.settings import Texts, check_fields
 
 _WORD = re.compile(r"[^\W_]+")
@@ -45,7 +45,7 @@ class Url(Stage):
     def files(self) -> tuple[str, ...]:
         return (*self.hosts, *self.words)
 
-    def apply(self, batch: pa.RecordBatch) -> Verdict:
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
         hosts, words = _lists(self.hosts), _lists(self.words)
         drop = np.full(batch.num_rows, -1, np.int16)
         for row, url in enumerate(batch.column("url").to_pylist()):
@@ -55,7 +55,7 @@ class Url(Stage):
                 drop[row] = 0
             elif words and not words.isdisjoint(_WORD.findall(url.lower())):
                 drop[row] = 1
-        return Verdict(batch, drop)
+        return StageResult(batch, drop)
 
 
 def _suffixes(url: str) -> list[str]:
@@ -69,11 +69,11 @@ def _suffixes(url: str) -> list[str]:
 
 @lru_cache(maxsize=8)
 def _lists(paths: tuple[str, ...]) -> frozenset[str]:
-    found: set[str] = set()
+    entries: set[str] = set()
     for path in paths:
         try:
             lines = Path(path).read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise PrepareError(f"{path}: expected a list, a word or host a line: {error}.") from error
-        found.update(word for line in lines if (word := line.partition("#")[0].strip().lower().rstrip(".")))
-    return frozenset(found)
+        entries.update(word for line in lines if (word := line.partition("#")[0].strip().lower().rstrip(".")))
+    return frozenset(entries)

@@ -1,7 +1,6 @@
-"""The report of a prepared dataset: what was read, what was dropped and why, with samples to look at.
+"""The report of a prepared dataset: what was read, what was dropped and why, with samples.
 
-A report is a dict as JSON has it, without times, so that the same input
-gives the same report. It is written as one HTML page that carries the dict inside, and needs no network.
+A dict of JSON without times, embedded in one HTML page that loads nothing.
 """
 
 import json
@@ -27,19 +26,19 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
 
 def load_report(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The dict that a page, or the `report.html` in a dataset's folder, was written from."""
-    place = Path(path)
-    if place.is_dir():
-        place = place / "report.html"
+    file = Path(path)
+    if file.is_dir():
+        file = file / "report.html"
     try:
-        text = place.read_text("utf-8")
+        text = file.read_text("utf-8")
         start = text.index(JSON_OPENING) + len(JSON_OPENING)
         report = json.loads(text[start : text.index("</script>", start)])
     except FileNotFoundError:
-        raise DatasetError(f"{place}: there is no report. `forebay prepare` writes one with each dataset.") from None
+        raise DatasetError(f"{file}: there is no report. `forebay prepare` writes one with each dataset.") from None
     except (OSError, ValueError) as error:
-        raise DatasetError(f"{place}: expected a report of forebay prepare, got something else ({error}).") from error
+        raise DatasetError(f"{file}: expected a report of forebay prepare, got something else ({error}).") from error
     if not isinstance(report, dict):
-        raise DatasetError(f"{place}: expected a report of forebay prepare, got {type(report).__name__}.")
+        raise DatasetError(f"{file}: expected a report of forebay prepare, got {type(report).__name__}.")
     return report
 
 
@@ -47,36 +46,36 @@ def render_text(report: Mapping[str, Any]) -> str:
     """The funnel for a terminal of 80 columns, ending in a newline."""
     totals = report.get("totals", {})
     funnel = report.get("funnel", [])
-    whole = funnel[0].get("documents_in", 0) if funnel else totals.get("documents_in", 0)
-    kept = totals.get("documents_out", 0)
+    total = funnel[0].get("documents_in", 0) if funnel else totals.get("documents_in", 0)
+    documents = totals.get("documents_out", 0)
     lines = [
         _cut(_plain(report.get("name") or "dataset"), _WIDTH),
-        f"{count(kept)} of {count(whole)} documents kept ({share(kept, whole)})",
+        f"{count(documents)} of {count(total)} documents kept ({share(documents, total)})",
         f"{format_bytes(totals.get('bytes_out', 0))} of text, {short(totals.get('tokens', 0))} tokens, "
         f"{count(totals.get('slices', 0))} slices, {count(totals.get('malformed', 0))} malformed",
         "",
     ]
     for stage, wrong in zip(funnel, sums(funnel)):
-        lines += _stage_lines(stage, whole)
+        lines += _stage_lines(stage, total)
         if wrong:
             lines.append(_cut(f"  !! does not add up: {wrong}", _WIDTH))
     for name, subset in totals.get("subsets", {}).items():
-        told = f"{count(subset.get('documents', 0))} documents, {short(subset.get('tokens', 0))} tokens"
-        lines.append(_cut(f"subset {_plain(name)}: {told}", _WIDTH))
+        counts = f"{count(subset.get('documents', 0))} documents, {short(subset.get('tokens', 0))} tokens"
+        lines.append(_cut(f"subset {_plain(name)}: {counts}", _WIDTH))
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _stage_lines(stage: Mapping[str, Any], whole: int) -> list[str]:
-    left = stage.get("documents_out", 0)
+def _stage_lines(stage: Mapping[str, Any], total: int) -> list[str]:
+    remaining = stage.get("documents_out", 0)
     width = _WIDTH - _NAME - _COUNT - 10
     name = _cut(_plain(stage.get("stage", "")), _NAME - 1).ljust(_NAME)
-    filled = bar(left / whole if whole else 0, width)
-    lines = [f"{name}{filled} {count(left):>{_COUNT}} {share(left, whole):>8}"]
+    filled = bar(remaining / total if total else 0, width)
+    lines = [f"{name}{filled} {count(remaining):>{_COUNT}} {share(remaining, total):>8}"]
     dropped = sorted(stage.get("dropped", {}).items(), key=lambda item: (-item[1], item[0]))
     for reason, n in dropped:
         if n:
             reason = _cut(_plain(reason), _WIDTH - _COUNT - 14)
-            lines.append(f"  − {reason:<{_WIDTH - _COUNT - 13}}{count(n):>{_COUNT - 1}} {share(n, whole):>8}")
+            lines.append(f"  − {reason:<{_WIDTH - _COUNT - 13}}{count(n):>{_COUNT - 1}} {share(n, total):>8}")
     changed = [f"{_plain(k)} {count(n)}" for k, n in sorted(stage.get("changed", {}).items()) if n]
     if changed:
         lines.append(_cut("  ~ " + ", ".join(changed), _WIDTH))

@@ -1,4 +1,4 @@
-"""Figures as text: counts, bytes, shares, bars of characters, a recipe as TOML: for both forms of the report."""
+"""Numbers as text: counts, shares, bars of characters; and a recipe as TOML."""
 
 import json
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ def short(value: float) -> str:
     return f"{value:.{digits}f}{units[step]}"
 
 
-def share(part: float, whole: float) -> str:
+def share(part: float, total: float) -> str:
     """`61.2 %`; a share that is neither none nor all never reads as such: `<0.1 %`, `>99.9 %`."""
-    if not whole:
+    if not total:
         return "–"
-    value = 100 * part / whole
+    value = 100 * part / total
     if 0 < value < 0.1:
         return "<0.1 %"
     if 99.9 < value < 100:
@@ -49,13 +49,13 @@ def toml(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
     """A nested configuration as TOML."""
     blocks = [_toml_block(table, "")]
     for key, value in table.items():
-        place = (*path, key)
-        name = ".".join(map(_key, place))
+        full_path = (*path, key)
+        name = ".".join(map(_key, full_path))
         if isinstance(value, Mapping):
             own = _toml_block(value, f"[{name}]\n")
-            blocks += [own if own.count("\n") > 1 or not value else "", toml(_tables(value), place)]
+            blocks += [own if own.count("\n") > 1 or not value else "", toml(_tables(value), full_path)]
         elif _nested(value):
-            blocks += [_toml_block(item, f"[[{name}]]\n") + toml(_tables(item), place) for item in value]
+            blocks += [_toml_block(item, f"[[{name}]]\n") + toml(_tables(item), full_path) for item in value]
     return "\n".join(block for block in blocks if block)
 
 

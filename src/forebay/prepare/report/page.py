@@ -1,8 +1,7 @@
-"""The report as a page: one HTML file that needs nothing else, and is harmless whatever the corpus says.
+"""The report as one HTML page, harmless whatever the corpus says.
 
-Hides: the layout, which is `report.html`'s, and what is left out of long lists. All that comes from a corpus is escaped
-and its control characters made visible; each piece of it lies in a box of its own, which confines writing directions
-and stacks of accents. A policy in the page forbids it to load anything and to run any script but its own one.
+Text of the corpus is escaped, its control characters made visible, and each piece isolated in an element of its own. A
+policy in the page forbids it to load anything and to run any script but its own.
 """
 
 import base64
@@ -25,12 +24,12 @@ Report = Mapping[str, Any]
 JSON_OPENING = '<script type="application/json" id="forebay-report">'
 MAX_INPUTS, MAX_REJECTS, MAX_LANGUAGES, MAX_REASONS = 50, 100, 20, 12
 _WIDTH, _HEIGHT = 360, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 8, 12, 26
+_LEFT_MARGIN, _RIGHT, _TOP, _BOTTOM = 44, 8, 12, 26
 
 # Control characters by their pictures, halves of surrogate pairs by the replacement character, turns by words.
 _VISIBLE: dict[int, str] = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _VISIBLE |= dict.fromkeys((*range(0x7F, 0xA0), *range(0xD800, 0xE000), *range(0xFFFE, 0x10000)), "�")
-_VISIBLE |= {0xFDD0: "⟨given⟩ ", 0xFDD1: "⟨learnt⟩ "}
+_VISIBLE |= {0xFDD0: "⟨prompt⟩ ", 0xFDD1: "⟨response⟩ "}
 
 
 @functools.cache
@@ -52,15 +51,15 @@ def _file(name: str) -> str:
     return files("forebay.prepare.report").joinpath(name).read_text("utf-8")
 
 
-def _percent(part: float, whole: float) -> str:
-    return f"{min(100.0, 100 * part / whole) if whole else 0:.3f}%"
+def _percent(part: float, total: float) -> str:
+    return f"{min(100.0, 100 * part / total) if total else 0:.3f}%"
 
 
 def render(report: Report) -> str:
     """The whole page of a report: a pure function of it."""
     totals, funnel, inputs = report.get("totals", {}), report.get("funnel", []), report.get("inputs", [])
     rejects, skipped, files_left_out = (report.get(k, []) for k in ("rejects", "skipped", "skipped_files"))
-    whole = funnel[0].get("documents_in", 0) if funnel else 0
+    total = funnel[0].get("documents_in", 0) if funnel else 0
     script = _file("report.js")
     data = json.dumps(report, ensure_ascii=True, separators=(",", ":"))
     for char in "&<>":
@@ -68,19 +67,19 @@ def render(report: Report) -> str:
     return _template().render(
         report=report,
         t=totals,
-        whole=whole,
+        total=total,
         ribbon=_ribbon(funnel),
         subsets=_subsets(totals.get("subsets", {})),
         stages=[_stage(stage, wrong) for stage, wrong in zip(funnel, sums(funnel))],
-        most=max((n for stage in funnel for n in stage.get("dropped", {}).values()), default=0),
+        maximum=max((n for stage in funnel for n in stage.get("dropped", {}).values()), default=0),
         charts=[(title, histogram(counts)) for title, counts in report.get("histograms", {}).items()],
         languages=_languages(report.get("languages", {})),
         samples=_samples(report),
         rejects=[(r.get("where", ""), r.get("reason", "")) for r in rejects[:MAX_REJECTS]],
         more_rejects=max(totals.get("malformed", 0), len(rejects)) - len(rejects[:MAX_REJECTS]),
         inputs=_inputs(inputs),
-        skipped=[(why, count(n)) for why, n in skipped.items()] if skipped else [],
-        skipped_files=[[one.get(key, "") for key in ("path", "status", "reason")] for one in files_left_out],
+        skipped=[(reason, count(n)) for reason, n in skipped.items()] if skipped else [],
+        skipped_files=[[item.get(key, "") for key in ("path", "status", "reason")] for item in files_left_out],
         more_skipped=sum(skipped.values()) - len(files_left_out) if skipped else 0,
         recipe=toml(report["recipe"]) if report.get("recipe") else "",
         read_from=f"{count(len(inputs))} inputs, {format_bytes(sum(i.get('bytes', 0) for i in inputs))}",
@@ -98,8 +97,8 @@ def _ribbon(funnel: Sequence[Report]) -> list[tuple[int, str, str]]:
     losses = [(n, name) for n, name in losses if n]
     if len(losses) > 6:
         losses = [*losses[:5], (sum(n for n, _ in losses[5:]), "other stages")]
-    kept = [(funnel[-1].get("documents_out", 0), "kept", "kept")] if funnel else []
-    return [*kept, *((n, name, f"d{i}") for i, (n, name) in enumerate(losses, 1))]
+    kept_part = [(funnel[-1].get("documents_out", 0), "kept", "kept")] if funnel else []
+    return [*kept_part, *((n, name, f"d{i}") for i, (n, name) in enumerate(losses, 1))]
 
 
 def _subsets(subsets: Mapping[str, Mapping[str, int]]) -> list[tuple[str, ...]]:
@@ -112,19 +111,19 @@ def _subsets(subsets: Mapping[str, Mapping[str, int]]) -> list[tuple[str, ...]]:
 
 def sums(funnel: Sequence[Mapping[str, Any]]) -> list[str]:
     """For each stage, what does not add up in its figures; empty if all does."""
-    told = []
+    problems = []
     before: int | None = None
     for stage in funnel:
-        came, left = stage.get("documents_in", 0), stage.get("documents_out", 0)
+        came, documents_out = stage.get("documents_in", 0), stage.get("documents_out", 0)
         dropped = sum(stage.get("dropped", {}).values())
         wrong = []
         if before is not None and came != before:
             wrong.append(f"{count(before)} left the stage before, {count(came)} came here")
-        if came - dropped != left:
-            wrong.append(f"{count(came)} in − {count(dropped)} dropped ≠ {count(left)} out")
-        told.append("; ".join(wrong))
-        before = left
-    return told
+        if came - dropped != documents_out:
+            wrong.append(f"{count(came)} in − {count(dropped)} dropped ≠ {count(documents_out)} out")
+        problems.append("; ".join(wrong))
+        before = documents_out
+    return problems
 
 
 def _stage(stage: Report, wrong: str) -> dict[str, Any]:
@@ -136,9 +135,16 @@ def _stage(stage: Report, wrong: str) -> dict[str, Any]:
     if len(reasons) > MAX_REASONS:
         rest = reasons[MAX_REASONS - 1 :]
         reasons = [*reasons[: MAX_REASONS - 1], (f"{len(rest)} other reasons", sum(n for _, n in rest))]
-    came, left, size = (stage.get(key, 0) for key in ("documents_in", "documents_out", "bytes_out"))
-    found = {"name": stage.get("stage", ""), "came": came, "left": left, "bytes": size, "lost": lost}
-    return {**found, "reasons": reasons, "changed": changed, "wrong": wrong}
+    return {
+        "name": stage.get("stage", ""),
+        "documents_in": stage.get("documents_in", 0),
+        "documents_out": stage.get("documents_out", 0),
+        "bytes": stage.get("bytes_out", 0),
+        "dropped": lost,
+        "reasons": reasons,
+        "changed": changed,
+        "wrong": wrong,
+    }
 
 
 def histogram(data: Report) -> dict[str, Any]:
@@ -155,7 +161,7 @@ def histogram(data: Report) -> dict[str, Any]:
     edges = edges[filled[0] : filled[-1] + 2]
     series = {kind: values[filled[0] : filled[-1] + 1] for kind, values in series.items()}
     top, bins, base = max(map(max, series.values())), len(edges) - 1, _HEIGHT - _BOTTOM
-    step, rule = (_WIDTH - _LEFT - _RIGHT) / bins, _round_step(top / 5)
+    step, rule = (_WIDTH - _LEFT_MARGIN - _RIGHT) / bins, _round_step(top / 5)
     bars = []
     for kind, values in series.items():
         gap = 0.5 if kind == "read" else min(2.0, step * 0.16)
@@ -163,25 +169,27 @@ def histogram(data: Report) -> dict[str, Any]:
             if value > 0:
                 y = round(base - max(1.0, (base - _TOP) * value / top), 2)
                 hint = f"{_edge(edges[index])} to {_edge(edges[index + 1])}: {count(value)} {kind}"
-                bars.append((kind, round(_LEFT + index * step + gap, 2), y, round(max(0.6, step - 2 * gap), 2), hint))
+                bars.append(
+                    (kind, round(_LEFT_MARGIN + index * step + gap, 2), y, round(max(0.6, step - 2 * gap), 2), hint)
+                )
     medians = (f"{kind} {count(sum(v))}, median about {_edge(median(edges, v))}" for kind, v in series.items())
     return {
         "width": _WIDTH,
         "height": _HEIGHT,
-        "left": _LEFT,
+        "left": _LEFT_MARGIN,
         "right": _WIDTH - _RIGHT,
         "base": base,
         "bars": bars,
         "rules": [(round(base - (base - _TOP) * n / top, 1), _edge(n)) for n in range(rule, top + 1, rule)],
-        "ticks": [(round(_LEFT + i * step, 1), _edge(edges[i])) for i in range(0, bins, -(-bins // 6))],
-        "told": "; ".join(medians),
+        "ticks": [(round(_LEFT_MARGIN + i * step, 1), _edge(edges[i])) for i in range(0, bins, -(-bins // 6))],
+        "summary": "; ".join(medians),
     }
 
 
-def _round_step(least: float) -> int:
+def _round_step(minimum: float) -> int:
     """The least of 1, 2 and 5 times a power of ten that is not below it, and at least 1."""
-    power = 10.0 ** math.floor(math.log10(max(least, 1)))
-    return int(next(power * n for n in (1, 2, 5, 10) if power * n >= least * (1 - 1e-9)))
+    power = 10.0 ** math.floor(math.log10(max(minimum, 1)))
+    return int(next(power * n for n in (1, 2, 5, 10) if power * n >= minimum * (1 - 1e-9)))
 
 
 def _edge(value: float) -> str:
@@ -201,17 +209,23 @@ def median(edges: Sequence[float], values: Sequence[int]) -> float:
     return edges[0]
 
 
-def _languages(known: Mapping[str, Mapping[str, int]]) -> list[tuple[Any, ...]]:
-    found = [(v.get("read", 0), v.get("kept", 0), str(name)) for name, v in known.items()]
-    found.sort(key=lambda row: (-row[0], row[2]))
-    rest = found[MAX_LANGUAGES:]
+def _languages(languages: Mapping[str, Mapping[str, int]]) -> list[tuple[Any, ...]]:
+    rows = [(v.get("read", 0), v.get("kept", 0), str(name)) for name, v in languages.items()]
+    rows.sort(key=lambda row: (-row[0], row[2]))
+    rest = rows[MAX_LANGUAGES:]
     if rest:
         others = sum(row[0] for row in rest), sum(row[1] for row in rest), f"{len(rest)} others"
-        found = [*found[:MAX_LANGUAGES], others]
-    most = max((max(read, kept) for read, kept, _ in found), default=0)
+        rows = [*rows[:MAX_LANGUAGES], others]
+    maximum = max((max(read, kept_part) for read, kept_part, _ in rows), default=0)
     return [
-        (name, [("read", read, most), ("kept", kept, most)], count(read), count(kept), share(kept, read))
-        for read, kept, name in found
+        (
+            name,
+            [("read", read, maximum), ("kept", kept_part, maximum)],
+            count(read),
+            count(kept_part),
+            share(kept_part, read),
+        )
+        for read, kept_part, name in rows
     ]
 
 
@@ -220,13 +234,13 @@ def _samples(report: Report) -> list[dict[str, Any]]:
     for sample in report.get("samples", []):
         groups.setdefault((str(sample.get("stage", "")), str(sample.get("reason", ""))), []).append(sample)
     dropped = {s.get("stage", ""): s.get("dropped", {}) for s in report.get("funnel", [])}
-    found = []
+    rows = []
     for (stage, reason), samples in sorted(groups.items(), key=lambda item: bool(item[0][0])):
         of = dropped.get(stage, {}).get(reason) if stage else report.get("totals", {}).get("documents_out")
-        told = f"{count(len(samples))} shown" + (f" of {count(of)}" if of else "")
+        problems = f"{count(len(samples))} shown" + (f" of {count(of)}" if of else "")
         title = f"{stage} · {reason}" if stage else reason
-        found.append({"stage": stage, "title": title, "told": told, "samples": samples})
-    return found
+        rows.append({"stage": stage, "title": title, "summary": problems, "samples": samples})
+    return rows
 
 
 def _inputs(inputs: Sequence[Report]) -> list[tuple[str, ...]]:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
-from forebay.formats.records import TURN_LEARNT, Record
+from forebay.formats.records import RESPONSE_MARK, Record
 from forebay.prepare.clean.boilerplate import Boilerplate
 from forebay.prepare.documents import Stage
 
@@ -29,7 +29,7 @@ def test_lines_go_and_text_stays(texts_of: TextsOf) -> None:
 
 def test_what_is_not_boilerplate(texts_of: TextsOf) -> None:
     long = "He read the privacy policy. " * 8  # a long line is text, whatever it speaks of
-    texts = ["a\nb\nc\nd\nhello, my friend.", "share this with them", "reprint", long, f"{TURN_LEARNT}yes\n" * 9]
+    texts = ["a\nb\nc\nd\nhello, my friend.", "share this with them", "reprint", long, f"{RESPONSE_MARK}yes\n" * 9]
     assert texts_of(Boilerplate(), texts) == texts
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
-from forebay.formats.records import TURN_GIVEN, TURN_LEARNT, Record
+from forebay.formats.records import PROMPT_MARK, RESPONSE_MARK, Record
 from forebay.prepare.clean.unicode import MAX_MARKS, Unicode
 from forebay.prepare.documents import Stage
 
@@ -39,7 +39,7 @@ def clean(text: str, stage: Unicode) -> str:
         ("trail  \t\nends ", "trail\nends"),
         ("a\n\n\n\n\n\nb", "a\n\n\nb"),
         ("a\n \n\t\n \x00\n\r\nb", "a\n\n\nb"),
-        (f"{TURN_GIVEN}ask\r\n{TURN_LEARNT}say\x01", f"{TURN_GIVEN}ask\n{TURN_LEARNT}say"),
+        (f"{PROMPT_MARK}ask\r\n{RESPONSE_MARK}say\x01", f"{PROMPT_MARK}ask\n{RESPONSE_MARK}say"),
         ("", ""),
     ],
 )

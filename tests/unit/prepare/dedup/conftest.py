@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
-from forebay.prepare.dedup.config import Dedup
-from forebay.prepare.dedup.corpus import DedupResult, Part, deduplicate
+from forebay.prepare.dedup.deduplicate import DedupResult, SignedSplit, deduplicate
+from forebay.prepare.dedup.settings import Dedup
 from forebay.prepare.dedup.signer import Signer
 
 
@@ -29,17 +29,21 @@ class Bench:
         self.folder = folder
         self._numbers = itertools.count()
 
-    def sign(self, texts: Any, config: Dedup, scores: Sequence[float | None] | None = None, batch: int = 1000) -> Part:
+    def sign(
+        self, texts: Any, config: Dedup, scores: Sequence[float | None] | None = None, batch: int = 1000
+    ) -> SignedSplit:
         """One part of these texts (strings, or an Arrow array)."""
         column = texts if isinstance(texts, pa.Array) else pa.array(texts, pa.large_string())
         prefix = self.folder / f"part{next(self._numbers)}"
         with Signer(prefix, config) as signer:
             for start in range(0, len(column), batch):
-                few = None if scores is None else pa.array(scores[start : start + batch], pa.float64())
-                signer.add(column.slice(start, batch), few)
-        return Part(str(prefix), len(column))
+                few = pa.record_batch({"text": column.slice(start, batch)})
+                if scores is not None:
+                    few = few.append_column("s", pa.array(scores[start : start + batch], pa.float64()))
+                signer.add(few)
+        return SignedSplit(str(prefix), len(column))
 
-    def deduplicate(self, parts: Sequence[Part], config: Dedup, memory_bytes: int = 64 << 20) -> DedupResult:
+    def deduplicate(self, parts: Sequence[SignedSplit], config: Dedup, memory_bytes: int = 64 << 20) -> DedupResult:
         """In a fresh folder."""
         folder = self.folder / f"out{next(self._numbers)}"
         return deduplicate(parts, config, folder, serially, memory_bytes=memory_bytes)

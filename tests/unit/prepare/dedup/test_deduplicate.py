@@ -20,10 +20,8 @@ from hypothesis import strategies as st
 
 from calibration import scaled
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.dedup.config import Dedup
-from forebay.prepare.dedup.corpus import Cutter, DedupResult, deduplicate, store_signatures
-from forebay.prepare.dedup.signer import sign_texts
-from forebay.prepare.documents import text_buffers
+from forebay.prepare.dedup.deduplicate import Cutter, DedupResult, deduplicate, store_signatures
+from forebay.prepare.dedup.settings import Dedup
 
 WORDS = st.sampled_from(["a", "b", "a b", "a  b", "A b", "c\n", "\t", "é", "e\u0301", "}", ""])
 TEXTS = st.lists(st.lists(WORDS, max_size=4).map(" ".join), max_size=40)
@@ -70,7 +68,7 @@ def test_planted_copies_among_many_runs_and_ranges(bench: Any) -> None:
 
 def reference_clusters(texts: list[str], config: Dedup) -> list[set[int]]:
     """Components through equal texts and equal bands, by repeated merging."""
-    signatures = sign_texts(*text_buffers(column(texts)), config)
+    signatures = config.methods[-1].sign_texts(column(texts))
     keys: dict[Any, set[int]] = {}
     for index, row in enumerate(signatures.tolist()):
         for key in {hash_ for hash_ in row if hash_} | ({plain(texts[index], "space")} - {""}):
@@ -106,7 +104,7 @@ def test_clusters_and_who_stays(fresh: Callable[[], Any], seed: int, keep: str, 
             equals = [i for i in cluster if texts[i].split() == texts[member].split()]
             codes[member] = 1 if max(equals, key=worth) != member else 2
     assert codes_of(result) == codes
-    assert (result.exact, result.near) == (codes.count(1), codes.count(2))
+    assert result.dropped == (codes.count(1), codes.count(2))
     table = pq.read_table(result.clusters).to_pylist()
     members = [row["document"] + (cut if row["part"] else 0) for row in table]
     assert members == sorted(i for cluster in clusters for i in cluster)
@@ -193,7 +191,7 @@ def corpus() -> list[str]:
 def test_the_same_files_for_any_parts_memory_and_scale(bench: Any, corpus: list[str], tmp_path: Path) -> None:
     config = Dedup(exact=True, minhash=True)
     whole = bench.deduplicate([bench.sign(corpus, config)], config)
-    assert whole.exact > 20 and whole.near > 20
+    assert min(whole.dropped) > 20
     parts = [bench.sign(corpus[i : i + 171], config) for i in range(0, len(corpus), 171)]
     cut = bench.deduplicate(parts, config, 1 << 16)
     assert codes_of(cut) == codes_of(whole) and cut.sizes == whole.sizes
@@ -228,8 +226,8 @@ def test_the_steps_files_do_not_depend_on_scale(bench: Any, corpus: list[str], t
 KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
-from forebay.prepare.dedup.config import Dedup
-from forebay.prepare.dedup.corpus import Part, deduplicate
+from forebay.prepare.dedup.settings import Dedup
+from forebay.prepare.dedup.deduplicate import SignedSplit, deduplicate
 left = int(sys.argv[3])
 def map(run, tasks):
     global left
@@ -240,7 +238,7 @@ def map(run, tasks):
             threading.Timer(float(sys.argv[4]), os.kill, (os.getpid(), signal.SIGKILL)).start()
         done.append(run(task, 0))
     return done
-part = Part(sys.argv[1], int(sys.argv[5]))
+part = SignedSplit(sys.argv[1], int(sys.argv[5]))
 deduplicate([part], Dedup(exact=True, minhash=True), Path(sys.argv[2]), map, memory_bytes=1 << 16)
 """
 
@@ -298,7 +296,7 @@ def test_new_data_against_stored_signatures(bench: Any, corpus: list[str], tmp_p
     assert second.cut[0].load().tolist() == whole.cut[1].load().tolist()
     assert second.documents == 300 and second.units == 300
     stored = sum(path.stat().st_size for path in (tmp_path / "stored").iterdir() if path.suffix != ".units")
-    assert stored <= 128 * (400 - first.exact) + 1024
+    assert stored <= 128 * (400 - first.dropped[0]) + 1024
 
 
 def test_what_is_compared_against_always_stays(bench: Any, tmp_path: Path) -> None:
@@ -319,9 +317,9 @@ def test_a_hundred_thousand_copies(bench: Any) -> None:
     texts = column([text] * 100_000)
     part = bench.sign(texts, config, batch=50_000)
     result = bench.deduplicate([part], config)
-    assert (result.exact, result.near, result.sizes) == (99_999, 0, [[100_000, 1]])
-    assert bench.deduplicate([part], config, 4 << 20).exact == 99_999
-    assert bench.deduplicate([bench.sign(texts, near)], near).near == 99_999
+    assert (result.dropped, result.sizes) == ((99_999, 0), [[100_000, 1]])
+    assert bench.deduplicate([part], config, 4 << 20).dropped[0] == 99_999
+    assert bench.deduplicate([bench.sign(texts, near)], near).dropped == (99_999,)
 
 
 @pytest.mark.parametrize("filler", ["word ", "a", "\n \n", "漢"])
@@ -338,8 +336,8 @@ LARGE = """
 import resource, sys, tempfile
 from pathlib import Path
 import numpy as np, pyarrow as pa
-from forebay.prepare.dedup.config import Dedup
-from forebay.prepare.dedup.corpus import Part, deduplicate
+from forebay.prepare.dedup.settings import Dedup
+from forebay.prepare.dedup.deduplicate import SignedSplit, deduplicate
 from forebay.prepare.dedup.signer import Signer
 config = Dedup(exact=True, minhash=True, lines=True, min_characters=4, keep="longest")
 rng = np.random.default_rng(0)
@@ -348,11 +346,12 @@ def peak(documents):
         with Signer(Path(folder) / "p", config) as signer:
             for start in range(0, documents, 1000):
                 chosen = rng.integers(0, documents, 1000).tolist()
-                signer.add(pa.array([f"{i} text {i % 977} of {i * i}" for i in chosen], pa.large_string()))
+                texts = pa.array([f"{i} text {i % 977} of {i * i}" for i in chosen], pa.large_string())
+                signer.add(pa.record_batch({"text": texts}))
         def map(run, tasks):
             return [run(task, 0) for task in tasks]
-        result = deduplicate([Part(f"{folder}/p", documents)], config, Path(folder), map, memory_bytes=2 << 20)
-        assert result.exact > documents // 4
+        result = deduplicate([SignedSplit(f"{folder}/p", documents)], config, Path(folder), map, memory_bytes=2 << 20)
+        assert result.dropped[0] > documents // 4
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 peak(1000)
 print(peak(10_000), peak(100_000))

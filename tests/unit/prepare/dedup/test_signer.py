@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.dedup.config import Dedup
-from forebay.prepare.dedup.corpus import Part
+from forebay.prepare.dedup.deduplicate import SignedSplit
 from forebay.prepare.dedup.kernels import hash128
+from forebay.prepare.dedup.settings import Dedup
 from forebay.prepare.dedup.signer import Signer
 
 
@@ -39,7 +39,7 @@ def test_the_same_bytes_however_batches_are_cut(
     for name, step in (("whole", len(texts)), ("cut", cut)):
         with Signer(folder / name, config) as signer:
             for start in range(0, len(texts), step):
-                signer.add(column.slice(start, step))
+                signer.add(pa.record_batch({"text": column.slice(start, step)}))
     for ending in ("exact", "minhash", "units", "counts", "weight", "signatures"):
         assert (folder / f"whole.{ending}").read_bytes() == (folder / f"cut.{ending}").read_bytes()
     assert (folder / "cut.exact").stat().st_size == 16 * len(texts)
@@ -49,7 +49,7 @@ def test_the_same_bytes_however_batches_are_cut(
 def test_nothing_is_left_after_an_exception(tmp_path: Path) -> None:
     def fail() -> None:
         with Signer(tmp_path / "p", Dedup(exact=True, minhash=True)) as signer:
-            signer.add(pa.array(["a"], pa.large_string()))
+            signer.add(pa.record_batch({"text": pa.array(["a"], pa.large_string())}))
             raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError):
@@ -59,7 +59,7 @@ def test_nothing_is_left_after_an_exception(tmp_path: Path) -> None:
 
 def test_the_files_appear_at_the_end(tmp_path: Path) -> None:
     with Signer(tmp_path / "p", Dedup(exact=True, minhash=True)) as signer:
-        signer.add(pa.array(["a b", "c"], pa.large_string()))
+        signer.add(pa.record_batch({"text": pa.array(["a b", "c"], pa.large_string())}))
     paths = [tmp_path / "p.exact", tmp_path / "p.minhash", tmp_path / "p.signatures"]
     assert sorted(tmp_path.iterdir()) == paths
     assert json.loads(paths[-1].read_bytes())["documents"] == 2
@@ -101,9 +101,9 @@ def test_signatures_that_do_not_serve(bench: Any, tmp_path: Path) -> None:
     with pytest.raises(PrepareError, match="expected signatures of settings"):
         bench.deduplicate([part], Dedup(minhash=True))
     with pytest.raises(PrepareError, match="expected finished signatures"):
-        bench.deduplicate([Part(str(tmp_path / "none"), 1)], Dedup(minhash=True))
+        bench.deduplicate([SignedSplit(str(tmp_path / "none"), 1)], Dedup(minhash=True))
     with pytest.raises(UsageError, match="expected 2 documents as signed, got 3"):
-        bench.deduplicate([Part(part.prefix, 3)], Dedup(minhash=True, seed=2))
+        bench.deduplicate([SignedSplit(part.prefix, 3)], Dedup(minhash=True, seed=2))
     with pytest.raises(UsageError, match="expected a column 'quality' of numbers"):
         bench.sign(["a"], Dedup(exact=True, keep="best", score="quality"))
     path = Path(f"{part.prefix}.minhash")

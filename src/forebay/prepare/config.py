@@ -1,0 +1,409 @@
+"""Loads recipes: a shipped one, a user's TOML file and single settings, each laid over the one before.
+
+An error names the file, the line and the key: `mine.toml:7: dedup.bands: expected at least 1, got 0`. A table of a
+stage (`[gopher_quality]`) switches the stage on; stages run in the order of their tables, and `[[length]]` twice is
+that stage twice.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import json
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+from forebay.errors import ForebayError, UsageError, install_command
+from forebay.plugins import load_plugin, plugins
+from forebay.prepare.dedup.methods import Method
+from forebay.prepare.dedup.settings import KINDS, Dedup
+from forebay.prepare.documents import Stage
+from forebay.prepare.recipe import GROUPS, STAGES, Recipe, plain
+from forebay.prepare.settings import field_types, fit
+from forebay.prepare.subsets import Subsets
+from forebay.toml import decode, parse_toml
+from forebay.units import parse_size
+
+Keys = tuple[str | int, ...]
+"""Keys from the outermost table in; a number is that of a table in an array of tables."""
+_SHIPPED = resources.files("forebay.prepare") / "recipes"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One source of settings; `file` and `text` are "" for the command line."""
+
+    file: str
+    text: str
+    tables: Mapping[str, Any]
+
+
+class _SettingError(Exception):
+    """A wrong setting at a path of keys."""
+
+    def __init__(self, path: Keys, message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with the package."""
+    return sorted(f.name.removesuffix(".toml") for f in _SHIPPED.iterdir() if f.name.endswith(".toml"))
+
+
+def recipe_text(name: str) -> str:
+    """The file of a shipped recipe, to copy and change."""
+    return str(_SHIPPED.joinpath(f"{name}.toml").read_text("utf-8"))
+
+
+def load_recipe(
+    name: str | None = None,
+    config: Path | str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    allow_code: bool = False,
+) -> Recipe:
+    """A recipe: the shipped one of that name, changed by a file's tables, changed by single settings.
+
+    Args:
+        name: One of `recipe_names()`.
+        config: A TOML file. Its tables are laid over the recipe's, key by key.
+        settings: The same as nested tables: what the command line says.
+        allow_code: Whether `use` (a stage of your own), `toxic.classifier` and `tokenizer = "module:Name"` may import
+            what they name, and run it.
+
+    Raises:
+        UsageError: If a file is missing or no TOML, or a key or value is invalid: with file, line and key.
+    """
+    layers: list[Layer] = []
+    if name is not None:
+        if name not in recipe_names():
+            raise UsageError(
+                f"recipe {name!r}: expected one of {', '.join(recipe_names())}; a file goes with --config."
+            )
+        layers.append(parse_layer(recipe_text(name).encode(), f"{name}.toml"))
+    if config is not None:
+        try:
+            data = Path(config).read_bytes()
+        except OSError as error:
+            raise UsageError(f"{config}: cannot read the recipe: {error.strerror or error}.") from error
+        layers.append(parse_layer(data, str(config)))
+    return _build_recipe([*layers, Layer("", "", settings or {})], Recipe(), allow_code)
+
+
+def apply_settings(
+    recipe: Recipe, settings: Sequence[Mapping[str, Any]], filters: Sequence[str | Stage], dedup: Sequence[str | Method]
+) -> Recipe:
+    """The recipe with nested settings laid over it, None being no setting, and with more stages and methods."""
+    layers = [Layer("", "", _without_none(tables)) for tables in settings]
+    for name in filters:
+        if isinstance(name, str):
+            has_code = ":" in name
+            stages = [(name.rpartition(":")[2], {"use": name})] if has_code else [(n, {}) for n in stage_group(name)]
+            layers += [Layer("", "", {stage: table}) for stage, table in stages]
+    for kind in dedup:
+        if isinstance(kind, str):
+            table = {kind: True} if kind in KINDS else {kind.rpartition(":")[2]: {"use": kind}}
+            layers.append(Layer("", "", {"dedup": table}))
+    recipe = _build_recipe(layers, recipe, True)
+    own = tuple(item for item in dedup if not isinstance(item, str))
+    objects = tuple(item for item in filters if not isinstance(item, str))
+    if own:
+        recipe = dataclasses.replace(recipe, dedup=dataclasses.replace(recipe.dedup, own=(*recipe.dedup.own, *own)))
+    return dataclasses.replace(recipe, stages=(*recipe.stages, *objects))
+
+
+def stage_group(name: str) -> tuple[str, ...]:
+    """The names of stages that a name of `--filter` stands for. Raises UsageError for an unknown one."""
+    if name in GROUPS:
+        return GROUPS[name]
+    if name not in STAGES and name not in plugins("forebay.filters"):
+        raise UsageError(f"--filter {name!r}: expected some of {', '.join([*GROUPS, *STAGES])}.")
+    return (name,)
+
+
+def _without_none(tables: Mapping[str, Any]) -> dict[str, Any]:
+    present = {key: value for key, value in tables.items() if value is not None}
+    return {key: _without_none(value) if isinstance(value, Mapping) else value for key, value in present.items()}
+
+
+def parse_layer(data: bytes, file: str) -> Layer:
+    text = decode(data, file)
+    return Layer(file, text, parse_toml(text, file))
+
+
+def merge(below: Any, above: Any) -> Any:
+    """Nested tables with those of `above` laid over them, key by key."""
+    if isinstance(below, Mapping) and isinstance(above, Mapping):
+        return {**below, **{key: merge(below.get(key), value) for key, value in above.items()}}
+    return above
+
+
+def parse_setting(text: str) -> dict[str, Any]:
+    """`gopher_quality.min_words=20` as nested tables; the value is TOML, or else a string."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise UsageError(f"--set {text!r}: expected KEY=VALUE, such as gopher_quality.min_words=20.")
+    try:
+        setting: Any = tomllib.loads(f"value = {value}")["value"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        setting = value.strip()
+    for part in reversed(key.strip().split(".")):
+        setting = {part: setting}
+    return dict(setting)
+
+
+def key_lines(text: str) -> Iterator[tuple[Keys, int]]:
+    """The line of each key of a TOML document, which must be valid. Keys of inline tables have the line of the table.
+
+    A statement is parsed by itself, once it is complete, to find its keys.
+    """
+    table: Keys = ()
+    counts: dict[Keys, int] = {}
+    statement, first = "", 0
+    for number, line in enumerate(text.split("\n"), 1):
+        if not statement and line.strip()[:1] in ("", "#"):
+            continue
+        first = first if statement else number
+        statement += line + "\n"
+        try:
+            parsed: Any = tomllib.loads(statement)
+        except tomllib.TOMLDecodeError:  # it goes on in the next line
+            continue
+        is_header = statement.lstrip().startswith("[")
+        path: Keys = () if is_header else table
+        while isinstance(parsed, dict) and len(parsed) == 1:
+            ((key, parsed),) = parsed.items()
+            path = (*path, key)
+            if is_header and isinstance(parsed, list):
+                counts[path] = counts.get(path, -1) + 1
+            if is_header and path in counts:
+                path = (*path, counts[path])
+                parsed = parsed[0] if isinstance(parsed, list) else parsed
+            if not is_header:
+                yield path, first
+        if is_header:
+            table = path
+            yield path, first
+        statement = ""
+
+
+def _location(layers: Sequence[Layer], path: Keys) -> str:
+    """`file:line: ` of the setting of the last layer, or of the nearest table around it; "" on the command line."""
+    for length in range(len(path), 0, -1):
+        for layer in reversed(layers):
+            if _contains(layer.tables, path[:length]):
+                if not layer.file:
+                    return ""
+                lines = dict(key_lines(layer.text))
+                line = next((lines[path[:n]] for n in range(length, 0, -1) if path[:n] in lines), None)
+                return f"{layer.file}:{line}: " if line else f"{layer.file}: "
+    return ""
+
+
+def _contains(tables: Any, path: Keys) -> bool:
+    try:
+        for key in path:
+            tables = tables[key]
+    except (KeyError, IndexError, TypeError):
+        return False
+    return True
+
+
+def _build_recipe(layers: Sequence[Layer], base: Recipe, allow_code: bool) -> Recipe:
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged = merge(merged, layer.tables)
+    try:
+        return _recipe(merged, base, allow_code)
+    except _SettingError as error:
+        key = ".".join(part for part in error.path if isinstance(part, str))
+        raise UsageError(f"{_location(layers, error.path)}{key}: {str(error).rstrip('.')}.") from error
+
+
+def _recipe(tables: Mapping[str, Any], base: Recipe, allow_code: bool) -> Recipe:
+    settings: dict[str, Any] = {}
+    stages = list(base.stages)
+    names = {f.name for f in dataclasses.fields(Recipe)} - {"stages"}
+    for name, value in tables.items():
+        each = value if isinstance(value, list) else [value]
+        if name in names:
+            settings[name] = value
+        elif (
+            name in STAGES
+            or name in plugins("forebay.filters")
+            or any(isinstance(t, Mapping) and "use" in t for t in each)
+        ):
+            before = [stage for stage in stages if stage.name == name]
+            if before and (value is False or value is not each):
+                stages = [stage for stage in stages if stage.name != name]
+            for index, table in enumerate(each):
+                path: Keys = (name, index) if each is value else (name,)
+                if table is not False:
+                    stages.append(_stage(name, {} if table is True else table, path, allow_code, before))
+        else:
+            raise _unknown_key((name,), [*names, *STAGES])
+    subsets = settings.pop("subsets", None)
+    _check_code("tokenize", settings.get("tokenize"), "tokenizer", ("tokenize",), allow_code)
+    settings["dedup"], own = _own_methods(settings.get("dedup", {}), base.dedup, allow_code)
+    recipe: Recipe = _build(Recipe, settings, (), base)
+    if own:
+        recipe = dataclasses.replace(recipe, dedup=dataclasses.replace(recipe.dedup, own=own))
+    if subsets is not None:
+        recipe = dataclasses.replace(recipe, subsets=_subsets(subsets))
+    return dataclasses.replace(recipe, stages=tuple(stages))
+
+
+def _own_methods(table: Any, base: Dedup, allow_code: bool) -> tuple[Any, tuple[Method, ...]]:
+    """The `[dedup]` table without tables of methods, and these methods after those of `base`."""
+    if not isinstance(table, Mapping):
+        return table, ()
+    names = [name for name, value in table.items() if isinstance(value, Mapping)]
+    names += [name for name, value in table.items() if value is True and name in plugins("forebay.dedup")]
+    own = []
+    for name in names:
+        settings = {} if table[name] is True else table[name]
+        path: Keys = ("dedup", name)
+        _check_code("dedup", settings, "use", path, allow_code)
+        cls = _load_class("forebay.dedup", settings.get("use", name), "a deduplication method", path)
+        own.append(_build(cls, {key: value for key, value in settings.items() if key != "use"}, path))
+    return {key: value for key, value in table.items() if key not in names}, (*base.own, *own) if own else ()
+
+
+def _subsets(table: Any) -> Subsets:
+    """`validation = 0.01`, and perhaps `salt = "…"`."""
+    if not isinstance(table, Mapping):
+        raise _SettingError(("subsets",), f"expected a table of names and shares, got {table!r}")
+    shares = {}
+    for key, value in table.items():
+        try:
+            if key == "salt":
+                fit(str, value, key)
+                continue
+            share = _number(float, value, ("subsets", key)) if isinstance(value, str) else value
+            shares[key] = fit(float, share, key)
+            Subsets.of({key: shares[key]})
+        except UsageError as error:
+            raise _SettingError(("subsets", key), str(error).partition(": ")[2]) from error
+    try:
+        return Subsets.of(shares, table.get("salt", ""))
+    except UsageError as error:
+        raise _SettingError(("subsets",), str(error)) from error
+
+
+def _check_code(name: str, table: Any, key: str, path: Keys, allowed: bool) -> None:
+    """Refuse a setting that names code, unless that is allowed; of a tokenizer only `module:Name` does."""
+    value = table.get(key) if isinstance(table, Mapping) else None
+    is_code = value and (key != "tokenizer" or re.fullmatch(r"(?!train:|tiktoken:)[\w.]+:[A-Za-z_][\w.]*", str(value)))
+    if is_code and not allowed:
+        raise _SettingError(
+            (*path, key),
+            f"names code, {value!r}, which a recipe may run only with --allow-code (allow_code=True in Python). "
+            "Read it first if the recipe is not yours",
+        )
+
+
+def _load_class(group: str, target: Any, what: str, path: Keys) -> Any:
+    try:
+        cls = load_plugin(group, str(target))
+    except UsageError as error:
+        raise _SettingError((*path, "use"), str(error)) from error
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise _SettingError((*path, "use"), f"expected the class of {what}, a dataclass, got {target!r}")
+    return cls
+
+
+def _stage(name: str, table: Any, path: Keys, allow_code: bool, before: Sequence[Stage]) -> Stage:
+    _check_code(name, table, "classifier" if name in STAGES else "use", path, allow_code)
+    if not isinstance(table, Mapping):
+        raise _SettingError(path, f"expected a table of settings, true or false, got {table!r}")
+    try:
+        cls = _load_class("forebay.filters", STAGES.get(name) or table.get("use", name), "a stage", path)
+    except _SettingError as error:
+        cause = error.__cause__ and error.__cause__.__cause__
+        if name in STAGES and isinstance(cause, ImportError):
+            raise UsageError(
+                f"{name}: {cause.name or cause} is not installed. Install it: {install_command('prepare')}."
+            ) from error
+        raise
+    settings = {key: value for key, value in table.items() if key != "use"}
+    base = before[0] if len(before) == 1 and type(before[0]) is cls else None
+    stage: Stage = _build(cls, settings, path, base)
+    return stage
+
+
+def _choices(kind: Any) -> Sequence[Any]:
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def _unknown_key(path: Keys, names: Sequence[str]) -> _SettingError:
+    near = difflib.get_close_matches(str(path[-1]), names, 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(names)) or 'none'}"
+    return _SettingError(path, f"unknown key; {hint}")
+
+
+def _build(cls: Any, table: Any, path: Keys, base: Any = None) -> Any:
+    """The dataclass from a table, each value checked against its field's type; other fields are those of `base`."""
+    if not isinstance(table, Mapping):
+        raise _SettingError(path, f"expected a table of settings, got {table!r}")
+    types_of = field_types(cls)
+    values, nested = {}, {}
+    for key, value in table.items():
+        if key not in types_of:
+            raise _unknown_key((*path, key), list(types_of))
+        kind = next((kind for kind in _choices(types_of[key]) if dataclasses.is_dataclass(kind)), None)
+        if kind is not None:
+            nested[key] = _build(kind, value, (*path, key), getattr(base, key, None))
+        elif isinstance(value, Mapping) and typing.get_origin(types_of[key]) is tuple:
+            values[key] = list(value.items())
+        else:
+            values[key] = _number(types_of[key], value, (*path, key)) if isinstance(value, str) else value
+    try:
+        fitted = {key: fit(types_of[key], value, key) for key, value in values.items()}
+        return cls(**fitted, **nested) if base is None else dataclasses.replace(base, **fitted, **nested)
+    except ForebayError as error:
+        key, _, message = str(error).partition(": ")
+        if key in types_of:
+            raise _SettingError((*path, key), message) from error
+        raise _SettingError(path, str(error)) from error
+
+
+def _number(kind: Any, value: str, path: Keys) -> Any:
+    """The number that `64MiB`, `1%` or `inf` stands for, where a number is expected."""
+    kind = kind.__origin__ if typing.get_origin(kind) is Annotated else kind
+    if kind is int and "bytes" in str(path[-1]):
+        try:
+            return parse_size(value)
+        except UsageError as error:
+            raise _SettingError(path, f"expected a size such as 64MiB, got {value!r}") from error
+    if kind is float and (number := re.fullmatch(r"-?inf|([\d.]+)%", value)):
+        return float(number[1]) / 100 if number[1] else float(value)
+    return value
+
+
+def describe(name: str) -> str:
+    """The description of a recipe's table: what it does, and its keys with their defaults."""
+    tables = field_types(Recipe)
+    if name in STAGES or name in plugins("forebay.filters"):
+        cls = load_plugin("forebay.filters", STAGES.get(name, name))
+    else:
+        choices = [kind for kind in _choices(tables.get(name)) if dataclasses.is_dataclass(kind)]
+        if not choices:
+            names = [*(n for n in tables if n != "stages"), *STAGES]
+            near = difflib.get_close_matches(name, [*names, *recipe_names()], 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"recipe {name!r}: expected a recipe or one of its tables: {', '.join(names)}.{hint}")
+        cls = choices[0]
+    lines = [f"[{name}]", "", inspect.cleandoc(cls.__doc__ or ""), ""]
+    for item in dataclasses.fields(cls):
+        if item.default is not dataclasses.MISSING and item.name != "own":
+            default = plain(item.default)
+            shown = "(none)" if default is None else json.dumps(default, ensure_ascii=False)
+            lines.append(f"{item.name} = {shown}")
+    return "\n".join(lines)

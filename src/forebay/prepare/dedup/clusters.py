@@ -1,0 +1,241 @@
+"""From pairs to decisions: the connected components of documents, and which document of each stays.
+
+Union-find over a memory-mapped file: each document has 8 bytes, 0 without a pair, else one more than the document above
+it. The better document (greater weight, then first) is always above, so that a component's root is the one that stays,
+whatever the order of the pairs. Pages leave memory every `_PAIRS` pairs: memory does not grow with the documents.
+"""
+
+import json
+import mmap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from forebay.files import atomic_write, open_atomic, temporary_path
+from forebay.prepare.compiled import jit
+from forebay.prepare.dedup.pairs import read_flags, reserve
+
+RETAINED = 0
+"""The drop code of a document that stays; others are 1 + the index of the method that dropped it."""
+_PAIRS = 1 << 15
+"""Pairs between two clearings of mapped pages: 2 documents each and the path above them, 4 KiB a page at worst."""
+_CHUNK = 1 << 20
+_FLAT_BYTES = 64 << 20
+"""Maps smaller than this stay in memory."""
+
+CLUSTERS = pa.schema(
+    [
+        ("cluster", pa.int64()),  # the kept document's number in the corpus
+        ("part", pa.int32()),  # -1 - i for the i-th of `against`
+        ("document", pa.int64()),  # within the part
+        ("kept", pa.bool_()),
+        ("near", pa.bool_()),  # dropped as a near duplicate, not as an equal of another
+    ]
+)
+
+
+@dataclass(frozen=True)
+class ComponentsTask:
+    """Pairs to `NAME.drop`: a byte for each document of the corpus, KEPT or `code`.
+
+    Args:
+        splits: (prefix, documents) in corpus order; the first `against` of them are other datasets' and always stay.
+        weighted: They have `.weight` files.
+        base: An earlier task, the codes of whose `.drop` stay.
+        near: The codes of near duplicates.
+        clusters: Write `NAME.parquet` too, and the histogram of sizes.
+    """
+
+    name: str
+    folder: str
+    pairs: tuple[str, ...]
+    splits: tuple[tuple[str, int], ...]
+    against: int
+    weighted: bool
+    code: int
+    num_codes: int
+    base: str = ""
+    near: tuple[int, ...] = ()
+    clusters: bool = False
+
+
+@dataclass(frozen=True)
+class MarkTask:
+    """Pairs to `NAME.cut`: a byte for each of `rows` lines or paragraphs, 1 if it stood in the corpus before."""
+
+    name: str
+    folder: str
+    pairs: tuple[str, ...]
+    rows: int
+
+
+@contextmanager
+def _mapped(path: Path, dtype: str, rows: int) -> Iterator[NDArray[Any]]:
+    """A temporary file as an array."""
+    temporary = temporary_path(path)
+    try:
+        with temporary.open("xb") as file:
+            reserve(file, max(rows, 1) * np.dtype(dtype).itemsize)
+        yield np.memmap(temporary, dtype, "r+", shape=(max(rows, 1),))
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _release(array: NDArray[Any]) -> None:
+    """Take the pages of a mapped array out of this process's memory."""
+    if isinstance(array, np.memmap) and array.nbytes > _FLAT_BYTES:
+        array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+
+
+@jit()
+def find(parent: Any, i: int) -> int:
+    """The root above a document; halves the path to it."""
+    while True:
+        above = parent[i]
+        if above == 0 or above == i + 1:
+            return i
+        higher = parent[above - 1]
+        if higher != 0:
+            parent[i] = higher
+            i = higher - 1
+        else:
+            i = above - 1
+
+
+@jit()
+def join(parent: Any, weights: Any, pairs: Any) -> None:
+    """Union the ends of pairs int64 [*, 2]; of two roots the one of greater weight, then the first, goes above."""
+    for k in range(len(pairs)):
+        a = find(parent, pairs[k, 0])
+        b = find(parent, pairs[k, 1])
+        if a == b:
+            continue
+        if len(weights) and weights[a] != weights[b]:
+            better = a if weights[a] > weights[b] else b
+        else:
+            better = min(a, b)
+        worse = a + b - better
+        parent[worse] = better + 1
+        parent[better] = better + 1
+
+
+@jit()
+def roots(parent: Any, members: Any, out: Any) -> None:
+    """The root of each of the members."""
+    for k in range(len(members)):
+        out[k] = find(parent, members[k])
+
+
+def find_components(task: ComponentsTask, scale: int) -> str:
+    """Run a ComponentsTask unless `NAME.json` exists, which is written last. Returns its name."""
+    folder = Path(task.folder)
+    out = folder / task.name
+    if out.with_suffix(".json").exists():
+        return task.name
+    rows = sum(documents for _, documents in task.splits)
+    with _mapped(folder / f"{task.name}.parent", "<i8", rows) as parent, _weights(task, rows) as weights:
+        for pairs in _read_pairs(folder, task.pairs, _PAIRS >> (2 * scale)):
+            join(parent, weights, pairs)
+            _release(parent)
+            _release(weights)
+        counts = np.zeros(task.num_codes + 1, np.int64)
+        with open_atomic(out.with_suffix(".drop")) as drop:
+            for start in range(0, rows, _CHUNK):
+                codes = _codes(task, parent, start, min(start + _CHUNK, rows))
+                counts += np.bincount(codes, minlength=len(counts))
+                drop.write(codes.data)
+        sizes = _write_clusters(task, parent, out) if task.clusters else []
+    atomic_write(out.with_suffix(".json"), json.dumps({"counts": counts.tolist(), "sizes": sizes}).encode())
+    return task.name
+
+
+@contextmanager
+def _weights(task: ComponentsTask, rows: int) -> Iterator[NDArray[Any]]:
+    if not task.weighted:
+        yield np.empty(0)
+        return
+    with _mapped(Path(task.folder) / f"{task.name}.weights", "<f8", rows) as weights:
+        start = 0
+        for index, (prefix, documents) in enumerate(task.splits):
+            own = index >= task.against
+            weights[start : start + documents] = np.fromfile(f"{prefix}.weight", "<f8", documents) if own else np.inf
+            start += documents
+            _release(weights)
+        yield weights
+
+
+def _read_pairs(folder: Path, names: Sequence[str], step: int) -> Iterator[NDArray[np.int64]]:
+    for name in names:
+        with (folder / f"{name}.pairs").open("rb") as file:
+            while len(words := np.fromfile(file, "<i8", 2 * step)):
+                yield words.reshape(-1, 2)
+
+
+def _members(parent: NDArray[Any], start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The documents of [start, stop) that are in components, and their roots."""
+    members = np.flatnonzero(parent[start:stop]) + start
+    _release(parent)
+    above = np.empty(len(members), np.int64)
+    for k in range(0, len(members), _PAIRS):
+        roots(parent, members[k : k + _PAIRS], above[k : k + _PAIRS])
+        _release(parent)
+    return members, above
+
+
+def _codes(task: ComponentsTask, parent: NDArray[Any], start: int, stop: int) -> NDArray[np.uint8]:
+    codes = np.zeros(stop - start, np.uint8)
+    if task.base:
+        codes = read_flags(Path(task.folder) / f"{task.base}.drop", start, stop - start)
+    members, above = _members(parent, start, stop)
+    later = members[members != above] - start
+    codes[later[codes[later] == RETAINED]] = task.code
+    return codes
+
+
+def _write_clusters(task: ComponentsTask, parent: NDArray[Any], out: Path) -> list[list[int]]:
+    """Write the clusters, by document; returns how many there are of each size."""
+    starts = np.cumsum([0] + [documents for _, documents in task.splits])
+    total = int(starts[-1])
+    with _mapped(out.with_suffix(".sizes"), "<i8", total) as sizes:
+        with open_atomic(out.with_suffix(".parquet")) as file, pq.ParquetWriter(file, CLUSTERS) as writer:
+            for start in range(0, total, _CHUNK):
+                stop = min(start + _CHUNK, total)
+                members, above = _members(parent, start, stop)
+                for k in range(0, len(above), _PAIRS):
+                    np.add.at(sizes, above[k : k + _PAIRS], 1)
+                    _release(sizes)
+                codes = read_flags(out.with_suffix(".drop"), start, stop - start)[members - start]
+                split = np.searchsorted(starts, members, side="right") - 1
+                number = np.where(split < task.against, -1 - split, split - task.against).astype(np.int32)
+                columns = [above, number, members - starts[split], codes == RETAINED, np.isin(codes, task.near)]
+                writer.write_table(pa.table(columns, schema=CLUSTERS))
+        histogram: Counter[int] = Counter()
+        for start in range(0, total, _CHUNK):
+            values, counts = np.unique(sizes[start : start + _CHUNK], return_counts=True)
+            histogram.update(dict(zip(values.tolist(), counts.tolist())))
+            _release(sizes)
+    return [[size, histogram[size]] for size in sorted(histogram) if size]
+
+
+def mark_units(task: MarkTask, scale: int) -> str:
+    """Run a MarkTask unless its file exists. Returns its name."""
+    out = Path(task.folder) / f"{task.name}.cut"
+    if out.exists():
+        return task.name
+    with open_atomic(out) as file:
+        reserve(file, task.rows)
+        if task.rows:
+            cut = np.memmap(file.name, np.uint8, "r+", shape=(task.rows,))
+            for pairs in _read_pairs(Path(task.folder), task.pairs, _CHUNK >> (2 * scale)):
+                cut[pairs[:, 0]] = 1
+                cut.flush()
+                _release(cut)
+    return task.name

@@ -1,0 +1,506 @@
+"""`prepare_dataset`: raw text to a dataset. The tasks in their order, and the checks around them.
+
+    TEXT (read, clean, filter, sign) → PERCENTILE → DEDUP → the output: ENCODE → SHUFFLE → SLICE → manifest, report
+
+Finished tasks stay in `OUT/.work` and outlive a killed run. The same inputs and recipe give the same bytes for any
+number of workers, any engine and any number of interruptions. Needs disk space for the kept text once (LZ4) and the
+tokens twice, three times if documents are shuffled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.errors import PrepareError, UsageError
+from forebay.files import atomic_write, remove_stale
+from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit, check_unchanged
+from forebay.prepare.config import apply_settings, load_recipe
+from forebay.prepare.corpus import Corpus, read_skipped, write_skipped
+from forebay.prepare.dedup.methods import Method
+from forebay.prepare.documents import Stage
+from forebay.prepare.engines.base import Engine, open_engine
+from forebay.prepare.engines.local import cores
+from forebay.prepare.inputs import InputFiles, find_inputs, split_files
+from forebay.prepare.outputs.base import REJECTS_FILE, Output, no_documents, write_empty_report
+from forebay.prepare.outputs.dataset import DatasetOutput
+from forebay.prepare.outputs.lm import LanguageModelOutput
+from forebay.prepare.outputs.text import TextOutput
+from forebay.prepare.plan import sampled
+from forebay.prepare.recipe import Recipe
+from forebay.prepare.run import PrepareResult, Progress, Run
+from forebay.prepare.sources import DocumentSource, open_source, source_splits
+from forebay.prepare.stats import PERPLEXITY, StageStats, percentile_threshold
+from forebay.prepare.tasks.encode import sample_texts
+from forebay.prepare.tasks.keys import (
+    content_key,
+    hash_json,
+    hash_source,
+    random_key,
+    source_key,
+    stage_files,
+    versions,
+)
+from forebay.prepare.tasks.percentile import PercentileTask, filter_percentiles
+from forebay.prepare.tasks.text import TextResult, TextTask, finished_text, process_split, task_key, write_rejects
+from forebay.prepare.tokenize.tokenizers import (
+    Tokenizer,
+    TokenizerFile,
+    load_tokenizer,
+    train_tokenizer,
+    vocab_to_train,
+)
+from forebay.storage.listing import Skipped, count_reasons, describe_skipped, shown_path
+
+if TYPE_CHECKING:
+    from forebay.prepare.dedup.deduplicate import DedupResult
+
+OUTPUTS: tuple[Output, ...] = (DatasetOutput(), TextOutput(), LanguageModelOutput())
+INDEX_FILE = ".inputs.json"
+
+
+def prepare_dataset(
+    inputs: Sequence[str | Path | DocumentSource],
+    out: Path | str,
+    *,
+    recipe: Recipe | str | None = None,
+    tokenizer: str | Tokenizer | None = None,
+    filters: Sequence[str | Stage] = (),
+    dedup: Sequence[str | Method] = (),
+    name: str | None = None,
+    slice_bytes: int | None = None,
+    seed: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    to: str | Output = "dataset",
+    write_ids: Path | None = None,
+    document_ids: bool = False,
+    engine: str | Engine = "local",
+    workers: int | None = None,
+    follow_links: bool = False,
+    strict: bool = False,
+    on_progress: Callable[[Progress], None] | None = None,
+    on_message: Callable[[str], None] | None = None,
+) -> PrepareResult:
+    """Prepare a dataset of raw text. A killed call resumes when it is called again.
+
+    Args:
+        inputs: Files, directories and URLs of any format of `forebay.prepare.read.FORMATS`; inputs of entry points of
+            `forebay.sources`; or objects of the protocol `DocumentSource`, whose documents come last.
+        out: The dataset's directory, which is created. Named subsets are datasets in directories below it.
+        recipe: What to do with the text: a Recipe, or the name of one that comes with Forebay. Without one the text is
+            tokenized as it is. The arguments that follow are laid over it.
+        tokenizer: As `[tokenize] tokenizer`, or an object of the protocol `Tokenizer`.
+        filters: Stages after those of the recipe: names of stages, of entry points of `forebay.filters`,
+            `module:Class`, or objects.
+        dedup: Methods besides those of the recipe: `exact`, `paragraphs`, `lines`, `minhash`, names of entry points of
+            `forebay.dedup`, `module:Class`, or objects.
+        name, slice_bytes, seed: As in the recipe; the name is by default the directory's.
+        settings: Nested tables of a recipe: `{"read": {"text_key": "body"}}`.
+        to: `dataset`; `text`: Parquet files of the kept text in `out/text`; `lm`: a language model, `out/model.arpa`;
+            or an object of the protocol `Output`.
+        write_ids: Write the source id of each kept document here, one a line, in the order of the input: its `id` in
+            the input, else `path:line` (or row), or the path of a text file.
+        document_ids: Write the source id and file of each document to `documents.parquet`, in the order of the dataset.
+            The slices are the same; the manifest, and so the dataset's id, is another.
+        engine: `local` (processes of this machine), `ray`, the name of an entry point of `forebay.engines`, or an
+            object of the protocol `Engine`.
+        workers: Processes; by default one a core (of the whole cluster, with Ray). The bytes do not depend on it.
+        follow_links: Read what links in input folders lead to, also outside these folders.
+        strict: Fail if an input would be left out, or cannot be read.
+        on_progress, on_message: Called in this thread. A message is of a worker that died and is tried again, or a
+            reason why inputs are left out.
+
+    Raises:
+        UsageError: If a setting is invalid, or `out` holds another dataset or is in use.
+        PrepareError: If an input is missing, changes while it is read or is damaged beyond `max_bad`, there is no
+            document (the report and `skipped.jsonl` are written all the same), or the disk is full.
+    """
+    out = Path(out)
+    output = _find_output(to)
+    recipe = _complete_recipe(recipe, out, tokenizer, filters, dedup, name, slice_bytes, seed, settings or {})
+    if workers is not None and workers < 1:
+        raise UsageError(f"workers: expected at least 1, got {workers}.")
+    if output.needs_tokenizer and not recipe.tokenize.tokenizer:
+        raise UsageError(
+            "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
+            "`bytes`, `train:VOCAB` or `tiktoken:NAME`; got none."
+        )
+    output.check(recipe, document_ids)
+    if not output.needs_tokenizer:
+        tokenizer, recipe = None, recipe.with_tokenizer("bytes")
+    recipe, against = _find_against(recipe)
+    own = None if isinstance(tokenizer, str) else tokenizer
+    vocab = vocab_to_train(recipe.tokenize.tokenizer) if own is None else None
+    loaded = _load_tokenizer(recipe, own) if vocab is None else None
+    notify = on_message or (lambda message: None)
+    opened_sources = [(source, open_source(source)) for source in inputs or recipe.inputs]
+    own_sources = [own_source for _, own_source in opened_sources if own_source is not None]
+    paths = [source for source, own_source in opened_sources if own_source is None and isinstance(source, str | Path)]
+    sources = InputFiles(())
+    if paths or not own_sources:
+        sources = find_inputs(paths, recipe.read, workers=workers or cores(), leave_out=out, follow_links=follow_links)
+    for line in describe_skipped(sources.skipped):
+        notify(line)
+    if strict:
+        _refuse_skipped(sources.skipped)
+    with _errors(out), _locked(out), open_engine(engine, workers, out, notify) as opened:
+        if write_ids is not None:  # fail now rather than when all the work is done
+            Path(write_ids).parent.mkdir(parents=True, exist_ok=True)
+            remove_stale(Path(write_ids).parent)
+        own_splits = [(split, item) for item in own_sources for split in source_splits(item)]
+        listed = (*sources.files, *(split.files[0] for split, _ in own_splits))
+        sources = dataclasses.replace(sources, files=listed)
+        run = Run(out, recipe, opened, write_ids, document_ids, on_progress or (lambda progress: None), notify)
+        lineage = _lineage(run, sources, loaded, against)
+        existing = _find_existing(run, output, sources, lineage)
+        if existing is not None:
+            shutil.rmtree(run.work, ignore_errors=True)
+            return existing
+        write_skipped(run.out, sources.skipped)
+        return _run(run, output, sources, own_splits, loaded, vocab or 0, lineage, strict)
+
+
+def _find_output(to: str | Output) -> Output:
+    if not isinstance(to, str):
+        return to
+    for output in OUTPUTS:
+        if output.name == to:
+            return output
+    raise UsageError(f"to: expected one of {', '.join(output.name for output in OUTPUTS)}, got {to!r}.")
+
+
+def _complete_recipe(
+    recipe: Recipe | str | None,
+    out: Path,
+    tokenizer: str | Tokenizer | None,
+    filters: Sequence[str | Stage],
+    dedup: Sequence[str | Method],
+    name: str | None,
+    slice_bytes: int | None,
+    seed: int | None,
+    settings: Mapping[str, Any],
+) -> Recipe:
+    """The recipe with the arguments laid over it."""
+    if not isinstance(recipe, Recipe):
+        recipe = load_recipe(recipe)
+    arguments: dict[str, Any] = {
+        "name": name,
+        "tokenize": {"tokenizer": tokenizer if isinstance(tokenizer, str | None) else tokenizer.name},
+        "slice": {"bytes": slice_bytes, "seed": seed},
+    }
+    recipe = apply_settings(recipe, [settings, arguments], filters, dedup)
+    score, read = recipe.dedup.score, recipe.read
+    if (
+        score
+        and score not in {*RESERVED_COLUMNS, *read.columns}
+        and all(type(stage).__module__.startswith("forebay.") for stage in recipe.stages)
+    ):  # No stage makes it, so it is a field of the input.
+        read = dataclasses.replace(read, columns={**read.columns, score: "number"})
+        recipe = dataclasses.replace(recipe, read=read)
+    return recipe if recipe.name else dataclasses.replace(recipe, name=out.resolve().name or "dataset")
+
+
+def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
+    if skipped:
+        first = "; ".join(f"{shown_path(item.path)}: {item.reason.rstrip('.')}" for item in skipped[:3])
+        raise PrepareError(
+            f"prepare --strict: expected to read all inputs, got {len(skipped)} that cannot be read: {first}. Remove "
+            "them from the input, or leave out --strict."
+        )
+
+
+def _find_against(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """The recipe with the folders of signatures that it compares against, and a hash of the contents of each."""
+    if not recipe.dedup.against:
+        return recipe, []
+
+    from forebay.prepare.dedup.deduplicate import find_stored
+
+    stored = [find_stored(path, recipe.dedup) for path in recipe.dedup.against]
+    dedup = dataclasses.replace(recipe.dedup, against=tuple(folder for folder, _ in stored))
+    return dataclasses.replace(recipe, dedup=dedup), [sha256 for _, sha256 in stored]
+
+
+def _load_tokenizer(recipe: Recipe, spec: str | Tokenizer | None = None) -> TokenizerFile:
+    policy = recipe.tokenize
+    return load_tokenizer(spec or policy.tokenizer, eos=policy.eos, bos=policy.bos)
+
+
+def _lineage(run: Run, sources: InputFiles, tokenizer: TokenizerFile | None, against: Sequence[str]) -> dict[str, Any]:
+    recipe = run.recipe.to_json()
+    recipe.pop("name")
+    recipe["dedup"]["against"] = list(against)  # contents, not paths
+    recipe["tokenize"]["tokenizer"] = tokenizer.description if tokenizer else run.recipe.tokenize.tokenizer
+    recipe["tokenize"]["sha256"] = tokenizer.sha256 if tokenizer else None
+    return {
+        "inputs": [{"name": s.name, "bytes": s.bytes, "sha256": s.sha256, "format": s.format} for s in sources.files],
+        "recipe": recipe,
+        "models": [sha256 for _, sha256 in stage_files(run.recipe.stages)],
+        "versions": versions({s.format for s in sources.files}, run.recipe.stages),
+    }
+
+
+@contextmanager
+def _errors(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise PrepareError(
+                f"{out}: no space left on the device. Finished work is kept: make room (the text and three times the "
+                "tokens), then run the same command again."
+            ) from error
+        raise PrepareError(f"{error.filename or out}: cannot write the dataset: {error.strerror or error}.") from error
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"prepare: expected --out to be a directory, got {out}, which is a file.")
+    out.mkdir(parents=True, exist_ok=True)
+    # The directory itself is locked: a lock file would have to stay, or be removed while another process waits for it.
+    descriptor = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(f"prepare: another prepare writes to {out}. Wait for it, or choose another.") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _with_hashes(run: Run, sources: InputFiles, lineage: dict[str, Any], sha256s: Mapping[str, str]) -> dict[str, Any]:
+    """The lineage with the hash of each input's content; what is not in `sha256s` yet is hashed by the engine.
+
+    The hashes are kept in the output by `source_key`, so that no later run reads a file for that again.
+    """
+    path = run.out / INDEX_FILE
+    names = {source.path: source_key(source) for source in sources.files if "://" not in source.path}
+    try:
+        before = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        before = {}
+    index = {name: str(before[name]) for name in names.values() if name in before}
+    index |= {names[path]: sha256 for path, sha256 in sha256s.items() if path in names}
+    missing = [source for source in sources.files if names.get(source.path, "") not in {"", *index}]
+    hashed = run.map(_hash_unchanged, missing, weights=[source.bytes for source in missing])
+    index |= {names[source.path]: sha256 for source, sha256 in zip(missing, hashed)}
+    if index != before:
+        with contextlib.suppress(OSError):  # A finished dataset may be read-only.
+            atomic_write(path, json.dumps(index, sort_keys=True).encode())
+    inputs = [
+        {**entry, "sha256": index[names[source.path]] if source.path in names else entry["sha256"]}
+        for source, entry in zip(sources.files, lineage["inputs"])
+    ]
+    return {**lineage, "inputs": inputs}
+
+
+def _hash_unchanged(source: InputFile, scale: int) -> str:
+    check_unchanged(source)
+    sha256 = hash_source(source)
+    check_unchanged(source)
+    return sha256
+
+
+def _find_existing(run: Run, output: Output, sources: InputFiles, lineage: dict[str, Any]) -> PrepareResult | None:
+    """The result of an earlier run with the same inputs and recipe. UsageError if the directory holds anything else."""
+    existing = next((candidate for candidate in {*OUTPUTS, output} if (run.out / candidate.marker).exists()), None)
+    if existing is None:
+        if (run.out / "slices").exists() and not run.work.exists():
+            raise UsageError(f"prepare: {run.out / 'slices'} is not from an unfinished run. Choose another directory.")
+        return None
+    name, id, theirs = existing.load(run.out)
+    same = existing.name == output.name and name == run.recipe.name
+    same = same and ("documents.parquet" in theirs.get("files", {})) == run.document_ids
+    same = same and (run.write_ids is None or run.write_ids.exists()) and _is_same(run, sources, theirs, lineage)
+    if not same:
+        raise UsageError(
+            f"prepare: expected an empty directory, got {run.out}, which holds {existing.name} {name!r} ({id[:12]}…). "
+            "A dataset never changes: choose another directory, or remove this one."
+        )
+    skipped = count_reasons(read_skipped(run.out))
+    return PrepareResult(run.out, name, id, **theirs["counts"], already_exists=True, skipped=skipped)
+
+
+def _is_same(run: Run, sources: InputFiles, theirs: Mapping[str, Any], lineage: dict[str, Any]) -> bool:
+    """Whether a lineage is that of this run. Names and sizes are compared before any file is read."""
+    ours = [{**entry, "sha256": ""} for entry in lineage["inputs"]]
+    if [{**entry, "sha256": ""} for entry in theirs.get("inputs", ())] != ours:
+        return False
+    if any(theirs.get(key) != lineage[key] for key in ("recipe", "models")):
+        return False
+    if theirs["inputs"] != _with_hashes(run, sources, lineage, {})["inputs"]:
+        return False
+    old, new = theirs.get("versions", {}), lineage["versions"]
+    changes = [f"{key} {value} (here: {new.get(key, 'none')})" for key, value in old.items() if new.get(key) != value]
+    if changes:
+        run.on_message(
+            f"{run.out}: was made with other versions: {', '.join(changes)}. It is kept; remove it to make it again."
+        )
+    return True
+
+
+@dataclass
+class _Texts:
+    """The splits of a run, and the result of each."""
+
+    splits: list[InputSplit]
+    results: list[TextResult]
+
+    def failed(self) -> list[Skipped]:
+        """The files of which nothing could be read, each with the first reason."""
+        failed: dict[str, str] = {}
+        for split, text in zip(self.splits, self.results):
+            for index, reason in text.failed.items():
+                path = split.files[int(index)].path
+                failed.setdefault(path, reason.removeprefix(f"{path}: "))
+        return [Skipped(path, reason, "failed") for path, reason in failed.items()]
+
+    def sha256s(self) -> dict[str, str]:
+        """The hashes of the files that tasks read whole, by path."""
+        return {
+            split.files[int(index)].path: sha256
+            for split, text in zip(self.splits, self.results)
+            for index, sha256 in text.sha256s.items()
+        }
+
+
+def _run(
+    run: Run,
+    output: Output,
+    sources: InputFiles,
+    own_splits: Sequence[tuple[InputSplit, DocumentSource]],
+    tokenizer: TokenizerFile | None,
+    vocab: int,
+    lineage: dict[str, Any],
+    strict: bool,
+) -> PrepareResult:
+    run.tasks.mkdir(parents=True, exist_ok=True)
+    remove_stale(run.out)
+    remove_stale(run.tasks)
+    folder = str(run.tasks)
+    files = sources.files[: len(sources.files) - len(own_splits)]
+    own = {split.files[0].path: source for split, source in own_splits}
+    splits = [*split_files(files, run.recipe.read), *(split for split, _ in own_splits)]
+    splits, sample = sampled(splits, run.recipe.sample)
+    content = content_key(run.recipe.read, run.recipe.stages, stage_files(run.recipe.stages), sample)
+    read = _Texts(splits, _process_splits(run, splits, own, sample, content))
+    failed = read.failed()
+    sources = dataclasses.replace(sources, skipped=(*sources.skipped, *failed))
+    write_skipped(run.out, sources.skipped)
+    for line in describe_skipped(failed):
+        run.on_message(line)
+    if strict:
+        _refuse_skipped(failed)
+    stats = StageStats()
+    for result in read.results:
+        stats.add(result.stats(folder))
+    _check_malformed(run, Corpus(sources, splits, read.results, None, folder), stats)
+    lineage = _with_hashes(run, sources, lineage, read.sha256s())
+    sha256s = {source.path: entry["sha256"] for source, entry in zip(sources.files, lineage["inputs"])}
+    texts = [
+        dataclasses.replace(text, key=random_key(content, split, sha256s)) for split, text in zip(splits, read.results)
+    ]
+    texts = _within_percentiles(run, texts, stats)
+    corpus = Corpus(sources, splits, texts, None, folder)
+    corpus = dataclasses.replace(corpus, dedup=_deduplicated(run, corpus))
+    if output.needs_tokenizer and tokenizer is None:
+        tokenizer = _trained(run, texts, vocab)
+    return output.write(run, corpus, tokenizer, stats, lineage)
+
+
+def _process_splits(
+    run: Run, splits: Sequence[InputSplit], own: Mapping[str, DocumentSource], sample: float, content: str
+) -> list[TextResult]:
+    recipe = run.recipe
+    dedup = recipe.dedup if recipe.dedup.active and not recipe.percentiles else None
+    keys = {format: task_key(content, format, recipe.stages, dedup) for format in {split.format for split in splits}}
+    folder = str(run.tasks)
+    tasks = [
+        TextTask(
+            split,
+            recipe.read,
+            recipe.stages,
+            dedup,
+            sample,
+            folder,
+            keys[split.format],
+            recipe.limits,
+            own.get(split.files[0].path),
+        )
+        for split in splits
+    ]
+    sizes = [split.bytes for split in splits]
+    return run.map(
+        process_split, tasks, lambda task: finished_text(task.prefix), run.count_documents("text", sizes), sizes
+    )
+
+
+def _check_malformed(run: Run, corpus: Corpus, stats: StageStats) -> None:
+    """Write rejects.jsonl; fail, with a report, if there are too many, or no document is left."""
+    path = run.out / REJECTS_FILE
+    first = write_rejects(path, corpus.splits, corpus.texts, corpus.folder)
+    malformed = sum(result.malformed for result in corpus.texts)
+    if malformed > run.recipe.max_bad * corpus.documents_in:
+        write_empty_report(run, corpus, stats)
+        examples = "; ".join(f"{reject['where']}: {reject['reason'].rstrip('.')}" for reject in first)
+        raise PrepareError(
+            f"prepare: expected at most {run.recipe.max_bad:.1%} malformed documents, got {malformed} of "
+            f"{corpus.documents_in}: {examples}. They are listed in {path}. Fix them, or raise --max-bad."
+        )
+    if not sum(result.documents_out for result in corpus.texts):
+        raise no_documents(run, corpus, stats)
+
+
+def _within_percentiles(run: Run, texts: list[TextResult], stats: StageStats) -> list[TextResult]:
+    """The texts without documents outside the perplexity percentiles, which are counted in `stats`."""
+    scores = stats.histograms.get(PERPLEXITY, {}).get("read")
+    if not run.recipe.percentiles or scores is None:
+        return texts
+    low, high = (percentile_threshold(scores, percentile) for percentile in run.recipe.percentiles)
+    folder = str(run.tasks)
+    dedup = run.recipe.dedup if run.recipe.dedup.active else None
+    tasks = [PercentileTask(text.part(folder), text, low, high, dedup, folder) for text in texts]
+    results = run.map(filter_percentiles, tasks)
+    for result in results:
+        stats.add(result.stats(folder))
+    return results
+
+
+def _deduplicated(run: Run, corpus: Corpus) -> DedupResult | None:
+    dedup = run.recipe.dedup
+    if not dedup.active:
+        return None
+
+    from forebay.prepare.dedup.deduplicate import deduplicate
+
+    def report(step: str, done: int, total: int) -> None:
+        run.on_progress(Progress("dedup", done, total, " steps"))
+
+    return deduplicate(corpus.signed, dedup, run.work / "dedup", lambda f, tasks: run.map(f, tasks), report)
+
+
+def _trained(run: Run, texts: Sequence[TextResult], vocab: int) -> TokenizerFile:
+    """The tokenizer trained on a sample of the kept text, by this or an earlier run."""
+    seed = run.recipe.slice.seed
+    parts = [result.part(str(run.tasks)) for result in texts]
+    key = hash_json([vocab, seed, version("tokenizers"), [part.name for part in parts]])
+    path = run.work / f"trained-{key}" / "tokenizer.json"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        run.on_progress(Progress("tokenizer", 0, 1, " trained"))
+        atomic_write(path, train_tokenizer(sample_texts(parts, seed), vocab).data)
+        run.on_progress(Progress("tokenizer", 1, 1, " trained"))
+    return dataclasses.replace(_load_tokenizer(run.recipe, str(path)), description=run.recipe.tokenize.tokenizer)

@@ -1,0 +1,166 @@
+"""The `Engine` protocol, and what its implementations share: attempts, retries with smaller batches, errors.
+
+A task is tried once. If its worker dies or runs out of memory, it is tried again alone, at scale 1 to `MAX_SCALE`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import traceback
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from forebay.errors import ForebayError, PrepareError, UsageError
+from forebay.plugins import load_plugin
+
+MAX_SCALE = 3
+"""The last scale: a task takes about 1/64 of the memory of scale 0."""
+ENGINES = {"local": "forebay.prepare.engines.local:local_engine", "ray": "forebay.prepare.engines.ray:ray_engine"}
+
+T = TypeVar("T")
+R = TypeVar("R")
+Notify = Callable[[str], None]
+Outcome = tuple[Literal["done", "error", "memory"], bytes]
+
+
+class Engine(Protocol):
+    """Maps functions over tasks. A context manager; its end closes it."""
+
+    @abstractmethod
+    def map(
+        self,
+        run: Callable[[T, int], R],
+        tasks: Sequence[T],
+        on_done: Callable[[int, R], None],
+        weights: Sequence[int] | None = None,
+    ) -> None:
+        """Call `run(task, scale)` for every task, and `on_done(index, result)` in this process, in any order.
+
+        An error that `run` raises ends the map and is raised here with its type; `on_done` may raise, too. `run` must
+        be importable by a new process and tasks must be picklable. Their `label` or `name` stands in messages.
+
+        Args:
+            weights: The heaviest tasks start first.
+        """
+
+    def close(self) -> None:
+        """Stop what the engine started. May be called twice."""
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_engine(engine: str | Engine, workers: int | None, folder: Path, on_message: Notify) -> Engine:
+    """The engine itself, or one by name: `local`, `ray`, an entry point of `forebay.engines` or `module:function`.
+
+    The function is called with `workers`, `folder` (in which tasks read and write) and `on_message`.
+    """
+    if not isinstance(engine, str):
+        return engine
+    try:
+        make = load_plugin("forebay.engines", ENGINES.get(engine, engine))
+    except UsageError as error:
+        raise UsageError(f"engine: expected local, ray or a plug-in, got {engine!r}: {error}") from error
+    opened: Engine = make(workers=workers, folder=folder, on_message=on_message)
+    return opened
+
+
+class Attempts:
+    """Which task to try next, and at which scale: the policy that all engines share."""
+
+    def __init__(self, tasks: Sequence[Any], weights: Sequence[int] | None, on_message: Notify) -> None:
+        if weights is not None and len(weights) != len(tasks):
+            raise UsageError(f"weights: expected {len(tasks)}, one a task, got {len(weights)}.")
+        order = range(len(tasks)) if weights is None else sorted(range(len(tasks)), key=lambda i: -weights[i])
+        self._tasks = tasks
+        self._queue = deque(order)
+        self._retries: deque[tuple[int, int]] = deque()
+        self._alone = False
+        self._on_message = on_message
+
+    def __len__(self) -> int:
+        """How many are neither done nor under way."""
+        return len(self._queue) + len(self._retries)
+
+    @property
+    def startable(self) -> int:
+        """How many may be started at once, at most."""
+        return 1 if self._retries else 0 if self._alone else len(self._queue)
+
+    def next(self, running: int) -> tuple[int, int] | None:
+        """The (index, scale) to start now; None if there is none, or it has to wait until nothing is running."""
+        if running and (self._retries or self._alone):
+            return None
+        self._alone = bool(self._retries)
+        if self._retries:
+            return self._retries.popleft()
+        return (self._queue.popleft(), 0) if self._queue else None
+
+    def repeat(self, index: int, scale: int) -> None:
+        """Try again at the same scale: the attempt failed through no fault of the task."""
+        if scale:
+            self._retries.appendleft((index, scale))
+        else:
+            self._queue.appendleft(index)
+
+    def died(self, index: int, scale: int, how: str) -> None:
+        """Schedule the next smaller scale of a task whose worker died. Raises PrepareError after the last one."""
+        name = f"task {index} ({label(self._tasks[index])})"
+        if scale >= MAX_SCALE:
+            raise PrepareError(
+                f"{name} {how}, also alone and with the smallest batches. Finished work is kept: give the machine more "
+                "memory, or take this input out, and run the same command again."
+            )
+        self._on_message(f"{name} {how}: retried alone with smaller batches (scale {scale + 1} of {MAX_SCALE})")
+        self._retries.append((index, scale + 1))
+
+
+def label(task: Any) -> str:
+    """The task's `label`, else its `name`, else its repr; at most 120 characters."""
+    text = str(getattr(task, "label", None) or getattr(task, "name", None) or task)
+    return text if len(text) <= 120 else text[:119] + "…"
+
+
+def attempt(run: Callable[[T, int], R], task: T, scale: int) -> Outcome:
+    """Run a task where its errors cannot be raised: the kind of the outcome, and the pickled result or error."""
+    try:
+        return "done", pickle.dumps(run(task, scale), pickle.HIGHEST_PROTOCOL)
+    except MemoryError as error:
+        return "memory", pickle.dumps(str(error))
+    except BaseException as error:  # noqa: BLE001 - all of them cross to the caller, who raises them
+        return "error", pickled_error(error, f"In {label(task)}:\n{traceback.format_exc()}")
+
+
+def result_of(outcome: Outcome) -> Any:
+    """The result of an attempt; raises its error."""
+    kind, data = outcome
+    value = pickle.loads(data)
+    if kind == "error":
+        raise value
+    return value
+
+
+def pickled_error(error: BaseException, context: str) -> bytes:
+    """An error for another process, with where it was raised; one that cannot be pickled becomes a PrepareError."""
+    if not isinstance(error, ForebayError):
+        error.add_note(context)
+    try:
+        data = pickle.dumps(error)
+        if type(pickle.loads(data)) is type(error):
+            return data
+    except Exception:  # noqa: BLE001, S110 - a class that cannot be copied: its text crosses
+        pass
+    return pickle.dumps(PrepareError(f"{type(error).__name__}: {error}\n{context}"))
+
+
+def use_one_core() -> None:
+    """Keep the libraries of this process from starting threads: each other core has a process of its own."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"

@@ -1,0 +1,223 @@
+"""The local engine: processes of this machine that stay warm from one map to the next.
+
+A process has one task at a time, so that a death blames one task and no other loses its work. A process is idle for a
+round trip through a pipe between two tasks: 0.1 ms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection, resource_tracker
+from pathlib import Path
+from typing import Any
+
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.engines import sandbox
+from forebay.prepare.engines.base import (
+    Attempts,
+    Engine,
+    Notify,
+    Outcome,
+    attempt,
+    pickled_error,
+    result_of,
+    use_one_core,
+)
+
+_EXIT_S = 5.0
+"""How long a worker whose pipe is closed may take to exit with its own exit code."""
+
+
+def cores() -> int:
+    """How many processes this one may keep busy."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def local_engine(workers: int | None, *, folder: Path | None = None, on_message: Notify | None = None) -> Engine:
+    """An engine of processes that are started when a map first needs them, and used for all maps until it is closed.
+
+    One worker, or one task before any process was started, runs in this process, where libraries may use all their
+    threads. `workers` is by default the number of cores; `folder` is not used.
+    """
+    if workers is not None and workers < 1:
+        raise UsageError(f"workers: expected at least 1, got {workers}.")
+    return _LocalEngine(workers or cores(), on_message or (lambda _: None))
+
+
+class _Worker:
+    """A process, our end of its pipe, and its task as (index, scale). It is `ready` after its first message."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True, name="forebay-prepare")
+        with _no_interrupt():
+            self.process.start()
+        theirs.close()
+        self.ready = False
+        self.task: tuple[int, int] | None = None
+
+    def start(self, run: Any, task: Any, index: int, scale: int) -> None:
+        """Start an attempt. A worker that just died is noticed when its outcome is awaited."""
+        message = pickle.dumps((run, task, scale), pickle.HIGHEST_PROTOCOL)
+        self.task = (index, scale)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.pipe.send_bytes(message)
+
+    def receive(self) -> Outcome | None:
+        """The outcome; None if the process died."""
+        try:
+            outcome: Outcome = self.pipe.recv()
+        except (EOFError, OSError):
+            return None
+        return outcome
+
+    def end(self) -> int | None:
+        """Kill the process if it lives; its exit code."""
+        if self.process.exitcode is None:
+            self.process.kill()
+        self.process.join()
+        self.pipe.close()
+        return self.process.exitcode
+
+
+class _LocalEngine(Engine):
+    def __init__(self, workers: int, on_message: Notify) -> None:
+        self._on_message = on_message
+        self._num_workers = workers
+        self._workers: list[_Worker] = []
+
+    def close(self) -> None:
+        sandbox.close()  # of the tasks that ran in this process
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.process.kill()
+        for worker in workers:
+            worker.end()
+
+    def map(
+        self,
+        run: Callable[[Any, int], Any],
+        tasks: Sequence[Any],
+        on_done: Callable[[int, Any], None],
+        weights: Sequence[int] | None = None,
+    ) -> None:
+        attempts = Attempts(tasks, weights, self._on_message)
+        if min(self._num_workers, len(tasks)) <= 1 and not self._workers:
+            while (pair := attempts.next(0)) is not None:
+                try:
+                    result = run(tasks[pair[0]], pair[1])
+                except MemoryError as error:
+                    attempts.died(*pair, f"ran out of memory ({error})" if str(error) else "ran out of memory")
+                else:
+                    on_done(pair[0], result)
+            return
+        try:
+            self._map_over_workers(run, tasks, on_done, attempts)
+        except BaseException:
+            self.close()
+            raise
+
+    def _map_over_workers(
+        self, run: Any, tasks: Sequence[Any], on_done: Callable[[int, Any], None], attempts: Attempts
+    ) -> None:
+        while True:
+            running = sum(worker.task is not None for worker in self._workers)
+            while len(self._workers) < min(self._num_workers, running + attempts.startable):
+                self._workers.append(_Worker())
+            for worker in self._workers:
+                if worker.ready and worker.task is None and (pair := attempts.next(running)) is not None:
+                    worker.start(run, tasks[pair[0]], *pair)
+                    running += 1
+            if not running and not len(attempts):
+                return
+            handles: dict[Any, _Worker] = {h: w for w in self._workers for h in (w.pipe, w.process.sentinel)}
+            for worker in dict.fromkeys(handles[handle] for handle in connection.wait(list(handles))):
+                self._receive(worker, on_done, attempts)
+
+    def _receive(self, worker: _Worker, on_done: Callable[[int, Any], None], attempts: Attempts) -> None:
+        outcome = worker.receive()
+        if outcome is not None and not worker.ready:
+            worker.ready = True
+            return
+        pair, worker.task = worker.task, None
+        if outcome is None or outcome[0] == "memory":
+            # A worker that ran out of memory is ended too, since it keeps what it allocated.
+            self._workers.remove(worker)
+            if outcome is None:
+                worker.process.join(_EXIT_S)
+            code = worker.end()
+            if not worker.ready:
+                raise PrepareError(
+                    f"prepare: a worker process {_describe_exit(code)} before its first task. If a script runs "
+                    'prepare, it must do so under `if __name__ == "__main__":`; else there is too little memory for so '
+                    "many --workers."
+                )
+            if pair is not None:
+                attempts.died(*pair, _describe_exit(code) if outcome is None else "ran out of memory")
+        elif pair is not None:
+            on_done(pair[0], result_of(outcome))
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"died with exit code {code}"
+    if -code == signal.SIGKILL:
+        return "died with signal 9 (out of memory?)"
+    with contextlib.suppress(ValueError):
+        return f"died with signal {-code} ({signal.Signals(-code).name})"
+    return f"died with signal {-code}"
+
+
+@contextlib.contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """Start processes in here, so that Ctrl-C in the terminal does not kill them before they ignore it."""
+    resource_tracker.ensure_running()  # which, started with the first process, would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _serve(pipe: Any) -> None:
+    """The main function of a worker: run one attempt after the other until the pipe is closed."""
+    _set_up_worker()
+    pipe.send(("done", b""))
+    while True:
+        try:
+            run, task, scale = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        except Exception as error:  # noqa: BLE001 - a function that cannot be imported here
+            pipe.send(("error", pickled_error(error, traceback.format_exc())))
+            continue
+        outcome = attempt(run, task, scale)
+        del run, task
+        pipe.send(outcome)
+
+
+def _set_up_worker() -> None:
+    use_one_core()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # out of memory: the kernel kills a worker rather than its parent
+            Path("/proc/self/oom_score_adj").write_text("500")
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
+
+
+def _exit_with(parent: Any) -> None:
+    """Exit when the parent does, also if it was killed."""
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,242 @@
+"""The Ray engine: the same tasks over a cluster, or over a small one started here. The only importer of ray.
+
+Retries and errors are those of `engines.base`; Ray's own retries are off. A task travels as its pickle and its result
+as a short one: the data is in files, on a file system that all nodes share. A local cluster takes 2 to 10 s to start.
+"""
+
+import contextlib
+import os
+import pickle
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from forebay.errors import PrepareError, UsageError, install_command
+from forebay.prepare.engines.base import Attempts, Engine, Notify, Outcome, attempt, result_of, use_one_core
+
+_OBJECT_STORE_BYTES = 80 << 20
+"""Of a local cluster; Ray accepts 75 MiB and up, and results are far smaller."""
+_MAX_NODE_LOSSES = 3
+"""How often a task is given to another node because its own went away, which says nothing of the task."""
+_VISIBLE_S = 30.0
+"""How long a new file may take to be visible on another node: NFS caches attributes for up to 60 s, names for less."""
+_STOP_S = 10.0
+_CPUS_S = 5.0
+"""How often the cluster is asked for its number of CPUs, as nodes come and go."""
+
+
+def ray_engine(
+    workers: int | None = None,
+    *,
+    folder: Path | None = None,
+    on_message: Notify | None = None,
+    address: str | None = None,
+) -> Engine:
+    """An engine over a Ray cluster, which is found, or started, when the first map begins.
+
+    Args:
+        workers: None for as many as the cluster has CPUs.
+        folder: Every node must see it under the same path: each is asked to read and write in it first. Not needed on
+            this machine alone.
+        address: `auto`, `host:6379` or `ray://host:10001`; by default RAY_ADDRESS. Without one a cluster of this
+            machine is started, and ended with the engine. A Ray that the caller has initialised is used and left.
+    """
+    if workers is not None and workers < 1:
+        raise UsageError(f"workers: expected at least 1, got {workers}.")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its new default, which it warns about
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import ray
+    except ImportError as error:
+        raise UsageError(
+            f"engine ray: Ray is not installed. Install it ({install_command('ray')}), or use the local engine."
+        ) from error
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    return _RayEngine(ray, address, workers, folder, on_message or (lambda _: None))
+
+
+def _attempt(run: bytes, task: bytes, scale: int) -> Outcome:
+    """Run a task in a Ray worker. As the arguments are pickles, one that cannot be read is its error."""
+    use_one_core()
+    return attempt(lambda pair, scale: pickle.loads(pair[0])(pickle.loads(pair[1]), scale), (run, task), scale)
+
+
+def _answer_probe(folder: str, name: str, token: str) -> str:
+    """Read the file that the driver wrote, and write one for it to read; the problem, or ""."""
+    deadline = time.monotonic() + _VISIBLE_S
+    while True:
+        try:
+            if (Path(folder) / name).read_text() == token:
+                (Path(folder) / f"{name}.{token}").write_text(token)
+                return ""
+            problem = "another file has its name"
+        except OSError as error:
+            problem = str(error)
+        if time.monotonic() > deadline:
+            return problem
+        time.sleep(0.5)
+
+
+class _RayEngine(Engine):
+    def __init__(
+        self, ray: Any, address: str | None, workers: int | None, folder: Path | None, on_message: Notify
+    ) -> None:
+        self._ray = ray
+        self._address = address
+        self._workers = workers
+        self._folder = folder
+        self._on_message = on_message
+        self._owns_cluster = False
+        self._remote: Any = None
+
+    def close(self) -> None:
+        if self._owns_cluster:
+            self._ray.shutdown()
+        self._owns_cluster, self._remote = False, None
+
+    def map(
+        self,
+        run: Callable[[Any, int], Any],
+        tasks: Sequence[Any],
+        on_done: Callable[[int, Any], None],
+        weights: Sequence[int] | None = None,
+    ) -> None:
+        attempts = Attempts(tasks, weights, self._on_message)
+        if not tasks:
+            return
+        running: dict[Any, tuple[int, int]] = {}
+        try:
+            self._connect()
+            self._map_over_cluster(run, tasks, on_done, attempts, running)
+        except BaseException as error:
+            self._stop(running)
+            if isinstance(error, self._ray.exceptions.RayError):
+                raise PrepareError(f"engine ray: {type(error).__name__}: {error} Finished work is kept.") from error
+            if not isinstance(error, Exception):
+                self.close()
+            raise
+
+    def _stop(self, running: Iterable[Any]) -> None:
+        """End the attempts under way, and wait for their end."""
+        references = list(running)
+        with contextlib.suppress(Exception):  # the cluster may be gone; the first error is the one to report
+            for reference in references:
+                self._ray.cancel(reference, force=True)
+            if references:
+                self._ray.wait(references, num_returns=len(references), timeout=_STOP_S)
+
+    def _map_over_cluster(
+        self,
+        run: Any,
+        tasks: Sequence[Any],
+        on_done: Callable[[int, Any], None],
+        attempts: Attempts,
+        running: dict[Any, tuple[int, int]],
+    ) -> None:
+        function = pickle.dumps(run, pickle.HIGHEST_PROTOCOL)
+        losses: dict[int, int] = {}
+        limit, asked_at = 0, -_CPUS_S
+        while True:
+            if time.monotonic() - asked_at >= _CPUS_S:
+                # Twice the CPUs, so that the next task waits at each of them.
+                cpus = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+                limit, asked_at = self._workers or 2 * cpus, time.monotonic()
+            while len(running) < limit and (pair := attempts.next(len(running))) is not None:
+                task = pickle.dumps(tasks[pair[0]], pickle.HIGHEST_PROTOCOL)
+                running[self._remote.remote(function, task, pair[1])] = pair
+            if not running:
+                return
+            ready, _ = self._ray.wait(list(running), num_returns=1)
+            for reference in ready:
+                index, scale = running.pop(reference)
+                outcome, how, node_lost = self._outcome(reference)
+                if outcome is not None:
+                    on_done(index, result_of(outcome))
+                elif node_lost and losses.get(index, 0) < _MAX_NODE_LOSSES:
+                    losses[index] = losses.get(index, 0) + 1
+                    self._on_message(f"task {index} {how}: given to another")
+                    attempts.repeat(index, scale)
+                else:
+                    attempts.died(index, scale, how)
+
+    def _outcome(self, reference: Any) -> tuple[Outcome | None, str, bool]:
+        """The outcome of an attempt; or how it died, and whether its node did."""
+        errors = self._ray.exceptions
+        try:
+            outcome: Outcome = self._ray.get(reference)
+        except errors.OutOfMemoryError:
+            return None, "was ended by Ray for memory", False
+        except errors.WorkerCrashedError:
+            return None, "died with its worker (out of memory?)", False
+        except (errors.NodeDiedError, errors.ObjectLostError, errors.LocalRayletDiedError) as error:
+            return None, f"lost its node ({type(error).__name__})", True
+        return (None, "ran out of memory", False) if outcome[0] == "memory" else (outcome, "", False)
+
+    def _connect(self) -> None:
+        """Find or start the cluster, once."""
+        if self._remote is not None:
+            return
+        if not self._ray.is_initialized():
+            self._owns_cluster = True
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self._ray.init(**self._options())
+            except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+                raise PrepareError(
+                    f"engine ray: {self._address or 'a cluster of this machine'} cannot be reached or started: "
+                    f"{str(error).rstrip('.')}. Look at it with `ray status`. Ray and Python must be of the same "
+                    "versions on all nodes; a cluster that asks for a token needs RAY_AUTH_MODE=token here, too."
+                ) from error
+        # Ray's own retries would repeat an attempt that ran out of memory as it was.
+        self._remote = self._ray.remote(max_retries=0, num_cpus=1)(_attempt)
+        if self._folder is not None:
+            self._probe(self._folder)
+
+    def _options(self) -> dict[str, Any]:
+        quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+        if self._address is None:
+            local = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+            return quiet | local | {"address": "local", "num_cpus": self._workers or os.cpu_count() or 1}
+        # The driver's own forebay goes with the job; its dependencies must be installed on the nodes.
+        package = str(Path(__file__).parents[2])
+        return quiet | {"address": self._address, "runtime_env": {"py_modules": [package]}}
+
+    def _probe(self, folder: Path) -> None:
+        """Check that every node that takes tasks reads and writes the same folder as this process."""
+        token = os.urandom(8).hex()
+        name = f".probe-{token}"
+        folder.mkdir(parents=True, exist_ok=True)
+        probe, reply = folder / name, folder / f"{name}.{token}"
+        affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        nodes = [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+        answer = self._ray.remote(max_retries=0, num_cpus=0)(_answer_probe)
+        try:
+            probe.write_text(token)
+            for node in nodes:
+                remote = answer.options(scheduling_strategy=affinity(node["NodeID"], soft=False))
+                problem = self._ray.get(remote.remote(str(folder.resolve()), name, token))
+                if not problem and not _is_visible(reply):
+                    problem = "what it writes there is not visible here"
+                if problem:
+                    raise PrepareError(
+                        f"engine ray: {folder} is not shared with node {node['NodeManagerHostname']}: {problem}. "
+                        "Put the output (and the inputs) on a file system that all nodes mount under the same path."
+                    )
+                reply.unlink(missing_ok=True)
+        finally:
+            probe.unlink(missing_ok=True)
+            reply.unlink(missing_ok=True)
+
+
+def _is_visible(path: Path) -> bool:
+    deadline = time.monotonic() + _VISIBLE_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True

@@ -1,0 +1,147 @@
+"""The `Output` protocol: what a run writes; and the report, which all outputs share."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from forebay.errors import PrepareError
+from forebay.prepare.corpus import Corpus
+from forebay.prepare.recipe import Recipe
+from forebay.prepare.report import write_report
+from forebay.prepare.run import PrepareResult, Run
+from forebay.prepare.stats import EDGES, StageStats
+from forebay.prepare.tokenize.tokenizers import TokenizerFile
+from forebay.storage.listing import count_reasons, shown_path
+
+_MAX_REJECTS, _MAX_SKIPPED = 50, 200
+REJECTS_FILE, REPORT_FILE = "rejects.jsonl", "report.html"
+
+
+class Output(Protocol):
+    """What a run writes from its corpus. `PrepareResult.id` is a hash of all that was written."""
+
+    name: ClassVar[str]
+    """The value of `--to`."""
+    marker: ClassVar[str]
+    """The file that is written last: where it exists, the output is complete."""
+    needs_tokenizer: ClassVar[bool]
+
+    def check(self, recipe: Recipe, document_ids: bool) -> None:
+        """Raise UsageError for settings that this output does not have."""
+
+    def load(self, out: Path) -> tuple[str, str, Mapping[str, Any]]:
+        """The name, id and lineage of the output in a directory. Raises PrepareError if it is damaged."""
+
+    def write(
+        self, run: Run, corpus: Corpus, tokenizer: TokenizerFile | None, stats: StageStats, lineage: dict[str, Any]
+    ) -> PrepareResult:
+        """Write everything, `marker` last."""
+
+
+def conclude(
+    run: Run,
+    corpus: Corpus,
+    stats: StageStats,
+    id: str,
+    counts: dict[str, Any],
+    subsets: dict[str, dict[str, Any]],
+    commit: Callable[[], object],
+) -> PrepareResult:
+    """Write the report, `commit` the output, which is complete then, and remove what only an unfinished run needs."""
+    write_report(run.out / REPORT_FILE, report_data(run, corpus, stats, id, counts, subsets))
+    commit()
+    shutil.rmtree(run.work)
+    skipped = count_reasons(corpus.inputs.skipped)
+    return PrepareResult(run.out, run.recipe.name, id, **counts, subsets=subsets, skipped=skipped)
+
+
+def write_empty_report(run: Run, corpus: Corpus, stats: StageStats) -> None:
+    """Write the report of a run that stops before there is a dataset: what was read, and why it was dropped."""
+    counts = {"documents_in": corpus.documents_in, "documents_out": 0, "tokens": 0, "slices": 0}
+    write_report(run.out / REPORT_FILE, report_data(run, corpus, stats, "", counts, {}))
+
+
+def no_documents(run: Run, corpus: Corpus, stats: StageStats) -> PrepareError:
+    """Write the report; the error that names what dropped the documents."""
+    write_empty_report(run, corpus, stats)
+    stages = []
+    for name, count in stats.funnel.items():
+        reasons = count.dropped.most_common(3)
+        stages += [f"{name} ({', '.join(f'{reason} {n:,}' for reason, n in reasons)})"] if reasons else []
+    if stages:
+        cause = f"dropped by {'; '.join(stages)}. See {run.out / REPORT_FILE}, and loosen these stages."
+    else:
+        cause = f"the inputs hold no documents. See {run.out / REPORT_FILE}."
+    return PrepareError(f"prepare: expected documents with text, got none: {corpus.documents_in:,} read, {cause}")
+
+
+def report_data(
+    run: Run, corpus: Corpus, stats: StageStats, id: str, counts: dict[str, Any], subsets: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """The contents of the report, as JSON; no times, so that the same input gives the same page."""
+    funnel = list(stats.funnel.items())
+    return {
+        "name": run.recipe.name,
+        "id": id,
+        "created_with": f"forebay {version('forebay')}",
+        "recipe": run.recipe.to_tables(),
+        "totals": {
+            **{key: counts[key] for key in ("documents_in", "documents_out", "tokens", "slices")},
+            "bytes_in": funnel[0][1].bytes_in,
+            "bytes_out": funnel[-1][1].bytes_out,
+            "malformed": sum(text.malformed for text in corpus.texts),
+            "subsets": {name: {k: v for k, v in each.items() if k != "id"} for name, each in subsets.items()},
+        },
+        "inputs": _count_inputs(corpus),
+        "skipped": count_reasons(corpus.inputs.skipped),
+        "skipped_files": [
+            {"path": shown_path(item.path), "reason": item.reason, "status": item.status}
+            for item in corpus.inputs.skipped[:_MAX_SKIPPED]
+        ],
+        "funnel": [{"stage": name, **vars(count)} for name, count in funnel],
+        "histograms": {
+            name: {"edges": EDGES[name].tolist(), "log": True, **{s: c.tolist() for s, c in sides.items()}}
+            for name, sides in stats.histograms.items()
+        },
+        "languages": stats.languages,
+        "samples": [
+            {"stage": stage, "reason": reason, "where": s.where, "url": s.url, "text": s.text}
+            for (stage, reason), samples in stats.samples.items()
+            for s in samples
+        ],
+        "rejects": list(_first_rejects(run.out / REJECTS_FILE)),
+    }
+
+
+def _count_inputs(corpus: Corpus) -> list[dict[str, Any]]:
+    counts = {(s.path, s.sha256): [0, 0] for s in corpus.inputs.files}
+    for split, text in zip(corpus.splits, corpus.texts):
+        key = split.files[0].path, split.files[0].sha256
+        if len(split.files) == 1:
+            counts[key][0] += text.documents_in
+            counts[key][1] += text.malformed
+            continue
+        for source in split.files:
+            counts[source.path, source.sha256][0] += 1
+        if text.malformed:
+            for line in Path(f"{corpus.folder}/{text.name}.rejects").read_text("utf-8").splitlines():
+                source = split.files[json.loads(line)["place"]]
+                counts[source.path, source.sha256][1] += 1
+    return [
+        {"name": s.name, "format": s.format, "bytes": s.bytes, "documents": documents, "malformed": malformed}
+        for s in corpus.inputs.files
+        for documents, malformed in [counts[s.path, s.sha256]]
+    ]
+
+
+def _first_rejects(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        with path.open(encoding="utf-8") as file:
+            for _, line in zip(range(_MAX_REJECTS), file):
+                reject = json.loads(line)
+                yield {"where": reject["where"], "reason": reject["reason"]}

@@ -1,0 +1,228 @@
+"""Datasets from kept documents: encode, shuffle, slice, and the manifests, that of the main dataset last.
+
+Each named subset is a dataset of its own; for fine-tuning slices have rows in place of a stream of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from forebay.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable, dataset_id
+from forebay.dataset.reader import open_dataset
+from forebay.dataset.slices import hash_file
+from forebay.errors import UsageError
+from forebay.files import atomic_write, open_atomic, remove_stale, sync_directory
+from forebay.formats.inputs import InputSplit
+from forebay.prepare.corpus import Corpus, examine_kept, write_ids
+from forebay.prepare.outputs.base import conclude, no_documents
+from forebay.prepare.recipe import Recipe
+from forebay.prepare.run import PrepareResult, Run
+from forebay.prepare.source_ids import describe_position
+from forebay.prepare.stats import StageStats
+from forebay.prepare.subsets import TRAIN
+from forebay.prepare.tasks.encode import Encoded, EncodeTask, encode, finished, left_out_file
+from forebay.prepare.tasks.rows import RowShape, plan_row_slices
+from forebay.prepare.tasks.shuffle import Shuffle, TokenPart, finished_shuffle, plan_shuffle, shuffle
+from forebay.prepare.tasks.slicing import finished_slice, plan_slices, write_slice
+from forebay.prepare.tokenize.encoders import EncoderSpec
+from forebay.prepare.tokenize.tokenizers import TokenizerFile
+from forebay.storage.listing import shown_path
+
+TOKENIZER_FILE, SIGNATURES = "tokenizer.json", "signatures"
+_DOCUMENTS_SCHEMA = pa.schema([("id", pa.string()), ("source", pa.string()), ("url", pa.string())])
+_GROUP_ROWS = 1 << 16
+
+
+class DatasetOutput:
+    """A dataset of tokens, or of rows where the recipe has `[rows]`, and one for each subset."""
+
+    name: ClassVar[str] = "dataset"
+    marker: ClassVar[str] = MANIFEST_FILE
+    needs_tokenizer: ClassVar[bool] = True
+
+    def check(self, recipe: Recipe, document_ids: bool) -> None:
+        if document_ids and recipe.rows is not None:
+            raise UsageError("document ids: expected a dataset of tokens; rows and text keep theirs by --keep-ids.")
+
+    def load(self, out: Path) -> tuple[str, str, Mapping[str, Any]]:
+        dataset = open_dataset(out)
+        return dataset.name, dataset.id, dataset.manifest.lineage
+
+    def write(
+        self, run: Run, corpus: Corpus, tokenizer: TokenizerFile | None, stats: StageStats, lineage: dict[str, Any]
+    ) -> PrepareResult:
+        assert tokenizer is not None
+        examine_kept(corpus, run.recipe.dedup, stats, run.out / "clusters.parquet")
+        encoded = _encode(run, corpus, tokenizer)
+        _count(stats, encoded)
+        written = [_slice(run, corpus, encoded, tokenizer, name) for name in run.recipe.subsets.names]
+        main, others = written[0], [subset for subset in written[1:] if subset.documents]
+        if not main.documents:
+            raise no_documents(run, corpus, stats)
+        if corpus.dedup is not None:
+            from forebay.prepare.dedup.deduplicate import store_signatures
+
+            store_signatures(corpus.signed, corpus.dedup, run.recipe.dedup, run.out / SIGNATURES)
+        counts: dict[str, Any] = {
+            "documents_in": corpus.documents_in,
+            "documents_out": sum(subset.documents for subset in written),
+            "tokens": sum(subset.tokens for subset in written),
+            "slices": sum(len(subset.table) for subset in written),
+            "dropped": stats.dropped(),
+        }
+        subsets = {
+            subset.name: subset.counts(_write_manifest(run, subset, tokenizer, {**lineage, "counts": counts}))
+            for subset in others
+        }
+        lineage = {**lineage, "counts": {**counts, "subsets": subsets}}
+        manifest = _manifest(run, main, tokenizer, lineage).to_json()
+        if subsets:
+            subsets = {TRAIN: main.counts(manifest), **subsets}
+        commit = partial(_write_manifest, run, main, tokenizer, lineage)
+        return conclude(run, corpus, stats, dataset_id(manifest), counts, subsets, commit)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A dataset that is written but for its manifest. `files`: what is beside the slices, with its SHA-256."""
+
+    name: str
+    folder: Path
+    documents: int
+    tokens: int
+    table: SliceTable
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def counts(self, manifest: bytes) -> dict[str, Any]:
+        """The description of a subset in the result."""
+        counts = {"id": dataset_id(manifest), "documents": self.documents, "tokens": self.tokens}
+        return {**counts, "slices": len(self.table)}
+
+
+def _encode(run: Run, corpus: Corpus, tokenizer: TokenizerFile) -> list[Encoded]:
+    atomic_write(run.out / TOKENIZER_FILE, tokenizer.data)
+    recipe = run.recipe
+    spec = EncoderSpec.of(tokenizer, run.out / TOKENIZER_FILE)
+    occurrences: dict[str, int] = {}
+    tasks = []
+    for index, text in enumerate(corpus.texts):
+        part = text.part(str(run.tasks))
+        occurrence = occurrences.get(part.name, 0)
+        occurrences[part.name] = occurrence + 1
+        drop, cut, name = corpus.duplicates(index, recipe.dedup)
+        tasks.append(
+            EncodeTask(
+                part=part,
+                spec=spec,
+                folder=str(run.tasks),
+                subsets=recipe.subsets,
+                drop=drop,
+                cut=cut,
+                dedup_name=name,
+                shuffle=Shuffle(recipe.slice.seed, occurrence) if recipe.slice.shuffle else None,
+                rendering=recipe.rows.conversations() if recipe.rows else None,
+                with_ids=run.document_ids,
+            )
+        )
+    sizes = [text.bytes_out for text in corpus.texts]
+    encoded = run.map(encode, tasks, finished, run.count_documents("encode", sizes), sizes)
+    write_ids(run.write_ids, corpus, [left_out_file(task) for task in tasks])
+    return encoded
+
+
+def _count(stats: StageStats, encoded: Sequence[Encoded]) -> None:
+    """Add the last step of the funnel; duplicates are counted, by kind, where they were found."""
+    last = next(reversed(stats.funnel.values()))
+    count = stats.stage("tokenize")
+    count.documents_in, count.bytes_in = last.documents_out, last.bytes_out
+    count.documents_out = sum(result.documents_out for result in encoded)
+    count.bytes_out = sum(result.text_bytes for result in encoded)
+    for result in encoded:
+        count.dropped.update({reason: n for reason, n in result.dropped.items() if reason != "duplicate"})
+        count.changed.update(result.changed)
+
+
+def _slice(run: Run, corpus: Corpus, encoded: Sequence[Encoded], tokenizer: TokenizerFile, subset: str) -> _Written:
+    folder = run.out if subset == TRAIN else run.out / subset
+    (folder / "slices").mkdir(parents=True, exist_ok=True)
+    parts = [result.subsets[subset] for result in encoded if subset in result.subsets]
+    documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
+    if run.recipe.slice.shuffle:
+        tasks = plan_shuffle(parts, run.tasks)
+        parts = run.map(shuffle, tasks, finished_shuffle, run.count_tasks("shuffle", len(tasks), " buckets"))
+    plans = run.work / "plans"
+    plans.mkdir(exist_ok=True)
+    size = run.recipe.slice
+    rows, shape = run.recipe.rows, None
+    if rows is not None:
+        shape = RowShape(rows.max_tokens, tokenizer.dtype, tokenizer.eos_id or 0, rows.labels, rows.packed)
+        plan = plan_row_slices(parts, plans, shape, slice_bytes=size.bytes, slice_rows=size.rows or 0)
+    else:
+        plan = plan_slices(parts, plans, slice_bytes=size.bytes, slice_tokens=size.tokens or 0)
+    on_result = run.count_tasks("slice", plan.slices, " slices")
+    infos = run.map(write_slice, plan.tasks(folder, shape), finished_slice, on_result)
+    sync_directory(folder / "slices")
+    names = {f"{index:06d}.safetensors" for index in range(len(infos))}
+    for path in (folder / "slices").iterdir():  # of another plan, or temporary files
+        if path.name not in names:
+            path.unlink()
+    files = {DOCUMENTS_FILE: write_documents(folder / DOCUMENTS_FILE, corpus, parts)} if run.document_ids else {}
+    return _Written(subset, folder, documents, tokens, SliceTable.from_rows(infos), files)
+
+
+def _manifest(run: Run, written: _Written, tokenizer: TokenizerFile, lineage: dict[str, Any]) -> Manifest:
+    rows = run.recipe.rows is not None
+    atomic_write(written.folder / TABLE_FILE, written.table.to_parquet())
+    return Manifest.of(
+        written.table,
+        {**lineage, "subset": written.name, "files": {TOKENIZER_FILE: tokenizer.sha256, **written.files}},
+        name=run.recipe.name if written.name == TRAIN else f"{run.recipe.name}-{written.name}",
+        layout="rows" if rows else "tokens",
+        dtype="" if rows else tokenizer.dtype,
+        tokenizer=tokenizer.description,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+    )
+
+
+def _write_manifest(run: Run, written: _Written, tokenizer: TokenizerFile, lineage: dict[str, Any]) -> bytes:
+    """Write the manifest, which completes the dataset."""
+    manifest = _manifest(run, written, tokenizer, lineage).to_json()
+    atomic_write(written.folder / TOKENIZER_FILE, tokenizer.data)
+    remove_stale(written.folder)
+    atomic_write(written.folder / MANIFEST_FILE, manifest)
+    return manifest
+
+
+def write_documents(path: Path, corpus: Corpus, parts: Sequence[TokenPart]) -> str:
+    """Write the index of these parts' documents, in their order: source ids and files. Returns its SHA-256."""
+    splits: dict[str, tuple[InputSplit, int]] = {}
+    for split, text, first_row in zip(corpus.splits, corpus.texts, corpus.first_rows):
+        splits.setdefault(text.part(corpus.folder).name, (split, first_row))
+    with open_atomic(path) as file, pq.ParquetWriter(file, _DOCUMENTS_SCHEMA, compression="zstd") as table:
+        documents = _documents(splits, parts)
+        while rows := list(islice(documents, _GROUP_ROWS)):
+            columns = [pa.array(column) for column in zip(*rows)]
+            table.write_table(pa.table(columns, schema=_DOCUMENTS_SCHEMA), _GROUP_ROWS)
+    return hash_file(path)
+
+
+def _documents(splits: dict[str, tuple[InputSplit, int]], parts: Sequence[TokenPart]) -> Iterator[tuple[str, str, str]]:
+    for part in parts:
+        with part.file("ids").open("rb") as lines:
+            for line in lines:
+                name, index, own_id, url, inner = json.loads(line)
+                split, first_row = splits[name]
+                source = split.files[index if len(split.files) > 1 else 0]
+                # By the name that the lineage has, without the path.
+                position = describe_position(split, index, inner, first_row).removeprefix(shown_path(source.path))
+                yield own_id or source.name + position, source.name, url

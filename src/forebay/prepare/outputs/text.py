@@ -1,0 +1,180 @@
+"""Kept text as Parquet files in `OUT/text`: for other tools, or for a later preparation that only tokenizes.
+
+Duplicates are left out and repeated lines cut here. `OUT/text.json` is written last: it names each file with its hash,
+and how they were made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from forebay.dataset.slices import hash_file
+from forebay.errors import PrepareError, UsageError
+from forebay.files import atomic_write, open_atomic
+from forebay.formats.inputs import RESERVED_COLUMNS, InputSplit
+from forebay.prepare.corpus import Corpus, examine_kept, write_ids
+from forebay.prepare.documents import part_batches
+from forebay.prepare.outputs.base import conclude
+from forebay.prepare.recipe import Recipe
+from forebay.prepare.run import PrepareResult, Run
+from forebay.prepare.source_ids import source_id
+from forebay.prepare.stats import StageStats
+from forebay.prepare.tokenize.tokenizers import TokenizerFile
+
+if TYPE_CHECKING:
+    from forebay.prepare.dedup.deduplicate import Cutter, Flags
+
+TEXT_FILE = "text.json"
+_COLUMNS = ("url", "text", "language", "language_score", "perplexity")
+
+
+def load_marker(path: Path) -> tuple[str, str, Mapping[str, Any]]:
+    """The name, id and lineage in a JSON file that was written last."""
+    data = path.read_bytes()
+    try:
+        content = json.loads(data)
+        return content["name"], hashlib.sha256(data).hexdigest(), content["lineage"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise PrepareError(f"{path}: damaged. Choose another directory, or remove this one.") from error
+
+
+class TextOutput:
+    """Parquet files of the kept text, for which no tokenizer is needed."""
+
+    name: ClassVar[str] = "text"
+    marker: ClassVar[str] = TEXT_FILE
+    needs_tokenizer: ClassVar[bool] = False
+
+    def check(self, recipe: Recipe, document_ids: bool) -> None:
+        if document_ids:
+            raise UsageError("document ids: expected a dataset of tokens; rows and text keep theirs by --keep-ids.")
+
+    def load(self, out: Path) -> tuple[str, str, Mapping[str, Any]]:
+        return load_marker(out / TEXT_FILE)
+
+    def write(
+        self, run: Run, corpus: Corpus, tokenizer: TokenizerFile | None, stats: StageStats, lineage: dict[str, Any]
+    ) -> PrepareResult:
+        examine_kept(corpus, run.recipe.dedup, stats, run.out / "clusters.parquet")
+        files = export_files(run, corpus, stats)
+        documents_out = sum(file.documents for file in files)
+        counts: dict[str, Any] = {
+            "documents_in": corpus.documents_in,
+            "documents_out": documents_out,
+            "tokens": 0,
+            "slices": 0,
+            "dropped": stats.dropped(),
+        }
+        content = {
+            "name": run.recipe.name,
+            "files": [asdict(file) for file in files],
+            "lineage": {**lineage, "counts": counts},
+        }
+        data = json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+        commit = partial(atomic_write, run.out / TEXT_FILE, data)
+        return conclude(run, corpus, stats, hashlib.sha256(data).hexdigest(), counts, {}, commit)
+
+
+@dataclass(frozen=True)
+class ExportTask:
+    """The kept documents of one split to `out/text/INDEX.parquet`; `first_row` is `source_ids.first_rows`."""
+
+    arrow: str
+    documents: int
+    split: InputSplit
+    first_row: int
+    drop: Flags | None
+    cut: Cutter | None
+    out: str
+    index: int
+
+    @property
+    def label(self) -> str:
+        return f"text of {self.split.files[0].path}"
+
+    @property
+    def file(self) -> str:
+        return f"text/{self.index:06d}.parquet"
+
+    @property
+    def left_out(self) -> Path:
+        """The file of the rows, u32, that are no duplicates and yet have no text."""
+        return Path(self.arrow).with_name(f"{self.index:06d}.left")
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """A file of text; a split without kept documents has none."""
+
+    file: str
+    documents: int
+    bytes: int
+    sha256: str
+
+
+def export_files(run: Run, corpus: Corpus, stats: StageStats) -> list[ExportedFile]:
+    """Write `OUT/text/`, and the ids that the run asks for; count the documents that became empty."""
+    (run.out / "text").mkdir(exist_ok=True)
+    tasks = []
+    for index, (text, first_row) in enumerate(zip(corpus.texts, corpus.first_rows)):
+        drop, cut, _ = corpus.duplicates(index, run.recipe.dedup)
+        tasks.append(
+            ExportTask(
+                corpus.arrow(index), text.documents_out, corpus.splits[index], first_row, drop, cut, str(run.out), index
+            )
+        )
+    on_result = run.count_tasks("text out", len(tasks), " files")
+    files = [result for result in run.map(export_split, tasks, on_result=on_result) if result.documents]
+    write_ids(run.write_ids, corpus, [task.left_out for task in tasks])
+    for path in (run.out / "text").iterdir():
+        if f"text/{path.name}" not in {file.file for file in files}:
+            path.unlink()
+    documents_in = next(reversed(stats.funnel.values())).documents_out
+    documents_out = sum(file.documents for file in files)
+    if documents_in != documents_out:
+        count = stats.stage("text")
+        count.documents_in, count.documents_out = documents_in, documents_out
+        count.dropped["empty"] = documents_in - documents_out
+    return files
+
+
+def export_split(task: ExportTask, scale: int = 0) -> ExportedFile:
+    """Write the file; one batch of a split, as it was written, is in memory at a time."""
+    path = Path(task.out) / task.file
+    drop = task.drop.load() if task.drop is not None else np.zeros(task.documents, np.uint8)
+    documents = 0
+    left_out = [np.empty(0, np.int64)]
+    with ExitStack() as stack:
+        writer: pq.ParquetWriter | None = None
+        for start, batch in part_batches(task.arrow):
+            ids = [source_id(task.split, batch, row, task.first_row) for row in range(batch.num_rows)]
+            texts = task.cut.cut(batch.column("text"), start) if task.cut is not None else batch.column("text")
+            retained = drop[start : start + batch.num_rows] == 0
+            empty = pc.equal(texts, "").to_numpy(zero_copy_only=False)  # all of whose lines were cut
+            left_out.append(start + np.flatnonzero(retained & empty))
+            columns = {"id": pa.array(ids, pa.large_string())}
+            others = [name for name in batch.schema.names if name not in RESERVED_COLUMNS]
+            columns |= {name: batch.column(name) for name in (*_COLUMNS, *others) if name in batch.schema.names}
+            table = pa.table({**columns, "text": texts}).filter(pa.array(retained & ~empty))
+            if table.num_rows and writer is None:
+                file = stack.enter_context(open_atomic(path))
+                writer = stack.enter_context(pq.ParquetWriter(file, table.schema, compression="zstd"))
+            if writer is not None:
+                writer.write_table(table)
+            documents += table.num_rows
+    atomic_write(task.left_out, np.concatenate(left_out).astype("<u4").tobytes())
+    if not documents:
+        return ExportedFile("", 0, 0, "")
+    return ExportedFile(task.file, documents, path.stat().st_size, hash_file(path))

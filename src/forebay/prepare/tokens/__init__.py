@@ -1,1 +1,0 @@
-"""Kept text to slices: tokenizers and what runs them, subsets, the shuffle of all documents, slices, rows."""

@@ -1,0 +1,176 @@
+"""A document that kills, hangs or bloats a stage is rejected, named, and costs itself alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from forebay import prepare_dataset
+from forebay.errors import UsageError
+from forebay.formats import jsonl as lines
+from forebay.formats.records import Record
+from forebay.prepare import driver as pipeline
+from forebay.prepare import load_recipe
+from forebay.prepare.documents import StageResult
+from forebay.prepare.engines import sandbox as guard
+from forebay.prepare.engines.sandbox import Limits
+from forebay.prepare.filters.length import Length
+from forebay.prepare.tasks.text import process_split
+
+DOCUMENTS = 300
+
+
+def attack(what: str) -> None:
+    if what == "abort":
+        os.abort()
+    if what == "memory error":
+        raise MemoryError
+    if what == "spin":
+        while True:
+            pass
+    if what == "memory":
+        held = []
+        while True:
+            held.append(bytearray(b"x" * (8 << 20)))
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def hostile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage `length`, which does what a document says."""
+    plain = Length.apply
+
+    def apply(self: Length, batch: pa.RecordBatch) -> StageResult:
+        for text in batch.column("text").to_pylist():
+            attack(text.partition("!")[0])
+        return plain(self, batch)
+
+    monkeypatch.setattr(Length, "apply", apply)
+
+
+def corpus(path: Path, bad: dict[int, str]) -> Path:
+    texts = (bad.get(i, f"an honest document, number {i}") for i in range(DOCUMENTS))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("abort", "stage length ended its process (SIGABRT)"),
+        ("spin", "stage length took more than 0.2 s of CPU time"),
+        ("memory", "stage length needed more than 64 MiB of memory"),
+        ("memory error", "stage length ran out of memory"),
+    ],
+)
+@pytest.mark.usefixtures("hostile")
+def test_only_the_document_is_rejected(tmp_path: Path, what: str, reason: str) -> None:
+    source = corpus(tmp_path / "a.jsonl", {7: f"{what}!", 203: f"{what}! again"})
+    recipe = load_recipe(settings={"length": {"min_chars": 1}})
+    recipe = replace(recipe, limits=Limits(0.2, 0.001, 64 << 20))
+    summary = prepare_dataset([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
+    assert (summary.documents_in, summary.documents_out) == (DOCUMENTS, DOCUMENTS - 2)
+    assert summary.dropped == {"malformed": 2}
+    rejects = [json.loads(line) for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
+    assert [(r["where"], r["reason"]) for r in rejects] == [(f"{source}:{i}", reason) for i in (8, 204)]
+    assert rejects[0]["text"] == f"{what}!"
+
+
+def slow_copy(task: str, data: Any) -> tuple[str, bytes]:
+    time.sleep(0.3)
+    return task, bytes(data)
+
+
+def test_the_next_process_is_not_measured_from_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ended takes 0 bytes; against that the next, which is just being forked, would be over any limit."""
+    taken = iter([0] + [1 << 30] * 100)
+    monkeypatch.setattr(guard, "_memory", lambda pid: next(taken))
+    worker = guard.Worker("copies")
+    try:
+        for text in ("one", "another"):
+            assert worker.call(slow_copy, text, text.encode(), (5.0, 64 << 20)) == (text, text.encode())
+    finally:
+        worker.end()
+
+
+def children() -> set[str]:
+    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+@pytest.mark.usefixtures("hostile")
+def test_no_process_is_left(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "a.jsonl", {})
+    recipe = load_recipe(settings={"length": {"min_chars": 1}})
+    before = children()
+    prepare_dataset([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
+    assert children() == before
+
+
+def test_limits_are_checked() -> None:
+    with pytest.raises(UsageError, match=r"limits\.seconds"):
+        load_recipe(settings={"limits": {"seconds": 0}})
+    assert load_recipe(settings={"limits": {"memory_bytes": "2GiB"}}).limits == Limits(memory_bytes=2 << 30)
+    assert signal.getsignal(signal.SIGPROF) is signal.SIG_DFL
+
+
+FIND = """
+import sys, pyarrow.parquet as pq
+data = bytearray(open(sys.argv[1], "rb").read())
+for at in range(len(data) - 8 - int.from_bytes(data[-8:-4], "little"), len(data) - 8):
+    print(at, flush=True)
+    data[at] += 1 if data[at] < 255 else -255
+    open(sys.argv[1] + ".bad", "wb").write(data)
+    try:
+        group = pq.ParquetFile(sys.argv[1] + ".bad").metadata.row_group(0)
+        group.column(0), group.column(1)
+    except Exception:
+        pass
+    data[at] -= 1 if data[at] > 0 else -255
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_file_over_which_its_library_aborts(tmp_path: Path, workers: int) -> None:
+    """One byte of a Parquet footer is another: pyarrow ends the process."""
+    for i in range(3):
+        texts = [f"document {i} {j}" for j in range(20)]
+        pq.write_table(pa.table({"text": texts, "id": texts}), tmp_path / f"{i}.parquet")
+    argv = [sys.executable, "-c", FIND, str(tmp_path / "1.parquet")]
+    if subprocess.run(argv, capture_output=True, check=False).returncode == 0:
+        pytest.skip("this pyarrow aborts over no such byte")
+    (tmp_path / "1.parquet.bad").replace(tmp_path / "1.parquet")
+    sources = [tmp_path / f"{i}.parquet" for i in range(3)]
+    recipe = replace(load_recipe(), max_bad=0.1)
+    summary = prepare_dataset(sources, tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=workers)
+    assert (summary.documents_out, summary.dropped) == (40, {"malformed": 1})
+    (reject,) = [json.loads(line) for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
+    assert "reading ended its process (SIGABRT)" in reject["reason"] and "1.parquet" in reject["where"]
+
+
+def test_a_record_over_which_the_reader_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = corpus(tmp_path / "a.jsonl", {203: "abort!"})
+    plain = lines.to_record
+
+    def to_record(place: int, row: Mapping[str, object], *more: Any, **named: Any) -> Record:
+        attack(str(row["text"]).partition("!")[0])
+        return plain(place, row, *more, **named)
+
+    monkeypatch.setattr(lines, "to_record", to_record)
+    monkeypatch.setattr(
+        pipeline, "process_split", lambda task, scale: process_split(task, 1)
+    )  # as after the death of a worker
+    recipe = replace(load_recipe(), max_bad=0.1)
+    summary = prepare_dataset([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
+    assert (summary.documents_out, summary.dropped) == (203, {"malformed": 1})

@@ -1,0 +1,207 @@
+"""Objects of the user's own in a file outside of the package: filters, deduplication, tokenizers, engines, sources."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay
+from forebay import plugins
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare import PrepareResult, load_recipe
+
+OWN = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+import forebay
+from forebay.prepare.engines.base import Engine
+
+
+@forebay.text_filter("enough_lines", version="1")
+def enough_lines(batch: pa.RecordBatch, min_lines: int = 3) -> pa.Array:
+    """Keep texts of some lines."""
+    return pc.greater_equal(pc.count_substring(batch["text"], "\\n"), min_lines - 1)
+
+
+@forebay.text_filter("no_shouting", version="1", per_document=True)
+def no_shouting(document):
+    return not document["text"].isupper()
+
+
+@dataclass(frozen=True)
+class SameStart:
+    """Texts with the same first characters are copies."""
+
+    characters: int = 5
+    name: ClassVar[str] = "same_start"
+    reason: ClassVar[str] = "same_start"
+    columns: ClassVar[int] = 1
+    key_columns: ClassVar[int] = 1
+    near: ClassVar[bool] = True
+
+    @property
+    def settings(self):
+        return [1, self.characters]
+
+    def sign(self, batch):
+        starts = [text[: self.characters].encode().ljust(8, b"!")[:8] for text in batch["text"].to_pylist()]
+        return np.array([[int.from_bytes(start, "little")] for start in starts], np.uint64).reshape(-1, 1)
+
+
+class Letters:
+    name = "letters"
+    data = b"letters 1"
+    vocab_size = 28
+    eos_id = 27
+    bos_id = None
+
+    def encode(self, texts):
+        return [np.array([ord(c) - 96 for c in text.lower() if "a" <= c <= "z"], np.uint16) for text in texts]
+
+
+class Counting(Engine):
+    """Runs all in this process."""
+
+    def __init__(self, workers=None, folder=None, on_message=None):
+        self.tasks = 0
+
+    def map(self, run, tasks, on_done, weights=None):
+        for index, task in enumerate(tasks):
+            on_done(index, run(task, 0))
+            self.tasks += 1
+
+
+@dataclass(frozen=True)
+class Poems:
+    input: str = "poems://all"
+    name: ClassVar[str] = "poems"
+    version: ClassVar[str] = "1"
+
+    def parts(self):
+        return ["a", "b"]
+
+    def read(self, part):
+        for number in range(3):
+            yield {"text": f"Poem {part}{number} of {self.input}", "id": f"{part}{number}"}
+'''
+TEXTS = ["one\ntwo\nthree", "ONE\nTWO\nTHREE\n", "short", "one\ntwo\nfour", "last\nof\nall\nlines"]
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module, installed with entry points."""
+    (tmp_path / "my_own.py").write_text(OWN)
+    metadata = tmp_path / "my_own-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-own\nVersion: 1.0\n")
+    groups = {
+        "filters": "enough_lines", "dedup": "same_start = my_own:SameStart", "tokenizers": "letters = my_own:Letters",
+        "engines": "counting = my_own:Counting", "sources": "poems = my_own:Poems",
+    }  # fmt: skip
+    groups["filters"] = "enough_lines = my_own:enough_lines"
+    entries = "".join(f"[forebay.{group}]\n{entry}\n" for group, entry in groups.items())
+    (metadata / "entry_points.txt").write_text(entries)
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    monkeypatch.syspath_prepend(tmp_path)
+    plugins.plugins.cache_clear()
+    import my_own
+
+    yield my_own
+    plugins.plugins.cache_clear()
+    sys.modules.pop("my_own")
+
+
+def run(tmp_path: Path, name: str = "out", **arguments: Any) -> PrepareResult:
+    settings: dict[str, Any] = {"tokenizer": "bytes", "workers": 1, **arguments}
+    return forebay.prepare_dataset([tmp_path / "in.jsonl"], tmp_path / name, **settings)
+
+
+def test_a_function_becomes_a_filter(tmp_path: Path, own: Any) -> None:
+    result = run(tmp_path, filters=[own.enough_lines(min_lines=3), own.no_shouting()])
+    assert result.dropped == {"enough_lines": 1, "no_shouting": 1} and result.documents_out == 3
+    assert result.open().id == result.id and result.report["totals"]["documents_out"] == 3
+    by_name = run(tmp_path, "named", filters=["enough_lines", "my_own:no_shouting"], workers=2)
+    assert by_name.dropped == result.dropped
+    recipe = load_recipe(settings={"enough_lines": {"min_lines": 4}})
+    assert run(tmp_path, "four", recipe=recipe).dropped == {"enough_lines": 3}
+    table = {"lines": {"use": "my_own:enough_lines", "min_lines": 4}}
+    assert run(tmp_path, "use", recipe=load_recipe(settings=table, allow_code=True)).documents_out == 2
+    assert load_recipe(settings=recipe.to_tables(), allow_code=True) == recipe
+
+
+def test_its_settings_and_version_are_part_of_what_it_is(tmp_path: Path, own: Any) -> None:
+    with pytest.raises(UsageError, match="min_lines: expected a whole number, got 'x'"):
+        own.enough_lines(min_lines="x")
+    with pytest.raises(UsageError, match="expected a default for limit"):
+        forebay.text_filter("f", version="1")(lambda batch, limit: None)
+    first = run(tmp_path, filters=[own.enough_lines()])
+    assert run(tmp_path, filters=[own.enough_lines()]).already_exists
+    with pytest.raises(UsageError, match="holds dataset"):
+        run(tmp_path, filters=[own.enough_lines(min_lines=1)])
+    assert first.open().manifest.lineage["recipe"]["stages"] == [["enough_lines", {"min_lines": 3}]]
+
+
+@pytest.mark.parametrize("how", ["object", "name", "recipe"])
+def test_a_method_of_deduplication(tmp_path: Path, own: Any, how: str) -> None:
+    arguments: dict[str, Any] = {"dedup": ["exact", own.SameStart(3)]}
+    if how == "name":
+        arguments = {"dedup": ["exact", "same_start"]}
+    if how == "recipe":
+        settings = {"dedup": {"exact": True, "same_start": {"characters": 3}}}
+        arguments = {"recipe": load_recipe(settings=settings)}
+    result = run(tmp_path, **arguments)
+    assert result.dropped == {"same_start": 1} and result.documents_out == 4
+    against = {"dedup": {"against": [str(result.path)]}}
+    with pytest.raises(PrepareError, match="exact_duplicate 5"):
+        run(tmp_path, "again", **arguments, settings=against)
+
+
+@pytest.mark.parametrize("how", ["letters", "my_own:Letters", "object"])
+def test_a_tokenizer(tmp_path: Path, own: Any, how: str) -> None:
+    result = run(tmp_path, tokenizer=own.Letters() if how == "object" else how, workers=2)
+    dataset = result.open()
+    assert dataset.open_slice(0).tokens[:12].tolist() == [15, 14, 5, 20, 23, 15, 20, 8, 18, 5, 5, 27]
+    assert (dataset.manifest.tokenizer, dataset.manifest.vocab_size, dataset.manifest.eos_id) == ("letters", 28, 27)
+    assert (result.path / "tokenizer.json").read_bytes() == b"letters 1"
+
+
+def test_code_that_a_recipe_names_needs_leave(tmp_path: Path, own: Any) -> None:
+    for settings in ({"tokenize": {"tokenizer": "my_own:Letters"}}, {"dedup": {"x": {"use": "my_own:SameStart"}}}):
+        with pytest.raises(UsageError, match=r"names code, 'my_own:.*--allow-code"):
+            load_recipe(settings=settings)
+        load_recipe(settings=settings, allow_code=True)
+
+
+def test_an_engine(tmp_path: Path, own: Any) -> None:
+    engine = own.Counting()
+    assert run(tmp_path, engine=engine).id == run(tmp_path, "x/out", engine="counting").id
+    assert engine.tasks == 3 and run(tmp_path, "y/out", engine="my_own:Counting").documents_out == 5
+    with pytest.raises(UsageError, match="engine: expected local, ray or a plug-in, got 'none'"):
+        run(tmp_path, "z", engine="none")
+
+
+def test_a_source(tmp_path: Path, own: Any) -> None:
+    by_name = forebay.prepare_dataset(
+        ["poems://all", tmp_path / "in.jsonl"], tmp_path / "a/d", tokenizer="bytes", write_ids=tmp_path / "ids"
+    )
+    assert by_name.documents_out == 11 and (tmp_path / "ids").read_text().split()[5:] == [
+        "a0",
+        "a1",
+        "a2",
+        "b0",
+        "b1",
+        "b2",
+    ]
+    only = forebay.prepare_dataset([own.Poems()], tmp_path / "b/d", tokenizer="bytes", workers=1)
+    assert only.documents_out == 6 and only.open().manifest.lineage["inputs"][1]["name"] == "poems/b"
+    assert forebay.prepare_dataset([own.Poems()], tmp_path / "b/d", tokenizer="bytes").already_exists

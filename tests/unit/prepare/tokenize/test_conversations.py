@@ -1,0 +1,151 @@
+"""Rows for fine-tuning: what is given is masked, what is learnt is not, and no token is lost uncounted."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from forebay.dataset.manifest import FORMAT_VERSION, MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
+from forebay.dataset.reader import Dataset, open_dataset
+from forebay.errors import UsageError
+from forebay.formats.records import PROMPT_MARK as G
+from forebay.formats.records import RESPONSE_MARK as L
+from forebay.prepare.tasks.encode import Encoded, EncodeTask, encode
+from forebay.prepare.tasks.rows import RowShape, plan_row_slices
+from forebay.prepare.tasks.slicing import write_slice
+from forebay.prepare.tokenize.conversations import (
+    TEMPLATES,
+    TRAINED,
+    Conversations,
+    Template,
+    split_turns,
+)
+from token_parts import coder, text_part
+
+BARE = Template(prompt_suffix="")
+
+
+def rows_of(folder: Path, texts: list[str], length: int, **how: Any) -> Encoded:
+    rendering = Conversations(length, how.pop("template", BARE), **how)
+    return encode(EncodeTask(text_part(folder, texts), coder(folder), str(folder), rendering=rendering))
+
+
+def dataset_of(folder: Path, encoded: Encoded, shape: RowShape, slice_bytes: int = 4096) -> Dataset:
+    (folder / "out/slices").mkdir(parents=True)
+    plan = plan_row_slices(list(encoded.subsets.values()), folder, shape, slice_bytes=slice_bytes)
+    infos = [write_slice(task) for task in plan.tasks(folder / "out", shape)]
+    assert [write_slice(task) for task in plan.tasks(folder / "out", shape)] == infos
+    table = SliceTable.from_rows(infos)
+    data = table.to_parquet()
+    rows, size = sum(info.count for info in infos), sum(info.bytes for info in infos)
+    manifest = Manifest(
+        FORMAT_VERSION, "r", "rows", "", "bytes", 257, 256, 0, rows, encoded.documents_out, len(infos), size,
+        hashlib.sha256(data).hexdigest(), {},
+    )  # fmt: skip
+    (folder / "out" / TABLE_FILE).write_bytes(data)
+    (folder / "out" / MANIFEST_FILE).write_bytes(manifest.to_json())
+    dataset = open_dataset(folder / "out")
+    assert dataset.verify().ok and max(table.bytes.tolist()) <= slice_bytes
+    return dataset
+
+
+def tensors(dataset: Dataset) -> dict[str, Any]:
+    slices = [dataset.open_slice(i).tensors for i in range(dataset.num_slices)]
+    return {name: np.concatenate([one[name] for one in slices]) for name in slices[0]}
+
+
+def test_turns() -> None:
+    assert split_turns(f"sys{G}a{L}b{G}{L}c") == [(False, "sys"), (False, "a"), (True, "b"), (True, "c")]
+    assert split_turns("plain") == [(True, "plain")] and split_turns("") == []
+
+
+def test_a_conversation_becomes_a_row(tmp_path: Path) -> None:
+    dataset = dataset_of(tmp_path, rows_of(tmp_path, [f"{G}ab{L}cd", f"{G}e{L}f"], 7), RowShape(7, "U16", 256))
+    found = tensors(dataset)
+    assert found["input_ids"].tolist() == [[97, 98, 99, 100, 256, 256, 256], [101, 102, 256, 256, 256, 256, 256]]
+    assert found["labels"].tolist() == [
+        [-100, -100, 99, 100, 256, -100, -100], [-100, 102, 256, -100, -100, -100, -100]
+    ]  # fmt: skip
+    assert found["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0]]
+    assert [found[name].dtype.str for name in ("input_ids", "labels", "attention_mask")] == ["<u2", "<i8", "|u1"]
+    assert dataset.manifest.rows == 2
+
+
+def test_too_long_is_cut_or_dropped_and_counted(tmp_path: Path) -> None:
+    texts = [f"{G}ab{L}cdefgh", f"{G}abcdefgh{L}x", "", f"{G}only", "ok"]
+    cut = rows_of(tmp_path / "a", texts, 5)
+    assert cut.changed == {"truncated": 1} and cut.dropped == {"empty": 1, "nothing_learnt": 2}
+    dropped = rows_of(tmp_path / "b", texts, 5, too_long="drop")
+    assert dropped.changed == {} and dropped.dropped == {"empty": 1, "nothing_learnt": 1, "too_long": 2}
+    assert cut.documents_out == 2 and dropped.documents_out == 1
+    tokens = [np.fromfile(part.file("tokens"), "<u4") for part in cut.subsets.values()]
+    assert sum(int((some >= TRAINED).sum()) for some in tokens) == 3 + 3
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.booleans(), st.text("xyz", min_size=1, max_size=6)), max_size=4), min_size=1, max_size=80
+    )
+)
+def test_packing_loses_nothing(
+    tmp_path_factory: pytest.TempPathFactory, conversations: list[list[tuple[bool, str]]]
+) -> None:
+    texts = ["".join((L if learnt else G) + words for learnt, words in turns) for turns in conversations]
+    texts.append(f"{L}end")
+    folder = tmp_path_factory.mktemp("r")
+    encoded = rows_of(folder, texts, 30)
+    shape = RowShape(30, "U16", 0, "I32", packed=True)
+    found = tensors(dataset_of(folder, encoded, shape, 8192))
+    rows = []
+    for ids, labels, mask, places, owner in zip(*(found[n] for n in (
+        "input_ids", "labels", "attention_mask", "position_ids", "segment_ids"))):  # fmt: skip
+        assert (mask == (owner > 0)).all() and (labels[mask == 0] == -100).all()
+        for segment in range(1, owner.max() + 1):
+            mine = owner == segment
+            assert places[mine].tolist() == list(range(mine.sum()))
+            rows.append((ids[mine].tolist(), labels[mine].tolist()))
+    wanted = []
+    for turns in [*conversations, [(True, "end")]]:
+        ids = [(byte, learnt) for learnt, words in turns for byte in words.encode()]
+        ids += [(256, True)] if turns and turns[-1][0] else []
+        if any(learnt for _, learnt in ids):
+            wanted.append(([i for i, _ in ids], [i if learnt else -100 for i, learnt in ids]))
+    assert rows == wanted
+
+
+def test_special_tokens_of_a_template_are_tokens_there_only(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
+    )
+    tokenizer.train_from_iterator(["user assistant hello"] * 9, trainer=trainer)
+    tokenizer.save(str(tmp_path / "t.json"))
+    spec = coder(tmp_path, str(tmp_path / "t.json"))
+    part = text_part(tmp_path, [f"{G}hi<|im_end|>{L}yo"])
+    rendering = Conversations(100, TEMPLATES["chatml"])
+    encoded = encode(EncodeTask(part, spec, str(tmp_path), rendering=rendering))
+    tokens = np.fromfile(encoded.subsets["train"].file("tokens"), "<u4")
+    ids, learnt = tokens & 0x7FFFFFFF, tokens >> 31
+    assert (ids == 1).sum() == 2 and (ids == 2).sum() == 2  # Two turns begin and end; what was said is no token.
+    assert ids[-1] == 0 and learnt[-1] and ids[learnt == 1][-3] == 2
+
+
+def test_misuse_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        Conversations(1)
+    with pytest.raises(UsageError):
+        Conversations(10, too_long="split")
+    with pytest.raises(UsageError):
+        RowShape(10, "U16", labels="I8")
+    with pytest.raises(UsageError, match="at least a row"):
+        plan_row_slices([], tmp_path, RowShape(10_000, "U16"), slice_bytes=4096)

@@ -1,0 +1,231 @@
+"""Ids are the reference library's on every input, whichever library gives them; and every name finds its tokenizer."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.tasks.encode import sample_texts
+from forebay.prepare.tokenize import encoders as coders
+from forebay.prepare.tokenize.encoders import (
+    EncoderSpec,
+    LibraryEncoder,
+    cut_long,
+    encode_column,
+    fast_encoder,
+    reference_encoder,
+)
+from forebay.prepare.tokenize.tokenizers import (
+    TokenizerFile,
+    byte_alphabet,
+    byte_tokenizer,
+    load_tokenizer,
+    parse,
+    train_tokenizer,
+)
+from token_parts import DATA, coder, text_part
+
+needs_data = pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="no test data beside the repository")
+ALPHABET = [
+    *"aAbsdt'  \n\r\t129²½!.,-_/",
+    *["\u00a0", "\u3000", "\u0301", "é", "ß", "İ", "ſ", "世", "한", "क", "ा", "🎉", "\u200d", "\u0085", "\x00", "\x1c"],
+    *["<|endoftext|>", "</s>", "<unk>", "▁", "Ġ", "'LL", "'s", "<0x0A>", "|||IP_ADDRESS|||"],
+]
+HOSTILE = st.lists(st.sampled_from(ALPHABET) | st.characters(exclude_categories=["Cs"]), max_size=60).map("".join)
+
+
+def gpt2_ranks() -> dict[bytes, int]:
+    vocab = json.loads((DATA / "tokenizers/gpt2/encoder.json").read_bytes())
+    byte_of = {char: byte for byte, char in enumerate(byte_alphabet())}
+    return {bytes(byte_of[c] for c in name): i for name, i in vocab.items() if name != "<|endoftext|>"}
+
+
+def rank_file(folder: Path) -> Path:
+    path = folder / "r50k_base.tiktoken"
+    lines = [base64.b64encode(t) + b" %d\n" % r for t, r in sorted(gpt2_ranks().items(), key=lambda pair: pair[1])]
+    path.write_bytes(b"".join(lines))
+    return path
+
+
+@lru_cache(maxsize=4)
+def loaded(name: str, folder: str) -> tuple[TokenizerFile, Any, Any]:
+    spec = f"tiktoken:{rank_file(Path(folder))}" if name == "tiktoken" else str(DATA / "tokenizers" / name)
+    found = load_tokenizer(spec)
+    reference = reference_encoder(found.data, found.kind)
+    return found, reference, fast_encoder(found.data, found.kind, reference)
+
+
+NAMES = ["gpt2", "gpt-neo-test-tokenizer.json", "llama-test-tokenizer.json", "tiktoken"]
+
+
+@needs_data
+@pytest.mark.parametrize("name", NAMES)
+def test_fast_ids_are_the_references(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    pytest.importorskip("gigatoken")
+    folder = str(tmp_path_factory.getbasetemp())
+    _, reference, fast = loaded(name, folder)
+    assert fast is not None
+    texts = [run * n for run in ("a", " ", "\n", "1", "!", "世", "ab", " \n", "x ") for n in (1, 2, 3, 8, 17, 33, 700)]
+    rng = np.random.default_rng(0)
+    texts += ["".join(rng.choice(ALPHABET, rng.integers(1, 40))) for _ in range(600)]
+    texts += [
+        form.format(chr(c)) for c in range(0, 0x30000, 37) if not 0xD800 <= c < 0xE000 for form in ("{}", "a{} b")
+    ]
+    assert fast.agrees(texts)
+
+    @settings(max_examples=40, deadline=None)
+    @given(HOSTILE)
+    def agree(text: str) -> None:
+        assert fast.encode([text])[0].tolist() == reference.encode([text])[0].tolist()
+
+    agree()
+
+
+@needs_data
+def test_known_answers_of_gpt2(tmp_path: Path) -> None:
+    rows = [
+        json.loads(line) for line in (DATA / "tokenizers/vectors/gpt2_known_answers.jsonl").read_bytes().splitlines()
+    ]
+    plans = (DATA / "tokenizers/vectors/TestPlans.txt").read_text("utf-8")
+    found = re.findall(r"EncodingName: r50k_base\nSample: (.*?)\nEncoded: (\[.*?\])\n", plans, re.S)
+    rows += [{"text": text, "ids": ast.literal_eval(ids)} for text, ids in found]
+    assert len(rows) > 60
+    spec = coder(tmp_path, str(DATA / "tokenizers/gpt2"), eos=False)
+    got, lengths = encode_column(spec, pa.array([row["text"] for row in rows], "large_string"))
+    assert [ids.tolist() for ids in np.split(got, np.cumsum(lengths)[:-1])] == [row["ids"] for row in rows]
+
+
+@needs_data
+def test_tiktoken_is_its_own_reference_and_its_json_decodes(tmp_path: Path) -> None:
+    tiktoken = pytest.importorskip("tiktoken")
+    found = load_tokenizer(f"tiktoken:{rank_file(tmp_path)}")
+    (tmp_path / "t.json").write_bytes(found.data)
+    assert (found.kind, found.vocab_size, found.eos_id, found.dtype) == ("tiktoken:gpt2", 50257, 50256, "U16")
+    pattern = r"""'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+    alone = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=gpt2_ranks(), special_tokens={})
+    decoder = Tokenizer.from_str(found.data.decode())
+    texts = ["Hello  world's", "世界 \n\n <|endoftext|> 12345", "", "x" * 50]
+    got, lengths = encode_column(EncoderSpec.of(found, tmp_path / "t.json"), pa.array(texts, "large_string"))
+    for text, ids in zip(texts, np.split(got, np.cumsum(lengths)[:-1])):
+        assert ids.tolist()[:-1] == alone.encode_ordinary(text)
+        assert decoder.decode(ids[:-1].tolist(), skip_special_tokens=False) == text
+    assert len(found.data) and lengths[2] == 0
+
+
+def test_tiktoken_survives_what_its_regex_gives_up_on(tmp_path: Path) -> None:
+    pytest.importorskip("tiktoken")
+    ranks = {bytes([b]): b for b in range(256)} | {b"  ": 256}
+    path = tmp_path / "small.tiktoken"
+    path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % r for t, r in ranks.items()))
+    found = load_tokenizer(f"tiktoken:gpt2:{path}")
+    assert (found.vocab_size, found.eos_id) == (258, 257)
+    ids = reference_encoder(found.data, found.kind).encode([" " * 300_000 + "a"])[0]
+    assert len(ids) == 150_002
+    with pytest.raises(UsageError, match="does not say how"):
+        load_tokenizer(f"tiktoken:{path}")
+
+
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coders, "LONG_CHARS", 100)
+    monkeypatch.setattr(coders, "_SLACK_CHARS", 50)
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_long_texts_are_cut_where_nothing_changes(tmp_path: Path) -> None:
+    text = "Some words, and 12 more: don't, x  y.\nÀ la carte " * 50
+    assert "".join(cut_long(text)) == " ".join(cut_long(text, "at")) == text
+    assert max(map(len, cut_long(text))) <= 150
+    trained = train_tokenizer(iter([text]), 400)
+    path = tmp_path / "t.json"
+    path.write_bytes(trained.data)
+    ids = encode_column(EncoderSpec.of(trained, path), pa.array([text], "large_string"))[0]
+    assert ids[:-1].tolist() == reference_encoder(trained.data, "json").encode([text])[0].tolist()
+
+
+@pytest.mark.usefixtures("short_pieces")
+def test_a_text_without_a_space_is_cut_too() -> None:
+    assert list(cut_long("x" * 500)) == ["x" * 100] * 5
+    assert [len(piece) for piece in cut_long("é" * 99 + "e\u0301\u0301" + "é" * 200)] == [102, 100, 100]
+
+
+@pytest.mark.usefixtures("short_pieces")
+@pytest.mark.parametrize("name", ["llama-test-tokenizer.json", "gpt-neo-test-tokenizer.json"])
+def test_long_texts_have_the_ids_of_the_real_tokenizers(name: str, tmp_path: Path) -> None:
+    path = DATA / "tokenizers" / name
+    if not path.is_file():
+        pytest.skip(f"needs {path}")
+    found = load_tokenizer(str(path), eos=False)
+    text = "  He said: 'don't', 3.14  and\nnaïve 世界 a b c! -- \n\n x" * 60
+    spec = EncoderSpec.of(found, path)
+    assert len(list(cut_long(text, coders._safe_cut(found.data, found.kind)))) > 10
+    ids = encode_column(spec, pa.array([text], "large_string"))[0]
+    assert ids.tolist() == reference_encoder(found.data, "json").encode([text])[0].tolist()
+
+
+def test_ends_are_named_by_policy(tmp_path: Path) -> None:
+    texts = pa.array(["ab", "", "c"], "large_string")
+    assert encode_column(coder(tmp_path), texts)[0].tolist() == [97, 98, 256, 99, 256]
+    tokens, lengths = encode_column(coder(tmp_path, bos="<|endoftext|>", eos=False), texts)
+    assert tokens.tolist() == [256, 97, 98, 256, 99] and lengths.tolist() == [3, 0, 2]
+    assert load_tokenizer("bytes", eos=False).eos_id is None
+    with pytest.raises(UsageError, match=r"<\|endoftext\|>"):
+        load_tokenizer("bytes", eos="</s>")
+    with pytest.raises(UsageError, match="bos"):
+        load_tokenizer("bytes", bos=True)
+
+
+@pytest.mark.parametrize("name", ["nowhere.json", "tiktoken:nothing_base", "x.model", "train:9", "a b"])
+def test_a_wrong_name_says_so(name: str) -> None:
+    with pytest.raises(UsageError):
+        load_tokenizer(name)
+
+
+def test_damaged_files_say_so(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "cl100k_base.tiktoken").write_text("YQ== 0\n")
+    for spec in (str(tmp_path), f"tiktoken:{tmp_path}/cl100k_base.tiktoken"):
+        with pytest.raises(PrepareError):
+            load_tokenizer(spec)
+
+
+def test_training_is_a_function_of_the_sample(tmp_path: Path) -> None:
+    parts = [text_part(tmp_path, [f"the cat {i} sat on mat {j}" for j in range(50)]) for i in range(8)]
+    sample = list(sample_texts(parts, 1, 2000))
+    assert 1900 < sum(map(len, sample)) <= 2000
+    assert sample == list(sample_texts(parts[::-1], 1, 2000)) != list(sample_texts(parts, 2, 2000))
+    one, two = (train_tokenizer(iter(sample), 300) for _ in range(2))
+    assert one == two and one.vocab_size <= 300 and one.eos_id == 0
+
+
+def _variant(**changes: object) -> bytes:
+    return json.dumps({**json.loads(byte_tokenizer().to_str()), **changes}).encode()
+
+
+def test_a_normalizer_that_makes_text_grow_is_refused() -> None:
+    grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 9}
+    assert parse(_variant(normalizer=grow), "x").encode("ba").tokens == ["b", *"a" * 9]
+    with pytest.raises(PrepareError, match=r"tokenizer 'x': expected a normalizer .* 81 characters of one"):
+        parse(_variant(normalizer={"type": "Sequence", "normalizers": [grow, grow]}), "x")
+    with pytest.raises(PrepareError, match="65 characters of one"):
+        parse(_variant(normalizer={"type": "Prepend", "prepend": "a" * 65}), "x")
+
+
+def test_a_regular_expression_that_never_ends_is_named() -> None:
+    """The library panics, which is no Exception."""
+    hostile = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    with pytest.raises(PrepareError, match=r"tokenizer 'tokenizer\.json': failed on one of 1 texts"):
+        LibraryEncoder(_variant(pre_tokenizer=hostile)).encode(["a" * 200_000 + "!"])
