@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 from pydantic import TypeAdapter
 
 from forebay.coordinator.messages import HEARTBEAT_WAIT_S, RETRY_S
-from forebay.errors import LeaseError, NetworkError, ProtocolViolation
+from forebay.errors import LeaseError, NetworkError, ProtocolError
 from forebay.network.client import RemoteError
 from forebay.network.retry import backoff_s
 
@@ -91,11 +91,11 @@ class Generation:
 
     @classmethod
     def from_json(cls, value: Any) -> Generation:
-        """Parse a generation of a response; ProtocolViolation if it is malformed."""
+        """Parse a generation of a response; ProtocolError if it is malformed."""
         try:
             return _GENERATION.validate_python(value)
         except ValueError as error:
-            raise ProtocolViolation(f"coordinator: expected a generation, got {value!r:.200}") from error
+            raise ProtocolError(f"coordinator: expected a generation, got {value!r:.200}") from error
 
     def first_sample(self, step: int, batch_size: int) -> int:
         """The first of the batch_size * world_size global samples of a step."""
@@ -163,7 +163,7 @@ class MembershipState:
             self._heartbeat_s, self._lost_s = float(answer["heartbeat_s"]), float(answer["lost_s"])
             config = {**proposed, **answer["config"]}
         except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolViolation(f"coordinator: expected a configuration, got {answer!r:.200}") from error
+            raise ProtocolError(f"coordinator: expected a configuration, got {answer!r:.200}") from error
         for key, value in self.settings.items():
             if value is not None and config[key] != value:
                 self.on_note(f"{key}: the run has {config[key]!r}, which overrides {value!r} of {self.worker_id}")
