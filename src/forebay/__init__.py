@@ -12,14 +12,14 @@ from forebay.errors import ForebayError
 
 if TYPE_CHECKING:
     from forebay.load.loader import Loader
-    from forebay.load.packing import DocumentFilter
+    from forebay.load.packing import DocumentSubset
     from forebay.load.shards import SharedShardedDatasetManager
     from forebay.load.sources import Mixture, open_dataset
     from forebay.stream.text_stream import TextStream
 
 __version__ = "0.1.0"
 __all__ = [
-    "DocumentFilter",
+    "DocumentSubset",
     "ForebayError",
     "Loader",
     "Mixture",
@@ -30,7 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOME = {
-    "DocumentFilter": "forebay.load.packing",
+    "DocumentSubset": "forebay.load.packing",
     "Loader": "forebay.load.loader",
     "Mixture": "forebay.load.sources",
     "SharedShardedDatasetManager": "forebay.load.shards",
