@@ -247,7 +247,7 @@ class BatchPlanner:
     def _fetch(self, keys: Sequence[int], step: int) -> None:
         """Hold the slices that a step needs. While it waits for them, nothing is held and no cached slice is mapped.
 
-        A file that another process deletes while it is mapped occupies disk space that nobody accounts for.
+        A file that another process deletes while it is mapped still occupies disk space, which no budget counts.
         """
         if not self._slices.cached or self._slices.hold(keys, step + 1):
             return
