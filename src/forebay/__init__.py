@@ -12,7 +12,7 @@ from forebay.errors import ForebayError
 
 if TYPE_CHECKING:
     from forebay.load.loader import Loader
-    from forebay.load.packing import DocumentFilter
+    from forebay.load.packing import DocumentSubset
     from forebay.load.shards import SharedShardedDatasetManager
     from forebay.load.sources import Mixture, open_dataset
     from forebay.prepare.driver import prepare_dataset
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "DocumentFilter",
+    "DocumentSubset",
     "ForebayError",
     "Loader",
     "Mixture",
@@ -34,7 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOME = {
-    "DocumentFilter": "forebay.load.packing",
+    "DocumentSubset": "forebay.load.packing",
     "Loader": "forebay.load.loader",
     "Mixture": "forebay.load.sources",
     "SharedShardedDatasetManager": "forebay.load.shards",

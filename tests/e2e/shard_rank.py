@@ -27,7 +27,7 @@ def main(out: str, text: str) -> None:
     batch, others = settings.pop("batch_size", 8), [Path(other) for other in settings.pop("others", [])]
     settings["remap"] = {int(a): b for a, b in settings.pop("remap", {}).items()}
     if settings.pop("apart", False):
-        shards_module.LEAST_APART_BYTES = 0  # as if the shards were large
+        shards_module.MIN_PROCESS_BYTES = 0  # as if the shards were large
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     with Path(out).open("a") as file, SharedShardedDatasetManager(**settings) as shards:
 

@@ -167,7 +167,7 @@ def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_pat
     """Cyclic passes, where the least recently used would never hit: b of N slices give b / N of the reads or more."""
     one = max(path.stat().st_size for path in slices_of(server))
     with Loader(
-        server.url, seq_len=SEQ_LEN, batch_size=4, epochs=5, lanes=1, window=SAMPLES, head=0, ahead_bytes=0,
+        server.url, seq_len=SEQ_LEN, batch_size=4, epochs=5, lanes=1, window=SAMPLES, head=0, readahead_bytes=0,
         cache_dir=tmp_path, cache_bytes=int((held + 0.3) * one),
     ) as loader:  # fmt: skip
         for _ in loader:

@@ -147,7 +147,7 @@ def test_a_manifest_and_a_table_that_disagree(own: Path, tmp_path: Path) -> None
         (own / TABLE_FILE).write_bytes(wrong)
         told = replace(manifest, table_sha256=hashlib.sha256(wrong).hexdigest()).to_json()
         (own / MANIFEST_FILE).write_bytes(told)
-        with pytest.raises(DatasetError, match=r"slice 000[01]\.safetensors .* not what the table says"):
+        with pytest.raises(DatasetError, match=r"slice 000[01]\.safetensors .* do not fit the table"):
             ids_of(Loader(server.url, cache_dir=tmp_path / "cache", **ONE_BY_ONE))
         assert len(slices_in(tmp_path / "cache")) > 0  # Their bytes are what they should be.
 

@@ -104,7 +104,7 @@ def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world: Path, n
     ) as loader:
         batches = iter(loader)
         next(batches)
-        fetches = loader._slices._fetches
+        fetches = loader._slices._source
         assert fetches is not None
         (share,) = fetches._shares.values()
         assert share is not None

@@ -26,20 +26,20 @@ from calibration import scaled
 from forebay.cli import main
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
 from forebay.formats.shard_writer import Shard, write_shards
-from forebay.load.shard_dataset import Arrival
+from forebay.load.shard_dataset import ShardDownload
 from forebay.load.shards import SharedShardedDatasetManager
 from forebay.order.shard_windows import receipt, window_sample_ids
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 L, SAMPLES, SHARDS = 128, 2000, 4  # 500 KiB a shard
 RANK = Path(__file__).with_name("shard_rank.py")
-QUICK = {"sequence_length": L, "steps_per_shard": 3, "patience_s": 20.0, "chunk_size": 1 << 16}
+QUICK = {"sequence_length": L, "steps_per_shard": 3, "timeout_s": 20.0, "chunk_size": 1 << 16}
 
 
-def arrived(shard: Arrival) -> bool:
+def arrived(shard: ShardDownload) -> bool:
     """Wait for a shard that is on its way."""
     shard.wait(20)
-    return shard.pair is not None
+    return shard.files is not None
 
 
 def tokens_of(shard: int) -> Any:
@@ -127,13 +127,13 @@ def test_the_disk_of_a_used_shard_is_free_at_once(
 ) -> None:
     """A run of many swaps on a volume of 3.5 shards never waits for room, and no deleted file stays mapped."""
     if apart:
-        monkeypatch.setattr("forebay.load.shards.LEAST_APART_BYTES", 0)
+        monkeypatch.setattr("forebay.load.shards.MIN_PROCESS_BYTES", 0)
     gc.disable()
     try:
         with small_disk(tmp_path / "volume", int(3.5 * 550_000)) as volume:
             if volume is None:
                 pytest.skip("no file system may be mounted here")
-            settings = {**QUICK, "folder": volume, "swap_patience_s": 5.0}
+            settings = {**QUICK, "folder": volume, "swap_timeout_s": 5.0}
             with SharedShardedDatasetManager(**settings) as shards:
                 for batch in shards.batches(0, 3 * 12, batch_size=8):
                     if batch.run_step % 3 == 2 and shards.upcoming_dataset is not None:
@@ -234,8 +234,8 @@ def test_a_shard_that_is_bad_at_its_origin_is_never_served(server: S3Server, buc
 def test_a_network_cut_is_not_felt_before_the_swap(
     server: S3Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.load.shard_dataset._TELL_S", 0.3)
-    with SharedShardedDatasetManager(**{**QUICK, "patience_s": 0.5}) as shards:
+    monkeypatch.setattr("forebay.load.shard_dataset._LOG_EVERY_S", 0.3)
+    with SharedShardedDatasetManager(**{**QUICK, "timeout_s": 0.5}) as shards:
         steps = shards.batches(0, 6, batch_size=8)
         next(steps)
         server.cut()
@@ -259,7 +259,7 @@ def test_a_network_cut_is_not_felt_before_the_swap(
 def test_a_store_that_stays_away_is_told(server: S3Server) -> None:
     server.faults.refuse = True
     with (
-        SharedShardedDatasetManager(**{**QUICK, "patience_s": 0.5}, num_shards=4) as shards,
+        SharedShardedDatasetManager(**{**QUICK, "timeout_s": 0.5}, num_shards=4) as shards,
         pytest.raises(
             NetworkError, match=r"from r2://dataset/remote/tokenized: no answer after \d+ attempts in"
         ) as caught,
@@ -371,7 +371,7 @@ def test_what_cannot_be_is_told_or_gone_on_with(
     caplog.clear()
     real = shutil.disk_usage
     monkeypatch.setattr("forebay.load.shards.COMMON_MEM_BYTES", 1 << 60)
-    monkeypatch.setattr("forebay.load.shards._LEAST_S", 0.0)
+    monkeypatch.setattr("forebay.load.shards._MIN_RATED_S", 0.0)
     monkeypatch.setattr("forebay.load.shards.COMMON_BYTES_PER_S", 1e15)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1_700_000))
     assert steps([0]) == [0]
@@ -416,7 +416,7 @@ def test_the_next_shard_comes_in_a_process_of_its_own(
     server: S3Server, bucket: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is of the lowest priority; its death, its errors and its end are the arrival's."""
-    monkeypatch.setattr("forebay.load.shards.LEAST_APART_BYTES", 0)
+    monkeypatch.setattr("forebay.load.shards.MIN_PROCESS_BYTES", 0)
     monkeypatch.setattr("forebay.load.shard_dataset._FIRST_RETRY_S", 0.01)
     me = psutil.Process()
 

@@ -15,10 +15,11 @@ from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import Batch, make_batch
-from forebay.load.collate import make_maker
-from forebay.load.copying import Source
-from forebay.load.rows import row_ranges, stack_rows
-from forebay.load.samples import Made, plan_samples
+from forebay.load.batch_planner import make_collator
+from forebay.load.collate import BatchArrays
+from forebay.load.copying import MappedArray
+from forebay.load.rows import plan_rows, stack_rows
+from forebay.load.samples import plan_samples
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -56,19 +57,19 @@ def test_samples_of_one_slice() -> None:
         make_batch(np.arange(9, dtype=np.uint16), np.array([3]), 3)
 
 
-def rows_of(folder: Path, slices: list[Tensors], **settings: Any) -> Made:
+def rows_of(folder: Path, slices: list[Tensors], **settings: Any) -> BatchArrays:
     """All rows of several files as one batch, though they may differ where a dataset's may not."""
     made = []
     for i, tensors in enumerate(slices):
         (folder / str(i)).mkdir()
         save_file(tensors, folder / str(i) / "0.safetensors")
         made.append(adopt(folder / str(i), str(i)))
-    maker = make_maker([plan_samples(one, None) for one in made], **settings)
+    collator = make_collator([plan_samples(one, None) for one in made], **settings)
     for i, one in enumerate(made):
-        maker.open(i, 0, one.open_slice(0))
+        collator.open(i, 0, one.open_slice(0))
     counts = [len(next(iter(tensors.values()))) for tensors in slices]
-    plan = maker.plan(np.repeat(np.arange(len(slices)), counts), np.concatenate([np.arange(n) for n in counts]))
-    return maker.make(plan, 0, sum(counts))
+    plan = collator.plan(np.repeat(np.arange(len(slices)), counts), np.concatenate([np.arange(n) for n in counts]))
+    return collator.make(plan, 0, sum(counts))
 
 
 def test_rows_of_several_lengths_are_padded_to_the_longest(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_trim_cuts_what_is_padding_in_every_row(tmp_path: Path) -> None:
         "kind": np.array([3, 4]),
         "scores": np.zeros((2, 5), np.float32),
     }
-    inputs, labels, got, *_ = rows_of(tmp_path, [tensors], trim=True)
+    inputs, labels, got, *_ = rows_of(tmp_path, [tensors], trim_padding=True)
     assert inputs is not None and inputs.tolist() == [[1, 2, 3, 4], [7, 8, 9, 10]]
     assert got["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 0, 1, 1]]
     assert got["kind"].tolist() == [3, 4] and got["scores"].shape == (2, 5)
@@ -108,11 +109,11 @@ def test_trim_leaves_a_column_and_needs_a_mask(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
     empty = {"input_ids": np.ones((1, 3), np.uint16), "attention_mask": np.zeros((1, 3), np.uint8)}
-    inputs, labels, *_ = rows_of(tmp_path / "a", [empty], trim=True)
+    inputs, labels, *_ = rows_of(tmp_path / "a", [empty], trim_padding=True)
     assert inputs is not None and labels is not None
     assert inputs.tolist() == [[1]] and labels.tolist() == [[-100]] and labels.dtype == np.int64
     with pytest.raises(UsageError, match="attention_mask"):
-        rows_of(tmp_path / "b", [{"input_ids": np.ones((1, 3), np.uint16)}], trim=True)
+        rows_of(tmp_path / "b", [{"input_ids": np.ones((1, 3), np.uint16)}], trim_padding=True)
 
 
 def test_images_stay_as_they_are(tmp_path: Path) -> None:
@@ -124,15 +125,15 @@ def test_images_stay_as_they_are(tmp_path: Path) -> None:
 def test_a_batch_of_no_rows_has_the_shape_of_one_of_some(tmp_path: Path) -> None:
     save_file({"input_ids": np.ones((3, 4), np.uint16)}, tmp_path / "0.safetensors")
     dataset = adopt(tmp_path, "rows")
-    maker = make_maker([plan_samples(dataset, None)])
+    collator = make_collator([plan_samples(dataset, None)])
     none = np.empty(0, np.int64)
-    assert maker.make(maker.plan(none, none), 0, 0)[0] is None
-    maker.open(0, 0, dataset.open_slice(0))
-    inputs = maker.make(maker.plan(none, none), 0, 0)[0]
+    assert collator.make(collator.plan(none, none), 0, 0)[0] is None
+    collator.open(0, 0, dataset.open_slice(0))
+    inputs = collator.make(collator.plan(none, none), 0, 0)[0]
     assert inputs is not None and inputs.shape == (0, 4) and inputs.dtype == np.uint16
-    maker.close(0)
+    collator.close(0)
     with pytest.raises(DatasetError, match="open slice"):
-        maker.plan(np.zeros(1, np.int64), np.zeros(1, np.int64))
+        collator.plan(np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
 def test_a_slice_with_fewer_rows_than_the_table_says_is_refused(tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_a_slice_with_fewer_rows_than_the_table_says_is_refused(tmp_path: Path) 
     save_file({"x": np.ones((2, 4))}, tmp_path / "0.safetensors")
     one: Slice = open_slice(tmp_path / "0.safetensors")
     with pytest.raises(DatasetError, match="at least 3 samples, got 2"):
-        make_maker([view]).open(0, 0, one)
+        make_collator([view]).open(0, 0, one)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_a_slice_with_fewer_rows_than_the_table_says_is_refused(tmp_path: Path) 
     ],
 )
 def test_rows_that_do_not_go_together(first: Tensors, second: Tensors) -> None:
-    sources = [{name: Source(array, "") for name, array in tensors.items()} for tensors in (first, second)]
-    ranges = row_ranges(sources, np.arange(2), np.zeros(2, np.int64))
+    sources = [{name: MappedArray(array, "") for name, array in tensors.items()} for tensors in (first, second)]
+    plan = plan_rows(sources, np.arange(2), np.zeros(2, np.int64))
     with pytest.raises(DatasetError, match="rows of a batch"):
-        stack_rows(sources, ranges, 0, {"labels": -100})
+        stack_rows(plan, 0, 2, {"labels": -100})

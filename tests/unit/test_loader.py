@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import forebay
 from forebay.dataset.adopt import adopt
 from forebay.errors import DatasetError, StateError, UsageError
-from forebay.load.batch import Batch, make_batch
+from forebay.load.batch import Batch
 from forebay.load.loader import Loader
 
 SEQ_LEN = 8
@@ -164,14 +164,6 @@ def test_drop_last_leaves_the_short_batch_out(tokens_dir: Path) -> None:
 def test_int32(tokens_dir: Path) -> None:
     batch = next(iter(Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, dtype=np.int32)))
     assert batch.inputs is not None and batch.inputs.dtype == np.int32
-
-
-def test_make_batch() -> None:
-    inputs, labels = make_batch(np.arange(10, 19, dtype=np.uint16), np.array([2, 0]), 3)
-    assert inputs.tolist() == [[16, 17, 18], [10, 11, 12]]
-    assert labels.tolist() == [[17, 18, -100], [11, 12, 13]]
-    with pytest.raises(DatasetError, match="expected 3 tokens"):
-        make_batch(np.arange(9, dtype=np.uint16), np.array([3]), 3)
 
 
 def test_rank_and_world_size_from_the_environment(tokens_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

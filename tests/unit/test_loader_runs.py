@@ -16,7 +16,7 @@ from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, StateError, UsageError
 from forebay.load.loader import Loader
-from forebay.load.packing import DocumentFilter
+from forebay.load.packing import DocumentSubset
 from forebay.load.sources import Mixture, open_dataset
 
 SEQ_LEN = 16
@@ -244,7 +244,7 @@ def test_documents_that_are_left_out_never_come(folders: dict[str, Path], packin
     gone = [0, 3, 4, 20]
     loader = Loader(
         folders["web"], seq_len=SEQ_LEN, batch_size=4, packing=packing, document_masks=True, prefetch=prefetch,
-        documents=DocumentFilter(exclude=np.array(gone)), pad_id=999_999,
+        documents=DocumentSubset(exclude=np.array(gone)), pad_id=999_999,
     )  # fmt: skip
     dataset = loader.dataset
     documents: list[range] = []
@@ -268,7 +268,7 @@ def test_documents_that_are_left_out_never_come(folders: dict[str, Path], packin
 
 def test_filters_of_a_mixture_are_by_name(folders: dict[str, Path]) -> None:
     mixture = Mixture(folders, {"web": 1, "books": 1})
-    gone = DocumentFilter(exclude=np.array([0, 1]))
+    gone = DocumentSubset(exclude=np.array([0, 1]))
     arguments: dict[str, Any] = {"dataset": mixture, "seq_len": SEQ_LEN, "batch_size": 8, "steps": 40}
     loader = Loader(**arguments, documents={"web": gone})
     tokens = {int(token) for batch in loader if batch.inputs is not None for token in batch.inputs.flat}

@@ -20,7 +20,7 @@ from forebay.dataset.slices import open_slice, write_rows_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.cast import DTYPES, cast, dtype_name, narrow_bf16, quantize, widen_bf16
 from forebay.formats.conversion import ConvertOptions, TableSource
-from forebay.load.dequantize import dequantize, kinds_of
+from forebay.load.dequantize import dequantize, tensor_dtypes
 from forebay.load.loader import Loader
 
 INTEGERS = [name for name in DTYPES if name[0] in "UI"]
@@ -175,7 +175,7 @@ def test_a_loader_gives_what_was_quantized(tmp_path: Path) -> None:
         "from": "F32", "to": "I8", "scale": "features.scale", "per": "row", "error": "at most scale / 2"
     }  # fmt: skip
     for batch in Loader(tmp_path / "ds", batch_size=4):
-        found = dequantize(batch.tensors, kinds_of(dataset))
+        found = dequantize(batch.tensors, tensor_dtypes(dataset))
         assert set(found) == {"features", "labels"}
         bound = batch.tensors["features.scale"].reshape(-1, 1, 1) / 2 * (1 + 1e-5)
         assert (np.abs(found["features"] - values[batch.sample_ids]) <= bound).all()
@@ -186,12 +186,12 @@ def test_bf16_is_bf16_in_the_file(tmp_path: Path) -> None:
     convert(a_table(x=values), tmp_path / "ds", "safetensors", ConvertOptions(tensors={"x": "bf16"}))
     dataset = open_dataset(tmp_path / "ds")
     one = dataset.open_slice(0)
-    assert one.dtypes == {"x": "BF16"} and kinds_of(dataset) == {"x": "BF16"}
+    assert one.dtypes == {"x": "BF16"} and tensor_dtypes(dataset) == {"x": "BF16"}
     torch = pytest.importorskip("torch")
     safetensors = pytest.importorskip("safetensors.torch")
     assert safetensors.load_file(one.path)["x"].equal(torch.from_numpy(values).to(torch.bfloat16))
     batch = next(iter(Loader(tmp_path / "ds", batch_size=2, shuffle=False)))
-    found = dequantize(batch.tensors, kinds_of(dataset))["x"]
+    found = dequantize(batch.tensors, tensor_dtypes(dataset))["x"]
     assert found.dtype == np.float32 and np.allclose(found, values, rtol=2**-8)
     # And once more, as BF16 and as F32 again.
     convert(tmp_path / "ds", tmp_path / "same", "safetensors", ConvertOptions())
@@ -212,7 +212,7 @@ def test_types_of_slices_and_of_adopted_files(tmp_path: Path) -> None:
     bits = narrow_bf16(np.ones((2, 3), np.float32))
     write_rows_slice(tmp_path / "a.safetensors", {"x": bits, "n": np.arange(2)}, {"x": "BF16"})
     assert open_slice(tmp_path / "a.safetensors").dtypes == {"x": "BF16", "n": "I64"}
-    assert kinds_of(adopt(tmp_path)) == {"n": "I64", "x": "BF16"}
+    assert tensor_dtypes(adopt(tmp_path)) == {"n": "I64", "x": "BF16"}
     with pytest.raises(UsageError, match="tensor 'n' of a slice"):
         write_rows_slice(tmp_path / "b.safetensors", {"n": np.arange(2)}, {"n": "BF16"})
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from forebay.errors import DatasetError, UsageError
 from forebay.load.packing import (
-    DocumentFilter,
-    Pieces,
-    Rows,
-    chunk_rows,
+    DocumentSpans,
+    DocumentSubset,
+    SampleSegments,
+    chunk_segments,
     count_fit,
-    fit_rows,
-    kept_pieces,
+    document_spans,
+    fit_segments,
 )
 
 law = settings(deadline=None, max_examples=200)
@@ -28,8 +28,8 @@ gaps = st.lists(st.integers(0, 3), max_size=60)
 
 
 @st.composite
-def pieces(draw: st.DrawFn) -> Pieces:
-    """Pieces with gaps between them, as a filter leaves them."""
+def pieces(draw: st.DrawFn) -> DocumentSpans:
+    """DocumentSpans with gaps between them, as a filter leaves them."""
     at, starts, stops = 0, [], []
     holes = iter(draw(gaps))
     for length in draw(lengths):
@@ -37,16 +37,16 @@ def pieces(draw: st.DrawFn) -> Pieces:
         starts.append(at)
         at += length
         stops.append(at)
-    return Pieces(np.array(starts, np.int64), np.array(stops, np.int64))
+    return DocumentSpans(np.array(starts, np.int64), np.array(stops, np.int64))
 
 
-def segments(rows: Rows) -> Iterator[list[tuple[int, int, int]]]:
-    for first, last in zip(rows.firsts[:-1].tolist(), rows.firsts[1:].tolist()):
-        columns = (rows.starts, rows.lengths, rows.follows)
+def segments(rows: SampleSegments) -> Iterator[list[tuple[int, int, int]]]:
+    for first, last in zip(rows.first_segments[:-1].tolist(), rows.first_segments[1:].tolist()):
+        columns = (rows.starts, rows.lengths, rows.last_labels)
         yield list(zip(*(column[first:last].tolist() for column in columns)))
 
 
-def spans(found: Pieces) -> list[tuple[int, int]]:
+def spans(found: DocumentSpans) -> list[tuple[int, int]]:
     return list(zip(found.starts.tolist(), found.stops.tolist()))
 
 
@@ -75,8 +75,8 @@ def best_fit_longest_first(sizes: list[int], room: int) -> list[int]:
 
 @law
 @given(pieces(), st.integers(1, 20))
-def test_fit_has_every_token_once_and_cuts_nothing_that_fits(found: Pieces, seq_len: int) -> None:
-    rows = list(segments(fit_rows(found, seq_len)))
+def test_fit_has_every_token_once_and_cuts_nothing_that_fits(found: DocumentSpans, seq_len: int) -> None:
+    rows = list(segments(fit_segments(found, seq_len)))
     tokens: list[int] = []
     last_of = {stop - 1: stop for _, stop in spans(found)}
     starts_of = dict(spans(found))
@@ -99,10 +99,10 @@ def test_fit_has_every_token_once_and_cuts_nothing_that_fits(found: Pieces, seq_
 
 @law
 @given(pieces(), st.integers(1, 20))
-def test_fit_is_best_fit_longest_first_and_wastes_no_more_than_its_bound(found: Pieces, seq_len: int) -> None:
+def test_fit_is_best_fit_longest_first_and_wastes_no_more_than_its_bound(found: DocumentSpans, seq_len: int) -> None:
     sizes = [stop - start for start, stop in spans(found)]
     whole, rests = sum(size // seq_len for size in sizes), [size % seq_len for size in sizes if size % seq_len]
-    rows = fit_rows(found, seq_len)
+    rows = fit_segments(found, seq_len)
     rooms = sorted(sum(length for start, length, _ in row if start < 0) for row in segments(rows))
     assert rooms == sorted([0] * whole + best_fit_longest_first(rests, seq_len))
     assert len(rows) == count_fit(found, seq_len)
@@ -114,17 +114,17 @@ def test_fit_wastes_no_more_than_first_fit_on_documents_as_they_come() -> None:
     rng = np.random.default_rng(0)
     for seq_len in (256, 1024):
         ends = np.cumsum(np.maximum(1, rng.lognormal(5, 1.2, 2000).astype(np.int64)))
-        found = Pieces(np.append(0, ends[:-1]), ends)
+        found = DocumentSpans(np.append(0, ends[:-1]), ends)
         sizes = np.diff(ends, prepend=0)
         rests = sizes[sizes % seq_len > 0] % seq_len
-        fitted = len(fit_rows(found, seq_len)) - int((sizes // seq_len).sum())
+        fitted = len(fit_segments(found, seq_len)) - int((sizes // seq_len).sum())
         assert fitted <= first_fit(rests.tolist(), seq_len)
         assert fitted <= -(-int(rests.sum()) // seq_len) * 1.01 + 1
 
 
 def test_fit_does_not_depend_on_anything_else() -> None:
-    found = Pieces(np.array([0, 5, 7]), np.array([5, 7, 30]))
-    first, second = fit_rows(found, 8), fit_rows(found, 8)
+    found = DocumentSpans(np.array([0, 5, 7]), np.array([5, 7, 30]))
+    first, second = fit_segments(found, 8), fit_segments(found, 8)
     assert list(segments(first)) == list(segments(second))
     assert list(segments(first)) == [
         [(0, 5, -1), (5, 2, -1), (-1, 1, -1)],
@@ -136,10 +136,10 @@ def test_fit_does_not_depend_on_anything_else() -> None:
 
 @law
 @given(pieces(), st.integers(1, 20), st.booleans())
-def test_chunk_is_the_stream_of_what_is_kept(found: Pieces, seq_len: int, masks: bool) -> None:
+def test_chunk_is_the_stream_of_what_is_kept(found: DocumentSpans, seq_len: int, masks: bool) -> None:
     stream = [token for start, stop in spans(found) for token in range(start, stop)]
     ends = {stop for _, stop in spans(found)}
-    rows = chunk_rows(found, seq_len, masks=masks)
+    rows = chunk_segments(found, seq_len, masks=masks)
     assert len(rows) == found.num_tokens // seq_len == len(stream) // seq_len
     for i, row in enumerate(segments(rows)):
         tokens, labels, documents = [], [], 0
@@ -163,7 +163,7 @@ def test_a_filter_removes_what_it_says(
     exclude = data.draw(st.lists(st.integers(0, first + len(sizes) + 3), max_size=10))
     least, most = data.draw(st.integers(0, 20)), data.draw(st.none() | st.integers(20, 60))
     ends = np.cumsum(sizes).astype(np.uint64)
-    found = kept_pieces(ends, int(ends[-1]) + tail, DocumentFilter(exclude, least, most), first, before, after)
+    found = document_spans(ends, int(ends[-1]) + tail, DocumentSubset(exclude, least, most), first, before, after)
     expected, at = [], 0
     for i, size in enumerate([*sizes, tail]):
         length = size + before * (i == 0) + after * (i == len(sizes))
@@ -175,24 +175,24 @@ def test_a_filter_removes_what_it_says(
 
 def test_empty_documents_and_empty_slices() -> None:
     for ends, tokens in (([], 0), ([0, 0], 0), ([], 5), ([2, 2, 5], 5)):
-        found = kept_pieces(np.array(ends, np.uint64), tokens)
+        found = document_spans(np.array(ends, np.uint64), tokens)
         assert found.num_tokens == tokens and (found.stops > found.starts).all()
-        assert len(fit_rows(found, 4)) == count_fit(found, 4) == -(-tokens // 4)
+        assert len(fit_segments(found, 4)) == count_fit(found, 4) == -(-tokens // 4)
         for masks in (True, False):
-            assert len(chunk_rows(found, 4, masks=masks)) == tokens // 4
+            assert len(chunk_segments(found, 4, masks=masks)) == tokens // 4
 
 
 @pytest.mark.parametrize("ends", [[3, 2], [9], [1 << 63]])
 def test_damaged_ends_are_named(ends: list[int]) -> None:
     with pytest.raises(DatasetError, match="document_ends"):
-        kept_pieces(np.array(ends, np.uint64), 8)
+        document_spans(np.array(ends, np.uint64), 8)
 
 
 def test_a_filter_is_what_it_leaves_out() -> None:
-    same = [DocumentFilter(e) for e in ((3, 1, 3), [1, 3], np.array([3, 1], np.uint32))]
+    same = [DocumentSubset(e) for e in ((3, 1, 3), [1, 3], np.array([3, 1], np.uint32))]
     assert len({one.digest() for one in same}) == len(set(same)) == 1
     assert (
-        len({DocumentFilter().digest(), same[0].digest(), *(DocumentFilter((), a, b).digest() for a, b in BOUNDS)}) == 5
+        len({DocumentSubset().digest(), same[0].digest(), *(DocumentSubset((), a, b).digest() for a, b in BOUNDS)}) == 5
     )
     with pytest.raises(ValueError, match="read-only"):
         same[0].numbers[0] = 7
@@ -217,4 +217,4 @@ BOUNDS: list[tuple[int, int | None]] = [(1, None), (0, 1), (1, 1)]
 )
 def test_wrong_filters(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        DocumentFilter(**wrong)
+        DocumentSubset(**wrong)

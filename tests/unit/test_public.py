@@ -13,7 +13,7 @@ import forebay
 
 def test_the_names() -> None:
     assert set(forebay.__all__) == {
-        "DocumentFilter", "Loader", "ForebayError", "Mixture", "SharedShardedDatasetManager", "TextStream",
+        "DocumentSubset", "Loader", "ForebayError", "Mixture", "SharedShardedDatasetManager", "TextStream",
         "__version__", "open_dataset",
     }  # fmt: skip
     assert set(forebay.__all__) <= set(dir(forebay))

@@ -1,4 +1,4 @@
-"""Views and makers against an oracle that reads all tokens of a dataset into lists."""
+"""Sample indexes and collators against an oracle that reads all tokens of a dataset into lists."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from safetensors.numpy import save_file
 from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, UsageError
-from forebay.load.collate import ChunkMaker, DocumentMaker, RowMaker, make_maker
-from forebay.load.packing import DocumentFilter
-from forebay.load.samples import View, plan_samples
+from forebay.load.batch_planner import make_collator
+from forebay.load.collate import ChunkCollator
+from forebay.load.documents import DocumentCollator
+from forebay.load.packing import DocumentSubset
+from forebay.load.rows import RowCollator
+from forebay.load.samples import SampleIndex, plan_samples
 
 law = settings(deadline=None, max_examples=60)
 SEQ_LEN = 6
@@ -60,7 +63,7 @@ def flat(lists: list[list[int]]) -> list[int]:
     return list(chain.from_iterable(lists))
 
 
-def kept_tokens(documents: DocumentFilter | None) -> list[list[int]]:
+def kept_tokens(documents: DocumentSubset | None) -> list[list[int]]:
     """The tokens of each slice that a filter leaves, by the definition."""
     owners = documents_of()
     sizes: dict[int, int] = {}
@@ -82,39 +85,41 @@ def kept_tokens(documents: DocumentFilter | None) -> list[list[int]]:
     return found
 
 
-def everything(dataset: Dataset, view: View, **settings: Any) -> tuple[Any, ...]:
-    """All samples of a view as one batch, by slice."""
-    maker = make_maker([view], **settings)
+def everything(dataset: Dataset, sample_index: SampleIndex, **settings: Any) -> tuple[Any, ...]:
+    """All samples of an index as one batch, by slice."""
+    collator = make_collator([sample_index], **settings)
     for index in range(dataset.num_slices):
-        maker.open(index, index, dataset.open_slice(index))
-    keys = np.repeat(np.arange(len(view.counts)), view.counts)
-    samples = np.concatenate([np.arange(count) for count in view.counts])
-    plan = maker.plan(keys, samples)
+        collator.open(index, index, dataset.open_slice(index))
+    keys = np.repeat(np.arange(len(sample_index.counts)), sample_index.counts)
+    samples = np.concatenate([np.arange(count) for count in sample_index.counts])
+    plan = collator.plan(keys, samples)
     for index in range(dataset.num_slices):
-        maker.close(index)
-    return maker.make(plan, 0, len(keys))
+        collator.close(index)
+    return collator.make(plan, 0, len(keys))
 
 
 filters = st.builds(
-    DocumentFilter, st.lists(st.integers(0, 13), max_size=5), st.integers(0, 15), st.none() | st.integers(15, 40)
+    DocumentSubset, st.lists(st.integers(0, 13), max_size=5), st.integers(0, 15), st.none() | st.integers(15, 40)
 )
 
 
 @law
 @given(st.none() | filters, st.booleans())
 def test_chunk_is_the_kept_stream_of_each_slice(
-    dataset: Dataset, documents: DocumentFilter | None, masks: bool
+    dataset: Dataset, documents: DocumentSubset | None, masks: bool
 ) -> None:
     kept = kept_tokens(documents)
     try:
-        view = plan_samples(dataset, SEQ_LEN, documents=documents)
+        sample_index = plan_samples(dataset, SEQ_LEN, documents=documents)
     except UsageError:
         assert all(len(tokens) < SEQ_LEN for tokens in kept)
         return
-    assert view.counts.tolist() == [len(tokens) // SEQ_LEN for tokens in kept]
-    assert view.excluded_tokens == dataset.num_tokens - sum(map(len, kept))
-    assert view.tail_tokens == sum(len(tokens) % SEQ_LEN for tokens in kept) and view.padding_tokens == 0
-    inputs, labels, _, numbers, positions, edges = everything(dataset, view, document_masks=masks)
+    assert sample_index.counts.tolist() == [len(tokens) // SEQ_LEN for tokens in kept]
+    assert sample_index.excluded_tokens == dataset.num_tokens - sum(map(len, kept))
+    assert (
+        sample_index.tail_tokens == sum(len(tokens) % SEQ_LEN for tokens in kept) and sample_index.padding_tokens == 0
+    )
+    inputs, labels, _, numbers, positions, edges = everything(dataset, sample_index, document_masks=masks)
     owners = flat(documents_of())
     row = 0
     for tokens in kept:
@@ -164,24 +169,24 @@ def check_masks(inputs: Any, labels: Any, numbers: Any, positions: Any, edges: A
 @law
 @given(st.none() | filters, st.sampled_from([None, 0, 7]), st.sampled_from([np.int64, np.int32]))
 def test_fit_has_every_kept_token_once(
-    dataset: Dataset, documents: DocumentFilter | None, pad_id: int | None, dtype: type
+    dataset: Dataset, documents: DocumentSubset | None, pad_id: int | None, dtype: type
 ) -> None:
     kept = kept_tokens(documents)
     try:
-        view = plan_samples(dataset, SEQ_LEN, packing="fit", documents=documents)
+        sample_index = plan_samples(dataset, SEQ_LEN, packing="fit", documents=documents)
     except UsageError:
         assert not any(kept)
         return
-    inputs, labels, _, numbers, positions, edges = everything(dataset, view, pad_id=pad_id, dtype=dtype)
+    inputs, labels, _, numbers, positions, edges = everything(dataset, sample_index, pad_id=pad_id, dtype=dtype)
     assert sorted(inputs[numbers >= 0].tolist()) == flat(kept)
-    assert view.padding_tokens == int((numbers < 0).sum()) and view.tail_tokens == 0
-    assert view.excluded_tokens == dataset.num_tokens - sum(map(len, kept))
+    assert sample_index.padding_tokens == int((numbers < 0).sum()) and sample_index.tail_tokens == 0
+    assert sample_index.excluded_tokens == dataset.num_tokens - sum(map(len, kept))
     check_masks(inputs, labels, numbers, positions, edges, pad_id or 0)
 
 
 def test_fit_has_a_label_for_every_token_but_the_last_of_a_document(dataset: Dataset) -> None:
-    view = plan_samples(dataset, SEQ_LEN, packing="fit")
-    _, labels, _, numbers, _, _ = everything(dataset, view)
+    sample_index = plan_samples(dataset, SEQ_LEN, packing="fit")
+    _, labels, _, numbers, _, _ = everything(dataset, sample_index)
     owners = documents_of()
     # One token without a label for each document in each slice, also where it is cut into several rows.
     assert (labels[numbers >= 0] == -100).sum() == sum(len(set(mine)) for mine in owners)
@@ -191,17 +196,17 @@ def test_fit_has_a_label_for_every_token_but_the_last_of_a_document(dataset: Dat
 @law
 @given(st.floats(0, 1), st.sampled_from(["chunk", "fit"]), st.none() | filters)
 def test_splits_are_exact_disjoint_and_together_all(
-    dataset: Dataset, validation: float, packing: str, documents: DocumentFilter | None
+    dataset: Dataset, validation: float, packing: str, documents: DocumentSubset | None
 ) -> None:
     def ids(split: str | None) -> list[int]:
         try:
             settings: dict[str, Any] = {} if split is None else {"split": split, "validation": validation}
-            view = plan_samples(dataset, SEQ_LEN, packing=packing, documents=documents, **settings)
+            sample_index = plan_samples(dataset, SEQ_LEN, packing=packing, documents=documents, **settings)
         except UsageError:
             return []
-        slices = np.repeat(np.arange(len(view.counts)), view.counts)
-        samples = np.concatenate([np.arange(count) for count in view.counts])
-        return ((view.bases + view.offsets)[slices] + samples).tolist()
+        slices = np.repeat(np.arange(len(sample_index.counts)), sample_index.counts)
+        samples = np.concatenate([np.arange(count) for count in sample_index.counts])
+        return ((sample_index.bases + sample_index.offsets)[slices] + samples).tolist()
 
     whole, train, held_out = ids(None), ids("train"), ids("validation")
     assert whole == list(range(len(whole)))
@@ -213,8 +218,8 @@ def test_a_split_reads_few_slices_and_a_longer_one_contains_a_shorter(tmp_path: 
     many = write(tmp_path / "many", slices=[([60], 0)] * 50)
     taken: set[int] = set()
     for part in (0.01, 0.1, 0.3):
-        view = plan_samples(many, SEQ_LEN, split="validation", validation=part)
-        used = set(np.flatnonzero(view.counts).tolist())
+        sample_index = plan_samples(many, SEQ_LEN, split="validation", validation=part)
+        used = set(np.flatnonzero(sample_index.counts).tolist())
         assert taken <= used and len(used) == -(-round(part * 500) // 10)
         taken = used
     assert taken != set(range(len(taken)))
@@ -223,10 +228,12 @@ def test_a_split_reads_few_slices_and_a_longer_one_contains_a_shorter(tmp_path: 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_split_gives_the_samples_that_its_numbers_say(dataset: Dataset, split: str) -> None:
     whole = everything(dataset, plan_samples(dataset, SEQ_LEN))[0]
-    view = plan_samples(dataset, SEQ_LEN, split=split, validation=0.4)
-    slices = np.repeat(np.arange(len(view.counts)), view.counts)
-    ids = (view.bases + view.offsets)[slices] + np.concatenate([np.arange(count) for count in view.counts])
-    assert (everything(dataset, view)[0] == whole[ids]).all()
+    sample_index = plan_samples(dataset, SEQ_LEN, split=split, validation=0.4)
+    slices = np.repeat(np.arange(len(sample_index.counts)), sample_index.counts)
+    ids = (sample_index.bases + sample_index.offsets)[slices] + np.concatenate(
+        [np.arange(count) for count in sample_index.counts]
+    )
+    assert (everything(dataset, sample_index)[0] == whole[ids]).all()
 
 
 def test_only_the_ends_that_matter_are_read(dataset: Dataset) -> None:
@@ -241,42 +248,42 @@ def test_only_the_ends_that_matter_are_read(dataset: Dataset) -> None:
         plan_samples(dataset, SEQ_LEN, read_ends=read_ends, **settings)
         return sorted(set(read))
 
-    assert asked() == asked(split="train", validation=0.1) == asked(documents=DocumentFilter()) == []
-    assert asked(documents=DocumentFilter([1])) == [0]
-    assert asked(documents=DocumentFilter([6])) == [1, 2, 3]  # It begins in 1, fills 2 and ends in 3.
-    assert asked(documents=DocumentFilter([8, 99])) == [3]
-    assert asked(packing="fit") == asked(documents=DocumentFilter(min_tokens=2)) == [0, 1, 2, 3, 4]
+    assert asked() == asked(split="train", validation=0.1) == asked(documents=DocumentSubset()) == []
+    assert asked(documents=DocumentSubset([1])) == [0]
+    assert asked(documents=DocumentSubset([6])) == [1, 2, 3]  # It begins in 1, fills 2 and ends in 3.
+    assert asked(documents=DocumentSubset([8, 99])) == [3]
+    assert asked(packing="fit") == asked(documents=DocumentSubset(min_tokens=2)) == [0, 1, 2, 3, 4]
 
 
 def test_lengths_are_those_of_whole_documents(dataset: Dataset) -> None:
     # Document 6 has 7 + 11 + 4 tokens; the last one, which never ends, 2.
-    assert 6 not in set(np.array(flat(documents_of()))[flat(kept_tokens(DocumentFilter((), 0, 21)))])
+    assert 6 not in set(np.array(flat(documents_of()))[flat(kept_tokens(DocumentSubset((), 0, 21)))])
     whole = plan_samples(dataset, 1)
-    assert whole.num_samples - plan_samples(dataset, 1, documents=DocumentFilter((), 0, 21)).num_samples == 22 + 30
-    assert whole.num_samples == plan_samples(dataset, 1, documents=DocumentFilter((), 0, 30)).num_samples
-    assert plan_samples(dataset, 1, documents=DocumentFilter((), 22, 29)).num_samples == 22
+    assert whole.num_samples - plan_samples(dataset, 1, documents=DocumentSubset((), 0, 21)).num_samples == 22 + 30
+    assert whole.num_samples == plan_samples(dataset, 1, documents=DocumentSubset((), 0, 30)).num_samples
+    assert plan_samples(dataset, 1, documents=DocumentSubset((), 22, 29)).num_samples == 22
 
 
 @pytest.mark.parametrize(("packing", "masks"), [("chunk", False), ("chunk", True), ("fit", True)])
-@pytest.mark.parametrize("kinds", [(np.uint16, np.uint16), (np.uint16, np.uint32), (np.uint32, np.uint16)])
-def test_a_mixture_takes_rows_of_several_datasets(tmp_path: Path, packing: str, masks: bool, kinds: Any) -> None:
-    both = [write(tmp_path / f"{i}", kind, first=1000 * i) for i, kind in enumerate(kinds)]
-    views = [plan_samples(one, SEQ_LEN, packing=packing) for one in both]
-    alone = [everything(one, view, document_masks=masks) for one, view in zip(both, views)]
-    maker = make_maker(views, document_masks=masks)
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_a_mixture_takes_rows_of_several_datasets(tmp_path: Path, packing: str, masks: bool, dtype: Any) -> None:
+    both = [write(tmp_path / f"{i}", dtype, first=1000 * i) for i in range(2)]
+    indexes = [plan_samples(one, SEQ_LEN, packing=packing) for one in both]
+    alone = [everything(one, sample_index, document_masks=masks) for one, sample_index in zip(both, indexes)]
+    collator = make_collator(indexes, document_masks=masks)
     for key in range(10):
-        maker.open(key, key % 5, both[key // 5].open_slice(key % 5))
-    counts = np.concatenate([view.counts for view in views])
+        collator.open(key, key % 5, both[key // 5].open_slice(key % 5))
+    counts = np.concatenate([sample_index.counts for sample_index in indexes])
     keys = np.repeat(np.arange(10), counts)
     samples = np.concatenate([np.arange(count) for count in counts])
     mixed = np.random.default_rng(0).permutation(len(keys))
-    plan = maker.plan(keys[mixed], samples[mixed])
-    for part, made in enumerate(maker.make(plan, 0, len(keys))):
+    plan = collator.plan(keys[mixed], samples[mixed])
+    for part, made in enumerate(collator.make(plan, 0, len(keys))):
         if part not in (2, 5) and made is not None:
             assert (made == np.concatenate([one[part] for one in alone])[mixed]).all()
     if masks:
         for start, stop in ((0, 0), (3, 4), (5, 12)):
-            some = maker.make(plan, start, stop)
+            some = collator.make(plan, start, stop)
             assert some[0].shape == (stop - start, SEQ_LEN)
             assert some[5].tolist()[-1] == some[0].size
 
@@ -298,45 +305,54 @@ def test_alignment_does_not_matter(tmp_path: Path, odd: int) -> None:
             assert one is two is None or (isinstance(one, dict)) or (one == two).all()
 
 
+def test_slices_of_different_types_are_refused(tmp_path: Path) -> None:
+    datasets = [write(tmp_path / dtype, dtype) for dtype in ("uint16", "uint32")]
+    collator = make_collator([plan_samples(dataset, SEQ_LEN) for dataset in datasets])
+    for i, dataset in enumerate(datasets):
+        collator.open(5 * i, 0, dataset.open_slice(0))
+    with pytest.raises(DatasetError, match=r"expected one type in all slices, got .*uint16.*uint32"):
+        collator.plan(np.array([0, 5]), np.zeros(2, np.int64))
+
+
 def test_a_plan_outlives_its_slices(tmp_path: Path) -> None:
     write(tmp_path / "gone")
     for masks in (False, True):
         dataset = Dataset(*(lambda d: (d.path, d.manifest, d.table, d.id))(adopt(tmp_path / "gone")))
-        view = plan_samples(dataset, SEQ_LEN)
-        maker = make_maker([view], document_masks=masks)
-        maker.open(0, 0, dataset.open_slice(0))
-        plan = maker.plan(np.zeros(2, np.int64), np.arange(2))
-        maker.close(0)
+        sample_index = plan_samples(dataset, SEQ_LEN)
+        collator = make_collator([sample_index], document_masks=masks)
+        collator.open(0, 0, dataset.open_slice(0))
+        plan = collator.plan(np.zeros(2, np.int64), np.arange(2))
+        collator.close(0)
         del dataset
         gc.collect()
-        assert maker.make(plan, 0, 2)[0].tolist() == [[*range(6)], [*range(6, 12)]]
+        assert collator.make(plan, 0, 2)[0].tolist() == [[*range(6)], [*range(6, 12)]]
         with pytest.raises(DatasetError, match="open slice"):
-            maker.plan(np.zeros(1, np.int64), np.zeros(1, np.int64))
+            collator.plan(np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
 def test_a_rank_without_samples_gets_empty_batches(dataset: Dataset) -> None:
     none = np.empty(0, np.int64)
     for masks in (False, True):
-        maker = make_maker([plan_samples(dataset, SEQ_LEN)], document_masks=masks)
-        inputs, labels, *_ = maker.make(maker.plan(none, none), 0, 0)
+        collator = make_collator([plan_samples(dataset, SEQ_LEN)], document_masks=masks)
+        inputs, labels, *_ = collator.make(collator.plan(none, none), 0, 0)
         assert inputs is not None and labels is not None and inputs.shape == labels.shape == (0, SEQ_LEN)
 
 
 def test_makers_are_chosen_by_what_is_asked(dataset: Dataset, tmp_path: Path) -> None:
     chunk, fit = plan_samples(dataset, SEQ_LEN), plan_samples(dataset, SEQ_LEN, packing="fit")
-    some = plan_samples(dataset, SEQ_LEN, documents=DocumentFilter([1]))
-    assert isinstance(make_maker([chunk, chunk]), ChunkMaker)
-    for views, masks in (([chunk], True), ([fit], False), ([chunk, some], False)):
-        assert isinstance(make_maker(views, document_masks=masks), DocumentMaker)
+    some = plan_samples(dataset, SEQ_LEN, documents=DocumentSubset([1]))
+    assert isinstance(make_collator([chunk, chunk]), ChunkCollator)
+    for indexes, masks in (([chunk], True), ([fit], False), ([chunk, some], False)):
+        assert isinstance(make_collator(indexes, document_masks=masks), DocumentCollator)
     save_file({"images": np.zeros((4, 2))}, tmp_path / "0.safetensors")
     rows = plan_samples(adopt(tmp_path, "rows"), None, split="train", validation=0.25)
     assert rows.counts.tolist() == [3] and rows.offsets.tolist() == [1]
-    assert isinstance(make_maker([rows]), RowMaker)
+    assert isinstance(make_collator([rows]), RowCollator)
     wrong: list[Callable[[], Any]] = [
-        lambda: make_maker([chunk, rows]),
-        lambda: make_maker([chunk, fit]),
-        lambda: make_maker([rows], document_masks=True),
-        lambda: make_maker([chunk], trim=True),
+        lambda: make_collator([chunk, rows]),
+        lambda: make_collator([chunk, fit]),
+        lambda: make_collator([rows], document_masks=True),
+        lambda: make_collator([chunk], trim_padding=True),
     ]
     for one in wrong:
         with pytest.raises(UsageError):
@@ -344,19 +360,19 @@ def test_makers_are_chosen_by_what_is_asked(dataset: Dataset, tmp_path: Path) ->
 
 
 def test_a_slice_or_sample_that_is_not_of_the_view_is_refused(dataset: Dataset) -> None:
-    view = plan_samples(dataset, SEQ_LEN, split="train", validation=0.4)
+    sample_index = plan_samples(dataset, SEQ_LEN, split="train", validation=0.4)
     for masks in (False, True):
-        maker = make_maker([view], document_masks=masks)
+        collator = make_collator([sample_index], document_masks=masks)
         for key, index in ((1, 0), (5, 0), (-1, -1)):
             with pytest.raises(UsageError, match="slice key"):
-                maker.open(key, index, dataset.open_slice(0))
+                collator.open(key, index, dataset.open_slice(0))
         with pytest.raises(DatasetError, match="verify"):
-            maker.open(3, 3, dataset.open_slice(0))
-        maker.open(3, 3, dataset.open_slice(3))
+            collator.open(3, 3, dataset.open_slice(0))
+        collator.open(3, 3, dataset.open_slice(3))
         with pytest.raises(DatasetError, match="expected one of"):
-            maker.plan(np.array([3]), view.counts[3:4])
+            collator.plan(np.array([3]), sample_index.counts[3:4])
     with pytest.raises(UsageError, match="pad_id"):
-        make_maker([view], document_masks=True, pad_id=1 << 16).open(3, 3, dataset.open_slice(3))
+        make_collator([sample_index], document_masks=True, pad_id=1 << 16).open(3, 3, dataset.open_slice(3))
 
 
 @pytest.mark.parametrize(
@@ -372,7 +388,7 @@ def test_a_slice_or_sample_that_is_not_of_the_view_is_refused(dataset: Dataset) 
         {"split": "validation"},
         {"validation": 0.1},
         {"documents": [1, 2]},
-        {"documents": DocumentFilter(min_tokens=1000)},
+        {"documents": DocumentSubset(min_tokens=1000)},
         {"seq_len": None},
         {"seq_len": 0},
         {"seq_len": 1000},
@@ -387,7 +403,7 @@ def test_wrong_settings(dataset: Dataset, wrong: dict[str, Any]) -> None:
 def test_rows_take_no_packing(tmp_path: Path) -> None:
     save_file({"x": np.zeros((4, 2))}, tmp_path / "0.safetensors")
     rows = adopt(tmp_path, "rows")
-    for wrong in ({"packing": "fit"}, {"documents": DocumentFilter([1])}):
+    for wrong in ({"packing": "fit"}, {"documents": DocumentSubset([1])}):
         with pytest.raises(UsageError, match="layout 'tokens'"):
             plan_samples(rows, None, **wrong)  # type: ignore[arg-type]
 
@@ -398,6 +414,6 @@ def test_damaged_ends_are_named(dataset: Dataset) -> None:
 
 
 def test_what_decides_a_view_is_plain(dataset: Dataset) -> None:
-    one = plan_samples(dataset, SEQ_LEN, documents=DocumentFilter([1]), split="train", validation=0.25).describe()
-    assert one == {"packing": "chunk", "documents": DocumentFilter([1]).digest(), "split": ["train", 0.25]}
+    one = plan_samples(dataset, SEQ_LEN, documents=DocumentSubset([1]), split="train", validation=0.25).describe()
+    assert one == {"packing": "chunk", "documents": DocumentSubset([1]).digest(), "split": ["train", 0.25]}
     assert plan_samples(dataset, SEQ_LEN).describe() == {"packing": "chunk", "documents": None, "split": None}

@@ -153,7 +153,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         with pytest.raises(DatasetError, match=match):
             check_of(tokens, ids, **settings).finish(tokens)
 
-    refused("expected tokens of uint32, got uint16", kind=np.dtype("<u4"))
+    refused("expected tokens of uint32, got uint16", dtype=np.dtype("<u4"))
     with pytest.raises(DatasetError, match="another sequence_length"):
         SampleCheck(0, ids, size, 2 * L).finish(tokens)
     os.truncate(tokens, size - 2)  # an odd tail

@@ -14,7 +14,7 @@ from forebay.cli.arguments import positive, rate, seconds, size
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
-    from forebay.load.resources import Job
+    from forebay.load.resources import RunSpec
 
 
 def _plan_shards(args: argparse.Namespace) -> int:
@@ -77,13 +77,13 @@ def _plan(args: argparse.Namespace) -> int:
 _GPT2_VOCABULARY = 50257
 
 
-def _job(args: argparse.Namespace) -> Job:
-    from forebay.load.resources import Job
+def _job(args: argparse.Namespace) -> RunSpec:
+    from forebay.load.resources import RunSpec
 
     if (args.dataset is None) == (args.bytes is None):
         raise UsageError("plan: expected a dataset, or --bytes and --slice-bytes of a future one. Give one of them.")
     slice_bytes, slice_samples, name, seq_len = _read_dataset(args) if args.dataset else _from_sizes(args)
-    return Job(
+    return RunSpec(
         slice_bytes,
         slice_samples,
         args.global_batch_size,

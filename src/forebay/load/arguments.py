@@ -1,4 +1,4 @@
-"""What a loader's arguments must be, checked before anything is opened: rank, world, batch sizes, types."""
+"""Checks of the Loader's arguments that need no dataset: rank and world size, batch sizes, types."""
 
 import os
 from collections.abc import Sequence
@@ -9,19 +9,18 @@ import numpy as np
 from forebay.errors import UsageError
 from forebay.order.step_index import BatchSizes, check_integer
 
-MOST_WORLD = 4096
+MAX_WORLD_SIZE = 4096
 
-# What starts ranks says so in its own words: torchrun and its like, Slurm, Open MPI, Horovod.
+# (rank, world size) as launchers set them: torchrun and similar, Slurm, Open MPI, Horovod.
 _ENVIRONMENTS = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
 )
-# Ranks of this machine, in the words of torchrun, Slurm (`4`, `4(x2)`; the first is taken) and Open MPI.
+# Ranks of this machine: torchrun, Slurm (`4`, `4(x2)`; the first number counts), Open MPI.
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-# Of a pod in an indexed job of Kubernetes; the manifest must say WORLD_SIZE.
-_POD_INDEX = "JOB_COMPLETION_INDEX"
+_POD_INDEX = "JOB_COMPLETION_INDEX"  # The rank in an indexed job of Kubernetes, whose manifest sets WORLD_SIZE.
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
@@ -31,56 +30,52 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
 
 
 def rank_of_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """(rank, world size): the arguments, or what the environment says, or (0, 1)."""
+    """(rank, world size): the arguments, else the environment's, else (0, 1). Raises UsageError if they are wrong."""
     names = next((pair for pair in _ENVIRONMENTS if pair[1] in os.environ), _ENVIRONMENTS[0])
     if names[0] not in os.environ and _POD_INDEX in os.environ:
         names = (_POD_INDEX, names[1])
-    found = []
-    for what, name, value, fallback in zip(("rank", "world_size"), names, (rank, world_size), ("0", "1")):
-        if value is None and what == "rank" and world_size is None and name not in os.environ:
-            _check_alone(names)
-        text = os.environ.get(name, fallback) if value is None else value
+    size = os.environ.get(names[1], "1").strip()
+    if rank is None and world_size is None and names[0] not in os.environ and size != "1":
+        raise UsageError(
+            f"rank: expected {names[0]} beside {names[1]}={size} in the environment, got none. Every rank would read "
+            "the same data. Give rank= and world_size=, or make the loader after init_process_group."
+        )
+    values = []
+    for argument, name, value, default in zip(("rank", "world_size"), names, (rank, world_size), ("0", "1")):
+        text = os.environ.get(name, default) if value is None else value
         try:
             if isinstance(text, (bool, float)):
                 raise ValueError
-            found.append(int(text))
+            values.append(int(text))
         except (TypeError, ValueError):
             raise UsageError(
-                f"{what}: expected an integer, got {text!r} (the argument, or {name} in the environment)."
+                f"{argument}: expected an integer, got {text!r} (the argument, or {name} in the environment)."
             ) from None
-    if not 1 <= found[1] <= MOST_WORLD or not 0 <= found[0] < found[1]:
+    rank, world_size = values
+    if not 0 <= rank < world_size <= MAX_WORLD_SIZE:
         raise UsageError(
-            f"rank, world_size: expected 0 <= rank < world_size <= {MOST_WORLD}, got rank {found[0]} of {found[1]} "
+            f"rank, world_size: expected 0 <= rank < world_size <= {MAX_WORLD_SIZE}, got rank {rank} of {world_size} "
             f"(arguments, or {names[0]} and {names[1]} in the environment)."
         )
-    return found[0], found[1]
+    return rank, world_size
 
 
 def ranks_per_node(world_size: int) -> int:
-    """Ranks that share a machine and its cache, as the environment says; 1 if it does not."""
+    """Ranks that share a machine and its cache, by the environment; else 1."""
     text = next((os.environ[name] for name in _LOCAL_SIZES if name in os.environ), "1")
     digits = text[: len(text) - len(text.lstrip("0123456789"))]
     size = int(digits or 1)
     return size if 0 < size <= world_size and world_size % size == 0 else 1
 
 
-def _check_alone(names: tuple[str, str]) -> None:
-    """Raises UsageError if the environment tells of a world of many ranks, but not which of them this is."""
-    if os.environ.get(names[1], "1").strip() != "1":
-        raise UsageError(
-            f"rank: expected {names[0]} beside {names[1]}={os.environ[names[1]]} in the environment, got none. Every "
-            "rank would read the same data. Give rank= and world_size=, or make the loader after init_process_group."
-        )
-
-
 def batch_sizes(
     batch_size: int | None, global_batch_size: int | Sequence[tuple[int, int]] | None, world_size: int
 ) -> BatchSizes:
-    """The global batch of each run step, from a rank's or a global batch: exactly one of them is given."""
+    """The global batch of each run step, from a rank's or a global batch. Raises UsageError unless one is given."""
     if (batch_size is None) == (global_batch_size is None):
         raise UsageError(
-            f"batch: expected batch_size (a rank's) or global_batch_size, one of them, got {batch_size!r} and "
-            f"{global_batch_size!r}."
+            "batch size: expected one of batch_size (a rank's) and global_batch_size, got "
+            f"{batch_size!r} and {global_batch_size!r}."
         )
     check_integer("batch_size", batch_size, 1)
     if batch_size is not None:
@@ -88,9 +83,8 @@ def batch_sizes(
     assert global_batch_size is not None
     if not isinstance(global_batch_size, (list, tuple)):
         check_integer("global_batch_size", global_batch_size, 1)
-        return BatchSizes.of(global_batch_size)
     try:
-        return BatchSizes(tuple((step, size) for step, size in global_batch_size))
+        return BatchSizes.of(global_batch_size)
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"global_batch_size: expected an integer or a list of (run step, size), got {global_batch_size!r}."
@@ -98,15 +92,15 @@ def batch_sizes(
 
 
 def token_dtype(dtype: Any, stored: str, vocab_size: int) -> np.dtype[Any]:
-    """int64 or int32, for the tokens of a batch."""
+    """int64 or int32, for the token ids of a batch. Raises UsageError for others, or if U32 ids may not fit int32."""
     try:
-        wanted: np.dtype[Any] = np.dtype(dtype)
+        checked: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
         raise UsageError(f"dtype: expected int64 or int32, got {dtype!r}.") from error
-    if wanted not in (np.dtype(np.int64), np.dtype(np.int32)):
-        raise UsageError(f"dtype: expected int64 or int32, got {wanted}. Labels of -100 need a sign.")
-    if wanted == np.dtype(np.int32) and stored == "U32" and not 0 < vocab_size <= 1 << 31:
+    if checked not in (np.dtype(np.int64), np.dtype(np.int32)):
+        raise UsageError(f"dtype: expected int64 or int32, got {checked}. Labels of -100 need a signed type.")
+    if checked == np.dtype(np.int32) and stored == "U32" and not 0 < vocab_size <= 1 << 31:
         raise UsageError(
             f"dtype: expected int64 for U32 tokens of a vocabulary of {vocab_size or 'unknown size'}, got int32."
         )
-    return wanted
+    return checked

@@ -1,4 +1,4 @@
-"""A generator run ahead by a thread of its own."""
+"""Runs a generator in a background thread."""
 
 import queue
 import threading
@@ -9,25 +9,25 @@ _STOP_POLL_S = 0.05
 _T = TypeVar("_T")
 
 
-def run_ahead(
+def prefetch_in_thread(
     source: Generator[_T, None, None], depth: int, interrupt: Callable[[], object] = lambda: None
 ) -> Generator[_T, None, None]:
-    """What `source` yields, made by a thread at most `depth` items ahead; what it raises is raised here.
+    """Yield the items of `source`, which a thread runs at most `depth` items ahead; its exceptions are raised here.
 
-    Closing ends the thread and closes `source`; what was made and not taken is dropped. `interrupt` is called when
-    closing, so that a `source` that waits for something wakes up (by an error, say).
+    Closing stops the thread, closes `source` and drops items that were not taken; it calls `interrupt`, which wakes up
+    a waiting `source`.
     """
-    made: queue.Queue[tuple[_T] | BaseException | None] = queue.Queue(depth)
+    items: queue.Queue[tuple[_T] | BaseException | None] = queue.Queue(depth)
     stop = threading.Event()
 
     def put(item: tuple[_T] | BaseException | None) -> None:
         while not stop.is_set():
             try:
-                return made.put(item, timeout=_STOP_POLL_S)
+                return items.put(item, timeout=_STOP_POLL_S)
             except queue.Full:
                 continue
 
-    def make() -> None:
+    def run() -> None:
         try:
             for item in source:
                 put((item,))
@@ -35,15 +35,15 @@ def run_ahead(
                     return
                 del item
             put(None)
-        except BaseException as error:  # noqa: BLE001  The caller's thread raises it.
+        except BaseException as error:  # noqa: BLE001  It is raised in the caller's thread.
             put(error)
         finally:
             source.close()
 
-    thread = threading.Thread(target=make, name="forebay-loader", daemon=True)
+    thread = threading.Thread(target=run, name="forebay-loader", daemon=True)
     thread.start()
     try:
-        while (item := made.get()) is not None:
+        while (item := items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item[0]

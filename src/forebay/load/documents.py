@@ -1,9 +1,8 @@
-"""Batches of documents: rows made of segments, with labels that stay inside them and the masks that attention needs.
+"""Batches of documents: rows of segments, with labels inside a document and what attention masks need.
 
-Hides how a batch is laid out without a Python loop over tokens or documents: a plan is a list of segments (source,
-first token, length, the label of the last token), padding among them as segments of a row of padding that the maker
-owns; a batch is those of its rows, copied in one call. Some 50 us for 8 x 2048 tokens; an open slice costs 24 bytes a
-segment beside its map.
+No Python loop runs over tokens or documents. A plan is a list of segments (source, first token, length, label of the
+last token); padding is a segment of an array of padding. A batch copies the segments of its rows in one call.
+Cost: some 50 us for 8 x 2048 tokens; 24 bytes a segment of each open slice.
 """
 
 from collections.abc import Sequence
@@ -16,146 +15,138 @@ from numpy.typing import NDArray
 from forebay.dataset.slices import Slice
 from forebay.errors import UsageError
 from forebay.load.batch import IGNORE_INDEX
-from forebay.load.copying import Source, TokenRows, copy_of, open_sources
-from forebay.load.packing import Rows, chunk_rows, fit_rows
-from forebay.load.samples import I64, KeyedViews, Made, View
+from forebay.load.collate import BatchArrays, Collator
+from forebay.load.copying import MappedArray, TokenCopier, copy_array
+from forebay.load.packing import SampleSegments, chunk_segments, fit_segments
+from forebay.load.samples import I64, SampleIndex
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Laid:
-    rows: Rows
-    padding: Source  # The tokens' type, [L].
+class _OpenSlice:
+    tokens: MappedArray
+    padding: MappedArray  # [L], of the tokens' type.
+    segments: SampleSegments
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class DocumentPlan:
-    """Segments of the planned rows; arrays are [G]."""
+class _Plan:
+    """Segments [G] of the planned rows [K]."""
 
-    firsts: list[int]  # The first segment of each row, [K + 1].
-    tokens: TokenRows
-    lengths: I64  # Tokens.
-    labels: TokenRows  # Of the last token of each segment that has a label of its own, by row.
-    labelled: NDArray[np.bool_]  # Which segments those are.
-    documents: NDArray[np.int32]  # int32, the number within its row; -1 for padding.
+    first_segments: list[int]  # Of each row, [K + 1].
+    tokens: TokenCopier
+    lengths: I64  # In tokens.
+    labels: TokenCopier  # The label of each segment's last token, where it has one.
+    has_label: NDArray[np.bool_]
+    document_ids: NDArray[np.int32]  # Number within the row; -1 for padding.
     padded: bool
 
 
-class DocumentMaker:
-    """Inputs and labels in arrays of their own, [B, L]; labels are -100 on padding and, with masks, at documents' ends.
+class DocumentCollator(Collator):
+    """Inputs and labels [B, L]; labels are -100 on padding and, with masks, at the ends of documents.
 
-    A document that goes on in the next sample of its slice has the next token as its last label. Without masks (a
-    filter alone) labels are the next tokens of the stream that is left.
+    The last label of a document that continues in the next sample of its slice is its next token. Without masks (with
+    a document filter alone) labels are the next tokens of the filtered stream.
     """
 
     def __init__(
-        self, views: Sequence[View], *, dtype: Any = np.int64, document_masks: bool = True, pad_id: int | None = None
+        self,
+        indexes: Sequence[SampleIndex],
+        *,
+        dtype: Any = np.int64,
+        document_masks: bool = True,
+        pad_id: int | None = None,
     ) -> None:
-        seq_len = views[0].seq_len
-        assert seq_len is not None
-        self._views = KeyedViews(views)
-        self._seq_len = seq_len
+        super().__init__(indexes)
+        assert indexes[0].seq_len is not None
+        self._seq_len = indexes[0].seq_len
         self._dtype = np.dtype(dtype)
-        self._masks = document_masks or views[0].packing == "fit"
+        self._masks = document_masks or indexes[0].packing == "fit"
         self._pad_id = pad_id
-        self._open: dict[int, Source] = {}
-        self._laid: dict[int, _Laid] = {}
-        self._padding: dict[tuple[np.dtype[Any], int], Source] = {}
-        self._spread = np.empty(0, np.int64)
+        self._padding: dict[tuple[np.dtype[Any], int], MappedArray] = {}
+        self._arange = np.empty(0, np.int64)
 
-    def open(self, key: int, slice_index: int, one: Slice) -> None:
-        """Lay the slice out."""
-        view = self._views.view_of(key, slice_index)
-        tokens = one.tokens
-        pieces = view.pieces(slice_index, copy_of(one.document_ends, one.path), len(tokens))
-        fit = view.packing == "fit"
-        rows = fit_rows(pieces, self._seq_len) if fit else chunk_rows(pieces, self._seq_len, masks=self._masks)
-        self._views.check(key, one, len(rows))
-        pad_id = view.pad_id if self._pad_id is None else self._pad_id
-        self._open[key] = Source(tokens, one.path)
-        self._laid[key] = _Laid(rows, self._padding_of(tokens.dtype, pad_id))
+    def _open(self, index: SampleIndex, slice_index: int, slice_: Slice) -> tuple[int, _OpenSlice]:
+        tokens = slice_.tokens
+        spans = index.document_spans(slice_index, copy_array(slice_.document_ends, slice_.path), len(tokens))
+        if index.packing == "fit":
+            segments = fit_segments(spans, self._seq_len)
+        else:
+            segments = chunk_segments(spans, self._seq_len, masks=self._masks)
+        pad_id = index.pad_id if self._pad_id is None else self._pad_id
+        padding = self._padding_array(tokens.dtype, pad_id)
+        return len(segments), _OpenSlice(MappedArray(tokens, slice_.path), padding, segments)
 
-    def close(self, key: int) -> None:
-        self._open.pop(key, None)
-        self._laid.pop(key, None)
-
-    def _padding_of(self, dtype: np.dtype[Any], pad_id: int) -> Source:
+    def _padding_array(self, dtype: np.dtype[Any], pad_id: int) -> MappedArray:
         if (dtype, pad_id) not in self._padding:
             if not 0 <= pad_id <= np.iinfo(dtype).max:
                 raise UsageError(f"pad_id: expected a token that {dtype} can hold, got {pad_id}.")
-            self._padding[dtype, pad_id] = Source(np.full(self._seq_len, pad_id, dtype), "")
+            self._padding[dtype, pad_id] = MappedArray(np.full(self._seq_len, pad_id, dtype), "")
         return self._padding[dtype, pad_id]
 
-    def plan(self, keys: I64, samples: I64) -> DocumentPlan:
-        samples = self._views.in_slices(keys, samples)
-        sources, which = open_sources(self._open, keys)
-        laid = [self._laid[key] for key in np.unique(keys).tolist()]
-        firsts, counts = np.zeros(len(keys), np.int64), np.zeros(len(keys), np.int64)
+    def _plan(self, opened: list[_OpenSlice], which: I64, samples: I64) -> _Plan:
+        by_slice = np.argsort(which, kind="stable")
+        rows_of = np.split(by_slice, np.cumsum(np.bincount(which, minlength=1))[:-1])
+        counts = np.zeros(len(which), np.int64)
         parts = [np.empty((4, 0), np.int64)]
-        total = 0
-        by_slice = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which, minlength=1))[:-1])
-        for index, (one, mine) in enumerate(zip(laid, by_slice)):
-            first = one.rows.firsts.take(samples[mine])
-            number = one.rows.firsts.take(samples[mine] + 1) - first
-            firsts[mine] = total + np.cumsum(number) - number
-            counts[mine] = number
-            total += int(number.sum())
-            at = _ragged(first, number)
-            starts = one.rows.starts[at]
-            source = np.where(starts < 0, index + len(sources), index)
-            parts.append(np.stack([source, starts, one.rows.lengths[at], one.rows.follows[at]]))
-        # From slice by slice to the plan's order.
-        source, starts, lengths, follows = np.concatenate(parts, axis=1)[:, _ragged(firsts, counts)]
+        for i, (slice_, rows) in enumerate(zip(opened, rows_of)):
+            segments = slice_.segments
+            firsts = segments.first_segments.take(samples[rows])
+            counts[rows] = segments.first_segments.take(samples[rows] + 1) - firsts
+            chosen = _ranges(firsts, counts[rows])
+            starts = segments.starts[chosen]
+            source = np.where(starts < 0, i + len(opened), i)
+            parts.append(np.stack([source, starts, segments.lengths[chosen], segments.last_labels[chosen]]))
+        # The segments are in the order of slices; put them in the order of rows.
+        firsts = np.empty_like(counts)
+        firsts[by_slice] = np.cumsum(counts[by_slice]) - counts[by_slice]
+        source, starts, lengths, last_labels = np.concatenate(parts, axis=1)[:, _ranges(firsts, counts)]
         edges = np.concatenate([[0], np.cumsum(counts)])
-        nth = np.arange(len(starts)) - np.repeat(edges[:-1], counts)
-        numbers = np.where(starts < 0, -1, nth).astype(np.int32)
-        labelled = follows >= 0
-        label_firsts = np.concatenate([[0], np.cumsum(labelled)])[edges].tolist()
-        ones = np.ones(label_firsts[-1], np.int64)
-        every = [*sources, *(one.padding for one in laid)]
-        return DocumentPlan(
+        document_ids = np.arange(len(starts)) - np.repeat(edges[:-1], counts)
+        document_ids[starts < 0] = -1
+        has_label = last_labels >= 0
+        first_labels = np.concatenate([[0], np.cumsum(has_label)])[edges].tolist()
+        sources = [*(slice_.tokens for slice_ in opened), *(slice_.padding for slice_ in opened)]
+        ones = np.ones(first_labels[-1], np.int64)
+        return _Plan(
             edges.tolist(),
-            TokenRows(every, source, np.maximum(starts, 0), lengths, edges.tolist(), self._dtype),
+            TokenCopier(sources, source, np.maximum(starts, 0), lengths, edges.tolist(), self._dtype),
             lengths,
-            TokenRows(every, source[labelled], follows[labelled], ones, label_firsts, self._dtype),
-            labelled,
-            numbers,
-            bool((numbers < 0).any()),
+            TokenCopier(sources, source[has_label], last_labels[has_label], ones, first_labels, self._dtype),
+            has_label,
+            document_ids.astype(np.int32),
+            bool((starts < 0).any()),
         )
 
-    def make(self, plan: DocumentPlan, start: int, stop: int) -> Made:
-        first, last = plan.firsts[start], plan.firsts[stop]
+    def make(self, plan: _Plan, start: int, stop: int) -> BatchArrays:
+        first, last = plan.first_segments[start], plan.first_segments[stop]
         shape = (stop - start, self._seq_len)
-        size = shape[0] * shape[1]
-        lengths = plan.lengths[first:last]
-        ends = np.cumsum(lengths)
-        begins = ends - lengths
+        lengths, document_ids = plan.lengths[first:last], plan.document_ids[first:last]
+        stops = np.cumsum(lengths)
+        starts = stops - lengths
         inputs = plan.tokens.read(start, stop)
-        labels = np.empty(size, self._dtype)
+        labels = np.empty(inputs.size, self._dtype)
         labels[:-1] = inputs[1:]
-        labels[ends - 1] = IGNORE_INDEX
-        labels[ends[plan.labelled[first:last]] - 1] = plan.labels.read(start, stop)
-        numbers = plan.documents[first:last]
+        labels[stops - 1] = IGNORE_INDEX
+        labels[stops[plan.has_label[first:last]] - 1] = plan.labels.read(start, stop)
         if plan.padded:
-            for at in np.flatnonzero(numbers < 0).tolist():
-                labels[begins[at] : ends[at]] = IGNORE_INDEX
+            for i in np.flatnonzero(document_ids < 0).tolist():
+                labels[starts[i] : stops[i]] = IGNORE_INDEX
         if not self._masks:
-            return inputs.reshape(shape), labels.reshape(shape), {}, None, None, None
-        if size > len(self._spread):
-            self._spread = np.arange(size, dtype=np.int64)
-        positions = self._spread[:size] - np.repeat(begins, lengths)
-        edges = np.empty(len(ends) + 1, np.int32)
-        edges[0], edges[1:] = 0, ends
-        return (
+            return BatchArrays(inputs.reshape(shape), labels.reshape(shape), {})
+        if inputs.size > len(self._arange):
+            self._arange = np.arange(inputs.size, dtype=np.int64)
+        positions = self._arange[: inputs.size] - np.repeat(starts, lengths)
+        return BatchArrays(
             inputs.reshape(shape),
             labels.reshape(shape),
             {},
-            np.repeat(numbers, lengths).reshape(shape),
+            np.repeat(document_ids, lengths).reshape(shape),
             positions.astype(self._dtype, copy=False).reshape(shape),
-            edges,
+            np.concatenate([[0], stops]).astype(np.int32),
         )
 
 
-def _ragged(firsts: I64, counts: I64) -> I64:
-    """The numbers [firsts[i], firsts[i] + counts[i]) of each i, one after another."""
-    ends = np.cumsum(counts)
-    return np.repeat(firsts - (ends - counts), counts) + np.arange(int(ends[-1]) if len(ends) else 0)
+def _ranges(firsts: I64, counts: I64) -> I64:
+    """The concatenated ranges [firsts[i], firsts[i] + counts[i])."""
+    stops = np.cumsum(counts)
+    return np.repeat(firsts - (stops - counts), counts) + np.arange(int(stops[-1]) if len(stops) else 0)

@@ -1,11 +1,11 @@
-"""The loader: batches of a dataset in the order's order, resumable at any of them. No framework.
+"""The Loader: batches of a dataset in a reproducible order, resumable at any of them. No framework.
 
-Hides the joints between its parts: what is opened (sources), which samples there are (samples), their order (the run),
-where slices come from (slices), how batches are made (blocks), what they waited for (stats), and what is consumed as
-against merely made. State is (epoch, samples taken, step), and what must agree for it to mean the same samples.
+Connects the parts: opened datasets (sources), their samples, the order (run), slices (read in place or cached), batches
+(batch_planner) and statistics, and counts what the caller has received. A state is (epoch, samples taken, step) and
+what must agree for them to mean the same samples.
 
 Memory: a batch and what `prefetch` holds, 16 bytes a slice of the table for the order, some thousand sample numbers,
-and maps of at most 1 GiB of slices, which are the page cache's pages, not the process's own. Disk: `cache_bytes`.
+and maps of at most 1 GiB of slices, which are pages of the page cache. Disk: `cache_bytes`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,110 +23,105 @@ import numpy as np
 from forebay.dataset.reader import Dataset
 from forebay.dataset.verified import user_cache
 from forebay.errors import UsageError
-from forebay.load.arguments import (
-    batch_sizes,
-    check_choice,
-    rank_of_world,
-    ranks_per_node,
-    token_dtype,
-)
-from forebay.load.background import run_ahead
+from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, ranks_per_node, token_dtype
+from forebay.load.background import prefetch_in_thread
 from forebay.load.batch import Batch
-from forebay.load.batch_planner import Blocks
-from forebay.load.collate import make_maker
-from forebay.load.packing import DocumentFilter
-from forebay.load.resources import MAX_RATIO, WARN_RATIO, Job, check_traffic, nodes_of, worst_of
-from forebay.load.samples import SHARDINGS, plan_samples, share_of
-from forebay.load.slices import CacheSettings, Slices, cache_place, check_hashes, comes_by_cache, settings_for
-from forebay.load.sources import Given, Mixture, filters_of, open_all, places_of, read_mixture
-from forebay.load.state import identity_of, make_state, step_of_state
-from forebay.load.stats import Bottleneck, Waits, find_bottleneck
+from forebay.load.batch_planner import BatchPlanner, make_collator
+from forebay.load.packing import DocumentSubset
+from forebay.load.resources import MAX_RATIO, WARN_RATIO, RunSpec, check_traffic, largest_needs, needs_of_nodes
+from forebay.load.samples import SHARDINGS, owned_samples, plan_samples
+from forebay.load.slices import CacheSettings, SliceReader, resolve_cache
+from forebay.load.sources import DatasetSource, Mixture, as_mixture, open_datasets, portable_source, subsets_of
+from forebay.load.state import make_state, run_identity, step_of_state
+from forebay.load.stats import Bottleneck, WaitTimes, find_bottleneck
 from forebay.order.bijection import derive_key
 from forebay.order.plan import Order
-from forebay.order.run import BatchSizes, OwnedRun, Run
+from forebay.order.run import OwnedRun, Run
 from forebay.order.step_index import check_integer
-from forebay.order.windows import window_steps
 
 if TYPE_CHECKING:
     from forebay.cache.planned_use import Keep
 
 _log = logging.getLogger("forebay")
-_READY_S = 1e-3  # A batch that a thread made ahead comes sooner than this, if it was ready.
+_READY_S = 1e-3  # A prefetched batch that comes sooner than this was ready.
 KEEPS = ("budget", "window", "all")
-_LEAST = {"ahead_bytes": 0, "cache_bytes": 1, "connections": 1, "epochs": 1, "prefetch": 0, "seq_len": 1, "steps": 1}
+_MINIMA = {
+    "cache_bytes": 1, "connections": 1, "epochs": 1, "prefetch": 0, "readahead_bytes": 0, "seq_len": 1, "steps": 1,
+}  # fmt: skip
 
 
 class Loader:
     """Batches of one rank, as an iterable.
 
-    Iterating goes on from the loader's state and ends after the last epoch; leaving the loop early and
-    iterating again goes on with the next batch. One iteration at a time. Same arguments, same batches, on any
-    machine; the global batch of a step is the same for every world size with the same `global_batch_size`.
+    Iterating continues from the loader's state and ends after the last epoch; a loop after `break` continues with the
+    next batch. One iteration at a time. The same arguments give the same batches on any machine; the global batch of a
+    step is the same for every world size with the same `global_batch_size`.
 
     Args:
         dataset: A directory or URL, in Forebay's format or one of `docs/formats.md`; an open Dataset; a `Mixture`, or
-            a TOML file that holds one.
-        seq_len: Tokens of a sample, L. Needed for layout `tokens`; unused for `rows`.
+            a TOML file with one.
+        seq_len: Tokens of a sample, L. Required for layout `tokens`, ignored for `rows`.
         batch_size: Samples of a rank's batch; the global batch is batch_size * world_size.
-        global_batch_size: Samples of all ranks' batches together: a number, or `[(run step, number), …]` for a batch
-            that grows. Exactly one of the two is given. It need not be a multiple of the world size: ranks' shares
+        global_batch_size: Samples of all ranks' batches together: a number, or `[(run step, number), ...]` for a batch
+            that grows. Exactly one of the two is required. It need not be a multiple of the world size: ranks' shares
             differ by at most one sample.
         rank: By default the environment's (RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK), or 0.
         world_size: By default the environment's, or 1.
         seed: Any integer.
         shuffle: False for the dataset's own order.
-        epochs: How many in all; None for no end. A mixture has no epochs: it ends by `steps`, or never.
-        steps: At most this many, of the whole run.
+        epochs: Number of epochs; None for no end. A mixture has no epochs: it ends by `steps`, or never.
+        steps: Maximum number of steps of the run.
         drop_last: Leave out the short global batch at an epoch's end. Without it a rank's last batch may be shorter;
-            where fewer samples than ranks are left, a rank without one gets one sample of another step, with weight 0
-            and no sample_ids. Every rank has as many steps; `Batch.weight` makes up for uneven ones.
+            if fewer samples than ranks remain, a rank without one gets one sample of another step, with weight 0 and no
+            sample_ids. All ranks have the same number of steps; `Batch.weight` corrects for uneven shares.
         dtype: int64 or int32, of the batch's token ids.
-        packing: `chunk`: seq_len consecutive tokens are a sample, documents are cut where they fall. `fit`: whole
-            documents are fitted into samples, none cut unless longer than seq_len; what is left over is padding.
+        packing: `chunk`: a sample is seq_len consecutive tokens, which may cut documents. `fit`: whole documents are
+            fitted into samples and padded; only documents longer than seq_len are cut.
         document_masks: Give each batch `position_ids`, `document_ids` and `cu_seqlens`; no label crosses a document.
-        documents: What to leave out. In a mixture, by the name of a dataset.
-        split: `train` or `validation`, of which `validation` is the part, in (0, 1). By default all is one.
-        pad_id: What pads rows; by default EOS, or 0.
-        trim: Layout `rows`: cut the columns at a batch's end that are padding in all its rows.
-        cache_dir: Where slices that are fetched are kept; `ram` for memory. By default a directory of the user's.
-            A local dataset is read in place, unless this is given: then it is fetched like a remote one.
-        cache_bytes: What the cache may take, all loaders that share it together; by default a quarter of what is free,
+        documents: The documents to read; for a mixture, by name of a dataset. By default all.
+        split: `train` or `validation`, whose fraction of the samples is `validation`, in (0, 1). By default all.
+        pad_id: The padding of rows; by default EOS, or 0.
+        trim_padding: Layout `rows`: remove the last columns of a batch that are padding in all its rows.
+        cache_dir: Directory for fetched slices; `ram` for memory. By default a directory of the user's. A local dataset
+            is read in place, unless this is given: then it is fetched like a remote one.
+        cache_bytes: Limit of the cache, for all loaders that share it together; by default a quarter of what is free,
             up to 64 GiB.
-        cache: In short for cache_dir: `disk` for the user's directory, `ram` for memory.
-        keep: Slices are deleted: `budget`: when room is needed; `window`: after their last use in this epoch; `all`:
-            never; refused unless all fits.
-        ahead_bytes: How much that is fetched ahead may push out what is read later. By default what comes in 30 s, up
-            to a quarter of the cache; 0: most slices survive an epoch, and each new one is waited for.
-        connections: Requests at once to an origin.
-        share: Of a `forebay://` dataset: take part in its swarm, and give others what lies in the cache, from the
-            first batch until `close`: at any port, or at `HOST:PORT`. Slices then come from others as they can.
-        verify: Hash each slice when this loader first opens it, also one whose file did not change since it was last
-            hashed. Without it a local slice is hashed at its first use; what is fetched is always verified.
+        cache: Shorthand for cache_dir: `disk` for the user's directory, `ram` for memory.
+        keep: When slices are deleted: `budget`: when the cache is full; `window`: after their last use in this epoch;
+            `all`: never; refused unless all fits.
+        readahead_bytes: How much of what is read later may be evicted for slices fetched ahead. By default what is
+            fetched in 30 s, up to a quarter of the cache; 0: most slices survive an epoch, and each new one is waited
+            for.
+        connections: Concurrent requests to an origin.
+        share: For a `forebay://` dataset: join its swarm and serve cached slices to peers, from the first batch until
+            `close`, at any port or at `HOST:PORT`.
+        verify: Hash each slice when this loader first opens it, also if its file did not change since it was last
+            hashed. Without it a local slice is hashed at its first use; fetched slices are always verified.
         identity: For `forebay://` URLs, the node's directory.
-        from_urls: For `forebay://` URLs: read also from URLs that data nodes stand for: `public` or `any`.
-        prefetch: Batches made ahead by a thread; 0 makes them in the caller's, which is faster for whole tokens
-            (a batch costs microseconds): slices are fetched ahead either way.
+        from_urls: For `forebay://` URLs: read also from URLs that data nodes announce: `public` or `any`.
+        prefetch: Batches made ahead by a thread; 0 makes them in the caller's thread, which is faster for whole tokens
+            (a batch costs microseconds). Slices are fetched ahead either way.
         lanes, window, head: As in `Order`.
-        max_fetch_ratio: Refuse to fetch more than so many times the dataset's bytes in an epoch, over all nodes, by the
-            figures of `forebay plan`; from 1.1 times there is a warning. None or 0: fetch any number of times. Ranks
-            that share a machine, and its cache, are those of LOCAL_WORLD_SIZE (Slurm, Open MPI: theirs), else 1. What
-            several nodes read alike is refused from 1 GiB an epoch on.
-        sharding: `order`: an epoch deals all slices to the ranks anew. `hash`: each rank owns slices, the same in all
-            epochs, so that a cache of 1/W of the data suffices, and mixes those alone. Its batches are at most
-            batch_size, ranks take equally many steps, and a state is its rank's and that world's.
+        max_fetch_ratio: Refuse to fetch more than this many times the dataset's bytes in an epoch, over all nodes, by
+            the figures of `forebay plan`; from 1.1 times on there is a warning. None or 0: no limit. Ranks that share a
+            machine and its cache are those of LOCAL_WORLD_SIZE (or of Slurm, Open MPI), else 1. Slices that several
+            nodes read count from 1 GiB an epoch on.
+        sharding: `order`: each epoch assigns all slices to the ranks in a new order. `hash`: each rank owns slices, the
+            same in all epochs, so that a cache of 1/W of the data suffices, and mixes only those. Its batches are at
+            most batch_size, ranks take equally many steps, and a state belongs to its rank and world size.
         worker_names: For `hash`, by rank: names that stay with machines; by default the ranks' numbers.
-        every: (k, n): only steps k, k + n, … from where iterating begins: the k-th of n helper processes'.
+        every: (k, n): only steps k, k + n, ... from where iterating starts, for the k-th of n helper processes.
 
     Raises:
         UsageError: If an argument is missing or out of range, a slice does not fit the cache, or an epoch would fetch
             more than `max_fetch_ratio` times the dataset.
         DatasetError: If a dataset is damaged; while iterating, if a slice is missing or damaged.
-        NetworkError: If a remote one cannot be reached; while iterating, if a slice cannot be had of any origin.
+        NetworkError: If a remote dataset cannot be reached; while iterating, if no origin gives a slice.
     """
 
     def __init__(
         self,
-        dataset: Given | Mixture,
+        dataset: DatasetSource | Mixture,
         *,
         seq_len: int | None = None,
         batch_size: int | None = None,
@@ -140,16 +136,16 @@ class Loader:
         dtype: Any = np.int64,
         packing: str = "chunk",
         document_masks: bool = False,
-        documents: DocumentFilter | Mapping[str, DocumentFilter] | None = None,
+        documents: DocumentSubset | Mapping[str, DocumentSubset] | None = None,
         split: str | None = None,
         validation: float = 0.0,
         pad_id: int | None = None,
-        trim: bool = False,
+        trim_padding: bool = False,
         cache_dir: str | Path | None = None,
         cache_bytes: int | None = None,
         cache: str | None = None,
         keep: Keep = "budget",
-        ahead_bytes: int | None = None,
+        readahead_bytes: int | None = None,
         connections: int = 16,
         share: bool | str = False,
         verify: bool = False,
@@ -165,110 +161,129 @@ class Loader:
         every: tuple[int, int] | None = None,
     ) -> None:
         self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        for name, least in _LEAST.items():
-            check_integer(name, self._arguments[name], least)
-        check_choice("keep", keep, KEEPS)
-        check_choice("sharding", sharding, SHARDINGS)
-        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-            raise UsageError(f"seed: expected an integer, got {seed!r}.")
+        for name, minimum in _MINIMA.items():
+            check_integer(name, self._arguments[name], minimum)
         self.rank, self.world_size = rank_of_world(rank, world_size)
-        sizes = batch_sizes(batch_size, global_batch_size, self.world_size)
-        least = min(size for _, size in sizes.changes)
-        if self.world_size > least:
-            raise UsageError(
-                f"global_batch_size: expected at least a sample for each of {self.world_size} ranks, got {least}. Use "
-                "larger batches, or fewer ranks."
-            )
-        self._open(dataset, seq_len, identity, from_urls)
-        chosen: dict[str, Any] = {"packing": packing, "split": split, "validation": validation}
-        self._views = [
-            plan_samples(one, self.seq_len, **chosen, documents=left_out, remember=user_cache() / "counts")
-            for one, left_out in zip(self.datasets.values(), filters_of(self.mixture, documents))
-        ]
-        owned: dict[str, Any] = {}
-        if sharding == "hash":
-            owned = self._own(sizes, worker_names, bool(drop_last))
-        self._owns = bool(owned)
-        batch = sizes.largest if not owned else -(-sizes.largest // self.world_size)
-        orders = [
-            Order(view.counts, one_seed, batch, lanes, window, bool(shuffle), bool(drop_last), head)
-            for view, one_seed in zip(self._views, self._seeds(int(seed)))
-        ]
-        self.order = orders[0]
-        self._check_samples(batch, bool(drop_last))
-        weights = None if self.mixture is None else self.mixture.plan
-        if owned:
-            self.run: Run = OwnedRun(self.order, batch, owned.pop("num_samples"), epochs=epochs, num_steps=steps)
-        else:
-            self.run = Run(orders, sizes, weights=weights, epochs=epochs, num_steps=steps, drop_last=bool(drop_last))
-        self._identity = owned | identity_of(self.run, self.datasets, self._views, int(seed), bool(drop_last))
-        manifest = self.dataset.manifest
-        kind = token_dtype(dtype, manifest.dtype, manifest.vocab_size) if self.seq_len else np.int64
-        maker = make_maker(self._views, dtype=kind, document_masks=document_masks, pad_id=pad_id, trim=trim)
-        place = cache_place(cache, cache_dir)
-        self._slices = self._open_slices(place, cache_bytes, (keep, int(connections), ahead_bytes, share), bool(verify))
-        self._blocks = Blocks(self.run, self._views, maker, self._slices, self.rank, self.world_size, every)
-        self.waits = Waits()
         self._prefetch = int(prefetch)
         self._every = every or (0, 1)
-        self._step = self._began_step = 0
-        self._turn = 0
+        options = SimpleNamespace(**self._arguments)
+        self._open_datasets(options)
+        self._plan_run(options)
+        self._plan_batches(options)
+        self.waits = WaitTimes()
+        self._step = 0
+        self._iteration = 0
         self._source: Generator[Batch, None, None] | None = None
-        self._done = {"batches": 0, "samples": 0}
+        self._received = {"batches": 0, "samples": 0}
 
-    def _open(self, dataset: Given | Mixture, seq_len: int | None, identity: str | Path | None, from_urls: str) -> None:
-        self.mixture = read_mixture(dataset)
-        given: Mapping[str, Any] = {"": dataset} if self.mixture is None else self.mixture.datasets
-        self.datasets = dict(zip(given, open_all(list(given.values()), identity, from_urls)))
-        tokens = self.dataset.manifest.layout == "tokens"
-        if tokens and seq_len is None:
-            raise UsageError("seq_len: needed for a dataset of layout 'tokens'. Say how long a sample is.")
-        self.seq_len = int(seq_len) if tokens and seq_len is not None else None
+    def _open_datasets(self, options: SimpleNamespace) -> None:
+        check_choice("keep", options.keep, KEEPS)
+        check_choice("sharding", options.sharding, SHARDINGS)
+        if isinstance(options.seed, bool) or not isinstance(options.seed, (int, np.integer)):
+            raise UsageError(f"seed: expected an integer, got {options.seed!r}.")
+        self.mixture = as_mixture(options.dataset)
+        sources: Mapping[str, Any] = {"": options.dataset} if self.mixture is None else self.mixture.datasets
+        opened = open_datasets(list(sources.values()), options.identity, options.from_urls)
+        self.datasets = dict(zip(sources, opened))
+        is_tokens = self.dataset.manifest.layout == "tokens"
+        if is_tokens and options.seq_len is None:
+            raise UsageError("seq_len: expected a number for a dataset of layout 'tokens', got None. Give seq_len=.")
+        self.seq_len = int(options.seq_len) if is_tokens else None
 
-    def _own(self, sizes: BatchSizes, names: Sequence[str] | None, drop_last: bool) -> dict[str, Any]:
-        """Leave in the view what this rank owns. What a state must agree in besides, and all ranks' samples."""
-        if self.mixture is not None or drop_last or len(sizes.changes) > 1:
-            raise UsageError("sharding='hash': expected one dataset, one batch size and no drop_last, got others.")
-        view, num_samples, workers = share_of(self.dataset, self._views[0], self.rank, self.world_size, names)
-        self._views = [view]
-        return {"rank": self.rank, "workers": workers, "num_samples": num_samples}
+    def _plan_run(self, options: SimpleNamespace) -> None:
+        """Choose the samples and their order."""
+        sizes = batch_sizes(options.batch_size, options.global_batch_size, self.world_size)
+        smallest = min(size for _, size in sizes.changes)
+        if self.world_size > smallest:
+            raise UsageError(
+                f"global_batch_size: expected at least a sample for each of {self.world_size} ranks, got {smallest}. "
+                "Use larger batches, or fewer ranks."
+            )
+        drop_last, shuffle, seed = bool(options.drop_last), bool(options.shuffle), int(options.seed)
+        self._indexes = [
+            plan_samples(
+                dataset, self.seq_len, packing=options.packing, documents=documents, split=options.split,
+                validation=options.validation, cache_dir=user_cache() / "counts",
+            )
+            for dataset, documents in zip(self.datasets.values(), subsets_of(self.mixture, options.documents))
+        ]  # fmt: skip
+        batch, owner = sizes.largest, {}
+        if options.sharding == "hash":
+            if self.mixture is not None or drop_last or len(sizes.changes) > 1:
+                raise UsageError("sharding='hash': expected one dataset, one batch size and no drop_last, got others.")
+            batch = -(-batch // self.world_size)
+            self._indexes[0], num_samples, names = owned_samples(
+                self.dataset, self._indexes[0], self.rank, self.world_size, options.worker_names
+            )
+            owner = {"rank": self.rank, "workers": names}
+        # Datasets of a mixture have seeds of their own: datasets of equal size must not have equal orders.
+        seeds = [seed]
+        if self.mixture is not None:
+            seeds = [int.from_bytes(derive_key(seed, "source", name), "little") for name in self.datasets]
+        orders = [
+            Order(index.counts, key, batch, options.lanes, options.window, shuffle, drop_last, options.head)
+            for index, key in zip(self._indexes, seeds)
+        ]
+        self.order = orders[0]
+        for index, dataset in zip(self._indexes, self.datasets.values()):
+            if index.num_samples < (batch if drop_last and self.mixture is None else 1):
+                raise UsageError(
+                    f"{dataset.path}: expected at least one batch an epoch, got {index.num_samples} samples of "
+                    f"{self.seq_len} tokens for a global batch of {batch}. Ask for shorter samples or smaller batches."
+                )
+        limits = {"epochs": options.epochs, "num_steps": options.steps}
+        if owner:
+            self.run: Run = OwnedRun(self.order, batch, num_samples, **limits)
+        else:
+            weights = None if self.mixture is None else self.mixture.plan
+            self.run = Run(orders, sizes, weights=weights, drop_last=drop_last, **limits)
+        self._identity = owner | run_identity(self.run, self.datasets, self._indexes, seed, drop_last)
 
-    def _open_slices(
-        self, cache_dir: str | Path | None, cache_bytes: int | None, rest: tuple[Any, ...], verify: bool
-    ) -> Slices:
-        opened = list(self.datasets.values())
-        cached = [comes_by_cache(one, cache_dir) for one in opened]
-        if verify:
-            check_hashes(opened)
-        settings = settings_for(opened, any(cached), cache_dir, cache_bytes, *rest)
+    def _plan_batches(self, options: SimpleNamespace) -> None:
+        """Set up slices and batches; nothing is read or fetched yet."""
+        manifest, datasets = self.dataset.manifest, list(self.datasets.values())
+        dtype = token_dtype(options.dtype, manifest.dtype, manifest.vocab_size) if self.seq_len else np.int64
+        collator = make_collator(
+            self._indexes, dtype=dtype, document_masks=options.document_masks, pad_id=options.pad_id,
+            trim_padding=options.trim_padding,
+        )  # fmt: skip
+        cached, settings = resolve_cache(
+            datasets, cache=options.cache, cache_dir=options.cache_dir, cache_bytes=options.cache_bytes,
+            keep=options.keep, connections=options.connections, readahead_bytes=options.readahead_bytes,
+            share=options.share, verify=bool(options.verify),
+        )  # fmt: skip
         if settings is not None:
-            self._check_traffic(cached, settings)
-        steps = max(map(window_steps, self.run.orders))
-        return Slices(opened, cached, self.run, self.rank, self.world_size, settings, verify, steps)
+            self._check_traffic(options, cached, settings)
+        self._slices = SliceReader(
+            datasets, cached, self.run, self.rank, self.world_size, settings, bool(options.verify)
+        )
+        self._planner = BatchPlanner(
+            self.run, self._indexes, collator, self._slices, self.rank, self.world_size, self._every
+        )
 
-    def _check_traffic(self, cached: Sequence[bool], settings: CacheSettings) -> None:
+    def _check_traffic(self, options: SimpleNamespace, cached: Sequence[bool], settings: CacheSettings) -> None:
         """Warn of a run that would fetch slices several times in an epoch, or refuse it."""
-        mine, parts = self._arguments, []
-        alone = self._owns or self.mixture is not None  # A mixture's nodes share no lanes of one dataset.
-        for one, view, order, comes in zip(self.datasets.values(), self._views, self.run.orders, cached):
-            job = Job(
-                name=one.name, slice_bytes=one.table.bytes, slice_samples=view.counts, global_batch=order.global_batch,
-                seq_len=self.seq_len, world_size=1 if alone else self.world_size, seed=order.seed,
-                ranks_per_node=1 if alone else ranks_per_node(self.world_size), lanes=mine["lanes"],
-                window=mine["window"], head=mine["head"], shuffle=order.shuffle, drop_last=order.drop_last,
-                cache_bytes=settings.budget_bytes, max_fetch_ratio=mine["max_fetch_ratio"], swarm=bool(settings.share),
+        alone = options.sharding == "hash" or self.mixture is not None  # Nodes of a mixture share no lanes.
+        parts = []
+        for dataset, index, order, is_cached in zip(self.datasets.values(), self._indexes, self.run.orders, cached):
+            spec = RunSpec(
+                name=dataset.name, slice_bytes=dataset.table.bytes, slice_samples=index.counts, seq_len=self.seq_len,
+                global_batch=order.global_batch, world_size=1 if alone else self.world_size, seed=order.seed,
+                ranks_per_node=1 if alone else ranks_per_node(self.world_size), lanes=options.lanes,
+                window=options.window, head=options.head, shuffle=order.shuffle, drop_last=order.drop_last,
+                cache_bytes=settings.budget_bytes, max_fetch_ratio=options.max_fetch_ratio, swarm=bool(settings.share),
             )  # fmt: skip
-            if comes:
-                parts.append((job, order, nodes_of(job, order)))
-        open_bytes = [worst_of(nodes)[0].open_bytes for _, _, nodes in parts]
-        for (job, order, nodes), opened in zip(parts, open_bytes):
-            if len(parts) > 1:  # Each dataset of a mixture gets its part of the cache; ranks read parts of its lanes.
-                most = job.max_fetch_ratio if self.world_size == 1 else None
-                room = settings.budget_bytes * opened // max(1, sum(open_bytes))
-                job = replace(job, cache_bytes=room, max_fetch_ratio=most)
-            warning = check_traffic(job, order, nodes)
+            if is_cached:
+                parts.append((spec, order, needs_of_nodes(spec, order)))
+        open_bytes = [largest_needs(nodes)[0].open_bytes for _, _, nodes in parts]
+        for (spec, order, nodes), opened in zip(parts, open_bytes):
+            if len(parts) > 1:  # The datasets of a mixture share the cache; ranks read parts of their lanes.
+                ratio = spec.max_fetch_ratio if self.world_size == 1 else None
+                share = settings.budget_bytes * opened // max(1, sum(open_bytes))
+                spec = replace(spec, cache_bytes=share, max_fetch_ratio=ratio)
+            warning = check_traffic(spec, order, nodes)
             if warning is not None:
-                _log.warning("%s: %s", job.name, warning)
+                _log.warning("%s: %s", spec.name, warning)
 
     def __len__(self) -> int:
         """Steps of the run (of one epoch, if it has no end)."""
@@ -283,57 +298,62 @@ class Loader:
 
     @property
     def tail_tokens(self) -> int:
-        """Tokens of an epoch that no sample reads as input, as they are fewer than seq_len at a slice's end."""
-        return sum(view.tail_tokens for view in self._views)
+        """Tokens of an epoch that are in no sample, fewer than seq_len at the end of each slice."""
+        return sum(index.tail_tokens for index in self._indexes)
 
     def __iter__(self) -> Iterator[Batch]:
         self._pause()
-        self._turn += 1
-        turn = self._turn
-        clock, waits, blocks, done = time.perf_counter, self.waits, self._blocks, self._done
-        seconds, after = waits.seconds, self._every[1] - self._every[0]
-        network_s, disk_s, ahead = blocks.network_s, blocks.disk_s, self._prefetch > 0
+        self._iteration += 1
+        iteration = self._iteration
+        clock, waits, planner, received = time.perf_counter, self.waits, self._planner, self._received
+        seconds, next_step = waits.seconds, self._every[1] - self._every[0]
+        network_s, disk_s, prefetching = planner.network_s, planner.disk_s, self._prefetch > 0
         if self.run.num_steps is not None and self._step >= self.run.num_steps:
             _log.warning(
                 "Loader: all %d steps of the run are done: this loop gets no batch. For more passes give epochs=N (or "
                 "None), or load a state.", self.run.num_steps,
             )  # fmt: skip
-        asked = clock()
+        asked_at = clock()
         try:
             while True:
-                if turn != self._turn:
+                if iteration != self._iteration:
                     raise UsageError("Loader: this iteration ended when another began. Open another Loader for two.")
                 if self._source is None:
                     self._source = self._batches()
                 batch = next(self._source, None)
-                got = clock()
-                # Almost every batch waits for nothing but its making: no more than one sum then.
-                if network_s == blocks.network_s and disk_s == blocks.disk_s:
-                    rest = "queue" if ahead and got - asked < _READY_S else "decode"
-                    seconds[rest] += got - asked
-                    waits.last = (got - asked, 0.0, 0.0, rest)
+                received_at = clock()
+                wait_s = received_at - asked_at
+                # Most batches wait only for being made; this branch is cheaper than `waits.add`.
+                if network_s == planner.network_s and disk_s == planner.disk_s:
+                    rest = "queue" if prefetching and wait_s < _READY_S else "decode"
+                    seconds[rest] += wait_s
+                    waits.last = (wait_s, 0.0, 0.0, rest)
                 else:
-                    waits.add(got - asked, blocks.network_s - network_s, blocks.disk_s - disk_s, "decode")
-                    network_s, disk_s = blocks.network_s, blocks.disk_s
-                if got > waits.check_at:
-                    waits.check(got, self._refetching())
+                    waits.add(wait_s, planner.network_s - network_s, planner.disk_s - disk_s, "decode")
+                    network_s, disk_s = planner.network_s, planner.disk_s
+                if received_at > waits.check_at:
+                    waits.check(received_at, self._refetching())
                 if batch is None:
                     return
-                self._step = batch.run_step + after
-                done["batches"] += 1
-                done["samples"] += len(batch.sample_ids)
+                self._step = batch.run_step + next_step
+                received["batches"] += 1
+                received["samples"] += len(batch.sample_ids)
                 yield batch
-                del batch  # So that its memory is free for the next one.
-                asked = clock()
-                waits.busy_s += asked - got
+                del batch  # Its memory is free for the next one.
+                asked_at = clock()
+                waits.busy_s += asked_at - received_at
         finally:
-            if turn == self._turn:
+            if iteration == self._iteration:
                 self._pause()
 
-    def close(self) -> None:
-        """End the threads that fetch and make ahead, drop what they made, and share no more. The state stays.
+    def _batches(self) -> Generator[Batch, None, None]:
+        source = self._planner.batches(self._step)
+        return prefetch_in_thread(source, self._prefetch, self._slices.pause) if self._prefetch else source
 
-        Leaving a loop does it too, but for the sharing. Iterating starts anew. May be called twice.
+    def close(self) -> None:
+        """Stop sharing, end all threads and drop prefetched batches. The state stays; iterating starts them again.
+
+        The end of a loop does the same, but continues to share. May be called twice.
         """
         self._pause()
         self._slices.close()
@@ -343,7 +363,7 @@ class Loader:
         if source is not None:
             source.close()
         self._slices.pause()
-        self._blocks.close()
+        self._planner.close()
 
     def __enter__(self) -> Loader:
         return self
@@ -353,86 +373,73 @@ class Loader:
 
     def __reduce__(self) -> Any:
         """Pickled as its arguments and its state: a helper process opens its own maps and threads."""
-        return _open_again, (self.portable_arguments(), self._step)
+        return _reopen, (self.portable_arguments(), self._step)
 
     def portable_arguments(self) -> dict[str, Any]:
-        """What it was made of, as another process can use it: open datasets by their paths or URLs."""
-        given = places_of(self._arguments["dataset"])
-        return {**self._arguments, "dataset": given, "rank": self.rank, "world_size": self.world_size}
+        """The arguments as another process can use them: open datasets by their paths or URLs."""
+        source = portable_source(self._arguments["dataset"])
+        return {**self._arguments, "dataset": source, "rank": self.rank, "world_size": self.world_size}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands: after the last batch that iterating gave out. Plain JSON values.
+        """The state after the last batch that iterating returned. Plain JSON values.
 
-        It may be loaded by a loader of any rank and world size with the same global batch.
+        A loader of any rank and world size with the same global batch can load it.
         """
         return make_state(self._identity, self.run, self._step)
 
-    def state_at(self, steps: int) -> dict[str, Any]:
-        """The state as it will be `steps` steps after where this loader began: at 0, or at the state it loaded."""
-        return make_state(self._identity, self.run, self._began_step + steps)
+    def state_at(self, step: int) -> dict[str, Any]:
+        """The state before run step `step`. A running iteration is not changed."""
+        return make_state(self._identity, self.run, step)
+
+    def steps_remaining(self, step: int) -> int | None:
+        """Steps from run step `step` to the end of its epoch; of a mixture, to the end of the run. None without end."""
+        if self.run.num_steps is not None and step >= self.run.num_steps:
+            return 0
+        end = self.run.num_steps if self.run.weights is not None else self.run.epoch_of(step, 0)[1]
+        return None if end is None else end - step
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken: the next batch is the one that followed it then. Nothing is replayed.
-
-        An iteration that is going on continues from there.
+        """Continue with the batch after `state`, also in a running iteration. Nothing is replayed.
 
         Raises:
             StateError: If the state is not of this dataset, seed, seq_len, global batch, order, or is malformed.
         """
         step = step_of_state(state, self._identity, self.run)
         self._pause()
-        self._step = self._began_step = step
+        self._step = step
 
     def stats(self) -> dict[str, float]:
-        """Where time went since the loader was made, in seconds and counts.
+        """Times in seconds, and counts, since the loader was made.
 
-        `wait_s`: the caller waited for a batch; of it `scheduler_s`, `network_s`, `disk_s`, `decode_s`, `queue_s`, as
-        in `forebay.load.stats`. `busy_s`: the caller did something else. `batches`, `samples`, `tokens` given out;
-        `slices_opened`. With a cache also `fetched_slices`, `fetched_bytes`, `repeated_fetches` (slices fetched
-        before, in whatever epoch), `refetched_slices` and `refetched_bytes` (a second time in one epoch), `evicted`,
-        `late`, `waited_s`, `held_bytes`.
+        `wait_s`: waiting for batches; of it `scheduler_s`, `network_s`, `disk_s`, `decode_s`, `queue_s`, as in
+        `forebay.load.stats`. `busy_s`: between the waits. `batches`, `samples`, `tokens` received; `slices_opened`.
+        With a cache also `fetched_slices`, `fetched_bytes`, `repeated_fetches` (slices fetched before, in any epoch),
+        `refetched_slices` and `refetched_bytes` (a second time in one epoch), `evicted`, `late`, `waited_s`,
+        `held_bytes`.
         """
         by_cause = {f"{cause}_s": seconds for cause, seconds in self.waits.seconds.items()}
         return {
             "wait_s": sum(by_cause.values()),
             **by_cause,
             "busy_s": self.waits.busy_s,
-            **self._done,
-            "tokens": self._done["samples"] * (self.seq_len or 0),
-            "slices_opened": self._blocks.opened,
+            **self._received,
+            "tokens": self._received["samples"] * (self.seq_len or 0),
+            "slices_opened": self._planner.num_opened,
             **self._slices.stats(),
         }
 
     def bottleneck(self) -> Bottleneck | None:
-        """What the caller waited for most since the loader was made; None if it hardly waited."""
-        elapsed_s = time.perf_counter() - self.waits.began_at
+        """The main cause of waiting since the loader was made; None below 5 % of the time."""
+        elapsed_s = time.perf_counter() - self.waits.started_at
         return find_bottleneck(self.waits.seconds, elapsed_s, refetching=self._refetching())
 
     def _refetching(self) -> bool:
-        """Whether a tenth of the bytes fetched came a second time in their epoch."""
+        """Whether a tenth of the fetched bytes were fetched a second time in their epoch."""
         stats = self._slices.stats()
         return bool(stats.get("refetched_bytes", 0) > (WARN_RATIO - 1) * stats.get("fetched_bytes", 0))
 
-    def _seeds(self, seed: int) -> list[int]:
-        """Of each dataset's order. In a mixture one of its own for each name: equal counts are no equal orders."""
-        if self.mixture is None:
-            return [seed]
-        return [int.from_bytes(derive_key(seed, "source", name), "little") for name in self.datasets]
 
-    def _check_samples(self, batch: int, drop_last: bool) -> None:
-        for view, dataset in zip(self._views, self.datasets.values()):
-            if view.num_samples < (batch if drop_last and self.mixture is None else 1):
-                raise UsageError(
-                    f"{dataset.path}: expected at least one batch an epoch, got {view.num_samples} samples of "
-                    f"{self.seq_len} tokens for a global batch of {batch}. Ask for shorter samples or smaller batches."
-                )
-
-    def _batches(self) -> Generator[Batch, None, None]:
-        source = self._blocks.batches(self._step)
-        return run_ahead(source, self._prefetch, self._slices.pause) if self._prefetch else source
-
-
-def _open_again(arguments: dict[str, Any], step: int) -> Loader:
+def _reopen(arguments: dict[str, Any], step: int) -> Loader:
     loader = Loader(**arguments)
-    loader._step = loader._began_step = step
+    loader._step = step
     return loader

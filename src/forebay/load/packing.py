@@ -1,15 +1,13 @@
-"""Which tokens of a slice make each of its samples: consecutive ones, or whole documents that fit together.
+"""Which tokens of a slice make each of its samples: consecutive tokens, or whole documents that fit together.
 
-Pure: a function of the slice's document ends, its number of tokens, seq_len and the filter; nothing is read here.
+A pure function of document ends, number of tokens, seq_len and filter. `chunk` cuts the stream of the remaining
+documents every seq_len tokens, without padding; a tail shorter than seq_len is in no sample. `fit` puts whole documents
+into rows of seq_len by best fit, longest first, and pads the rest; a longer document is cut into whole rows and a
+remainder, which is fitted like a document. Rows are numbered by their lowest token. A document that continues in the
+next slice counts as two.
 
-`chunk` cuts the stream of the documents that are kept every seq_len tokens; nothing is padded, and a tail shorter than
-seq_len is in no sample. `fit` puts whole documents into rows of seq_len by best fit, longest first; a document longer
-than a row is cut into whole rows and a rest, which is fitted as a document is; what room is left is padding, and every
-kept token is in exactly one sample. Rows are numbered by their lowest token.
-
-Cost of `fit`: O(n log n). Documents of one length go into all rows of one room at once, so that the steps are counted
-by distinct lengths rather than documents: a slice of 65 000 documents at seq_len 2048 takes some 10 ms to count and 30
-to lay out. A document is where it is in its slice: one that goes on in the next slice is two pieces here.
+Cost of `fit`: O(n log n). All documents of one length are placed at once: 65 000 documents at seq_len 2048 take some
+10 ms to count and 30 ms to lay out.
 
 Source: best fit decreasing, Johnson 1973; at most 11/9 of the least number of rows and 1.
 """
@@ -31,19 +29,19 @@ I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class DocumentFilter:
-    """Documents that a run leaves out: they are in no sample. Equal filters have equal digests.
+class DocumentSubset:
+    """The documents of a dataset that a run reads. Equal subsets have equal digests.
 
     A document's number counts the document ends of the dataset, from 0, slice after slice. Its length is that of the
-    whole document, also where it lies in several slices.
+    whole document, also if it spans several slices.
 
     Args:
-        exclude: Numbers, each from 0; any order.
-        min_tokens: Leave out shorter ones.
-        max_tokens: Leave out longer ones; None for no bound.
+        exclude: Numbers of documents to leave out, in any order.
+        min_tokens: Leave out shorter documents.
+        max_tokens: Leave out longer documents; None for no bound.
 
     Raises:
-        UsageError: If a number or bound is none, or min_tokens is above max_tokens.
+        UsageError: If a number or bound is negative or no integer, or min_tokens is above max_tokens.
     """
 
     exclude: ArrayLike = ()
@@ -69,28 +67,27 @@ class DocumentFilter:
 
     @property
     def numbers(self) -> I64:
-        """The excluded documents, rising."""
+        """The excluded documents, ascending and distinct."""
         return np.asarray(self.exclude, np.int64)
 
     @property
     def by_length(self) -> bool:
-        """Whether lengths matter."""
+        """Whether lengths decide."""
         return self.min_tokens > 0 or self.max_tokens is not None
 
     def digest(self) -> str:
-        """The sha256 of what it says, in hex."""
+        """The sha256 of numbers and bounds, in hex."""
         bounds = f"{int(self.min_tokens)};{'' if self.max_tokens is None else int(self.max_tokens)};"
         return hashlib.sha256(bounds.encode() + self.numbers.astype("<i8").tobytes()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, DocumentFilter) and self.digest() == other.digest()
+        return isinstance(other, DocumentSubset) and self.digest() == other.digest()
 
     def __hash__(self) -> int:
         return hash(self.digest())
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Pieces:
+class DocumentSpans(NamedTuple):
     """The parts of a slice that belong to one document each: tokens [starts, stops), int64 [P], none empty."""
 
     starts: I64
@@ -98,63 +95,65 @@ class Pieces:
 
     @property
     def num_tokens(self) -> int:
-        """In all of them."""
+        """Tokens of all spans."""
         return int((self.stops - self.starts).sum())
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Rows:
-    """The samples of a slice as segments: runs of its tokens, one after another, that fill each row to seq_len."""
+class SampleSegments:
+    """The samples of a slice, R rows of seq_len tokens, as G segments: runs of tokens of the slice."""
 
-    firsts: I64  # [R + 1], the first segment of each row.
-    starts: I64  # [G], the token that a segment begins with; -1 for padding.
-    lengths: I64
-    follows: I64  # [G], the token that is the label of a segment's last one; -1 for none.
+    first_segments: I64  # [R + 1], the first segment of each row.
+    starts: I64  # [G], the first token of a segment; -1 for padding.
+    lengths: I64  # [G]
+    last_labels: I64  # [G], index of the token that is the label of a segment's last token; -1 for none.
 
     def __len__(self) -> int:
-        return len(self.firsts) - 1
+        return len(self.first_segments) - 1
 
 
-def kept_pieces(
-    ends: NDArray[np.uint64],
+def document_spans(
+    document_ends: NDArray[np.uint64],
     num_tokens: int,
-    documents: DocumentFilter | None = None,
+    documents: DocumentSubset | None = None,
     first_document: int = 0,
-    before: int = 0,
-    after: int = 0,
-) -> Pieces:
-    """The pieces of a slice that the filter leaves.
+    tokens_before: int = 0,
+    tokens_after: int = 0,
+) -> DocumentSpans:
+    """The spans of a slice's documents that are in a subset; all without one.
 
-    It begins in document `first_document`; what lies after the last of its ends [D] belongs to document
-    first_document + D. `before` and `after` are tokens of its first and last document in other slices.
+    The slice begins in document `first_document`; the tokens after its last end [D] belong to document first_document +
+    D. `tokens_before` and `tokens_after` are those of its first and last document in other slices.
+
+    Raises:
+        DatasetError: If the ends are damaged.
     """
-    problem = check_document_ends(ends, num_tokens)
+    problem = check_document_ends(document_ends, num_tokens)
     if problem:
         raise DatasetError(f"document_ends of a slice: {problem}. Verify the dataset.")
-    stops = np.append(ends.astype(np.int64), num_tokens)
+    stops = np.append(document_ends.astype(np.int64), num_tokens)
     starts = np.concatenate([[0], stops[:-1]])
-    keep = stops > starts
+    chosen = stops > starts
     if documents is not None:
         numbers = documents.numbers
         low, high = np.searchsorted(numbers, [first_document, first_document + len(stops)])
-        keep[numbers[low:high] - first_document] = False
-        if documents.by_length:
-            lengths = stops - starts
-            lengths[0] += before
-            lengths[-1] += after
-            keep &= lengths >= documents.min_tokens
-            if documents.max_tokens is not None:
-                keep &= lengths <= documents.max_tokens
-    return Pieces(starts[keep], stops[keep])
+        chosen[numbers[low:high] - first_document] = False
+        lengths = stops - starts
+        lengths[0] += tokens_before
+        lengths[-1] += tokens_after
+        chosen &= lengths >= documents.min_tokens
+        if documents.max_tokens is not None:
+            chosen &= lengths <= documents.max_tokens
+    return DocumentSpans(starts[chosen], stops[chosen])
 
 
-def chunk_rows(pieces: Pieces, seq_len: int, *, masks: bool) -> Rows:
-    """The stream of all pieces, cut every seq_len tokens.
+def chunk_segments(spans: DocumentSpans, seq_len: int, *, masks: bool) -> SampleSegments:
+    """Packing `chunk`: the stream of all spans, cut every seq_len tokens.
 
-    With masks a piece is a segment of its own, whose last token has no label; else pieces that follow one another in
-    the slice are one, and the label is the next token of the stream.
+    With masks each span is a segment of its own, whose last token has no label; without, adjacent spans are one
+    segment, and the label is the next token of the stream.
     """
-    starts, stops = pieces.starts, pieces.stops
+    starts, stops = spans
     if not masks and len(starts):
         apart = starts[1:] != stops[:-1]
         starts, stops = starts[np.append(True, apart)], stops[np.append(apart, True)]
@@ -163,128 +162,125 @@ def chunk_rows(pieces: Pieces, seq_len: int, *, masks: bool) -> Rows:
     row_edges = np.arange(rows + 1, dtype=np.int64) * seq_len
     inside = stream_ends[: np.searchsorted(stream_ends, rows * seq_len)]
     edges = np.concatenate([row_edges, inside])
-    edges.sort(kind="stable")  # Two rising runs: merged, not sorted.
+    edges.sort(kind="stable")  # Merges two ascending runs.
     edges = edges[np.append(True, edges[1:] != edges[:-1])]
-    piece = np.searchsorted(stream_ends, edges[:-1], "right")
-    shift = stops - stream_ends  # From a place in the stream to the token there.
-    begins, ends = edges[:-1] + shift[piece], edges[1:] + shift[piece]
-    after = np.full(len(stops), -1) if masks else np.append(starts, -1)[1:]
-    follows = np.where(ends < stops[piece], ends, after[piece])
-    return Rows(np.searchsorted(edges, row_edges), begins, ends - begins, follows)
+    span = np.searchsorted(stream_ends, edges[:-1], "right")
+    shift = stops - stream_ends  # From a position in the stream to the token there.
+    segment_starts, segment_stops = edges[:-1] + shift[span], edges[1:] + shift[span]
+    next_starts = np.full(len(stops), -1) if masks else np.append(starts, -1)[1:]
+    last_labels = np.where(segment_stops < stops[span], segment_stops, next_starts[span])
+    lengths = segment_stops - segment_starts
+    return SampleSegments(np.searchsorted(edges, row_edges), segment_starts, lengths, last_labels)
 
 
-def fit_rows(pieces: Pieces, seq_len: int) -> Rows:
-    """Whole pieces, fitted together; padding is the last segment of a row that has room left."""
-    sizes = pieces.stops - pieces.starts
-    whole, rest = np.divmod(sizes, seq_len)
+def fit_segments(spans: DocumentSpans, seq_len: int) -> SampleSegments:
+    """Packing `fit`: whole spans, fitted together; padding is the last segment of a row that is not full."""
+    full, rest = np.divmod(spans.stops - spans.starts, seq_len)
     short = np.flatnonzero(rest)
     bins, num_bins = _best_fit(rest[short], seq_len)
-    # Segments: the rows that a long piece fills, then what is fitted, then padding; each knows its row.
-    owner = np.repeat(np.arange(len(sizes)), whole)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(whole) - whole, whole)
-    full_starts = pieces.starts[owner] + nth * seq_len
+    # Three kinds of segments: the rows that a long span fills, then fitted remainders, then padding.
+    owner = np.repeat(np.arange(len(full)), full)
+    nth = np.arange(len(owner)) - np.repeat(np.cumsum(full) - full, full)
+    full_starts = spans.starts[owner] + nth * seq_len
     full_stops = full_starts + seq_len
-    short_starts = pieces.stops[short] - rest[short]
-    room = np.full(num_bins, seq_len)
-    np.subtract.at(room, bins, rest[short])
-    padded = np.flatnonzero(room)
+    short_starts = spans.stops[short] - rest[short]
+    free = np.full(num_bins, seq_len)
+    np.subtract.at(free, bins, rest[short])
+    padded = np.flatnonzero(free)
     lowest = np.full(num_bins, np.iinfo(np.int64).max)
     np.minimum.at(lowest, bins, short_starts)
-    number = np.empty(len(owner) + num_bins, np.int64)
-    number[np.argsort(np.concatenate([full_starts, lowest]), kind="stable")] = np.arange(len(number))
-    rows = np.concatenate([number[: len(owner)], number[len(owner) + bins], number[len(owner) + padded]])
+    row_number = np.empty(len(owner) + num_bins, np.int64)
+    row_number[np.argsort(np.concatenate([full_starts, lowest]), kind="stable")] = np.arange(len(row_number))
+    rows = row_number[np.concatenate([np.arange(len(owner)), len(owner) + bins, len(owner) + padded])]
     starts = np.concatenate([full_starts, short_starts, np.full(len(padded), -1)])
-    lengths = np.concatenate([np.full(len(owner), seq_len), rest[short], room[padded]])
-    goes_on = np.where(full_stops < pieces.stops[owner], full_stops, -1)
-    follows = np.concatenate([goes_on, np.full(len(short) + len(padded), -1)])
-    order = _order(rows, len(number))  # Pieces stay in their order, padding comes last.
-    firsts = np.searchsorted(rows[order], np.arange(len(number) + 1))
-    return Rows(firsts, starts[order], lengths[order], follows[order])
+    lengths = np.concatenate([np.full(len(owner), seq_len), rest[short], free[padded]])
+    continued = np.where(full_stops < spans.stops[owner], full_stops, -1)
+    last_labels = np.concatenate([continued, np.full(len(short) + len(padded), -1)])
+    order = _stable_order(rows, len(row_number))  # Spans keep their order; padding comes last.
+    first_segments = np.searchsorted(rows[order], np.arange(len(row_number) + 1))
+    return SampleSegments(first_segments, starts[order], lengths[order], last_labels[order])
 
 
-def count_fit(pieces: Pieces, seq_len: int) -> int:
-    """`len(fit_rows(pieces, seq_len))`, in a third of the time."""
-    whole, rest = np.divmod(pieces.stops - pieces.starts, seq_len)
-    return int(whole.sum()) + sum(move.bins for move in _moves(rest[rest > 0], seq_len) if move.fresh)
+def count_fit(spans: DocumentSpans, seq_len: int) -> int:
+    """`len(fit_segments(spans, seq_len))`, in a third of the time."""
+    full, rest = np.divmod(spans.stops - spans.starts, seq_len)
+    return int(full.sum()) + sum(step.bins for step in _placements(rest[rest > 0], seq_len) if step.is_new)
 
 
-class _Move(NamedTuple):
-    """`items` of one length into `bins` rows with `room` left, at most `each` to a row."""
+class _Placement(NamedTuple):
+    """`items` of one length go into `bins` rows of which each has `free` tokens left, at most `per_bin` into one."""
 
     length: int
     items: int
-    room: int
+    free: int
     bins: int
-    each: int
-    fresh: bool
+    per_bin: int
+    is_new: bool
 
 
-def _moves(lengths: I64, seq_len: int) -> Sequence[_Move]:
-    """Best fit, longest first: what goes where, as counts. The tightest row that has room takes as many as it holds."""
+def _placements(lengths: I64, seq_len: int) -> Sequence[_Placement]:
+    """Best fit, longest first, as counts: the fullest row that an item fits takes as many as it holds."""
     counts = np.bincount(lengths, minlength=1)
     present = np.flatnonzero(counts)[::-1]
-    rooms: list[int] = []  # Rising; the rooms of which there is some row, and how many.
-    free: dict[int, int] = {}
-    moves = []
+    frees: list[int] = []  # The keys of `num_bins`, ascending.
+    num_bins: dict[int, int] = {}  # By free tokens.
+    placements = []
 
-    def put(room: int, bins: int) -> None:
-        if room and bins:
-            if room not in free:
-                insort(rooms, room)
-            free[room] = free.get(room, 0) + bins
+    def put(free: int, bins: int) -> None:
+        if free and bins:
+            if free not in num_bins:
+                insort(frees, free)
+            num_bins[free] = num_bins.get(free, 0) + bins
 
-    for length, left in zip(present.tolist(), counts[present].tolist()):
-        while left:
-            at = bisect_left(rooms, length)
-            fresh = at == len(rooms)
-            room = seq_len if fresh else rooms[at]
-            each = room // length
-            bins = -(-left // each) if fresh else min(-(-left // each), free[room])
-            items = min(left, bins * each)
-            moves.append(_Move(length, items, room, bins, each, fresh))
-            if not fresh:
-                if bins == free[room]:
-                    del free[room], rooms[at]
+    for length, remaining in zip(present.tolist(), counts[present].tolist()):
+        while remaining:
+            i = bisect_left(frees, length)
+            is_new = i == len(frees)
+            free = seq_len if is_new else frees[i]
+            per_bin = free // length
+            bins = -(-remaining // per_bin) if is_new else min(-(-remaining // per_bin), num_bins[free])
+            items = min(remaining, bins * per_bin)
+            placements.append(_Placement(length, items, free, bins, per_bin, is_new))
+            if not is_new:
+                if bins == num_bins[free]:
+                    del num_bins[free], frees[i]
                 else:
-                    free[room] -= bins
-            last = items - (bins - 1) * each
-            put(room - each * length, bins - 1)
-            put(room - last * length, 1)
-            left -= items
-    return moves
+                    num_bins[free] -= bins
+            last = items - (bins - 1) * per_bin
+            put(free - per_bin * length, bins - 1)
+            put(free - last * length, 1)
+            remaining -= items
+    return placements
 
 
 def _best_fit(lengths: I64, seq_len: int) -> tuple[I64, int]:
-    """The row of each length, int64 [n], and how many rows: `_moves` with names given to rows."""
-    order = _order(seq_len - lengths, seq_len)
+    """The row of each length, int64 [n], and the number of rows: `_placements` with numbered rows."""
+    order = _stable_order(seq_len - lengths, seq_len)
     placed = np.empty(len(lengths), np.int64)
-    pools: defaultdict[int, list[I64]] = defaultdict(list)
-    at = num_bins = 0
-    for move in _moves(lengths, seq_len):
-        if move.fresh:
-            bins = np.arange(num_bins, num_bins + move.bins)
-            num_bins += move.bins
+    pools: defaultdict[int, list[I64]] = defaultdict(list)  # Rows by free tokens.
+    start = num_bins = 0
+    for step in _placements(lengths, seq_len):
+        if step.is_new:
+            bins = np.arange(num_bins, num_bins + step.bins)
+            num_bins += step.bins
         else:
-            pool = pools.pop(move.room)
-            every = pool[0] if len(pool) == 1 else np.concatenate(pool)
-            bins = every[: move.bins]
-            if move.bins < len(every):
-                pools[move.room].append(every[move.bins :])
-        full = move.bins - 1  # Rows that take `each`; the last one may take fewer.
-        last = move.items - full * move.each
-        placed[at : at + move.items] = bins if move.each == 1 else bins.repeat(move.each)[: move.items]
-        if last == move.each:
-            pools[move.room - last * move.length].append(bins)
-        else:
-            pools[move.room - last * move.length].append(bins[full:])
-            if full:
-                pools[move.room - move.each * move.length].append(bins[:full])
-        at += move.items
+            arrays = pools.pop(step.free)
+            pool = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+            bins = pool[: step.bins]
+            if step.bins < len(pool):
+                pools[step.free].append(pool[step.bins :])
+        stop = start + step.items
+        placed[start:stop] = bins.repeat(step.per_bin)[: step.items]
+        last = step.items - (step.bins - 1) * step.per_bin  # Items of the last row; the others have `per_bin`.
+        if step.bins > 1:
+            pools[step.free - step.per_bin * step.length].append(bins[:-1])
+        pools[step.free - last * step.length].append(bins[-1:])
+        start = stop
     out = np.empty(len(lengths), np.int64)
     out[order] = placed
     return out, num_bins
 
 
-def _order(values: I64, most: int) -> I64:
-    """The stable order of values in [0, most]."""
-    return np.argsort(values.astype(np.uint16) if most < 1 << 16 else values, kind="stable")  # 16 bits: by radix.
+def _stable_order(values: I64, maximum: int) -> I64:
+    """The stable order of values in [0, maximum]; 16-bit values are sorted by radix."""
+    return np.argsort(values.astype(np.uint16) if maximum < 1 << 16 else values, kind="stable")

@@ -1,4 +1,4 @@
-"""The samples of one shard, and how it arrives: in a thread, tried again until it is there."""
+"""The samples of one shard, and its download in a thread, retried until it is complete."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from forebay.errors import ForebayError, IntegrityError, NetworkError, UsageErro
 from forebay.formats.external import map_file
 from forebay.formats.vectors import vector_in
 from forebay.load.shard_check import read_ids
-from forebay.load.shard_folder import Pair
+from forebay.load.shard_folder import ShardFiles
 from forebay.storage.locks import Lock
 
-_FIRST_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
-_TELL_S = 10.0
+_FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
+_LOG_EVERY_S = 10.0
 log = logging.getLogger("forebay.load")
 
 
 class ShardDataset:
-    """The samples of one shard. Each has been compared with its id before it is given out.
+    """The samples of one shard, all verified by their ids.
 
     Attributes:
         index: Of the shard.
-        sample_ids: U64 [N], a view of the map of their file.
+        sample_ids: U64 [N], a view of the mapped file.
         seq_len: Tokens of a sample.
     """
 
-    def __init__(self, pair: Pair, seq_len: int, lock: Lock) -> None:
-        self.index = pair.index
+    def __init__(self, files: ShardFiles, seq_len: int, lock: Lock) -> None:
+        self.index = files.index
         self.seq_len = seq_len
         self._lock = lock
-        self.sample_ids = read_ids(pair.ids)
-        memory = map_file(pair.tokens)
+        self.sample_ids = read_ids(files.ids)
+        memory = map_file(files.tokens)
         wide = len(memory) // (len(self) * seq_len) != 2
-        vector = vector_in(pair.tokens, len(memory), "<u4" if wide else "<u2")
+        vector = vector_in(files.tokens, len(memory), "<u4" if wide else "<u2")
         self._samples: NDArray[Any] | None = memory[vector.offset :].view(vector.kind).reshape(-1, seq_len)
         assert len(self._samples) == len(self), (len(self._samples), len(self))
 
@@ -47,41 +47,38 @@ class ShardDataset:
         return len(self.sample_ids)
 
     def __getitem__(self, index: int) -> NDArray[Any]:
-        """Tokens of a sample: U16 or U32 [L], a view that must not be written."""
-        found: NDArray[Any] = self._opened()[index]
-        return found
+        """Tokens of a sample: U16 or U32 [L], a read-only view."""
+        sample: NDArray[Any] = self._open_samples()[index]
+        return sample
 
     def take(self, indexes: NDArray[np.int64]) -> NDArray[Any]:
-        """Tokens of samples: U16 or U32 [B, L], a copy."""
-        taken: NDArray[Any] = self._opened()[indexes]
-        return taken
+        """Tokens of samples [B]: U16 or U32 [B, L], a copy."""
+        samples: NDArray[Any] = self._open_samples()[indexes]
+        return samples
 
     def close(self) -> None:
-        """Drop the maps and let the files be removed: their disk space is free once they are. May be called twice.
-
-        A view that was given out keeps its file's space until it is dropped.
-        """
+        """Unmap the files, so that they can be removed. A view of them keeps its disk space. May be called twice."""
         self._samples = None
         self.sample_ids = np.empty(0, np.uint64)
         self._lock.release()
 
-    def _opened(self) -> NDArray[Any]:
+    def _open_samples(self) -> NDArray[Any]:
         if self._samples is None:
             raise UsageError(f"shard {self.index}: it is closed. Read it before the next shard is active.")
         return self._samples
 
 
-class Arrival:
-    """One shard on its way here, in a thread of its own, by `obtain` (as `ShardFolder.obtain`).
+class ShardDownload:
+    """The download of one shard, in a thread, by `obtain` (see `ShardFolder.obtain`).
 
-    `lock` keeps it from being removed, and is released with it.
+    `lock` keeps the shard from being removed; it is released by `stop`, or belongs to the opened dataset.
     """
 
-    def __init__(self, index: int, lock: Lock, obtain: Callable[..., Pair]) -> None:
+    def __init__(self, index: int, lock: Lock, obtain: Callable[..., ShardFiles]) -> None:
         self.index = index
-        self.pair: Pair | None = None
+        self.files: ShardFiles | None = None  # Set when it is complete.
         self.error: ForebayError | None = None  # Of the last attempt, if it failed.
-        self.final = False
+        self.is_final = False  # The error will not go away.
         self.received = self.total = 0  # Bytes of the tokens.
         self._obtain = obtain
         self._stop = threading.Event()
@@ -90,40 +87,40 @@ class Arrival:
         self._thread = threading.Thread(target=self._run, name=f"shard-{index}", daemon=True)
         self._thread.start()
 
-    def wait(self, give_up_s: float) -> float:
-        """Wait until it is there; how long it took, in seconds.
+    def wait(self, timeout_s: float) -> float:
+        """Wait until the shard is complete; returns how long, in seconds.
 
-        The error of the last attempt is raised after `give_up_s`, or at once where no other is of use.
+        Raises:
+            ForebayError: Of the last attempt, if it is final, or after `timeout_s`.
         """
-        began = told = time.monotonic()
+        started_at = logged_at = time.monotonic()
         with self._changed:
-            while self.pair is None:
-                waited = time.monotonic() - began
+            while self.files is None:
+                waited_s = time.monotonic() - started_at
                 if self._stop.is_set():
-                    raise UsageError(f"shard {self.index}: was given up. Ask for it again.")
-                if self.error is not None and (self.final or waited >= give_up_s):
+                    raise UsageError(f"shard {self.index}: its download was cancelled. Request it again.")
+                if self.error is not None and (self.is_final or waited_s >= timeout_s):
                     raise self.error
                 self._changed.wait(0.5)
-                if time.monotonic() - told >= _TELL_S:
-                    told = time.monotonic()
-                    log.warning("training waits for %s", self.describe(told - began))
-        return time.monotonic() - began
+                if time.monotonic() - logged_at >= _LOG_EVERY_S:
+                    logged_at = time.monotonic()
+                    log.warning("training waits for %s", self._describe(logged_at - started_at))
+        return time.monotonic() - started_at
 
-    def describe(self, waited_s: float) -> str:
-        """Where it stands, for people."""
+    def _describe(self, waited_s: float) -> str:
         part = f"{self.received / self.total:.0%} of {self.total} bytes" if self.total else "nothing yet"
         fault = f"; the last attempt failed: {self.error}" if self.error is not None else ""
-        return f"shard {self.index} since {waited_s:.1f} s: {part} here{fault}"
+        return f"shard {self.index} since {waited_s:.1f} s: {part} received{fault}"
 
     def open(self, seq_len: int) -> ShardDataset:
-        """Its samples, once `wait` returned; the lock is the dataset's from now on."""
+        """The samples, after `wait`. The lock then belongs to the dataset."""
         with self._changed:
-            assert self._lock is not None and self.pair is not None
+            assert self._lock is not None and self.files is not None
             lock, self._lock = self._lock, None
-            return ShardDataset(self.pair, seq_len, lock)
+            return ShardDataset(self.files, seq_len, lock)
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Give it up; what was fetched stays. May be called twice."""
+        """Cancel the download; partial files stay. May be called twice."""
         self._stop.set()
         self._thread.join(timeout_s)
         with self._changed:
@@ -136,29 +133,26 @@ class Arrival:
         pause_s = _FIRST_RETRY_S
         while not self._stop.is_set():
             try:
-                pair = self._obtain(self.index, stop=self._stop, on_progress=self._progress)
+                files = self._obtain(self.index, stop=self._stop, on_progress=self._progress)
             except (NetworkError, UsageError) as error:
                 if self._stop.is_set():
                     return
-                self._fail(error, isinstance(error, IntegrityError))
-                if self.final:
+                self._set(None, error, isinstance(error, IntegrityError))
+                if self.is_final:
                     return
-                log.warning("shard %d did not come, trying again in %.0f s: %s", self.index, pause_s, error)
+                log.warning("download of shard %d failed, retrying in %.0f s: %s", self.index, pause_s, error)
                 self._stop.wait(pause_s)
-                pause_s = min(_MOST_RETRY_S, 2 * pause_s)
-                continue
+                pause_s = min(_MAX_RETRY_S, 2 * pause_s)
             except ForebayError as error:
-                return self._fail(error, True)
-            except Exception as error:  # noqa: BLE001 - whoever waits must hear of it
-                return self._fail(UsageError(f"shard {self.index}: {type(error).__name__}: {error}"), True)
-            with self._changed:
-                self.pair, self.error = pair, None
-                self._changed.notify_all()
-            return
+                return self._set(None, error, True)
+            except Exception as error:  # noqa: BLE001 - `wait` raises it
+                return self._set(None, UsageError(f"shard {self.index}: {type(error).__name__}: {error}"), True)
+            else:
+                return self._set(files, None, False)
 
-    def _fail(self, error: ForebayError, final: bool) -> None:
+    def _set(self, files: ShardFiles | None, error: ForebayError | None, is_final: bool) -> None:
         with self._changed:
-            self.error, self.final = error, final
+            self.files, self.error, self.is_final = files, error, is_final
             self._changed.notify_all()
 
     def _progress(self, received: int, total: int) -> None:

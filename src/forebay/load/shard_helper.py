@@ -1,10 +1,8 @@
-"""A shard fetched and judged by a process of its own, of the lowest priority, so that training feels it least.
+"""Fetches and verifies a shard in a process of the lowest priority, so that training is not slowed down.
 
-Threads beside the training loop would take turns with it at the interpreter's lock, 250 000 times a GB, and at the
-processors. The process takes what training leaves; it ends when its parent does. Cost: its start, 0.4 s of a
-processor, and 60 MB; shards below 64 MiB are not worth it and come in threads.
-
-The two talk through a pipe of `multiprocessing`; its own way to start processes would run the user's program again.
+Threads beside the training loop would compete with it for the interpreter's lock, 250 000 times a GB, and for the
+processors. The process ends when its parent does. Cost: 0.4 s of a processor to start, and 60 MB; shards below 64 MiB
+are fetched in threads. It is not started by `multiprocessing`, which would run the user's program again.
 """
 
 import contextlib
@@ -14,40 +12,35 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
 from forebay.errors import ForebayError, UsageError
-from forebay.load.shard_folder import Pair, ShardFolder
+from forebay.load.shard_folder import Progress, ShardFiles, ShardFolder
 from forebay.storage.base import Timeouts
 from forebay.storage.origins import open_origin
 from forebay.storage.ranged_download import DownloadResult
 
-LEAST_APART_BYTES = 64 << 20
-_LOOK_S = 0.1
-_END_S = 5.0
+MIN_PROCESS_BYTES = 64 << 20
+_PRIORITY = 19
+_POLL_S = 0.1
+_EXIT_S = 5.0
 
 
 def open_folder(url: str, folder: Path, settings: dict[str, Any]) -> ShardFolder:
-    """The shards of a URL in a directory; one and the same: they are used in place."""
-    origin = open_origin(url, timeouts=Timeouts.within(settings["patience_s"]))
+    """The shards of a URL, in a local directory; if both are the same, they are used in place."""
+    origin = open_origin(url, timeouts=Timeouts.within(settings["timeout_s"]))
     return ShardFolder(None if Path(origin.url) == folder else origin, folder, **settings)
 
 
-def obtain_apart(
-    given: tuple[str, Path, dict[str, Any]],
-    nice: int,
-    index: int,
-    *,
-    stop: threading.Event,
-    on_progress: Callable[[int, int], object],
-) -> tuple[Pair, DownloadResult | None]:
-    """As `obtain` of `open_folder(*given)`, by a process of priority `nice`. UsageError, too, if the process died.
+def obtain_in_process(
+    folder: tuple[str, Path, dict[str, Any]], index: int, *, stop: threading.Event, on_progress: Progress
+) -> tuple[ShardFiles, DownloadResult | None]:
+    """`obtain` of `open_folder(*folder)`, in a process. Raises UsageError, too, if the process dies.
 
-    Credentials come from the environment, which the process inherits.
+    Credentials are in the environment, which the process inherits.
     """
     ours, theirs = Pipe()
     with theirs:
@@ -58,9 +51,9 @@ def obtain_apart(
         )  # fmt: skip
     with process, ours:
         try:
-            ours.send((given, nice, index))
+            ours.send((folder, index))
             while not stop.is_set():
-                if not ours.poll(_LOOK_S):
+                if not ours.poll(_POLL_S):
                     continue
                 kind, content = ours.recv()
                 if kind == "progress":
@@ -72,47 +65,48 @@ def obtain_apart(
                 else:
                     break
             else:
-                raise UsageError(f"shard {index}: given up while it was fetched.")
+                raise UsageError(f"shard {index}: cancelled while it was fetched.")
         except (EOFError, ConnectionError):
-            code = process.wait(_END_S)
+            code = process.wait(_EXIT_S)
             raise UsageError(
-                f"shard {index}: the process that fetched it ended with code {code} before it was there. It is tried "
-                "again; fetch='thread' does without such a process."
+                f"shard {index}: the process that fetched it ended with code {code} before it was complete. It is "
+                "retried; fetch='thread' needs no process."
             ) from None
         finally:
-            process.kill()  # What was fetched stays.
+            process.kill()  # Partial files stay.
     if kind == "error":
         raise content
-    found: tuple[Pair, DownloadResult | None] = content
-    return found
+    files: tuple[ShardFiles, DownloadResult | None] = content
+    return files
 
 
 def main(pipe: Connection) -> None:
-    """Fetch one shard, as the pipe says."""
+    """Fetch the shard that the pipe names, and send progress, log records and the result."""
     lock = threading.Lock()
 
     def send(kind: str, content: Any) -> None:
         with lock:
             pipe.send((kind, content))
 
-    given, nice, index = pipe.recv()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's
+    folder, index = pipe.recv()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles it.
     with contextlib.suppress(OSError):
-        os.nice(nice)
-    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+        os.nice(_PRIORITY)
+    threading.Thread(target=_exit_with_parent, args=(pipe,), daemon=True).start()
     handler = QueueHandler(None)  # type: ignore[arg-type]
     handler.enqueue = lambda record: send("log", record)  # type: ignore[method-assign]
     logging.getLogger("forebay").addHandler(handler)
     logging.getLogger("forebay").setLevel(logging.INFO)
     try:
-        folder = open_folder(*given)
-        found = folder.obtain(index, stop=threading.Event(), on_progress=lambda *sizes: send("progress", sizes))
+        files = open_folder(*folder).obtain(
+            index, stop=threading.Event(), on_progress=lambda *sizes: send("progress", sizes)
+        )
     except ForebayError as error:
         return send("error", error)
-    send("pair", found)
+    send("files", files)
 
 
-def _end_with_parent(pipe: Connection) -> None:
+def _exit_with_parent(pipe: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         pipe.recv()
     os._exit(0)

@@ -1,15 +1,13 @@
-"""Huge shards, one trained on while the next one comes: `SharedShardedDatasetManager`.
+"""Trains on huge shards, one at a time, while the next one is downloaded: `SharedShardedDatasetManager`.
 
     with SharedShardedDatasetManager(sequence_length=2048, rank=0, world_size=1) as shards:
         for batch in shards.batches(start_step=resumed_at, batch_size=256, inner_steps=30):
             ...
 
-Hides: when a shard is due, that it comes in the background, that the ranks of a machine share one copy, and that the
-old one goes. Which shard and which samples a step reads follows from its number alone, so that a run resumed at any
-step, and whoever checks one, sees the same.
+The ranks of a machine share one copy; used shards are removed. The shard and the samples of a step follow from its
+number alone, so a resumed run, or a validator, reads the same.
 
-Costs: the disk holds the shard in use and the next one; memory is 8 MiB and `max_workers` x 2 MiB, and what the
-system caches.
+Cost: the disk has the active shard and the next one; memory is 8 MiB and `max_workers` x 2 MiB, and the page cache.
 """
 
 from __future__ import annotations
@@ -26,10 +24,11 @@ from typing import Any, Literal
 import numpy as np
 
 from forebay.errors import UsageError
+from forebay.formats.external import token_dtype as check_token_dtype
 from forebay.load.batch import IGNORE_INDEX, Batch
-from forebay.load.shard_dataset import Arrival, ShardDataset
-from forebay.load.shard_folder import Pair
-from forebay.load.shard_helper import LEAST_APART_BYTES, obtain_apart, open_folder
+from forebay.load.shard_dataset import ShardDataset, ShardDownload
+from forebay.load.shard_folder import ShardFiles
+from forebay.load.shard_helper import MIN_PROCESS_BYTES, obtain_in_process, open_folder
 from forebay.order.shard_windows import (
     STEPS_PER_SHARD,
     Sampler,
@@ -44,8 +43,8 @@ from forebay.units import format_bytes, format_rate
 
 COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
 COMMON_MEM_BYTES = 4 * 10**9
-COMMON_SHARDS = 750 / 215  # of 215 GB, on a disk of 750 GB
-_LEAST_S = 1.0
+COMMON_SHARDS = 750 / 215  # Of 215 GB, on a disk of 750 GB.
+_MIN_RATED_S = 1.0  # Shorter downloads say nothing about the network.
 
 
 __all__ = ["ShardDataset", "SharedShardedDatasetManager"]
@@ -54,28 +53,29 @@ log = logging.getLogger("forebay.load")
 
 
 class SharedShardedDatasetManager:
-    """The shards of a bucket, each local and judged before it is trained on. Threads must not share it.
+    """The shards of a bucket, each local and verified before it is trained on. Not thread-safe.
 
     Args:
         sequence_length: Tokens of a sample.
         rank, world_size: Of the run; batches are divided by them.
         comms: Not used; callers of another project's class of this name pass it.
-        url: Where the shards are; by default the bucket of `R2_DATASET_*` below `DATASET_BINS_PATH`.
-        folder: Where they are kept; by default `DATASET_BINS_PATH`. The same directory as `url`: they are used there.
-        local_rank: Of the machine: 0 cleans up and deletes. By default `LOCAL_RANK`, else `rank`.
-        keep_shards: Delete nothing.
-        chunk_size, max_workers: Of downloads, see `plan_download`; `max_workers="all"`: one a range.
-        tmp_dir: Where partial files lie; by default in `folder`. On another volume, a file is copied and judged anew.
+        url: Location of the shards; by default the bucket of `R2_DATASET_*` below `DATASET_BINS_PATH`.
+        folder: Local directory; by default `DATASET_BINS_PATH`. If it is the same as `url`, shards are used in place.
+        local_rank: Of the machine: 0 removes used shards. By default `LOCAL_RANK`, else `rank`.
+        keep_shards: Remove nothing.
+        chunk_size, max_workers: Of downloads, see `forebay.storage.ranged_download.plan_download`.
+        tmp_dir: Directory of partial files; by default `folder`. From another volume, files are copied and verified
+            again.
         steps_per_shard, reset_step, num_shards, remap: See `shard_of_step`; `num_shards` is listed if None.
-        generation: Of the files of ids: `bin`, `npy`, or as found.
-        token_dtype: uint16 or uint32; the shards must be of it. By default as they are.
+        generation: Of the files of ids: `bin`, `npy`, or `auto`.
+        token_dtype: uint16 or uint32, required of the shards. By default as they are.
         prefix: `train` or `anneal`.
-        least_shards: Of which the disk must have room at the start: the one in use, the next, a third while ranks
-            let go of the old. With 2, a fetch may have to wait for that.
-        patience_s: An attempt fails when no byte, or no answer, came for so long; a quarter more at the most.
-        swap_patience_s: How long a swap waits for a shard whose download keeps failing.
-        fetch: Upcoming shards come in a process of their own, of priority `nice`, or in threads of this one; shards
-            below 64 MiB come in threads.
+        min_shards: Shards that must fit the disk at the start: the active one, the next, and a third that slow ranks
+            still use. With 2, a download may have to wait for them.
+        timeout_s: An attempt fails after this time without a byte or an answer; at most a quarter more.
+        swap_timeout_s: How long a swap waits for a shard whose download keeps failing.
+        fetch: Download upcoming shards in a low-priority `process`, or in threads of this one (`thread`); shards below
+            64 MiB are downloaded in threads.
 
     Raises:
         UsageError: If an argument or an environment variable is missing or wrong.
@@ -102,21 +102,20 @@ class SharedShardedDatasetManager:
         remap: Mapping[int, int] | None = None,
         token_dtype: Any = None,
         prefix: str = "train",
-        least_shards: int = 3,
-        patience_s: float = 300.0,
-        swap_patience_s: float = 3600.0,
+        min_shards: int = 3,
+        timeout_s: float = 300.0,
+        swap_timeout_s: float = 3600.0,
         fetch: Literal["process", "thread"] = "process",
-        nice: int = 19,
     ) -> None:
         del comms
-        if sequence_length < 1 or not 0 <= rank < world_size or least_shards < 2 or fetch not in ("process", "thread"):
+        if sequence_length < 1 or not 0 <= rank < world_size or min_shards < 2 or fetch not in ("process", "thread"):
             raise UsageError(
-                "shards: expected sequence_length >= 1, 0 <= rank < world_size, least_shards >= 2, fetch 'process' or "
-                f"'thread', got {sequence_length=}, {rank=}, {world_size=}, {least_shards=}, {fetch=}."
+                "shards: expected sequence_length >= 1, 0 <= rank < world_size, min_shards >= 2, fetch 'process' or "
+                f"'thread', got {sequence_length=}, {rank=}, {world_size=}, {min_shards=}, {fetch=}."
             )
         if any(index < 0 for pair in (remap or {}).items() for index in pair):
             raise UsageError(f"remap: expected indexes of shards, got {dict(remap or {})}.")
-        shard_turn(0, steps_per_shard, reset_step)
+        shard_turn(0, steps_per_shard, reset_step)  # Checks them.
         self.sequence_length = sequence_length
         self.rank, self.world_size = rank, world_size
         self.local_rank = int(os.environ.get("LOCAL_RANK") or rank) if local_rank is None else local_rank
@@ -125,48 +124,45 @@ class SharedShardedDatasetManager:
         self.remap = dict(remap or {})
         self.shard_index = -1
         self.active_dataset: ShardDataset | None = None
-        self.upcoming_dataset: Arrival | None = None
-        self._num_shards = num_shards
-        self._least_shards = least_shards
-        self._swap_patience_s = swap_patience_s
-        self._old: set[int] = set()
-        self._keep: set[int] = set()
-        self._checked_room = False
+        self.upcoming_dataset: ShardDownload | None = None
+        self._num_shards, self._min_shards, self._swap_timeout_s = num_shards, min_shards, swap_timeout_s
+        self._used: set[int] = set()
+        self._needed: set[int] = set()
+        self._checked_disk = False
         self._stats: dict[str, Any] = {
             "start_s": 0.0, "stall_s": 0.0, "swaps": 0, "late_swaps": 0, "fetched_bytes": 0, "fetch_s": 0.0,
         }  # fmt: skip
-        home = Path(folder if folder is not None else require_env("DATASET_BINS_PATH", "shards")).absolute()
+        directory = Path(folder if folder is not None else require_env("DATASET_BINS_PATH", "shards")).absolute()
         source = "r2://" if url is None else str(url) if "://" in str(url) else str(Path(url).absolute())
         settings: dict[str, Any] = {
-            "sequence_length": sequence_length, "kind": None if token_dtype is None else token_dtype(token_dtype),
+            "sequence_length": sequence_length,
+            "dtype": None if token_dtype is None else check_token_dtype(token_dtype),
             "tmp_dir": None if tmp_dir is None else Path(tmp_dir).absolute(), "chunk_size": chunk_size,
-            "max_workers": max_workers, "generation": generation, "prefix": prefix, "patience_s": patience_s,
+            "max_workers": max_workers, "generation": generation, "prefix": prefix, "timeout_s": timeout_s,
         }  # fmt: skip
-        self._folder = open_folder(source, home, settings)
-        self._obtain_apart = partial(obtain_apart, (source, home, settings), nice)
-        self._apart = fetch == "process" and self._folder.origin is not None
+        self._folder = open_folder(source, directory, settings)
+        self._obtain_in_process = partial(obtain_in_process, (source, directory, settings))
+        self._use_process = fetch == "process" and self._folder.origin is not None
         if self.remap:
-            log.warning("shards replaced as asked: %s", ", ".join(f"{a} by {b}" for a, b in self.remap.items()))
+            log.warning("shards replaced (remap): %s", ", ".join(f"{a} by {b}" for a, b in self.remap.items()))
 
     @property
     def num_shards(self) -> int:
-        """How many there are; listed once. Errors as of `ShardFolder.count`."""
+        """The number of shards; listed once. Raises DatasetError or NetworkError."""
         if self._num_shards is None:
             self._num_shards = self._folder.count()
         return self._num_shards
 
     def at_step(self, global_step: int) -> ShardDataset:
-        """The shard of a step; the step's own first call swaps, and waits where it is late.
+        """The shard of a step. At the first step of its window this swaps shards, and waits for a late one.
 
         Raises:
-            ForebayError: If the shard cannot be had.
+            ForebayError: If the shard cannot be fetched or verified.
         """
-        index = self._shard(global_step)
-        follows = next_shard_step(global_step, self.steps_per_shard, self.reset_step)
-        self._move(index, self._shard(follows))
+        next_step = next_shard_step(global_step, self.steps_per_shard, self.reset_step)
+        dataset = self._activate(self._shard(global_step), self._shard(next_step))
         self.shard_index = shard_turn(global_step, self.steps_per_shard, self.reset_step)[0] % self.num_shards
-        assert self.active_dataset is not None
-        return self.active_dataset
+        return dataset
 
     def batches(
         self,
@@ -179,9 +175,9 @@ class SharedShardedDatasetManager:
         mode: Sampler = "forebay",
         seed: int = 42,
     ) -> Iterator[Batch]:
-        """This rank's batches from a global step on; endless without `stop_step`.
+        """This rank's batches of global steps [start_step, stop_step); endless without `stop_step`.
 
-        A global step is a window of `inner_steps` batches. In `Batch`, `sample_ids` are places in the shard,
+        A global step is a window of `inner_steps` batches. In `Batch`, `sample_ids` are positions in the shard,
         `sources` the shard; `active_dataset.sample_ids` has the ids. The label after a sample's last token is -100.
 
         Args:
@@ -192,67 +188,67 @@ class SharedShardedDatasetManager:
             raise UsageError(f"batches: expected a multiple of {self.world_size} ranks, got {batch_size=}.")
         step = start_step
         while stop_step is None or step < stop_step:
-            data = self.at_step(step)
+            dataset = self.at_step(step)
             turn, first = shard_turn(step, self.steps_per_shard, self.reset_step)
-            places = window_sample_ids(
-                uid, step, len(data), inner_steps, batch_size, self.rank, self.world_size,
+            positions = window_sample_ids(
+                uid, step, len(dataset), inner_steps, batch_size, self.rank, self.world_size,
                 mode=mode, seed=seed, first_window=first,
             )  # fmt: skip
-            for inner, part in enumerate(np.split(places, inner_steps)):
+            for inner, part in enumerate(np.split(positions, inner_steps)):
                 rows = np.full((len(part), self.sequence_length + 1), IGNORE_INDEX, np.int64)
-                rows[:, :-1] = data.take(part)
+                rows[:, :-1] = dataset.take(part)
                 yield Batch(
                     rows[:, :-1], rows[:, 1:], part, turn // self.num_shards, inner,
-                    sources=np.full(len(part), data.index, np.int64), run_step=step,
+                    sources=np.full(len(part), dataset.index, np.int64), run_step=step,
                 )  # fmt: skip
             step += 1
 
     async def initialize_datasets(self, current_shard_index: int) -> ShardDataset:
-        """Have this shard active, and the next one on its way."""
-        await asyncio.to_thread(self._move, self._mapped(current_shard_index), self._mapped(current_shard_index + 1))
+        """Make this shard active, and start to download the next one."""
+        shards = self._mapped(current_shard_index), self._mapped(current_shard_index + 1)
+        dataset = await asyncio.to_thread(self._activate, *shards)
         self.shard_index = current_shard_index % self.num_shards
-        assert self.active_dataset is not None
-        return self.active_dataset
+        return dataset
 
     async def swap_datasets(self) -> ShardDataset:
-        """Have the next shard active, and the one after it on its way; the old one is deleted."""
+        """Make the next shard active, remove the old one, and start to download the one after it."""
         return await self.initialize_datasets(self.shard_index + 1)
 
-    def prepare_shard(self, shard_index: int) -> asyncio.Task[Pair]:
-        """Fetch a shard without opening it. In a running event loop."""
-        arrival = self._start(self._mapped(shard_index))
+    def prepare_shard(self, shard_index: int) -> asyncio.Task[ShardFiles]:
+        """Download a shard without opening it. In a running event loop."""
+        download = self._start(self._mapped(shard_index))
 
-        async def come() -> Pair:
+        async def finish() -> ShardFiles:
             try:
-                await asyncio.to_thread(arrival.wait, 0.0)
-                assert arrival.pair is not None
-                return arrival.pair
+                await asyncio.to_thread(download.wait, 0.0)
+                assert download.files is not None
+                return download.files
             finally:
-                arrival.stop()
+                download.stop()
 
-        return asyncio.get_running_loop().create_task(come())
+        return asyncio.get_running_loop().create_task(finish())
 
     async def create_dataset(self, shard_index: int) -> ShardDataset:
-        """Fetch a shard and open it; whoever calls closes it."""
-        arrival = self._start(self._mapped(shard_index))
-        await asyncio.to_thread(arrival.wait, 0.0)
-        return arrival.open(self.sequence_length)
+        """Download a shard and open it; the caller closes it."""
+        download = self._start(self._mapped(shard_index))
+        await asyncio.to_thread(download.wait, 0.0)
+        return download.open(self.sequence_length)
 
     def stats(self) -> dict[str, Any]:
         """`start_s` (waited for the first shard), `stall_s` (for later ones), `swaps`, `late_swaps`, `fetched_bytes`,
         `fetch_s`, `active`, and of the upcoming shard its `index`, `received`, `total`."""
-        coming = self.upcoming_dataset
-        told = None if coming is None else {"index": coming.index, "received": coming.received, "total": coming.total}
+        next_ = self.upcoming_dataset
+        upcoming = None if next_ is None else {"index": next_.index, "received": next_.received, "total": next_.total}
         active = None if self.active_dataset is None else self.active_dataset.index
-        return {**self._stats, "active": active, "upcoming": told}
+        return {**self._stats, "active": active, "upcoming": upcoming}
 
     def close(self) -> None:
-        """End what is under way; what was fetched stays, to be gone on with. May be called twice."""
+        """Cancel the download; partial files stay and are resumed. May be called twice."""
         if self.upcoming_dataset is not None:
             self.upcoming_dataset.stop()
         if self.active_dataset is not None:
             self.active_dataset.close()
-        self._prune()
+        self._remove_used()
         self.active_dataset = self.upcoming_dataset = None
 
     def __enter__(self) -> SharedShardedDatasetManager:
@@ -261,114 +257,114 @@ class SharedShardedDatasetManager:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _move(self, index: int, upcoming: int) -> None:
-        """Make a shard active, unless it is, and start the one that follows."""
-        if self.active_dataset is not None and self.active_dataset.index == index:
-            self._follow(index, upcoming)
-            return
-        first = self.active_dataset is None
-        arrival, self.upcoming_dataset = self.upcoming_dataset, None
-        if arrival is not None and arrival.index != index:
-            arrival.stop()
-            self._old.add(arrival.index)
-            arrival = None
-        if arrival is None:
-            self._check_room(index, upcoming)
-            arrival = self._start(index)
-        late = arrival.pair is None
-        try:
-            waited_s = arrival.wait(0.0 if first else self._swap_patience_s)
-        except BaseException:
-            arrival.stop()
-            raise
-        old, self.active_dataset = self.active_dataset, arrival.open(self.sequence_length)
-        self._stats["start_s" if first else "stall_s"] += waited_s
-        if old is not None:
-            self._stats["swaps"] += 1
-            self._stats["late_swaps"] += late
-            log.log(
-                logging.WARNING if late else logging.INFO,
-                "shard %d follows shard %d%s", index, old.index, f", {waited_s:.1f} s late" if late else "",
-            )  # fmt: skip
-            old.close()
-            self._old.add(old.index)
-        self._follow(index, upcoming)
+    def _activate(self, index: int, upcoming: int) -> ShardDataset:
+        """Make a shard active, unless it is, and start to download the next one."""
+        old = self.active_dataset
+        if old is None or old.index != index:
+            download, self.upcoming_dataset = self.upcoming_dataset, None
+            if download is not None and download.index != index:
+                download.stop()
+                self._used.add(download.index)
+                download = None
+            if download is None:
+                self._check_disk(index, upcoming)
+                download = self._start(index)
+            is_late = download.files is None
+            try:
+                waited_s = download.wait(0.0 if old is None else self._swap_timeout_s)
+            except BaseException:
+                download.stop()
+                raise
+            self.active_dataset = download.open(self.sequence_length)
+            self._stats["start_s" if old is None else "stall_s"] += waited_s
+            if old is not None:
+                self._stats["swaps"] += 1
+                self._stats["late_swaps"] += is_late
+                log.log(
+                    logging.WARNING if is_late else logging.INFO,
+                    "shard %d follows shard %d%s", index, old.index, f", {waited_s:.1f} s late" if is_late else "",
+                )  # fmt: skip
+                old.close()
+                self._used.add(old.index)
+        self._prepare_next(index, upcoming)
+        assert self.active_dataset is not None
+        return self.active_dataset
 
-    def _follow(self, index: int, upcoming: int) -> None:
-        self._keep = {index, upcoming}
-        self._old -= self._keep
-        self._prune()
-        coming = self.upcoming_dataset
-        if upcoming == index or (coming is not None and coming.index == upcoming):
+    def _prepare_next(self, index: int, upcoming: int) -> None:
+        self._needed = {index, upcoming}
+        self._used -= self._needed
+        self._remove_used()
+        download = self.upcoming_dataset
+        if upcoming == index or (download is not None and download.index == upcoming):
             return
-        if coming is not None:
-            coming.stop()
-            self._old.add(coming.index)
+        if download is not None:
+            download.stop()
+            self._used.add(download.index)
         self.upcoming_dataset = self._start(upcoming)
 
-    def _start(self, index: int) -> Arrival:
-        return Arrival(index, self._folder.use(index), self._obtain)
+    def _start(self, index: int) -> ShardDownload:
+        return ShardDownload(index, self._folder.use(index), self._obtain)
 
-    def _obtain(self, index: int, **given: Any) -> Pair:
-        """The shard, once there is room for it: by a process of its own, where training would feel it."""
-        self._prune()
+    def _obtain(self, index: int, **arguments: Any) -> ShardFiles:
+        """Obtain a shard if it fits the disk, in a process if it is large and training runs."""
+        self._remove_used()
         folder, size = self._folder, 0
         if folder.origin is not None and folder.ready(index) is None:
             size = folder.sizes(index)
-            need, free = max(0, size - folder.on_disk(index)), shutil.disk_usage(folder.tmp_dir).free
-            if free < need:
+            missing, free = max(0, size - folder.on_disk(index)), shutil.disk_usage(folder.tmp_dir).free
+            if free < missing:
                 raise UsageError(
-                    f"shard {index}: expected room for {need} bytes in {folder.tmp_dir}, got {free}. "
-                    "Free space there; what was fetched is kept and resumed."
+                    f"shard {index}: expected {missing} free bytes in {folder.tmp_dir}, got {free}. Free space there; "
+                    "partial files are kept and resumed."
                 )
-        apart = self._apart and self.active_dataset is not None and size >= LEAST_APART_BYTES
-        pair, fetched = (self._obtain_apart if apart else folder.obtain)(index, **given)
+        in_process = self._use_process and self.active_dataset is not None and size >= MIN_PROCESS_BYTES
+        files, fetched = (self._obtain_in_process if in_process else folder.obtain)(index, **arguments)
         if fetched is not None:
             self._stats["fetched_bytes"] += fetched.bytes_fetched
             self._stats["fetch_s"] += fetched.seconds
-            if fetched.seconds > _LEAST_S and fetched.bytes_fetched / fetched.seconds < COMMON_BYTES_PER_S:
+            if fetched.seconds > _MIN_RATED_S and fetched.bytes_fetched / fetched.seconds < COMMON_BYTES_PER_S:
                 rate = format_rate(fetched.bytes_fetched / fetched.seconds)
                 log.warning("shard %d came at %s; runs like this have 1 Gb/s or more", index, rate)
-        return pair
+        return files
 
-    def _check_room(self, index: int, upcoming: int) -> None:
-        """Before the first byte: clean up, refuse a disk that cannot do, and warn of what is smaller than is common.
+    def _check_disk(self, index: int, upcoming: int) -> None:
+        """Before the first download: clean up, and refuse a disk that is too small; warn of a small disk or memory.
 
-        All shards are taken to be of the first one's size.
+        All shards are assumed to have the first one's size.
         """
         folder = self._folder
-        if self._checked_room or folder.origin is None:
+        if self._checked_disk or folder.origin is None:
             return
-        self._checked_room = True
+        self._checked_disk = True
+        all_shards = set(range(self.num_shards))
         if self.local_rank == 0:
-            everything = set(range(self.num_shards)) | set(self.remap.values())
-            folder.clean(everything if self.keep_shards else {index, upcoming})
-        wanted = set(range(self.num_shards)) if self.keep_shards else {index, upcoming}
-        count = len(wanted) if self.keep_shards else min(self._least_shards, self.num_shards)
-        one, held = folder.sizes(index), sum(map(folder.on_disk, wanted))
-        free = shutil.disk_usage(folder.folder).free
-        if free + held < count * one:
+            folder.clean(all_shards | set(self.remap.values()) if self.keep_shards else {index, upcoming})
+        needed = all_shards if self.keep_shards else {index, upcoming}
+        count = len(needed) if self.keep_shards else min(self._min_shards, self.num_shards)
+        shard_bytes, present = folder.sizes(index), sum(map(folder.on_disk, needed))
+        available = shutil.disk_usage(folder.folder).free + present
+        if available < count * shard_bytes:
             raise UsageError(
-                f"{folder.folder}: expected room for {count} shards of {format_bytes(one)} ({count * one} "
-                f"bytes), got {free + held} bytes ({held} of them hold shards). Nothing was fetched. Free "
-                f"{count * one - free - held} bytes, or choose another folder."
+                f"{folder.folder}: expected room for {count} shards of {format_bytes(shard_bytes)} "
+                f"({count * shard_bytes} bytes), got {available} bytes ({present} of them hold shards). Nothing was "
+                f"fetched. Free {count * shard_bytes - available} bytes, or choose another folder."
             )
-        if free + held < COMMON_SHARDS * one:
+        if available < COMMON_SHARDS * shard_bytes:
             log.warning(
                 "disk: room for %s in %s; %s or more is what runs like this have (750 GB for shards of 215 GB)",
-                format_bytes(free + held), folder.folder, format_bytes(int(COMMON_SHARDS * one)),
+                format_bytes(available), folder.folder, format_bytes(int(COMMON_SHARDS * shard_bytes)),
             )  # fmt: skip
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if memory < COMMON_MEM_BYTES:
             log.warning("memory: %s; 4 GB or more is what runs like this have", format_bytes(memory))
 
-    def _prune(self) -> None:
-        """Remove what was used up, on local rank 0, as soon as no rank uses it."""
+    def _remove_used(self) -> None:
+        """On local rank 0, remove used shards that no rank has open."""
         if self.keep_shards or self.local_rank != 0 or self._folder.origin is None:
             return
-        for index in list(self._old - self._keep):
+        for index in list(self._used - self._needed):
             if self._folder.remove(index):
-                self._old.discard(index)
+                self._used.discard(index)
 
     def _shard(self, step: int) -> int:
         return shard_of_step(step, self.num_shards, self.steps_per_shard, self.reset_step, self.remap)

@@ -1,8 +1,4 @@
-"""What a loader may be given: a directory, a URL, somebody else's format, an open dataset, or a mixture of them.
-
-Hides how each is opened. A local dataset is read in place unless a cache directory is named (its mount may be slow);
-everything else comes by way of the cache.
-"""
+"""Opens what a loader reads: a directory, a URL, a dataset of another format, an open dataset, or a mixture of them."""
 
 from __future__ import annotations
 
@@ -16,28 +12,28 @@ from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import Dataset, Verify, local_path
 from forebay.dataset.reader import open_dataset as open_local
 from forebay.errors import DatasetError, UsageError
-from forebay.load.packing import DocumentFilter
+from forebay.load.packing import DocumentSubset
 from forebay.order.mixture import Weights
 from forebay.toml import read_toml
 
-Given: TypeAlias = "str | Path | Dataset"
-_OPENERS = 16
+DatasetSource: TypeAlias = "str | Path | Dataset"
+_OPENERS = 16  # Threads that open the datasets of a mixture.
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Several datasets, drawn from by weights that may change at a step.
+    """Several datasets, sampled by weights that may change at a step.
 
     Args:
         datasets: By name: a directory, a URL or an open Dataset. All of one layout and one type of tokens.
-        weights: By name, from 0, not all 0; or a list of (run step, weights) with steps rising from 0. A dataset
+        weights: By name, at least 0 and not all 0; or a list of (run step, weights), steps ascending from 0. A dataset
             that a change does not name has weight 0 from there on.
 
     Raises:
-        UsageError: If a name is unknown, a weight is not a number from 0, or steps do not rise from 0.
+        UsageError: If a name is unknown, a weight is negative or no number, or steps do not ascend from 0.
     """
 
-    datasets: Mapping[str, Given]
+    datasets: Mapping[str, DatasetSource]
     weights: Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
 
     def __post_init__(self) -> None:
@@ -49,7 +45,7 @@ class Mixture:
                 raise UsageError(
                     f"mixture: expected weights of {', '.join(self.datasets)} at step {step}, got {', '.join(unknown)}."
                 )
-        _ = self.plan  # Whose own checks these are.
+        _ = self.plan  # Checks the weights.
 
     @property
     def changes(self) -> list[tuple[int, Mapping[str, float]]]:
@@ -64,8 +60,8 @@ class Mixture:
         )
 
     @classmethod
-    def read(cls, path: str | Path) -> Mixture:
-        """A mixture from a TOML file.
+    def from_toml(cls, path: str | Path) -> Mixture:
+        """Read a mixture from a TOML file.
 
             [datasets]
             web = "s3://corpora/web"
@@ -76,13 +72,13 @@ class Mixture:
             weights = { web = 0.8, books = 0.2 }
 
         Raises:
-            UsageError: If the file cannot be read or is not that.
+            UsageError: If the file cannot be read or has other contents.
         """
         path = Path(path)
-        plain = read_toml(path)
-        datasets, changes = plain.get("datasets"), plain.get("change")
-        if not isinstance(datasets, dict) or not isinstance(changes, list) or set(plain) - {"datasets", "change"}:
-            raise UsageError(f"{path}: expected [datasets] and [[change]] and nothing else, got {sorted(plain)}.")
+        config = read_toml(path)
+        datasets, changes = config.get("datasets"), config.get("change")
+        if not isinstance(datasets, dict) or not isinstance(changes, list) or set(config) - {"datasets", "change"}:
+            raise UsageError(f"{path}: expected [datasets] and [[change]] and nothing else, got {sorted(config)}.")
         try:
             return cls(
                 {name: url if "://" in url else path.parent / url for name, url in datasets.items()},
@@ -92,93 +88,94 @@ class Mixture:
             raise UsageError(f"{path}: expected `step` and `weights` in each [[change]], got {error!r}.") from error
 
 
-def open_dataset(given: Given, identity: Any = None, *, verify: Verify = "once", from_urls: Any = "") -> Dataset:
-    """A dataset wherever it lies and whoever wrote it. Reads its description, no slice.
+def open_dataset(
+    source: DatasetSource, identity: Any = None, *, verify: Verify = "once", from_urls: Any = ""
+) -> Dataset:
+    """Open a dataset of any format and location. Reads its description, no slice.
 
     Args:
-        given: A directory or `file://` URL (Forebay's, or one of `docs/formats.md`), a URL of another scheme, or a
-            Dataset, which is given back.
+        source: A directory or `file://` URL (in Forebay's format, or one of `docs/formats.md`), a URL of another
+            scheme, or a Dataset, which is returned as it is.
         identity: For `forebay://` URLs: the node's directory.
-        from_urls: For `forebay://` URLs: as of `forebay.storage.origins.open_origin`.
-        verify: Of a local dataset of Forebay's format, as `forebay.dataset.reader.open_dataset` has it: `once`, `open`
-            or `never`. Slices from elsewhere are always hashed.
+        from_urls: For `forebay://` URLs: as in `forebay.storage.origins.open_origin`.
+        verify: For a local dataset in Forebay's format: `once`, `open` or `never`, as in
+            `forebay.dataset.reader.open_dataset`. Remote slices are always verified.
 
     Raises:
         DatasetError: If it is no dataset or damaged.
         NetworkError: If it cannot be reached.
-        UsageError: If the URL is of an unknown kind.
+        UsageError: If the scheme of the URL is unknown.
     """
-    if isinstance(given, Dataset):
-        return given
-    text = str(given)
+    if isinstance(source, Dataset):
+        return source
+    text = str(source)
     if "://" in text and not text.startswith("file://"):
-        from forebay.storage.origins import open_remote  # Needs no network package unless a URL asks for it.
+        from forebay.storage.origins import open_remote  # A local dataset needs no network packages.
 
         return open_remote(text, identity=identity, from_urls=from_urls)
-    folder = local_path(given)
-    if not (folder / MANIFEST_FILE).is_file() and folder.exists():
+    path = local_path(source)
+    if not (path / MANIFEST_FILE).is_file() and path.exists():
         from forebay.formats import open_external
 
-        found: Dataset | None = open_external(folder)
-        if found is not None:
-            return found
-        if folder.is_file():
+        dataset: Dataset | None = open_external(path)
+        if dataset is not None:
+            return dataset
+        if path.is_file():
             raise DatasetError(
-                f"{folder}: expected a dataset, got a file of another kind. Text is read as it is by "
-                "forebay.TextStream; `forebay prepare` makes a dataset of it."
+                f"{path}: expected a dataset, got a file of another kind. forebay.TextStream reads text files; "
+                "`forebay prepare` makes a dataset of them."
             )
-    return open_local(given, verify=verify)
+    return open_local(source, verify=verify)
 
 
-def open_all(given: Sequence[Given], identity: Any = None, from_urls: Any = "") -> list[Dataset]:
-    """`open_dataset` of each, several at a time: all of one layout and one type of tokens."""
-    if len(given) == 1:
-        return [open_dataset(given[0], identity, from_urls=from_urls)]
-    with ThreadPoolExecutor(min(_OPENERS, len(given))) as pool:
-        datasets = list(pool.map(lambda one: open_dataset(one, identity, from_urls=from_urls), given))
+def open_datasets(sources: Sequence[DatasetSource], identity: Any = None, from_urls: Any = "") -> list[Dataset]:
+    """Open several datasets, in threads. Raises DatasetError unless all have one layout and one type of tokens."""
+
+    def open_one(source: DatasetSource) -> Dataset:
+        return open_dataset(source, identity, from_urls=from_urls)
+
+    if len(sources) == 1:
+        return [open_one(sources[0])]
+    with ThreadPoolExecutor(min(_OPENERS, len(sources))) as pool:
+        datasets = list(pool.map(open_one, sources))
     first = datasets[0].manifest
     for dataset in datasets[1:]:
-        found = (dataset.manifest.layout, dataset.manifest.dtype)
-        if found != (first.layout, first.dtype):
+        other = dataset.manifest
+        if (other.layout, other.dtype) != (first.layout, first.dtype):
             raise DatasetError(
                 f"mixture: expected every dataset of layout {first.layout} {first.dtype} like {datasets[0].name}, got "
-                f"{found[0]} {found[1]} of {dataset.name}. Prepare them with one tokenizer."
+                f"{other.layout} {other.dtype} of {dataset.name}. Prepare them with one tokenizer."
             )
     return datasets
 
 
-def places_of(given: Given | Mixture) -> str | Path | Mixture:
-    """Where a dataset, or each of a mixture, lies: what another process opens it by."""
-    if isinstance(given, Mixture):
-        return replace(given, datasets={name: _place_of(one) for name, one in given.datasets.items()})
-    return _place_of(given)
+def portable_source(source: DatasetSource | Mixture) -> str | Path | Mixture:
+    """The path or URL by which another process opens a dataset, or a mixture of such."""
+    if isinstance(source, Mixture):
+        datasets: Mapping[str, Any] = {name: portable_source(dataset) for name, dataset in source.datasets.items()}
+        return replace(source, datasets=datasets)
+    if not isinstance(source, Dataset):
+        return source
+    origin = getattr(source, "origin", None)
+    return source.path if origin is None else str(origin.url)
 
 
-def _place_of(given: Given) -> str | Path:
-    if not isinstance(given, Dataset):
-        return given
-    origin = getattr(given, "origin", None)
-    return given.path if origin is None else str(origin.url)
+def as_mixture(source: DatasetSource | Mixture) -> Mixture | None:
+    """A mixture, or the one in a TOML file; None for anything else."""
+    if isinstance(source, (str, Path)) and str(source).endswith(".toml") and Path(source).is_file():
+        return Mixture.from_toml(source)
+    return source if isinstance(source, Mixture) else None
 
 
-def read_mixture(given: Given | Mixture) -> Mixture | None:
-    """A mixture, or the mixture in a TOML file; None for anything else."""
-    if isinstance(given, Mixture):
-        return given
-    if isinstance(given, (str, Path)) and str(given).endswith(".toml") and Path(given).is_file():
-        return Mixture.read(given)
-    return None
-
-
-def filters_of(
-    mixture: Mixture | None, documents: DocumentFilter | Mapping[str, DocumentFilter] | None
-) -> list[DocumentFilter | None]:
-    """What is left out of each dataset, in the order of a mixture's; of the one, where there is no mixture."""
+def subsets_of(
+    mixture: Mixture | None, documents: DocumentSubset | Mapping[str, DocumentSubset] | None
+) -> list[DocumentSubset | None]:
+    """The document subset of each dataset, in the order of the mixture."""
     if isinstance(documents, Mapping):
         unknown = sorted(set(documents) - set(mixture.datasets if mixture is not None else ()))
         if mixture is None or unknown:
-            raise UsageError(f"documents: expected filters by names of a mixture, got {unknown or list(documents)}.")
+            raise UsageError(f"documents: expected names of a mixture's datasets, got {unknown or list(documents)}.")
         return [documents.get(name) for name in mixture.datasets]
     if mixture is not None and documents is not None and len(documents.numbers):
-        raise UsageError("documents: expected {name: filter} in a mixture, got numbers without a dataset's name.")
+        raise UsageError("documents: expected {name: DocumentSubset} for a mixture, got numbers without a name.")
     return [documents] * (1 if mixture is None else len(mixture.datasets))

@@ -1,12 +1,12 @@
-"""Where a loader's time goes: each wait for a batch, by what it waited for; and what removing it would gain.
+"""Where a loader's time goes: each wait for a batch by its cause, and what removing a cause would gain.
 
-Hides the bookkeeping, which must cost less than a microsecond a batch. Five causes:
+Costs less than a microsecond a batch. Causes:
 
-- `scheduler`: for a lease or an assignment (workers; a Loader has none).
-- `network`: for a slice on its way from its origin.
-- `disk`: for pages of a slice that were not in memory.
-- `decode`: computing the order, gathering, casting, packing: the processor's work.
-- `queue`: for a batch that was ready elsewhere, in a thread or a helper process.
+- `scheduler`: a lease or an assignment (workers; never for a Loader).
+- `network`: a slice in transfer from its origin.
+- `disk`: pages of a slice that were not in memory.
+- `decode`: computing the order, gathering, casting and packing, on the processor.
+- `queue`: a batch that was ready in a thread or a helper process.
 """
 
 import logging
@@ -18,8 +18,8 @@ CAUSES = ("scheduler", "network", "disk", "decode", "queue")
 _log = logging.getLogger("forebay")
 
 _ADVICE = {
-    "scheduler": "Put the scheduler nearer, or lease larger slices",
-    "network": "Use an origin nearer by, more connections (connections=…), or a larger cache",
+    "scheduler": "Use a scheduler nearby, or lease larger slices",
+    "network": "Use a nearer origin, more connections (connections=…), or a larger cache",
     "disk": "Use a faster disk for the data or the cache, or the RAM tier (cache_dir='ram')",
     "decode": "Make batches ahead (prefetch=2), or in helper processes (num_workers)",
     "refetch": "Slices are fetched several times in an epoch: use a larger cache (cache_bytes), or fewer lanes (lanes)",
@@ -29,14 +29,14 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What a trainer waits for most, over a stretch of time.
+    """The main cause of waiting in an interval.
 
     Attributes:
         cause: One of CAUSES.
-        wait_share: Of the stretch, in [0, 1], that was spent waiting for batches.
-        cause_share: Of the waiting, in [0, 1], that was for this cause.
+        wait_share: Fraction of the interval spent waiting for batches.
+        cause_share: Fraction of the waiting that this cause has.
         speedup: How many times as fast training would run without this cause.
-        advice: What to do about it.
+        advice: What to change.
     """
 
     cause: str
@@ -53,64 +53,62 @@ class Bottleneck:
 
 
 def find_bottleneck(
-    waits: dict[str, float], elapsed_s: float, least_share: float = 0.05, *, refetching: bool = False
+    waits: dict[str, float], elapsed_s: float, min_share: float = 0.05, *, refetching: bool = False
 ) -> Bottleneck | None:
-    """The chief cause of waiting in `elapsed_s` seconds; None if waiting took less than `least_share` of them.
+    """The main cause of waiting in an interval; None if waiting took less than `min_share` of it.
 
-    `waits` are seconds by cause. `refetching`: many slices are fetched twice in an epoch: no faster network is advised.
+    Args:
+        waits: Seconds by cause.
+        elapsed_s: Length of the interval.
+        refetching: Many slices are fetched twice in an epoch; the advice is then not a faster network.
     """
     total = sum(waits.values())
-    if elapsed_s <= 0 or total < least_share * elapsed_s:
+    if elapsed_s <= 0 or total < min_share * elapsed_s:
         return None
     cause = max(waits, key=lambda name: waits[name])
-    most = waits[cause]
     advice = _ADVICE["refetch" if refetching and cause == "network" else cause]
-    speedup = elapsed_s / max(elapsed_s - most, 1e-3 * elapsed_s)
-    return Bottleneck(cause, min(1.0, total / elapsed_s), most / total, speedup, advice)
+    speedup = elapsed_s / max(elapsed_s - waits[cause], 1e-3 * elapsed_s)
+    return Bottleneck(cause, min(1.0, total / elapsed_s), waits[cause] / total, speedup, advice)
 
 
-class Waits:
+class WaitTimes:
     """Seconds waited for batches, by cause, since the loader was made.
 
-    A bottleneck is told at most each `every_s`, as a warning of the logger `forebay`.
+    Logs a bottleneck as a warning of the logger `forebay`, at most every `every_s`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, every_s: float = 30.0) -> None:
         self.seconds = dict.fromkeys(CAUSES, 0.0)
-        # Of the last batch: the wait; of it for the network, and the disk; and what the rest was for.
+        # Of the last batch: the wait; of it for network and disk; and the cause of the rest.
         self.last: tuple[float, float, float, str] = (0.0, 0.0, 0.0, "decode")
         self.busy_s = 0.0  # Between the waits.
-        self.began_at = self._told_at = clock()
-        self.check_at = self.began_at + every_s
+        self.started_at = self._checked_at = clock()
+        self.check_at = self.started_at + every_s
         self._every_s = every_s
-        self._told = dict(self.seconds)
-        self._first = True
+        self._checked = dict(self.seconds)
+        self._is_first = True
 
     def add(self, wait_s: float, network_s: float, disk_s: float, rest: str) -> None:
-        """A batch was waited for: so long in all, of it for network and disk, and for `rest` what is left."""
+        """Record the wait for a batch: its length, the parts for network and disk, and the cause of the rest."""
         network_s = min(network_s, wait_s)
         disk_s = min(disk_s, wait_s - network_s)
-        self.seconds["network"] += network_s
-        self.seconds["disk"] += disk_s
-        self.seconds[rest] += wait_s - network_s - disk_s
         self.last = (wait_s, network_s, disk_s, rest)
+        for cause, seconds in self.of_last().items():
+            self.seconds[cause] += seconds
 
     def of_last(self) -> dict[str, float]:
-        """Seconds by cause that the last batch was waited for."""
+        """Seconds by cause of the wait for the last batch."""
         wait_s, network_s, disk_s, rest = self.last
         return dict.fromkeys(CAUSES, 0.0) | {"network": network_s, "disk": disk_s, rest: wait_s - network_s - disk_s}
 
     def check(self, now: float, refetching: bool = False) -> Bottleneck | None:
-        """Tell the bottleneck of the time since it was last looked for; None if there is none.
-
-        The first stretch is passed over: it waited for its first slice, which is no fault.
-        """
-        elapsed = now - self._told_at
-        waits = {cause: self.seconds[cause] - self._told[cause] for cause in CAUSES}
-        self._told_at, self._told = now, dict(self.seconds)
+        """Log and return the bottleneck since the last call; None in the first interval, which includes the start."""
+        elapsed = now - self._checked_at
+        waits = {cause: self.seconds[cause] - self._checked[cause] for cause in CAUSES}
+        self._checked_at, self._checked = now, dict(self.seconds)
         self.check_at = now + self._every_s
-        found = None if self._first else find_bottleneck(waits, elapsed, refetching=refetching)
-        self._first = False
-        if found is not None:
-            _log.warning("%s", found)
-        return found
+        bottleneck = None if self._is_first else find_bottleneck(waits, elapsed, refetching=refetching)
+        self._is_first = False
+        if bottleneck is not None:
+            _log.warning("%s", bottleneck)
+        return bottleneck

@@ -13,14 +13,14 @@ from forebay.cache.eviction import part_bytes
 from forebay.errors import UsageError
 from forebay.load.resources import (
     COMMON_DISK_BYTES,
-    Disk,
-    Job,
-    Node,
+    CacheNeeds,
+    NodeNeeds,
+    RunSpec,
     check_traffic,
     fetch_ratio,
-    fitting,
+    fit_lanes,
+    largest_needs,
     refetched_bytes,
-    worst_of,
 )
 from forebay.observe.timing import Times, bandwidth_needed, flow_of, times_of
 from forebay.order.plan import Order, part_of
@@ -40,13 +40,13 @@ _TOKEN_BYTES = 8
 class Plan:
     """The figures of a job; `refused` has the reasons why it cannot run as requested."""
 
-    job: Job
-    nodes: list[Node] = field(repr=False)
+    job: RunSpec
+    nodes: list[NodeNeeds] = field(repr=False)
     lanes: int
     window: int
     head: int
     steps_per_epoch: int
-    disk: Disk
+    disk: CacheNeeds
     cache_bytes: int
     peak_disk_bytes: int
     fetched_bytes: int
@@ -108,17 +108,17 @@ class Plan:
             "memory_bytes": self.memory_bytes,
             "largest_batch_size": self.largest_batch,
             "fits_memory": None if job.mem_bytes is None else self.total_bytes + self.memory_bytes <= job.mem_bytes,
-            "fits_all": None if job.room is None else self.total_bytes <= job.room,
+            "fits_all": None if job.cache_limit is None else self.total_bytes <= job.cache_limit,
             "refused": self.refused,
             "warnings": self.warnings,
             "advice": self.advice,
         }
 
 
-def figures_of(job: Job) -> Plan:
+def figures_of(job: RunSpec) -> Plan:
     """The figures of a job, without refusals and warnings. 0.1 s for 250 000 slices, 2 s if lanes are searched."""
-    order, nodes = fitting(job)
-    disk, spans = worst_of(nodes)
+    order, nodes = fit_lanes(job)
+    disk, spans = largest_needs(nodes)
     overhead, total_bytes = job.part_bytes, int(job.slice_bytes.sum())
     proposed = min(max(disk.next_bytes, disk.once_bytes), total_bytes) + overhead
     cache = job.cache_bytes if job.cache_bytes is not None else min(proposed, job.volume_bytes or proposed)
@@ -147,7 +147,7 @@ def figures_of(job: Job) -> Plan:
     return _with_times(plan, spans)
 
 
-def rank_batch(job: Job) -> int:
+def rank_batch(job: RunSpec) -> int:
     """The most samples of a rank's batch."""
     return -(-job.global_batch // job.world_size)
 
@@ -178,7 +178,7 @@ def _fetches(plan: Plan, spans: Spans) -> Spans:
     return spans_of_epoch.once() if plan.cache_bytes >= plan.disk.once_bytes else spans_of_epoch
 
 
-def _first_bytes(job: Job, order: Order) -> int:
+def _first_bytes(job: RunSpec, order: Order) -> int:
     """Bytes of the slices that the first step of the first node reads."""
     if not order.steps_per_epoch:
         return 0
@@ -187,7 +187,7 @@ def _first_bytes(job: Job, order: Order) -> int:
     return int(job.slice_bytes[np.unique(slices)].sum())
 
 
-def _samples_of_rank(job: Job, order: Order) -> tuple[int, int]:
+def _samples_of_rank(job: RunSpec, order: Order) -> tuple[int, int]:
     """The fewest and the most samples of a rank in an epoch."""
     full, rest = divmod(order.num_samples, order.global_batch)
     shares = []
@@ -197,12 +197,12 @@ def _samples_of_rank(job: Job, order: Order) -> tuple[int, int]:
     return min(shares), max(shares)
 
 
-def _fixed_bytes(job: Job) -> int:
+def _fixed_bytes(job: RunSpec) -> int:
     """Memory of a rank's process without batches."""
     return _BASE_BYTES + _SLICE_BYTES * len(job.slice_bytes) + _CONNECTION_BYTES * (job.connections + _HASHERS)
 
 
-def _batch_bytes(job: Job) -> int:
+def _batch_bytes(job: RunSpec) -> int:
     """Memory of one sample in all batches that exist at once."""
     if job.seq_len is not None:
         sample = (job.seq_len + 1) * _TOKEN_BYTES
@@ -211,7 +211,7 @@ def _batch_bytes(job: Job) -> int:
     return sample * (_BATCHES + job.prefetch)
 
 
-def _largest_batch(job: Job) -> int | None:
+def _largest_batch(job: RunSpec) -> int | None:
     """The largest batch of a rank with which the loader fits the node's memory; 0 if none."""
     if job.mem_bytes is None:
         return None
@@ -340,7 +340,7 @@ COMMON_MEM_BYTES = 4 * 10**9
 _STALL_PART = 0.01  # Of an epoch; less is not reported.
 
 
-def make_plan(job: Job) -> Plan:
+def make_plan(job: RunSpec) -> Plan:
     """The plan of a job: figures, refusals, warnings and advice. At most 2 s for 250 000 slices."""
     plan = figures_of(job)
     refused, advice = _refusals(plan)
@@ -373,9 +373,9 @@ def _refusals(plan: Plan) -> tuple[list[str], list[str]]:
             "Lower the cache's budget, or choose another disk."
         )
     total_bytes = plan.total_bytes
-    if job.keep == "all" and job.room is not None and job.room < total_bytes:
+    if job.keep == "all" and job.cache_limit is not None and job.cache_limit < total_bytes:
         refused.append(
-            f"keep='all': expected space for the dataset, {total_bytes} bytes, got {job.room} bytes. "
+            f"keep='all': expected space for the dataset, {total_bytes} bytes, got {job.cache_limit} bytes. "
             "Let the cache evict (keep='budget')."
         )
     memory = job.mem_bytes
@@ -402,9 +402,9 @@ def _refusals(plan: Plan) -> tuple[list[str], list[str]]:
 def _narrower(plan: Plan) -> list[str]:
     """Lanes and a window that fit, if any."""
     job = plan.job
-    order, nodes = fitting(replace(job, lanes=None, window=None))
-    disk = worst_of(nodes)[0]
-    if job.room is not None and disk.least_bytes <= job.room:
+    order, nodes = fit_lanes(replace(job, lanes=None, window=None))
+    disk = largest_needs(nodes)[0]
+    if job.cache_limit is not None and disk.least_bytes <= job.cache_limit:
         return [
             f"lanes={order.num_lanes}, window={order.window_samples} keep {format_bytes(disk.open_bytes)} open, "
             f"{format_bytes(disk.next_bytes)} with the next windows."

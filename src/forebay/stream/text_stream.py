@@ -23,7 +23,7 @@ import numpy as np
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, token_dtype
-from forebay.load.background import run_ahead
+from forebay.load.background import prefetch_in_thread
 from forebay.load.batch import IGNORE_INDEX, Batch
 from forebay.order.bijection import derive_key
 from forebay.order.step_index import check_integer
@@ -204,7 +204,7 @@ class TextStream:
                     raise UsageError("TextStream: this iteration ended when another began. Open another for two.")
                 if self._source is None:
                     made = self._made(self._moment)
-                    self._source = run_ahead(made, self._prefetch) if self._prefetch else made
+                    self._source = prefetch_in_thread(made, self._prefetch) if self._prefetch else made
                 found = next(self._source, None)
                 if found is None:
                     return

@@ -15,7 +15,7 @@ from calibration import scaled
 from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
-from forebay.load.stats import CAUSES, Waits, find_bottleneck
+from forebay.load.stats import CAUSES, WaitTimes, find_bottleneck
 from forebay.observe.loading import progress, serve_metrics, words
 
 
@@ -77,7 +77,7 @@ def test_every_wait_is_attributed(folder: Path) -> None:
 
 
 def test_a_wait_goes_to_network_then_disk_then_the_rest() -> None:
-    waits = Waits()
+    waits = WaitTimes()
     waits.add(1.0, 0.5, 0.2, "decode")
     assert waits.of_last() == dict.fromkeys(CAUSES, 0.0) | {"network": 0.5, "disk": 0.2, "decode": pytest.approx(0.3)}
     waits.add(1.0, 4.0, 1.0, "queue")  # A thread waited longer than its consumer did.
@@ -86,7 +86,7 @@ def test_a_wait_goes_to_network_then_disk_then_the_rest() -> None:
 
 def test_the_bottleneck_is_told_with_what_removing_it_gains(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
-    waits = Waits(lambda: now, every_s=30.0)
+    waits = WaitTimes(lambda: now, every_s=30.0)
     waits.add(20.0, 20.0, 0.0, "decode")
     assert waits.check(30.0) is None  # The beginning.
     waits.add(10.0, 9.0, 0.0, "decode")

@@ -18,7 +18,7 @@ from forebay.dataset.adopt import adopt
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
-from forebay.load.resources import Job
+from forebay.load.resources import RunSpec
 from forebay.load.sources import open_dataset
 from forebay.observe.plan import format_plan, make_plan
 from forebay.observe.timing import Flow, bandwidth_needed, flow_of, times_of
@@ -29,9 +29,9 @@ from origin_server import OriginServer
 GB = 10**9
 
 
-def job(num_slices: int = 10, size: int = 200 * GB, seq_len: int = 2048, batch: int = 512, **given) -> Job:
+def job(num_slices: int = 10, size: int = 200 * GB, seq_len: int = 2048, batch: int = 512, **given) -> RunSpec:
     sizes = np.full(num_slices, size)
-    return Job(sizes, sizes // 2 // seq_len, batch, seq_len, **given)
+    return RunSpec(sizes, sizes // 2 // seq_len, batch, seq_len, **given)
 
 
 # --- figures that were published
@@ -240,7 +240,7 @@ def test_a_loader_fetches_and_holds_what_the_plan_says(tmp_path: Path, lanes: in
 
     def planned(cache_bytes: int | None):
         samples = table.count // seq_len
-        return make_plan(Job(table.bytes, samples, 8, seq_len, lanes=lanes, window=window, cache_bytes=cache_bytes))
+        return make_plan(RunSpec(table.bytes, samples, 8, seq_len, lanes=lanes, window=window, cache_bytes=cache_bytes))
 
     least = planned(None).disk.least_bytes
     ample = 2 * planned(None).disk.once_bytes + 2
@@ -257,7 +257,7 @@ def test_a_loader_fetches_and_holds_what_the_plan_says(tmp_path: Path, lanes: in
 def test_a_cache_below_the_least_fetches_over_and_over(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "data", 24, 64, 256)
     table = open_dataset(dataset).table
-    plan = make_plan(Job(table.bytes, table.count // 256, 8, 256, lanes=8, window=50))
+    plan = make_plan(RunSpec(table.bytes, table.count // 256, 8, 256, lanes=8, window=50))
     room = plan.disk.least_bytes - 2 * int(table.bytes.max())
     assert not make_plan(replace(plan.job, cache_bytes=room)).ok
     with OriginServer(dataset) as server:

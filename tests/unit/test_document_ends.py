@@ -1,4 +1,4 @@
-"""Document ends of slices that lie elsewhere, and counts that are remembered."""
+"""Document ends of slices that lie elsewhere, and counts that are cached."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import locate_tensors, write_token_slice
 from forebay.errors import DatasetError
-from forebay.load.packing import DocumentFilter
-from forebay.load.samples import ReadEnds, ends_reader, plan_samples
+from forebay.load.document_ends import ReadEnds, ends_reader
+from forebay.load.packing import DocumentSubset
+from forebay.load.samples import plan_samples
 from forebay.storage.origins import open_remote
 from origin_server import OriginServer
 
@@ -45,7 +46,7 @@ def test_ends_are_read_without_their_slices(dataset: Dataset) -> None:
         for name, sent in server.bytes_sent.items():
             assert sent / 3 <= 250_000 < dataset.table.bytes.min(), name
         server.reset()
-        for settings in ({"packing": "fit"}, {"documents": DocumentFilter([3], 2, 90)}):
+        for settings in ({"packing": "fit"}, {"documents": DocumentSubset([3], 2, 90)}):
             here, there = (plan_samples(one, 64, **settings) for one in (dataset, remote))  # type: ignore[arg-type]
             assert here.counts.tolist() == there.counts.tolist()
 
@@ -85,9 +86,9 @@ def test_where_tensors_lie() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"packing": "fit"}, {"documents": DocumentFilter([1], 2, 90)}, {"documents": DocumentFilter([7])}]
+    "settings", [{"packing": "fit"}, {"documents": DocumentSubset([1], 2, 90)}, {"documents": DocumentSubset([7])}]
 )
-def test_what_was_counted_is_remembered(dataset: Dataset, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_counts_are_cached(dataset: Dataset, tmp_path: Path, settings: dict[str, Any]) -> None:
     asked: list[int] = []
 
     def counting(index: int) -> Any:
@@ -95,7 +96,7 @@ def test_what_was_counted_is_remembered(dataset: Dataset, tmp_path: Path, settin
         return dataset.open_slice(index).document_ends
 
     def view(read_ends: ReadEnds = counting, seq_len: int = 64) -> Any:
-        return plan_samples(dataset, seq_len, **settings, read_ends=read_ends, remember=tmp_path / "counts")
+        return plan_samples(dataset, seq_len, **settings, read_ends=read_ends, cache_dir=tmp_path / "counts")
 
     first = view()
     assert asked
@@ -107,10 +108,10 @@ def test_what_was_counted_is_remembered(dataset: Dataset, tmp_path: Path, settin
     for name in ("tail_tokens", "padding_tokens", "excluded_tokens"):
         assert getattr(first, name) == getattr(second, name)
     ends = dataset.open_slice(0).document_ends
-    assert first.pieces(0, ends, 400_000).num_tokens == second.pieces(0, ends, 400_000).num_tokens
+    assert first.document_spans(0, ends, 400_000).num_tokens == second.document_spans(0, ends, 400_000).num_tokens
     view(seq_len=32)
     assert asked
     for path in (tmp_path / "counts").iterdir():
-        path.write_bytes(path.read_bytes()[:-8])  # Damaged: counted anew.
+        path.write_bytes(path.read_bytes()[:-8])  # Damaged: counted again.
     asked.clear()
     assert (view().counts == first.counts).all() and asked
