@@ -20,7 +20,6 @@ BODY: dict[str, Any] = {
     "signature": "ab" * 64, "declared_until": {"a1": 8}, "release": ["a2"],
     "failed": [{"lease_id": "a3", "reason": "x\ny"}],
     "want": 2, "cached": {"2" * 64: "0-2,5"}, "reports": [{"peer_id": "p", "sha256": "3" * 64, "reason": "wrong"}],
-    "speed": 1.5,
 }  # fmt: skip
 MODEL = TypeAdapter(ExchangeRequest)
 
@@ -32,7 +31,7 @@ def parse(body: object) -> ExchangeRequest:
 
 def test_a_whole_question() -> None:
     ask = parse(BODY)
-    assert (ask.job, ask.known_leases, ask.declared_until, ask.want, ask.speed) == ("d", ("a1",), {"a1": 8}, 2, 1.5)
+    assert (ask.job, ask.known_leases, ask.declared_until, ask.want) == ("d", ("a1",), {"a1": 8}, 2)
     assert (ask.uses[0].slice, ask.uses[0].stop, ask.signature) == (3, 8, "ab" * 64)
     assert ask.failed == (FailedLease("a3", "x?y"),) and ask.reports == (ProviderReport("p", "3" * 64, "wrong", True),)
     assert ask.cached == {"2" * 64: "0-2,5"}
@@ -57,8 +56,8 @@ def test_a_whole_question() -> None:
         {"cached": {"d": "1"}}, {"cached": {"2" * 64: "1-"}}, {"cached": {"2" * 64: 1}},
         {"cached": {"2" * 64: "1" * 10}},
         {"reports": [{"peer_id": "p", "sha256": "3"}]},
-        {"reports": [{"peer_id": "p", "sha256": "3" * 64, "reason": "late", "wrong": 0}]}, {"speed": "fast"},
-        {"speed": 1e400}, {"failed": [{"lease_id": "a", "reason": 1}]},
+        {"reports": [{"peer_id": "p", "sha256": "3" * 64, "reason": "late", "wrong": 0}]},
+        {"failed": [{"lease_id": "a", "reason": 1}]},
     ],
 )  # fmt: skip
 def test_what_is_refused(change: dict[str, Any]) -> None:

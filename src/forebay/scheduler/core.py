@@ -123,7 +123,7 @@ class SchedulerCore:
         return session
 
     def _update_session(self, session: WorkerSession, request: ExchangeRequest, organisation: str, now: float) -> None:
-        """Store what the session has cached, where it serves that, and its speed; unknown datasets are ignored."""
+        """Store what the session has cached and where it serves that; unknown datasets are ignored."""
         swarms = self.swarms
         try:
             cached = {i: parse_ranges(text, swarms[i].num_slices) for i, text in request.cached.items() if i in swarms}
@@ -134,8 +134,6 @@ class SchedulerCore:
             dataset_id = self.jobs[job].spec.sources[dataset].dataset_id
             if dataset_id in cached:
                 table.set_cached(holder, cached[dataset_id])
-            if request.speed is not None:
-                holder.speed.set_default(request.speed)
 
     def _record_uses(
         self, peer_id: str, request: ExchangeRequest, now: float

@@ -33,11 +33,6 @@ class SpeedEstimate:
         keep = math.exp(-lasted / MEMORY_S) if self.value is not None else 0.0
         self.value = keep * (self.value or 0.0) + (1.0 - keep) * (num_samples / lasted)
 
-    def set_default(self, value: float) -> None:
-        """The holder's own figure, used until there is a measurement."""
-        if self.value is None and math.isfinite(value) and value > 0:
-            self.value = value
-
 
 HolderKey: TypeAlias = tuple[str, str]
 """(worker, session)"""

@@ -122,7 +122,6 @@ class ExchangeRequest(_Message):
         cached: Dataset id to the slices in the worker's cache, as `index` of a lease counts them, as ranges with both
             ends included; a dataset left out is unchanged.
         reports: Providers that failed.
-        speed: Samples a second, where the worker knows it and the scheduler has not measured it yet.
     """
 
     job: Name = ""
@@ -139,7 +138,6 @@ class ExchangeRequest(_Message):
     want: Annotated[int, Field(ge=0, le=MAX_WANT)] = 0
     cached: Annotated[dict[Sha256, Ranges], Field(max_length=64)] = field(default_factory=dict)
     reports: Annotated[tuple[ProviderReport, ...], Field(max_length=MAX_REPORTS)] = ()
-    speed: Annotated[float, Field(ge=0, lt=1e15)] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The body of the request, without fields that have their default."""

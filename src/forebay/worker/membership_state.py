@@ -9,7 +9,7 @@ operations may be active at once: `heartbeats`, and one of the others; a driver 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from random import Random
 from typing import Any, TypeAlias, TypeVar
 
@@ -110,6 +110,7 @@ class Generation:
 _GENERATION = TypeAdapter(Generation)
 
 
+@dataclass(eq=False)
 class MembershipState:
     """One process's membership of a run; `settings` to `on_note` as of `Membership`.
 
@@ -117,44 +118,32 @@ class MembershipState:
     name that no other process has; `random` spreads the retries of requests.
     """
 
-    def __init__(
-        self,
-        worker_id: str,
-        coordinator: str,
-        *,
-        address: str = "",
-        settings: Mapping[str, Any],
-        defaults: Mapping[str, Any],
-        lockstep: bool,
-        step: int,
-        samples: int,
-        patience_s: float,
-        on_note: Callable[[str], None],
-        clock: Callable[[], float],
-        new_session: Callable[[], str],
-        random: Random,
-    ) -> None:
-        self.worker_id = worker_id
+    worker_id: str
+    coordinator: str
+    _: KW_ONLY
+    address: str = ""
+    settings: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    lockstep: bool
+    step: int
+    samples: int
+    patience_s: float
+    on_note: Callable[[str], None]
+    clock: Callable[[], float]
+    new_session: Callable[[], str]
+    random: Random
+
+    def __post_init__(self) -> None:
         self.config: dict[str, Any] = {}  # the settings of the run, after `agree`
         self.generation: Generation | None = None  # None before `join`
         self.session = ""
         self.closed = False  # it has left; active operations end
-        self._coordinator = coordinator
-        self._address = address
-        self._settings = {**settings, "lockstep": lockstep}
-        self._defaults = dict(defaults)
-        self._patience_s = patience_s
-        self._on_note = on_note
-        self._clock = clock
-        self._new_session = new_session
-        self._random = random
-        self._step = step
-        self._weights = (step, samples)  # steps and samples that this worker's weights were trained for
+        self.settings = {**self.settings, "lockstep": self.lockstep}
+        self._weights = (self.step, self.samples)  # what this worker's weights were trained for
         self._run_to = 0
         self._changing = self._broken = False
         self._lost = ""
-        self._heartbeat_s = 30.0
-        self._lost_s = 5.0
+        self._heartbeat_s, self._lost_s = 30.0, 5.0
 
     @property
     def changing(self) -> bool:
@@ -168,16 +157,16 @@ class MembershipState:
 
     def agree(self) -> Operation[dict[str, Any]]:
         """As `Membership.agree`."""
-        proposed = {**self._defaults, **self._settings}
+        proposed = {**self.defaults, **self.settings}
         answer = yield from self._call("/v1/config", {"settings": proposed})
         try:
             self._heartbeat_s, self._lost_s = float(answer["heartbeat_s"]), float(answer["lost_s"])
             config = {**proposed, **answer["config"]}
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"coordinator: expected a configuration, got {answer!r:.200}") from error
-        for key, value in self._settings.items():
+        for key, value in self.settings.items():
             if value is not None and config[key] != value:
-                self._on_note(f"{key}: the run has {config[key]!r}, which overrides {value!r} of {self.worker_id}")
+                self.on_note(f"{key}: the run has {config[key]!r}, which overrides {value!r} of {self.worker_id}")
         self.config = config
         return dict(config)
 
@@ -185,15 +174,15 @@ class MembershipState:
         """As `Membership.join`."""
         if not self.config:
             yield from self.agree()
-        self.session, self._lost, self._run_to = self._new_session(), "", 0
-        body = {**self._me(), "address": self._address, "step": self._weights[0], "samples": self._weights[1]}
-        unsure_until, noted = self._clock() + self._heartbeat_s + 2 * self._lost_s, ""
+        self.session, self._lost, self._run_to = self.new_session(), "", 0
+        body = {**self._me(), "address": self.address, "step": self._weights[0], "samples": self._weights[1]}
+        unsure_until, noted = self.clock() + self._heartbeat_s + 2 * self._lost_s, ""
         wait_s = FIRST_WAIT_S
         while True:
             try:
                 answer = yield from self._call("/v1/members/join", {**body, "wait_s": wait_s}, wait_s)
             except RemoteError as error:
-                if error.code == "unsure" and self._clock() < unsure_until and not self.closed:
+                if error.code == "unsure" and self.clock() < unsure_until and not self.closed:
                     yield Pause(0.5)
                     continue
                 if error.code in ("duplicate", "unsure"):
@@ -206,7 +195,7 @@ class MembershipState:
             waiting = answer.get("waiting", {})
             text = f"waiting for a generation: {waiting.get('members')} members, waits for {waiting.get('waits_for')}"
             if text != noted:
-                self._on_note(noted := text)
+                self.on_note(noted := text)
             wait_s = WAIT_S
 
     def boundary(
@@ -216,7 +205,7 @@ class MembershipState:
         generation = self.generation
         if generation is None:
             raise MembershipLostError(f"worker {self.worker_id!r}: in no generation yet. Call join() first.")
-        self._step = step
+        self.step = step
         if holds:
             self._weights = (step, generation.first_sample(step, int(self.config.get("batch_size") or 1)))
         if self._lost:
@@ -249,7 +238,7 @@ class MembershipState:
         wait_s = min(self._heartbeat_s, HEARTBEAT_WAIT_S)
         while not self.closed and self.session == session and self.generation is not None:
             number = self.generation.number
-            body = {**self._me(), "generation": number, "step": self._step}
+            body = {**self._me(), "generation": number, "step": self.step}
             body |= {"changing": self._changing, "broken": self._broken, "wait_s": wait_s}
             answer: Mapping[str, Any] = {}
             try:
@@ -272,7 +261,7 @@ class MembershipState:
     def leave(self, *, finished: bool = False) -> Operation[None]:
         """As `Membership.leave`; raises if the coordinator is unreachable."""
         number = self.generation.number if self.generation is not None else 0
-        body = {**self._me(), "generation": number, "step": self._step, "finished": finished}
+        body = {**self._me(), "generation": number, "step": self.step, "finished": finished}
         try:
             if finished:
                 yield from self._call("/v1/members/leave", body)
@@ -287,8 +276,8 @@ class MembershipState:
     def _enter(self, value: Any) -> Generation:
         generation = Generation.from_json(value)
         if self.generation is None or self.generation.number != generation.number:
-            self._step, self._run_to = generation.start_step, 0
-            self._on_note(
+            self.step, self._run_to = generation.start_step, 0
+            self.on_note(
                 f"generation {generation.number}: rank {generation.rank} of {generation.world_size} "
                 f"from step {generation.start_step}"
             )
@@ -297,7 +286,7 @@ class MembershipState:
 
     def _call(self, path: str, body: Mapping[str, Any] | None, wait_s: float = 0.0) -> Operation[Any]:
         """One request, repeated with back-off while the coordinator is unreachable."""
-        deadline, tried, noted = self._clock() + self._patience_s, 0, False
+        deadline, tried, noted = self.clock() + self.patience_s, 0, False
         while True:
             if self.closed:
                 raise MembershipLostError(f"worker {self.worker_id!r}: it has left the run.")
@@ -307,17 +296,17 @@ class MembershipState:
                 if isinstance(error, RemoteError) and error.status != 503:
                     raise
                 tried += 1
-                pause_s = backoff_s(tried, 0.05, MAX_PAUSE_S, chance=self._random)
-                if self._clock() + pause_s > deadline:
+                pause_s = backoff_s(tried, 0.05, MAX_PAUSE_S, chance=self.random)
+                if self.clock() + pause_s > deadline:
                     raise CoordinatorUnreachableError(
-                        f"coordinator {self._coordinator}: no answer for {self._patience_s:g} s. Start it with "
-                        f"`forebay coordinate --listen {self._coordinator}`, or give its address: --coordinator, "
+                        f"coordinator {self.coordinator}: no answer for {self.patience_s:g} s. Start it with "
+                        f"`forebay coordinate --listen {self.coordinator}`, or give its address: --coordinator, "
                         f"FOREBAY_COORDINATOR. Last: {error}"
                     ) from error
                 if not noted and tried > 4:
-                    self._on_note(
-                        f"coordinator {self._coordinator} does not answer; retrying for {self._patience_s:g} s. Start "
-                        f"one with: forebay coordinate --listen {self._coordinator}"
+                    self.on_note(
+                        f"coordinator {self.coordinator} does not answer; retrying for {self.patience_s:g} s. Start "
+                        f"one with: forebay coordinate --listen {self.coordinator}"
                     )
                     noted = True
             yield Pause(pause_s)
