@@ -275,7 +275,7 @@ def measure_exchanges(workers: int, seconds: float) -> list[Figure]:
         note = f"{workers} workers, {want} lease(s) an exchange, an exchange each {want} min"
         figures += [
             Figure(f"scheduler x{want}", 100 * shares[want], "% core", note),
-            Figure(f"exchange x{want}", shares[want] / per_s * want * 1e6, "us CPU", "TLS, desk, journal, ledger"),
+            Figure(f"exchange x{want}", shares[want] / per_s * want * 1e6, "us CPU", "TLS, core, journal, ledger"),
             Figure(f"exchange x{want} at full speed", at_once[want] * 1e6, "us CPU", "the same, never idle"),
         ]
     return [*figures, Figure("scheduler memory", rss / 1e6, "MB", f"{workers} connections and leases")]

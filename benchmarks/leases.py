@@ -1,9 +1,9 @@
-"""Exchanges a CPU second that the scheduler's desk and journal take, and what 10,000 workers ask of one core.
+"""Exchanges a CPU second that the scheduler's core and journal take, and what 10,000 workers ask of one core.
 
     python -m benchmarks.leases [--slices 250000] [--workers 10000] [--exchanges 20000] [--group 8]
 
 An exchange is one receipt and one lease, its events put into the ledger and SQLite, `--group` of them a commit, as
-where that many workers wait for one fsync. Then the memory of the desk, and a restart from what is on disk.
+where that many workers wait for one fsync. Then the memory of the core, and a restart from what is on disk.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def run(journal: Journal, held: list[LeaseGrant], args: argparse.Namespace) -> N
     each = cpu / args.exchanges
     print(
         f"exchange: {1e3 * each:.3f} ms CPU with the journal ({1 / each:,.0f} a CPU second), "
-        f"{1e3 * core_s / args.exchanges:.3f} ms of it the desk, longest {1e3 * longest:.1f} ms; {wall:.1f} s wall"
+        f"{1e3 * core_s / args.exchanges:.3f} ms of it the core, longest {1e3 * longest:.1f} ms; {wall:.1f} s wall"
     )
     share = len(held) / 60.0 * each
     print(f"{len(held):,} workers at one lease a minute: {share:.1%} of a core, without TLS and checks of signatures")

@@ -1,4 +1,4 @@
-"""Workers' lease states and the scheduler's `Desk` in virtual time: requests are lost, come twice and late."""
+"""Workers' lease states and the `SchedulerCore` in virtual time: requests are lost, come twice and late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The desk leases what somebody can give; what it hears of providers that are late, or of leases that are over."""
+"""The scheduler leases slices that have a provider; its handling of slow providers and of ended leases."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The desk under workers that join, crash, stall, lie and repeat themselves: each epoch's samples are used once.
+"""The scheduler core under workers that join, crash, stall, lie and repeat themselves: samples are used once.
 
-FOREBAY_DESK_EXAMPLES=2000 (or more) goes further.
+FOREBAY_SCHEDULER_EXAMPLES=2000 (or more) goes further.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from forebay.scheduler.events import Event, from_row, to_row
 from forebay.scheduler.jobs import JobSource, JobSpec
 from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, FailedLease, LeaseGrant
 
-EXAMPLES = int(os.environ.get("FOREBAY_DESK_EXAMPLES", "30"))
+EXAMPLES = int(os.environ.get("FOREBAY_SCHEDULER_EXAMPLES", "30"))
 WORKERS = ("a", "b", "c", "d")
 
 
@@ -104,7 +104,7 @@ class Worker:
 
 
 class Churn(RuleBasedStateMachine):
-    """Workers at a desk of two jobs, one of them a mixture, on a clock that jumps."""
+    """Workers of a scheduler with two jobs, one of them a mixture, on a clock that jumps."""
 
     @initialize(
         one=st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any),
@@ -216,7 +216,7 @@ class Churn(RuleBasedStateMachine):
 
     @invariant()
     def every_sample_is_in_one_place(self) -> None:
-        for job in self.core.jobs.values() if hasattr(self, "desk") else ():
+        for job in self.core.jobs.values() if hasattr(self, "core") else ():
             for dataset, table in enumerate(job.tables):
                 if table.done:
                     continue
@@ -235,7 +235,7 @@ class Churn(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """However it stands, one more worker finishes every job."""
-        if not hasattr(self, "desk"):
+        if not hasattr(self, "core"):
             return
         for name in self.core.jobs:
             self.keep(self.core.pause(name, False))
