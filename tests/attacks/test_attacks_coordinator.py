@@ -239,11 +239,12 @@ def test_the_role_and_the_settings_of_a_run(coordinator: Coordinator, network_di
 
 
 def test_news_of_a_member_are_limited_as_each_costs_a_write(coordinator: Coordinator, network_dir: Path) -> None:
-    assert coordinator._server.limits.requests_per_s <= 16 and coordinator._server.limits.requests_per_peer <= 8
+    limits = coordinator._server._core.limits
+    assert limits.requests_per_s <= 16 and limits.requests_per_peer <= 8
     evil = issue(network_dir, "evil", "worker")
     assert says(coordinator, evil, "join")[0] == 200
     beats = [{"worker_id": "evil", "session": "evil-session", "generation": 1, "step": step} for step in range(60)]
-    rate, began = coordinator._server.limits.requests_per_s, time.monotonic()
+    rate, began = coordinator._server._core.limits.requests_per_s, time.monotonic()
     with connection(evil, coordinator.address) as sock:
         found = [one.status for one in answers(sock, *(request("POST", "/v1/members/heartbeat", one) for one in beats))]
     allowed = rate * (2 + time.monotonic() - began) + 1  # a slow machine asks less often

@@ -91,9 +91,9 @@ def test_an_unknown_name_is_waited_for_aloud_and_not_for_ever(tmp_path: Path, st
         address = f"{HOST}:{silent.getsockname()[1]}"
         held = start("work", "--scheduler", address, "--network", node, "--timeout", 5, "--cache-dir", tmp_path / "h")
         expected = {
-            work: ("the scheduler of 'ghost': the DHT was asked and names none", "expected an answer within 5 s"),
-            schedule: ("data nodes of 'ghost': the DHT was asked and names none", "expected a data node of 'ghost'"),
-            held: (f"the scheduler of any job: {address} is asked and has not answered yet", address),
+            work: ("the scheduler of 'ghost': the DHT names none", "expected an answer within 5 s"),
+            schedule: ("data nodes of 'ghost': the DHT names none", "expected a data node of 'ghost'"),
+            held: (f"the scheduler of any job: {address} has not answered yet", address),
         }
         for process, (line, error) in expected.items():
             _, said = process.communicate(timeout=scaled(120))
@@ -174,7 +174,7 @@ def test_a_job_with_a_slice_set_aside_is_not_done(tmp_path: Path, start: Start, 
     assert report["num_left_out"] == 50 and report["samples"] == 10 * 50
     _, said = scheduler.communicate(timeout=scaled(60))
     assert scheduler.returncode == 1 and address
-    assert "got 50 that nobody used, of slices set aside: 4" in said.splitlines()[-1]
+    assert "got 50 unused, of slices set aside: 4" in said.splitlines()[-1]
     found = verify_ledger(tmp_path / "state" / "ledger.jsonl", verify=verify)
     assert [epoch["set_aside"] for epoch in found.epochs] == [50] and found.epochs[0]["missing"] == 0
     again, address = _schedule(start, network, tmp_path / "state")
