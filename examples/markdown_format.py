@@ -13,9 +13,11 @@ A package makes it known to Forebay by one line of its pyproject.toml:
 """
 
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from forebay.formats.base import Format
-from forebay.formats.inputs import InputSplit, ReadOptions
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record, to_record
 from forebay.formats.text import read_document
 
@@ -45,3 +47,12 @@ class Markdown(Format):
             title = fields.get("title", "")
             row = {**fields, options.text_key: f"{title}\n\n{body.strip()}" if title else body.strip()}
             yield to_record(index, row, options, file.name)
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as folder:
+        page = Path(folder) / "page.mdoc"
+        page.write_text("---\ntitle: A page\nurl: https://example.org/a\n---\nThe text.\n")
+        file = InputFile(str(page), page.name, "markdown", "", page.stat().st_size, "")
+        for record in Markdown().read_text(InputSplit((file,)), ReadOptions()):
+            print(record)

@@ -58,7 +58,7 @@ def mixed_runs(draw: st.DrawFn) -> Run:
 
 
 def batches_of(steps: Steps) -> list[list[Sample]]:
-    taken = list(zip(steps.files.tolist(), steps.slices.tolist(), steps.samples.tolist()))
+    taken = list(zip(steps.sources.tolist(), steps.slices.tolist(), steps.samples.tolist()))
     return [taken[a:b] for a, b in itertools.pairwise(steps.bounds.tolist())]
 
 
@@ -179,7 +179,7 @@ def test_any_two_worlds_read_the_same_global_batches(mixed: bool) -> None:
     weights = Weights(((0, (3, 1)), (5, (1, 4)))) if mixed else None
     run = Run([order, Order(np.full(9, 700), 2, 4097)][: 1 + mixed], batches, weights=weights, num_steps=8)
     last = [run.steps(step, step + 1, 0, 1) for step in range(2, 6)]
-    reference = [np.array([one.files, one.slices, one.samples]) for one in last]
+    reference = [np.array([one.sources, one.slices, one.samples]) for one in last]
     read = {world: [of_world(run, step, world) for step in (2, 5)] for world in WORLDS}
     for before, after in itertools.product(WORLDS, WORLDS):
         assert np.array_equal(read[before][0], reference[0])
@@ -285,7 +285,7 @@ def test_a_mixtures_prefix_is_near_its_weights() -> None:
     run = Run(found, BatchSizes.of([(0, 16), (50, 7)]), weights=Weights(((0, weights), (60, weights[::-1]))))
     steps = run.steps(0, 90, 0, 1)
     for end, start, expected in ((40, 0, weights), (60, 0, weights), (90, 60, weights[::-1])):
-        sources = steps.files[steps.bounds[start] : steps.bounds[end]]
+        sources = steps.sources[steps.bounds[start] : steps.bounds[end]]
         seen = np.bincount(sources, minlength=4)
         assert np.abs(seen - len(sources) * np.array(expected)).max() <= (1 + 4) / 2 + 0.1
 
