@@ -1,4 +1,4 @@
-"""What each kind of hostile peer tries, against real servers; docs/threat-model.md names these tests."""
+"""What each kind of hostile peer tries, against real servers; docs/reference/threat-model.md names these tests."""
 
 from __future__ import annotations
 

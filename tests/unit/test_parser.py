@@ -116,7 +116,7 @@ def test_logs_are_lines_of_text_or_json(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_keys_and_presets_of_an_api_file_are_in_the_help_and_the_guide() -> None:
     parsers = dict(walk(make_parser()))
-    guide = (Path(__file__).parents[2] / "docs" / "preparing.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "prepare.md").read_text()
     for key in [*(field.name for field in fields(ApiSpec)), *PRESETS]:
         assert key in parsers["acquire",].format_help() and key in guide, key
 

@@ -11,7 +11,8 @@ import pytest
 from forebay.cli import make_parser
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "seeds.md").read_text()
+DOCS = ROOT / "docs" / "reference"
+PAGE = (DOCS / "seeds.md").read_text()
 ITEMS = {"S0": 24, "S1": 34, "S2": 34, "S3": 19, "S4": 26}
 
 
@@ -25,7 +26,7 @@ def test_every_item_has_a_line_and_something_that_shows_it(seed: str) -> None:
 
 @pytest.mark.parametrize(("page", "least"), [("seeds.md", 100), ("threat-model.md", 30)])
 def test_every_test_that_is_named_exists(page: str, least: int) -> None:
-    text = (ROOT / "docs" / page).read_text()
+    text = (DOCS / page).read_text()
     named = set(re.findall(r"`((?:unit|e2e|sim|docs)/[\w/]+\.py|test_\w+\.py)(?:::(\w+))?`", text))
     assert len(named) > least
     for file, name in named:
@@ -35,7 +36,7 @@ def test_every_test_that_is_named_exists(page: str, least: int) -> None:
 
 def test_every_link_of_the_page_resolves() -> None:
     for target in re.findall(r"\]\(([^)#]+)", PAGE):
-        assert (ROOT / "docs" / target).exists(), target
+        assert (DOCS / target).exists(), target
 
 
 def test_every_command_that_is_named_exists() -> None:

@@ -118,7 +118,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         ("verify", _verify, "verify a dataset's hashes, or its structure where the format has none"),
     ):
         p = verb(name, run, about)
-        p.add_argument("dataset", help="a directory or URL, of Forebay's format or one of docs/formats.md")
+        p.add_argument("dataset", help="a directory or URL, of Forebay's format or one of docs/reference/formats.md")
         if name == "inspect":
             p.add_argument("--documents", type=positive, metavar="N", help="also print the first N documents or rows")
         p.add_argument("--network", metavar="DIR", help="for forebay:// URLs: the node's directory")

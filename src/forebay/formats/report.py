@@ -87,7 +87,7 @@ class Finding:
     """A fault.
 
     Attributes:
-        fault: Its name, such as `header-as-tokens`; docs/doctor.md lists them.
+        fault: Its name, such as `header-as-tokens`; docs/how-to/doctor.md lists them.
         confidence: `certain` (by arithmetic), `likely` (by statistics with a wide margin) or `possible`.
         path: The file.
         location: Where in it: `byte 128`, `token 4096`, `sample 7`, `row group 2` …

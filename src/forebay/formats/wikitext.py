@@ -5,8 +5,8 @@ dress up their text keep it); links keep what a reader sees; headings with nothi
 never closed loses its markers and keeps its text, as MediaWiki shows it. Nesting deeper than `MAX_DEPTH` is not
 followed, which is what makes any input linear.
 
-Our own scanner and not mwparserfromhell: as many words as that one finds (see docs/decisions/0004), about ten times as
-fast, and linear on hostile text.
+Our own scanner and not mwparserfromhell: as many words as that one finds (see docs/explanation/decisions/0004), about
+ten times as fast, and linear on hostile text.
 """
 
 import html

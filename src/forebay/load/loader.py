@@ -58,8 +58,8 @@ class Loader:
     step is the same for every world size with the same `global_batch_size`.
 
     Args:
-        dataset: A directory or URL, in Forebay's format or one of `docs/formats.md`; an open Dataset; a `Mixture`, or
-            a TOML file with one.
+        dataset: A directory or URL, in Forebay's format or one of `docs/reference/formats.md`; an open Dataset; a
+            `Mixture`, or a TOML file with one.
         seq_len: Tokens of a sample, L. Required for layout `tokens`, ignored for `rows`.
         batch_size: Samples of a rank's batch; the global batch is batch_size * world_size.
         global_batch_size: Samples of all ranks' batches together: a number, or `[(run step, number), ...]` for a batch

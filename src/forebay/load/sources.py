@@ -94,8 +94,8 @@ def open_dataset(
     """Open a dataset of any format and location. Reads its description, no slice.
 
     Args:
-        source: A directory or `file://` URL (in Forebay's format, or one of `docs/formats.md`), a URL of another
-            scheme, or a Dataset, which is returned as it is.
+        source: A directory or `file://` URL (in Forebay's format, or one of `docs/reference/formats.md`), a URL of
+            another scheme, or a Dataset, which is returned as it is.
         identity: For `forebay://` URLs: the node's directory.
         from_urls: For `forebay://` URLs: as in `forebay.storage.origins.open_origin`.
         verify: For a local dataset in Forebay's format: `once`, `open` or `never`, as in

@@ -71,7 +71,7 @@ class _Reply:
 
 @dataclass(frozen=True)
 class UseMessage(_Message, Used):
-    """A use of samples. `digest`: see docs/ledger.md. `proof`: with the first use of a lease."""
+    """A use of samples. `digest`: see docs/reference/ledger.md. `proof`: with the first use of a lease."""
 
     lease_id: LeaseId
     epoch: Count

@@ -1,4 +1,4 @@
-"""What docs/clusters.md tells people to run is at least well-formed."""
+"""What docs/how-to/cluster.md tells people to run is at least well-formed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "cluster.md"
 
 
 def blocks(kind: str) -> list[str]:

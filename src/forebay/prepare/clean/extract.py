@@ -1,8 +1,8 @@
 """The main text of HTML pages, with resiliparse.
 
 Elements that say what they are, by their HTML5 tag, ARIA role or the words in their class and id, are removed; figures
-in docs/decisions/0004-html-extraction.md. resiliparse's own search for main text is not used, as its time grows with
-the square of the nesting; pages for which the parser is not linear are refused.
+in docs/explanation/decisions/0004-html-extraction.md. resiliparse's own search for main text is not used, as its time
+grows with the square of the nesting; pages for which the parser is not linear are refused.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Compiled on the first call (about 6 s for all, then kept by `compiled`); O(1) memory beyond the arguments. A min-wise
 hash is `a * x + b mod 2^32` of a well-mixed 32-bit `x`, with `a` odd: a bijection that vectorises in 32-bit lanes.
-64-bit moduli cost four times that and give no better curve (docs/deduplication.md).
+64-bit moduli cost four times that and give no better curve (docs/explanation/deduplication.md).
 """
 
 import unicodedata
