@@ -54,6 +54,7 @@ def loading(page: Page, made: Corpora) -> None:
     made.copy(page.directory / "wiki", page.directory / "books")
     page.environment |= made.s3_environment
     page.names |= {"step": consume}
+    page.replace |= {r"https://data.example": made.web, r"examples/": f"{ROOT}/examples/"}
 
 
 def dataset_guide(page: Page, made: Corpora) -> None:
@@ -66,12 +67,6 @@ def dataset_guide(page: Page, made: Corpora) -> None:
         r"--distributed": "--distributed --num-steps 2 --trainer count",
         r"--min-workers 4": "--min-workers 1",
     }
-
-
-def sharding(page: Page, made: Corpora) -> None:
-    page.names |= {"train": consume, "url": f"{made.web}/web"}
-    made.copy(page.directory / "wiki")
-    page.replace |= {r"https://data.example": made.web, r"examples/": f"{ROOT}/examples/"}
 
 
 def shared_shards(page: Page, made: Corpora) -> None:
@@ -128,22 +123,21 @@ def members(page: Page, made: Corpora, *names: str) -> None:
     page.shell("forebay serve books code web --network data-node &", "setup")
 
 
-def operating(page: Page, made: Corpora) -> None:
-    members(page, made, "scheduler", "node", "worker-1", "worker-2", "admin")
-    if page.path.stem != "scheduler":
-        listen = page.address("10.0.0.2:7420")
-        page.shell(f"forebay schedule books --network scheduler --listen {listen} &", "setup")
+def leasing(page: Page, made: Corpora) -> None:
+    members(page, made, "scheduler", "worker-1", "worker-2", "admin")
     page.replace |= {r"(forebay work .*(worker-\d))": r"\1 --trainer count --cache-dir cache-\2"}
+
+
+def operating(page: Page, made: Corpora) -> None:
+    members(page, made, "leases", "node")
+    page.shell(f"forebay schedule books --network leases --listen {page.address('10.0.0.2:7420')} &", "setup")
+    made.copy(page.directory / "acme-web")
+    page.replace |= {"PEER_ID": "$(forebay network join net lost --name lost --role data | grep -o '[a-z2-7]\\{32\\}')"}
 
 
 def http_api(page: Page, made: Corpora) -> None:
     members(page, made, "scheduler")
     page.shell(f"forebay schedule books --network scheduler --listen {page.address('10.0.0.2:7420')} &", "setup")
-
-
-def trust(page: Page, made: Corpora) -> None:
-    made.copy(page.directory / "acme-web")
-    page.replace |= {"PEER_ID": "$(forebay network join net lost --name lost --role data | grep -o '[a-z2-7]\\{32\\}')"}
 
 
 def ledger(page: Page, made: Corpora) -> None:
@@ -162,25 +156,23 @@ def ledger(page: Page, made: Corpora) -> None:
 SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "README.md": readme,
     "compat/README.md": dataset_guide,
+    "docs/how-to/convert.md": rows,
     "docs/how-to/coordinate.md": dataset_guide,
-    "docs/how-to/train-by-name.md": dataset_guide,
     "docs/how-to/doctor.md": doctor,
-    "docs/reference/formats.md": formats,
-    "docs/tutorial/getting-started.md": getting_started,
-    "docs/reference/http-api.md": http_api,
-    "docs/reference/ledger.md": ledger,
+    "docs/how-to/extend.md": preparing,
+    "docs/how-to/lease.md": leasing,
     "docs/how-to/load.md": loading,
     "docs/how-to/mirror.md": mirroring,
     "docs/how-to/network.md": operating,
     "docs/how-to/plan.md": planning,
     "docs/how-to/prepare.md": preparing,
-    "docs/how-to/convert.md": rows,
-    "docs/how-to/scheduler.md": operating,
-    "docs/how-to/shard-and-cache.md": sharding,
     "docs/how-to/shared-shards.md": shared_shards,
     "docs/how-to/stream.md": streaming,
-    "docs/how-to/trust.md": trust,
-    "docs/how-to/workers.md": operating,
+    "docs/how-to/train-by-name.md": dataset_guide,
+    "docs/reference/formats.md": formats,
+    "docs/reference/http-api.md": http_api,
+    "docs/reference/ledger.md": ledger,
+    "docs/tutorial/getting-started.md": getting_started,
 }
 
 

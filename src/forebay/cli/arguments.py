@@ -81,7 +81,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", action="append", default=[], metavar="NAME=NUMBER",
         help="limits of members: connections_per_peer, requests_per_peer, requests_per_s, bytes_per_s, "
-        "connections_per_organisation … (docs/how-to/network.md has all and their defaults); may be repeated",
+        "connections_per_organisation … (docs/reference/http-api.md has all and their defaults); may be repeated",
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """What a file format is: a class with a name, suffixes and the operations that it supports.
 
 A new format is a subclass of `Format` in a file of its own, and one line: in `registry.BUILT_IN`, or under the entry
-point group `forebay.formats` of another package. docs/reference/formats.md shows an example.
+point group `forebay.formats` of another package. docs/how-to/extend.md shows an example.
 """
 
 from collections.abc import Callable, Iterator, Sequence

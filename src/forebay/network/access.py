@@ -92,7 +92,7 @@ def read_rules(path: Path) -> list[AccessRule]:
         location = " ".join(str(part + 1 if isinstance(part, int) else part) for part in first["loc"])
         raise UsageError(
             f"access list: {location}: {first['msg'].removeprefix('Value error, ')}, got {str(first['input'])[:80]!r} "
-            f"({path}). See docs/how-to/trust.md."
+            f"({path}). See docs/how-to/network.md."
         ) from error
 
 

@@ -8,7 +8,7 @@ moves none.
 Pure hashing is uneven: with n slices a worker, shares differ by some 1 / sqrt(n). `slack` bounds that: no worker
 owns more than (1 + slack) times the mean, rounded up to a whole slice. A slice whose best worker is full goes to
 its next best, in descending order of score; a few more slices then move. Measured (`python -m benchmarks.rendezvous`):
-docs/how-to/shard-and-cache.md.
+docs/how-to/load.md.
 
 Sources: Thaler and Ravishankar 1998 (highest random weight); Mirrokni, Thorup and Zadimoghaddam 2018 (bounded loads);
 Gale and Shapley 1962: as a slice's score and a worker's are the same number, there is one stable matching.
