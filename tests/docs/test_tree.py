@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,24 @@ def test_the_index_lists_every_page_once_under_its_kind() -> None:
         assert {link.partition("/")[0] for link in links} == {KINDS[heading]}
         listed += links
     assert sorted(listed) == [page.relative_to(DOCS).as_posix() for page in PAGES]
+
+
+def test_every_dependency_has_a_reason() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    needed = {
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    }
+    names = {re.split(r"[<>=\[;]", name)[0].strip() for name in needed} - {"forebay"}
+    rows = re.findall(r"^\| (.+) \|$", (DOCS / "reference" / "dependencies.md").read_text("utf-8"), re.MULTILINE)
+    listed = {name for row in rows for cell in row.split(" | ")[:2] for name in cell.split(", ")}
+    assert names - listed == set()
+
+
+@pytest.mark.parametrize("page", ["explanation/architecture.md", "reference/dependencies.md"])
+def test_every_file_that_is_named_exists(page: str) -> None:
+    named = set(re.findall(r"`([\w-]+/[\w/-]+\.\w+)`", (DOCS / page).read_text("utf-8")))
+    assert len(named) > 10
+    assert [
+        file for file in named if not (ROOT / file).exists() and not (ROOT / "src" / "forebay" / file).exists()
+    ] == []
