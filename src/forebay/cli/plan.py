@@ -58,21 +58,21 @@ def _plan_shards(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     if args.shards:
         return _plan_shards(args)
-    from forebay.observe.plan import format_plan, make_plan, plan_model
+    from forebay.observe.plan import format_model, format_plan, make_plan, plan_model
 
     model, result = None, dict[str, Any]()
     if args.model_size is not None:
         model = plan_model(args.model_size, args.seq_len, _GPT2_VOCABULARY, args.memory or _memory_bytes())
-    ok = model is None or model.ok
+    ok = model is None or bool(model["largest_batch"])
     if model is None or args.dataset is not None or args.bytes is not None:
         plan = make_plan(_job(args))
         result, ok = plan.to_json(), ok and plan.ok
         if not args.json:
             print(format_plan(plan))
     if args.json:
-        print(json.dumps({**result, "ok": ok, **({} if model is None else {"model": vars(model)})}))
+        print(json.dumps({**result, "ok": ok, **({} if model is None else {"model": model})}))
     elif model is not None:
-        print(model.words())
+        print(format_model(model))
     return 0 if ok else 1
 
 

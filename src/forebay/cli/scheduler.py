@@ -111,9 +111,9 @@ def _mixture_plan(path: Path, settings: dict[str, Any]) -> JobPlan:
 
     config = read_toml(path)
     changes, name = config.pop("change", []), config.pop("name", path.stem)
-    known = {field.name for field in fields(JobPlan)} - {"datasets", "changes", "weight"}
-    if unknown := sorted(config.keys() - known):
-        raise UsageError(f"{path}: unknown key {unknown[0]!r}. Known are: name, change, {', '.join(sorted(known))}.")
+    keys = {field.name for field in fields(JobPlan)} - {"datasets", "changes", "weight"}
+    if unknown := sorted(config.keys() - keys):
+        raise UsageError(f"{path}: unknown key {unknown[0]!r}. Known are: name, change, {', '.join(sorted(keys))}.")
     try:
         names = list(changes[0]["weights"])
         rows = [
