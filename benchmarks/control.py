@@ -291,8 +291,8 @@ def measure_waiting(workers: int, seconds: float) -> list[Figure]:
         members = [join(folder / "network", folder / f"node{i}", f"node{i}") for i in range(peers + 2)]
         _make_dataset(folder / "data", 8)
         with DataNode(members[0], [open_dataset(folder / "data")], "127.0.0.1", 0, dht):
-            command = [sys.executable, "-m", "forebay.cli", "schedule", NAME, "--network", str(members[1].node_dir)]
-            command += ["--state", str(folder / "state"), "--seq-len", str(SEQ_LEN), "--lease", "600", "--json"]
+            command = [sys.executable, "-m", "forebay", "scheduler", NAME, "--identity", str(members[1].node_dir)]
+            command += ["--state", str(folder / "state"), "--seq-len", str(SEQ_LEN), "--lease-timeout", "600", "--json"]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
             assert process.stdout is not None
             port = int(json.loads(process.stdout.readline())["address"].rpartition(":")[2])

@@ -584,15 +584,16 @@ class World:
         self._dht.close()
 
     def _start(self, log: Path, *arguments: str, node: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "forebay.cli", *arguments, "--network", str(self.homes[node].node_dir)]
+        command = [sys.executable, "-m", "forebay", *arguments, "--identity", str(self.homes[node].node_dir)]
         with log.open("a") as errors:
             return subprocess.Popen(
-                [*command, "--json", "--exit-on-stdin-close"],
+                [*command, "--json"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 cwd=self.folder,
+                env=os.environ | {"FOREBAY_EXIT_ON_STDIN_CLOSE": "1"},
             )
 
     def run(self, name: str, with_attacker: bool, limit_s: float, say: Callable[[str], object]) -> Day:
@@ -603,8 +604,8 @@ class World:
         with socket.create_server((HOST, 0)) as free:
             at = f"{HOST}:{free.getsockname()[1]}"
         schedule = [
-            "schedule", NAME, "--listen", at, "--state", str(folder / "state"), "--seq-len", str(SEQ_LEN),
-            "--epochs", str(self.epochs), "--lease", str(LEASE_S), "--stall", str(STALL_S),
+            "scheduler", NAME, "--listen", at, "--state", str(folder / "state"), "--seq-len", str(SEQ_LEN),
+            "--epochs", str(self.epochs), "--lease-timeout", str(LEASE_S), "--idle-timeout", str(STALL_S),
         ]  # fmt: skip
         try:
             nodes["data"] = self._start(folder / "data.log", "serve", str(self.folder / "data"), node="data")
@@ -618,7 +619,7 @@ class World:
             began, steps = time.monotonic(), _Steps()
             for i in range(self.workers):
                 nodes[f"worker{i}"] = self._start(
-                    folder / f"worker{i}.log", "work", NAME, "--scheduler", at, "--batch-size", str(BATCH),
+                    folder / f"worker{i}.log", "worker", NAME, "--scheduler", at, "--batch-size", str(BATCH),
                     "--cache-dir", str(folder / f"cache{i}"), "--cache-bytes", str(16 * SLICE_BYTES), "--trainer",
                     f"{self.folder / 'paced.py'}:Paced", node=f"worker{i}",
                 )  # fmt: skip
@@ -693,7 +694,7 @@ class World:
             if day.peaks_mb.get(who, 0.0) >= MAX_PEAK_MB:
                 day.faults.append(f"{who}: peak of {day.peaks_mb[who]} MB")
         proof = subprocess.run(
-            [sys.executable, "-m", "forebay.cli", "ledger", "verify", str(folder / "state" / "ledger.jsonl"), "--json"],
+            [sys.executable, "-m", "forebay", "ledger", "verify", str(folder / "state" / "ledger.jsonl"), "--json"],
             capture_output=True, text=True,
         )  # fmt: skip
         day.verified = proof.stdout.strip()[-2000:]

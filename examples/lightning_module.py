@@ -19,7 +19,7 @@ from torch import nn
 
 from forebay.load.torch import DataLoader, dataloader
 
-PREPARE = [sys.executable, "-m", "forebay.cli", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
+PREPARE = [sys.executable, "-m", "forebay", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 
 STEPS, SAVED_AT = 14, 5
 

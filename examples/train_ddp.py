@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forebay.load.torch import dataloader
 
-PREPARE = [sys.executable, "-m", "forebay.cli", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
+PREPARE = [sys.executable, "-m", "forebay", "prepare", __file__, "--tokenizer", "bytes", "--slice-bytes", "4096"]
 
 STOP = 7
 

@@ -2,7 +2,7 @@
 
     python examples/train_gpt.py                                                          text of this program
     python -m forebay.worker --dataset-name tiny_shakespeare --trainer examples/train_gpt.py:GptTrainer
-    forebay work wiki --network carol --trainer examples/train_gpt.py:GptTrainer
+    forebay worker wiki --identity carol --trainer examples/train_gpt.py:GptTrainer
 
 Pre-norm, learned positions, tied embeddings; the sizes are those of `forebay plan --model-size`. Needs PyTorch 2.4.
 Source of the shape: Radford et al. 2019 (GPT-2).

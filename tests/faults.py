@@ -220,7 +220,7 @@ class Convert(Scenario):
             self.convert(folder, "b")
 
     def act(self, folder: Path) -> None:
-        self.convert(folder, "a", *["--force"] * self.force)
+        self.convert(folder, "a", *["--overwrite"] * self.force)
 
     def convert(self, folder: Path, name: str, *more: str) -> None:
         from forebay.cli import main

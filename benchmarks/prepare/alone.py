@@ -75,7 +75,7 @@ def measure(rounds: int = 3) -> list[Figure]:
         def ours() -> None:
             out = str(folder / f"out-{next(outs)}")
             run(
-                "-m", "forebay.cli", "prepare", str(text), "--out", out, "--tokenizer", str(saved),
+                "-m", "forebay", "prepare", str(text), "--out", out, "--tokenizer", str(saved),
                 "--workers", "1", "--json",
             )  # fmt: skip
 

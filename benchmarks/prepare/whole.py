@@ -77,7 +77,7 @@ def timed(command: list[str], **more: str) -> tuple[float, float, str]:
 def run_ours(corpus: Path, tokenizer: Path, **more: str) -> Outcome:
     """One `forebay prepare` from nothing."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "forebay.cli", "prepare", str(corpus), "--out", f"{out}/dataset", "--json"]
+        command = [sys.executable, "-m", "forebay", "prepare", str(corpus), "--out", f"{out}/dataset", "--json"]
         command += ["--filter", "gopher", "--dedup", "minhash", "--tokenizer", str(tokenizer), "--quiet"]
         cpu, wall, printed = timed([*command, "--workers", str(WORKERS)], **more)
     found = json.loads(printed)

@@ -1,8 +1,8 @@
-"""The main job on one machine, with nothing faked: real files, processes, sockets, TLS and DHT.
+"""The whole system on one machine, with nothing faked: real files, processes, sockets, TLS and DHT.
 
-Everything runs as the commands that a user would type, each in its own process, in a directory that goes away
-afterwards. One worker is killed with SIGKILL on the way; the ledger then has to prove that every sample was used
-exactly once all the same. Processes hold a pipe from this one, so however this one ends, they end too.
+Everything runs as the commands that a user would type, each in its own process, in a temporary directory. One worker is
+killed with SIGKILL; the ledger then proves that every sample was used exactly once all the same. Each process reads a
+pipe from this one and stops when it closes, so none outlives it.
 """
 
 import contextlib
@@ -14,304 +14,186 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from forebay.dataset.reader import open_dataset
-from forebay.errors import ForebayError, NetworkError, UsageError
+from forebay.errors import ForebayError, NetworkError
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.observe.progress import PrepareBar, bar
 from forebay.prepare.driver import prepare_dataset
-from forebay.threads import SupervisedThread
 from forebay.worker.trainer import TRAINERS, check_trainer
 
-NAME = "demo"
-SEQ_LEN = 128
-# Short, so that what the killed worker held comes back while people watch.
-LEASE_S = 4.0
-# Text enough for a visible fall of the loss, little enough for a minute on two cores.
-DEFAULT_BYTES, DEFAULT_BYTES_OF_PROGRAMS = 12_000_000, 1_800_000
-READY_S = 60.0
-# A demo that has not moved for this long has failed; it says so rather than wait.
-STALL_S = 120.0
+NAME, SEQ_LEN = "demo", 128
+_log = partial(print, file=sys.stderr, flush=True)
 
 
-@dataclass
-class Node:
-    """One `forebay` process, and the JSON lines that it has printed so far."""
+class NodeProcess:
+    """One `forebay` process; stdout and stderr go to files in a directory."""
 
-    label: str
-    popen: subprocess.Popen[bytes]
-    log: Path
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    killed: bool = False
+    def __init__(self, directory: Path, label: str, *arguments: object) -> None:
+        self.label, self.is_killed = label, False
+        self._stdout, self._stderr = directory / f"{label}.jsonl", directory / f"{label}.log"
+        with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "forebay", *map(str, arguments), "--json"],
+                stdin=subprocess.PIPE, stdout=stdout, stderr=stderr,
+                env=os.environ | {"PYTHONUNBUFFERED": "1", "FOREBAY_EXIT_ON_STDIN_CLOSE": "1"},
+                start_new_session=True,  # Ctrl-C reaches this process only, which ends the others in order.
+            )  # fmt: skip
 
-    def listen(self, stream: IO[bytes]) -> None:
-        for line in stream:
-            with contextlib.suppress(ValueError):
-                self.messages.append(json.loads(line))
+    def messages(self) -> list[dict[str, Any]]:
+        """The JSON lines that it has printed so far."""
+        lines = self._stdout.read_bytes().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
     def wait_ready(self) -> dict[str, Any]:
         """The first line of a server."""
-        deadline = time.monotonic() + READY_S
-        while not self.messages:
+        deadline = time.monotonic() + 60
+        while not (messages := self.messages()):
             if self.popen.poll() is not None or time.monotonic() > deadline:
-                raise NetworkError(f"{self.label} did not come up (exit code {self.popen.poll()}): {self.tail()}")
+                raise self.error("is not ready")
             time.sleep(0.05)
-        return self.messages[0]
+        return messages[0]
 
-    def tail(self) -> str:
-        return self.log.read_text(errors="replace").strip()[-500:] or "it said nothing"
-
-
-class Cast:
-    """Starts processes, and ends every one of them when it closes.
-
-    Until then SIGTERM interrupts as Ctrl-C does. Neither does while a process starts: whoever ends it must know it.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._nodes: list[Node] = []
-        self._starting = self._interrupted = False
-        signals = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
-        self._handlers = {number: signal.signal(number, self._interrupt) for number in signals}
-
-    def _interrupt(self, *_: object) -> None:
-        self._interrupted = True
-        if not self._starting:
-            raise KeyboardInterrupt
-
-    def start(self, label: str, *arguments: object) -> Node:
-        log = self._directory / f"{label.replace(' ', '-')}.log"
-        with log.open("wb") as errors:
-            self._starting = True
-            try:
-                popen = subprocess.Popen(
-                    [sys.executable, "-m", "forebay.cli", *map(str, arguments), "--json", "--exit-on-stdin-close"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    env=os.environ | {"PYTHONUNBUFFERED": "1"},
-                    start_new_session=True,  # so that Ctrl-C reaches us alone, and we end them in order
-                )
-                node = Node(label, popen, log)
-                self._nodes.append(node)
-            finally:
-                self._starting = False
-        if self._interrupted:
-            raise KeyboardInterrupt
-        stdout = popen.stdout
-        assert stdout is not None
-        SupervisedThread(lambda: node.listen(stdout), f"demo {label}").start()
-        return node
+    def error(self, text: str) -> NetworkError:
+        """An error with the process's exit code and the end of its log."""
+        log = self._stderr.read_text(errors="replace")[-500:]
+        return NetworkError(f"demo: {self.label} {text} (exit code {self.popen.poll()}): {log.strip()}")
 
     def close(self) -> None:
-        for node in reversed(self._nodes):
-            if node.popen.poll() is None:
-                node.popen.terminate()
-        deadline = time.monotonic() + 8
-        for node in reversed(self._nodes):
-            try:
-                node.popen.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                node.popen.kill()
-                node.popen.wait()
-            for stream in (node.popen.stdin, node.popen.stdout):
-                if stream is not None:
-                    stream.close()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        """Terminate the process; kill it if it does not end."""
+        self.popen.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(8)
+        self.popen.kill()
+        self.popen.communicate()
 
 
 def run_demo(
-    inputs: Sequence[Path] | None = None,
-    json_file: Path | None = None,
-    keep: Path | None = None,
-    trainer: str = "count",
-    max_bytes: int | None = None,
-    tokenizer: str = "train:4096",
-) -> int:
-    """Runs it, prints the summary, and returns the exit code: 0 only if the ledger proves the epoch."""
-    for path in inputs or ():
-        if not path.exists():
-            raise UsageError(f"no input at {path}: expected a file or a directory of text. Check the path")
+    inputs: Sequence[Path] | None = None, json_file: Path | None = None, keep: Path | None = None,
+    trainer: str = "count", tokenizer: str = "train:4096",
+) -> int:  # fmt: skip
+    """Run the demo, print its summary, and return the exit code 0. Raises ForebayError if the ledger has no proof."""
     check_trainer(trainer)
-    started = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
-        directory = stack.enter_context(_workplace(keep))
-        cast = Cast(directory)
-        stack.callback(cast.close)
-        _say("1/5  prepare: raw text to slices")
-        default_bytes = DEFAULT_BYTES if trainer in TRAINERS else DEFAULT_BYTES_OF_PROGRAMS
-        sources = inputs or _python_text(max_bytes or default_bytes)
-        prepared = _prepare(sources, directory / "dataset", tokenizer)
-        summary = {**prepared, "trainer": trainer, **_play(cast, directory, prepared["slice_bytes"], trainer)}
-    summary["seconds"] = round(time.monotonic() - started, 1)
+        temporary = tempfile.TemporaryDirectory(prefix="forebay-demo-", ignore_cleanup_errors=True)
+        directory = Path(stack.enter_context(temporary)) if keep is None else keep
+        directory.mkdir(parents=True, exist_ok=keep is None)
+        _log("1/5  prepare: raw text to slices")
+        library = Path(sysconfig.get_paths()["stdlib"])  # text that every machine has
+        pattern = "[a-su-z]*/*.py" if trainer in TRAINERS else "[a-d]*.py"  # less than a minute on two cores
+        sources = inputs or [path for path in sorted(library.glob(pattern)) if path.stat().st_size > 200]
+        files = [f for path in sources for f in (path.rglob("*") if path.is_dir() else [path]) if f.is_file()]
+        # About forty slices: enough for leases to move between workers.
+        slice_bytes = min(64 << 20, max(16 << 10, sum(file.stat().st_size for file in files) // 80))
+        with PrepareBar() as progress:
+            prepared = prepare_dataset(
+                sources, directory / "dataset", tokenizer=tokenizer, name=NAME, slice_bytes=slice_bytes,
+                on_progress=progress.update,
+            ).to_json()  # fmt: skip
+        summary = {**prepared, "bytes": open_dataset(directory / "dataset").manifest.bytes, "trainer": trainer}
+        summary |= _train_on_network(stack, directory, max(4 * slice_bytes, 1 << 20), trainer)
     _print_summary(summary)
     if json_file:
         json_file.write_text(json.dumps(summary, indent=1) + "\n")
     if not summary["ok"]:
-        raise ForebayError("demo: the ledger does not prove the epoch; run it again with --keep DIR and read the logs")
+        raise ForebayError("demo: the ledger does not prove the epoch. Run it again with --keep DIR and read the logs.")
     print("demo: ok")
     return 0
 
 
-def _play(cast: Cast, directory: Path, slice_bytes: int, trainer: str) -> dict[str, Any]:
-    """Everything but the preparation; the facts of it."""
-    _say("2/5  network: a root key, four members, a Kademlia DHT of eight nodes")
-    host, _, port = cast.start("dht", "dht", "--nodes", "4").wait_ready()["address"].rpartition(":")
-    network = directory / "network"
-    create_network(network, "demo", bootstrap=[(host, int(port))])
-    for name in ("data-node", "scheduler", "worker-1", "worker-2", "worker-3", "viewer"):
-        join(network, directory / name, name)
+def _train_on_network(stack: ExitStack, directory: Path, cache_bytes: int, trainer: str) -> dict[str, Any]:
+    """Start all nodes, train one epoch, verify the ledger; return the fields of the summary."""
 
-    _say("3/5  data node: serves the slices, announces them in the DHT")
-    data_node = cast.start("data node", "serve", directory / "dataset", "--network", directory / "data-node")
-    data_address = data_node.wait_ready()["address"]
+    def start(label: str, *arguments: object) -> NodeProcess:
+        return stack.enter_context(contextlib.closing(NodeProcess(directory, label, *arguments)))
 
-    _say("4/5  scheduler: finds the data node there by name, leases its slices")
-    scheduler = cast.start(
-        "scheduler", "schedule", NAME, "--network", directory / "scheduler", "--state", directory / "state",
-        "--seq-len", SEQ_LEN, "--lease", LEASE_S,
-    ).wait_ready()  # fmt: skip
-
-    _say(f"5/5  workers: two train ({trainer}); one is killed on the way")
-
-    def worker(name: str) -> Node:
-        return cast.start(
-            name, "work", NAME, "--network", directory / name, "--cache-dir", directory / f"cache-{name}",
-            "--cache-bytes", max(4 * slice_bytes, 1 << 20), "--batch-size", 8, "--trainer", trainer,
+    def start_worker(name: str) -> NodeProcess:
+        return start(
+            name, "worker", NAME, "--identity", directory / name, "--cache-dir", directory / f"cache-{name}",
+            "--cache-bytes", cache_bytes, "--batch-size", 8, "--trainer", trainer,
         )  # fmt: skip
 
-    began = time.monotonic()
+    _log("2/5  network: a root key, four members, a Kademlia DHT of four nodes")
+    host, _, port = start("dht", "dht", "--nodes", 4).wait_ready()["address"].rpartition(":")
+    create_network(directory / "network", NAME, bootstrap=[(host, int(port))])
+    for name in ("data-node", "scheduler", "worker-1", "worker-2", "worker-3", "viewer"):
+        join(directory / "network", directory / name, name)
+    _log("3/5  data node: serves the slices, announces them in the DHT")
+    serve = ("serve", directory / "dataset", "--identity", directory / "data-node")
+    data_address = start("data node", *serve).wait_ready()["address"]
+    _log("4/5  scheduler: finds the data node by name in the DHT, leases its slices")
+    scheduler = start(
+        "scheduler", "scheduler", NAME, "--identity", directory / "scheduler", "--state", directory / "state",
+        "--seq-len", SEQ_LEN, "--lease-timeout", 4,
+    ).wait_ready()  # fmt: skip
+    _log(f"5/5  workers: two train ({trainer}); one is killed")
+    started = time.monotonic()
     with Client(Identity.load(directory / "viewer")) as client:
-        status, workers = _train(client, scheduler["address"], worker)
-        training_s = time.monotonic() - began
-        for node in workers:
+        num_samples, nodes = _train(client, scheduler["address"], start_worker)
+        training_s = time.monotonic() - started
+        for node in nodes:
             node.popen.wait(30)
         served, _ = client.request_json(data_address, "GET", "/v1/status")
     proof = verify_ledger(Path(scheduler["ledger"]), verify=verify)
-    rows = {node.label: _worker_facts(node) for node in workers}
-    losses = [(row["loss_first"], row["loss_last"]) for row in rows.values() if row["loss_first"] is not None]
-    shares = [row["wait_share"] for row in rows.values() if row.get("wait_share") is not None]
+    workers, first, last = {}, list[float](), list[float]()
+    for node in nodes:
+        messages = node.messages() or [{}]  # The last one is the report; of a killed worker its last progress.
+        workers[node.label] = {**messages[-1].get("report", messages[-1]), "killed": node.is_killed}
+        losses = [message["loss"] for message in messages if message.get("loss") is not None]
+        first, last = first + losses[:1], last + losses[-1:]
     return {
-        "ok": proof.ok and status["done"],
+        "ok": proof.ok,
         "bytes_served": {"data node": served["bytes_sent"]},
         "training_seconds": round(training_s, 1),
-        "tokens_per_s": round(status["samples_used"] * SEQ_LEN / training_s),
-        "wait_share": round(sum(shares) / len(shares), 4) if shares else None,
-        "loss_from": max(first for first, _ in losses) if losses else None,
-        "loss_to": min(last for _, last in losses) if losses else None,
-        "workers": rows,
+        "tokens_per_s": round(num_samples * SEQ_LEN / training_s),
+        "loss_from": max(first, default=None),
+        "loss_to": min(last, default=None),
+        "workers": workers,
         "ledger": proof.to_json(),
     }
 
 
-def _worker_facts(node: Node) -> dict[str, Any]:
-    """A worker's report; of a killed one, its last progress, which tells how far its loss had come."""
-    last = node.messages[-1] if node.messages else {}
-    losses = [message["loss"] for message in node.messages if message.get("loss") is not None] or [None]
-    report = last.get("report", last)
-    return {"loss_first": losses[0], "loss_last": losses[-1], **report, "killed": node.killed}
+def _train(client: Client, address: str, start_worker: Callable[[str], NodeProcess]) -> tuple[int, list[NodeProcess]]:
+    """Watch the scheduler until the epoch is done; kill worker-1 after a third of it and start worker-3.
 
-
-def _train(client: Client, address: str, start: Callable[[str], Node]) -> tuple[dict[str, Any], list[Node]]:
-    """Watches the scheduler until the epoch is done; kills worker-1 at a third and brings worker-3."""
-    workers = [start("worker-1"), start("worker-2")]
-    used, moved_at = 0, time.monotonic()
+    Returns the number of samples used, and the workers.
+    """
+    nodes, used = [start_worker("worker-1"), start_worker("worker-2")], 0
     total = client.request_json(address, "GET", "/v1/status")[0]["num_samples"]
     with bar("train", total, "sample") as advance:
-        while True:
-            status, _ = client.request_json(address, "GET", "/v1/status")
-            if status["samples_used"] > used:
-                advance(status["samples_used"] - used)
-                used, moved_at = status["samples_used"], time.monotonic()
-            if status["done"]:
-                return dict(status), workers
-            if time.monotonic() - moved_at > STALL_S:
-                raise NetworkError(
-                    f"no sample was used for {STALL_S:.0f} s; run again with --keep DIR and read the logs"
-                )
-            # Asked of the scheduler, which hears of each slice; a worker reports twice a second only.
-            began = {w["name"] for w in status["workers"].values() if w["samples"]}
-            if len(workers) == 2 and "worker-1" in began and used > total // 3:
-                os.kill(workers[0].popen.pid, signal.SIGKILL)
-                workers[0].killed = True
-                _say(f"     worker-1 killed (SIGKILL) after {used:,} samples in all; worker-3 joins")
-                workers.append(start("worker-3"))
-            for node in workers[1:]:
+        while not (status := client.request_json(address, "GET", "/v1/status")[0])["done"]:
+            advance(status["samples_used"] - used)
+            used = status["samples_used"]
+            # The scheduler receives each use at once; a worker prints its progress only twice a second.
+            active = {worker["name"] for worker in status["workers"].values() if worker["samples"]}
+            if len(nodes) == 2 and "worker-1" in active and used > total // 3:
+                nodes[0].popen.kill()
+                nodes[0].is_killed = True
+                _log(f"     worker-1 killed (SIGKILL) after {used:,} samples in all; worker-3 joins")
+                nodes.append(start_worker("worker-3"))
+            for node in nodes[1:]:
                 if node.popen.poll() not in (None, 0):
-                    raise NetworkError(f"{node.label} failed: {node.tail()}")
+                    raise node.error("failed")
             time.sleep(0.03)
+    return int(status["samples_used"]), nodes
 
 
 def _print_summary(s: dict[str, Any]) -> None:
-    epoch = s["ledger"]["epochs"][0] if s["ledger"]["epochs"] else {"samples": 0, "missing": "?", "repeated": "?"}
-    waited = "unknown" if s["wait_share"] is None else f"{s['wait_share']:.1%}"
+    loss = f", loss {s['loss_from']:.3f} → {s['loss_to']:.3f}" if s["loss_to"] is not None else ""
+    killed = ", ".join(name for name, worker in s["workers"].items() if worker["killed"]) or "none: use more text"
     print(f"""
-  prepared    {s["documents"]:,} documents, {s["tokens"]:,} tokens, {s["slices"]} slices, {s["bytes"] / 1e6:.1f} MB
-  dataset id  {s["dataset_id"]}
+  prepared    {s["documents_out"]:,} documents, {s["tokens"]:,} tokens, {s["slices"]} slices, {s["bytes"] / 1e6:.1f} MB
+  dataset id  {s["id"]}
   served      data node {s["bytes_served"]["data node"] / 1e6:.1f} MB
-  trained     {s["tokens_per_s"]:,} tokens/s for {s["training_seconds"]} s; waited for data: {waited} of it""")
-    if s["loss_from"] is not None:
-        print(f"  loss        {s['loss_from']:.3f} → {s['loss_to']:.3f}  ({s['trainer']})")
-    if not any(worker["killed"] for worker in s["workers"].values()):
-        print("  note        the text was used up before a worker could be killed; more text shows more")
-    counts = f"{epoch['samples']:,} samples used, {epoch['missing']} missing, {epoch['repeated']} repeated"
-    print(f"  ledger      {counts}: {'proved' if s['ledger']['ok'] else 'NOT proved'}\n")
-
-
-def _prepare(sources: Sequence[Path], out: Path, tokenizer: str) -> dict[str, Any]:
-    size = sum(f.stat().st_size for s in sources for f in ([s] if s.is_file() else s.rglob("*")) if f.is_file())
-    # Forty slices or so, whatever the input: enough for leases to move between workers.
-    slice_bytes = min(64 << 20, max(16 << 10, size // 80))
-    with PrepareBar() as shown:
-        made = prepare_dataset(
-            sources, out, tokenizer=tokenizer, name=NAME, slice_bytes=slice_bytes, on_progress=shown.update
-        )
-    facts = made.to_json()
-    return {
-        "documents": facts["documents_out"],
-        "dataset_id": facts["id"],
-        "tokens": facts["tokens"],
-        "slices": facts["slices"],
-        "bytes": open_dataset(out).manifest.bytes,
-        "slice_bytes": slice_bytes,
-    }
-
-
-def _python_text(max_bytes: int) -> list[Path]:
-    """Up to `max_bytes` of the installed Python's own source: text that every machine has."""
-    found = []
-    library = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(library.rglob("*.py")) + sorted(library.rglob("*.txt")):
-        parts = path.relative_to(library).parts
-        if parts[0] in {"site-packages", "dist-packages", "test"} or "tests" in parts or not path.is_file():
-            continue
-        if 200 <= (size := path.stat().st_size) <= max_bytes:
-            max_bytes -= size
-            found.append(path)
-    return found
-
-
-@contextmanager
-def _workplace(keep: Path | None) -> Iterator[Path]:
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="forebay-demo-", ignore_cleanup_errors=True) as directory:
-            yield Path(directory)
-        return
-    try:
-        keep.mkdir(parents=True)
-    except FileExistsError:
-        raise UsageError(f"{keep} exists: --keep wants a directory of its own. Choose another") from None
-    yield keep
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+  trained     {s["tokens_per_s"]:,} tokens/s for {s["training_seconds"]} s{loss} ({s["trainer"]}); killed: {killed}""")
+    for epoch in s["ledger"]["epochs"]:
+        counts = "{samples:,} samples used, {missing} missing, {repeated} repeated".format(**epoch)
+        print(f"  ledger      {counts}: {'proved' if s['ledger']['ok'] else 'NOT proved'}\n")

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,24 @@ def parse_toml(text: str, file: object) -> dict[str, Any]:
         line = match.group(1) if match else str(text.count("\n", 0, len(text.rstrip())) + 1)
         reason = str(error)[: match.start()] if match else str(error).replace(" (at end of document)", " at the end")
         raise UsageError(f"{file}:{line}: expected TOML: {reason}.") from error
+
+
+def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """`KEY=VALUE` texts as nested tables: dots separate keys; a value is TOML, or else a string."""
+    tables: dict[str, Any] = {}
+    for text in texts:
+        keys, equals, value = text.partition("=")
+        if not equals or not keys.strip():
+            raise UsageError(f"--set: expected KEY=VALUE, such as gopher_quality.min_words=20, got {text!r}.")
+        try:
+            setting: Any = tomllib.loads(f"value = {value}")["value"]
+        except (tomllib.TOMLDecodeError, RecursionError):
+            setting = value.strip()
+        *path, last = keys.strip().split(".")
+        table = tables
+        for key in path:
+            table = table.setdefault(key, {})
+            if not isinstance(table, dict):
+                raise UsageError(f"--set: expected one kind of value for {key!r}, got {text!r}.")
+        table[last] = setting
+    return tables

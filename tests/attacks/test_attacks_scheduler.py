@@ -114,7 +114,7 @@ def test_only_who_is_accused_can_be_pardoned(
     boss = issue(network_dir, "boss", "admin")
     (lease, *_) = ask(worker, scheduler.address, "POST", "/v2/exchange", {"want": 1})[1]["leases"]
     node = lease["providers"][0]["peer_id"]
-    pardon = ["schedule", "pardon", node, "--at", scheduler.address, "--network", str(home)]
+    pardon = ["job", "pardon", node, "--scheduler", scheduler.address, "--identity", str(home)]
     status, said = ask(boss, scheduler.address, "POST", f"/v1/peers/{node}/pardon")
     assert (status, said["error"]) == (404, "not_found")
     assert main(pardon) == 1

@@ -204,7 +204,7 @@ class Page:
 def make_commands(folder: Path) -> None:
     """The commands that the pages use, run by this interpreter."""
     folder.mkdir()
-    for name, module in [("forebay", "forebay.cli"), ("python", ""), ("torchrun", "torch.distributed.run")]:
+    for name, module in [("forebay", "forebay"), ("python", ""), ("torchrun", "torch.distributed.run")]:
         script = folder / name
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {f"-m {module} " if module else ""}"$@"\n')
         script.chmod(0o755)

@@ -39,7 +39,7 @@ def readme(page: Page, made: Corpora) -> None:
     page.environment |= made.hub_environment | made.s3_environment
     page.names |= {"step": consume}
     page.replace |= {
-        r"work wiki --network carol": "work wiki --network carol --trainer count",
+        r"worker wiki --identity carol": "worker wiki --identity carol --trainer count",
         r"--num-steps 100": "--num-steps 2 --trainer count",
         r"--workers 1000 --slices 10000": "--workers 20 --slices 200",
         r"PEER_ID": r"$(forebay network show lab | grep -o '[a-z2-7]\\{32\\}' | head -1)",
@@ -120,31 +120,31 @@ def members(page: Page, made: Corpora, *names: str) -> None:
     """Directories of members in a network of a DHT of this process; datasets `books`, `code`, `web` are served."""
     nodes.make_network(page.directory, ["data-node", *names], made.dht)
     made.copy(*(page.directory / name for name in ("books", "code", "web")))
-    page.shell("forebay serve books code web --network data-node &", "setup")
+    page.shell("forebay serve books code web --identity data-node &", "setup")
 
 
 def leasing(page: Page, made: Corpora) -> None:
     members(page, made, "scheduler", "worker-1", "worker-2", "admin")
-    page.replace |= {r"(forebay work .*(worker-\d))": r"\1 --trainer count --cache-dir cache-\2"}
+    page.replace |= {r"(forebay worker .*(worker-\d))": r"\1 --trainer count --cache-dir cache-\2"}
 
 
 def operating(page: Page, made: Corpora) -> None:
     members(page, made, "leases", "node")
-    page.shell(f"forebay schedule books --network leases --listen {page.address('10.0.0.2:7420')} &", "setup")
+    page.shell(f"forebay scheduler books --identity leases --listen {page.address('10.0.0.2:7420')} &", "setup")
     made.copy(page.directory / "acme-web")
     page.replace |= {"PEER_ID": "$(forebay network join net lost --name lost --role data | grep -o '[a-z2-7]\\{32\\}')"}
 
 
 def http_api(page: Page, made: Corpora) -> None:
     members(page, made, "scheduler")
-    page.shell(f"forebay schedule books --network scheduler --listen {page.address('10.0.0.2:7420')} &", "setup")
+    page.shell(f"forebay scheduler books --identity scheduler --listen {page.address('10.0.0.2:7420')} &", "setup")
 
 
 def ledger(page: Page, made: Corpora) -> None:
     members(page, made, "scheduler", "gpu-3")
     page.shell(
-        "forebay schedule web --network scheduler --state state --seq-len 512 &\n"
-        "forebay work web --network gpu-3 --trainer count\n"
+        "forebay scheduler web --identity scheduler --state state --seq-len 512 &\n"
+        "forebay worker web --identity gpu-3 --trainer count\n"
         "mkdir data; mv web data/web; cp state/ledger.jsonl .",
         "setup",
     )

@@ -154,7 +154,7 @@ def _node(ns: str, argv: list[str], log: str) -> NoReturn:
 
 
 def _slow(pause_s: float, argv: list[str]) -> list[str]:
-    """A device that takes its time: `forebay work` sleeps after each step, and acknowledges often."""
+    """A device that takes its time: `forebay worker` sleeps after each step, and acknowledges often."""
     from forebay.worker import lease_worker as leasing
 
     leasing.run_worker = functools.partial(

@@ -20,7 +20,7 @@ from calibration import scaled
 
 def forebay(*arguments: object, timeout: float = 90, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "forebay.cli", *map(str, arguments)],
+        [sys.executable, "-m", "forebay", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=scaled(timeout),
@@ -64,7 +64,7 @@ def test_prepare_prints_what_scripts_rely_on(corpus: Path, tmp_path: Path) -> No
     summary = last_json(
         forebay(
             "prepare", corpus, "--out", tmp_path / "d", "--tokenizer", "bytes", "--slice-bytes", "8KiB",
-            "--workers", 2, "--keep-ids", ids, "--json",
+            "--workers", 2, "--write-ids", ids, "--json",
         )
     )  # fmt: skip
     assert {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped"} <= set(summary)
@@ -108,10 +108,10 @@ def test_help_and_version_need_no_extra_package() -> None:
         (["verify", "no-such-dataset"], ["no-such-dataset"]),
         (["prepare", "no-such.txt", "--out", "d", "--tokenizer", "bytes"], ["no-such.txt"]),
         (["demo", "--input", "no-such.txt"], ["no-such.txt"]),
-        (["serve", "no-such-dataset", "--network", "n"], ["no-such-dataset"]),
-        (["find", "x", "--network", "no-such-node"], ["no-such-node"]),
+        (["serve", "no-such-dataset", "--identity", "n"], ["no-such-dataset"]),
+        (["find", "x", "--identity", "no-such-node"], ["no-such-node"]),
         (["ledger", "verify", "no-such-ledger"], ["no-such-ledger"]),
-        (["work"], ["name"]),
+        (["worker"], ["name"]),
     ],
 )
 def test_a_wrong_path_is_told_in_one_line(
@@ -165,7 +165,7 @@ def test_ctrl_c_within_exec_ends_with_130(tmp_path: Path) -> None:
     assert done.returncode == 130
 
 
-@pytest.mark.parametrize("module", ["forebay", "forebay.cli"])
+@pytest.mark.parametrize("module", ["forebay"])
 def test_ctrl_c_after_the_result_is_no_failure(dataset: Path, module: str) -> None:
     for _ in range(4):
         command = [sys.executable, "-m", module, "inspect", str(dataset), "--json"]
@@ -188,9 +188,9 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_an_unknown_name_is_told_in_one_line(node: Path, tmp_path: Path) -> None:
-    assert_one_line(forebay("find", "no-such-name", "--network", node, "--timeout", 2), "no-such-name")
+    assert_one_line(forebay("find", "no-such-name", "--identity", node, "--timeout", 2), "no-such-name")
     state = ("--state", tmp_path / "s", "--timeout", 2)
-    assert_one_line(forebay("schedule", "no-such-name", "--network", node, *state), "no-such-name")
+    assert_one_line(forebay("scheduler", "no-such-name", "--identity", node, *state), "no-such-name")
 
 
 def test_a_port_in_use_is_told_in_one_line(node: Path, dataset: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_port_in_use_is_told_in_one_line(node: Path, dataset: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert_one_line(forebay("serve", dataset, "--network", node, "--listen", f"127.0.0.1:{port}"), str(port))
+        assert_one_line(forebay("serve", dataset, "--identity", node, "--listen", f"127.0.0.1:{port}"), str(port))
 
 
 def test_a_role_is_given_explicitly_and_a_network_is_named_as_its_directory(node: Path, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_role_is_given_explicitly_and_a_network_is_named_as_its_directory(node
     assert not (tmp_path / "bob").exists()
     shown = last_json(forebay("network", "show", net, "--json"))
     assert shown["name"] == "net"
-    done = forebay("inspect", "forebay://other/nothing", "--network", node)
+    done = forebay("inspect", "forebay://other/nothing", "--identity", node)
     assert_one_line(done, "expected an identity in the network 'other'", "forebay://net/nothing")
 
 
@@ -229,18 +229,18 @@ def test_a_node_is_probed_revoked_and_drains_on_sigterm(dataset: Path, tmp_path:
     peer = last_json(forebay("network", "show", tmp_path / "bob", "--json"))["peer_id"]
     dht = Bootstrap(1)
     start = f"--bootstrap={dht.at[0][0]}:{dht.at[0][1]}"
-    command = [sys.executable, "-m", "forebay.cli", "serve", dataset, "--network", tmp_path / "alice", "--json", start]
+    command = [sys.executable, "-m", "forebay", "serve", dataset, "--identity", tmp_path / "alice", "--json", start]
     with subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True) as node:
         assert node.stdout is not None
         address = json.loads(node.stdout.readline())["address"]
-        assert last_json(forebay("probe", address, "--network", tmp_path / "bob", "--json"))["healthy"]
+        assert last_json(forebay("status", address, "--identity", tmp_path / "bob", "--json"))["healthy"]
         assert forebay("network", "revoke", peer, tmp_path / "alice").returncode == 0
         time.sleep(1.1)  # it looks once a second
-        assert_one_line(forebay("probe", address, "--network", tmp_path / "bob"), address)
+        assert_one_line(forebay("status", address, "--identity", tmp_path / "bob"), address)
         node.terminate()
         assert node.wait(20) == 0
     dht.close()
-    assert_one_line(forebay("probe", address, "--network", tmp_path / "alice", "--timeout", "1"), address)
+    assert_one_line(forebay("status", address, "--identity", tmp_path / "alice", "--timeout", "1"), address)
     before = last_json(forebay("network", "show", tmp_path / "alice", "--json"))
     assert forebay("network", "renew", tmp_path / "net", tmp_path / "alice").returncode == 0
     after = last_json(forebay("network", "show", tmp_path / "alice", "--json"))

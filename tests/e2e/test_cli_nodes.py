@@ -60,8 +60,8 @@ def test_a_dead_bootstrap_node_is_named_by_every_verb(tmp_path: Path, start: Sta
     port = _free_udp_port()
     node = make_network(tmp_path, ["node"], [(HOST, port)])["node"]
     started = [
-        start(verb, name, "--network", node, "--timeout", 4)
-        for verb, name in (("find", "x"), ("work", "x"), ("schedule", "x"), ("serve", tmp_path / "d"))
+        start(verb, name, "--identity", node, "--timeout", 4)
+        for verb, name in (("find", "x"), ("worker", "x"), ("scheduler", "x"), ("serve", tmp_path / "d"))
     ]
     for process in started:
         _, said = process.communicate(timeout=scaled(120))
@@ -85,11 +85,13 @@ def test_an_unknown_name_is_waited_for_aloud_and_not_for_ever(tmp_path: Path, st
     bootstrap = Bootstrap(2)
     node = make_network(tmp_path, ["node"], bootstrap.at)["node"]
     try:
-        work = start("work", "ghost", "--network", node, "--timeout", 5, "--cache-dir", tmp_path / "c")
-        schedule = start("schedule", "ghost", "--network", node, "--timeout", 5, "--state", tmp_path / "s")
+        work = start("worker", "ghost", "--identity", node, "--timeout", 5, "--cache-dir", tmp_path / "c")
+        schedule = start("scheduler", "ghost", "--identity", node, "--timeout", 5, "--state", tmp_path / "s")
         silent = socket.create_server((HOST, 0))  # accepts, and says nothing
         address = f"{HOST}:{silent.getsockname()[1]}"
-        held = start("work", "--scheduler", address, "--network", node, "--timeout", 5, "--cache-dir", tmp_path / "h")
+        held = start(
+            "worker", "--scheduler", address, "--identity", node, "--timeout", 5, "--cache-dir", tmp_path / "h"
+        )
         expected = {
             work: ("the scheduler of 'ghost': the DHT names none", "expected an answer within 5 s"),
             schedule: ("data nodes of 'ghost': the DHT names none", "expected a data node of 'ghost'"),
@@ -122,7 +124,7 @@ def network(tmp_path: Path) -> Iterator[dict[str, Path]]:
 
 def _schedule(start: Start, network: dict[str, Path], state: Path, *more: object) -> tuple[subprocess.Popen[str], str]:
     scheduler = start(
-        "schedule", NAME, "--network", network["scheduler"], "--state", state, "--seq-len", 8, "--exit-when-done",
+        "scheduler", NAME, "--identity", network["scheduler"], "--state", state, "--seq-len", 8, "--exit-when-done",
         "--json", *more,
     )  # fmt: skip
     assert scheduler.stdout is not None
@@ -141,7 +143,7 @@ def test_every_live_worker_hears_of_the_end(tmp_path: Path, start: Start, networ
     scheduler, address = _schedule(start, network, tmp_path / "state")
     workers = [
         start(
-            "work", NAME, "--network", network[name], "--cache-dir", tmp_path / name, "--json",
+            "worker", NAME, "--identity", network[name], "--cache-dir", tmp_path / name, "--json",
             "--trainer", f"{tmp_path / 'gated.py'}:Gated",
         )
         for name in ("w0", "w1", "w2")
@@ -166,7 +168,7 @@ def test_a_job_with_a_slice_set_aside_is_not_done(tmp_path: Path, start: Start, 
     victim.write_bytes(data)
     scheduler, address = _schedule(start, network, tmp_path / "state", "--max-failures", 1)
     worker = start(
-        "work", NAME, "--network", network["w0"], "--cache-dir", tmp_path / "c", "--trainer", "count", "--json"
+        "worker", NAME, "--identity", network["w0"], "--cache-dir", tmp_path / "c", "--trainer", "count", "--json"
     )
     out, said = worker.communicate(timeout=scaled(150))
     assert worker.returncode == 0, said
@@ -178,7 +180,7 @@ def test_a_job_with_a_slice_set_aside_is_not_done(tmp_path: Path, start: Start, 
     found = verify_ledger(tmp_path / "state" / "ledger.jsonl", verify=verify)
     assert [epoch["set_aside"] for epoch in found.epochs] == [50] and found.epochs[0]["missing"] == 0
     again, address = _schedule(start, network, tmp_path / "state")
-    status = start("status", address, "--network", network["w1"])
+    status = start("status", address, "--identity", network["w1"])
     out, said = status.communicate(timeout=scaled(60))
     assert status.returncode == 0, said
     assert "incomplete" in out and "50 samples of slices set aside were not used" in out and "slice 4 is set" in out
@@ -204,7 +206,7 @@ def test_a_bad_access_list_stops_a_data_node_before_it_starts(
     path.write_text(text)
     node = make_network(tmp_path, ["node"], [(HOST, _free_udp_port())])["node"]
     began = time.monotonic()
-    process = start("serve", tmp_path / "d", "--network", node, "--access", path, "--timeout", 90)
+    process = start("serve", tmp_path / "d", "--identity", node, "--access", path, "--timeout", 90)
     _, said = process.communicate(timeout=scaled(80))
     assert process.returncode == 2 and time.monotonic() - began < scaled(80)
     assert all(word in said for word in [*words, str(path)]) and len(said.splitlines()) == 1, said

@@ -99,7 +99,7 @@ def until(true: Callable[[], bool], what: str, timeout_s: float = 40) -> None:
 
 def coordinator(spawn: Callable[..., Process], *flags: str, listen: str = "127.0.0.1:0") -> tuple[Process, str]:
     """A coordinator as a process, and its address."""
-    process = spawn("-m", "forebay.cli", "coordinate", "--listen", listen, "--json", *flags)
+    process = spawn("-m", "forebay", "coordinator", "--listen", listen, "--json", *flags)
     until(lambda: bool(process.lines) or process.popen.poll() is not None, "a coordinator that is up")
     assert process.lines, process.notes
     return process, process.lines[0]["address"]
@@ -145,7 +145,16 @@ def get(address: str, path: str) -> Any:
 def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(
     spawn: Callable[..., Process], tmp_path: Path
 ) -> None:
-    flags = ("--min-workers", "4", "--lost", "0.5", "--state", str(tmp_path / "run"), "--num-steps", "60")
+    flags = (
+        "--min-workers",
+        "4",
+        "--disconnect-timeout",
+        "0.5",
+        "--state",
+        str(tmp_path / "run"),
+        "--set",
+        "num_steps=60",
+    )
     first, address = coordinator(spawn, *flags)
     workers = Workers(spawn, address, batch_size=BATCH, num_steps=7, step_s=0.03)
     numbers = {name: workers.begin(name) for name in "abcd"}
@@ -158,7 +167,7 @@ def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(
     first.end()  # the coordinator, killed: training goes on
     reached = workers.last("a")["step"]
     until(lambda: workers.last("a")["step"] >= reached + 3, "steps without a coordinator")
-    second, _ = coordinator(spawn, *flags, "--until-done", listen=address)
+    second, _ = coordinator(spawn, *flags, "--exit-when-done", listen=address)
     workers.begin("b")  # back under its name
     until(lambda: len(workers.said("code")) == 6, "the end of all workers")
     assert sorted(line["code"] for line in workers.said("code")) == [-signal.SIGKILL, 0, 0, 0, 0, 0], (
@@ -221,8 +230,8 @@ def test_the_coordinator_hands_out_ranks_and_refuses_a_second_of_the_same_name(
 
 
 def test_plain_http_stays_on_this_machine_unless_told_and_refuses_web_pages(spawn: Callable[..., Process]) -> None:
-    refused = spawn("-m", "forebay.cli", "coordinate", "--listen", "0.0.0.0:0")
-    assert refused.wait() == 2 and "--open" in refused.notes[0]
+    refused = spawn("-m", "forebay", "coordinator", "--listen", "0.0.0.0:0")
+    assert refused.wait() == 2 and "--allow-plain-http" in refused.notes[0]
     process, address = coordinator(spawn)
     body = json.dumps({"settings": {"batch_size": 1}}).encode()
     for headers in ({"Content-Type": "text/plain"}, {"Content-Type": "application/json", "Origin": "http://evil.test"}):
@@ -281,7 +290,7 @@ def test_ranks_find_each_other_by_values_that_are_their_generations_alone(
 
 
 def test_a_coordinator_that_stays_away_is_named_and_a_dead_one_comes_back_as_it_was(tmp_path: Path) -> None:
-    with pytest.raises(CoordinatorUnreachableError, match="forebay coordinate"):
+    with pytest.raises(CoordinatorUnreachableError, match="forebay coordinator"):
         Membership("127.0.0.1:9", patience_s=0.2).join()
     with Coordinator(state_dir=tmp_path, config={"batch_size": 4}) as desk:
         membership = Membership(desk.address, "w", lockstep=False)
@@ -337,7 +346,7 @@ def test_a_state_of_another_version_is_named(tmp_path: Path) -> None:
 def test_a_coordinator_that_was_stopped_gives_nobody_up_for_it(spawn: Callable[..., Process]) -> None:
     """As with a machine that stands still: nobody could be heard then."""
     process, address = coordinator(
-        spawn, "--min-workers", "2", "--heartbeat", "0.4", "--stale", "2", "--lost", "2", "--open"
+        spawn, "--min-workers", "2", "--silence-timeout", "2", "--disconnect-timeout", "2", "--allow-plain-http"
     )
     members = [Membership(address, name, settings={"batch_size": BATCH}, lockstep=False) for name in ("w1", "w2")]
     joins = [threading.Thread(target=member.join) for member in members]

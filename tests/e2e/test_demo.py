@@ -10,13 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from calibration import scaled
-from forebay.demo import Cast
+from forebay.demo import NodeProcess
 
 # Numbered below, so that no two slices are alike: alike slices travel once.
 TEXT = "The mill race turns the wheel, and the wheel turns the stone. "
@@ -27,7 +26,6 @@ TEXT = "The mill race turns the wheel, and the wheel turns the stone. "
 TRAINER = """
 import os, time
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -63,7 +61,7 @@ def demo(tmp_path: Path, *more: object) -> subprocess.Popen[str]:
         (corpus / f"{i:02}.txt").write_text("".join(f"{i}.{j} {TEXT}" for j in range(400)))
     (tmp_path / "tmp").mkdir()
     return subprocess.Popen(
-        [sys.executable, "-m", "forebay.cli", "demo", "--input", str(corpus), *map(str, more)],
+        [sys.executable, "-m", "forebay", "demo", "--input", str(corpus), *map(str, more)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -85,7 +83,7 @@ def test_demo_proves_exactly_once_though_a_worker_is_killed(tmp_path: Path) -> N
     assert process.returncode == 0, out + err
     assert out.strip().splitlines()[-1] == "demo: ok"
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["ok"] and summary["documents"] == 40 and summary["slices"] >= 30
+    assert summary["ok"] and summary["documents_out"] == 40 and summary["slices"] >= 30
     (epoch,) = summary["ledger"]["epochs"]
     assert epoch["samples"] > 0 and epoch["missing"] == 0 and epoch["repeated"] == 0
     assert summary["workers"]["worker-1"]["killed"] and "worker-3" in summary["workers"]
@@ -95,23 +93,12 @@ def test_demo_proves_exactly_once_though_a_worker_is_killed(tmp_path: Path) -> N
     assert left_behind(tmp_path) == []
 
 
-def test_an_interrupt_while_a_process_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
-    popen = subprocess.Popen
-
-    def start(*arguments: Any, **options: Any) -> Any:
-        started.append(popen(*arguments, **options))
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0)  # The interpreter handles signals between instructions.
-        return started[-1]
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    cast = Cast(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        cast.start("dht", "dht", "--nodes", "4")
-    cast.close()
-    (process,) = started
-    assert process.poll() is not None
+def test_a_process_ends_with_its_parent_though_it_is_not_told(tmp_path: Path) -> None:
+    node = NodeProcess(tmp_path, "dht", "dht", "--nodes", "4")
+    node.wait_ready()
+    assert node.popen.stdin is not None
+    node.popen.stdin.close()
+    assert node.popen.wait(scaled(20)) == 0
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -131,6 +118,6 @@ def test_a_killed_demo_leaves_no_process(tmp_path: Path) -> None:
     process.kill()
     process.communicate(timeout=scaled(30))
     deadline = time.monotonic() + scaled(30)
-    while (left := [c for c in left_behind(tmp_path) if "forebay.cli" in c]) and time.monotonic() < deadline:
+    while (left := [c for c in left_behind(tmp_path) if " forebay " in c]) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert left == []

@@ -177,7 +177,7 @@ def test_control_c_ends_a_worker_after_its_step(tmp_path: Path) -> None:
 
 
 def test_a_coordinator_that_is_away(tmp_path: Path) -> None:
-    with pytest.raises(CoordinatorUnreachableError, match="forebay coordinate"):
+    with pytest.raises(CoordinatorUnreachableError, match="forebay coordinator"):
         alone(WorkerConfig(trainer="count", coordinator="127.0.0.1:9", timeout_s=0.3), [])
     with pytest.raises(UsageError, match="partition"):
         alone(WorkerConfig(dataset_name=__file__, tokenizer_name="bytes", partition="records"), [])

@@ -110,7 +110,7 @@ def running(
 
         def start(name: str, *words: object) -> None:
             verb, *rest = words
-            common = ["--network", homes[name], "--json"] if name in homes else ["--json"]
+            common = ["--identity", homes[name], "--json"] if name in homes else ["--json"]
             job.nodes[name] = job.hosts[name].forebay(verb, *rest, *common)
 
         start("dht", "dht", "--listen", f"{entry[0]}:{entry[1]}", "--nodes", 3)
@@ -119,12 +119,12 @@ def running(
             start(name, "serve", directory / "dataset", "--ttl", 6)
         for name in data:
             job.nodes[name].ready()
-        state = ["--state", directory / "state", "--seq-len", SEQ_LEN, "--lease", LEASE_S]
-        start("scheduler", "schedule", NAME, *state)
+        state = ["--state", directory / "state", "--seq-len", SEQ_LEN, "--lease-timeout", LEASE_S]
+        start("scheduler", "scheduler", NAME, *state)
         job.nodes["scheduler"].ready()
         for name in workers:
             cache = ["--cache-dir", directory / f"cache-{name}", "--cache-bytes", 1 << 20]
-            start(name, "slow", pause_s, "work", NAME, *cache, "--batch-size", 2, "--trainer", "count")
+            start(name, "slow", pause_s, "worker", NAME, *cache, "--batch-size", 2, "--trainer", "count")
         job.wait_begun()
         yield job
 

@@ -97,7 +97,6 @@ def test_from_a_step_to_a_document_and_back(job: dict[str, Any], capsys: pytest.
         assert any(use["first_step"] == step and use["name"] == "w1" for use in back["uses"])
     shown = run(capsys, "blame", job["ledger"], "--step", 1, "--dataset", dataset.path)
     assert "doc-" in shown and "w1" in shown
-    assert "w1" in run(capsys, "blame", job["ledger"], "--slice", 0, "--tokens", "0:16")
 
 
 def test_a_loaders_step_and_a_table(job: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

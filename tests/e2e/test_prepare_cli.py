@@ -140,7 +140,7 @@ def test_recipe(tmp_path: Path, recipe: str, inputs: tuple[str, ...], least_in: 
 
 def test_recipe_of_code(tmp_path: Path) -> None:
     source = Path(forebay.__file__).parent / "order"
-    summary = prepare(tmp_path / "d", source, "--recipe", "code", "--tokenizer", "bytes", "--keep-ids", tmp_path / "i")
+    summary = prepare(tmp_path / "d", source, "--recipe", "code", "--tokenizer", "bytes", "--write-ids", tmp_path / "i")
     files = sorted(source.rglob("*.py"))
     kept = (tmp_path / "i").read_text().splitlines()
     assert summary["documents_in"] >= len(files) and len(kept) == summary["documents_out"]
@@ -196,7 +196,7 @@ def test_wrong_settings_are_told_where_they_stand(tmp_path: Path) -> None:
     assert "KEY=VALUE" in refused(*arguments, "--set", "nonsense")
     assert "sample: expected at most 1, got 2" in refused(*arguments, "--sample", "200%")
     assert "tokenizer" in refused(*arguments[:-2])
-    assert "mine.toml" in refused(*arguments, "--keep-ids", config / "ids", code=1)
+    assert "mine.toml" in refused(*arguments, "--write-ids", config / "ids", code=1)
     assert "expected inputs" in refused("prepare", *arguments[2:])
     assert not (tmp_path / "d/.work").exists()
 
@@ -230,7 +230,15 @@ def test_without_any_extra_plain_text_is_prepared(tmp_path: Path, without: Calla
     (tmp_path / "b.txt").write_text("Plain text.")
     subsets = ("--set", "subsets.test=0.5")
     summary = prepare(
-        tmp_path / "d", path, tmp_path / "b.txt", "--tokenizer", "bytes", "--shuffle", *subsets, **without(EXTRAS)
+        tmp_path / "d",
+        path,
+        tmp_path / "b.txt",
+        "--tokenizer",
+        "bytes",
+        "--set",
+        "slice.shuffle=true",
+        *subsets,
+        **without(EXTRAS),
     )
     assert summary["documents_out"] == 21 and open_dataset(tmp_path / "d").verify().ok
     assert "21" in run("report", tmp_path / "d", **without(EXTRAS)).stdout
@@ -264,7 +272,7 @@ def test_a_missing_extra_is_told_in_one_line(
 
 def test_plan_reads_and_writes_nothing(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", [words(i, 50) for i in range(300)])
-    arguments = ("prepare", path, "--out", tmp_path / "d", "--recipe", "gopher", "--plan", "--workers", 3)
+    arguments = ("prepare", path, "--out", tmp_path / "d", "--recipe", "gopher", "--dry-run", "--workers", 3)
     shown = run(*arguments).stdout
     assert "gopher_quality" in shown and "1 files" in shown and "minhash" in shown
     plan = json.loads(run(*arguments, "--json", "--sample", "50%").stdout)
@@ -322,13 +330,13 @@ def api() -> Iterator[str]:
         server.shutdown()
 
 
-def test_acquire_then_prepare(tmp_path: Path, api: str) -> None:
-    spec = tmp_path / "api.toml"
+def test_an_api_is_an_input(tmp_path: Path, api: str) -> None:
+    spec = tmp_path / "items.api.toml"
     spec.write_text(
         f'url = "{api}"\nitems = "data[]"\ntext = ["title", "body"]\nid = "key"\nnext = "next"\nrequests_per_s = 1000\n'
     )
-    assert run("acquire", spec, "--out", tmp_path / "got").stdout.strip() == str(tmp_path / "got/items.jsonl")
-    summary = prepare(tmp_path / "d", tmp_path / "got", "--tokenizer", "bytes", "--keep-ids", tmp_path / "ids")
+    summary = prepare(tmp_path / "d", spec, "--tokenizer", "bytes", "--write-ids", tmp_path / "ids")
+    assert (tmp_path / "d.inputs/items/items.jsonl").exists()
     assert summary["documents_in"] == summary["documents_out"] == 30
     assert (tmp_path / "ids").read_text().split() == [f"k{i}" for i in range(30)]
     assert documents(open_dataset(tmp_path / "d"))[7].decode().startswith("Title 7")
@@ -345,7 +353,7 @@ def test_a_language_model_of_text_and_the_better_half(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", paragraphs + other)
     config = tmp_path / "lm.toml"
     config.write_text(f'[perplexity]\nmodel = "{model}"\nkeep_percentile = [0, 50]\n')
-    summary = prepare(tmp_path / "d", path, "--tokenizer", "bytes", "--config", config, "--keep-ids", tmp_path / "ids")
+    summary = prepare(tmp_path / "d", path, "--tokenizer", "bytes", "--config", config, "--write-ids", tmp_path / "ids")
     assert 85 <= summary["documents_out"] <= 115 and set(summary["dropped"]) == {"above_percentile"}
     kept = [int(name[1:]) for name in (tmp_path / "ids").read_text().split()]
     assert sum(number < 100 for number in kept) > 0.9 * len(kept)
@@ -363,7 +371,7 @@ def test_a_document_never_changes_side(tmp_path: Path) -> None:
         out = tmp_path / str(number)
         cut = ("--dedup", "lines") if number else ()
         summary = prepare(
-            out, path, "--tokenizer", "bytes", "--seed", seed, "--shuffle", *cut,
+            out, path, "--tokenizer", "bytes", "--seed", seed, "--set", "slice.shuffle=true", *cut,
             "--set", "subsets.validation=0.2", "--set", "subsets.test=0.1",
         )  # fmt: skip
         assert set(summary["subsets"]) == {"train", "validation", "test"}
@@ -395,9 +403,9 @@ def test_new_data_is_deduplicated_against_a_dataset(tmp_path: Path, halves: tupl
     a, b = halves
     common = ("--tokenizer", "bytes", "--dedup", "exact,minhash")
     prepare(tmp_path / "A", a, *common)
-    prepare(tmp_path / "AB", a, b, *common, "--keep-ids", tmp_path / "ab")
+    prepare(tmp_path / "AB", a, b, *common, "--write-ids", tmp_path / "ab")
     against = f'dedup.against=["{tmp_path / "A"}"]'
-    alone = (b, *common, "--keep-ids", tmp_path / "b", "--set")
+    alone = (b, *common, "--write-ids", tmp_path / "b", "--set")
     summary = prepare(tmp_path / "B", *alone, against)
     kept = (tmp_path / "b").read_text().split()
     assert kept == [name for name in (tmp_path / "ab").read_text().split() if name.startswith("b")]
@@ -422,7 +430,7 @@ def test_the_interrupted_module_says_130(tmp_path: Path) -> None:
         "def stopped(): exec('raise KeyboardInterrupt')\n"
         "def main():\n    try: stopped()\n    except KeyboardInterrupt: return 130\n"
         "cli.main = main\n"
-        "import runpy; runpy.run_module('forebay.cli', run_name='__main__')\n"
+        "import runpy; runpy.run_module('forebay', run_name='__main__')\n"
     )
     (tmp_path / "interrupted.py").write_text(code)
     done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, capture_output=True, text=True)

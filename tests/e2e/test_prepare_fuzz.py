@@ -280,6 +280,6 @@ def test_the_command_speaks_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes(b"PAR1" + bytes(100))
     arguments = ["prepare", tmp_path / "x.parquet", "--out", tmp_path / "d", "--tokenizer", "bytes"]
     done = subprocess.run(
-        [sys.executable, "-m", "forebay.cli", *arguments], capture_output=True, text=True, timeout=scaled(90)
+        [sys.executable, "-m", "forebay", *arguments], capture_output=True, text=True, timeout=scaled(90)
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr and "x.parquet" in done.stderr

@@ -41,11 +41,11 @@ SEQ_LEN = 8
 
 
 class Process:
-    """`forebay schedule …`, and the lines of JSON that it printed."""
+    """`forebay scheduler …`, and the lines of JSON that it printed."""
 
     def __init__(self, *arguments: str) -> None:
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "forebay.cli", "schedule", *arguments, "--json"], stdout=subprocess.PIPE
+            [sys.executable, "-m", "forebay", "scheduler", *arguments, "--json"], stdout=subprocess.PIPE
         )
         self.lines: list[dict[str, Any]] = []
         self._changed = threading.Condition()
@@ -104,8 +104,8 @@ def test_a_standby_goes_on_where_a_killed_scheduler_was(tmp_path: Path, stack: E
     node = DataNode(Identity.load(homes["data"]), [make_dataset(tmp_path / "d", 6, 40)], HOST, 0, dht, ttl_s=30)
     node.start()
     stack.callback(node.stop)
-    arguments = [NAME, "--network", str(homes["scheduler"]), "--state", str(tmp_path / "state")]
-    arguments += ["--seq-len", str(SEQ_LEN), "--lease", "30", "--standby"]
+    arguments = [NAME, "--identity", str(homes["scheduler"]), "--state", str(tmp_path / "state")]
+    arguments += ["--seq-len", str(SEQ_LEN), "--lease-timeout", "30", "--standby"]
     first = Process(*arguments)
     stack.callback(first.end)
     address = first.wait_for("ready")["address"]
@@ -163,13 +163,13 @@ def test_jobs_are_steered_by_who_may_and_a_mixture_is_used_once(
     with pytest.raises(RemoteError) as refused:
         worker.client.request_json(service.address, "POST", f"/v1/jobs/{NAME}/pause", {})
     assert refused.value.status == 403
-    steer = ["--at", service.address, "--network", str(homes["admin"])]
-    assert main(["schedule", "pause", NAME, *steer]) == 0
+    steer = ["--scheduler", service.address, "--identity", str(homes["admin"])]
+    assert main(["job", "pause", NAME, *steer]) == 0
     assert "paused" in capsys.readouterr().out
     assert [lease["job"] for lease in worker.say(service.address, want=1)["leases"]] == ["mix"]
     assert worker.say(service.address, job=NAME, want=1, known_leases=[])["paused"]
-    assert main(["schedule", "weights", "mix", "two=1", *steer]) == 0
-    assert main(["schedule", "resume", NAME, *steer]) == 0
+    assert main(["job", "weights", "mix", "two=1", *steer]) == 0
+    assert main(["job", "resume", NAME, *steer]) == 0
     answer = worker.say(service.address, want=1, known_leases=[])
     samples = set()
     while not answer["done"]:
@@ -180,7 +180,7 @@ def test_jobs_are_steered_by_who_may_and_a_mixture_is_used_once(
             samples |= new
         answer = worker.say(service.address, leases, want=1, known_leases=[lease["lease_id"] for lease in leases])
     assert samples == {(NAME, i) for i in range(25)} | {("mix", i) for i in range(25 + 12)}
-    assert main(["status", service.address, "--network", str(homes["admin"])]) == 0
+    assert main(["status", service.address, "--identity", str(homes["admin"])]) == 0
     out = capsys.readouterr().out
     assert f"{NAME}: done, epoch 1 of 1, 100.0%" in out and "two: weight 1" in out and "\n  worker  " in out
     service.stop()

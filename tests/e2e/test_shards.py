@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -566,10 +567,12 @@ def test_shards_are_mirrored_to_ones_own_bucket(
     own.mkdir()
     monkeypatch.setenv("R2_DATASET_WRITE_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("R2_DATASET_WRITE_SECRET_ACCESS_KEY", SECRET_KEY)
-    to = ["r2://", "r2://own/copy", "--tmp-dir", str(tmp_path / "tmp")]
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    to = ["r2://", "r2://own/copy"]
     server.faults.drop = 0.05
     try:
-        first = mirrored(capsys, *to, "--shards", "1:3")
+        first = mirrored(capsys, *to, "--slices", "1:3")
         assert (first["copied"], first["missing"], first["complete"]) == ([1, 2], [0, 3], False)
         rest = mirrored(capsys, *to)
         assert (rest["copied"], rest["skipped"], rest["complete"]) == ([0, 3], [1, 2], True)
@@ -582,15 +585,15 @@ def test_shards_are_mirrored_to_ones_own_bucket(
             assert shards.num_shards == SHARDS
             assert shards.at_step(9)[5].tolist() == tokens_of(3)[5 * L : 6 * L].tolist()
         disk = tmp_path / "disk"
-        assert mirrored(capsys, "r2://own/copy", str(disk), "--shards", "3:4")["copied"] == [3]
+        assert mirrored(capsys, "r2://own/copy", str(disk), "--slices", "3:4")["copied"] == [3]
         assert files(str(disk)) == pair(3) and not (disk / ".mirror").exists()
         damaged = bytearray((disk / "train_000003.npy").read_bytes())
         damaged[5000] ^= 1
         (disk / "train_000003.npy").write_bytes(damaged)
-        assert mirrored(capsys, "r2://own/copy", str(disk), "--shards", "2:4")["copied"] == [2, 3]
-        assert mirrored(capsys, str(disk), "r2://own/back", "--seq-len", str(L))["copied"] == [2, 3]
+        assert mirrored(capsys, "r2://own/copy", str(disk), "--slices", "2:4")["copied"] == [2, 3]
+        assert mirrored(capsys, str(disk), "r2://own/back")["copied"] == [2, 3]
         assert (own / "back" / "train_000003.npy").read_bytes() == (disk / "train_000003.npy").read_bytes()
-        for wrong in (["--shards", "3:9"], ["--shards", "0:1", "--slices", "0:1"], ["--seq-len", "77"]):
+        for wrong in (["--slices", "3:9"], ["--slices", "0:1", "--id", "0" * 64]):
             assert main(["mirror", "r2://", str(tmp_path / "x"), "--quiet", *wrong]) in (1, 2)
     finally:
         shutil.rmtree(own)
@@ -600,7 +603,7 @@ def test_a_mirror_that_is_killed_goes_on(server: S3Server, bucket: Path, tmp_pat
     """Between two directories and from a bucket, killed whenever: no wrong file under a name, nothing left."""
     disk, chance = tmp_path / "disk", random.Random(4)
     server.faults.bytes_per_s = 3 << 20
-    command = [sys.executable, "-m", "forebay.cli", "mirror", "r2://", str(disk), "--quiet", "--chunk-bytes", "64KiB"]
+    command = [sys.executable, "-m", "forebay", "mirror", "r2://", str(disk), "--quiet"]
     for _ in range(20):
         goal = sum(server.bytes_sent.values()) + chance.randrange(200_000, 1_800_000)
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import ssl
@@ -470,10 +471,9 @@ def test_the_admission_server_forgets_no_used_token_when_it_is_killed(network_di
     """kill -9 right after a join; the same token is refused by the next life."""
 
     def serve() -> tuple[subprocess.Popen[bytes], str]:
-        command = [sys.executable, "-m", "forebay.cli", "network", "admit", str(network_dir), "--json"]
-        process = subprocess.Popen(
-            [*command, "--audit", str(tmp_path / "admit.log"), "--listen", at], stdout=subprocess.PIPE
-        )
+        command = [sys.executable, "-m", "forebay", "network", "admit", str(network_dir), "--json"]
+        environment = os.environ | {"FOREBAY_AUDIT_LOG": str(tmp_path / "admit.log")}
+        process = subprocess.Popen([*command, "--listen", at], stdout=subprocess.PIPE, env=environment)
         assert process.stdout is not None
         return process, str(json.loads(process.stdout.readline())["address"])
 
@@ -484,7 +484,7 @@ def test_the_admission_server_forgets_no_used_token_when_it_is_killed(network_di
         invite = [
             sys.executable,
             "-m",
-            "forebay.cli",
+            "forebay",
             "network",
             "invite",
             str(network_dir),

@@ -63,7 +63,7 @@ def test_two_jobs_a_slice_set_aside_and_a_restart_with_no_data_node(
             return service
 
         service = start()
-        steer = ["--at", service.address, "--network", str(homes["scheduler"])]
+        steer = ["--scheduler", service.address, "--identity", str(homes["scheduler"])]
         liars, hands = ([Hand(homes[name], stack) for name in two] for two in (("three", "four"), ("one", "two")))
         # The scheduler reads it itself: what two workers say of a good slice sets nothing aside.
         job = service._open_journal().core.jobs[NAME]
@@ -75,12 +75,12 @@ def test_two_jobs_a_slice_set_aside_and_a_restart_with_no_data_node(
         fail(service.address, hands, node.address)
         until(lambda: bool(job.reasons))
         slices.with_name("away").rename(slices)
-        assert main(["status", service.address, "--network", str(homes["scheduler"])]) == 0
+        assert main(["status", service.address, "--identity", str(homes["scheduler"])]) == 0
         assert "is set aside: torn" in capsys.readouterr().out
-        assert main(["schedule", "readmit", NAME, *steer]) == 0
-        command = [sys.executable, "-m", "forebay.cli", "work", "--scheduler", service.address, "--network"]
+        assert main(["job", "readmit", NAME, *steer]) == 0
+        command = [sys.executable, "-m", "forebay", "worker", "--scheduler", service.address, "--identity"]
         command += [str(homes["worker"]), "--cache-dir", str(tmp_path / "cache"), "--batch-size", "2"]
-        command += ["--trainer", "count", "--share", ":0", "--json"]
+        command += ["--trainer", "count", "--listen", ":0", "--json"]
         # Known to the scheduler alone; the worker learns it while it works.
         gone = Identity.load(homes["one"]).peer_id
         revoke(tmp_path / "network", gone, homes["scheduler"])

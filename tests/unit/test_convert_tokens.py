@@ -176,7 +176,7 @@ def test_a_dataset_of_ours_is_whole_and_says_where_it_came_from(tmp_path: Path) 
 
 def test_plain_safetensors_are_read(tmp_path: Path) -> None:
     convert(GOLDEN / "megatron_u16", tmp_path / "ds", "safetensors", replace(SMALL, shard_tokens=100))
-    with pytest.raises(DatasetError, match=r"forebay adopt DIR"):
+    with pytest.raises(DatasetError, match=r"forebay import DIR"):
         open_source(tmp_path / "ds" / "slices", ConvertOptions(), "bin")
     adopt(tmp_path / "ds" / "slices")
     assert rows(open_tokens(tmp_path / "ds" / "slices", ConvertOptions())) == DOCUMENTS
@@ -279,7 +279,7 @@ def test_nothing_is_left_of_what_failed_or_was_killed(tmp_path: Path) -> None:
 def test_a_place_that_is_not_free_is_kept_unless_forced(tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert(GOLDEN / "arrow", out, "mds", SMALL)
-    with pytest.raises(UsageError, match="--force"):
+    with pytest.raises(UsageError, match="--overwrite"):
         convert(GOLDEN / "arrow", out, "bin", SMALL)
     with pytest.raises(UsageError, match="--eos-id"):  # Fails late: what was there is still there.
         convert(GOLDEN / "templar", out, "mds", SMALL, force=True)
@@ -337,7 +337,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert told["verified"] and told["tokens"] == len(STREAM) and told["source"] == "arrow"
     assert "note: the ends of 24 documents" in found.err
     assert main(words) == 2
-    assert "--force" in capsys.readouterr().err
+    assert "--overwrite" in capsys.readouterr().err
     assert main(["convert", str(GOLDEN / "arrow"), str(tmp_path / "x")]) == 2
     assert "--to (one of" in capsys.readouterr().err
     (tmp_path / "what").write_bytes(b"\x00\x01\x02 nothing known")

@@ -385,15 +385,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = tmp_path / "out.bin"
     assert main(command.partition(",")[0].replace("FILE", str(path)).replace("OUT", str(out)).split()) == 0
     assert main(["doctor", str(out)]) == 0 and "ok: nothing wrong found" in capsys.readouterr().out
-    assert main(["doctor", str(out), "--tokenizer", "bytes", "--dtype", "uint8"]) == 2
-    assert main(["doctor", str(GOLDEN / "mds_raw"), str(GOLDEN / "arrow"), "--vocab-size", "50257"]) in (0, 1)
+    assert main(["doctor", str(out), "--tokenizer", "bytes", "--set", "dtype=uint8"]) == 2
+    assert main(["doctor", str(GOLDEN / "mds_raw"), str(GOLDEN / "arrow"), "--set", "vocab_size=50257"]) in (0, 1)
     assert main(["doctor", str(tmp_path / "none")]) == 1
 
 
 def test_first_tokens_are_decoded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(np.frombuffer(b"Call me Ishmael. Some years ago", np.uint8).astype("<u2").tobytes())
-    assert main(["doctor", str(path), "--tokenizer", "bytes", "--dtype", "uint16"]) == 0
+    assert main(["doctor", str(path), "--tokenizer", "bytes", "--set", "dtype=uint16"]) == 0
     assert "Call me Ishmael" in capsys.readouterr().out
 
 

@@ -94,7 +94,7 @@ def test_a_header_that_was_written_again_as_wider_tokens(tmp_path: Path) -> None
 def test_a_npy_without_a_header(tmp_path: Path) -> None:
     tokens = text_tokens(N)
     path = raw(tmp_path / "train_000000.npy", tokens)
-    told = ["--to", "npy", "--input-dtype", "uint16", "--seq-len", "100"]
+    told = ["--to", "npy", "--set", "input_dtype=uint16", "--seq-len", "100"]
     assert "--to npy --input-dtype TYPE --seq-len N" in only("no-header", path).advice
     assert main(["convert", str(path), str(tmp_path / "out"), *told]) == 0
     assert np.array_equal(np.load(tmp_path / "out" / path.name), tokens) and not faults(tmp_path / "out")
@@ -143,7 +143,7 @@ def test_one_type_read_as_another(tmp_path: Path, kind: str, told: str) -> None:
     found = only("wrong-dtype", path, dtype=np.dtype(told))
     assert f"The tokens are {np.dtype(kind)}" in found.evidence
     out = tmp_path / "out.bin"
-    assert main(["convert", str(path), str(out), "--to", "bin", "--input-dtype", np.dtype(kind).name]) == 0
+    assert main(["convert", str(path), str(out), "--to", "bin", "--set", f"input_dtype={np.dtype(kind).name}"]) == 0
     assert out.read_bytes() == tokens.astype("<u2" if kind == "<u2" else "<u4").tobytes() and not faults(out)
 
 

@@ -156,8 +156,10 @@ def test_a_bucket_that_refuses_says_so(source: Path, tmp_path: Path, bucket: Ori
 
 
 def start_command(source: str, target: str, temporary: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "forebay.cli", "mirror", source, target, "--quiet", "--tmp-dir", str(temporary)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+    command = [sys.executable, "-m", "forebay", "mirror", source, target, "--quiet"]
+    temporary.mkdir(exist_ok=True)
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
 
 
 @pytest.mark.parametrize("kind", ["folder", "bucket"])

@@ -58,7 +58,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(gigabytes: int) -> None:
 def test_the_command_proposes_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     """By the guide 32 for tiny, 4 for medium; fewer where fewer fit; refused where none does."""
     for name, memory, proposed in (("tiny", "80GB", 32), ("medium", "24GB", 4), ("medium", "5GB", 2)):
-        assert main(["plan", "--model-size", name, "--seq-len", "1024", "--device-memory", memory]) == 0
+        assert main(["plan", "--model-size", name, "--seq-len", "1024", "--memory", memory]) == 0
         assert f"batch_size={proposed}" in capsys.readouterr().out
-    assert main(["plan", "--model-size", "medium", "--seq-len", "1024", "--device-memory", "2GB"]) == 1
+    assert main(["plan", "--model-size", "medium", "--seq-len", "1024", "--memory", "2GB"]) == 1
     assert "one sample" in capsys.readouterr().out

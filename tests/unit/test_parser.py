@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
+import resource
 import subprocess
 import sys
 import tomllib
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from calibration import scaled
 from forebay.cli import main, make_parser
 from forebay.cli.logs import logging_to_stderr
 from forebay.cli.parser import PANELS, completion, walk
@@ -41,15 +44,16 @@ def test_every_command_is_in_one_panel() -> None:
     (_, parser), *_ = walk(make_parser())
     commands = [path[0] for path, _ in walk(parser) if len(path) == 1]
     assert sorted(name for names in PANELS.values() for name in names) == sorted(commands)
-    assert all(f"\n  {name:<11}" in parser.format_help() for name in commands)
+    assert all(f"\n  {name:<12}" in parser.format_help() for name in commands)
 
 
 @pytest.mark.parametrize(
     ("arguments", "meant"),
     [
         (["prepair"], "Did you mean prepare"),
+        (["schedule"], "Did you mean scheduler"),
         (["network", "jion"], "Did you mean join"),
-        (["work", "--cache-dri", "x"], "Did you mean --cache-dir"),
+        (["worker", "--cache-dri", "x"], "Did you mean --cache-dir"),
         (["ledger", "export", "x", "--format", "jsnl"], "Did you mean jsonl"),
         (["ledger", "verify", "x", "--jsn"], "Did you mean --json"),
     ],
@@ -71,6 +75,9 @@ def test_the_package_runs_and_its_help_needs_no_heavy_import() -> None:
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    subprocess.run([sys.executable, "-m", "forebay", "--help"], check=True, stdout=subprocess.DEVNULL)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < scaled(0.25)
     shown = subprocess.run([sys.executable, "-m", "forebay", "-V"], capture_output=True, text=True, check=True)
     assert shown.stdout.startswith("forebay ")
 
@@ -78,10 +85,10 @@ def test_the_package_runs_and_its_help_needs_no_heavy_import() -> None:
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        (["forebay", "sched"], "schedule"),
+        (["forebay", "sched"], "scheduler"),
         (["forebay", "network", "jo"], "join"),
         (["forebay", "network", "join", "net", "--ro"], "--role"),
-        (["forebay", "work", "--cache-b"], "--cache-bytes"),
+        (["forebay", "worker", "--cache-b"], "--cache-bytes"),
     ],
 )
 def test_the_shell_completes(typed: list[str], expected: str) -> None:
@@ -114,16 +121,32 @@ def test_logs_are_lines_of_text_or_json(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.endswith("WARNING forebay.network: shown\n")
 
 
-def test_the_keys_and_presets_of_an_api_file_are_in_the_help_and_the_guide() -> None:
-    parsers = dict(walk(make_parser()))
+def test_the_keys_and_presets_of_an_api_file_are_in_the_guide() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "how-to" / "prepare.md").read_text()
-    for key in [*(field.name for field in fields(ApiSpec)), *PRESETS]:
-        assert key in parsers["acquire",].format_help() and key in guide, key
+    assert all(key in guide for key in [*(field.name for field in fields(ApiSpec)), *PRESETS])
+
+
+def test_the_command_line_stays_small() -> None:
+    """Options of all commands, without those of output and help, which every command has."""
+    output = {"-h", "--json", "--quiet", "--verbose", "--log-level", "--log-format", "-q", "-v", "--help"}
+    names = [name for path, parser in walk(make_parser()) for action in parser._actions
+             for name in action.option_strings[-1:] if path == ("demo",) or name not in output]  # fmt: skip
+    assert len(names) <= 185
+
+
+@pytest.mark.parametrize("arguments", [["verify", "nothing", "--json"], ["verify", "--json"]])
+def test_an_error_is_an_object_with_json(arguments: list[str], monkeypatch: pytest.MonkeyPatch,
+                                         capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["forebay", *arguments])
+    with contextlib.suppress(SystemExit):
+        main(arguments)
+    error = json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
+    assert set(error) == {"type", "message", "hint"} and error["type"] and error["hint"]
 
 
 @pytest.mark.parametrize("name", ["c4", "code", "fineweb"])
 def test_a_recipe_and_the_table_of_its_name_are_both_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipe", name]) == 0
+    assert main(["prepare", "--explain", name]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(recipe_text(name)) and f"# [{name}]" in shown
     assert tomllib.loads(shown) == tomllib.loads(recipe_text(name))
@@ -132,5 +155,5 @@ def test_a_recipe_and_the_table_of_its_name_are_both_shown(name: str, capsys: py
 def test_a_wrong_limit_is_refused_before_a_network_is_joined(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["schedule", "d", "--network", str(tmp_path / "none"), "--limit", "nothing=1"]) == 2
+    assert main(["scheduler", "d", "--identity", str(tmp_path / "none"), "--limit", "nothing=1"]) == 2
     assert "--limit: expected NAME=NUMBER" in capsys.readouterr().err

@@ -75,13 +75,13 @@ def test_a_token_comes_from_a_file_or_standard_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "token").write_text("forebay1.none\n")
-    assert main(["network", "join", str(tmp_path / "n"), "--name", "n", "--token-file", str(tmp_path / "token")]) == 1
+    assert main(["network", "join", str(tmp_path / "n"), "--name", "n", "--token", str(tmp_path / "token")]) == 1
     said = capsys.readouterr().err
     assert "token: expected" in said
     monkeypatch.setattr("sys.stdin", io.StringIO("forebay1.none\n"))
-    assert main(["network", "join", str(tmp_path / "n"), "--name", "n", "--token-file", "-"]) == 1
+    assert main(["network", "join", str(tmp_path / "n"), "--name", "n", "--token", "-"]) == 1
     assert "token: expected" in capsys.readouterr().err
-    assert main(["network", "join", str(tmp_path / "n"), "--name", "n", "--token-file", str(tmp_path / "no")]) == 2
+    assert main(["network", "join", str(tmp_path / "n"), "--name", "n", "--token", str(tmp_path / "no")]) == 2
     assert "cannot read the token" in capsys.readouterr().err
 
 

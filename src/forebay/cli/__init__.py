@@ -9,28 +9,11 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from forebay.cli import (
-    convert,
-    coordinate,
-    data,
-    doctor,
-    ledger,
-    logs,
-    mirror,
-    network,
-    parser,
-    plan,
-    prepare,
-    schedule,
-    simulate,
-    trust,
-    work,
-)
+from forebay.cli import convert, data, ledger, logs, network, nodes, parser, plan, prepare, scheduler, workers
 from forebay.cli.parser import report_failure
-from forebay.cli.running import Verb
 from forebay.errors import ForebayError, UsageError, install_command
 
 
@@ -58,9 +41,8 @@ def run() -> NoReturn:
 
 
 def _run(args: argparse.Namespace) -> int:
-    verb: Verb = args.verb
     try:
-        return verb(args)
+        return int(args.verb(args))
     except KeyboardInterrupt:
         print("forebay: interrupted", file=sys.stderr)
         return 130
@@ -118,7 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
     verbs = main_parser.add_subparsers(metavar="COMMAND", required=True, prog="forebay", help=argparse.SUPPRESS)
     abouts: dict[str, str] = {}
 
-    def verb(name: str, run: Verb, about: str, parent: Any = None) -> argparse.ArgumentParser:
+    def verb(name: str, run: Callable[[Any], int], about: str, parent: Any = None) -> argparse.ArgumentParser:
         # The panels list the commands, so the parser of all commands gets no help for them; those of a group do.
         shown: dict[str, Any] = {} if parent is None else {"help": about}
         p: argparse.ArgumentParser = (parent or verbs).add_parser(name, description=about, **shown)
@@ -132,9 +114,7 @@ def make_parser() -> argparse.ArgumentParser:
         abouts[name] = about
         return verbs.add_parser(name, description=about).add_subparsers(metavar="COMMAND", required=True)
 
-    for commands in (
-        prepare, data, mirror, convert, doctor, plan, trust, network, schedule, work, ledger, coordinate, simulate,
-    ):  # fmt: skip
+    for commands in (prepare, data, convert, plan, network, nodes, scheduler, workers, ledger):
         commands.add_verbs(verb, group)
     parser.add_verbs(verb, main_parser)
     main_parser.epilog = parser.panels(abouts)

@@ -3,7 +3,9 @@
 import argparse
 import json
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from forebay.errors import UsageError
@@ -13,6 +15,7 @@ T = TypeVar("T")
 
 
 def show(result: dict[str, Any], as_json: bool) -> None:
+    """Print a result: an object with `--json`, else a line for each field."""
     if as_json:
         print(json.dumps(result))
         return
@@ -48,47 +51,50 @@ def address(text: str) -> tuple[str, int]:
     return bare, int(port)
 
 
-def _kind(
-    parse: Callable[[str], T], expected: str, fits: Callable[[T], bool] = lambda value: True
+def _argument_type(
+    parse: Callable[[str], T], expected: str, is_valid: Callable[[T], bool] = lambda value: True
 ) -> Callable[[str], T]:
-    """An argument type: the result of `parse`, if `fits` accepts it."""
-
-    def kind(text: str) -> T:
+    def convert(text: str) -> T:
         try:
             value = parse(text)
         except UsageError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
         except ValueError:
             value = None
-        if value is None or not fits(value):
+        if value is None or not is_valid(value):
             raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
         return value
 
-    return kind
+    return convert
 
 
-size = _kind(parse_size, "bytes: 64MiB, 1GB, 4096")
-rate = _kind(parse_rate, "bytes per second: 1Gb/s (bits), 125MB/s (bytes)")
-seconds = _kind(float, "seconds above zero", lambda value: 0 < value < math.inf)
-days = _kind(float, "days above zero, such as 7 or 0.5", lambda value: 0 < value <= 36500)
-share = _kind(float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
-positive = _kind(int, "a whole number above zero", lambda value: value > 0)
-whole_number = _kind(int, "a whole number of at least zero", lambda value: value >= 0)
+size = _argument_type(parse_size, "bytes: 64MiB, 1GB, 4096")
+rate = _argument_type(parse_rate, "bytes per second: 1Gb/s (bits), 125MB/s (bytes)")
+seconds = _argument_type(float, "seconds above zero", lambda value: 0 < value < math.inf)
+days = _argument_type(float, "days above zero, such as 7 or 0.5", lambda value: 0 < value <= 36500)
+share = _argument_type(float, "a number from 0 to 1", lambda value: 0 <= value <= 1)
+positive = _argument_type(int, "a whole number above zero", lambda value: value > 0)
 
 
-def add_limits(parser: argparse.ArgumentParser) -> None:
-    """Add the option for limits of members and organisations."""
+def index_range(text: str) -> tuple[int, int | None]:
+    """`A:B`, from A until before B; either may be left out."""
+    first, colon, last = text.partition(":")
+    if not colon or not all(part == "" or part.isdigit() for part in (first, last)):
+        raise argparse.ArgumentTypeError(f"expected a range A:B, such as 0:100, got {text!r}")
+    return int(first or 0), int(last) if last else None
+
+
+def add_identity(parser: argparse.ArgumentParser) -> None:
+    """Add `--identity`."""
     parser.add_argument(
-        "--limit", action="append", default=[], metavar="NAME=NUMBER",
-        help="limits of members: connections_per_peer, requests_per_peer, requests_per_s, bytes_per_s, "
-        "connections_per_organisation … (docs/reference/http-api.md has all and their defaults); may be repeated",
+        "--identity", type=Path, default=os.environ.get("FOREBAY_IDENTITY"), metavar="DIR",
+        help="this node's directory, created by network join (default: FOREBAY_IDENTITY)",
     )  # fmt: skip
 
 
-def add_from_urls(parser: argparse.ArgumentParser) -> None:
-    """Add the option that allows reading from URLs that peers name."""
+def add_settings(parser: argparse.ArgumentParser, example: str) -> None:
+    """Add `--set`, whose texts `forebay.toml.parse_settings` reads."""
     parser.add_argument(
-        "--from-urls", choices=["public", "any"],
-        help="also read from URLs that data nodes name: public (https and public buckets, never with your "
-        "credentials), or any (also http and private addresses); default: none",
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help=f"a setting, such as {example}; may be repeated (default: none)",
     )  # fmt: skip

@@ -1,21 +1,26 @@
-"""`forebay convert`."""
+"""Commands that copy and check files of other formats: convert, doctor, mirror."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
+import json
 import sys
+import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import positive, show, size
+from forebay.cli.arguments import add_identity, add_settings, index_range, plain, positive, show, size
+from forebay.cli.running import add_from_urls
 from forebay.errors import UsageError
+from forebay.toml import parse_settings
 
 if TYPE_CHECKING:
     from forebay.formats.conversion import ConvertOptions
-
-_DTYPES = {"uint16": "U16", "uint32": "U32"}
+    from forebay.formats.report import CheckOptions, Report
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -24,10 +29,10 @@ def _convert(args: argparse.Namespace) -> int:
     from forebay.observe.progress import bar
     from forebay.storage.listing import Skipped, count_reasons, describe_skipped
 
-    options = _options(args)
+    options = _convert_options(args)
     if args.to is None:
         raise UsageError(f"convert: expected --to (one of {', '.join(written_formats())}), got none.")
-    check_output(args.source, args.out, args.force)
+    check_output(args.source, args.out, args.overwrite)
     to = format_named(args.to)
     skipped: list[Skipped] = []
     options = replace(options, on_skipped=skipped.extend)
@@ -35,10 +40,9 @@ def _convert(args: argparse.Namespace) -> int:
     for line in describe_skipped(skipped):
         print(f"forebay: {line}", file=sys.stderr)
     unit, count = ("tokens", source.num_tokens) if isinstance(source, TokenSource) else ("rows", source.num_rows)
-    total = (count or 0) * (1 if args.no_verify else 2) or None  # Written, then read again.
-    with bar("convert", total, unit, enabled=not args.quiet) as advance:
+    with bar("convert", 2 * (count or 0) or None, unit, enabled=not args.quiet) as advance:  # written, then verified
         options = replace(options, on_progress=advance)
-        report = convert(source, args.out, to, options, force=args.force, verify=not args.no_verify)
+        report = convert(source, args.out, to, options, force=args.overwrite)
     result = report.to_json() | ({"skipped": count_reasons(skipped)} if args.json else {})
     notes = result["notes"] if args.json else result.pop("notes")
     show(result, args.json)
@@ -47,64 +51,164 @@ def _convert(args: argparse.Namespace) -> int:
     return 0
 
 
-def _options(args: argparse.Namespace) -> ConvertOptions:
+def _convert_options(args: argparse.Namespace) -> ConvertOptions:
     from forebay.formats.conversion import ConvertOptions
 
-    given = {name: value for name, value in vars(args).items() if name in ConvertOptions.__dataclass_fields__}
-    more = {name: getattr(args, name) for name in ("header", "generation", "items", "slice_rows")}
-    given["more"] = {key: value for key, value in more.items() if value}
-    given |= {"dtype": _DTYPES.get(args.dtype), "compress": args.compress or "", "tensors": dict(args.tensor)}
-    return ConvertOptions(**given)
+    settings = parse_settings(args.set)
+    names = {field.name for field in fields(ConvertOptions)} - {"more", "on_progress", "on_skipped"}
+    options: dict[str, Any] = {name: settings.pop(name) for name in list(settings) if name in names}
+    options["dtype"] = {"uint16": "U16", "uint32": "U32", None: None}[args.dtype]
+    for name in ("resize", "crop"):
+        if name in options:
+            height, _, width = str(options[name]).partition("x")
+            options[name] = (int(height), int(width or height))
+    return ConvertOptions(seq_len=args.seq_len, slice_bytes=args.slice_bytes, name=args.name, more=settings, **options)
 
 
-def _tensor(text: str) -> tuple[str, str]:
-    name, _, dtype = text.partition("=")
-    if not name or not dtype:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=TYPE, such as images=f16")
-    return name, dtype
+def _doctor(args: argparse.Namespace) -> int:
+    from forebay.doctor import examine
+
+    reports = examine(args.paths, _check_options(args))
+    ok = all(report.ok for report in reports)
+    if args.json:
+        print(json.dumps({"ok": ok, "reports": [report.to_json() for report in reports]}))
+    else:
+        for report in reports:
+            _print_report(report)
+        wrong, unchecked = sum(report.is_wrong for report in reports), sum(report.depth == "none" for report in reports)
+        if wrong:
+            print(f"NOT ok: {wrong} of {len(reports)} have something wrong")
+        elif unchecked:
+            print(f"NOT checked: {unchecked} of {len(reports)} are of a format that doctor does not examine")
+        else:
+            is_part = any(report.depth == "part" for report in reports)
+            print(f"ok: nothing wrong found{' in the part that was read' if is_part else ''}")
+    return 0 if ok else 1
 
 
-def _height_width(text: str) -> tuple[int, int]:
-    parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 224 or 224x320 (height x width)")
-    return int(parts[0]), int(parts[-1])
+def _check_options(args: argparse.Namespace) -> CheckOptions:
+    from forebay.formats.external import token_dtype
+    from forebay.formats.report import CheckOptions
+
+    settings = parse_settings(args.set)
+    if unknown := settings.keys() - {"dtype", "vocab_size", "eos_id"}:
+        raise UsageError(f"doctor: --set: expected dtype, vocab_size or eos_id, got {min(unknown)!r}.")
+    if "dtype" in settings:
+        settings["dtype"] = token_dtype(settings["dtype"])
+    if args.tokenizer is not None:
+        from forebay.prepare.tokenize.tokenizers import AUTO, load_tokenizer, parse
+
+        loaded = load_tokenizer(args.tokenizer, eos=AUTO)
+        settings = {"vocab_size": loaded.vocab_size, "eos_id": loaded.eos_id, **settings}
+        settings["tokenizer"] = parse(loaded.data, loaded.description)
+    return CheckOptions(seq_len=args.seq_len or 0, full=args.full, **settings)
+
+
+def _print_report(report: Report) -> None:
+    read, total = report.read_bytes, report.total_bytes
+    read_text = {"all": "read all of it", "none": "not checked", "part": f"read {read:,} bytes; --full reads all"}
+    read_text["structure"] = f"read {read:,} bytes: sizes, counts and offsets; its contents are not checked"
+    print(f"{report.path}: {report.kind}, {total:,} bytes ({read_text[report.depth]}; {report.seconds:.2f} s)")
+    for name, value in report.metadata.items():
+        print(f"    {name.replace('_', ' ')}: {repr(value) if name == 'first_text' else plain(value)}")
+    for finding in report.findings:
+        level = "WRONG" if finding.is_wrong else "maybe"
+        print(f"  {level} {finding.fault} ({finding.confidence}) at {finding.location} of {finding.path}")
+        print(f"      {finding.evidence}\n      {finding.advice}")
+
+
+def _mirror_shards(args: argparse.Namespace) -> int:
+    from forebay.mirror.shards import mirror_shards
+    from forebay.observe.progress import bar
+
+    name = hashlib.sha256(f"{args.source} {args.target}".encode()).hexdigest()[:16]
+    # Files are renamed into a directory, so temporary ones are on its disk.
+    parent = Path(tempfile.gettempdir()) if "://" in args.target else Path(args.target) / ".mirror"
+    with bar("mirror", None, enabled=not args.quiet) as advance:
+        report = mirror_shards(
+            args.source, args.target, temporary=parent / f"forebay-mirror-{name}",
+            shards=None if args.slices is None else slice(*args.slices), prefix=args.prefix,
+            max_workers=args.connections, on_progress=advance,
+        )  # fmt: skip
+    with contextlib.suppress(OSError):
+        (Path(args.target) / ".mirror").rmdir()
+    show(asdict(report), args.json)
+    return 0
+
+
+def _mirror(args: argparse.Namespace) -> int:
+    from forebay.mirror.dataset import mirror, mirror_by_swarm
+    from forebay.mirror.shards import holds_shards
+    from forebay.observe.progress import bar
+    from forebay.storage.origins import open_remote
+    from forebay.storage.targets import open_target
+
+    if args.id is None and not args.source.startswith("forebay://") and holds_shards(args.source, args.prefix):
+        return _mirror_shards(args)
+    source = args.source
+    if args.publisher is not None:
+        if not source.startswith("forebay://"):
+            raise UsageError("mirror: --publisher is for forebay:// URLs; say which dataset with --id")
+        source += f"?publisher={args.publisher}"
+    dataset = open_remote(source, dataset_id=args.id, identity=args.identity, from_urls=args.from_urls or "")
+    start, stop = args.slices or (0, dataset.num_slices)
+    stop = dataset.num_slices if stop is None else stop
+    target = open_target(args.target, Path(tempfile.gettempdir()) / f"forebay-mirror-{dataset.id[:16]}")
+    total = int(dataset.table.bytes[start:stop].sum())
+    swarm: dict[str, Any] = {}
+    try:
+        with bar("mirror", total, enabled=not args.quiet) as advance:
+            if args.share:
+                report, figures = mirror_by_swarm(
+                    dataset, target, share=args.share, start=start, stop=stop, connections=args.connections,
+                    upload_bytes_per_s=args.upload_limit, on_progress=advance,
+                )  # fmt: skip
+                swarm = {"swarm": figures}
+            else:
+                report = mirror(
+                    dataset, target, start=start, stop=stop, connections=args.connections, on_progress=advance
+                )
+    finally:
+        target.close()
+    show(asdict(report) | swarm, args.json)
+    return 0
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    p = verb("convert", _convert, "from one format of training data to another, verified")
-    p.add_argument("source", metavar="SRC", help="a file, a directory, or a pattern in quotes")
-    p.add_argument("out", metavar="OUT", type=Path, help="where to write; must be free")
-    p.add_argument("--to", metavar="FORMAT", help="safetensors, npy, bin, ds, megatron, mds, litdata, arrow, parquet …")
-    p.add_argument("--dtype", choices=sorted(_DTYPES), help="of the tokens written (default: as they are)")
-    p.add_argument("--input-dtype", metavar="T", help="of tokens that no header tells")
-    p.add_argument("--column", metavar="NAME", help="the column of tokens (default: input_ids or tokens)")
-    p.add_argument("--seq-len", type=positive, metavar="N", help="tokens of a sample, where the format has samples")
-    p.add_argument("--slice-bytes", type=size, default=64 << 20, metavar="SIZE", help="largest file (default: 64MiB)")
-    p.add_argument("--shard-tokens", type=positive, metavar="N", help="tokens of each file instead")
-    p.add_argument("--eos-id", type=int, metavar="N", help="the token that ends a document, where SRC tells no ends")
-    p.add_argument("--name", metavar="NAME", help="of the dataset, or of its files")
+    p = verb("convert", _convert, "convert training data to another format, and verify the result")
+    p.add_argument("source", metavar="SRC", help="file, directory, or pattern in quotes")
+    p.add_argument("out", metavar="OUT", type=Path, help="file or directory to write")
+    p.add_argument("--to", metavar="FORMAT", help="safetensors, npy, bin, megatron, mds, parquet … (required)")
+    p.add_argument("--dtype", choices=["uint16", "uint32"], help="of the tokens written (default: the source's)")
+    p.add_argument("--seq-len", type=positive, metavar="N", help="tokens of a sample (default: the source's)")
+    p.add_argument("--slice-bytes", type=size, default=64 << 20, metavar="BYTES", help="largest file (default: 64MiB)")
+    p.add_argument("--name", metavar="NAME", help="name of the dataset or of its files (default: of OUT)")
+    p.add_argument("--overwrite", action="store_true", help="overwrite OUT after a successful conversion")
+    add_settings(p, "column=ids or compress=zstd (docs/how-to/convert.md)")
+
+    p = verb("doctor", _doctor, "report the format of training-data files, what is wrong with them, and what to do")
+    p.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, directories, or a pattern in quotes")
+    p.add_argument("--tokenizer", metavar="T", help="its vocabulary and EOS; decodes the first tokens (default: none)")
     p.add_argument(
-        "--compress",
-        choices=["zstd", "snappy", "gzip", "none"],
-        help="zstd: most formats; snappy: Parquet; gzip: lines",
+        "--seq-len", type=positive, metavar="N", help="tokens of a sample: finds repeated ones (default: none)"
     )
-    p.add_argument("--slice-rows", type=positive, metavar="N", help="rows of a slice, in place of --slice-bytes")
-    p.add_argument("--header", action="store_true", help="bin: with llm.c's header")
-    p.add_argument("--generation", choices=["npy", "bin"], help="npy: of the sample ids (default: npy)")
-    p.add_argument("--items", choices=["tokens", "dict", "tuple"], help="litdata: what an item is (default: tokens)")
-    p.add_argument("--tensor", action="append", type=_tensor, default=[], metavar="NAME=TYPE", help="type of a column")
-    p.add_argument("--lossy", action="store_true", help="take values that their new type cannot hold")
-    p.add_argument("--resize", type=_height_width, metavar="HxW", help="images: scale to one size")
-    p.add_argument("--crop", type=_height_width, metavar="HxW", help="images: cut from the middle")
-    p.add_argument("--follow-links", action="store_true", help="read what links in a directory lead to elsewhere")
-    p.add_argument("--strict", action="store_true", help="stop if a file of SRC is left out")
+    p.add_argument("--full", action="store_true", help="read every byte (default: 256 MiB of each, 1 GiB of all)")
+    add_settings(p, "dtype=uint16, vocab_size=50257 or eos_id=0")
+
+    p = verb("mirror", _mirror, "copy a dataset or shared shards to a directory or a bucket; run it again to resume")
+    p.add_argument("source", metavar="SRC", help="URL of a dataset or of shared shards; r2:// uses R2_DATASET_*")
     p.add_argument(
-        "--max-member-bytes",
-        type=size,
-        default=64 << 20,
-        metavar="SIZE",
-        help="largest member of a tar (default: 64MiB)",
+        "target", metavar="DST", help="a directory, s3://, r2://, gs:// or az://; TMPDIR has temporary files"
     )
-    p.add_argument("--force", action="store_true", help="replace OUT once the new is whole")
-    p.add_argument("--no-verify", action="store_true", help="do not read again what was written")
+    p.add_argument("--slices", type=index_range, metavar="A:B", help="copy only these slices or shards (default: all)")
+    p.add_argument("--prefix", choices=["train", "anneal"], default="train", help="of the files of shared shards")
+    p.add_argument("--id", help="expected dataset id; another one is refused (default: any)")
+    p.add_argument("--publisher", metavar="PEER_ID", help="forebay:// URLs: copy only what it signed (default: any)")
+    p.add_argument("--connections", type=positive, default=16, metavar="N", help="concurrent requests")
+    add_identity(p)
+    add_from_urls(p)
+    p.add_argument(
+        "--share", nargs="?", const=True, default=False, metavar="HOST:PORT",
+        help="forebay:// URLs: share received slices, so that many mirrors load the origin once (default: no)",
+    )  # fmt: skip
+    p.add_argument("--upload-limit", type=size, metavar="BYTES", help="with --share: bytes per second (default: none)")

@@ -1,4 +1,4 @@
-"""Commands on data: inspect, verify, adopt, demo."""
+"""Commands on datasets and text: inspect, verify, report, import, extract, demo."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import positive, show, size
+from forebay.cli.arguments import add_identity, positive, show
 
 if TYPE_CHECKING:
     from forebay.dataset.reader import VerifyReport
 
-_SHOWN = 16  # Numbers of an array that are printed.
+_MAX_VALUES = 16  # of an array that is printed
 
 
 def _inspect(args: argparse.Namespace) -> int:
     from forebay.load.sources import open_dataset
 
-    dataset = open_dataset(args.dataset, args.network)
-    fields = {"checked": "", **dataset.describe()}
-    fields["checked"] = fields.pop("checked") or "manifest and table of slices; `forebay verify` reads all"
+    dataset = open_dataset(args.dataset, args.identity)
+    fields = dataset.describe()
+    fields["checked"] = fields.pop("checked", "") or "manifest and table of slices; `forebay verify` reads all"
     shown = dataset.head(args.documents) if args.documents else []
     if args.json:
         if shown:
@@ -40,15 +40,12 @@ def _inspect(args: argparse.Namespace) -> int:
 def _plain_item(item: Any) -> dict[str, Any]:
     """A document, without tokens if it has text; or a row, with large arrays shortened."""
     if isinstance(item, dict):
-        return {name: array.tolist() if array.size <= _SHOWN else _shortened(array) for name, array in item.items()}
-    plain = {
-        "index": item.index,
-        "id": item.id,
-        "source": item.source,
-        "num_tokens": len(item.tokens),
-        "text": item.text,
-    }
-    return plain if item.text else {**plain, "tokens": item.tokens[:_SHOWN].tolist()}
+        return {
+            name: array.tolist() if array.size <= _MAX_VALUES else _shortened(array) for name, array in item.items()
+        }
+    names = ("index", "id", "source", "text")
+    plain = {name: getattr(item, name) for name in names} | {"num_tokens": len(item.tokens)}
+    return plain if item.text else {**plain, "tokens": item.tokens[:_MAX_VALUES].tolist()}
 
 
 def _shortened(array: Any) -> str:
@@ -86,42 +83,78 @@ def _verify_in_place(args: argparse.Namespace, advance: Callable[[int], None]) -
         folder = local_path(args.dataset)
         if (folder / MANIFEST_FILE).is_file() or not folder.exists():
             return verify_dataset(folder, on_progress=advance)
-    return open_dataset(args.dataset, args.network).verify(on_progress=advance)
+    return open_dataset(args.dataset, args.identity).verify(on_progress=advance)
 
 
-def _adopt(args: argparse.Namespace) -> int:
+def _report(args: argparse.Namespace) -> int:
+    from forebay.prepare.report import load_report, render_text
+
+    path = Path(args.dataset)
+    page = path / "report.html" if path.is_dir() else path
+    report = load_report(page)
+    print(json.dumps(report) if args.json else f"{render_text(report)}\n\nFull report: {page.resolve().as_uri()}")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
     from forebay.dataset.adopt import adopt
 
     show(adopt(args.directory, name=args.name).describe(), args.json)
     return 0
 
 
+def _extract(args: argparse.Namespace) -> int:
+    from forebay.formats.html import HtmlError
+    from forebay.formats.inputs import ReadOptions
+    from forebay.prepare.clean.extract import extract_html
+    from forebay.prepare.inputs import find_inputs, read_split, split_files
+
+    options, num_failed = ReadOptions(), 0
+    for split in split_files(find_inputs(args.files, options).files, options):
+        for record in read_split(split, options):
+            problem, text = record.problem, record.text
+            try:
+                text = extract_html(text) if record.html and not problem else text
+            except HtmlError as error:
+                problem = str(error)
+            if problem == "blank":
+                continue
+            if problem:
+                num_failed += 1
+                print(f"forebay: {split.files[0].path}: {record.location or record.index}: {problem}", file=sys.stderr)
+            elif args.json:
+                print(json.dumps({"url": record.url, "text": text}))
+            else:
+                print(f"{text}\n")
+    return 1 if num_failed else 0
+
+
 def _demo(args: argparse.Namespace) -> int:
     from forebay.demo import run_demo
 
-    return run_demo(args.input, args.json, args.keep, args.trainer, args.max_bytes, args.tokenizer)
+    return run_demo(args.input, args.json, args.keep, args.trainer, args.tokenizer)
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    p = verb("demo", _demo, "run everything on this machine, in about a minute")
-    p.add_argument("--input", nargs="+", type=Path, metavar="PATH", help="text to train on (default: Python's library)")
-    p.add_argument("--json", type=Path, metavar="FILE", help="also write the summary here")
-    p.add_argument("--keep", type=Path, metavar="DIR", help="keep all files in this new directory")
-    p.add_argument(
-        "--trainer", default="count", metavar="T", help="the trainer, as for `forebay work` (default: count)"
-    )
-    p.add_argument("--max-bytes", type=size, default=None, help="use at most this many bytes of the default text")
-    p.add_argument("--tokenizer", default="train:4096", metavar="T", help="as for `forebay prepare`")
-
     for name, run, about in (
         ("inspect", _inspect, "show the contents of a dataset"),
         ("verify", _verify, "verify a dataset's hashes, or its structure where the format has none"),
     ):
         p = verb(name, run, about)
-        p.add_argument("dataset", help="a directory or URL, of Forebay's format or one of docs/reference/formats.md")
+        p.add_argument("dataset", help="directory or URL, of Forebay's format or one of docs/reference/formats.md")
         if name == "inspect":
-            p.add_argument("--documents", type=positive, metavar="N", help="also print the first N documents or rows")
-        p.add_argument("--network", metavar="DIR", help="for forebay:// URLs: the node's directory")
-    p = verb("adopt", _adopt, "make a dataset of a directory of SafeTensors files: add a manifest")
-    p.add_argument("directory", type=Path, help="with slices/*.safetensors")
-    p.add_argument("--name", help="the dataset's (default: the directory's)")
+            p.add_argument("--documents", type=positive, metavar="N", help="print the first N, or rows (default: none)")
+        add_identity(p)
+    p = verb("report", _report, "show what preparation kept and dropped, and why")
+    p.add_argument("dataset", help="a dataset, or its report.html")
+    p = verb("import", _import, "make a dataset of a directory of SafeTensors files: add a manifest")
+    p.add_argument("directory", type=Path, help="directory with slices/*.safetensors, or *.safetensors")
+    p.add_argument("--name", help="name of the dataset (default: the directory's)")
+    p = verb("extract", _extract, "print the main text of HTML pages and WARC records")
+    p.add_argument("files", nargs="+", metavar="FILE", help="files, directories or URLs of text, HTML or WARC")
+    p = verb("demo", _demo, "run everything on this machine, in about a minute")
+    p.add_argument("--input", nargs="+", type=Path, metavar="PATH", help="text to train on (default: Python's library)")
+    p.add_argument("--json", type=Path, metavar="FILE", help="also write the summary to a file (default: no)")
+    p.add_argument("--keep", type=Path, metavar="DIR", help="keep all files in this new directory (default: no)")
+    p.add_argument("--trainer", default="count", metavar="T", help="trainer, as for `forebay worker`")
+    p.add_argument("--tokenizer", default="train:4096", metavar="T", help="tokenizer, as for `forebay prepare`")

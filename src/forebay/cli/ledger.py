@@ -92,32 +92,28 @@ def _verify_proof(args: argparse.Namespace) -> int:
 
 def _blame(args: argparse.Namespace) -> int:
     from forebay.ledger.index import open_index
-    from forebay.observe.blame import blame_step
+    from forebay.observe.blame import Blame, blame_step
     from forebay.observe.steps import is_roster
 
-    selected = [args.step is not None, args.document is not None, args.slice is not None or args.tokens is not None]
-    if sum(selected) != 1:
-        raise UsageError("blame: expected one of --step N, --document ID and --slice I --tokens A:B.")
+    if (args.step is None) == (args.document is None):
+        raise UsageError("ledger blame: expected one of --step N and --document ID.")
     if args.step is None:
         return _blame_document(args)
     if args.file == "-" or is_roster(Path(args.file)):
         parts, fields = _blame_order(args)
-        result = {**fields, "parts": [asdict(part) for part in parts], "more": 0, "around": []}
-        more, around = 0, []
+        blame = Blame(parts)
     else:
         index = open_index(args.file)
-        documents = _documents(args, index)
-        blame = blame_step(index, args.step, worker=args.worker, documents=documents, text=not args.no_text)
-        result = {"mode": "lease", "step": args.step, **asdict(blame)}
-        parts, more, around = blame.parts, blame.more, blame.around
+        blame = blame_step(index, args.step, worker=args.worker, documents=_documents(args, index))
+        fields = {"mode": "lease", "step": args.step}
     if args.json:
-        print(json.dumps(result))
+        print(json.dumps({**fields, **asdict(blame)}))
         return 0
-    for part in parts:
+    for part in blame.parts:
         _print_share(part)
-    if more:
-        print(f"and {more:,} more workers; select one with --worker")
-    for part in around:
+    if blame.more:
+        print(f"and {blame.more:,} more workers; select one with --worker")
+    for part in blame.around:
         print(f"around: {_headline(part)}")
     return 0
 
@@ -173,7 +169,7 @@ def _blame_order(args: argparse.Namespace) -> tuple[list[BatchShare], dict[str, 
         run = loader.run
     parts = blame_order(
         run, args.step, world_size=args.world_size or len(workers) or 1, workers=workers,
-        documents=Documents(dataset), seq_len=seq_len, text=not args.no_text,
+        documents=Documents(dataset), seq_len=seq_len,
     )  # fmt: skip
     return [part for part in parts if args.worker in ("", part.worker)], fields
 
@@ -182,21 +178,18 @@ def _blame_document(args: argparse.Namespace) -> int:
     from forebay.ledger.index import open_index
     from forebay.observe.blame import who_saw
 
+    if not args.dataset:
+        raise UsageError("ledger blame: expected --dataset DIR beside --document, got none.")
     index = open_index(args.file)
     ranges: list[tuple[int, int, int]] = []
-    if args.slice is not None and args.tokens is not None:
-        ranges = [(args.slice, *args.tokens)]
-    elif args.document is not None and args.dataset:
-        for id, documents in _documents(args, index).items():
-            first = index.job.bounds[index.job.dataset_ids.index(id)]
-            for number in documents.find(args.document):
-                ranges += [(first + slice_, start, stop) for slice_, start, stop in documents.token_ranges(number)]
-    else:
-        raise UsageError("blame: expected --document ID --dataset DIR, or --slice I --tokens A:B.")
+    for id, documents in _documents(args, index).items():
+        first = index.job.bounds[index.job.dataset_ids.index(id)]
+        for number in documents.find(args.document):
+            ranges += [(first + slice_, start, stop) for slice_, start, stop in documents.token_ranges(number)]
     parts = [part for token_range in ranges for part in who_saw(index, *token_range)]
     if args.json:
-        places = [{"slice": slice_, "start": start, "stop": stop} for slice_, start, stop in ranges]
-        print(json.dumps({"places": places, "uses": [asdict(part) for part in parts]}))
+        tokens = [{"slice": slice_, "start": start, "stop": stop} for slice_, start, stop in ranges]
+        print(json.dumps({"tokens": tokens, "uses": [asdict(part) for part in parts]}))
         return 0
     for slice_, start, stop in ranges:
         print(f"slice {slice_}, tokens [{start:,}, {stop:,})")
@@ -254,17 +247,11 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _pair(text: str) -> tuple[int, int]:
+    """`EPOCH:SLICE`."""
     first, _, second = text.partition(":")
     if not (first.isdigit() and second.isdigit()):
-        raise argparse.ArgumentTypeError(f"expected two numbers A:B, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected EPOCH:SLICE, got {text!r}")
     return int(first), int(second)
-
-
-def _token_range(text: str) -> tuple[int, int]:
-    start, stop = _pair(text)
-    if start >= stop:
-        raise argparse.ArgumentTypeError(f"expected A:B with A below B, got {text!r}")
-    return start, stop
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
@@ -274,29 +261,32 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--key", metavar="HEX", help="the scheduler's public key (default: the one in the file)")
     p.add_argument(
         "--max-set-aside", type=share, default=0.0, metavar="SHARE",
-        help="share of an epoch's samples that may be set aside, 0 to 1 (default: 0)",
+        help="share of an epoch's samples that may be set aside (default: 0)",
     )  # fmt: skip
     p.add_argument("--samples", action="store_true", help="also verify sample ids: recompute the order of every use")
     p.add_argument("--proof", action="store_true", help="verify a proof made by `forebay ledger export --proof`")
-    p.add_argument("--root", metavar="HEX", help="with --proof: the epoch's root from another source")
+    p.add_argument(
+        "--root", metavar="HEX", help="with --proof: the epoch's root from another source (default: its own)"
+    )
 
     p = verb("blame", _blame, "from a step to its samples and documents, or from a document to its workers", verbs)
     p.add_argument("file", help="a ledger; a coordinator's state; - for a Loader's run, which needs no record")
-    p.add_argument("--step", type=int, metavar="N", help="a step of the worker, or of the run")
-    p.add_argument("--document", metavar="ID", help="a document: its source id, or #NUMBER in the dataset")
-    p.add_argument("--slice", type=int, metavar="I", help="with --tokens: a slice, by its index in the job")
-    p.add_argument("--tokens", type=_token_range, metavar="A:B", help="tokens of the slice; of a row dataset, rows")
-    p.add_argument("--worker", default="", metavar="P", help="only this worker: its name, or a prefix of its peer id")
-    p.add_argument("--dataset", action="append", metavar="DIR", help="the job's dataset; may be repeated")
-    p.add_argument("--seed", type=int, help="the Loader's, for a run without a record")
-    p.add_argument("--seq-len", type=positive, metavar="L", help="the Loader's, likewise")
-    p.add_argument("--global-batch-size", type=positive, metavar="N", help="the Loader's, likewise")
-    p.add_argument("--world-size", type=positive, metavar="W", help="number of ranks, likewise")
-    p.add_argument("--no-text", action="store_true", help="print no text of documents")
+    p.add_argument("--step", type=int, metavar="N", help="step of the worker, or of the run (this or --document)")
+    p.add_argument("--document", metavar="ID", help="source id, or #NUMBER in the dataset (this or --step)")
+    p.add_argument("--worker", default="", metavar="NAME", help="its name, or a prefix of its peer id (default: all)")
+    p.add_argument(
+        "--dataset", action="append", metavar="DIR", help="the job's dataset; may be repeated (default: none)"
+    )
+    p.add_argument("--seed", type=int, metavar="N", help="the Loader's, for a run without a record (default: 0)")
+    p.add_argument("--seq-len", type=positive, metavar="L", help="the Loader's (default: as recorded)")
+    p.add_argument("--global-batch-size", type=positive, metavar="N", help="the Loader's (default: as recorded)")
+    p.add_argument("--world-size", type=positive, metavar="N", help="number of ranks (default: as recorded, or 1)")
 
     p = verb("export", _export, "write the uses as a table, or the proof of a slice", verbs)
     p.add_argument("file", type=Path, help="the ledger")
-    p.add_argument("--out", required=True, type=Path, metavar="FILE", help="the file to write")
+    p.add_argument("--out", required=True, type=Path, metavar="FILE", help="the file to write (required)")
     p.add_argument("--format", choices=["jsonl", "csv", "parquet"], default="jsonl", help="format of the table")
     p.add_argument("--sample-ids", action="store_true", help="add a column with the ids of the samples")
-    p.add_argument("--proof", type=_pair, metavar="EPOCH:SLICE", help="write the proof that this slice was used")
+    p.add_argument(
+        "--proof", type=_pair, metavar="EPOCH:SLICE", help="write the proof of this slice (default: a table)"
+    )

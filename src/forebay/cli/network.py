@@ -1,114 +1,355 @@
-"""Commands on the network: dht, serve, find, probe."""
+"""Commands `forebay network`: keys, certificates, admission, revocation and signatures of a network."""
 
 import argparse
 import contextlib
+import datetime as dt
 import json
 import sys
-import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.arguments import add_limits, address, positive, seconds, show, size
-from forebay.cli.running import add_node, ask, joined_network, listen_at, log, on_stop, ready, until_stopped
+from forebay.cli.arguments import add_identity, address, days, positive, show
+from forebay.cli.running import load_identity, log, open_audit_log, ready, stop_event, until_stopped
+from forebay.errors import UsageError
+from forebay.network.peer import ROLES, Scope
 from forebay.network.retry import log_while_waiting
 
-
-def _probe(args: argparse.Namespace) -> int:
-    body, peer = ask(args, args.address, "/v1/status", timeout_s=args.timeout)
-    draining = isinstance(body, dict) and bool(body.get("draining"))
-    show({"address": args.address, "peer_id": peer.peer_id, "name": peer.name, "healthy": not draining}, args.json)
-    return 1 if draining else 0
+DAY_S = 86400
+TOKEN_VALID_DAYS = 7.0
 
 
-def _dht(args: argparse.Namespace) -> int:
-    from forebay.network.dht import LibtorrentDht
+def _network_init(args: argparse.Namespace) -> int:
+    from forebay.network.pki.files import create_network
 
-    host, port = address(args.listen)
-    with contextlib.ExitStack() as nodes:
-        bootstrap = [address(a) for a in args.bootstrap]
-        first = nodes.enter_context(contextlib.closing(LibtorrentDht(host, port, bootstrap)))
-        for _ in range(args.nodes - 1):
-            nodes.enter_context(contextlib.closing(LibtorrentDht(host, 0, [(host, first.port)])))
-        ready(args, role="dht", address=f"{host}:{first.port}")
-        until_stopped(args)
+    name = args.name or args.directory.absolute().name
+    create_network(args.directory, name, bootstrap=[address(a) for a in args.bootstrap])
+    print(f"network {name!r} in {args.directory}. Keep root-key.pem secret: it admits nodes.")
+    print(f"Its datasets have the URLs forebay://{name}/DATASET.")
+    print(
+        f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE --role worker   # or data, scheduler"
+    )
     return 0
 
 
-def _serve(args: argparse.Namespace) -> int:
-    from forebay.data_node import DataNode
-    from forebay.dataset.reader import open_dataset
-    from forebay.network.access import AccessPolicy
-    from forebay.network.limits import ServerLimits, Throttle, parse_limits
-    from forebay.storage.origins import open_remote
+def _network_org(args: argparse.Namespace) -> int:
+    from forebay.network.pki.files import create_organisation
 
-    access = AccessPolicy.load(args.access) if args.access is not None else None
-    with log_while_waiting(log, lambda: f"the datasets {', '.join(args.datasets)}"):
-        datasets = [
-            open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)
-            for path in args.datasets
-        ]
-    limits, stop = parse_limits(ServerLimits(), args.limit), threading.Event()
-    on_stop(stop, args)
-    with joined_network(args, stop) as (identity, discovery):
-        host, port = listen_at(args, discovery)
-        with DataNode(
-            identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access,
-            throttle=Throttle(args.upload_limit), limits=limits,
-        ) as node:  # fmt: skip
-            names = {d.name: d.id for d in datasets}
-            ready(args, role="data node", address=node.address, peer_id=identity.peer_id, datasets=names)
-            until_stopped(args, stop=stop)
-        if args.json:
-            print(json.dumps(node.status()), flush=True)
+    scope = _scope(args)
+    peer_id = create_organisation(args.network, args.directory, args.name, scope, **_days(args))
+    print(f"organisation {args.name!r} is {peer_id}: its nodes may be {_describe(scope)}.")
+    print(f"Give {args.directory} to its owner, and keep no copy: org-key.pem admits nodes in its name.")
+    print(f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE --role worker")
     return 0
 
 
-def _find(args: argparse.Namespace) -> int:
+def _network_join(args: argparse.Namespace) -> int:
+    from forebay.network.join import join_by_token
+    from forebay.network.pki.certificates import NODE_VALID_DAYS
+    from forebay.network.pki.identity import join
+
+    if args.token is not None:
+        if len(args.directories) != 1 or args.role or args.dataset or args.days:
+            raise UsageError("join: with a token expected the node's directory alone; the token says the rest")
+        text = _read_token(args.token)
+        with log_while_waiting(log, lambda: "an answer of the admission server that the token names"):
+            identity = join_by_token(text, args.directories[0], args.name)
+    else:
+        if len(args.directories) != 2:
+            raise UsageError("join: expected the directories of network and node, or --token FILE and that of the node")
+        _check_role(args, "join")
+        network_dir, node_dir = args.directories
+        valid_days = args.days or NODE_VALID_DAYS
+        identity = join(network_dir, node_dir, args.name, scope=_scope(args), valid_days=valid_days)
+    print(f"{identity.name} is peer {identity.peer_id}. Use this node by --identity {args.directories[-1]}.")
+    if identity.org or identity.scope != Scope():
+        by = f" It was admitted by organisation {identity.org}." if identity.org else ""
+        print(f"It may be {_describe(identity.scope)}, until {_date(identity.expires_at)}.{by}")
+    return 0
+
+
+def _read_token(path: Path) -> str:
+    """The token in a file, or on standard input for `-`."""
+    if str(path) == "-":
+        return sys.stdin.readline().strip()
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"join: cannot read the token from {path}: {error}") from error
+
+
+def _network_invite(args: argparse.Namespace) -> int:
+    import secrets
+
+    from forebay.network.pki.files import read_issuer, read_network
+    from forebay.network.pki.tokens import JoinToken, sign_token
+
+    address(args.issuer)
+    _check_role(args, "invite")
+    issuer = read_issuer(args.directory)
+    scope = Scope(_scope(args).roles or issuer.scope.roles, tuple(args.dataset), issuer.scope.datasets)
+    token = JoinToken(
+        id=secrets.token_hex(16),
+        network_id=read_network(args.directory).network_id,
+        issuer=issuer.peer_id,
+        address=args.issuer,
+        roles=tuple(sorted(scope.roles)),
+        datasets=scope.datasets,
+        uses=args.uses,
+        expires_at=round(time.time() + args.hours * 3600),
+        valid_days=args.days or TOKEN_VALID_DAYS,
+    )
+    print(sign_token(issuer, token))
+    print(
+        f"token {token.id[:8]}: {token.uses} {'node' if token.uses == 1 else 'nodes'} may join as {_describe(scope)}, "
+        f"until {_date(token.expires_at)}. Send it like a password.\n"
+        f"next, here: forebay network admit {args.directory} --listen {args.issuer}\n"
+        f"next, there: forebay network join --token FILE NODE_DIRECTORY --name NODE",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _network_admit(args: argparse.Namespace) -> int:
+    from forebay.network.admission import Admissions, AdmissionServer
+
+    admissions = Admissions(args.directory, open_audit_log())
+    with contextlib.closing(AdmissionServer(admissions, *address(args.listen)).start()) as server:
+        ready(args, role="admission", address=server.address, issuer=admissions.issuer.peer_id)
+        until_stopped(stop_event())
+    return 0
+
+
+def _network_renew(args: argparse.Namespace) -> int:
+    from forebay.network.join import renew_at
+    from forebay.network.pki.files import renew_organisation
+    from forebay.network.pki.identity import renew
+
+    if len(args.directories) != (2 if args.issuer is None else 1):
+        raise UsageError("renew: expected the directories of the issuer and of the node, or --issuer HOST:PORT and one")
+    if args.issuer is not None:
+        with log_while_waiting(log, lambda: f"an answer of the admission server at {args.issuer}"):
+            identity = renew_at(args.issuer, args.directories[0])
+    elif (args.directories[1] / "org-key.pem").exists():
+        peer_id = renew_organisation(args.directories[0], args.directories[1], **_days(args))
+        print(f"organisation {peer_id} has a new certificate. Renew its nodes', too: theirs carry the old one.")
+        return 0
+    else:
+        identity = renew(args.directories[0], args.directories[1], **_days(args))
+    until = _date(identity.expires_at)
+    print(f"{identity.name} has a new certificate until {until}; it is peer {identity.peer_id} as before.")
+    return 0
+
+
+def _network_revoke(args: argparse.Namespace) -> int:
+    from forebay.network.pki.revocation import revoke
+
+    issuers = [directory for directory in args.directories if _is_issuer(directory)]
+    nodes = [directory for directory in args.directories if directory not in issuers]
+    if args.notify and not (issuers and nodes):
+        raise UsageError("revoke: --notify needs the issuer's directory, to sign, and a node's, to connect as")
+    crls = [revoke(directory, args.peer_id, *nodes) for directory in issuers]
+    for directory in nodes:
+        revoke(directory, args.peer_id)
+    if nodes:
+        print(f"{args.peer_id} is refused by {', '.join(map(str, nodes))}, from the next request on.")
+    for crl in crls:
+        assert crl is not None  # an issuer's directory signs
+        print(f"{args.peer_id} is revoked by CRL {crl.number} of {crl.issuer}. Running nodes pass it on.")
+        for target in args.notify:
+            _notify(nodes[0], target, crl)
+    if crls and not nodes:
+        print("No node has it yet: name a running node's directory, or --notify HOST:PORT.", file=sys.stderr)
+    return 0
+
+
+def _notify(node_dir: Path, target: str, crl: Any) -> None:
     from forebay.network.client import Client
-    from forebay.network.discovery import find_providers
+    from forebay.network.pki.identity import Identity
+    from forebay.network.revocation_sync import send_crl
 
-    def what() -> str:
-        return f"data nodes of {args.name!r}; the DHT was asked and names no address that answers"
+    with Client(Identity.load(node_dir)) as client, log_while_waiting(log, lambda: f"an answer of {target}"):
+        peer_id, is_new = send_crl(client, target, crl)
+    later = "has it already, or takes this organisation's next CRL within a minute"
+    print(f"{peer_id} at {target} {'accepted it' if is_new else later}.")
 
-    with joined_network(args) as (identity, discovery), log_while_waiting(log, what):
-        claims = find_providers(discovery, Client(identity), identity.network_id, args.name, timeout_s=args.timeout)
-    providers = [
-        {"name": c.name, "dataset_id": c.dataset_id, "slices": c.num_slices, "peer_id": c.peer_id, "address": c.address}
-        for c in claims
-    ]
-    if args.json:
-        print(json.dumps(providers))
-    for claim in providers if not args.json else []:
-        print("{name}  {dataset_id}  {slices} slices  {peer_id} at {address}".format(**claim))
-    if not providers:
-        print(
-            f"forebay: no data node announces a dataset named {args.name!r} in this network. "
-            "Check the name, that its data node runs (forebay serve), and that this node is not revoked",
-            file=sys.stderr,
-        )
-        return 1
-    if len({c.dataset_id for c in claims}) > 1:
-        print(f"forebay: {args.name!r} is the name of several datasets here; they are never mixed", file=sys.stderr)
+
+def _network_rotate(args: argparse.Namespace) -> int:
+    from forebay.network.pki.files import finish_rotation, rotate_root
+
+    if args.finish:
+        print(f"The root key in use is now that of {finish_rotation(args.directory)}; the former key is deleted.")
+        print("next: restart `forebay network admit` here, and renew each organisation (forebay network renew).")
+        return 0
+    peer_id = rotate_root(args.directory, **_days(args))
+    print(f"The next root is {peer_id}, certified by the current one, which stays in use.")
+    print("Nodes receive it as they renew. Organisations: forebay network renew DIR ORGANISATION_DIR, now.")
+    print(f"next, once every node has renewed: forebay network rotate --finish {args.directory}")
     return 0
+
+
+def _network_show(args: argparse.Namespace) -> int:
+    properties = _properties(args.directory)
+    if not args.json:
+        expires = properties["expires"]
+        properties["expires"] = f"{_date(expires)} ({_remaining(expires)})"
+        for key in ("roles", "datasets"):
+            properties[key] = ", ".join(properties[key]) or "all"
+        properties["revoked"] = ", ".join(properties["revoked"]) or "none"
+        crls = properties.pop("crls").items()
+        properties["CRLs"] = "; ".join(f"{crl['revoked']} revoked by {issuer}" for issuer, crl in crls) or "none"
+        if not properties.get("organisation", "-"):
+            properties["organisation"] = "none: signed by the root"
+    show(properties, args.json)
+    return 0
+
+
+def _is_issuer(directory: Path) -> bool:
+    return any((directory / name).exists() for name in ("root-key.pem", "org-key.pem"))
+
+
+def _properties(directory: Path) -> dict[str, Any]:
+    """Properties of the network, organisation or node in a directory."""
+    from forebay.network.pki.files import peer_in, read_issuer, read_network, read_roots
+    from forebay.network.pki.identity import Identity
+    from forebay.network.pki.revocation import Revocations
+
+    properties: dict[str, Any]
+    if _is_issuer(directory):
+        issuer = read_issuer(directory)
+        peer, scope, expires_at = peer_in(issuer.cert), issuer.scope, issuer.cert.not_valid_after_utc.timestamp()
+        revocations = Revocations(directory, read_roots(directory))
+        properties = {"kind": "network" if issuer.is_root else "organisation", "name": peer.name}
+        properties |= {"peer_id": peer.peer_id, "network": read_network(directory).network_id}
+    else:
+        node = Identity.load(directory)
+        scope, expires_at, revocations = node.scope, node.expires_at, node.revocations
+        properties = {"kind": "node", "name": node.name, "peer_id": node.peer_id, "network": node.network_id}
+        properties["organisation"] = node.org
+    if (fault := revocations.fault()) is not None:
+        raise UsageError(f"revocation: {fault}")
+    return {
+        **properties,
+        "roles": sorted(scope.roles),
+        "datasets": list(scope.datasets or scope.within),
+        "expires": round(expires_at),
+        "revoked": sorted(revocations.own()),
+        # A CRL has serial numbers, not peer ids.
+        "crls": {i: {"number": crl.number, "revoked": len(crl.serials)} for i, crl in revocations.crls().items()},
+    }
+
+
+def _network_sign(args: argparse.Namespace) -> int:
+    from forebay.dataset.reader import open_dataset
+    from forebay.network.publications import SIGNATURE_NAME, sign_dataset
+
+    dataset = open_dataset(args.dataset)
+    signed = sign_dataset(load_identity(args), dataset.path, dataset.name, origins=args.origin, **_days(args))
+    if args.json:
+        names = ("name", "dataset_id", "publisher", "serial", "expires_at", "origins")
+        print(json.dumps({name: getattr(signed, name) for name in names}))
+        return 0
+    print(f"{signed.name} {signed.dataset_id} is signed by {signed.publisher} ({dataset.path / SIGNATURE_NAME}).")
+    print(f"It is version {signed.serial}, until {_date(signed.expires_at)}.")
+    print(f"Readers demand this signature by --publisher {signed.publisher}")
+    return 0
+
+
+def _remaining(until: float) -> str:
+    days = (until - time.time()) / DAY_S
+    return f"{days:,.0f} days left" if days >= 10 else f"{days:,.1f} days left" if days > 0 else "over"
+
+
+def _scope(args: argparse.Namespace) -> Scope:
+    """The requested scope; without roles it has all that its issuer may give."""
+    return Scope(frozenset() if "all" in args.role else frozenset(args.role), tuple(args.dataset))
+
+
+def _check_role(args: argparse.Namespace, what: str) -> None:
+    if not args.role:
+        raise UsageError(
+            f"{what}: expected --role {', '.join(sorted(ROLES))} or all, got none. Give the least that the node needs: "
+            "data to serve, scheduler to lease, worker to train; may be repeated."
+        )
+
+
+def _days(args: argparse.Namespace) -> dict[str, Any]:
+    return {"valid_days": args.days} if args.days else {}
+
+
+def _describe(scope: Scope) -> str:
+    roles = ", ".join(sorted(scope.roles)) or "worker, data, scheduler and admin"
+    globs = scope.datasets or scope.within
+    return f"{roles} for " + (f"datasets {', '.join(globs)}" if globs else "all datasets")
+
+
+def _date(unix_s: float) -> str:
+    return dt.datetime.fromtimestamp(unix_s, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _add_scope(p: argparse.ArgumentParser, role: str) -> None:
+    p.add_argument("--role", action="append", default=[], choices=[*sorted(ROLES), "all"], help=role)
+    p.add_argument("--dataset", action="append", default=[], metavar="GLOB", help="names it may access (default: all)")
+
+
+def _add_days(p: argparse.ArgumentParser, default: str) -> None:
+    p.add_argument("--days", type=days, metavar="N", help=f"days of validity, also fractions (default: {default})")
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
-    p = add_node(verb, "dht", _dht, "nodes of the Kademlia DHT that others start from", network=False)
+    network = group("network", "identities and membership")
+    p = verb("init", _network_init, "create a network: its root key and certificate", network)
+    p.add_argument("directory", type=Path, help="directory of its key and certificate")
+    p.add_argument("--name", help="part of its datasets' URLs, forebay://NAME/DATASET (default: the directory's)")
     p.add_argument(
-        "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="of the first node (UDP); port 0: a free one"
+        "--bootstrap", action="append", default=[], metavar="HOST:PORT",
+        help="DHT node that members join through; may be repeated (default: none)",
+    )  # fmt: skip
+    p = verb("org", _network_org, "create an organisation, which admits its own nodes", network)
+    p.add_argument("network", type=Path, help="the network's directory")
+    p.add_argument("directory", type=Path, help="directory of the organisation's key and certificate")
+    p.add_argument("--name", required=True, help="name of the organisation (required)")
+    _add_scope(p, "role that its nodes may have; may be repeated (default: all)")
+    _add_days(p, "1825")
+    p = verb("join", _network_join, "admit a node: from an issuer's directory, or by a token from anywhere", network)
+    p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="NETWORK NODE; with a token only NODE")
+    p.add_argument("--name", required=True, help="name of the node (required)")
+    p.add_argument("--token", type=Path, metavar="FILE", help="output of network invite; - reads stdin (default: none)")
+    _add_scope(p, "role of the node; may be repeated (required without a token)")
+    _add_days(p, "90; by a token 7, renewed by the node itself")
+    p = verb("invite", _network_invite, "print a token with which machines may join for a while", network)
+    p.add_argument("directory", type=Path, help="the network's or an organisation's")
+    p.add_argument("--issuer", required=True, metavar="HOST:PORT", help="address of network admit (required)")
+    p.add_argument("--uses", type=positive, default=1, help="number of machines that may join")
+    p.add_argument("--hours", type=positive, default=24, help="hours of validity of the token")
+    _add_scope(p, "role of the nodes that join; may be repeated (required)")
+    _add_days(p, "7, renewed by the node itself")
+    p = verb("admit", _network_admit, "serve certificates for tokens; needs the issuer's key", network)
+    p.set_defaults(default_log_level="info")
+    p.add_argument("directory", type=Path, help="the network's or an organisation's")
+    p.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="address; port 0: a free one")
+    p = verb("renew", _network_renew, "issue a new certificate for a node's key; its peer id stays", network)
+    p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="ISSUER NODE; with --issuer only NODE")
+    p.add_argument("--issuer", metavar="HOST:PORT", help="the issuer's admission server (default: its directory)")
+    _add_days(p, "90; of an organisation 1825")
+    p = verb("revoke", _network_revoke, "refuse a peer or an organisation from now on, without a restart", network)
+    p.add_argument("peer_id", help="of the node or organisation")
+    p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="the issuer's, to sign a CRL; nodes'")
+    p.add_argument(
+        "--notify", action="append", default=[], metavar="HOST:PORT", help="node to send the CRL to (default: none)"
     )
-    p.add_argument("--nodes", type=positive, default=1, metavar="N", help="how many, the others at free ports")
-    p = add_node(verb, "serve", _serve, "a data node: serve datasets and announce them")
-    p.add_argument("datasets", nargs="+", metavar="DATASET", help="a directory, or a URL that members fetch from too")
-    p.add_argument("--listen", metavar="HOST:PORT", help="default: a free port where our DHT node listens")
-    p.add_argument("--ttl", type=seconds, default=60.0, metavar="S", help="how long a claim holds without renewal")
-    p.add_argument("--upload-limit", type=size, metavar="BYTES", help="bytes a second to all members (default: none)")
-    add_limits(p)
-    p.add_argument("--access", type=Path, metavar="FILE", help="who may read what, and how much a day (TOML)")
-    p = add_node(verb, "find", _find, "who has a dataset", timeout_s=10.0, timeout_of="an answer of the DHT")
-    p.add_argument("name", help="the dataset's")
-    p = verb("probe", _probe, "whether a scheduler or data node answers and takes requests: exit 0 or 1")
-    p.add_argument("address", metavar="HOST:PORT", help="of a scheduler or data node")
-    p.add_argument("--network", type=Path, required=True, metavar="DIR", help="the asking node's directory")
-    p.add_argument("--timeout", type=seconds, default=2.0, metavar="S", help="longest wait for its answer")
+    p = verb("rotate", _network_rotate, "replace a network's root key without downtime, in two steps", network)
+    p.add_argument("directory", type=Path, help="the network's")
+    p.add_argument("--finish", action="store_true", help="the second step: replace the key by the next one")
+    _add_days(p, "3650")
+    p = verb("show", _network_show, "show a node's identity, scope, expiry and revocation lists", network)
+    p.add_argument("directory", type=Path, help="a node's, an organisation's or the network's")
+    p = verb("sign", _network_sign, "sign a dataset as its publisher", network)
+    p.add_argument("dataset", help="a local dataset")
+    add_identity(p)
+    p.add_argument(
+        "--origin", action="append", default=[], metavar="URL",
+        help="https, s3, gs or az URL of a copy, without a query; may be repeated (default: none)",
+    )  # fmt: skip
+    _add_days(p, "365")

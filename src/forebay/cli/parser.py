@@ -9,12 +9,11 @@ from typing import Any, NoReturn
 
 PANELS = {
     "Data": (
-        "prepare", "recipe", "report", "acquire", "inspect", "verify", "adopt", "convert", "doctor",
-        "mirror",
+        "prepare", "inspect", "verify", "report", "import", "extract", "convert", "doctor", "mirror",
     ),
-    "Training": ("plan", "coordinate", "work", "schedule", "ledger"),
-    "Network": ("network", "dht", "serve", "find"),
-    "Operate": ("status", "probe", "simulate", "demo", "completion"),
+    "Network": ("network", "dht", "serve", "find", "scheduler", "job", "worker", "coordinator"),
+    "Operate": ("status", "plan", "ledger"),
+    "Try": ("demo", "simulate", "completion"),
 }  # fmt: skip
 
 
@@ -45,13 +44,13 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             named = [text.partition("=")[0] for text in unknown if text.startswith("-")]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(named, self._option_string_actions)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{_suggestion(named, self._option_string_actions)}")
         return namespace, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
-            near = _meant([str(value)], choices) or f". Expected one of {', '.join(choices)}"
+            near = _suggestion([str(value)], choices) or f". Expected one of {', '.join(choices)}"
             raise argparse.ArgumentError(action, f"{value!r} is not known{near}")
 
 
@@ -64,7 +63,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         return text if "default" in text or f"({shown})" in text else f"{text} (default: {shown})"
 
 
-def _meant(words: Iterable[str], candidates: Iterable[str]) -> str:
+def _suggestion(words: Iterable[str], candidates: Iterable[str]) -> str:
     candidates = list(candidates)
     near = dict.fromkeys(match for word in words for match in difflib.get_close_matches(word, candidates, 2, 0.6))
     return f". Did you mean {' or '.join(near)}?" if near else ""
@@ -73,9 +72,8 @@ def _meant(words: Iterable[str], candidates: Iterable[str]) -> str:
 def panels(abouts: dict[str, str]) -> str:
     """The commands with their descriptions, by panel."""
     lines = []
-    others = abouts.keys() - {name for names in PANELS.values() for name in names}
-    for panel, names in {**PANELS, **({"Others": sorted(others)} if others else {})}.items():
-        lines += ["", f"{panel}:", *(f"  {name:<11}{abouts[name]}" for name in names if name in abouts)]
+    for panel, names in PANELS.items():
+        lines += ["", f"{panel}:", *(f"  {name:<12}{abouts[name]}" for name in names)]
     return "\n".join([*lines, "", "`forebay COMMAND --help` shows a command's options."])
 
 

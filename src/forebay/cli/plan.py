@@ -1,4 +1,4 @@
-"""`forebay plan`: the disk, time and memory that a run needs."""
+"""Commands before a run: plan (the disk, time and memory that it needs) and simulate (a network in virtual time)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import argparse
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import positive, rate, seconds, size
+from forebay.cli.arguments import add_identity, positive, rate, seconds, share, size
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -56,21 +58,21 @@ def _plan_shards(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     if args.shards:
         return _plan_shards(args)
-    from forebay.observe.plan import format_plan, make_plan, plan_model
+    from forebay.observe.plan import format_model, format_plan, make_plan, plan_model
 
     model, result = None, dict[str, Any]()
     if args.model_size is not None:
-        model = plan_model(args.model_size, args.seq_len, _GPT2_VOCABULARY, args.device_memory or _memory_bytes())
-    ok = model is None or model.ok
+        model = plan_model(args.model_size, args.seq_len, _GPT2_VOCABULARY, args.memory or _memory_bytes())
+    ok = model is None or bool(model["largest_batch"])
     if model is None or args.dataset is not None or args.bytes is not None:
         plan = make_plan(_job(args))
         result, ok = plan.to_json(), ok and plan.ok
         if not args.json:
             print(format_plan(plan))
     if args.json:
-        print(json.dumps({**result, "ok": ok, **({} if model is None else {"model": vars(model)})}))
+        print(json.dumps({**result, "ok": ok, **({} if model is None else {"model": model})}))
     elif model is not None:
-        print(model.words())
+        print(format_model(model))
     return 0 if ok else 1
 
 
@@ -91,17 +93,13 @@ def _job(args: argparse.Namespace) -> RunSpec:
         name,
         args.world_size,
         min(args.ranks_per_node, args.world_size),
-        args.seed,
-        args.epochs,
-        args.lanes,
-        head=args.head,
+        epochs=args.epochs,
         cache_bytes=args.cache_bytes,
         volume_bytes=None if args.disk is None else _free_bytes(args.disk),
         mem_bytes=args.memory or _memory_bytes(),
         bandwidth=args.bandwidth,
         step_s=args.step_s,
         whole_in_memory=args.disk == "ram",
-        max_fetch_ratio=args.max_fetch_ratio,
     )
 
 
@@ -109,7 +107,7 @@ def _read_dataset(args: argparse.Namespace) -> tuple[Any, Any, str, int | None]:
     from forebay.load.samples import plan_samples
     from forebay.load.sources import open_dataset
 
-    dataset = open_dataset(args.dataset, args.network)
+    dataset = open_dataset(args.dataset, args.identity)
     seq_len = args.seq_len if dataset.manifest.layout == "tokens" else None
     return dataset.table.bytes, plan_samples(dataset, seq_len).counts, dataset.name, seq_len
 
@@ -140,28 +138,54 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def _simulate(args: argparse.Namespace) -> int:
+    from forebay.observe.progress import bar
+    from forebay.simulate import SimulationSettings, simulate
+
+    given = {field.name: getattr(args, field.name, None) for field in fields(SimulationSettings)}
+    settings = SimulationSettings(**{name: value for name, value in given.items() if value is not None})
+    shown = 0
+
+    with bar("simulate", 100, "%", enabled=not args.json) as advance:
+
+        def progress(done: float) -> None:
+            nonlocal shown
+            advance(int(100 * done) - shown)
+            shown = int(100 * done)
+
+        result = simulate(settings, progress)
+    if not result.ok or not args.json:
+        print(result.to_text(), file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        print(json.dumps(result.to_json()))
+    return 0 if result.ok else 1
+
+
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     about = "compute the disk, time and memory that a run needs, before it starts; exit 1 if it cannot work"
     p = verb("plan", _plan, about)
     p.add_argument("dataset", nargs="?", help="a directory or URL; only its description is read")
-    p.add_argument("--bytes", type=size, help="size of a future dataset, instead: 2TB")
-    p.add_argument("--slice-bytes", type=size, help="with --bytes: size of a slice: 200GB (2 bytes a token)")
+    p.add_argument("--bytes", type=size, metavar="BYTES", help="size of a future dataset: 2TB (default: of DATASET)")
+    p.add_argument("--slice-bytes", type=size, metavar="BYTES", help="size of its slices: 1GB (required with --bytes)")
     p.add_argument("--shards", action="store_true", help="plan SharedShardedDatasetManager: --slice-bytes is a shard's")
     p.add_argument("--seq-len", type=positive, default=2048, metavar="L", help="tokens per sample")
     p.add_argument("--global-batch-size", type=positive, default=512, metavar="N", help="samples of all ranks per step")
-    p.add_argument("--world-size", type=positive, default=1, metavar="RANKS", help="number of ranks")
+    p.add_argument("--world-size", type=positive, default=1, metavar="N", help="number of ranks")
     p.add_argument("--ranks-per-node", type=positive, default=1, metavar="N", help="ranks that share a cache")
-    p.add_argument("--epochs", type=positive, default=1, help="passes over the dataset")
-    p.add_argument("--seed", type=int, default=0, help="seed of the order")
-    p.add_argument("--lanes", type=positive, help="lanes of the order (default: the Loader's, or as many as fit)")
-    p.add_argument("--head", type=int, metavar="SAMPLES", help="first samples, from one slice (default: the Loader's)")
-    p.add_argument("--cache-bytes", type=size, help="budget of a node's cache: 450GB (default: what the plan proposes)")
-    p.add_argument("--disk", metavar="DIR|SIZE|ram", help="the disk for the cache, or its free bytes")
-    p.add_argument("--max-fetch-ratio", type=float, default=1.5, metavar="N",
-                   help="refuse to fetch more than N times the dataset in an epoch; 0: no limit")  # fmt: skip
-    p.add_argument("--memory", type=size, help="memory of a node (default: this machine's)")
-    p.add_argument("--model-size", choices=["tiny", "small", "medium"], help="also plan the batch of this worker model")
-    p.add_argument("--device-memory", type=size, help="with --model-size: memory of a device (default: this machine's)")
-    p.add_argument("--bandwidth", type=rate, help="bandwidth of a node: 1Gb/s, 125MB/s")
-    p.add_argument("--step-s", type=seconds, metavar="S", help="seconds of a training step, without waiting")
-    p.add_argument("--network", metavar="DIR", help="for forebay:// URLs: this node's directory")
+    p.add_argument("--epochs", type=positive, default=1, metavar="N", help="passes over the dataset")
+    p.add_argument("--cache-bytes", type=size, metavar="BYTES", help="budget of a node's cache (default: as needed)")
+    p.add_argument("--disk", metavar="DIR|SIZE|ram", help="disk for the cache, or its free bytes (default: any)")
+    p.add_argument("--memory", type=size, metavar="BYTES", help="memory of a node or device (default: this machine's)")
+    p.add_argument(
+        "--model-size", choices=["tiny", "small", "medium"], help="plan the batch of a model (default: none)"
+    )
+    p.add_argument("--bandwidth", type=rate, metavar="RATE", help="of a node: 1Gb/s, 125MB/s (default: not known)")
+    p.add_argument("--step-s", type=seconds, metavar="S", help="seconds of a training step (default: not known)")
+    add_identity(p)
+
+    p = verb("simulate", _simulate, "run a whole network in virtual time, on the real code; exit 1 if a sample is lost")
+    p.add_argument("--workers", type=positive, help="machines that train (default: 1000)")
+    p.add_argument("--slices", type=positive, help="slices of the dataset (default: 10000)")
+    p.add_argument("--churn", type=share, help="share of the workers that are killed (default: 0)")
+    p.add_argument("--seed", type=int, help="seed of all random choices (default: 0)")
+    p.add_argument("--epochs", type=positive, help="passes over the dataset (default: 1)")

@@ -1,4 +1,4 @@
-"""Shared parts of long-running commands: joining a network, the ready line, stopping."""
+"""Shared parts of commands that talk to a network: its options, joining it, the ready line, stopping."""
 
 from __future__ import annotations
 
@@ -12,21 +12,42 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import address, plain, seconds
+from forebay.cli.arguments import add_identity, address, plain, seconds
 from forebay.errors import NetworkError, UsageError
 from forebay.network.retry import log_while_waiting
 from forebay.threads import SupervisedThread
 
-Verb = Callable[[argparse.Namespace], int]
-log = logging.getLogger("forebay.cli")
-
 if TYPE_CHECKING:
+    from forebay.network.audit import AuditLog
     from forebay.network.dht import LibtorrentDht
     from forebay.network.peer import Peer
     from forebay.network.pki.identity import Identity
+
+log = logging.getLogger("forebay.cli")
+
+
+def load_identity(args: argparse.Namespace) -> Identity:
+    """This node's identity, from `--identity`."""
+    from forebay.network.pki.identity import Identity
+
+    if args.identity is None:
+        raise UsageError(
+            "expected --identity DIR, got none. Give this node's directory (created by `forebay network join`)."
+        )
+    return Identity.load(args.identity)
+
+
+def open_audit_log() -> AuditLog | None:
+    """The audit log at `FOREBAY_AUDIT_LOG`, closed when the process ends; None without that variable."""
+    if not (path := os.environ.get("FOREBAY_AUDIT_LOG")):
+        return None
+    from forebay.network.audit import AuditLog
+
+    audit = AuditLog(path)
+    atexit.register(audit.close)
+    return audit
 
 
 @contextmanager
@@ -36,27 +57,18 @@ def joined_network(
     """Load this node's identity and join the DHT until the end of the block.
 
     `stop` ends the wait for a bootstrap node, as an interrupt does. If none answers within `args.timeout`, it raises
-    NetworkError if `required`, else logs a warning.
+    NetworkError if `required`, else logs a warning. FOREBAY_DHT has the address of our DHT node, HOST:PORT (UDP).
     """
     from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
-    from forebay.network.pki.identity import Identity
 
-    if args.network is None:
-        raise UsageError(
-            "expected --network DIR, got none. Give this node's directory (created by `forebay network join`)."
-        )
-    identity = Identity.load(args.network)
-    if args.audit is not None:
-        from forebay.network.audit import AuditLog
-
-        identity.audit = AuditLog(args.audit)
-        atexit.register(identity.audit.close)
+    identity = load_identity(args)
+    identity.audit = open_audit_log()
     bootstrap = [address(a) for a in args.bootstrap] or list(identity.bootstrap)
     if not bootstrap:
         raise UsageError(
-            f"expected a DHT node in {args.network}, got none. Give --bootstrap HOST:PORT (start one: forebay dht)."
+            f"expected a DHT node in {args.identity}, got none. Give --bootstrap HOST:PORT (start one: forebay dht)."
         )
-    host, port = address(args.dht) if args.dht else ("", 0)
+    host, port = address(os.environ["FOREBAY_DHT"]) if "FOREBAY_DHT" in os.environ else ("", 0)
     # The engine aborts the process if the interpreter ends while it runs, so it is closed on every path.
     with contextlib.closing(LibtorrentDht(host, port, bootstrap)) as discovery:
         try:
@@ -75,16 +87,15 @@ def listen_at(args: argparse.Namespace, discovery: LibtorrentDht) -> tuple[str, 
     return address(args.listen) if args.listen else (discovery.host, 0)
 
 
-def ask(
+def send_request(
     args: argparse.Namespace, address: str, path: str, body: Any = None, timeout_s: float = 10.0
 ) -> tuple[Any, Peer]:
-    """Send a GET, or with a body a POST, as the node of `--network`; return the reply and the peer."""
+    """Send a GET, or with a body a POST, as the node of `--identity`; return the reply and the peer."""
     from forebay.network.addresses import parse_address
     from forebay.network.client import Client
-    from forebay.network.pki.identity import Identity
 
     parse_address(address)
-    with Client(Identity.load(args.network)) as client, log_while_waiting(log, lambda: f"an answer of {address}"):
+    with Client(load_identity(args)) as client, log_while_waiting(log, lambda: f"an answer of {address}"):
         return client.request_json(address, "GET" if body is None else "POST", path, body, timeout_s=timeout_s)
 
 
@@ -96,11 +107,12 @@ def ready(args: argparse.Namespace, **fields: Any) -> None:
         print("ready: " + "  ".join(f"{k.replace('_', ' ')} {plain(v)}" for k, v in fields.items()), flush=True)
 
 
-def on_stop(stop: threading.Event, args: argparse.Namespace) -> None:
-    """SIGTERM and SIGINT set `stop`; so does the end of standard input with --exit-on-stdin-close."""
+def stop_event() -> threading.Event:
+    """An event that SIGTERM and SIGINT set; with FOREBAY_EXIT_ON_STDIN_CLOSE=1 also the end of standard input."""
+    stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    if args.exit_on_stdin_close:
+    if os.environ.get("FOREBAY_EXIT_ON_STDIN_CLOSE") == "1":
 
         def watch() -> None:
             # The pipe closes however the parent dies, so no process is left behind. os.read, as this thread would
@@ -110,46 +122,48 @@ def on_stop(stop: threading.Event, args: argparse.Namespace) -> None:
             stop.set()
 
         SupervisedThread(watch, "stdin-close").start()
+    return stop
 
 
-def until_stopped(
-    args: argparse.Namespace, until: Callable[[], bool] | None = None, stop: threading.Event | None = None
-) -> None:
-    """Wait for a signal, for `stop` (an event that was passed to `on_stop`), or until `until` is true."""
-    if stop is None:
-        stop = threading.Event()
-        on_stop(stop, args)
+def until_stopped(stop: threading.Event, until: Callable[[], bool] | None = None) -> None:
+    """Wait until `stop` is set or `until` returns True."""
     while not stop.wait(0.2):
         if until is not None and until():
             return
 
 
-def add_server_options(p: argparse.ArgumentParser) -> None:
-    """What commands that run until they are stopped have in common."""
-    p.set_defaults(default_log_level="info")
-    p.add_argument("--exit-on-stdin-close", action="store_true", help="stop when standard input ends")
-
-
 def add_node(
     verb: Callable[..., argparse.ArgumentParser],
     name: str,
-    run: Verb,
+    run: Callable[[argparse.Namespace], int],
     about: str,
-    network: bool = True,
     timeout_s: float = 30.0,
     timeout_of: str = "a bootstrap node",
 ) -> argparse.ArgumentParser:
-    """Add a verb that runs a node, with the options that all of them have."""
+    """Add a verb that runs a node of the DHT, with the options that all of them have."""
     p = verb(name, run, about)
-    add_server_options(p)
-    if network:
-        p.add_argument("--network", type=Path, metavar="DIR", help="this node's directory, created by network join")
-        about_listen = "address of our DHT node (UDP); default: the one from which the first bootstrap node is reached"
-        p.add_argument("--audit", type=Path, metavar="FILE", help="write refusals, bans and revocations to this file")
-        p.add_argument("--dht", metavar="HOST:PORT", help=about_listen)
-        p.add_argument("--timeout", type=seconds, default=timeout_s, metavar="S", help=f"longest wait for {timeout_of}")
+    p.set_defaults(default_log_level="info")
+    add_identity(p)
     p.add_argument(
         "--bootstrap", action="append", default=[], metavar="HOST:PORT",
-        help="a DHT node to join through, instead of the network's; may be repeated",
+        help="DHT node to join through; may be repeated (default: the network's)",
     )  # fmt: skip
+    p.add_argument("--timeout", type=seconds, default=timeout_s, metavar="S", help=f"longest wait for {timeout_of}")
     return p
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the option for limits of members and organisations."""
+    parser.add_argument(
+        "--limit", action="append", default=[], metavar="NAME=NUMBER",
+        help="limit of members, such as requests_per_s=20; may be repeated (default: those of docs/reference/http-api.md)",
+    )  # fmt: skip
+
+
+def add_from_urls(parser: argparse.ArgumentParser) -> None:
+    """Add the option that allows reading from URLs that peers name."""
+    parser.add_argument(
+        "--from-urls", choices=["public", "any"],
+        help="also read from URLs that data nodes name: public (https and public buckets, never with your "
+        "credentials), or any (also http and private addresses) (default: none)",
+    )  # fmt: skip

@@ -211,7 +211,9 @@ def check_output(path: object, out: Path, force: bool) -> None:
             raise UsageError(f"{out}: expected another path than what is converted ({path}). Name another OUT.")
     is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     if not is_free and not force:
-        raise UsageError(f"{out}: expected a path that is free, got one that is not. Name another, or give --force.")
+        raise UsageError(
+            f"{out}: expected a path that is free, got one that is not. Name another, or give --overwrite."
+        )
     if not out.parent.is_dir():
         out.parent.mkdir(parents=True)
 

@@ -1,4 +1,4 @@
-"""Requests to a JSON API: TOML files that describe what `forebay acquire` fetches as JSON lines."""
+"""Requests to a JSON API: TOML files that `forebay prepare` downloads as JSON lines."""
 
 import re
 from collections.abc import Iterator
@@ -24,5 +24,5 @@ class ApiRequest(Format):
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         path = split.files[0].path
         raise UsageError(
-            f"{path}: describes an API, and is no data yet. Run `forebay acquire {path} --out DIR`, then prepare DIR."
+            f"{path}: describes an API, and not data. Name it NAME.api.toml, then run `forebay prepare NAME.api.toml`."
         )

@@ -23,7 +23,7 @@ SCALE_SUFFIX = ".scale"
 def tensor_dtypes(dataset: Dataset) -> dict[str, str]:
     """The SafeTensors type of each tensor of layout `rows`, from the manifest, else from the first slice; {} if empty.
 
-    `forebay convert` and `forebay adopt` write the types into the manifest.
+    `forebay convert` and `forebay import` write the types into the manifest.
     """
     for entry in ("converted", "adopted"):
         lineage = dataset.manifest.lineage.get(entry)

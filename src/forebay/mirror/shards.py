@@ -190,6 +190,6 @@ class _ShardMirror:
         if needed > free:
             raise UsageError(
                 f"{self._folder.folder}: expected room for {format_bytes(needed)} ({needed} bytes), got {free}. "
-                f"Nothing was copied. Free {needed - free} bytes, copy fewer shards (--shards A:B), or choose "
+                f"Nothing was copied. Free {needed - free} bytes, copy fewer shards (--slices A:B), or choose "
                 "another disk."
             )

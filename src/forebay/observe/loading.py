@@ -1,6 +1,6 @@
-"""A loader watched: a line of progress for people, metrics for Prometheus.
+"""Observe a Loader: a line of progress on stderr, metrics for Prometheus.
 
-Both read `Loader.stats()` and touch nothing else; a training loop is as fast with them as without.
+Both only read `Loader.stats()`, so the training loop is as fast as without them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from forebay.load.batch import Batch
     from forebay.load.loader import Loader
 
-_LOOK_S = 0.5
+_INTERVAL_S = 0.5
 
 _COUNTERS = {
-    "batches": ("batches", "Batches given to the trainer."),
-    "samples": ("samples", "Samples given to the trainer."),
-    "tokens": ("tokens", "Tokens given to the trainer."),
+    "batches": ("batches", "Batches returned to the trainer."),
+    "samples": ("samples", "Samples returned to the trainer."),
+    "tokens": ("tokens", "Tokens returned to the trainer."),
     "slices_opened": ("slices_opened", "Slices opened."),
     "busy_s": ("busy_seconds", "Time that the trainer spent between its waits for batches."),
     "fetched_slices": ("fetched_slices", "Slices fetched from their origin."),
@@ -32,12 +32,12 @@ _COUNTERS = {
     "refetched_slices": ("refetched_slices", "Slices fetched a second time in an epoch."),
     "refetched_bytes": ("refetched_bytes", "Bytes of slices fetched a second time in an epoch."),
     "evicted": ("evicted_slices", "Slices evicted from the cache."),
-    "late": ("late_slices", "Slices that were not there when a batch needed them."),
+    "late": ("late_slices", "Slices that were not cached when a batch needed them."),
 }
 
 
 def progress(loader: Loader, *, enabled: bool = True) -> Iterator[Batch]:
-    """The loader's batches, with a line on stderr: steps, tokens a second, and what is waited for.
+    """The loader's batches, with a line on stderr: steps, tokens per second, and what it waits for.
 
         12%|███▋      | 1.20k/10.0k [02:10<15:52, 9.2step/s] 151 k tokens/s, waits 3 % (network)
 
@@ -53,20 +53,20 @@ def progress(loader: Loader, *, enabled: bool = True) -> Iterator[Batch]:
         dynamic_ncols=True,
         disable=not enabled or not sys.stderr.isatty(),
     )
-    looked_at, before = time.monotonic(), loader.stats()
+    read_at, before = time.monotonic(), loader.stats()
     with bar:
         for batch in loader:
             yield batch
             bar.update()
             now = time.monotonic()
-            if not bar.disable and now - looked_at >= _LOOK_S:
+            if not bar.disable and now - read_at >= _INTERVAL_S:
                 after = loader.stats()
-                bar.set_postfix_str(words(before, after, now - looked_at), refresh=False)
-                looked_at, before = now, after
+                bar.set_postfix_str(words(before, after, now - read_at), refresh=False)
+                read_at, before = now, after
 
 
 def words(before: dict[str, float], after: dict[str, float], elapsed_s: float) -> str:
-    """`151 k tokens/s, waits 3 % (network)`, of two looks at `Loader.stats()` that lie `elapsed_s` apart."""
+    """`151 k tokens/s, waits 3 % (network)`, of two results of `Loader.stats()`, `elapsed_s` apart."""
     count, unit = ("tokens", "tokens") if after["tokens"] else ("samples", "samples")
     rate = (after[count] - before[count]) / max(elapsed_s, 1e-9)
     waits = {cause: after[f"{cause}_s"] - before[f"{cause}_s"] for cause in CAUSES}
@@ -90,8 +90,8 @@ class LoaderCollector:
     `…_cache_bytes`, and a counter for each count of `Loader.stats()`.
 
     Args:
-        loader: Whose `stats` are read at each scrape.
-        labels: Put on every metric, such as `{"rank": "3"}`; by default the loader's rank.
+        loader: The loader whose `stats` are read at each scrape.
+        labels: Labels of every metric, such as `{"rank": "3"}`; by default the loader's rank.
     """
 
     def __init__(self, loader: Loader, labels: dict[str, str] | None = None) -> None:
@@ -99,7 +99,7 @@ class LoaderCollector:
         self._labels = {"rank": str(loader.rank)} if labels is None else labels
 
     def collect(self) -> Iterable[Any]:
-        """The metric families, as `prometheus_client` asks for them."""
+        """The metric families, for `prometheus_client`."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         stats, state = self._loader.stats(), self._loader.state_dict()
@@ -130,7 +130,7 @@ def serve_metrics(loader: Loader, port: int, host: str = "127.0.0.1", labels: di
     """Serve a loader's metrics at `http://HOST:PORT/metrics`, from a thread. Needs the extra `metrics`.
 
     Returns:
-        (server, thread): `server.shutdown()` ends it; `server.server_port` tells the port, if 0 was asked for.
+        (server, thread): `server.shutdown()` ends it; `server.server_port` is its port.
     """
     from prometheus_client import CollectorRegistry, start_http_server
 

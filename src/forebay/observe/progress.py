@@ -7,75 +7,58 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-LINE_S = 10.0  # So often a line, where stderr is no terminal.
-_WINDOW_S = 10.0  # Speeds are of the last this many seconds: long enough to be calm, short enough to show a slow file.
+if TYPE_CHECKING:
+    from forebay.prepare.run import Progress
 
-
-class StageProgress(Protocol):
-    """How far one stage has come; `total` may grow while the stage finds more to do.
-
-    It may also have `documents`, `documents_kept` and `bytes` (of text), as counted up to now, which are shown.
-    """
-
-    @property
-    def stage(self) -> str: ...
-    @property
-    def done(self) -> int: ...
-    @property
-    def total(self) -> int: ...
-    @property
-    def unit(self) -> str: ...
+LINE_S = 10.0  # Interval of lines where stderr is no terminal.
+_WINDOW_S = 10.0  # Speeds are of the last ten seconds: long enough to be steady, short enough to show a slow file.
 
 
 @contextmanager
 def bar(label: str, total: int | None, unit: str = "B", *, enabled: bool = True) -> Iterator[Callable[[int], None]]:
-    """A bar over `total` bytes or another unit (None: not known); yields a function that takes what is newly done."""
+    """A bar over `total` bytes or another unit (None: not known); yields a function that adds to what is done."""
     with _bar(label, total, unit, enabled) as shown:
         yield shown.update
 
 
 class Speed:
-    """Documents and bytes a second over a moving window, and the part kept, as the words after a bar."""
+    """Documents and bytes per second over a moving window, and the share of documents retained."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: deque[tuple[float, int, int]] = deque()
+        self._history: deque[tuple[float, int, int]] = deque()
 
-    def words(self, documents: int, kept: int, size: int) -> str:
-        """`1,234 docs/s, 5.6 MB/s, kept 61.2 %`, of counts up to now; what is not known is left out.
+    def words(self, documents: int, retained: int, size: int) -> str:
+        """`1,234 docs/s, 5.6 MB/s, kept 61.2 %` of the counts up to now; unknown figures are left out.
 
-        What was counted at the first call is work of an earlier run: no speed is made of it.
+        The counts of the first call are the work of an earlier run, which does not count as speed.
         """
         now = self._clock()
-        self._seen.append((now, documents, size))
-        while len(self._seen) > 2 and self._seen[1][0] <= now - _WINDOW_S:
-            self._seen.popleft()
-        then, documents_then, size_then = self._seen[0]
+        self._history.append((now, documents, size))
+        while len(self._history) > 2 and self._history[1][0] <= now - _WINDOW_S:
+            self._history.popleft()
+        then, documents_then, size_then = self._history[0]
         words = []
         if now - then > 0.1:
-            if documents > documents_then:
-                words.append(f"{_rate((documents - documents_then) / (now - then))} docs/s")
+            rate = (documents - documents_then) / (now - then)
+            if rate:
+                words.append(f"{rate:,.0f} docs/s" if rate >= 10 else f"{rate:.1f} docs/s")
             if size > size_then:
                 words.append(f"{(size - size_then) / (now - then) / 1e6:,.1f} MB/s")
         if documents:
-            words.append(f"kept {100 * kept / documents:.1f} %")
+            words.append(f"kept {100 * retained / documents:.1f} %")
         return ", ".join(words)
 
 
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
-
-
 class PrepareBar:
-    """One bar a stage of `prepare`, made when the stage first reports and left as it is when another begins."""
+    """A bar for each stage of `prepare`, created at the stage's first report."""
 
     def __init__(self, *, enabled: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
-        self._enabled = enabled
-        self._clock = clock
+        self._enabled, self._clock = enabled, clock
         self._stage = ""
         self._bar: Any = None
         self._speed = Speed(clock)
@@ -84,24 +67,21 @@ class PrepareBar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
         self._bar = None
 
-    def update(self, progress: StageProgress) -> None:
+    def update(self, progress: Progress) -> None:
+        """Show how far a stage is."""
         if self._bar is None or progress.stage != self._stage or progress.done < self._bar.n:
-            self._close()
+            self.__exit__()
             self._stage, self._speed = progress.stage, Speed(self._clock)
             self._bar = _bar(progress.stage, progress.total, progress.unit, self._enabled)
-        bar = self._bar
-        bar.total = progress.total
-        documents, kept, size = (getattr(progress, name, 0) for name in ("documents", "documents_kept", "bytes"))
-        if documents or size:
-            bar.set_postfix_str(self._speed.words(documents, kept, size), refresh=False)
-        bar.update(progress.done - bar.n)
+        self._bar.total = progress.total
+        if progress.documents or progress.bytes:
+            words = self._speed.words(progress.documents, progress.documents_kept, progress.bytes)
+            self._bar.set_postfix_str(words, refresh=False)
+        self._bar.update(progress.done - self._bar.n)
 
 
 class _Lines:
@@ -118,25 +98,13 @@ class _Lines:
 def _bar(label: str, total: int | None, unit: str, enabled: bool) -> Any:
     if enabled and not sys.stderr.isatty():
         return tqdm(
-            total=total,
-            desc=label,
-            unit=unit,
-            unit_scale=True,
-            unit_divisor=1000,
-            file=_Lines(),
-            delay=LINE_S,  # short work says nothing
-            mininterval=LINE_S,
-            miniters=1,
+            total=total, desc=label, unit=unit, unit_scale=True, unit_divisor=1000, file=_Lines(),
+            delay=LINE_S,  # Short work prints nothing.
+            mininterval=LINE_S, miniters=1,
             bar_format="{desc}: {n_fmt} of {total_fmt}{unit} after {elapsed}, {remaining} left, {rate_fmt}{postfix}",
-        )
+        )  # fmt: skip
+    is_large = unit == "B" or (total or 0) >= 100_000
     return tqdm(
-        total=total,
-        desc=f"{label:<10}",
-        unit=unit,
-        unit_scale=unit == "B" or (total or 0) >= 100_000,
-        unit_divisor=1000,
-        file=sys.stderr,
-        dynamic_ncols=True,
-        disable=not enabled,
-        leave=True,
-    )
+        total=total, desc=f"{label:<10}", unit=unit, unit_scale=is_large, unit_divisor=1000, file=sys.stderr,
+        dynamic_ncols=True, disable=not enabled,
+    )  # fmt: skip

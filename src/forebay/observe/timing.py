@@ -18,8 +18,8 @@ _HALVINGS = 60
 
 
 @dataclass(frozen=True)
-class Flow:
-    """Fetches in their order."""
+class Fetches:
+    """The fetches of a node, in their order."""
 
     sizes: I64  # int64 [K], bytes.
     needed: I64  # int64 [K], the step that waits for each; rising.
@@ -38,7 +38,7 @@ class Times:
     total_s: float  # From the start of fetching to the end of training.
 
 
-def flow_of(spans: Spans, sizes: I64, budget_bytes: int) -> Flow:
+def fetches_of(spans: Spans, sizes: I64, budget_bytes: int) -> Fetches:
     """The fetches of a node, one per span; `sizes` [S] of the slices; the budget is at least the spans' peak."""
     of_span = sizes[spans.slices]
     by_last = np.argsort(spans.last, kind="stable")
@@ -49,41 +49,41 @@ def flow_of(spans: Spans, sizes: I64, budget_bytes: int) -> Flow:
     # Fetches for the same step are merged.
     starts = np.flatnonzero(np.diff(spans.first, prepend=-1))
     if not len(starts):
-        return Flow(of_span, spans.first, free, spans.num_steps)
+        return Fetches(of_span, spans.first, free, spans.num_steps)
     grouped = np.add.reduceat(of_span, starts)
-    return Flow(grouped, spans.first[starts], np.maximum.reduceat(free, starts), spans.num_steps)
+    return Fetches(grouped, spans.first[starts], np.maximum.reduceat(free, starts), spans.num_steps)
 
 
-def times_of(flow: Flow, bytes_per_s: float, step_s: float) -> Times:
+def times_of(fetches: Fetches, bytes_per_s: float, step_s: float) -> Times:
     """The times at a bandwidth, if a step of training takes `step_s`."""
     arrived = stall = first = 0.0
     history: list[tuple[int, float]] = [(-1, 0.0)]  # (step, the stall up to it)
     index = 0
-    for size, needed, free in zip(flow.sizes.tolist(), flow.needed.tolist(), flow.free.tolist()):
+    for size, needed, free in zip(fetches.sizes.tolist(), fetches.needed.tolist(), fetches.free.tolist()):
         while index + 1 < len(history) and history[index + 1][0] < free:
             index += 1
-        room_at = free * step_s + history[index][1] if free else 0.0
-        arrived = max(arrived, room_at) + size / bytes_per_s
+        free_at = free * step_s + history[index][1] if free else 0.0
+        arrived = max(arrived, free_at) + size / bytes_per_s
         late = arrived - (needed * step_s + stall)
         if late > 0:
             stall += late
             history.append((needed, stall))
         if needed == 0:
             first = stall
-    return Times(first, stall - first, stall + flow.num_steps * step_s)
+    return Times(first, stall - first, stall + fetches.num_steps * step_s)
 
 
-def bandwidth_needed(flow: Flow, step_s: float) -> float | None:
+def bandwidth_needed(fetches: Fetches, step_s: float) -> float | None:
     """The lowest bandwidth in bytes per second at which training never waits after its first step.
 
     None if no bandwidth suffices: the cache has no space to prefetch, so each fetch starts when its slice is needed.
     """
-    later = flow.needed > 0
+    later = fetches.needed > 0
     if not later.any():
         return 0.0
     # Time is counted from the start of the first step.
-    sizes, needed = flow.sizes[later].astype(float), flow.needed[later] * step_s
-    free = np.minimum(flow.free[later], flow.needed[later]) * step_s
+    sizes, needed = fetches.sizes[later].astype(float), fetches.needed[later] * step_s
+    free = np.minimum(fetches.free[later], fetches.needed[later]) * step_s
     if bool((free >= needed).any()):
         return None
     stops = np.cumsum(sizes)

@@ -145,20 +145,6 @@ def merge(below: Any, above: Any) -> Any:
     return above
 
 
-def parse_setting(text: str) -> dict[str, Any]:
-    """`gopher_quality.min_words=20` as nested tables; the value is TOML, or else a string."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise UsageError(f"--set {text!r}: expected KEY=VALUE, such as gopher_quality.min_words=20.")
-    try:
-        setting: Any = tomllib.loads(f"value = {value}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
-        setting = value.strip()
-    for part in reversed(key.strip().split(".")):
-        setting = {part: setting}
-    return dict(setting)
-
-
 def key_lines(text: str) -> Iterator[tuple[Keys, int]]:
     """The line of each key of a TOML document, which must be valid. Keys of inline tables have the line of the table.
 

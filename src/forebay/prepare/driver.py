@@ -458,7 +458,7 @@ def _check_malformed(run: Run, corpus: Corpus, stats: StageStats) -> None:
         examples = "; ".join(f"{reject['where']}: {reject['reason'].rstrip('.')}" for reject in first)
         raise PrepareError(
             f"prepare: expected at most {run.recipe.max_bad:.1%} malformed documents, got {malformed} of "
-            f"{corpus.documents_in}: {examples}. They are listed in {path}. Fix them, or raise --max-bad."
+            f"{corpus.documents_in}: {examples}. They are listed in {path}. Fix them, or raise --max-error-rate."
         )
     if not sum(result.documents_out for result in corpus.texts):
         raise no_documents(run, corpus, stats)

@@ -45,7 +45,7 @@ _TRAINING: tuple[_Flag, ...] = (
 _DISTRIBUTED: tuple[_Flag, ...] = (
     ("worker-id", str, "identifies this worker to the coordinator, also after a restart"),
     ("coordinator", str, "host:port or URL (FOREBAY_COORDINATOR, or 127.0.0.1:8000)"),
-    ("network", str, "this node's directory, for a coordinator with --network"),
+    ("network", str, "this node's directory, for a coordinator with mutual TLS"),
     ("timeout-s", float, "how long to wait for a coordinator or peer that does not respond (60)"),
 )
 _METAVAR = {str: "NAME", int: "N", float: "X"}

@@ -114,7 +114,7 @@ class Consumer:
         if key not in self._trainers:
             if grant.layout != "tokens" and self.trainer == "auto" and self.on_batch is None:
                 raise UsageError(
-                    "worker: expected a dataset of layout tokens, which the trainers of `forebay work` take, got "
+                    "worker: expected a dataset of layout tokens, which the trainers of `forebay worker` take, got "
                     f"{grant.layout} ({grant.dataset}): its samples would be signed as used without training. Train "
                     "in a program of your own (`run_worker` with on_batch), or give --trainer none."
                 )

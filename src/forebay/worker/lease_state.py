@@ -139,7 +139,7 @@ class LeaseState:
     def describe_wait(self) -> str:
         """What keeps the next step from starting, as text for a log line."""
         if self.paused:
-            return "the scheduler's job, which is paused (`forebay schedule resume`)"
+            return "the scheduler's job, which is paused (`forebay job resume`)"
         fetching = [lease.grant.name for lease in self._leases.values() if lease.path is None and not lease.ended]
         if fetching:
             return f"{len(fetching)} slices to be fetched: {', '.join(fetching[:3])}"

@@ -66,7 +66,7 @@ class Membership:
             catches up to the same step before a generation ends.
         step, samples: Of this worker's checkpoint, if it has one: they count only where no worker of the run's last
             generation is left.
-        identity: For a coordinator with --network; None speaks plain HTTP.
+        identity: For a coordinator with --identity; None speaks plain HTTP.
         patience_s: How long to wait for a coordinator that does not answer.
         on_note: Called with a line for the user.
     """
@@ -274,7 +274,7 @@ def _address(coordinator: str, identity: Identity | None) -> str:
     scheme, mark, rest = coordinator.partition("://")
     expected = "http" if identity is None else "https"
     if mark and scheme.lower() != expected:
-        how = "it needs this node's directory: --network" if identity is None else "with a network it is https"
+        how = "it needs this node's directory: --identity" if identity is None else "with a network it is https"
         raise UsageError(f"coordinator: expected {expected}://HOST:PORT, got {coordinator!r}: {how}.")
     address = (rest if mark else coordinator).rstrip("/")
     parse_address(address)

@@ -300,13 +300,13 @@ class MembershipState:
                 if self.clock() + pause_s > deadline:
                     raise CoordinatorUnreachableError(
                         f"coordinator {self.coordinator}: no answer for {self.patience_s:g} s. Start it with "
-                        f"`forebay coordinate --listen {self.coordinator}`, or give its address: --coordinator, "
+                        f"`forebay coordinator --listen {self.coordinator}`, or give its address: --coordinator, "
                         f"FOREBAY_COORDINATOR. Last: {error}"
                     ) from error
                 if not noted and tried > 4:
                     self.on_note(
                         f"coordinator {self.coordinator} does not answer; retrying for {self.patience_s:g} s. Start "
-                        f"one with: forebay coordinate --listen {self.coordinator}"
+                        f"one with: forebay coordinator --listen {self.coordinator}"
                     )
                     noted = True
             yield Pause(pause_s)

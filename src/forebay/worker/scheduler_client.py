@@ -113,7 +113,7 @@ class SchedulerClient:
                 stopped_at = time.monotonic()
         raise SchedulerUnreachableError(
             f"{self._subject.removeprefix('the ')}: expected an answer within {patience_s:g} s, got none: "
-            f"{self._reason}. Check the name, and that the scheduler runs (forebay schedule) in this network."
+            f"{self._reason}. Check the name, and that the scheduler runs (forebay scheduler) in this network."
         )
 
     def _find(self) -> str | None:

@@ -21,7 +21,7 @@ from forebay.load.loader import Loader
 from forebay.load.resources import RunSpec
 from forebay.load.sources import open_dataset
 from forebay.observe.plan import format_plan, make_plan
-from forebay.observe.timing import Flow, bandwidth_needed, flow_of, times_of
+from forebay.observe.timing import Fetches, bandwidth_needed, fetches_of, times_of
 from forebay.order.windows import Spans
 from forebay.units import format_bytes, format_seconds, parse_rate
 from origin_server import OriginServer
@@ -161,15 +161,15 @@ def test_wrong_arguments_are_said_so() -> None:
 
 
 @st.composite
-def flows(draw: st.DrawFn) -> Flow:
+def flows(draw: st.DrawFn) -> Fetches:
     steps = sorted(draw(st.lists(st.integers(0, 40), min_size=1, max_size=8, unique=True)))
     free = sorted(draw(st.integers(0, 40)) for _ in steps)
     sizes = [draw(st.integers(1, 50)) for _ in steps]
-    return Flow(np.array(sizes), np.array(steps), np.minimum(free, steps), 41)
+    return Fetches(np.array(sizes), np.array(steps), np.minimum(free, steps), 41)
 
 
 @given(flows(), st.floats(0.1, 100), st.floats(0.01, 10))
-def test_times_are_those_of_a_run_step_by_step(flow: Flow, rate: float, step_s: float) -> None:
+def test_times_are_those_of_a_run_step_by_step(flow: Fetches, rate: float, step_s: float) -> None:
     over_at = [0.0]  # When so many steps are over.
     here, at, stall = 0.0, 0, []
     for step in range(flow.num_steps):
@@ -186,9 +186,9 @@ def test_times_are_those_of_a_run_step_by_step(flow: Flow, rate: float, step_s: 
 
 
 @given(flows(), st.floats(0.01, 10))
-def test_the_bandwidth_that_suffices_is_the_least(flow: Flow, step_s: float) -> None:
+def test_the_bandwidth_that_suffices_is_the_least(flow: Fetches, step_s: float) -> None:
     later = flow.needed > 0
-    after = Flow(flow.sizes[later], flow.needed[later], flow.free[later], flow.num_steps)
+    after = Fetches(flow.sizes[later], flow.needed[later], flow.free[later], flow.num_steps)
     needed = bandwidth_needed(flow, step_s)
     if needed is None:
         assert (after.free >= after.needed).any()
@@ -200,8 +200,8 @@ def test_the_bandwidth_that_suffices_is_the_least(flow: Flow, step_s: float) -> 
 def test_a_cache_without_room_for_the_next_slice_cannot_be_fast_enough() -> None:
     spans = Spans(np.arange(3), np.array([0, 10, 20]), np.array([9, 19, 29]), 30, True)
     sizes = np.full(3, 100)
-    assert bandwidth_needed(flow_of(spans, sizes, 100), 1.0) is None
-    assert bandwidth_needed(flow_of(spans, sizes, 200), 1.0) == pytest.approx(10)
+    assert bandwidth_needed(fetches_of(spans, sizes, 100), 1.0) is None
+    assert bandwidth_needed(fetches_of(spans, sizes, 200), 1.0) == pytest.approx(10)
 
 
 # --- against a loader

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import io
 import sys
-from dataclasses import dataclass
 
 import pytest
 
 from forebay.cli.arguments import plain
 from forebay.observe import progress
 from forebay.observe.progress import PrepareBar, Speed
-
-
-@dataclass(frozen=True)
-class Old:
-    stage: str
-    done: int
-    total: int
-    unit: str
-
-
-@dataclass(frozen=True)
-class New(Old):
-    documents: int = 0
-    documents_kept: int = 0
-    bytes: int = 0
+from forebay.prepare.run import Progress
 
 
 class Terminal(io.StringIO):
@@ -68,11 +53,11 @@ def test_a_bar_shows_them(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with PrepareBar(clock=clock) as bar:
-        bar.update(New("filter", 0, 100, "B"))
-        bar.update(New("filter", 10, 100, "B", 0, 0, 1))
+        bar.update(Progress("filter", 0, 100, "B"))
+        bar.update(Progress("filter", 10, 100, "B", 0, 0, 1))
         clock.now += 1
-        bar.update(New("filter", 100, 100, "B", 1000, 612, 2_000_001))
-        bar.update(Old("slice", 1, 2, " slices"))
+        bar.update(Progress("filter", 100, 100, "B", 1000, 612, 2_000_001))
+        bar.update(Progress("slice", 1, 2, " slices"))
     shown = terminal.getvalue()
     assert "1,000 docs/s, 2.0 MB/s, kept 61.2 %" in shown
     assert "filter" in shown and "slice" in shown
@@ -83,8 +68,8 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", plain)
     monkeypatch.setattr(progress, "LINE_S", 0.0)
     with PrepareBar() as bar:
-        bar.update(New("filter", 10, 100, "B", 10, 5, 1))
-        bar.update(New("filter", 60, 100, "B", 60, 5, 1))
+        bar.update(Progress("filter", 10, 100, "B", 10, 5, 1))
+        bar.update(Progress("filter", 60, 100, "B", 60, 5, 1))
     assert "filter: 60.0 of 100B after 00:00" in plain.getvalue().splitlines()[-1]
     assert "\r" not in plain.getvalue()
 
@@ -93,7 +78,7 @@ def test_short_work_is_silent_without_a_terminal(monkeypatch: pytest.MonkeyPatch
     plain = io.StringIO()
     monkeypatch.setattr(sys, "stderr", plain)
     with PrepareBar() as bar:
-        bar.update(New("filter", 10, 100, "B", 10, 5, 1))
+        bar.update(Progress("filter", 10, 100, "B", 10, 5, 1))
     assert plain.getvalue() == ""
 
 

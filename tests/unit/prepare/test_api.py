@@ -243,7 +243,7 @@ def test_a_folder_is_of_one_description(tmp_path: Path, server: Server) -> None:
         acquire(spec(tmp_path, server, 'max_pages = 1\nid = "title"\n'), tmp_path / "out")
     path = spec(tmp_path, server)
     assert detect(path).format == "api"
-    with pytest.raises(UsageError, match="forebay acquire"):
+    with pytest.raises(UsageError, match="forebay prepare"):
         list(
             get_format("api").read_text(
                 InputSplit((InputFile(str(path), path.name, "api", "", path.stat().st_size, ""),)), ReadOptions()

@@ -270,11 +270,11 @@ def test_names_that_are_no_utf_8(tmp_path: Path) -> None:
 
 def test_the_command_says_what_it_leaves_out(tmp_path: Path) -> None:
     folder = everyday(tmp_path / "in")
-    command = [sys.executable, "-m", "forebay.cli", "prepare", str(folder), "--tokenizer", "bytes", "--json"]
+    command = [sys.executable, "-m", "forebay", "prepare", str(folder), "--tokenizer", "bytes", "--json"]
     ran = subprocess.run([*command, "--out", str(tmp_path / "d"), "--quiet"], capture_output=True, text=True)
     assert ran.returncode == 0 and sum(json.loads(ran.stdout)["skipped"].values()) == 4
     assert ran.stderr.count("forebay: left out 1: ") == 4
-    ran = subprocess.run([*command, "--plan"], capture_output=True, text=True)
+    ran = subprocess.run([*command, "--dry-run"], capture_output=True, text=True)
     assert len(json.loads(ran.stdout)["skipped"]) == 2
     ran = subprocess.run([*command, "--out", str(tmp_path / "s"), "--strict"], capture_output=True, text=True)
     assert ran.returncode != 0 and "prepare --strict" in ran.stderr and "Traceback" not in ran.stderr

@@ -8,7 +8,8 @@ import pytest
 
 from forebay.errors import UsageError
 from forebay.prepare import load_recipe
-from forebay.prepare.config import describe, parse_setting, recipe_names
+from forebay.prepare.config import describe, recipe_names
+from forebay.toml import parse_settings
 from forebay.units import parse_size
 
 
@@ -30,7 +31,7 @@ def test_stages_run_in_the_order_of_their_tables(tmp_path: Path) -> None:
 def test_layers_lie_over_each_other(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text('gopher_quality = false\n[language]\nkeep = ["de"]\n[slice]\nbytes = "1 MiB"\n')
-    settings = parse_setting("slice.seed=9") | {"language": {"min_score": 0.5}}
+    settings = parse_settings(["slice.seed=9"]) | {"language": {"min_score": 0.5}}
     recipe = load_recipe("fineweb", path, {**settings, "slice": {"seed": 9}})
     stages = {stage.name: stage for stage in recipe.stages}
     assert "gopher_quality" not in stages and "gopher_repetition" in stages
@@ -65,9 +66,9 @@ def test_a_wrong_setting_is_told_with_its_place(tmp_path: Path, text: str, messa
 
 def test_a_setting_of_the_command_line_needs_no_file() -> None:
     with pytest.raises(UsageError, match=r"^dedup\.rows: expected a whole number, got 'many'\.$"):
-        load_recipe("gopher", settings=parse_setting("dedup.rows=many"))
+        load_recipe("gopher", settings=parse_settings(["dedup.rows=many"]))
     with pytest.raises(UsageError, match="expected KEY=VALUE"):
-        parse_setting("dedup.rows")
+        parse_settings(["dedup.rows"])
     with pytest.raises(UsageError, match="expected one of c4"):
         load_recipe("nosuch")
 

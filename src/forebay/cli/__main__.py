@@ -1,5 +1,0 @@
-"""`python -m forebay.cli` is `forebay`."""
-
-from forebay.cli import run
-
-run()

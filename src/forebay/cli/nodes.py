@@ -1,0 +1,162 @@
+"""Commands on the nodes of a network: dht, serve, find, status."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from forebay.cli.arguments import add_identity, address, positive, seconds, size
+from forebay.cli.running import (
+    add_limits,
+    add_node,
+    joined_network,
+    listen_at,
+    log,
+    ready,
+    send_request,
+    stop_event,
+    until_stopped,
+)
+from forebay.network.retry import log_while_waiting
+from forebay.units import format_bytes, format_seconds
+
+_MAX_READERS = 10  # lines of a data node's status
+
+
+def _status(args: argparse.Namespace) -> int:
+    from forebay.scheduler.admin_api import lines
+
+    status, peer = send_request(args, args.address, "/v1/status", timeout_s=args.timeout)
+    is_healthy = not status.get("draining")
+    if args.json:
+        print(json.dumps({"healthy": is_healthy, "peer_id": peer.peer_id, "name": peer.name, **status}))
+    else:
+        print("\n".join(lines(status) if "jobs" in status else _node_lines(status)))
+    return 0 if is_healthy else 1
+
+
+def _node_lines(status: Mapping[str, Any]) -> Iterator[str]:
+    """Lines of a data node's status: the node, its datasets with their swarms, and the largest readers."""
+    state = "draining" if status["draining"] else "up"
+    yield (
+        f"data node {status['name']} ({status['peer_id']}) at {status['address']}: {state} for "
+        f"{format_seconds(status['up_s'])}, {status['connections']:,} connections, "
+        f"{format_bytes(status['bytes_sent'])} sent"
+    )
+    if status["announce_error"]:
+        yield f"  not announced: {status['announce_error']}"
+    for dataset in status["datasets"]:
+        line = f"  {dataset['name']}  {dataset['id']}  {dataset['slices']:,} slices"
+        swarm = status["swarms"].get(dataset["id"], {})
+        if swarm.get("members"):
+            line += f"; swarm of {swarm['members']:,}: {swarm['from_origins']:,} slices from here, "
+            line += f"{swarm['from_peers']:,} passed on"
+            line += f", banned: {', '.join(swarm['banned'])}" if swarm["banned"] else ""
+        yield line
+    readers = sorted(status["peers"].items(), key=lambda item: (-item[1], item[0]))
+    if readers:
+        yield "sent to"
+    for peer_id, num_bytes in readers[:_MAX_READERS]:
+        yield f"  {peer_id}  {format_bytes(num_bytes):>10}"
+    if len(readers) > _MAX_READERS:
+        yield f"  and {len(readers) - _MAX_READERS:,} more"
+
+
+def _dht(args: argparse.Namespace) -> int:
+    from forebay.network.dht import LibtorrentDht
+
+    host, port = address(args.listen)
+    with contextlib.ExitStack() as nodes:
+        bootstrap = [address(a) for a in args.bootstrap]
+        first = nodes.enter_context(contextlib.closing(LibtorrentDht(host, port, bootstrap)))
+        for _ in range(args.nodes - 1):
+            nodes.enter_context(contextlib.closing(LibtorrentDht(host, 0, [(host, first.port)])))
+        ready(args, role="dht", address=f"{host}:{first.port}")
+        until_stopped(stop_event())
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from forebay.data_node import DataNode
+    from forebay.dataset.reader import open_dataset
+    from forebay.network.access import AccessPolicy
+    from forebay.network.limits import ServerLimits, Throttle, parse_limits
+    from forebay.storage.origins import open_remote
+
+    access = AccessPolicy.load(args.access) if args.access is not None else None
+    with log_while_waiting(log, lambda: f"the datasets {', '.join(args.datasets)}"):
+        datasets = [
+            open_remote(path) if "://" in path and not path.startswith("file://") else open_dataset(path)
+            for path in args.datasets
+        ]
+    limits, stop = parse_limits(ServerLimits(), args.limit), stop_event()
+    with joined_network(args, stop) as (identity, discovery):
+        host, port = listen_at(args, discovery)
+        with DataNode(
+            identity, datasets, host, port, discovery, ttl_s=args.ttl, access=access,
+            throttle=Throttle(args.upload_limit), limits=limits,
+        ) as node:  # fmt: skip
+            names = {d.name: d.id for d in datasets}
+            ready(args, role="data node", address=node.address, peer_id=identity.peer_id, datasets=names)
+            until_stopped(stop)
+        if args.json:
+            print(json.dumps(node.status()), flush=True)
+    return 0
+
+
+def _find(args: argparse.Namespace) -> int:
+    from forebay.network.client import Client
+    from forebay.network.discovery import find_providers
+
+    def what() -> str:
+        return f"data nodes of {args.name!r}; the DHT was asked and names no address that answers"
+
+    with joined_network(args) as (identity, discovery), log_while_waiting(log, what):
+        claims = find_providers(discovery, Client(identity), identity.network_id, args.name, timeout_s=args.timeout)
+    providers = [
+        {"name": c.name, "dataset_id": c.dataset_id, "slices": c.num_slices, "peer_id": c.peer_id, "address": c.address}
+        for c in claims
+    ]
+    if args.json:
+        print(json.dumps(providers))
+    for claim in providers if not args.json else []:
+        print("{name}  {dataset_id}  {slices} slices  {peer_id} at {address}".format(**claim))
+    if not providers:
+        print(
+            f"forebay: no data node announces a dataset named {args.name!r} in this network. "
+            "Check the name, that its data node runs (forebay serve), and that this node is not revoked",
+            file=sys.stderr,
+        )
+        return 1
+    if len({c.dataset_id for c in claims}) > 1:
+        print(f"forebay: {args.name!r} is the name of several datasets here; they are never mixed", file=sys.stderr)
+    return 0
+
+
+def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    p = verb("dht", _dht, "run nodes of the Kademlia DHT that others start from")
+    p.set_defaults(default_log_level="info")
+    p.add_argument(
+        "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="of the first node (UDP); 0: a free port"
+    )
+    p.add_argument(
+        "--bootstrap", action="append", default=[], metavar="HOST:PORT",
+        help="DHT node to join through; may be repeated (default: none, a network's first node)",
+    )  # fmt: skip
+    p.add_argument("--nodes", type=positive, default=1, metavar="N", help="number of nodes, the others at free ports")
+    p = add_node(verb, "serve", _serve, "run a data node: serve datasets and announce them")
+    p.add_argument("datasets", nargs="+", metavar="DATASET", help="a directory, or a URL that members fetch from too")
+    p.add_argument("--listen", metavar="HOST:PORT", help="address (default: a free port at the DHT node's address)")
+    p.add_argument("--ttl", type=seconds, default=60.0, metavar="S", help="how long an announcement is valid")
+    p.add_argument("--upload-limit", type=size, metavar="BYTES", help="bytes per second to all (default: no limit)")
+    add_limits(p)
+    p.add_argument("--access", type=Path, metavar="FILE", help="TOML: who may read what, how much a day (default: all)")
+    p = add_node(verb, "find", _find, "list the data nodes of a dataset", timeout_s=10.0, timeout_of="the DHT")
+    p.add_argument("name", metavar="NAME", help="name of the dataset")
+    p = verb("status", _status, "show the status of a scheduler or data node; exit 1 if it takes no requests")
+    p.add_argument("address", metavar="HOST:PORT", help="address of a scheduler or data node")
+    add_identity(p)
+    p.add_argument("--timeout", type=seconds, default=2.0, metavar="S", help="longest wait for the answer")

@@ -1,0 +1,221 @@
+"""Commands of the scheduler: run it, control its jobs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.cli.arguments import add_identity, positive, seconds
+from forebay.cli.running import (
+    add_from_urls,
+    add_limits,
+    add_node,
+    joined_network,
+    listen_at,
+    ready,
+    send_request,
+    stop_event,
+)
+from forebay.errors import LeaseError, UsageError
+from forebay.threads import SupervisedThread
+from forebay.toml import read_toml
+
+if TYPE_CHECKING:
+    from forebay.scheduler.catalog import JobPlan
+
+
+def _schedule(args: argparse.Namespace) -> int:
+    from forebay.network.client import Client
+    from forebay.network.limits import parse_limits
+    from forebay.scheduler.server import LIMITS, SchedulerService
+
+    plans, limits = _plans(args), parse_limits(LIMITS, args.limit)
+    stop, started = stop_event(), threading.Event()
+    with joined_network(args, stop) as (identity, discovery):
+        host, port = listen_at(args, discovery)
+        service = SchedulerService(
+            identity,
+            plans[0].name,
+            discovery=discovery,
+            client=Client(identity),
+            state_dir=args.state,
+            host=host,
+            port=port,
+            jobs=plans,
+            wait_s=args.timeout,
+            standby=args.standby,
+            publishers=args.publisher,
+            limits=limits,
+            from_urls=args.from_urls or "",
+        )
+        try:
+            SupervisedThread(lambda: _watch_standby(args, service, stop, started), "standby", stopping=started).start()
+            service.start()
+            started.set()
+            if stop.is_set():
+                return 0
+            ready(args, role="scheduler", address=service.address, peer_id=identity.peer_id,
+                  ledger=str(service.ledger_path))  # fmt: skip
+            while not stop.wait(0.2):
+                if args.exit_when_done and service.is_over():
+                    break
+            left_out = service.left_out() if args.exit_when_done else []
+        finally:
+            started.set()
+            service.stop()
+    if left_out:
+        raise LeaseError(
+            "; ".join(left_out)
+            + ". Find out why workers could not read them, then run the missing samples as another job."
+        )
+    return 0
+
+
+def _watch_standby(args: argparse.Namespace, service: Any, stop: threading.Event, started: threading.Event) -> None:
+    """While `start` waits for another scheduler to end: report it once, and end the wait at `stop`."""
+    is_reported = False
+    while not started.wait(0.1):
+        if service.waiting.is_set() and not is_reported:
+            is_reported = True
+            print(json.dumps({"standby": True}) if args.json else f"standing by for {args.state}", flush=True)
+        if stop.is_set():
+            service.stop()
+            return
+
+
+def _plans(args: argparse.Namespace) -> list[JobPlan]:
+    """A job for each NAME and each mixture."""
+    from forebay.scheduler.catalog import DatasetRef, JobPlan
+
+    if not args.names and not args.mixture:
+        raise UsageError("scheduler: expected names of datasets, or --mixture FILE, got none.")
+    if args.id and (len(args.names) != 1 or args.mixture):
+        raise UsageError("scheduler: --id: expected exactly one dataset name.")
+    settings = {
+        "seq_len": args.seq_len, "epochs": args.epochs, "seed": args.seed, "lease_s": args.lease_timeout,
+        "stall_s": args.idle_timeout, "steal_s": args.steal_after, "max_failures": args.max_failures,
+    }  # fmt: skip
+    plans = [JobPlan(name, (DatasetRef(name, 1.0, args.id or ""),), **settings) for name in args.names]
+    return plans + [_mixture_plan(path, settings) for path in args.mixture]
+
+
+def _mixture_plan(path: Path, settings: dict[str, Any]) -> JobPlan:
+    """A job of several datasets: `name`, `[[change]]` tables with `sample` and `weights`, and settings of the job."""
+    from forebay.scheduler.catalog import DatasetRef, JobPlan
+
+    config = read_toml(path)
+    changes, name = config.pop("change", []), config.pop("name", path.stem)
+    keys = {field.name for field in fields(JobPlan)} - {"datasets", "changes", "weight"}
+    if unknown := sorted(config.keys() - keys):
+        raise UsageError(f"{path}: unknown key {unknown[0]!r}. Known are: name, change, {', '.join(sorted(keys))}.")
+    try:
+        names = list(changes[0]["weights"])
+        rows = [
+            (int(change["sample"]), tuple(float(change["weights"].get(name, 0.0)) for name in names))
+            for change in changes
+        ]
+        unknown = sorted({name for change in changes for name in change["weights"]} - set(names))
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"{path}: expected `sample` and `weights` in one or more [[change]], got {error!r}."
+        ) from error
+    if unknown or rows[0][0] != 0:
+        raise UsageError(f"{path}: expected sample 0 and all datasets in the first [[change]], got {changes[0]}.")
+    datasets = tuple(map(DatasetRef, names, rows[0][1]))
+    return JobPlan(name, datasets, changes=tuple(rows[1:]), **(settings | config))
+
+
+def _job(args: argparse.Namespace) -> int:
+    from forebay.scheduler.admin_api import job_line
+
+    if args.scheduler is None:
+        raise UsageError("job: expected --scheduler HOST:PORT, got none.")
+    if args.action == "list":
+        status, _ = send_request(args, args.scheduler, "/v1/status")
+        jobs = [job for job in status["jobs"] if args.job in (None, job["name"])]
+        print(json.dumps(jobs) if args.json else "\n".join(map(job_line, jobs)))
+        return 0
+    if args.job is None:
+        raise UsageError(f"job {args.action}: expected the name of a job, got none.")
+    body: dict[str, Any] = {}
+    if args.action == "readmit" and args.values:
+        body = {"slices": [int(text) for text in args.values if text.isdigit()]}
+    elif args.action == "weights":
+        body = {"weights": dict(_weight(text) for text in args.values)}
+    kind = "peers" if args.action == "pardon" else "jobs"
+    path = f"/v1/{kind}/{urllib.parse.quote(args.job, safe='')}/{args.action}"
+    reply, _ = send_request(args, args.scheduler, path, body)
+    text = f"pardoned {args.job}" if args.action == "pardon" else job_line(reply)
+    print(json.dumps(reply) if args.json else text)
+    return 0
+
+
+def _weight(text: str) -> tuple[str, float]:
+    name, _, value = text.rpartition("=")
+    try:
+        if name:
+            return name, float(value)
+    except ValueError:
+        pass
+    raise UsageError(f"job weights: expected NAME=NUMBER, got {text!r}.")
+
+
+def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    about = "find datasets by name and lease their slices to workers"
+    p = add_node(verb, "scheduler", _schedule, about, timeout_of="a bootstrap node, then for a data node")
+    p.add_argument("names", nargs="*", metavar="NAME", help="datasets, one job each")
+    p.add_argument(
+        "--mixture", action="append", default=[], type=Path, metavar="FILE",
+        help="TOML file of a job of several datasets, as in docs/how-to/lease.md; may be repeated (default: none)",
+    )  # fmt: skip
+    p.add_argument("--id", help="dataset id, if several datasets have the name (default: any)")
+    p.add_argument(
+        "--publisher", action="append", default=[], metavar="PEER_ID",
+        help="lease only datasets signed by this peer; may be repeated (default: any)",
+    )  # fmt: skip
+    p.add_argument("--listen", metavar="HOST:PORT", help="address (default: a free port at the DHT node's address)")
+    p.add_argument(
+        "--state", type=Path, default=Path("./forebay-state"), metavar="DIR",
+        help="ledgers and journal; a restart on it continues",
+    )  # fmt: skip
+    add_limits(p)
+    add_from_urls(p)
+    p.add_argument("--standby", action="store_true", help="wait until the scheduler on --state ends, then take over")
+    p.add_argument("--seq-len", type=positive, default=1024, metavar="L", help="tokens per sample")
+    p.add_argument("--epochs", type=positive, default=1, metavar="N", help="passes over the dataset")
+    p.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the order")
+    p.add_argument(
+        "--lease-timeout", type=seconds, default=30.0, metavar="S",
+        help="seconds without contact until a worker's leases expire",
+    )  # fmt: skip
+    p.add_argument(
+        "--idle-timeout", type=seconds, default=600.0, metavar="S",
+        help="seconds without progress until a worker's leases expire",
+    )  # fmt: skip
+    p.add_argument(
+        "--steal-after", type=seconds, default=2.0, metavar="S",
+        help="take samples for idle workers from those that need longer than this, in seconds",
+    )  # fmt: skip
+    p.add_argument(
+        "--max-failures", type=positive, default=3, metavar="N",
+        help="set a slice aside after this many workers failed on it",
+    )  # fmt: skip
+    p.add_argument(
+        "--exit-when-done", action="store_true",
+        help="exit when every job is done and live workers know it; exit 1 if slices were set aside",
+    )  # fmt: skip
+    p = verb("job", _job, "list, pause, resume or change the jobs of a running scheduler; needs the role admin")
+    p.add_argument(
+        "action", choices=["list", "pause", "resume", "readmit", "weights", "pardon"],
+        help="readmit: slices set aside; weights: of a mixture; pardon: a banned peer",
+    )  # fmt: skip
+    p.add_argument("job", nargs="?", metavar="JOB", help="name of the job; of pardon: a peer id")
+    p.add_argument("values", nargs="*", metavar="VALUE", help="readmit: slice indexes; weights: NAME=WEIGHT")
+    p.add_argument("--scheduler", metavar="HOST:PORT", help="address of the scheduler (required)")
+    add_identity(p)

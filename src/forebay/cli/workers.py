@@ -1,0 +1,184 @@
+"""Commands of training: the worker of a scheduler, and the coordinator of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import json
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from forebay.cli.arguments import add_identity, add_settings, address, positive, seconds, show, size
+from forebay.cli.running import add_from_urls, add_node, joined_network, load_identity, ready, stop_event, until_stopped
+from forebay.errors import UsageError
+from forebay.toml import parse_settings, read_toml
+
+_SETTINGS: dict[str, Any] = {
+    "name": None, "scheduler": None, "identity": None, "cache_dir": "./forebay-cache", "cache_bytes": 4 << 30,
+    "batch_size": 8, "trainer": "auto", "prefetch_leases": None, "listen": None, "upload_limit": None,
+    "from_urls": None,
+}  # fmt: skip
+"""Keys of the `[worker]` table of a worker's configuration, with their defaults."""
+
+
+def _work(args: argparse.Namespace) -> int:
+    from forebay.worker.lease_worker import run_worker
+
+    settings = _worker_settings(args)
+    stop = stop_event()
+    # A scheduler named by address is reached without the DHT.
+    with joined_network(args, stop, required=settings["scheduler"] is None) as (identity, discovery):
+        report = run_worker(
+            identity,
+            settings["name"] or "",
+            discovery=discovery,
+            scheduler=settings["scheduler"],
+            cache_dir=Path(settings["cache_dir"]),
+            cache_bytes=int(settings["cache_bytes"]),
+            batch_size=int(settings["batch_size"]),
+            trainer=settings["trainer"],
+            prefetch=settings["prefetch_leases"],
+            share=None if args.listen == "none" else args.listen or f"{discovery.host}:0",
+            upload_bytes_per_s=settings["upload_limit"],
+            patience_s=args.timeout,
+            from_urls=settings["from_urls"] or "",
+            on_progress=lambda p: print(json.dumps(p) if args.json else _progress_line(p), flush=True),
+            stop=stop,
+        )
+    if args.json:
+        print(json.dumps({"report": asdict(report)}), flush=True)
+    else:
+        show(asdict(report), False)
+    return 0
+
+
+def _worker_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings: of the options, else of the file's [worker] table, else defaults. Sets `identity` and `listen`."""
+    settings = dict(_SETTINGS)
+    if args.config is not None:
+        table = read_toml(args.config).get("worker", {})
+        if unknown := sorted(table.keys() - settings.keys()):
+            raise UsageError(f"{args.config}: unknown key worker.{unknown[0]}. Known: {', '.join(sorted(settings))}")
+        settings |= table
+    settings |= {key: value for key in settings if (value := getattr(args, key)) is not None}
+    if not settings["name"] and not settings["scheduler"]:
+        raise UsageError(
+            "worker: expected a job, got none. Give its name (forebay worker NAME, or worker.name in the --config "
+            "file), or --scheduler HOST:PORT for any job of that scheduler."
+        )
+    args.identity, args.listen = settings["identity"], settings["listen"]
+    if args.listen not in (None, "none"):
+        address(f"0.0.0.0{args.listen}" if args.listen.startswith(":") else args.listen)
+    return settings
+
+
+def _progress_line(p: dict[str, Any]) -> str:
+    loss = "" if p.get("loss") is None else f"  loss {p['loss']:.3f}"
+    return "step {step:,}  {tokens:,} tokens  {tokens_per_s:,.0f} tokens/s  waited {wait_share:.1%}".format(**p) + loss
+
+
+def _coordinate(args: argparse.Namespace) -> int:
+    from forebay.coordinator.messages import Rules
+    from forebay.coordinator.server import Coordinator
+
+    host, port = address(args.listen)
+    identity = None
+    if args.identity is not None:
+        identity = load_identity(args)
+    elif not _is_loopback(host):
+        if not args.allow_plain_http:
+            raise UsageError(
+                f"coordinator: expected mutual TLS on {host}, got plain HTTP: any host could join the run. "
+                "Give --identity DIR for mutual TLS, or --allow-plain-http on a trusted network."
+            )
+        print(f"forebay: plain HTTP on {host}:{port}: any host that reaches it may join the run.", file=sys.stderr)
+    if args.state is None:
+        print(
+            "forebay: the run's state is in memory and lost when this process ends; --state DIR stores it.",
+            file=sys.stderr,
+        )
+    rules = Rules(
+        args.min_workers, args.silence_timeout / 3, args.silence_timeout, args.disconnect_timeout, args.step_timeout
+    )
+    coordinator = Coordinator(
+        host, port, state_dir=args.state, rules=rules, config=_run_config(args), identity=identity,
+        on_note=lambda text: print(f"forebay: {text}", file=sys.stderr, flush=True),
+    )  # fmt: skip
+    stop = stop_event()
+    with coordinator:
+        scheme = "http" if identity is None else "https"
+        ready(args, role="coordinator", address=coordinator.address, url=f"{scheme}://{coordinator.address}",
+              run_id=coordinator.run_id)  # fmt: skip
+        until_stopped(stop, (lambda: coordinator.done) if args.exit_when_done else None)
+        status = coordinator.status()
+    if args.json:
+        print(json.dumps(status), flush=True)
+    return 0
+
+
+def _run_config(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings for all workers: the file's, with those of --set laid over them."""
+    config = (read_toml(args.config) if args.config is not None else {}) | parse_settings(args.set)
+    wrong = [key for key, value in config.items() if not isinstance(value, (str, int, float, bool))]
+    if wrong:
+        raise UsageError(f"coordinator: expected plain values as settings, got {', '.join(wrong)} of another kind.")
+    for key in ("batch_size", "seq_len", "num_steps"):
+        if type(config.get(key, 1)) is not int or config.get(key, 1) < 1:
+            raise UsageError(f"coordinator: expected {key} of at least 1, got {config[key]!r}.")
+    return config
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host's ports."""
+    try:
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return bool(addresses) and all(ipaddress.ip_address(item.partition("%")[0]).is_loopback for item in addresses)
+
+
+def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+    about = "lease slices, download and verify them, train, acknowledge, share them with other workers"
+    waits = "a bootstrap node, then for a scheduler or data nodes that do not answer"
+    p = add_node(verb, "worker", _work, about, timeout_s=60.0, timeout_of=waits)
+    p.add_argument("name", nargs="?", metavar="NAME", help="the job; without it: any job of --scheduler")
+    p.add_argument("--config", type=Path, metavar="FILE", help="TOML with a [worker] table (default: none)")
+    p.add_argument("--scheduler", metavar="HOST:PORT", help="address of the scheduler (default: found in the DHT)")
+    p.add_argument("--cache-dir", metavar="DIR", help="directory for verified slices (default: ./forebay-cache)")
+    p.add_argument("--cache-bytes", type=size, metavar="BYTES", help="budget of the cache (default: 4GiB)")
+    p.add_argument("--batch-size", type=positive, metavar="N", help="samples per step (default: 8)")
+    p.add_argument("--trainer", metavar="T", help="count (tokens), none, or FILE.py:CLASS (default: count or none)")
+    p.add_argument("--prefetch-leases", type=positive, metavar="N", help="leases to prefetch, 1 to 15 (default: auto)")
+    p.add_argument(
+        "--listen", metavar="HOST:PORT",
+        help="address to share cached slices at; none: do not share (default: a free port at the DHT node's address)",
+    )  # fmt: skip
+    p.add_argument("--upload-limit", type=size, metavar="BYTES", help="bytes per second to others (default: no limit)")
+    add_from_urls(p)
+
+    p = verb("coordinator", _coordinate, "assign ranks to the workers of a run, also when workers join or leave")
+    p.set_defaults(default_log_level="info")
+    p.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="address to listen at")
+    p.add_argument("--min-workers", type=positive, default=1, metavar="N", help="start when N workers have joined")
+    p.add_argument("--state", metavar="DIR", help="store the run's state; a restart continues it (default: in memory)")
+    add_identity(p)
+    p.add_argument("--allow-plain-http", action="store_true", help="allow plain HTTP beyond this machine")
+    p.add_argument("--config", type=Path, metavar="FILE", help="TOML with settings for all workers (default: none)")
+    add_settings(p, "dataset_name=books or num_steps=1000")
+    p.add_argument(
+        "--silence-timeout", type=seconds, default=90.0, metavar="S",
+        help="seconds without a heartbeat until a worker is removed; heartbeats come three times as often",
+    )  # fmt: skip
+    p.add_argument(
+        "--disconnect-timeout", type=seconds, default=5.0, metavar="S",
+        help="seconds after a disconnect until a worker is removed",
+    )  # fmt: skip
+    p.add_argument(
+        "--step-timeout", type=seconds, default=600.0, metavar="S",
+        help="seconds to wait for the end of a step before a new generation",
+    )  # fmt: skip
+    p.add_argument("--exit-when-done", action="store_true", help="exit when the run's last step is done")
