@@ -1,4 +1,4 @@
-"""What the pages of the documentation find on disk and on the network: small, made when a page first asks for it."""
+"""Files and servers that the pages of the documentation use: small, created at the first use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS = 60_003  # of a slice
 
 
 class Corpora:
-    """Servers and files below `root`. `directory` functions write into the directory of a page."""
+    """Servers and files below `root`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -104,7 +104,7 @@ class Corpora:
         return self._servers.enter_context(OriginServer(folder)).url
 
     def copy(self, *to: Path) -> None:
-        """The dataset of tokens under other names."""
+        """Copy the dataset of tokens to other names."""
         for path in to:
             shutil.copytree(self.tokens / "slices", path / "slices")
             adopt(path, path.name)

@@ -3,11 +3,11 @@
 - `python` runs in one namespace per page; `await` at its top level runs under a running event loop, as in a notebook.
 - `sh` runs by bash with `-euo pipefail`. A line that ends in `&` is a server: the next one
   waits until it prints `ready`.
-- `console`: lines after `$ ` run; where output follows, the command prints it, `…` standing for anything.
-- `output` is what the block before prints, `…` standing for anything.
+- `console`: lines after `$ ` run; their output must match the lines that follow, `…` matching anything.
+- `output` must match the output of the block before, `…` matching anything.
 - `toml`, `json`, `yaml` are parsed, and written to NAME if the first line begins with `# NAME.`.
-- `text` does not run: it needs a cluster, the internet or a program of others, as the prose around it says. A script
-  that begins with `#!` is checked by `bash -n`.
+- `text` does not run, because it needs a cluster, the internet or another program. A script that begins with `#!` is
+  checked by `bash -n`.
 
 Addresses of documentation (`127.0.0.1:7400`, `10.0.0.2:7410`) become free ports of this machine.
 """
@@ -78,10 +78,10 @@ class Page:
     Attributes:
         path: The Markdown file.
         directory: Where its blocks run; the current directory of this process.
-        names: What Python blocks find defined.
-        replace: Regular expressions and what stands for them: placeholders, addresses of the internet.
+        names: The namespace of Python blocks.
+        replace: Regular expressions and their replacements: placeholders, addresses of the internet.
         environment: Variables for shell blocks, besides this process's own.
-        printed: What each block printed.
+        printed: The output of each block.
     """
 
     path: Path
@@ -101,7 +101,7 @@ class Page:
             self.printed.append(runner(self.resolve(block.code), where) or "")
 
     def resolve(self, code: str) -> str:
-        """`code` with what stands for placeholders and addresses here."""
+        """Return `code` with placeholders and addresses replaced."""
         code = _HOST.sub("127.0.0.1", _ADDRESS.sub(lambda found: self.address(found[0]), code))
         for pattern, value in self.replace.items():
             code = re.sub(pattern, value, code)
@@ -114,13 +114,13 @@ class Page:
         return self._ports[documented]
 
     def close(self) -> None:
-        """End the servers that shell blocks left."""
+        """Kill the servers that shell blocks started."""
         for session in self._sessions:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(session, signal.SIGKILL)
 
     def shell(self, script: str, where: str, codes: tuple[int, ...] = (0,)) -> str:
-        """What a script prints; its exit status is one of `codes`."""
+        """Run a script and return its output; its exit status must be one of `codes`."""
         number = len(self._sessions)
         log = self.directory / f".output-{number}"
         servers = iter(range(1000))
@@ -202,7 +202,7 @@ class Page:
 
 
 def make_commands(folder: Path) -> None:
-    """The commands that the pages use, run by this interpreter."""
+    """Write the commands that the pages use as scripts that run this interpreter."""
     folder.mkdir()
     for name, module in [("forebay", "forebay"), ("python", ""), ("torchrun", "torch.distributed.run")]:
         script = folder / name

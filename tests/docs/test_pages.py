@@ -1,4 +1,4 @@
-"""Every fenced block of README and docs runs, or is `text`; every link leads somewhere."""
+"""Every fenced block of README and docs runs, or is `text`; every link resolves."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.xdist_group("docs")
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpora]:
-    found = Corpora(tmp_path_factory.mktemp("corpora"))
-    make_commands(found.root / "bin")
-    yield found
-    found.close()
+    result = Corpora(tmp_path_factory.mktemp("corpora"))
+    make_commands(result.root / "bin")
+    yield result
+    result.close()
 
 
 def consume(*_: Any) -> None:
-    """What stands for a training step of the reader's own."""
+    """Replaces a training step of the reader."""
 
 
 def readme(page: Page, made: Corpora) -> None:
@@ -117,7 +117,7 @@ def planning(page: Page, made: Corpora) -> None:
 
 
 def members(page: Page, made: Corpora, *names: str) -> None:
-    """Directories of members in a network of a DHT of this process; datasets `books`, `code`, `web` are served."""
+    """Create directories of members in a network with a DHT in this process; serve datasets `books`, `code`, `web`."""
     nodes.make_network(page.directory, ["data-node", *names], made.dht)
     made.copy(*(page.directory / name for name in ("books", "code", "web")))
     page.shell("forebay serve books code web --identity data-node &", "setup")
