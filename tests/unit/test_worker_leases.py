@@ -13,7 +13,7 @@ import pytest
 
 from forebay.network.peer import Provider
 from forebay.scheduler.core import SchedulerCore
-from forebay.scheduler.jobs import JobSource, JobSpec
+from forebay.scheduler.jobs import JobSpec
 from forebay.scheduler.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
 from forebay.worker.lease_state import ActiveLease, LeaseState
 from leases_by_hand import answer
@@ -33,8 +33,8 @@ def answer_of(reply: ExchangeResult) -> ExchangeReply:
             "leases": [
                 {
                     "lease_id": g.lease_id, "job": g.job, "job_id": g.job, "epoch": g.epoch, "slice": g.slice,
-                    "first": g.first, "dataset_id": g.dataset_id, "name": f"{g.index}",
-                    "sha256": f"{g.index:064x}",
+                    "dataset_id": g.dataset_id, "name": f"{g.slice}",
+                    "sha256": f"{g.slice:064x}",
                     "bytes": 100, "count": g.count, "start": g.start, "stop": g.stop, "sample_base": 0, "seed": 0,
                     "seq_len": 1, "layout": "tokens", "dtype": "U16", "vocab_size": 1,
                     "providers": [vars_of(holder) for holder in g.providers], "expires_in_s": g.expires_in_s,
@@ -105,8 +105,7 @@ class World:
         self.anew = anew  # The chance that another attempt is a new request, and not the same again.
         self.chance = random.Random(seed)
         self.now = 0.0
-        source = JobSource("data", DATASET, np.array(sizes, np.int64))
-        spec = JobSpec("job", (source,), epochs=epochs, lease_s=30.0, steal_s=0.1)
+        spec = JobSpec("job", DATASET, np.array(sizes, np.int64), epochs=epochs, lease_s=30.0, steal_s=0.1)
         self.core = SchedulerCore([spec])
         self.expire()
         self.late: list[tuple[str, ExchangeRequest]] = []

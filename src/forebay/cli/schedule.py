@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 # `forebay schedule VERB JOB --at HOST:PORT`: as a dataset may have any name, a verb is one only with --at.
-VERBS = ("pause", "resume", "readmit", "weights", "pardon")
+VERBS = ("pause", "resume", "readmit", "pardon")
 
 
 def _schedule(args: argparse.Namespace) -> int:
@@ -92,52 +92,33 @@ def _until_told(args: argparse.Namespace, service: Any, stop: threading.Event, b
 
 
 def _plans(args: argparse.Namespace) -> list[JobPlan]:
-    """A job for each NAME; or one for all the --mix."""
-    from forebay.scheduler.catalog import DatasetRef, JobPlan
+    """A job for each NAME."""
+    from forebay.scheduler.catalog import JobPlan
 
-    if bool(args.names) == bool(args.mix):
-        raise UsageError(
-            "schedule: expected names of datasets (one job each), or --mix NAME=WEIGHT twice or more (one job)."
-        )
-    if args.id and len(args.names) != 1:
-        raise UsageError("--id: expected exactly one dataset name.")
+    if not args.names:
+        raise UsageError("schedule: expected names of datasets, one job each, got none.")
+    if (args.id or args.job) and len(args.names) != 1:
+        raise UsageError("--id and --job: expected exactly one dataset name.")
     settings = {
         "seq_len": args.seq_len, "epochs": args.epochs, "seed": args.seed, "lease_s": args.lease,
         "stall_s": args.stall or 20 * args.lease, "steal_s": args.steal, "max_failures": args.max_failures,
         "max_tokens_per_s": args.max_tokens_per_s,
     }  # fmt: skip
-    if args.mix:
-        parts = dict(_weight(text) for text in args.mix)
-        datasets = tuple(DatasetRef(name, weight) for name, weight in parts.items())
-        changes = tuple(_change(text, list(parts)) for text in args.mix_from)
-        return [JobPlan(args.job or "mix", datasets, changes=changes, **settings)]
-    if args.mix_from or (args.job and len(args.names) > 1):
-        raise UsageError("--mix-from and --job: expected with --mix, or --job with one dataset")
-    names = [args.job or args.names[0], *args.names[1:]]
-    priorities = dict(_weight(text) for text in args.priority)
+    priorities = dict(_priority(text) for text in args.priority)
     return [
-        JobPlan(job, (DatasetRef(name, 1.0, args.id or ""),), priority=int(priorities.get(job, 0)), **settings)
-        for job, name in zip(names, args.names)
-    ]
+        JobPlan(
+            args.job or name, dataset=name, dataset_id=args.id or "", priority=priorities.get(args.job or name, 0),
+            **settings,
+        )
+        for name in args.names
+    ]  # fmt: skip
 
 
-def _weight(text: str) -> tuple[str, float]:
-    name, equals, value = text.rpartition("=")
-    try:
-        if equals and name:
-            return name, float(value)
-    except ValueError:
-        pass
-    raise UsageError(f"expected NAME=NUMBER, got {text!r}")
-
-
-def _change(text: str, names: list[str]) -> tuple[int, tuple[float, ...]]:
-    """Parse `SAMPLES:NAME=WEIGHT,…`; other datasets have weight 0."""
-    start, _, rest = text.partition(":")
-    weights = dict(_weight(part) for part in rest.split(","))
-    if not start.isdigit() or set(weights) - set(names):
-        raise UsageError(f"--mix-from: expected SAMPLES:NAME=WEIGHT,… of {', '.join(names)}, got {text!r}")
-    return int(start), tuple(weights.get(name, 0.0) for name in names)
+def _priority(text: str) -> tuple[str, int]:
+    name, _, value = text.rpartition("=")
+    if not name or not value.removeprefix("-").isdecimal():
+        raise UsageError(f"--priority: expected JOB=NUMBER, got {text!r}")
+    return name, int(value)
 
 
 def _steer(args: argparse.Namespace) -> int:
@@ -149,8 +130,6 @@ def _steer(args: argparse.Namespace) -> int:
     body: dict[str, Any] = {}
     if verb == "readmit" and more:
         body = {"slices": [int(text) for text in more if text.isdigit()]}
-    elif verb == "weights":
-        body = {"weights": dict(_weight(text) for text in more)}
     path = f"/v1/jobs/{urllib.parse.quote(job, safe='')}/{verb}"
     if verb == "pardon":
         path = f"/v1/peers/{urllib.parse.quote(job, safe='')}/pardon"
@@ -175,12 +154,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p = add_node(verb, "schedule", _schedule, about, timeout_of="a bootstrap node, then for a data node")
     p.add_argument("names", nargs="*", metavar="NAME", help="datasets, one job each; with --at: a verb and a job")
     p.add_argument("--job", metavar="NAME", help="name of the job (default: the dataset's)")
-    p.add_argument(
-        "--mix", action="append", default=[], metavar="NAME=WEIGHT", help="a dataset of one mixed job; twice or more"
-    )
-    p.add_argument(
-        "--mix-from", action="append", default=[], metavar="SAMPLES:NAME=WEIGHT,…", help="weights from this sample on"
-    )
     p.add_argument(
         "--priority", action="append", default=[], metavar="JOB=N", help="priority of a job for workers that name none"
     )

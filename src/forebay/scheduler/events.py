@@ -91,10 +91,9 @@ class SliceReadmitted:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnded:
-    """A dataset's epoch ended: `samples` were used, and `aside` (slice of the dataset, start, stop) set aside."""
+    """An epoch ended: `samples` were used, and `aside` (slice, start, stop) set aside."""
 
     job: str
-    dataset: int
     epoch: int
     samples: int
     aside: tuple[tuple[int, int, int], ...]
@@ -106,15 +105,6 @@ class JobPaused:
 
     job: str
     paused: bool
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsChanged:
-    """The weights of a job's datasets from the sample number `start_sample` on."""
-
-    job: str
-    start_sample: int
-    weights: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +138,7 @@ class PeerBanned:
 
 Event: TypeAlias = (
     WorkerEnlisted | LeaseGranted | UsesRecorded | LeaseCut | LeaseReturned | SliceFailed | SliceSetAside
-    | SliceReadmitted | EpochEnded | JobPaused | WeightsChanged | ProviderReported | SliceCleared | PeerBanned
+    | SliceReadmitted | EpochEnded | JobPaused | ProviderReported | SliceCleared | PeerBanned
 )  # fmt: skip
 _KINDS: tuple[type[Event], ...] = get_args(Event)  # their numbers on disk are their places here
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
@@ -168,6 +158,6 @@ def from_row(row: list[Any]) -> Event:
     if _KINDS[kind] is UsesRecorded:
         values[2] = (Used(*used) for used in values[2])
     elif _KINDS[kind] is EpochEnded:
-        values[4] = map(tuple, values[4])
+        values[3] = map(tuple, values[3])
     event: Event = _KINDS[kind](*(value if isinstance(value, str | int) else tuple(value) for value in values))
     return event

@@ -40,7 +40,7 @@ LEDGER_NAME = "ledger.jsonl"
 JOURNAL_NAME = "journal.sqlite"
 LOCK_NAME = "lock"
 SNAPSHOT_EVENTS = 20_000  # after so many events a snapshot replaces them
-VERSION = 5
+VERSION = 6
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -54,13 +54,8 @@ _IDENTITY = ("name", "dataset_id", "datasets", "layout", "seq_len", "seed", "sam
 
 def job_body(spec: JobSpec, **fields: Any) -> dict[str, Any]:
     """The body of the first entry of a job's ledger; `fields` are seq_len, layout and the scheduler's key."""
-    sources: list[dict[str, Any]] = [
-        {"name": s.name, "dataset_id": s.dataset_id, "samples_per_slice": encode_runs(s.samples)} for s in spec.sources
-    ]
-    body = {"name": spec.name, "seed": spec.seed, "epochs": spec.epochs, **fields}
-    if len(sources) == 1:
-        return {**sources[0], **body}
-    return {**body, "datasets": [{**d, "weight": source.weight} for d, source in zip(sources, spec.sources)]}
+    dataset = {"dataset_id": spec.dataset_id, "samples_per_slice": encode_runs(spec.samples)}
+    return {"name": spec.name, **dataset, "seed": spec.seed, "epochs": spec.epochs, **fields}
 
 
 @dataclass
@@ -177,7 +172,7 @@ class Journal:
         for entry in ledger.entries(start, checkpoint):
             try:
                 for event in _events_of(name, entry):
-                    if isinstance(event, events.EpochEnded) and self.core.jobs[name].due_end(event.dataset) is None:
+                    if isinstance(event, events.EpochEnded) and self.core.jobs[name].due_end() is None:
                         raise LeaseError(f"epoch {event.epoch} ends before its samples are used")
                     self.core.apply(event, now)
             except (LeaseError, KeyError, TypeError, ValueError) as error:
@@ -270,13 +265,12 @@ class Journal:
             case events.UsesRecorded(_, worker, uses, receipt, session):
                 body = {"worker": worker, "uses": [used.to_row() for used in uses], "receipt": receipt}
                 yield "uses", {**body, "session": session} if session else body
-            case events.EpochEnded(name, dataset, epoch, num_samples, ranges_aside):
-                job, aside = self.core.jobs[name], dict[int, list[tuple[int, int]]]()
+            case events.EpochEnded(name, epoch, num_samples, ranges_aside):
+                aside = dict[int, list[tuple[int, int]]]()
                 for index, start, stop in sorted(ranges_aside):
                     aside.setdefault(index, []).append((start, stop))
-                samples = job.tables[dataset].samples
-                root = coverage_root(self.job_ids[name], epoch, samples, aside, job.bases[dataset])
-                yield "epoch", {"epoch": epoch, "dataset": dataset, "samples": num_samples, "root": root}
+                root = coverage_root(self.job_ids[name], epoch, self.core.jobs[name].table.samples, aside)
+                yield "epoch", {"epoch": epoch, "dataset": 0, "samples": num_samples, "root": root}
             case events.SliceSetAside(_, epoch, index, start, stop, reason):
                 samples_aside = {"epoch": epoch, "slice": index, "start": start, "stop": stop}
                 yield "set_aside", {**samples_aside, "reason": reason[:300]}
@@ -284,8 +278,6 @@ class Journal:
                 yield "readmitted", {"slice": index}
             case events.JobPaused(_, paused):
                 yield "paused" if paused else "resumed", {}
-            case events.WeightsChanged(_, start_sample, weights):
-                yield "weights", {"at": start_sample, "weights": list(weights)}
 
     def close(self) -> None:
         """Write what is pending and close every file. May be repeated."""
@@ -382,7 +374,7 @@ def _events_of(job: str, entry: Entry) -> Iterator[Event]:
                 job, str(body["worker"]), uses, str(body["receipt"]), str(body.get("session", ""))
             )
         case "epoch":
-            yield events.EpochEnded(job, int(body["dataset"]), int(body["epoch"]), int(body["samples"]), ())
+            yield events.EpochEnded(job, int(body["epoch"]), int(body["samples"]), ())
         case "set_aside":
             epoch, index, start, stop = (int(body[key]) for key in ("epoch", "slice", "start", "stop"))
             yield events.SliceSetAside(job, epoch, index, start, stop, str(body["reason"]))
@@ -390,5 +382,3 @@ def _events_of(job: str, entry: Entry) -> Iterator[Event]:
             yield events.SliceReadmitted(job, int(body["slice"]))
         case "paused" | "resumed":
             yield events.JobPaused(job, entry.kind == "paused")
-        case "weights":
-            yield events.WeightsChanged(job, int(body["at"]), tuple(float(w) for w in body["weights"]))

@@ -284,7 +284,7 @@ class LeaseTable:
                 self._end(lease)
         for key, num_samples in progress.items():
             holder = self.holders.all[key]
-            holder.progress_at, holder.stalled = now, False
+            holder.progress_at = now
             holder.speed.add(num_samples, now)
             if not holder.leases:
                 holder.speed.since = None
@@ -401,7 +401,6 @@ class LeaseTable:
                 holder.leases.clear()
                 del self.holders.all[holder.key]
             elif holder.leases and now - holder.progress_at >= self.stall_s:
-                holder.stalled = True
                 overdue += [(lease_id, "stalled") for lease_id in holder.leases]
             else:
                 # A lease that an idle holder waits for, and that its own neither starts nor lets be cut.

@@ -38,7 +38,6 @@ from forebay.scheduler import admin_api as status
 from forebay.scheduler.catalog import (
     Catalog,
     DatasetFinder,
-    DatasetRef,
     JobPlan,
     ManifestStore,
     origins_of,
@@ -114,7 +113,7 @@ class SchedulerService:
         self._stopping = threading.Event()
         store = ManifestStore(self.state_dir)
         finder = DatasetFinder(identity.network_id, discovery, client, self._stopping, store, publishers)
-        jobs = jobs or [JobPlan(name, (DatasetRef(name, 1.0, dataset_id or ""),), **settings)]
+        jobs = jobs or [JobPlan(name, dataset_id=dataset_id or "", **settings)]
         self._catalog = Catalog(jobs, finder, from_urls)
         self.plans = self._catalog.plans
         self.name = next(iter(self.plans))
@@ -353,7 +352,7 @@ class SchedulerService:
             raise ApiError(503, "stopping", "this scheduler is stopping; repeat the request after its restart.", 1.0)
 
     def _covers(self, peer: Peer, job: str) -> bool:
-        return all(peer.scope.covers(ref.name) for ref in self.plans[job].datasets)
+        return peer.scope.covers(self.plans[job].dataset_name)
 
     def _check_visible(self, peer: Peer, name: str) -> None:
         """Refuse a job that does not exist, or that the peer's certificate does not cover."""
@@ -412,8 +411,7 @@ class SchedulerService:
             return []
         name = next(name for name, job_id in journal.job_ids.items() if job_id == message.job_id)
         job = journal.core.jobs[name]
-        locations = (journal.core.find(use.lease_id) for use in message.uses)
-        if any(location is not None and location[0] is not job for location in locations):
+        if any(journal.core.find(use.lease_id) not in (None, job) for use in message.uses):
             raise ApiError(400, "bad_request", "uses: expected all of them under leases of the job of job_id")
         if peer.peer_id in job.enlisted:
             return []

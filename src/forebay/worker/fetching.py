@@ -71,16 +71,16 @@ class CacheIndex:
         """Add a slice that was cached."""
         with self._lock:
             indexes = self._indexes.setdefault(lease.dataset_id, {})
-            if indexes.get(lease.sha256) == lease.index:
+            if indexes.get(lease.sha256) == lease.slice:
                 return
-            indexes[lease.sha256] = lease.index
+            indexes[lease.sha256] = lease.slice
             self.sizes[lease.sha256] = lease.bytes, lease.dataset
         path = self._cache.directory / f"{lease.dataset_id}.known"
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             # The line feed first: it ends a line that a kill may have torn.
             name = f"\n= {lease.dataset}" if not os.fstat(file).st_size else ""
-            os.write(file, f"{name}\n{lease.index} {lease.bytes} {lease.sha256}\n".encode())
+            os.write(file, f"{name}\n{lease.slice} {lease.bytes} {lease.sha256}\n".encode())
         finally:
             os.close(file)
 
@@ -105,14 +105,14 @@ class _NoSourceError(NetworkError):
 
 
 class SliceFetcher:
-    """Fetches the slices of a worker's leases, `num_threads` at once, from `start` to `close`.
+    """Fetches the slices of a worker's leases, `MAX_FETCHES` at once, from `start` to `close`.
 
     If no provider sends any slice for `patience_s`, `failure` is set and the leases are closed.
     """
 
     def __init__(
         self, client: Client, cache: SliceCache, index: CacheIndex, leases: LeaseBuffer, patience_s: float,
-        num_threads: int = MAX_FETCHES, from_urls: FromUrls = "",
+        from_urls: FromUrls = "",
     ) -> None:  # fmt: skip
         self.bytes = self.slices = self.bytes_from_workers = 0
         self.failure: Exception | None = None
@@ -132,7 +132,7 @@ class SliceFetcher:
         self._last_hit_at = time.monotonic()
         self._closing = threading.Event()
         self._threads = [
-            SupervisedThread(self._run, f"worker fetch {i}", stopping=self._closing) for i in range(num_threads)
+            SupervisedThread(self._run, f"worker fetch {i}", stopping=self._closing) for i in range(MAX_FETCHES)
         ]
 
     def start(self) -> None:
@@ -249,7 +249,7 @@ class SliceFetcher:
     def _transfer(self, lease: ActiveLease, providers: Sequence[Provider]) -> None:
         """One transfer from all of these providers at once, for as long as it is fast enough."""
         grant = lease.grant
-        info = SliceInfo(grant.index, grant.name, grant.bytes, grant.sha256, 0, 0)
+        info = SliceInfo(grant.slice, grant.name, grant.bytes, grant.sha256, 0, 0)
         sources = self._sources(grant, providers)
         part = self._cache.path_of(grant.sha256).with_name(f"{grant.sha256}.part")
         transfer = self._transfers.start(

@@ -38,7 +38,7 @@ from forebay.threads import SupervisedThread
 from forebay.worker.consumer import Consumer, OnBatch, WorkerReport
 from forebay.worker.fetching import CacheIndex, SliceFetcher
 from forebay.worker.lease_buffer import LeaseBuffer
-from forebay.worker.lease_state import MAX_FETCHES, MAX_LEASES, LeaseState
+from forebay.worker.lease_state import MAX_LEASES, LeaseState
 from forebay.worker.scheduler_client import SchedulerClient, SchedulerUnreachableError
 from forebay.worker.trainer import check_trainer
 
@@ -90,7 +90,6 @@ class LeaseSettings:
         patience_s: How long the worker waits for a scheduler, or for providers, that do not answer. After 2.5 s a
             warning says what it waits for.
         prefetch: Leases beyond the one in use, 1 to 15; None: as many as are needed to hide the fetching.
-        fetches: Slices fetched at once.
         share: `host:port` where other workers get cached slices, 0 for a free port, `0.0.0.0` or no host for every
             address of this machine; None: nowhere.
         upload_bytes_per_s: Limit of what is sent to other workers.
@@ -106,17 +105,15 @@ class LeaseSettings:
     receipt_s: float = 1.0
     patience_s: float = 60.0
     prefetch: int | None = None
-    fetches: int = MAX_FETCHES
     share: str | None = None
     upload_bytes_per_s: float | None = None
     from_urls: FromUrls = ""
 
     def __post_init__(self) -> None:
         check_from_urls(self.from_urls)
-        if min(self.batch_size, self.cache_bytes, self.fetches) < 1:
+        if min(self.batch_size, self.cache_bytes) < 1:
             raise UsageError(
-                "worker: expected batch_size, cache_bytes and fetches of at least 1, "
-                f"got {self.batch_size}, {self.cache_bytes} and {self.fetches}."
+                f"worker: expected batch_size and cache_bytes from 1, got {self.batch_size} and {self.cache_bytes}."
             )
         check_trainer(self.trainer)
         if self.receipt_s <= 0 or self.patience_s <= 0:
@@ -191,7 +188,7 @@ class _Worker:
         )  # fmt: skip
         self._leases = LeaseBuffer(state)
         self._fetcher = SliceFetcher(
-            client, self.cache, self.index, self._leases, settings.patience_s, settings.fetches, settings.from_urls
+            client, self.cache, self.index, self._leases, settings.patience_s, settings.from_urls
         )
         self._failure: Exception | None = None
         self._is_unreachable = False
