@@ -190,7 +190,6 @@ class Rank:
             "coordinator",
             address=self.reader.node.provider.address,
             settings={},
-            defaults={},
             lockstep=True,
             step=0,
             samples=0,

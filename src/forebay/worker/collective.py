@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from forebay.errors import NetworkError, UsageError, install_command
-from forebay.worker.membership import Generation
+from forebay.worker.membership_state import Generation
 from forebay.worker.trainer import PeerLostError
 
 if importlib.util.find_spec("torch") is None:

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, cast
 from forebay.errors import MissingPackageError, UsageError, install_command
 from forebay.load.batch import Batch
 from forebay.threads import SupervisedThread
+from forebay.worker.batches import DummyDataset
 from forebay.worker.config import WorkerConfig
-from forebay.worker.dummy import DummyDataset
-from forebay.worker.membership import Generation, Membership, MembershipLostError
+from forebay.worker.membership import Membership
+from forebay.worker.membership_state import Generation, MembershipLostError
 from forebay.worker.trainer import LockstepTrainer, PeerLostError, trainer_class
 from forebay.worker.training import Training, TrainingReport
 
@@ -33,6 +34,7 @@ SHARED = (
     "shuffle_buffer", "partition", "text_key", "vocab_size", "learning_rate",
 )  # fmt: skip
 """Settings that are the same for all workers of a run; the coordinator's replace a worker's."""
+NEEDED = ("dataset_type", "batch_size", "num_steps", "seed")
 STOP_S = 5.0
 """How long a worker that is stopped has for its step; then it leaves, as it may be waiting for others."""
 MAX_FAILURES = 20
@@ -67,7 +69,6 @@ class DistributedRun:
             config.resolved_coordinator(),
             config.worker_id,
             settings=shared_settings(config),
-            defaults=default_settings(config),
             identity=_load_identity(config),
             lockstep=self.lockstep,
             step=step,
@@ -236,15 +237,10 @@ class OptimizerAndPosition:
 
 
 def shared_settings(config: WorkerConfig) -> dict[str, Any]:
-    """The settings for the run to agree on: those that differ from the default, and a seq_len that was given."""
-    defaults = {field.name: field.default for field in fields(config)}
+    """The settings for the run to agree on: those that it must have, and those that differ from the default."""
+    defaults = {field.name: field.default for field in fields(config)} | dict.fromkeys(NEEDED)
     settings = {name: getattr(config, name) for name in SHARED if getattr(config, name) != defaults[name]}
     return settings | ({"seq_len": config.seq_len} if config.seq_len_is_given else {})
-
-
-def default_settings(config: WorkerConfig) -> dict[str, Any]:
-    """Settings that a run must have, even where no worker was given them."""
-    return {name: getattr(config, name) for name in ("dataset_type", "batch_size", "num_steps", "seed")}
 
 
 def merge_settings(config: WorkerConfig, settings: dict[str, Any]) -> WorkerConfig:

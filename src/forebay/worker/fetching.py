@@ -75,14 +75,10 @@ class CacheIndex:
                 return
             indexes[lease.sha256] = lease.slice
             self.sizes[lease.sha256] = lease.bytes, lease.dataset
-        path = self._cache.directory / f"{lease.dataset_id}.known"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
+        with (self._cache.directory / f"{lease.dataset_id}.known").open("ab", 0) as file:
             # The line feed first: it ends a line that a kill may have torn.
-            name = f"\n= {lease.dataset}" if not os.fstat(file).st_size else ""
-            os.write(file, f"{name}\n{lease.slice} {lease.bytes} {lease.sha256}\n".encode())
-        finally:
-            os.close(file)
+            name = f"\n= {lease.dataset}" if not file.tell() else ""
+            file.write(f"{name}\n{lease.slice} {lease.bytes} {lease.sha256}\n".encode())
 
     def changes(self, everything: bool = False) -> dict[str, str]:
         """Dataset id to the ranges of slices in the cache, where they changed since `mark_reported`; or of all."""
@@ -126,8 +122,7 @@ class SliceFetcher:
         self._origins: dict[str, Origin] = {}  # by URL
         self._transfers = Transfers(_CONNECTIONS, tries=2, timeout_s=1.0, hedge_s=2.0, max_backoff_s=1.0)
         self._lock = threading.Lock()
-        self._rejected: set[tuple[str, str]] = set()  # (peer id or URL, slice)
-        self._unreachable: set[tuple[str, str]] = set()  # the same, of providers that may be asked again
+        self._reported: dict[tuple[str, str], bool] = {}  # (peer id or URL, slice) to whether it is not asked again
         self._num_misses = 0
         self._last_hit_at = time.monotonic()
         self._closing = threading.Event()
@@ -228,7 +223,7 @@ class SliceFetcher:
         for is_origin in (False, True):
             providers = [
                 p for p in grant.providers
-                if p.is_origin == is_origin and (p.peer_id or p.address, grant.sha256) not in self._rejected
+                if p.is_origin == is_origin and not self._reported.get((p.peer_id or p.address, grant.sha256))
             ]  # fmt: skip
             if not providers:
                 continue
@@ -295,7 +290,7 @@ class SliceFetcher:
             if isinstance(error.__cause__, WrongPeerError):
                 self._reject(grant, source, str(error), wrong=False)
             elif isinstance(error, TransientError) and not error.throttled:
-                self._report_unreachable(grant, provider.peer_id, str(error))
+                self._reject(grant, source, str(error), wrong=False, final=False)
 
         source = ProviderSource(
             self._client, provider.peer_id, provider.address, grant.sha256, _STALL_S, on_fault,
@@ -303,22 +298,13 @@ class SliceFetcher:
         )  # fmt: skip
         return source
 
-    def _reject(self, grant: Lease, source: Origin, reason: str, wrong: bool = True) -> None:
-        """Do not use this source for this slice again, and report it to the scheduler."""
+    def _reject(self, grant: Lease, source: Origin, reason: str, wrong: bool = True, final: bool = True) -> None:
+        """Report a source to the scheduler, once; if `final`, it is not asked for this slice again."""
         name = source.peer_id if isinstance(source, ProviderSource) else source.url
         with self._lock:
-            if (name, grant.sha256) in self._rejected:
+            reported = self._reported.get((name, grant.sha256))
+            if reported is not None and reported >= final:
                 return
-            self._rejected.add((name, grant.sha256))
+            self._reported[name, grant.sha256] = final
         with self._leases.locked() as state:
-            state.report(name, grant.sha256, reason, wrong=wrong)
-
-    def _report_unreachable(self, grant: Lease, peer_id: str, reason: str) -> None:
-        """Report a provider, once, that did not answer now; it may be asked again."""
-        with self._lock:
-            key = (peer_id, grant.sha256)
-            if key in self._rejected or key in self._unreachable:
-                return
-            self._unreachable.add(key)
-        with self._leases.locked() as state:
-            state.report(peer_id, grant.sha256, reason, wrong=False, rejected=False)
+            state.report(name, grant.sha256, reason, wrong=wrong, rejected=final)

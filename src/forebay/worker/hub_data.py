@@ -49,7 +49,6 @@ def create_huggingface_dataset(
     split: str | None = None,
     partition: str = "samples",
     text_key: str | None = None,
-    tensors: str = "auto",
 ) -> HubDataset:
     """One rank's batches of a dataset of the hub, tokenized and packed.
 
@@ -64,7 +63,6 @@ def create_huggingface_dataset(
             streamed if above 10 GB or of unknown size.
         config, split: Of the dataset, in place of its default and `train`.
         partition: "samples" as above, or "records": ranks share the tokenizing, and documents are dealt.
-        tensors: See Batches.
 
     Raises:
         UnknownDatasetError: No dataset has that name. It is a FileNotFoundError, too.
@@ -96,7 +94,7 @@ def create_huggingface_dataset(
     )  # fmt: skip
     how = "kept on this machine" if is_here or isinstance(inputs, HubCopy) else "streamed"
     about = f"{dataset_name}, {how}; tokenizer {tokenizer_name}, {tokenizer.vocab_size:,} ids"
-    return HubDataset(dataset_name, about, stream, rank, world_size, num_batches, batch_size, tensors)
+    return HubDataset(dataset_name, about, stream, rank, world_size, num_batches, batch_size)
 
 
 def _find_inputs(entry: CatalogEntry, config: str | None, split: str | None, streaming: bool) -> Any:
@@ -128,12 +126,11 @@ class HubDataset(Batches):
         world_size: int,
         num_batches: int,
         batch_size: int,
-        tensors: str = "auto",
     ) -> None:
         self._name, self._about, self._open_stream = name, about, open_stream
         self._stream = open_stream(rank=rank, world_size=world_size, batch_size=batch_size)
         self._logged_epoch = 0
-        super().__init__(rank, world_size, num_batches, batch_size, self._stream.seq_len, tensors)
+        super().__init__(rank, world_size, num_batches, batch_size, self._stream.seq_len)
 
     @property
     def vocab_size(self) -> int:
@@ -166,9 +163,8 @@ class HubDataset(Batches):
             )
         position = self.position()
         self.close()
-        tensors = "torch" if self._as_torch else "numpy"
         other = HubDataset(
-            self._name, self._about, self._open_stream, rank, world_size, self.num_batches, self.batch_size, tensors
+            self._name, self._about, self._open_stream, rank, world_size, self.num_batches, self.batch_size
         )
         other.seek(position)
         other._logged_epoch = self._logged_epoch
