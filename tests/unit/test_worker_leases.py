@@ -58,7 +58,7 @@ class Worker:
         self.world = world
         self.step_s = step_s
         self.released: Counter[str] = Counter()
-        self.leases = LeaseState(BATCH, None, 10_000, 1.0, self._release)
+        self.leases = LeaseState(BATCH, 10_000, 1.0, self._release)
         self.used: list[tuple[int, int, int]] = []
         self.lease: ActiveLease | None = None
         self.request: ExchangeRequest | None = None
@@ -189,7 +189,9 @@ def test_lost_leases_waste_at_most_one_receipt_s_and_two_steps(step_s: float, ah
 
 def _wasted(chance: random.Random, batch: int, receipt_s: float, step_s: float, ahead: int | None) -> int:
     """Samples that a worker used and could not acknowledge. Leases: one long one, or with `ahead` many short ones."""
-    leases, now, granted = LeaseState(batch, ahead, 1 << 30, receipt_s, lambda grant: None), 0.0, 0
+    leases, now, granted = LeaseState(batch, 1 << 30, receipt_s, lambda grant: None), 0.0, 0
+    if ahead is not None:
+        leases._capacity = lambda: 1 + ahead  # type: ignore[method-assign]
     count = 10**6 if ahead is None else chance.randint(1, 40)
 
     def grant() -> dict[str, Any]:
@@ -246,7 +248,7 @@ def test_leases_are_cut() -> None:
     for seed in range(5):
         world = World(seed, [60, 60], epochs=1)
         slow, fast = Worker("slow", world, 0.2), Worker("fast", world, 0.01)
-        slow.leases._prefetch = 1
+        slow.leases._capacity = lambda: 2  # type: ignore[method-assign]
         for turn in range(4000):
             worker = slow if turn % 8 == 0 else fast
             if not worker.leases.closed:

@@ -33,7 +33,6 @@ def _work(args: argparse.Namespace) -> int:
             cache_bytes=int(settings["cache_bytes"]),
             batch_size=int(settings["batch_size"]),
             trainer=settings["trainer"],
-            prefetch=settings["ahead"],
             share=_share_at(settings["share"], discovery.host),
             upload_bytes_per_s=settings["upload_limit"],
             patience_s=args.timeout,
@@ -61,7 +60,7 @@ def _work_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Settings: flags, else the file's [work] table, else defaults."""
     settings: dict[str, Any] = {"cache_dir": "./forebay-cache", "cache_bytes": 4 << 30, "batch_size": 8}
     settings |= {"trainer": "auto", "name": None, "scheduler": None, "network": None}
-    settings |= dict.fromkeys(("ahead", "share", "upload_limit", "from_urls"))
+    settings |= dict.fromkeys(("share", "upload_limit", "from_urls"))
     if args.config:
         table = read_toml(args.config).get("work", {})
         if unknown := sorted(set(table) - set(settings)):
@@ -97,7 +96,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         "--trainer", metavar="T",
         help="the trainer: count (of tokens), none, or FILE.py:NAME, your class; default: auto, count or none",
     )  # fmt: skip
-    p.add_argument("--ahead", type=positive, metavar="N", help="leases to prefetch, 1 to 15 (default: as needed)")
     p.add_argument(
         "--share",
         metavar="HOST:PORT|no",

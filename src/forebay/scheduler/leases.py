@@ -24,14 +24,7 @@ from numpy.typing import NDArray
 from forebay.errors import LeaseError, UsageError
 from forebay.ledger.receipts import Used
 from forebay.scheduler.free_ranges import CachedSlices, FreeRanges, SampleRange
-from forebay.scheduler.lease_holders import (
-    EndedLease,
-    HolderKey,
-    LeaseHolder,
-    LeaseHolders,
-    LiveLease,
-    SpeedEstimate,
-)
+from forebay.scheduler.lease_holders import EndedLease, HolderKey, LeaseHolder, LeaseHolders, LiveLease, SpeedEstimate
 
 MAX_VICTIMS = 8  # of the holders that would finish last, so many are considered for a steal
 MAX_ENDED = 32_768  # ended leases that are remembered, to answer repeated uses

@@ -35,14 +35,7 @@ from forebay.network.pki.identity import Identity, verify
 from forebay.network.reachability import ReachabilityChecker
 from forebay.network.server import Server
 from forebay.scheduler import admin_api as status
-from forebay.scheduler.catalog import (
-    Catalog,
-    DatasetFinder,
-    JobPlan,
-    ManifestStore,
-    origins_of,
-    started_jobs,
-)
+from forebay.scheduler.catalog import Catalog, DatasetFinder, JobPlan, ManifestStore, origins_of, started_jobs
 from forebay.scheduler.core import SchedulerCore, StaleAttemptError
 from forebay.scheduler.events import Event, PeerBanned, ProviderReported, UsesRecorded, WorkerEnlisted
 from forebay.scheduler.journal import Journal, job_body, ledger_path, lock_state
@@ -334,7 +327,6 @@ class SchedulerService:
         post("/v2/exchange", openapi_extra=role("worker"), response_model=ExchangeReply, summary=summary)(
             self._exchange
         )
-        post("/v1/exchange", include_in_schema=False)(_old_exchange)
         get("/v1/job", summary="A job's data and settings; without a name the first.")(self._read_job)
         get("/v1/jobs", summary="The progress of each job.")(self._read_jobs)
         get("/v1/status", summary="The progress of each job, its workers and providers.")(self._read_status)
@@ -481,10 +473,6 @@ class SchedulerService:
             raise ApiError(404, "not_found", f"peer {peer_id[:64]!r}: there are no reports about it here")
         self.identity.record_event("pardon", peer=peer_id[:64], by=peer_of(request).peer_id)
         return JsonResponse({"pardoned": peer_id})
-
-
-async def _old_exchange(request: Request) -> Response:
-    raise ApiError(410, "old_version", "this scheduler takes POST /v2/exchange. Update Forebay on this worker.")
 
 
 async def _error_response(request: Request, error: Exception) -> Response:

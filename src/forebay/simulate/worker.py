@@ -44,7 +44,7 @@ class Worker:
         self._job, self._dataset_id, self._send = job, dataset_id, send
         settings = net.settings
         self.state = LeaseState(
-            settings.batch, None, settings.cache * settings.slice_bytes, 2 * settings.exchange_s, lambda lease: None
+            settings.batch, settings.cache * settings.slice_bytes, 2 * settings.exchange_s, lambda lease: None
         )
         self.state.log = _log
         self.all_leases: list[ActiveLease] = []  # including ended ones, for the record

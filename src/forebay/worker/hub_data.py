@@ -45,8 +45,6 @@ def create_huggingface_dataset(
     seed: int = 42,
     buffer_size: int | None = None,
     *,
-    config: str | None = None,
-    split: str | None = None,
     partition: str = "samples",
     text_key: str | None = None,
 ) -> HubDataset:
@@ -61,7 +59,6 @@ def create_huggingface_dataset(
         seq_len, tokenizer_name, buffer_size, text_key: None: the dataset's own.
         streaming: False copies the files to this machine first; the copy is used without a network later. None:
             streamed if above 10 GB or of unknown size.
-        config, split: Of the dataset, in place of its default and `train`.
         partition: "samples" as above, or "records": ranks share the tokenizing, and documents are dealt.
 
     Raises:
@@ -75,7 +72,7 @@ def create_huggingface_dataset(
     check_integer("buffer_size", buffer_size, 0)
     is_here = entry.local
     try:
-        inputs = _find_inputs(entry, config, split, entry.streaming if streaming is None else streaming)
+        inputs = _find_inputs(entry, entry.streaming if streaming is None else streaming)
     except DownloadError as error:
         if entry.name != "tiny_shakespeare":
             raise
@@ -97,15 +94,15 @@ def create_huggingface_dataset(
     return HubDataset(dataset_name, about, stream, rank, world_size, num_batches, batch_size)
 
 
-def _find_inputs(entry: CatalogEntry, config: str | None, split: str | None, streaming: bool) -> Any:
+def _find_inputs(entry: CatalogEntry, streaming: bool) -> Any:
     """The inputs of a TextStream: a path, or the hub's files, listed once for all streams of them."""
     if entry.local:
         if not Path(entry.repository).exists():
             raise unknown_dataset(entry.name)
         return entry.repository
     name = parse_url(entry.repository)
-    folder = f"/{config or name.config}" if config or name.config else ""
-    url = f"{PREFIX}{name.name}@{quote(name.revision, safe='')}{folder}:{split or name.split}"
+    folder = f"/{name.config}" if name.config else ""
+    url = f"{PREFIX}{name.name}@{quote(name.revision, safe='')}{folder}:{name.split}"
     if not streaming:
         try:
             return download_hub(url)

@@ -38,7 +38,7 @@ from forebay.threads import SupervisedThread
 from forebay.worker.consumer import Consumer, OnBatch, WorkerReport
 from forebay.worker.fetching import CacheIndex, SliceFetcher
 from forebay.worker.lease_buffer import LeaseBuffer
-from forebay.worker.lease_state import MAX_LEASES, LeaseState
+from forebay.worker.lease_state import LeaseState
 from forebay.worker.scheduler_client import SchedulerClient, SchedulerUnreachableError
 from forebay.worker.trainer import check_trainer
 
@@ -89,7 +89,6 @@ class LeaseSettings:
             acknowledged twice as often.
         patience_s: How long the worker waits for a scheduler, or for providers, that do not answer. After 2.5 s a
             warning says what it waits for.
-        prefetch: Leases beyond the one in use, 1 to 15; None: as many as are needed to hide the fetching.
         share: `host:port` where other workers get cached slices, 0 for a free port, `0.0.0.0` or no host for every
             address of this machine; None: nowhere.
         upload_bytes_per_s: Limit of what is sent to other workers.
@@ -104,7 +103,6 @@ class LeaseSettings:
     trainer: str = "auto"
     receipt_s: float = 1.0
     patience_s: float = 60.0
-    prefetch: int | None = None
     share: str | None = None
     upload_bytes_per_s: float | None = None
     from_urls: FromUrls = ""
@@ -120,8 +118,6 @@ class LeaseSettings:
             raise UsageError("worker: expected receipt_s and patience_s above 0.")
         if not self.name and not self.scheduler:
             raise UsageError("worker: expected a job's name or a scheduler's host:port, got neither.")
-        if self.prefetch is not None and not 1 <= self.prefetch <= MAX_LEASES - 1:
-            raise UsageError(f"worker: expected from 1 to {MAX_LEASES - 1} leases ahead, got {self.prefetch}.")
         if self.share is not None and not re.fullmatch(r".*:\d{1,5}", self.share):
             raise UsageError(f"worker: expected share as HOST:PORT, or none, got {self.share!r}.")
 
@@ -183,7 +179,7 @@ class _Worker:
             self.session.first_attempt,
         )  # fmt: skip
         state = LeaseState(
-            settings.batch_size, settings.prefetch, settings.cache_bytes, settings.receipt_s,
+            settings.batch_size, settings.cache_bytes, settings.receipt_s,
             lambda grant: self.cache.unpin(grant.sha256),
         )  # fmt: skip
         self._leases = LeaseBuffer(state)
