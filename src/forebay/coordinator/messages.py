@@ -278,13 +278,13 @@ class Formed(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """Steps [start, stop) were finished, each with `count` samples, the first step from `first_sample` on."""
+    """Steps [start, stop) were finished, each with `num_samples`, the first step from `first_sample` on."""
 
     generation: int
     start: int
     stop: int
     first_sample: int
-    count: int
+    num_samples: int
 
 
 class Gap(NamedTuple):

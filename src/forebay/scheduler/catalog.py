@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.dataset.manifest import Manifest, SliceInfo, SliceTable, dataset_id
-from forebay.errors import DatasetError, IntegrityError, LedgerError, NetworkError
+from forebay.errors import DatasetError, IntegrityError, LedgerError, NetworkError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.ledger.chain import read_entries
 from forebay.ledger.job import Job
 from forebay.network.client import Client
-from forebay.network.discovery import Claim, Discovery, find_providers
+from forebay.network.discovery import Claim, Discovery, find_providers, read_claims
 from forebay.network.peer import Provider
 from forebay.network.publications import select_published
 from forebay.network.retry import log_while_waiting

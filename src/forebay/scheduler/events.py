@@ -101,7 +101,7 @@ class ProviderReported(NamedTuple):
 
     peer_id: str
     dataset_id: str
-    index: int
+    slice_index: int
     reporter: str
     reason: str
     accuser: str = ""

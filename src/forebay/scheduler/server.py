@@ -419,7 +419,7 @@ class SchedulerService:
                 num = sum(used.stop - used.start for used in event.uses)
                 usage.add(num, num * self.plans[event.job].seq_len, now)
             elif isinstance(event, ProviderReported):
-                sha256 = self._catalog.sha256(event.dataset_id, event.index)
+                sha256 = self._catalog.sha256(event.dataset_id, event.slice_index)
                 log.warning("%s reports %s for slice %s: %s", event.reporter, event.peer_id, sha256, event.reason)
                 details = {"peer": event.peer_id, "slice": sha256, "by": event.reporter, "reason": event.reason}
                 self.identity.record_event("bad_provider", **details)
