@@ -89,7 +89,6 @@ def _apply_member(
     now: float,
     actions: list[Action],
 ) -> RunState:
-    """Apply an event of a live session."""
     member = state.members.get(event.worker_id)
     if member is None or member.session != event.session:
         if not isinstance(event, (Leave, messages.PollChange, messages.Disconnect)):
@@ -231,14 +230,12 @@ def _end(state: RunState) -> RunState:
 
 
 def _mark_changing(state: RunState, now: float) -> RunState:
-    """Remember since when another generation is wanted."""
     if not state.changing:
         return replace(state, changing_at=None)
     return state if state.changing_at is not None else replace(state, changing_at=now)
 
 
 def _overdue(state: RunState, member: RunMember, now: float) -> str | None:
-    """Why a member is to be removed, None if it is not."""
     rules = state.rules
     if member.lost_at is not None and now >= member.lost_at + rules.lost_s:
         return f"its connection closed {now - member.lost_at:.1f} s ago"
@@ -257,7 +254,6 @@ def _overdue(state: RunState, member: RunMember, now: float) -> str | None:
 
 
 def _form(state: RunState, now: float, actions: list[Action]) -> RunState:
-    """Start the next generation, if every live member of this one is ready and connected."""
     old = state.generation
     survivors = [m for m in state.members.values() if _has_rank(state, m)]
     if any(m.lost_at is not None for m in state.members.values()) or not all(m.ready for m in survivors):

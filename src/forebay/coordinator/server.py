@@ -65,16 +65,10 @@ class Coordinator:
     """
 
     def __init__(
-        self,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        *,
-        state_dir: str | Path | None = None,
-        rules: Rules | None = None,
-        config: Mapping[str, Any] | None = None,
-        identity: Identity | None = None,
+        self, host: str = "127.0.0.1", port: int = 0, *, state_dir: str | Path | None = None,
+        rules: Rules | None = None, config: Mapping[str, Any] | None = None, identity: Identity | None = None,
         on_note: Callable[[str], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rules = rules or Rules()
         self.fixed = dict(config or {})
         self.state_dir = state_dir
@@ -355,7 +349,6 @@ class Coordinator:
         return JsonResponse(config_reply(self._state, self.run_id))
 
     async def _answer(self, request: Request, message: Any) -> Response:
-        """Apply a member's request, wait until its answer is due, and answer; see `membership`."""
         self._check(request, message)
         if isinstance(message, Join):
             message = replace(message, peer_id=peer_of(request).peer_id)

@@ -252,7 +252,6 @@ class Catalog:
             self.specs[name] = JobSpec(dataset_id=dataset.dataset_id, samples=dataset.samples, **settings)
 
     def _stored(self, plan: JobPlan, started_id: str) -> JobDataset | None:
-        """A dataset as the job started with it."""
         files = self._finder.store.get(started_id) if started_id and plan.dataset_id in ("", started_id) else None
         if files is None or files[0].name != plan.dataset_name:
             return None

@@ -334,7 +334,6 @@ class SchedulerCore:
         return taken
 
     def _advance(self, job: SchedulerJob, now: float) -> None:
-        """End the epoch if it is due."""
         if (event := job.due_end()) is not None:
             self._emit(event, now)
             for aside in [] if job.done else job.still_aside():

@@ -92,18 +92,10 @@ class Journal:
 
     @classmethod
     def open(
-        cls,
-        state_dir: Path,
-        specs: Sequence[JobSpec],
-        bodies: Mapping[str, dict[str, Any]],
-        signer: Signer,
-        *,
-        salt: str = "",
-        ttl_s: float = 30.0,
-        checks: bool = False,
-        lock: int | None = None,
+        cls, state_dir: Path, specs: Sequence[JobSpec], bodies: Mapping[str, dict[str, Any]], signer: Signer, *,
+        salt: str = "", ttl_s: float = 30.0, checks: bool = False, lock: int | None = None,
         now: Callable[[], float] = time.monotonic,
-    ) -> Journal:
+    ) -> Journal:  # fmt: skip
         """Open the state of the jobs, or create it.
 
         Args:
@@ -166,7 +158,6 @@ class Journal:
         self.wait(self._put)
 
     def _catch_up(self, name: str, ledger: Ledger, start: int, checkpoint: Checkpoint | None, now: float) -> None:
-        """Apply a ledger's entries from `start` on."""
         if ledger.next_seq <= start:
             return
         for entry in ledger.entries(start, checkpoint):
@@ -363,7 +354,6 @@ def _check_same_job(first: Entry, body: Mapping[str, Any], path: Path) -> None:
 
 
 def _events_of(job: str, entry: Entry) -> Iterator[Event]:
-    """The events of an entry of a ledger."""
     body = entry.body
     match entry.kind:
         case "worker":

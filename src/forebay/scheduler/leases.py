@@ -426,5 +426,4 @@ class LeaseTable:
 
 
 def _is_inside(used: Used, start: int, stop: int, lease: LiveLease | EndedLease) -> bool:
-    """Whether a use is in [start, stop) of a lease's slice."""
     return (used.epoch, used.slice) == (lease.epoch, lease.slice_index) and start <= used.start < used.stop <= stop

@@ -76,25 +76,11 @@ class SchedulerService:
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        name: str,
-        discovery: Discovery,
-        client: Client,
-        state_dir: str | Path,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        *,
-        dataset_id: str | None = None,
-        jobs: Sequence[JobPlan] = (),
-        wait_s: float = 30.0,
-        rediscover_s: float = 5.0,
-        standby: bool = False,
-        publishers: Collection[str] = (),
-        limits: ServerLimits = LIMITS,
-        from_urls: FromUrls = "",
-        **settings: Any,
-    ) -> None:
+        self, identity: Identity, name: str, discovery: Discovery, client: Client, state_dir: str | Path,
+        host: str = "127.0.0.1", port: int = 0, *, dataset_id: str | None = None, jobs: Sequence[JobPlan] = (),
+        wait_s: float = 30.0, rediscover_s: float = 5.0, standby: bool = False, publishers: Collection[str] = (),
+        limits: ServerLimits = LIMITS, from_urls: FromUrls = "", **settings: Any,
+    ) -> None:  # fmt: skip
         self.identity = identity
         self.state_dir = Path(state_dir)
         self.waiting = threading.Event()
@@ -476,7 +462,6 @@ class SchedulerService:
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
-    """The response for an error of the core or the ledger."""
     if isinstance(error, LeaseError):
         code = STALE_ATTEMPT if isinstance(error, StaleAttemptError) else "refused"
         return ApiError(409, code, str(error)).response()

@@ -115,7 +115,6 @@ class _Scheduler:
         return reply
 
     def _repeat(self, peer_id: str, ask: ExchangeRequest) -> ExchangeResult | None:
-        """The reply to the attempt that was answered last."""
         attempt, reply = self._replies.get((peer_id, ask.session), (None, None))
         return reply if attempt == ask.attempt else None
 
@@ -222,7 +221,6 @@ class _World:
         self.clock.call_later(latency_s, arrive)
 
     def _answer(self, worker: Worker, ask: ExchangeRequest, is_awaited: bool = True) -> ExchangeResult | None:
-        """The scheduler's reply; None for a refusal."""
         if not self.scheduler.is_up:
             return None
         try:
@@ -235,7 +233,6 @@ class _World:
         return reply
 
     def _record_reply(self, worker: Worker, reply: ExchangeResult) -> None:
-        """Record the uses that the scheduler acknowledged, from its reply."""
         for grant in reply.leases:
             self._grants.setdefault(grant.lease_id, (grant, grant.start))
         for use in reply.uses:

@@ -90,15 +90,9 @@ class SimFetch:
     """
 
     def __init__(
-        self,
-        net: SimNetwork,
-        asker: SimNode,
-        index: int,
-        providers: Sequence[Provider],
-        on_end: Callable[[bool], object],
-        on_bad: Callable[[str, str], object],
-        rounds: int = _ROUNDS,
-    ) -> None:
+        self, net: SimNetwork, asker: SimNode, index: int, providers: Sequence[Provider],
+        on_end: Callable[[bool], object], on_bad: Callable[[str, str], object], rounds: int = _ROUNDS,
+    ) -> None:  # fmt: skip
         net.counts["fetches"] += 1
         self.number = net.counts["fetches"]
         self._net, self._asker, self.index = net, asker, index
@@ -170,7 +164,6 @@ class SimFetch:
             self._next()
 
     def _blame(self, kind: str) -> None:
-        """Report a provider that sent no right bytes; it is not tried again."""
         if self.over:
             return
         self._release()

@@ -94,7 +94,6 @@ class Worker:
     # Use.
 
     def _use(self) -> None:
-        """Enter the steps that have ended, and start the next one if it may start."""
         if not self.alive:
             return
         time = now = self.net.clock.now
@@ -125,7 +124,6 @@ class Worker:
         self._record(lease, first)
 
     def _record(self, lease: ActiveLease | None, first: int | None) -> None:
-        """Record the use of samples from `first` on; None for none."""
         if lease is not None and first is not None:
             use = lease.grant.epoch, lease.grant.slice, first, lease.used, self.net.clock.now
             self.record.trained.append(UsedRange(*use, self.machine.index))
@@ -145,7 +143,6 @@ class Worker:
     # Fetching.
 
     def _fetch_next(self) -> bool:
-        """Start the next fetches; whether a slice was cached already."""
         is_cached = False
         while self._num_free and (lease := self.state.next_to_fetch()) is not None:
             index = lease.grant.slice
@@ -196,7 +193,6 @@ class Worker:
         self._act()
 
     def _cache(self, index: int) -> None:
-        """Cache a slice; evict those used longest ago, unless they are leased."""
         cache = self.node.cache
         cache[index] = None
         self._is_cache_new = True

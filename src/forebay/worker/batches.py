@@ -146,18 +146,9 @@ class DummyDataset(Batches):
     """
 
     def __init__(
-        self,
-        *,
-        num_batches: int = 100,
-        batch_size: int = 4,
-        seq_len: int = 32,
-        vocab_size: int = 1024,
-        seed: int = 42,
-        rank: int = 0,
-        world_size: int = 1,
-        distributed: bool = False,
-        num_samples: int = 1 << 20,
-    ) -> None:
+        self, *, num_batches: int = 100, batch_size: int = 4, seq_len: int = 32, vocab_size: int = 1024, seed: int = 42,
+        rank: int = 0, world_size: int = 1, distributed: bool = False, num_samples: int = 1 << 20,
+    ) -> None:  # fmt: skip
         check_integer("vocab_size", vocab_size, 2)
         check_integer("num_samples", num_samples, 1)
         self._vocab_size, self._seed = vocab_size, int(seed)

@@ -110,7 +110,6 @@ class DistributedRun:
                 return
 
     def _step(self, generation: Generation) -> Generation:
-        """Take one step; returns the generation of the next one."""
         training = self.training
         try:
             if self.generation is None or self.generation.number != generation.number:
@@ -137,7 +136,6 @@ class DistributedRun:
         return self._boundary(stop=stop if training.step < training.config.num_steps else False)
 
     def _boundary(self, *, stop: bool | None, broken: bool = False) -> Generation:
-        """Report the end of a step; returns the generation of the next one, which may be a new one."""
         try:
             return self.membership.boundary(self.training.step, stop=stop, broken=broken, holds=self._holds_state)
         except MembershipLostError as error:
@@ -193,7 +191,6 @@ class DistributedRun:
         self.generation = generation
 
     def _catch_up(self, step: int, start_step: int) -> None:
-        """Read and skip the batches of the other workers' steps up to `start_step`."""
         training = self.training
         training.close_batches()
         training.log(f"reading on from step {step if step < start_step else 0} to {start_step}, where the others are")
@@ -212,7 +209,6 @@ class DistributedRun:
             training.close_batches()
 
     def _leave_group(self) -> None:
-        """Leave the generation's group; peers that wait for this rank are notified."""
         collective, self.collective = self.collective, None
         if collective is not None:
             collective.close()

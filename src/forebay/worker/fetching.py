@@ -152,7 +152,6 @@ class SliceFetcher:
                     self._leases.close()
 
     def _serve(self, lease: ActiveLease) -> None:
-        """Fetch and pin the slice of a lease; else the lease is released or failed."""
         grant, started = lease.grant, time.monotonic()
         # Pinned first: another worker on this cache may evict slices between the fetch and the first step.
         self._cache.pin(grant.sha256)
@@ -183,7 +182,6 @@ class SliceFetcher:
                 self._cache.unpin(grant.sha256)
 
     def _back_off(self, grant: Lease, error: Exception) -> None:
-        """Wait after a failed fetch; raise if all fetches failed for too long."""
         self._num_misses += 1
         patience_s = self._patience_s
         is_url_only = bool(grant.providers) and all(provider.is_url for provider in grant.providers)
@@ -217,7 +215,6 @@ class SliceFetcher:
         return False
 
     def _fetch_from_providers(self, lease: ActiveLease) -> None:
-        """Fetch a slice into its partial file, from workers, then from origins."""
         grant = lease.grant
         faults: list[NetworkError] = []
         for is_origin in (False, True):

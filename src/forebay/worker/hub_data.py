@@ -34,20 +34,10 @@ _log = logging.getLogger("forebay.worker")
 
 
 def create_huggingface_dataset(
-    dataset_name: str,
-    rank: int = 0,
-    world_size: int = 1,
-    num_batches: int = 100,
-    batch_size: int = 4,
-    seq_len: int | None = None,
-    streaming: bool | None = None,
-    tokenizer_name: str | None = None,
-    seed: int = 42,
-    buffer_size: int | None = None,
-    *,
-    partition: str = "samples",
-    text_key: str | None = None,
-) -> HubDataset:
+    dataset_name: str, rank: int = 0, world_size: int = 1, num_batches: int = 100, batch_size: int = 4,
+    seq_len: int | None = None, streaming: bool | None = None, tokenizer_name: str | None = None, seed: int = 42,
+    buffer_size: int | None = None, *, partition: str = "samples", text_key: str | None = None,
+) -> HubDataset:  # fmt: skip
     """One rank's batches of a dataset of the hub, tokenized and packed.
 
     Sample k of the stream belongs to rank k mod world_size, for any number of ranks and of files. Where num_batches is
@@ -95,7 +85,6 @@ def create_huggingface_dataset(
 
 
 def _find_inputs(entry: CatalogEntry, streaming: bool) -> Any:
-    """The inputs of a TextStream: a path, or the hub's files, listed once for all streams of them."""
     if entry.local:
         if not Path(entry.repository).exists():
             raise unknown_dataset(entry.name)
@@ -115,15 +104,9 @@ class HubDataset(Batches):
     """Batches of tokenized text; made by `create_huggingface_dataset`."""
 
     def __init__(
-        self,
-        name: str,
-        about: str,
-        open_stream: Callable[..., TextStream],
-        rank: int,
-        world_size: int,
-        num_batches: int,
-        batch_size: int,
-    ) -> None:
+        self, name: str, about: str, open_stream: Callable[..., TextStream], rank: int, world_size: int,
+        num_batches: int, batch_size: int,
+    ) -> None:  # fmt: skip
         self._name, self._about, self._open_stream = name, about, open_stream
         self._stream = open_stream(rank=rank, world_size=world_size, batch_size=batch_size)
         self._logged_epoch = 0

@@ -300,7 +300,6 @@ class LeaseState:
         return due_at
 
     def _capacity(self) -> int:
-        """Leases to have: the one in use, and as many as hide the fetching."""
         if not self.samples_per_s:
             return 2
         use_s = max(1e-6, self._samples_per_lease / self.samples_per_s)
@@ -358,7 +357,6 @@ class LeaseState:
             self.counts.lost += lease.started > lease.grant.start
 
     def _drop(self, lease: ActiveLease) -> None:
-        """Remove a lease; samples that were used but not acknowledged count as wasted."""
         lease.ended = True
         self.counts.wasted += max(0, lease.used - lease.acknowledged)
         del self._leases[lease.grant.lease_id]

@@ -123,15 +123,10 @@ class LeaseSettings:
 
 
 def run_worker(
-    identity: Identity,
-    name: str,
-    *,
-    discovery: Discovery | None = None,
-    on_progress: Callable[[dict[str, Any]], None] | None = None,
-    on_batch: OnBatch | None = None,
-    stop: threading.Event | None = None,
-    **options: Any,
-) -> WorkerReport:
+    identity: Identity, name: str, *, discovery: Discovery | None = None,
+    on_progress: Callable[[dict[str, Any]], None] | None = None, on_batch: OnBatch | None = None,
+    stop: threading.Event | None = None, **options: Any,
+) -> WorkerReport:  # fmt: skip
     """Work until every sample of the job is used, or until `stop` is set; then acknowledge and release, and return.
 
     Args:
@@ -223,7 +218,6 @@ class _Worker:
         return self.report
 
     def _watch(self) -> None:
-        """End the work when the worker is stopped."""
         while not self._leases.state.closed:
             if self._stop.wait(0.1):
                 self._leases.close()
@@ -247,7 +241,6 @@ class _Worker:
         self._leases.close()
 
     def _release_all(self) -> None:
-        """Acknowledge what was used, release the rest; uses of several jobs take a request each."""
         if self._is_unreachable:
             return
         with contextlib.suppress(SchedulerUnreachableError):  # the leases expire without a request

@@ -60,19 +60,10 @@ class Membership:
     """
 
     def __init__(
-        self,
-        coordinator: str,
-        worker_id: str | None = None,
-        *,
-        address: str = "",
-        settings: Mapping[str, Any] | None = None,
-        lockstep: bool = True,
-        step: int = 0,
-        samples: int = 0,
-        identity: Identity | None = None,
-        patience_s: float = 120.0,
-        on_note: Callable[[str], None] | None = None,
-    ) -> None:
+        self, coordinator: str, worker_id: str | None = None, *, address: str = "",
+        settings: Mapping[str, Any] | None = None, lockstep: bool = True, step: int = 0, samples: int = 0,
+        identity: Identity | None = None, patience_s: float = 120.0, on_note: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
         self._coordinator = _address(coordinator, identity)
         self._client = Client(identity)
         self._on_note = on_note or (lambda text: None)
@@ -207,7 +198,6 @@ class Membership:
         self._client.close()
 
     def _drive(self, operation: Operation[T]) -> T:
-        """Send the requests of an operation, until it has its result."""
         resume: Callable[[], Request | Pause] = partial(next, operation)
         while True:
             with self._lock:
@@ -242,7 +232,6 @@ class Membership:
 
 
 def _address(coordinator: str, identity: Identity | None) -> str:
-    """`host:port` of the coordinator option's value."""
     scheme, mark, rest = coordinator.partition("://")
     expected = "http" if identity is None else "https"
     if mark and scheme.lower() != expected:

@@ -279,7 +279,6 @@ class Training:
         )  # fmt: skip
 
     def _read_checkpoint(self) -> tuple[dict[str, Any], bytes] | None:
-        """The checkpoint to resume; None after the first step."""
         if self.config.checkpoint_dir is None or self.step:
             return None
         checkpoint = read_checkpoint(Path(self.config.checkpoint_dir))
