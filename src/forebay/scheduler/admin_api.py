@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from fastapi import FastAPI, Request, Response
 
 from forebay.network.app import Metric, counter, gauge, role
-from forebay.network.messages import ReadmitRequest, WeightsRequest
+from forebay.network.messages import ReadmitRequest
 from forebay.scheduler.catalog import Catalog
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event
@@ -43,36 +43,26 @@ class WorkerUsage:
 
 
 def job_status(job: SchedulerJob) -> dict[str, Any]:
-    """The progress of a job; samples count over all epochs, slices in the epoch of each dataset."""
-    state = "paused" if job.paused else "running"
+    """The progress of a job; samples count over all epochs, slices in this one."""
+    state, table = "paused" if job.paused else "running", job.table
     if job.done:
         state = "incomplete" if job.num_left_out else "done"
     return {
         "name": job.name,
+        "dataset_id": job.dataset_id,
         "state": state,
-        "epoch": min(table.epoch for table in job.tables),
+        "epoch": table.epoch,
         "epochs": job.spec.epochs,
         "priority": job.spec.priority,
-        "samples_used": job.used,
-        "samples_leased": sum(table.leased for table in job.tables),
+        "samples_used": table.total_used,
+        "samples_leased": table.leased,
         "num_samples": job.num_samples,
-        "slices_used": sum(len(t.samples) if t.done else t.num_used_slices for t in job.tables),
-        "num_slices": job.bases[-1],
-        "slices_leased": sum(len(table.leases) for table in job.tables),
-        "idle": sum(len(table.waiting) for table in job.tables),
+        "slices_used": len(table.samples) if table.done else table.num_used_slices,
+        "num_slices": len(table.samples),
+        "slices_leased": len(table.leases),
+        "idle": len(table.waiting),
         "num_left_out": job.num_left_out,
         "set_aside": [{"slice": index, "reason": reason} for index, reason in sorted(job.reasons.items())],
-        "datasets": [
-            {
-                "name": source.name,
-                "dataset_id": source.dataset_id,
-                "weight": weight,
-                "epoch": table.epoch,
-                "samples_used": table.total_used,
-            }
-            for source, table, weight in zip(job.spec.sources, job.tables, job.weights)
-        ],
-        "changes": [{"at": start_sample, "weights": list(weights)} for start_sample, weights in job.changes],
         "done": job.done and not job.num_left_out,
     }
 
@@ -95,11 +85,10 @@ def full_status(
     The workers are those seen last, at most MAX_WORKERS_SHOWN.
     """
     jobs = [job_status(job) for job in core.jobs.values()]
-    keys = ("name", "epoch", "epochs", "num_slices", "slices_used", "slices_leased", "samples_used", "num_samples")
+    keys = ("name", "dataset_id", "epoch", "epochs", "num_slices", "slices_used", "slices_leased", "samples_used")
     latest = sorted(workers.items(), key=lambda item: item[1].seen_at, reverse=True)[:MAX_WORKERS_SHOWN]
     return {
-        **{key: jobs[0][key] for key in keys},
-        "dataset_id": jobs[0]["datasets"][0]["dataset_id"],
+        **{key: jobs[0][key] for key in (*keys, "num_samples")},
         "jobs": jobs,
         "workers": {
             peer_id: {
@@ -144,10 +133,6 @@ def add_job_routes(app: FastAPI, administer: Callable[[Request, str, str, Change
     async def readmit(request: Request, name: str, message: ReadmitRequest) -> Response:
         return await administer(request, name, "readmit", lambda core: core.readmit(name, message.slices))
 
-    @post("/v1/jobs/{name}/weights", summary="Change weights of datasets by name, now or from a count of samples on.")
-    async def reweight(request: Request, name: str, message: WeightsRequest) -> Response:
-        return await administer(request, name, "weights", lambda core: core.reweight(name, message.weights, message.at))
-
 
 def metrics(jobs: Iterable[Mapping[str, Any]], num_workers: int, exchanges: int, cpu_s: float) -> list[Metric]:
     """The figures of `GET /metrics`, from the status of each job."""
@@ -191,13 +176,6 @@ def lines(status: Mapping[str, Any]) -> Iterator[str]:
     """The status for a terminal."""
     for job in status.get("jobs", ()):
         yield job_line(job)
-        for dataset in job["datasets"] if len(job["datasets"]) > 1 else ():
-            epoch = min(dataset["epoch"] + 1, job["epochs"])
-            yield (
-                f"  {dataset['name']}: weight {dataset['weight']:g}, epoch {epoch}, {dataset['samples_used']:,} samples"
-            )
-        for change in job["changes"]:
-            yield f"  from sample {change['at']:,} on: weights {', '.join(f'{w:g}' for w in change['weights'])}"
         for aside in job["set_aside"]:
             yield f"  slice {aside['slice']} is set aside: {aside['reason']}"
     workers = status.get("workers", {})

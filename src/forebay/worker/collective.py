@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from forebay.errors import NetworkError, UsageError, install_command
-from forebay.worker.membership import Generation
+from forebay.worker.membership_state import Generation
 from forebay.worker.trainer import PeerLostError
 
 if importlib.util.find_spec("torch") is None:
@@ -87,15 +87,9 @@ class Collective:
     """
 
     def __init__(
-        self,
-        generation: Generation,
-        meet: Meet,
-        *,
-        device: str = "cpu",
-        timeout_s: float = 60.0,
-        abandon: Callable[[], bool] = lambda: False,
-        broken: Callable[[], bool] = lambda: False,
-    ) -> None:
+        self, generation: Generation, meet: Meet, *, device: str = "cpu", timeout_s: float = 60.0,
+        abandon: Callable[[], bool] = lambda: False, broken: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
         _abandoned[:] = [(group, work) for group, work in _abandoned if not work.is_completed()]
         self._broken = broken
         self.generation = generation
@@ -212,7 +206,6 @@ class Collective:
 
 
 def _reason(error: Exception) -> str:
-    """The message of a group's error, without the line of its source."""
     return re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0])[:200].rstrip(". ")
 
 

@@ -45,11 +45,7 @@ class Size:
         return max(0, available // self.sample_bytes(vocab_size, seq_len))
 
 
-SIZES = {
-    "tiny": Size(128, 3, 4, 32),
-    "small": Size(384, 6, 6, 16),
-    "medium": Size(768, 12, 12, 4),
-}
+SIZES = {"tiny": Size(128, 3, 4, 32), "small": Size(384, 6, 6, 16), "medium": Size(768, 12, 12, 4)}
 
 
 DATASET_TYPES = ("dummy", "distributed_dummy", "huggingface")

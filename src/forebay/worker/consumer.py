@@ -85,7 +85,6 @@ class Consumer:
             return self.leases.next_to_use()
 
     def _use(self, lease: ActiveLease) -> None:
-        """Use a lease's samples, in the order in which every worker would use them."""
         grant = lease.grant
         assert lease.path is not None
         opened = open_slice(lease.path)

@@ -13,9 +13,8 @@ from typing import Any
 from forebay.errors import StateError, UsageError
 from forebay.files import open_atomic, remove_stale
 from forebay.load.batch import Batch
-from forebay.worker.batches import Batches
+from forebay.worker.batches import Batches, DummyDataset
 from forebay.worker.config import WorkerConfig
-from forebay.worker.dummy import DummyDataset
 from forebay.worker.hub_data import create_huggingface_dataset
 from forebay.worker.trainer import Integers, Trainer, trainer_class
 
@@ -93,7 +92,7 @@ def open_data(config: WorkerConfig) -> Batches:
     """The dataset of a configuration for a single rank; `reshard` gives another rank's share."""
     common: dict[str, Any] = {
         "num_batches": config.num_steps, "batch_size": config.batch_size, "seq_len": config.resolved_seq_len(),
-        "seed": config.seed, "tensors": "numpy",
+        "seed": config.seed,
     }  # fmt: skip
     if config.dataset_name is None:
         distributed = config.dataset_type == "distributed_dummy"
@@ -280,7 +279,6 @@ class Training:
         )  # fmt: skip
 
     def _read_checkpoint(self) -> tuple[dict[str, Any], bytes] | None:
-        """The checkpoint to resume; None after the first step."""
         if self.config.checkpoint_dir is None or self.step:
             return None
         checkpoint = read_checkpoint(Path(self.config.checkpoint_dir))
