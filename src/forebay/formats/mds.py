@@ -53,13 +53,11 @@ from forebay.formats.external import (
     shown_name,
     token_dtype,
 )
-from forebay.formats.report import POSSIBLE, WINDOW_TOKENS, Report, check_external
+from forebay.formats.report import Report, check_external
 from forebay.formats.token_stream import build_stream, shards_of
-from forebay.formats.token_types import TypeEvidence
 from forebay.storage.compression import bounded_unpack, check_unpacked, limit_large_blocks
 
 _NAMES = ("tokens", "input_ids")
-_GUESSES = ("int64", "uint32", "uint16")
 _LEVEL = 3
 _RECORD_BYTES = 4 + 4 + 9  # Of a sample: an offset, a size, a shape of at most 8 bytes and the byte before it.
 _VALUES = ("uint8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
@@ -161,18 +159,12 @@ class Mds(Format):
         return stream.written([*names, Path("index.json")], stream.num_documents)
 
     def check(self, path: Path, report: Report) -> None:
-        """As of any external dataset; the type of tokens in a column of bytes is guessed."""
         try:
-            dataset, guessed = _open_guessing(path, report.options.dtype)
+            check_external(report, MdsDataset(path, report.options.dtype))
         except UsageError as error:
-            report.add_finding("unclear", "index", str(error), POSSIBLE)
-            return
+            report.add_finding("unclear", "index", str(error))
         except DatasetError as error:
             report.add_finding("index-mismatch", "index", str(error))
-            return
-        if guessed:
-            report.metadata["stored_as"] = f"{guessed} (guessed)"
-        check_external(report, dataset)
 
 
 class MdsDataset(ExternalDataset):
@@ -229,25 +221,6 @@ def read_index(folder: Path, dtype: Any = None, column: str | None = None) -> li
     if len({shard.column.name for shard in shards}) > 1:
         raise DatasetError(f"{path}: expected the same columns in every shard, got others.")
     return shards
-
-
-def _open_guessing(path: Path, dtype: Any) -> tuple[MdsDataset, str]:
-    """The dataset, and the type of its tokens if it was guessed: the first that its first tokens fit."""
-    try:
-        return MdsDataset(path, dtype), ""
-    except UsageError:
-        if dtype is not None:
-            raise
-    for guess in _GUESSES:
-        try:
-            dataset = MdsDataset(path, guess)
-            evidence = TypeEvidence()
-            evidence.add(dataset.open_slice(0).tokens[:WINDOW_TOKENS])
-        except DatasetError:
-            continue
-        if not evidence.other_dtype():
-            return dataset, guess
-    raise UsageError(f"{path}: tokens of no known type. Say it: --dtype int64 (LLM Foundry's), uint16 …")
 
 
 def _shard(path: Path, i: int, entry: Any, dtype: Any, column: str | None) -> MdsShard:

@@ -151,7 +151,6 @@ class SafeTensors(Format):
         if not any(array.size for array in opened.tensors.values()):
             report.add_finding("empty", "header", "expected values, got tensors without any")
             return
-        report.is_rows = opened.layout == "rows"
         add_slice(report, opened)
 
 
@@ -193,8 +192,7 @@ class ForebayDataset(Format):
                 report.add_finding("damaged", name, state)
             if verified.bad:
                 return
-        eos_id = m.eos_id if options.eos_id is None else options.eos_id
-        report.options = replace(options, vocab_size=options.vocab_size or m.vocab_size, eos_id=eos_id)
+        report.options = replace(options, vocab_size=options.vocab_size or m.vocab_size)
         check_slices(report, dataset)
 
 
