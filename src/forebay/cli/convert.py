@@ -35,10 +35,10 @@ def _convert(args: argparse.Namespace) -> int:
     for line in describe_skipped(skipped):
         print(f"forebay: {line}", file=sys.stderr)
     unit, count = ("tokens", source.num_tokens) if isinstance(source, TokenSource) else ("rows", source.num_rows)
-    total = (count or 0) * (1 if args.no_verify else 2) or None  # Written, then read again.
+    total = 2 * (count or 0) or None  # Written, then read again.
     with bar("convert", total, unit, enabled=not args.quiet) as advance:
         options = replace(options, on_progress=advance)
-        report = convert(source, args.out, to, options, force=args.force, verify=not args.no_verify)
+        report = convert(source, args.out, to, options, force=args.force)
     result = report.to_json() | ({"skipped": count_reasons(skipped)} if args.json else {})
     notes = result["notes"] if args.json else result.pop("notes")
     show(result, args.json)
@@ -51,8 +51,6 @@ def _options(args: argparse.Namespace) -> ConvertOptions:
     from forebay.formats.conversion import ConvertOptions
 
     given = {name: value for name, value in vars(args).items() if name in ConvertOptions.__dataclass_fields__}
-    more = {name: getattr(args, name) for name in ("header", "generation", "items", "slice_rows")}
-    given["more"] = {key: value for key, value in more.items() if value}
     given |= {"dtype": _DTYPES.get(args.dtype), "compress": args.compress or "", "tensors": dict(args.tensor)}
     return ConvertOptions(**given)
 
@@ -81,7 +79,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--column", metavar="NAME", help="the column of tokens (default: input_ids or tokens)")
     p.add_argument("--seq-len", type=positive, metavar="N", help="tokens of a sample, where the format has samples")
     p.add_argument("--slice-bytes", type=size, default=64 << 20, metavar="SIZE", help="largest file (default: 64MiB)")
-    p.add_argument("--shard-tokens", type=positive, metavar="N", help="tokens of each file instead")
     p.add_argument("--eos-id", type=int, metavar="N", help="the token that ends a document, where SRC tells no ends")
     p.add_argument("--name", metavar="NAME", help="of the dataset, or of its files")
     p.add_argument(
@@ -89,22 +86,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         choices=["zstd", "snappy", "gzip", "none"],
         help="zstd: most formats; snappy: Parquet; gzip: lines",
     )
-    p.add_argument("--slice-rows", type=positive, metavar="N", help="rows of a slice, in place of --slice-bytes")
-    p.add_argument("--header", action="store_true", help="bin: with llm.c's header")
-    p.add_argument("--generation", choices=["npy", "bin"], help="npy: of the sample ids (default: npy)")
-    p.add_argument("--items", choices=["tokens", "dict", "tuple"], help="litdata: what an item is (default: tokens)")
     p.add_argument("--tensor", action="append", type=_tensor, default=[], metavar="NAME=TYPE", help="type of a column")
     p.add_argument("--lossy", action="store_true", help="take values that their new type cannot hold")
     p.add_argument("--resize", type=_height_width, metavar="HxW", help="images: scale to one size")
-    p.add_argument("--crop", type=_height_width, metavar="HxW", help="images: cut from the middle")
-    p.add_argument("--follow-links", action="store_true", help="read what links in a directory lead to elsewhere")
-    p.add_argument("--strict", action="store_true", help="stop if a file of SRC is left out")
-    p.add_argument(
-        "--max-member-bytes",
-        type=size,
-        default=64 << 20,
-        metavar="SIZE",
-        help="largest member of a tar (default: 64MiB)",
-    )
     p.add_argument("--force", action="store_true", help="replace OUT once the new is whole")
-    p.add_argument("--no-verify", action="store_true", help="do not read again what was written")

@@ -29,7 +29,7 @@ from forebay.formats.registry import get_format, names_with
 from forebay.formats.tables import flatten, is_list, is_number, leaf_type
 from forebay.formats.token_stream import documents
 from forebay.formats.vectors import IDS_PREFIX
-from forebay.storage.listing import Skipped, describe_skipped, list_files
+from forebay.storage.listing import Skipped, list_files
 
 _MAX_TOKENS = 4 << 20  # Of a batch that is put together here.
 _NO_OPTIONS = ConvertOptions()
@@ -223,14 +223,11 @@ def open_table(path: str | Path, options: ConvertOptions = _NO_OPTIONS) -> Table
             return get_format(name).open_rows([target], options)
         if (target / "dataset_dict.json").is_file():
             raise UsageError(f"{target}: expected one dataset, got several splits. Name the directory of one.")
-    groups, skipped = _by_format(table_files(target, options.follow_links))
+    groups, skipped = _by_format(table_files(target))
     if len(groups) > 1:
         got = ", ".join(f"{name} ({files[0].name} …)" for name, files in groups.items())
         raise UsageError(f"{target}: expected files of one format, got {got}. Name those of one: 'DIR/*.parquet'.")
     for name, files in groups.items():
-        if skipped and options.strict:
-            reasons = "; ".join(describe_skipped(skipped))
-            raise UsageError(f"convert --strict: expected to read all of {target}, got files that are not: {reasons}.")
         options.report_skipped(skipped)
         if name == Images.name:
             return Images().open_rows(files, options, target if target.is_dir() else None)
@@ -238,10 +235,10 @@ def open_table(path: str | Path, options: ConvertOptions = _NO_OPTIONS) -> Table
     return None
 
 
-def table_files(target: Path, follow_links: bool = False) -> Iterator[Path | Skipped]:
+def table_files(target: Path) -> Iterator[Path | Skipped]:
     """Yield the files behind a path or pattern, by name, and those that are left out."""
     if target.is_dir():
-        yield from list_files(target, follow_links=follow_links)
+        yield from list_files(target)
     elif target.is_file():
         yield target
     elif re.search(r"[*?\[]", target.name):

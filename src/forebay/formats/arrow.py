@@ -19,6 +19,7 @@ from forebay.formats.columns import ColumnFormat, checked_rows, with_lists
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.external import ExternalDataset
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, open_input, open_stored
+from forebay.formats.records import Record
 from forebay.formats.report import Report, check_external
 from forebay.formats.saved_arrow import SavedDataset, files_of, write_saved_dataset
 from forebay.formats.tables import write_parts
@@ -55,9 +56,7 @@ class Arrow(ColumnFormat):
             return (reader.get_batch(index) for index in range(reader.num_record_batches))
         return iter(reader)
 
-    def rows(
-        self, reader: Any, split: InputSplit, keys: list[str]
-    ) -> Iterator[tuple[int, dict[str, object] | Exception]]:
+    def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
         """Of a stream, which is read from its beginning, no row begins a group."""
         checked: dict[str, int] = {}
         is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)

@@ -7,6 +7,7 @@ and indexes of a damaged file could point anywhere in memory. Memory is about 8 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,10 +40,8 @@ class ColumnFormat(Format):
         """Open pyarrow's reader of an input. With a split its groups are validated as far as memory is at risk."""
 
     @abstractmethod
-    def rows(
-        self, reader: Any, split: InputSplit, keys: list[str]
-    ) -> Iterator[tuple[int, dict[str, object] | Exception]]:
-        """Yield the rows of a split, each with the number of its group if it is its first, else -1; or an error."""
+    def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
+        """Yield the rows of a split, each with the number of its group if it is its first, else -1; or damage."""
 
     @abstractmethod
     def open_path(self, path: Path) -> AbstractContextManager[Any]:
@@ -77,8 +76,8 @@ class ColumnFormat(Format):
                 keys = select_columns(_schema_of(reader), options, file)
                 for start, row in self.rows(reader, split, keys):
                     number += 1
-                    if isinstance(row, Exception):
-                        yield self._problem(number, row)
+                    if isinstance(row, Record):
+                        yield replace(row, index=number)
                     else:
                         yield to_record(number, row, options, start=start)
         except READ_ERRORS as error:

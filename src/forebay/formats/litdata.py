@@ -102,12 +102,12 @@ class LitData(Format):
         return LitDataset(path, column)
 
     def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
-        """Chunks of at most `slice_bytes`, or of `shard_tokens`; compressed whole where `compress` says."""
+        """Chunks of at most `slice_bytes`; compressed whole where `compress` says."""
         stream = build_stream(source, options, "rows", signed=True)
         out.mkdir()
         chunks: list[dict[str, Any]] = []
         names: list[Path] = []
-        for group in shards_of(stream, options.slice_bytes - 8, 8, options.shard_tokens):
+        for group in shards_of(stream, options.slice_bytes - 8, 8):
             raw = build_block("litdata", [tokens.tobytes() for tokens in group])
             name = f"chunk-0-{len(chunks)}.{'zstd.' if options.compress else ''}bin"
             stored = zstandard.ZstdCompressor(level=_LEVEL).compress(raw) if options.compress else raw
@@ -119,8 +119,8 @@ class LitData(Format):
         index = {
             "chunks": chunks,
             "config": {
-                "chunk_bytes": None if options.shard_tokens else options.slice_bytes,
-                "chunk_size": options.shard_tokens,
+                "chunk_bytes": options.slice_bytes,
+                "chunk_size": None,
                 "compression": "zstd" if options.compress else None,
                 "data_format": [_FORMATS[stream.dtype]],
                 "data_spec": json.dumps([1, {"type": None, "context": None, "children_spec": []}]),

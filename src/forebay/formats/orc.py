@@ -12,6 +12,7 @@ from forebay.errors import CorruptInputError, UsageError
 from forebay.formats.columns import ColumnFormat, batch_rows, with_lists
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, open_stored
+from forebay.formats.records import Record
 from forebay.formats.tables import Part, contains, refuse_columns, write_parts
 
 _CODECS = ("zstd", "snappy", "none")
@@ -41,9 +42,7 @@ class Orc(ColumnFormat):
     def batches(self, reader: Any) -> Iterator[pa.RecordBatch]:
         return (reader.read_stripe(stripe) for stripe in range(reader.nstripes))
 
-    def rows(
-        self, reader: Any, split: InputSplit, keys: list[str]
-    ) -> Iterator[tuple[int, dict[str, object] | Exception]]:
+    def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
         names = list(dict.fromkeys(key if key in reader.schema.names else key.partition(".")[0] for key in keys))
         for stripe in range(split.start, split.stop or reader.nstripes):
             batch = reader.read_stripe(stripe, columns=names)

@@ -14,6 +14,7 @@ from forebay.formats.arrow_ipc import MAX_BUFFERED_BYTES
 from forebay.formats.columns import BATCH_BYTES, READ_ERRORS, ColumnFormat, batch_rows, error_text, with_lists
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_stored
+from forebay.formats.records import Record
 from forebay.formats.tables import Part, rows_at_once, write_parts
 
 _BATCH_ROWS = 4096
@@ -68,9 +69,7 @@ class Parquet(ColumnFormat):
                 yield start, index + 1, file.bytes * size // max(1, sum(sizes))
                 start, size = index + 1, 0
 
-    def rows(
-        self, reader: Any, split: InputSplit, keys: list[str]
-    ) -> Iterator[tuple[int, dict[str, object] | Exception]]:
+    def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
         """A damaged row group costs its own rows."""
         for group in range(split.start, split.stop or reader.num_row_groups):
             start = group
@@ -80,8 +79,8 @@ class Parquet(ColumnFormat):
                     start = -1
             except READ_ERRORS as error:
                 num_rows = reader.metadata.row_group(group).num_rows
-                reason = f"row group {group}, of {num_rows} rows: damaged Parquet: {error_text(error)}"
-                yield -1, CorruptInputError(reason)
+                location = f"row group {group}, of {num_rows} rows"
+                yield -1, Record(0, problem=f"damaged Parquet: {error_text(error)}", location=location)
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         """Row groups of 8 MiB or less; `compress`: zstd (by default), snappy or none."""

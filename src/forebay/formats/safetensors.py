@@ -89,7 +89,7 @@ class SafeTensors(Format):
         stream = build_stream(source, options, "keep")
         (out / "slices").mkdir(parents=True)
         rows: list[SliceInfo] = []
-        for index, part in enumerate(slices_of(stream, options.slice_bytes, options.shard_tokens)):
+        for index, part in enumerate(slices_of(stream, options.slice_bytes)):
             name = f"slices/{index:06d}.safetensors"
             size, sha256 = write_token_slice(out / name, part.tokens, part.document_ends)
             rows.append(SliceInfo(index, name, size, sha256, len(part.tokens), len(part.document_ends)))
@@ -223,8 +223,7 @@ class _Writer:
     def add(self, tensors: dict[str, Array]) -> None:
         count = len(next(iter(tensors.values())))
         row_bytes = sum(array.nbytes for array in tensors.values()) / max(1, count)
-        num_rows = int(self.options.more.get("slice_rows") or 0)
-        num_rows = num_rows or max(1, int((self.options.slice_bytes - _HEADER_BYTES) // max(1.0, row_bytes)))
+        num_rows = max(1, int((self.options.slice_bytes - _HEADER_BYTES) // max(1.0, row_bytes)))
         start = 0
         while start < count:
             stop = min(count, start + num_rows - self._rows)
