@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_identity, positive, rate, seconds, share, show, size
+from forebay.cli.arguments import add_identity, positive, rate, seconds, share, show, size, validate
 from forebay.errors import UsageError
 from forebay.toml import read_toml
 
@@ -139,20 +139,13 @@ def _memory_bytes() -> int:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from pydantic import ValidationError
-
     from forebay.observe.progress import bar
     from forebay.simulate import Scenario, simulate
 
     options = ("workers", "slices", "churn", "seed", "epochs")
     values = read_toml(args.scenario) if args.scenario else {}
     values |= {name: value for name in options if (value := getattr(args, name)) is not None}
-    try:
-        scenario = Scenario.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UsageError(f"simulate: {key}: {first['msg']}, got {first['input']!r:.80}.") from error
+    scenario = validate(Scenario, values, "simulate")
     shown = 0
 
     with bar("simulate", 100, "%", enabled=not args.json and not args.quiet) as advance:

@@ -21,7 +21,7 @@ from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.storage.hub_copies import HubCopy, download_hub
 from forebay.storage.hub_splits import PREFIX, find_split, parse_url
-from forebay.stream.moments import Moment
+from forebay.stream.state import StreamState
 from forebay.stream.text_stream import TextStream
 from forebay.worker.batches import Batches
 from forebay.worker.catalog import CatalogEntry, find_entry, unknown_dataset
@@ -128,11 +128,11 @@ class HubDataset(Batches):
     def describe(self) -> str:
         return self._about
 
-    def position(self) -> Moment:
-        return self._stream.moment
+    def position(self) -> StreamState:
+        return self._stream.position
 
     def seek(self, position: Any) -> None:
-        self._stream.go_to(position)
+        self._stream.seek(position)
 
     def reshard(self, rank: int, world_size: int) -> HubDataset:
         """See Batches. Not with partition "records": a rank's position means nothing in another world."""
