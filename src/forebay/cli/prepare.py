@@ -31,7 +31,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
         settings = merge(settings, parse_setting(text))
     flags = {
         "name": args.name,
-        "max_bad": args.max_bad,
+        "max_error_rate": args.max_bad,
         "sample": args.sample,
         "read.format": args.format,
         "read.text_key": args.text_key,

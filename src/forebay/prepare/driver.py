@@ -123,7 +123,7 @@ def prepare_dataset(
 
     Raises:
         UsageError: If a setting is invalid, or `out` holds another dataset or is in use.
-        PrepareError: If an input is missing, changes while it is read or is damaged beyond `max_bad`, there is no
+        PrepareError: If an input is missing, changes while it is read or is damaged beyond `max_error_rate`, there is no
             document (the report and `skipped.jsonl` are written all the same), or the disk is full.
     """
     out = Path(out)
@@ -453,12 +453,12 @@ def _check_malformed(run: Run, corpus: Corpus, stats: StageStats) -> None:
     path = run.out / REJECTS_FILE
     first = write_rejects(path, corpus.splits, corpus.texts, corpus.folder)
     malformed = sum(result.malformed for result in corpus.texts)
-    if malformed > run.recipe.max_bad * corpus.documents_in:
+    if malformed > run.recipe.max_error_rate * corpus.documents_in:
         write_empty_report(run, corpus, stats)
         examples = "; ".join(f"{reject['where']}: {reject['reason'].rstrip('.')}" for reject in first)
         raise PrepareError(
-            f"prepare: expected at most {run.recipe.max_bad:.1%} malformed documents, got {malformed} of "
-            f"{corpus.documents_in}: {examples}. They are listed in {path}. Fix them, or raise --max-bad."
+            f"prepare: expected at most {run.recipe.max_error_rate:.1%} malformed documents, got {malformed} of "
+            f"{corpus.documents_in}: {examples}. They are listed in {path}. Fix them, or raise --max-error-rate."
         )
     if not sum(result.documents_out for result in corpus.texts):
         raise no_documents(run, corpus, stats)

@@ -116,7 +116,7 @@ class Recipe(Settings):
 
     inputs: tuple[str, ...] = ()
     name: str = ""
-    max_bad: Share = 0.05
+    max_error_rate: Share = 0.05
     sample: Annotated[float, Field(gt=0, le=1)] = 1.0
     read: ReadOptions = field(default_factory=ReadOptions)
     limits: Limits = field(default_factory=Limits)
@@ -150,7 +150,7 @@ class Recipe(Settings):
 
     def to_tables(self) -> dict[str, Any]:
         """The same as the tables of a recipe's file, in their order, as `load_recipe(settings=…)` reads them."""
-        tables: dict[str, Any] = {"name": self.name, "max_bad": self.max_bad, "sample": self.sample}
+        tables: dict[str, Any] = {"name": self.name, "max_error_rate": self.max_error_rate, "sample": self.sample}
         tables |= {"read": plain(self.read), "limits": plain(self.limits)}
         for stage in self.stages:
             tables.setdefault(stage.name, []).append(_with_use(stage, STAGES.get(stage.name)))

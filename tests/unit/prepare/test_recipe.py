@@ -51,7 +51,7 @@ def test_layers_lie_over_each_other(tmp_path: Path) -> None:
         ("a = \n", "1: expected TOML"),
         ("[unicode]\nform = 'NFX'", "2: unicode.form: expected"),
         ("[mine]\nuse = 'no.such:Thing'", "2: mine.use: cannot import"),
-        ("max_bad = 2", "1: max_bad: expected at most 1, got 2"),
+        ("max_error_rate = 2", "1: max_error_rate: expected at most 1, got 2"),
         ("unicode = 3", "1: unicode: expected a table of settings, true or false, got 3"),
     ],
 )

@@ -66,7 +66,7 @@ def test_every_key_is_found_where_it_stands() -> None:
         ("\nread = { text_key = 5, id_key = 'i' }", "2: read.text_key: expected a string, got 5"),
         ("[rows]\nlabels = 'I8'", "2: rows.labels: expected 'I32' or 'I64', got 'I8'"),
         ("rows = 3", "1: rows: expected a table of settings, got 3"),
-        ("max_bad = 2", "1: max_bad: expected at most 1, got 2"),
+        ("max_error_rate = 2", "1: max_error_rate: expected at most 1, got 2"),
         ("dedup = 5", "1: dedup: expected a table of settings, got 5"),
         ("[dedup]\nminhash = false\nexact = false\nagainst = ['a']", "4: dedup.against: expected one of exact"),
         ("length = 3", "1: length: expected a table of settings, true or false, got 3"),

@@ -51,7 +51,7 @@ class DatasetOutput:
 
     def check(self, recipe: Recipe, document_ids: bool) -> None:
         if document_ids and recipe.rows is not None:
-            raise UsageError("document ids: expected a dataset of tokens; rows and text keep theirs by --keep-ids.")
+            raise UsageError("document ids: expected a dataset of tokens; rows and text keep theirs by --write-ids.")
 
     def load(self, out: Path) -> tuple[str, str, Mapping[str, Any]]:
         dataset = open_dataset(out)

@@ -59,7 +59,7 @@ class TextOutput:
 
     def check(self, recipe: Recipe, document_ids: bool) -> None:
         if document_ids:
-            raise UsageError("document ids: expected a dataset of tokens; rows and text keep theirs by --keep-ids.")
+            raise UsageError("document ids: expected a dataset of tokens; rows and text keep theirs by --write-ids.")
 
     def load(self, out: Path) -> tuple[str, str, Mapping[str, Any]]:
         return load_marker(out / TEXT_FILE)
