@@ -24,7 +24,7 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     """The recipe that the command line describes: shipped recipe, then file, then single settings, then flags."""
     from forebay.plugins import plugins
     from forebay.prepare.config import load_recipe, merge, parse_setting, stage_group
-    from forebay.prepare.dedup.settings import KINDS
+    from forebay.prepare.dedup.methods import KINDS
 
     settings: dict[str, Any] = {}
     for text in args.set or ():
@@ -174,7 +174,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--out", type=Path, metavar="DIR", help="the dataset to make; must be free, or an interrupted run's")
     p.add_argument("--recipe", metavar="NAME", help="fineweb, gopher, c4, wikipedia, code or sft")
     p.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with settings of your own")
-    p.add_argument("--allow-code", action="store_true", help="let the recipe run code: its `use` and `classifier`")
+    p.add_argument("--allow-code", action="store_true", help="let the recipe run code: what its `use` names")
     p.add_argument("--set", action="append", metavar="KEY=VALUE", help="one setting: gopher_quality.min_words=20")
     p.add_argument(
         "--tokenizer", metavar="T", help="a tokenizer.json, a hub name, `bytes`, `train:VOCAB`, `tiktoken:NAME`"
