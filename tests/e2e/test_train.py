@@ -177,7 +177,7 @@ def test_rows_are_leased_and_fed_as_they_are(world: World) -> None:
         )
     world.serve("data-1", adopt(directory, NAME))
     service = world.scheduler()
-    with pytest.raises(UsageError, match="expected a dataset of layout tokens"):
+    with pytest.raises(UsageError, match="expected layout tokens"):
         world.work("w1", service, trainer="auto")
     assert service.status()["samples_used"] == 0
     seen: list[int] = []

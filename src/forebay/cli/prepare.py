@@ -67,7 +67,8 @@ def _recipe(args: argparse.Namespace) -> Recipe:
 
     options = {
         "name": args.name, "max_error_rate": args.max_error_rate, "sample": args.sample,
-        "read": {"format": args.format}, "tokenize": {"tokenizer": args.tokenizer}, "slice": {"bytes": args.slice_bytes, "seed": args.seed},
+        "read": {"format": args.format}, "tokenize": {"tokenizer": args.tokenizer},
+        "slice": {"bytes": args.slice_bytes, "seed": args.seed},
     }  # fmt: skip
     settings = merge(parse_settings(args.set), _without_none(options))
     for name in _names(args.filter):

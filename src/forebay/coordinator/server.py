@@ -155,17 +155,10 @@ class Coordinator:
             for m in sorted(state.members.values(), key=lambda m: m.seat)
         ]  # fmt: skip
         return {
-            "run_id": self.run_id,
-            "up_s": round(now - self._started_at, 3),
-            "min_workers": self.rules.min_workers,
-            "generation": generation_reply(state, self.run_id),
-            "changing": state.changing,
-            "step": state.reached,
-            "done": state.done,
-            "members": members,
-            "config": dict(state.config),
-            "gaps": self._open().gaps(),
-        }
+            "run_id": self.run_id, "up_s": round(now - self._started_at, 3), "min_workers": self.rules.min_workers,
+            "generation": generation_reply(state, self.run_id), "changing": state.changing, "step": state.reached,
+            "done": state.done, "members": members, "config": dict(state.config), "gaps": self._open().gaps(),
+        }  # fmt: skip
 
     def _metrics(self) -> list[Metric]:
         state = self._state

@@ -48,23 +48,14 @@ def job_status(job: SchedulerJob) -> dict[str, Any]:
     if job.done:
         state = "incomplete" if job.num_left_out else "done"
     return {
-        "name": job.name,
-        "dataset_id": job.dataset_id,
-        "state": state,
-        "epoch": table.epoch,
-        "epochs": job.spec.epochs,
-        "priority": job.spec.priority,
-        "samples_used": table.total_used,
-        "samples_leased": table.leased,
-        "num_samples": job.num_samples,
+        "name": job.name, "dataset_id": job.dataset_id, "state": state, "epoch": table.epoch,
+        "epochs": job.spec.epochs, "priority": job.spec.priority, "samples_used": table.total_used,
+        "samples_leased": table.leased, "num_samples": job.num_samples, "num_slices": len(table.samples),
         "slices_used": len(table.samples) if table.done else table.num_used_slices,
-        "num_slices": len(table.samples),
-        "slices_leased": len(table.leases),
-        "idle": len(table.waiting),
-        "num_left_out": job.num_left_out,
+        "slices_leased": len(table.leases), "idle": len(table.waiting), "num_left_out": job.num_left_out,
         "set_aside": [{"slice": index, "reason": reason} for index, reason in sorted(job.reasons.items())],
         "done": job.done and not job.num_left_out,
-    }
+    }  # fmt: skip
 
 
 def left_out_line(job: Mapping[str, Any]) -> str:
@@ -92,26 +83,21 @@ def full_status(
         "jobs": jobs,
         "workers": {
             peer_id: {
-                "name": usage.name,
-                "samples": usage.samples,
-                "last_seen_s": round(now - usage.seen_at, 3),
-                "tokens_per_s": round(usage.rate(now), 1),
-                "leases": core.sessions.num_leases(peer_id),
+                "name": usage.name, "samples": usage.samples, "last_seen_s": round(now - usage.seen_at, 3),
+                "tokens_per_s": round(usage.rate(now), 1), "leases": core.sessions.num_leases(peer_id),
             }
             for peer_id, usage in latest
         },
         "providers": [{"peer_id": claim.peer_id, "address": claim.address} for claim in catalog.all_claims()],
         "bad_providers": [
             {
-                "peer_id": peer_id,
-                "sha256": catalog.sha256(dataset_id, index),
-                "reports": len(reporters),
+                "peer_id": peer_id, "sha256": catalog.sha256(dataset_id, index), "reports": len(reporters),
                 "reason": next(iter(reporters.values()))[0],
             }
             for (peer_id, dataset_id, index), reporters in core.reports.items()
         ],
         "done": all(job["done"] for job in jobs),
-    }
+    }  # fmt: skip
 
 
 Change: TypeAlias = Callable[[SchedulerCore], list[Event]]

@@ -287,21 +287,11 @@ class Catalog:
         plan, dataset = self.plans[job], self.datasets[job]
         manifest = dataset.manifest
         return {
-            "job_id": job_id,
-            "name": job,
-            "dataset_id": dataset.dataset_id,
-            "dataset": dataset.name,
-            "layout": manifest.layout,
-            "seq_len": plan.seq_len,
-            "seed": plan.seed,
-            "epochs": plan.epochs,
-            "num_slices": len(dataset.table),
-            "vocab_size": manifest.vocab_size,
-            "dtype": manifest.dtype,
-            "num_samples": int(dataset.samples.sum()),
-            "lease_s": plan.lease_s,
-            "jobs": list(self.plans),
-        }
+            "job_id": job_id, "name": job, "dataset_id": dataset.dataset_id, "dataset": dataset.name,
+            "layout": manifest.layout, "seq_len": plan.seq_len, "seed": plan.seed, "epochs": plan.epochs,
+            "num_slices": len(dataset.table), "num_samples": int(dataset.samples.sum()), "dtype": manifest.dtype,
+            "vocab_size": manifest.vocab_size, "lease_s": plan.lease_s, "jobs": list(self.plans),
+        }  # fmt: skip
 
     def describe(self, grant: LeaseGrant, job_id: str) -> Lease:
         """A lease as it is sent to a worker."""

@@ -281,20 +281,11 @@ class _World:
         lost = sum(use.stop - use.start for use in self.record.wasted if f"worker-{use.worker}" in self.workers)
         banned = self.scheduler.core.swarms[_DATASET].status()["banned"]
         return {
-            "killed": len(self._closed),
-            "joined_later": sum(worker.machine.joins_at > 0 for worker in workers),
             "wait_share": sum(w.state.counts.waited_s for w in workers) / max(1e-9, sum(w.lived_s() for w in workers)),
-            "exchanges": self.net.counts["exchanges"],
-            "steals": self.scheduler.counts["cuts"],
-            "expired": self.scheduler.counts["returned expired"],
             "leases_lost": sum(worker.state.counts.lost for worker in workers),
             "wasted_by_living": lost,
             "longest_silence_s": max(worker.silence_s for worker in workers),
-            "fetches": self.net.counts["fetches"],
-            "wrong_bytes": self.net.counts["wrong"],
-            "stalls": self.net.counts["silent"],
-            "refused": self.net.counts["refused"],
-            "failed": self.net.counts["failed"],
             "bans": len(banned),
-            "restarts": self.scheduler.starts - 1,
+            **self.net.counts,
+            **self.scheduler.counts,
         }

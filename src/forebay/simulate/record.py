@@ -138,18 +138,9 @@ class SimulationResult:
     def to_json(self) -> dict[str, Any]:
         """The result as plain values: equal for equal scenarios and code."""
         return {
-            "ok": self.ok,
-            "missing": self.usage.missing,
-            "repeated": self.usage.repeated,
-            "wasted": self.usage.wasted,
-            "origin_ratio": round(self.origin_ratio, 4),
-            "time_ratio": round(self.time_ratio, 4),
-            "samples": self.usage.samples,
-            "time_s": round(self.time_s, 3),
-            "bound_s": round(self.bound.seconds, 3),
-            "bound": self.bound.limit,
-            **{name: round(value, 3) for name, value in self.counts.items()},
-            "fault": self.fault,
-            "examples": list(self.usage.examples),
-            "scenario": self.scenario.model_dump(),
-        }
+            "ok": self.ok, "missing": self.usage.missing, "repeated": self.usage.repeated, "wasted": self.usage.wasted,
+            "origin_ratio": round(self.origin_ratio, 4), "time_ratio": round(self.time_ratio, 4),
+            "samples": self.usage.samples, "time_s": round(self.time_s, 3), "bound_s": round(self.bound.seconds, 3),
+            "bound": self.bound.limit, **{name: round(value, 3) for name, value in self.counts.items()},
+            "fault": self.fault, "examples": list(self.usage.examples), "scenario": self.scenario.model_dump(),
+        }  # fmt: skip

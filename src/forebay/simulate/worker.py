@@ -211,13 +211,9 @@ class Worker:
         request = self.state.request(self.net.clock.now)
         self._attempt, self._tried = self._attempt + 1, 0
         self._request = replace(
-            request,
-            job=self._job,
-            session=f"{self.node.provider.peer_id}-session",
-            attempt=self._attempt,
-            address=self.node.provider.address,
-            cached=have,
-        )
+            request, job=self._job, session=f"{self.node.provider.peer_id}-session", attempt=self._attempt,
+            address=self.node.provider.address, cached=have,
+        )  # fmt: skip
         self._send(self, self._request)
 
     def _send_again(self) -> None:

@@ -77,7 +77,7 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
 
 
 class Collective:
-    """The process group of one generation. One at a time in a process; `close` it, or use it in a `with`.
+    """The process group of one generation. One at a time in a process; `close` it.
 
     Gradients on "cuda" use NCCL, else Gloo. A rank that is silent for `timeout_s` is lost: PeerLostError.
 
@@ -197,12 +197,6 @@ class Collective:
             self._open = False
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group()
-
-    def __enter__(self) -> Collective:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _reason(error: Exception) -> str:

@@ -66,16 +66,10 @@ class DistributedRun:
         self._holds_state, self._num_failures = False, 0
         step, samples = training.progress()
         self.membership = Membership(
-            config.resolved_coordinator(),
-            config.worker_id,
-            settings=shared_settings(config),
-            identity=_load_identity(config),
-            lockstep=self.lockstep,
-            step=step,
-            samples=samples,
-            patience_s=config.timeout_s,
-            on_note=training.log,
-        )
+            config.resolved_coordinator(), config.worker_id, settings=shared_settings(config),
+            identity=_load_identity(config), lockstep=self.lockstep, step=step, samples=samples,
+            patience_s=config.timeout_s, on_note=training.log,
+        )  # fmt: skip
 
     def run(self) -> TrainingReport:
         """Train to the end; see `train_distributed`."""
@@ -169,13 +163,10 @@ class DistributedRun:
 
             trainer = cast(LockstepTrainer, training.trainer)
             self.collective = Collective(
-                generation,
-                membership.meet,
-                device=trainer.device.partition(":")[0],
-                timeout_s=training.config.timeout_s,
-                abandon=lambda: membership.changing,
+                generation, membership.meet, device=trainer.device.partition(":")[0],
+                timeout_s=training.config.timeout_s, abandon=lambda: membership.changing,
                 broken=lambda: membership.broken,
-            )
+            )  # fmt: skip
             self.collective.share(trainer.model, OptimizerAndPosition(trainer.optimizer, training))
             self._holds_state = True
         elif isinstance(training.data, DummyDataset):

@@ -50,15 +50,11 @@ _CONTENT = re.compile(rb"([0-9a-f]{16}) (\d{1,9})\n")
 
 @dataclass(frozen=True)
 class SessionLock:
-    """A session's name, and the number before that of its first attempt. Held until `close` or the process's end."""
+    """A session's name, and the number before that of its first attempt. Held until the lock is released."""
 
     name: str
     first_attempt: int
     lock: Lock
-
-    def close(self) -> None:
-        """Let another process have it. May be repeated."""
-        self.lock.release()
 
 
 def open_session(directory: Path) -> SessionLock:
@@ -145,7 +141,7 @@ def run_worker(
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(contextlib.closing(Client(identity)))
         worker = _Worker(identity, client, settings, discovery, stop)
-        stack.callback(worker.session.close)
+        stack.callback(worker.session.lock.release)
         trust = TrustWatch(identity, client, peers=worker.scheduler.addresses, discovery=discovery)
         stack.enter_context(contextlib.closing(trust.start()))
         if settings.share is not None:
@@ -274,17 +270,12 @@ class _Worker:
     def _progress(self) -> dict[str, Any]:
         self._update_report()
         report = self.report
+        names = ("samples", "tokens", "bytes_fetched", "bytes_shared")
         return {
-            "step": report.steps,
-            "samples": report.samples,
-            "tokens": report.tokens,
-            "tokens_per_s": round(report.tokens_per_s, 1),
-            "wait_share": round(report.wait_share, 4),
-            "bytes_fetched": report.bytes_fetched,
-            "bytes_shared": report.bytes_shared,
-            "paused": self._leases.state.paused,
-            "loss": report.loss_last,
-        }
+            "step": report.steps, **{name: getattr(report, name) for name in names},
+            "tokens_per_s": round(report.tokens_per_s, 1), "wait_share": round(report.wait_share, 4),
+            "paused": self._leases.state.paused, "loss": report.loss_last,
+        }  # fmt: skip
 
 
 def _open_share(identity: Identity, settings: LeaseSettings, worker: _Worker) -> SliceShare:

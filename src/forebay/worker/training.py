@@ -138,13 +138,9 @@ class Training:
         if self._trainer is None:
             config = self.config
             self._trainer = trainer_class(config.trainer)(
-                vocab_size=self.data.vocab_size,
-                seq_len=config.resolved_seq_len(),
-                model_size=config.model_size,
-                seed=config.seed,
-                learning_rate=config.learning_rate,
-                device=config.device,
-            )
+                vocab_size=self.data.vocab_size, seq_len=config.resolved_seq_len(), model_size=config.model_size,
+                seed=config.seed, learning_rate=config.learning_rate, device=config.device,
+            )  # fmt: skip
         return self._trainer
 
     def run(self) -> TrainingReport:
