@@ -146,7 +146,7 @@ def test_only_members_of_the_network_join(tmp_path: Path) -> None:
     rules = Rules(heartbeat_s=1.0, stale_s=3.0)
     with Coordinator("127.0.0.1", 0, rules=rules, identity=Identity.load(tmp_path / "alice")) as coordinator:
         config = WorkerConfig(trainer="count", num_steps=3, coordinator=coordinator.address, timeout_s=0.5)
-        assert alone(replace(config, network=tmp_path / "bob"), []).finished
+        assert alone(replace(config, identity=tmp_path / "bob"), []).finished
         with pytest.raises(ForebayError):
             alone(config, [])
 

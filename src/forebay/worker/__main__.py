@@ -41,7 +41,7 @@ _HELP = {
     "checkpoint_steps": "between two checkpoints (1000)",
     "worker_id": "identifies this worker to the coordinator, also after a restart",
     "coordinator": "host:port or URL (FOREBAY_COORDINATOR, or 127.0.0.1:8000)",
-    "network": "this node's directory, for a coordinator with mutual TLS",
+    "identity": "this node's directory, for a coordinator with mutual TLS",
     "timeout_s": "how long to wait for a coordinator or peer that does not respond (60)",
 }
 _CHOICES = {"dataset_type": DATASET_TYPES, "partition": ("samples", "records"), "model_size": tuple(MODEL_SIZES)}

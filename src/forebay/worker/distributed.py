@@ -241,12 +241,12 @@ def merge_settings(config: WorkerConfig, settings: dict[str, Any]) -> WorkerConf
 
 
 def _load_identity(config: WorkerConfig) -> Identity | None:
-    if config.network is None:
+    if config.identity is None:
         return None
     try:
         from forebay.network.pki.identity import Identity
     except ImportError as error:
         raise MissingPackageError(
-            f"network {config.network}: {error.name} is not installed. Run: {install_command('network')}."
+            f"identity {config.identity}: {error.name} is not installed. Run: {install_command('network')}."
         ) from error
-    return Identity.load(config.network)
+    return Identity.load(config.identity)
