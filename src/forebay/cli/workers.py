@@ -101,8 +101,9 @@ def _coordinate(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     rules = Rules(
-        args.min_workers, args.silence_timeout / 3, args.silence_timeout, args.disconnect_timeout, args.step_timeout
-    )
+        args.min_workers, args.silence_timeout / 3, args.silence_timeout, args.disconnect_timeout, args.step_timeout,
+        args.workers_per_member,
+    )  # fmt: skip
     coordinator = Coordinator(
         host, port, state_dir=args.state, rules=rules, config=_run_config(args), identity=identity,
         on_note=lambda text: print(f"forebay: {text}", file=sys.stderr, flush=True),
@@ -179,4 +180,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         "--step-timeout", type=seconds, default=600.0, metavar="S",
         help="seconds to wait for the end of a step before a new generation",
     )  # fmt: skip
+    p.add_argument(
+        "--workers-per-member", type=positive, default=8, metavar="N", help="with --identity: workers of a certificate"
+    )
     p.add_argument("--exit-when-done", action="store_true", help="exit when the run's last step is done")

@@ -160,7 +160,8 @@ def select_columns(schema: pa.Schema, options: ReadOptions, file: InputFile) -> 
             got = ", ".join(f"{field.name}: {str(field.type)[:60]}" for field in fields[:_SHOWN_COLUMNS])
             got += f" and {len(fields) - _SHOWN_COLUMNS} others" if len(fields) > _SHOWN_COLUMNS else ""
             raise UnreadableInputError(
-                f"{file.path}: expected a text column {key!r}, got columns {got}. Name it with --text-key."
+                f"{file.path}: expected a text column {key!r}, got columns {got}. Name it with text_key "
+                "(--set read.text_key=NAME)."
             )
     return list(types)
 

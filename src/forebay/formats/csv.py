@@ -124,7 +124,7 @@ def _header(row: list[str], options: ReadOptions, file: InputFile) -> tuple[list
     if missing:
         raise UnreadableInputError(
             f"{file.path}: expected a column {missing[0]!r}, got columns {shown_text(', '.join(row))}. Name it with "
-            "--text-key; by its number from 0 if the file has no header."
+            "text_key (--set read.text_key=NAME); by its number from 0 if the file has no header."
         )
     return row, {key: row.index(key) for key in required + optional if key in row}, True
 

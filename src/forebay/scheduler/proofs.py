@@ -40,7 +40,7 @@ class ProofChecker:
             plan, subject = self._plans[job.name], f"uses of lease {use.lease_id}"
             tokens = (use.stop - use.start) * plan.seq_len
             if (wait_s := tokens / plan.max_tokens_per_s - (now - lease.progress_at)) > 0:
-                raise ApiError(429, "too_fast", f"{subject}: {tokens:,} tokens too soon (--max-tokens-per-s)", wait_s)
+                raise ApiError(429, "too_fast", f"{subject}: {tokens:,} tokens too soon", wait_s)
             if not use.proof:
                 raise ApiError(400, "no_proof", f"{subject}: expected a proof that the worker has its slice")
             if not is_checked(self._secret, use.lease_id, self._num_proven[peer.peer_id]):

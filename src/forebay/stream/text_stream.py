@@ -283,7 +283,7 @@ class TextStream:
         first = self._malformed[0]
         return (
             f"{counts['malformed']} records were skipped, the first at {first.location} of {first.name}: "
-            f"{first.problem}. Name the column with the text (text_key, --text-key), or look at the file."
+            f"{first.problem}. Name the column with the text (text_key), or look at the file."
         )
 
     def _fill(self, state: StreamState, documents: Documents, required: int) -> StreamState:
