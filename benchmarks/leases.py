@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from forebay.ledger.receipts import Used
 from forebay.network.peer import Provider
-from forebay.scheduler.jobs import JobSource, JobSpec
+from forebay.scheduler.jobs import JobSpec
 from forebay.scheduler.journal import Journal, job_body
 from forebay.scheduler.messages import ExchangeRequest, LeaseGrant
 
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     args = parser.parse_args()
     key = Ed25519PrivateKey.generate()
-    spec = JobSpec("bench", (JobSource("bench", "1" * 64, np.full(args.slices, SAMPLES, np.int64)),), lease_s=120.0)
+    spec = JobSpec("bench", "1" * 64, np.full(args.slices, SAMPLES, np.int64), lease_s=120.0)
     bodies = {"bench": job_body(spec, seq_len=8, layout="tokens", scheduler=key.public_key().public_bytes_raw().hex())}
     with tempfile.TemporaryDirectory() as directory:
         state = Path(directory)
@@ -58,7 +58,7 @@ def main() -> None:
             begun = time.perf_counter()
             with Journal.open(state, [spec], bodies, key.sign, salt="b") as journal:
                 entries = journal.ledgers["bench"].next_seq
-                leases = len(journal.core.jobs["bench"].tables[0].leases)
+                leases = len(journal.core.jobs["bench"].table.leases)
             print(f"{name}: {time.perf_counter() - begun:.2f} s, {entries:,} ledger entries, {leases:,} live leases")
     print(f"peak: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB", file=sys.stderr)
 

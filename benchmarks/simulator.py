@@ -31,9 +31,8 @@ from forebay.network.client import Client
 from forebay.network.limits import Throttle
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.scheduler.server import SchedulerService
-from forebay.simulate import SimulationSettings, simulate
-from forebay.simulate.faults import draw
-from forebay.worker.lease_state import MAX_FETCHES
+from forebay.simulate import Scenario, simulate
+from forebay.simulate.scenario import draw
 from forebay.worker.lease_worker import run_worker
 
 HOST, NAME, SEQ_LEN = "127.0.0.1", "bench", 4096
@@ -61,7 +60,7 @@ class Table:
         """See Discovery."""
 
 
-def make_dataset(folder: Path, settings: SimulationSettings) -> int:
+def make_dataset(folder: Path, settings: Scenario) -> int:
     """A dataset of random tokens; the bytes of a slice."""
     (folder / "slices").mkdir(parents=True)
     chance, num_tokens = np.random.default_rng(3), settings.samples * SEQ_LEN
@@ -79,7 +78,7 @@ def work(told: dict[str, Any]) -> None:
     sys.stdin.readline()
     report = run_worker(
         identity, NAME, scheduler=told["scheduler"], cache_dir=told["cache"], cache_bytes=told["cache_bytes"],
-        batch_size=told["batch"], trainer="none", receipt_s=2 * told["exchange_s"], fetches=told["fetches"],
+        batch_size=told["batch"], trainer="none", receipt_s=2 * told["exchange_s"],
         share=f"{HOST}:0", upload_bytes_per_s=told["up"],
         on_batch=lambda batch, ids: time.sleep(len(ids) / told["speed"]),
     )  # fmt: skip
@@ -87,7 +86,7 @@ def work(told: dict[str, Any]) -> None:
     print(json.dumps({**facts, "wait_share": report.wait_share}), flush=True)
 
 
-def run_real(settings: SimulationSettings, folder: Path, data: Path) -> dict[str, float]:
+def run_real(settings: Scenario, folder: Path, data: Path) -> dict[str, float]:
     """The job by processes: seconds from the workers' start to the last acknowledgement, and what they did."""
     create_network(folder / "network", "bench")
     names = ["data", "scheduler", *(f"worker-{i}" for i in range(settings.workers))]
@@ -102,7 +101,6 @@ def run_real(settings: SimulationSettings, folder: Path, data: Path) -> dict[str
         service = SchedulerService(
             nodes["scheduler"], NAME, table, client, folder / "state", HOST, 0,
             seq_len=SEQ_LEN, epochs=settings.epochs, seed=settings.seed, lease_s=settings.lease_s,
-            steal_s=settings.steal_s,
         )  # fmt: skip
         service.start()
         stack.callback(service.stop)
@@ -111,7 +109,7 @@ def run_real(settings: SimulationSettings, folder: Path, data: Path) -> dict[str
             told = {
                 "node": str(folder / f"worker-{machine.index}"), "cache": str(folder / f"cache-{machine.index}"),
                 "cache_bytes": settings.cache * settings.slice_bytes, "scheduler": service.address,
-                "batch": settings.batch, "exchange_s": settings.exchange_s, "fetches": settings.fetches,
+                "batch": settings.batch, "exchange_s": settings.exchange_s,
                 "speed": machine.speed, "up": machine.up,
             }  # fmt: skip
             command = [sys.executable, "-m", "benchmarks.simulator", "--worker", json.dumps(told)]
@@ -147,16 +145,15 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=80.0, help="samples a second of the median worker")
     parser.add_argument("--origin-up", type=float, default=8e6, help="bytes a second of the data node")
     parser.add_argument("--up", type=float, default=4e6, help="bytes a second of the median worker")
-    parser.add_argument("--fetches", type=int, default=MAX_FETCHES, help="slices that a worker fetches at once")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.worker:
         return work(json.loads(args.worker))
     size = 64 * SEQ_LEN * 2
-    settings = SimulationSettings(
+    settings = Scenario(
         workers=args.workers, slices=args.slices, seed=args.seed, samples=64, batch=8, speed=args.speed, up=args.up,
-        down=1e9, origin_up=args.origin_up, latency_s=0.001, exchange_s=0.5, slice_bytes=size, fetches=args.fetches,
+        down=1e9, origin_up=args.origin_up, latency_s=0.001, exchange_s=0.5, slice_bytes=size,
     )  # fmt: skip
     print(f"{'run':>4}{'real s':>9}{'simulated s':>13}{'ratio':>8}   real (simulated): {', '.join(SHOWN)}")
     ratios = []

@@ -3,7 +3,7 @@
     python examples/vision.py [IMAGES…]
 
 IMAGES: two idx files as MNIST has them, a .npz, or a folder of classes (which needs pillow). Without, drawn here. The
-same from the command line: forebay convert 'mnist/train-*' ds --to safetensors --tensor images=f16
+same from the command line: forebay convert 'mnist/train-*' ds --to safetensors --set tensors.images=f16
 """
 
 from __future__ import annotations

@@ -26,12 +26,10 @@ class FetchingWorker:
         self, client: Client, directory: Path, cache_bytes: int = 1_000_000, from_urls: FromUrls = "any"
     ) -> None:
         self.cache = SliceCache(directory, cache_bytes)
-        state = LeaseState(4, None, cache_bytes, 0.1, lambda grant: self.cache.unpin(grant.sha256))
+        state = LeaseState(4, cache_bytes, 0.1, lambda grant: self.cache.unpin(grant.sha256))
         self.leases = LeaseBuffer(state)
         self.index = CacheIndex(self.cache)
-        self.fetcher = SliceFetcher(
-            client, self.cache, self.index, self.leases, 0.2, num_threads=2, from_urls=from_urls
-        )
+        self.fetcher = SliceFetcher(client, self.cache, self.index, self.leases, 0.2, from_urls=from_urls)
         self.fetcher.start()
 
     def lease(

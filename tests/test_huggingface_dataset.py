@@ -58,14 +58,14 @@ def test_a_few_batches(hub: HubServer) -> None:
 
 def test_every_dataset_of_the_catalogue_streams_with_its_own_settings(hub: HubServer) -> None:
     for name, seq_len in (("fineweb", 1024), ("fineweb-edu", 1024), ("pile", 2048), ("shakespeare", 512)):
-        dataset = create_huggingface_dataset(name, num_batches=1, batch_size=1, streaming=True, tensors="numpy")
+        dataset = create_huggingface_dataset(name, num_batches=1, batch_size=1, streaming=True)
         inputs, labels = next(iter(dataset))
         assert inputs.shape == (1, seq_len) and (inputs[:, 1:] == labels[:, :-1]).all()
 
 
 def test_tokenized_as_the_tokenizer_alone_does(hub: HubServer) -> None:
     dataset = create_huggingface_dataset(
-        "HuggingFaceFW/fineweb", num_batches=3, batch_size=1, seq_len=64, tensors="numpy", buffer_size=0,
+        "HuggingFaceFW/fineweb", num_batches=3, batch_size=1, seq_len=64, buffer_size=0,
         tokenizer_name="EleutherAI/gpt-neox-20b",
     )  # fmt: skip
     import pyarrow.parquet as pq
@@ -87,7 +87,7 @@ def test_workers_share_without_overlap(hub: HubServer, streaming: bool) -> None:
         return rows_of(
             create_huggingface_dataset(
                 "tiny_shakespeare", rank, world_size, num_batches=4, batch_size=batch_size, seq_len=32,
-                streaming=streaming, tensors="numpy",
+                streaming=streaming,
             )
         )  # fmt: skip
 
@@ -99,8 +99,8 @@ def test_workers_share_without_overlap(hub: HubServer, streaming: bool) -> None:
 
 def test_kept_files_need_no_network(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def first() -> Any:
-        dataset = create_huggingface_dataset("tiny_shakespeare", num_batches=2, streaming=False, tensors="numpy")
-        return [inputs.tobytes() for inputs, _ in dataset]
+        dataset = create_huggingface_dataset("tiny_shakespeare", num_batches=2, streaming=False)
+        return [batch.inputs.tobytes() for batch in dataset.batches()]
 
     before = first()
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
@@ -147,7 +147,7 @@ def test_a_loading_script_is_not_run_and_its_copy_is_named(repositories: Path, h
         next((repositories / "datasets/winglian").rglob("*train*.parquet")), repo / "default/train/0000.parquet"
     )
     hub.revisions.add("refs/convert/parquet")
-    dataset = create_huggingface_dataset(name, num_batches=2, tokenizer_name="bytes", tensors="numpy")
+    dataset = create_huggingface_dataset(name, num_batches=2, tokenizer_name="bytes")
     assert len(list(dataset)) == 2
 
 

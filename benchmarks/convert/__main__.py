@@ -55,10 +55,9 @@ def ask(name: str, who: str, folder: Path, **what: Any) -> dict[str, Any]:
 
 
 def written(name: str, data: Path, folder: Path, rounds: int, num_bytes: int) -> list[Figure]:
-    """The three ways to write a format, in turns."""
+    """The two ways to write a format, in turns."""
     ways: dict[str, dict[str, Any]] = {
-        "forebay convert": {"who": "ours", "verify": True, "out": str(folder / f"{name}-ours")},
-        "forebay convert --no-verify": {"who": "ours", "verify": False, "out": str(folder / f"{name}-bare")},
+        "forebay convert": {"who": "ours", "out": str(folder / f"{name}-ours")},
         PEERS[name].label: {"who": "peer", "out": str(folder / f"{name}-peer")},
     }
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}

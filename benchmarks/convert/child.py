@@ -40,7 +40,7 @@ def write(ask: dict[str, Any]) -> dict[str, Any]:
 
         told = f"forebay {__version__}"
         wall, cpu = time.perf_counter(), family_cpu_s()
-        convert(corpus.parent / f"{corpus.name}-forebay", out, ask["format"], ConvertOptions(), verify=ask["verify"])
+        convert(corpus.parent / f"{corpus.name}-forebay", out, ask["format"], ConvertOptions())
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     return {"wall_s": time.perf_counter() - wall, "cpu_s": family_cpu_s() - cpu, "versions": told, "bytes": size}
 

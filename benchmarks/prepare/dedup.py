@@ -29,8 +29,7 @@ import pyarrow.compute as pc
 from benchmarks.measure import Figure
 from forebay.prepare.dedup import kernels
 from forebay.prepare.dedup.deduplicate import SignedSplit, deduplicate
-from forebay.prepare.dedup.methods import MinHash
-from forebay.prepare.dedup.settings import Dedup
+from forebay.prepare.dedup.methods import Dedup, MinHash
 from forebay.prepare.dedup.signer import Signer
 from forebay.prepare.documents import text_column
 

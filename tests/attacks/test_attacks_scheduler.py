@@ -26,7 +26,7 @@ from forebay.scheduler import proofs, sessions
 from forebay.scheduler import server as service
 from forebay.scheduler.checks import PendingCheck
 from forebay.scheduler.core import SchedulerCore
-from forebay.scheduler.jobs import JobSource, JobSpec
+from forebay.scheduler.jobs import JobSpec
 from forebay.scheduler.messages import ExchangeRequest
 from forebay.scheduler.server import SchedulerService
 from local_discovery import LocalDiscovery
@@ -140,8 +140,7 @@ def test_many_certificates_of_one_organisation_starve_nobody(scheduler: Schedule
 
 def test_who_fails_on_a_slice_that_is_good_is_leased_nothing_for_a_while() -> None:
     """Otherwise three workers have the scheduler fetch slices for as long as they like."""
-    source = JobSource("d", "d", np.array([8, 8, 8, 8]), 1.0)
-    core = SchedulerCore([JobSpec("j", (source,), lease_s=10.0, stall_s=40.0)], checks=True)
+    core = SchedulerCore([JobSpec("j", "d", np.array([8, 8, 8, 8]), lease_s=10.0, stall_s=40.0)], checks=True)
     for worker in "abc":
         core.jobs["j"].failures.setdefault(0, {})[worker] = "cannot read"
     (doubt,) = core.pending_checks()

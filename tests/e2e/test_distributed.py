@@ -24,8 +24,9 @@ from forebay.coordinator.server import Coordinator
 from forebay.errors import ForebayError, UsageError
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
-from forebay.worker.distributed import OptimizerAndPosition, default_settings, merge_settings, shared_settings
-from forebay.worker.membership import CoordinatorUnreachableError, Membership
+from forebay.worker.distributed import OptimizerAndPosition, merge_settings, shared_settings
+from forebay.worker.membership import Membership
+from forebay.worker.membership_state import CoordinatorUnreachableError
 from forebay.worker.training import Training
 
 WORKER = """
@@ -106,7 +107,7 @@ def test_a_killed_worker_costs_no_sample_and_others_may_come(tmp_path: Path, mon
     assert {world for _, world, *_ in steps[39]} == {3} and len(steps[39]) == 3
     lone = create_huggingface_dataset(
         str(tmp_path / "texts.jsonl"), tokenizer_name="bytes", seq_len=16, buffer_size=20, batch_size=1,
-        num_batches=1000, tensors="numpy",
+        num_batches=1000,
     )  # fmt: skip
     wanted = {
         (b.epoch, int(b.sample_ids[0])): hashlib.sha256(b.inputs[0].tobytes()).hexdigest() for b in lone.batches()
@@ -145,7 +146,7 @@ def test_only_members_of_the_network_join(tmp_path: Path) -> None:
     rules = Rules(heartbeat_s=1.0, stale_s=3.0)
     with Coordinator("127.0.0.1", 0, rules=rules, identity=Identity.load(tmp_path / "alice")) as coordinator:
         config = WorkerConfig(trainer="count", num_steps=3, coordinator=coordinator.address, timeout_s=0.5)
-        assert alone(replace(config, network=tmp_path / "bob"), []).finished
+        assert alone(replace(config, identity=tmp_path / "bob"), []).finished
         with pytest.raises(ForebayError):
             alone(config, [])
 
@@ -202,8 +203,8 @@ def test_a_worker_that_waits_for_others_can_be_stopped() -> None:
 def test_what_workers_agree_on() -> None:
     config = WorkerConfig(dataset_name="pile")
     shared = shared_settings(config)
-    assert shared == {"dataset_type": "huggingface", "dataset_name": "pile"}
-    assert default_settings(config) == {"dataset_type": "huggingface", "batch_size": 4, "num_steps": 100, "seed": 42}
+    needed = {"dataset_type": "huggingface", "batch_size": 4, "num_steps": 100, "seed": 42}
+    assert shared == {**needed, "dataset_name": "pile"}
     assert merge_settings(config, shared) == config and merge_settings(config, shared).resolved_seq_len() == 2048
     named = merge_settings(
         WorkerConfig(), {"dataset_type": "dummy", "dataset_name": "fineweb", "batch_size": 2, "other": 1}

@@ -122,7 +122,7 @@ def files(kind: str) -> list[Path]:
 
 def check(out: Path, told: dict[Path, Told], **settings: Any) -> None:
     """Prepare these files in one run; all that the run says of them is what the independent readers say."""
-    recipe: Recipe = load_recipe(settings={"max_bad": 1.0, "tokenize": {"tokenizer": "bytes"}, **settings})
+    recipe: Recipe = load_recipe(settings={"max_error_rate": 1.0, "tokenize": {"tokenizer": "bytes"}, **settings})
     ids = out.parent / f"{out.name}.ids"
     summary = prepare_dataset(list(told), out, recipe=recipe, write_ids=ids, workers=1)
     inputs = load_report(out / "report.html")["inputs"]

@@ -38,7 +38,8 @@ SEED = int(os.environ.get("FOREBAY_FUZZ_SEED", "1"))
 TIME_LIMIT_S = 20
 TEXTS = [f"{i}. " + text for i, text in enumerate(whole.texts(40, seed=3))]
 SETTINGS = {
-    "name": "f", "max_bad": 1.0, "unicode": {}, "pii": {}, "tokenize": {"tokenizer": "bytes"}, "dedup": {"exact": True},
+    "name": "f", "max_error_rate": 1.0, "unicode": {}, "pii": {}, "tokenize": {"tokenizer": "bytes"},
+    "dedup": {"exact": True},
 }  # fmt: skip
 
 

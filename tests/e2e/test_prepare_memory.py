@@ -138,7 +138,7 @@ def test_giant_documents(tmp_path: Path, giants: Path) -> None:
     if not (TOKENIZERS / tokenizer).is_file():
         pytest.skip(f"needs {TOKENIZERS / tokenizer}")
     settings = {
-        "name": "g", "max_bad": 1.0, "unicode": {}, "pii": {}, "boilerplate": {"menu_lines": 0}, **LAX,
+        "name": "g", "max_error_rate": 1.0, "unicode": {}, "pii": {}, "boilerplate": {"menu_lines": 0}, **LAX,
         "tokenize": {"tokenizer": str(TOKENIZERS / tokenizer)}, "slice": {"shuffle": True},
         "dedup": {"exact": True, "lines": True, "minhash": True, "ngram": 1},
     }  # fmt: skip

@@ -48,8 +48,8 @@ import json, sys
 from pathlib import Path
 import ray_tasks as tasks
 from forebay.errors import DatasetError, PrepareError
-from forebay.prepare.engines.local import local_engine
-from forebay.prepare.engines.ray import ray_engine
+from forebay.prepare.engines.local import LocalEngine
+from forebay.prepare.engines.ray import RayEngine
 
 def collect(engine, run, n):
     found = {}
@@ -58,7 +58,7 @@ def collect(engine, run, n):
 
 if __name__ == "__main__":
     said, facts = [], {}
-    with ray_engine(2, folder=Path(sys.argv[1]) / "out", on_message=said.append) as engine:
+    with RayEngine(2, folder=Path(sys.argv[1]) / "out", on_message=said.append) as engine:
         facts["squares"] = collect(engine, tasks.square, 50)
         facts["unlucky"] = collect(engine, tasks.unlucky, 6)
         facts["unlucky_said"] = sorted(said)
@@ -70,7 +70,7 @@ if __name__ == "__main__":
             collect(engine, tasks.doom, 1)
         except PrepareError as error:
             facts["doom"] = str(error)
-    with local_engine(2) as engine:
+    with LocalEngine(2) as engine:
         facts["local"] = collect(engine, tasks.square, 50)
     facts["left"] = sorted(path.name for path in (Path(sys.argv[1]) / "out").iterdir())
     print(json.dumps(facts))

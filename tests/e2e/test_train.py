@@ -32,7 +32,7 @@ from forebay.network.addresses import parse_address
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
 from forebay.network.pki.identity import Identity, verify
-from forebay.scheduler.catalog import DatasetRef, JobPlan
+from forebay.scheduler.catalog import JobPlan
 from forebay.scheduler.server import SchedulerService
 from forebay.worker.lease_worker import WorkerReport, run_worker
 from proofs import proof_by_hand
@@ -177,7 +177,7 @@ def test_rows_are_leased_and_fed_as_they_are(world: World) -> None:
         )
     world.serve("data-1", adopt(directory, NAME))
     service = world.scheduler()
-    with pytest.raises(UsageError, match="expected a dataset of layout tokens"):
+    with pytest.raises(UsageError, match="expected layout tokens"):
         world.work("w1", service, trainer="auto")
     assert service.status()["samples_used"] == 0
     seen: list[int] = []
@@ -313,7 +313,7 @@ def test_an_exchange_that_comes_late_takes_nothing_back(world: World) -> None:
 
 def test_a_use_needs_proof_that_its_slice_was_there(world: World) -> None:
     world.serve("data-1")
-    service = world.scheduler(jobs=[JobPlan(NAME, (DatasetRef(NAME),), SEQ_LEN, max_tokens_per_s=200.0, stall_s=60.0)])
+    service = world.scheduler(jobs=[JobPlan(NAME, seq_len=SEQ_LEN, max_tokens_per_s=200.0, stall_s=60.0)])
     client, by = world.client("w1"), world.identity("w1")
 
     def use(lease: dict[str, Any], proof: str | None) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def recipe(model: Path | None) -> dict[str, Any]:
     if model is not None:
         stages["perplexity"] = {"model": str(model), "keep_percentile": [5, 95]}
     return {
-        "name": "whole", "max_bad": 0.2, **stages, "tokenize": {"tokenizer": "train:600"},
+        "name": "whole", "max_error_rate": 0.2, **stages, "tokenize": {"tokenizer": "train:600"},
         "dedup": {"exact": True, "minhash": True, "lines": True},
         "slice": {"bytes": 1 << 14, "shuffle": True}, "subsets": {"validation": 0.1},
     }  # fmt: skip

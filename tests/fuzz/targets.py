@@ -201,7 +201,7 @@ def exchange(directory: Path, identity: Identity) -> Target:
         "declared_until": {"l1": 16}, "release": ["l2"], "failed": [{"lease_id": "l3", "reason": "r"}], "want": 2,
         "cached": {"0" * 64: "0-15,17"}, "reports": [{"peer_id": "a" * 32, "sha256": "0" * 64, "reason": "r"}],
     }  # fmt: skip
-    spec = jobs.JobSpec("j", (jobs.JobSource("d", "0" * 64, np.full(18, 8, np.int64)),))
+    spec = jobs.JobSpec("j", "0" * 64, np.full(18, 8, np.int64))
     return _message(ExchangeRequest, lambda message: SchedulerCore([spec]).exchange("w", message, 0.0), seed, {})
 
 

@@ -37,14 +37,6 @@ def as_tuple(i: int) -> Any:
     return (f"document {i}", bare_i32(i))
 
 
-def as_matrix(i: int) -> Any:
-    return {"tokens": bare_i32(i).reshape(1, -1)}
-
-
-def as_list(i: int) -> Any:
-    return {"input_ids": DOCUMENTS[i].tolist()}
-
-
 def write_litdata(out: Path) -> None:
     from litdata.streaming import Cache
     from litdata.streaming.item_loader import TokensLoader
@@ -56,11 +48,7 @@ def write_litdata(out: Path) -> None:
         ("litdata_tokens_zstd", bare_i32, {"item_loader": TokensLoader(), "chunk_bytes": 900, **whole}),
         ("litdata_dict", as_dict, {"chunk_size": 9}),
         ("litdata_dict_zstd", as_dict, {"chunk_size": 9, **whole}),
-        ("litdata_dict_frames", as_dict, {"chunk_size": 9, "compression": "zstd", "compression_batch_size": 4}),
-        ("litdata_dict_items", as_dict, {"chunk_size": 9, "compression": "zstd", "compression_level": "sample"}),
         ("litdata_tuple", as_tuple, {"chunk_size": 9}),
-        ("litdata_matrix", as_matrix, {"chunk_size": 9}),
-        ("litdata_list", as_list, {"chunk_size": 9}),
     ]:
         cache = Cache(str(out / name), **settings)
         for i in range(len(DOCUMENTS)):

@@ -61,9 +61,6 @@ def test_every_document_that_they_wrote_is_read(theirs: Path) -> None:
     [
         ("litdata", {}),
         ("litdata", {"compress": "zstd"}),
-        ("litdata", {"more": {"items": "dict"}}),
-        ("litdata", {"more": {"items": "dict"}, "compress": "zstd"}),
-        ("litdata", {"more": {"items": "tuple"}}),
         ("mds", {}),
         ("mds", {"compress": "zstd"}),
         ("mds", {"seq_len": 10}),

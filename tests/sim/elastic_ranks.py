@@ -20,7 +20,7 @@ from forebay.cache.planned_use import PlannedUses
 from forebay.errors import NetworkError
 from forebay.order.run import Run, Steps
 from forebay.simulate.nodes import STALL_S, SimNetwork
-from forebay.simulate.usage_record import I64, UsageCheck
+from forebay.simulate.record import I64, UsageCheck
 from forebay.worker.membership_state import (
     DuplicateWorkerError,
     Generation,
@@ -89,7 +89,7 @@ def check(end: Weights, num_samples: int, epoch_of: I64, steps_done: int) -> tup
     wasted = (steps_done - length) * (num_samples * epochs // len(epoch_of))
     if expected != 0:
         torn = f"the lineage begins at step {expected}."
-    return UsageCheck(counts.size, missing, repeated, 0, wasted, tuple(examples)), torn
+    return UsageCheck(counts.size, missing, repeated, wasted, tuple(examples)), torn
 
 
 class World(Protocol):
@@ -190,7 +190,6 @@ class Rank:
             "coordinator",
             address=self.reader.node.provider.address,
             settings={},
-            defaults={},
             lockstep=True,
             step=0,
             samples=0,

@@ -6,7 +6,6 @@ its slowest rank. The record is the lineage of the weights that the run ends wit
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,20 +18,18 @@ from forebay.errors import NetworkError
 from forebay.network.client import RemoteError
 from forebay.order.plan import Order
 from forebay.order.run import BatchSizes, Run
-from forebay.simulate.bound import Bound, filling, work_done_s
-from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.links import Clock
 from forebay.simulate.nodes import SimNetwork
-from forebay.simulate.result import SimulationResult
-from forebay.simulate.settings import SimulationSettings
+from forebay.simulate.record import SimulationResult
+from forebay.simulate.scenario import REPLACE_S, Bound, Faults, Machine, Scenario, draw, filling, work_done_s
 from forebay.worker.membership_state import Request
 
 _MAX_TIMES = 20.0
 
 
-def order_bound(settings: SimulationSettings, machines: Sequence[Machine]) -> Bound:
+def order_bound(settings: Scenario, machines: Sequence[Machine]) -> Bound:
     """The least time for all steps, where everybody alive has a part of each and parts differ by one sample at most."""
-    size, origin_up = settings.slice_bytes, settings.origin_up * settings.origins
+    size, origin_up = settings.slice_bytes, settings.origin_up
     batch = settings.workers * settings.batch
     first = [one for one in machines if one.joins_at == 0.0]
     begins_at = max(filling(settings, first)[-1], *(4 * one.latency_s + size / one.down for one in first))
@@ -54,9 +51,9 @@ def _step_s(batch: int, speeds: Sequence[float]) -> float:
     return max(least / ordered[-1], (least + 1) / ordered[more - 1] if more else 0.0)
 
 
-def elastic(settings: SimulationSettings) -> SimulationResult:
+def elastic(settings: Scenario) -> SimulationResult:
     """Runs until all who live have done the last step, or it is clear that they never will."""
-    calm = order_bound(settings, draw(replace(settings, churn=0.0), 1.0).machines)
+    calm = order_bound(settings, draw(settings.model_copy(update={"churn": 0.0}), 1.0).machines)
     faults = draw(settings, calm.seconds)
     bound = order_bound(settings, faults.machines)
     world = _World(settings, faults)
@@ -76,7 +73,7 @@ def elastic(settings: SimulationSettings) -> SimulationResult:
 class _World:
     """The machines, the coordinator, the groups, and what goes between them."""
 
-    def __init__(self, settings: SimulationSettings, faults: Faults) -> None:
+    def __init__(self, settings: Scenario, faults: Faults) -> None:
         self.settings = settings
         self.clock = Clock()
         self.net = SimNetwork(settings, self.clock, faults)
@@ -189,10 +186,10 @@ class _World:
         return ""
 
 
-def _worker_ids(settings: SimulationSettings, faults: Faults) -> dict[int, tuple[str, int | None]]:
+def _worker_ids(settings: Scenario, faults: Faults) -> dict[int, tuple[str, int | None]]:
     """Of each machine the worker's name, and the machine whose disk it has: every second that comes is one back."""
     ids: dict[int, tuple[str, int | None]] = {}
-    died = {one.dies_at + settings.replace_s: one.index for one in faults.machines if one.dies_at < float("inf")}
+    died = {one.dies_at + REPLACE_S: one.index for one in faults.machines if one.dies_at < float("inf")}
     for one in faults.machines:
         before = died.get(one.joins_at) if one.index % 2 else None
         ids[one.index] = (f"worker-{one.index}", None) if before is None else (ids[before][0], before)

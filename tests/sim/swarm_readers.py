@@ -7,20 +7,16 @@ the fetches, in virtual time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from forebay.errors import IntegrityError, NetworkError
 from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Provider
-from forebay.simulate.bound import Bound
-from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.links import Clock
 from forebay.simulate.nodes import SimFetch, SimNetwork, SimNode
-from forebay.simulate.result import SimulationResult
-from forebay.simulate.settings import SimulationSettings
-from forebay.simulate.usage_record import UsageCheck
+from forebay.simulate.record import SimulationResult, UsageCheck
+from forebay.simulate.scenario import Bound, Faults, Machine, Scenario, draw
 from forebay.swarm.reader_state import Body, SwarmReaderState
 from forebay.swarm.steering import Swarm
 from forebay.swarm.tracker import steer
@@ -146,36 +142,36 @@ class Tracker:
     def _refresh(self) -> None:
         """Origins are here; who is silent goes."""
         now = self.net.clock.now
-        for node in self.net.origins:
+        for node in [self.net.origin]:
             self.swarm.join(node.provider, None, now)
         self.swarm.expire(now)
         self.net.clock.call_later(1.0, self._refresh)
 
 
-def swarm_bound(settings: SimulationSettings, machines: Sequence[Machine]) -> Bound:
+def swarm_bound(settings: Scenario, machines: Sequence[Machine]) -> Bound:
     """The least time in which every machine that lives to the end can have every slice.
 
     Source: Kumar and Ross 2006, Peer-assisted file distribution, theorem 1.
     """
     staying = [one for one in machines if one.dies_at == float("inf")]
     everything = float(settings.slices * settings.slice_bytes)
-    origin_up = settings.origin_up * settings.origins
+    origin_up = settings.origin_up
     all_up = origin_up + sum(one.up for one in machines)
     narrowest_s = max((one.joins_at + everything / one.down for one in staying), default=0.0)
     all_s = len(staying) * everything / all_up
     return Bound({"origin": everything / origin_up, "narrowest link": narrowest_s, "all links": all_s})
 
 
-def broadcast(settings: SimulationSettings) -> SimulationResult:
+def broadcast(settings: Scenario) -> SimulationResult:
     """Runs until every reader that lives has every slice."""
-    calm = swarm_bound(settings, draw(replace(settings, churn=0.0), 1.0).machines)
+    calm = swarm_bound(settings, draw(settings.model_copy(update={"churn": 0.0}), 1.0).machines)
     faults = draw(settings, calm.seconds)
     bound = swarm_bound(settings, faults.machines)
     world = World(settings, faults)
     ended = world.clock.run(lambda: world.left == 0, 20 * bound.seconds + 1000.0)
     missing = sum(settings.slices - len(one.node.cache) for one in world.readers.values() if one.alive)
     repeated = sum(max(0, count - 1) for count in world.arrivals.values())
-    verdict = UsageCheck(len(world.staying) * settings.slices, missing, repeated, 0, 0, ())
+    verdict = UsageCheck(len(world.staying) * settings.slices, missing, repeated, 0, ())
     counts = {"overdue": world.tracker.swarm.status()["overdue"]}
     fault = "" if ended else f"after {world.clock.now:,.0f} virtual seconds slices are missing."
     return SimulationResult(settings, verdict, world.clock.now, bound, world.net.origin_bytes(), counts, fault)
@@ -184,7 +180,7 @@ def broadcast(settings: SimulationSettings) -> SimulationResult:
 class World:
     """Readers that all want every slice, and their tracker."""
 
-    def __init__(self, settings: SimulationSettings, faults: Faults) -> None:
+    def __init__(self, settings: Scenario, faults: Faults) -> None:
         self.clock = Clock()
         self.net = SimNetwork(settings, self.clock, faults)
         self.tracker = Tracker(self.net)

@@ -7,7 +7,7 @@ import pytest
 from elastic_ranks import Weights, check
 from elastic_run import elastic
 
-from forebay.simulate import SimulationSettings
+from forebay.simulate import Scenario
 
 _SMALL = {"workers": 6, "slices": 24, "samples": 64, "slice_bytes": 4 << 20}
 
@@ -19,18 +19,16 @@ _SMALL = {"workers": 6, "slices": 24, "samples": 64, "slice_bytes": 4 << 20}
 def test_each_sample_of_an_epoch_is_read_once_whatever_the_churn(
     seed: int, churn: float, partitions: int, lost: float, liars: float
 ) -> None:
-    world = SimulationSettings(
-        **_SMALL, seed=seed, churn=churn, partitions=partitions, lost=lost, liars=liars, epochs=2
-    )
+    world = Scenario(**_SMALL, seed=seed, churn=churn, partitions=partitions, lost=lost, liars=liars, epochs=2)
     result = elastic(world)
-    assert result.ok, result.to_text()
+    assert result.ok, result.to_json()
     assert result.counts["generations"] > 1
     assert elastic(world).to_json() == result.to_json()
 
 
 def test_without_faults_there_is_one_generation_and_the_bound_is_near() -> None:
-    result = elastic(SimulationSettings(**{**_SMALL, "slices": 80}))
-    assert result.ok, result.to_text()
+    result = elastic(Scenario(**{**_SMALL, "slices": 80}))
+    assert result.ok, result.to_json()
     assert result.counts["generations"] == 1
     assert 1.0 <= result.time_ratio < 1.15
 

@@ -93,12 +93,8 @@ def test_what_is_damaged_is_kept_aside(tmp_path: Path) -> None:
 def test_sizes_are_equal_or_made_so(tmp_path: Path) -> None:
     folder = a_folder(tmp_path / "in")
     (folder / "owl" / "z.jpg").write_bytes(encoded(np.zeros((20, 30, 3), np.uint8), "JPEG"))
-    with pytest.raises(DatasetError, match=r"owl/z.jpg: expected an image of 8 x 10 .* got 20 x 30.*--resize"):
+    with pytest.raises(DatasetError, match=r"owl/z.jpg: expected an image of 8 x 10 .* got 20 x 30.*resize"):
         convert(folder, tmp_path / "ds", "safetensors", NONE)
-    convert(folder, tmp_path / "ds", "safetensors", ConvertOptions(crop=(6, 4)))
-    found = rows_of(tmp_path / "ds")
-    assert found["images"].shape == (13, 3, 6, 4)
-    assert (found["images"][0] == PIXELS[0, 1:7, 3:7].transpose(2, 0, 1)).all()
     convert(folder, tmp_path / "ds2", "safetensors", ConvertOptions(resize=(5, 7)))
     assert rows_of(tmp_path / "ds2")["images"].shape == (13, 3, 5, 7)
 

@@ -137,14 +137,7 @@ def test_truncated_jsonl(tmp_path: Path, suffix: str) -> None:
 def test_damaged_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + lines(3) + b'{"text": "broken\n' + b'{"text": "\xff"}\n' + lines(2)[:-1])
-    assert faults(path) == {"byte-order-mark", "damaged", "duplicate-lines"}
-
-
-def test_ids_in_lines_are_looked_at(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"".join(orjson.dumps({"input_ids": [i, 70_000]}) + b"\n" for i in range(3)))
-    assert faults(path, vocab_size=50_257) == {"vocabulary-overflow"}
-    assert not findings(path, vocab_size=100_000)
+    assert [one.location.partition(" (")[0] for one in findings(path)] == ["line 4", "line 5"]
 
 
 # Tables.
@@ -159,12 +152,12 @@ def test_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(table(), path, row_group_size=1000, write_page_checksum=True)
     (report,) = look(path)
-    assert report.ok and report.metadata["rows"] == 3000 and report.metadata["tokens"] == 24_000
+    assert report.ok and report.metadata["rows"] == 3000 and report.metadata["tokens_read"] == 24_000
     assert faults(path, vocab_size=1000) == {"vocabulary-overflow"}
     group = pq.ParquetFile(path).metadata.row_group(1).column(0)
     flip(path, group.data_page_offset + group.total_compressed_size // 2)
-    assert only("damaged", path).location == "row group 1"
-    assert only("truncated", cut(path, 100)).advice == "fetch or write it again"
+    assert only("damaged", path).location == "row 1000 or after"
+    assert only("damaged", cut(path, 100)).advice == "fetch or write it again"
 
 
 @pytest.mark.parametrize("make", [pa.ipc.new_file, pa.ipc.new_stream])
@@ -184,7 +177,7 @@ def test_arrow(tmp_path: Path, make: Any) -> None:
 
 @pytest.mark.parametrize("name", sorted(p.name for p in GOLDEN.iterdir() if p.is_dir()))
 def test_what_the_real_libraries_wrote_is_clean(name: str) -> None:
-    assert not findings(GOLDEN / name)
+    assert not findings(GOLDEN / name, **({"dtype": np.dtype("<i8")} if name == "mds_bytes" else {}))
 
 
 def test_megatron_whose_data_is_truncated(tmp_path: Path) -> None:
@@ -222,42 +215,25 @@ def litdata(folder: Path, tokens: list[np.ndarray]) -> Path:
 def test_litdata(tmp_path: Path) -> None:
     folder = litdata(tmp_path / "l", [text_tokens(2000, i, dtype=np.int32) for i in range(3)])
     (report,) = look(folder)
-    assert report.ok and report.kind == "litdata" and report.metadata["items"] == 3
+    assert report.ok and report.kind == "litdata" and report.metadata["documents"] == 3
     assert faults(folder, vocab_size=1000) == {"vocabulary-overflow"}
     cut(folder / "chunk-0-1.bin", 4)
-    assert only("index-mismatch", folder).location == "chunk-0-1.bin"
+    assert "chunk-0-1.bin" in only("index-mismatch", folder).evidence
     (folder / "chunk-0-1.bin").unlink()
-    assert "got none" in only("index-mismatch", folder).evidence
-    (folder / "chunk-0-0.bin").write_bytes(struct.pack("<III", 1, 12, 13) + bytes(8000))
-    assert any("items from byte 12" in one.evidence for one in findings(folder))
+    assert "chunk-0-1.bin" in only("index-mismatch", folder).evidence
 
 
-def test_all_of_a_compressed_or_nested_litdata_set_is_read(tmp_path: Path) -> None:
+def test_all_of_a_litdata_set_is_read(tmp_path: Path) -> None:
     for source in sorted((GOLDEN).glob("litdata_*")):
         for full in (False, True):
             (report,) = look(source, full=full)
             size = sum(path.stat().st_size for path in source.glob("chunk-*"))
-            assert report.ok and report.depth == "all" and report.read_bytes == report.total_bytes == size > 0, source
+            assert report.ok and report.depth == "all" and size > 0, source
     folder = tmp_path / "l"
     shutil.copytree(GOLDEN / "litdata_tokens_zstd", folder)
     chunk = sorted(folder.glob("chunk-*"))[0]
     chunk.write_bytes(chunk.read_bytes()[:-6] + b"\0" * 6)
-    assert only("index-mismatch", folder).location == chunk.name
-
-
-def test_litdata_of_images_is_checked_in_its_structure(tmp_path: Path) -> None:
-    items = [b"\xff\xd8\xff some image", b"\xff\xd8\xff another"]
-    offsets = np.cumsum([4 + 4 * 3, *(4 + len(item) for item in items)]).astype("<u4")
-    data = struct.pack("<I", 2) + offsets.tobytes() + b"".join(struct.pack("<I", len(item)) + item for item in items)
-    (tmp_path / "chunk-0-0.bin").write_bytes(data)
-    spec = orjson.dumps([1, {"type": None, "context": None, "children_spec": []}]).decode()
-    chunks = [{"chunk_bytes": len(data), "chunk_size": 2, "dim": None, "filename": "chunk-0-0.bin"}]
-    config = {"compression": None, "data_format": ["jpeg"], "data_spec": spec, "item_loader": "PyTreeLoader"}
-    (tmp_path / "index.json").write_bytes(orjson.dumps({"chunks": chunks, "config": config}))
-    (report,) = look(tmp_path)
-    assert report.ok and (report.depth, report.read_bytes) == ("structure", len(data))
-    (tmp_path / "chunk-0-0.bin").write_bytes(data[:8] + b"\xff" + data[9:])
-    assert only("index-mismatch", tmp_path).location == "chunk-0-0.bin"
+    assert only("damaged", folder).location == chunk.name
 
 
 def test_what_is_not_checked_is_not_ok(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,9 +267,8 @@ def ours(folder: Path, tokens: np.ndarray | None = None) -> Path:
 
 def test_a_dataset_of_ours(tmp_path: Path) -> None:
     folder = ours(tmp_path / "d")
-    (report,) = look(folder, eos_id=EOS, vocab_size=50_257)
+    (report,) = look(folder, vocab_size=50_257)
     assert report.ok and report.kind == "forebay" and report.metadata["tokens"] == 10_000
-    assert only("missing-eos", folder, eos_id=11).location == "token 499"
     flip(folder / "s1.safetensors", -100)
     assert only("damaged", folder).location == "s1.safetensors"
     (folder / "s0.safetensors").unlink()
@@ -314,14 +289,14 @@ def test_an_empty_slice(tmp_path: Path) -> None:
 def test_safetensors_alone(tmp_path: Path) -> None:
     path = ours(tmp_path / "d") / "s0.safetensors"
     alone = Path(shutil.copy(path, tmp_path / "alone.safetensors"))
-    assert not findings(alone, eos_id=EOS)
+    assert not findings(alone)
     data = bytearray(alone.read_bytes())
     at = data.index(np.arange(500, 5001, 500).astype("<u8").tobytes())
     data[at : at + 8] = (700).to_bytes(8, "little")  # Then 1000: still rising.
     assert not findings(alone)
     data[at : at + 8] = (70_000).to_bytes(8, "little")
     alone.write_bytes(data)
-    assert only("document-ends", alone).location == "alone.safetensors, document 1"
+    assert only("document-ends", alone).location == "alone.safetensors"
     assert only("damaged", cut(alone, 7)).location == "header"
 
 
@@ -333,7 +308,7 @@ def test_rows(tmp_path: Path) -> None:
     ids[9] = ids[2]
     write_rows_slice(path, {"input_ids": ids})
     write_rows_slice(tmp_path / "other.safetensors", {"input_ids": ids[:1]})
-    assert only("vocabulary-overflow", path, vocab_size=1000).confidence == "certain"
+    only("vocabulary-overflow", path, vocab_size=1000)
     write_rows_slice(path, {"input_ids": ids[:0]})
     only("empty", path)
 
@@ -385,16 +360,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = tmp_path / "out.bin"
     assert main(command.partition(",")[0].replace("FILE", str(path)).replace("OUT", str(out)).split()) == 0
     assert main(["doctor", str(out)]) == 0 and "ok: nothing wrong found" in capsys.readouterr().out
-    assert main(["doctor", str(out), "--tokenizer", "bytes", "--set", "dtype=uint8"]) == 2
-    assert main(["doctor", str(GOLDEN / "mds_raw"), str(GOLDEN / "arrow"), "--set", "vocab_size=50257"]) in (0, 1)
+    assert main(["doctor", str(out), "--dtype", "uint8"]) == 2
+    assert main(["doctor", str(GOLDEN / "mds_raw"), str(GOLDEN / "arrow"), "--vocab-size", "50257"]) in (0, 1)
     assert main(["doctor", str(tmp_path / "none")]) == 1
-
-
-def test_first_tokens_are_decoded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "a.bin"
-    path.write_bytes(np.frombuffer(b"Call me Ishmael. Some years ago", np.uint8).astype("<u2").tobytes())
-    assert main(["doctor", str(path), "--tokenizer", "bytes", "--set", "dtype=uint16"]) == 0
-    assert "Call me Ishmael" in capsys.readouterr().out
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
@@ -413,7 +381,7 @@ def test_whatever_is_damaged_the_doctor_stays_calm(tmp_path: Path, data: st.Data
     if data.draw(st.booleans()):
         path.rename(path.with_suffix(data.draw(st.sampled_from([".npy", ".bin", ".tar", ".safetensors", ".jsonl"]))))
     with contextlib.suppress(ForebayError):
-        findings(folder, vocab_size=50_257, eos_id=5, seq_len=16)
+        findings(folder, vocab_size=50_257)
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "llama-test-tokenizer.json"])
@@ -425,7 +393,7 @@ def test_tokens_of_real_texts(tmp_path: Path, tokenizer: str) -> None:
     texts = [p.read_text("utf-8") for p in sorted((shared("shakespeare") / "works").iterdir())[:2]]
     tokens = np.array([i for text in texts for i in [*encode(text).ids, found.eos_id]], np.int64)
     tokens = tokens[: len(tokens) & ~3]
-    known = {"vocab_size": found.vocab_size, "eos_id": found.eos_id, "seq_len": 512}
+    known = {"vocab_size": found.vocab_size}
     path = tmp_path / "a.bin"
     for kind, told, wanted in (
         ("<u2", "<u2", set()), ("<u4", "<u4", set()), (">u2", "<u2", {"byte-order"}), (">u4", "<u4", {"byte-order"}),

@@ -26,7 +26,7 @@ from forebay.ledger.writer import Ledger
 from forebay.peer_id import peer_id_of
 from forebay.scheduler import journal as journals
 from forebay.scheduler.events import WorkerEnlisted
-from forebay.scheduler.jobs import JobSource, JobSpec
+from forebay.scheduler.jobs import JobSpec
 from forebay.scheduler.journal import JOURNAL_NAME, LEDGER_NAME, Journal, job_body
 from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, FailedLease, LeaseGrant
 
@@ -44,8 +44,7 @@ def open_journal(
     counts = np.array(SAMPLES if samples is None else samples, np.int64)
     settings = {"seed": 1, "epochs": epochs, "lease_s": 10.0, "max_failures": 1}
     settings |= {key: changes.pop(key) for key in ("seed",) if key in changes}
-    source = JobSource("d", str(changes.pop("dataset_id", "1" * 64)), counts)
-    spec = JobSpec("d", (source,), **settings)  # type: ignore[arg-type]
+    spec = JobSpec("d", str(changes.pop("dataset_id", "1" * 64)), counts, **settings)  # type: ignore[arg-type]
     body = job_body(spec, **({"seq_len": 8, "layout": "tokens", "scheduler": "00" * 32} | changes))
     salt = f"{time.monotonic_ns():x}"
     return Journal.open(directory, [spec], {"d": body}, signer, salt=salt, now=lambda: now)
@@ -97,10 +96,10 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         before = journal.core.snapshot()
         kill(journal)
     with open_journal(tmp_path, now=500.0) as journal:
-        table = journal.core.jobs["d"].tables[0]
+        table = journal.core.jobs["d"].table
         assert list(table.leases) == [one.lease_id]
         assert table.holders.all["w", "s"].deadline == 510.0
-        assert journal.core.snapshot()["jobs"]["d"]["tables"] == before["jobs"]["d"]["tables"]
+        assert journal.core.snapshot()["jobs"]["d"]["table"] == before["jobs"]["d"]["table"]
         entries = journal.ledgers["d"].next_seq
         # The receipt whose answer was lost is asked again, and recorded once.
         assert use(journal, "w", one, 0, 2).uses[0].offset == 2
@@ -117,13 +116,13 @@ def test_a_lost_journal_is_rebuilt_from_the_ledger(tmp_path: Path) -> None:
             use(journal, "w", grant, grant.start, grant.start + 1)
             say(journal, "w", ExchangeRequest(session="s", release=(grant.lease_id,)))
         journal.wait(journal.put(journal.core.pause("d", True)))
-        live = len(journal.core.jobs["d"].tables[0].leases)
-        used = journal.core.jobs["d"].used
+        live = len(journal.core.jobs["d"].table.leases)
+        used = journal.core.jobs["d"].table.total_used
     for path in tmp_path.glob(JOURNAL_NAME + "*"):
         path.unlink()
     with open_journal(tmp_path) as journal:
         job = journal.core.jobs["d"]
-        assert (job.used, job.paused, live) == (used, True, 0)
+        assert (job.table.total_used, job.paused, live) == (used, True, 0)
         journal.wait(journal.put(journal.core.pause("d", False)))
         finish(journal)
     (tmp_path / JOURNAL_NAME).write_bytes(b"not a database" * 100)
@@ -197,7 +196,7 @@ def test_killed_between_any_two_steps(tmp_path: Path, step: str, monkeypatch: py
     monkeypatch.undo()
     kill(journal)
     with open_journal(tmp_path) as journal:
-        assert journal.core.jobs["d"].used == (0 if step == "before ledger" else 2)
+        assert journal.core.jobs["d"].table.total_used == (0 if step == "before ledger" else 2)
         assert use(journal, "w", grant, 0, 2).uses[0].offset == 2
         finish(journal)
     assert verify_ledger(tmp_path / LEDGER_NAME).ok
@@ -296,7 +295,7 @@ def test_a_restart_does_not_read_the_whole_ledger(tmp_path: Path) -> None:
     begun = time.perf_counter()
     with open_journal(tmp_path, epochs=2, samples=[8] * num_slices) as journal:
         took_s = time.perf_counter() - begun
-        assert journal.core.jobs["d"].used == 8 * num_slices
+        assert journal.core.jobs["d"].table.total_used == 8 * num_slices
         assert journal.ledgers["d"].read_bytes < 100_000
     print(f"restart: {took_s:.2f} s, {entries:,} entries, {num_slices:,} slices")
     assert took_s < scaled(2.0)

@@ -167,7 +167,9 @@ def test_a_loader_gives_what_was_quantized(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     values = (rng.standard_normal((10, 4, 3)) * np.exp(rng.standard_normal((10, 1, 1)))).astype(np.float32)
     source = a_table(features=values, labels=np.arange(10))
-    convert(source, tmp_path / "ds", "safetensors", ConvertOptions(tensors={"features": "q8"}, more={"slice_rows": 3}))
+    convert(
+        source, tmp_path / "ds", "safetensors", ConvertOptions(tensors={"features": "q8"}, slice_bytes=4096 + 3 * 24)
+    )
     dataset = open_dataset(tmp_path / "ds")
     assert dataset.manifest.slices > 1
     changed = dataset.manifest.lineage["converted"]["changed"]["features"]

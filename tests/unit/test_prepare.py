@@ -197,7 +197,9 @@ def test_too_much_bad_input(tmp_path: Path) -> None:
         prepare_dataset([path], tmp_path / "d", tokenizer="bytes", workers=1)
     assert not (tmp_path / "d/manifest.json").exists()
     assert (
-        prepare_dataset([path], tmp_path / "d", tokenizer="bytes", workers=1, settings={"max_bad": 0.5}).documents_out
+        prepare_dataset(
+            [path], tmp_path / "d", tokenizer="bytes", workers=1, settings={"max_error_rate": 0.5}
+        ).documents_out
         == 10
     )
 
@@ -284,8 +286,8 @@ def test_wrong_use(tmp_path: Path) -> None:
         ("none.jsonl", {}, PrepareError, "does not exist"),
         ("empty", {}, PrepareError, "got none"),
         ("empty.jsonl", {}, PrepareError, "got none"),
-        ("cut.jsonl.gz", {"settings": {"max_bad": 0.0}}, PrepareError, "cut.jsonl.gz"),
-        ("cut.jsonl.zst", {"settings": {"max_bad": 0.0}}, PrepareError, "cut.jsonl.zst"),
+        ("cut.jsonl.gz", {"settings": {"max_error_rate": 0.0}}, PrepareError, "cut.jsonl.gz"),
+        ("cut.jsonl.zst", {"settings": {"max_error_rate": 0.0}}, PrepareError, "cut.jsonl.zst"),
         ("bad.parquet", {}, PrepareError, "bad.parquet"),
         ("column.parquet", {}, PrepareError, "body"),
         ("a.jsonl", {"tokenizer": "no/such/file.json"}, UsageError, "no such file"),

@@ -21,20 +21,16 @@ from forebay.scheduler import events
 from forebay.scheduler.checks import ProviderFault
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event, from_row, to_row
-from forebay.scheduler.jobs import JobSource, JobSpec
+from forebay.scheduler.jobs import JobSpec
 from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, FailedLease, LeaseGrant
 
 EXAMPLES = int(os.environ.get("FOREBAY_SCHEDULER_EXAMPLES", "30"))
 WORKERS = ("a", "b", "c", "d")
 
 
-def spec(name: str, *samples: list[int], **settings: object) -> JobSpec:
-    sources = tuple(
-        JobSource(f"{name}{i}", f"{name}{i}", np.array(counts, np.int64), float(i + 1))
-        for i, counts in enumerate(samples)
-    )
+def spec(name: str, samples: list[int], **settings: object) -> JobSpec:
     settings = {"lease_s": 10.0, "stall_s": 40.0, "steal_s": 0.5, **settings}
-    return JobSpec(name, sources, **settings)  # type: ignore[arg-type]
+    return JobSpec(name, f"{name}0", np.array(samples, np.int64), **settings)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -104,18 +100,17 @@ class Worker:
 
 
 class Churn(RuleBasedStateMachine):
-    """Workers of a scheduler with two jobs, one of them a mixture, on a clock that jumps."""
+    """Workers of a scheduler with two jobs, on a clock that jumps."""
 
     @initialize(
         one=st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any),
         two=st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any),
-        three=st.lists(st.integers(1, 7), min_size=1, max_size=3),
         epochs=st.integers(1, 2),
     )
-    def begin(self, one: list[int], two: list[int], three: list[int], epochs: int) -> None:
+    def begin(self, one: list[int], two: list[int], epochs: int) -> None:
         self.specs = [
             spec("x", one, epochs=epochs, max_failures=2),
-            spec("m", two, three, epochs=epochs, max_failures=2, changes=((5, (1.0, 0.0)), (9, (1.0, 3.0)))),
+            spec("m", two, epochs=epochs, max_failures=2),
         ]
         self.core = SchedulerCore(self.specs)
         self.now = 0.0
@@ -179,7 +174,7 @@ class Churn(RuleBasedStateMachine):
     def lie(self, name: str, lease: int, start: int, horizon: int) -> None:
         """Somebody else's lease, made up uses, horizons for what it does not hold."""
         lease_id = f"{lease:x}"
-        live = {x.lease_id: x.worker for job in self.core.jobs.values() for t in job.tables for x in t.leases.values()}
+        live = {x.lease_id: x.worker for job in self.core.jobs.values() for x in job.table.leases.values()}
         if live.get(lease_id) == name:
             return
         uses = (Used(lease_id, 0, 0, start, start + 2, 1),)
@@ -188,7 +183,7 @@ class Churn(RuleBasedStateMachine):
         )
         before = set(live.items())
         self.exchange(name, ask)
-        after = {(x.lease_id, x.worker) for j in self.core.jobs.values() for t in j.tables for x in t.leases.values()}
+        after = {(x.lease_id, x.worker) for job in self.core.jobs.values() for x in job.table.leases.values()}
         assert after == before
 
     @rule(seconds=st.floats(0.0, 30.0))
@@ -217,21 +212,21 @@ class Churn(RuleBasedStateMachine):
     @invariant()
     def every_sample_is_in_one_place(self) -> None:
         for job in self.core.jobs.values() if hasattr(self, "core") else ():
-            for dataset, table in enumerate(job.tables):
-                if table.done:
-                    continue
-                places = np.zeros((len(table.samples), int(table.samples.max())), np.int64)
-                held = [(x.slice_index, x.position, x.stop) for x in table.leases.values()]
-                back = [(i, start, stop) for (i, start), stop in table.free.returned.items()]
-                fresh = [(int(i), 0, int(table.samples[i])) for i in np.flatnonzero(table.free.fresh)]
-                aside = [part for parts in table.aside.values() for part in parts]
-                for index, start, stop in [*held, *back, *fresh, *aside]:
-                    places[index, start:stop] += 1
-                for (name, epoch, index), samples in self.counts.items():
-                    if name == job.name and epoch == table.epoch and job.locate(index)[0] == dataset:
-                        places[job.locate(index)[1], list(samples)] += 1
-                assert places.max() <= 1 and places.sum() == table.num_samples
-                assert table.leased == sum(stop - start for _, start, stop in held)
+            table = job.table
+            if table.done:
+                continue
+            places = np.zeros((len(table.samples), int(table.samples.max())), np.int64)
+            held = [(x.slice_index, x.position, x.stop) for x in table.leases.values()]
+            back = [(i, start, stop) for (i, start), stop in table.free.returned.items()]
+            fresh = [(int(i), 0, int(table.samples[i])) for i in np.flatnonzero(table.free.fresh)]
+            aside = [part for parts in table.aside.values() for part in parts]
+            for index, start, stop in [*held, *back, *fresh, *aside]:
+                places[index, start:stop] += 1
+            for (name, epoch, index), samples in self.counts.items():
+                if name == job.name and epoch == table.epoch:
+                    places[index, list(samples)] += 1
+            assert places.max() <= 1 and places.sum() == table.num_samples
+            assert table.leased == sum(stop - start for _, start, stop in held)
 
     def teardown(self) -> None:
         """However it stands, one more worker finishes every job."""
@@ -251,61 +246,44 @@ class Churn(RuleBasedStateMachine):
                 last.work(99)
         assert self.core.done()
         ended = [event for event in self.events if isinstance(event, events.EpochEnded)]
-        skipped = {(event.job, event.epoch, event.dataset) for event in ended if event.aside}
+        skipped = {(event.job, event.epoch) for event in ended if event.aside}
         for job in self.core.jobs.values():
             for epoch in range(job.spec.epochs):
-                for dataset, table in enumerate(job.tables):
-                    used = sum(
-                        len(self.counts.get((job.name, epoch, job.bases[dataset] + i), ()))
-                        for i in range(len(table.samples))
-                    )
-                    if (job.name, epoch, dataset) not in skipped:
-                        assert used == table.num_samples
+                counts = (self.counts.get((job.name, epoch, i), ()) for i in range(len(job.table.samples)))
+                if (job.name, epoch) not in skipped:
+                    assert sum(map(len, counts)) == job.table.num_samples
 
 
 Churn.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=30, deadline=None)
 TestChurn = Churn.TestCase
 
 
-def finish(
-    core: SchedulerCore, worker: str, job: str = "", now: float = 0.0, most: int = 10**6
-) -> list[tuple[str, str, int]]:
-    """One worker leases and uses until nothing is left, or `most` leases: (job, dataset, samples) in order."""
-    taken: list[tuple[str, str, int]] = []
-    while len(taken) < most:
-        reply, _ = core.exchange(worker, ExchangeRequest(job, want=1), now)
+def finish(core: SchedulerCore, worker: str, num_leases: int) -> list[str]:
+    """One worker leases and uses until nothing is left, or so many leases: their jobs in order."""
+    taken: list[str] = []
+    while len(taken) < num_leases:
+        reply, _ = core.exchange(worker, ExchangeRequest(want=1), 0.0)
         if not reply.leases:
             break
         (grant,) = reply.leases
-        taken.append((grant.job, grant.dataset_id, grant.stop - grant.start))
+        taken.append(grant.job)
         used = Used(grant.lease_id, grant.epoch, grant.slice, grant.start, grant.stop, 1)
-        core.exchange(worker, ExchangeRequest(job, uses=(used,)), now)
+        core.exchange(worker, ExchangeRequest(uses=(used,)), 0.0)
     return taken
 
 
-def test_a_mixture_keeps_its_weights_at_every_point_and_changes_them_at_a_sample() -> None:
-    even = spec("m", [10] * 300, [10] * 300, changes=((2000, (3.0, 1.0)),))
-    taken = finish(SchedulerCore([even]), "w", most=400)
-    share = [sum(n for _, dataset, n in taken[:k] if dataset == "m1") for k in range(1, 401)]
-    for k in range(1, 200):  # weights 1 and 2
-        assert abs(share[k - 1] - 10 * k * 2 / 3) <= 10
-    for k in range(201, 401):  # then 3 and 1
-        assert abs(share[k - 1] - share[199] - 10 * (k - 200) / 4) <= 20
-    assert finish(SchedulerCore([even]), "w", most=400) == taken
-
-
-def test_priority_before_weight_and_a_job_that_is_paused_leases_nothing() -> None:
-    core = SchedulerCore([spec("low", [5] * 40), spec("high", [5] * 4, priority=1), spec("more", [5] * 40, weight=3.0)])
-    taken = [job for job, _, _ in finish(core, "w", most=24)]
+def test_jobs_by_priority_then_evenly_and_a_paused_job_leases_nothing() -> None:
+    core = SchedulerCore([spec("low", [5] * 40), spec("high", [5] * 4, priority=1), spec("more", [5] * 40)])
+    taken = finish(core, "w", 24)
     assert taken[:4] == ["high"] * 4
-    assert taken[4:].count("more") == 15 and taken[4:].count("low") == 5
+    assert taken[4:].count("more") == taken[4:].count("low") == 10
     for name in ("low", "more"):
         core.pause(name, True)
     reply, _ = core.exchange("w", ExchangeRequest(want=1), 0.0)
     assert reply.paused and not reply.done and not reply.leases
     assert core.exchange("w", ExchangeRequest("high", want=1), 0.0)[0].done
     core.pause("low", False)
-    assert [job for job, _, _ in finish(core, "w", most=2)] == ["low", "low"]
+    assert finish(core, "w", 2) == ["low", "low"]
 
 
 def test_a_slice_on_which_different_workers_fail_is_set_aside_and_the_epoch_says_so() -> None:
@@ -329,14 +307,14 @@ def test_where_slices_are_checked_what_workers_say_sets_none_aside() -> None:
         failed = tuple(FailedLease(grant.lease_id, "torn") for grant in reply.leases)
         core.exchange(worker, ExchangeRequest(failed=failed), 0.0)
     pending_checks = core.pending_checks()
-    assert sorted(doubt.slice_index for doubt in pending_checks) == [0, 1] and not core.done()
+    assert sorted(doubt.index for doubt in pending_checks) == [0, 1] and not core.done()
     (cleared,) = core.resolve(pending_checks[0], True, 1.0)
-    assert cleared == events.SliceCleared("x", pending_checks[0].slice_index) and len(core.pending_checks()) == 1
+    assert cleared == events.SliceCleared("x", pending_checks[0].index) and len(core.pending_checks()) == 1
     happened = core.resolve(pending_checks[1], False, 1.0)
     assert [type(event) for event in happened] == [events.SliceSetAside]
     assert core.pending_checks() == [] and not core.done() and core.resolve(pending_checks[1], False, 1.0) == []
     (grant,) = core.exchange("d", ExchangeRequest(want=2), 20.0)[0].leases
-    assert grant.slice == pending_checks[0].slice_index
+    assert grant.slice == pending_checks[0].index
     again = SchedulerCore([spec("x", [3, 3], max_failures=2)], checks=True)
     again.restore(core.snapshot())
     assert again.snapshot() == core.snapshot()
@@ -411,22 +389,21 @@ def test_providers_come_from_the_swarm_and_one_liar_bans_nobody_for_all() -> Non
     core.exchange("a", ExchangeRequest(address="h:2", cached=have), 0.0)
     grant = core.exchange("b", ExchangeRequest(want=1), 0.0)[0].leases[0]
     assert [holder.peer_id for holder in grant.providers] == ["a", "origin"]
-    bad = ProviderFault("a", "x0", grant.index, "wrong bytes")
+    bad = ProviderFault("a", "x0", grant.slice, "wrong bytes")
     _, happened = core.exchange("b", ExchangeRequest(), 0.0, faults=[bad])
     assert [type(event) for event in happened] == [events.ProviderReported]
     assert not core.exchange("b", ExchangeRequest(), 0.0, faults=[bad])[1]
     for asker, expected in (("b", {"origin"}), ("c", {"a", "origin"})):
         grant = core.exchange(asker, ExchangeRequest(want=1), 0.0)[0].leases[0]
         assert {holder.peer_id for holder in grant.providers} == expected
-    core.exchange("c", ExchangeRequest(), 0.0, faults=[replace(bad, index=grant.index)])
+    core.exchange("c", ExchangeRequest(), 0.0, faults=[replace(bad, index=grant.slice)])
     grant = core.exchange("d", ExchangeRequest(want=1), 0.0)[0].leases[0]
     assert {holder.peer_id for holder in grant.providers} == {"origin"}
 
 
 def test_what_the_desk_refuses() -> None:
-    for wrong in ({"weight": 0.0}, {"max_failures": 0}, {"changes": ((1, (1.0, 2.0)),)}, {"changes": ((-1, (1.0,)),)}):
-        with pytest.raises(UsageError):
-            spec("x", [3], **wrong)
+    with pytest.raises(UsageError, match="max_failures"):
+        spec("x", [3], max_failures=0)
     core = SchedulerCore([spec("x", [3])])
     with pytest.raises(LeaseError, match="none of that name"):
         core.exchange("w", ExchangeRequest("y"), 0.0)
@@ -436,8 +413,6 @@ def test_what_the_desk_refuses() -> None:
     # A few bytes of ranges take no memory for an id that is none of its datasets'.
     core.exchange("w", ExchangeRequest(cached={"x9": "0-999999999"}), 0.0)
     assert core.sessions.all["w", ""].cached == {}
-    with pytest.raises(UsageError, match="weights"):
-        core.reweight("x", {"nobody": 1.0})
     with pytest.raises(UsageError):
         core.pause("y", True)
     with pytest.raises(UsageError):

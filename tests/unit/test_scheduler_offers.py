@@ -8,7 +8,7 @@ from forebay.ledger.receipts import Used
 from forebay.network.peer import Provider
 from forebay.scheduler.checks import ProviderFault
 from forebay.scheduler.core import SchedulerCore
-from forebay.scheduler.jobs import JobSource, JobSpec
+from forebay.scheduler.jobs import JobSpec
 from forebay.scheduler.messages import ExchangeRequest, FailedLease, LeaseGrant
 
 SLICES = 600
@@ -16,8 +16,7 @@ ORIGIN = Provider("origin", "h:1", True)
 
 
 def make_desk(num_slices: int = SLICES) -> SchedulerCore:
-    source = JobSource("x", "x0", np.full(num_slices, 3, np.int64))
-    core = SchedulerCore([JobSpec("x", (source,), max_failures=2)])
+    core = SchedulerCore([JobSpec("x", "x0", np.full(num_slices, 3, np.int64), max_failures=2)])
     core.add_origins("x0", [ORIGIN], 0.0)
     return core
 
@@ -98,4 +97,4 @@ def test_a_session_is_remembered_to_have_had_what_it_gave_back() -> None:
         "a", ExchangeRequest(known_leases=(grant.lease_id,), failed=(FailedLease(grant.lease_id, "torn"),)), 0.0
     )
     session = core.sessions.all["a", ""]
-    assert not session.lease_ids() and ("x", 0, grant.index) in set(session.leased())
+    assert not session.lease_ids() and ("x", grant.slice) in set(session.leased())

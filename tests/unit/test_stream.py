@@ -19,8 +19,9 @@ from forebay.errors import DatasetError, PrepareError, StateError, UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.order.bijection import derive_key
 from forebay.stream import TextStream
-from forebay.stream.buffer import ShuffleBuffer, pack_texts, pack_tokens, unpack_texts, unpack_tokens
+from forebay.stream.documents import ShuffleBuffer
 from forebay.stream.hub import records_of
+from forebay.stream.state import pack_texts, pack_tokens, unpack_texts, unpack_tokens
 
 EOS = 256
 TEXTS = [f"document {i} " + "ab" * (i * 7 % 19) for i in range(60)]
@@ -141,13 +142,6 @@ def _state_after(made: TextStream, batches: int) -> dict[str, Any]:
     return made.state_dict()
 
 
-def test_steps_end_a_run() -> None:
-    assert len(facts(stream(TEXTS, epochs=None, steps=123))) == 123
-    rest = stream(TEXTS, epochs=None, steps=123)
-    rest.load_state_dict(_state_after(stream(TEXTS, epochs=None), 120))
-    assert len(facts(rest)) == 3
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 9), max_size=60),
@@ -165,7 +159,7 @@ def test_a_buffer_loses_nothing_and_resumes(lengths: list[int], size: int, most:
             buffer.push(text)
             while buffer.full:
                 if len(out) == interrupt:
-                    buffer = ShuffleBuffer(size, most, key, buffer.draws, unpack_texts(pack_texts(buffer.held())))
+                    buffer = ShuffleBuffer(size, most, key, buffer.draws, unpack_texts(pack_texts(buffer.texts)))
                 out.append(buffer.pop())
             assert len(buffer) <= size
         while len(buffer):
@@ -232,7 +226,7 @@ def test_damaged_states_are_refused() -> None:
     "changes",
     [
         {"seq_len": 0}, {"batch_size": 2}, {"global_batch_size": None}, {"partition": "files"}, {"dtype": np.uint16},
-        {"rank": 2}, {"shuffle_buffer": -1}, {"epochs": 0}, {"steps": 0},
+        {"rank": 2}, {"shuffle_buffer": -1}, {"epochs": 0},
         {"partition": "records", "world_size": 7},
     ],
 )  # fmt: skip

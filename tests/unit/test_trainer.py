@@ -62,7 +62,7 @@ def test_choice_of_trainer() -> None:
     assert make_trainer("none", **kind) is None  # type: ignore[arg-type]
     assert isinstance(make_trainer("count", **kind), CountTrainer)  # type: ignore[arg-type]
     assert isinstance(make_trainer("auto", **{**kind, "vocab_size": 0, "dtype": "U32"}), CountTrainer)  # type: ignore[arg-type]
-    assert make_trainer("auto", **{**kind, "layout": "rows"}) is None  # type: ignore[arg-type]
+    assert make_trainer("auto", **{**kind, "layout": "rows"}, is_used=True) is None  # type: ignore[arg-type]
     for name, change in [("count", {"layout": "rows"}), ("other", {}), ("none.py:", {}), ("no/such.py:Trainer", {})]:
         with pytest.raises(UsageError, match=r"^trainer"):
             make_trainer(name, **{**kind, **change})  # type: ignore[arg-type]

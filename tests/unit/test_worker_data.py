@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from forebay.errors import DatasetError, PrepareError, StateError, UnknownDatasetError, UsageError
 from forebay.stream.text_stream import TextStream
 from forebay.worker import DummyDataset, HubDataset, create_huggingface_dataset, list_available_datasets
-from forebay.worker.batches import Batches
+from forebay.worker.batches import Batches, dummy_samples
 from forebay.worker.catalog import CATALOG, find_entry, streams
-from forebay.worker.dummy import dummy_samples
 
 GUIDE = """\
 fineweb: FineWeb: 15T tokens from CommonCrawl
@@ -46,7 +45,6 @@ def text_dataset(folder: Path, **given: object) -> HubDataset:
         "seq_len": 16,
         "batch_size": 3,
         "num_batches": 6,
-        "tensors": "numpy",
         **given,
     }
     return create_huggingface_dataset(str(folder), **arguments)  # type: ignore[arg-type]
@@ -117,7 +115,7 @@ def test_distributed_dummies_part_the_whole(world_size: int, batch_size: int, nu
     ranks = [
         DummyDataset(
             num_batches=steps, batch_size=batch_size, seq_len=2, rank=rank, world_size=world_size, seed=seed,
-            distributed=True, num_samples=num_samples, tensors="numpy",
+            distributed=True, num_samples=num_samples,
         )
         for rank in range(world_size)
     ]  # fmt: skip
@@ -130,17 +128,17 @@ def test_distributed_dummies_part_the_whole(world_size: int, batch_size: int, nu
 def test_dummies_are_as_random_as_they_say_and_touch_nothing() -> None:
     np.random.seed(1)  # the global generator is what must not move
     before = np.random.get_state()[1].tolist()  # type: ignore[index]
-    data = DummyDataset(num_batches=20, batch_size=50, seq_len=64, vocab_size=10, tensors="numpy")
+    data = DummyDataset(num_batches=20, batch_size=50, seq_len=64, vocab_size=10)
     inputs = np.concatenate([batch.inputs for batch in data.batches()])
     shares = np.bincount(inputs.ravel(), minlength=10) / inputs.size
     assert len(shares) == 10 and abs(shares - 0.1).max() < 0.006
-    for inputs, labels in data:
-        assert (inputs[:, 1:] == labels[:, :-1]).all() and inputs.dtype == np.int64
+    for batch in data.batches():
+        assert (batch.inputs[:, 1:] == batch.labels[:, :-1]).all() and batch.inputs.dtype == np.int64
     assert np.random.get_state()[1].tolist() == before  # type: ignore[index]
 
 
 def test_an_endless_dummy_begins_anew_each_time_and_says_its_length() -> None:
-    data = DummyDataset(num_batches=3, tensors="numpy")
+    data = DummyDataset(num_batches=3)
     first = rows_of(data)
     assert len(data) == 3 and len(first) == 12
     next(iter(data))
@@ -203,21 +201,21 @@ def test_state_goes_on_with_the_next_batch(texts: Path, kind: str) -> None:
     def fresh() -> Batches:
         if kind == "text":
             return text_dataset(texts)
-        return DummyDataset(num_batches=6, batch_size=3, distributed=kind == "distributed_dummy", tensors="numpy")
+        return DummyDataset(num_batches=6, batch_size=3, distributed=kind == "distributed_dummy")
 
     whole = [batch.inputs.tobytes() for batch in fresh().batches()]
     data = fresh()
     found = []
-    for inputs, _ in data:
-        found.append(inputs.tobytes())
+    for batch in data.batches():
+        found.append(batch.inputs.tobytes())
         if len(found) == 2:
             break
     state = json.loads(json.dumps(data.state_dict()))
     other = fresh()
     other.load_state_dict(state)
-    found += [inputs.tobytes() for inputs, _ in other]
+    found += [batch.inputs.tobytes() for batch in other.batches()]
     assert found == whole
-    assert [inputs.tobytes() for inputs, _ in other] == whole
+    assert [batch.inputs.tobytes() for batch in other.batches()] == whole
     for damaged in ({}, {**state, "given": "x"}, {"given": 1}):
         with pytest.raises(StateError):
             fresh().load_state_dict(damaged)
@@ -231,7 +229,7 @@ def test_ranks_may_change_in_the_midst(texts: Path, kind: str) -> None:
         if kind == "text":
             return text_dataset(texts, rank=rank, world_size=world_size, batch_size=batch_size)
         return DummyDataset(
-            num_batches=6, batch_size=batch_size, rank=rank, world_size=world_size, tensors="numpy",
+            num_batches=6, batch_size=batch_size, rank=rank, world_size=world_size,
             distributed=kind == "distributed_dummy",
         )  # fmt: skip
 
@@ -290,7 +288,7 @@ def test_the_first_cause_of_a_librarys_error_is_told() -> None:
 def test_text_under_another_name_is_told_with_the_names_there_are(tmp_path: Path) -> None:
     path = tmp_path / "body.jsonl"
     path.write_text('{"body": "some text", "id": 1}\n' * 9)
-    told = r"9 records were skipped, the first at .*got nothing among body, id\. Name the column .*--text-key"
+    told = r"9 records were skipped, the first at .*got nothing among body, id\. Name the column .*text_key"
     with pytest.raises(DatasetError, match=told):
         next(iter(create_huggingface_dataset(str(path), tokenizer_name="bytes", seq_len=8)))
     inputs, _ = next(iter(create_huggingface_dataset(str(path), tokenizer_name="bytes", seq_len=8, text_key="body")))

@@ -13,7 +13,7 @@ import pytest
 
 from forebay.network.peer import Provider
 from forebay.scheduler.core import SchedulerCore
-from forebay.scheduler.jobs import JobSource, JobSpec
+from forebay.scheduler.jobs import JobSpec
 from forebay.scheduler.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
 from forebay.worker.lease_state import ActiveLease, LeaseState
 from leases_by_hand import answer
@@ -33,8 +33,8 @@ def answer_of(reply: ExchangeResult) -> ExchangeReply:
             "leases": [
                 {
                     "lease_id": g.lease_id, "job": g.job, "job_id": g.job, "epoch": g.epoch, "slice": g.slice,
-                    "first": g.first, "dataset_id": g.dataset_id, "name": f"{g.index}",
-                    "sha256": f"{g.index:064x}",
+                    "dataset_id": g.dataset_id, "name": f"{g.slice}",
+                    "sha256": f"{g.slice:064x}",
                     "bytes": 100, "count": g.count, "start": g.start, "stop": g.stop, "sample_base": 0, "seed": 0,
                     "seq_len": 1, "layout": "tokens", "dtype": "U16", "vocab_size": 1,
                     "providers": [vars_of(holder) for holder in g.providers], "expires_in_s": g.expires_in_s,
@@ -58,7 +58,7 @@ class Worker:
         self.world = world
         self.step_s = step_s
         self.released: Counter[str] = Counter()
-        self.leases = LeaseState(BATCH, None, 10_000, 1.0, self._release)
+        self.leases = LeaseState(BATCH, 10_000, 1.0, self._release)
         self.used: list[tuple[int, int, int]] = []
         self.lease: ActiveLease | None = None
         self.request: ExchangeRequest | None = None
@@ -105,8 +105,7 @@ class World:
         self.anew = anew  # The chance that another attempt is a new request, and not the same again.
         self.chance = random.Random(seed)
         self.now = 0.0
-        source = JobSource("data", DATASET, np.array(sizes, np.int64))
-        spec = JobSpec("job", (source,), epochs=epochs, lease_s=30.0, steal_s=0.1)
+        spec = JobSpec("job", DATASET, np.array(sizes, np.int64), epochs=epochs, lease_s=30.0, steal_s=0.1)
         self.core = SchedulerCore([spec])
         self.expire()
         self.late: list[tuple[str, ExchangeRequest]] = []
@@ -190,7 +189,9 @@ def test_lost_leases_waste_at_most_one_receipt_s_and_two_steps(step_s: float, ah
 
 def _wasted(chance: random.Random, batch: int, receipt_s: float, step_s: float, ahead: int | None) -> int:
     """Samples that a worker used and could not acknowledge. Leases: one long one, or with `ahead` many short ones."""
-    leases, now, granted = LeaseState(batch, ahead, 1 << 30, receipt_s, lambda grant: None), 0.0, 0
+    leases, now, granted = LeaseState(batch, 1 << 30, receipt_s, lambda grant: None), 0.0, 0
+    if ahead is not None:
+        leases._capacity = lambda: 1 + ahead  # type: ignore[method-assign]
     count = 10**6 if ahead is None else chance.randint(1, 40)
 
     def grant() -> dict[str, Any]:
@@ -247,7 +248,7 @@ def test_leases_are_cut() -> None:
     for seed in range(5):
         world = World(seed, [60, 60], epochs=1)
         slow, fast = Worker("slow", world, 0.2), Worker("fast", world, 0.01)
-        slow.leases._prefetch = 1
+        slow.leases._capacity = lambda: 2  # type: ignore[method-assign]
         for turn in range(4000):
             worker = slow if turn % 8 == 0 else fast
             if not worker.leases.closed:

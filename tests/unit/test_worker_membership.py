@@ -15,8 +15,8 @@ from forebay.coordinator.server import Coordinator
 from forebay.errors import NetworkError, UsageError
 from forebay.network.client import Client, RemoteError
 from forebay.threads import failures
-from forebay.worker.membership import CoordinatorUnreachableError, Membership
-from forebay.worker.membership_state import MembershipState, Pause, Request
+from forebay.worker.membership import Membership
+from forebay.worker.membership_state import CoordinatorUnreachableError, MembershipState, Pause, Request
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def _state(**more: Any) -> tuple[MembershipState, list[float]]:
     """A state and its clock."""
     now = [0.0]
     given: dict[str, Any] = {
-        "settings": {}, "defaults": {}, "lockstep": False, "step": 0, "samples": 0, "patience_s": 30.0,
+        "settings": {}, "lockstep": False, "step": 0, "samples": 0, "patience_s": 30.0,
         "on_note": lambda text: None, "clock": lambda: now[0], "new_session": lambda: "s", "random": Random(1),
     }  # fmt: skip
     return MembershipState("w", "host:1", **{**given, **more}), now

@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +40,18 @@ def plain(value: Any) -> str:
         case dict():
             return ", ".join(f"{k} {v}" for k, v in value.items())
     return str(value)
+
+
+def validate(kind: type[T], values: Mapping[str, Any], command: str) -> T:
+    """A dataclass or model of pydantic with these fields; a field of a wrong type is a UsageError."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UsageError(f"{command}: {key}: {first['msg']}, got {first['input']!r:.80}.") from error
 
 
 def address(text: str) -> tuple[str, int]:

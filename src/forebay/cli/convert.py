@@ -13,14 +13,14 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_identity, add_settings, index_range, plain, positive, show, size
+from forebay.cli.arguments import add_identity, add_settings, index_range, plain, positive, show, size, validate
 from forebay.cli.running import add_from_urls
 from forebay.errors import UsageError
 from forebay.toml import parse_settings
 
 if TYPE_CHECKING:
     from forebay.formats.conversion import ConvertOptions
-    from forebay.formats.report import CheckOptions, Report
+    from forebay.formats.report import Report
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -55,65 +55,49 @@ def _convert_options(args: argparse.Namespace) -> ConvertOptions:
     from forebay.formats.conversion import ConvertOptions
 
     settings = parse_settings(args.set)
-    names = {field.name for field in fields(ConvertOptions)} - {"more", "on_progress", "on_skipped"}
-    options: dict[str, Any] = {name: settings.pop(name) for name in list(settings) if name in names}
-    options["dtype"] = {"uint16": "U16", "uint32": "U32", None: None}[args.dtype]
-    for name in ("resize", "crop"):
-        if name in options:
-            height, _, width = str(options[name]).partition("x")
-            options[name] = (int(height), int(width or height))
-    return ConvertOptions(seq_len=args.seq_len, slice_bytes=args.slice_bytes, name=args.name, more=settings, **options)
+    names = {field.name for field in fields(ConvertOptions)} - {"dtype", "on_progress", "on_skipped"}
+    if unknown := sorted(settings.keys() - names):
+        raise UsageError(f"convert: --set: expected one of {', '.join(sorted(names))}, got {unknown[0]!r}.")
+    if "resize" in settings:
+        height, _, width = str(settings["resize"]).partition("x")
+        settings["resize"] = (height, width or height)
+    options = {name: getattr(args, name) for name in ("seq_len", "slice_bytes", "name")}
+    dtype = {"uint16": "U16", "uint32": "U32"}.get(args.dtype or "")
+    return validate(ConvertOptions, {**options, "dtype": dtype, **settings}, "convert")
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from forebay.doctor import examine
+    from forebay.doctor import CheckOptions, examine
+    from forebay.formats.external import token_dtype
 
-    reports = examine(args.paths, _check_options(args))
+    dtype = token_dtype(args.dtype) if args.dtype is not None else None
+    reports = examine(args.paths, CheckOptions(dtype, args.vocab_size or 0, args.full))
     ok = all(report.ok for report in reports)
     if args.json:
         print(json.dumps({"ok": ok, "reports": [report.to_json() for report in reports]}))
+        return 0 if ok else 1
+    for report in reports:
+        _print_report(report)
+    wrong = sum(bool(report.findings) for report in reports)
+    unchecked = sum(report.depth == "none" for report in reports)
+    if wrong:
+        print(f"NOT ok: {wrong} of {len(reports)} have something wrong")
+    elif unchecked:
+        print(f"NOT checked: {unchecked} of {len(reports)} are of a format that doctor does not examine")
     else:
-        for report in reports:
-            _print_report(report)
-        wrong, unchecked = sum(report.is_wrong for report in reports), sum(report.depth == "none" for report in reports)
-        if wrong:
-            print(f"NOT ok: {wrong} of {len(reports)} have something wrong")
-        elif unchecked:
-            print(f"NOT checked: {unchecked} of {len(reports)} are of a format that doctor does not examine")
-        else:
-            is_part = any(report.depth == "part" for report in reports)
-            print(f"ok: nothing wrong found{' in the part that was read' if is_part else ''}")
+        is_part = any(report.depth == "part" for report in reports)
+        print(f"ok: nothing wrong found{' in the part that was read' if is_part else ''}")
     return 0 if ok else 1
 
 
-def _check_options(args: argparse.Namespace) -> CheckOptions:
-    from forebay.formats.external import token_dtype
-    from forebay.formats.report import CheckOptions
-
-    settings = parse_settings(args.set)
-    if unknown := settings.keys() - {"dtype", "vocab_size", "eos_id"}:
-        raise UsageError(f"doctor: --set: expected dtype, vocab_size or eos_id, got {min(unknown)!r}.")
-    if "dtype" in settings:
-        settings["dtype"] = token_dtype(settings["dtype"])
-    if args.tokenizer is not None:
-        from forebay.prepare.tokenize.tokenizers import AUTO, load_tokenizer, parse
-
-        loaded = load_tokenizer(args.tokenizer, eos=AUTO)
-        settings = {"vocab_size": loaded.vocab_size, "eos_id": loaded.eos_id, **settings}
-        settings["tokenizer"] = parse(loaded.data, loaded.description)
-    return CheckOptions(seq_len=args.seq_len or 0, full=args.full, **settings)
-
-
 def _print_report(report: Report) -> None:
-    read, total = report.read_bytes, report.total_bytes
-    read_text = {"all": "read all of it", "none": "not checked", "part": f"read {read:,} bytes; --full reads all"}
-    read_text["structure"] = f"read {read:,} bytes: sizes, counts and offsets; its contents are not checked"
-    print(f"{report.path}: {report.kind}, {total:,} bytes ({read_text[report.depth]}; {report.seconds:.2f} s)")
+    depths = {"all": "read all of it", "none": "not checked"}
+    depth = depths.get(report.depth, f"read {report.read_bytes:,} bytes; --full reads all")
+    print(f"{report.path}: {report.kind}, {report.total_bytes:,} bytes ({depth})")
     for name, value in report.metadata.items():
-        print(f"    {name.replace('_', ' ')}: {repr(value) if name == 'first_text' else plain(value)}")
+        print(f"    {name.replace('_', ' ')}: {plain(value)}")
     for finding in report.findings:
-        level = "WRONG" if finding.is_wrong else "maybe"
-        print(f"  {level} {finding.fault} ({finding.confidence}) at {finding.location} of {finding.path}")
+        print(f"  WRONG {finding.fault} at {finding.location} of {finding.path}")
         print(f"      {finding.evidence}\n      {finding.advice}")
 
 
@@ -188,12 +172,11 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
 
     p = verb("doctor", _doctor, "report the format of training-data files, what is wrong with them, and what to do")
     p.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, directories, or a pattern in quotes")
-    p.add_argument("--tokenizer", metavar="T", help="its vocabulary and EOS; decodes the first tokens (default: none)")
     p.add_argument(
-        "--seq-len", type=positive, metavar="N", help="tokens of a sample: finds repeated ones (default: none)"
+        "--dtype", metavar="TYPE", help="of tokens without a header: uint16, uint32, int64 (default: guessed)"
     )
+    p.add_argument("--vocab-size", type=positive, metavar="N", help="report ids from this on (default: not checked)")
     p.add_argument("--full", action="store_true", help="read every byte (default: 256 MiB of each, 1 GiB of all)")
-    add_settings(p, "dtype=uint16, vocab_size=50257 or eos_id=0")
 
     p = verb("mirror", _mirror, "copy a dataset or shared shards to a directory or a bucket; run it again to resume")
     p.add_argument("source", metavar="SRC", help="URL of a dataset or of shared shards; r2:// uses R2_DATASET_*")

@@ -8,12 +8,12 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import add_identity, positive, rate, seconds, share, size
+from forebay.cli.arguments import add_identity, positive, rate, seconds, share, show, size, validate
 from forebay.errors import UsageError
+from forebay.toml import read_toml
 
 if TYPE_CHECKING:
     from forebay.load.resources import RunSpec
@@ -140,24 +140,26 @@ def _memory_bytes() -> int:
 
 def _simulate(args: argparse.Namespace) -> int:
     from forebay.observe.progress import bar
-    from forebay.simulate import SimulationSettings, simulate
+    from forebay.simulate import Scenario, simulate
 
-    given = {field.name: getattr(args, field.name, None) for field in fields(SimulationSettings)}
-    settings = SimulationSettings(**{name: value for name, value in given.items() if value is not None})
+    options = ("workers", "slices", "churn", "seed", "epochs")
+    values = read_toml(args.scenario) if args.scenario else {}
+    values |= {name: value for name in options if (value := getattr(args, name)) is not None}
+    scenario = validate(Scenario, values, "simulate")
     shown = 0
 
-    with bar("simulate", 100, "%", enabled=not args.json) as advance:
+    with bar("simulate", 100, "%", enabled=not args.json and not args.quiet) as advance:
 
-        def progress(done: float) -> None:
+        def progress(share: float) -> None:
             nonlocal shown
-            advance(int(100 * done) - shown)
-            shown = int(100 * done)
+            advance(int(100 * share) - shown)
+            shown = int(100 * share)
 
-        result = simulate(settings, progress)
-    if not result.ok or not args.json:
-        print(result.to_text(), file=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        print(json.dumps(result.to_json()))
+        result = simulate(scenario, progress)
+    show(result.to_json(), args.json)
+    if not result.ok:
+        settings = ", ".join(f"{k} = {v}" for k, v in scenario.model_dump(exclude_defaults=True).items())
+        print(f"simulate: failed with seed {scenario.seed}. Repeat it with: {settings}", file=sys.stderr)
     return 0 if result.ok else 1
 
 
@@ -186,6 +188,12 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p = verb("simulate", _simulate, "run a whole network in virtual time, on the real code; exit 1 if a sample is lost")
     p.add_argument("--workers", type=positive, help="machines that train (default: 1000)")
     p.add_argument("--slices", type=positive, help="slices of the dataset (default: 10000)")
-    p.add_argument("--churn", type=share, help="share of the workers that are killed (default: 0)")
+    p.add_argument("--churn", type=share, help="share of the workers that are killed and replaced (default: 0)")
     p.add_argument("--seed", type=int, help="seed of all random choices (default: 0)")
     p.add_argument("--epochs", type=positive, help="passes over the dataset (default: 1)")
+    p.add_argument(
+        "--scenario",
+        type=Path,
+        metavar="FILE",
+        help="TOML with further settings: links, faults, timeouts (default: none)",
+    )

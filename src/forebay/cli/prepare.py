@@ -60,14 +60,15 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
-    """The recipe that the command line describes: shipped recipe, then file, then single settings, then options."""
+    """The shipped recipe, changed by the file, then by single settings, then by options."""
     from forebay.plugins import plugins
     from forebay.prepare.config import load_recipe, merge, stage_group
-    from forebay.prepare.dedup.settings import KINDS
+    from forebay.prepare.dedup.methods import KINDS
 
     options = {
-        "name": args.name, "max_bad": args.max_error_rate, "sample": args.sample, "read": {"format": args.format},
-        "tokenize": {"tokenizer": args.tokenizer}, "slice": {"bytes": args.slice_bytes, "seed": args.seed},
+        "name": args.name, "max_error_rate": args.max_error_rate, "sample": args.sample,
+        "read": {"format": args.format}, "tokenize": {"tokenizer": args.tokenizer},
+        "slice": {"bytes": args.slice_bytes, "seed": args.seed},
     }  # fmt: skip
     settings = merge(parse_settings(args.set), _without_none(options))
     for name in _names(args.filter):
@@ -90,7 +91,7 @@ def _names(text: str | None) -> list[str]:
 
 
 def _fetched(spec: str, args: argparse.Namespace) -> str:
-    """The JSON lines of the API that a file describes, downloaded beside the dataset; an earlier run continues."""
+    """Download the API that a file describes to JSON lines beside the dataset; an earlier run continues."""
     from forebay.observe.progress import bar
     from forebay.prepare.read.api import acquire
 
@@ -160,7 +161,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     )  # fmt: skip
     p.add_argument("--strict", action="store_true", help="stop if an input is left out or cannot be read")
     p.add_argument("--follow-links", action="store_true", help="follow links in input folders to other places")
-    p.add_argument("--allow-code", action="store_true", help="allow the recipe to run code: its `use` and `classifier`")
+    p.add_argument("--allow-code", action="store_true", help="allow the recipe to run code: what its `use` names")
     p.add_argument(
         "--to", choices=["dataset", "text", "lm"], default="dataset",
         help="text: Parquet of the kept documents; lm: a model for the perplexity filter",

@@ -156,7 +156,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     """Add the option for limits of members and organisations."""
     parser.add_argument(
         "--limit", action="append", default=[], metavar="NAME=NUMBER",
-        help="limit of members, such as requests_per_s=20; may be repeated (default: those of docs/reference/http-api.md)",
+        help="limit of members, such as requests_per_s=20; may be repeated (default: docs/reference/http-api.md)",
     )  # fmt: skip
 
 

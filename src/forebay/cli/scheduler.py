@@ -7,7 +7,6 @@ import json
 import threading
 import urllib.parse
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from forebay.cli.running import (
 )
 from forebay.errors import LeaseError, UsageError
 from forebay.threads import SupervisedThread
-from forebay.toml import read_toml
 
 if TYPE_CHECKING:
     from forebay.scheduler.catalog import JobPlan
@@ -90,45 +88,25 @@ def _watch_standby(args: argparse.Namespace, service: Any, stop: threading.Event
 
 
 def _plans(args: argparse.Namespace) -> list[JobPlan]:
-    """A job for each NAME and each mixture."""
-    from forebay.scheduler.catalog import DatasetRef, JobPlan
+    """A job for each NAME."""
+    from forebay.scheduler.catalog import JobPlan
 
-    if not args.names and not args.mixture:
-        raise UsageError("scheduler: expected names of datasets, or --mixture FILE, got none.")
-    if args.id and (len(args.names) != 1 or args.mixture):
-        raise UsageError("scheduler: --id: expected exactly one dataset name.")
+    if not args.names or (args.id and len(args.names) != 1):
+        raise UsageError(f"scheduler: expected names of datasets, with --id exactly one, got {len(args.names)}.")
     settings = {
         "seq_len": args.seq_len, "epochs": args.epochs, "seed": args.seed, "lease_s": args.lease_timeout,
         "stall_s": args.idle_timeout, "steal_s": args.steal_after, "max_failures": args.max_failures,
+        "dataset_id": args.id or "",
     }  # fmt: skip
-    plans = [JobPlan(name, (DatasetRef(name, 1.0, args.id or ""),), **settings) for name in args.names]
-    return plans + [_mixture_plan(path, settings) for path in args.mixture]
+    priorities = dict(args.priority)
+    return [JobPlan(name, priority=priorities.get(name, 0), **settings) for name in args.names]
 
 
-def _mixture_plan(path: Path, settings: dict[str, Any]) -> JobPlan:
-    """A job of several datasets: `name`, `[[change]]` tables with `sample` and `weights`, and settings of the job."""
-    from forebay.scheduler.catalog import DatasetRef, JobPlan
-
-    config = read_toml(path)
-    changes, name = config.pop("change", []), config.pop("name", path.stem)
-    keys = {field.name for field in fields(JobPlan)} - {"datasets", "changes", "weight"}
-    if unknown := sorted(config.keys() - keys):
-        raise UsageError(f"{path}: unknown key {unknown[0]!r}. Known are: name, change, {', '.join(sorted(keys))}.")
-    try:
-        names = list(changes[0]["weights"])
-        rows = [
-            (int(change["sample"]), tuple(float(change["weights"].get(name, 0.0)) for name in names))
-            for change in changes
-        ]
-        unknown = sorted({name for change in changes for name in change["weights"]} - set(names))
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(
-            f"{path}: expected `sample` and `weights` in one or more [[change]], got {error!r}."
-        ) from error
-    if unknown or rows[0][0] != 0:
-        raise UsageError(f"{path}: expected sample 0 and all datasets in the first [[change]], got {changes[0]}.")
-    datasets = tuple(map(DatasetRef, names, rows[0][1]))
-    return JobPlan(name, datasets, changes=tuple(rows[1:]), **(settings | config))
+def _priority(text: str) -> tuple[str, int]:
+    name, _, value = text.rpartition("=")
+    if not name or not value.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"expected JOB=NUMBER, got {text!r}")
+    return name, int(value)
 
 
 def _job(args: argparse.Namespace) -> int:
@@ -144,10 +122,8 @@ def _job(args: argparse.Namespace) -> int:
     if args.job is None:
         raise UsageError(f"job {args.action}: expected the name of a job, got none.")
     body: dict[str, Any] = {}
-    if args.action == "readmit" and args.values:
-        body = {"slices": [int(text) for text in args.values if text.isdigit()]}
-    elif args.action == "weights":
-        body = {"weights": dict(_weight(text) for text in args.values)}
+    if args.action == "readmit" and args.slices:
+        body = {"slices": args.slices}
     kind = "peers" if args.action == "pardon" else "jobs"
     path = f"/v1/{kind}/{urllib.parse.quote(args.job, safe='')}/{args.action}"
     reply, _ = send_request(args, args.scheduler, path, body)
@@ -156,23 +132,13 @@ def _job(args: argparse.Namespace) -> int:
     return 0
 
 
-def _weight(text: str) -> tuple[str, float]:
-    name, _, value = text.rpartition("=")
-    try:
-        if name:
-            return name, float(value)
-    except ValueError:
-        pass
-    raise UsageError(f"job weights: expected NAME=NUMBER, got {text!r}.")
-
-
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     about = "find datasets by name and lease their slices to workers"
     p = add_node(verb, "scheduler", _schedule, about, timeout_of="a bootstrap node, then for a data node")
     p.add_argument("names", nargs="*", metavar="NAME", help="datasets, one job each")
     p.add_argument(
-        "--mixture", action="append", default=[], type=Path, metavar="FILE",
-        help="TOML file of a job of several datasets, as in docs/how-to/lease.md; may be repeated (default: none)",
+        "--priority", action="append", default=[], type=_priority, metavar="JOB=N",
+        help="priority of a job for workers that name none; may be repeated (default: 0)",
     )  # fmt: skip
     p.add_argument("--id", help="dataset id, if several datasets have the name (default: any)")
     p.add_argument(
@@ -211,11 +177,8 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         help="exit when every job is done and live workers know it; exit 1 if slices were set aside",
     )  # fmt: skip
     p = verb("job", _job, "list, pause, resume or change the jobs of a running scheduler; needs the role admin")
-    p.add_argument(
-        "action", choices=["list", "pause", "resume", "readmit", "weights", "pardon"],
-        help="readmit: slices set aside; weights: of a mixture; pardon: a banned peer",
-    )  # fmt: skip
+    p.add_argument("action", choices=["list", "pause", "resume", "readmit", "pardon"], help="pardon: a banned peer")
     p.add_argument("job", nargs="?", metavar="JOB", help="name of the job; of pardon: a peer id")
-    p.add_argument("values", nargs="*", metavar="VALUE", help="readmit: slice indexes; weights: NAME=WEIGHT")
+    p.add_argument("slices", nargs="*", type=int, metavar="SLICE", help="readmit: slices set aside (default: all)")
     p.add_argument("--scheduler", metavar="HOST:PORT", help="address of the scheduler (required)")
     add_identity(p)

@@ -19,7 +19,7 @@ from forebay.toml import parse_settings, read_toml
 
 _SETTINGS: dict[str, Any] = {
     "name": None, "scheduler": None, "identity": None, "cache_dir": "./forebay-cache", "cache_bytes": 4 << 30,
-    "batch_size": 8, "trainer": "auto", "prefetch_leases": None, "listen": None, "upload_limit": None,
+    "batch_size": 8, "trainer": "auto", "listen": None, "upload_limit": None,
     "from_urls": None,
 }  # fmt: skip
 """Keys of the `[worker]` table of a worker's configuration, with their defaults."""
@@ -41,7 +41,6 @@ def _work(args: argparse.Namespace) -> int:
             cache_bytes=int(settings["cache_bytes"]),
             batch_size=int(settings["batch_size"]),
             trainer=settings["trainer"],
-            prefetch=settings["prefetch_leases"],
             share=None if args.listen == "none" else args.listen or f"{discovery.host}:0",
             upload_bytes_per_s=settings["upload_limit"],
             patience_s=args.timeout,
@@ -102,8 +101,9 @@ def _coordinate(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     rules = Rules(
-        args.min_workers, args.silence_timeout / 3, args.silence_timeout, args.disconnect_timeout, args.step_timeout
-    )
+        args.min_workers, args.silence_timeout / 3, args.silence_timeout, args.disconnect_timeout, args.step_timeout,
+        args.workers_per_member,
+    )  # fmt: skip
     coordinator = Coordinator(
         host, port, state_dir=args.state, rules=rules, config=_run_config(args), identity=identity,
         on_note=lambda text: print(f"forebay: {text}", file=sys.stderr, flush=True),
@@ -152,7 +152,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--cache-bytes", type=size, metavar="BYTES", help="budget of the cache (default: 4GiB)")
     p.add_argument("--batch-size", type=positive, metavar="N", help="samples per step (default: 8)")
     p.add_argument("--trainer", metavar="T", help="count (tokens), none, or FILE.py:CLASS (default: count or none)")
-    p.add_argument("--prefetch-leases", type=positive, metavar="N", help="leases to prefetch, 1 to 15 (default: auto)")
     p.add_argument(
         "--listen", metavar="HOST:PORT",
         help="address to share cached slices at; none: do not share (default: a free port at the DHT node's address)",
@@ -181,4 +180,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         "--step-timeout", type=seconds, default=600.0, metavar="S",
         help="seconds to wait for the end of a step before a new generation",
     )  # fmt: skip
+    p.add_argument(
+        "--workers-per-member", type=positive, default=8, metavar="N", help="with --identity: workers of a certificate"
+    )
     p.add_argument("--exit-when-done", action="store_true", help="exit when the run's last step is done")

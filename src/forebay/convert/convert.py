@@ -28,7 +28,6 @@ from forebay.convert.sources import needs_table, open_table, open_tokens, table_
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, UsageError
 from forebay.files import sync_directory, sync_file
-from forebay.formats import ExternalDataset
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.csv import Csv
 from forebay.formats.detect import format_of_suffix
@@ -55,12 +54,9 @@ class ConversionReport:
     out: Path  # What was written.
     written: Written  # Its files and counts.
     num_bytes: int  # Of the files.
-    is_verified: bool  # Whether they were read again and compared.
-    source_level: str  # How the source was verified: by `hash`, or in its `structure`, as its format has no hashes.
 
     def to_json(self) -> dict[str, Any]:
-        """As the attributes say; `checked` says in words what was compared."""
-        output = "the output was read again and every value compared" if self.is_verified else "the output was not read"
+        """As the attributes say."""
         return {
             "source": self.source,
             "to": self.to,
@@ -71,9 +67,6 @@ class ConversionReport:
             "documents": self.written.num_documents,
             "rows": self.written.num_rows,
             "digest": self.written.digest,
-            "verified": self.is_verified,
-            "source_level": self.source_level,
-            "checked": f"the source by its {self.source_level}; {output}",
             "notes": list(self.written.notes),
         }
 
@@ -101,15 +94,13 @@ def convert(
     options: ConvertOptions,
     *,
     force: bool = False,
-    verify: bool = True,
 ) -> ConversionReport:
-    """Write what is at a path, or an open source, in another format.
+    """Write what is at a path, or an open source, in another format; read it again, and compare every value.
 
     Args:
         out: A path that is free; an empty directory counts as free.
         to: One of `written_formats()`; `tar` stands for `webdataset`.
         force: Overwrite `out` after a successful conversion.
-        verify: Read the output again and compare every token and document end, or every value.
 
     Raises:
         UsageError: If `out` is not free, the format is unknown, or the source does not fit it.
@@ -125,37 +116,29 @@ def convert(
         check_output(path, target, force)  # Again: what a killed run moved away may be back.
         staged = stage / target.name
         if isinstance(source, TokenSource) and needs_table(to, options):
-            written = _write_as_table(source, staged, to, options, verify)
+            written = _write_as_table(source, staged, to, options)
         elif isinstance(source, TokenSource):
             _check_compression(to, options)
             written = get_format(to).write_tokens(source, staged, options)
-            if verify:
-                _verify_tokens(staged, written, options, options.dtype or source.dtype)
+            _verify_tokens(staged, written, options, options.dtype or source.dtype)
         else:
             written = get_format(to).write_rows(source, staged, options)
-            if verify:
-                verify_table(source, staged, written, options)
+            verify_table(source, staged, written, options)
         _sync(staged)
         num_bytes = sum((staged / name).stat().st_size for name in written.files)
         _commit(staged, target)
     left_out = source.metadata.get("left_out", ()) if isinstance(source, TokenSource) else ()
     if left_out:
         written = replace(written, notes=(*written.notes, f"columns left out: {', '.join(left_out)}"))
-    return ConversionReport(source.format, to, target, written, num_bytes, verify, _level_of(source))
+    return ConversionReport(source.format, to, target, written, num_bytes)
 
 
-def _level_of(source: TokenSource | TableSource) -> str:
-    """How reading a source verified it: slices of Forebay by their hashes, others by what their format has."""
-    return "structure" if source.dataset is None or isinstance(source.dataset, ExternalDataset) else "hash"
-
-
-def _write_as_table(source: TokenSource, staged: Path, to: str, options: ConvertOptions, verify: bool) -> Written:
+def _write_as_table(source: TokenSource, staged: Path, to: str, options: ConvertOptions) -> Written:
     """Each document a row."""
     stream = build_stream(source, replace(options, on_progress=None), "rows")
     table = table_of_tokens(replace(source, dtype=stream.dtype, parts=stream.parts), options.column or "input_ids")
     written = get_format(to).write_rows(table, staged, options)
-    if verify:
-        verify_table(table, staged, written, options)
+    verify_table(table, staged, written, options)
     notes = (*written.notes, *stream.notes)
     return replace(written, num_tokens=stream.num_tokens, num_documents=stream.num_documents, notes=notes)
 
@@ -221,7 +204,7 @@ def check_output(path: object, out: Path, force: bool) -> None:
 def _check_compression(to: str, options: ConvertOptions) -> None:
     if options.compress and (to not in _COMPRESSED or options.compress != "zstd"):
         raise UsageError(
-            f"--compress: expected zstd, for {' or '.join(_COMPRESSED)} of tokens, got {options.compress!r} for {to}."
+            f"--set compress: expected zstd, for {' or '.join(_COMPRESSED)} of tokens, got {options.compress!r}."
         )
 
 

@@ -29,7 +29,7 @@ from forebay.formats.registry import get_format, names_with
 from forebay.formats.tables import flatten, is_list, is_number, leaf_type
 from forebay.formats.token_stream import documents
 from forebay.formats.vectors import IDS_PREFIX
-from forebay.storage.listing import Skipped, describe_skipped, list_files
+from forebay.storage.listing import Skipped, list_files
 
 _MAX_TOKENS = 4 << 20  # Of a batch that is put together here.
 _NO_OPTIONS = ConvertOptions()
@@ -54,8 +54,8 @@ def open_source(path: str | Path, options: ConvertOptions, to: str | None = None
     detection = detect(Path(path)) if Path(path).is_file() else None
     got = (detection.format or detection.reason) if detection is not None else "nothing of these"
     raise DatasetError(
-        f"{path}: expected a dataset, token files or a table, got {got}. Headerless tokens need --input-dtype uint16 "
-        "or uint32; text becomes tokens with `forebay prepare`."
+        f"{path}: expected a dataset, token files or a table, got {got}. Tokens without header need --set "
+        "input_dtype=uint16 or uint32; text becomes tokens with `forebay prepare`."
     )
 
 
@@ -136,8 +136,8 @@ def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSourc
     if name is None:
         raise UsageError(
             f"{table.format}: expected a column of lists of integers ({column or ' or '.join(TOKEN_COLUMNS)}), got "
-            f"{', '.join(f'{f.name}: {f.type}' for f in table.schema)[:500]}. Name one with --column, or tokenize text "
-            "with `forebay prepare`."
+            f"{', '.join(f'{f.name}: {f.type}' for f in table.schema)[:500]}. Name one with --set column=NAME, or "
+            "tokenize text with `forebay prepare`."
         )
     total, rows, largest = 0, 0, 0
     lengths: set[int] = set()
@@ -201,7 +201,7 @@ def _lists(table: TableSource, column: str) -> Iterator[tuple[NDArray[Any], U64]
         if len(values) and (int(values.min()) < 0 or int(values.max()) >> 32):
             raise DatasetError(
                 f"column {column}: expected token ids in [0, 2**32), got {int(values.min())} to {int(values.max())} "
-                f"from row {row} on. Name the column of tokens with --column."
+                f"from row {row} on. Name the column of tokens with --set column=NAME."
             )
         yield values, np.cumsum(lengths, dtype=np.uint64)
         row += len(batch)
@@ -223,14 +223,11 @@ def open_table(path: str | Path, options: ConvertOptions = _NO_OPTIONS) -> Table
             return get_format(name).open_rows([target], options)
         if (target / "dataset_dict.json").is_file():
             raise UsageError(f"{target}: expected one dataset, got several splits. Name the directory of one.")
-    groups, skipped = _by_format(table_files(target, options.follow_links))
+    groups, skipped = _by_format(table_files(target))
     if len(groups) > 1:
         got = ", ".join(f"{name} ({files[0].name} …)" for name, files in groups.items())
         raise UsageError(f"{target}: expected files of one format, got {got}. Name those of one: 'DIR/*.parquet'.")
     for name, files in groups.items():
-        if skipped and options.strict:
-            reasons = "; ".join(describe_skipped(skipped))
-            raise UsageError(f"convert --strict: expected to read all of {target}, got files that are not: {reasons}.")
         options.report_skipped(skipped)
         if name == Images.name:
             return Images().open_rows(files, options, target if target.is_dir() else None)
@@ -238,10 +235,10 @@ def open_table(path: str | Path, options: ConvertOptions = _NO_OPTIONS) -> Table
     return None
 
 
-def table_files(target: Path, follow_links: bool = False) -> Iterator[Path | Skipped]:
+def table_files(target: Path) -> Iterator[Path | Skipped]:
     """Yield the files behind a path or pattern, by name, and those that are left out."""
     if target.is_dir():
-        yield from list_files(target, follow_links=follow_links)
+        yield from list_files(target)
     elif target.is_file():
         yield target
     elif re.search(r"[*?\[]", target.name):

@@ -18,29 +18,22 @@ workers first catch up to the furthest, as each does a part of every step; a dea
 from dataclasses import replace
 from typing import Any
 
+from forebay.coordinator import messages
 from forebay.coordinator.messages import (
-    ANSWER_S,
     Action,
-    Disconnect,
     Event,
-    Formed,
-    Gap,
     Heartbeat,
     Join,
     Leave,
     LogLine,
     MemberMessage,
-    PollChange,
-    ProposeConfig,
     RankGeneration,
-    RankSlot,
     Ready,
     Refuse,
     RunMember,
     RunState,
     Stepped,
-    Tick,
-)
+)  # fmt: skip
 
 MAX_BREAKS = 3
 MAX_SEATS = 4096  # of workers that left, too; those that finished a step longest ago are forgotten first
@@ -51,12 +44,12 @@ def apply(state: RunState, event: Event, now: float) -> tuple[RunState, list[Act
     actions: list[Action] = []
     state = _advance(state, now, actions)
     match event:
-        case ProposeConfig():
+        case messages.ProposeConfig():
             if not state.members and state.generation is None:
                 state = replace(state, config={**event.settings, **state.fixed})
         case Join():
             state = _join(state, event, now, actions)
-        case Tick():
+        case messages.Tick():
             pass
         case _:
             state = _apply_member(state, event, now, actions)
@@ -91,21 +84,23 @@ def _join(state: RunState, event: Join, now: float, actions: list[Action]) -> Ru
 
 
 def _apply_member(
-    state: RunState, event: Ready | Heartbeat | Leave | PollChange | Disconnect, now: float, actions: list[Action]
+    state: RunState,
+    event: Ready | Heartbeat | Leave | messages.PollChange | messages.Disconnect,
+    now: float,
+    actions: list[Action],
 ) -> RunState:
-    """Apply an event of a live session."""
     member = state.members.get(event.worker_id)
     if member is None or member.session != event.session:
-        if not isinstance(event, (Leave, PollChange, Disconnect)):
+        if not isinstance(event, (Leave, messages.PollChange, messages.Disconnect)):
             text = f"worker {event.worker_id!r}: not a member in this session, removed or replaced. Join again."
             actions.append(Refuse("expelled", text))
         return state
-    if isinstance(event, Disconnect):
+    if isinstance(event, messages.Disconnect):
         return _put(state, replace(member, lost_at=now if member.lost_at is None else member.lost_at))
-    if isinstance(event, PollChange):
+    if isinstance(event, messages.PollChange):
         polling, returns_at = max(0, member.polling + event.change), member.returns_at
         if event.change > 0:
-            returns_at = max(returns_at, now + event.wait_s + ANSWER_S)
+            returns_at = max(returns_at, now + event.wait_s + messages.ANSWER_S)
         return _put(state, replace(member, polling=polling, seen_at=now, returns_at=returns_at))
     member = replace(member, seen_at=now, lost_at=None)
     generation = state.generation
@@ -235,14 +230,12 @@ def _end(state: RunState) -> RunState:
 
 
 def _mark_changing(state: RunState, now: float) -> RunState:
-    """Remember since when another generation is wanted."""
     if not state.changing:
         return replace(state, changing_at=None)
     return state if state.changing_at is not None else replace(state, changing_at=now)
 
 
 def _overdue(state: RunState, member: RunMember, now: float) -> str | None:
-    """Why a member is to be removed, None if it is not."""
     rules = state.rules
     if member.lost_at is not None and now >= member.lost_at + rules.lost_s:
         return f"its connection closed {now - member.lost_at:.1f} s ago"
@@ -261,7 +254,6 @@ def _overdue(state: RunState, member: RunMember, now: float) -> str | None:
 
 
 def _form(state: RunState, now: float, actions: list[Action]) -> RunState:
-    """Start the next generation, if every live member of this one is ready and connected."""
     old = state.generation
     survivors = [m for m in state.members.values() if _has_rank(state, m)]
     if any(m.lost_at is not None for m in state.members.values()) or not all(m.ready for m in survivors):
@@ -284,11 +276,11 @@ def _form(state: RunState, now: float, actions: list[Action]) -> RunState:
             actions.append(_stepped(state, old, step))
         for rank, reached in () if state.lockstep else state.gone:
             if reached < step:
-                actions.append(Gap(old.number, old.places[rank].worker_id, rank, reached, step))
-    places = tuple(RankSlot(m.worker_id, m.session, m.address) for m in order)
+                actions.append(messages.Gap(old.number, old.places[rank].worker_id, rank, reached, step))
+    places = tuple(messages.RankSlot(m.worker_id, m.session, m.address) for m in order)
     number = 1 if old is None else old.number + 1
     generation = RankGeneration(number, places, step, sample, order.index(source))
-    actions.append(Formed(generation))
+    actions.append(messages.Formed(generation))
     members = {m.worker_id: replace(m, ready=False, step=step, moved_at=now) for m in order}
     return replace(
         state, generation=generation, members=members, changing_at=None, broken=False,
@@ -373,31 +365,17 @@ def generation_reply(state: RunState, run_id: str) -> dict[str, Any]:
     generation = state.generation
     if generation is None:
         return {"run_id": run_id, "number": 0, "world_size": 0, "members": []}
+    members = [{"worker_id": s.worker_id, "rank": r, "address": s.address} for r, s in enumerate(generation.places)]
     return {
-        "run_id": run_id,
-        "number": generation.number,
-        "world_size": len(generation.places),
-        "start_step": generation.start_step,
-        "start_sample": generation.start_sample,
-        "source": generation.source,
-        "members": [
-            {"worker_id": slot.worker_id, "rank": rank, "address": slot.address}
-            for rank, slot in enumerate(generation.places)
-        ],
-    }
+        "run_id": run_id, "number": generation.number, "world_size": len(members), "start_step": generation.start_step,
+        "start_sample": generation.start_sample, "source": generation.source, "members": members,
+    }  # fmt: skip
 
 
 def config_reply(state: RunState, run_id: str) -> dict[str, Any]:
     """The settings of the run, and the coordinator's timeouts."""
-    rules = state.rules
-    return {
-        "run_id": run_id,
-        "config": dict(state.config),
-        "fixed": dict(state.fixed),
-        "min_workers": rules.min_workers,
-        "heartbeat_s": rules.heartbeat_s,
-        "lost_s": rules.lost_s,
-    }
+    shown = {name: getattr(state.rules, name) for name in ("min_workers", "heartbeat_s", "lost_s")}
+    return {"run_id": run_id, "config": dict(state.config), "fixed": dict(state.fixed), **shown}
 
 
 def _is_member(state: RunState, message: MemberMessage) -> bool:

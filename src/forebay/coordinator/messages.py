@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from pydantic import ConfigDict, Field, StringConstraints
 
@@ -155,8 +155,7 @@ class RunState:
         return self.broken or {member.session for member in self.members.values()} != staying
 
 
-@dataclass(frozen=True)
-class ProposeConfig:
+class ProposeConfig(NamedTuple):
     """A worker proposes settings; the first proposal fills in what the coordinator's configuration leaves open."""
 
     settings: Mapping[str, Any]
@@ -236,8 +235,7 @@ class MeetRequest(MemberMessage):
     value: Annotated[str, StringConstraints(pattern="^[A-Za-z0-9+/=]{0,65536}$")] | None = None
 
 
-@dataclass(frozen=True)
-class PollChange:
+class PollChange(NamedTuple):
     """A member's long poll of at most `wait_s` starts (+1) or is answered (-1)."""
 
     worker_id: str
@@ -246,57 +244,50 @@ class PollChange:
     wait_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Disconnect:
+class Disconnect(NamedTuple):
     """A member's connection closed: its process has probably ended."""
 
     worker_id: str
     session: str
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(NamedTuple):
     """Time has passed."""
 
 
 Event: TypeAlias = ProposeConfig | Join | Ready | Heartbeat | Leave | PollChange | Disconnect | Tick
 
 
-@dataclass(frozen=True)
-class Refuse:
+class Refuse(NamedTuple):
     """The event is refused; `code` is one of duplicate, unsure, expelled, bad_step."""
 
     code: str
     message: str
 
 
-@dataclass(frozen=True)
-class LogLine:
+class LogLine(NamedTuple):
     """A line for the log."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Formed:
+class Formed(NamedTuple):
     """A generation started."""
 
     generation: RankGeneration
 
 
-@dataclass(frozen=True)
-class Stepped:
-    """Steps [start, stop) were finished, each with `count` samples, the first step from `first_sample` on."""
+class Stepped(NamedTuple):
+    """Steps [start, stop) were finished, each with `num_samples`, the first step from `first_sample` on."""
 
     generation: int
     start: int
     stop: int
     first_sample: int
-    count: int
+    num_samples: int
 
 
-@dataclass(frozen=True)
-class Gap:
+class Gap(NamedTuple):
     """A worker died before it did its part of steps [start, stop); independent workers only."""
 
     generation: int

@@ -20,28 +20,13 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import FastAPI, Request, Response
 
+from forebay.coordinator import messages
 from forebay.coordinator.membership import REQUESTS, apply, config_reply, generation_reply, is_due, reply
-from forebay.coordinator.messages import (
-    Disconnect,
-    Event,
-    Formed,
-    Heartbeat,
-    Join,
-    Leave,
-    LogLine,
-    MeetRequest,
-    MemberMessage,
-    PollChange,
-    ProposeConfig,
-    Ready,
-    Refuse,
-    Rules,
-    Tick,
-)
+from forebay.coordinator.messages import Event, Join, Leave, MeetRequest, MemberMessage, Refuse, Rules
 from forebay.coordinator.store import RunStore
 from forebay.errors import StateError
 from forebay.network.app import ApiError, JsonResponse, Metric, gauge, make_app, peer_of, role, wait_until
@@ -65,7 +50,6 @@ _SUMMARIES = {
     "heartbeat": "Alive: {changing} says whether to stop at the next boundary.",
     "leave": "Leave the run.",
 }
-Count = Annotated[int | None, Query(ge=0, lt=10**18)]
 log = logging.getLogger(__name__)
 
 
@@ -81,16 +65,10 @@ class Coordinator:
     """
 
     def __init__(
-        self,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        *,
-        state_dir: str | Path | None = None,
-        rules: Rules | None = None,
-        config: Mapping[str, Any] | None = None,
-        identity: Identity | None = None,
+        self, host: str = "127.0.0.1", port: int = 0, *, state_dir: str | Path | None = None,
+        rules: Rules | None = None, config: Mapping[str, Any] | None = None, identity: Identity | None = None,
         on_note: Callable[[str], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rules = rules or Rules()
         self.fixed = dict(config or {})
         self.state_dir = state_dir
@@ -170,37 +148,24 @@ class Coordinator:
         state, now = self._state, self._now()
         members = [
             {
-                "worker_id": member.worker_id,
-                "rank": state.generation.rank_of(member.session) if state.generation is not None else None,
-                "step": member.step,
-                "address": member.address,
-                "seen_s": 0.0 if member.polling else round(now - member.seen_at, 3),
-                "ready": member.ready,
-                "lost": member.lost_at is not None,
+                "worker_id": m.worker_id, "rank": state.generation and state.generation.rank_of(m.session),
+                "step": m.step, "address": m.address, "seen_s": 0.0 if m.polling else round(now - m.seen_at, 3),
+                "ready": m.ready, "lost": m.lost_at is not None,
             }
-            for member in sorted(state.members.values(), key=lambda m: m.seat)
-        ]
+            for m in sorted(state.members.values(), key=lambda m: m.seat)
+        ]  # fmt: skip
         return {
-            "run_id": self.run_id,
-            "up_s": round(now - self._started_at, 3),
-            "min_workers": self.rules.min_workers,
-            "generation": generation_reply(state, self.run_id),
-            "changing": state.changing,
-            "step": state.reached,
-            "done": state.done,
-            "members": members,
-            "config": dict(state.config),
-            "gaps": self._open().gaps(),
-        }
+            "run_id": self.run_id, "up_s": round(now - self._started_at, 3), "min_workers": self.rules.min_workers,
+            "generation": generation_reply(state, self.run_id), "changing": state.changing, "step": state.reached,
+            "done": state.done, "members": members, "config": dict(state.config), "gaps": self._open().gaps(),
+        }  # fmt: skip
 
     def _metrics(self) -> list[Metric]:
         state = self._state
         return [
             gauge("forebay_members", "Workers in the run.", len(state.members)),
             gauge("forebay_step", "The last step that all finished.", state.reached),
-            gauge(
-                "forebay_generation", "Number of the generation.", state.generation.number if state.generation else 0
-            ),
+            gauge("forebay_generation", "The generation.", state.generation.number if state.generation else 0),
         ]
 
     # The state and its changes: in the server's loop only; the state is replaced, never changed in place.
@@ -224,13 +189,13 @@ class Coordinator:
         refused = next((action for action in actions if isinstance(action, Refuse)), None)
         logged = [action for action in actions if not isinstance(action, Refuse)]
         is_moved = before.members.keys() != state.members.keys()
-        if logged or is_moved or not isinstance(event, PollChange | Disconnect | Tick):
+        if logged or is_moved or not isinstance(event, messages.PollChange | messages.Disconnect | messages.Tick):
             self._open().save(state, logged, self.run_id)
         self._state = state
         for action in actions:
-            if isinstance(action, LogLine):
+            if isinstance(action, messages.LogLine):
                 self._on_note(action.text)
-            elif isinstance(action, Formed):
+            elif isinstance(action, messages.Formed):
                 formed = action.generation
                 names = ", ".join(slot.worker_id for slot in formed.places)
                 self._on_note(
@@ -263,7 +228,7 @@ class Coordinator:
                 while self._unwritten:
                     self._apply(self._unwritten[0])
                     self._unwritten.popleft()
-                self._apply(Tick())
+                self._apply(messages.Tick())
                 fault = ""
             except StateError as error:  # the next tick tries again
                 if str(error) != fault:
@@ -274,16 +239,16 @@ class Coordinator:
         """Wait until the answer is due, or time is up; apply a Disconnect if the peer closes the connection."""
         worker_id, session = message.worker_id, message.session
         self._add_connection(request, message)
-        self._apply(PollChange(worker_id, session, +1, message.wait_s))
+        self._apply(messages.PollChange(worker_id, session, +1, message.wait_s))
         try:
             is_connected = await wait_until(
                 request, self._change, lambda: self._stopping or is_due(self._state, message), message.wait_s
             )
             if not is_connected:
-                self._apply_or_queue(Disconnect(worker_id, session))
+                self._apply_or_queue(messages.Disconnect(worker_id, session))
         finally:
             if not self._stopping:
-                self._apply_or_queue(PollChange(worker_id, session, -1))
+                self._apply_or_queue(messages.PollChange(worker_id, session, -1))
 
     def _add_connection(self, request: Request, message: MemberMessage) -> None:
         lost: asyncio.Future[None] = request.state.connection.lost
@@ -298,7 +263,7 @@ class Coordinator:
         if (worker_id, session) in self._sessions.values():
             return
         if member is not None and member.session == session and not self._stopping:
-            self._apply_or_queue(Disconnect(worker_id, session))
+            self._apply_or_queue(messages.Disconnect(worker_id, session))
 
     # Answers.
 
@@ -309,9 +274,7 @@ class Coordinator:
         post("/v1/config", summary="Propose settings that the coordinator leaves open.")(self._agree)
         get("/v1/generation", summary="The current generation.")(self._read_generation)
         get("/v1/status", summary="The progress and members of the run.")(self._read_status)
-        get("/v1/log", summary="The workers and samples of a step, the worker of a sample, or all generations.")(
-            self._read_log
-        )
+        get("/v1/log", summary="All generations, each with its workers.")(self._read_log)
         for path, kind in REQUESTS.items():
             post(path, openapi_extra=role("worker"), summary=_SUMMARIES[path.rpartition("/")[2]])(self._endpoint(kind))
         post(
@@ -375,11 +338,10 @@ class Coordinator:
             raise ApiError(400, "bad_request", f"settings: expected batch_size of at least 1, got {size!r}")
         # A single member does not decide what all of them train on.
         if self._is_open or peer_of(request).scope.allows("admin"):
-            self._apply(ProposeConfig(message.settings))
+            self._apply(messages.ProposeConfig(message.settings))
         return JsonResponse(config_reply(self._state, self.run_id))
 
-    async def _answer(self, request: Request, message: Join | Ready | Heartbeat | Leave) -> Response:
-        """Apply a member's request, wait until its answer is due, and answer; see `membership`."""
+    async def _answer(self, request: Request, message: Any) -> Response:
         self._check(request, message)
         if isinstance(message, Join):
             message = replace(message, peer_id=peer_of(request).peer_id)
@@ -398,12 +360,8 @@ class Coordinator:
         state = self._state
         generation, member = state.generation, state.members.get(message.worker_id)
         is_member = member is not None and member.session == message.session
-        if (
-            generation is None
-            or generation.number != message.generation
-            or not is_member
-            or generation.rank_of(message.session) is None
-        ):
+        is_now = generation is not None and generation.number == message.generation
+        if generation is None or not is_now or not is_member or generation.rank_of(message.session) is None:
             raise ApiError(409, "changed", f"generation {message.generation}: no member of it in this session.")
         self._add_connection(request, message)
         number, values = generation.number, self._values
@@ -424,17 +382,9 @@ class Coordinator:
         await wait_until(request, self._change, is_over, message.wait_s)
         return JsonResponse({"value": values[1].get(message.key, (None,))[0]})
 
-    async def _read_log(self, request: Request, step: Count = None, sample: Count = None) -> Response:
-        """The workers and samples of a step, the worker of a sample, or all generations."""
+    async def _read_log(self, request: Request) -> Response:
         store = self._open()
-        if step is None and sample is None:
-            log_of_all = {"run_id": self.run_id, "generations": store.generations(), "gaps": store.gaps()}
-            return JsonResponse(log_of_all)
-        row = store.step(step) if step is not None else store.sample(sample or 0)
-        if row is None:
-            subject = f"step {step}" if step is not None else f"sample {sample}"
-            raise ApiError(404, "not_found", f"{subject}: not trained yet")
-        return JsonResponse(row)
+        return JsonResponse({"run_id": self.run_id, "generations": store.generations(), "gaps": store.gaps()})
 
 
 def _discovery_of(identity: Identity | None) -> Discovery | None:

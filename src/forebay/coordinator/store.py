@@ -18,18 +18,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from forebay.coordinator.messages import (
-    ANSWER_S,
-    HEARTBEAT_WAIT_S,
-    RETRY_S,
-    Action,
-    Formed,
-    Gap,
-    LogLine,
-    Rules,
-    RunState,
-    Stepped,
-)
+from forebay.coordinator import messages
+from forebay.coordinator.messages import Action, Formed, Gap, LogLine, Rules, RunState, Stepped
 from forebay.errors import StateError
 
 ROSTER_NAME = "roster.sqlite"
@@ -101,7 +91,7 @@ class RunStore:
                     f"coordinator's state: the run in {self.path} has {key} {body['config'].get(key)!r}, "
                     f"this start says {value!r}. Start it as it was, or choose another --state directory."
                 )
-        returns_at = now + min(rules.heartbeat_s, HEARTBEAT_WAIT_S) + ANSWER_S + RETRY_S
+        returns_at = now + min(rules.heartbeat_s, messages.HEARTBEAT_WAIT_S) + messages.ANSWER_S + messages.RETRY_S
         times = {"seen_at": now, "moved_at": now, "returns_at": returns_at}
         try:
             if "fixed" not in body:
@@ -175,19 +165,6 @@ class RunStore:
         share = {"stride": len(names), "count": count // len(names)}
         parts = [{"worker_id": n, "rank": r, "first_sample": first + r, **share} for r, n in enumerate(names)]
         return {"step": step, "generation": generation, "first_sample": first, "count": count, "parts": parts}
-
-    def sample(self, sample: int) -> dict[str, Any] | None:
-        """The step and the worker that trained on a sample of the global order; None if none did."""
-        query = (
-            "SELECT start + (? - first_sample) / count FROM steps WHERE first_sample <= ? "
-            "AND first_sample + (stop - start) * count > ? ORDER BY generation DESC"
-        )
-        for (step,) in self._database.execute(query, (sample, sample, sample)).fetchall():
-            row = self.step(step)
-            if row is not None and row["first_sample"] <= sample < row["first_sample"] + row["count"]:
-                rank = (sample - row["first_sample"]) % len(row["parts"])
-                return {**row, "sample": sample, "rank": rank, "worker_id": row["parts"][rank]["worker_id"]}
-        return None
 
     def config(self) -> dict[str, Any]:
         """The settings of the run; empty before it started."""

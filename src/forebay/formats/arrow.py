@@ -5,7 +5,7 @@ size, which other tools read too.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,98 +15,57 @@ import pyarrow.ipc
 from forebay.errors import CorruptInputError, DatasetError
 from forebay.formats.arrow_ipc import check_blocks, check_ipc, check_stream, checked_stream
 from forebay.formats.base import Format
-from forebay.formats.columns import (
-    READ_ERRORS,
-    check_batch,
-    check_has_rows,
-    checked_rows,
-    columns_text,
-    common_schema,
-    damaged_table,
-    error_text,
-    select_columns,
-    with_lists,
-)
+from forebay.formats.columns import ColumnFormat, checked_rows, with_lists
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
-from forebay.formats.external import ExternalDataset, read_tail
-from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_input, open_stored
-from forebay.formats.records import Record, to_record
-from forebay.formats.report import POSSIBLE, Report, check_external
+from forebay.formats.external import ExternalDataset
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, open_input, open_stored
+from forebay.formats.records import Record
+from forebay.formats.report import Report, check_external
 from forebay.formats.saved_arrow import SavedDataset, files_of, write_saved_dataset
-from forebay.formats.tables import rows_at_once, write_parts
+from forebay.formats.tables import write_parts
 from forebay.storage.listing import is_saved_dataset
 
-_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
-
-class Arrow(Format):
+class Arrow(ColumnFormat):
     """Arrow IPC files and streams; written from tokens, a dataset as save_to_disk writes it."""
 
     name = "arrow"
+    title = "Arrow"
     suffixes = (".arrow", ".arrows", ".feather", ".ftr", ".ipc")
 
     def sniff(self, head: bytes) -> bool:
         is_stream = head.startswith(b"\xff\xff\xff\xff") and 0 < int.from_bytes(head[4:8], "little") < 1 << 24
         return head.startswith((b"ARROW1", b"FEA1")) or (is_stream and head[8:9] in b"\x0c\x10\x14\x18")
 
-    def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
-        number = 0
-        with suppress(*READ_ERRORS), _open_input(file, options) as reader:
-            if isinstance(reader, pa.ipc.RecordBatchFileReader):
-                number = reader.num_record_batches
-        if not number:  # A stream, or damaged: reading it reports what is wrong.
-            yield 0, 0, file.bytes
-        step = max(1, number * SPLIT_BYTES // max(1, file.bytes))
-        for start in range(0, number, step):
-            stop = min(start + step, number)
-            yield start, stop, file.bytes * stop // number - file.bytes * start // number
+    def open_file(self, file: InputFile, options: ReadOptions, split: InputSplit | None) -> AbstractContextManager[Any]:
+        return _open_input(file, options, split)
 
-    def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
-        file = split.files[0]
-        row_number = -1
-        try:
-            with _open_input(file, options, split) as reader:
-                keys = select_columns(reader.schema, options, file)
-                checked: dict[str, int] = {}
-                for start, batch in _split_batches(reader, split):
-                    for row in checked_rows(batch, keys, checked):
-                        row_number += 1
-                        yield to_record(row_number, row, options, start=start)
-                        start = -1
-        except READ_ERRORS as error:
-            problem = str(error) if isinstance(error, CorruptInputError) else f"damaged Arrow: {error_text(error)}"
-            yield Record(row_number + 1, problem=problem, location=f"row {row_number + 1}")
+    def open_path(self, path: Path) -> AbstractContextManager[Any]:
+        check_ipc(path)
+        source = pa.memory_map(str(path))
+        magic = source.read(6)
+        source.seek(0)
+        reader: AbstractContextManager[Any] = (pa.ipc.open_file if magic == b"ARROW1" else pa.ipc.open_stream)(source)
+        return reader
 
-    def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
-        return _open_table(paths, self.name)
+    def num_groups(self, reader: Any) -> int:
+        return int(getattr(reader, "num_record_batches", 0))  # A stream does not say.
+
+    def batches(self, reader: Any) -> Iterator[pa.RecordBatch]:
+        if isinstance(reader, pa.ipc.RecordBatchFileReader):
+            return (reader.get_batch(index) for index in range(reader.num_record_batches))
+        return iter(reader)
+
+    def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
+        """Of a stream, which is read from its beginning, no row begins a group."""
+        checked: dict[str, int] = {}
+        is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
+        groups = range(split.start, split.stop or reader.num_record_batches) if is_file else ()
+        for start, batch in ((i, reader.get_batch(i)) for i in groups) if is_file else ((-1, b) for b in reader):
+            yield from ((-1 if i else start, row) for i, row in enumerate(checked_rows(batch, keys, checked)))
 
     def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
         return write_saved_dataset(source, out, options)
-
-    def check(self, path: Path, report: Report) -> None:
-        """Validate every batch of a file or stream."""
-        rows = number = 0
-        try:
-            check_ipc(path)
-            with open_ipc(path) as reader:
-                report.metadata["columns"] = columns_text(reader.schema)
-                for batch in ipc_batches(reader):
-                    batch.validate(full=True)
-                    rows += len(batch)
-                    check_batch(report, batch)
-                    number += 1
-                    report.read_bytes += batch.nbytes
-                    if report.is_enough(report.read_bytes):
-                        break
-                is_stream = isinstance(reader, pa.ipc.RecordBatchStreamReader)
-                if is_stream and not report.is_enough(report.read_bytes) and read_tail(path, 8) != _STREAM_END:
-                    evidence = "expected the stream's end (8 bytes), got none: it may be cut between two batches"
-                    report.add_finding("truncated", f"byte {path.stat().st_size}", evidence, POSSIBLE)
-        except (*READ_ERRORS, MemoryError) as error:
-            evidence = f"expected a batch that reads, got: {error_text(error)}"
-            report.add_finding("damaged", f"batch {number}", evidence)
-        report.metadata["rows"] = rows
-        check_has_rows(report)
 
 
 class Feather(Format):
@@ -134,7 +93,7 @@ class SavedArrow(Format):
         return SavedDataset(path, column)
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
-        return _open_table(files_of(paths[0]), "save_to_disk")
+        return Arrow().open_rows(files_of(paths[0]), options)
 
     def check(self, path: Path, report: Report) -> None:
         try:
@@ -170,56 +129,3 @@ def _open_input(file: InputFile, options: ReadOptions, split: InputSplit | None 
             if split is not None:
                 check_stream(stored)
             yield pa.ipc.open_stream(opened.enter_context(pa.memory_map(file.path)))
-
-
-def _split_batches(reader: Any, split: InputSplit) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Batches of a file with their numbers; of a stream, which is read from its beginning, with -1."""
-    if not isinstance(reader, pa.ipc.RecordBatchFileReader):
-        yield from ((-1, batch) for batch in reader)
-        return
-    for index in range(split.start, split.stop or reader.num_record_batches):
-        yield index, reader.get_batch(index)
-
-
-def open_ipc(path: Path) -> Any:
-    """Open a reader of an Arrow IPC file or stream, by its first bytes; batches are views of the file's map."""
-    source = pa.memory_map(str(path))
-    magic = source.read(6)
-    source.seek(0)
-    return pa.ipc.open_file(source) if magic == b"ARROW1" else pa.ipc.open_stream(source)
-
-
-def ipc_batches(reader: Any) -> Iterator[pa.RecordBatch]:
-    """Return the record batches of a reader, in order."""
-    if isinstance(reader, pa.ipc.RecordBatchFileReader):
-        return (reader.get_batch(index) for index in range(reader.num_record_batches))
-    return iter(reader)
-
-
-def _open_table(paths: Sequence[Path], name: str) -> TableSource:
-    schemas = []
-    for path in paths:
-        try:
-            check_ipc(path)
-            with open_ipc(path) as reader:
-                schemas.append(reader.schema)
-        except READ_ERRORS as error:
-            raise damaged_table(path, "Arrow", error) from error
-    schema = common_schema(paths, schemas)
-    return TableSource(name, schema, None, lambda: _read_batches(paths, schema))
-
-
-def _read_batches(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    for path in paths:
-        try:
-            with open_ipc(path) as reader:
-                for batch in ipc_batches(reader):
-                    batch.validate()
-                    for column in batch.columns:
-                        if not pa.types.is_primitive(column.type):
-                            column.validate(full=True)  # A damaged file's offsets could point anywhere.
-                    step = rows_at_once(batch.nbytes / max(1, batch.num_rows))
-                    for start in range(0, batch.num_rows, step):
-                        yield pa.RecordBatch.from_arrays(batch.slice(start, step).columns, schema=schema)
-        except READ_ERRORS as error:
-            raise damaged_table(path, "Arrow", error) from error

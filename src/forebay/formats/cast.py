@@ -37,7 +37,7 @@ def dtype_name(text: str) -> str:
     if name not in DTYPES:
         raise UsageError(
             f"type of a tensor: expected one of {', '.join(n.lower() for n in DTYPES)}, {QUANTIZED}, got "
-            f"{text!r}. Say --tensor NAME=TYPE."
+            f"{text!r}. Say --set tensors.NAME=TYPE."
         )
     return name
 
@@ -88,8 +88,14 @@ def _exactly(values: Array, to: str, name: str, first_row: int, lossy: bool) -> 
             changed = values.astype(DTYPES[to])
             is_same = _same(changed, values)
     if not is_same.all():
-        advice = "--lossy rounds it" if "F" in to else "q8 quantizes" if values.dtype.kind == "f" else "Keep it wider"
-        raise _refused(values, ~is_same, to, name, first_row, f"{advice}, or leave out --tensor {name}.")
+        advice = (
+            "--set lossy=true rounds it"
+            if "F" in to
+            else "q8 quantizes"
+            if values.dtype.kind == "f"
+            else "Keep it wider"
+        )
+        raise _refused(values, ~is_same, to, name, first_row, f"{advice}, or leave out --set tensors.{name}.")
     return changed
 
 
@@ -116,7 +122,9 @@ def _between_floats(values: Array, to: str, name: str, first_row: int, lossy: bo
     if not lossy:
         over = np.isfinite(values) & np.isinf(widen_bf16(changed) if to == "BF16" else changed)
         if over.any():
-            raise _refused(values, over, to, name, first_row, "Take bf16, which reaches as far as f32, or --lossy.")
+            raise _refused(
+                values, over, to, name, first_row, "Take bf16, which reaches as far as f32, or --set lossy=true."
+            )
     return changed
 
 

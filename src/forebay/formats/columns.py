@@ -1,29 +1,152 @@
-"""What Parquet, Arrow and ORC share: the columns that are documents, rows of batches, tensors as lists, the check.
+"""What Parquet, Arrow and ORC share: documents and rows of batches, tensors as lists, the check.
 
 Hides: which columns are read (those that the options name), how many rows are in memory at a time, and that the offsets
 and indexes of a damaged file could point anywhere in memory. Memory is about 8 MiB of rows and one batch.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
 from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError
-from forebay.formats.conversion import TableSource
+from forebay.formats.base import Format
+from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.external import TOKEN_COLUMNS
-from forebay.formats.inputs import InputFile, ReadOptions
-from forebay.formats.records import keys_of
-from forebay.formats.report import Report, Window
-from forebay.formats.tables import is_list, tensor_shape
+from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions
+from forebay.formats.records import Record, keys_of, to_record
+from forebay.formats.report import Report
+from forebay.formats.tables import is_list, rows_at_once, tensor_shape
 
 READ_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError, EOFError, CorruptInputError)
 """What pyarrow raises for damaged files."""
 BATCH_BYTES = 8 << 20
 _SHOWN_COLUMNS = 12
+
+
+class ColumnFormat(Format):
+    """A format of tables whose rows come in groups: row groups, stripes or batches."""
+
+    title: ClassVar[str]  # As in messages.
+
+    @abstractmethod
+    def open_file(self, file: InputFile, options: ReadOptions, split: InputSplit | None) -> AbstractContextManager[Any]:
+        """Open pyarrow's reader of an input. With a split its groups are validated as far as memory is at risk."""
+
+    @abstractmethod
+    def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
+        """Yield the rows of a split, each with the number of its group if it is its first, else -1; or damage."""
+
+    @abstractmethod
+    def open_path(self, path: Path) -> AbstractContextManager[Any]:
+        """Open pyarrow's reader of a local file."""
+
+    @abstractmethod
+    def batches(self, reader: Any) -> Iterator[pa.RecordBatch]:
+        """Yield all batches of a file."""
+
+    @abstractmethod
+    def num_groups(self, reader: Any) -> int:
+        """Return the number of groups; 0 if only reading tells."""
+
+    def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
+        number = 0
+        try:
+            with self.open_file(file, options, None) as reader:
+                number = self.num_groups(reader)
+        except READ_ERRORS:
+            pass  # Reading it reports what is wrong.
+        if not number:
+            yield 0, 0, file.bytes
+        step = max(1, number * SPLIT_BYTES // max(1, file.bytes))
+        for start in range(0, number, step):
+            stop = min(start + step, number)
+            yield start, stop, file.bytes * stop // number - file.bytes * start // number
+
+    def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
+        file, number = split.files[0], -1
+        try:
+            with self.open_file(file, options, split) as reader:
+                keys = select_columns(_schema_of(reader), options, file)
+                for start, row in self.rows(reader, split, keys):
+                    number += 1
+                    if isinstance(row, Record):
+                        yield replace(row, index=number)
+                    else:
+                        yield to_record(number, row, options, start=start)
+        except READ_ERRORS as error:
+            yield self._problem(number + 1, error)
+
+    def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
+        schemas = []
+        for path in paths:
+            try:
+                with self.open_path(path) as reader:
+                    schemas.append(_schema_of(reader))
+            except READ_ERRORS as error:
+                raise damaged_table(path, self.title, error) from error
+        schema = common_schema(paths, schemas)
+        return TableSource(self.name, schema, None, lambda: self._read_batches(paths, schema))
+
+    def check(self, path: Path, report: Report) -> None:
+        """Read every batch, or as many as the options allow."""
+        num_rows = 0
+        try:
+            with self.open_path(path) as reader:
+                schema = _schema_of(reader)
+                report.metadata["columns"] = ", ".join(f"{field.name} {field.type}" for field in schema)[:500]
+                for batch in self.batches(reader):
+                    batch.validate(full=True)
+                    _check_tokens(report, batch, num_rows)
+                    num_rows += batch.num_rows
+                    report.read_bytes += batch.nbytes
+                    if report.is_enough(report.read_bytes):
+                        break
+        except (*READ_ERRORS, MemoryError) as error:
+            evidence = f"expected {self.title} that reads, got: {error_text(error)}"
+            report.add_finding("damaged", f"row {num_rows} or after", evidence)
+        report.metadata["rows"] = num_rows
+        if not report.findings and not num_rows:
+            report.add_finding("empty", "byte 0", "expected rows, got none")
+
+    def _problem(self, number: int, error: Exception) -> Record:
+        is_clear = isinstance(error, CorruptInputError)
+        problem = str(error) if is_clear else f"damaged {self.title}: {error_text(error)}"
+        return Record(number, problem=problem, location=f"row {number}")
+
+    def _read_batches(self, paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        for path in paths:
+            try:
+                with self.open_path(path) as reader:
+                    for batch in self.batches(reader):
+                        batch.validate(full=True)  # A damaged file's offsets could point anywhere.
+                        step = rows_at_once(batch.nbytes / max(1, batch.num_rows))
+                        for start in range(0, batch.num_rows, step):
+                            yield pa.RecordBatch.from_arrays(batch.slice(start, step).columns, schema=schema)
+            except READ_ERRORS as error:
+                raise damaged_table(path, self.title, error) from error
+
+
+def _schema_of(reader: Any) -> pa.Schema:
+    return reader.schema_arrow if hasattr(reader, "schema_arrow") else reader.schema
+
+
+def _check_tokens(report: Report, batch: pa.RecordBatch, first_row: int) -> None:
+    """Add the tokens of a batch to a report, if it has a column of them."""
+    for name in TOKEN_COLUMNS:
+        index = batch.schema.get_field_index(name)
+        if index >= 0 and is_list(batch.column(index).type):
+            values = batch.column(index).flatten()
+            if pa.types.is_integer(values.type) and not values.null_count:
+                tokens = np.asarray(values.to_numpy(zero_copy_only=False))
+                report.add_tokens(f"rows from {first_row}", report.metadata.get("tokens_read", 0), tokens)
+            return
 
 
 def select_columns(schema: pa.Schema, options: ReadOptions, file: InputFile) -> list[str]:
@@ -37,7 +160,8 @@ def select_columns(schema: pa.Schema, options: ReadOptions, file: InputFile) -> 
             got = ", ".join(f"{field.name}: {str(field.type)[:60]}" for field in fields[:_SHOWN_COLUMNS])
             got += f" and {len(fields) - _SHOWN_COLUMNS} others" if len(fields) > _SHOWN_COLUMNS else ""
             raise UnreadableInputError(
-                f"{file.path}: expected a text column {key!r}, got columns {got}. Name it with --text-key."
+                f"{file.path}: expected a text column {key!r}, got columns {got}. Name it with text_key "
+                "(--set read.text_key=NAME)."
             )
     return list(types)
 
@@ -182,35 +306,3 @@ def _as_lists(column: pa.Array, kind: Any) -> pa.Array:
     for size in reversed(sizes or ()):
         values = pa.FixedSizeListArray.from_arrays(values, size)
     return values
-
-
-def check_batch(report: Report, batch: Any) -> None:
-    """Add the tokens of a batch to a report, if it has a column of them."""
-    report.is_rows = True
-    for name in TOKEN_COLUMNS:
-        index = batch.schema.get_field_index(name)
-        if index < 0:
-            continue
-        column = batch.column(index)
-        if is_list(column.type):
-            values = column.flatten()
-            if pa.types.is_integer(values.type) and len(values) and not values.null_count:
-                tokens = np.asarray(values.to_numpy(zero_copy_only=False))
-                if tokens.dtype.itemsize > 1:
-                    if tokens.dtype.itemsize > 2:  # Columns of 8-byte integers are how tables keep tokens.
-                        report.ignored_faults.add("wrong-dtype")
-                    report.add_tokens(Window(str(report.path), report.metadata.get("tokens", 0), tokens))
-                    report.metadata["tokens"] = report.metadata.get("tokens", 0) + len(tokens)
-            return
-
-
-def check_has_rows(report: Report) -> None:
-    """Add a finding if a table without other faults has no rows."""
-    report.is_sequential = True
-    if not report.findings and not report.metadata.get("rows"):
-        report.add_finding("empty", "byte 0", "expected rows, got none")
-
-
-def columns_text(schema: pa.Schema) -> str:
-    """Return the names and types of columns, for a report."""
-    return ", ".join(f"{field.name} {field.type}" for field in schema)[:500]

@@ -103,17 +103,12 @@ class ConvertOptions:
         column: The column of tokens, for formats with columns.
         seq_len: Tokens of a sample, where the format written has samples.
         slice_bytes: Largest file, of formats with several.
-        shard_tokens: Tokens of each file instead.
         eos_id: The token that ends a document, where the source does not tell documents.
         name: Of the dataset.
         compress: `zstd`, or nothing.
         tensors: Types to write, by column: `{"images": "f16"}`.
         lossy: Accept values that their new type cannot hold.
-        resize, crop: (height, width) of images.
-        max_member_bytes: Of a tar, unpacked: a larger one is an error.
-        more: Settings of one format alone (`generation` of npy, `header` of bin, `slice_rows` of rows …).
-        follow_links: Also read what links in a directory lead to elsewhere.
-        strict: A file that would be left out is an error.
+        resize: (height, width) of images.
         on_progress: Called with tokens or rows written since the last call.
         on_skipped: Called with the files of a directory that are left out; without it they are logged.
     """
@@ -123,18 +118,12 @@ class ConvertOptions:
     column: str | None = None
     seq_len: int | None = None
     slice_bytes: int = 64 << 20
-    shard_tokens: int | None = None
     eos_id: int | None = None
     name: str | None = None
     compress: str = ""
     tensors: Mapping[str, str] = field(default_factory=dict)
     lossy: bool = False
     resize: tuple[int, int] | None = None
-    crop: tuple[int, int] | None = None
-    max_member_bytes: int = 64 << 20
-    more: Mapping[str, Any] = field(default_factory=dict)
-    follow_links: bool = False
-    strict: bool = False
     on_progress: Callable[[int], None] | None = None
     on_skipped: Callable[[Sequence[Skipped]], None] | None = None
 

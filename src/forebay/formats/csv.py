@@ -19,7 +19,7 @@ from forebay.formats.base import Format
 from forebay.formats.columns import error_text
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
-from forebay.formats.jsonl import LINES_ADVICE, line_compressor, object_record, parse_slowly
+from forebay.formats.jsonl import LINES_ADVICE, line_compressor, object_record, parse_json
 from forebay.formats.records import Record, has_surrogate, keys_of, shown_text, to_record
 from forebay.formats.tables import BATCH_BYTES, is_bytes, open_unpacked, refuse_columns, write_parts
 from forebay.formats.text import split_lines
@@ -124,14 +124,14 @@ def _header(row: list[str], options: ReadOptions, file: InputFile) -> tuple[list
     if missing:
         raise UnreadableInputError(
             f"{file.path}: expected a column {missing[0]!r}, got columns {shown_text(', '.join(row))}. Name it with "
-            "--text-key; by its number from 0 if the file has no header."
+            "text_key (--set read.text_key=NAME); by its number from 0 if the file has no header."
         )
     return row, {key: row.index(key) for key in required + optional if key in row}, True
 
 
 def _row_record(index: int, row: dict[str, str], options: ReadOptions, location: str) -> Record:
     if options.messages_key in row:
-        value, problem = parse_slowly(row[options.messages_key].encode("utf-8", "surrogateescape"))
+        value, problem = parse_json(row[options.messages_key].encode("utf-8", "surrogateescape"))
         if problem:
             return Record(index, problem=problem, location=location)
         return object_record(index, {**row, options.messages_key: value}, options, location)

@@ -2,8 +2,8 @@
 
 Hides the decoder (Pillow, extra `vision`; in threads, as it releases the interpreter's lock), and that photographs
 are turned as their EXIF says. One channel if the first image is grey, else three (an alpha channel is dropped). One
-that cannot be decoded is rejected with its reason, and counted; one of another size is an error, unless `resize` or
-`crop` is set. Cost: some 2 ms for a photograph of 500 x 375 a core.
+that cannot be decoded is rejected with its reason, and counted; one of another size is an error, unless `resize`
+is set. Cost: some 2 ms for a photograph of 500 x 375 a core.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def with_images(source: TableSource, options: ConvertOptions, rejected: list[Rej
             elif image.shape != shape:
                 raise DatasetError(
                     f"{name}: expected an image of {shape[1]} x {shape[2]} (height x width) as the first, got "
-                    f"{image.shape[1]} x {image.shape[2]}. Make them alike with --resize HxW or --crop HxW."
+                    f"{image.shape[1]} x {image.shape[2]}. Make them alike with --set resize=HxW."
                 )
             else:
                 decoded_rows.append(i)
@@ -226,11 +226,5 @@ def decode(blob: bytes | None, channels: int | None, options: ConvertOptions) ->
     if options.resize is not None:
         height, width = options.resize
         turned = turned.resize((width, height), Image.Resampling.BICUBIC)
-    if options.crop is not None:
-        height, width = options.crop
-        if turned.width < width or turned.height < height:
-            return f"{turned.height} x {turned.width} pixels, less than the crop of {height} x {width}"
-        x0, y0 = (turned.width - width) // 2, (turned.height - height) // 2
-        turned = turned.crop((x0, y0, x0 + width, y0 + height))
     pixels = np.asarray(turned, np.uint8)
     return np.ascontiguousarray(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))

@@ -7,9 +7,7 @@ JSON is parsed by orjson, because the reader as a whole is 1.7 times as fast as 
 parsed again by `json`, which also reads NaN and integers of any length, and whose messages are better.
 """
 
-import codecs
 import gzip
-import hashlib
 import itertools
 import json
 import re
@@ -27,10 +25,9 @@ from forebay.errors import CorruptInputError, DatasetError, ForebayError, UsageE
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.detect import HEAD_BYTES
-from forebay.formats.external import TOKEN_COLUMNS, read_tail
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record, batched, has_surrogate, shown, shown_text, to_record
-from forebay.formats.report import CERTAIN, POSSIBLE, HashSet, Report, Window
+from forebay.formats.report import Report
 from forebay.formats.tables import (
     BATCH_BYTES,
     BATCH_ROWS,
@@ -55,8 +52,6 @@ MAX_VALUES = 2_000_000
 _BIG_JSON = 4 << 20
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[,{\[]', re.DOTALL)
 _MAX_LINE = 1 << 30
-_TAIL_BYTES = 1 << 20
-_MIN_TEXT = 64  # Bytes of a line, below which a second line with the same text says nothing.
 
 
 class Jsonl(Format):
@@ -118,31 +113,22 @@ class Jsonl(Format):
         )
 
     def check(self, path: Path, report: Report) -> None:
-        """Parse every line, or of a large file the first ones and the last."""
-        report.is_rows = True
+        """Parse every line, or of a large file the first ones."""
         num_lines = offset = 0
-        hashes = HashSet()
-        with open_for_check(path, report) as file:
-            for line in _checked_lines(report, file):
-                start, offset = offset, offset + len(line)
-                text = line.strip()
-                if not text:
-                    continue
-                num_lines += 1
-                _check_line(report, line, start, num_lines)
-                if len(text) >= _MIN_TEXT:
-                    hashes.add(np.frombuffer(hashlib.blake2b(text, digest_size=8).digest(), "<u8"))
-                if report.is_enough(offset):
-                    _check_last_line(report)
-                    break
+        try:
+            with open_for_check(path, report) as file:
+                while (line := file.readline(_MAX_LINE)) and not report.is_enough(offset):
+                    num_lines += bool(line.strip())
+                    if line.strip() and (problem := parse_json(line if offset else line.removeprefix(BOM))[1]):
+                        fault = "damaged" if line.endswith(b"\n") else "truncated"
+                        report.add_finding(fault, f"line {num_lines} (byte {offset})", problem)
+                    offset += len(line)
+        except ForebayError as error:
+            report.add_finding("truncated", f"byte {offset}", str(error))
         report.read_bytes = offset
-        report.metadata.update(lines=num_lines)
+        report.metadata["lines"] = num_lines
         if not num_lines and not report.findings:
             report.add_finding("empty", "byte 0", "expected lines, got none")
-        same, total = hashes.repeated()
-        if same:
-            evidence = f"{same} of {total} lines repeat an earlier one, byte for byte"
-            report.add_finding("duplicate-lines", "lines", evidence, CERTAIN if same * 100 >= total else POSSIBLE)
 
 
 def parse_line(index: int, line: bytes, options: ReadOptions, offset: int = 0, start: int = -1) -> Record:
@@ -151,14 +137,11 @@ def parse_line(index: int, line: bytes, options: ReadOptions, offset: int = 0, s
     if too_many_values(line):
         problem = f"more than {MAX_VALUES} values in one object"
         return Record(index, text=shown(line), problem=problem, location=location, start=start)
-    try:
-        value = orjson.loads(line)
-    except ValueError:
-        if not line.strip():
-            return Record(index, problem="blank", start=start)
-        value, problem = parse_slowly(line)
-        if problem:
-            return Record(index, text=shown(line), problem=problem, location=location, start=start)
+    value, problem = parse_json(line)
+    if problem and not line.strip():
+        return Record(index, problem="blank", start=start)
+    if problem:
+        return Record(index, text=shown(line), problem=problem, location=location, start=start)
     return object_record(index, value, options, location, start)
 
 
@@ -169,8 +152,12 @@ def too_many_values(data: bytes) -> bool:
     return next(itertools.islice(_TOKEN.finditer(data), MAX_VALUES, None), None) is not None
 
 
-def parse_slowly(line: bytes) -> tuple[object, str]:
-    """Parse JSON by the standard library: return the value, and what is wrong with the text."""
+def parse_json(line: bytes) -> tuple[object, str]:
+    """Return the value of JSON, and what is wrong with the text."""
+    try:
+        return orjson.loads(line), ""
+    except ValueError:
+        pass  # `json` reads more, and its messages are better.
     try:
         return json.loads(line.decode()), ""
     except UnicodeDecodeError as error:
@@ -207,7 +194,7 @@ def _numbered_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                yield number, line.removeprefix(BOM) if number == 1 else line
     except CorruptInputError as error:
         raise DatasetError(f"{path}: expected complete lines, got: {error}.") from error
 
@@ -231,7 +218,7 @@ def line_compressor(out: Path, options: ConvertOptions) -> tuple[Callable[[Binar
         return lambda file: zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False), ".zst"
     if name == "none":
         return nullcontext, ""
-    raise UsageError(f"--compress: expected zstd, gzip or none for lines, got {name!r}.")
+    raise UsageError(f"--set compress: expected zstd, gzip or none for lines, got {name!r}.")
 
 
 def _json_lines(batch: pa.RecordBatch, first_row: int) -> bytes:
@@ -258,47 +245,3 @@ def _json_values(name: str, column: pa.Array, first_row: int) -> list[Any]:
         return [None if row is None else [float(value) for value in row] for row in column.to_pylist()]
     values: list[Any] = (column.cast(pa.float32()) if pa.types.is_float16(column.type) else column).to_pylist()
     return values
-
-
-def _checked_lines(report: Report, file: BinaryIO) -> Iterator[bytes]:
-    offset = 0
-    try:
-        while line := file.readline(_MAX_LINE):
-            offset += len(line)
-            yield line
-    except ForebayError as error:
-        report.add_finding("truncated", f"byte {offset}", str(error))
-
-
-def _check_line(report: Report, line: bytes, start: int, number: int) -> None:
-    if not start and line.startswith(BOM):
-        evidence = "expected JSON, got a byte-order mark, which many readers refuse"
-        report.add_finding("byte-order-mark", "byte 0", evidence)
-        return
-    try:
-        row = orjson.loads(line)
-    except ValueError as error:
-        fault = "damaged" if line.endswith(b"\n") else "truncated"
-        reason = "zero bytes" if not line.strip(b"\0\n") else str(error)
-        evidence = f"expected a JSON value, got {line[:60]!r}: {reason}"
-        report.add_finding(fault, f"line {number} (byte {start})", evidence)
-        return
-    if isinstance(row, dict):
-        for name in TOKEN_COLUMNS:
-            ids = row.get(name)
-            if isinstance(ids, list) and ids and all(type(token) is int and abs(token) < 1 << 62 for token in ids):
-                report.add_tokens(Window(str(report.path), 0, np.array(ids, np.int64)))
-
-
-def _check_last_line(report: Report) -> None:
-    """The last line of a plain file that is not read to its end."""
-    if "compression" in report.metadata:
-        return
-    tail = read_tail(report.path, _TAIL_BYTES).rstrip(b"\n")
-    line = tail[tail.rfind(b"\n") + 1 :]
-    try:
-        if len(line) < _TAIL_BYTES - 1:
-            orjson.loads(line)
-    except ValueError as error:
-        offset = report.path.stat().st_size - len(line)
-        report.add_finding("truncated", f"byte {offset}", f"the last line is no JSON value: {error}")

@@ -1,7 +1,7 @@
 """MosaicML's MDS, version 2: index.json and shards, raw or compressed, of which one column is tokens.
 
-A shard is a block (see `formats.blocks`) whose settings are JSON. An `ndarray` column: u8 type unless said in the
-encoding, u8 (dimensions << 2 | log2 of a size's bytes) and the sizes unless said, the values.
+A shard is a block (see `formats.blocks`) whose settings are JSON. A column of tokens is `bytes`, or an `ndarray` whose
+encoding names its type: u8 (dimensions << 2 | log2 of a size's bytes) and the sizes unless named, the values.
 Source: mosaicml-streaming 0.10, streaming/base/format/mds.
 
 Where one column alone has no fixed size, the offsets tell where the tokens are, and 4 bytes a sample are read when
@@ -11,7 +11,6 @@ when its slice opens (and decompressed, and its hash checked), about the size of
 """
 
 import hashlib
-import importlib
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -53,17 +52,14 @@ from forebay.formats.external import (
     shown_name,
     token_dtype,
 )
-from forebay.formats.report import POSSIBLE, WINDOW_TOKENS, Report, check_external
+from forebay.formats.report import Report, check_external
 from forebay.formats.token_stream import build_stream, shards_of
-from forebay.formats.token_types import TypeEvidence
-from forebay.storage.compression import bounded_unpack, check_unpacked, limit_large_blocks
+from forebay.storage.compression import check_unpacked, limit_large_blocks
 
 _NAMES = ("tokens", "input_ids")
-_GUESSES = ("int64", "uint32", "uint16")
 _LEVEL = 3
 _RECORD_BYTES = 4 + 4 + 9  # Of a sample: an offset, a size, a shape of at most 8 bytes and the byte before it.
 _VALUES = ("uint8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
-_VALUE_CODES = {8: "u1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
 _MAX_SAMPLES = 1 << 20  # Of a compressed shard of few bytes.
 
 
@@ -82,7 +78,7 @@ class TokenColumn:
 
     name: str
     encoding: str  # As the writer's.
-    kind: np.dtype[Any] | None  # Type of a token; None where each sample says its own.
+    kind: np.dtype[Any]  # Type of a token.
     length: int | None  # Tokens in a sample, where fixed.
     index: int  # Among all columns.
     sizes: tuple[int | None, ...]  # Bytes of each column, None where each sample says it.
@@ -140,7 +136,7 @@ class Mds(Format):
         out.mkdir()
         shards: list[dict[str, Any]] = []
         names: list[Path] = []
-        for group in shards_of(stream, options.slice_bytes - len(head) - 8, _RECORD_BYTES, options.shard_tokens):
+        for group in shards_of(stream, options.slice_bytes - len(head) - 8, _RECORD_BYTES):
             raw, name = (
                 build_block("mds", [_sample(tokens, seq_len) for tokens in group], head),
                 f"shard.{len(shards):05d}.mds",
@@ -161,18 +157,12 @@ class Mds(Format):
         return stream.written([*names, Path("index.json")], stream.num_documents)
 
     def check(self, path: Path, report: Report) -> None:
-        """As of any external dataset; the type of tokens in a column of bytes is guessed."""
         try:
-            dataset, guessed = _open_guessing(path, report.options.dtype)
+            check_external(report, MdsDataset(path, report.options.dtype))
         except UsageError as error:
-            report.add_finding("unclear", "index", str(error), POSSIBLE)
-            return
+            report.add_finding("unclear", "index", str(error))
         except DatasetError as error:
             report.add_finding("index-mismatch", "index", str(error))
-            return
-        if guessed:
-            report.metadata["stored_as"] = f"{guessed} (guessed)"
-        check_external(report, dataset)
 
 
 class MdsDataset(ExternalDataset):
@@ -185,15 +175,16 @@ class MdsDataset(ExternalDataset):
         with ThreadPoolExecutor(16) as pool:
             counts = list(pool.map(_count, shards))
             marks = list(pool.map(lambda shard: _mark_of(shard, len(shards)), shards))
-        self._kinds = [kind for kind, _ in counts]
         parts = [
             ExternalSlice(i, shown_name(path, shard.raw.path), 0, count, shard.samples, file_of(shard).num_bytes)
-            for i, (shard, (_, count)) in enumerate(zip(shards, counts))
+            for i, (shard, count) in enumerate(zip(shards, counts))
         ]
         encodings = sorted({shard.column.encoding for shard in shards})
         settings = {"column": shards[0].column.name, "encodings": encodings}
         files = [shard.raw.path for shard in shards]
-        super().__init__(path, "mds", common_dtype(path, self._kinds), files, marks, parts, settings)
+        super().__init__(
+            path, "mds", common_dtype(path, (shard.column.kind for shard in shards)), files, marks, parts, settings
+        )
 
     def _exists(self, file: int) -> bool:
         return any(stored is not None and stored.path.is_file() for stored in self._shards[file].files)
@@ -208,12 +199,12 @@ class MdsDataset(ExternalDataset):
         return (f"{' and '.join(sorted(set(names)))} of every shard",) if names and all(names) else ()
 
     def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
-        shard, kind = self._shards[part.file], self._kinds[part.file]
+        shard, kind = self._shards[part.file], self._shards[part.file].column.kind
         stored = file_of(shard)
         is_raw = stored is shard.raw
         memory = self._map(stored.path, stored.num_bytes) if is_raw else np.frombuffer(decompress(shard), np.uint8)
         block = _block(shard, memory)
-        begins, stops = _places(shard, block, kind)
+        begins, stops = _places(shard, block)
         if not is_raw or len(shard.column.sizes) > 1 or shard.column.length is None:
             check_hashes(stored)
         documents = np.cumsum((stops - begins) // kind.itemsize).astype(np.uint64)
@@ -229,25 +220,6 @@ def read_index(folder: Path, dtype: Any = None, column: str | None = None) -> li
     if len({shard.column.name for shard in shards}) > 1:
         raise DatasetError(f"{path}: expected the same columns in every shard, got others.")
     return shards
-
-
-def _open_guessing(path: Path, dtype: Any) -> tuple[MdsDataset, str]:
-    """The dataset, and the type of its tokens if it was guessed: the first that its first tokens fit."""
-    try:
-        return MdsDataset(path, dtype), ""
-    except UsageError:
-        if dtype is not None:
-            raise
-    for guess in _GUESSES:
-        try:
-            dataset = MdsDataset(path, guess)
-            evidence = TypeEvidence()
-            evidence.add(dataset.open_slice(0).tokens[:WINDOW_TOKENS])
-        except DatasetError:
-            continue
-        if not evidence.other_dtype():
-            return dataset, guess
-    raise UsageError(f"{path}: tokens of no known type. Say it: --dtype int64 (LLM Foundry's), uint16 …")
 
 
 def _shard(path: Path, i: int, entry: Any, dtype: Any, column: str | None) -> MdsShard:
@@ -305,14 +277,14 @@ def _column(
         )
     index = names.index(chosen[0])
     kind, length = _encoding(path, chosen[0], encodings[index], dtype)
-    if length is not None and kind is not None and sizes[index] != length * kind.itemsize:
+    if length is not None and sizes[index] != length * kind.itemsize:
         raise DatasetError(
             f"{path}: expected {length * kind.itemsize} bytes of column {chosen[0]}, got {sizes[index]}."
         )
     return TokenColumn(chosen[0], encodings[index], kind, length, index, sizes)
 
 
-def _encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[np.dtype[Any] | None, int | None]:
+def _encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[np.dtype[Any], int | None]:
     what, *rest = encoding.split(":")
     if what == "bytes" and not rest:
         if dtype is None:
@@ -320,9 +292,9 @@ def _encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[np.dtyp
                 f"{path}: column {name} is bytes, of no known type. Say it: dtype='int64' (LLM Foundry's), 'uint16' …"
             )
         return token_dtype(dtype), None
-    if what != "ndarray" or len(rest) > 2 or (rest and rest[0] not in _VALUES):
-        raise DatasetError(f"{path}: expected column {name} of integers (ndarray or bytes), got {encoding!r}.")
-    kind = np.dtype(rest[0]).newbyteorder("<") if rest else None
+    if what != "ndarray" or len(rest) not in (1, 2) or rest[0] not in _VALUES:
+        raise DatasetError(f"{path}: expected column {name} of integers (ndarray:uint16 or bytes), got {encoding!r}.")
+    kind = np.dtype(rest[0]).newbyteorder("<")
     if len(rest) < 2:
         return kind, None
     shape = rest[1].split(",")
@@ -371,11 +343,6 @@ def _hasher(name: str) -> Any:
     """What computes a hash of this name; None if nothing here can."""
     if name in hashlib.algorithms_available and not name.startswith("shake"):
         return hashlib.new(name)
-    if name in ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"):
-        try:
-            return getattr(importlib.import_module("xxhash"), name)()
-        except ImportError:
-            return None
     return None
 
 
@@ -387,34 +354,29 @@ def file_of(shard: MdsShard) -> Stored:
     raise DatasetError(f"{shard.raw.path}: expected it, or its compressed form, got neither. Fetch it again.")
 
 
-def _count(shard: MdsShard) -> tuple[np.dtype[Any], int]:
-    """The type of a shard's tokens and how many they are, from its offsets where these tell, else from its samples."""
+def _count(shard: MdsShard) -> int:
+    """The number of a shard's tokens, from its offsets where these tell, else from its samples."""
     column, stored = shard.column, file_of(shard)
     if file_size(stored.path) != stored.num_bytes:
         raise DatasetError(
             f"{stored.path}: expected {stored.num_bytes} bytes, got {file_size(stored.path)}. Fetch it again."
         )
-    if column.kind is not None and column.length is not None:
-        return column.kind, shard.samples * column.length
-    variable = [i for i, size in enumerate(column.sizes) if size is None]
-    if column.kind is None or variable != [column.index]:
-        with limit_large_blocks(0 if stored is shard.raw else shard.raw.num_bytes):
-            memory = map_file(stored.path) if stored is shard.raw else np.frombuffer(decompress(shard), np.uint8)
-            block = _block(shard, memory)
-            kind = column.kind or _kind_said(shard, block)
-            begins, stops = _places(shard, block, kind)
-            return kind, int((stops - begins).sum()) // kind.itemsize
-    head_bytes = 4 * (shard.samples + 2)
-    head = read_head(stored.path, head_bytes if stored is shard.raw else stored.num_bytes)
-    if stored is not shard.raw:
-        head = bounded_unpack(head, shard.compression, head_bytes, stored.path)
-    offsets = read_offsets(shard.raw.path, head, shard.samples, shard.raw.num_bytes, has_settings=True)
+    if column.length is not None:
+        return shard.samples * column.length
+    width, is_raw = column.kind.itemsize, stored is shard.raw
+    if not is_raw or [i for i, size in enumerate(column.sizes) if size is None] != [column.index]:
+        with limit_large_blocks(0 if is_raw else shard.raw.num_bytes):
+            memory = map_file(stored.path) if is_raw else np.frombuffer(decompress(shard), np.uint8)
+            begins, stops = _places(shard, _block(shard, memory))
+            return int((stops - begins).sum()) // width
+    head = read_head(stored.path, 4 * (shard.samples + 2))
+    offsets = read_offsets(stored.path, head, shard.samples, shard.raw.num_bytes, has_settings=True)
     values = np.diff(offsets) - 4 - sum(size or 0 for size in column.sizes)
     if column.has_header:
-        values = _without_header(values, column.kind.itemsize)
-    if len(values) and (int(values.min()) < 0 or bool((values % column.kind.itemsize).any())):
+        values = _without_header(values, width)
+    if len(values) and (int(values.min()) < 0 or bool((values % width).any())):
         raise damaged(stored.path, f"whole tokens {column.kind} in every sample", "others")
-    return column.kind, int(values.sum()) // column.kind.itemsize
+    return int(values.sum()) // width
 
 
 def _block(shard: MdsShard, memory: Any) -> Block:
@@ -437,35 +399,18 @@ def _without_header(values: I64, width: int) -> I64:
     return sizes
 
 
-def _places(shard: MdsShard, block: Block, kind: np.dtype[Any]) -> tuple[I64, I64]:
+def _places(shard: MdsShard, block: Block) -> tuple[I64, I64]:
     """Where the tokens of each sample begin and end."""
-    column = shard.column
+    column, kind = shard.column, shard.column.kind
     begins, stops = block.column(column.index, column.sizes, column.name)
-    if column.encoding.startswith("ndarray"):
-        if column.kind is None:
-            codes = np.unique(block.numbers(begins, 1, stops)).tolist()
-            if any(np.dtype(_VALUE_CODES.get(code, "?")) != kind for code in codes):
-                raise damaged(block.path, f"tokens {kind} in every sample", "another type")
-            begins = begins + 1
-        if column.length is None:
-            shapes = block.numbers(begins, 1, stops)
-            if (shapes >> 2 != 1).any():
-                raise damaged(block.path, "vectors of tokens", f"{int(shapes.max()) >> 2} dimensions")
-            begins = begins + 1 + (1 << (shapes & 3))
+    if column.has_header:
+        shapes = block.numbers(begins, 1, stops)
+        if (shapes >> 2 != 1).any():
+            raise damaged(block.path, "vectors of tokens", f"{int(shapes.max()) >> 2} dimensions")
+        begins = begins + 1 + (1 << (shapes & 3))
     if (begins > stops).any() or ((stops - begins) % kind.itemsize).any():
         raise damaged(block.path, f"whole tokens {kind} in every sample", "others")
     return begins, stops
-
-
-def _kind_said(shard: MdsShard, block: Block) -> np.dtype[Any]:
-    """The type that the first sample says; every other must say the same."""
-    begins, stops = block.column(shard.column.index, shard.column.sizes, shard.column.name)
-    if not len(begins):
-        return np.dtype("<u2")
-    code = int(block.numbers(begins[:1], 1, stops[:1])[0])
-    if code not in _VALUE_CODES:
-        raise damaged(block.path, "tokens of an integer type", f"type {code} of ndarray")
-    return np.dtype(_VALUE_CODES[code])
 
 
 def _entry(name: str, data: bytes) -> dict[str, Any]:

@@ -1,6 +1,10 @@
-"""NumPy's .npy: rows of arrays, and Templar's shards of tokens with the ids of their samples.
+"""Arrays as rows: NumPy's .npy and .npz, and the idx files of MNIST; .npy also as Templar's shards of tokens.
 
-Arrays of several files go side by side, each a column by its file's name. Pickled objects are never loaded.
+Arrays of several files go side by side, each a column by its file's name. They are read as streams: none is in memory
+as a whole. Pickled objects are never loaded.
+
+Source of idx: Y. LeCun's page on MNIST: two zero bytes, a type, the number of dimensions, each dimension in 4 bytes,
+values, all big-endian.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ import math
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,14 +24,19 @@ import pyarrow as pa
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.raw_tokens import RawTokens
 from forebay.formats.shard_writer import write_unlisted
-from forebay.formats.tables import BATCH_BYTES, Array, batch_of, field_of, rows_at_once
+from forebay.formats.tables import BATCH_BYTES, Array, batch_of, field_of, open_unpacked, rows_at_once
 from forebay.formats.token_stream import build_stream
 from forebay.formats.vectors import NPY_MAGIC, read_header
+from forebay.storage.compression import check_unpacked
 
 _SEQ_LEN = 2048
+_IDX_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_IDX_NAMES = {1: "labels", 2: "values"}
+
 _READ_ERRORS = (OSError, EOFError, RuntimeError, NotImplementedError, zlib.error, zipfile.BadZipFile)
 """What files and members of archives raise that are damaged, encrypted, or of an unknown compression."""
 
@@ -49,26 +58,80 @@ class Npy(RawTokens):
         return table_of_arrays(self.name, choose_arrays(stacks, options.column))
 
     def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
-        """Templar's shards: `train_%06d.npy`, and the id of each sample of `seq_len` (2048) tokens.
-
-        With `more["generation"]` `npy` (the default) the ids are `sample_ids_%06d.npy`, with `bin` raw `.bin`.
-        """
+        """Templar's shards of `slice_bytes`: `train_%06d.npy`, and the id of each sample of `seq_len` (2048) tokens."""
         seq_len = options.seq_len or source.seq_len or _SEQ_LEN
         stream = build_stream(source, options, "none", sample_tokens=seq_len)
         if not stream.num_tokens:
             raise UsageError(f"npy: expected at least one sample of {seq_len} tokens, got {source.num_tokens} tokens.")
-        per_file = options.shard_tokens or stream.num_tokens
-        if per_file % seq_len:
-            raise UsageError(
-                f"npy: expected shards of whole samples of {seq_len} tokens, got --shard-tokens {per_file}."
-            )
         out.mkdir()
         tokens = (part.tokens for part in stream.parts())
-        generation = options.more.get("generation", "npy")
-        shards = write_unlisted(tokens, out, seq_len, per_file // seq_len, TOKEN_DTYPES[stream.dtype], generation)
+        shard_samples = max(1, options.slice_bytes // (seq_len * stream.itemsize))
+        shards = write_unlisted(tokens, out, seq_len, shard_samples, TOKEN_DTYPES[stream.dtype], "npy")
         stream.notes.append(f"samples of {seq_len} tokens")
         files = [Path(path.name) for shard in shards for path in (shard.tokens, shard.ids)]
         return stream.written(files, stream.num_tokens // seq_len)
+
+
+class Npz(Format):
+    """One archive; `column` chooses some of its arrays."""
+
+    name = "npz"
+    suffixes = (".npz",)
+
+    def sniff(self, head: bytes) -> bool:
+        """A ZIP archive whose first member is named .npy."""
+        is_zip = head.startswith(b"PK\x03\x04")
+        return is_zip and head[30 : 30 + int.from_bytes(head[26:28], "little")].endswith(b".npy")
+
+    def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
+        path, *others = paths
+        if others:
+            raise UsageError(f"{path.parent}: expected one .npz, got {len(paths)}. Name one of them.")
+        try:
+            with zipfile.ZipFile(path) as archive:
+                members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
+        except (zipfile.BadZipFile, OSError) as error:
+            raise DatasetError(f"{path}: expected a .npz archive, got: {error}. Fetch it again.") from error
+        arrays = []
+        for member in members:
+            check_unpacked(f"{path}, {member.filename}", member.compress_size, member.file_size)
+            name = member.filename.removesuffix(".npy")
+            arrays.append(open_array(path, name, partial(_open_member, path, member.filename), member.file_size))
+        return table_of_arrays(self.name, choose_arrays(arrays, options.column))
+
+
+def _open_member(path: Path, name: str) -> Any:
+    with zipfile.ZipFile(path) as archive:
+        return archive.open(name)  # Keeps the file open until it is closed itself.
+
+
+class Idx(Format):
+    """MNIST's files of images and labels; images of one channel, [N, H, W], become [N, 1, H, W]."""
+
+    name = "idx"
+
+    def sniff(self, head: bytes) -> bool:
+        return len(head) >= 8 and head[:2] == b"\0\0" and head[2] in _IDX_TYPES and 1 <= head[3] <= 8
+
+    def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
+        return table_of_arrays(self.name, [self._open(path) for path in paths])
+
+    def _open(self, path: Path) -> ArrayFile:
+        with closing(open_unpacked(path)) as file:
+            head = file.read(4)
+            if not self.sniff(head + b"\0" * 4):
+                raise DatasetError(f"{path}: expected an idx file, got one that begins with {head.hex(' ')}.")
+            sizes = file.read(4 * head[3])
+        if len(sizes) < 4 * head[3]:
+            raise DatasetError(
+                f"{path}: expected {head[3]} dimensions, got {len(sizes)} bytes: it is cut. Fetch it again."
+            )
+        dimensions = [int(n) for n in np.frombuffer(sizes, ">u4")]
+        rows, *shape = dimensions
+        name = _IDX_NAMES.get(len(dimensions), "images")
+        shape = [1, *shape] if len(shape) == 2 else shape
+        start, dtype = 4 + 4 * head[3], np.dtype(_IDX_TYPES[head[2]])
+        return ArrayFile(name, path, partial(open_unpacked, path), start, dtype, rows, tuple(shape))
 
 
 @dataclass(frozen=True)
@@ -118,7 +181,7 @@ def choose_arrays(arrays: list[ArrayFile], columns: str | None) -> list[ArrayFil
     names = [name for name in (columns or "").split(",") if name]
     missing = set(names) - {array.name for array in arrays}
     if missing:
-        raise UsageError(f"--column: expected some of {[array.name for array in arrays]}, got {sorted(missing)}.")
+        raise UsageError(f"--set column: expected some of {[array.name for array in arrays]}, got {sorted(missing)}.")
     return [array for array in arrays if not names or array.name in names]
 
 
@@ -129,7 +192,7 @@ def table_of_arrays(format_name: str, arrays: list[ArrayFile]) -> TableSource:
         got = ", ".join(f"{array.name} {array.rows} ({array.path.name})" for array in arrays)[:500]
         raise UsageError(
             f"{arrays[0].path.parent if arrays else 'arrays'}: expected arrays of other names and as many rows, got "
-            f"{got or 'none'}. Name those that belong together: --column x_train,y_train, or a pattern of files."
+            f"{got or 'none'}. Name those that belong together: --set column=x_train,y_train, or a pattern of files."
         )
     schema = pa.schema([field_of(array.name, array.dtype.newbyteorder("="), array.shape) for array in arrays])
     return TableSource(format_name, schema, arrays[0].rows, lambda: _read_batches(arrays, schema))
@@ -138,7 +201,10 @@ def table_of_arrays(format_name: str, arrays: list[ArrayFile]) -> TableSource:
 def _read_batches(arrays: Sequence[ArrayFile], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     step = rows_at_once(sum(array.row_bytes for array in arrays))
     with ExitStack() as opened:
-        files = [opened.enter_context(_opened(array)) for array in arrays]
+        try:
+            files = [opened.enter_context(array.open()) for array in arrays]
+        except _READ_ERRORS as error:
+            raise DatasetError(f"{arrays[0].path}: expected arrays, got: {error}. Fetch it again.") from error
         for array, file in zip(arrays, files):
             _read_exactly(file, array.start, array)
         for start in range(0, arrays[0].rows, step):
@@ -152,25 +218,19 @@ def _read_rows(array: ArrayFile, file: BinaryIO, count: int) -> Array:
     return rows.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def _opened(array: ArrayFile) -> AbstractContextManager[Any]:
-    try:
-        return array.open()
-    except _READ_ERRORS as error:
-        raise DatasetError(f"{array.path}: expected {array.name}, got: {error}. Fetch it again.") from error
-
-
 def _read_exactly(file: BinaryIO, size: int, array: ArrayFile) -> bytes:
     pieces = []
     remaining = size
     try:
-        while remaining and (piece := file.read(min(remaining, BATCH_BYTES))):  # More would be allocated at once.
+        while remaining:
+            piece = file.read(min(remaining, BATCH_BYTES))  # More would be allocated at once.
+            if not piece:
+                raise EOFError(f"{remaining} bytes fewer: the file is cut")
             pieces.append(piece)
             remaining -= len(piece)
     except _READ_ERRORS as error:
-        raise DatasetError(f"{array.path}: expected {array.name}, got: {error}. Fetch it again.") from error
-    if remaining:
         raise DatasetError(
-            f"{array.path}: expected {array.rows} rows of {array.name}, {array.row_bytes} bytes each, got {remaining} "
-            "bytes fewer. The file is cut: fetch it again."
-        )
+            f"{array.path}: expected {array.rows} rows of {array.name}, {array.row_bytes} bytes each, got: {error}. "
+            "Fetch it again."
+        ) from error
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -11,25 +11,10 @@ import pyarrow.parquet as pq
 from forebay.dataset.parquet_pages import Page, pages
 from forebay.errors import CorruptInputError, UsageError
 from forebay.formats.arrow_ipc import MAX_BUFFERED_BYTES
-from forebay.formats.base import Format
-from forebay.formats.columns import (
-    BATCH_BYTES,
-    READ_ERRORS,
-    batch_rows,
-    check_batch,
-    check_has_rows,
-    columns_text,
-    common_schema,
-    damaged_table,
-    error_text,
-    select_columns,
-    with_lists,
-)
+from forebay.formats.columns import BATCH_BYTES, READ_ERRORS, ColumnFormat, batch_rows, error_text, with_lists
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
-from forebay.formats.external import read_tail
 from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_stored
-from forebay.formats.records import Record, to_record
-from forebay.formats.report import POSSIBLE, Report
+from forebay.formats.records import Record
 from forebay.formats.tables import Part, rows_at_once, write_parts
 
 _BATCH_ROWS = 4096
@@ -43,14 +28,32 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
-class Parquet(Format):
+class Parquet(ColumnFormat):
     """Parquet files; as a table several of one schema."""
 
     name = "parquet"
+    title = "Parquet"
     suffixes = (".parquet", ".pq", ".parq")
 
     def sniff(self, head: bytes) -> bool:
         return head.startswith(b"PAR1")
+
+    def open_file(self, file: InputFile, options: ReadOptions, split: InputSplit | None) -> pq.ParquetFile:
+        return _open(file)
+
+    def open_path(self, path: Path) -> pq.ParquetFile:
+        return pq.ParquetFile(path, **_SETTINGS)
+
+    def num_groups(self, reader: Any) -> int:
+        return int(reader.num_row_groups)
+
+    def batches(self, reader: Any) -> Iterator[pa.RecordBatch]:
+        metadata = reader.metadata
+        size = sum(max(0, metadata.row_group(i).total_byte_size) for i in range(metadata.num_row_groups))
+        for group in range(metadata.num_row_groups):
+            yield from reader.iter_batches(
+                rows_at_once(size / max(1, metadata.num_rows)), row_groups=[group], use_threads=False
+            )
 
     def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
         try:
@@ -66,42 +69,24 @@ class Parquet(Format):
                 yield start, index + 1, file.bytes * size // max(1, sum(sizes))
                 start, size = index + 1, 0
 
-    def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
-        file = split.files[0]
-        row_number = -1
-        try:
-            with _open(file) as parquet:
-                keys = select_columns(parquet.schema_arrow, options, file)
-                for group in range(split.start, split.stop or parquet.num_row_groups):
-                    try:
-                        start = group
-                        for row in _group_rows(parquet, file, group, keys):
-                            row_number += 1
-                            yield to_record(row_number, row, options, start=start)
-                            start = -1
-                    except READ_ERRORS as error:
-                        row_number += 1
-                        location = f"row group {group}, of {parquet.metadata.row_group(group).num_rows} rows"
-                        yield Record(row_number, problem=f"damaged Parquet: {error_text(error)}", location=location)
-        except CorruptInputError as error:
-            yield Record(row_number + 1, problem=str(error))
-        except READ_ERRORS as error:
-            yield Record(row_number + 1, problem=f"damaged Parquet: {error_text(error)}")
-
-    def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
-        schemas, num_rows = [], 0
-        for path in paths:
-            with _open_local(path) as file:
-                schemas.append(file.schema_arrow)
-                num_rows += file.metadata.num_rows
-        schema = common_schema(paths, schemas)
-        return TableSource(self.name, schema, num_rows, lambda: _read_batches(paths, schema))
+    def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
+        """A damaged row group costs its own rows."""
+        for group in range(split.start, split.stop or reader.num_row_groups):
+            start = group
+            try:
+                for row in _group_rows(reader, split.files[0], group, keys):
+                    yield start, row
+                    start = -1
+            except READ_ERRORS as error:
+                num_rows = reader.metadata.row_group(group).num_rows
+                location = f"row group {group}, of {num_rows} rows"
+                yield -1, Record(0, problem=f"damaged Parquet: {error_text(error)}", location=location)
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         """Row groups of 8 MiB or less; `compress`: zstd (by default), snappy or none."""
         codec = options.compress or "zstd"
         if codec not in _CODECS:
-            raise UsageError(f"--compress: expected one of {', '.join(_CODECS)} for Parquet, got {codec!r}.")
+            raise UsageError(f"--set compress: expected one of {', '.join(_CODECS)} for Parquet, got {codec!r}.")
         table = with_lists(source)
 
         def open_part(file: Any, first_row: int) -> Part:
@@ -115,41 +100,6 @@ class Parquet(Format):
 
         group_bytes = min(_GROUP_BYTES, options.slice_bytes)
         return write_parts(table, out, options, ".parquet", open_part, group_bytes=group_bytes)
-
-    def check(self, path: Path, report: Report) -> None:
-        """Read every row group, or as many as the options allow."""
-        try:
-            file = pq.ParquetFile(path, page_checksum_verification=True)
-        except (*READ_ERRORS, MemoryError) as error:
-            fault = "damaged" if read_tail(path, 4) == b"PAR1" else "truncated"
-            evidence = f"expected a footer that ends in PAR1, got: {error_text(error)}"
-            report.add_finding(fault, f"byte {path.stat().st_size}", evidence)
-            return
-        with file:
-            metadata = file.metadata
-            report.metadata.update(rows=metadata.num_rows, row_groups=metadata.num_row_groups)
-            report.metadata["columns"] = columns_text(file.schema_arrow)
-            for group in range(metadata.num_row_groups):
-                num_rows, expected = 0, metadata.row_group(group).num_rows
-                try:
-                    for batch in file.iter_batches(1024, row_groups=[group], use_threads=False):
-                        num_rows += len(batch)
-                        check_batch(report, batch)
-                except pa.ArrowNotImplementedError as error:
-                    evidence = f"this pyarrow cannot read it: {error_text(error)}"
-                    report.add_finding("unread", f"row group {group}", evidence, POSSIBLE)
-                    continue
-                except (*READ_ERRORS, MemoryError) as error:
-                    evidence = f"expected it to read, got: {error_text(error)}"
-                    report.add_finding("damaged", f"row group {group}", evidence)
-                    continue
-                if num_rows != expected:
-                    report.add_finding("damaged", f"row group {group}", f"expected {expected} rows, got {num_rows}")
-                    continue
-                report.read_bytes += metadata.row_group(group).total_byte_size
-                if report.is_enough(report.read_bytes):
-                    break
-        check_has_rows(report)
 
 
 def read_metadata(split: InputSplit) -> None:
@@ -165,13 +115,6 @@ def _open(file: InputFile) -> pq.ParquetFile:
     if file.compression:
         raise CorruptInputError(f"a Parquet file inside {file.compression} cannot be read at random. Unpack it first.")
     return pq.ParquetFile(open_stored(file) if "://" in file.path else file.path, **_SETTINGS)
-
-
-def _open_local(path: Path) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(path, **_SETTINGS)
-    except READ_ERRORS as error:
-        raise damaged_table(path, "Parquet", error) from error
 
 
 def _group_rows(parquet: pq.ParquetFile, file: InputFile, group: int, keys: list[str]) -> Iterator[dict[str, object]]:
@@ -225,15 +168,3 @@ def max_rows(headers: Sequence[Page], budget_bytes: int, limit: int) -> int:
             break
         rows //= 2
     return rows
-
-
-def _read_batches(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    for path in paths:
-        with _open_local(path) as file:
-            metadata = file.metadata
-            size = sum(max(0, metadata.row_group(i).total_byte_size) for i in range(metadata.num_row_groups))
-            try:
-                for batch in file.iter_batches(rows_at_once(size / max(1, metadata.num_rows)), use_threads=False):
-                    yield pa.RecordBatch.from_arrays(batch.columns, schema=schema)
-            except READ_ERRORS as error:
-                raise damaged_table(path, "Parquet", error) from error

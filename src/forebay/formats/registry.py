@@ -6,16 +6,16 @@ A format is imported when it is first used. Detection asks them in this order, t
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 
 from forebay.errors import UsageError
 from forebay.formats.base import Format
+from forebay.plugins import load_plugin, plugins
 
 ENTRY_POINTS = "forebay.formats"
 BUILT_IN = {
     "megatron": "megatron:Megatron",
     "npy": "npy:Npy",
-    "npz": "npz:Npz",
+    "npz": "npy:Npz",
     "llm.c": "raw_tokens:LlmC",
     "parquet": "parquet:Parquet",
     "arrow": "arrow:Arrow",
@@ -25,7 +25,7 @@ BUILT_IN = {
     "images": "images:Images",
     "tfrecord": "tfrecord:TFRecord",
     "webdataset": "webdataset:WebDataset",
-    "idx": "idx:Idx",
+    "idx": "npy:Idx",
     "warc": "warc:Warc",
     "wet": "warc:Wet",
     "wikipedia": "wikipedia:Wikipedia",
@@ -50,24 +50,9 @@ BUILT_IN = {
 """Module (of this package) and class of each built-in format."""
 
 
-@cache
-def _entry_points() -> dict[str, EntryPoint]:
-    """The formats of other packages, by name. Raises UsageError if two formats share a name."""
-    entries: dict[str, EntryPoint] = {}
-    for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: (entry.name, entry.value)):
-        if entry.name in BUILT_IN or (entry.name in entries and entry.value != entries[entry.name].value):
-            other = f"forebay.formats.{BUILT_IN[entry.name]}" if entry.name in BUILT_IN else entries[entry.name].value
-            raise UsageError(
-                f"format {entry.name}: expected one class of this name, got {other} and {entry.value}. Uninstall the "
-                "package of one of them."
-            )
-        entries[entry.name] = entry
-    return entries
-
-
 def format_names() -> tuple[str, ...]:
     """Return the names of all formats, in the order of detection."""
-    return (*BUILT_IN, *_entry_points())
+    return (*BUILT_IN, *sorted(plugins(ENTRY_POINTS).keys() - BUILT_IN.keys()))
 
 
 @cache
@@ -77,20 +62,13 @@ def get_format(name: str) -> Format:
         module, _, attribute = BUILT_IN[name].partition(":")
         created: Format = getattr(import_module(f"forebay.formats.{module}"), attribute)()
         return created
-    entry = _entry_points().get(name)
-    if entry is None:
+    if name not in plugins(ENTRY_POINTS):
         raise UsageError(f"format: expected one of {', '.join(format_names())}, got {name!r}.")
-    try:
-        plugin = entry.load()()
-    except Exception as error:
-        raise UsageError(
-            f"format {name}: expected to load {entry.value}, got {type(error).__name__}: {error}. Fix or uninstall its "
-            "package."
-        ) from error
+    plugin = load_plugin(ENTRY_POINTS, name)()
     if not isinstance(plugin, Format) or plugin.name != name:
         raise UsageError(
-            f"format {name}: expected {entry.value} to be a forebay.formats.base.Format of that name, got "
-            f"{type(plugin).__name__} {getattr(plugin, 'name', '')!r}. Fix or uninstall its package."
+            f"format {name}: expected a forebay.formats.base.Format of that name, got {type(plugin).__name__} "
+            f"{getattr(plugin, 'name', '')!r}. Fix or uninstall its package."
         )
     return plugin
 

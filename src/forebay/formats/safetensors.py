@@ -89,7 +89,7 @@ class SafeTensors(Format):
         stream = build_stream(source, options, "keep")
         (out / "slices").mkdir(parents=True)
         rows: list[SliceInfo] = []
-        for index, part in enumerate(slices_of(stream, options.slice_bytes, options.shard_tokens)):
+        for index, part in enumerate(slices_of(stream, options.slice_bytes)):
             name = f"slices/{index:06d}.safetensors"
             size, sha256 = write_token_slice(out / name, part.tokens, part.document_ends)
             rows.append(SliceInfo(index, name, size, sha256, len(part.tokens), len(part.document_ends)))
@@ -151,7 +151,6 @@ class SafeTensors(Format):
         if not any(array.size for array in opened.tensors.values()):
             report.add_finding("empty", "header", "expected values, got tensors without any")
             return
-        report.is_rows = opened.layout == "rows"
         add_slice(report, opened)
 
 
@@ -193,8 +192,7 @@ class ForebayDataset(Format):
                 report.add_finding("damaged", name, state)
             if verified.bad:
                 return
-        eos_id = m.eos_id if options.eos_id is None else options.eos_id
-        report.options = replace(options, vocab_size=options.vocab_size or m.vocab_size, eos_id=eos_id)
+        report.options = replace(options, vocab_size=options.vocab_size or m.vocab_size)
         check_slices(report, dataset)
 
 
@@ -225,8 +223,7 @@ class _Writer:
     def add(self, tensors: dict[str, Array]) -> None:
         count = len(next(iter(tensors.values())))
         row_bytes = sum(array.nbytes for array in tensors.values()) / max(1, count)
-        num_rows = int(self.options.more.get("slice_rows") or 0)
-        num_rows = num_rows or max(1, int((self.options.slice_bytes - _HEADER_BYTES) // max(1.0, row_bytes)))
+        num_rows = max(1, int((self.options.slice_bytes - _HEADER_BYTES) // max(1.0, row_bytes)))
         start = 0
         while start < count:
             stop = min(count, start + num_rows - self._rows)

@@ -161,7 +161,7 @@ def _join(counts: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def write_saved_dataset(source: TokenSource, out: Path, options: ConvertOptions) -> Written:
-    """Write a dataset as save_to_disk does: files of at most `slice_bytes`, or of `shard_tokens`."""
+    """Write a dataset as save_to_disk does: files of at most `slice_bytes`."""
     stream = build_stream(source, options, "rows", signed=True)
     kind, name = ("uint16" if stream.dtype == "U16" else "int32"), options.column or "input_ids"
     features = {name: {"feature": {"dtype": kind, "_type": "Value"}, "_type": "Sequence"}}
@@ -171,7 +171,7 @@ def write_saved_dataset(source: TokenSource, out: Path, options: ConvertOptions)
     )
     out.mkdir()
     written: list[Path] = []
-    for group in shards_of(stream, options.slice_bytes, 4, options.shard_tokens):
+    for group in shards_of(stream, options.slice_bytes, 4):
         written.append(out / f"{len(written):05d}.arrow")
         with pa.OSFile(str(written[-1]), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
             for start in range(0, len(group), _ROWS):

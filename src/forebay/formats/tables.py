@@ -54,7 +54,6 @@ def open_unpacked(path: Path, max_unpacked_ratio: int = _MAX_UNPACKED_RATIO) -> 
 @contextmanager
 def open_for_check(path: Path, report: Report) -> Iterator[BinaryIO]:
     """Open a file that is checked from its front; its compression is added to the report."""
-    report.is_sequential = True
     if compression := sniff_compression(read_head(path, 16)):
         report.metadata["compression"] = compression
     with closing(open_unpacked(path, _CHECK_RATIO)) as file:

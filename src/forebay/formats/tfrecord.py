@@ -426,7 +426,7 @@ def _singles(values: NDArray[Any], name: str, first_row: int, lossy: bool) -> ND
         index = int(np.flatnonzero(~is_same)[0])
         raise DatasetError(
             f"TFRecord: expected floats that fit F32, got {values[index]} ({name}, value {index} from row {first_row} "
-            "on). --lossy rounds them."
+            "on). --set lossy=true rounds them."
         )
     return singles
 

@@ -226,50 +226,42 @@ def build_stream(
         elif boundaries == "rows":
             raise UsageError(
                 f"{source.format}: expected to know where documents end, as each becomes a record, got a source that "
-                "does not tell. Give --eos-id N, if a token ends each, or --seq-len N for samples of equal length."
+                "does not tell. Give --set eos_id=N, if a token ends each, or --seq-len N for samples of equal length."
             )
     if source.num_documents and documents in ("none", "samples"):
         notes.append(f"the ends of {source.num_documents} documents are not in what was written")
     return TokenStream(source, dtype, documents, num_tokens, boundaries == "rows", max_id, options, notes)
 
 
-def slices_of(stream: TokenStream, slice_bytes: int, slice_tokens: int | None = None) -> Iterator[TokenPart]:
-    """Yield the stream in slices: as large as fits in `slice_bytes` with their ends, or of `slice_tokens`."""
-    size = slice_tokens or max(1, (slice_bytes - TOKEN_HEADER_BYTES) // stream.itemsize)
-    limit = 0 if slice_tokens else slice_bytes
+def slices_of(stream: TokenStream, slice_bytes: int) -> Iterator[TokenPart]:
+    """Yield the stream in slices, as large as fits in `slice_bytes` with their ends."""
+    size = max(1, (slice_bytes - TOKEN_HEADER_BYTES) // stream.itemsize)
     pending: list[TokenPart] = []
     count = 0
     for part in stream.parts():
         pending.append(part)
         count += len(part.tokens)
         while count >= size + 1:  # One more, so that no end at the border is still to come.
-            first, rest = _cut(_joined(pending), size, stream.itemsize, limit)
+            first, rest = _cut(_joined(pending), size, stream.itemsize, slice_bytes)
             yield first
             pending, count = [rest], len(rest.tokens)
     while pending and (count or len(pending[-1].document_ends)):
-        first, rest = _cut(_joined(pending), size, stream.itemsize, limit)
+        first, rest = _cut(_joined(pending), size, stream.itemsize, slice_bytes)
         yield first
         pending, count = ([rest], len(rest.tokens)) if len(rest.tokens) else ([], 0)
 
 
-def shards_of(
-    stream: TokenStream, max_bytes: int, record_bytes: int, max_tokens: int | None
-) -> Iterator[list[NDArray[Any]]]:
-    """Yield the documents in groups.
-
-    The bytes of a group, with `record_bytes` for each document, are at most `max_bytes`, or its tokens at most
-    `max_tokens`; a document larger than that is a group of its own.
-    """
+def shards_of(stream: TokenStream, max_bytes: int, record_bytes: int) -> Iterator[list[NDArray[Any]]]:
+    """Yield the documents in groups of at most `max_bytes`, with `record_bytes` for each, or of one larger document."""
     group: list[NDArray[Any]] = []
-    size = tokens = 0
+    size = 0
     for document in documents(stream.parts()):
         added = document.nbytes + record_bytes
-        is_full = tokens + len(document) > max_tokens if max_tokens else size + added > max_bytes
-        if group and is_full:
+        if group and size + added > max_bytes:
             yield group
-            group, size, tokens = [], 0, 0
+            group, size = [], 0
         group.append(document)
-        size, tokens = size + added, tokens + len(document)
+        size += added
     if group:
         yield group
 
@@ -285,7 +277,7 @@ def _joined(parts: list[TokenPart]) -> TokenPart:
 def _cut(part: TokenPart, size: int, itemsize: int, slice_bytes: int) -> tuple[TokenPart, TokenPart]:
     """The first slice of a part, and the rest."""
     stop = min(size, len(part.tokens))
-    if slice_bytes and len(part.tokens):
+    if len(part.tokens):
         stop = next_cut(part.document_ends, 0, 0, len(part.tokens), itemsize, slice_bytes)[0]
     last = int(np.searchsorted(part.document_ends, np.uint64(stop), "right"))
     rest = TokenPart(part.tokens[stop:], part.document_ends[last:] - np.uint64(stop))

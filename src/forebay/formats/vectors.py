@@ -207,8 +207,8 @@ def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
     if guess is not None:
         return _raw(path, guess)
     raise UsageError(
-        f"{path}: tokens without a header, of no known type. Say it: dtype='uint16' or --input-dtype uint16 (GPT-2's "
-        "and other vocabularies below 65536), or uint32."
+        f"{path}: tokens without a header, of no known type. Give dtype='uint16' or --set input_dtype=uint16 "
+        "(vocabularies below 65536), or uint32."
     )
 
 

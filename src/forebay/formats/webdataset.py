@@ -65,7 +65,7 @@ IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "ppm", "pgm", "tif", "tiff
 _TEXTS = ("txt", "text", "transcript")
 _NUMBERS = ("cls", "cls2", "index", "inx", "id")
 _KINDS = ((b"\x89PNG", "png"), (b"\xff\xd8\xff", "jpg"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"RIFF", "webp"))
-_MEMBERS_IN_ALL = 2  # Of the largest size, in one sample.
+_MAX_MEMBER_BYTES = 64 << 20  # Unpacked; a sample has at most twice as many.
 
 
 class WebDataset(Format):
@@ -91,7 +91,7 @@ class WebDataset(Format):
                     yield replace(record, index=next(numbers), start=-1 if index else sample[0].start)
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
-        return _open_samples(paths, options.max_member_bytes)
+        return _open_samples(paths)
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         source = unwrap_images(source)
@@ -173,11 +173,11 @@ def _named(record: Record, name: str, location: str) -> Record:
     return Record(0, record.id or name, record.text, record.url, problem=problem, location=location)
 
 
-def _open_samples(paths: Sequence[Path], max_member_bytes: int) -> TableSource:
+def _open_samples(paths: Sequence[Path]) -> TableSource:
     arrays: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
 
     def plain_batches() -> Iterator[tuple[str, Rows, int]]:
-        for location, rows, size in _batches(paths, max_member_bytes):
+        for location, rows, size in _batches(paths):
             for name, value in itertools.chain.from_iterable(row.items() for row in rows):
                 if isinstance(value, np.ndarray):
                     arrays.setdefault(name, set()).add((value.dtype.str, value.shape))
@@ -188,9 +188,7 @@ def _open_samples(paths: Sequence[Path], max_member_bytes: int) -> TableSource:
         raise DatasetError(f"{paths[0]}: expected samples, got none.")
     columns = pa.schema([field for field in plain if field.name not in arrays])
     tensors = [_array_field(name, kinds, paths[0]) for name, kinds in sorted(arrays.items())]
-    return TableSource(
-        "webdataset", pa.schema([*columns, *tensors]), None, lambda: _read(paths, max_member_bytes, columns, tensors)
-    )
+    return TableSource("webdataset", pa.schema([*columns, *tensors]), None, lambda: _read(paths, columns, tensors))
 
 
 def _without_arrays(row: dict[str, Any], arrays: Container[str] = ()) -> dict[str, Any]:
@@ -207,11 +205,9 @@ def _array_field(name: str, kinds: set[tuple[str, tuple[int, ...]]], path: Path)
     raise DatasetError(f"{path}: expected arrays {name!r} of one type and shape, got {str(sorted(kinds))[:200]}.")
 
 
-def _read(
-    paths: Sequence[Path], max_member_bytes: int, plain: pa.Schema, tensors: list[pa.Field]
-) -> Iterator[pa.RecordBatch]:
+def _read(paths: Sequence[Path], plain: pa.Schema, tensors: list[pa.Field]) -> Iterator[pa.RecordBatch]:
     schema = pa.schema([*plain, *tensors])
-    for location, rows, _ in _batches(paths, max_member_bytes):
+    for location, rows, _ in _batches(paths):
         names = {field.name for field in tensors}
         first = rows_batch([_without_arrays(row, names) for row in rows], plain, location)
         extra = {name for row in rows for name, value in row.items() if isinstance(value, np.ndarray)} - names
@@ -237,27 +233,26 @@ def _array_column(values: list[Any], field: pa.Field, location: str) -> pa.Array
         ) from error
 
 
-def _batches(paths: Sequence[Path], max_member_bytes: int) -> Iterator[tuple[str, Rows, int]]:
+def _batches(paths: Sequence[Path]) -> Iterator[tuple[str, Rows, int]]:
     """The location of the first sample, rows, bytes."""
     for path in paths:
-        samples = _samples(path, max_member_bytes)
+        samples = _samples(path)
         for batch in batched(samples, lambda sample: sample[2], BATCH_BYTES, BATCH_ROWS):
             yield batch[0][0], [row for _, row, _ in batch], sum(size for _, _, size in batch)
 
 
-def _samples(path: Path, max_member_bytes: int) -> Iterator[tuple[str, dict[str, Any], int]]:
+def _samples(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
     with closing(open_unpacked(path)) as file:
-        archive = TarReader(file, ReadOptions(max_document_bytes=max_member_bytes))
+        archive = TarReader(file, ReadOptions(max_document_bytes=_MAX_MEMBER_BYTES))
         for key, group in itertools.groupby(archive, lambda member: member.key):
             sample: list[Member] = []
             size = 0
             for member in group:
                 sample.append(member)
                 size += len(member.data)
-                if size > _MEMBERS_IN_ALL * max_member_bytes:
+                if size > 2 * _MAX_MEMBER_BYTES:
                     raise DatasetError(
-                        f"{path}, sample {key}: expected at most {_MEMBERS_IN_ALL * max_member_bytes} bytes in a "
-                        "sample, got more. Allow more with --max-member-bytes if you trust it."
+                        f"{path}, sample {key}: expected at most {2 * _MAX_MEMBER_BYTES} bytes in a sample, got more."
                     )
             yield f"{path}, sample {key}", _row(key, sample, path), size
         if not archive.has_end:
@@ -281,7 +276,7 @@ def _row(key: str, members: list[Member], path: Path) -> dict[str, Any]:
     row: dict[str, Any] = {KEY: key}
     for member in members:
         if member.problem:
-            problem = member.problem.replace("max_document_bytes", "--max-member-bytes")
+            problem = member.problem.replace("max_document_bytes, ", "")
             raise DatasetError(f"{path}, byte {member.offset}: expected a member, got: {problem}.")
         suffixes = member.name.rpartition("/")[2].partition(".")[2]
         name, _, suffix = suffixes.rpartition(".")

@@ -127,13 +127,6 @@ class ReadmitRequest(Message):
     slices: Annotated[tuple[Count, ...], Field(max_length=100_000)] | None = None
 
 
-class WeightsRequest(Message):
-    """Weights of datasets by name, from sample `at` on; None: from now on."""
-
-    weights: Annotated[dict[str, Annotated[float, Field(ge=0, lt=1e15)]], Field(max_length=1000)]
-    at: Count | None = None
-
-
 MAX_WAIT_S = 30.0
 CoordinatorSession = Annotated[str, StringConstraints(pattern="^[A-Za-z0-9._-]{8,64}$")]
 Plain = Text | Annotated[int, Field(ge=-(2**62), le=2**62)] | Annotated[float, Field(gt=-1e300, lt=1e300)] | bool | None

@@ -1,6 +1,6 @@
 """Loads recipes: a shipped one, a user's TOML file and single settings, each laid over the one before.
 
-An error names the file, the line and the key: `mine.toml:7: dedup.bands: expected at least 1, got 0`. A table of a
+An error names the file and the key: `mine.toml: dedup.bands: expected at least 1, got 0`. A table of a
 stage (`[gopher_quality]`) switches the stage on; stages run in the order of their tables, and `[[length]]` twice is
 that stage twice.
 """
@@ -13,16 +13,14 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
 from forebay.errors import ForebayError, UsageError, install_command
 from forebay.plugins import load_plugin, plugins
-from forebay.prepare.dedup.methods import Method
-from forebay.prepare.dedup.settings import KINDS, Dedup
+from forebay.prepare.dedup.methods import KINDS, Dedup, Method
 from forebay.prepare.documents import Stage
 from forebay.prepare.recipe import GROUPS, STAGES, Recipe, plain
 from forebay.prepare.settings import field_types, fit
@@ -35,13 +33,8 @@ Keys = tuple[str | int, ...]
 _SHIPPED = resources.files("forebay.prepare") / "recipes"
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One source of settings; `file` and `text` are "" for the command line."""
-
-    file: str
-    text: str
-    tables: Mapping[str, Any]
+Layer = tuple[str, Mapping[str, Any]]
+"""One source of settings: its file, "" for the command line, and its tables."""
 
 
 class _SettingError(Exception):
@@ -75,11 +68,11 @@ def load_recipe(
         name: One of `recipe_names()`.
         config: A TOML file. Its tables are laid over the recipe's, key by key.
         settings: The same as nested tables: what the command line says.
-        allow_code: Whether `use` (a stage of your own), `toxic.classifier` and `tokenizer = "module:Name"` may import
+        allow_code: Whether `use` (a stage of your own) and `tokenizer = "module:Name"` may import
             what they name, and run it.
 
     Raises:
-        UsageError: If a file is missing or no TOML, or a key or value is invalid: with file, line and key.
+        UsageError: If a file is missing or no TOML, or a key or value is invalid: with file and key.
     """
     layers: list[Layer] = []
     if name is not None:
@@ -87,30 +80,30 @@ def load_recipe(
             raise UsageError(
                 f"recipe {name!r}: expected one of {', '.join(recipe_names())}; a file goes with --config."
             )
-        layers.append(parse_layer(recipe_text(name).encode(), f"{name}.toml"))
+        layers.append((f"{name}.toml", tomllib.loads(recipe_text(name))))
     if config is not None:
         try:
             data = Path(config).read_bytes()
         except OSError as error:
             raise UsageError(f"{config}: cannot read the recipe: {error.strerror or error}.") from error
-        layers.append(parse_layer(data, str(config)))
-    return _build_recipe([*layers, Layer("", "", settings or {})], Recipe(), allow_code)
+        layers.append((str(config), parse_toml(decode(data, str(config)), str(config))))
+    return _build_recipe([*layers, ("", settings or {})], Recipe(), allow_code)
 
 
 def apply_settings(
     recipe: Recipe, settings: Sequence[Mapping[str, Any]], filters: Sequence[str | Stage], dedup: Sequence[str | Method]
 ) -> Recipe:
     """The recipe with nested settings laid over it, None being no setting, and with more stages and methods."""
-    layers = [Layer("", "", _without_none(tables)) for tables in settings]
+    layers: list[Layer] = [("", _without_none(tables)) for tables in settings]
     for name in filters:
         if isinstance(name, str):
             has_code = ":" in name
             stages = [(name.rpartition(":")[2], {"use": name})] if has_code else [(n, {}) for n in stage_group(name)]
-            layers += [Layer("", "", {stage: table}) for stage, table in stages]
+            layers += [("", {stage: table}) for stage, table in stages]
     for kind in dedup:
         if isinstance(kind, str):
             table = {kind: True} if kind in KINDS else {kind.rpartition(":")[2]: {"use": kind}}
-            layers.append(Layer("", "", {"dedup": table}))
+            layers.append(("", {"dedup": table}))
     recipe = _build_recipe(layers, recipe, True)
     own = tuple(item for item in dedup if not isinstance(item, str))
     objects = tuple(item for item in filters if not isinstance(item, str))
@@ -133,11 +126,6 @@ def _without_none(tables: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _without_none(value) if isinstance(value, Mapping) else value for key, value in present.items()}
 
 
-def parse_layer(data: bytes, file: str) -> Layer:
-    text = decode(data, file)
-    return Layer(file, text, parse_toml(text, file))
-
-
 def merge(below: Any, above: Any) -> Any:
     """Nested tables with those of `above` laid over them, key by key."""
     if isinstance(below, Mapping) and isinstance(above, Mapping):
@@ -145,51 +133,12 @@ def merge(below: Any, above: Any) -> Any:
     return above
 
 
-def key_lines(text: str) -> Iterator[tuple[Keys, int]]:
-    """The line of each key of a TOML document, which must be valid. Keys of inline tables have the line of the table.
-
-    A statement is parsed by itself, once it is complete, to find its keys.
-    """
-    table: Keys = ()
-    counts: dict[Keys, int] = {}
-    statement, first = "", 0
-    for number, line in enumerate(text.split("\n"), 1):
-        if not statement and line.strip()[:1] in ("", "#"):
-            continue
-        first = first if statement else number
-        statement += line + "\n"
-        try:
-            parsed: Any = tomllib.loads(statement)
-        except tomllib.TOMLDecodeError:  # it goes on in the next line
-            continue
-        is_header = statement.lstrip().startswith("[")
-        path: Keys = () if is_header else table
-        while isinstance(parsed, dict) and len(parsed) == 1:
-            ((key, parsed),) = parsed.items()
-            path = (*path, key)
-            if is_header and isinstance(parsed, list):
-                counts[path] = counts.get(path, -1) + 1
-            if is_header and path in counts:
-                path = (*path, counts[path])
-                parsed = parsed[0] if isinstance(parsed, list) else parsed
-            if not is_header:
-                yield path, first
-        if is_header:
-            table = path
-            yield path, first
-        statement = ""
-
-
 def _location(layers: Sequence[Layer], path: Keys) -> str:
-    """`file:line: ` of the setting of the last layer, or of the nearest table around it; "" on the command line."""
+    """`file: ` of the setting of the last layer, or of the nearest table around it; "" on the command line."""
     for length in range(len(path), 0, -1):
-        for layer in reversed(layers):
-            if _contains(layer.tables, path[:length]):
-                if not layer.file:
-                    return ""
-                lines = dict(key_lines(layer.text))
-                line = next((lines[path[:n]] for n in range(length, 0, -1) if path[:n] in lines), None)
-                return f"{layer.file}:{line}: " if line else f"{layer.file}: "
+        for file, tables in reversed(layers):
+            if _contains(tables, path[:length]):
+                return f"{file}: " if file else ""
     return ""
 
 
@@ -204,8 +153,8 @@ def _contains(tables: Any, path: Keys) -> bool:
 
 def _build_recipe(layers: Sequence[Layer], base: Recipe, allow_code: bool) -> Recipe:
     merged: dict[str, Any] = {}
-    for layer in layers:
-        merged = merge(merged, layer.tables)
+    for _, tables in layers:
+        merged = merge(merged, tables)
     try:
         return _recipe(merged, base, allow_code)
     except _SettingError as error:
@@ -263,22 +212,19 @@ def _own_methods(table: Any, base: Dedup, allow_code: bool) -> tuple[Any, tuple[
 
 
 def _subsets(table: Any) -> Subsets:
-    """`validation = 0.01`, and perhaps `salt = "…"`."""
+    """`validation = 0.01`."""
     if not isinstance(table, Mapping):
         raise _SettingError(("subsets",), f"expected a table of names and shares, got {table!r}")
     shares = {}
     for key, value in table.items():
         try:
-            if key == "salt":
-                fit(str, value, key)
-                continue
             share = _number(float, value, ("subsets", key)) if isinstance(value, str) else value
             shares[key] = fit(float, share, key)
             Subsets.of({key: shares[key]})
         except UsageError as error:
             raise _SettingError(("subsets", key), str(error).partition(": ")[2]) from error
     try:
-        return Subsets.of(shares, table.get("salt", ""))
+        return Subsets.of(shares)
     except UsageError as error:
         raise _SettingError(("subsets",), str(error)) from error
 
@@ -306,7 +252,7 @@ def _load_class(group: str, target: Any, what: str, path: Keys) -> Any:
 
 
 def _stage(name: str, table: Any, path: Keys, allow_code: bool, before: Sequence[Stage]) -> Stage:
-    _check_code(name, table, "classifier" if name in STAGES else "use", path, allow_code)
+    _check_code(name, table, "use", path, allow_code)
     if not isinstance(table, Mapping):
         raise _SettingError(path, f"expected a table of settings, true or false, got {table!r}")
     try:

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from forebay.files import atomic_write, open_atomic
 from forebay.formats.inputs import InputSplit
-from forebay.prepare.dedup.settings import Dedup
+from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import part_batches
 from forebay.prepare.inputs import InputFiles
-from forebay.prepare.source_ids import first_rows, row_position, source_id
+from forebay.prepare.sources import first_rows, row_position, source_id
 from forebay.prepare.stats import CLUSTER, SAMPLE_CHARACTERS, SAMPLES, Sample, StageStats, mix64
 from forebay.prepare.tasks.text import TextResult
 from forebay.storage.listing import Skipped, shown_path

@@ -18,7 +18,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +34,7 @@ from forebay.prepare.engines.local import cores
 from forebay.prepare.inputs import InputFiles, find_inputs, split_files
 from forebay.prepare.outputs.base import REJECTS_FILE, Output, no_documents, write_empty_report
 from forebay.prepare.outputs.dataset import DatasetOutput
-from forebay.prepare.outputs.lm import LanguageModelOutput
-from forebay.prepare.outputs.text import TextOutput
+from forebay.prepare.outputs.text import LanguageModelOutput, TextOutput
 from forebay.prepare.plan import sampled
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, Progress, Run
@@ -123,8 +121,8 @@ def prepare_dataset(
 
     Raises:
         UsageError: If a setting is invalid, or `out` holds another dataset or is in use.
-        PrepareError: If an input is missing, changes while it is read or is damaged beyond `max_bad`, there is no
-            document (the report and `skipped.jsonl` are written all the same), or the disk is full.
+        PrepareError: If an input is missing, changes while it is read or is damaged beyond `max_error_rate`, there is
+            no document (the report and `skipped.jsonl` are written all the same), or the disk is full.
     """
     out = Path(out)
     output = _find_output(to)
@@ -352,29 +350,14 @@ def _is_same(run: Run, sources: InputFiles, theirs: Mapping[str, Any], lineage: 
     return True
 
 
-@dataclass
-class _Texts:
-    """The splits of a run, and the result of each."""
-
-    splits: list[InputSplit]
-    results: list[TextResult]
-
-    def failed(self) -> list[Skipped]:
-        """The files of which nothing could be read, each with the first reason."""
-        failed: dict[str, str] = {}
-        for split, text in zip(self.splits, self.results):
-            for index, reason in text.failed.items():
-                path = split.files[int(index)].path
-                failed.setdefault(path, reason.removeprefix(f"{path}: "))
-        return [Skipped(path, reason, "failed") for path, reason in failed.items()]
-
-    def sha256s(self) -> dict[str, str]:
-        """The hashes of the files that tasks read whole, by path."""
-        return {
-            split.files[int(index)].path: sha256
-            for split, text in zip(self.splits, self.results)
-            for index, sha256 in text.sha256s.items()
-        }
+def _failed(splits: Sequence[InputSplit], texts: Sequence[TextResult]) -> list[Skipped]:
+    """The files of which nothing could be read, each with the first reason."""
+    failed: dict[str, str] = {}
+    for split, text in zip(splits, texts):
+        for index, reason in text.failed.items():
+            path = split.files[int(index)].path
+            failed.setdefault(path, reason.removeprefix(f"{path}: "))
+    return [Skipped(path, reason, "failed") for path, reason in failed.items()]
 
 
 def _run(
@@ -396,8 +379,8 @@ def _run(
     splits = [*split_files(files, run.recipe.read), *(split for split, _ in own_splits)]
     splits, sample = sampled(splits, run.recipe.sample)
     content = content_key(run.recipe.read, run.recipe.stages, stage_files(run.recipe.stages), sample)
-    read = _Texts(splits, _process_splits(run, splits, own, sample, content))
-    failed = read.failed()
+    texts = _process_splits(run, splits, own, sample, content)
+    failed = _failed(splits, texts)
     sources = dataclasses.replace(sources, skipped=(*sources.skipped, *failed))
     write_skipped(run.out, sources.skipped)
     for line in describe_skipped(failed):
@@ -405,14 +388,17 @@ def _run(
     if strict:
         _refuse_skipped(failed)
     stats = StageStats()
-    for result in read.results:
+    for result in texts:
         stats.add(result.stats(folder))
-    _check_malformed(run, Corpus(sources, splits, read.results, None, folder), stats)
-    lineage = _with_hashes(run, sources, lineage, read.sha256s())
+    _check_malformed(run, Corpus(sources, splits, texts, None, folder), stats)
+    hashed = {
+        split.files[int(index)].path: sha256
+        for split, text in zip(splits, texts)
+        for index, sha256 in text.sha256s.items()
+    }
+    lineage = _with_hashes(run, sources, lineage, hashed)
     sha256s = {source.path: entry["sha256"] for source, entry in zip(sources.files, lineage["inputs"])}
-    texts = [
-        dataclasses.replace(text, key=random_key(content, split, sha256s)) for split, text in zip(splits, read.results)
-    ]
+    texts = [dataclasses.replace(text, key=random_key(content, split, sha256s)) for split, text in zip(splits, texts)]
     texts = _within_percentiles(run, texts, stats)
     corpus = Corpus(sources, splits, texts, None, folder)
     corpus = dataclasses.replace(corpus, dedup=_deduplicated(run, corpus))
@@ -453,11 +439,11 @@ def _check_malformed(run: Run, corpus: Corpus, stats: StageStats) -> None:
     path = run.out / REJECTS_FILE
     first = write_rejects(path, corpus.splits, corpus.texts, corpus.folder)
     malformed = sum(result.malformed for result in corpus.texts)
-    if malformed > run.recipe.max_bad * corpus.documents_in:
+    if malformed > run.recipe.max_error_rate * corpus.documents_in:
         write_empty_report(run, corpus, stats)
         examples = "; ".join(f"{reject['where']}: {reject['reason'].rstrip('.')}" for reject in first)
         raise PrepareError(
-            f"prepare: expected at most {run.recipe.max_bad:.1%} malformed documents, got {malformed} of "
+            f"prepare: expected at most {run.recipe.max_error_rate:.1%} malformed documents, got {malformed} of "
             f"{corpus.documents_in}: {examples}. They are listed in {path}. Fix them, or raise --max-error-rate."
         )
     if not sum(result.documents_out for result in corpus.texts):

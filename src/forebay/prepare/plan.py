@@ -1,5 +1,6 @@
 """What a preparation would do, from the first bytes of each file: inputs, tasks, stages."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,28 +50,12 @@ class Plan:
         }
 
     def to_text(self) -> str:
-        recipe = self.recipe
-        lines = ["read"]
-        for name, (files, size) in sorted(self.inputs.items()):
-            lines.append(f"  {name:<14} {files:>8,} files  {format_bytes(size):>10}")
-        lines += [f"  {line}" for line in describe_skipped(self.skipped)]
-        share = f", a sample of {recipe.sample:.3g}" if recipe.sample < 1 else ""
-        lines.append(f"  {format_bytes(self.bytes)} in {self.splits:,} tasks over {self.workers} processes{share}")
-        for name, settings in recipe.to_json()["stages"]:
-            shown = ", ".join(f"{k}={v!r}" for k, v in settings.items())
-            lines.append(f"{name}\n  {shown if len(shown) < 300 else shown[:299] + '…'}")
-        dedup = recipe.dedup
-        if dedup.active:
-            lines.append(f"dedup\n  {dedup.describe()}")
-        slice_size = f"{recipe.slice.tokens:,} tokens" if recipe.slice.tokens else format_bytes(recipe.slice.bytes)
-        shuffled = (
-            f", shuffled with seed {recipe.slice.seed}" if recipe.slice.shuffle else ", in the order of the input"
-        )
-        lines.append(f"tokenize\n  {recipe.tokenize.tokenizer or 'no tokenizer given'}")
-        lines.append(f"slice\n  {slice_size} each{shuffled}")
-        for name, fraction in recipe.subsets.fractions:
-            lines.append(f"  subset {name}: {fraction:.3%} of the documents")
-        return "\n".join(lines)
+        lines = [f"{name}: {files:,} files, {format_bytes(size)}" for name, (files, size) in self.inputs.items()]
+        lines += describe_skipped(self.skipped)
+        lines.append(f"{format_bytes(self.bytes)} in {self.splits:,} tasks over {self.workers} processes")
+        recipe = self.recipe.to_json()
+        lines += [f"{name}: {json.dumps(settings, ensure_ascii=False)}" for name, settings in recipe.pop("stages")]
+        return "\n".join([*lines, *(f"{name}: {json.dumps(table)}" for name, table in recipe.items() if table)])
 
 
 def plan(

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from forebay.formats.inputs import ReadOptions
-from forebay.prepare.dedup.settings import Dedup
+from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import Stage, without_paths
 from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.settings import Positive, Settings, Share
@@ -27,11 +27,11 @@ STAGES = {
     "toxic": "forebay.prepare.clean.toxic:Toxic",
     "boilerplate": "forebay.prepare.clean.boilerplate:Boilerplate",
     "url": "forebay.prepare.filters.url:Url",
-    "length": "forebay.prepare.filters.length:Length",
+    "length": "forebay.prepare.filters.counts:Length",
     "gopher_quality": "forebay.prepare.filters.quality:GopherQuality",
     "gopher_repetition": "forebay.prepare.filters.quality:GopherRepetition",
     "c4": "forebay.prepare.filters.c4:C4",
-    "code": "forebay.prepare.filters.code:Code",
+    "code": "forebay.prepare.filters.counts:Code",
     "fineweb": "forebay.prepare.filters.quality:FineWeb",
     "language": "forebay.prepare.filters.language:Language",
     "perplexity": "forebay.prepare.filters.perplexity:Perplexity",
@@ -116,7 +116,7 @@ class Recipe(Settings):
 
     inputs: tuple[str, ...] = ()
     name: str = ""
-    max_bad: Share = 0.05
+    max_error_rate: Share = 0.05
     sample: Annotated[float, Field(gt=0, le=1)] = 1.0
     read: ReadOptions = field(default_factory=ReadOptions)
     limits: Limits = field(default_factory=Limits)
@@ -147,27 +147,6 @@ class Recipe(Settings):
         if self.lm is not None:
             settings["lm"] = plain(self.lm)
         return {**settings, "stages": [[s.name, plain(without_paths(s))] for s in self.stages]}
-
-    def to_tables(self) -> dict[str, Any]:
-        """The same as the tables of a recipe's file, in their order, as `load_recipe(settings=…)` reads them."""
-        tables: dict[str, Any] = {"name": self.name, "max_bad": self.max_bad, "sample": self.sample}
-        tables |= {"read": plain(self.read), "limits": plain(self.limits)}
-        for stage in self.stages:
-            tables.setdefault(stage.name, []).append(_with_use(stage, STAGES.get(stage.name)))
-        tables |= {s.name: t[0] for s in self.stages if isinstance(t := tables[s.name], list) and len(t) == 1}
-        for name in ("dedup", "tokenize", "slice", "rows", "lm"):
-            if getattr(self, name) is not None:
-                tables[name] = {k: v for k, v in plain(getattr(self, name)).items() if v is not None and k != "own"}
-        tables["dedup"] |= {method.name: _with_use(method) for method in self.dedup.own}
-        if self.subsets.fractions:
-            tables["subsets"] = {**dict(self.subsets.fractions), "salt": self.subsets.salt}
-        return tables
-
-
-def _with_use(item: Any, shipped: str | None = None) -> dict[str, Any]:
-    target = f"{type(item).__module__}:{type(item).__qualname__}"
-    settings = plain(item) if dataclasses.is_dataclass(item) else {}
-    return {**({} if shipped == target else {"use": target}), **settings}
 
 
 def plain(value: Any) -> Any:

@@ -1,15 +1,21 @@
-"""Sources of documents that are no files, such as a database: the protocol, and their parts as inputs of tasks."""
+"""Sources of documents that are no files, such as a database; and where a document is in the input, for people.
+
+A source's parts are inputs of tasks. Positions are `file:line` or `file (inner position)`.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
+
+import pyarrow as pa
 
 from forebay.formats.inputs import InputFile, InputSplit
 from forebay.formats.records import Record, strip_turn_marks
 from forebay.plugins import load_plugin, plugins
+from forebay.storage.listing import shown_path
 
 
 class DocumentSource(Protocol):
@@ -59,3 +65,43 @@ def read_source(source: DocumentSource, split: InputSplit) -> Iterator[Record]:
     for index, document in enumerate(source.read(part)):
         text = strip_turn_marks(document["text"])
         yield Record(index, document.get("id", ""), text, document.get("url", ""))
+
+
+_FILE_FORMATS = ("text", "html")
+"""Formats of one document a file."""
+_LINE_FORMATS = ("jsonl", "csv", "lines", "reddit")
+"""Formats whose documents people find by line: the byte that their readers add is left out."""
+
+
+def first_rows(splits: Iterable[InputSplit], places: Iterable[int]) -> Iterator[int]:
+    """For each split how many lines or rows its file has in earlier splits; `places` are how many each split has."""
+    first, source = 0, None
+    for split, count in zip(splits, places):
+        first = first if split.files[0] == source and split.start else 0
+        source = split.files[0]
+        yield first
+        first += count
+
+
+def describe_position(split: InputSplit, index: int, inner: str, first_row: int = 0) -> str:
+    """The position of record `place` of a split; `first_row` is `first_rows` of the split."""
+    if split.format in _FILE_FORMATS or len(split.files) > 1:
+        return shown_path(split.files[index].path)
+    path = shown_path(split.files[0].path)
+    if inner and not (split.format in _LINE_FORMATS and inner.startswith("byte ")):
+        return f"{path} ({inner})"
+    return (
+        f"{path}:{first_row + index + 1}"
+        if first_row or not split.start
+        else f"{path}: {index + 1} after {split.start}"
+    )
+
+
+def row_position(split: InputSplit, batch: pa.RecordBatch, row: int, first_row: int = 0) -> str:
+    """`describe_position` of a row of a batch."""
+    return describe_position(split, batch.column("place")[row].as_py(), batch.column("where")[row].as_py(), first_row)
+
+
+def source_id(split: InputSplit, batch: pa.RecordBatch, row: int, first_row: int) -> str:
+    """The input's own id of a document, or its position."""
+    return batch.column("id")[row].as_py() or row_position(split, batch, row, first_row)

@@ -1,8 +1,8 @@
 """The named subset of a document: a function of its text alone, unchanged by seed, order, tokenizer or other documents.
 
 Specification, version 1: h is the first 8 bytes, little endian, of BLAKE2b with a digest of 8 bytes, over
-`forebay-subset-v1;` + len(salt bytes) in decimal + `:` + salt + `;` + the UTF-8 bytes of the text as it leaves the
-filters, before repeated lines or paragraphs are cut. The named subsets are side by side from 0 in the given order: a
+`forebay-subset-v1;0:;` and the UTF-8 bytes of the text as it leaves the filters, before repeated lines or paragraphs
+are cut. The named subsets are side by side from 0 in the given order: a
 document with h below the first's fraction * 2**64 (rounded to the nearest integer, ties to even) is in the first, else
 if below the sum of the first two in the second, and so on; all others are in `train`.
 """
@@ -26,10 +26,9 @@ TRAIN = "train"
 
 @dataclass(frozen=True)
 class Subsets:
-    """Named subsets and their shares, and a salt that gives another choice; in a recipe `validation = 0.01`."""
+    """Named subsets and their shares; in a recipe `validation = 0.01`."""
 
     fractions: tuple[tuple[str, float], ...] = ()
-    salt: str = ""
 
     def __post_init__(self) -> None:
         for name, share in self.fractions:
@@ -42,9 +41,9 @@ class Subsets:
             raise UsageError(f"subsets: expected each name once and shares below 1 in all, got {self.fractions}.")
 
     @classmethod
-    def of(cls, fractions: Mapping[str, float], salt: str = "") -> Subsets:
+    def of(cls, fractions: Mapping[str, float]) -> Subsets:
         """Of a table such as `{"validation": 0.01}`."""
-        return cls(tuple(fractions.items()), salt)
+        return cls(tuple(fractions.items()))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,8 +54,7 @@ class Subsets:
         """The index into `names` of each text; uint8 [rows]."""
         if not self.fractions:
             return np.zeros(len(texts), np.uint8)
-        salt = self.salt.encode()
-        seeded = hashlib.blake2b(b"forebay-subset-v1;%d:%s;" % (len(salt), salt), digest_size=8)
+        seeded = hashlib.blake2b(b"forebay-subset-v1;0:;", digest_size=8)
         offsets, data = text_buffers(texts)
         view, starts = memoryview(data.data), offsets.tolist()
         hashes = np.empty(len(texts), "<u8")

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from fastapi import FastAPI, Request, Response
 
 from forebay.network.app import Metric, counter, gauge, role
-from forebay.network.messages import ReadmitRequest, WeightsRequest
+from forebay.network.messages import ReadmitRequest
 from forebay.scheduler.catalog import Catalog
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event
@@ -43,38 +43,19 @@ class WorkerUsage:
 
 
 def job_status(job: SchedulerJob) -> dict[str, Any]:
-    """The progress of a job; samples count over all epochs, slices in the epoch of each dataset."""
-    state = "paused" if job.paused else "running"
+    """The progress of a job; samples count over all epochs, slices in this one."""
+    state, table = "paused" if job.paused else "running", job.table
     if job.done:
         state = "incomplete" if job.num_left_out else "done"
     return {
-        "name": job.name,
-        "state": state,
-        "epoch": min(table.epoch for table in job.tables),
-        "epochs": job.spec.epochs,
-        "priority": job.spec.priority,
-        "samples_used": job.used,
-        "samples_leased": sum(table.leased for table in job.tables),
-        "num_samples": job.num_samples,
-        "slices_used": sum(len(t.samples) if t.done else t.num_used_slices for t in job.tables),
-        "num_slices": job.bases[-1],
-        "slices_leased": sum(len(table.leases) for table in job.tables),
-        "idle": sum(len(table.waiting) for table in job.tables),
-        "num_left_out": job.num_left_out,
+        "name": job.name, "dataset_id": job.dataset_id, "state": state, "epoch": table.epoch,
+        "epochs": job.spec.epochs, "priority": job.spec.priority, "samples_used": table.total_used,
+        "samples_leased": table.leased, "num_samples": job.num_samples, "num_slices": len(table.samples),
+        "slices_used": len(table.samples) if table.done else table.num_used_slices,
+        "slices_leased": len(table.leases), "idle": len(table.waiting), "num_left_out": job.num_left_out,
         "set_aside": [{"slice": index, "reason": reason} for index, reason in sorted(job.reasons.items())],
-        "datasets": [
-            {
-                "name": source.name,
-                "dataset_id": source.dataset_id,
-                "weight": weight,
-                "epoch": table.epoch,
-                "samples_used": table.total_used,
-            }
-            for source, table, weight in zip(job.spec.sources, job.tables, job.weights)
-        ],
-        "changes": [{"at": start_sample, "weights": list(weights)} for start_sample, weights in job.changes],
         "done": job.done and not job.num_left_out,
-    }
+    }  # fmt: skip
 
 
 def left_out_line(job: Mapping[str, Any]) -> str:
@@ -95,34 +76,28 @@ def full_status(
     The workers are those seen last, at most MAX_WORKERS_SHOWN.
     """
     jobs = [job_status(job) for job in core.jobs.values()]
-    keys = ("name", "epoch", "epochs", "num_slices", "slices_used", "slices_leased", "samples_used", "num_samples")
+    keys = ("name", "dataset_id", "epoch", "epochs", "num_slices", "slices_used", "slices_leased", "samples_used")
     latest = sorted(workers.items(), key=lambda item: item[1].seen_at, reverse=True)[:MAX_WORKERS_SHOWN]
     return {
-        **{key: jobs[0][key] for key in keys},
-        "dataset_id": jobs[0]["datasets"][0]["dataset_id"],
+        **{key: jobs[0][key] for key in (*keys, "num_samples")},
         "jobs": jobs,
         "workers": {
             peer_id: {
-                "name": usage.name,
-                "samples": usage.samples,
-                "last_seen_s": round(now - usage.seen_at, 3),
-                "tokens_per_s": round(usage.rate(now), 1),
-                "leases": core.sessions.num_leases(peer_id),
+                "name": usage.name, "samples": usage.samples, "last_seen_s": round(now - usage.seen_at, 3),
+                "tokens_per_s": round(usage.rate(now), 1), "leases": core.sessions.num_leases(peer_id),
             }
             for peer_id, usage in latest
         },
         "providers": [{"peer_id": claim.peer_id, "address": claim.address} for claim in catalog.all_claims()],
         "bad_providers": [
             {
-                "peer_id": peer_id,
-                "sha256": catalog.sha256(dataset_id, index),
-                "reports": len(reporters),
+                "peer_id": peer_id, "sha256": catalog.sha256(dataset_id, index), "reports": len(reporters),
                 "reason": next(iter(reporters.values()))[0],
             }
             for (peer_id, dataset_id, index), reporters in core.reports.items()
         ],
         "done": all(job["done"] for job in jobs),
-    }
+    }  # fmt: skip
 
 
 Change: TypeAlias = Callable[[SchedulerCore], list[Event]]
@@ -143,10 +118,6 @@ def add_job_routes(app: FastAPI, administer: Callable[[Request, str, str, Change
     @post("/v1/jobs/{name}/readmit", summary="Lease slices again that were set aside; all, if none are named.")
     async def readmit(request: Request, name: str, message: ReadmitRequest) -> Response:
         return await administer(request, name, "readmit", lambda core: core.readmit(name, message.slices))
-
-    @post("/v1/jobs/{name}/weights", summary="Change weights of datasets by name, now or from a count of samples on.")
-    async def reweight(request: Request, name: str, message: WeightsRequest) -> Response:
-        return await administer(request, name, "weights", lambda core: core.reweight(name, message.weights, message.at))
 
 
 def metrics(jobs: Iterable[Mapping[str, Any]], num_workers: int, exchanges: int, cpu_s: float) -> list[Metric]:
@@ -191,13 +162,6 @@ def lines(status: Mapping[str, Any]) -> Iterator[str]:
     """The status for a terminal."""
     for job in status.get("jobs", ()):
         yield job_line(job)
-        for dataset in job["datasets"] if len(job["datasets"]) > 1 else ():
-            epoch = min(dataset["epoch"] + 1, job["epochs"])
-            yield (
-                f"  {dataset['name']}: weight {dataset['weight']:g}, epoch {epoch}, {dataset['samples_used']:,} samples"
-            )
-        for change in job["changes"]:
-            yield f"  from sample {change['at']:,} on: weights {', '.join(f'{w:g}' for w in change['weights'])}"
         for aside in job["set_aside"]:
             yield f"  slice {aside['slice']} is set aside: {aside['reason']}"
     workers = status.get("workers", {})

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from forebay.network.publications import select_published
 from forebay.network.retry import log_while_waiting
 from forebay.order.plan import samples_per_slice
 from forebay.scheduler.checks import ProviderFault
-from forebay.scheduler.jobs import JobSettings, JobSource, JobSpec
+from forebay.scheduler.jobs import JobSettings, JobSpec
 from forebay.scheduler.messages import Lease, LeaseGrant, ProviderReport
 from forebay.scheduler.sessions import WorkerSession
 from forebay.storage.peer_source import read_slice, verify_provider
@@ -41,24 +41,24 @@ log = logging.getLogger("forebay.scheduler")
 
 
 @dataclass(frozen=True)
-class DatasetRef:
-    """A dataset of a job, as its user named it; `dataset_id` where the name stands for several."""
-
-    name: str
-    weight: float = 1.0
-    dataset_id: str = ""
-
-
-@dataclass(frozen=True)
 class JobPlan(JobSettings):
-    """A job as its user describes it. `seq_len`: tokens of a sample; not used for rows.
+    """A job as its user describes it.
 
-    `max_tokens_per_s`: of one lease; uses that claim more are refused until so much time has passed.
+    Args:
+        dataset: The dataset's name; "" is the job's.
+        dataset_id: Its id, where the name stands for several.
+        seq_len: Tokens of a sample; not used for rows.
+        max_tokens_per_s: Of one lease; uses that claim more are refused until so much time has passed.
     """
 
-    datasets: tuple[DatasetRef, ...]
+    dataset: str = ""
+    dataset_id: str = ""
     seq_len: int = 1024
     max_tokens_per_s: float = 1e8
+
+    @property
+    def dataset_name(self) -> str:
+        return self.dataset or self.name
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,12 +118,12 @@ def parse(expected_id: str, manifest: bytes, table: bytes, source: str) -> tuple
     return parsed, SliceTable.from_parquet(table)
 
 
-def started_jobs(ledgers: Mapping[str, Path]) -> dict[str, tuple[str, ...]]:
-    """The dataset ids in the first entries of the jobs' ledgers, by job name; jobs without a ledger are left out."""
+def started_jobs(ledgers: Mapping[str, Path]) -> dict[str, str]:
+    """The dataset id in the first entry of each job's ledger, by job name; jobs without a ledger are left out."""
     ids = {}
     for name, path in ledgers.items():
         try:
-            ids[name] = Job.of(next(read_entries(path))).dataset_ids
+            ids[name] = Job.of(next(read_entries(path))).dataset_ids[0]
         except (OSError, StopIteration, LedgerError):  # opening the ledger reports what is wrong with it
             continue
     return ids
@@ -150,11 +150,11 @@ class DatasetFinder:
         self._unsigned: list[str] = []
         self._state = ""
 
-    def claims(self, ref: DatasetRef, timeout_s: float = ASK_S) -> list[Claim]:
-        """The data nodes that serve a dataset now."""
-        claims = find_providers(self._discovery, self.client, self._network_id, ref.name, timeout_s=timeout_s)
-        claims = [claim for claim in claims if claim.is_whole and ref.dataset_id in ("", claim.dataset_id)]
-        signed, _, self._unsigned = select_published(self.client, claims, self._publishers, ref.dataset_id)
+    def claims(self, name: str, dataset_id: str, timeout_s: float = ASK_S) -> list[Claim]:
+        """The data nodes that serve a dataset now; of any id if that is ""."""
+        claims = find_providers(self._discovery, self.client, self._network_id, name, timeout_s=timeout_s)
+        claims = [claim for claim in claims if claim.is_whole and dataset_id in ("", claim.dataset_id)]
+        signed, _, self._unsigned = select_published(self.client, claims, self._publishers, dataset_id)
         return signed
 
     def confirm(self, claims: Sequence[Claim]) -> list[Claim]:
@@ -168,22 +168,22 @@ class DatasetFinder:
             confirmed += [c for c in current if (c.peer_id, c.dataset_id) == (claim.peer_id, claim.dataset_id)]
         return confirmed
 
-    def find(self, ref: DatasetRef, seq_len: int, wait_s: float) -> tuple[JobDataset, list[Claim]]:
-        """A dataset and its data nodes; waits for a node that sends its manifest.
+    def find(self, plan: JobPlan, wait_s: float) -> tuple[JobDataset, list[Claim]]:
+        """A job's dataset and its data nodes; waits for a node that sends its manifest.
 
         Raises:
             DatasetError: If no node serves it within `wait_s`, or its name stands for several datasets.
             NetworkError: If no node that claims it sent its manifest within that time.
         """
-        self._state = "the DHT names none that answers"
-        with log_while_waiting(log, lambda: f"data nodes of {ref.name!r}: {self._state}"):
+        name, self._state = plan.dataset_name, "the DHT names none that answers"
+        with log_while_waiting(log, lambda: f"data nodes of {name!r}: {self._state}"):
             deadline = time.monotonic() + wait_s
             while True:
-                claims = self._wait_for_claims(ref, wait_s, deadline)
+                claims = self._wait_for_claims(plan, wait_s, deadline)
                 ids = sorted({claim.dataset_id for claim in claims})
                 if len(ids) != 1:
                     raise DatasetError(
-                        f"scheduler: dataset {ref.name!r} stands for {len(ids)} datasets: {', '.join(ids)}. "
+                        f"scheduler: dataset {name!r} stands for {len(ids)} datasets: {', '.join(ids)}. "
                         "Choose one by its id (--id)."
                     )
                 failures = []
@@ -194,19 +194,17 @@ class DatasetFinder:
                         failures.append(f"{claim.address}: {error}")
                         self._state = f"requests for the manifest failed: {'; '.join(failures)}"
                         continue
-                    return JobDataset.of(ref.name, ids[0], seq_len, manifest, table), claims
+                    return JobDataset.of(name, ids[0], plan.seq_len, manifest, table), claims
                 # The nodes may have died since; others may come.
                 if time.monotonic() >= deadline or self._stopping.wait(RETRY_S):
-                    raise NetworkError(
-                        f"scheduler: no provider sent the manifest of {ref.name!r}: {'; '.join(failures)}"
-                    )
+                    raise NetworkError(f"scheduler: no provider sent the manifest of {name!r}: {'; '.join(failures)}")
 
-    def _wait_for_claims(self, ref: DatasetRef, wait_s: float, deadline: float) -> list[Claim]:
-        while not (claims := self.claims(ref, min(ASK_S, wait_s))):
+    def _wait_for_claims(self, plan: JobPlan, wait_s: float, deadline: float) -> list[Claim]:
+        while not (claims := self.claims(plan.dataset_name, plan.dataset_id, min(ASK_S, wait_s))):
             if time.monotonic() >= deadline or self._stopping.wait(RETRY_S):
                 raise DatasetError(
-                    f"scheduler: expected a data node of {ref.name!r}"
-                    + (f" with id {ref.dataset_id}" if ref.dataset_id else "")
+                    f"scheduler: expected a data node of {plan.dataset_name!r}"
+                    + (f" with id {plan.dataset_id}" if plan.dataset_id else "")
                     + f" in network {self._network_id} within {wait_s:g} s, got none: the DHT names no node that "
                     "serves it. Start one with `forebay serve`, or check the name with `forebay find`."
                     + "".join(f" Not counted: {reason}" for reason in self._unsigned)
@@ -236,60 +234,46 @@ class Catalog:
         self.specs: dict[str, JobSpec] = {}
         self.claims: dict[str, list[Claim]] = {}
         self._finder = finder
-        self._datasets: dict[tuple[str, str], JobDataset] = {}  # by job and dataset id
+        self.datasets: dict[str, JobDataset] = {}  # by job
 
-    def find(self, wait_s: float, started: Mapping[str, Sequence[str]]) -> None:
-        """Find every dataset; raises as DatasetFinder.find, or UsageError if those of a job have several layouts.
+    def find(self, wait_s: float, started: Mapping[str, str]) -> None:
+        """Find every dataset; raises as DatasetFinder.find.
 
         Args:
             started: The dataset ids of jobs that were started before: those in the store need no data node now.
         """
-        for plan in self.plans.values():
-            datasets = []
-            ids = [*started.get(plan.name, ()), *[""] * len(plan.datasets)]
-            for ref, started_id in zip(plan.datasets, ids):
-                dataset, claims = self._stored(ref, started_id, plan.seq_len), list[Claim]()
-                if dataset is None:
-                    dataset, claims = self._finder.find(ref, plan.seq_len, wait_s)
-                self.claims[dataset.dataset_id] = claims or self.claims.get(dataset.dataset_id, [])
-                self._datasets[plan.name, dataset.dataset_id] = dataset
-                datasets.append(dataset)
-            layouts = {dataset.manifest.layout for dataset in datasets}
-            if len(layouts) != 1:
-                raise UsageError(f"job {plan.name}: expected datasets of one layout, got {', '.join(sorted(layouts))}.")
-            sources = (JobSource(d.name, d.dataset_id, d.samples, r.weight) for d, r in zip(datasets, plan.datasets))
+        for name, plan in self.plans.items():
+            dataset, claims = self._stored(plan, started.get(name, "")), list[Claim]()
+            if dataset is None:
+                dataset, claims = self._finder.find(plan, wait_s)
+            self.claims[dataset.dataset_id] = claims or self.claims.get(dataset.dataset_id, [])
+            self.datasets[name] = dataset
             settings = {field.name: getattr(plan, field.name) for field in fields(JobSettings)}
-            self.specs[plan.name] = JobSpec(sources=tuple(sources), **settings)
+            self.specs[name] = JobSpec(dataset_id=dataset.dataset_id, samples=dataset.samples, **settings)
 
-    def _stored(self, ref: DatasetRef, started_id: str, seq_len: int) -> JobDataset | None:
-        """A dataset as the job started with it."""
-        files = self._finder.store.get(started_id) if started_id and ref.dataset_id in ("", started_id) else None
-        if files is None or files[0].name != ref.name:
+    def _stored(self, plan: JobPlan, started_id: str) -> JobDataset | None:
+        files = self._finder.store.get(started_id) if started_id and plan.dataset_id in ("", started_id) else None
+        if files is None or files[0].name != plan.dataset_name:
             return None
-        return JobDataset.of(ref.name, started_id, seq_len, *files)
+        return JobDataset.of(plan.dataset_name, started_id, plan.seq_len, *files)
 
     def refresh(self) -> None:
         """Find the data nodes again; where the DHT names none, known ones that answer still count."""
-        for name, spec in self.specs.items():
-            for ref, source in zip(self.plans[name].datasets, spec.sources):
-                claims = self._finder.claims(replace(ref, dataset_id=source.dataset_id))
-                self.claims[source.dataset_id] = claims or self._finder.confirm(self.claims[source.dataset_id])
+        for dataset in self.datasets.values():
+            claims = self._finder.claims(dataset.name, dataset.dataset_id)
+            self.claims[dataset.dataset_id] = claims or self._finder.confirm(self.claims[dataset.dataset_id])
 
     def all_claims(self) -> list[Claim]:
         """The data nodes of all datasets."""
         return [claim for claims in list(self.claims.values()) for claim in claims]
 
-    def of(self, job: str) -> list[JobDataset]:
-        """The datasets of a job."""
-        return [self._datasets[job, source.dataset_id] for source in self.specs[job].sources]
-
     def ledger_fields(self, job: str) -> dict[str, Any]:
         """The fields of a job in its ledger beside those of its spec."""
-        return {"seq_len": self.plans[job].seq_len, "layout": self.of(job)[0].manifest.layout}
+        return {"seq_len": self.plans[job].seq_len, "layout": self.datasets[job].manifest.layout}
 
     def slice_info(self, dataset_id: str, index: int) -> SliceInfo | None:
         """A row of a dataset's slice table; None if no job uses the dataset."""
-        tables = (dataset.table for dataset in self._datasets.values() if dataset.dataset_id == dataset_id)
+        tables = (dataset.table for dataset in self.datasets.values() if dataset.dataset_id == dataset_id)
         table = next(tables, None)
         return table.row(index) if table is not None else None
 
@@ -300,37 +284,22 @@ class Catalog:
 
     def describe_job(self, job: str, job_id: str) -> dict[str, Any]:
         """The response to `GET /v1/job`."""
-        plan, datasets = self.plans[job], self.of(job)
-        first = datasets[0].manifest
+        plan, dataset = self.plans[job], self.datasets[job]
+        manifest = dataset.manifest
         return {
-            "job_id": job_id,
-            "name": job,
-            "dataset_id": datasets[0].dataset_id,
-            "datasets": [
-                {"name": d.name, "dataset_id": d.dataset_id, "num_slices": len(d.table), "weight": ref.weight}
-                for d, ref in zip(datasets, plan.datasets)
-            ],
-            "layout": first.layout,
-            "seq_len": plan.seq_len,
-            "seed": plan.seed,
-            "epochs": plan.epochs,
-            "num_slices": sum(len(d.table) for d in datasets),
-            "vocab_size": max(d.manifest.vocab_size for d in datasets),
-            "dtype": first.dtype,
-            "num_samples": sum(int(d.samples.sum()) for d in datasets),
-            "lease_s": plan.lease_s,
-            "jobs": list(self.plans),
-        }
+            "job_id": job_id, "name": job, "dataset_id": dataset.dataset_id, "dataset": dataset.name,
+            "layout": manifest.layout, "seq_len": plan.seq_len, "seed": plan.seed, "epochs": plan.epochs,
+            "num_slices": len(dataset.table), "num_samples": int(dataset.samples.sum()), "dtype": manifest.dtype,
+            "vocab_size": manifest.vocab_size, "lease_s": plan.lease_s, "jobs": list(self.plans),
+        }  # fmt: skip
 
     def describe(self, grant: LeaseGrant, job_id: str) -> Lease:
         """A lease as it is sent to a worker."""
-        plan, dataset = self.plans[grant.job], self._datasets[grant.job, grant.dataset_id]
-        ids = [source.dataset_id for source in self.specs[grant.job].sources]
-        before = sum(int(other.samples.sum()) for other in self.of(grant.job)[: ids.index(grant.dataset_id)])
-        row, manifest = dataset.table.row(grant.index), dataset.manifest
+        plan, dataset = self.plans[grant.job], self.datasets[grant.job]
+        row, manifest = dataset.table.row(grant.slice), dataset.manifest
         return Lease(
             **vars(grant), job_id=job_id, dataset="" if dataset.name == grant.job else dataset.name, name=row.name,
-            sha256=row.sha256, bytes=row.bytes, sample_base=before + int(dataset.bases[grant.index]), seed=plan.seed,
+            sha256=row.sha256, bytes=row.bytes, sample_base=int(dataset.bases[grant.slice]), seed=plan.seed,
             seq_len=plan.seq_len, layout=manifest.layout, dtype=manifest.dtype, vocab_size=manifest.vocab_size,
         )  # fmt: skip
 
@@ -365,7 +334,7 @@ class Catalog:
         if session is None or not reports:
             return []
         leased = {}
-        for job, dataset, index in session.leased():
-            source = self.of(job)[dataset]
-            leased[source.table.row(index).sha256] = (source.dataset_id, index)
+        for job, index in session.leased():
+            dataset = self.datasets[job]
+            leased[dataset.table.row(index).sha256] = (dataset.dataset_id, index)
         return [ProviderFault(r.peer_id, *leased[r.sha256], r.reason, r.wrong) for r in reports if r.sha256 in leased]

@@ -7,15 +7,13 @@ from typing import TypeAlias
 from forebay.errors import LeaseError
 from forebay.ledger.receipts import Used
 from forebay.network.peer import Provider
-from forebay.scheduler.jobs import SchedulerJob, with_slice
+from forebay.scheduler.jobs import SchedulerJob
 from forebay.scheduler.leases import LeaseLostError, LeaseTable
 from forebay.scheduler.messages import AcceptedUse, LeaseStatus, RefusedUse
 from forebay.scheduler.sessions import WorkerSession
 
-LeaseLocation: TypeAlias = tuple[SchedulerJob, int, LeaseTable]
-"""A job, one of its datasets, and the dataset's table."""
-Find: TypeAlias = Callable[[str], LeaseLocation | None]
-"""Where a lease is live, or ended lately."""
+Find: TypeAlias = Callable[[str], SchedulerJob | None]
+"""The job of which a lease is live, or ended lately."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +29,11 @@ class ProviderFault:
 
 @dataclass(frozen=True)
 class PendingCheck:
-    """Something that workers report, to be checked: a slice of a job, or a peer that has slice `index` of a dataset."""
+    """Something that workers report, to be checked: slice `index` of a job's dataset, or a peer that has it."""
 
     dataset_id: str
     index: int
     job: str = ""
-    slice_index: int = -1
     peer: Provider | None = None
 
 
@@ -45,34 +42,34 @@ _RESIGN = "the rest of this receipt was not recorded: sign the uses again, from 
 
 def check_uses(
     find: Find, worker: str, uses: Sequence[Used]
-) -> tuple[dict[str, LeaseLocation], list[AcceptedUse], list[RefusedUse]]:
+) -> tuple[dict[str, SchedulerJob], list[AcceptedUse], list[RefusedUse]]:
     """Check the uses of one receipt, those of a lease in their order.
 
     Returns:
-        The locations by lease id, if all uses can be recorded: the signature is over all of them. Else none, the uses
+        The jobs by lease id, if all uses can be recorded: the signature is over all of them. Else none, the uses
         that are on record already, and the others refused.
     """
-    new: dict[str, LeaseLocation] = {}
+    new: dict[str, SchedulerJob] = {}
     stops: dict[str, int] = {}
     accepted: dict[str, AcceptedUse] = {}
     refused: list[RefusedUse] = []
     for used in uses:
-        lease_id, location = used.lease_id, find(used.lease_id)
+        lease_id, job = used.lease_id, find(used.lease_id)
         try:
-            if location is None:
+            if job is None:
                 raise LeaseLostError(f"lease {lease_id}: it is not live. Drop it and ask for another.")
-            job, dataset, table = location
-            if table.check_use(worker, with_slice(used, used.slice - job.bases[dataset]), stops.get(lease_id)):
-                new[lease_id], stops[lease_id] = location, used.stop
+            if job.table.check_use(worker, used, stops.get(lease_id)):
+                new[lease_id], stops[lease_id] = job, used.stop
             else:
-                accepted[lease_id] = progress(table, lease_id)
+                accepted[lease_id] = progress(job.table, lease_id)
         except LeaseLostError as error:
             refused.append(RefusedUse(lease_id, "lost", str(error), 0))
         except LeaseError as error:
-            refused.append(RefusedUse(lease_id, "range", str(error), table.leases[lease_id].position))
-    if not accepted and not refused and len({job.name for job, _, _ in new.values()}) == 1:
+            assert job is not None
+            refused.append(RefusedUse(lease_id, "range", str(error), job.table.leases[lease_id].position))
+    if not accepted and not refused and len({job.name for job in new.values()}) == 1:
         return new, [], []
-    refused += [RefusedUse(i, "range", _RESIGN, table.leases[i].position) for i, (_, _, table) in new.items()]
+    refused += [RefusedUse(i, "range", _RESIGN, job.table.leases[i].position) for i, job in new.items()]
     return {}, list(accepted.values()), refused
 
 
@@ -92,14 +89,12 @@ def check_known(
     active: dict[str, LeaseStatus] = {}
     lost: list[str] = []
     for lease_id in lease_ids:
-        own = session.find_lease(lease_id)
-        if own is not None:
-            table = own[2]
-            expires_in_s = table.holders.all[session.key].deadline - now
-            active[lease_id] = LeaseStatus(table.leases[lease_id].stop, round(expires_in_s, 3))
+        job = find(lease_id)
+        if job is not None and session.find_job(lease_id) is not None:
+            expires_in_s = job.table.holders.all[session.key].deadline - now
+            active[lease_id] = LeaseStatus(job.table.leases[lease_id].stop, round(expires_in_s, 3))
             continue
-        location = find(lease_id)
-        ended = location[2].ended.get(lease_id) if location is not None else None
+        ended = job.table.ended.get(lease_id) if job is not None else None
         if ended is not None and ended.is_complete and ended.worker == session.key[0]:
             active[lease_id] = LeaseStatus(ended.reached, 0.0)
         else:

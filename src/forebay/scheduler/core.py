@@ -13,12 +13,11 @@ from typing import Any
 from forebay.errors import ForebayError, LeaseError, ProtocolError, UsageError
 from forebay.network.peer import Provider
 from forebay.scheduler import events
-from forebay.scheduler.checks import LeaseLocation, PendingCheck, ProviderFault, check_known, check_uses, progress
+from forebay.scheduler.checks import PendingCheck, ProviderFault, check_known, check_uses, progress
 from forebay.scheduler.events import Event
 from forebay.scheduler.free_ranges import SampleRange
 from forebay.scheduler.jobs import JobSpec, SchedulerJob
 from forebay.scheduler.lease_holders import HolderKey, LeaseHolder
-from forebay.scheduler.leases import LeaseTable
 from forebay.scheduler.messages import AcceptedUse, ExchangeRequest, ExchangeResult, LeaseGrant, RefusedUse
 from forebay.scheduler.sessions import PeerQuotas, WorkerSession, WorkerSessions
 from forebay.swarm.members import Offers, parse_ranges
@@ -50,13 +49,13 @@ class SchedulerCore:
         self.checks = checks
         self.swarms: dict[str, Swarm] = {}
         ttl_s = max(ttl_s, *(spec.lease_s for spec in jobs))
-        for source in (source for spec in jobs for source in spec.sources):
-            self.swarms.setdefault(source.dataset_id, Swarm(len(source.samples), ttl_s=ttl_s, checks=checks))
+        for spec in jobs:
+            self.swarms.setdefault(spec.dataset_id, Swarm(len(spec.samples), ttl_s=ttl_s, checks=checks))
         self.sessions = WorkerSessions(self.swarms, 5 * max(spec.lease_s for spec in jobs))
         # (peer, dataset, slice) to the reporters of wrong bytes, each with the reason and the accuser.
         self.reports: dict[tuple[str, str, int], dict[str, tuple[str, str]]] = {}
         self.banned: dict[str, dict[str, None]] = {}  # dataset to peers
-        self._quotas = PeerQuotas(self.sessions, sum(len(s.samples) for spec in jobs for s in spec.sources))
+        self._quotas = PeerQuotas(self.sessions, sum(len(spec.samples) for spec in jobs))
         self._min_stall_s = min(spec.stall_s for spec in jobs)
         self._num_ids = 0
         self._served: set[str] = set()  # datasets of which the origins are known
@@ -92,10 +91,10 @@ class SchedulerCore:
         self._apply_faults(session, organisation, faults, now)
         self._return_leases(session, request, now)
         for lease_id, until in request.declared_until.items():
-            if (own := session.find_lease(lease_id)) is not None:
-                stop = own[2].declare(own[2].leases[lease_id], until)
-                if stop is not None:
-                    self._emit(events.LeaseCut(own[0], lease_id, stop), now)
+            if (name := session.find_job(lease_id)) is not None:
+                table = self.jobs[name].table
+                if (stop := table.declare(table.leases[lease_id], until)) is not None:
+                    self._emit(events.LeaseCut(name, lease_id, stop), now)
         for job in self.jobs.values():
             self._advance(job, now)
         grants, wait_s = self._grant(session, request, organisation, now)
@@ -105,7 +104,7 @@ class SchedulerCore:
         result = ExchangeResult(
             tuple(accepted), active, tuple(grants), wait_s, not unfinished, tuple(refused), tuple(lost),
             paused=bool(unfinished) and all(job.paused for job in unfinished),
-            report_cached=any(s.dataset_id not in session.cached for job in unfinished for s in job.spec.sources),
+            report_cached=any(job.dataset_id not in session.cached for job in unfinished),
             num_left_out=sum(job.num_left_out for job in jobs),
         )  # fmt: skip
         session.knows_done, session.silent_until = result.done, now + wait_s
@@ -117,9 +116,8 @@ class SchedulerCore:
         session = self.sessions.touch(key, now)
         if is_new:
             for job in self.jobs.values():
-                for dataset, table in enumerate(job.tables):
-                    if key in table.holders.all:
-                        session.holders[job.name, dataset] = table, table.touch(key, now)
+                if key in job.table.holders.all:
+                    session.holders[job.name] = job.table, job.table.touch(key, now)
         return session
 
     def _update_session(self, session: WorkerSession, request: ExchangeRequest, organisation: str, now: float) -> None:
@@ -130,9 +128,8 @@ class SchedulerCore:
         except ProtocolError as error:
             raise LeaseError(f"cached: {error}") from error
         self.sessions.update_cached(session, request.address, cached, now, organisation)
-        for (job, dataset), (table, holder) in session.holders.items():
-            dataset_id = self.jobs[job].spec.sources[dataset].dataset_id
-            if dataset_id in cached:
+        for name, (table, holder) in session.holders.items():
+            if (dataset_id := self.jobs[name].dataset_id) in cached:
                 table.set_cached(holder, cached[dataset_id])
 
     def _record_uses(
@@ -142,22 +139,18 @@ class SchedulerCore:
         new, accepted, refused = check_uses(self.find, peer_id, request.uses)
         if not new:
             return accepted, refused
-        for lease_id, (job, dataset, table) in new.items():
-            lease = table.leases[lease_id]
+        for lease_id, job in new.items():
+            lease = job.table.leases[lease_id]
             if lease.position == lease.start:  # a worker that starts to use a slice has it
-                self.swarms[job.spec.sources[dataset].dataset_id].finished(peer_id, lease.slice_index, now)
-        job_name = next(iter(new.values()))[0].name
-        self._emit(events.UsesRecorded(job_name, peer_id, request.uses, request.signature, request.session), now)
+                self.swarms[job.dataset_id].finished(peer_id, lease.slice_index, now)
+        self._emit(events.UsesRecorded(job.name, peer_id, request.uses, request.signature, request.session), now)
         self._quotas.of(peer_id).add_uses(len(request.uses))
-        return [progress(table, lease_id) for lease_id, (_, _, table) in new.items()], []
+        return [progress(job.table, lease_id) for lease_id, job in new.items()], []
 
-    def find(self, lease_id: str) -> LeaseLocation | None:
-        """Where a lease is live, or ended lately."""
-        for job in self.jobs.values():
-            location = job.find(lease_id)
-            if location is not None:
-                return job, *location
-        return None
+    def find(self, lease_id: str) -> SchedulerJob | None:
+        """The job of which a lease is live, or ended lately."""
+        jobs = (job for job in self.jobs.values() if lease_id in job.table.leases or lease_id in job.table.ended)
+        return next(jobs, None)
 
     def _apply_faults(
         self, session: WorkerSession, organisation: str, faults: Sequence[ProviderFault], now: float
@@ -177,38 +170,33 @@ class SchedulerCore:
         """Take back failed and released leases, and those of which the session does not know."""
         worker, lease_ids = session.key[0], request.known_leases
         for failed in request.failed:
-            if (own := session.find_lease(failed.lease_id)) is None:
+            if (name := session.find_job(failed.lease_id)) is None:
                 continue
-            job, index = self._slice_of(own, failed.lease_id)
-            self._emit(events.SliceFailed(job.name, index, worker, failed.reason), now)
-            self._take_back(failed.lease_id, "failed", now)
-            self._avoided[worker, job.name, index] = now + job.spec.lease_s
+            job, index = self.jobs[name], self._take_back(failed.lease_id, "failed", now)
+            self._emit(events.SliceFailed(name, index, worker, failed.reason), now)
+            self._avoided[worker, name, index] = now + job.spec.lease_s
             if not self.checks and job.is_doubtful(index):
                 self._set_aside(job, index, failed.reason, now)
         for lease_id in request.release:
-            if (own := session.find_lease(lease_id)) is not None:
-                job, index = self._slice_of(own, lease_id)
-                self._take_back(lease_id, "released", now)
-                self._avoided[worker, job.name, index] = now + job.spec.lease_s / 4  # other workers go first
+            if (name := session.find_job(lease_id)) is not None:
+                index = self._take_back(lease_id, "released", now)
+                # Other workers go first.
+                self._avoided[worker, name, index] = now + self.jobs[name].spec.lease_s / 4
         for lease_id in [] if lease_ids is None else [i for i in session.lease_ids() if i not in lease_ids]:
             self._take_back(lease_id, "unheld", now)
 
-    def _slice_of(self, own: tuple[str, int, LeaseTable], lease_id: str) -> tuple[SchedulerJob, int]:
-        """The job of a live lease, and the slice of the job."""
-        job, dataset, table = self.jobs[own[0]], *own[1:]
-        return job, job.bases[dataset] + table.leases[lease_id].slice_index
-
-    def _take_back(self, lease_id: str, reason: str, now: float) -> None:
-        location = self.find(lease_id)
-        assert location is not None
-        job, dataset, table = location
-        lease = table.leases[lease_id]
-        index = job.bases[dataset] + lease.slice_index
-        self.swarms[job.spec.sources[dataset].dataset_id].dropped(lease.worker, lease.slice_index)
+    def _take_back(self, lease_id: str, reason: str, now: float) -> int:
+        """End a live lease; its slice."""
+        job = self.find(lease_id)
+        assert job is not None
+        lease = job.table.leases[lease_id]
+        index = lease.slice_index
+        self.swarms[job.dataset_id].dropped(lease.worker, index)
         self._emit(events.LeaseReturned(job.name, lease_id, reason), now)
         if index in job.reasons and lease.remaining:
             unused = (lease.position, lease.stop)
             self._emit(events.SliceSetAside(job.name, lease.epoch, index, *unused, job.reasons[index]), now)
+        return index
 
     # Granting leases.
 
@@ -219,8 +207,6 @@ class SchedulerCore:
         grants: list[LeaseGrant] = []
         quota = self._quotas.of(session.key[0])
         max_grants = MAX_LEASES - session.num_leases() if now >= quota.barred_until else 0
-        if any(holder.stalled for _, holder in session.holders.values()):
-            max_grants = min(max_grants, 1 - session.num_leases())
         of_peer = None  # computed only where there is something to lease: it counts all sessions of the peer
         for _ in range(min(request.want, max_grants)):
             choice = self._choose(session, request.job, now)
@@ -230,19 +216,15 @@ class SchedulerCore:
                 of_peer = self._quotas.num_free(session.key[0], organisation)
             if len(grants) >= of_peer:
                 break
-            job, dataset, (local, start, stop) = choice
+            job, samples = choice
             lease_id = f"{self.salt}{self._num_ids:x}"
             self._num_ids += 1
-            index, epoch = job.bases[dataset] + local, job.tables[dataset].epoch
-            self._emit(events.LeaseGranted(job.name, lease_id, *session.key, epoch, index, start, stop), now)
+            self._emit(events.LeaseGranted(job.name, lease_id, *session.key, job.table.epoch, *samples), now)
             for table, holder in session.holders.values():
                 table.stop_waiting(holder)
-            session.add_recent((job.name, dataset, local))
+            session.add_recent((job.name, samples[0]))
             quota.unused_since = now if quota.unused_since is None else quota.unused_since
-            grants.append(self._describe(session, job, dataset, lease_id, now))
-            change = job.due_change()
-            if change is not None:
-                self._emit(change, now)
+            grants.append(self._describe(session, job, lease_id, now))
         return grants, 0.0 if len(grants) == request.want else self._wait(session, request.job, now)
 
     def _open_jobs(self, name: str) -> list[SchedulerJob]:
@@ -250,76 +232,67 @@ class SchedulerCore:
         if name:
             return [self.jobs[name]] if not self.jobs[name].paused else []
         jobs = [job for job in self.jobs.values() if not job.paused and not job.done]
-        return sorted(jobs, key=lambda job: (-job.spec.priority, job.num_assigned / job.spec.weight))
+        return sorted(jobs, key=lambda job: (-job.spec.priority, job.table.total_used + job.table.leased))
 
-    def _choose(self, session: WorkerSession, name: str, now: float) -> tuple[SchedulerJob, int, SampleRange] | None:
+    def _choose(self, session: WorkerSession, name: str, now: float) -> tuple[SchedulerJob, SampleRange] | None:
         for job in self._open_jobs(name):
-            for dataset in job.datasets():
-                holder, dataset_id = self._holder(session, job, dataset, now), job.spec.sources[dataset].dataset_id
-                offers = self.swarms[dataset_id].offers(session.key[0], now) if dataset_id in self._served else None
-                offers = None if offers is not None and offers.is_all else offers
-                is_avoided = self._lease_filter(session, job, dataset, offers, now)
-                offered = offers.copied() if offers is not None else None
-                samples = job.tables[dataset].choose(holder, is_avoided, now, offered)
-                if samples is not None:
-                    return job, dataset, samples
+            offers = self.swarms[job.dataset_id].offers(session.key[0], now) if job.dataset_id in self._served else None
+            offers = None if offers is not None and offers.is_all else offers
+            is_avoided = self._lease_filter(session, job, offers, now)
+            offered = offers.copied() if offers is not None else None
+            samples = job.table.choose(self._holder(session, job, now), is_avoided, now, offered)
+            if samples is not None:
+                return job, samples
         return None
 
     def _lease_filter(
-        self, session: WorkerSession, job: SchedulerJob, dataset: int, offers: Offers | None, now: float
+        self, session: WorkerSession, job: SchedulerJob, offers: Offers | None, now: float
     ) -> Callable[[int], bool]:
-        """Tells whether a session is not to get a slice of a dataset now; `offers` is None if all can be provided."""
-        worker, base, dataset_id = session.key[0], job.bases[dataset], job.spec.sources[dataset].dataset_id
+        """Tells whether a session is not to get a slice of a job now; `offers` is None if all can be provided."""
+        worker, name, dataset_id = session.key[0], job.name, job.dataset_id
 
         def is_avoided(index: int) -> bool:
-            if self._avoided and self._avoided.get((worker, job.name, base + index), now) > now:
+            if self._avoided and self._avoided.get((worker, name, index), now) > now:
                 return True
             return offers is not None and not (session.has_cached(dataset_id, index) or offers.includes(index))
 
         return is_avoided
 
-    def _holder(self, session: WorkerSession, job: SchedulerJob, dataset: int, now: float) -> LeaseHolder:
-        """This session's holder in a table; a new one learns what the session has cached."""
-        table, holder = session.holders.get((job.name, dataset), (job.tables[dataset], None))
+    def _holder(self, session: WorkerSession, job: SchedulerJob, now: float) -> LeaseHolder:
+        """This session's holder in a job's table; a new one learns what the session has cached."""
+        table, holder = session.holders.get(job.name, (job.table, None))
         if holder is None or table.holders.all.get(session.key) is not holder:
             holder = table.touch(session.key, now)
-            session.holders[job.name, dataset] = table, holder
-            cached = session.cached.get(job.spec.sources[dataset].dataset_id)
-            if cached is not None:
+            session.holders[job.name] = table, holder
+            if (cached := session.cached.get(job.dataset_id)) is not None:
                 table.set_cached(holder, cached)
         return holder
 
     def _wait(self, session: WorkerSession, name: str, now: float) -> float:
         waits_s = [
-            job.tables[dataset].wait(self._holder(session, job, dataset, now), now)
-            for job in self._open_jobs(name)[:1]
-            for dataset in job.datasets()
+            job.table.wait(self._holder(session, job, now), now) for job in self._open_jobs(name)[:1] if not job.done
         ]
         return round(min(waits_s, default=1.0), 3)
 
-    def _describe(
-        self, session: WorkerSession, job: SchedulerJob, dataset: int, lease_id: str, now: float
-    ) -> LeaseGrant:
-        table, dataset_id, base = job.tables[dataset], job.spec.sources[dataset].dataset_id, job.bases[dataset]
-        lease = table.leases[lease_id]
+    def _describe(self, session: WorkerSession, job: SchedulerJob, lease_id: str, now: float) -> LeaseGrant:
+        lease = job.table.leases[lease_id]
         index, providers = lease.slice_index, tuple[Provider, ...]()
-        if not session.has_cached(dataset_id, index):
-            providers = tuple(self.swarms[dataset_id].providers(index, lease.worker, now, MAX_PROVIDERS))
+        if not session.has_cached(job.dataset_id, index):
+            providers = tuple(self.swarms[job.dataset_id].providers(index, lease.worker, now, MAX_PROVIDERS))
         return LeaseGrant(
-            lease_id, job.name, lease.epoch, base + index, dataset_id, lease.start, lease.stop,
-            int(table.samples[index]), providers, round(table.lease_s, 3), first=base,
+            lease_id, job.name, lease.epoch, index, job.dataset_id, lease.start, lease.stop,
+            int(job.table.samples[index]), providers, round(job.table.lease_s, 3),
         )  # fmt: skip
 
     # Checks of what workers report.
 
     def pending_checks(self) -> list[PendingCheck]:
         """Slices that several workers could not read, and peers of which two say that they sent wrong bytes."""
-        checks = []
-        for job in self.jobs.values():
-            for slice_index in filter(job.is_doubtful, job.failures):
-                dataset, index = job.locate(slice_index)
-                dataset_id = job.spec.sources[dataset].dataset_id
-                checks.append(PendingCheck(dataset_id, index, job=job.name, slice_index=slice_index))
+        checks = [
+            PendingCheck(job.dataset_id, index, job=job.name)
+            for job in self.jobs.values()
+            for index in filter(job.is_doubtful, job.failures)
+        ]
         for dataset_id, swarm in self.swarms.items():
             checks += [PendingCheck(dataset_id, index, peer=provider) for provider, index in swarm.suspects()]
         return checks
@@ -328,14 +301,14 @@ class SchedulerCore:
         """Apply the result of a check: whether right bytes were read, from any origin or from the peer."""
         if check.peer is not None:
             self._emit(events.PeerBanned(check.peer.peer_id, check.dataset_id, not is_good), now)
-        elif (job := self.jobs[check.job]).is_doubtful(check.slice_index):
-            failures = job.failures[check.slice_index]
+        elif (job := self.jobs[check.job]).is_doubtful(check.index):
+            failures = job.failures[check.index]
             if is_good:
                 for worker in failures:  # each check costs the scheduler a slice: workers cannot ask for many
                     self.bar(worker, now)
-                self._emit(events.SliceCleared(job.name, check.slice_index), now)
+                self._emit(events.SliceCleared(job.name, check.index), now)
             else:
-                self._set_aside(job, check.slice_index, next(iter(failures.values())), now)
+                self._set_aside(job, check.index, next(iter(failures.values())), now)
         return self._take_events()
 
     def _set_aside(self, job: SchedulerJob, index: int, reason: str, now: float) -> None:
@@ -361,16 +334,13 @@ class SchedulerCore:
         return taken
 
     def _advance(self, job: SchedulerJob, now: float) -> None:
-        """End epochs and change weights that are due."""
-        for event in (*map(job.due_end, range(len(job.tables))), job.due_change()):
-            if event is not None:
-                self._emit(event, now)
-            if isinstance(event, events.EpochEnded) and not job.tables[event.dataset].done:
-                for aside in job.still_aside(event.dataset):
-                    self._emit(aside, now, is_final=False)
+        if (event := job.due_end()) is not None:
+            self._emit(event, now)
+            for aside in [] if job.done else job.still_aside():
+                self._emit(aside, now, is_final=False)
 
     def advance(self, name: str, now: float) -> list[Event]:
-        """End epochs and change weights of a job that are due, after a replay."""
+        """End a job's epoch if it is due, after a replay."""
         self._advance(self.jobs[name], now)
         return self._take_events()
 
@@ -401,10 +371,9 @@ class SchedulerCore:
     def expire(self, now: float) -> list[Event]:
         """Take back overdue leases and remove silent sessions and peers; call it about every second."""
         for job in self.jobs.values():
-            for table in job.tables:
-                for lease_id, reason in table.overdue_leases(now):
-                    if lease_id in table.leases:
-                        self._take_back(lease_id, reason, now)
+            for lease_id, reason in job.table.overdue_leases(now):
+                if lease_id in job.table.leases:
+                    self._take_back(lease_id, reason, now)
         for peer_id in self._quotas.bar_unused(self._min_stall_s, now):
             for key in self.sessions.of_peer.get(peer_id, ()):
                 for lease_id in self.sessions.all[key].lease_ids():
@@ -429,8 +398,7 @@ class SchedulerCore:
     def extend_all(self, now: float) -> None:
         """Give every lease a whole term: after an outage of the scheduler."""
         for job in self.jobs.values():
-            for table in job.tables:
-                table.extend_all(now)
+            job.table.extend_all(now)
 
     def done(self) -> bool:
         """Whether every job is done."""
@@ -457,11 +425,6 @@ class SchedulerCore:
         reasons = self._job(name).reasons
         for index in [i for i in (list(reasons) if slices is None else slices) if i in reasons]:
             self._emit(events.SliceReadmitted(name, index), 0.0)
-        return self._take_events()
-
-    def reweight(self, name: str, weights: Mapping[str, float], start_sample: int | None = None) -> list[Event]:
-        """Change weights, by dataset name, from a number of used samples on; None: from now on."""
-        self._emit(self._job(name).reweighted(weights, start_sample), 0.0)
         return self._take_events()
 
     def pardon(self, peer_id: str) -> list[Event]:

@@ -1,13 +1,11 @@
 """Events of the scheduler: `SchedulerCore` produces them, the journal stores them, replaying them restores the core."""
 
-from dataclasses import dataclass
-from typing import Any, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias, cast, get_args
 
 from forebay.ledger.receipts import Used
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerEnlisted:
+class WorkerEnlisted(NamedTuple):
     """A worker uses samples of a job for the first time; `key` is its public key in hex."""
 
     job: str
@@ -16,8 +14,7 @@ class WorkerEnlisted:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseGranted:
+class LeaseGranted(NamedTuple):
     """A worker got samples [start, stop) of a slice."""
 
     job: str
@@ -30,8 +27,7 @@ class LeaseGranted:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class UsesRecorded:
+class UsesRecorded(NamedTuple):
     """A session of a worker acknowledged uses; `receipt` is its signature over them in hex."""
 
     job: str
@@ -41,8 +37,7 @@ class UsesRecorded:
     session: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseCut:
+class LeaseCut(NamedTuple):
     """A lease ends at `stop` from now on; the samples behind it are free."""
 
     job: str
@@ -50,8 +45,7 @@ class LeaseCut:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseReturned:
+class LeaseReturned(NamedTuple):
     """A lease ended before its samples did. `reason`: released, unheld, expired, stalled, clutched or failed."""
 
     job: str
@@ -59,8 +53,7 @@ class LeaseReturned:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class SliceFailed:
+class SliceFailed(NamedTuple):
     """A worker could not read a slice."""
 
     job: str
@@ -69,8 +62,7 @@ class SliceFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class SliceSetAside:
+class SliceSetAside(NamedTuple):
     """Samples [start, stop), and all that is returned of their slice, are not leased until it is readmitted."""
 
     job: str
@@ -81,64 +73,48 @@ class SliceSetAside:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class SliceReadmitted:
+class SliceReadmitted(NamedTuple):
     """A slice that was set aside is leased again."""
 
     job: str
     slice_index: int
 
 
-@dataclass(frozen=True, slots=True)
-class EpochEnded:
-    """A dataset's epoch ended: `samples` were used, and `aside` (slice of the dataset, start, stop) set aside."""
+class EpochEnded(NamedTuple):
+    """An epoch ended: `samples` were used, and `aside` (slice, start, stop) set aside."""
 
     job: str
-    dataset: int
     epoch: int
     samples: int
     aside: tuple[tuple[int, int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class JobPaused:
+class JobPaused(NamedTuple):
     """A job grants no new leases; if not `paused`, it does again."""
 
     job: str
     paused: bool
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsChanged:
-    """The weights of a job's datasets from the sample number `start_sample` on."""
-
-    job: str
-    start_sample: int
-    weights: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ProviderReported:
+class ProviderReported(NamedTuple):
     """A worker reported that a provider sent wrong bytes of a slice of a dataset."""
 
     peer_id: str
     dataset_id: str
-    index: int
+    slice_index: int
     reporter: str
     reason: str
     accuser: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SliceCleared:
+class SliceCleared(NamedTuple):
     """The scheduler read a slice itself: the workers' failures do not count."""
 
     job: str
     slice_index: int
 
 
-@dataclass(frozen=True, slots=True)
-class PeerBanned:
+class PeerBanned(NamedTuple):
     """The scheduler got wrong bytes of a dataset from a peer; if not `banned`: reports about the peer are void."""
 
     peer_id: str
@@ -148,7 +124,7 @@ class PeerBanned:
 
 Event: TypeAlias = (
     WorkerEnlisted | LeaseGranted | UsesRecorded | LeaseCut | LeaseReturned | SliceFailed | SliceSetAside
-    | SliceReadmitted | EpochEnded | JobPaused | WeightsChanged | ProviderReported | SliceCleared | PeerBanned
+    | SliceReadmitted | EpochEnded | JobPaused | ProviderReported | SliceCleared | PeerBanned
 )  # fmt: skip
 _KINDS: tuple[type[Event], ...] = get_args(Event)  # their numbers on disk are their places here
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
@@ -156,18 +132,19 @@ _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 
 def to_row(event: Event) -> list[Any]:
     """An event as a list of plain values, for JSON."""
+    values: list[Any] = [*cast("tuple[Any, ...]", event)]
     if isinstance(event, UsesRecorded):
-        rows = [used.to_row() for used in event.uses]
-        return [_NUMBERS[UsesRecorded], event.job, event.worker, rows, event.receipt, event.session]
-    return [_NUMBERS[type(event)], *(getattr(event, name) for name in event.__slots__)]
+        values[2] = [used.to_row() for used in event.uses]
+    return [_NUMBERS[type(event)], *values]
 
 
 def from_row(row: list[Any]) -> Event:
     """The event of a row of `to_row`."""
-    kind, *values = row
-    if _KINDS[kind] is UsesRecorded:
-        values[2] = (Used(*used) for used in values[2])
-    elif _KINDS[kind] is EpochEnded:
-        values[4] = map(tuple, values[4])
-    event: Event = _KINDS[kind](*(value if isinstance(value, str | int) else tuple(value) for value in values))
+    number, *values = row
+    kind = _KINDS[number]
+    if kind is UsesRecorded:
+        values[2] = tuple(Used(*used) for used in values[2])
+    elif kind is EpochEnded:
+        values[3] = tuple(map(tuple, values[3]))
+    event: Event = kind(*values)
     return event

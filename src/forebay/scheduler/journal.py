@@ -40,7 +40,7 @@ LEDGER_NAME = "ledger.jsonl"
 JOURNAL_NAME = "journal.sqlite"
 LOCK_NAME = "lock"
 SNAPSHOT_EVENTS = 20_000  # after so many events a snapshot replaces them
-VERSION = 5
+VERSION = 6
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -54,13 +54,8 @@ _IDENTITY = ("name", "dataset_id", "datasets", "layout", "seq_len", "seed", "sam
 
 def job_body(spec: JobSpec, **fields: Any) -> dict[str, Any]:
     """The body of the first entry of a job's ledger; `fields` are seq_len, layout and the scheduler's key."""
-    sources: list[dict[str, Any]] = [
-        {"name": s.name, "dataset_id": s.dataset_id, "samples_per_slice": encode_runs(s.samples)} for s in spec.sources
-    ]
-    body = {"name": spec.name, "seed": spec.seed, "epochs": spec.epochs, **fields}
-    if len(sources) == 1:
-        return {**sources[0], **body}
-    return {**body, "datasets": [{**d, "weight": source.weight} for d, source in zip(sources, spec.sources)]}
+    dataset = {"dataset_id": spec.dataset_id, "samples_per_slice": encode_runs(spec.samples)}
+    return {"name": spec.name, **dataset, "seed": spec.seed, "epochs": spec.epochs, **fields}
 
 
 @dataclass
@@ -97,18 +92,10 @@ class Journal:
 
     @classmethod
     def open(
-        cls,
-        state_dir: Path,
-        specs: Sequence[JobSpec],
-        bodies: Mapping[str, dict[str, Any]],
-        signer: Signer,
-        *,
-        salt: str = "",
-        ttl_s: float = 30.0,
-        checks: bool = False,
-        lock: int | None = None,
+        cls, state_dir: Path, specs: Sequence[JobSpec], bodies: Mapping[str, dict[str, Any]], signer: Signer, *,
+        salt: str = "", ttl_s: float = 30.0, checks: bool = False, lock: int | None = None,
         now: Callable[[], float] = time.monotonic,
-    ) -> Journal:
+    ) -> Journal:  # fmt: skip
         """Open the state of the jobs, or create it.
 
         Args:
@@ -171,13 +158,12 @@ class Journal:
         self.wait(self._put)
 
     def _catch_up(self, name: str, ledger: Ledger, start: int, checkpoint: Checkpoint | None, now: float) -> None:
-        """Apply a ledger's entries from `start` on."""
         if ledger.next_seq <= start:
             return
         for entry in ledger.entries(start, checkpoint):
             try:
                 for event in _events_of(name, entry):
-                    if isinstance(event, events.EpochEnded) and self.core.jobs[name].due_end(event.dataset) is None:
+                    if isinstance(event, events.EpochEnded) and self.core.jobs[name].due_end() is None:
                         raise LeaseError(f"epoch {event.epoch} ends before its samples are used")
                     self.core.apply(event, now)
             except (LeaseError, KeyError, TypeError, ValueError) as error:
@@ -270,13 +256,12 @@ class Journal:
             case events.UsesRecorded(_, worker, uses, receipt, session):
                 body = {"worker": worker, "uses": [used.to_row() for used in uses], "receipt": receipt}
                 yield "uses", {**body, "session": session} if session else body
-            case events.EpochEnded(name, dataset, epoch, num_samples, ranges_aside):
-                job, aside = self.core.jobs[name], dict[int, list[tuple[int, int]]]()
+            case events.EpochEnded(name, epoch, num_samples, ranges_aside):
+                aside = dict[int, list[tuple[int, int]]]()
                 for index, start, stop in sorted(ranges_aside):
                     aside.setdefault(index, []).append((start, stop))
-                samples = job.tables[dataset].samples
-                root = coverage_root(self.job_ids[name], epoch, samples, aside, job.bases[dataset])
-                yield "epoch", {"epoch": epoch, "dataset": dataset, "samples": num_samples, "root": root}
+                root = coverage_root(self.job_ids[name], epoch, self.core.jobs[name].table.samples, aside)
+                yield "epoch", {"epoch": epoch, "dataset": 0, "samples": num_samples, "root": root}
             case events.SliceSetAside(_, epoch, index, start, stop, reason):
                 samples_aside = {"epoch": epoch, "slice": index, "start": start, "stop": stop}
                 yield "set_aside", {**samples_aside, "reason": reason[:300]}
@@ -284,8 +269,6 @@ class Journal:
                 yield "readmitted", {"slice": index}
             case events.JobPaused(_, paused):
                 yield "paused" if paused else "resumed", {}
-            case events.WeightsChanged(_, start_sample, weights):
-                yield "weights", {"at": start_sample, "weights": list(weights)}
 
     def close(self) -> None:
         """Write what is pending and close every file. May be repeated."""
@@ -371,7 +354,6 @@ def _check_same_job(first: Entry, body: Mapping[str, Any], path: Path) -> None:
 
 
 def _events_of(job: str, entry: Entry) -> Iterator[Event]:
-    """The events of an entry of a ledger."""
     body = entry.body
     match entry.kind:
         case "worker":
@@ -382,7 +364,7 @@ def _events_of(job: str, entry: Entry) -> Iterator[Event]:
                 job, str(body["worker"]), uses, str(body["receipt"]), str(body.get("session", ""))
             )
         case "epoch":
-            yield events.EpochEnded(job, int(body["dataset"]), int(body["epoch"]), int(body["samples"]), ())
+            yield events.EpochEnded(job, int(body["epoch"]), int(body["samples"]), ())
         case "set_aside":
             epoch, index, start, stop = (int(body[key]) for key in ("epoch", "slice", "start", "stop"))
             yield events.SliceSetAside(job, epoch, index, start, stop, str(body["reason"]))
@@ -390,5 +372,3 @@ def _events_of(job: str, entry: Entry) -> Iterator[Event]:
             yield events.SliceReadmitted(job, int(body["slice"]))
         case "paused" | "resumed":
             yield events.JobPaused(job, entry.kind == "paused")
-        case "weights":
-            yield events.WeightsChanged(job, int(body["at"]), tuple(float(w) for w in body["weights"]))

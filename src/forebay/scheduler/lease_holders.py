@@ -87,7 +87,6 @@ class LeaseHolder:
 
     Attributes:
         progress_at: When it last acknowledged samples, or got its first lease.
-        stalled: It lost its leases as it acknowledged nothing, and has not acknowledged anything since.
         steals_from: The lease that is to be cut for it.
         finish_at: When it will have used all its leases, by its speed.
     """
@@ -98,7 +97,6 @@ class LeaseHolder:
     leases: dict[str, LiveLease] = field(default_factory=dict)
     speed: SpeedEstimate = field(default_factory=SpeedEstimate)
     cached: CachedSlices | None = None
-    stalled: bool = False
     steals_from: str | None = None
     finish_at: float = 0.0
 

@@ -24,14 +24,7 @@ from numpy.typing import NDArray
 from forebay.errors import LeaseError, UsageError
 from forebay.ledger.receipts import Used
 from forebay.scheduler.free_ranges import CachedSlices, FreeRanges, SampleRange
-from forebay.scheduler.lease_holders import (
-    EndedLease,
-    HolderKey,
-    LeaseHolder,
-    LeaseHolders,
-    LiveLease,
-    SpeedEstimate,
-)
+from forebay.scheduler.lease_holders import EndedLease, HolderKey, LeaseHolder, LeaseHolders, LiveLease, SpeedEstimate
 
 MAX_VICTIMS = 8  # of the holders that would finish last, so many are considered for a steal
 MAX_ENDED = 32_768  # ended leases that are remembered, to answer repeated uses
@@ -284,7 +277,7 @@ class LeaseTable:
                 self._end(lease)
         for key, num_samples in progress.items():
             holder = self.holders.all[key]
-            holder.progress_at, holder.stalled = now, False
+            holder.progress_at = now
             holder.speed.add(num_samples, now)
             if not holder.leases:
                 holder.speed.since = None
@@ -401,7 +394,6 @@ class LeaseTable:
                 holder.leases.clear()
                 del self.holders.all[holder.key]
             elif holder.leases and now - holder.progress_at >= self.stall_s:
-                holder.stalled = True
                 overdue += [(lease_id, "stalled") for lease_id in holder.leases]
             else:
                 # A lease that an idle holder waits for, and that its own neither starts nor lets be cut.
@@ -434,5 +426,4 @@ class LeaseTable:
 
 
 def _is_inside(used: Used, start: int, stop: int, lease: LiveLease | EndedLease) -> bool:
-    """Whether a use is in [start, stop) of a lease's slice."""
     return (used.epoch, used.slice) == (lease.epoch, lease.slice_index) and start <= used.start < used.stop <= stop

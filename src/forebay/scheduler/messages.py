@@ -119,8 +119,8 @@ class ExchangeRequest(_Message):
         release: Leases returned.
         failed: Leases returned because their slice could not be read.
         want: Number of further leases.
-        cached: Dataset id to the slices in the worker's cache, as `index` of a lease counts them, as ranges with both
-            ends included; a dataset left out is unchanged.
+        cached: Dataset id to the slices in the worker's cache, as ranges with both ends included; a dataset left out is
+            unchanged.
         reports: Providers that failed.
     """
 
@@ -174,11 +174,7 @@ class LeaseStatus(_Reply):
 
 @dataclass(frozen=True)
 class LeaseGrant(_Reply):
-    """A new lease: samples [start, stop) of the `count` of a slice in its own shuffled order.
-
-    `slice` counts over the job, as in the ledger; `first` is the dataset's first slice; `index` counts from there, as
-    in `cached`.
-    """
+    """A new lease: samples [start, stop) of the `count` of a slice in its own shuffled order."""
 
     lease_id: str
     job: str
@@ -190,11 +186,6 @@ class LeaseGrant(_Reply):
     count: Count
     providers: Annotated[tuple[Provider, ...], Field(max_length=64)]
     expires_in_s: Seconds
-    first: Count = field(default=0, kw_only=True)
-
-    @property
-    def index(self) -> int:
-        return self.slice - self.first
 
 
 @dataclass(frozen=True)
@@ -245,7 +236,7 @@ class ExchangeResult(_Reply):
 def _checked_leases(leases: tuple[Lease, ...]) -> tuple[Lease, ...]:
     """Check the leases' ranges, fill in `dataset`, and drop providers with invalid addresses."""
     for lease in leases:
-        if not lease.start < lease.stop <= lease.count or lease.first > lease.slice:
+        if not lease.start < lease.stop <= lease.count:
             raise ValueError(f"expected samples of a slice, got [{lease.start}, {lease.stop}) of {lease.count}")
     return tuple(
         replace(lease, dataset=lease.dataset or lease.job, providers=tuple(_usable(lease.providers)))

@@ -33,21 +33,19 @@ class ProofChecker:
         """Raise ApiError for a first use without a proof that the worker has its slice, and for a use too soon."""
         now = time.monotonic()
         for use in {use.lease_id: use for use in reversed(uses)}.values():
-            location = core.find(use.lease_id)
-            lease = location[2].leases.get(use.lease_id) if location is not None else None
-            if location is None or lease is None or lease.worker != peer.peer_id or lease.position > lease.start:
+            job = core.find(use.lease_id)
+            lease = job.table.leases.get(use.lease_id) if job is not None else None
+            if job is None or lease is None or lease.worker != peer.peer_id or lease.position > lease.start:
                 continue  # the core refuses it, or its proof was accepted before
-            job, dataset, _ = location
             plan, subject = self._plans[job.name], f"uses of lease {use.lease_id}"
             tokens = (use.stop - use.start) * plan.seq_len
             if (wait_s := tokens / plan.max_tokens_per_s - (now - lease.progress_at)) > 0:
-                raise ApiError(429, "too_fast", f"{subject}: {tokens:,} tokens too soon (--max-tokens-per-s)", wait_s)
+                raise ApiError(429, "too_fast", f"{subject}: {tokens:,} tokens too soon", wait_s)
             if not use.proof:
                 raise ApiError(400, "no_proof", f"{subject}: expected a proof that the worker has its slice")
             if not is_checked(self._secret, use.lease_id, self._num_proven[peer.peer_id]):
                 continue
-            dataset_id = job.spec.sources[dataset].dataset_id
-            is_valid = await asyncio.to_thread(self._is_valid, dataset_id, lease.slice_index, use, peer.peer_id)
+            is_valid = await asyncio.to_thread(self._is_valid, job.dataset_id, lease.slice_index, use, peer.peer_id)
             if is_valid is False:
                 with self._lock:
                     core.bar(peer.peer_id, time.monotonic())

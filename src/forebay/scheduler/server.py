@@ -35,15 +35,7 @@ from forebay.network.pki.identity import Identity, verify
 from forebay.network.reachability import ReachabilityChecker
 from forebay.network.server import Server
 from forebay.scheduler import admin_api as status
-from forebay.scheduler.catalog import (
-    Catalog,
-    DatasetFinder,
-    DatasetRef,
-    JobPlan,
-    ManifestStore,
-    origins_of,
-    started_jobs,
-)
+from forebay.scheduler.catalog import Catalog, DatasetFinder, JobPlan, ManifestStore, origins_of, started_jobs
 from forebay.scheduler.core import SchedulerCore, StaleAttemptError
 from forebay.scheduler.events import Event, PeerBanned, ProviderReported, UsesRecorded, WorkerEnlisted
 from forebay.scheduler.journal import Journal, job_body, ledger_path, lock_state
@@ -84,25 +76,11 @@ class SchedulerService:
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        name: str,
-        discovery: Discovery,
-        client: Client,
-        state_dir: str | Path,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        *,
-        dataset_id: str | None = None,
-        jobs: Sequence[JobPlan] = (),
-        wait_s: float = 30.0,
-        rediscover_s: float = 5.0,
-        standby: bool = False,
-        publishers: Collection[str] = (),
-        limits: ServerLimits = LIMITS,
-        from_urls: FromUrls = "",
-        **settings: Any,
-    ) -> None:
+        self, identity: Identity, name: str, discovery: Discovery, client: Client, state_dir: str | Path,
+        host: str = "127.0.0.1", port: int = 0, *, dataset_id: str | None = None, jobs: Sequence[JobPlan] = (),
+        wait_s: float = 30.0, rediscover_s: float = 5.0, standby: bool = False, publishers: Collection[str] = (),
+        limits: ServerLimits = LIMITS, from_urls: FromUrls = "", **settings: Any,
+    ) -> None:  # fmt: skip
         self.identity = identity
         self.state_dir = Path(state_dir)
         self.waiting = threading.Event()
@@ -114,7 +92,7 @@ class SchedulerService:
         self._stopping = threading.Event()
         store = ManifestStore(self.state_dir)
         finder = DatasetFinder(identity.network_id, discovery, client, self._stopping, store, publishers)
-        jobs = jobs or [JobPlan(name, (DatasetRef(name, 1.0, dataset_id or ""),), **settings)]
+        jobs = jobs or [JobPlan(name, dataset_id=dataset_id or "", **settings)]
         self._catalog = Catalog(jobs, finder, from_urls)
         self.plans = self._catalog.plans
         self.name = next(iter(self.plans))
@@ -335,7 +313,6 @@ class SchedulerService:
         post("/v2/exchange", openapi_extra=role("worker"), response_model=ExchangeReply, summary=summary)(
             self._exchange
         )
-        post("/v1/exchange", include_in_schema=False)(_old_exchange)
         get("/v1/job", summary="A job's data and settings; without a name the first.")(self._read_job)
         get("/v1/jobs", summary="The progress of each job.")(self._read_jobs)
         get("/v1/status", summary="The progress of each job, its workers and providers.")(self._read_status)
@@ -353,7 +330,7 @@ class SchedulerService:
             raise ApiError(503, "stopping", "this scheduler is stopping; repeat the request after its restart.", 1.0)
 
     def _covers(self, peer: Peer, job: str) -> bool:
-        return all(peer.scope.covers(ref.name) for ref in self.plans[job].datasets)
+        return peer.scope.covers(self.plans[job].dataset_name)
 
     def _check_visible(self, peer: Peer, name: str) -> None:
         """Refuse a job that does not exist, or that the peer's certificate does not cover."""
@@ -412,8 +389,7 @@ class SchedulerService:
             return []
         name = next(name for name, job_id in journal.job_ids.items() if job_id == message.job_id)
         job = journal.core.jobs[name]
-        locations = (journal.core.find(use.lease_id) for use in message.uses)
-        if any(location is not None and location[0] is not job for location in locations):
+        if any(journal.core.find(use.lease_id) not in (None, job) for use in message.uses):
             raise ApiError(400, "bad_request", "uses: expected all of them under leases of the job of job_id")
         if peer.peer_id in job.enlisted:
             return []
@@ -429,7 +405,7 @@ class SchedulerService:
                 num = sum(used.stop - used.start for used in event.uses)
                 usage.add(num, num * self.plans[event.job].seq_len, now)
             elif isinstance(event, ProviderReported):
-                sha256 = self._catalog.sha256(event.dataset_id, event.index)
+                sha256 = self._catalog.sha256(event.dataset_id, event.slice_index)
                 log.warning("%s reports %s for slice %s: %s", event.reporter, event.peer_id, sha256, event.reason)
                 details = {"peer": event.peer_id, "slice": sha256, "by": event.reporter, "reason": event.reason}
                 self.identity.record_event("bad_provider", **details)
@@ -485,12 +461,7 @@ class SchedulerService:
         return JsonResponse({"pardoned": peer_id})
 
 
-async def _old_exchange(request: Request) -> Response:
-    raise ApiError(410, "old_version", "this scheduler takes POST /v2/exchange. Update Forebay on this worker.")
-
-
 async def _error_response(request: Request, error: Exception) -> Response:
-    """The response for an error of the core or the ledger."""
     if isinstance(error, LeaseError):
         code = STALE_ATTEMPT if isinstance(error, StaleAttemptError) else "refused"
         return ApiError(409, code, str(error)).response()

@@ -29,9 +29,9 @@ class WorkerSession:
     Attributes:
         attempt: The latest attempt of an exchange that was answered.
         cached: Dataset id to the slices it has, int64, rising.
-        holders: (job, dataset) to the table and its lease holder there.
+        holders: Job to its table, and this session's lease holder there.
         announced_at: Dataset id to when the swarm was last updated.
-        recent: (job, dataset, slice of it) of its last leases.
+        recent: (job, slice) of its last leases.
         requested_at: Time of its last request. `silent_until`: when it was told to ask again.
         knows_done: The last response said that nothing is left to lease.
     """
@@ -41,9 +41,9 @@ class WorkerSession:
     address: str = ""
     attempt: int = 0
     cached: dict[str, NDArray[np.int64]] = field(default_factory=dict)
-    holders: dict[tuple[str, int], tuple[LeaseTable, LeaseHolder]] = field(default_factory=dict)
+    holders: dict[str, tuple[LeaseTable, LeaseHolder]] = field(default_factory=dict)
     announced_at: dict[str, float] = field(default_factory=dict)
-    recent: deque[tuple[str, int, int]] | None = None
+    recent: deque[tuple[str, int]] | None = None
     requested_at: float = 0.0
     silent_until: float = 0.0
     knows_done: bool = False
@@ -59,23 +59,20 @@ class WorkerSession:
     def lease_ids(self) -> list[str]:
         return [lease_id for _, holder in self.holders.values() for lease_id in holder.leases]
 
-    def leased(self) -> Iterator[tuple[str, int, int]]:
-        """(job, dataset, slice of it) of its live and recent leases."""
+    def leased(self) -> Iterator[tuple[str, int]]:
+        """(job, slice) of its live and recent leases."""
         yield from self.recent or ()
-        for (job, dataset), (_, holder) in self.holders.items():
-            yield from ((job, dataset, lease.slice_index) for lease in holder.leases.values())
+        for job, (_, holder) in self.holders.items():
+            yield from ((job, lease.slice_index) for lease in holder.leases.values())
 
-    def add_recent(self, lease: tuple[str, int, int]) -> None:
-        """Remember a lease: (job, dataset, slice of it)."""
+    def add_recent(self, lease: tuple[str, int]) -> None:
+        """Remember a lease: (job, slice)."""
         self.recent = deque(maxlen=_NUM_RECENT) if self.recent is None else self.recent
         self.recent.append(lease)
 
-    def find_lease(self, lease_id: str) -> tuple[str, int, LeaseTable] | None:
-        """The job, dataset and table of one of its live leases."""
-        for (job, dataset), (table, holder) in self.holders.items():
-            if lease_id in holder.leases:
-                return job, dataset, table
-        return None
+    def find_job(self, lease_id: str) -> str | None:
+        """The job of one of its live leases."""
+        return next((job for job, (_, holder) in self.holders.items() if lease_id in holder.leases), None)
 
     def has_cached(self, dataset_id: str, index: int) -> bool:
         """Whether it reported a slice as cached."""

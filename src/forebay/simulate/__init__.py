@@ -4,7 +4,7 @@ Only time, sockets and disks are simulated: the scheduler's `SchedulerCore` gran
 """
 
 from forebay.simulate.leasing import simulate
-from forebay.simulate.result import SimulationResult
-from forebay.simulate.settings import SimulationSettings
+from forebay.simulate.record import SimulationResult
+from forebay.simulate.scenario import Scenario
 
-__all__ = ["SimulationResult", "SimulationSettings", "simulate"]
+__all__ = ["Scenario", "SimulationResult", "simulate"]

@@ -8,7 +8,7 @@ import gc
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,58 +17,50 @@ from forebay.errors import LeaseError
 from forebay.scheduler.checks import ProviderFault
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event, LeaseCut, LeaseReturned, from_row, to_row
-from forebay.scheduler.jobs import JobSource, JobSpec
+from forebay.scheduler.jobs import JobSpec
 from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, LeaseGrant
-from forebay.simulate.bound import lease_bound
-from forebay.simulate.faults import Faults, Machine, draw
 from forebay.simulate.links import Clock
 from forebay.simulate.nodes import SimNetwork
-from forebay.simulate.result import SimulationResult
-from forebay.simulate.settings import SimulationSettings
-from forebay.simulate.usage_record import UsageRecord, UsedRange
+from forebay.simulate.record import SimulationResult, UsageRecord, UsedRange
+from forebay.simulate.scenario import Faults, Machine, Scenario, draw, lease_bound
 from forebay.simulate.worker import Worker
 from forebay.worker.scheduler_client import ANSWER_S
 
 _JOB = "job"
 _DATASET = "dataset"
 _ORIGINS_S = 5.0
+_OUTAGE_S = 10.0
 _BREAKS = ("closed", "silent", "late")
 """How an exchange fails: its connection closes before the reply, no reply comes, or the request comes late."""
 _MAX_TIMES = 20.0
 """A simulation that takes so many times its bound is stopped."""
 
 
-def simulate(
-    settings: SimulationSettings, on_progress: Callable[[float], object] = lambda done: None
-) -> SimulationResult:
+def simulate(settings: Scenario, on_progress: Callable[[float], object] = lambda done: None) -> SimulationResult:
     """Simulate until every sample is acknowledged, or the time limit is reached.
 
-    Equal settings give equal results.
+    Equal scenarios give equal results.
 
     Args:
         on_progress: Called now and then with the share of the work that is done, 0 to 1.
     """
-    collects = gc.isenabled()
-    gc.disable()  # it would take a quarter of the time and free next to nothing
-    try:
-        return _run(settings, on_progress)
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _run(settings: SimulationSettings, on_progress: Callable[[float], object]) -> SimulationResult:
-    calm_s = lease_bound(settings, draw(replace(settings, churn=0.0), 1.0).machines).seconds
+    calm_s = lease_bound(settings, draw(settings.model_copy(update={"churn": 0.0}), 1.0).machines).seconds
     faults = draw(settings, calm_s)
     bound = lease_bound(settings, faults.machines)
     world = _World(settings, faults)
     world.every(calm_s / 400, lambda: on_progress(world.share_done))
     until = _MAX_TIMES * (bound.seconds if bound.seconds < float("inf") else calm_s) + 1000.0
-    ended = world.clock.run(lambda: world.ended_at is not None, until)
+    collects = gc.isenabled()
+    gc.disable()  # it would take a quarter of the time and free next to nothing
+    try:
+        ended = world.clock.run(lambda: world.ended_at is not None, until)
+    finally:
+        if collects:
+            gc.enable()
     world.close()
     counts = {**world.counts(), "events": world.clock.num_events}
     time_s = world.clock.now if world.ended_at is None else world.ended_at
-    usage = world.record.check(settings.deadline_s)
+    usage = world.record.check()
     return SimulationResult(settings, usage, time_s, bound, world.net.origin_bytes(), counts, world.fault(ended))
 
 
@@ -99,14 +91,10 @@ class _Scheduler:
         core.extend_all(self._net.clock.now)  # the outage was not the workers' fault
         return core
 
-    def kill(self) -> None:
-        """Lose what is in memory."""
-        self.is_up = False
-
     def add_origins(self) -> None:
         """Add the data nodes, as discovery does."""
         if self.is_up:
-            self.core.add_origins(_DATASET, [node.provider for node in self._net.origins], self._net.clock.now)
+            self.core.add_origins(_DATASET, [self._net.origin.provider], self._net.clock.now)
 
     def expire(self) -> None:
         """Take back what is overdue, as the service does every second."""
@@ -119,8 +107,7 @@ class _Scheduler:
         Raises:
             LeaseError: As SchedulerCore.
         """
-        reply = self._repeat(peer_id, ask)
-        if reply is None:
+        if (reply := self._repeat(peer_id, ask)) is None:
             faults = [ProviderFault(r.peer_id, _DATASET, int(r.sha256, 16), r.reason, r.wrong) for r in ask.reports]
             reply, events = self.core.exchange(peer_id, ask, self._net.clock.now, faults=faults)
             self._keep(events)
@@ -128,7 +115,6 @@ class _Scheduler:
         return reply
 
     def _repeat(self, peer_id: str, ask: ExchangeRequest) -> ExchangeResult | None:
-        """The reply to the attempt that was answered last."""
         attempt, reply = self._replies.get((peer_id, ask.session), (None, None))
         return reply if attempt == ask.attempt else None
 
@@ -151,7 +137,7 @@ class _Scheduler:
 class _World:
     """The machines, the scheduler, the connections between them, and the record."""
 
-    def __init__(self, settings: SimulationSettings, faults: Faults) -> None:
+    def __init__(self, settings: Scenario, faults: Faults) -> None:
         self.settings = settings
         self.clock = Clock()
         self.net = SimNetwork(settings, self.clock, faults)
@@ -165,8 +151,8 @@ class _World:
         self._closed: list[Worker] = []
         self._chance = self.net.chance("answers")
         spec = JobSpec(
-            _JOB, (JobSource(_DATASET, _DATASET, samples),), seed=settings.seed, epochs=settings.epochs,
-            lease_s=settings.lease_s, stall_s=settings.stall_s, steal_s=settings.steal_s,
+            _JOB, dataset_id=_DATASET, samples=samples, seed=settings.seed, epochs=settings.epochs,
+            lease_s=settings.lease_s,
         )  # fmt: skip
         self.scheduler = _Scheduler(spec, self.net)
         self.every(1.0, self.scheduler.expire)
@@ -174,8 +160,8 @@ class _World:
         for machine in faults.machines:
             self._plan(machine)
         for killed_at in faults.restarts:
-            self.clock.call_at(killed_at, self.scheduler.kill)
-            self.clock.call_at(killed_at + settings.outage_s, self._restart)
+            self.clock.call_at(killed_at, partial(setattr, self.scheduler, "is_up", False))
+            self.clock.call_at(killed_at + _OUTAGE_S, self._restart)
 
     def every(self, seconds: float, act: Callable[[], object]) -> None:
         """Call `act` at an interval."""
@@ -235,7 +221,6 @@ class _World:
         self.clock.call_later(latency_s, arrive)
 
     def _answer(self, worker: Worker, ask: ExchangeRequest, is_awaited: bool = True) -> ExchangeResult | None:
-        """The scheduler's reply; None for a refusal."""
         if not self.scheduler.is_up:
             return None
         try:
@@ -248,7 +233,6 @@ class _World:
         return reply
 
     def _record_reply(self, worker: Worker, reply: ExchangeResult) -> None:
-        """Record the uses that the scheduler acknowledged, from its reply."""
         for grant in reply.leases:
             self._grants.setdefault(grant.lease_id, (grant, grant.start))
         for use in reply.uses:
@@ -275,8 +259,8 @@ class _World:
             for lease in worker.all_leases:
                 grant = lease.grant
                 offset = self._grants[grant.lease_id][1]
-                location = self.scheduler.core.find(grant.lease_id)
-                is_lost = lease.ended or location is None or grant.lease_id not in location[2].leases
+                job = self.scheduler.core.find(grant.lease_id)
+                is_lost = lease.ended or job is None or grant.lease_id not in job.table.leases
                 if lease.used > offset and (is_lost or not worker.alive):
                     self.record.wasted.append(
                         UsedRange(grant.epoch, grant.slice, offset, lease.used, self.clock.now, worker.machine.index)
@@ -297,20 +281,11 @@ class _World:
         lost = sum(use.stop - use.start for use in self.record.wasted if f"worker-{use.worker}" in self.workers)
         banned = self.scheduler.core.swarms[_DATASET].status()["banned"]
         return {
-            "killed": len(self._closed),
-            "joined_later": sum(worker.machine.joins_at > 0 for worker in workers),
             "wait_share": sum(w.state.counts.waited_s for w in workers) / max(1e-9, sum(w.lived_s() for w in workers)),
-            "exchanges": self.net.counts["exchanges"],
-            "steals": self.scheduler.counts["cuts"],
-            "expired": self.scheduler.counts["returned expired"],
             "leases_lost": sum(worker.state.counts.lost for worker in workers),
             "wasted_by_living": lost,
             "longest_silence_s": max(worker.silence_s for worker in workers),
-            "fetches": self.net.counts["fetches"],
-            "wrong_bytes": self.net.counts["wrong"],
-            "stalls": self.net.counts["silent"],
-            "refused": self.net.counts["refused"],
-            "failed": self.net.counts["failed"],
             "bans": len(banned),
-            "restarts": self.scheduler.starts - 1,
+            **self.net.counts,
+            **self.scheduler.counts,
         }

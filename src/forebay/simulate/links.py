@@ -144,7 +144,6 @@ class Links:
         return moved
 
     def _move_bytes(self) -> None:
-        """Update the remaining bytes for the time since the last call."""
         if self._clock.now > self._moved_at:
             n = len(self._flows)
             self._remaining[:n] -= self._rates[:n] * (self._clock.now - self._moved_at)

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 from forebay.network.peer import Provider
 from forebay.network.retry import backoff_s
-from forebay.simulate.faults import Faults, Machine
 from forebay.simulate.links import Clock, Flow, Links
-from forebay.simulate.settings import SimulationSettings
+from forebay.simulate.scenario import Faults, Machine, Scenario
 
 STALL_S = 5.0
 _ROUNDS = 4
@@ -41,7 +40,7 @@ class SimNode:
 class SimNetwork:
     """The machines, the links between them, and their current faults."""
 
-    def __init__(self, settings: SimulationSettings, clock: Clock, faults: Faults) -> None:
+    def __init__(self, settings: Scenario, clock: Clock, faults: Faults) -> None:
         self.settings = settings
         self.clock = clock
         self.links = Links(clock)
@@ -49,10 +48,7 @@ class SimNetwork:
         self.nodes: dict[str, SimNode] = {}
         self.counts: Counter[str] = Counter()
         self.retry_chance = self.chance("retries")
-        self.origins = [self._origin(i) for i in range(settings.origins)]
-
-    def _origin(self, number: int) -> SimNode:
-        return self._add(Provider(f"origin-{number}", f"origin-{number}:1", True), self.settings.origin_up, 1e12, None)
+        self.origin = self._add(Provider("origin", "origin:1", True), settings.origin_up, 1e12, None)
 
     def join(self, machine: Machine) -> SimNode:
         """Add a worker's machine."""
@@ -79,8 +75,8 @@ class SimNetwork:
         return random.Random(f"{self.settings.seed} {purpose}")
 
     def origin_bytes(self) -> float:
-        """Bytes that origins have sent, in ended transfers."""
-        return sum(self.links.sent[node.link] for node in self.origins)
+        """Bytes that the origin has sent, in ended transfers."""
+        return self.links.sent[self.origin.link]
 
 
 class SimFetch:
@@ -94,15 +90,9 @@ class SimFetch:
     """
 
     def __init__(
-        self,
-        net: SimNetwork,
-        asker: SimNode,
-        index: int,
-        providers: Sequence[Provider],
-        on_end: Callable[[bool], object],
-        on_bad: Callable[[str, str], object],
-        rounds: int = _ROUNDS,
-    ) -> None:
+        self, net: SimNetwork, asker: SimNode, index: int, providers: Sequence[Provider],
+        on_end: Callable[[bool], object], on_bad: Callable[[str, str], object], rounds: int = _ROUNDS,
+    ) -> None:  # fmt: skip
         net.counts["fetches"] += 1
         self.number = net.counts["fetches"]
         self._net, self._asker, self.index = net, asker, index
@@ -174,7 +164,6 @@ class SimFetch:
             self._next()
 
     def _blame(self, kind: str) -> None:
-        """Report a provider that sent no right bytes; it is not tried again."""
         if self.over:
             return
         self._release()

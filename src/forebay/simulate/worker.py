@@ -15,9 +15,9 @@ import numpy as np
 from forebay.network.retry import backoff_s
 from forebay.scheduler.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
 from forebay.simulate.nodes import SimFetch, SimNetwork, SimNode
-from forebay.simulate.usage_record import UsageRecord, UsedRange
+from forebay.simulate.record import UsageRecord, UsedRange
 from forebay.swarm.members import format_ranges
-from forebay.worker.lease_state import ActiveLease, LeaseState
+from forebay.worker.lease_state import MAX_FETCHES, ActiveLease, LeaseState
 from forebay.worker.scheduler_client import FIRST_WAIT_S, MAX_WAIT_S
 
 _log = logging.getLogger("forebay.simulate")
@@ -44,7 +44,7 @@ class Worker:
         self._job, self._dataset_id, self._send = job, dataset_id, send
         settings = net.settings
         self.state = LeaseState(
-            settings.batch, None, settings.cache * settings.slice_bytes, 2 * settings.exchange_s, lambda lease: None
+            settings.batch, settings.cache * settings.slice_bytes, 2 * settings.exchange_s, lambda lease: None
         )
         self.state.log = _log
         self.all_leases: list[ActiveLease] = []  # including ended ones, for the record
@@ -59,7 +59,7 @@ class Worker:
         self._attempt, self._tried = 0, 0
         self._is_cache_new = True  # the scheduler does not know all that is cached
         self._fetches: dict[int, tuple[SimFetch, list[ActiveLease]]] = {}
-        self._num_free, self._misses = settings.fetches, 0
+        self._num_free, self._misses = MAX_FETCHES, 0
         self._timer = 0
         self._act()
 
@@ -94,7 +94,6 @@ class Worker:
     # Use.
 
     def _use(self) -> None:
-        """Enter the steps that have ended, and start the next one if it may start."""
         if not self.alive:
             return
         time = now = self.net.clock.now
@@ -125,7 +124,6 @@ class Worker:
         self._record(lease, first)
 
     def _record(self, lease: ActiveLease | None, first: int | None) -> None:
-        """Record the use of samples from `first` on; None for none."""
         if lease is not None and first is not None:
             use = lease.grant.epoch, lease.grant.slice, first, lease.used, self.net.clock.now
             self.record.trained.append(UsedRange(*use, self.machine.index))
@@ -145,10 +143,9 @@ class Worker:
     # Fetching.
 
     def _fetch_next(self) -> bool:
-        """Start the next fetches; whether a slice was cached already."""
         is_cached = False
         while self._num_free and (lease := self.state.next_to_fetch()) is not None:
-            index = lease.grant.index
+            index = lease.grant.slice
             if index in self.node.cache:
                 self.node.cache.move_to_end(index)
                 is_cached = self.state.fetched(lease, _PATH, 0.0) or is_cached
@@ -160,7 +157,7 @@ class Worker:
         return is_cached
 
     def _fetch(self, lease: ActiveLease, started_at: float) -> SimFetch:
-        index, wrong = lease.grant.index, list[str]()
+        index, wrong = lease.grant.slice, list[str]()
 
         def end(arrived: bool) -> None:
             if not self.alive:
@@ -196,11 +193,10 @@ class Worker:
         self._act()
 
     def _cache(self, index: int) -> None:
-        """Cache a slice; evict those used longest ago, unless they are leased."""
         cache = self.node.cache
         cache[index] = None
         self._is_cache_new = True
-        leased = {lease.grant.index for lease in self.state.leases}
+        leased = {lease.grant.slice for lease in self.state.leases}
         for old in list(cache)[: max(0, len(cache) - self.net.settings.cache)]:
             if old not in leased:
                 del cache[old]
@@ -215,13 +211,9 @@ class Worker:
         request = self.state.request(self.net.clock.now)
         self._attempt, self._tried = self._attempt + 1, 0
         self._request = replace(
-            request,
-            job=self._job,
-            session=f"{self.node.provider.peer_id}-session",
-            attempt=self._attempt,
-            address=self.node.provider.address,
-            cached=have,
-        )
+            request, job=self._job, session=f"{self.node.provider.peer_id}-session", attempt=self._attempt,
+            address=self.node.provider.address, cached=have,
+        )  # fmt: skip
         self._send(self, self._request)
 
     def _send_again(self) -> None:
@@ -252,7 +244,7 @@ class Worker:
         self.silence_s, self._replied_at = max(self.silence_s, now - self._replied_at), now
         leases = tuple(
             Lease(
-                **vars(grant), job_id=grant.job, name=str(grant.index), sha256=f"{grant.index:064x}",
+                **vars(grant), job_id=grant.job, name=str(grant.slice), sha256=f"{grant.slice:064x}",
                 bytes=self.net.settings.slice_bytes, sample_base=0, seed=0, seq_len=1, layout="tokens", dtype="U16",
                 vocab_size=1,
             )

@@ -1,9 +1,11 @@
 """One epoch's documents on their way to tokens: read, dealt to ranks if asked, mixed, encoded.
 
-Hides: how many are encoded at a time. Which tokens come out, and in which order, does not depend on it.
+Hides how many are encoded at a time (which tokens come out, and in which order, does not depend on it), and the
+generator of the shuffle buffer: our own, by counter, so that no library's version changes the order. Memory: the
+buffer's `max_bytes` of UTF-8 and the largest document, plus 40 bytes a document.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +14,15 @@ from numpy.typing import NDArray
 
 from forebay.errors import DatasetError
 from forebay.formats.records import Record
+from forebay.order.bijection import random_words
 from forebay.prepare.tokenize.encoders import Encoder, make_encoder
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
-from forebay.stream.buffer import ShuffleBuffer
 from forebay.stream.records import Reading
 
-FIRST_BYTES, MOST_BYTES = 64 << 10, 1 << 20
+FIRST_BYTES, MAX_BYTES = 64 << 10, 1 << 20
 """Text encoded at a time: little at first, for an early first batch; then twice as much each time, up to the most."""
-MOST_MALFORMED = 1000
+MAX_MALFORMED = 1000
+_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -31,35 +34,89 @@ class Malformed:
     problem: str
 
 
-@dataclass
-class Tally:
-    """What was counted of a run, and the first `MOST_MALFORMED` malformed records."""
+class ShuffleBuffer:
+    """Documents, UTF-8, of which any may be next.
 
-    counts: dict[str, int]
-    malformed: list[Malformed]
+    Args:
+        size: Documents that it holds before one goes out; 0 keeps their order.
+        max_bytes: It gives one out sooner if they are longer than this together.
+        key: 16 bytes that fix the choices.
+        draws: How many were chosen before.
+        texts: What it holds, in its own order.
+        start: Documents after which the first goes out; from there it grows by one with each. None: `size`.
+    """
 
-    def record_malformed(self, record: Record, name: str, problem: str) -> None:
-        """Count a malformed record."""
-        self.counts["malformed"] += 1
-        if len(self.malformed) < MOST_MALFORMED:
-            self.malformed.append(Malformed(name, record.location, problem))
+    def __init__(
+        self,
+        size: int,
+        max_bytes: int,
+        key: bytes,
+        draws: int = 0,
+        texts: Iterable[bytes] = (),
+        start: int | None = None,
+    ) -> None:
+        self._size, self._max_bytes, self._key = size, max_bytes, key
+        self._start = size if start is None else start
+        self.draws = draws
+        self.texts = list(texts)
+        self._bytes = sum(map(len, self.texts))
+        self._words: list[int] = []
+        self._block = -1
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def full(self) -> bool:
+        """Whether one must go out before another comes in."""
+        return len(self.texts) > min(self._size, self._start + self.draws) or self._bytes > self._max_bytes
+
+    def push(self, text: bytes) -> None:
+        """Add a document."""
+        self.texts.append(text)
+        self._bytes += len(text)
+
+    def pop(self) -> bytes:
+        """Remove and return any, each with the same chance; the last takes its place."""
+        block, index = divmod(self.draws, _BLOCK)
+        if block != self._block:
+            counters = np.arange(block * _BLOCK, (block + 1) * _BLOCK, dtype=np.uint64)
+            self._words, self._block = (random_words(self._key, counters) >> np.uint64(32)).tolist(), block
+        self.draws += 1
+        slot = self._words[index] * len(self.texts) >> 32
+        text, self.texts[slot] = self.texts[slot], self.texts[-1]
+        self.texts.pop()
+        self._bytes -= len(text)
+        return text
 
 
 class Documents:
     """The documents of an epoch that a rank encodes, in the order in which it does.
 
-    `share` (rank, world size): every world-size-th record from number `rank` on; `records`: sound ones read before.
+    Args:
+        reading: The records.
+        buffer: Mixes them.
+        counts: Grows by each malformed record.
+        malformed: Becomes the first 1000 of these.
+        share: (rank, world size): every world-size-th record from number `rank` on.
+        records: Sound ones read before.
     """
 
     def __init__(
-        self, reading: Reading, buffer: ShuffleBuffer, tally: Tally, share: tuple[int, int], records: int
+        self,
+        reading: Reading,
+        buffer: ShuffleBuffer,
+        counts: dict[str, int],
+        malformed: list[Malformed],
+        share: tuple[int, int],
+        records: int,
     ) -> None:
-        self.reading, self.buffer, self.records = reading, buffer, records
-        self._tally, self._share = tally, share
+        self.reading, self.buffer, self.counts, self.records = reading, buffer, counts, records
+        self._malformed, self._share = malformed, share
         self._texts = self._mixed()
 
     def take(self, num_bytes: int) -> list[bytes]:
-        """The next documents, UTF-8, of about that many bytes together; none at the epoch's end."""
+        """Return the next documents, UTF-8, of about that many bytes together; none at the epoch's end."""
         texts: list[bytes] = []
         while num_bytes > 0 and (text := next(self._texts, None)) is not None:
             texts.append(text)
@@ -73,10 +130,9 @@ class Documents:
     def _mixed(self) -> Iterator[bytes]:
         sound = self._sound()
         while True:
-            while self.buffer.full:
+            while self.buffer.full:  # Also at the beginning: a state may hold more than the buffer's size.
                 yield self.buffer.pop()
-            text = next(sound, None)
-            if text is None:
+            if (text := next(sound, None)) is None:
                 break
             self.buffer.push(text)
         while len(self.buffer):
@@ -85,11 +141,8 @@ class Documents:
     def _sound(self) -> Iterator[bytes]:
         rank, world_size = self._share
         for record, name in self.reading:
-            if record.problem:
-                if record.problem != "blank":
-                    self._tally.record_malformed(record, name, record.problem)
-                continue
-            if record.html:
+            problem = record.problem
+            if record.html and not problem:
                 raise DatasetError(
                     f"{name}: expected text, got HTML ({record.location or 'its first record'}), which would be learnt "
                     "with its markup. Make a dataset of it with `forebay prepare`."
@@ -97,11 +150,18 @@ class Documents:
             try:
                 text = record.text.encode()
             except UnicodeEncodeError:
-                self._tally.record_malformed(record, name, "half a surrogate pair in the text")
-                continue
-            self.records += 1
-            if (self.records - 1) % world_size == rank:
-                yield text
+                problem = problem or "half a surrogate pair in the text"
+            if not problem:
+                self.records += 1
+                if (self.records - 1) % world_size == rank:
+                    yield text
+            elif problem != "blank":
+                self._add_malformed(record, name, problem)
+
+    def _add_malformed(self, record: Record, name: str, problem: str) -> None:
+        self.counts["malformed"] += 1
+        if len(self._malformed) < MAX_MALFORMED:
+            self._malformed.append(Malformed(name, record.location, problem))
 
 
 class TextEncoder:
@@ -109,21 +169,21 @@ class TextEncoder:
 
     def __init__(self, tokenizer: TokenizerFile) -> None:
         self._tokenizer = tokenizer
-        self._coder: Encoder | None = None
+        self._encoder: Encoder | None = None
         self.next_bytes = FIRST_BYTES  # How much text to bring next.
 
     def encode(self, texts: list[bytes], counts: dict[str, int]) -> NDArray[Any]:
-        """The tokens, in the tokenizer's type [T]; `counts` grows by what they were."""
-        if self._coder is None:
-            self._coder = make_encoder(self._tokenizer.data, self._tokenizer.kind)
-        self.next_bytes = min(2 * self.next_bytes, MOST_BYTES)
+        """Return the tokens, in the tokenizer's type [T]; `counts` grows by what they were."""
+        if self._encoder is None:
+            self._encoder = make_encoder(self._tokenizer.data, self._tokenizer.kind)
+        self.next_bytes = min(2 * self.next_bytes, MAX_BYTES)
         dtype = self._tokenizer.numpy_dtype
         before, after = (
             np.array([] if token is None else [token], dtype)
             for token in (self._tokenizer.bos_id, self._tokenizer.eos_id)
         )
         parts: list[NDArray[Any]] = [np.zeros(0, dtype)]
-        for ids in self._coder.encode([text.decode() for text in texts if text]):
+        for ids in self._encoder.encode([text.decode() for text in texts if text]):
             parts += (before, ids, after)
         tokens = np.concatenate(parts, dtype=dtype, casting="unsafe")
         counts["documents"] += len(texts)

@@ -24,7 +24,7 @@ from forebay.prepare.inputs import resolve_format
 from forebay.prepare.read.hub import open_with_library, source_at
 from forebay.storage.hub_copies import HubCopy
 from forebay.storage.hub_splits import PREFIX, HubSplit, find_split
-from forebay.stream.records import FileReading, Records, checked_place
+from forebay.stream.records import FileReading, Records, check_position
 
 HUB = "hf:"
 RUN_FILES = 1000
@@ -74,7 +74,7 @@ class HubRecords:
         self._split, self._options = split, options
         self.identity = split.url
 
-    def open(self, epoch: int, key: bytes | None, place: Any = None) -> FileReading:
+    def open(self, epoch: int, key: bytes | None, position: Any = None) -> FileReading:
         """As of `Records`; with a key the files come in another order within each run of `RUN_FILES`."""
 
         def open_source(index: int) -> InputFile | None:
@@ -87,7 +87,7 @@ class HubRecords:
             source = source_at(self._split, index)
             return None if source is None else resolve_format(source, self._options)
 
-        return FileReading(open_source, self._options, checked_place(place))
+        return FileReading(open_source, self._options, check_position(position))
 
 
 class ObjectRecords:
@@ -100,9 +100,9 @@ class ObjectRecords:
         size = len(dataset) if kind == "index" and not isinstance(size, int) else size
         self.identity = f"{type(dataset).__module__}.{type(dataset).__name__}:{size if isinstance(size, int) else '?'}"
 
-    def open(self, epoch: int, key: bytes | None, place: Any = None) -> ObjectReading:
+    def open(self, epoch: int, key: bytes | None, position: Any = None) -> ObjectReading:
         """As of `Records`; the order is the object's own, which is given the epoch if it takes one."""
-        number, state = (0, None) if place is None else _check_position(place)
+        number, state = (0, None) if position is None else _check_object_position(position)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         if self.kind == "own":
@@ -111,7 +111,7 @@ class ObjectRecords:
         return ObjectReading(self, number, state)
 
 
-def _check_position(position: Any) -> tuple[int, Any]:
+def _check_object_position(position: Any) -> tuple[int, Any]:
     if not isinstance(position, list) or len(position) != 2 or type(position[0]) is not int or position[0] < 0:
         raise StateError(f"stream state: expected a record's number and a dataset's state, got {str(position)[:80]}.")
     return position[0], position[1]
@@ -124,7 +124,7 @@ class ObjectReading:
         self._records, self._number, self._state = records, number, state
         self._started = False
 
-    def place(self) -> list[Any]:
+    def position(self) -> list[Any]:
         if self._records.kind == "own" and self._started:
             self._state = copy.deepcopy(self._records.dataset.state_dict())
         return [self._number, self._state]

@@ -36,20 +36,20 @@ class Reading(Protocol):
         """Each record, and the name of what holds it; those with a problem too. Once."""
         ...
 
-    def place(self) -> Any:
+    def position(self) -> Any:
         """Return plain JSON from which `Records.open` continues with the record after the last one yielded."""
         ...
 
 
 class Records(Protocol):
-    """Documents in an order that the key of an epoch fixes, readable from any place that was reached."""
+    """Documents in an order that the key of an epoch fixes, readable from any position that was reached."""
 
     @property
     def identity(self) -> str:
         """What two machines must agree on for a place to mean the same."""
         ...
 
-    def open(self, epoch: int, key: bytes | None, place: Any = None) -> Reading:
+    def open(self, epoch: int, key: bytes | None, position: Any = None) -> Reading:
         """An epoch's records, from a place or from the beginning. `key` None: in the order of the files."""
         ...
 
@@ -60,26 +60,24 @@ class FileRecords:
     No file is read whole to know it: its identity is its format, its size and its first 4 KiB.
     """
 
-    def __init__(
-        self, inputs: Sequence[str | Path] | str | Path, options: ReadOptions, *, follow_links: bool = False
-    ) -> None:
+    def __init__(self, inputs: Sequence[str | Path] | str | Path, options: ReadOptions) -> None:
         names = [inputs] if isinstance(inputs, str | Path) else list(inputs)
         self._options = options
-        listed = find_inputs([path for name in names for path in _expand(name)], options, follow_links=follow_links)
+        listed = find_inputs([path for name in names for path in _expand(name)], options)
         for line in describe_skipped(listed.skipped):
             _log.warning("stream: %s", line)
         self._files = listed.files
         fields = [(source.format, source.compression, source.bytes, source.sha256) for source in self._files]
         self.identity = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
-    def open(self, epoch: int, key: bytes | None, place: Any = None) -> FileReading:
+    def open(self, epoch: int, key: bytes | None, position: Any = None) -> FileReading:
         """As `Records` says; with a key the files of each epoch come in another order."""
         order = np.arange(len(self._files), dtype=np.uint64)
         if key is not None:
             order = permute(order, len(order), key)
         sources = [self._files[i] for i in order.tolist()]
-        place_of = checked_place(place, len(sources))
-        return FileReading(lambda index: sources[index] if index < len(sources) else None, self._options, place_of)
+        start = check_position(position, len(sources))
+        return FileReading(lambda index: sources[index] if index < len(sources) else None, self._options, start)
 
 
 @dataclass
@@ -92,13 +90,13 @@ class FileReading:
 
     _source_at: Callable[[int], InputFile | None]
     _options: ReadOptions
-    _at: tuple[int, int, int, int, int]
+    _position: tuple[int, int, int, int, int]
 
-    def place(self) -> list[int]:
-        return list(self._at)
+    def position(self) -> list[int]:
+        return list(self._position)
 
     def __iter__(self) -> Iterator[tuple[Record, str]]:
-        index, number, start, first, num_read = self._at
+        index, number, start, first, num_read = self._position
         while (source := self._source_at(index)) is not None:
             pieces = split_files([source], self._options)
             while number < len(pieces):
@@ -113,29 +111,29 @@ class FileReading:
                     if passed:
                         passed -= 1
                         continue
-                    self._at = (index, number, start, first, num_read)
+                    self._position = (index, number, start, first, num_read)
                     if record.problem and not record.location:
                         record = replace(record, location=_location(first + num_read - 1, number))
                     yield record, source.name
                 number, start, first, num_read = number + 1, -1, 0, 0
             index, number = index + 1, 0
-        self._at = (index, *_START[1:])
+        self._position = (index, *_START[1:])
 
 
 def _location(number: int, piece: int) -> str:
     return f"record {number}" + (f" of piece {piece}" if piece else "")
 
 
-def checked_place(place: Any, sources: int | None = None) -> tuple[int, int, int, int, int]:
+def check_position(position: Any, sources: int | None = None) -> tuple[int, int, int, int, int]:
     """The place of a FileReading as it came from JSON; None: the beginning. `sources`: how many there are, if known."""
-    if place is None:
+    if position is None:
         return _START
-    if not isinstance(place, list) or len(place) != 5 or not all(type(n) is int for n in place):
-        raise StateError(f"stream state: expected five integers for the place in the files, got {place!r}.")
-    index, number, start, first, num_read = place
+    if not isinstance(position, list) or len(position) != 5 or not all(type(n) is int for n in position):
+        raise StateError(f"stream state: expected five integers for the place in the files, got {position!r}.")
+    index, number, start, first, num_read = position
     if min(index, number, start + 1, first, num_read) < 0 or (sources is not None and index > sources):
         many = "the" if sources is None else sources
-        raise StateError(f"stream state: expected a place in {many} files, got {place}. Take it from state_dict().")
+        raise StateError(f"stream state: expected a place in {many} files, got {position}. Take it from state_dict().")
     return index, number, start, first, num_read
 
 

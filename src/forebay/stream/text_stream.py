@@ -28,11 +28,10 @@ from forebay.load.batch import IGNORE_INDEX, Batch
 from forebay.order.bijection import derive_key
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
-from forebay.stream.buffer import ShuffleBuffer
-from forebay.stream.documents import Documents, Malformed, Tally, TextEncoder
+from forebay.stream.documents import Documents, Malformed, ShuffleBuffer, TextEncoder
 from forebay.stream.hub import HUB, records_of
-from forebay.stream.moments import Moment
 from forebay.stream.records import FileRecords, Records
+from forebay.stream.state import StreamState
 
 _HUB_URL = "hf://datasets/"
 
@@ -47,13 +46,12 @@ class TextStream:
     rank, rank + world_size, … of each global batch: the global batch of a step is the same for every world size, all
     ranks have as many steps, and the state of any rank may be loaded by any rank of any world. With "records" a rank
     encodes the records of number rank, rank + world_size, … alone: 1/world_size of the work, but its state is its own
-    rank's, and ranks may come to an epoch's end some steps apart (set `steps`, or `epochs=None`, where they wait for
-    each other).
+    rank's, and ranks may come to an epoch's end some steps apart (set `epochs=None` where they wait for each other).
 
     Args:
         inputs: Paths, directories, globs, URLs, of any format that `forebay prepare` reads, compressed or not; or
             `hf:NAME[/CONFIG][:SPLIT]`; or an object: a dataset of Hugging Face, WebDataset or MosaicML Streaming, or
-            any iterable of mappings (or strings; but a list of strings is paths) that begins anew each time.
+            any iterable of mappings (or strings; but a list of strings is paths) that starts again each time.
         tokenizer: As `forebay prepare --tokenizer` names it, or one that was loaded.
         seq_len: Tokens of a sample, L.
         batch_size: Samples of a rank's batch. Or `global_batch_size`: of all ranks' together; exactly one is given.
@@ -64,12 +62,10 @@ class TextStream:
             one with each that does. None: all of shuffle_buffer is filled first.
         buffer_bytes: The buffer holds fewer if they are longer than this together.
         epochs: How many in all; None for no end. Samples do not reach over an epoch's end.
-        steps: End after so many batches, if sooner.
         drop_last: Leave out the short batch at an epoch's end.
         partition: "samples" or "records", as above.
         text_key: The field or column with the text.
         format: Of all files, if they should not be sniffed.
-        follow_links: Also read what links in directories lead to elsewhere.
         eos, bos: Whether a token ends and begins each document; or its name.
         dtype: int64 or int32, of `inputs` and `labels`.
         prefetch: Batches made ahead by a thread; 0 makes them in the caller's.
@@ -77,7 +73,7 @@ class TextStream:
     Raises:
         UsageError: If an argument is missing or out of range.
         PrepareError: If an input or the tokenizer cannot be read; also while iterating. A malformed record is no error:
-            it is passed over, counted in `stats()`, and told in `malformed`.
+            it is skipped, counted in `stats()`, and listed in `malformed`.
     """
 
     def __init__(
@@ -95,18 +91,16 @@ class TextStream:
         shuffle_start: int | None = None,
         buffer_bytes: int = 256 << 20,
         epochs: int | None = 1,
-        steps: int | None = None,
         drop_last: bool = False,
         partition: str = "samples",
         text_key: str = "text",
         format: str = "auto",
-        follow_links: bool = False,
         eos: bool | str = True,
         bos: bool | str = False,
         dtype: Any = np.int64,
         prefetch: int = 2,
     ) -> None:
-        for name, value in (("seq_len", seq_len), ("epochs", epochs), ("steps", steps)):
+        for name, value in (("seq_len", seq_len), ("epochs", epochs)):
             check_integer(name, value, 1)
         for name, value in (("shuffle_buffer", shuffle_buffer), ("buffer_bytes", buffer_bytes), ("prefetch", prefetch)):
             check_integer(name, value, 0)
@@ -118,14 +112,14 @@ class TextStream:
         self.seq_len, self.partition, self.seed = seq_len, partition, int(seed)
         self._dtype = token_dtype(dtype, self.tokenizer.dtype, self.tokenizer.vocab_size)
         self._shuffle_buffer, self._shuffle_start, self._buffer_bytes = shuffle_buffer, shuffle_start, buffer_bytes
-        self._epochs, self._steps, self._drop_last, self._prefetch = epochs, steps, bool(drop_last), prefetch
+        self._epochs, self._drop_last, self._prefetch = epochs, bool(drop_last), prefetch
         self._text_key = text_key
-        self._records = _records(inputs, ReadOptions(text_key=text_key, format=format), follow_links)
+        self._records = _open_records(inputs, ReadOptions(text_key=text_key, format=format))
         self._encoder = TextEncoder(self.tokenizer)
-        self._moment = Moment(tokens=np.zeros(0, self.tokenizer.numpy_dtype))
+        self.position = StreamState(tokens=np.zeros(0, self.tokenizer.numpy_dtype))
         self._malformed: list[Malformed] = []
         self._turn = 0
-        self._source: Generator[tuple[Batch, Moment], None, None] | None = None
+        self._source: Generator[tuple[Batch, StreamState], None, None] | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -139,48 +133,42 @@ class TextStream:
 
     @property
     def malformed(self) -> tuple[Malformed, ...]:
-        """The first malformed records that this stream has passed over (also those a little ahead of the batches)."""
+        """The first malformed records that this stream has skipped (also those a little ahead of the batches)."""
         return tuple(self._malformed)
 
     def stats(self) -> dict[str, int]:
-        """Counts of the run up to the last batch given out and what was encoded with it.
+        """Return counts of the run up to the last batch given out and what was encoded with it.
 
         `documents`, `text_bytes` and `tokens` that were encoded here; `empty` documents among them; `malformed`
-        records passed over; `tail_tokens` at epochs' ends, fewer than a sample (a batch, with drop_last); `batches`,
-        `samples_taken` (of the epoch).
+        records that were skipped; `tail_tokens` at epochs' ends, fewer than a sample (a batch, with drop_last);
+        `batches`, `samples_taken` (of the epoch).
         """
-        moment = self._moment
-        return {**moment.counts, "batches": moment.run_step, "samples_taken": moment.samples_taken}
+        position = self.position
+        return {**position.counts, "batches": position.run_step, "samples_taken": position.samples_taken}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: after the last batch that iterating gave out. Plain JSON values; see `moments`.
+        """Return the state after the last batch that iterating gave out, as plain JSON values; see `stream.state`.
 
-        With partition "samples" it is the same on every rank, and one rank's is enough to keep.
+        With partition "samples" it is the same on every rank, and one rank's is enough to keep. `position` is the same
+        as it is in memory: free to take at every step.
         """
-        return self._moment.to_dict(self._identity())
+        return self.position.to_dict(self._identity())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken: the next batch is the one that followed it then.
-
-        An iteration that is going on continues from there.
+        """Continue from `state`: the next batch is the one that followed it, also of an iteration that is going on.
 
         Raises:
             StateError: If the state is malformed, or of other inputs or arguments.
         """
-        self.go_to(Moment.from_dict(state, self._identity(), self.tokenizer.numpy_dtype))
+        self.seek(StreamState.from_dict(state, self._identity(), self.tokenizer.numpy_dtype))
 
-    @property
-    def moment(self) -> Moment:
-        """What `state_dict` writes down, as it lies in memory: free to take at every step."""
-        return self._moment
-
-    def go_to(self, moment: Moment) -> None:
-        """Go to a moment of this stream, or of one that differs in batch size, rank or world size alone.
+    def seek(self, position: StreamState) -> None:
+        """Continue from the `position` of this stream, or of one that differs in batch size, rank or world size alone.
 
         The samples that follow are those that followed then; unlike a state, nothing is checked.
         """
         self.close()
-        self._moment = moment
+        self.position = position
 
     def close(self) -> None:
         """End the thread that makes batches ahead, close files. The state stays; iterating goes on from it."""
@@ -203,19 +191,19 @@ class TextStream:
                 if turn != self._turn:
                     raise UsageError("TextStream: this iteration ended when another began. Open another for two.")
                 if self._source is None:
-                    made = self._made(self._moment)
-                    self._source = prefetch_in_thread(made, self._prefetch) if self._prefetch else made
-                found = next(self._source, None)
-                if found is None:
+                    batches = self._batches(self.position)
+                    self._source = prefetch_in_thread(batches, self._prefetch) if self._prefetch else batches
+                item = next(self._source, None)
+                if item is None:
                     return
-                batch, self._moment = found
+                batch, self.position = item
                 yield batch
         finally:
             if turn == self._turn:
                 self.close()
 
     def _identity(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "inputs": self._records.identity,
             "text_key": self._text_key,
             "tokenizer": self.tokenizer.sha256,
@@ -230,123 +218,116 @@ class TextStream:
             "partition": self.partition,
         }
         if self._shuffle_start is not None:
-            facts["shuffle_start"] = self._shuffle_start
+            fields["shuffle_start"] = self._shuffle_start
         if self.partition == "records":
-            facts.update(rank=self.rank, world_size=self.world_size)
-        return facts
+            fields.update(rank=self.rank, world_size=self.world_size)
+        return fields
 
-    def _made(self, moment: Moment) -> Generator[tuple[Batch, Moment], None, None]:
-        """Batches from a moment on, each with the moment after it."""
-        while (self._epochs is None or moment.epoch < self._epochs) and moment.run_step < (self._steps or 1 << 62):
-            documents, tally = self._open(moment)
+    def _batches(self, state: StreamState) -> Generator[tuple[Batch, StreamState], None, None]:
+        """Batches from a state on, each with the state after it."""
+        while self._epochs is None or state.epoch < self._epochs:
+            documents = self._open(state)
             try:
-                for batch, after in self._epoch(moment, documents, tally):
-                    moment = after
-                    yield batch, moment
-                    if self._steps is not None and moment.run_step >= self._steps:
-                        return
+                for batch, state in self._epoch(state, documents):  # noqa: B020 - each goes on from the one before
+                    yield batch, state
             finally:
                 documents.close()
 
-    def _open(self, moment: Moment) -> tuple[Documents, Tally]:
-        key = derive_key(self.seed, "stream", "files", moment.epoch) if self._shuffle_buffer else None
-        reading = self._records.open(moment.epoch, key, moment.place)
-        key = derive_key(self.seed, "stream", "documents", moment.epoch)
+    def _open(self, state: StreamState) -> Documents:
+        key = derive_key(self.seed, "stream", "files", state.epoch) if self._shuffle_buffer else None
+        reading = self._records.open(state.epoch, key, state.position)
+        key = derive_key(self.seed, "stream", "documents", state.epoch)
         buffer = ShuffleBuffer(
-            self._shuffle_buffer, self._buffer_bytes, key, moment.draws, moment.held, self._shuffle_start
+            self._shuffle_buffer, self._buffer_bytes, key, state.draws, state.buffered, self._shuffle_start
         )
-        tally = Tally(dict(moment.counts), self._malformed)
         share = (self.rank, self.world_size) if self.partition == "records" else (0, 1)
-        return Documents(reading, buffer, tally, share, moment.records), tally
+        return Documents(reading, buffer, dict(state.counts), self._malformed, share, state.records)
 
-    def _epoch(self, moment: Moment, documents: Documents, tally: Tally) -> Iterator[tuple[Batch, Moment]]:
+    def _epoch(self, state: StreamState, documents: Documents) -> Iterator[tuple[Batch, StreamState]]:
         size = self._global_batch
         if self.partition == "records":
             size = len(range(self.rank, size, self.world_size))
         # One sample more than the batch (one batch, with drop_last), so that the last is known for the last.
-        wanted = (size + (size if self._drop_last else 1)) * self.seq_len
-        more = True
-        while more:
-            if len(moment.tokens) - moment.at < wanted:
-                moment = self._filled(moment, documents, tally, wanted)
-            left = len(moment.tokens) - moment.at
-            count = min(size, left // self.seq_len)
+        required = (size + (size if self._drop_last else 1)) * self.seq_len
+        is_last = False
+        while not is_last:
+            if len(state.tokens) - state.offset < required:
+                state = self._fill(state, documents, required)
+            num_tokens = len(state.tokens) - state.offset
+            count = min(size, num_tokens // self.seq_len)
             if not count or (self._drop_last and count < size):
                 raise DatasetError(
-                    f"stream: expected at least one batch an epoch, got {left} tokens of {moment.records} records for "
-                    f"{size} samples of {self.seq_len}. {self._advice(tally)}"
+                    f"stream: expected at least one batch an epoch, got {num_tokens} tokens of {state.records} records "
+                    f"for {size} samples of {self.seq_len}. {self._advice(documents.counts)}"
                 )
-            more = left >= wanted
-            batch = self._batch(moment, count)
-            rest = left - count * self.seq_len
-            if not more:  # Nothing is left to read.
-                more = rest >= self.seq_len * (size if self._drop_last else 1)
-            if more:
-                moment = replace(
-                    moment,
-                    step=moment.step + 1,
-                    run_step=moment.run_step + 1,
-                    samples_taken=moment.samples_taken + count,
-                    at=moment.at + count * self.seq_len,
-                )
+            batch = self._batch(state, count)
+            tail = num_tokens - count * self.seq_len
+            is_last = num_tokens < required and tail < self.seq_len * (size if self._drop_last else 1)
+            if is_last:
+                counts = {**state.counts, "tail_tokens": state.counts["tail_tokens"] + tail}
+                run_step = state.run_step + 1
+                state = StreamState(state.epoch + 1, run_step=run_step, tokens=state.tokens[:0], counts=counts)
             else:
-                counts = {**moment.counts, "tail_tokens": moment.counts["tail_tokens"] + rest}
-                empty = moment.tokens[:0]
-                moment = Moment(moment.epoch + 1, run_step=moment.run_step + 1, tokens=empty, counts=counts)
-            yield batch, moment
+                state = replace(
+                    state,
+                    step=state.step + 1,
+                    run_step=state.run_step + 1,
+                    samples_taken=state.samples_taken + count,
+                    offset=state.offset + count * self.seq_len,
+                )
+            yield batch, state
 
-    @staticmethod
-    def _advice(tally: Tally) -> str:
-        if not tally.malformed:
+    def _advice(self, counts: dict[str, int]) -> str:
+        if not self._malformed:
             return "Ask for shorter samples or smaller batches."
-        first = tally.malformed[0]
+        first = self._malformed[0]
         return (
-            f"{tally.counts['malformed']} records were skipped, the first at {first.location} of {first.name}: "
-            f"{first.problem}. Name the column with the text (text_key, --text-key), or look at the file."
+            f"{counts['malformed']} records were skipped, the first at {first.location} of {first.name}: "
+            f"{first.problem}. Name the column with the text (text_key), or look at the file."
         )
 
-    def _filled(self, moment: Moment, documents: Documents, tally: Tally, wanted: int) -> Moment:
-        """The moment with at least `wanted` tokens, or all that are left of the epoch."""
-        parts = [moment.tokens[moment.at :]]
+    def _fill(self, state: StreamState, documents: Documents, required: int) -> StreamState:
+        """The state with at least so many tokens, or all that remain of the epoch."""
+        parts = [state.tokens[state.offset :]]
         num_tokens = len(parts[0])
-        while num_tokens < wanted and (texts := documents.take(self._encoder.next_bytes)):
-            parts.append(self._encoder.encode(texts, tally.counts))
+        while num_tokens < required and (texts := documents.take(self._encoder.next_bytes)):
+            parts.append(self._encoder.encode(texts, documents.counts))
             num_tokens += len(parts[-1])
         return replace(
-            moment,
+            state,
             records=documents.records,
             draws=documents.buffer.draws,
-            place=documents.reading.place(),
-            held=documents.buffer.held(),
+            position=documents.reading.position(),
+            buffered=tuple(documents.buffer.texts),
             tokens=np.concatenate(parts),
-            at=0,
-            counts=dict(tally.counts),
+            offset=0,
+            counts=dict(documents.counts),
         )
 
-    def _batch(self, moment: Moment, count: int) -> Batch:
+    def _batch(self, state: StreamState, count: int) -> Batch:
         """This rank's part of the next `count` samples."""
-        tokens, length = moment.tokens[moment.at :], self.seq_len
+        tokens, length = state.tokens[state.offset :], self.seq_len
         rank, world_size = (self.rank, self.world_size) if self.partition == "samples" else (0, 1)
-        mine = np.arange(rank, count, world_size)
-        buffer = np.empty((len(mine), length + 1), self._dtype)
+        numbers = np.arange(rank, count, world_size)
+        buffer = np.empty((len(numbers), length + 1), self._dtype)
         buffer[:, :length] = tokens[: count * length].reshape(count, length)[rank::world_size]
-        ends = (mine + 1) * length
-        inside = ends < len(tokens)  # Not so for the last sample of an epoch without a tail.
-        buffer[inside, length] = tokens[ends[inside]]
+        stops = (numbers + 1) * length
+        inside = stops < len(tokens)  # Not so for the last sample of an epoch without a tail.
+        buffer[inside, length] = tokens[stops[inside]]
         buffer[~inside, length] = IGNORE_INDEX
-        ids = moment.samples_taken + mine
+        ids = state.samples_taken + numbers
         if self.partition == "records":
             ids = ids * self.world_size + self.rank
         inputs, labels = buffer[:, :-1], buffer[:, 1:]
-        return Batch(inputs, labels, ids, moment.epoch, moment.step, run_step=moment.run_step)
+        return Batch(inputs, labels, ids, state.epoch, state.step, run_step=state.run_step)
 
 
-def _records(inputs: Any, options: ReadOptions, follow_links: bool) -> Records:
-    given = [inputs] if isinstance(inputs, str | Path) else inputs
+def _open_records(inputs: Any, options: ReadOptions) -> Records:
+    paths = [inputs] if isinstance(inputs, str | Path) else inputs
     if isinstance(inputs, str) and inputs.startswith((HUB, _HUB_URL)):
         return records_of(inputs, options)
-    if isinstance(given, Sequence) and given and all(isinstance(one, str | Path) for one in given):
-        return FileRecords(given, options, follow_links=follow_links)
+    if isinstance(paths, Sequence) and paths and all(isinstance(path, str | Path) for path in paths):
+        return FileRecords(paths, options)
     return records_of(inputs, options)
 
 

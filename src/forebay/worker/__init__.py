@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forebay.worker.batches import DummyDataset
     from forebay.worker.catalog import list_available_datasets
     from forebay.worker.client import TrainingReport, WorkerClient
     from forebay.worker.config import WorkerConfig
-    from forebay.worker.dummy import DummyDataset
     from forebay.worker.hub_data import HubDataset, create_huggingface_dataset
 
 __all__ = [
@@ -21,24 +21,9 @@ __all__ = [
     "list_available_datasets",
 ]  # fmt: skip
 
-_HOME = {
-    "DummyDataset": "dummy",
-    "HubDataset": "hub_data",
-    "TrainingReport": "client",
-    "WorkerClient": "client",
-    "WorkerConfig": "config",
-    "create_huggingface_dataset": "hub_data",
-    "list_available_datasets": "catalog",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'forebay.worker' has no attribute {name!r}")
-    value = getattr(import_module(f"forebay.worker.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    for module in ("config", "catalog", "batches", "hub_data", "client") if name in __all__ else ():
+        if hasattr(imported := import_module(f"forebay.worker.{module}"), name):
+            return getattr(imported, name)
+    raise AttributeError(f"module 'forebay.worker' has no attribute {name!r}")

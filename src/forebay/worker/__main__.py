@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from forebay.errors import ForebayError, UsageError
 from forebay.toml import read_toml
@@ -20,35 +20,31 @@ from forebay.worker.catalog import list_available_datasets
 from forebay.worker.client import WorkerClient, log_to_stderr
 from forebay.worker.config import DATASET_TYPES, MODEL_SIZES, WorkerConfig
 
-_Flag = tuple[str, Any, str]
-_DATA: tuple[_Flag, ...] = (
-    ("dataset-name", str, "a short name, OWNER/NAME of the hub, or a path of text files"),
-    ("dataset-type", DATASET_TYPES, "kind of data (dummy; huggingface with a name)"),
-    ("tokenizer-name", str, "in place of the dataset's own"),
-    ("batch-size", int, "samples of this worker's step (4)"),
-    ("seq-len", int, "tokens of a sample (the dataset's own, or 32)"),
-    ("seed", int, "of data and first weights (42)"),
-    ("shuffle-buffer", int, "documents that are mixed (the dataset's own)"),
-    ("text-key", str, "the column with the text (the dataset's own)"),
-    ("partition", ("samples", "records"), "how ranks share text (samples)"),
-    ("vocab-size", int, "of dummies' ids (1024)"),
-)
-_TRAINING: tuple[_Flag, ...] = (
-    ("num-steps", int, "steps of the run (100)"),
-    ("model-size", tuple(MODEL_SIZES), "of the model of FILE.py:NAME (tiny)"),
-    ("trainer", str, "count (NumPy), or FILE.py:NAME, a class of your program (count)"),
-    ("learning-rate", float, "AdamW's (0.001)"),
-    ("device", str, "cpu, cuda, … (the accelerator if there is one)"),
-    ("checkpoint-dir", str, "directory of the checkpoint, which is resumed"),
-    ("checkpoint-steps", int, "between two checkpoints (1000)"),
-)
-_DISTRIBUTED: tuple[_Flag, ...] = (
-    ("worker-id", str, "identifies this worker to the coordinator, also after a restart"),
-    ("coordinator", str, "host:port or URL (FOREBAY_COORDINATOR, or 127.0.0.1:8000)"),
-    ("network", str, "this node's directory, for a coordinator with mutual TLS"),
-    ("timeout-s", float, "how long to wait for a coordinator or peer that does not respond (60)"),
-)
-_METAVAR = {str: "NAME", int: "N", float: "X"}
+_HELP = {
+    "dataset_name": "a short name, OWNER/NAME of the hub, or a path of text files",
+    "dataset_type": "kind of data (dummy; huggingface with a name)",
+    "tokenizer_name": "in place of the dataset's own",
+    "batch_size": "samples of this worker's step (4)",
+    "seq_len": "tokens of a sample (the dataset's own, or 32)",
+    "seed": "of data and first weights (42)",
+    "streaming": "stream, or keep the files here first (streamed above 10 GB)",
+    "shuffle_buffer": "documents that are mixed (the dataset's own)",
+    "text_key": "the column with the text (the dataset's own)",
+    "partition": "how ranks share text (samples)",
+    "vocab_size": "of dummies' ids (1024)",
+    "num_steps": "steps of the run (100)",
+    "model_size": "of the model of FILE.py:NAME (tiny)",
+    "trainer": "count (NumPy), or FILE.py:NAME, a class of your program (count)",
+    "learning_rate": "AdamW's (0.001)",
+    "device": "cpu, cuda, … (the accelerator if there is one)",
+    "checkpoint_dir": "directory of the checkpoint, which is resumed",
+    "checkpoint_steps": "between two checkpoints (1000)",
+    "worker_id": "identifies this worker to the coordinator, also after a restart",
+    "coordinator": "host:port or URL (FOREBAY_COORDINATOR, or 127.0.0.1:8000)",
+    "identity": "this node's directory, for a coordinator with mutual TLS",
+    "timeout_s": "how long to wait for a coordinator or peer that does not respond (60)",
+}
+_CHOICES = {"dataset_type": DATASET_TYPES, "partition": ("samples", "records"), "model_size": tuple(MODEL_SIZES)}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -59,33 +55,22 @@ def make_parser() -> argparse.ArgumentParser:
         description="Train on a dataset by its name, alone or with others.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28, width=110),
     )
-    data = parser.add_argument_group("data")
-    _add_flags(data, _DATA)
-    data.add_argument(
-        "--streaming",
-        action=argparse.BooleanOptionalAction,
-        default=argparse.SUPPRESS,
-        help="stream, or keep the files here first (streamed above 10 GB)",
-    )
-    data.add_argument("--list-datasets", action="store_true", help="the datasets with a short name, and nothing else")
-    _add_flags(parser.add_argument_group("training"), _TRAINING)
-    distributed = parser.add_argument_group("several workers")
-    distributed.add_argument("--distributed", action="store_true", help="train together with the coordinator's workers")
-    _add_flags(distributed, _DISTRIBUTED)
-    out = parser.add_argument_group("settings and output")
-    out.add_argument("--config", type=Path, metavar="FILE", help="these settings from a TOML file; flags go before it")
-    out.add_argument("--json", action="store_true", help="the report, or the list, as JSON on stdout")
-    out.add_argument("--quiet", action="store_true", help="no lines of progress")
+    kinds = get_type_hints(WorkerConfig)
+    for name, help_text in _HELP.items():
+        kind = next(kind for kind in (int, float, str, bool) if kind in (kinds[name], *get_args(kinds[name])))
+        options: dict[str, Any] = {"type": kind, "metavar": {int: "N", float: "X"}.get(kind, "NAME")}
+        if kind is bool:
+            options = {"action": argparse.BooleanOptionalAction}
+        elif name in _CHOICES:
+            options = {"choices": _CHOICES[name], "metavar": "|".join(_CHOICES[name])}
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, help=help_text, default=argparse.SUPPRESS, **options)
+    parser.add_argument("--list-datasets", action="store_true", help="the datasets with a short name, and nothing else")
+    parser.add_argument("--distributed", action="store_true", help="train together with the coordinator's workers")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of these settings; flags override it")
+    parser.add_argument("--json", action="store_true", help="the report, or the list, as JSON on stdout")
+    parser.add_argument("--quiet", action="store_true", help="no lines of progress")
     return parser
-
-
-def _add_flags(group: Any, flags: tuple[_Flag, ...]) -> None:
-    for name, kind, help_text in flags:
-        if isinstance(kind, tuple):
-            options: dict[str, Any] = {"choices": kind, "metavar": "|".join(kind)}
-        else:
-            options = {"type": kind, "metavar": _METAVAR[kind]}
-        group.add_argument(f"--{name}", help=help_text, default=argparse.SUPPRESS, **options)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -103,7 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     path, distributed, as_json, quiet = (args.pop(name) for name in ("config", "distributed", "json", "quiet"))
     try:
         if args.pop("list_datasets"):
-            return _list(as_json)
+            datasets = list_available_datasets()
+            print(json.dumps(datasets) if as_json else "\n".join(f"{d['name']}: {d['description']}" for d in datasets))
+            return 0
         config = WorkerConfig(**{**(read_config(path) if path else {}), **args})
         report = asyncio.run(_train(config, distributed, quiet))
     except KeyboardInterrupt:
@@ -121,13 +108,6 @@ async def _train(config: WorkerConfig, distributed: bool, quiet: bool) -> dict[s
     worker = WorkerClient(config, log=(lambda line: None) if quiet else log_to_stderr)
     async with worker:
         return (await worker.run_training(use_distributed=distributed)).to_json()
-
-
-def _list(as_json: bool) -> int:
-    datasets = list_available_datasets()
-    lines = [json.dumps(datasets)] if as_json else [f"{entry['name']}: {entry['description']}" for entry in datasets]
-    print("\n".join(lines))
-    return 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from forebay.errors import NetworkError, UsageError, install_command
-from forebay.worker.membership import Generation
+from forebay.worker.membership_state import Generation
 from forebay.worker.trainer import PeerLostError
 
 if importlib.util.find_spec("torch") is None:
@@ -77,7 +77,7 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
 
 
 class Collective:
-    """The process group of one generation. One at a time in a process; `close` it, or use it in a `with`.
+    """The process group of one generation. One at a time in a process; `close` it.
 
     Gradients on "cuda" use NCCL, else Gloo. A rank that is silent for `timeout_s` is lost: PeerLostError.
 
@@ -87,15 +87,9 @@ class Collective:
     """
 
     def __init__(
-        self,
-        generation: Generation,
-        meet: Meet,
-        *,
-        device: str = "cpu",
-        timeout_s: float = 60.0,
-        abandon: Callable[[], bool] = lambda: False,
-        broken: Callable[[], bool] = lambda: False,
-    ) -> None:
+        self, generation: Generation, meet: Meet, *, device: str = "cpu", timeout_s: float = 60.0,
+        abandon: Callable[[], bool] = lambda: False, broken: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
         _abandoned[:] = [(group, work) for group, work in _abandoned if not work.is_completed()]
         self._broken = broken
         self.generation = generation
@@ -204,15 +198,8 @@ class Collective:
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group()
 
-    def __enter__(self) -> Collective:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
 
 def _reason(error: Exception) -> str:
-    """The message of a group's error, without the line of its source."""
     return re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0])[:200].rstrip(". ")
 
 

@@ -45,11 +45,7 @@ class Size:
         return max(0, available // self.sample_bytes(vocab_size, seq_len))
 
 
-SIZES = {
-    "tiny": Size(128, 3, 4, 32),
-    "small": Size(384, 6, 6, 16),
-    "medium": Size(768, 12, 12, 4),
-}
+SIZES = {"tiny": Size(128, 3, 4, 32), "small": Size(384, 6, 6, 16), "medium": Size(768, 12, 12, 4)}
 
 
 DATASET_TYPES = ("dummy", "distributed_dummy", "huggingface")
@@ -78,7 +74,7 @@ class WorkerConfig:
         model_size: "tiny", "small" or "medium".
         worker_id: Identifies this worker to the coordinator, also after a restart; None: one is generated.
         coordinator: "host:port" or an http(s) URL; None is the environment's FOREBAY_COORDINATOR, or 127.0.0.1:8000.
-        network: This node's directory (`forebay network join`), for a coordinator with mutual TLS; None: plain HTTP.
+        identity: This node's directory (`forebay network join`), for a coordinator with mutual TLS; None: plain HTTP.
         seed: Of data, dummies and the model's first weights.
         streaming: Whether text is streamed, or kept on this machine first; None: streamed if above 10 GB.
         shuffle_buffer: Documents that are mixed; None: the dataset's own.
@@ -107,7 +103,7 @@ class WorkerConfig:
     model_size: str = "tiny"
     worker_id: str | None = None
     coordinator: str | None = None
-    network: str | Path | None = None
+    identity: str | Path | None = None
     seed: int = 42
     streaming: bool | None = None
     shuffle_buffer: int | None = None

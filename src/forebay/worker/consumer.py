@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.dataset.slices import Slice, open_slice
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError
 from forebay.load.batch import make_batch
 from forebay.network.retry import log_while_waiting
 from forebay.order.plan import lease_order
@@ -85,7 +85,6 @@ class Consumer:
             return self.leases.next_to_use()
 
     def _use(self, lease: ActiveLease) -> None:
-        """Use a lease's samples, in the order in which every worker would use them."""
         grant = lease.grant
         assert lease.path is not None
         opened = open_slice(lease.path)
@@ -112,15 +111,10 @@ class Consumer:
     def _trainer_of(self, grant: Lease) -> Trainer | None:
         key = (grant.job_id, grant.layout)
         if key not in self._trainers:
-            if grant.layout != "tokens" and self.trainer == "auto" and self.on_batch is None:
-                raise UsageError(
-                    "worker: expected a dataset of layout tokens, which the trainers of `forebay worker` take, got "
-                    f"{grant.layout} ({grant.dataset}): its samples would be signed as used without training. Train "
-                    "in a program of your own (`run_worker` with on_batch), or give --trainer none."
-                )
             self._trainers[key] = make_trainer(
-                self.trainer, vocab_size=grant.vocab_size, dtype=grant.dtype, seq_len=grant.seq_len, layout=grant.layout
-            )
+                self.trainer, vocab_size=grant.vocab_size, dtype=grant.dtype, seq_len=grant.seq_len,
+                layout=grant.layout, is_used=self.on_batch is not None,
+            )  # fmt: skip
         return self._trainers[key]
 
     def _count(self, samples: int, seq_len: int) -> None:

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, cast
 from forebay.errors import MissingPackageError, UsageError, install_command
 from forebay.load.batch import Batch
 from forebay.threads import SupervisedThread
+from forebay.worker.batches import DummyDataset
 from forebay.worker.config import WorkerConfig
-from forebay.worker.dummy import DummyDataset
-from forebay.worker.membership import Generation, Membership, MembershipLostError
+from forebay.worker.membership import Membership
+from forebay.worker.membership_state import Generation, MembershipLostError
 from forebay.worker.trainer import LockstepTrainer, PeerLostError, trainer_class
 from forebay.worker.training import Training, TrainingReport
 
@@ -33,6 +34,7 @@ SHARED = (
     "shuffle_buffer", "partition", "text_key", "vocab_size", "learning_rate",
 )  # fmt: skip
 """Settings that are the same for all workers of a run; the coordinator's replace a worker's."""
+NEEDED = ("dataset_type", "batch_size", "num_steps", "seed")
 STOP_S = 5.0
 """How long a worker that is stopped has for its step; then it leaves, as it may be waiting for others."""
 MAX_FAILURES = 20
@@ -64,17 +66,10 @@ class DistributedRun:
         self._holds_state, self._num_failures = False, 0
         step, samples = training.progress()
         self.membership = Membership(
-            config.resolved_coordinator(),
-            config.worker_id,
-            settings=shared_settings(config),
-            defaults=default_settings(config),
-            identity=_load_identity(config),
-            lockstep=self.lockstep,
-            step=step,
-            samples=samples,
-            patience_s=config.timeout_s,
-            on_note=training.log,
-        )
+            config.resolved_coordinator(), config.worker_id, settings=shared_settings(config),
+            identity=_load_identity(config), lockstep=self.lockstep, step=step, samples=samples,
+            patience_s=config.timeout_s, on_note=training.log,
+        )  # fmt: skip
 
     def run(self) -> TrainingReport:
         """Train to the end; see `train_distributed`."""
@@ -109,7 +104,6 @@ class DistributedRun:
                 return
 
     def _step(self, generation: Generation) -> Generation:
-        """Take one step; returns the generation of the next one."""
         training = self.training
         try:
             if self.generation is None or self.generation.number != generation.number:
@@ -136,7 +130,6 @@ class DistributedRun:
         return self._boundary(stop=stop if training.step < training.config.num_steps else False)
 
     def _boundary(self, *, stop: bool | None, broken: bool = False) -> Generation:
-        """Report the end of a step; returns the generation of the next one, which may be a new one."""
         try:
             return self.membership.boundary(self.training.step, stop=stop, broken=broken, holds=self._holds_state)
         except MembershipLostError as error:
@@ -170,13 +163,10 @@ class DistributedRun:
 
             trainer = cast(LockstepTrainer, training.trainer)
             self.collective = Collective(
-                generation,
-                membership.meet,
-                device=trainer.device.partition(":")[0],
-                timeout_s=training.config.timeout_s,
-                abandon=lambda: membership.changing,
+                generation, membership.meet, device=trainer.device.partition(":")[0],
+                timeout_s=training.config.timeout_s, abandon=lambda: membership.changing,
                 broken=lambda: membership.broken,
-            )
+            )  # fmt: skip
             self.collective.share(trainer.model, OptimizerAndPosition(trainer.optimizer, training))
             self._holds_state = True
         elif isinstance(training.data, DummyDataset):
@@ -192,7 +182,6 @@ class DistributedRun:
         self.generation = generation
 
     def _catch_up(self, step: int, start_step: int) -> None:
-        """Read and skip the batches of the other workers' steps up to `start_step`."""
         training = self.training
         training.close_batches()
         training.log(f"reading on from step {step if step < start_step else 0} to {start_step}, where the others are")
@@ -211,7 +200,6 @@ class DistributedRun:
             training.close_batches()
 
     def _leave_group(self) -> None:
-        """Leave the generation's group; peers that wait for this rank are notified."""
         collective, self.collective = self.collective, None
         if collective is not None:
             collective.close()
@@ -236,15 +224,10 @@ class OptimizerAndPosition:
 
 
 def shared_settings(config: WorkerConfig) -> dict[str, Any]:
-    """The settings for the run to agree on: those that differ from the default, and a seq_len that was given."""
-    defaults = {field.name: field.default for field in fields(config)}
+    """The settings for the run to agree on: those that it must have, and those that differ from the default."""
+    defaults = {field.name: field.default for field in fields(config)} | dict.fromkeys(NEEDED)
     settings = {name: getattr(config, name) for name in SHARED if getattr(config, name) != defaults[name]}
     return settings | ({"seq_len": config.seq_len} if config.seq_len_is_given else {})
-
-
-def default_settings(config: WorkerConfig) -> dict[str, Any]:
-    """Settings that a run must have, even where no worker was given them."""
-    return {name: getattr(config, name) for name in ("dataset_type", "batch_size", "num_steps", "seed")}
 
 
 def merge_settings(config: WorkerConfig, settings: dict[str, Any]) -> WorkerConfig:
@@ -258,12 +241,12 @@ def merge_settings(config: WorkerConfig, settings: dict[str, Any]) -> WorkerConf
 
 
 def _load_identity(config: WorkerConfig) -> Identity | None:
-    if config.network is None:
+    if config.identity is None:
         return None
     try:
         from forebay.network.pki.identity import Identity
     except ImportError as error:
         raise MissingPackageError(
-            f"network {config.network}: {error.name} is not installed. Run: {install_command('network')}."
+            f"identity {config.identity}: {error.name} is not installed. Run: {install_command('network')}."
         ) from error
-    return Identity.load(config.network)
+    return Identity.load(config.identity)

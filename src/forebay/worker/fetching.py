@@ -71,18 +71,14 @@ class CacheIndex:
         """Add a slice that was cached."""
         with self._lock:
             indexes = self._indexes.setdefault(lease.dataset_id, {})
-            if indexes.get(lease.sha256) == lease.index:
+            if indexes.get(lease.sha256) == lease.slice:
                 return
-            indexes[lease.sha256] = lease.index
+            indexes[lease.sha256] = lease.slice
             self.sizes[lease.sha256] = lease.bytes, lease.dataset
-        path = self._cache.directory / f"{lease.dataset_id}.known"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
+        with (self._cache.directory / f"{lease.dataset_id}.known").open("ab", 0) as file:
             # The line feed first: it ends a line that a kill may have torn.
-            name = f"\n= {lease.dataset}" if not os.fstat(file).st_size else ""
-            os.write(file, f"{name}\n{lease.index} {lease.bytes} {lease.sha256}\n".encode())
-        finally:
-            os.close(file)
+            name = f"\n= {lease.dataset}" if not file.tell() else ""
+            file.write(f"{name}\n{lease.slice} {lease.bytes} {lease.sha256}\n".encode())
 
     def changes(self, everything: bool = False) -> dict[str, str]:
         """Dataset id to the ranges of slices in the cache, where they changed since `mark_reported`; or of all."""
@@ -105,14 +101,14 @@ class _NoSourceError(NetworkError):
 
 
 class SliceFetcher:
-    """Fetches the slices of a worker's leases, `num_threads` at once, from `start` to `close`.
+    """Fetches the slices of a worker's leases, `MAX_FETCHES` at once, from `start` to `close`.
 
     If no provider sends any slice for `patience_s`, `failure` is set and the leases are closed.
     """
 
     def __init__(
         self, client: Client, cache: SliceCache, index: CacheIndex, leases: LeaseBuffer, patience_s: float,
-        num_threads: int = MAX_FETCHES, from_urls: FromUrls = "",
+        from_urls: FromUrls = "",
     ) -> None:  # fmt: skip
         self.bytes = self.slices = self.bytes_from_workers = 0
         self.failure: Exception | None = None
@@ -126,13 +122,12 @@ class SliceFetcher:
         self._origins: dict[str, Origin] = {}  # by URL
         self._transfers = Transfers(_CONNECTIONS, tries=2, timeout_s=1.0, hedge_s=2.0, max_backoff_s=1.0)
         self._lock = threading.Lock()
-        self._rejected: set[tuple[str, str]] = set()  # (peer id or URL, slice)
-        self._unreachable: set[tuple[str, str]] = set()  # the same, of providers that may be asked again
+        self._reported: dict[tuple[str, str], bool] = {}  # (peer id or URL, slice) to whether it is not asked again
         self._num_misses = 0
         self._last_hit_at = time.monotonic()
         self._closing = threading.Event()
         self._threads = [
-            SupervisedThread(self._run, f"worker fetch {i}", stopping=self._closing) for i in range(num_threads)
+            SupervisedThread(self._run, f"worker fetch {i}", stopping=self._closing) for i in range(MAX_FETCHES)
         ]
 
     def start(self) -> None:
@@ -157,7 +152,6 @@ class SliceFetcher:
                     self._leases.close()
 
     def _serve(self, lease: ActiveLease) -> None:
-        """Fetch and pin the slice of a lease; else the lease is released or failed."""
         grant, started = lease.grant, time.monotonic()
         # Pinned first: another worker on this cache may evict slices between the fetch and the first step.
         self._cache.pin(grant.sha256)
@@ -188,7 +182,6 @@ class SliceFetcher:
                 self._cache.unpin(grant.sha256)
 
     def _back_off(self, grant: Lease, error: Exception) -> None:
-        """Wait after a failed fetch; raise if all fetches failed for too long."""
         self._num_misses += 1
         patience_s = self._patience_s
         is_url_only = bool(grant.providers) and all(provider.is_url for provider in grant.providers)
@@ -222,13 +215,12 @@ class SliceFetcher:
         return False
 
     def _fetch_from_providers(self, lease: ActiveLease) -> None:
-        """Fetch a slice into its partial file, from workers, then from origins."""
         grant = lease.grant
         faults: list[NetworkError] = []
         for is_origin in (False, True):
             providers = [
                 p for p in grant.providers
-                if p.is_origin == is_origin and (p.peer_id or p.address, grant.sha256) not in self._rejected
+                if p.is_origin == is_origin and not self._reported.get((p.peer_id or p.address, grant.sha256))
             ]  # fmt: skip
             if not providers:
                 continue
@@ -249,7 +241,7 @@ class SliceFetcher:
     def _transfer(self, lease: ActiveLease, providers: Sequence[Provider]) -> None:
         """One transfer from all of these providers at once, for as long as it is fast enough."""
         grant = lease.grant
-        info = SliceInfo(grant.index, grant.name, grant.bytes, grant.sha256, 0, 0)
+        info = SliceInfo(grant.slice, grant.name, grant.bytes, grant.sha256, 0, 0)
         sources = self._sources(grant, providers)
         part = self._cache.path_of(grant.sha256).with_name(f"{grant.sha256}.part")
         transfer = self._transfers.start(
@@ -295,7 +287,7 @@ class SliceFetcher:
             if isinstance(error.__cause__, WrongPeerError):
                 self._reject(grant, source, str(error), wrong=False)
             elif isinstance(error, TransientError) and not error.throttled:
-                self._report_unreachable(grant, provider.peer_id, str(error))
+                self._reject(grant, source, str(error), wrong=False, final=False)
 
         source = ProviderSource(
             self._client, provider.peer_id, provider.address, grant.sha256, _STALL_S, on_fault,
@@ -303,22 +295,13 @@ class SliceFetcher:
         )  # fmt: skip
         return source
 
-    def _reject(self, grant: Lease, source: Origin, reason: str, wrong: bool = True) -> None:
-        """Do not use this source for this slice again, and report it to the scheduler."""
+    def _reject(self, grant: Lease, source: Origin, reason: str, wrong: bool = True, final: bool = True) -> None:
+        """Report a source to the scheduler, once; if `final`, it is not asked for this slice again."""
         name = source.peer_id if isinstance(source, ProviderSource) else source.url
         with self._lock:
-            if (name, grant.sha256) in self._rejected:
+            reported = self._reported.get((name, grant.sha256))
+            if reported is not None and reported >= final:
                 return
-            self._rejected.add((name, grant.sha256))
+            self._reported[name, grant.sha256] = final
         with self._leases.locked() as state:
-            state.report(name, grant.sha256, reason, wrong=wrong)
-
-    def _report_unreachable(self, grant: Lease, peer_id: str, reason: str) -> None:
-        """Report a provider, once, that did not answer now; it may be asked again."""
-        with self._lock:
-            key = (peer_id, grant.sha256)
-            if key in self._rejected or key in self._unreachable:
-                return
-            self._unreachable.add(key)
-        with self._leases.locked() as state:
-            state.report(peer_id, grant.sha256, reason, wrong=False, rejected=False)
+            state.report(name, grant.sha256, reason, wrong=wrong, rejected=final)

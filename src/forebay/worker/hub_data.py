@@ -21,7 +21,7 @@ from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.storage.hub_copies import HubCopy, download_hub
 from forebay.storage.hub_splits import PREFIX, find_split, parse_url
-from forebay.stream.moments import Moment
+from forebay.stream.state import StreamState
 from forebay.stream.text_stream import TextStream
 from forebay.worker.batches import Batches
 from forebay.worker.catalog import CatalogEntry, find_entry, unknown_dataset
@@ -34,23 +34,10 @@ _log = logging.getLogger("forebay.worker")
 
 
 def create_huggingface_dataset(
-    dataset_name: str,
-    rank: int = 0,
-    world_size: int = 1,
-    num_batches: int = 100,
-    batch_size: int = 4,
-    seq_len: int | None = None,
-    streaming: bool | None = None,
-    tokenizer_name: str | None = None,
-    seed: int = 42,
-    buffer_size: int | None = None,
-    *,
-    config: str | None = None,
-    split: str | None = None,
-    partition: str = "samples",
-    text_key: str | None = None,
-    tensors: str = "auto",
-) -> HubDataset:
+    dataset_name: str, rank: int = 0, world_size: int = 1, num_batches: int = 100, batch_size: int = 4,
+    seq_len: int | None = None, streaming: bool | None = None, tokenizer_name: str | None = None, seed: int = 42,
+    buffer_size: int | None = None, *, partition: str = "samples", text_key: str | None = None,
+) -> HubDataset:  # fmt: skip
     """One rank's batches of a dataset of the hub, tokenized and packed.
 
     Sample k of the stream belongs to rank k mod world_size, for any number of ranks and of files. Where num_batches is
@@ -62,9 +49,7 @@ def create_huggingface_dataset(
         seq_len, tokenizer_name, buffer_size, text_key: None: the dataset's own.
         streaming: False copies the files to this machine first; the copy is used without a network later. None:
             streamed if above 10 GB or of unknown size.
-        config, split: Of the dataset, in place of its default and `train`.
         partition: "samples" as above, or "records": ranks share the tokenizing, and documents are dealt.
-        tensors: See Batches.
 
     Raises:
         UnknownDatasetError: No dataset has that name. It is a FileNotFoundError, too.
@@ -77,7 +62,7 @@ def create_huggingface_dataset(
     check_integer("buffer_size", buffer_size, 0)
     is_here = entry.local
     try:
-        inputs = _find_inputs(entry, config, split, entry.streaming if streaming is None else streaming)
+        inputs = _find_inputs(entry, entry.streaming if streaming is None else streaming)
     except DownloadError as error:
         if entry.name != "tiny_shakespeare":
             raise
@@ -96,18 +81,17 @@ def create_huggingface_dataset(
     )  # fmt: skip
     how = "kept on this machine" if is_here or isinstance(inputs, HubCopy) else "streamed"
     about = f"{dataset_name}, {how}; tokenizer {tokenizer_name}, {tokenizer.vocab_size:,} ids"
-    return HubDataset(dataset_name, about, stream, rank, world_size, num_batches, batch_size, tensors)
+    return HubDataset(dataset_name, about, stream, rank, world_size, num_batches, batch_size)
 
 
-def _find_inputs(entry: CatalogEntry, config: str | None, split: str | None, streaming: bool) -> Any:
-    """The inputs of a TextStream: a path, or the hub's files, listed once for all streams of them."""
+def _find_inputs(entry: CatalogEntry, streaming: bool) -> Any:
     if entry.local:
         if not Path(entry.repository).exists():
             raise unknown_dataset(entry.name)
         return entry.repository
     name = parse_url(entry.repository)
-    folder = f"/{config or name.config}" if config or name.config else ""
-    url = f"{PREFIX}{name.name}@{quote(name.revision, safe='')}{folder}:{split or name.split}"
+    folder = f"/{name.config}" if name.config else ""
+    url = f"{PREFIX}{name.name}@{quote(name.revision, safe='')}{folder}:{name.split}"
     if not streaming:
         try:
             return download_hub(url)
@@ -120,20 +104,13 @@ class HubDataset(Batches):
     """Batches of tokenized text; made by `create_huggingface_dataset`."""
 
     def __init__(
-        self,
-        name: str,
-        about: str,
-        open_stream: Callable[..., TextStream],
-        rank: int,
-        world_size: int,
-        num_batches: int,
-        batch_size: int,
-        tensors: str = "auto",
-    ) -> None:
+        self, name: str, about: str, open_stream: Callable[..., TextStream], rank: int, world_size: int,
+        num_batches: int, batch_size: int,
+    ) -> None:  # fmt: skip
         self._name, self._about, self._open_stream = name, about, open_stream
         self._stream = open_stream(rank=rank, world_size=world_size, batch_size=batch_size)
         self._logged_epoch = 0
-        super().__init__(rank, world_size, num_batches, batch_size, self._stream.seq_len, tensors)
+        super().__init__(rank, world_size, num_batches, batch_size, self._stream.seq_len)
 
     @property
     def vocab_size(self) -> int:
@@ -151,11 +128,11 @@ class HubDataset(Batches):
     def describe(self) -> str:
         return self._about
 
-    def position(self) -> Moment:
-        return self._stream.moment
+    def position(self) -> StreamState:
+        return self._stream.position
 
     def seek(self, position: Any) -> None:
-        self._stream.go_to(position)
+        self._stream.seek(position)
 
     def reshard(self, rank: int, world_size: int) -> HubDataset:
         """See Batches. Not with partition "records": a rank's position means nothing in another world."""
@@ -166,9 +143,8 @@ class HubDataset(Batches):
             )
         position = self.position()
         self.close()
-        tensors = "torch" if self._as_torch else "numpy"
         other = HubDataset(
-            self._name, self._about, self._open_stream, rank, world_size, self.num_batches, self.batch_size, tensors
+            self._name, self._about, self._open_stream, rank, world_size, self.num_batches, self.batch_size
         )
         other.seek(position)
         other._logged_epoch = self._logged_epoch

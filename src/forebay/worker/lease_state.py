@@ -99,7 +99,6 @@ class LeaseState:
 
     Args:
         batch_size: Samples of a step.
-        prefetch: See LeaseSettings.
         max_bytes: Of the slices of all leases together; one slice is always allowed.
         receipt_s: When leases are lost, at most the samples used in this time, and two steps, are wasted: requests that
             acknowledge uses are half of it apart, and limits reach half of it ahead; a step may end between two
@@ -110,7 +109,7 @@ class LeaseState:
     log = logging.getLogger("forebay.worker")
 
     def __init__(
-        self, batch_size: int, prefetch: int | None, max_bytes: int, receipt_s: float,
+        self, batch_size: int, max_bytes: int, receipt_s: float,
         on_release: Callable[[Lease], object],
     ) -> None:  # fmt: skip
         self.counts = LeaseCounts()
@@ -118,7 +117,6 @@ class LeaseState:
         self.num_left_out = 0
         self.samples_per_s = 0.0
         self._batch_size = batch_size
-        self._prefetch = prefetch
         self._max_bytes = max_bytes
         self._request_s = receipt_s / 2
         self._on_release = on_release
@@ -302,9 +300,6 @@ class LeaseState:
         return due_at
 
     def _capacity(self) -> int:
-        """Leases to have: the one in use, and prefetched ones."""
-        if self._prefetch is not None:
-            return 1 + self._prefetch
         if not self.samples_per_s:
             return 2
         use_s = max(1e-6, self._samples_per_lease / self.samples_per_s)
@@ -362,7 +357,6 @@ class LeaseState:
             self.counts.lost += lease.started > lease.grant.start
 
     def _drop(self, lease: ActiveLease) -> None:
-        """Remove a lease; samples that were used but not acknowledged count as wasted."""
         lease.ended = True
         self.counts.wasted += max(0, lease.used - lease.acknowledged)
         del self._leases[lease.grant.lease_id]

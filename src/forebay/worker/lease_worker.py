@@ -38,7 +38,7 @@ from forebay.threads import SupervisedThread
 from forebay.worker.consumer import Consumer, OnBatch, WorkerReport
 from forebay.worker.fetching import CacheIndex, SliceFetcher
 from forebay.worker.lease_buffer import LeaseBuffer
-from forebay.worker.lease_state import MAX_FETCHES, MAX_LEASES, LeaseState
+from forebay.worker.lease_state import LeaseState
 from forebay.worker.scheduler_client import SchedulerClient, SchedulerUnreachableError
 from forebay.worker.trainer import check_trainer
 
@@ -50,15 +50,11 @@ _CONTENT = re.compile(rb"([0-9a-f]{16}) (\d{1,9})\n")
 
 @dataclass(frozen=True)
 class SessionLock:
-    """A session's name, and the number before that of its first attempt. Held until `close` or the process's end."""
+    """A session's name, and the number before that of its first attempt. Held until the lock is released."""
 
     name: str
     first_attempt: int
     lock: Lock
-
-    def close(self) -> None:
-        """Let another process have it. May be repeated."""
-        self.lock.release()
 
 
 def open_session(directory: Path) -> SessionLock:
@@ -89,8 +85,6 @@ class LeaseSettings:
             acknowledged twice as often.
         patience_s: How long the worker waits for a scheduler, or for providers, that do not answer. After 2.5 s a
             warning says what it waits for.
-        prefetch: Leases beyond the one in use, 1 to 15; None: as many as are needed to hide the fetching.
-        fetches: Slices fetched at once.
         share: `host:port` where other workers get cached slices, 0 for a free port, `0.0.0.0` or no host for every
             address of this machine; None: nowhere.
         upload_bytes_per_s: Limit of what is sent to other workers.
@@ -105,40 +99,30 @@ class LeaseSettings:
     trainer: str = "auto"
     receipt_s: float = 1.0
     patience_s: float = 60.0
-    prefetch: int | None = None
-    fetches: int = MAX_FETCHES
     share: str | None = None
     upload_bytes_per_s: float | None = None
     from_urls: FromUrls = ""
 
     def __post_init__(self) -> None:
         check_from_urls(self.from_urls)
-        if min(self.batch_size, self.cache_bytes, self.fetches) < 1:
+        if min(self.batch_size, self.cache_bytes) < 1:
             raise UsageError(
-                "worker: expected batch_size, cache_bytes and fetches of at least 1, "
-                f"got {self.batch_size}, {self.cache_bytes} and {self.fetches}."
+                f"worker: expected batch_size and cache_bytes from 1, got {self.batch_size} and {self.cache_bytes}."
             )
         check_trainer(self.trainer)
         if self.receipt_s <= 0 or self.patience_s <= 0:
             raise UsageError("worker: expected receipt_s and patience_s above 0.")
         if not self.name and not self.scheduler:
             raise UsageError("worker: expected a job's name or a scheduler's host:port, got neither.")
-        if self.prefetch is not None and not 1 <= self.prefetch <= MAX_LEASES - 1:
-            raise UsageError(f"worker: expected from 1 to {MAX_LEASES - 1} leases ahead, got {self.prefetch}.")
         if self.share is not None and not re.fullmatch(r".*:\d{1,5}", self.share):
             raise UsageError(f"worker: expected share as HOST:PORT, or none, got {self.share!r}.")
 
 
 def run_worker(
-    identity: Identity,
-    name: str,
-    *,
-    discovery: Discovery | None = None,
-    on_progress: Callable[[dict[str, Any]], None] | None = None,
-    on_batch: OnBatch | None = None,
-    stop: threading.Event | None = None,
-    **options: Any,
-) -> WorkerReport:
+    identity: Identity, name: str, *, discovery: Discovery | None = None,
+    on_progress: Callable[[dict[str, Any]], None] | None = None, on_batch: OnBatch | None = None,
+    stop: threading.Event | None = None, **options: Any,
+) -> WorkerReport:  # fmt: skip
     """Work until every sample of the job is used, or until `stop` is set; then acknowledge and release, and return.
 
     Args:
@@ -157,7 +141,7 @@ def run_worker(
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(contextlib.closing(Client(identity)))
         worker = _Worker(identity, client, settings, discovery, stop)
-        stack.callback(worker.session.close)
+        stack.callback(worker.session.lock.release)
         trust = TrustWatch(identity, client, peers=worker.scheduler.addresses, discovery=discovery)
         stack.enter_context(contextlib.closing(trust.start()))
         if settings.share is not None:
@@ -186,12 +170,12 @@ class _Worker:
             self.session.first_attempt,
         )  # fmt: skip
         state = LeaseState(
-            settings.batch_size, settings.prefetch, settings.cache_bytes, settings.receipt_s,
+            settings.batch_size, settings.cache_bytes, settings.receipt_s,
             lambda grant: self.cache.unpin(grant.sha256),
         )  # fmt: skip
         self._leases = LeaseBuffer(state)
         self._fetcher = SliceFetcher(
-            client, self.cache, self.index, self._leases, settings.patience_s, settings.fetches, settings.from_urls
+            client, self.cache, self.index, self._leases, settings.patience_s, settings.from_urls
         )
         self._failure: Exception | None = None
         self._is_unreachable = False
@@ -230,7 +214,6 @@ class _Worker:
         return self.report
 
     def _watch(self) -> None:
-        """End the work when the worker is stopped."""
         while not self._leases.state.closed:
             if self._stop.wait(0.1):
                 self._leases.close()
@@ -254,7 +237,6 @@ class _Worker:
         self._leases.close()
 
     def _release_all(self) -> None:
-        """Acknowledge what was used, release the rest; uses of several jobs take a request each."""
         if self._is_unreachable:
             return
         with contextlib.suppress(SchedulerUnreachableError):  # the leases expire without a request
@@ -288,17 +270,12 @@ class _Worker:
     def _progress(self) -> dict[str, Any]:
         self._update_report()
         report = self.report
+        names = ("samples", "tokens", "bytes_fetched", "bytes_shared")
         return {
-            "step": report.steps,
-            "samples": report.samples,
-            "tokens": report.tokens,
-            "tokens_per_s": round(report.tokens_per_s, 1),
-            "wait_share": round(report.wait_share, 4),
-            "bytes_fetched": report.bytes_fetched,
-            "bytes_shared": report.bytes_shared,
-            "paused": self._leases.state.paused,
-            "loss": report.loss_last,
-        }
+            "step": report.steps, **{name: getattr(report, name) for name in names},
+            "tokens_per_s": round(report.tokens_per_s, 1), "wait_share": round(report.wait_share, 4),
+            "paused": self._leases.state.paused, "loss": report.loss_last,
+        }  # fmt: skip
 
 
 def _open_share(identity: Identity, settings: LeaseSettings, worker: _Worker) -> SliceShare:

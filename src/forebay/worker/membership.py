@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,7 @@ from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.threads import SupervisedThread
 from forebay.worker.membership_state import (
-    CoordinatorUnreachableError,
-    DuplicateWorkerError,
     Generation,
-    GenerationMember,
     MembershipLostError,
     MembershipState,
     Operation,
@@ -42,15 +40,6 @@ from forebay.worker.membership_state import (
 if TYPE_CHECKING:
     from forebay.network.pki.identity import Identity
 
-__all__ = [
-    "CoordinatorUnreachableError",
-    "DuplicateWorkerError",
-    "Generation",
-    "GenerationMember",
-    "Membership",
-    "MembershipLostError",
-]
-
 
 class Membership:
     """One process's membership of a run. Call it from one thread; `changing` may be read from any.
@@ -61,7 +50,6 @@ class Membership:
         address: Where peers reach this worker ("host:port"), sent to them; "" where they need not.
         settings: Proposed settings (dataset_type, dataset_name, tokenizer_name, batch_size, seq_len, num_steps,
             seed …). The coordinator's own come first; those that it leaves open are the run's first worker's.
-        defaults: The same, not chosen by a user: where the run's settings differ, there is no message.
         lockstep: Whether workers step together by a collective operation, with the weights of the source. Without, each
             catches up to the same step before a generation ends.
         step, samples: Of this worker's checkpoint, if it has one: they count only where no worker of the run's last
@@ -72,38 +60,18 @@ class Membership:
     """
 
     def __init__(
-        self,
-        coordinator: str,
-        worker_id: str | None = None,
-        *,
-        address: str = "",
-        settings: Mapping[str, Any] | None = None,
-        defaults: Mapping[str, Any] | None = None,
-        lockstep: bool = True,
-        step: int = 0,
-        samples: int = 0,
-        identity: Identity | None = None,
-        patience_s: float = 120.0,
-        on_note: Callable[[str], None] | None = None,
-    ) -> None:
+        self, coordinator: str, worker_id: str | None = None, *, address: str = "",
+        settings: Mapping[str, Any] | None = None, lockstep: bool = True, step: int = 0, samples: int = 0,
+        identity: Identity | None = None, patience_s: float = 120.0, on_note: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
         self._coordinator = _address(coordinator, identity)
         self._client = Client(identity)
         self._on_note = on_note or (lambda text: None)
         self._state = MembershipState(
-            worker_id or f"{socket.gethostname()}-{secrets.token_hex(4)}",
-            self._coordinator,
-            address=address,
-            settings=settings or {},
-            defaults=defaults or {},
-            lockstep=lockstep,
-            step=step,
-            samples=samples,
-            patience_s=patience_s,
-            on_note=self._on_note,
-            clock=time.monotonic,
-            new_session=lambda: secrets.token_hex(16),
-            random=Random(),
-        )
+            worker_id or f"{socket.gethostname()}-{secrets.token_hex(4)}", self._coordinator, address=address,
+            settings=settings or {}, lockstep=lockstep, step=step, samples=samples, patience_s=patience_s,
+            on_note=self._on_note, clock=time.monotonic, new_session=lambda: secrets.token_hex(16), random=Random(),
+        )  # fmt: skip
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._heartbeats: SupervisedThread | None = None
@@ -204,10 +172,7 @@ class Membership:
         if value is not None:
             body["value"] = base64.b64encode(value).decode()
         answer = self._send(Request("/v1/members/meet", body, wait_s), wait_s + ANSWER_S).get("value")
-        try:
-            return None if answer is None else base64.b64decode(answer, validate=True)
-        except (ValueError, TypeError) as error:
-            raise ProtocolError(f"coordinator {self._coordinator}: expected a value in base64, got {error}") from error
+        return None if answer is None else base64.b64decode(str(answer), validate=True)
 
     def leave(self, *, finished: bool = False) -> None:
         """End the membership; does not raise if the coordinator is unreachable. May be repeated, from any thread.
@@ -233,24 +198,21 @@ class Membership:
         self._client.close()
 
     def _drive(self, operation: Operation[T]) -> T:
-        """Send the requests of an operation, until it has its result."""
-        answer: Any = None
-        error: NetworkError | None = None
+        resume: Callable[[], Request | Pause] = partial(next, operation)
         while True:
             with self._lock:
                 try:
-                    effect = operation.send(answer) if error is None else operation.throw(error)
+                    effect = resume()
                 except StopIteration as end:
                     result: T = end.value
                     return result
-            answer = error = None
-            if isinstance(effect, Pause):
-                self._closing.wait(effect.seconds)
-                continue
             try:
-                answer = self._send(effect, effect.wait_s + ANSWER_S)
-            except NetworkError as failed:
-                error = failed
+                if isinstance(effect, Pause):
+                    resume = partial(operation.send, self._closing.wait(effect.seconds))
+                else:
+                    resume = partial(operation.send, self._send(effect, effect.wait_s + ANSWER_S))
+            except NetworkError as error:
+                resume = partial(operation.throw, error)
 
     def _send(self, request: Request, timeout_s: float) -> dict[str, Any]:
         method = "GET" if request.body is None else "POST"
@@ -270,7 +232,6 @@ class Membership:
 
 
 def _address(coordinator: str, identity: Identity | None) -> str:
-    """`host:port` of the coordinator option's value."""
     scheme, mark, rest = coordinator.partition("://")
     expected = "http" if identity is None else "https"
     if mark and scheme.lower() != expected:

@@ -123,7 +123,6 @@ class MembershipState:
     _: KW_ONLY
     address: str = ""
     settings: Mapping[str, Any]
-    defaults: Mapping[str, Any]
     lockstep: bool
     step: int
     samples: int
@@ -157,11 +156,10 @@ class MembershipState:
 
     def agree(self) -> Operation[dict[str, Any]]:
         """As `Membership.agree`."""
-        proposed = {**self.defaults, **self.settings}
-        answer = yield from self._call("/v1/config", {"settings": proposed})
+        answer = yield from self._call("/v1/config", {"settings": self.settings})
         try:
             self._heartbeat_s, self._lost_s = float(answer["heartbeat_s"]), float(answer["lost_s"])
-            config = {**proposed, **answer["config"]}
+            config = {**self.settings, **answer["config"]}
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"coordinator: expected a configuration, got {answer!r:.200}") from error
         for key, value in self.settings.items():

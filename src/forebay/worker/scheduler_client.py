@@ -117,7 +117,6 @@ class SchedulerClient:
         )
 
     def _find(self) -> str | None:
-        """The known address, else the first of the DHT that answers as the scheduler of this name."""
         with self._lock:
             if self._address is not None and self._peer_id is not None:
                 return self._address

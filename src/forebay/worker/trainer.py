@@ -159,19 +159,20 @@ def check_trainer(name: str) -> str:
     return name
 
 
-def make_trainer(name: str, *, vocab_size: int, dtype: str, seq_len: int, layout: str) -> Trainer | None:
-    """The trainer of a name for a leased job; None for `none`, and for `auto` with rows.
+def make_trainer(
+    name: str, *, vocab_size: int, dtype: str, seq_len: int, layout: str, is_used: bool = False
+) -> Trainer | None:
+    """The trainer of a name for a leased job; None for `none`, and for `auto` with rows that the caller uses.
 
     `vocab_size` is 0 if the dataset does not have it (adopted files): then 65,536 for U16; U32 can only be counted.
     """
     check_trainer(name)
-    if name == "none" or (layout != "tokens" and name == "auto"):
+    if name == "none" or (layout != "tokens" and name == "auto" and is_used):
         return None
     if layout != "tokens":
         raise UsageError(
-            f"trainer {name}: expected layout tokens, got {layout}. Train in a program of your own "
-            "(forebay.worker.lease_worker.run_worker with on_batch, or forebay.Loader), or use trainer 'none', which "
-            "learns nothing."
+            f"trainer {name}: expected layout tokens, got {layout}: samples would be acknowledged without training. "
+            "Train in a program of your own (`run_worker` with on_batch), or give --trainer none."
         )
     trainer = trainer_class(name)
     if vocab_size == 0 and dtype == "U32" and trainer is not CountTrainer:

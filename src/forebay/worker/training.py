@@ -13,9 +13,8 @@ from typing import Any
 from forebay.errors import StateError, UsageError
 from forebay.files import open_atomic, remove_stale
 from forebay.load.batch import Batch
-from forebay.worker.batches import Batches
+from forebay.worker.batches import Batches, DummyDataset
 from forebay.worker.config import WorkerConfig
-from forebay.worker.dummy import DummyDataset
 from forebay.worker.hub_data import create_huggingface_dataset
 from forebay.worker.trainer import Integers, Trainer, trainer_class
 
@@ -93,7 +92,7 @@ def open_data(config: WorkerConfig) -> Batches:
     """The dataset of a configuration for a single rank; `reshard` gives another rank's share."""
     common: dict[str, Any] = {
         "num_batches": config.num_steps, "batch_size": config.batch_size, "seq_len": config.resolved_seq_len(),
-        "seed": config.seed, "tensors": "numpy",
+        "seed": config.seed,
     }  # fmt: skip
     if config.dataset_name is None:
         distributed = config.dataset_type == "distributed_dummy"
@@ -139,13 +138,9 @@ class Training:
         if self._trainer is None:
             config = self.config
             self._trainer = trainer_class(config.trainer)(
-                vocab_size=self.data.vocab_size,
-                seq_len=config.resolved_seq_len(),
-                model_size=config.model_size,
-                seed=config.seed,
-                learning_rate=config.learning_rate,
-                device=config.device,
-            )
+                vocab_size=self.data.vocab_size, seq_len=config.resolved_seq_len(), model_size=config.model_size,
+                seed=config.seed, learning_rate=config.learning_rate, device=config.device,
+            )  # fmt: skip
         return self._trainer
 
     def run(self) -> TrainingReport:
@@ -280,7 +275,6 @@ class Training:
         )  # fmt: skip
 
     def _read_checkpoint(self) -> tuple[dict[str, Any], bytes] | None:
-        """The checkpoint to resume; None after the first step."""
         if self.config.checkpoint_dir is None or self.step:
             return None
         checkpoint = read_checkpoint(Path(self.config.checkpoint_dir))

@@ -72,7 +72,7 @@ def test_failed_files_count_against_the_error_rate(tmp_path: Path) -> None:
     with pytest.raises(
         PrepareError, match=r"expected at most 2\.0% malformed documents, got 2 of 64: .*request record"
     ):
-        prepare_dataset([folder], tmp_path / "out", tokenizer="bytes", workers=1, settings={"max_bad": 0.02})
+        prepare_dataset([folder], tmp_path / "out", tokenizer="bytes", workers=1, settings={"max_error_rate": 0.02})
     assert len(skipped(tmp_path / "out")) == 4 and load_report(tmp_path / "out")["totals"]["malformed"] == 2
 
 

@@ -136,7 +136,6 @@ def test_a_function_becomes_a_filter(tmp_path: Path, own: Any) -> None:
     assert run(tmp_path, "four", recipe=recipe).dropped == {"enough_lines": 3}
     table = {"lines": {"use": "my_own:enough_lines", "min_lines": 4}}
     assert run(tmp_path, "use", recipe=load_recipe(settings=table, allow_code=True)).documents_out == 2
-    assert load_recipe(settings=recipe.to_tables(), allow_code=True) == recipe
 
 
 def test_its_settings_and_version_are_part_of_what_it_is(tmp_path: Path, own: Any) -> None:

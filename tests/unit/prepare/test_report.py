@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import DatasetError
-from forebay.prepare.report import figures, load_report, page, render, render_text, write_report
+from forebay.prepare import report as figures
+from forebay.prepare.report import load_report, render, render_text, write_report
 
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=alert(1)> \0 \x1b[31m &amp; ' \" \u202eRTL\u202d "
@@ -185,13 +185,11 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
     for _, attrs in page.tags:
         assert not {"src", "onerror", "onclick", "onload"} & set(attrs)
         assert (attrs.get("href") or "#").startswith("#")
-    assert len(page.all("script")) == 2 and not page.all("img") and not page.all("link")
+    assert len(page.all("script")) == 1 and not page.all("img") and not page.all("link")
     policy = next(a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
-    assert policy is not None and "default-src 'none'" in policy and "script-src 'sha256-" in policy
+    assert policy is not None and "default-src 'none'" in policy and "script-src" not in policy
     css = render(example()).split("<style>")[1].split("</style>")[0]
     assert "url(" not in css and "@import" not in css
-    ids = {attrs["id"] for _, attrs in page.tags if "id" in attrs}
-    assert {(a["href"] or "")[1:] for a in page.all("a")} <= ids  # type: ignore[arg-type]
 
 
 def test_it_shows_the_figures() -> None:
@@ -199,8 +197,7 @@ def test_it_shows_the_figures() -> None:
     for wanted in ("1,284,113", "391 M", "minhash_dedup", "few_stop_words", "61,223", "48,121", "14 more inputs", "zh"):
         assert wanted in text, wanted
     assert "403 more are not shown" in text
-    assert 'keep = ["en", "de"]' in text and "[dedup.minhash]" in text
-    assert "do not add up" not in text
+    assert '"ngram": 5' in text and "does not add up" not in text
     assert render(example()) == render(example())
 
 
@@ -218,7 +215,7 @@ def test_hostile_text_is_only_text(tmp_path: Path) -> None:
     write_report(tmp_path / "report.html", report)
     written = (tmp_path / "report.html").read_text("utf-8")
     page = Page(written)
-    assert page.open == [] and len(page.all("script")) == 2 and not page.all("img")
+    assert page.open == [] and len(page.all("script")) == 1 and not page.all("img")
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", written)
     assert "␀" in page.text and "⟨prompt⟩ question" in page.text
     assert load_report(tmp_path) == report
@@ -230,7 +227,7 @@ def test_figures_that_do_not_add_up_are_flagged() -> None:
     report = example()
     report["funnel"][3]["documents_out"] += 1
     text = Page(render(report)).text
-    assert text.count("These figures do not add up") == 2  # of the stage, and of what came to the next one
+    assert text.count("!! does not add up") == 2  # of the stage, and of what came to the next one
     assert "82,331 dropped ≠" in text
     assert render_text(report).count("!! does not add up") == 2
 
@@ -251,17 +248,17 @@ def test_the_page_carries_its_report(tmp_path: Path) -> None:
 )
 def test_little_is_needed(report: dict[str, Any]) -> None:
     assert Page(render(report)).open == []
-    assert "0 of 0 documents kept" in render_text(report)
+    assert "documents: 0 of 0 kept" in render_text(report)
 
 
 def test_the_terminal_form() -> None:
     text = render_text(example())
     lines = text.splitlines()
     assert all(len(line) <= 80 for line in lines)
-    assert lines[1] == "388,774 of 1,284,113 documents kept (30.3 %)"
-    assert any(re.fullmatch(r"read +█+▉? +1,283,701 +>99\.9 %", line) for line in lines)
+    assert lines[1] == "documents: 388,774 of 1,284,113 kept (30.3 %)"
+    assert any(re.fullmatch(r"read +1,283,701 +>99\.9 %", line) for line in lines)
     assert any(re.fullmatch(r"  − few_stop_words +61,223 +4\.8 %", line) for line in lines)
-    assert "  ~ email 48,121, iban 12, ipv4 3,044, payment_card 7, phone 20,113" in lines
+    assert any(re.fullmatch(r"  ~ email +48,121 +3\.7 %", line) for line in lines)
 
 
 @settings(max_examples=40, deadline=None)
@@ -274,17 +271,6 @@ def test_any_recipe_is_shown(value: Any) -> None:
     assert Page(render({"recipe": {"a": value}})).open == []
 
 
-def test_a_recipe_can_be_read_again() -> None:
-    recipe = example()["recipe"] | {
-        "odd key": {"a.b": [1, 2.5, True, "x\n"]},
-        "empty": {},
-        "stage": [{"n": 1, "of": {"x": 2}}, {}],
-    }
-    text = figures.toml(recipe)
-    assert tomllib.loads(text) == recipe
-    assert "[dedup]" not in text and "[dedup.minhash]" in text
-
-
 def test_figures() -> None:
     assert [figures.share(a, 1000) for a in (0, 0.5, 612, 999.5, 1000)] == [
         "0 %",
@@ -295,17 +281,14 @@ def test_figures() -> None:
     ]
     assert figures.share(1, 0) == "–"
     assert [figures.short(n) for n in (9_999, 12_345, 999_600, 1.5e12)] == ["9,999", "12.3 k", "1.00 M", "1.50 T"]
-    assert figures.bar(0.5, 3) == "█▌ " and figures.bar(1e-9, 2) == "▏ " and figures.bar(2, 2) == "██"
 
 
 def test_histograms() -> None:
-    chart = page.histogram({"edges": [0, 1, 2, 3, 4], "read": [0, 4, 2, 0], "kept": [0, 1, 2, 0]})
-    assert [bar[0] for bar in chart["bars"]] == ["read"] * 2 + ["kept"] * 2  # bins without documents are cut off
-    assert "kept 3, median about 2.25" in chart["summary"] and [label for _, label in chart["ticks"]] == ["1", "2"]
-    assert page.median([0, 10], [4]) == 5
+    data = {"edges": [0, 1, 2, 3, 4], "read": [0, 4, 2, 0], "kept": [0, 1, 2, 0]}
+    text = Page(render({"histograms": {"n": data}})).text.split()
+    assert text[text.index("Kept") + 1 :][:10] == ["1", "to", "2", "4", "1", "2", "to", "3", "2", "2"]
     for data in ({}, {"edges": [1], "read": []}, {"edges": [1, 2], "read": [0]}, {"edges": [1, 2], "read": [1, 2]}):
-        assert page.histogram(data) == {}
-        assert "Nothing was counted" in render({"histograms": {"n": data}})
+        assert "Distribution" not in render({"histograms": {"n": data}})
 
 
 def test_the_example_is_json() -> None:

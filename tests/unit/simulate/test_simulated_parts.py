@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from forebay.errors import UsageError
-from forebay.simulate.bound import lease_bound
-from forebay.simulate.faults import draw
 from forebay.simulate.links import Clock, Links, fair_rates
-from forebay.simulate.settings import SimulationSettings
-from forebay.simulate.usage_record import UsageRecord, UsedRange
+from forebay.simulate.record import UsageRecord, UsedRange
+from forebay.simulate.scenario import Scenario, draw, lease_bound
 
 
 def test_events_come_in_order_of_their_moment_then_of_their_making() -> None:
@@ -60,7 +58,7 @@ def _use(start: int, stop: int, at: float = 1.0, worker: int = 0) -> UsedRange:
     return UsedRange(0, 0, start, stop, at, worker)
 
 
-def test_the_record_tells_lost_repeated_late_and_wasted_samples_apart() -> None:
+def test_the_record_distinguishes_lost_repeated_and_wasted_samples() -> None:
     samples = np.array([8], np.int64)
     whole = [_use(0, 8)]
     assert UsageRecord(samples, 1, whole, whole).check().ok
@@ -69,11 +67,10 @@ def test_the_record_tells_lost_repeated_late_and_wasted_samples_apart() -> None:
     assert UsageRecord(samples, 1, [*whole, _use(4, 6, worker=1)], whole).check().repeated == 2
     wasted = UsageRecord(samples, 1, [*whole, _use(4, 6, worker=1)], whole, [_use(4, 6, worker=1)]).check()
     assert wasted.ok and wasted.wasted == 2
-    assert UsageRecord(samples, 1, whole, whole).check(deadline=0.5).late == 8
 
 
 def test_bounds_hold_for_worlds_that_can_be_computed_by_hand() -> None:
-    world = SimulationSettings(
+    world = Scenario(
         workers=4, slices=8, samples=10, spread=0.0, speed=1.0, up=1e6, down=1e6, slice_bytes=1_000_000,
         origin_up=1e9, latency_s=1e-6,
     )  # fmt: skip
@@ -81,7 +78,7 @@ def test_bounds_hold_for_worlds_that_can_be_computed_by_hand() -> None:
     assert lease_bound(world, machines).seconds == pytest.approx(1 + 20, rel=0.01)  # a slice's download, then 20 each
 
 
-def test_settings_that_cannot_be_are_refused_and_the_rest_say_how_to_run_them_again() -> None:
-    with pytest.raises(UsageError, match="churn"):
-        SimulationSettings(churn=2.0)
-    assert "--seed 7 --churn 0.25" in SimulationSettings(seed=7, churn=0.25).command()
+def test_impossible_scenarios_are_refused() -> None:
+    for wrong in ({"churn": 2.0}, {"workers": 0}, {"lost": 1.0}, {"speeed": 1.0}):
+        with pytest.raises(ValidationError, match=next(iter(wrong))):
+            Scenario.model_validate(wrong)

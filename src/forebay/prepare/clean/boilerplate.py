@@ -16,8 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
-from forebay.prepare.clean.phrases import Automaton, apart, build, word_table
-from forebay.prepare.clean.spans import splice
+from forebay.prepare.clean.spans import Automaton, apart, build, splice, word_table
 from forebay.prepare.compiled import Bytes, Ints, jit
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.settings import Count, Positive, check_fields

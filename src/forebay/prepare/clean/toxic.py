@@ -1,14 +1,11 @@
-"""Drops documents with words from lists of words, or that a classifier calls toxic.
+"""Drops documents with words from lists of words, or that a fastText model calls toxic.
 
 One compiled pass over each document (see `phrases`). No list is shipped: the usual one, LDNOOBW, is under CC-BY-4.0 and
 is given by its path. Figures: `benchmarks/prepare/clean.py`.
 """
 
 import functools
-import importlib
-import importlib.util
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -20,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import UsageError
-from forebay.prepare.clean.phrases import Automaton, apart, build, word_table
+from forebay.prepare.clean.spans import Automaton, apart, build, word_table
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.filters.language import load_model
@@ -59,7 +56,7 @@ def _count(offsets, data, automaton, table, bounded, matches):  # type: ignore[n
 
 @dataclass(frozen=True)
 class Toxic(Stage):
-    """Drops documents by word lists, by a classifier, or by both.
+    """Drops documents by word lists, by a fastText model, or by both.
 
     Args:
         lists: A file of phrases, one a line, for all documents; or a directory with one such file for each language,
@@ -68,11 +65,9 @@ class Toxic(Stage):
         allow: Entries of the lists that do not count.
         max_matches: More than this drops; -1 for no limit.
         max_fraction: Of a text's bytes that are in matches: more than this drops.
-        classifier: `module:function`, called with list[str], which returns as many probabilities.
-        model: A fastText model's path, instead.
+        model: A fastText model's path.
         label: Of the model: whose probability counts.
         threshold: A probability of at least this drops. The column `toxic_score` says it.
-        soft: Drop nothing; count what would be.
 
     Source: C4 (Raffel et al. 2020): any word of LDNOOBW drops; in Chinese, Japanese and Thai wherever it stands, else
     where no word character touches it (datatrove's C4BadWordsFilter). Cost: linear in any text.
@@ -86,46 +81,32 @@ class Toxic(Stage):
     allow: tuple[str, ...] = ALLOWED
     max_matches: Annotated[int, Field(ge=-1)] = 0
     max_fraction: Share = 1.0
-    classifier: str = ""
     model: str = ""
     label: str = "__label__toxic"
     threshold: Share = 0.5
-    soft: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not (self.lists or self.classifier or self.model):
+        if not (self.lists or self.model):
             raise UsageError(
-                "lists: expected a file or directory of word lists (or a classifier, or a model), got none of them. "
+                "lists: expected a file or directory of word lists, or a model, got neither. "
                 "No list comes with Forebay; the usual one is LDNOOBW's, one file a language"
             )
-        if self.classifier and self.model:
-            raise UsageError("classifier: expected this or model, got both")
-        module, colon, function = self.classifier.partition(":")
-        if self.classifier and not (colon and module and function.isidentifier()):
-            raise UsageError(f"classifier: expected module:function, got {self.classifier!r}")
         if self.lists and not Path(self.lists).exists():
             raise UsageError(f"lists: expected a file or directory, got {self.lists!r}, which does not exist")
         if self.model and not Path(self.model).is_file():
             raise UsageError(f"model: expected a fastText model, got {self.model!r}, which is no file")
 
     def files(self) -> tuple[str, ...]:
-        """The lists, the model, and the file of the classifier's module."""
+        """The lists and the model."""
         matches = [self.model] if self.model else []
         if self.lists:
             path = Path(self.lists)
             matches += [str(p) for p in sorted(path.iterdir()) if p.is_file()] if path.is_dir() else [self.lists]
-        if self.classifier:
-            try:
-                spec = importlib.util.find_spec(self.classifier.partition(":")[0])
-            except ModuleNotFoundError:
-                spec = None
-            if spec is not None and spec.has_location and spec.origin:
-                matches.append(spec.origin)
         return tuple(matches)
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
-        """Drops as configured; counts `matches` (in what is kept), `no_list`, and with `soft` the reasons."""
+        """Drops as configured; counts `matches` (in what is kept) and `no_list`."""
         column, drop, counts = batch.column("text"), keep_all(len(batch)), Counter[str]()
         if self.lists:
             matches, covered, listed = self._matches(batch)
@@ -134,15 +115,11 @@ class Toxic(Stage):
             if self.max_matches >= 0:
                 over |= matches > self.max_matches
             drop[over] = WORDS
-            retained = ~over | self.soft
-            counts.update(matches=int(matches[retained].sum()), no_list=int((~listed & retained).sum()))
-        if self.classifier or self.model:
+            counts.update(matches=int(matches[~over].sum()), no_list=int((~listed & ~over).sum()))
+        if self.model:
             scores = self._scores(column.to_pylist())
             batch = replace_column(batch, "toxic_score", pa.array(scores, pa.float64()))
             drop[(drop < 0) & (scores >= self.threshold)] = SCORE
-        if self.soft:
-            counts.update({reason: int((drop == i).sum()) for i, reason in enumerate(self.reasons)})
-            drop = keep_all(len(batch))
         return StageResult(batch, drop, {kind: count for kind, count in counts.items() if count})
 
     def _matches(self, batch: pa.RecordBatch) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
@@ -166,17 +143,9 @@ class Toxic(Stage):
         return matches[:, 0], matches[:, 1], listed
 
     def _scores(self, texts: list[str]) -> NDArray[np.float64]:
-        if self.model:
-            model = load_model(self.model)
-            matches = (dict(zip(*model.predict(text.replace("\n", " "), -1))) for text in texts)
-            return np.array([min(float(scores.get(self.label, 0.0)), 1.0) for scores in matches], np.float64)
-        scores = np.asarray(_classifier(self.classifier)(texts), np.float64)
-        if scores.shape != (len(texts),) or not bool(((scores >= 0) & (scores <= 1)).all()):
-            raise UsageError(
-                f"classifier: expected {len(texts)} probabilities of {self.classifier}, "
-                f"got shape {scores.shape} with values outside of 0 to 1 or NaN. Return one float for each text"
-            )
-        return scores
+        model = load_model(self.model)
+        matches = (dict(zip(*model.predict(text.replace("\n", " "), -1))) for text in texts)
+        return np.array([min(float(scores.get(self.label, 0.0)), 1.0) for scores in matches], np.float64)
 
 
 @functools.lru_cache(maxsize=256)
@@ -193,17 +162,3 @@ def _automaton(lists: str, language: str, allow: tuple[str, ...]) -> Automaton |
         raise UsageError(f"lists: expected UTF-8, got {error} ({path})") from error
     phrases = sorted({line.strip() for line in lines} - {"", *allow})
     return build(pc.utf8_lower(pa.array(phrases, pa.large_string())).to_pylist()) if phrases else None
-
-
-@functools.cache
-def _classifier(name: str) -> Callable[[Sequence[str]], Sequence[float]]:
-    module, _, function = name.partition(":")
-    try:
-        matches = getattr(importlib.import_module(module), function)
-    except Exception as error:
-        raise UsageError(
-            f"classifier: expected module:function that can be imported, got {name!r}: {type(error).__name__}: {error}"
-        ) from error
-    if not callable(matches):
-        raise UsageError(f"classifier: expected a function, got {name!r}, which is a {type(matches).__name__}")
-    return matches  # type: ignore[no-any-return]

@@ -23,6 +23,7 @@ from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, open_atomic, remove_stale
 from forebay.prepare.dedup.clusters import RETAINED, ComponentsTask, MarkTask, find_components, mark_units
 from forebay.prepare.dedup.kernels import cut_texts
+from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.dedup.pairs import (
     SORT_FACTOR,
     Keys,
@@ -34,7 +35,6 @@ from forebay.prepare.dedup.pairs import (
     read_u64,
     sort_run,
 )
-from forebay.prepare.dedup.settings import Dedup
 from forebay.prepare.dedup.signer import Signed, read_signed
 from forebay.prepare.documents import text_column
 

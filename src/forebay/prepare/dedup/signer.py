@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, open_atomic
 from forebay.prepare.dedup.kernels import hash_texts
-from forebay.prepare.dedup.settings import Dedup
+from forebay.prepare.dedup.methods import Dedup
 
 
 @dataclass(frozen=True)

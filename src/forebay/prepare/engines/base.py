@@ -19,7 +19,7 @@ from forebay.plugins import load_plugin
 
 MAX_SCALE = 3
 """The last scale: a task takes about 1/64 of the memory of scale 0."""
-ENGINES = {"local": "forebay.prepare.engines.local:local_engine", "ray": "forebay.prepare.engines.ray:ray_engine"}
+ENGINES = {"local": "forebay.prepare.engines.local:LocalEngine", "ray": "forebay.prepare.engines.ray:RayEngine"}
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -60,7 +60,7 @@ class Engine(Protocol):
 def open_engine(engine: str | Engine, workers: int | None, folder: Path, on_message: Notify) -> Engine:
     """The engine itself, or one by name: `local`, `ray`, an entry point of `forebay.engines` or `module:function`.
 
-    The function is called with `workers`, `folder` (in which tasks read and write) and `on_message`.
+    It is called with `workers`, `folder` (in which tasks read and write) and `on_message`.
     """
     if not isinstance(engine, str):
         return engine

@@ -41,17 +41,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def local_engine(workers: int | None, *, folder: Path | None = None, on_message: Notify | None = None) -> Engine:
-    """An engine of processes that are started when a map first needs them, and used for all maps until it is closed.
-
-    One worker, or one task before any process was started, runs in this process, where libraries may use all their
-    threads. `workers` is by default the number of cores; `folder` is not used.
-    """
-    if workers is not None and workers < 1:
-        raise UsageError(f"workers: expected at least 1, got {workers}.")
-    return _LocalEngine(workers or cores(), on_message or (lambda _: None))
-
-
 class _Worker:
     """A process, our end of its pipe, and its task as (index, scale). It is `ready` after its first message."""
 
@@ -89,10 +78,20 @@ class _Worker:
         return self.process.exitcode
 
 
-class _LocalEngine(Engine):
-    def __init__(self, workers: int, on_message: Notify) -> None:
+class LocalEngine(Engine):
+    """An engine of processes that are started when a map first needs them, and used for all maps until it is closed.
+
+    One worker, or one task before any process was started, runs in this process, where libraries may use all their
+    threads. `workers` is by default the number of cores; `folder` is not used.
+    """
+
+    def __init__(
+        self, workers: int | None, *, folder: Path | None = None, on_message: Notify = lambda message: None
+    ) -> None:
+        if workers is not None and workers < 1:
+            raise UsageError(f"workers: expected at least 1, got {workers}.")
         self._on_message = on_message
-        self._num_workers = workers
+        self._num_workers = workers or cores()
         self._workers: list[_Worker] = []
 
     def close(self) -> None:

@@ -20,43 +20,9 @@ _OBJECT_STORE_BYTES = 80 << 20
 """Of a local cluster; Ray accepts 75 MiB and up, and results are far smaller."""
 _MAX_NODE_LOSSES = 3
 """How often a task is given to another node because its own went away, which says nothing of the task."""
-_VISIBLE_S = 30.0
-"""How long a new file may take to be visible on another node: NFS caches attributes for up to 60 s, names for less."""
 _STOP_S = 10.0
 _CPUS_S = 5.0
 """How often the cluster is asked for its number of CPUs, as nodes come and go."""
-
-
-def ray_engine(
-    workers: int | None = None,
-    *,
-    folder: Path | None = None,
-    on_message: Notify | None = None,
-    address: str | None = None,
-) -> Engine:
-    """An engine over a Ray cluster, which is found, or started, when the first map begins.
-
-    Args:
-        workers: None for as many as the cluster has CPUs.
-        folder: Every node must see it under the same path: each is asked to read and write in it first. Not needed on
-            this machine alone.
-        address: `auto`, `host:6379` or `ray://host:10001`; by default RAY_ADDRESS. Without one a cluster of this
-            machine is started, and ended with the engine. A Ray that the caller has initialised is used and left.
-    """
-    if workers is not None and workers < 1:
-        raise UsageError(f"workers: expected at least 1, got {workers}.")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its new default, which it warns about
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import ray
-    except ImportError as error:
-        raise UsageError(
-            f"engine ray: Ray is not installed. Install it ({install_command('ray')}), or use the local engine."
-        ) from error
-    address = address or os.environ.get("RAY_ADDRESS") or None
-    return _RayEngine(ray, address, workers, folder, on_message or (lambda _: None))
 
 
 def _attempt(run: bytes, task: bytes, scale: int) -> Outcome:
@@ -65,31 +31,39 @@ def _attempt(run: bytes, task: bytes, scale: int) -> Outcome:
     return attempt(lambda pair, scale: pickle.loads(pair[0])(pickle.loads(pair[1]), scale), (run, task), scale)
 
 
-def _answer_probe(folder: str, name: str, token: str) -> str:
-    """Read the file that the driver wrote, and write one for it to read; the problem, or ""."""
-    deadline = time.monotonic() + _VISIBLE_S
-    while True:
-        try:
-            if (Path(folder) / name).read_text() == token:
-                (Path(folder) / f"{name}.{token}").write_text(token)
-                return ""
-            problem = "another file has its name"
-        except OSError as error:
-            problem = str(error)
-        if time.monotonic() > deadline:
-            return problem
-        time.sleep(0.5)
+class RayEngine(Engine):
+    """An engine over a Ray cluster, which is found, or started, when the first map begins.
 
+    Args:
+        workers: None for as many as the cluster has CPUs.
+        folder: Every node must see it under the same path: each is asked for it first.
+        address: `auto`, `host:6379` or `ray://host:10001`; by default RAY_ADDRESS. Without one a cluster of this
+            machine is started, and ended with the engine. A Ray that the caller has initialised is used and left.
+    """
 
-class _RayEngine(Engine):
     def __init__(
-        self, ray: Any, address: str | None, workers: int | None, folder: Path | None, on_message: Notify
+        self,
+        workers: int | None = None,
+        *,
+        folder: Path | None = None,
+        on_message: Notify = lambda message: None,
+        address: str | None = None,
     ) -> None:
-        self._ray = ray
-        self._address = address
-        self._workers = workers
-        self._folder = folder
-        self._on_message = on_message
+        if workers is not None and workers < 1:
+            raise UsageError(f"workers: expected at least 1, got {workers}.")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its new default, which it warns about
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                import ray
+        except ImportError as error:
+            raise UsageError(
+                f"engine ray: Ray is not installed. Install it ({install_command('ray')}), or use the local engine."
+            ) from error
+        self._ray: Any = ray
+        self._address = address or os.environ.get("RAY_ADDRESS") or None
+        self._workers, self._folder, self._on_message = workers, folder, on_message
         self._owns_cluster = False
         self._remote: Any = None
 
@@ -207,36 +181,20 @@ class _RayEngine(Engine):
         return quiet | {"address": self._address, "runtime_env": {"py_modules": [package]}}
 
     def _probe(self, folder: Path) -> None:
-        """Check that every node that takes tasks reads and writes the same folder as this process."""
-        token = os.urandom(8).hex()
-        name = f".probe-{token}"
+        """Check that every node that takes tasks sees the folder of this process."""
         folder.mkdir(parents=True, exist_ok=True)
-        probe, reply = folder / name, folder / f"{name}.{token}"
+        probe = folder / f".probe-{os.urandom(8).hex()}"
         affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         nodes = [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
-        answer = self._ray.remote(max_retries=0, num_cpus=0)(_answer_probe)
+        exists = self._ray.remote(max_retries=0, num_cpus=0)(lambda path: Path(path).exists())
         try:
-            probe.write_text(token)
+            probe.touch()
             for node in nodes:
-                remote = answer.options(scheduling_strategy=affinity(node["NodeID"], soft=False))
-                problem = self._ray.get(remote.remote(str(folder.resolve()), name, token))
-                if not problem and not _is_visible(reply):
-                    problem = "what it writes there is not visible here"
-                if problem:
+                remote = exists.options(scheduling_strategy=affinity(node["NodeID"], soft=False))
+                if not self._ray.get(remote.remote(str(probe.resolve()))):
                     raise PrepareError(
-                        f"engine ray: {folder} is not shared with node {node['NodeManagerHostname']}: {problem}. "
-                        "Put the output (and the inputs) on a file system that all nodes mount under the same path."
+                        f"engine ray: {folder} is not shared with node {node['NodeManagerHostname']}. Put the output "
+                        "(and the inputs) on a file system that all nodes mount under the same path."
                     )
-                reply.unlink(missing_ok=True)
         finally:
             probe.unlink(missing_ok=True)
-            reply.unlink(missing_ok=True)
-
-
-def _is_visible(path: Path) -> bool:
-    deadline = time.monotonic() + _VISIBLE_S
-    while not path.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True

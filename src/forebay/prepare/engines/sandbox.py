@@ -45,7 +45,7 @@ Run = Callable[[Any, Buffer], tuple[Any, Buffer]]
 class Limits(Settings):
     """`[limits]`: what the stages may take for a batch of documents, or for one that is larger than a batch.
 
-    A document that takes more is malformed. Stages of your own, and `toxic` with a `classifier`, have no limits.
+    A document that takes more is malformed. Stages of your own have no limits.
 
     Args:
         seconds, seconds_per_mb: CPU seconds for a batch, and for each 10^6 bytes of text in it besides.

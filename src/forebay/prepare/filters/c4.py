@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, StageResult, replace_column, text_buffers, text_column
-from forebay.prepare.filters.characters import BREAK, PUNCTUATION, SPACE, TERMINAL
+from forebay.prepare.filters.word_tables import BREAK, PUNCTUATION, SPACE, TERMINAL
 from forebay.prepare.filters.words import cut_words, decode, encode, kind, room_of, tables, trim
 from forebay.prepare.settings import Count
 

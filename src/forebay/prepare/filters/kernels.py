@@ -7,7 +7,7 @@ Lines, paragraphs and n-grams are counted by 64-bit hashes in an open-addressed 
 import numpy as np
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.filters.characters import BREAK, SPACE, TERMINAL
+from forebay.prepare.filters.word_tables import BREAK, SPACE, TERMINAL
 from forebay.prepare.filters.words import (
     HAS_LETTER,
     IS_TEXT,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from forebay.errors import UsageError, install_command
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, StageResult, first_failing, replace_column, text_buffers
-from forebay.prepare.filters.characters import BREAK
+from forebay.prepare.filters.word_tables import BREAK
 from forebay.prepare.filters.words import clip, cut_words, decode, encode, kind, room_of, tables
 from forebay.prepare.settings import Number, check_fields, check_order
 

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from forebay.errors import UsageError
 from forebay.prepare.documents import Stage, StageResult, first_failing
-from forebay.prepare.filters.exceptions import hash_table
+from forebay.prepare.filters.word_tables import hash_table
 from forebay.prepare.settings import Count, Number, Share, Texts, check_fields, check_order
 
 Ngrams = tuple[tuple[Annotated[int, Field(ge=1, le=100)], Number], ...]
@@ -28,7 +28,7 @@ DUPLICATE_NGRAMS = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 
 
 def measure(kernel: Any, batch: pa.RecordBatch, columns: int, extra: Sequence[object] = ()) -> NDArray[np.int64]:
     """What a kernel of `kernels.py` measures of each text: int64 [columns, rows]."""
-    from forebay.prepare.filters.characters import character_table
+    from forebay.prepare.filters.word_tables import character_table
     from forebay.prepare.filters.words import word_table
 
     cut = word_table(batch.column("text"))

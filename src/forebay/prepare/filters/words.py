@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import text_buffers
-from forebay.prepare.filters.characters import (
+from forebay.prepare.filters.word_tables import (
     CURRENCY,
     DIGIT,
     EDGE,
     ICON,
     LETTER,
     LOWER,
+    MIX,
     OPENING,
     QUOTE,
     ROWS,
@@ -27,8 +28,8 @@ from forebay.prepare.filters.characters import (
     SYMBOL,
     UPPER,
     character_table,
+    special_words,
 )
-from forebay.prepare.filters.exceptions import MIX, special_words
 
 LOOK_BYTES = 8 << 20
 """Of longer documents the first so many bytes are measured: bounded memory (about 300 MB in the worst case)."""
@@ -36,6 +37,11 @@ LOOK_BYTES = 8 << 20
 _LAST = ROWS - 1
 _ALPHA = LOWER | UPPER
 _SPECIAL_CHARS = 12
+_UNIT_NAMES = (
+    "m g t T G M K % km dm cm mm nm mb mB Mb MB kb kB Kb KB gb gB Gb GB tb tB Tb TB lb lB kg mg ha yd in ft oz Pa mph "
+    "kmh km/h"
+)
+_UNITS = np.array([int.from_bytes(name.encode(), "big") for name in _UNIT_NAMES.split()], np.int64)
 
 
 def tables() -> tuple[NDArray[np.uint16], NDArray[np.uint64], NDArray[np.int32]]:
@@ -215,25 +221,15 @@ def _unit(points, start, stop, kinds):  # type: ignore[no-untyped-def]
     n = stop - i
     if i == start or n == 0 or kinds[i - 1] & DIGIT == 0:
         return 0
-    a = points[i]
-    b = points[i + 1] if n > 1 else np.uint32(0)
-    if n == 1:
-        return 1 if a == 109 or a == 103 or a == 116 or a == 84 or a == 71 or a == 77 or a == 75 or a == 37 else 0
-    if n == 2:
-        if b == 109:  # km, dm, cm, mm, nm
-            return 2 if a == 107 or a == 100 or a == 99 or a == 109 or a == 110 else 0
-        if b == 98 or b == 66:  # mb, kb, gb, tb; lb
-            return 2 if a | 32 == 109 or a | 32 == 107 or a | 32 == 103 or a | 32 == 116 or a == 108 else 0
-        if b == 103:  # kg, mg
-            return 2 if a == 107 or a == 109 else 0
-        # ha, yd, in, ft, oz, Pa
-        pair = a * 256 + b
-        ha_yd_in = pair == 0x6861 or pair == 0x7964 or pair == 0x696E
-        return 2 if ha_yd_in or pair == 0x6674 or pair == 0x6F7A or pair == 0x5061 else 0
-    c = points[i + 2]
-    if n == 3:
-        return 3 if c == 104 and ((a == 109 and b == 112) or (a == 107 and b == 109)) else 0  # mph, kmh
-    return 4 if a == 107 and b == 109 and c == 47 and points[i + 3] == 104 else 0  # km/h
+    packed = np.int64(0)
+    for j in range(i, stop):
+        if points[j] > 127:
+            return 0
+        packed = packed << 8 | points[j]
+    for unit in _UNITS:
+        if unit == packed:
+            return n
+    return 0
 
 
 @jit()

@@ -89,7 +89,7 @@ def report_data(
         "name": run.recipe.name,
         "id": id,
         "created_with": f"forebay {version('forebay')}",
-        "recipe": run.recipe.to_tables(),
+        "recipe": run.recipe.to_json(),
         "totals": {
             **{key: counts[key] for key in ("documents_in", "documents_out", "tokens", "slices")},
             "bytes_in": funnel[0][1].bytes_in,
@@ -97,7 +97,7 @@ def report_data(
             "malformed": sum(text.malformed for text in corpus.texts),
             "subsets": {name: {k: v for k, v in each.items() if k != "id"} for name, each in subsets.items()},
         },
-        "inputs": _count_inputs(corpus),
+        "inputs": [{"name": s.name, "format": s.format, "bytes": s.bytes} for s in corpus.inputs.files],
         "skipped": count_reasons(corpus.inputs.skipped),
         "skipped_files": [
             {"path": shown_path(item.path), "reason": item.reason, "status": item.status}
@@ -116,27 +116,6 @@ def report_data(
         ],
         "rejects": list(_first_rejects(run.out / REJECTS_FILE)),
     }
-
-
-def _count_inputs(corpus: Corpus) -> list[dict[str, Any]]:
-    counts = {(s.path, s.sha256): [0, 0] for s in corpus.inputs.files}
-    for split, text in zip(corpus.splits, corpus.texts):
-        key = split.files[0].path, split.files[0].sha256
-        if len(split.files) == 1:
-            counts[key][0] += text.documents_in
-            counts[key][1] += text.malformed
-            continue
-        for source in split.files:
-            counts[source.path, source.sha256][0] += 1
-        if text.malformed:
-            for line in Path(f"{corpus.folder}/{text.name}.rejects").read_text("utf-8").splitlines():
-                source = split.files[json.loads(line)["place"]]
-                counts[source.path, source.sha256][1] += 1
-    return [
-        {"name": s.name, "format": s.format, "bytes": s.bytes, "documents": documents, "malformed": malformed}
-        for s in corpus.inputs.files
-        for documents, malformed in [counts[s.path, s.sha256]]
-    ]
 
 
 def _first_rejects(path: Path) -> Iterator[dict[str, Any]]:

@@ -26,7 +26,7 @@ from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.outputs.base import conclude, no_documents
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, Run
-from forebay.prepare.source_ids import describe_position
+from forebay.prepare.sources import describe_position
 from forebay.prepare.stats import StageStats
 from forebay.prepare.subsets import TRAIN
 from forebay.prepare.tasks.encode import Encoded, EncodeTask, encode, finished, left_out_file

@@ -1,14 +1,14 @@
-"""Kept text as Parquet files in `OUT/text`: for other tools, or for a later preparation that only tokenizes.
+"""Outputs without tokens: the kept text as Parquet files in `OUT/text`, or a language model of it, `OUT/model.arpa`.
 
-Duplicates are left out and repeated lines cut here. `OUT/text.json` is written last: it names each file with its hash,
-and how they were made.
+Duplicates are left out and repeated lines cut here. `OUT/text.json` or `OUT/lm.json` is written last: it names each
+file with its hash, and how they were made.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,65 +26,88 @@ from forebay.files import atomic_write, open_atomic
 from forebay.formats.inputs import RESERVED_COLUMNS, InputSplit
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import part_batches
-from forebay.prepare.outputs.base import conclude
-from forebay.prepare.recipe import Recipe
+from forebay.prepare.outputs.base import Output, conclude
+from forebay.prepare.recipe import LanguageModel, Recipe
 from forebay.prepare.run import PrepareResult, Run
-from forebay.prepare.source_ids import source_id
+from forebay.prepare.sources import source_id
 from forebay.prepare.stats import StageStats
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import Cutter, Flags
 
-TEXT_FILE = "text.json"
+MODEL_FILE = "model.arpa"
 _COLUMNS = ("url", "text", "language", "language_score", "perplexity")
 
 
-def load_marker(path: Path) -> tuple[str, str, Mapping[str, Any]]:
-    """The name, id and lineage in a JSON file that was written last."""
-    data = path.read_bytes()
-    try:
-        content = json.loads(data)
-        return content["name"], hashlib.sha256(data).hexdigest(), content["lineage"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise PrepareError(f"{path}: damaged. Choose another directory, or remove this one.") from error
+class _MarkedOutput(Output):
+    """An output whose marker is a JSON file with its name, its contents and its lineage."""
 
-
-class TextOutput:
-    """Parquet files of the kept text, for which no tokenizer is needed."""
-
-    name: ClassVar[str] = "text"
-    marker: ClassVar[str] = TEXT_FILE
     needs_tokenizer: ClassVar[bool] = False
 
     def check(self, recipe: Recipe, document_ids: bool) -> None:
         if document_ids:
-            raise UsageError("document ids: expected a dataset of tokens; rows and text keep theirs by --write-ids.")
+            raise UsageError(f"document ids: expected a dataset of tokens, got {self.name}; see --write-ids.")
 
     def load(self, out: Path) -> tuple[str, str, Mapping[str, Any]]:
-        return load_marker(out / TEXT_FILE)
+        data = (out / self.marker).read_bytes()
+        try:
+            content = json.loads(data)
+            return content["name"], hashlib.sha256(data).hexdigest(), content["lineage"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise PrepareError(
+                f"{out / self.marker}: damaged. Choose another directory, or remove this one."
+            ) from error
 
     def write(
         self, run: Run, corpus: Corpus, tokenizer: TokenizerFile | None, stats: StageStats, lineage: dict[str, Any]
     ) -> PrepareResult:
         examine_kept(corpus, run.recipe.dedup, stats, run.out / "clusters.parquet")
-        files = export_files(run, corpus, stats)
-        documents_out = sum(file.documents for file in files)
-        counts: dict[str, Any] = {
-            "documents_in": corpus.documents_in,
-            "documents_out": documents_out,
-            "tokens": 0,
-            "slices": 0,
-            "dropped": stats.dropped(),
-        }
-        content = {
-            "name": run.recipe.name,
-            "files": [asdict(file) for file in files],
-            "lineage": {**lineage, "counts": counts},
-        }
+        content = self.write_content(run, corpus, stats)
+        documents_out = next(reversed(stats.funnel.values())).documents_out
+        counts: dict[str, Any] = {"documents_in": corpus.documents_in, "documents_out": documents_out, "tokens": 0}
+        counts |= {"slices": 0, "dropped": stats.dropped()}
+        content |= {"name": run.recipe.name, "lineage": {**lineage, "counts": counts}}
         data = json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
-        commit = partial(atomic_write, run.out / TEXT_FILE, data)
+        commit = partial(atomic_write, run.out / self.marker, data)
         return conclude(run, corpus, stats, hashlib.sha256(data).hexdigest(), counts, {}, commit)
+
+    def write_content(self, run: Run, corpus: Corpus, stats: StageStats) -> dict[str, Any]:
+        """Write the files and return what the marker says about them."""
+        raise NotImplementedError
+
+
+class TextOutput(_MarkedOutput):
+    """Parquet files of the kept text: for other tools, or for a later preparation that only tokenizes."""
+
+    name: ClassVar[str] = "text"
+    marker: ClassVar[str] = "text.json"
+
+    def write_content(self, run: Run, corpus: Corpus, stats: StageStats) -> dict[str, Any]:
+        return {"files": [asdict(file) for file in export_files(run, corpus, stats)]}
+
+
+class LanguageModelOutput(_MarkedOutput):
+    """An n-gram model in ARPA format for the filter `perplexity`, trained in this process. Its settings are `[lm]`."""
+
+    name: ClassVar[str] = "lm"
+    marker: ClassVar[str] = "lm.json"
+
+    def write_content(self, run: Run, corpus: Corpus, stats: StageStats) -> dict[str, Any]:
+        from forebay.prepare.kneser_ney import train_lm  # which needs numba
+
+        settings, path = run.recipe.lm or LanguageModel(), run.out / MODEL_FILE
+        model = train_lm(_texts(run, corpus), path, order=settings.order, vocab_limit=settings.vocab_limit)
+        return {"model": {**asdict(model), "sha256": hash_file(path)}}
+
+
+def _texts(run: Run, corpus: Corpus) -> Iterator[str]:
+    for index in range(len(corpus.texts)):
+        codes = corpus.drop_codes(index)
+        _, cut, _ = corpus.duplicates(index, run.recipe.dedup)
+        for start, batch in part_batches(corpus.arrow(index), ["text"]):
+            texts = cut.cut(batch.column("text"), start) if cut is not None else batch.column("text")
+            yield from texts.filter(pa.array(codes[start : start + batch.num_rows] == 0)).to_pylist()
 
 
 @dataclass(frozen=True)

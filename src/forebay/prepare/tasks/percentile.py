@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
-from forebay.prepare.dedup.settings import Dedup
+from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import StageResult, part_batches
 from forebay.prepare.stats import StageStats, mix64
 from forebay.prepare.tasks.encode import TextPart

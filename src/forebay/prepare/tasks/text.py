@@ -27,12 +27,11 @@ from forebay.files import atomic_write, open_atomic
 from forebay.formats.inputs import InputSplit, ReadOptions, check_unchanged
 from forebay.formats.parquet import read_metadata
 from forebay.formats.records import Record
-from forebay.prepare.dedup.settings import Dedup
+from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage, StageResult
 from forebay.prepare.engines.sandbox import Buffer, Limits, run_in_fork, set_activity, worker_for
 from forebay.prepare.inputs import read_split
-from forebay.prepare.source_ids import describe_position, first_rows, row_position
-from forebay.prepare.sources import DocumentSource, read_source
+from forebay.prepare.sources import DocumentSource, describe_position, first_rows, read_source, row_position
 from forebay.prepare.stats import StageStats, mix64, text_bytes
 from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json, hash_source, source_key, versions
@@ -219,7 +218,7 @@ def _readable(task: TextTask, scale: int) -> tuple[int, str]:
 
 def _run_stages(task: TextTask, batch: pa.RecordBatch, stats: StageStats, reader: _Reader) -> Iterator[pa.RecordBatch]:
     """The rows of a batch that pass every stage, in one batch or several; malformed documents go to the reader."""
-    own = any(not type(s).__module__.startswith("forebay.") or getattr(s, "classifier", "") for s in task.stages)
+    own = any(not type(s).__module__.startswith("forebay.") for s in task.stages)
     if own or not task.stages:
         passed, rejects = _apply(task.stages, batch, stats, reader.keys, task.split)
         reader.reject(rejects)

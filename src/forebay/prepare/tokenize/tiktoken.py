@@ -4,10 +4,8 @@ tiktoken merges by the rank of the merged token, the tokenizers library by the r
 pairs of every way to cut a token. Source: tiktoken 0.14 (tiktoken_ext/openai_public.py).
 """
 
-import base64
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from forebay.errors import PrepareError, UsageError, install_command
@@ -49,37 +47,11 @@ FAMILIES = {
     ),
     "o200k": Family(_O200K, _O200K),
 }
-_ENDOFTEXT = "<|endoftext|>"
-_ENCODINGS: dict[str, tuple[str, int]] = {
-    "gpt2": ("gpt2", 50256),
-    "r50k_base": ("gpt2", 50256),
-    "p50k_base": ("gpt2", 50256),
-    "cl100k_base": ("cl100k", 100257),
-    "o200k_base": ("o200k", 199999),
-}
 
 
 def load_tiktoken(spec: str) -> tuple[bytes, str]:
-    """The tokenizer.json of `tiktoken:ENCODING`, `tiktoken:FILE` or `tiktoken:ENCODING:FILE`, and its family."""
-    name = spec.removeprefix("tiktoken:")
-    encoding, _, path = name.rpartition(":") if not Path(name).is_file() else ("", "", name)
-    encoding, path = (encoding, path) if encoding or "/" in path or path.endswith(".tiktoken") else (path, "")
-    if path:
-        encoding, own = encoding or Path(path).stem, not encoding
-        if encoding not in _ENCODINGS or not Path(path).is_file():
-            raise UsageError(
-                f"tokenizer {spec!r}: expected a rank file named as one of {', '.join(_ENCODINGS)}, or "
-                "tiktoken:ENCODING:FILE; a rank file does not say how it cuts text. Check the path, or name one."
-            )
-        ranks = _ranks(Path(path))
-        family, end = _ENCODINGS[encoding]
-        return _to_json(
-            ranks, {_ENDOFTEXT: end if own and end not in ranks.values() else max(ranks.values()) + 1}, family
-        )
-    return _from_registry(spec, encoding)
-
-
-def _from_registry(spec: str, encoding: str) -> tuple[bytes, str]:
+    """The tokenizer.json of `tiktoken:ENCODING`, and its family."""
+    encoding = spec.removeprefix("tiktoken:")
     try:
         import tiktoken
     except ImportError as error:
@@ -94,26 +66,14 @@ def _from_registry(spec: str, encoding: str) -> tuple[bytes, str]:
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise PrepareError(
-            f"tokenizer {spec!r}: tiktoken could not download its vocabulary: {first} Fetch the file on another "
-            f"machine and give tiktoken:{encoding}:/path/file.tiktoken."
+            f"tokenizer {spec!r}: tiktoken could not download its vocabulary: {first} Set TIKTOKEN_CACHE_DIR "
+            "to a folder that another machine downloaded it into."
         ) from error
     pattern = encoding_._pat_str
     family = next((name for name, family_ in FAMILIES.items() if pattern in (family_.pattern, family_.plain)), None)
     if family is None:
         raise UsageError(f"tokenizer {spec!r}: this tiktoken cuts its text in a way that is not known here.")
     return _to_json(dict(encoding_._mergeable_ranks), dict(encoding_._special_tokens), family)
-
-
-def _ranks(path: Path) -> dict[bytes, int]:
-    try:
-        pairs = [line.split() for line in path.read_bytes().splitlines() if line.strip()]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except ValueError as error:
-        raise PrepareError(f"{path}: expected lines of a base64 token and its rank, got: {error}.") from error
-    missing = sum(bytes([byte]) not in ranks for byte in range(256))
-    if missing or len(set(ranks.values())) != len(ranks) or min(ranks.values()) < 0:
-        raise PrepareError(f"{path}: expected all 256 bytes as tokens and each rank once, got {missing} bytes missing.")
-    return ranks
 
 
 def _to_json(ranks: dict[bytes, int], special: dict[str, int], family: str) -> tuple[bytes, str]:

@@ -106,9 +106,8 @@ def load_tokenizer(spec: str | Tokenizer, *, eos: bool | str = True, bos: bool |
 
     Args:
         spec: `bytes`; a tokenizer.json; a directory with one, or with GPT-2's pair (vocab.json and merges.txt, or
-            encoder.json and vocab.bpe); a name on the hub; `tiktoken:ENCODING` (which tiktoken downloads once) or
-            `tiktoken:FILE.tiktoken`, the file named as its encoding, or `tiktoken:ENCODING:FILE.tiktoken`; an entry
-            point of `forebay.tokenizers`, or `module:Name`.
+            encoder.json and vocab.bpe); a name on the hub; `tiktoken:ENCODING` (which tiktoken downloads once); an
+            entry point of `forebay.tokenizers`, or `module:Name`.
         eos: Whether a token ends each document: the vocabulary's own, the one of that name, or (`auto`) the
             vocabulary's own if it has one.
         bos: Whether one begins it, likewise.

@@ -67,8 +67,6 @@ def test_limits(lists: Path) -> None:
     texts = ["darn", "darn darn", "darn darn darn", "darn and a long text after it"]
     assert dropped(Toxic(str(lists), max_matches=2), texts) == [-1, -1, 0, -1]
     assert dropped(Toxic(str(lists), max_matches=-1, max_fraction=0.5), texts) == [0, 0, 0, -1]
-    soft = Toxic(str(lists), soft=True).apply(batch_of(texts))
-    assert soft.drop.tolist() == [-1] * 4 and soft.counts == {"matches": 7, "toxic_words": 4}
 
 
 @settings(max_examples=50, deadline=None)
@@ -100,24 +98,6 @@ def test_real_lists_agree_with_the_rule_of_c4(data: Path) -> None:
         assert dropped(Toxic(str(data / "badwords")), [word, "ok"], [language] * 2) == [0, -1], language
 
 
-def test_classifier(lists: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "judge_of_tests.py").write_text(
-        "def good(texts): return [0.9 if 'awful' in t else 0.1 for t in texts]\n"
-        "def wrong(texts): return [float('nan')] * len(texts)\nnumber = 3\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    stage = Toxic(str(lists), classifier="judge_of_tests:good")
-    verdict = stage.apply(batch_of(["awful", "darn", "fine", "darn awful"]))
-    assert verdict.drop.tolist() == [1, 0, -1, 0]
-    assert [stage.reasons[i] for i in (0, 1)] == ["toxic_words", "toxic_score"]
-    assert verdict.batch.column("toxic_score").to_pylist() == [0.9, 0.1, 0.1, 0.9]
-    assert str(tmp_path / "judge_of_tests.py") in stage.files()
-    assert dropped(Toxic(classifier="judge_of_tests:good", threshold=0.95), ["awful"]) == [-1]
-    for name, message in (("wrong", "expected 1 probabilities"), ("none", "can be imported"), ("number", "is a int")):
-        with pytest.raises(UsageError, match=message):
-            Toxic(classifier=f"judge_of_tests:{name}").apply(batch_of(["x"]))
-
-
 def test_fasttext_model(data: Path) -> None:
     pytest.importorskip("fasttext")
     stage = Toxic(model=str(data / "lid/lid.176.ftz"), label="__label__de", threshold=0.6)
@@ -129,13 +109,10 @@ def test_fasttext_model(data: Path) -> None:
     [
         ({}, "lists: expected a file or directory"),
         ({"lists": "/nowhere"}, "lists: .*does not exist"),
-        ({"classifier": "x"}, "classifier: expected module:function, got 'x'"),
-        ({"classifier": "a:b", "model": "c"}, "got both"),
         ({"model": "/nowhere"}, "model: expected a fastText model"),
-        ({"classifier": "a:b", "threshold": 2}, "threshold: expected at most 1, got 2"),
-        ({"classifier": "a:b", "max_matches": -2}, "max_matches: expected at least -1, got -2"),
-        ({"classifier": "a:b", "allow": "x"}, "allow: expected a list"),
-        ({"classifier": "a:b", "soft": 1}, "soft: expected true or false"),
+        ({"lists": "/", "threshold": 2}, "threshold: expected at most 1, got 2"),
+        ({"lists": "/", "max_matches": -2}, "max_matches: expected at least -1, got -2"),
+        ({"lists": "/", "allow": "x"}, "allow: expected a list"),
     ],
 )
 def test_refuses(options: dict[str, object], message: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from forebay.prepare.dedup.deduplicate import DedupResult, SignedSplit, deduplicate
-from forebay.prepare.dedup.settings import Dedup
+from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.dedup.signer import Signer
 
 

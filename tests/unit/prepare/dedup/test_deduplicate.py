@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from calibration import scaled
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.dedup.deduplicate import Cutter, DedupResult, deduplicate, store_signatures
-from forebay.prepare.dedup.settings import Dedup
+from forebay.prepare.dedup.methods import Dedup
 
 WORDS = st.sampled_from(["a", "b", "a b", "a  b", "A b", "c\n", "\t", "é", "e\u0301", "}", ""])
 TEXTS = st.lists(st.lists(WORDS, max_size=4).map(" ".join), max_size=40)
@@ -226,7 +226,7 @@ def test_the_steps_files_do_not_depend_on_scale(bench: Any, corpus: list[str], t
 KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
-from forebay.prepare.dedup.settings import Dedup
+from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.dedup.deduplicate import SignedSplit, deduplicate
 left = int(sys.argv[3])
 def map(run, tasks):
@@ -336,7 +336,7 @@ LARGE = """
 import resource, sys, tempfile
 from pathlib import Path
 import numpy as np, pyarrow as pa
-from forebay.prepare.dedup.settings import Dedup
+from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.dedup.deduplicate import SignedSplit, deduplicate
 from forebay.prepare.dedup.signer import Signer
 config = Dedup(exact=True, minhash=True, lines=True, min_characters=4, keep="longest")

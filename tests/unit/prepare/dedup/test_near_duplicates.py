@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from forebay.prepare.dedup.methods import MinHash
-from forebay.prepare.dedup.settings import Dedup
+from forebay.prepare.dedup.methods import Dedup, MinHash
 from forebay.prepare.documents import text_column
 
 

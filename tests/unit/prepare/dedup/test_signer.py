@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.dedup.deduplicate import SignedSplit
 from forebay.prepare.dedup.kernels import hash128
-from forebay.prepare.dedup.settings import Dedup
+from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.dedup.signer import Signer
 
 

@@ -18,7 +18,7 @@ import pytest
 from calibration import scaled
 from forebay.errors import DatasetError, PrepareError, UsageError
 from forebay.prepare.engines.base import Attempts, Engine
-from forebay.prepare.engines.local import local_engine
+from forebay.prepare.engines.local import LocalEngine
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,14 @@ def trouble() -> list[str]:
 
 @pytest.fixture
 def two(trouble: list[str]) -> Iterator[Engine]:
-    with local_engine(2, on_message=trouble.append) as engine:
+    with LocalEngine(2, on_message=trouble.append) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def warm() -> Iterator[Engine]:
     """Two processes for all tests in which none dies."""
-    with local_engine(2) as engine:
+    with LocalEngine(2) as engine:
         yield engine
 
 
@@ -130,7 +130,7 @@ def collect(engine: Engine, run: object, tasks: list[Piece], weights: list[int] 
 
 
 def test_results_do_not_depend_on_workers(warm: Engine) -> None:
-    with local_engine(1) as one, local_engine(3) as three:
+    with LocalEngine(1) as one, LocalEngine(3) as three:
         results = [collect(engine, square, pieces(7)) for engine in (one, warm, three)]
     assert results == [[i * i for i in range(7)]] * 3
 
@@ -146,9 +146,9 @@ def test_processes_stay_for_all_maps_and_are_gone_when_closed(two: Engine) -> No
 
 
 def test_one_worker_or_one_task_runs_here_unless_a_process_is_warm(warm: Engine) -> None:
-    with local_engine(1) as engine:
+    with LocalEngine(1) as engine:
         assert set(collect(engine, process_id, pieces(2))) == {os.getpid()}
-    with local_engine(2) as engine:
+    with LocalEngine(2) as engine:
         assert collect(engine, process_id, pieces(1)) == [os.getpid()]
         assert os.getpid() not in collect(engine, process_id, pieces(2))
         assert os.getpid() not in collect(engine, process_id, pieces(1))
@@ -157,13 +157,13 @@ def test_one_worker_or_one_task_runs_here_unless_a_process_is_warm(warm: Engine)
 
 def test_heavy_tasks_go_first() -> None:
     order: list[int] = []
-    with local_engine(1) as engine:
+    with LocalEngine(1) as engine:
         engine.map(square, pieces(4), lambda index, _: order.append(index), [1, 5, 2, 5])
         assert order == [1, 3, 2, 0]
         with pytest.raises(UsageError, match="expected 4, one a task, got 1"):
             engine.map(square, pieces(4), lambda index, _: None, [1])
     with pytest.raises(UsageError, match="at least 1"):
-        local_engine(0)
+        LocalEngine(0)
 
 
 def test_a_thousand_tiny_tasks_are_quick(warm: Engine) -> None:
@@ -205,7 +205,7 @@ def test_long_names_are_cut() -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_no_memory_is_tried_again_smaller(workers: int) -> None:
     said: list[str] = []
-    with local_engine(workers, on_message=said.append) as engine:
+    with LocalEngine(workers, on_message=said.append) as engine:
         found = collect(engine, memory_until_two, pieces(5))
     assert found == [(i, 2 if i == 3 else 0) for i in range(5)]
     assert len(said) == 2 and all("task 3" in text and "ran out of memory" in text for text in said)
@@ -266,9 +266,9 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {folder!r})
 from test_engines import Piece, mark_and_wait
-from forebay.prepare.engines.local import local_engine
+from forebay.prepare.engines.local import LocalEngine
 {guard}
-    with local_engine(2) as engine:
+    with LocalEngine(2) as engine:
         engine.map(mark_and_wait, [Piece(i, folder=sys.argv[1]) for i in range(3)], print)
 """
 

@@ -26,7 +26,7 @@ from forebay.prepare import load_recipe
 from forebay.prepare.documents import StageResult
 from forebay.prepare.engines import sandbox as guard
 from forebay.prepare.engines.sandbox import Limits
-from forebay.prepare.filters.length import Length
+from forebay.prepare.filters.counts import Length
 from forebay.prepare.tasks.text import process_split
 
 DOCUMENTS = 300
@@ -152,7 +152,7 @@ def test_a_file_over_which_its_library_aborts(tmp_path: Path, workers: int) -> N
         pytest.skip("this pyarrow aborts over no such byte")
     (tmp_path / "1.parquet.bad").replace(tmp_path / "1.parquet")
     sources = [tmp_path / f"{i}.parquet" for i in range(3)]
-    recipe = replace(load_recipe(), max_bad=0.1)
+    recipe = replace(load_recipe(), max_error_rate=0.1)
     summary = prepare_dataset(sources, tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=workers)
     assert (summary.documents_out, summary.dropped) == (40, {"malformed": 1})
     (reject,) = [json.loads(line) for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
@@ -171,6 +171,6 @@ def test_a_record_over_which_the_reader_dies(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(
         pipeline, "process_split", lambda task, scale: process_split(task, 1)
     )  # as after the death of a worker
-    recipe = replace(load_recipe(), max_bad=0.1)
+    recipe = replace(load_recipe(), max_error_rate=0.1)
     summary = prepare_dataset([source], tmp_path / "d", recipe=recipe, tokenizer="bytes", workers=1)
     assert (summary.documents_out, summary.dropped) == (203, {"malformed": 1})

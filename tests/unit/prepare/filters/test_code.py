@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from forebay.errors import UsageError
 from forebay.prepare.documents import SCHEMA
-from forebay.prepare.filters.code import Code
+from forebay.prepare.filters.counts import Code
 
 
 def batch_of(texts: list[str]) -> pa.RecordBatch:

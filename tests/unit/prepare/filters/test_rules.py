@@ -12,8 +12,8 @@ from forebay.errors import UsageError
 from forebay.formats.records import Record
 from forebay.prepare.documents import Stage
 from forebay.prepare.filters.c4 import C4
+from forebay.prepare.filters.counts import Length
 from forebay.prepare.filters.language import Language
-from forebay.prepare.filters.length import Length
 from forebay.prepare.filters.perplexity import Perplexity
 from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition
 

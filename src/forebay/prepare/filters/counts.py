@@ -1,7 +1,4 @@
-"""Rules that drop generated, minified and data files from corpora of source code.
-
-Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", 3.1; the share 0.25 is that of CodeParrot.
-"""
+"""Drops documents by counts of characters, words and lines: too short or too long ones, and generated source code."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +8,64 @@ import pyarrow as pa
 
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, StageResult, first_failing, text_buffers
-from forebay.prepare.settings import Number, Share
+from forebay.prepare.filters.kernels import measure_length
+from forebay.prepare.filters.word_tables import character_table
+from forebay.prepare.settings import Number, Share, check_fields, check_order
+
+BYTES_PER_TOKEN = 4
+"""UTF-8 bytes of English text to a token of a vocabulary of 50 000, about; an estimate, before there is a tokenizer."""
+
+
+@dataclass(frozen=True)
+class Length(Stage):
+    """Keep documents of `min` to `max` characters, words and tokens, both included.
+
+    Args:
+        min_chars, max_chars: Unicode characters.
+        min_words, max_words: Runs of characters without white space between.
+        min_tokens, max_tokens: Estimated: bytes / 4.
+    """
+
+    min_chars: Number = 1
+    max_chars: Number = float("inf")
+    min_words: Number = 0
+    max_words: Number = float("inf")
+    min_tokens: Number = 0
+    max_tokens: Number = float("inf")
+
+    name: ClassVar[str] = "length"
+    version: ClassVar[int] = 1
+    reasons: ClassVar[tuple[str, ...]] = (
+        "few_chars",
+        "many_chars",
+        "few_words",
+        "many_words",
+        "few_tokens",
+        "many_tokens",
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for unit in ("chars", "words", "tokens"):
+            check_order(self, f"min_{unit}", f"max_{unit}")
+
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
+        offsets, data = text_buffers(batch.column("text"))
+        counts = np.zeros((batch.num_rows, 2), np.int64)
+        measure_length(offsets, data, character_table(), counts)
+        chars, words = counts.T
+        tokens = np.diff(offsets) / BYTES_PER_TOKEN
+        return StageResult(
+            batch,
+            first_failing(
+                chars < self.min_chars,
+                chars > self.max_chars,
+                words < self.min_words,
+                words > self.max_words,
+                tokens < self.min_tokens,
+                tokens > self.max_tokens,
+            ),
+        )
 
 
 @dataclass(frozen=True)

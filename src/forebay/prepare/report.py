@@ -1,0 +1,224 @@
+"""The report of a prepared dataset: what was read, what was dropped and why, with samples.
+
+A dict of JSON without times, embedded in one HTML page that loads nothing and runs no script. Text of the corpus is
+escaped, its control characters are made visible, and each piece is isolated in an element of its own.
+"""
+
+import functools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from forebay.errors import DatasetError
+from forebay.files import atomic_write
+from forebay.units import format_bytes
+
+Report = Mapping[str, Any]
+JSON_OPENING = '<script type="application/json" id="forebay-report">'
+MAX_INPUTS, MAX_REJECTS, MAX_LANGUAGES, MAX_BINS = 50, 100, 20, 24
+# Control characters by their pictures, halves of surrogate pairs by the replacement character, turns by words.
+_VISIBLE: dict[int, str] = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+_VISIBLE |= dict.fromkeys((*range(0x7F, 0xA0), *range(0xD800, 0xE000), *range(0xFFFE, 0x10000)), "�")
+_VISIBLE |= {0xFDD0: "⟨prompt⟩ ", 0xFDD1: "⟨response⟩ "}
+_PREFIXES = {"stage": "", "dropped": "  − ", "changed": "  ~ ", "wrong": "  !! does not add up: "}
+
+
+def write_report(path: Path, report: Report) -> None:
+    """Write the page, whole or not at all."""
+    atomic_write(path, render(report).encode("utf-8"))
+
+
+def load_report(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The dict that a page, or the `report.html` in a dataset's folder, was written from."""
+    file = Path(path)
+    if file.is_dir():
+        file = file / "report.html"
+    try:
+        text = file.read_text("utf-8")
+        start = text.index(JSON_OPENING) + len(JSON_OPENING)
+        report = json.loads(text[start : text.index("</script>", start)])
+    except FileNotFoundError:
+        raise DatasetError(f"{file}: there is no report. `forebay prepare` writes one with each dataset.") from None
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{file}: expected a report of forebay prepare, got something else ({error}).") from error
+    if not isinstance(report, dict):
+        raise DatasetError(f"{file}: expected a report of forebay prepare, got {type(report).__name__}.")
+    return report
+
+
+def render(report: Report) -> str:
+    """The whole page of a report: a pure function of it."""
+    data = json.dumps(report, ensure_ascii=True, separators=(",", ":"))
+    for char in "&<>":
+        data = data.replace(char, f"\\u{ord(char):04x}")
+    recipe = json.dumps(report["recipe"], indent=2, ensure_ascii=False) if report.get("recipe") else ""
+    return _template().render(
+        report=report, tables=[table for table in _tables(report) if table[2]], samples=_samples(report), recipe=recipe,
+        opening=Markup(JSON_OPENING), json=Markup(data),
+    )  # fmt: skip
+
+
+def render_text(report: Report) -> str:
+    """The funnel for a terminal of 80 columns, ending in a newline."""
+    totals = report.get("totals", {})
+    lines = [str(report.get("name") or "dataset")]
+    lines += [f"{label}: {value} {note}" for label, value, note in _totals(report)]
+    total = _documents_in(report)
+    for kind, label, documents in _funnel(report):
+        figures = f"{count(documents):>15} {share(documents, total):>9}" if kind != "wrong" else ""
+        lines.append(f"{_cut(_PREFIXES[kind] + label, 80 - len(figures)):<{80 - len(figures)}}{figures}")
+    for name, subset in totals.get("subsets", {}).items():
+        counts = f"{count(subset.get('documents', 0))} documents, {short(subset.get('tokens', 0))} tokens"
+        lines.append(f"subset {name}: {counts}")
+    # Without what a terminal would obey: control characters, and those that turn the direction of writing.
+    printable = ("".join(char if char.isprintable() else "�" for char in line) for line in lines)
+    return "\n".join(_cut(line, 80).rstrip() for line in printable) + "\n"
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def count(value: float) -> str:
+    """All digits, in groups: `12,345`."""
+    return f"{value:,.0f}"
+
+
+def short(value: float) -> str:
+    """Three significant digits: `12.3 k`, `4.56 M`; all of it below 10 000."""
+    if abs(value) < 10_000:
+        return count(value) if value == int(value) else f"{value:.3g}"
+    units, step = ("", " k", " M", " G", " T", " P"), 0
+    while abs(value) >= 999.5 and step < len(units) - 1:
+        value /= 1000
+        step += 1
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{digits}f}{units[step]}"
+
+
+def share(part: float, total: float) -> str:
+    """`61.2 %`; a share that is neither none nor all never reads as such: `<0.1 %`, `>99.9 %`."""
+    if not total:
+        return "–"
+    value = 100 * part / total
+    if 0 < value < 0.1:
+        return "<0.1 %"
+    if 99.9 < value < 100:
+        return ">99.9 %"
+    return f"{value:.0f} %" if value in (0, 100) else f"{value:.1f} %"
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    def shown(value: Any) -> Any:
+        return value if isinstance(value, Markup) else str(value).translate(_VISIBLE)
+
+    environment = jinja2.Environment(autoescape=True, finalize=shown)
+    return environment.from_string(files("forebay.prepare").joinpath("report.html").read_text("utf-8"))
+
+
+def _documents_in(report: Report) -> int:
+    funnel = report.get("funnel", [])
+    return int(funnel[0].get("documents_in", 0) if funnel else report.get("totals", {}).get("documents_in", 0))
+
+
+def _totals(report: Report) -> list[tuple[str, str, str]]:
+    t = dict.fromkeys(("documents_out", "bytes_in", "bytes_out", "tokens", "slices", "malformed"), 0)
+    t |= report.get("totals", {})
+    total = _documents_in(report)
+    return [
+        ("documents", count(t["documents_out"]), f"of {count(total)} kept ({share(t['documents_out'], total)})"),
+        ("text", format_bytes(t["bytes_out"]), f"{share(t['bytes_out'], t['bytes_in'])} of the bytes read"),
+        ("tokens", short(t["tokens"]), f"in {count(t['slices'])} slices"),
+        ("malformed", count(t["malformed"]), f"{share(t['malformed'], total)} of what was read"),
+    ]
+
+
+def _funnel(report: Report) -> Iterator[tuple[str, str, int]]:
+    """Kind (of _PREFIXES), label and documents of each line of the funnel; also where its figures do not add up."""
+    before: int | None = None
+    for stage in report.get("funnel", []):
+        came, documents_out = stage.get("documents_in", 0), stage.get("documents_out", 0)
+        dropped = sum(stage.get("dropped", {}).values())
+        yield "stage", str(stage.get("stage", "")), documents_out
+        for kind in ("dropped", "changed"):
+            for label, n in sorted(stage.get(kind, {}).items(), key=lambda item: (-item[1], item[0])):
+                if n:
+                    yield kind, label, n
+        if before is not None and came != before:
+            yield "wrong", f"{count(before)} left the stage before, {count(came)} came here", 0
+        if came - dropped != documents_out:
+            yield "wrong", f"{count(came)} in − {count(dropped)} dropped ≠ {count(documents_out)} out", 0
+        before = documents_out
+
+
+def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[str]]]]:
+    """The title, column heads and rows of each table of the page. A head `bar` is of widths in per cent."""
+    yield "Totals", ("", "", ""), list(_totals(report))
+    subsets = report.get("totals", {}).get("subsets", {})
+    subset_rows = [(k, count(s.get("documents", 0)), count(s.get("tokens", 0))) for k, s in subsets.items()]
+    yield "Subsets", ("Subset", "Documents", "Tokens"), list(subset_rows)
+    total = _documents_in(report)
+    stages = [(_PREFIXES[k] + label, count(n), share(n, total), _percent(n, total)) for k, label, n in _funnel(report)]
+    yield "Funnel", ("Stage and reason", "Documents", "Of all read", "bar"), list(stages)
+    for title, data in report.get("histograms", {}).items():
+        bins = list(_bins(data))
+        most = max((max(read, kept) for _, read, kept in bins), default=0)
+        rows = [(label, count(read), count(kept), _percent(kept or read, most)) for label, read, kept in bins]
+        yield f"Distribution: {title}", ("From, to", "Read", "Kept", "bar"), list(rows)
+    counts = [(name, n.get("read", 0), n.get("kept", 0)) for name, n in report.get("languages", {}).items()]
+    counts.sort(key=lambda row: (-row[1], row[0]))
+    if rest := counts[MAX_LANGUAGES:]:
+        others = f"{len(rest)} others", sum(row[1] for row in rest), sum(row[2] for row in rest)
+        counts = [*counts[:MAX_LANGUAGES], others]
+    languages = [(name, count(read), count(kept), share(kept, read)) for name, read, kept in counts]
+    yield "Languages", ("Language", "Read", "Kept", "Share"), list(languages)
+    rejects = [(r.get("where", ""), r.get("reason", "")) for r in report.get("rejects", [])[:MAX_REJECTS]]
+    if (more := report.get("totals", {}).get("malformed", 0) - len(rejects)) > 0 and rejects:
+        rejects.append((f"{count(more)} more are not shown", ""))
+    yield "Malformed records", ("Where", "Reason"), list(rejects)
+    skipped = [(reason, count(n)) for reason, n in report.get("skipped", {}).items()]
+    yield "Inputs that were not read, by reason", ("Reason", "Files and folders"), list(skipped)
+    names = [[item.get(key, "") for key in ("path", "status", "reason")] for item in report.get("skipped_files", [])]
+    yield "Inputs that were not read", ("Name", "Status", "Reason"), list(names)
+    inputs = list(report.get("inputs", []))
+    if extra := inputs[MAX_INPUTS:]:
+        extra_bytes = sum(item.get("bytes", 0) for item in extra)
+        inputs = [*inputs[:MAX_INPUTS], {"name": f"{count(len(extra))} more inputs", "bytes": extra_bytes}]
+    read = [(i.get("name", ""), i.get("format", ""), format_bytes(i.get("bytes", 0))) for i in inputs]
+    yield "Inputs", ("Name", "Format", "Size"), list(read)
+
+
+def _percent(part: float, total: float) -> str:
+    return f"{min(100.0, 100 * part / total) if total else 0:.1f}"
+
+
+def _bins(data: Report) -> Iterator[tuple[str, int, int]]:
+    """Label, read and kept of at most MAX_BINS bins of a histogram, without empty ones at its ends."""
+    edges = data.get("edges") or []
+    counts = list(zip_longest(data.get("read") or (), data.get("kept") or (), fillvalue=0))
+    filled = [index for index, pair in enumerate(counts) if any(pair)]
+    if not filled or len(edges) != len(counts) + 1:
+        return
+    stop = filled[-1] + 1
+    step = -(-(stop - filled[0]) // MAX_BINS)
+    for first in range(filled[0], stop, step):
+        last = min(first + step, stop)
+        read, kept = map(sum, zip(*counts[first:last]))
+        yield f"{short(edges[first])} to {short(edges[last])}", read, kept
+
+
+def _samples(report: Report) -> list[tuple[str, list[Report]]]:
+    """The samples by title, those of what was kept first."""
+    groups: dict[tuple[str, str], list[Report]] = {}
+    for sample in report.get("samples", []):
+        groups.setdefault((str(sample.get("stage", "")), str(sample.get("reason", ""))), []).append(sample)
+    ordered = sorted(groups.items(), key=lambda item: bool(item[0][0]))
+    return [(f"{stage} · {reason}" if stage else reason, samples) for (stage, reason), samples in ordered]

@@ -1,0 +1,193 @@
+"""The scenario of a simulation: sizes, machines, links and faults, and a lower bound of the time that it takes.
+
+A scenario and the code determine the result. Each purpose has a random generator of its own, named by the seed and the
+purpose, so that one more fault of a kind does not change the others.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Lie = Literal["", "wrong", "silent", "refuse"]
+_LIES: tuple[Lie, ...] = ("wrong", "silent", "refuse")
+_NEVER = float("inf")
+REPLACE_S = 30.0
+"""After so many seconds another machine replaces a killed one."""
+
+
+class Scenario(BaseModel):
+    """A simulated network.
+
+    Args:
+        churn: Share of the workers that are killed, at moments drawn evenly over the run.
+        samples: Of each slice. `batch`: of a step of one worker.
+        speed: Samples a second of the median worker. `spread`: sigma of the logarithms of speeds, links and latencies.
+        up, down: Bytes/s of the median worker. `origin_up`: of the data node.
+        latency_s: One way, of the median worker.
+        liars: Share of the workers that send others wrong bytes, nothing, or a refusal.
+        slow: Share that is ten times as slow at computing and sending.
+        restarts: How often the scheduler is killed; it restarts 10 s later.
+        partitions: How often a tenth of the workers is cut off from all others for `partition_s`.
+        lost: Share of the requests whose connection closes before the reply, that get no reply, or that come late.
+        cache: Slices in the cache of a worker.
+        lease_s, exchange_s: How long a lease lives without contact; the interval of a worker's requests.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    workers: PositiveInt = 1000
+    slices: PositiveInt = 10_000
+    churn: Share = 0.0
+    seed: int = 0
+    epochs: PositiveInt = 1
+    samples: PositiveInt = 512
+    batch: PositiveInt = 8
+    slice_bytes: PositiveInt = 64 << 20
+    speed: PositiveFloat = 4.0
+    spread: Annotated[float, Field(ge=0)] = 0.4
+    up: PositiveFloat = 12.5e6
+    down: PositiveFloat = 25e6
+    origin_up: PositiveFloat = 1.25e9
+    latency_s: PositiveFloat = 0.03
+    liars: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    slow: Share = 0.0
+    restarts: NonNegativeInt = 0
+    partitions: NonNegativeInt = 0
+    partition_s: PositiveFloat = 60.0
+    lost: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    cache: PositiveInt = 64
+    lease_s: PositiveFloat = 30.0
+    exchange_s: PositiveFloat = 5.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A worker's machine. Bytes/s up and down; samples/s; times in seconds."""
+
+    index: int
+    speed: float
+    up: float
+    down: float
+    latency_s: float
+    lie: Lie = ""
+    joins_at: float = 0.0
+    dies_at: float = _NEVER
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Machines [first, stop) cannot send or receive in [starts_at, stops_at)."""
+
+    starts_at: float
+    stops_at: float
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Faults:
+    """The machines and faults of a simulation."""
+
+    machines: tuple[Machine, ...]
+    restarts: tuple[float, ...]
+    partitions: tuple[Partition, ...]
+
+    def is_cut(self, index: int, now: float) -> bool:
+        """Whether a machine is cut off now."""
+        return any(p.starts_at <= now < p.stops_at and p.first <= index < p.stop for p in self.partitions)
+
+
+def draw(scenario: Scenario, about_s: float) -> Faults:
+    """Draw the faults of a simulation that takes about so long: kills, restarts and partitions fall into that time."""
+    chance = {name: random.Random(f"{scenario.seed} {name}") for name in ("machines", "churn", "faults")}
+    machines = [_machine(scenario, index, 0.0, chance["machines"]) for index in range(scenario.workers)]
+    num_killed = round(scenario.churn * scenario.workers)
+    kills = {i: chance["churn"].uniform(0, about_s) for i in chance["churn"].sample(range(len(machines)), num_killed)}
+    for i, dies_at in sorted(kills.items()):
+        machines[i] = replace(machines[i], dies_at=dies_at)
+        machines.append(_machine(scenario, len(machines), dies_at + REPLACE_S, chance["machines"]))
+    restarts = sorted(chance["faults"].uniform(0, about_s) for _ in range(scenario.restarts))
+    partitions = []
+    for _ in range(scenario.partitions):
+        starts_at, first = chance["faults"].uniform(0, about_s), chance["faults"].randrange(scenario.workers)
+        stop = first + max(1, scenario.workers // 10)
+        partitions.append(Partition(starts_at, starts_at + scenario.partition_s, first, stop))
+    return Faults(tuple(machines), tuple(restarts), tuple(partitions))
+
+
+def _machine(scenario: Scenario, index: int, joins_at: float, chance: random.Random) -> Machine:
+    speed, up, down, latency = (chance.lognormvariate(0, scenario.spread) for _ in range(4))
+    lies, is_slow, which = chance.random() < scenario.liars, chance.random() < scenario.slow, chance.randrange(3)
+    drag = 10.0 if is_slow else 1.0
+    return Machine(
+        index, scenario.speed * speed / drag, scenario.up * up / drag, scenario.down * down,
+        scenario.latency_s * latency, _LIES[which] if lies else "", joins_at,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The seconds that each limit allows for, by name; the largest is the bound."""
+
+    parts: dict[str, float]
+
+    @property
+    def limit(self) -> str:
+        """The name of the limit that sets the bound."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+    @property
+    def seconds(self) -> float:
+        return self.parts[self.limit]
+
+
+def lease_bound(scenario: Scenario, machines: Sequence[Machine]) -> Bound:
+    """The least time in which the samples of all epochs can be used.
+
+    Samples are used at most at the speed of the machines that are alive and can have a slice: a machine once a whole
+    slice came through its own link, the k-th machine once k slices were sent. The last sample cannot be used before the
+    origin has sent every slice once. Lost work and waits for leases to expire are not included.
+    """
+    changes: list[tuple[float, float]] = []
+    for machine in machines:
+        starts_at = machine.joins_at + 4 * machine.latency_s + scenario.slice_bytes / machine.down
+        if starts_at < machine.dies_at:
+            changes += [(starts_at, machine.speed), (machine.dies_at, -machine.speed)]
+    changes.sort()
+    speeds = np.concatenate(([0.0], np.cumsum(sorted((machine.speed for machine in machines), reverse=True))))
+    filled = filling(scenario, machines)
+    supply, rate, num_applied = list[tuple[float, float]](), 0.0, 0
+    for time in sorted({0.0, *(time for time, _ in changes if time < _NEVER), *filled}):
+        while num_applied < len(changes) and changes[num_applied][0] <= time:
+            rate += changes[num_applied][1]
+            num_applied += 1
+        k = int(np.searchsorted(filled, time, side="right"))
+        supply.append((time, max(0.0, min(rate, float(speeds[k])))))
+    work = float(scenario.slices * scenario.samples * scenario.epochs)
+    sending_s = scenario.slices * scenario.slice_bytes / scenario.origin_up
+    return Bound({"compute": work_done_s(work, supply), "origin": sending_s + 2 * scenario.latency_s})
+
+
+def filling(scenario: Scenario, machines: Sequence[Machine]) -> list[float]:
+    """The time before which no k machines can have a slice, for k from 1: only machines with a slice send."""
+    times, time, sending = [], 2 * scenario.latency_s, scenario.origin_up
+    for up in sorted((machine.up for machine in machines), reverse=True):
+        time += scenario.slice_bytes / sending
+        times.append(time)
+        sending += up
+    return times
+
+
+def work_done_s(work: float, supply: Sequence[tuple[float, float]]) -> float:
+    """When so much work can be done, of (time, work a second from then on); inf if never."""
+    for (start, rate), (stop, _) in zip(supply, [*supply[1:], (_NEVER, 0.0)]):
+        if rate > 0 and rate * (stop - start) >= work:
+            return start + work / rate
+        if rate > 0:
+            work -= rate * (stop - start)
+    return _NEVER
