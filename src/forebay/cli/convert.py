@@ -87,6 +87,5 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         help="zstd: most formats; snappy: Parquet; gzip: lines",
     )
     p.add_argument("--tensor", action="append", type=_tensor, default=[], metavar="NAME=TYPE", help="type of a column")
-    p.add_argument("--lossy", action="store_true", help="take values that their new type cannot hold")
     p.add_argument("--resize", type=_height_width, metavar="HxW", help="images: scale to one size")
     p.add_argument("--force", action="store_true", help="replace OUT once the new is whole")
