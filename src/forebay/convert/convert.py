@@ -109,6 +109,7 @@ def convert(
         if isinstance(source, TokenSource) and needs_table(to, options):
             written = _write_as_table(source, staged, to, options)
         elif isinstance(source, TokenSource):
+            _check_free_space(source, target, options)
             if options.compress:
                 raise UsageError(f"--compress: expected it for a table, got tokens, to write {to}. Leave it out.")
             written = get_format(to).write_tokens(source, staged, options)
@@ -180,6 +181,15 @@ def check_output(path: object, out: Path, force: bool) -> None:
         raise UsageError(f"{out}: expected a path that is free, got one that is not. Name another, or give --force.")
     if not out.parent.is_dir():
         out.parent.mkdir(parents=True)
+
+
+def _check_free_space(source: TokenSource, out: Path, options: ConvertOptions) -> None:
+    needed = source.num_tokens * TOKEN_DTYPES[options.dtype or source.dtype].itemsize
+    if needed > (free := shutil.disk_usage(out.parent).free):
+        raise UsageError(
+            f"{out.parent}: expected space for {source.num_tokens} tokens, {needed} bytes, got {free} free. "
+            "Free some space, or choose another directory."
+        )
 
 
 @contextmanager
