@@ -284,7 +284,6 @@ def _cut(index: Index) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _write_columns(index: BinaryIO, lengths: BinaryIO, count: int, itemsize: int) -> None:
-    """Lengths, pointers and document bounds."""
     for _ in range(0, count, _RUN):
         index.write(lengths.read(4 * _RUN))
     lengths.seek(0)

@@ -84,7 +84,6 @@ def _find_in_llmc(report: Report, memory: Bytes8) -> _Extent:
 
 
 def _stop_of(report: Report, memory: Bytes8, expected: int) -> int:
-    """Where the tokens end that a header announces."""
     if len(memory) != expected:
         fault = "truncated" if len(memory) < expected else "appended"
         evidence = f"expected {expected} bytes, as its header says, got {len(memory)}"
@@ -113,7 +112,6 @@ def _find_in_raw(report: Report, memory: Bytes8) -> _Extent:
 
 
 def _check_windows(report: Report, tokens: NDArray[Any]) -> None:
-    """Add all tokens, or windows at even distances with the first and the last."""
     step = _WINDOW_BYTES // tokens.itemsize
     starts = np.arange(0, len(tokens), step)
     if len(starts) > 2 and report.is_enough(tokens.nbytes):

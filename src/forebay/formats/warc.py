@@ -1,13 +1,12 @@
-"""Crawls: WARC, WET and ARC files as documents.
+"""Crawls: WARC and WET files as documents.
 
 Hides the framing of records (lengths, gzip members, line ends), HTTP's transfer and content encodings, and damage. The
-framing is our own, because fastwarc and warcio lose good records of damaged archives and read no ARC; fastwarc is 2.7
-times as fast (docs/decisions/0004-html-extraction.md). Where a record's length and the beginning of the next record
+framing is our own, because fastwarc and warcio lose good records of damaged archives; fastwarc is 2.7 times as fast
+ (docs/decisions/0004-html-extraction.md). Where a record's length and the beginning of the next record
 disagree, the beginning decides; after a damaged gzip member reading continues at the next. Memory: the largest record,
 at most max_document_bytes, and 1 MiB.
 
-Requests, metadata, revisits, DNS, images and responses other than `options["statuses"]` (default `[200]`; `[]` is any)
-are not documents and not counted.
+Requests, metadata, revisits, DNS, images and responses of a status other than 200 are not documents and not counted.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 from forebay.errors import CorruptInputError
 from forebay.formats.base import Format
 from forebay.formats.http_message import body_text, http_complete, is_html, parse_http
 from forebay.formats.inputs import InputFile, InputSplit, OutputBudget, ReadOptions, open_input
-from forebay.formats.records import Record, integers_of
+from forebay.formats.records import Record
 from forebay.storage.compression import MIN_UNPACKED_BYTES, CountedReader, unpack_gzip
 
 MAX_HEAD_BYTES = 64 << 10
@@ -32,12 +31,9 @@ MAX_STRAY_BYTES = 64 << 10
 """The next record may begin this far past a record's length; bytes beyond that belong to no record."""
 
 _WARC = re.compile(rb"WARC/\d\.\d{1,2}[ \t\r]{0,8}\n(?=[A-Za-z-]{1,64}[ \t]{0,8}:)")
-_ARC = re.compile(rb"[a-z][a-z0-9+.-]{1,20}:[^\n]{10,8000}\n")
-_NEXT = re.compile(rb"\n(?=" + _WARC.pattern + rb"|" + _ARC.pattern + rb")")
+_NEXT = re.compile(rb"\n(?=" + _WARC.pattern + rb")")
 _HEAD_END = re.compile(rb"\n(?:\r{0,4}\n|(?=" + _WARC.pattern + rb"))")
 """An empty line; or the first of another record, where the head has none."""
-_DATE = re.compile(rb"\d{8,20}")
-_ADDRESS = re.compile(rb"[0-9a-fA-F.:]{2,45}")
 _BLANK = b"\r\n"
 _FOR_PROGRAMS = re.compile(r"/(robots|ads|app-ads)\.txt$|\.(htc|xspf)$", re.IGNORECASE)
 """URLs of files for programs, whatever their type says."""
@@ -47,26 +43,22 @@ _NO_TEXT = re.compile(
 """The same of files that a server calls plain text."""
 
 
-_ARC_START = re.compile(rb"[a-z][a-z0-9+.-]{1,20}:[^\n]{1,3000} [0-9a-fA-F.:]{2,45} \d{8,20} [^\n]{1,900}\n")
-
-
 class Warc(Format):
-    """WARC, WET and ARC files."""
+    """WARC and WET files."""
 
     name = "warc"
-    suffixes = (".warc", ".arc")
+    suffixes: ClassVar[tuple[str, ...]] = (".warc",)
 
     def sniff(self, head: bytes) -> bool:
-        return _WARC.match(head) is not None or _ARC_START.match(head) is not None
+        return _WARC.match(head) is not None
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
-        statuses = integers_of(options, "statuses", [200], "Write statuses = [200], HTTP status codes.")
         index = 0
         budget = OutputBudget(split, options)
         for file in split.files:
             has_document, reasons = False, Counter[str]()
             for raw in read_raw(file, options):
-                reason = yield from _document(raw, index, statuses, options, budget)
+                reason = yield from _document(raw, index, options, budget)
                 has_document = has_document or not reason
                 if reason and (reason in reasons or len(reasons) < 100):
                     reasons[reason] += 1
@@ -110,9 +102,7 @@ def read_raw(file: InputFile, options: ReadOptions) -> Iterator[RawRecord]:
         yield from _Archive(chunks, options.max_document_bytes).records()
 
 
-def _document(
-    raw: RawRecord, index: int, statuses: frozenset[int], options: ReadOptions, budget: OutputBudget
-) -> Generator[Record, None, str]:
+def _document(raw: RawRecord, index: int, options: ReadOptions, budget: OutputBudget) -> Generator[Record, None, str]:
     """Yield the document in a record, or what is wrong with it; return the reason if it is no document."""
     identity = raw.headers.get("warc-record-id", "").strip("<> ")
     url = raw.headers.get("warc-target-uri", "").strip("<> ")
@@ -125,7 +115,7 @@ def _document(
         if raw.kind == "response" and body[:5] == b"HTTP/":
             response = parse_http(body, options.max_document_bytes)
             budget.spend(len(response.body) or (options.max_document_bytes if response.problem else 0))
-            if statuses and response.status not in statuses:
+            if response.status != 200:
                 return f"HTTP status {response.status}"
             mime, charset, body, problem = response.mime, response.charset, response.body, response.problem
     elif raw.kind != "conversion":
@@ -137,39 +127,9 @@ def _document(
             return kind[:40] or "a response without a type"
         if (_FOR_PROGRAMS if html else _NO_TEXT).search(url.partition("?")[0]):
             return "a file for programs, such as robots.txt"
-    if url.startswith(("filedesc:", "dns:", "whois:", "metadata:", "warcinfo:")):
-        return "a record about the archive"
     text = body_text(body, charset, html)
     yield Record(index, identity, text[:512] if problem else text, url, html, problem, raw.location)
     return ""
-
-
-@dataclass(frozen=True)
-class _ArcHead:
-    """A line `URL IP date type length`, or ARC 2's `URL IP date type status checksum location offset file length`."""
-
-    url: str
-    mime: str
-    size: int  # -1 if it is not a number
-
-    @staticmethod
-    def of(line: bytes) -> _ArcHead | None:
-        """None if it is no such line. URLs may hold blanks."""
-        for fields in (5, 10):
-            parts = line.rstrip(b"\r\n").rsplit(b" ", fields - 1)
-            if len(parts) == fields and _DATE.fullmatch(parts[2]) and _ADDRESS.fullmatch(parts[1]):
-                length = parts[-1]
-                size = int(length) if length.isdigit() and len(length) < 16 else -1
-                return _ArcHead(parts[0].decode("utf-8", "replace"), parts[3].decode("ascii", "replace"), size)
-        return None
-
-
-def _begins(data: bytes | bytearray, start: int = 0) -> bool:
-    """Whether a record begins there."""
-    if _WARC.match(data, start):
-        return True
-    line = _ARC.match(data, start)
-    return line is not None and _ArcHead.of(line[0]) is not None
 
 
 _UNPACKED = 256 << 10
@@ -213,8 +173,6 @@ class _Archive:
                         yield RawRecord(location, {}, b"", problem)
             elif _WARC.match(self._data, self._offset):
                 yield self._warc_record()
-            elif _begins(self._data, self._offset):
-                yield self._arc_record()
             else:
                 location, start = self._location(), bytes(self._data[self._offset : self._offset + 512])
                 problem = f"{self._skip_stray()} bytes that begin no record"
@@ -257,7 +215,6 @@ class _Archive:
         return reason
 
     def _take(self, size: int) -> bytes:
-        """Return the next `size` bytes, or as many as remain."""
         self._need(size)
         data = bytes(memoryview(self._data)[self._offset : self._offset + size])
         self._offset += len(data)
@@ -285,23 +242,6 @@ class _Archive:
         headers = _headers(head)
         length = headers.get("content-length", "")
         return self._with_block(location, headers, int(length) if length.isdecimal() and len(length) < 16 else -1)
-
-    def _arc_record(self) -> RawRecord:
-        """ARC: a line that tells how many bytes follow it (Internet Archive, 1996)."""
-        location = self._location()
-        line = self._take(self._data.find(b"\n", self._offset) + 1 - self._offset)
-        head = _ArcHead.of(line)
-        assert head is not None
-        first = line.startswith(b"filedesc:")
-        headers = {
-            "warc-target-uri": head.url,
-            "warc-type": "warcinfo" if first else "response",
-            "content-type": head.mime,
-        }
-        if head.size < 0:
-            self._skip_stray()
-            return RawRecord(location, headers, line, "" if first else "an ARC record without a length")
-        return self._with_block(location, headers, head.size)
 
     def _with_block(self, location: str, headers: dict[str, str], size: int) -> RawRecord:
         """The record whose block of `size` bytes is next (-1: of unknown size), cut where the next one begins."""
@@ -338,7 +278,7 @@ class _Archive:
         """Whether a record, or the end, follows at most four line-end bytes after the next `size` bytes."""
         buffered = self._need(size + 4 + 8192)
         for skipped in range(size, size + 5):
-            if skipped >= buffered or _begins(self._data, self._offset + skipped):
+            if skipped >= buffered or _WARC.match(self._data, self._offset + skipped):
                 return True
             if self._data[self._offset + skipped] not in _BLANK:
                 return False
@@ -347,10 +287,8 @@ class _Archive:
 
 def _next_start(data: bytearray, start: int, stop: int) -> int:
     """The offset of the next record that begins at a line of data[start:stop]; or -1."""
-    for match in _NEXT.finditer(data, max(0, start - 1), stop):
-        if _begins(data, match.end()):
-            return match.end()
-    return -1
+    match = _NEXT.search(data, max(0, start - 1), stop)
+    return match.end() if match else -1
 
 
 def _headers(head: bytes) -> dict[str, str]:
@@ -369,7 +307,6 @@ def _headers(head: bytes) -> dict[str, str]:
 
 
 def _plain(stream: BinaryIO) -> Iterator[_Chunk]:
-    """The bytes of a stream that is read as it is."""
     try:
         while data := stream.read(_UNPACKED):
             yield -1, data
@@ -412,7 +349,7 @@ def _next_member(stream: BinaryIO, start: int) -> int:
             if len(pending) - index < 2048:
                 pending += stream.read(2048)
             with suppress(zlib.error):
-                if _begins(zlib.decompressobj(31).decompress(pending[index : index + 2048], 512)):
+                if _WARC.match(zlib.decompressobj(31).decompress(pending[index : index + 2048], 512)):
                     return offset + index
             index = pending.find(_MAGIC, index + 1)
         offset += len(pending) - 2
