@@ -180,7 +180,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         "--tokenizer", metavar="T", help="a tokenizer.json, a hub name, `bytes`, `train:VOCAB`, `tiktoken:NAME`"
     )
     p.add_argument("--filter", metavar="NAMES", help="stages to switch on: gopher,c4,fineweb,language,…")
-    p.add_argument("--dedup", metavar="KINDS", help="exact,paragraphs,lines,minhash")
+    p.add_argument("--dedup", metavar="KINDS", help="exact,lines,minhash")
     p.add_argument("--format", metavar="NAME", help="read every input as this format, unsniffed")
     p.add_argument("--name", help="the dataset's name (default: the directory's)")
     p.add_argument("--slice-bytes", type=size, metavar="N", help="bytes a slice, such as 64MiB (default: the recipe's)")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, remove_stale
-from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit, check_unchanged
+from forebay.formats.inputs import InputFile, InputSplit, check_unchanged
 from forebay.prepare.config import apply_settings, load_recipe
 from forebay.prepare.corpus import Corpus, read_skipped, write_skipped
 from forebay.prepare.dedup.methods import Method
@@ -101,7 +101,7 @@ def prepare_dataset(
         tokenizer: As `[tokenize] tokenizer`, or an object of the protocol `Tokenizer`.
         filters: Stages after those of the recipe: names of stages, of entry points of `forebay.filters`,
             `module:Class`, or objects.
-        dedup: Methods besides those of the recipe: `exact`, `paragraphs`, `lines`, `minhash`, names of entry points of
+        dedup: Methods besides those of the recipe: `exact`, `lines`, `minhash`, names of entry points of
             `forebay.dedup`, `module:Class`, or objects.
         name, slice_bytes, seed: As in the recipe; the name is by default the directory's.
         settings: Nested tables of a recipe: `{"read": {"text_key": "body"}}`.
@@ -137,7 +137,6 @@ def prepare_dataset(
     output.check(recipe, document_ids)
     if not output.needs_tokenizer:
         tokenizer, recipe = None, recipe.with_tokenizer("bytes")
-    recipe, against = _find_against(recipe)
     own = None if isinstance(tokenizer, str) else tokenizer
     vocab = vocab_to_train(recipe.tokenize.tokenizer) if own is None else None
     loaded = _load_tokenizer(recipe, own) if vocab is None else None
@@ -160,7 +159,7 @@ def prepare_dataset(
         listed = (*sources.files, *(split.files[0] for split, _ in own_splits))
         sources = dataclasses.replace(sources, files=listed)
         run = Run(out, recipe, opened, write_ids, document_ids, on_progress or (lambda progress: None), notify)
-        lineage = _lineage(run, sources, loaded, against)
+        lineage = _lineage(run, sources, loaded)
         existing = _find_existing(run, output, sources, lineage)
         if existing is not None:
             shutil.rmtree(run.work, ignore_errors=True)
@@ -198,14 +197,6 @@ def _complete_recipe(
         "slice": {"bytes": slice_bytes, "seed": seed},
     }
     recipe = apply_settings(recipe, [settings, arguments], filters, dedup)
-    score, read = recipe.dedup.score, recipe.read
-    if (
-        score
-        and score not in {*RESERVED_COLUMNS, *read.columns}
-        and all(type(stage).__module__.startswith("forebay.") for stage in recipe.stages)
-    ):  # No stage makes it, so it is a field of the input.
-        read = dataclasses.replace(read, columns={**read.columns, score: "number"})
-        recipe = dataclasses.replace(recipe, read=read)
     return recipe if recipe.name else dataclasses.replace(recipe, name=out.resolve().name or "dataset")
 
 
@@ -218,27 +209,14 @@ def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
         )
 
 
-def _find_against(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """The recipe with the folders of signatures that it compares against, and a hash of the contents of each."""
-    if not recipe.dedup.against:
-        return recipe, []
-
-    from forebay.prepare.dedup.deduplicate import find_stored
-
-    stored = [find_stored(path, recipe.dedup) for path in recipe.dedup.against]
-    dedup = dataclasses.replace(recipe.dedup, against=tuple(folder for folder, _ in stored))
-    return dataclasses.replace(recipe, dedup=dedup), [sha256 for _, sha256 in stored]
-
-
 def _load_tokenizer(recipe: Recipe, spec: str | Tokenizer | None = None) -> TokenizerFile:
     policy = recipe.tokenize
     return load_tokenizer(spec or policy.tokenizer, eos=policy.eos, bos=policy.bos)
 
 
-def _lineage(run: Run, sources: InputFiles, tokenizer: TokenizerFile | None, against: Sequence[str]) -> dict[str, Any]:
+def _lineage(run: Run, sources: InputFiles, tokenizer: TokenizerFile | None) -> dict[str, Any]:
     recipe = run.recipe.to_json()
     recipe.pop("name")
-    recipe["dedup"]["against"] = list(against)  # contents, not paths
     recipe["tokenize"]["tokenizer"] = tokenizer.description if tokenizer else run.recipe.tokenize.tokenizer
     recipe["tokenize"]["sha256"] = tokenizer.sha256 if tokenizer else None
     return {

@@ -35,13 +35,8 @@ class Length(Stage):
 
     name: ClassVar[str] = "length"
     version: ClassVar[int] = 1
-    reasons: ClassVar[tuple[str, ...]] = (
-        "few_chars",
-        "many_chars",
-        "few_words",
-        "many_words",
-        "few_tokens",
-        "many_tokens",
+    reasons: ClassVar[tuple[str, ...]] = tuple(
+        f"{amount}_{unit}" for unit in ("chars", "words", "tokens") for amount in ("few", "many")
     )
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ from forebay.prepare.tokenize.encoders import EncoderSpec
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import shown_path
 
-TOKENIZER_FILE, SIGNATURES = "tokenizer.json", "signatures"
+TOKENIZER_FILE = "tokenizer.json"
 _DOCUMENTS_SCHEMA = pa.schema([("id", pa.string()), ("source", pa.string()), ("url", pa.string())])
 _GROUP_ROWS = 1 << 16
 
@@ -68,10 +68,6 @@ class DatasetOutput:
         main, others = written[0], [subset for subset in written[1:] if subset.documents]
         if not main.documents:
             raise no_documents(run, corpus, stats)
-        if corpus.dedup is not None:
-            from forebay.prepare.dedup.deduplicate import store_signatures
-
-            store_signatures(corpus.signed, corpus.dedup, run.recipe.dedup, run.out / SIGNATURES)
         counts: dict[str, Any] = {
             "documents_in": corpus.documents_in,
             "documents_out": sum(subset.documents for subset in written),
