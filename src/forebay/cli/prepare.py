@@ -133,7 +133,7 @@ def _report(args: argparse.Namespace) -> int:
 def _acquire(args: argparse.Namespace) -> int:
     from forebay.prepare.read.api import acquire
 
-    def show_pages(progress: api.Progress) -> None:
+    def show_pages(progress: api.ApiProgress) -> None:
         print(f"\r{progress.pages:,} pages, {progress.items:,} items", end="", file=sys.stderr)
 
     is_shown = sys.stderr.isatty() and not args.quiet
@@ -176,9 +176,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--config", type=Path, metavar="FILE", help="a TOML file with settings of your own")
     p.add_argument("--allow-code", action="store_true", help="let the recipe run code: what its `use` names")
     p.add_argument("--set", action="append", metavar="KEY=VALUE", help="one setting: gopher_quality.min_words=20")
-    p.add_argument(
-        "--tokenizer", metavar="T", help="a tokenizer.json, a hub name, `bytes`, `train:VOCAB`, `tiktoken:NAME`"
-    )
+    p.add_argument("--tokenizer", metavar="T", help="a tokenizer.json, a hub name, `bytes`, `train:VOCAB`")
     p.add_argument("--filter", metavar="NAMES", help="stages to switch on: gopher,c4,fineweb,language,…")
     p.add_argument("--dedup", metavar="KINDS", help="exact,lines,minhash")
     p.add_argument("--format", metavar="NAME", help="read every input as this format, unsniffed")

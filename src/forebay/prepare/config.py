@@ -21,10 +21,9 @@ from typing import Annotated, Any
 from forebay.errors import ForebayError, UsageError, install_command
 from forebay.plugins import load_plugin, plugins
 from forebay.prepare.dedup.methods import KINDS, Dedup, Method
-from forebay.prepare.documents import Stage
+from forebay.prepare.documents import Stage, Subsets
 from forebay.prepare.recipe import GROUPS, STAGES, Recipe, plain
 from forebay.prepare.settings import field_types, fit
-from forebay.prepare.subsets import Subsets
 from forebay.toml import decode, parse_toml
 from forebay.units import parse_size
 
@@ -226,7 +225,6 @@ def _own_methods(table: Any, base: Dedup, allow_code: bool) -> tuple[Any, tuple[
 
 
 def _subsets(table: Any) -> Subsets:
-    """`validation = 0.01`."""
     if not isinstance(table, Mapping):
         raise _SettingError(("subsets",), f"expected a table of names and shares, got {table!r}")
     shares = {}
@@ -246,7 +244,7 @@ def _subsets(table: Any) -> Subsets:
 def _check_code(name: str, table: Any, key: str, path: Keys, allowed: bool) -> None:
     """Refuse a setting that names code, unless that is allowed; of a tokenizer only `module:Name` does."""
     value = table.get(key) if isinstance(table, Mapping) else None
-    is_code = value and (key != "tokenizer" or re.fullmatch(r"(?!train:|tiktoken:)[\w.]+:[A-Za-z_][\w.]*", str(value)))
+    is_code = value and (key != "tokenizer" or re.fullmatch(r"(?!train:)[\w.]+:[A-Za-z_][\w.]*", str(value)))
     if is_code and not allowed:
         raise _SettingError(
             (*path, key),

@@ -126,13 +126,20 @@ def prepare_dataset(
     """
     out = Path(out)
     output = _find_output(to)
-    recipe = _complete_recipe(recipe, out, tokenizer, filters, dedup, name, slice_bytes, seed, settings or {})
+    arguments: dict[str, Any] = {
+        "name": name,
+        "tokenize": {"tokenizer": tokenizer if isinstance(tokenizer, str | None) else tokenizer.name},
+        "slice": {"bytes": slice_bytes, "seed": seed},
+    }
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    recipe = apply_settings(recipe, [settings or {}, arguments], filters, dedup)
+    recipe = recipe if recipe.name else dataclasses.replace(recipe, name=out.resolve().name or "dataset")
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
     if output.needs_tokenizer and not recipe.tokenize.tokenizer:
         raise UsageError(
             "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
-            "`bytes`, `train:VOCAB` or `tiktoken:NAME`; got none."
+            "`bytes` or `train:VOCAB`; got none."
         )
     output.check(recipe, document_ids)
     if not output.needs_tokenizer:
@@ -175,29 +182,6 @@ def _find_output(to: str | Output) -> Output:
         if output.name == to:
             return output
     raise UsageError(f"to: expected one of {', '.join(output.name for output in OUTPUTS)}, got {to!r}.")
-
-
-def _complete_recipe(
-    recipe: Recipe | str | None,
-    out: Path,
-    tokenizer: str | Tokenizer | None,
-    filters: Sequence[str | Stage],
-    dedup: Sequence[str | Method],
-    name: str | None,
-    slice_bytes: int | None,
-    seed: int | None,
-    settings: Mapping[str, Any],
-) -> Recipe:
-    """The recipe with the arguments laid over it."""
-    if not isinstance(recipe, Recipe):
-        recipe = load_recipe(recipe)
-    arguments: dict[str, Any] = {
-        "name": name,
-        "tokenize": {"tokenizer": tokenizer if isinstance(tokenizer, str | None) else tokenizer.name},
-        "slice": {"bytes": slice_bytes, "seed": seed},
-    }
-    recipe = apply_settings(recipe, [settings, arguments], filters, dedup)
-    return recipe if recipe.name else dataclasses.replace(recipe, name=out.resolve().name or "dataset")
 
 
 def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
@@ -311,7 +295,6 @@ def _find_existing(run: Run, output: Output, sources: InputFiles, lineage: dict[
 
 
 def _is_same(run: Run, sources: InputFiles, theirs: Mapping[str, Any], lineage: dict[str, Any]) -> bool:
-    """Whether a lineage is that of this run. Names and sizes are compared before any file is read."""
     ours = [{**entry, "sha256": ""} for entry in lineage["inputs"]]
     if [{**entry, "sha256": ""} for entry in theirs.get("inputs", ())] != ours:
         return False
@@ -329,7 +312,6 @@ def _is_same(run: Run, sources: InputFiles, theirs: Mapping[str, Any], lineage: 
 
 
 def _failed(splits: Sequence[InputSplit], texts: Sequence[TextResult]) -> list[Skipped]:
-    """The files of which nothing could be read, each with the first reason."""
     failed: dict[str, str] = {}
     for split, text in zip(splits, texts):
         for index, reason in text.failed.items():
@@ -457,7 +439,6 @@ def _deduplicated(run: Run, corpus: Corpus) -> DedupResult | None:
 
 
 def _trained(run: Run, texts: Sequence[TextResult], vocab: int) -> TokenizerFile:
-    """The tokenizer trained on a sample of the kept text, by this or an earlier run."""
     seed = run.recipe.slice.seed
     parts = [result.part(str(run.tasks)) for result in texts]
     key = hash_json([vocab, seed, version("tokenizers"), [part.name for part in parts]])

@@ -130,13 +130,13 @@ def train_lm(
 
     Args:
         texts: Documents; each line is a sentence.
-        order: 1 to 8, or fewer if no line has so many words; KenLM as it is usually built reads 2 to 6.
+        order: 2 to 8, or fewer if no line has so many words; KenLM as it is usually built reads 2 to 6.
         vocab_limit: The most frequent words are known, up to this; the others are `<unk>`. At most 2 000 000.
         chunk: Words held in memory at once.
     """
-    for name, value, maximum in (("order", order, 8), ("vocab_limit", vocab_limit, 2_000_000)):
-        if not 1 <= value <= maximum:
-            raise UsageError(f"{name}: expected 1 to {maximum}, got {value}")
+    for name, value, minimum, maximum in (("order", order, 2, 8), ("vocab_limit", vocab_limit, 1, 2_000_000)):
+        if not minimum <= value <= maximum:
+            raise UsageError(f"{name}: expected {minimum} to {maximum}, got {value}")
     if chunk < 16:
         raise UsageError(f"chunk: expected at least 16 words, got {chunk}")
     out = Path(out)
@@ -148,8 +148,6 @@ def train_lm(
         unknown = number_words(work / "hashes", work / "rank1", vocabulary, chunk)
         levels = _levels(work, order, len(vocabulary) + 3, chunk)
         order = len(levels)
-        if order == 1:
-            levels[0].adjusted[:] = _raw_unigrams(work / "rank1", len(vocabulary) + 3, chunk)
         discounts = [_estimate(work, levels, n, chunk) for n in range(1, order + 1)]
         words = ["<unk>", "<s>", "</s>", *(word.decode() for word, _ in vocabulary)]
         ngrams = _write(out, levels, words, chunk)
@@ -188,14 +186,6 @@ def _levels(work: Path, order: int, words: int, chunk: int) -> list[_Level]:
             return _levels(work, n - 1, words, chunk)
         levels.append(level)
     return levels
-
-
-def _raw_unigrams(ids: Path, words: int, chunk: int) -> Ints:
-    total = np.zeros(words, np.int64)
-    for _, part in _parts(np.memmap(ids, np.int64, "r"), chunk):
-        total += np.bincount(part, minlength=words)
-    total[START] = 0
-    return total
 
 
 def _parts(array: NDArray[np.int64], chunk: int) -> Iterator[tuple[int, Ints]]:

@@ -169,7 +169,6 @@ def _in_turn(numbers: Ints) -> Iterator[int]:
 
 
 def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Those that begin where no earlier one is."""
     apart: list[tuple[int, int]] = []
     for span in sorted(spans):
         if not apart or span[0] >= apart[-1][1]:

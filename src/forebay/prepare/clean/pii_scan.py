@@ -18,26 +18,12 @@ PUBLIC_ONLY = 1 << 8
 MIN_SPAN_BYTES = 6
 """No span is shorter: `a@b.co`."""
 
-IBAN_COUNTRIES = {
-    15: "NO",
-    16: "BE",
-    18: "DK FI FK FO GL NL SD",
-    19: "MK SI",
-    20: "AT BA EE KZ LT LU MN XK",
-    21: "CH HR LI LV",
-    22: "BG BH CR DE GB GE IE ME RS VA",
-    23: "AE GI IL IQ OM SO TL",
-    24: "AD CZ ES MD PK RO SA SE SK TN VG",
-    25: "LY PT ST",
-    26: "IS TR",
-    27: "BI DJ FR GR IT MC MR SM",
-    28: "AL AZ BY CY DO GT HN HU LB NI PL SV",
-    29: "BR EG PS QA UA",
-    30: "JO KW MU YE",
-    31: "MT SC",
-    32: "LC",
-    33: "RU",
-}
+_IBAN_COUNTRIES = (
+    "15 NO; 16 BE; 18 DK FI FK FO GL NL SD; 19 MK SI; 20 AT BA EE KZ LT LU MN XK; 21 CH HR LI LV; 22 BG BH CR DE "
+    "GB GE IE ME RS VA; 23 AE GI IL IQ OM SO TL; 24 AD CZ ES MD PK RO SA SE SK TN VG; 25 LY PT ST; 26 IS TR; 27 "
+    "BI DJ FR GR IT MC MR SM; 28 AL AZ BY CY DO GT HN HU LB NI PL SV; 29 BR EG PS QA UA; 30 JO KW MU YE; 31 MT "
+    "SC; 32 LC; 33 RU"
+)
 """Countries by length. Source: the IBAN registry of ISO 13616."""
 
 
@@ -45,9 +31,10 @@ IBAN_COUNTRIES = {
 def iban_table() -> Bytes:
     """uint8 [676]: the length by the country's two letters in base 26; 0 for none."""
     table = np.zeros(676, np.uint8)
-    for length, countries in IBAN_COUNTRIES.items():
-        for country in countries.split():
-            table[(ord(country[0]) - 65) * 26 + ord(country[1]) - 65] = length
+    for entry in _IBAN_COUNTRIES.split(";"):
+        length, *countries = entry.split()
+        for country in countries:
+            table[(ord(country[0]) - 65) * 26 + ord(country[1]) - 65] = int(length)
     return table
 
 
@@ -105,12 +92,11 @@ _PRIVATE4 = _networks(
     "192.168.0.0/16 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 224.0.0.0/3"
 )
 _PRIVATE6 = _networks("::/16 64::/16 100::/16 2001::/23 2001:db8::/32 fc00::/7 fe80::/9 ff00::/8")
-"""Addresses that belong to nobody. Source: IANA's special-purpose registry (RFC 6890 and its updates)."""
+"""Addresses that are no public hosts. Source: IANA's special-purpose registry (RFC 6890 and its updates)."""
 
 
 @jit()
 def _is_private(address: int, networks: Ints) -> bool:
-    """Whether the first 32 bits of an address are in one of the networks."""
     for k in range(len(networks)):  # noqa: SIM110 - numba has no generators here
         if address >> networks[k, 1] == networks[k, 0]:
             return True

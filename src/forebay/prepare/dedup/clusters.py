@@ -78,7 +78,6 @@ class MarkTask:
 
 @contextmanager
 def _mapped(path: Path, dtype: str, rows: int) -> Iterator[NDArray[Any]]:
-    """A temporary file as an array."""
     temporary = temporary_path(path)
     try:
         with temporary.open("xb") as file:

@@ -195,7 +195,6 @@ def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> dict[str, Any
 
 
 def _find_pairs(corpus: _Corpus, keys: Keys, drop: str, step: Step) -> list[str]:
-    """The names of the files of pairs with an equal key."""
     per_row = keys.columns // keys.key_columns
     record = keys.record_bytes * SORT_FACTOR
     limit = max(min(corpus.memory_bytes // record, _RUN_RECORDS) // per_row, 1)
@@ -214,7 +213,6 @@ def _find_pairs(corpus: _Corpus, keys: Keys, drop: str, step: Step) -> list[str]
 
 
 def _row_ranges(corpus: _Corpus, ending: str, limit: int) -> Iterator[tuple[RowRange, ...]]:
-    """Rows of the splits in order, in groups of at most `limit`."""
     group: list[RowRange] = []
     size = base = document = 0
     for split, rows in zip(corpus.splits, corpus.rows(ending)):
@@ -234,7 +232,6 @@ def _row_ranges(corpus: _Corpus, ending: str, limit: int) -> Iterator[tuple[RowR
 
 
 def _count(corpus: _Corpus, ending: str) -> list[int]:
-    """How many bytes of each value a file of flags has."""
     rows = corpus.rows(ending)
     counts = np.zeros(max(len(corpus.config.methods), 1) + 1, np.int64)
     start, stop = 0, sum(rows)

@@ -101,7 +101,6 @@ def cut_texts(
 
 
 def _scratch(offsets: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Space for the longest text when normalised: two bytes may become three."""
     return np.empty(2 * int(np.diff(offsets).max(initial=0)) + 16, np.uint8)
 
 

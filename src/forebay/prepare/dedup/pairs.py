@@ -150,7 +150,6 @@ def _records(task: SortTask) -> Iterator[list[U64]]:
 
 
 def _is_kept(drop: str, rows: RowRange, start: int, stop: int, unit_ends: U64 | None) -> NDArray[np.bool_]:
-    """Whether the documents of rows [start, stop) are kept."""
     if unit_ends is None:
         return np.asarray(read_flags(drop, rows.document + start, stop - start) == 0)
     if start == stop:

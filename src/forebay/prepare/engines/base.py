@@ -103,13 +103,6 @@ class Attempts:
             return self._retries.popleft()
         return (self._queue.popleft(), 0) if self._queue else None
 
-    def repeat(self, index: int, scale: int) -> None:
-        """Try again at the same scale: the attempt failed through no fault of the task."""
-        if scale:
-            self._retries.appendleft((index, scale))
-        else:
-            self._queue.appendleft(index)
-
     def died(self, index: int, scale: int, how: str) -> None:
         """Schedule the next smaller scale of a task whose worker died. Raises PrepareError after the last one."""
         name = f"task {index} ({label(self._tasks[index])})"

@@ -61,7 +61,7 @@ class Limits(Settings):
         return self.seconds + self.seconds_per_mb * size / 1e6, self.memory_bytes + 32 * size
 
 
-class Worker:
+class SandboxWorker:
     """Two forked processes: one runs functions; the other, which does nothing else, forks it again when it ends."""
 
     def __init__(self, key: Any) -> None:
@@ -132,7 +132,7 @@ class Worker:
 class _Current(threading.local):
     """The worker of this thread; in a fork, the status that it writes."""
 
-    worker: Worker | None = None
+    worker: SandboxWorker | None = None
     status: mmap.mmap | None = None
 
 
@@ -146,12 +146,12 @@ def set_activity(text: str) -> None:
         _current.status[_TEXT_START:] = text.encode()[:size].ljust(size, b"\0")
 
 
-def worker_for(key: Any, warm: Callable[[Any], Any]) -> Worker:
+def worker_for(key: Any, warm: Callable[[Any], Any]) -> SandboxWorker:
     """The worker of this thread, forked after `warm(key)` has loaded what all its forks need; another key, another."""
     if _current.worker is None or _current.worker.key != key:
         close()
         warm(key)
-        _current.worker = Worker(key)
+        _current.worker = SandboxWorker(key)
     return _current.worker
 
 
@@ -211,7 +211,6 @@ def _end_with_parent() -> None:
 
 
 def _serve(pipe: Connection, status: mmap.mmap, shared: mmap.mmap) -> None:
-    """Fork the process that answers, again whenever it ends."""
     _set_up_fork(status)
     while True:
         pid = os.fork()

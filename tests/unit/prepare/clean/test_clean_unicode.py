@@ -74,7 +74,7 @@ def test_options(texts_of: TextsOf) -> None:
     [
         ({"form": "NFD"}, "form: expected 'NFC', 'NFKC' or 'none', got 'NFD'"),
         ({"max_blank_lines": -2}, "max_blank_lines: expected at least -1, got -2"),
-        ({"controls": 1}, "controls: expected true or false, got 1"),
+        ({"bidi_marks": 1}, "bidi_marks: expected true or false, got 1"),
     ],
 )
 def test_refuses(options: dict[str, object], message: str) -> None:

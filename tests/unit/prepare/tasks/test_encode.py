@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.dedup.deduplicate import Flags
-from forebay.prepare.subsets import Subsets
+from forebay.prepare.documents import Subsets
 from forebay.prepare.tasks import encode as encoding
 from forebay.prepare.tasks.encode import EncodeTask, encode, finished
 from forebay.prepare.tasks.shuffle import Shuffle
