@@ -7,13 +7,16 @@ that stage twice.
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import json
+import operator
 import re
 import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -146,22 +149,14 @@ def parse_setting(text: str) -> dict[str, Any]:
     return dict(setting)
 
 
-def _location(layers: Sequence[Layer], path: Keys) -> str:
+def _location(layers: Sequence[tuple[str, Any]], path: Any) -> str:
     """`file: ` of the setting of the last layer, or of the nearest table around it; "" on the command line."""
     for length in range(len(path), 0, -1):
         for file, tables in reversed(layers):
-            if _contains(tables, path[:length]):
+            with suppress(KeyError, IndexError, TypeError):
+                functools.reduce(operator.getitem, path[:length], tables)
                 return f"{file}: " if file else ""
     return ""
-
-
-def _contains(tables: Any, path: Keys) -> bool:
-    try:
-        for key in path:
-            tables = tables[key]
-    except (KeyError, IndexError, TypeError):
-        return False
-    return True
 
 
 def _build_recipe(layers: Sequence[Layer], base: Recipe, allow_code: bool) -> Recipe:

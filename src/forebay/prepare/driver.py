@@ -125,7 +125,9 @@ def prepare_dataset(
             no document (the report and `skipped.jsonl` are written all the same), or the disk is full.
     """
     out = Path(out)
-    output = _find_output(to)
+    output = next((output for output in OUTPUTS if output.name == to), to)
+    if isinstance(output, str):
+        raise UsageError(f"to: expected one of {', '.join(output.name for output in OUTPUTS)}, got {to!r}.")
     arguments: dict[str, Any] = {
         "name": name,
         "tokenize": {"tokenizer": tokenizer if isinstance(tokenizer, str | None) else tokenizer.name},
@@ -173,15 +175,6 @@ def prepare_dataset(
             return existing
         write_skipped(run.out, sources.skipped)
         return _run(run, output, sources, own_splits, loaded, vocab or 0, lineage, strict)
-
-
-def _find_output(to: str | Output) -> Output:
-    if not isinstance(to, str):
-        return to
-    for output in OUTPUTS:
-        if output.name == to:
-            return output
-    raise UsageError(f"to: expected one of {', '.join(output.name for output in OUTPUTS)}, got {to!r}.")
 
 
 def _refuse_skipped(skipped: Sequence[Skipped]) -> None:

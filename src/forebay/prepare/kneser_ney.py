@@ -137,8 +137,6 @@ def train_lm(
     for name, value, minimum, maximum in (("order", order, 2, 8), ("vocab_limit", vocab_limit, 1, 2_000_000)):
         if not minimum <= value <= maximum:
             raise UsageError(f"{name}: expected {minimum} to {maximum}, got {value}")
-    if chunk < 16:
-        raise UsageError(f"chunk: expected at least 16 words, got {chunk}")
     out = Path(out)
     remove_stale(out.parent)
     with temporary_directory(out) as work:
@@ -153,9 +151,6 @@ def train_lm(
         ngrams = _write(out, levels, words, chunk)
     share = unknown / max(total, 1)
     return LmSummary(order, lines, total, len(vocabulary), share, ngrams, tuple(discounts))
-
-
-# Counting
 
 
 @dataclass
@@ -282,9 +277,6 @@ def _merge(runs: list[tuple[Path, int]], keys: Path, counts: Path, chunk: int) -
     return written
 
 
-# Probabilities
-
-
 def _discounts(adjusted: Ints, skip: Callable[[int, int], NDArray[np.bool_]], chunk: int) -> tuple[float, float, float]:
     t = np.zeros(5)
     for start, part in _parts(adjusted, chunk):
@@ -329,9 +321,6 @@ def _estimate(work: Path, levels: list[_Level], n: int, chunk: int) -> tuple[flo
         direct = (counts - steps[np.minimum(counts, 3)]) / totals[prefix]
         level.probability[part] = direct + below.backoff[prefix] * below.probability[level.suffix[part]]
     return numbers_
-
-
-# Writing
 
 
 def _write(out: Path, levels: list[_Level], words: list[str], chunk: int) -> tuple[int, ...]:

@@ -123,7 +123,6 @@ def test_refusals(tmp_path: Path) -> None:
         {"order": 1},
         {"order": 9},
         {"vocab_limit": 0},
-        {"chunk": 1},
     ):
         with pytest.raises(UsageError, match=f"^{next(iter(options))}: expected"):
             train_lm(CORPUS, out, **options)  # type: ignore[arg-type]

@@ -122,8 +122,6 @@ def deduplicate(
     A killed call resumes when it is called again. `splits` are in corpus order, signed with the same settings;
     `folder` is of one call at a time; a task may take about `memory_bytes`.
     """
-    if memory_bytes < 1 << 16:
-        raise UsageError(f"memory_bytes: expected at least {1 << 16}, got {memory_bytes}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     corpus = _open(splits, config, folder, memory_bytes)

@@ -47,8 +47,6 @@ class RayEngine(Engine):
         on_message: Notify = lambda message: None,
         address: str | None = None,
     ) -> None:
-        if workers is not None and workers < 1:
-            raise UsageError(f"workers: expected at least 1, got {workers}.")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its new default, which it warns about
         try:

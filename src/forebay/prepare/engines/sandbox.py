@@ -21,12 +21,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from forebay.prepare.engines.base import attempt, result_of, use_one_core
+from forebay.prepare.engines.base import attempt, resident_bytes, result_of, use_one_core
 from forebay.prepare.settings import Positive, Settings
 
 _POLL_S = 0.05
@@ -88,7 +87,7 @@ class SandboxWorker:
             before = 0
             while not self._pipe.poll(_POLL_S):
                 # A process is not killed before it has read the whole request: the next one would read the rest.
-                taken = _memory(self._serving_pid()) if self._status[_PID_BYTES] else 0
+                taken = resident_bytes(self._serving_pid()) if self._status[_PID_BYTES] else 0
                 before = before or taken
                 if taken - before > memory_bytes:
                     self._replace()
@@ -185,14 +184,6 @@ def _describe_exit(code: int) -> str:
     with contextlib.suppress(ValueError):
         how = signal.Signals(-code).name
     return f"ended its process ({how})"
-
-
-def _memory(pid: int) -> int:
-    """Resident bytes of a process; 0 where the system does not tell."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * mmap.PAGESIZE
-    except (OSError, IndexError):
-        return 0
 
 
 def _set_up_fork(status: mmap.mmap) -> None:

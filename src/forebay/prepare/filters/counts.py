@@ -43,15 +43,8 @@ class Length(Stage):
         counts = np.zeros((batch.num_rows, 2), np.int64)
         measure_length(offsets, data, character_table(), counts)
         chars, words = counts.T
-        return StageResult(
-            batch,
-            first_failing(
-                chars < self.min_chars,
-                chars > self.max_chars,
-                words < self.min_words,
-                words > self.max_words,
-            ),
-        )
+        few, many = (chars < self.min_chars, words < self.min_words), (chars > self.max_chars, words > self.max_words)
+        return StageResult(batch, first_failing(few[0], many[0], few[1], many[1]))
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,7 @@
 
 Hides cursors, rate limits and retries. A run that is killed goes on at its cursor: each page is appended and fsynced,
 then the cursor is replaced atomically with the size of the file up to there; bytes after it are cut off. Secrets come
-from environment variables and are never written.
-
-A description is a TOML file, `comments.api.toml`:
-
-    preset = "reddit"                       # or "x", or none: sets what the file does not
-    url = "https://oauth.reddit.com/r/programming/comments"
-    max_pages = 100
-    [headers]
-    Authorization = "Bearer ${REDDIT_TOKEN}"
+from environment variables and are never written. A description is a TOML file: see `forebay acquire --help`.
 """
 
 import hashlib

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
 from forebay.prepare.documents import text_buffers
+from forebay.prepare.engines.base import resident_bytes
 from forebay.prepare.tokenize.tokenizers import OWN, Tokenizer, TokenizerFile, encode_batch, parse
 
 ENCODER_VERSION = 2
@@ -184,7 +185,7 @@ class FastEncoder:
     def _load(self) -> None:
         self._engine: Any = None  # Free the memory of the old one first.
         self._engine = _load_gigatoken(self._data)
-        self._base_bytes = _resident_bytes()
+        self._base_bytes = resident_bytes()
 
     def agrees(self, texts: Sequence[str]) -> bool:
         """Whether the ids of these texts are the reference's."""
@@ -204,7 +205,7 @@ class FastEncoder:
         ids: list[NDArray[Any]] = []
         for batch in _batches(texts, _FAST_CALL_BYTES):
             ids += [self._engine.encode(text) for text in batch]
-            if _resident_bytes() - self._base_bytes > _GROWTH_BYTES:
+            if resident_bytes() - self._base_bytes > _GROWTH_BYTES:
                 self._load()
         return ids
 
@@ -297,11 +298,3 @@ def _batches(texts: Sequence[str], limit: int = _CALL_BYTES) -> Iterator[Sequenc
             start, size = stop, 0
     if start < len(texts):
         yield texts[start:]
-
-
-def _resident_bytes() -> int:
-    """0 where the system does not tell."""
-    try:
-        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0

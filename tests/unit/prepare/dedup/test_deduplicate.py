@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibration import scaled
-from forebay.errors import PrepareError, UsageError
+from forebay.errors import PrepareError
 from forebay.prepare.dedup.deduplicate import Cutter, DedupResult, deduplicate
 from forebay.prepare.dedup.methods import Dedup
 
@@ -273,8 +273,6 @@ def test_a_finished_result_is_taken_up(bench: Any, corpus: list[str], tmp_path: 
 
     assert deduplicate([part], config, tmp_path / "out", never) == first
     assert steps[-1][1] == steps[-1][2] == len(steps) - 1
-    with pytest.raises(UsageError, match="memory_bytes: expected at least 65536, got 1"):
-        deduplicate([part], config, tmp_path / "out", never, memory_bytes=1)
 
 
 def test_a_hundred_thousand_copies(bench: Any) -> None:
