@@ -260,7 +260,7 @@ def error_text(error: BaseException) -> str:
 
 def damaged_table(path: Path, what: str, error: BaseException) -> DatasetError:
     """Return the error for a file of a table that cannot be read."""
-    if isinstance(error, DatasetError):
+    if isinstance(error, DatasetError) and not isinstance(error, CorruptInputError):
         return error
     return DatasetError(f"{path}: expected {what}, got: {error_text(error)}. Write or fetch it again.")
 

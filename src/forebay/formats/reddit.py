@@ -77,8 +77,13 @@ def text_of(post: Mapping[str, object]) -> tuple[str, str]:
 
 
 def url_of(post: Mapping[str, object]) -> str:
-    """Return its address; "" of old dumps, which lack it."""
-    link = post.get("permalink")
-    if not isinstance(link, str) or not link:
+    """Return its address; of old dumps, which lack it, made from what they have."""
+    link, subreddit, own = post.get("permalink"), post.get("subreddit"), post.get("id")
+    if isinstance(link, str) and link:
+        return link if link.startswith("http") else _SITE + link
+    if not isinstance(subreddit, str) or not isinstance(own, str):
         return ""
-    return link if link.startswith("http") else _SITE + link
+    thread = post.get("link_id")
+    if isinstance(thread, str):
+        return f"{_SITE}/r/{subreddit}/comments/{thread.removeprefix('t3_')}/_/{own}"
+    return f"{_SITE}/r/{subreddit}/comments/{own}"

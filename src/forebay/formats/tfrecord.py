@@ -201,7 +201,8 @@ def parse_example(data: bytes) -> dict[str, object]:
     row: dict[str, object] = {}
     for name, (kind, values) in parse_features(data).items():
         if kind == _BYTES:
-            row[name] = b"\n".join(values)
+            text = b"\n".join(values)
+            row[name] = text.decode() if _is_text(text) else text
         elif kind == _INTEGERS and len(values):
             row[name] = int(values[0])
     return row

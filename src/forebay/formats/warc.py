@@ -127,6 +127,8 @@ def _document(raw: RawRecord, index: int, options: ReadOptions, budget: OutputBu
             return kind[:40] or "a response without a type"
         if (_FOR_PROGRAMS if html else _NO_TEXT).search(url.partition("?")[0]):
             return "a file for programs, such as robots.txt"
+    if url.startswith(("dns:", "whois:", "metadata:", "warcinfo:")):
+        return "a record about the archive"
     text = body_text(body, charset, html)
     yield Record(index, identity, text[:512] if problem else text, url, html, problem, raw.location)
     return ""
