@@ -62,13 +62,20 @@ BANNED = {
     "why": "reason",
 }
 OPTIONS = {
-    "--ahead": "--prefetch-leases",
+    "--ahead": "--prefetch-NAME",
     "--at": "--scheduler, --issuer",
     "--keep-ids": "--write-ids",
-    "--lifeline": "--exit-on-stdin-close",
+    "--lifeline": "FOREBAY_EXIT_ON_STDIN_CLOSE",
     "--max-bad": "--max-error-rate",
     "--mend": "--repair",
+    "--network": "--identity",
     "--tell": "--notify",
+    "--token-file": "--token",
+    "forebay adopt": "forebay import",
+    "forebay coordinate": "forebay coordinator",
+    "forebay probe": "forebay status",
+    "forebay schedule": "forebay scheduler, forebay job",
+    "forebay work": "forebay worker",
 }
 WORDS = {
     r"anew": "again, from the start",
@@ -82,6 +89,7 @@ WORDS = {
     r"passed over": "skipped",
 }
 _WORDS = re.compile("|".join(rf"(?P<w{i}>\b(?:{pattern})\b)" for i, pattern in enumerate(WORDS)), re.IGNORECASE)
+_OPTIONS = re.compile(rf"(?<![\w-])(?:{'|'.join(OPTIONS)})(?![\w-])")
 _INSTEAD = list(WORDS.values())
 _FENCE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 
@@ -111,9 +119,12 @@ def _texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno + number, line
 
 
-def _check_text(line: int, text: str) -> Iterator[tuple[int, str]]:
-    if instead := OPTIONS.get(text):
-        yield line, f"{text}: use {instead}"
+def _check_options(line: int, text: str) -> Iterator[tuple[int, str]]:
+    for match in _OPTIONS.finditer(text):
+        yield line, f"{match[0]}: use {OPTIONS[match[0]]}"
+
+
+def _check_words(line: int, text: str) -> Iterator[tuple[int, str]]:
     for match in _WORDS.finditer(text):
         yield line, f"{match[0]!r}: use {_INSTEAD[int((match.lastgroup or 'w0')[1:])]}"
 
@@ -132,7 +143,8 @@ def _check_code(text: str, classes: dict[str, list[int]]) -> Iterator[tuple[int,
             if _is_exception(node) and not node.name.endswith("Error"):
                 yield node.lineno, f"{node.name}: an exception's name ends in Error"
     for line, literal in _texts(tree):
-        yield from _check_text(line, literal)
+        yield from _check_options(line, literal)
+        yield from _check_words(line, literal)
 
 
 def check(path: Path, classes: dict[str, list[int]]) -> Iterator[str]:
@@ -142,8 +154,9 @@ def check(path: Path, classes: dict[str, list[int]]) -> Iterator[str]:
         complaints = set(_check_code(text, classes))
     else:
         prose = _FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
-        lines = enumerate(prose.split("\n"), 1)
-        complaints = {complaint for number, line in lines for complaint in _check_text(number, line)}
+        words = {item for number, line in enumerate(prose.split("\n"), 1) for item in _check_words(number, line)}
+        options = {item for number, line in enumerate(text.split("\n"), 1) for item in _check_options(number, line)}
+        complaints = words | options
     lines_of = text.splitlines()
     for line, complaint in sorted(complaints):
         if "# name: " not in (lines_of[line - 1] if line <= len(lines_of) else ""):

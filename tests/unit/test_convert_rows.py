@@ -81,14 +81,6 @@ def test_every_value_comes_back_from_every_format(tmp_path: Path, to: str) -> No
     assert ids == mixed()["ids"].to_pylist()
 
 
-def test_csv_keeps_text_that_looks_like_numbers_and_what_is_missing(tmp_path: Path) -> None:
-    columns = {name: mixed()[name] for name in ("label", "score", "some", "digits", "flag")}
-    columns["words"] = ["" if i % 2 else None for i in range(ROWS)]
-    report = convert(a_table(columns), tmp_path / "t.csv", "csv", ConvertOptions())
-    assert report.written.num_rows == ROWS
-    assert read(tmp_path / "t.csv").column("words").null_count == ROWS // 2
-
-
 @pytest.mark.parametrize(("name", "start"), [("t.jsonl.gz", b"\x1f\x8b"), ("t.jsonl.zst", b"\x28\xb5\x2f\xfd")])
 def test_lines_are_packed_as_the_name_says(tmp_path: Path, name: str, start: bytes) -> None:
     convert(a_table({"a": [1, 2, 3]}), tmp_path / name, "jsonl", ConvertOptions())
@@ -345,8 +337,6 @@ def test_a_column_that_comes_late_is_no_silent_loss(tmp_path: Path, monkeypatch:
 
 
 def test_what_a_format_cannot_hold_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"CSV: expected columns that it can hold, got ids: list"):
-        convert(a_table({"ids": [[1]]}), tmp_path / "o", "csv", ConvertOptions())
     with pytest.raises(UsageError, match=r"JSONL: expected columns that it can hold, got b: binary"):
         convert(a_table({"b": [b"x"]}), tmp_path / "o", "jsonl", ConvertOptions())
     with pytest.raises(DatasetError, match=r"JSONL: expected finite numbers, got another \(x, row 1\)"):

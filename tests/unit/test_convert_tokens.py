@@ -26,8 +26,10 @@ from forebay.dataset.adopt import adopt
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_rows_slice
 from forebay.errors import DatasetError, UsageError
+from forebay.formats import open_external
 from forebay.formats.conversion import ConvertOptions, TokenPart, TokenSource
 from forebay.formats.registry import get_format, names_with
+from forebay.formats.shard_writer import write_shards
 from forebay.formats.token_stream import TokenDigest, build_stream, documents, slices_of
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"
@@ -46,7 +48,7 @@ def held(tokens: list[int], ends: list[int], cuts: list[int], dtype: str = "U16"
         stop = sum(end <= b for end in ends)
         parts.append(TokenPart(array[a:b], np.array([end - a for end in ends[last:stop]], np.uint64)))
         last = stop
-    return TokenSource("memory", dtype, len(tokens), len(ends), None, lambda: iter(parts))
+    return TokenSource("memory", dtype, len(tokens), len(ends), lambda: iter(parts))
 
 
 def rows(source: TokenSource | None) -> list[list[int]]:
@@ -78,7 +80,7 @@ def test_slices_are_the_stream_however_it_was_cut(source: TokenSource, size: int
 
 
 @settings(max_examples=60, deadline=None)
-@given(streams(), st.sampled_from(["megatron", "mds", "litdata", "arrow", "safetensors"]), st.integers(60, 400))
+@given(streams(), st.sampled_from(["megatron", "arrow", "safetensors"]), st.integers(60, 400))
 def test_every_sink_keeps_every_document(
     tmp_path_factory: pytest.TempPathFactory, source: TokenSource, to: str, size: int
 ) -> None:
@@ -86,7 +88,6 @@ def test_every_sink_keeps_every_document(
     options = ConvertOptions(
         slice_bytes=size,
         eos_id=None if source.num_documents else 7,
-        compress="zstd" if size % 2 and to in ("litdata", "mds") else "",
     )
     report = convert(source, folder / "out", to, options)
     assert report.written.num_tokens == source.num_tokens
@@ -146,11 +147,10 @@ def test_an_index_that_is_none_is_refused(index: bytes, tmp_path: Path) -> None:
 @pytest.mark.parametrize("came", ["megatron_u16", "mds_zstd", "litdata_dict", "arrow"])
 @pytest.mark.parametrize("to", sorted(names_with("write_tokens")))
 def test_from_any_format_to_any_other(came: str, to: str, tmp_path: Path) -> None:
-    options = replace(SMALL, seq_len=10 if to == "npy" else None)
-    report = convert(GOLDEN / came, tmp_path / "out", to, options)
+    report = convert(GOLDEN / came, tmp_path / "out", to, SMALL)
     found = open_source(tmp_path / "out", ConvertOptions(input_dtype="uint16" if "u16" in came else "uint32"), "bin")
     assert isinstance(found, TokenSource)
-    keeps = to not in ("bin", "ds", "npy")
+    keeps = to not in ("bin", "ds")
     assert rows(found) == (DOCUMENTS if keeps else [STREAM.tolist()])
     assert (report.written.num_tokens, report.written.num_documents) == (len(STREAM), len(DOCUMENTS) if keeps else 0)
     assert bool(report.written.notes) is not keeps
@@ -180,7 +180,7 @@ def test_plain_safetensors_are_read(tmp_path: Path) -> None:
     assert rows(open_tokens(tmp_path / "ds" / "slices", ConvertOptions())) == DOCUMENTS
     write_rows_slice(tmp_path / "rows.safetensors", {"input_ids": STREAM[:608].reshape(-1, 16).astype(np.uint16)})
     found = open_source(tmp_path / "rows.safetensors", ConvertOptions(), "bin")
-    assert isinstance(found, TokenSource) and (found.seq_len, found.num_documents) == (16, 38)
+    assert isinstance(found, TokenSource) and found.num_documents == 38
     assert [token for document in rows(found) for token in document] == STREAM[:608].tolist()
 
 
@@ -194,19 +194,9 @@ def test_files_of_one_vector(tmp_path: Path) -> None:
     assert rows(open_tokens(tmp_path / "c", ConvertOptions(input_dtype="u32"))) == [STREAM.tolist()]
 
 
-@pytest.mark.parametrize(("dtype", "known"), [("U16", 8057394794387743395), ("U32", 9727674481869147956)])
-def test_templar_shards(dtype: str, known: int, tmp_path: Path) -> None:
-    source = held([*range(2048), *range(2048, 5000)], [], [700, 3000], dtype)
-    report = convert(source, tmp_path / "out", "npy", ConvertOptions(slice_bytes=2048 * (2 if dtype == "U16" else 4)))
-    assert (report.written.num_rows, report.written.num_tokens) == (2, 4096)
-    assert "904 tokens" in report.written.notes[0]
-    assert np.load(tmp_path / "out" / "train_000001.npy").tolist() == list(range(2048, 4096))
-    assert np.load(tmp_path / "out" / "sample_ids_000000.npy").tolist() == [known]
-
-
 @pytest.mark.parametrize("to", ["bin", "safetensors", "parquet"])
 def test_tokens_that_contradict_their_ids_are_not_converted_as_something_else(to: str, tmp_path: Path) -> None:
-    convert(GOLDEN / "templar", tmp_path / "in", "npy", ConvertOptions(seq_len=512))
+    write_shards(open_external(GOLDEN / "templar"), tmp_path / "in", seq_len=512)
     file = tmp_path / "in" / "train_000000.npy"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -220,23 +210,23 @@ def test_a_token_that_does_not_fit_is_named_with_its_place(tmp_path: Path) -> No
     with pytest.raises(UsageError, match=r"65535 .* 70000 at token 3, after 1 documents\. .*uint32"):
         convert(source, tmp_path / "out", "bin", ConvertOptions(dtype="U16"))
     high = held([1, 1 << 31], [2], [], "U32")
-    for to in ("megatron", "litdata", "arrow"):
+    for to in ("megatron", "arrow"):
         with pytest.raises(UsageError, match="2147483648 at token 1"):
             convert(high, tmp_path / "out", to, ConvertOptions())
-    assert convert(high, tmp_path / "out", "mds", ConvertOptions()).num_bytes
+    assert convert(high, tmp_path / "out", "safetensors", ConvertOptions()).num_bytes
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_where_documents_end_must_be_known(tmp_path: Path) -> None:
     source = held([5, 6, 9, 7, 9, 9, 8], [], [3])
     with pytest.raises(UsageError, match=r"--set eos_id=N.*--seq-len N"):
-        convert(source, tmp_path / "out", "mds", ConvertOptions())
-    convert(source, tmp_path / "eos", "mds", ConvertOptions(eos_id=9))
+        convert(source, tmp_path / "out", "megatron", ConvertOptions())
+    convert(source, tmp_path / "eos", "megatron", ConvertOptions(eos_id=9))
     assert rows(open_tokens(tmp_path / "eos", ConvertOptions())) == [[5, 6, 9], [7, 9], [9], [8]]
     convert(source, tmp_path / "three", "megatron", ConvertOptions(seq_len=3))
     assert rows(open_tokens(tmp_path / "three", ConvertOptions())) == [[5, 6, 9], [7, 9, 9], [8]]
     open_end = held([1, 2, 3, 4], [3], [])
-    report = convert(open_end, tmp_path / "end", "litdata", ConvertOptions())
+    report = convert(open_end, tmp_path / "end", "arrow", ConvertOptions())
     assert rows(open_tokens(tmp_path / "end", ConvertOptions())) == [[1, 2, 3], [4]]
     assert report.written.notes == ("the last 1 tokens end no document of the source: they were given an end",)
     assert convert(open_end, tmp_path / "ours", "safetensors", ConvertOptions()).written.num_documents == 1
@@ -247,7 +237,7 @@ def test_nothing_is_left_of_what_failed_or_was_killed(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        convert(GOLDEN / "arrow", tmp_path / "out", "mds", ConvertOptions(on_progress=fail))
+        convert(GOLDEN / "arrow", tmp_path / "out", "megatron", ConvertOptions(on_progress=fail))
     assert not list(tmp_path.iterdir())
     script = (
         "import os, sys; from forebay.convert.convert import convert\n"
@@ -264,11 +254,11 @@ def test_nothing_is_left_of_what_failed_or_was_killed(tmp_path: Path) -> None:
 
 def test_a_place_that_is_not_free_is_kept_unless_forced(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    convert(GOLDEN / "arrow", out, "mds", SMALL)
+    convert(GOLDEN / "arrow", out, "megatron", SMALL)
     with pytest.raises(UsageError, match="--overwrite"):
         convert(GOLDEN / "arrow", out, "bin", SMALL)
     with pytest.raises(UsageError, match="--set eos_id"):  # Fails late: what was there is still there.
-        convert(GOLDEN / "templar", out, "mds", SMALL, force=True)
+        convert(GOLDEN / "templar", out, "megatron", SMALL, force=True)
     assert rows(open_tokens(out, ConvertOptions())) == DOCUMENTS
     convert(GOLDEN / "arrow", out, "bin", SMALL, force=True)
     assert [path.name for path in out.iterdir()] == ["train.bin"]

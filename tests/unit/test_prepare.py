@@ -361,4 +361,3 @@ def test_kept_ids_are_of_what_is_left_when_repeated_lines_are_cut(tmp_path: Path
     assert run("A", "a")[0] == ["a0"]
     kept, summary = run("AB", "ab")
     assert kept == ["a0", "b1"] and summary.dropped == {"empty": 3}
-    assert run("B", "b", against=[str(tmp_path / "A")])[0] == ["b1"]

@@ -168,7 +168,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--slice-bytes", type=size, default=64 << 20, metavar="BYTES", help="largest file (default: 64MiB)")
     p.add_argument("--name", metavar="NAME", help="name of the dataset or of its files (default: of OUT)")
     p.add_argument("--overwrite", action="store_true", help="overwrite OUT after a successful conversion")
-    add_settings(p, "column=ids or compress=zstd (docs/how-to/convert.md)")
+    add_settings(p, "column=ids, eos_id=0 or tensors.images=f16")
 
     p = verb("doctor", _doctor, "report the format of training-data files, what is wrong with them, and what to do")
     p.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, directories, or a pattern in quotes")

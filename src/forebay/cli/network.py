@@ -20,16 +20,21 @@ DAY_S = 86400
 TOKEN_VALID_DAYS = 7.0
 
 
+def _print(args: argparse.Namespace, fields: dict[str, Any], *lines: str) -> None:
+    print(json.dumps(fields) if args.json else "\n".join(lines))
+
+
 def _network_init(args: argparse.Namespace) -> int:
     from forebay.network.pki.files import create_network
 
     name = args.name or args.directory.absolute().name
     create_network(args.directory, name, bootstrap=[address(a) for a in args.bootstrap])
-    print(f"network {name!r} in {args.directory}. Keep root-key.pem secret: it admits nodes.")
-    print(f"Its datasets have the URLs forebay://{name}/DATASET.")
-    print(
-        f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE --role worker   # or data, scheduler"
-    )
+    _print(
+        args, {"network": name, "directory": str(args.directory)},
+        f"network {name!r} in {args.directory}. Keep root-key.pem secret: it admits nodes.",
+        f"Its datasets have the URLs forebay://{name}/DATASET.",
+        f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE --role worker   # or data, scheduler",
+    )  # fmt: skip
     return 0
 
 
@@ -38,9 +43,12 @@ def _network_org(args: argparse.Namespace) -> int:
 
     scope = _scope(args)
     peer_id = create_organisation(args.network, args.directory, args.name, scope, **_days(args))
-    print(f"organisation {args.name!r} is {peer_id}: its nodes may be {_describe(scope)}.")
-    print(f"Give {args.directory} to its owner, and keep no copy: org-key.pem admits nodes in its name.")
-    print(f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE --role worker")
+    _print(
+        args, {"name": args.name, "peer_id": peer_id, "directory": str(args.directory)},
+        f"organisation {args.name!r} is {peer_id}: its nodes may be {_describe(scope)}.",
+        f"Give {args.directory} to its owner, and keep no copy: org-key.pem admits nodes in its name.",
+        f"next: forebay network join {args.directory} NODE_DIRECTORY --name NODE --role worker",
+    )  # fmt: skip
     return 0
 
 
@@ -62,11 +70,17 @@ def _network_join(args: argparse.Namespace) -> int:
         network_dir, node_dir = args.directories
         valid_days = args.days or NODE_VALID_DAYS
         identity = join(network_dir, node_dir, args.name, scope=_scope(args), valid_days=valid_days)
-    print(f"{identity.name} is peer {identity.peer_id}. Use this node by --identity {args.directories[-1]}.")
-    if identity.org or identity.scope != Scope():
-        by = f" It was admitted by organisation {identity.org}." if identity.org else ""
-        print(f"It may be {_describe(identity.scope)}, until {_date(identity.expires_at)}.{by}")
+    by = f" It was admitted by organisation {identity.org}." if identity.org else ""
+    _print(
+        args, _node_fields(identity),
+        f"{identity.name} is peer {identity.peer_id}. Use this node by --identity {args.directories[-1]}.",
+        f"It may be {_describe(identity.scope)}, until {_date(identity.expires_at)}.{by}",
+    )  # fmt: skip
     return 0
+
+
+def _node_fields(identity: Any) -> dict[str, Any]:
+    return {"name": identity.name, "peer_id": identity.peer_id, "expires": round(identity.expires_at)}
 
 
 def _read_token(path: Path) -> str:
@@ -100,7 +114,8 @@ def _network_invite(args: argparse.Namespace) -> int:
         expires_at=round(time.time() + args.hours * 3600),
         valid_days=args.days or TOKEN_VALID_DAYS,
     )
-    print(sign_token(issuer, token))
+    text = sign_token(issuer, token)
+    _print(args, {"token": text, "id": token.id, "expires": token.expires_at}, text)
     print(
         f"token {token.id[:8]}: {token.uses} {'node' if token.uses == 1 else 'nodes'} may join as {_describe(scope)}, "
         f"until {_date(token.expires_at)}. Send it like a password.\n"
@@ -133,12 +148,14 @@ def _network_renew(args: argparse.Namespace) -> int:
             identity = renew_at(args.issuer, args.directories[0])
     elif (args.directories[1] / "org-key.pem").exists():
         peer_id = renew_organisation(args.directories[0], args.directories[1], **_days(args))
-        print(f"organisation {peer_id} has a new certificate. Renew its nodes', too: theirs carry the old one.")
+        text = f"organisation {peer_id} has a new certificate. Renew its nodes', too: theirs carry the old one."
+        _print(args, {"peer_id": peer_id}, text)
         return 0
     else:
         identity = renew(args.directories[0], args.directories[1], **_days(args))
     until = _date(identity.expires_at)
-    print(f"{identity.name} has a new certificate until {until}; it is peer {identity.peer_id} as before.")
+    text = f"{identity.name} has a new certificate until {until}; it is peer {identity.peer_id} as before."
+    _print(args, _node_fields(identity), text)
     return 0
 
 
@@ -152,19 +169,19 @@ def _network_revoke(args: argparse.Namespace) -> int:
     crls = [revoke(directory, args.peer_id, *nodes) for directory in issuers]
     for directory in nodes:
         revoke(directory, args.peer_id)
-    if nodes:
-        print(f"{args.peer_id} is refused by {', '.join(map(str, nodes))}, from the next request on.")
+    lines = [f"{args.peer_id} is refused by {', '.join(map(str, nodes))}, from the next request on."] if nodes else []
     for crl in crls:
         assert crl is not None  # an issuer's directory signs
-        print(f"{args.peer_id} is revoked by CRL {crl.number} of {crl.issuer}. Running nodes pass it on.")
-        for target in args.notify:
-            _notify(nodes[0], target, crl)
+        lines.append(f"{args.peer_id} is revoked by CRL {crl.number} of {crl.issuer}. Running nodes pass it on.")
+        lines += [_notify(nodes[0], target, crl) for target in args.notify]
+    issued = [{"issuer": crl.issuer, "number": crl.number} for crl in crls if crl is not None]
+    _print(args, {"peer_id": args.peer_id, "crls": issued}, *lines)
     if crls and not nodes:
         print("No node has it yet: name a running node's directory, or --notify HOST:PORT.", file=sys.stderr)
     return 0
 
 
-def _notify(node_dir: Path, target: str, crl: Any) -> None:
+def _notify(node_dir: Path, target: str, crl: Any) -> str:
     from forebay.network.client import Client
     from forebay.network.pki.identity import Identity
     from forebay.network.revocation_sync import send_crl
@@ -172,20 +189,26 @@ def _notify(node_dir: Path, target: str, crl: Any) -> None:
     with Client(Identity.load(node_dir)) as client, log_while_waiting(log, lambda: f"an answer of {target}"):
         peer_id, is_new = send_crl(client, target, crl)
     later = "has it already, or takes this organisation's next CRL within a minute"
-    print(f"{peer_id} at {target} {'accepted it' if is_new else later}.")
+    return f"{peer_id} at {target} {'accepted it' if is_new else later}."
 
 
 def _network_rotate(args: argparse.Namespace) -> int:
     from forebay.network.pki.files import finish_rotation, rotate_root
 
     if args.finish:
-        print(f"The root key in use is now that of {finish_rotation(args.directory)}; the former key is deleted.")
-        print("next: restart `forebay network admit` here, and renew each organisation (forebay network renew).")
-        return 0
-    peer_id = rotate_root(args.directory, **_days(args))
-    print(f"The next root is {peer_id}, certified by the current one, which stays in use.")
-    print("Nodes receive it as they renew. Organisations: forebay network renew DIR ORGANISATION_DIR, now.")
-    print(f"next, once every node has renewed: forebay network rotate --finish {args.directory}")
+        peer_id = finish_rotation(args.directory)
+        lines = [
+            f"The root key in use is now that of {peer_id}; the former key is deleted.",
+            "next: restart `forebay network admit` here, and renew each organisation (forebay network renew).",
+        ]
+    else:
+        peer_id = rotate_root(args.directory, **_days(args))
+        lines = [
+            f"The next root is {peer_id}, certified by the current one, which stays in use.",
+            "Nodes receive it as they renew. Organisations: forebay network renew DIR ORGANISATION_DIR, now.",
+            f"next, once every node has renewed: forebay network rotate --finish {args.directory}",
+        ]
+    _print(args, {"peer_id": peer_id}, *lines)
     return 0
 
 

@@ -133,14 +133,12 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         help="files, directories, URLs; NAME.api.toml describes a JSON API to download (default: those of the recipe)",
     )  # fmt: skip
     p.add_argument("--out", type=Path, metavar="DIR", help="the dataset to write (required)")
-    p.add_argument(
-        "--tokenizer", metavar="T", help="tokenizer.json, hub name, bytes, train:VOCAB, tiktoken:NAME (required)"
-    )
+    p.add_argument("--tokenizer", metavar="T", help="tokenizer.json, hub name, bytes or train:VOCAB (required)")
     p.add_argument("--recipe", metavar="NAME", help="fineweb, gopher, c4, wikipedia, code or sft (default: none)")
     p.add_argument("--config", type=Path, metavar="FILE", help="TOML file with your settings (default: none)")
     add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
     p.add_argument("--filter", metavar="NAMES", help="filters: gopher,c4,fineweb,language,… (default: the recipe's)")
-    p.add_argument("--dedup", metavar="KINDS", help="exact,paragraphs,lines,minhash (default: the recipe's)")
+    p.add_argument("--dedup", metavar="KINDS", help="exact,lines,minhash (default: the recipe's)")
     p.add_argument("--format", metavar="NAME", help="read every input as this format (default: auto)")
     p.add_argument("--name", help="name of the dataset (default: the directory's)")
     p.add_argument(

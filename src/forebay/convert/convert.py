@@ -24,20 +24,15 @@ import orjson
 import pyarrow as pa
 
 from forebay.convert import sources
-from forebay.convert.sources import needs_table, open_table, open_tokens, table_files, table_of_tokens
+from forebay.convert.sources import needs_table, open_table, open_tokens, table_of_tokens
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, UsageError
 from forebay.files import sync_directory, sync_file
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
-from forebay.formats.csv import Csv
-from forebay.formats.detect import format_of_suffix
 from forebay.formats.registry import get_format, names_with
 from forebay.formats.tables import TableDigest
 from forebay.formats.token_stream import TokenDigest, build_stream
 from forebay.storage.locks import try_acquire
-
-_COMPRESSED = ("litdata", "mds")
-_MAX_RATIO = 1.02  # Bytes written for one of the tokens', at most, besides document ends.
 
 
 def written_formats() -> tuple[str, ...]:
@@ -78,12 +73,9 @@ def open_source(path: str | Path, options: ConvertOptions, to: str | None = None
 
 
 def format_named(to: str) -> str:
-    """Return the format that a name stands for, itself or `tar`. Raises UsageError if it cannot be written."""
-    to = "webdataset" if to == "tar" else to
+    """Return the name of a format that can be written. Raises UsageError if it is none."""
     if to not in written_formats():
-        raise UsageError(
-            f"convert: expected a format of {', '.join(written_formats())}, or tar for webdataset; got {to!r}."
-        )
+        raise UsageError(f"convert: expected a format of {', '.join(written_formats())}; got {to!r}.")
     return to
 
 
@@ -99,7 +91,7 @@ def convert(
 
     Args:
         out: A path that is free; an empty directory counts as free.
-        to: One of `written_formats()`; `tar` stands for `webdataset`.
+        to: One of `written_formats()`.
         force: Overwrite `out` after a successful conversion.
 
     Raises:
@@ -111,14 +103,15 @@ def convert(
     target = Path(out)
     source = open_source(path, options, to) if isinstance(path, (str, Path)) else path
     check_output(path, target, force)
-    _check_free_space(source, target, options)
     with _naming(path if isinstance(path, (str, Path)) else source.format), _stage(target) as stage:
         check_output(path, target, force)  # Again: what a killed run moved away may be back.
         staged = stage / target.name
         if isinstance(source, TokenSource) and needs_table(to, options):
             written = _write_as_table(source, staged, to, options)
         elif isinstance(source, TokenSource):
-            _check_compression(to, options)
+            _check_free_space(source, target, options)
+            if options.compress:
+                raise UsageError(f"--set compress: expected it for a table, got tokens, to write {to}. Leave it out.")
             written = get_format(to).write_tokens(source, staged, options)
             _verify_tokens(staged, written, options, options.dtype or source.dtype)
         else:
@@ -134,13 +127,12 @@ def convert(
 
 
 def _write_as_table(source: TokenSource, staged: Path, to: str, options: ConvertOptions) -> Written:
-    """Each document a row."""
     stream = build_stream(source, replace(options, on_progress=None), "rows")
     table = table_of_tokens(replace(source, dtype=stream.dtype, parts=stream.parts), options.column or "input_ids")
     written = get_format(to).write_rows(table, staged, options)
     verify_table(table, staged, written, options)
     notes = (*written.notes, *stream.notes)
-    return replace(written, num_tokens=stream.num_tokens, num_documents=stream.num_documents, notes=notes)
+    return replace(written, num_tokens=stream.source.num_tokens, num_documents=stream.num_documents, notes=notes)
 
 
 def _verify_tokens(staged: Path, written: Written, options: ConvertOptions, dtype: str) -> None:
@@ -160,15 +152,7 @@ def _verify_tokens(staged: Path, written: Written, options: ConvertOptions, dtyp
 
 def verify_table(source: TableSource, out: Path, written: Written, options: ConvertOptions | None = None) -> None:
     """Read the output again and compare the number of rows and every value of every column."""
-    # Nothing tells the types of CSV: text that looks like numbers must come back as text.
-    is_csv = any(format_of_suffix((out / name).name) == Csv.name for name in written.files)
-    options = options or ConvertOptions()
-    output: TableSource | None
-    if is_csv:
-        paths = [path for path in table_files(out) if isinstance(path, Path)]
-        output = Csv().open_rows(paths, options, source.schema)
-    else:
-        output = open_table(out)
+    options, output = options or ConvertOptions(), open_table(out)
     if output is None and written.num_rows:
         raise DatasetError(f"{out.name}: expected a table, got none. Nothing was written. Check the disk.")
     digest = TableDigest()
@@ -201,19 +185,9 @@ def check_output(path: object, out: Path, force: bool) -> None:
         out.parent.mkdir(parents=True)
 
 
-def _check_compression(to: str, options: ConvertOptions) -> None:
-    if options.compress and (to not in _COMPRESSED or options.compress != "zstd"):
-        raise UsageError(
-            f"--set compress: expected zstd, for {' or '.join(_COMPRESSED)} of tokens, got {options.compress!r}."
-        )
-
-
-def _check_free_space(source: TokenSource | TableSource, out: Path, options: ConvertOptions) -> None:
-    if not isinstance(source, TokenSource) or options.compress:
-        return
-    itemsize = TOKEN_DTYPES[options.dtype or source.dtype].itemsize
-    needed, free = int(source.num_tokens * itemsize / _MAX_RATIO), shutil.disk_usage(out.parent).free
-    if needed > free:
+def _check_free_space(source: TokenSource, out: Path, options: ConvertOptions) -> None:
+    needed = source.num_tokens * TOKEN_DTYPES[options.dtype or source.dtype].itemsize
+    if needed > (free := shutil.disk_usage(out.parent).free):
         raise UsageError(
             f"{out.parent}: expected space for {source.num_tokens} tokens, {needed} bytes, got {free} free. "
             "Free some space, or choose another directory."
@@ -279,7 +253,6 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _sync(staged: Path) -> None:
-    """Flush every byte and name to disk."""
     paths = [staged, *staged.rglob("*")] if staged.is_dir() else [staged]
     for path in paths:
         sync_file(path)

@@ -126,8 +126,7 @@ def tokens_of_dataset(dataset: Dataset) -> TokenSource:
                 release_pages(opened.tokens)
 
     name = dataset.kind if isinstance(dataset, ExternalDataset) else "safetensors"
-    seq_len = int(getattr(dataset, "seq_len", None) or 0) or None
-    return TokenSource(name, m.dtype, dataset.num_tokens, m.documents, seq_len, read, metadata, dataset)
+    return TokenSource(name, m.dtype, dataset.num_tokens, m.documents, read, metadata, dataset)
 
 
 def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSource:
@@ -140,13 +139,9 @@ def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSourc
             "tokenize text with `forebay prepare`."
         )
     total, rows, largest = 0, 0, 0
-    lengths: set[int] = set()
     for values, document_ends in _lists(table, name):
         total, rows = total + len(values), rows + len(document_ends)
         largest = max(largest, int(values.max()) if len(values) else 0)
-        if len(lengths) < 2:
-            lengths.update(np.unique(np.diff(document_ends, prepend=np.uint64(0)))[:2].tolist())
-    seq_len = lengths.pop() if len(lengths) == 1 else None
     others = [field.name for field in table.schema if field.name != name]
     metadata = {"left_out": others} if others else {}
     dtype = "U16" if largest < 1 << 16 else "U32"
@@ -157,7 +152,7 @@ def tokens_of_table(table: TableSource, column: str | None = None) -> TokenSourc
             for values, document_ends in _lists(table, name)
         )
 
-    return TokenSource(table.format, dtype, total, rows, seq_len or None, read, metadata)
+    return TokenSource(table.format, dtype, total, rows, read, metadata)
 
 
 def table_of_tokens(source: TokenSource, column: str = "input_ids") -> TableSource:
@@ -189,7 +184,6 @@ def _is_token_list(kind: Any) -> bool:
 
 
 def _lists(table: TableSource, column: str) -> Iterator[tuple[NDArray[Any], U64]]:
-    """The values of a list column, and the end of each row's, batch by batch."""
     row = 0
     for batch in table.batches():
         lengths, leaves = flatten(batch.column(batch.schema.get_field_index(column)))

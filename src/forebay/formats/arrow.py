@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from forebay.errors import CorruptInputError, DatasetError
-from forebay.formats.arrow_ipc import check_blocks, check_ipc, check_stream, checked_stream
+from forebay.formats.arrow_ipc import check_blocks, check_stream, checked_stream
 from forebay.formats.base import Format
 from forebay.formats.columns import ColumnFormat, checked_rows, with_lists
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
@@ -39,14 +39,6 @@ class Arrow(ColumnFormat):
 
     def open_file(self, file: InputFile, options: ReadOptions, split: InputSplit | None) -> AbstractContextManager[Any]:
         return _open_input(file, options, split)
-
-    def open_path(self, path: Path) -> AbstractContextManager[Any]:
-        check_ipc(path)
-        source = pa.memory_map(str(path))
-        magic = source.read(6)
-        source.seek(0)
-        reader: AbstractContextManager[Any] = (pa.ipc.open_file if magic == b"ARROW1" else pa.ipc.open_stream)(source)
-        return reader
 
     def num_groups(self, reader: Any) -> int:
         return int(getattr(reader, "num_record_batches", 0))  # A stream does not say.

@@ -10,7 +10,6 @@ import io
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import BinaryIO
 
 from forebay.errors import CorruptInputError
@@ -46,7 +45,6 @@ def _follow(data: bytes, offset: int) -> int:
 
 
 def _vector(data: bytes, table: int, index: int, member: str) -> list[tuple[int, ...]]:
-    """The structs in a vector that is a field of a table."""
     if not (offset := _field(data, table, index)):
         return []
     start = _follow(data, offset)
@@ -63,7 +61,7 @@ def _body_bytes(metadata: bytes) -> int:
 
 
 def _check_message(metadata: bytes, read_at: _ReadAt) -> None:
-    """Raise BatchTooLargeError for a message whose packed buffers would take more than MAX_BUFFERED_BYTES."""
+    """Raise CorruptInputError for a message whose packed buffers would take more than MAX_BUFFERED_BYTES."""
     message = _follow(metadata, 0)
     kind, header = _field(metadata, message, 1), _field(metadata, message, 2)
     if not kind or not header or metadata[kind] not in (_DICTIONARY_BATCH, _RECORD_BATCH):
@@ -79,27 +77,10 @@ def _check_message(metadata: bytes, read_at: _ReadAt) -> None:
             claimed = int.from_bytes(read_at(offset, 8), "little", signed=True)
             size += length if claimed < 0 else claimed
     if size > MAX_BUFFERED_BYTES:
-        raise BatchTooLargeError(
+        raise CorruptInputError(
             f"a batch that unpacks to {size} bytes is larger than can be held: at most {MAX_BUFFERED_BYTES}. Write the "
             "file with smaller batches"
         )
-
-
-class BatchTooLargeError(CorruptInputError):
-    """A batch that takes more memory than MAX_BUFFERED_BYTES."""
-
-
-def check_ipc(path: Path) -> None:
-    """Refuse an Arrow file or stream if one of its messages takes too much memory; its reader finds other damage."""
-    with path.open("rb") as file:
-        magic = file.read(6)
-        file.seek(0)
-        try:
-            check_blocks(file, 0, 0) if magic == b"ARROW1" else check_stream(file)
-        except BatchTooLargeError as error:
-            raise BatchTooLargeError(f"{path}: expected Arrow data that can be held in memory, got {error}") from None
-        except CorruptInputError:
-            pass
 
 
 def check_blocks(file: BinaryIO, start: int, stop: int) -> None:

@@ -19,7 +19,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _optional(method: F) -> F:
-    """Mark an operation that a format may leave out."""
     method.is_optional = True  # type: ignore[attr-defined]
     return method
 

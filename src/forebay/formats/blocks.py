@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError
 from forebay.formats.external import Bytes8, file_size, read_head
 from forebay.storage.compression import bounded_unpack
 
@@ -132,19 +132,3 @@ def path_inside(folder: Path, name: object) -> Path | None:
 def is_size(value: object, limit: int = MAX_BLOCK_BYTES) -> bool:
     """Return whether a value of an index is an integer from 0 to `limit`."""
     return type(value) is int and 0 <= value <= limit
-
-
-def sized(value: bytes) -> bytes:
-    """Return a value after its size, a u32."""
-    return len(value).to_bytes(4, "little") + value
-
-
-def build_block(what: str, samples: list[bytes], settings: bytes = b"") -> bytes:
-    """Return the raw bytes of a shard: how many samples, where each begins and the last ends, settings, samples."""
-    offsets = np.cumsum([4 * (len(samples) + 2) + len(settings), *map(len, samples)], dtype=np.int64)
-    if int(offsets[-1]) > MAX_BLOCK_BYTES:
-        raise UsageError(
-            f"{what}: expected {'shards' if what == 'mds' else 'chunks'} of at most {MAX_BLOCK_BYTES} bytes, got "
-            f"{int(offsets[-1])}. Give --slice-bytes 64MiB; a document that is larger needs --seq-len N."
-        )
-    return b"".join([len(samples).to_bytes(4, "little"), offsets.astype("<u4").tobytes(), settings, *samples])

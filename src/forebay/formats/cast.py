@@ -57,12 +57,10 @@ def cast(
     *,
     source: str | None = None,
     first_row: int = 0,
-    lossy: bool = False,
 ) -> dict[str, Array]:
     """A tensor's rows in another type, by name: the values [N, …] and, if they are quantized, `<name>.scale` F32 [N].
 
     `to` and `source` are SafeTensors' names of types (or `q8`), `source` by default the array's; BF16 comes as bits.
-    `lossy` lets finite floats become infinite, and integers round as they become floats.
     """
     kind = source or name_of_dtype(values.dtype)
     if kind == to:
@@ -73,13 +71,11 @@ def cast(
         quantized, scale = quantize(values, name, first_row=first_row)
         return {name: quantized, name + SCALE_SUFFIX: scale}
     change = _between_floats if kind[0] == "F" and "F" in to else _exactly
-    return {name: change(values, to, name, first_row, lossy)}
+    return {name: change(values, to, name, first_row)}
 
 
-def _exactly(values: Array, to: str, name: str, first_row: int, lossy: bool) -> Array:
+def _exactly(values: Array, to: str, name: str, first_row: int) -> Array:
     """To or from integers: every value stays what it is, or it is refused."""
-    if "F" in to and lossy:
-        return _between_floats(values.astype(np.float64), to, name, first_row, lossy)
     with np.errstate(invalid="ignore", over="ignore"):
         if to == "BF16":
             changed = narrow_bf16(values.astype(np.float64))
@@ -88,13 +84,7 @@ def _exactly(values: Array, to: str, name: str, first_row: int, lossy: bool) -> 
             changed = values.astype(DTYPES[to])
             is_same = _same(changed, values)
     if not is_same.all():
-        advice = (
-            "--set lossy=true rounds it"
-            if "F" in to
-            else "q8 quantizes"
-            if values.dtype.kind == "f"
-            else "Keep it wider"
-        )
+        advice = "q8 quantizes" if values.dtype.kind == "f" else "Keep it wider"
         raise _refused(values, ~is_same, to, name, first_row, f"{advice}, or leave out --set tensors.{name}.")
     return changed
 
@@ -115,16 +105,13 @@ def _same(changed: Array, values: Array) -> NDArray[np.bool_]:
     return np.asarray(back & ((changed < 0) == (values < 0)) if signed else back)
 
 
-def _between_floats(values: Array, to: str, name: str, first_row: int, lossy: bool) -> Array:
+def _between_floats(values: Array, to: str, name: str, first_row: int) -> Array:
     """To the nearest float of another width, ties to even."""
     with np.errstate(over="ignore", invalid="ignore"):
         changed = narrow_bf16(values) if to == "BF16" else values.astype(DTYPES[to])
-    if not lossy:
-        over = np.isfinite(values) & np.isinf(widen_bf16(changed) if to == "BF16" else changed)
-        if over.any():
-            raise _refused(
-                values, over, to, name, first_row, "Take bf16, which reaches as far as f32, or --set lossy=true."
-            )
+    over = np.isfinite(values) & np.isinf(widen_bf16(changed) if to == "BF16" else changed)
+    if over.any():
+        raise _refused(values, over, to, name, first_row, "Take bf16, which reaches as far as f32.")
     return changed
 
 

@@ -44,16 +44,17 @@ class ColumnFormat(Format):
         """Yield the rows of a split, each with the number of its group if it is its first, else -1; or damage."""
 
     @abstractmethod
-    def open_path(self, path: Path) -> AbstractContextManager[Any]:
-        """Open pyarrow's reader of a local file."""
-
-    @abstractmethod
     def batches(self, reader: Any) -> Iterator[pa.RecordBatch]:
         """Yield all batches of a file."""
 
     @abstractmethod
     def num_groups(self, reader: Any) -> int:
         """Return the number of groups; 0 if only reading tells."""
+
+    def open_path(self, path: Path) -> AbstractContextManager[Any]:
+        """Open pyarrow's reader of a local file, all groups of which are validated."""
+        file = InputFile(str(path), path.name, self.name, "", path.stat().st_size, "")
+        return self.open_file(file, ReadOptions(), InputSplit((file,)))
 
     def split(self, file: InputFile, options: ReadOptions) -> Iterator[tuple[int, int, int]]:
         number = 0
@@ -138,7 +139,6 @@ def _schema_of(reader: Any) -> pa.Schema:
 
 
 def _check_tokens(report: Report, batch: pa.RecordBatch, first_row: int) -> None:
-    """Add the tokens of a batch to a report, if it has a column of them."""
     for name in TOKEN_COLUMNS:
         index = batch.schema.get_field_index(name)
         if index >= 0 and is_list(batch.column(index).type):
@@ -260,7 +260,7 @@ def error_text(error: BaseException) -> str:
 
 def damaged_table(path: Path, what: str, error: BaseException) -> DatasetError:
     """Return the error for a file of a table that cannot be read."""
-    if isinstance(error, DatasetError):
+    if isinstance(error, DatasetError) and not isinstance(error, CorruptInputError):
         return error
     return DatasetError(f"{path}: expected {what}, got: {error_text(error)}. Write or fetch it again.")
 

@@ -46,7 +46,6 @@ class TokenSource:
         dtype: `U16` or `U32`.
         num_tokens: In all parts.
         num_documents: Documents that end in it; 0 where the format does not tell.
-        seq_len: Tokens of every sample, where the format tells.
         parts: Reads the stream, in order; raises DatasetError where it is damaged.
         metadata: `tokenizer`, `eos_id`, `vocab_size`, `name` where they are known; `left_out`, columns of a table.
         dataset: The open dataset that the tokens are of, if any.
@@ -56,7 +55,6 @@ class TokenSource:
     dtype: str
     num_tokens: int
     num_documents: int
-    seq_len: int | None
     parts: Callable[[], Iterator[TokenPart]]
     metadata: Mapping[str, Any] = field(default_factory=dict)
     dataset: Dataset | None = None
@@ -74,7 +72,6 @@ class TableSource:
         num_rows: None where only reading tells.
         batches: Reads the rows, in order; raises DatasetError where they are damaged.
         metadata: `classes`, the names behind integer labels.
-        dataset: The dataset of Forebay that the rows are of, if any.
     """
 
     format: str
@@ -82,7 +79,6 @@ class TableSource:
     num_rows: int | None
     batches: Callable[[], Iterator[pa.RecordBatch]]
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    dataset: Dataset | None = None
 
     def with_columns(self, schema: pa.Schema, columns: Callable[[pa.RecordBatch], list[pa.Array]]) -> TableSource:
         """Return the table with other columns, made of each batch's."""
@@ -107,7 +103,6 @@ class ConvertOptions:
         name: Of the dataset.
         compress: `zstd`, or nothing.
         tensors: Types to write, by column: `{"images": "f16"}`.
-        lossy: Accept values that their new type cannot hold.
         resize: (height, width) of images.
         on_progress: Called with tokens or rows written since the last call.
         on_skipped: Called with the files of a directory that are left out; without it they are logged.
@@ -122,7 +117,6 @@ class ConvertOptions:
     name: str | None = None
     compress: str = ""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    lossy: bool = False
     resize: tuple[int, int] | None = None
     on_progress: Callable[[int], None] | None = None
     on_skipped: Callable[[Sequence[Skipped]], None] | None = None
@@ -148,7 +142,7 @@ class Written:
     Attributes:
         files: Paths below `out`, in order; `Path()` where `out` itself is the one file.
         num_tokens: None for a table.
-        num_rows: Rows of a table, or samples, or None.
+        num_rows: Rows of a table, or documents that are rows, or None.
         num_documents: Document ends that the format written holds.
         digest: Of (tokens, document ends) as `TokenDigest` computes it; of a table, of `TableDigest`.
         notes: What a user should know: tokens left out, documents that the format does not hold.

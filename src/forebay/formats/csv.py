@@ -17,11 +17,11 @@ import pyarrow.csv
 from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError
 from forebay.formats.base import Format
 from forebay.formats.columns import error_text
-from forebay.formats.conversion import ConvertOptions, TableSource, Written
+from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
-from forebay.formats.jsonl import LINES_ADVICE, line_compressor, object_record, parse_json
+from forebay.formats.jsonl import object_record, parse_json
 from forebay.formats.records import Record, has_surrogate, keys_of, shown_text, to_record
-from forebay.formats.tables import BATCH_BYTES, is_bytes, open_unpacked, refuse_columns, write_parts
+from forebay.formats.tables import BATCH_BYTES, open_unpacked
 from forebay.formats.text import split_lines
 
 
@@ -38,8 +38,8 @@ class Csv(Format):
         problems: list[str] = []
         lines = _decoded_lines(split, options, problems)
         first = next(lines, "")
-        dialect = _dialect(split.files[0], options, first)
-        rows = csv.reader(itertools.chain([first] if first else [], lines), dialect)
+        delimiter = "\t" if ".tsv" in split.files[0].path.lower() else max(",\t;|", key=first.count)
+        rows = csv.reader(itertools.chain([first] if first else [], lines), delimiter=delimiter)
         names: list[str] | None = None
         positions: dict[str, int] = {}
         index = -1
@@ -70,25 +70,9 @@ class Csv(Format):
         if problems:
             yield Record(index + 1, problem=problems[0])
 
-    def open_rows(self, paths: Sequence[Path], options: ConvertOptions, schema: pa.Schema | None = None) -> TableSource:
-        """As of any format; `schema` gives the types of columns, those that it lacks are inferred."""
-        if schema is None:
-            (schema,) = (reader.schema for _, reader in _csv_readers(paths[:1], ()))
-        columns = schema
+    def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
+        (columns,) = (reader.schema for _, reader in _csv_readers(paths[:1], ()))
         return TableSource(self.name, columns, None, lambda: _read_batches(paths, columns))
-
-    def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
-        """With a line of names; text is quoted, a missing value is empty without quotes."""
-        refuse_columns(source.schema, lambda kind: not (is_bytes(kind) or _is_nested(kind)), "CSV", LINES_ADVICE)
-        compressor, suffix = line_compressor(out, options)
-        return write_parts(
-            source,
-            out,
-            options,
-            ".csv" + suffix,
-            lambda file, _: pa.csv.CSVWriter(file, source.schema),
-            compressor=compressor,
-        )
 
 
 def _decoded_lines(split: InputSplit, options: ReadOptions, problems: list[str]) -> Iterator[str]:
@@ -99,18 +83,6 @@ def _decoded_lines(split: InputSplit, options: ReadOptions, problems: list[str])
             yield "\n"
         else:
             yield line.decode("utf-8", "surrogateescape")
-
-
-def _dialect(file: InputFile, options: ReadOptions, first: str) -> type[csv.Dialect]:
-    option, quote = options.options.get("delimiter"), options.options.get("quote", '"')
-    guess = "\t" if ".tsv" in file.path.lower() else max(",\t;|", key=first.count)
-
-    class Dialect(csv.excel):
-        delimiter = option if isinstance(option, str) else guess
-        quotechar = quote if isinstance(quote, str) and quote else None
-        quoting = csv.QUOTE_MINIMAL if quote else csv.QUOTE_NONE
-
-    return Dialect
 
 
 def _header(row: list[str], options: ReadOptions, file: InputFile) -> tuple[list[str], dict[str, int], bool]:
@@ -149,7 +121,7 @@ def _read_batches(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.Recor
 
 
 def _csv_readers(paths: Sequence[Path], schema: Any) -> Iterator[tuple[Path, pa.csv.CSVStreamingReader]]:
-    types = {field.name: pa.float32() if pa.types.is_float16(field.type) else field.type for field in schema}
+    types = {field.name: field.type for field in schema}
     for path in paths:
         with closing(open_unpacked(path)) as file:
             head = file.readline()
@@ -170,7 +142,3 @@ def _csv_readers(paths: Sequence[Path], schema: Any) -> Iterator[tuple[Path, pa.
                 f"{path}: expected values of the types that the first {BATCH_BYTES >> 20} MiB have, got: "
                 f"{error_text(error)}."
             ) from error
-
-
-def _is_nested(kind: Any) -> bool:
-    return bool(pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType))

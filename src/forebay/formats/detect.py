@@ -121,7 +121,7 @@ def find_encoding(sample: bytes) -> str:
         if sample.startswith(mark):
             return marked
     if b"\0" in sample:
-        return _utf_16(sample)
+        return ""
     as_utf8 = _decode(sample, "utf-8", "replace")
     damaged = as_utf8.count("\ufffd")
     if not damaged or sum(c > "\x7f" for c in as_utf8) >= 2 * damaged:  # Most of what is not ASCII is valid UTF-8.
@@ -137,17 +137,7 @@ def find_encoding(sample: bytes) -> str:
         return ""
 
 
-def _utf_16(sample: bytes) -> str:
-    """UTF-16 without a mark, of text that is mostly ASCII: every other byte is zero."""
-    pairs = len(sample) // 2
-    low, high = sample[: 2 * pairs : 2].count(0), sample[1 : 2 * pairs : 2].count(0)
-    if min(low, high) * 50 > pairs or max(low, high) * 2 < pairs:
-        return ""
-    return "utf-16-le" if high > low else "utf-16-be"
-
-
 def _decode(sample: bytes, name: str, errors: str) -> str:
-    """The sample as text; it may end within a character."""
     return codecs.getincrementaldecoder(name)(errors).decode(sample)
 
 

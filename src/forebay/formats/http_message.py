@@ -117,19 +117,6 @@ def _deflate(body: bytes, limit: int) -> bytes:
         return zlib.decompressobj(-15).decompress(body, limit)
 
 
-def _brotli(body: bytes, limit: int) -> bytes:
-    import brotli  # an extra: pages that crawlers left packed so are rare
-
-    decoder = brotli.Decompressor()
-    parts, size, step = [], 0, 4096
-    for start in range(0, len(body), step):  # a step of 4 KiB gives 16 MiB at most, for a block cannot be larger
-        parts.append(decoder.process(body[start : start + step]))
-        size += len(parts[-1])
-        if size > limit:
-            break
-    return b"".join(parts)
-
-
 def _zstd(body: bytes, limit: int) -> bytes:
     decoder: Any = zstandard.ZstdDecompressor(max_window_size=1 << 27)
     with decoder.stream_reader(body) as stream:
@@ -141,7 +128,6 @@ _DECODERS: dict[str, Callable[[bytes, int], bytes]] = {
     "gzip": _gzip,
     "x-gzip": _gzip,
     "deflate": _deflate,
-    "br": _brotli,
     "zstd": _zstd,
 }
 

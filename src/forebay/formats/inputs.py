@@ -172,7 +172,6 @@ def open_input(file: InputFile, options: ReadOptions) -> BinaryIO:
 
 
 def _transcoded(raw: BinaryIO, encoding: str) -> Iterator[bytes]:
-    """Text of another encoding as UTF-8; what cannot be decoded becomes U+FFFD."""
     for text in codecs.iterdecode(iter(lambda: raw.read(_STEP_BYTES), b""), encoding, "replace"):
         yield text.encode("utf-8", "replace")
 

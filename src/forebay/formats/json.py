@@ -1,4 +1,7 @@
-"""JSON files: the objects of a list, or one after the other; memory is bounded by the largest object."""
+"""JSON files: the objects of a list, or one after the other; memory is bounded by the largest object.
+
+Also TOML files that describe requests to a JSON API: `forebay acquire` fetches what they name as JSON lines.
+"""
 
 import codecs
 import json
@@ -6,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from forebay.errors import CorruptInputError
+from forebay.errors import CorruptInputError, UsageError
 from forebay.formats.base import Format
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input
 from forebay.formats.jsonl import MAX_VALUES, Jsonl, object_record, too_many_values
@@ -38,6 +41,23 @@ class Json(Format):
             except (ValueError, RecursionError, CorruptInputError) as error:
                 reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
                 yield Record(index + 1, problem=reason, location=f"value {index + 1}")
+
+
+class ApiRequest(Format):
+    """A request to a JSON API. Reading it as text raises: it has to be fetched first."""
+
+    name = "api"
+    suffixes = (".api.toml",)
+
+    def sniff(self, head: bytes) -> bool:
+        return (
+            re.search(rb"(?m)^(?:url|preset)\s*=\s*\"", head) is not None
+            and re.search(rb"(?m)^(?:preset|items|next)\s*=\s*\"", head) is not None
+        )
+
+    def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
+        path = split.files[0].path
+        raise UsageError(f"{path}: describes an API. Name it NAME.api.toml and run `forebay prepare` on it.")
 
 
 def _values(file: BinaryIO, limit: int) -> Iterator[object]:

@@ -47,7 +47,7 @@ from forebay.formats.tables import (
 )
 from forebay.formats.text import BOM, split_bytes, split_lines
 
-LINES_ADVICE = "Write --to parquet, or leave the column out."
+_ADVICE = "Write --to parquet, or leave the column out."
 MAX_VALUES = 2_000_000
 _BIG_JSON = 4 << 20
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[,{\[]', re.DOTALL)
@@ -100,9 +100,9 @@ class Jsonl(Format):
             source.schema,
             lambda kind: not contains(kind, lambda inner: is_bytes(inner) or is_beyond_json(inner)),
             "JSONL",
-            LINES_ADVICE,
+            _ADVICE,
         )
-        compressor, suffix = line_compressor(out, options)
+        compressor, suffix = _compressor(out, options)
         return write_parts(
             source,
             out,
@@ -181,7 +181,6 @@ def object_record(index: int, value: object, options: ReadOptions, location: str
 
 
 def _line_batches(paths: Sequence[Path]) -> Iterator[tuple[str, Rows, int]]:
-    """The location of the first line, rows, bytes."""
     for path in paths:
         with closing(open_unpacked(path)) as file:
             for batch in batched(_numbered_lines(file, path), lambda entry: len(entry[1]), BATCH_BYTES, BATCH_ROWS):
@@ -190,7 +189,6 @@ def _line_batches(paths: Sequence[Path]) -> Iterator[tuple[str, Rows, int]]:
 
 
 def _numbered_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers."""
     try:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -209,8 +207,7 @@ def _parse_row(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return row
 
 
-def line_compressor(out: Path, options: ConvertOptions) -> tuple[Callable[[BinaryIO], Any], str]:
-    """Return what compresses a file of lines, and its suffix."""
+def _compressor(out: Path, options: ConvertOptions) -> tuple[Callable[[BinaryIO], Any], str]:
     name = options.compress or {".gz": "gzip", ".zst": "zstd"}.get(out.suffix, "none")
     if name == "gzip":
         return lambda file: gzip.GzipFile("", "wb", 6, file, mtime=0), ".gz"
@@ -235,7 +232,7 @@ def _json_values(name: str, column: pa.Array, first_row: int) -> list[Any]:
         if len(infinite):
             row = int(np.searchsorted(np.cumsum(np.maximum(counts, 0)), infinite[0], "right"))
             raise DatasetError(
-                f"JSONL: expected finite numbers, got another ({name}, row {first_row + row}). {LINES_ADVICE}"
+                f"JSONL: expected finite numbers, got another ({name}, row {first_row + row}). {_ADVICE}"
             )
     shape = tensor_shape(column.type)
     if shape is not None and not column.null_count and not leaves.null_count:

@@ -11,7 +11,6 @@ Opening reads the offsets and sizes of every item (4 bytes each) unless the inde
 are decompressed for that.
 """
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import orjson
-import zstandard
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError
@@ -30,13 +28,11 @@ from forebay.formats.blocks import (
     I64,
     INDEX_FILE,
     Block,
-    build_block,
     damaged,
     inflate,
     is_size,
     read_offsets,
 )
-from forebay.formats.conversion import ConvertOptions, TokenSource, Written
 from forebay.formats.external import (
     TOKEN_COLUMNS,
     U64,
@@ -51,10 +47,8 @@ from forebay.formats.external import (
     shown_name,
 )
 from forebay.formats.report import Report, check_external
-from forebay.formats.token_stream import build_stream, shards_of
 from forebay.storage.compression import limit_large_blocks
 
-_LEVEL = 4
 _FORMATS = {"U16": "no_header_numpy:5", "U32": "no_header_tensor:16"}  # uint16; int32.
 _LOADERS = ("PyTreeLoader", "TokensLoader")
 
@@ -100,38 +94,6 @@ class LitData(Format):
 
     def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> ExternalDataset:
         return LitDataset(path, column)
-
-    def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
-        """Chunks of at most `slice_bytes`; compressed whole where `compress` says."""
-        stream = build_stream(source, options, "rows", signed=True)
-        out.mkdir()
-        chunks: list[dict[str, Any]] = []
-        names: list[Path] = []
-        for group in shards_of(stream, options.slice_bytes - 8, 8):
-            raw = build_block("litdata", [tokens.tobytes() for tokens in group])
-            name = f"chunk-0-{len(chunks)}.{'zstd.' if options.compress else ''}bin"
-            stored = zstandard.ZstdCompressor(level=_LEVEL).compress(raw) if options.compress else raw
-            (out / name).write_bytes(stored)
-            names.append(Path(name))
-            chunks.append(
-                {"chunk_bytes": len(raw), "chunk_size": len(group), "dim": sum(map(len, group)), "filename": name}
-            )
-        index = {
-            "chunks": chunks,
-            "config": {
-                "chunk_bytes": options.slice_bytes,
-                "chunk_size": None,
-                "compression": "zstd" if options.compress else None,
-                "data_format": [_FORMATS[stream.dtype]],
-                "data_spec": json.dumps([1, {"type": None, "context": None, "children_spec": []}]),
-                "encryption": None,
-                "item_loader": "TokensLoader",
-            },
-            # Readers keep their caches by it: a number made of what was written.
-            "updated_at": str(int(stream.digest.tokens[:12], 16)),
-        }
-        (out / "index.json").write_text(json.dumps(index, sort_keys=True))
-        return stream.written([*names, Path("index.json")], stream.num_documents)
 
     def check(self, path: Path, report: Report) -> None:
         try:
@@ -185,7 +147,6 @@ class LitDataset(ExternalDataset):
         return as_tokens(block.values(begins, stops).view(kind), chunk.path), documents
 
     def _locate(self, chunk: LitDataChunk, memory: Bytes8) -> tuple[Block, I64, I64]:
-        """The items of a chunk, and where the tokens of each begin and end, given the bytes of its file."""
         layout = self._layout
         if chunk.is_compressed:
             memory = np.frombuffer(inflate(chunk.path, memory.data, "zstd", chunk.num_bytes), np.uint8)

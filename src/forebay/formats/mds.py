@@ -11,7 +11,6 @@ when its slice opens (and decompressed, and its hash checked), about the size of
 """
 
 import hashlib
-import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError, UsageError
@@ -30,14 +28,11 @@ from forebay.formats.blocks import (
     INDEX_FILE,
     MAX_BLOCK_BYTES,
     Block,
-    build_block,
     damaged,
     inflate,
     is_size,
     read_offsets,
-    sized,
 )
-from forebay.formats.conversion import ConvertOptions, TokenSource, Written
 from forebay.formats.external import (
     U64,
     ExternalDataset,
@@ -53,11 +48,9 @@ from forebay.formats.external import (
     token_dtype,
 )
 from forebay.formats.report import Report, check_external
-from forebay.formats.token_stream import build_stream, shards_of
 from forebay.storage.compression import check_unpacked, limit_large_blocks
 
 _NAMES = ("tokens", "input_ids")
-_LEVEL = 3
 _RECORD_BYTES = 4 + 4 + 9  # Of a sample: an offset, a size, a shape of at most 8 bytes and the byte before it.
 _VALUES = ("uint8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _MAX_SAMPLES = 1 << 20  # Of a compressed shard of few bytes.
@@ -116,46 +109,6 @@ class Mds(Format):
     def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> ExternalDataset:
         return MdsDataset(path, dtype, column)
 
-    def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
-        """`index.json` and `shard.00000.mds` …, or `.mds.zstd`; the index has the sha256 of each file."""
-        stream = build_stream(source, options, "rows")
-        kind = "uint16" if stream.dtype == "U16" else "uint32"
-        seq_len = stream.seq_len if stream.seq_len and stream.num_tokens % stream.seq_len == 0 else None
-        column = options.column or "tokens"
-        settings: dict[str, Any] = {
-            "column_encodings": [f"ndarray:{kind}:{seq_len}" if seq_len else f"ndarray:{kind}"],
-            "column_names": [column],
-            "column_sizes": [seq_len * stream.itemsize if seq_len else None],
-            "compression": f"zstd:{_LEVEL}" if options.compress else None,
-            "format": "mds",
-            "hashes": ["sha256"],
-            "size_limit": options.slice_bytes,
-            "version": 2,
-        }
-        head = json.dumps(settings, sort_keys=True).encode()
-        out.mkdir()
-        shards: list[dict[str, Any]] = []
-        names: list[Path] = []
-        for group in shards_of(stream, options.slice_bytes - len(head) - 8, _RECORD_BYTES):
-            raw, name = (
-                build_block("mds", [_sample(tokens, seq_len) for tokens in group], head),
-                f"shard.{len(shards):05d}.mds",
-            )
-            zipped = zstandard.ZstdCompressor(level=_LEVEL).compress(raw) if options.compress else None
-            stored = name if zipped is None else f"{name}.zstd"
-            (out / stored).write_bytes(raw if zipped is None else zipped)
-            names.append(Path(stored))
-            shards.append(
-                {
-                    **settings,
-                    "samples": len(group),
-                    "raw_data": _entry(name, raw),
-                    "zip_data": None if zipped is None else _entry(stored, zipped),
-                }
-            )
-        (out / "index.json").write_text(json.dumps({"shards": shards, "version": 2}, sort_keys=True))
-        return stream.written([*names, Path("index.json")], stream.num_documents)
-
     def check(self, path: Path, report: Report) -> None:
         try:
             check_external(report, MdsDataset(path, report.options.dtype))
@@ -174,7 +127,7 @@ class MdsDataset(ExternalDataset):
             raise DatasetError(f"{path / INDEX_FILE}: expected at least one shard, got none.")
         with ThreadPoolExecutor(16) as pool:
             counts = list(pool.map(_count, shards))
-            marks = list(pool.map(lambda shard: _mark_of(shard, len(shards)), shards))
+            marks = list(pool.map(lambda shard: fingerprint(file_of(shard).path, len(shards)), shards))
         parts = [
             ExternalSlice(i, shown_name(path, shard.raw.path), 0, count, shard.samples, file_of(shard).num_bytes)
             for i, (shard, count) in enumerate(zip(shards, counts))
@@ -190,12 +143,13 @@ class MdsDataset(ExternalDataset):
         return any(stored is not None and stored.path.is_file() for stored in self._shards[file].files)
 
     def _mark(self, file: int) -> bytes:
-        check_hashes(file_of(self._shards[file]), hash_all=True)
-        return _mark_of(self._shards[file], len(self.files))
+        stored = file_of(self._shards[file])
+        check_hashes(stored)
+        return fingerprint(stored.path, len(self.files))
 
     def _hash_checks(self) -> tuple[str, ...]:
         files = [file_of(shard) for i, shard in enumerate(self._shards) if self._exists(i)]
-        names = [next((name for name in stored.hashes if _hasher(name) is not None), "") for stored in files]
+        names = [_hash_of(stored) for stored in files]
         return (f"{' and '.join(sorted(set(names)))} of every shard",) if names and all(names) else ()
 
     def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
@@ -303,14 +257,6 @@ def _encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[np.dtyp
     return kind, math.prod(map(int, shape))
 
 
-def _mark_of(shard: MdsShard, num_files: int) -> bytes:
-    """Of the raw bytes' hashes where the index has some, so that it is the same for raw and compressed shards."""
-    if shard.raw.hashes:
-        text = repr((shard.raw.num_bytes, shard.samples, sorted(shard.raw.hashes.items())))
-        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    return fingerprint(file_of(shard).path, num_files)
-
-
 def decompress(shard: MdsShard) -> bytes:
     """Return the raw bytes of a compressed shard, of exactly the index's size."""
     assert shard.zipped is not None
@@ -325,25 +271,19 @@ def decompress(shard: MdsShard) -> bytes:
     return inflate(shard.zipped.path, data, shard.compression, shard.raw.num_bytes)
 
 
-def check_hashes(stored: Stored, hash_all: bool = False) -> None:
-    """Compare a file with the index's hashes of it; with the first that can be computed unless `hash_all`."""
-    for name, expected in stored.hashes.items():
-        digest = _hasher(name)
-        if digest is None:
-            continue
-        with reading(stored.path), stored.path.open("rb") as file:
-            hashlib.file_digest(file, lambda hasher=digest: hasher)  # type: ignore[misc]
-        if digest.hexdigest() != expected:
-            raise DatasetError(f"{stored.path}: expected {name} {expected}, got {digest.hexdigest()}. Fetch it again.")
-        if not hash_all:
-            return
+def check_hashes(stored: Stored) -> None:
+    """Compare a file with the first of the index's hashes that hashlib has. Raises DatasetError if they differ."""
+    name = _hash_of(stored)
+    if not name:
+        return
+    with reading(stored.path), stored.path.open("rb") as file:
+        digest = hashlib.file_digest(file, name).hexdigest()
+    if digest != stored.hashes[name]:
+        raise DatasetError(f"{stored.path}: expected {name} {stored.hashes[name]}, got {digest}. Fetch it again.")
 
 
-def _hasher(name: str) -> Any:
-    """What computes a hash of this name; None if nothing here can."""
-    if name in hashlib.algorithms_available and not name.startswith("shake"):
-        return hashlib.new(name)
-    return None
+def _hash_of(stored: Stored) -> str:
+    return next((name for name in stored.hashes if name in hashlib.algorithms_guaranteed and "shake" not in name), "")
 
 
 def file_of(shard: MdsShard) -> Stored:
@@ -400,7 +340,6 @@ def _without_header(values: I64, width: int) -> I64:
 
 
 def _places(shard: MdsShard, block: Block) -> tuple[I64, I64]:
-    """Where the tokens of each sample begin and end."""
     column, kind = shard.column, shard.column.kind
     begins, stops = block.column(column.index, column.sizes, column.name)
     if column.has_header:
@@ -411,15 +350,3 @@ def _places(shard: MdsShard, block: Block) -> tuple[I64, I64]:
     if (begins > stops).any() or ((stops - begins) % kind.itemsize).any():
         raise damaged(block.path, f"whole tokens {kind} in every sample", "others")
     return begins, stops
-
-
-def _entry(name: str, data: bytes) -> dict[str, Any]:
-    return {"basename": name, "bytes": len(data), "hashes": {"sha256": hashlib.sha256(data).hexdigest()}}
-
-
-def _sample(tokens: NDArray[Any], seq_len: int | None) -> bytes:
-    """The values; where their number is not fixed, after their size and shape: one dimension, in the fewest bytes."""
-    if seq_len is not None:
-        return tokens.tobytes()
-    code = 0 if len(tokens) < 1 << 8 else 1 if len(tokens) < 1 << 16 else 2
-    return sized(bytes([1 << 2 | code]) + len(tokens).to_bytes(1 << code, "little") + tokens.tobytes())

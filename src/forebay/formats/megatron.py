@@ -82,9 +82,9 @@ class Index:
         has_bounds = len(self.bounds) > 1
         sequences = self.bounds[first + 1 : last + 1] if has_bounds else np.arange(first + 1, last + 1)
         inside = sequences < len(self.lengths)
-        ends = np.full(len(sequences), self.num_tokens, np.int64)
-        ends[inside] = self.pointers[sequences[inside]] // self.kind.itemsize
-        return ends
+        stops = np.full(len(sequences), self.num_tokens, np.int64)
+        stops[inside] = self.pointers[sequences[inside]] // self.kind.itemsize
+        return stops
 
     def end(self, document: int) -> int:
         """Return the end of one document."""
@@ -284,7 +284,6 @@ def _cut(index: Index) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _write_columns(index: BinaryIO, lengths: BinaryIO, count: int, itemsize: int) -> None:
-    """Lengths, pointers and document bounds."""
     for _ in range(0, count, _RUN):
         index.write(lengths.read(4 * _RUN))
     lengths.seek(0)

@@ -1,4 +1,4 @@
-"""Arrays as rows: NumPy's .npy and .npz, and the idx files of MNIST; .npy also as Templar's shards of tokens.
+"""Arrays as rows: NumPy's .npy and .npz, and the idx files of MNIST.
 
 Arrays of several files go side by side, each a column by its file's name. They are read as streams: none is in memory
 as a whole. Pickled objects are never loaded.
@@ -22,18 +22,14 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.base import Format
-from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
+from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.raw_tokens import RawTokens
-from forebay.formats.shard_writer import write_unlisted
 from forebay.formats.tables import BATCH_BYTES, Array, batch_of, field_of, open_unpacked, rows_at_once
-from forebay.formats.token_stream import build_stream
 from forebay.formats.vectors import NPY_MAGIC, read_header
 from forebay.storage.compression import check_unpacked
 
-_SEQ_LEN = 2048
 _IDX_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _IDX_NAMES = {1: "labels", 2: "values"}
 
@@ -56,20 +52,6 @@ class Npy(RawTokens):
         """`column` chooses some of the files: `x_train,y_train`."""
         stacks = [open_array(path, path.stem, partial(path.open, "rb"), path.stat().st_size) for path in paths]
         return table_of_arrays(self.name, choose_arrays(stacks, options.column))
-
-    def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
-        """Templar's shards of `slice_bytes`: `train_%06d.npy`, and the id of each sample of `seq_len` (2048) tokens."""
-        seq_len = options.seq_len or source.seq_len or _SEQ_LEN
-        stream = build_stream(source, options, "none", sample_tokens=seq_len)
-        if not stream.num_tokens:
-            raise UsageError(f"npy: expected at least one sample of {seq_len} tokens, got {source.num_tokens} tokens.")
-        out.mkdir()
-        tokens = (part.tokens for part in stream.parts())
-        shard_samples = max(1, options.slice_bytes // (seq_len * stream.itemsize))
-        shards = write_unlisted(tokens, out, seq_len, shard_samples, TOKEN_DTYPES[stream.dtype], "npy")
-        stream.notes.append(f"samples of {seq_len} tokens")
-        files = [Path(path.name) for shard in shards for path in (shard.tokens, shard.ids)]
-        return stream.written(files, stream.num_tokens // seq_len)
 
 
 class Npz(Format):

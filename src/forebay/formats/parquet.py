@@ -15,7 +15,7 @@ from forebay.formats.columns import BATCH_BYTES, READ_ERRORS, ColumnFormat, batc
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_stored
 from forebay.formats.records import Record
-from forebay.formats.tables import Part, rows_at_once, write_parts
+from forebay.formats.tables import rows_at_once, write_parts
 
 _BATCH_ROWS = 4096
 _RUN_BYTES = 64 << 20
@@ -40,9 +40,6 @@ class Parquet(ColumnFormat):
 
     def open_file(self, file: InputFile, options: ReadOptions, split: InputSplit | None) -> pq.ParquetFile:
         return _open(file)
-
-    def open_path(self, path: Path) -> pq.ParquetFile:
-        return pq.ParquetFile(path, **_SETTINGS)
 
     def num_groups(self, reader: Any) -> int:
         return int(reader.num_row_groups)
@@ -89,10 +86,9 @@ class Parquet(ColumnFormat):
             raise UsageError(f"--set compress: expected one of {', '.join(_CODECS)} for Parquet, got {codec!r}.")
         table = with_lists(source)
 
-        def open_part(file: Any, first_row: int) -> Part:
+        def open_part(file: Any, first_row: int) -> Any:
             try:
-                part: Part = pq.ParquetWriter(file, table.schema, compression=codec, write_page_checksum=True)
-                return part
+                return pq.ParquetWriter(file, table.schema, compression=codec, write_page_checksum=True)
             except pa.ArrowNotImplementedError as error:
                 raise UsageError(
                     f"Parquet: expected columns that it can hold, got: {error}. Leave them out."

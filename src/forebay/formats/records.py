@@ -4,11 +4,10 @@ Hides: dotted keys, the shapes in which conversations are stored, and characters
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from forebay.errors import UsageError
 from forebay.formats.inputs import ReadOptions
 
 T = TypeVar("T")
@@ -143,22 +142,6 @@ def name_of(value: object) -> str:
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "replace").decode()
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else ""
-
-
-def integers_of(options: ReadOptions, name: str, default: Sequence[int], advice: str) -> frozenset[int]:
-    """Return the numbers that an option of a format lists."""
-    numbers = options.options.get(name, default)
-    if not isinstance(numbers, (list, tuple)) or not all(isinstance(number, int) for number in numbers):
-        raise UsageError(f"{name}: expected a list of numbers, got {numbers!r}. {advice}")
-    return frozenset(numbers)
-
-
-def min_score_of(options: ReadOptions) -> int | None:
-    """Return the option `min_score`; None if it is not set."""
-    score = options.options.get("min_score")
-    if score is not None and not isinstance(score, int):
-        raise UsageError(f"min_score: expected a number, got {score!r}. Write min_score = 3.")
-    return score
 
 
 def has_surrogate(text: str) -> bool:

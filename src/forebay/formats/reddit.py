@@ -1,7 +1,6 @@
 """Reddit dumps (`RC_2020-01.zst`, `RS_2020-01.zst`): a document a comment or submission.
 
-Hides which fields hold the text, and how deletion is marked. What was deleted or removed is no document. Option:
-`min_score`.
+Hides which fields hold the text, and how deletion is marked. What was deleted or removed is no document.
 """
 
 import html
@@ -14,7 +13,7 @@ import orjson
 
 from forebay.formats.inputs import InputSplit, ReadOptions
 from forebay.formats.jsonl import Jsonl
-from forebay.formats.records import Record, has_surrogate, min_score_of, name_of, strip_turn_marks
+from forebay.formats.records import Record, has_surrogate, name_of, strip_turn_marks
 from forebay.formats.text import Lines
 
 REMOVED = frozenset(("[deleted]", "[removed]", "[ Removed by Reddit ]", "[deleted by user]"))
@@ -39,7 +38,6 @@ class Reddit(Jsonl):
         )
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
-        min_score = min_score_of(options)
         for line in Lines().read_text(split, options):
             if line.problem:
                 yield line
@@ -52,9 +50,6 @@ class Reddit(Jsonl):
             if not isinstance(post, dict):
                 problem = f"expected an object, got {type(post).__name__}"
                 yield replace(line, text=line.text[:200], problem=problem)
-                continue
-            score = post.get("score")
-            if min_score is not None and isinstance(score, int) and score < min_score:
                 continue
             text, problem = text_of(post)
             if problem:

@@ -31,7 +31,7 @@ BUILT_IN = {
     "wikipedia": "wikipedia:Wikipedia",
     "stackexchange": "stackexchange:StackExchange",
     "reddit": "reddit:Reddit",
-    "api": "api:ApiRequest",
+    "api": "json:ApiRequest",
     "jsonl": "jsonl:Jsonl",
     "json": "json:Json",
     "html": "html:Html",

@@ -21,13 +21,13 @@ _FETCH = "fetch or write it again"
 _CUT = "cut it there with truncate --size BYTES, or fetch it again"
 _ADVICE = {
     "header-as-tokens": "forebay convert FILE OUT --to bin, which goes by content",
-    "no-header": "forebay convert FILE OUT --to npy --set input_dtype=TYPE --seq-len N writes one",
+    "no-header": "write it again with numpy.save",
     "appended": _CUT,
     "trailing-zeros": _CUT,
     "byte-order": "save it again as little-endian: tokens.astype('<u2') or '<u4'",
     "wrong-dtype": "forebay convert FILE OUT --to bin --set input_dtype=TYPE, or save it again as uint16 or uint32",
     "shape": "save it again as a vector: tokens.reshape(-1)",
-    "ids-mismatch": "fetch both again; or move the ids away, and forebay convert computes others: --to npy --seq-len N",
+    "ids-mismatch": "fetch both again; or move the ids away, to read the tokens without",
     "document-ends": "tokenize the text again: forebay prepare TEXT --tokenizer TOKENIZER --out DIR",
     "vocabulary-overflow": "give the vocabulary of its tokenizer, or tokenize the text again with forebay prepare",
     "unclear": "give --dtype",

@@ -110,7 +110,7 @@ class SafeTensors(Format):
         writer = _Writer(out, options, kinds)
         first_row = 0
         for batch in table.batches():
-            tensors = _tensors(batch, columns, first_row, options.lossy)
+            tensors = _tensors(batch, columns, first_row)
             first_row += batch.num_rows
             if batch.num_rows:
                 writer.add(tensors)
@@ -170,8 +170,7 @@ class ForebayDataset(Format):
         converted: Any = dataset.manifest.lineage.get("converted", {})
         classes = converted.get("classes") if isinstance(converted, dict) else None
         slices = [dataset.open_slice(index).path for index in range(dataset.num_slices)]  # Compares the hashes.
-        table = SafeTensors().open_rows(slices, options, {"classes": classes} if classes else {})
-        return replace(table, dataset=dataset)
+        return SafeTensors().open_rows(slices, options, {"classes": classes} if classes else {})
 
     def check(self, path: Path, report: Report) -> None:
         """Every hash if the dataset is small or everything is asked for, then the contents of the slices."""
@@ -246,7 +245,6 @@ class _Writer:
 
 
 def _columns(schema: pa.Schema, options: ConvertOptions) -> tuple[list[_Column], list[str]]:
-    """What becomes tensors, and the names of what does not."""
     columns, left_out = [], []
     for column in schema:
         leaf = leaf_type(column.type)
@@ -267,11 +265,11 @@ def _columns(schema: pa.Schema, options: ConvertOptions) -> tuple[list[_Column],
     return columns, left_out
 
 
-def _tensors(batch: pa.RecordBatch, columns: Sequence[_Column], first_row: int, lossy: bool) -> dict[str, Array]:
+def _tensors(batch: pa.RecordBatch, columns: Sequence[_Column], first_row: int) -> dict[str, Array]:
     tensors: dict[str, Array] = {}
     for column in columns:
         array, mask = _array(batch.column(column.name), column, first_row)
-        tensors |= cast(array, column.to, column.name, source=column.kind, first_row=first_row, lossy=lossy)
+        tensors |= cast(array, column.to, column.name, source=column.kind, first_row=first_row)
         if column.name == "input_ids" and mask is not None and all(c.name != "attention_mask" for c in columns):
             tensors["attention_mask"] = mask
     return tensors
@@ -304,7 +302,6 @@ def _is_vector(kind: Any) -> bool:
 
 
 def _row_shape(values: pa.Array, column: _Column, first_row: int) -> tuple[int, ...]:
-    """What every row's shape is."""
     kind = values.type
     if isinstance(kind, pa.FixedShapeTensorType):
         return tuple(kind.shape)
@@ -362,7 +359,6 @@ def _lineage(
         "changed": changed,
         "left_out": left_out,
         "aside": num_rejected,
-        "lossy": options.lossy and bool(changed),
         "classes": table.metadata.get("classes"),
     }
     tensors = {name: [first.dtypes[name], *array.shape[1:]] for name, array in sorted(first.tensors.items())}
@@ -392,7 +388,6 @@ def _manifest(
 
 
 def _copy_tokenizer(source: TokenSource, out: Path) -> dict[str, str]:
-    """Copy the tokenizer of a dataset of Forebay; return its hash by its name."""
     dataset = source.dataset
     if dataset is None or _TOKENIZER_FILE not in listed_files(dataset.manifest):
         return {}

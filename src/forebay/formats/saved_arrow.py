@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.ipc
 from numpy.typing import NDArray
 
@@ -33,8 +34,9 @@ from forebay.formats.external import (
     shown_name,
     unreadable,
 )
+from forebay.formats.records import batched
 from forebay.formats.tables import is_list
-from forebay.formats.token_stream import build_stream, shards_of
+from forebay.formats.token_stream import build_stream, documents
 
 STATE_FILE = "state.json"
 _MAX_STATE_BYTES = 64 << 20
@@ -52,7 +54,7 @@ class SavedDataset(ExternalDataset):
         parts: list[ExternalSlice] = []
         kinds: set[np.dtype[Any]] = set()
         for i, (file, batches) in enumerate(zip(files, self._batches)):
-            counts = [last - first for first, last in map(_span, batches)]
+            counts = [len(lists.flatten()) for lists in batches]
             start = 0
             for k, (a, b) in enumerate(_join(counts)):
                 kind, count, rows = _kind_of(file, batches[a]), sum(counts[a:b]), sum(map(len, batches[a:b]))
@@ -69,18 +71,14 @@ class SavedDataset(ExternalDataset):
     def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
         a, b = self._runs[part.file, part.start]
         path = self.files[part.file]
-        pieces, document_ends, reached = [], [], 0
-        for batch in self._batches[part.file][a:b]:
-            first, last = _span(batch)
-            offsets = _offsets(batch)
-            if batch.values.null_count or (np.diff(offsets) < 0).any() or last > len(batch.values):
-                raise DatasetError(f"{path}: expected lists of token ids without gaps, got others. Write it again.")
-            values = batch.values.slice(first, last - first)
-            pieces.append(as_tokens(values.to_numpy(zero_copy_only=True), path))
-            document_ends.append(offsets[1:] - first + reached)
-            reached += last - first
+        batches = self._batches[part.file][a:b]
+        lengths = np.concatenate([pc.list_value_length(lists).to_numpy(zero_copy_only=False) for lists in batches])
+        values = [lists.flatten() for lists in batches]
+        if (lengths < 0).any() or any(value.null_count for value in values):
+            raise DatasetError(f"{path}: expected lists of token ids without gaps, got others. Write it again.")
+        pieces = [as_tokens(value.to_numpy(zero_copy_only=True), path) for value in values]
         tokens = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        return tokens, np.concatenate(document_ends).astype(np.uint64)
+        return tokens, np.cumsum(lengths, dtype=np.uint64)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -102,7 +100,6 @@ def files_of(path: Path) -> list[Path]:
 
 
 def _batches_of(path: Path, column: str | None) -> list[Any]:
-    """The column of tokens of each record batch; views of the file's map."""
     try:
         with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
             names = [column] if column is not None else [n for n in TOKEN_COLUMNS if n in reader.schema.names][:1]
@@ -116,7 +113,7 @@ def _batches_of(path: Path, column: str | None) -> list[Any]:
             for lists in batches:
                 _kind_of(path, lists)
                 lists.validate()
-                if lists.null_count or len(_offsets(lists)) != len(lists) + 1:
+                if lists.null_count:
                     raise DatasetError(f"{path}: expected a list in every row of {names[0]}, got none in some.")
             return batches
     except OSError as error:
@@ -135,22 +132,7 @@ def _kind_of(path: Path, lists: Any) -> np.dtype[Any]:
     raise DatasetError(f"{path}: expected lists of integers, got {kind}. Name another column, or write it again.")
 
 
-def _offsets(lists: Any) -> NDArray[np.int64]:
-    """Where each row begins among the values, and the end: int64 [n + 1]."""
-    if pa.types.is_fixed_size_list(lists.type):
-        rows: NDArray[np.int64] = np.arange(lists.offset, lists.offset + len(lists) + 1, dtype=np.int64)
-        return rows * int(lists.type.list_size)
-    return np.asarray(lists.offsets.to_numpy(zero_copy_only=True).astype(np.int64))
-
-
-def _span(lists: Any) -> tuple[int, int]:
-    """The first value of the first row and the end of the last."""
-    offsets = _offsets(lists)
-    return int(offsets[0]), int(offsets[-1])
-
-
 def _join(counts: list[int]) -> Iterator[tuple[int, int]]:
-    """Batches [first, last) of a file that are a slice: neighbours put together until they hold enough tokens."""
     first, total = 0, 0
     for i, count in enumerate(counts):
         total += count
@@ -161,7 +143,7 @@ def _join(counts: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def write_saved_dataset(source: TokenSource, out: Path, options: ConvertOptions) -> Written:
-    """Write a dataset as save_to_disk does: files of at most `slice_bytes`."""
+    """Write a dataset as save_to_disk does: files of about `slice_bytes`."""
     stream = build_stream(source, options, "rows", signed=True)
     kind, name = ("uint16" if stream.dtype == "U16" else "int32"), options.column or "input_ids"
     features = {name: {"feature": {"dtype": kind, "_type": "Value"}, "_type": "Sequence"}}
@@ -171,7 +153,7 @@ def write_saved_dataset(source: TokenSource, out: Path, options: ConvertOptions)
     )
     out.mkdir()
     written: list[Path] = []
-    for group in shards_of(stream, options.slice_bytes, 4):
+    for group in batched(documents(stream.parts()), lambda tokens: tokens.nbytes + 4, options.slice_bytes, _MAX_LENGTH):
         written.append(out / f"{len(written):05d}.arrow")
         with pa.OSFile(str(written[-1]), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
             for start in range(0, len(group), _ROWS):

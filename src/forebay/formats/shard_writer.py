@@ -52,7 +52,6 @@ def write_shards(
     shard_tokens: int = SHARD_TOKENS,
     dtype: Any = None,
     generation: Generation = "npy",
-    header: bool = True,
     prefix: str = "",
 ) -> list[Shard]:
     """Write tokens as shards. Shards of an earlier run of these names are replaced.
@@ -65,8 +64,6 @@ def write_shards(
         shard_tokens: Of each shard but the last; rounded down to whole samples.
         dtype: uint16 or uint32; by default that of the source.
         generation: `bin`: ids as raw u64 in `.bin`, the first generation's way; `npy`: in `.npy`.
-        header: Whether the tokens have NumPy's header; readers of the first generation that map raw files take
-            none, though the files are called .npy.
 
     Raises:
         UsageError: If an argument is out of range, or the source has no tokens.
@@ -88,27 +85,7 @@ def write_shards(
     out.mkdir(parents=True, exist_ok=True)
     remove_stale(out)
     (out / LIST_FILE).unlink(missing_ok=True)
-    shards = write_unlisted(
-        chain([first], pieces), out, seq_len, shard_tokens // seq_len, kind, generation, header, prefix
-    )
-    if not shards:
-        raise DatasetError(f"{out}: expected at least one sample of {seq_len} tokens, got fewer tokens.")
-    _write_list(out, shards, seq_len, kind)
-    return shards
-
-
-def write_unlisted(
-    pieces: Iterable[NDArray[Any]],
-    out: Path,
-    seq_len: int,
-    shard_samples: int,
-    kind: np.dtype[Any],
-    generation: Generation,
-    header: bool = True,
-    prefix: str = "",
-) -> list[Shard]:
-    """Write vectors of tokens as shards of so many samples, without `shards.json`; the directory is there."""
-    blocks = _samples(pieces, kind, seq_len, out)
+    blocks, shard_samples = _samples(chain([first], pieces), kind, seq_len, out), shard_tokens // seq_len
     block = next(blocks, None)
     shards: list[Shard] = []
     while block is not None:
@@ -117,19 +94,21 @@ def write_unlisted(
         sample_ids: list[NDArray[np.uint64]] = []
         count = 0
         with open_atomic(tokens) as file:
-            file.write(npy_header(kind, 0) if header else b"")
+            file.write(npy_header(kind, 0))
             while block is not None and count < shard_samples:
                 here, block = block[: shard_samples - count], block[shard_samples - count :]
                 file.write(here.view(np.uint8).data)
                 sample_ids.append(np.array([sample_id(row) for row in here], "<u8"))
                 count += len(here)
                 block = block if len(block) else next(blocks, None)
-            if header:
-                file.seek(0)
-                file.write(npy_header(kind, count * seq_len))
+            file.seek(0)
+            file.write(npy_header(kind, count * seq_len))
             raw = np.concatenate(sample_ids).view(np.uint8).data
             atomic_write(ids, [npy_header(np.dtype("<u8"), count), raw] if generation == "npy" else [raw])
         shards.append(Shard(len(shards), tokens, ids, count))
+    if not shards:
+        raise DatasetError(f"{out}: expected at least one sample of {seq_len} tokens, got fewer tokens.")
+    _write_list(out, shards, seq_len, kind)
     return shards
 
 
@@ -167,7 +146,6 @@ def _pieces(source: Dataset | Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
 
 
 def _write_list(out: Path, shards: list[Shard], seq_len: int, kind: np.dtype[Any]) -> None:
-    """See `read_list` for its form."""
 
     def file(path: Path) -> dict[str, Any]:
         return {"name": path.name, "bytes": path.stat().st_size, "sha256": hash_file(path)}

@@ -4,8 +4,7 @@ Hides: XML attributes, bodies in HTML, and 7z archives, which are unpacked as th
 pipe that holds it back, and neither disk nor memory sees the whole. Answers follow their questions by years, so joining
 them would need the whole site in memory: posts stay apart, and an answer's id and address say where it belongs.
 
-Options: `min_score`; `post_types` (default `[1, 2]`: questions and answers); `site` (`coffee.stackexchange.com`; by
-default the name of the file or folder, if it is such a name), which makes addresses.
+Questions and answers are documents. Their addresses come from the name of the file or folder, if it is that of a site.
 """
 
 import html
@@ -23,7 +22,7 @@ from forebay.errors import CorruptInputError, PrepareError, install_command
 from forebay.formats.base import Format
 from forebay.formats.html import HtmlError, html_to_text
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, open_input
-from forebay.formats.records import Record, integers_of, min_score_of, strip_turn_marks
+from forebay.formats.records import Record, strip_turn_marks
 from forebay.formats.text import lines_of
 from forebay.storage.compression import MIN_UNPACKED_BYTES, ChunkStream
 
@@ -50,7 +49,7 @@ class StackExchange(Format):
 
     def _read_file(self, file: InputFile, options: ReadOptions) -> Iterator[Record | None]:
         with open_input(file, options) as stream:
-            yield from _posts(stream, _site_of(file.path, options), options)
+            yield from _posts(stream, _site_of(file.path), options)
 
 
 class SevenZip(StackExchange):
@@ -68,8 +67,6 @@ class SevenZip(StackExchange):
 
 def _posts(stream: BinaryIO, site: str, options: ReadOptions) -> Iterator[Record | None]:
     """A record for each post that is a document, or damage; None for what is no document."""
-    numbers = integers_of(options, "post_types", [1, 2], "1 are questions, 2 answers.")
-    types, min_score = frozenset(map(str, numbers)), min_score_of(options)
     for offset, row, problem in _rows(stream, options):
         location, start, post = f"byte {offset}", row[:512].decode("utf-8", "replace"), dict[str, str]()
         try:
@@ -79,10 +76,9 @@ def _posts(stream: BinaryIO, site: str, options: ReadOptions) -> Iterator[Record
         if problem or "Id" not in post or "Body" not in post:
             yield Record(0, text=start, problem=problem or "a row without Id or Body", location=location)
         else:
-            is_selected = not types or post.get("PostTypeId", "") in types
-            is_selected &= min_score is None or _number(post.get("Score", "0")) >= min_score
+            is_post = post.get("PostTypeId", "") in ("1", "2")  # Questions and answers.
             try:
-                yield _document(post, site, location) if is_selected else None
+                yield _document(post, site, location) if is_post else None
             except HtmlError as error:
                 yield Record(0, post["Id"], start, problem=str(error), location=location)
 
@@ -105,15 +101,7 @@ def _rows(stream: BinaryIO, options: ReadOptions) -> Iterator[tuple[int, bytes, 
             yield offset, row, problem or ("" if row.endswith((b"/>", b"</row>")) else "a row that does not end")
 
 
-def _number(text: str) -> int:
-    return int(text) if text.lstrip("-").isdecimal() and len(text) < 12 else 0
-
-
-def _site_of(path: str, options: ReadOptions) -> str:
-    """The site by option, else by a name in the path that is one of StackExchange's; "" if none is."""
-    site = options.options.get("site", "")
-    if isinstance(site, str) and site:
-        return site
+def _site_of(path: str) -> str:
     matches = [_SITE.match(part.lower()) for part in re.split(r"[/\\]", path)]
     return next((match[0] for match in reversed(matches) if match), "")
 
@@ -169,7 +157,6 @@ def _members(file: BinaryIO, entries: Sequence[Any]) -> Generator[tuple[str, Bin
 
 
 def _read_archive(file: InputFile, options: ReadOptions) -> Iterator[Record | None]:
-    """The posts of each `Posts.xml` of an archive."""
     try:
         import py7zr
     except ImportError as error:
@@ -202,7 +189,7 @@ def _read_archive(file: InputFile, options: ReadOptions) -> Iterator[Record | No
         try:
             with closing(_members(stream, posts)) as members:
                 for name, member in members:
-                    for record in _posts(member, _site_of(f"{file.path}/{name}", options), options):
+                    for record in _posts(member, _site_of(f"{file.path}/{name}"), options):
                         yield None if record is None else replace(record, location=f"{name}, {record.location}")
         except CorruptInputError as error:
             yield Record(0, problem=str(error), location=file.name)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -224,21 +224,10 @@ def _infer(rows: Rows, location: str) -> pa.Schema:
 
 
 def _merge(first: pa.Schema, second: pa.Schema, location: str) -> pa.Schema:
-    """Columns of both, each of a type that holds both."""
     try:
         return pa.unify_schemas([first, second], promote_options="permissive")
     except pa.ArrowException as error:
         raise DatasetError(f"{location} and after: expected fields of the types before, got: {error}.") from error
-
-
-class Part(Protocol):
-    """A file that is being written: one of pyarrow's writers, or `Encoded`."""
-
-    def write(self, table: pa.Table) -> None:
-        """The next rows."""
-
-    def close(self) -> None:
-        """Write what is left; the file is still open."""
 
 
 class Encoded:
@@ -261,14 +250,15 @@ def write_parts(
     out: Path,
     options: ConvertOptions,
     suffix: str,
-    open_part: Callable[[Any, int], Part],
+    open_part: Callable[[Any, int], Any],
     *,
     compressor: Callable[[BinaryIO], AbstractContextManager[Any]] = nullcontext,
     group_bytes: int = 0,
 ) -> Written:
     """Write a table to `out`: one file, or a directory of parts with this suffix.
 
-    `open_part` gets a file, which `compressor` compresses, and the number of its first row. About `group_bytes`, or
+    `open_part` returns what has `write(table)` and `close()`, given a file, which `compressor` compresses, and the
+    number of its first row. About `group_bytes`, or
     65536 rows, are written at once.
     """
     digest, files = TableDigest(), list[Path]()
@@ -361,7 +351,6 @@ class TableDigest:
 
 
 def _canonical(leaves: pa.Array) -> Any:
-    """Bytes that stand for the values, however they are cut."""
     kind = leaves.type
     if pa.types.is_null(kind):
         return b""

@@ -1,11 +1,11 @@
-"""TFRecord files of tf.train.Example and SequenceExample, without TensorFlow.
+"""TFRecord files of tf.train.Example, without TensorFlow.
 
 Hides the framing with its checksums and the wire format of the messages. A record whose data is damaged is skipped; a
 damaged length ends the file, since nothing tells where the next record begins.
 
 As a table each feature is a column. A feature that has one value in every record of the first 64 MiB is a number (or
 text, or bytes), any other a list; lists have no shape, so a tensor comes back flat. Written: text and bytes become a
-BytesList, integers and booleans an Int64List, floats a FloatList (F64 must fit F32, or `lossy` rounds it). A missing
+BytesList, integers and booleans an Int64List, floats a FloatList (F64 must fit F32). A missing
 value is no feature at all. Numbers of a list are decoded at once, about 2 ns a byte.
 
 Source: tensorflow/core/lib/io/record_writer and core/example/{example,feature}.proto; the mask of checksums (rotate
@@ -15,7 +15,7 @@ right by 15, add 0xa282ead8) is that of core/lib/hash/crc32c.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -116,7 +116,7 @@ class TFRecord(Format):
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         source = unwrap_images(source)
         refuse_columns(source.schema, _fits, "TFRecord", "Write --to parquet, or leave the column out.")
-        encode = partial(_encoded, lossy=options.lossy, checksum=crc32c())
+        encode = partial(_encoded, checksum=crc32c())
         return write_parts(source, out, options, ".tfrecord", lambda file, row: Encoded(file, encode, row))
 
     def check(self, path: Path, report: Report) -> None:
@@ -190,7 +190,6 @@ def frames(file: BinaryIO, limit: int, start: int) -> Iterator[tuple[int, bytes,
 
 
 def _read_upto(file: BinaryIO, size: int) -> bytes:
-    """Up to `size` bytes, fewer at the end."""
     data = file.read(size)
     while len(data) < size and (more := file.read(size - len(data))):
         data += more
@@ -198,34 +197,15 @@ def _read_upto(file: BinaryIO, size: int) -> bytes:
 
 
 def parse_example(data: bytes) -> dict[str, object]:
-    """Return the features of an Example or SequenceExample by name: text, bytes, a number, or steps joined by lines."""
+    """Return the features of an Example for `to_record`: text, bytes, or a number, the first of several."""
     row: dict[str, object] = {}
-    for number, name, feature in features(data):
-        steps = [message(step) for _, step in fields(feature)] if number == 2 else [feature]
-        values: list[object] = []
-        for kind, packed in (pair for step in steps for pair in fields(step)):
-            if kind == _BYTES:
-                values.extend(_values(kind, message(packed)))
-            elif kind == _INTEGERS:
-                values.extend(_values(kind, message(packed))[:1])  # Ids and scores: the first is enough.
-        blobs = [value for value in values if isinstance(value, bytes)]
-        if values:
-            row[name] = b"\n".join(blobs) if len(blobs) == len(values) else int(values[0])  # type: ignore[call-overload]
-    for key, value in row.items():
-        if isinstance(value, bytes):
-            with suppress(UnicodeDecodeError):  # `to_record` reports it if it is the text.
-                row[key] = value.decode()
+    for name, (kind, values) in parse_features(data).items():
+        if kind == _BYTES:
+            text = b"\n".join(values)
+            row[name] = text.decode() if _is_text(text) else text
+        elif kind == _INTEGERS and len(values):
+            row[name] = int(values[0])
     return row
-
-
-def features(data: bytes) -> Iterator[tuple[int, str, bytes]]:
-    """Yield each feature of an Example (number 1), or list of features of a SequenceExample (2)."""
-    for number, entries in fields(data):
-        if number not in (1, 2) or not isinstance(entries, bytes):
-            raise NotExampleError(f"unknown field {number}")
-        for _, entry in fields(entries):
-            pair = dict(fields(message(entry)))
-            yield number, message(pair.get(1, b"")).decode("utf-8", "replace"), message(pair.get(2, b""))
 
 
 def message(value: Value) -> bytes:
@@ -271,11 +251,14 @@ def _read_varint(data: bytes, offset: int) -> tuple[int, int]:
 def parse_features(data: bytes) -> _Row:
     """Return the features of an Example: kind and values by name. Raises NotExampleError."""
     row: _Row = {}
-    for number, name, feature in features(data):
+    for number, entries in fields(data):
         if number != 1:
             raise NotExampleError(f"field {number}, where features are expected")
-        for kind, values in fields(feature):
-            row[name] = kind, _values(kind, message(values))
+        for _, entry in fields(message(entries)):
+            pair = dict(fields(message(entry)))
+            name = message(pair.get(1, b"")).decode("utf-8", "replace")
+            for kind, values in fields(message(pair.get(2, b""))):
+                row[name] = kind, _values(kind, message(values))
     return row
 
 
@@ -373,10 +356,9 @@ def _column(rows: list[_Row], field: pa.Field) -> pa.Array:
     return pa.array(values, field.type if is_number(field.type) else pa.binary()).cast(field.type)
 
 
-def _encoded(batch: pa.RecordBatch, first_row: int, lossy: bool, checksum: Callable[[bytes], int]) -> bytes:
-    """The records of a batch, each with its length and the checksums of both."""
+def _encoded(batch: pa.RecordBatch, first_row: int, checksum: Callable[[bytes], int]) -> bytes:
     columns = [
-        [(_field(1, name.encode()), feature) for feature in _features(name, column, first_row, lossy)]
+        [(_field(1, name.encode()), feature) for feature in _features(name, column, first_row)]
         for name, column in zip(batch.schema.names, batch.columns)
     ]
     out = []
@@ -398,7 +380,7 @@ def _is_blob(kind: Any) -> bool:
     return any(test(kind) for test in tests)
 
 
-def _features(name: str, column: pa.Array, first_row: int, lossy: bool) -> list[bytes | None]:
+def _features(name: str, column: pa.Array, first_row: int) -> list[bytes | None]:
     """The message of each row; None where it is missing."""
     counts, leaves = flatten(column)
     if leaves.null_count:
@@ -409,7 +391,7 @@ def _features(name: str, column: pa.Array, first_row: int, lossy: bool) -> list[
         return [None if row is None else _field(1, b"".join(_field(1, blob) for blob in row)) for row in rows]
     values = leaves.to_numpy(zero_copy_only=False)
     if pa.types.is_floating(kind):
-        rows = split_values(_singles(values, name, first_row, lossy).astype("<f4"), counts)
+        rows = split_values(_singles(values, name, first_row).astype("<f4"), counts)
         return [None if row is None else _field(2, _packed(row.tobytes())) for row in rows]
     data, stops = varints(cast(values, "I64", name, first_row=first_row)[name])
     edges = np.concatenate([[0], stops])
@@ -418,15 +400,15 @@ def _features(name: str, column: pa.Array, first_row: int, lossy: bool) -> list[
     return [None if row is None else _field(3, _packed(row)) for row in split_values(data, sizes)]
 
 
-def _singles(values: NDArray[Any], name: str, first_row: int, lossy: bool) -> NDArray[Any]:
+def _singles(values: NDArray[Any], name: str, first_row: int) -> NDArray[Any]:
     with np.errstate(over="ignore", invalid="ignore"):
         singles = values.astype(np.float32)
     is_same = (singles == values) | np.isnan(values)
-    if not lossy and not is_same.all():
+    if not is_same.all():
         index = int(np.flatnonzero(~is_same)[0])
         raise DatasetError(
             f"TFRecord: expected floats that fit F32, got {values[index]} ({name}, value {index} from row {first_row} "
-            "on). --set lossy=true rounds them."
+            "on)."
         )
     return singles
 

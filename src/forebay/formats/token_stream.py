@@ -88,7 +88,6 @@ class TokenStream:
         source: Where they are from.
         dtype: `U16` or `U32`.
         documents: Which ends: the source's, after each `eos_id`, each `seq_len` tokens, or none.
-        num_tokens: The number of the source's first tokens that are written; the rest is left out.
         closed: Whether the tokens after the last end get an end of their own.
         max_id: The largest token that can be written.
         notes: What was left out or added.
@@ -98,7 +97,6 @@ class TokenStream:
     source: TokenSource
     dtype: str
     documents: Documents
-    num_tokens: int
     closed: bool
     max_id: int
     options: ConvertOptions
@@ -111,18 +109,13 @@ class TokenStream:
         return self.digest.num_documents
 
     @property
-    def seq_len(self) -> int | None:
-        """Tokens of every document, where all but the last have as many."""
-        return self.options.seq_len if self.documents == "samples" else None
-
-    @property
     def itemsize(self) -> int:
         """Bytes of a token as written."""
         return TOKEN_DTYPES[self.dtype].itemsize
 
     def written(self, files: Sequence[Path], num_rows: int | None = None) -> Written:
         """Return the result of writing, once all parts were read."""
-        tokens, documents = self.num_tokens, self.num_documents
+        tokens, documents = self.source.num_tokens, self.num_documents
         return Written(tuple(files), tokens, num_rows, documents, self.digest.text, tuple(self.notes))
 
     def parts(self) -> Iterator[TokenPart]:
@@ -138,9 +131,9 @@ class TokenStream:
             digest.add(part)
             self.options.advance(len(tokens))
             yield part
-        if digest.num_tokens != self.num_tokens:
+        if digest.num_tokens != self.source.num_tokens:
             raise DatasetError(
-                f"{self.source.format}: expected {self.num_tokens} tokens, as it says, got {digest.num_tokens}. "
+                f"{self.source.format}: expected {self.source.num_tokens} tokens, as it says, got {digest.num_tokens}. "
                 "Fetch it again."
             )
         if self.closed and after_end:
@@ -152,16 +145,12 @@ class TokenStream:
         self.digest = digest
 
     def _pieces(self) -> Iterator[TokenPart]:
-        remaining = self.num_tokens
         for part in self.source.parts():
             first = start = 0
             while start < len(part.tokens) or first < len(part.document_ends):
-                stop = min(len(part.tokens), start + MAX_TOKENS, start + remaining)
+                stop = min(len(part.tokens), start + MAX_TOKENS)
                 last = int(np.searchsorted(part.document_ends, np.uint64(stop), "right"))
                 yield TokenPart(part.tokens[start:stop], part.document_ends[first:last] - np.uint64(start))
-                remaining -= stop - start
-                if not remaining and stop < len(part.tokens):
-                    return
                 start, first = stop, last
 
     def _ends_of(self, piece: TokenPart, before: int) -> NDArray[np.uint64]:
@@ -196,7 +185,6 @@ def build_stream(
     boundaries: Literal["keep", "rows", "none"],
     *,
     signed: bool = False,
-    sample_tokens: int = 1,
 ) -> TokenStream:
     """Resolve how a source is written.
 
@@ -204,17 +192,10 @@ def build_stream(
         boundaries: `keep` those of the source; `rows` where the format needs every token in a document; `none` where
             it has none.
         signed: Whether U32 is written as signed numbers.
-        sample_tokens: Only a multiple of so many tokens is written.
     """
     dtype = options.dtype or source.dtype
     max_id = (1 << 16) - 1 if dtype == "U16" else (1 << 31) - 1 if signed else (1 << 32) - 1
-    notes = []
-    num_tokens = source.num_tokens // sample_tokens * sample_tokens
-    if num_tokens < source.num_tokens:
-        notes.append(
-            f"the last {source.num_tokens - num_tokens} tokens are no whole sample of {sample_tokens}: they were left "
-            "out"
-        )
+    notes: list[str] = []
     documents: Documents = "none"
     if boundaries != "none":
         if boundaries == "rows" and options.seq_len:
@@ -230,7 +211,7 @@ def build_stream(
             )
     if source.num_documents and documents in ("none", "samples"):
         notes.append(f"the ends of {source.num_documents} documents are not in what was written")
-    return TokenStream(source, dtype, documents, num_tokens, boundaries == "rows", max_id, options, notes)
+    return TokenStream(source, dtype, documents, boundaries == "rows", max_id, options, notes)
 
 
 def slices_of(stream: TokenStream, slice_bytes: int) -> Iterator[TokenPart]:
@@ -251,21 +232,6 @@ def slices_of(stream: TokenStream, slice_bytes: int) -> Iterator[TokenPart]:
         pending, count = ([rest], len(rest.tokens)) if len(rest.tokens) else ([], 0)
 
 
-def shards_of(stream: TokenStream, max_bytes: int, record_bytes: int) -> Iterator[list[NDArray[Any]]]:
-    """Yield the documents in groups of at most `max_bytes`, with `record_bytes` for each, or of one larger document."""
-    group: list[NDArray[Any]] = []
-    size = 0
-    for document in documents(stream.parts()):
-        added = document.nbytes + record_bytes
-        if group and size + added > max_bytes:
-            yield group
-            group, size = [], 0
-        group.append(document)
-        size += added
-    if group:
-        yield group
-
-
 def _joined(parts: list[TokenPart]) -> TokenPart:
     if len(parts) == 1:
         return parts[0]
@@ -275,7 +241,6 @@ def _joined(parts: list[TokenPart]) -> TokenPart:
 
 
 def _cut(part: TokenPart, size: int, itemsize: int, slice_bytes: int) -> tuple[TokenPart, TokenPart]:
-    """The first slice of a part, and the rest."""
     stop = min(size, len(part.tokens))
     if len(part.tokens):
         stop = next_cut(part.document_ends, 0, 0, len(part.tokens), itemsize, slice_bytes)[0]

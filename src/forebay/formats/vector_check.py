@@ -84,7 +84,6 @@ def _find_in_llmc(report: Report, memory: Bytes8) -> _Extent:
 
 
 def _stop_of(report: Report, memory: Bytes8, expected: int) -> int:
-    """Where the tokens end that a header announces."""
     if len(memory) != expected:
         fault = "truncated" if len(memory) < expected else "appended"
         evidence = f"expected {expected} bytes, as its header says, got {len(memory)}"
@@ -93,11 +92,11 @@ def _stop_of(report: Report, memory: Bytes8, expected: int) -> int:
 
 
 def _find_in_raw(report: Report, memory: Bytes8) -> _Extent:
-    given = report.options.dtype
+    expected = report.options.dtype
     head = memory[: min(len(memory), _HEAD_BYTES) & ~7]
-    other = other_dtype(head.view(given or "<u2"))
-    dtype = given or np.dtype("<" + other[1:] if other and other != ">u2" else "<u2")
-    report.metadata["dtype"] = f"{dtype} ({'given' if given else 'guessed'})"
+    other = other_dtype(head.view(expected or "<u2"))
+    dtype = expected or np.dtype("<" + other[1:] if other and other != ">u2" else "<u2")
+    report.metadata["dtype"] = f"{dtype} ({'given' if expected else 'guessed'})"
     if not len(memory):
         report.add_finding("empty", "byte 0", "expected tokens, got no byte")
     elif report.path.suffix == ".npy":
@@ -106,14 +105,13 @@ def _find_in_raw(report: Report, memory: Bytes8) -> _Extent:
     if other.startswith(">"):
         evidence = "with the bytes of each swapped most ids are small, as in text: the file is big endian"
         report.add_finding("byte-order", "every token", evidence)
-    elif other and given is not None:
-        evidence = f"the halves of the numbers are not those of {given}. The tokens are {np.dtype(other)}"
+    elif other and expected is not None:
+        evidence = f"the halves of the numbers are not those of {expected}. The tokens are {np.dtype(other)}"
         report.add_finding("wrong-dtype", "every token", evidence)
     return 0, len(memory), dtype
 
 
 def _check_windows(report: Report, tokens: NDArray[Any]) -> None:
-    """Add all tokens, or windows at even distances with the first and the last."""
     step = _WINDOW_BYTES // tokens.itemsize
     starts = np.arange(0, len(tokens), step)
     if len(starts) > 2 and report.is_enough(tokens.nbytes):
@@ -121,9 +119,9 @@ def _check_windows(report: Report, tokens: NDArray[Any]) -> None:
         starts = starts[np.unique(np.linspace(0, len(starts) - 1, chosen).astype(np.int64))]
     for start in starts.tolist():
         window = tokens[start : start + step]
-        if (at := np.ascontiguousarray(window).tobytes().find(vectors.NPY_MAGIC)) >= 0:
+        if (offset := np.ascontiguousarray(window).tobytes().find(vectors.NPY_MAGIC)) >= 0:
             evidence = "expected tokens, got NumPy's header: a .npy file was appended as raw tokens"
-            report.add_finding("header-as-tokens", f"token {start + at // tokens.itemsize}", evidence)
+            report.add_finding("header-as-tokens", f"token {start + offset // tokens.itemsize}", evidence)
         report.add_tokens(report.path.name, start, window)
         report.read_bytes += window.nbytes
 

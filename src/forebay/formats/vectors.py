@@ -278,7 +278,6 @@ def _npy(path: Path, num_bytes: int | None = None) -> Vector:
 
 
 def _sample_tokens(vector: Vector, ids: Vector | None) -> int | None:
-    """Tokens of a sample, from the two counts."""
     if ids is None:
         return None
     if not ids.count or vector.count % ids.count or not vector.count:

@@ -234,7 +234,6 @@ def _array_column(values: list[Any], field: pa.Field, location: str) -> pa.Array
 
 
 def _batches(paths: Sequence[Path]) -> Iterator[tuple[str, Rows, int]]:
-    """The location of the first sample, rows, bytes."""
     for path in paths:
         samples = _samples(path)
         for batch in batched(samples, lambda sample: sample[2], BATCH_BYTES, BATCH_ROWS):

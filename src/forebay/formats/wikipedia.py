@@ -4,8 +4,8 @@ Hides: XML, revisions, namespaces and redirects. One revision of one page is in 
 `max_document_bytes` and 1 MiB. Each page is parsed alone, so that damage costs a page. Entities are not expanded:
 dumps have none.
 
-Options: `namespaces` (default `[0]`; `[]` is all), `redirects` (default false: they are no documents).
-A page of several revisions is its last one.
+Option: `namespaces` (default `[0]`; `[]` is all). A page of several revisions is its last one; redirects are no
+documents.
 """
 
 import re
@@ -16,10 +16,10 @@ from typing import BinaryIO
 from urllib.parse import quote
 from xml.parsers import expat
 
-from forebay.errors import CorruptInputError
+from forebay.errors import CorruptInputError, UsageError
 from forebay.formats.base import Format
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, open_input
-from forebay.formats.records import Record, integers_of
+from forebay.formats.records import Record
 from forebay.formats.text import split_bytes
 from forebay.formats.wikitext import FILES_AND_CATEGORIES, to_text
 
@@ -76,7 +76,9 @@ class Wikipedia(Format):
         return split_bytes(file)
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
-        numbers = integers_of(options, "namespaces", [0], "Write namespaces = [0] for articles.")
+        numbers = options.options.get("namespaces", [0])
+        if not isinstance(numbers, list) or not all(isinstance(number, int) for number in numbers):
+            raise UsageError(f"namespaces: expected a list of numbers, got {numbers!r}. Write [0] for articles.")
         namespaces = frozenset(map(str, numbers))
         pages = (page for file in split.files for page in _read_file(file, split, options, namespaces))
         yield from (replace(page, index=index) for index, page in enumerate(pages) if page is not None)
@@ -85,7 +87,6 @@ class Wikipedia(Format):
 def _read_file(
     file: InputFile, split: InputSplit, options: ReadOptions, namespaces: frozenset[str]
 ) -> Iterator[Record | None]:
-    """A record for each document or damage, None for a page that is no document."""
     site = _Site()
     with open_input(file, options) as stream:
         if split.start:
@@ -178,8 +179,7 @@ def _document(page: _Page, site: _Site, options: ReadOptions, namespaces: frozen
     if page.too_large or len(source) > options.max_document_bytes:
         problem = f"a page of more than max_document_bytes = {options.max_document_bytes}"
         return Record(0, name.strip(), source[:512], site.url(title), problem=problem, location=location)
-    redirect = "redirect" in fields or _REDIRECT.match(source)
-    if redirect and not options.options.get("redirects", False):
+    if "redirect" in fields or _REDIRECT.match(source):
         return None
     plain = to_text(source, site.dropped)
     return Record(0, name.strip(), f"{title}\n\n{plain}", site.url(title), location=location) if plain else None

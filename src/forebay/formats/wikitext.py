@@ -1,19 +1,17 @@
-"""Wikitext to plain text, in one pass.
+"""Wikitext to plain text.
 
 Hides MediaWiki's markup. Templates, tables, references, files and categories are left out (a few templates that only
 dress up their text keep it); links keep what a reader sees; headings with nothing below them go. What is opened and
-never closed loses its markers and keeps its text, as MediaWiki shows it. Nesting deeper than `MAX_DEPTH` is not
-followed, which is what makes any input linear.
+never closed loses its markers and keeps its text, as MediaWiki shows it.
 
-Our own scanner and not mwparserfromhell: as many words as that one finds (see docs/explanation/decisions/0004), about
-ten times as fast, and linear on hostile text.
+The innermost links, templates and tables are replaced until nothing changes, at most `MAX_DEPTH` times. No expression
+looks past the next bracket of its kind, so that each pass is linear in any input. Not mwparserfromhell: it finds as
+many words, takes longer, and is not linear on hostile text.
 """
 
 import html
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import pairwise
 
 
 def _words(text: str) -> frozenset[str]:
@@ -21,51 +19,41 @@ def _words(text: str) -> frozenset[str]:
 
 
 MAX_DEPTH = 40
-"""Our choice: what is opened deeper is text. It bounds what a closing marker costs, and with that the whole."""
+"""What is nested deeper is text."""
 FILES_AND_CATEGORIES = _words(
     "file image media category datei bild kategorie fichier catégorie archivo imagen categoría immagine categoria "
-    "ficheiro imagem bestand afbeelding plik grafika файл "
-    "изображение категория ファイル 画像 文件 分类 fil kategori"
+    "ficheiro imagem bestand afbeelding plik grafika файл изображение категория ファイル 画像 文件 分类 fil kategori"
 )
-
-# Every branch begins with a literal character, so that re passes over plain text by a table of first characters.
-_TOKEN = re.compile(
-    r"\[\[[^\[\]{}|<>\n:']{0,300}(?:\|[^\[\]{}|<>\n']{0,600})?\]\]"  # a plain link, whole
-    r"|\[\[|\]\]|\]"
-    r"|\[(?:https?:|ftps?:|mailto:|news:|irc:)?//[^\s\[\]<>{}|\"]{0,3000}[ \t]?"
-    r"|\{\{[^{}\[\]<]{0,2000}\}\}(?!\})"  # a plain template, whole
-    r"|\{\{+|\}\}+|\{\||\|\}(?!\}(?!\}))|\|"
-    r"|''+|<!--|</?[A-Za-z][^<>]{0,600}>|__[A-Z]{3,30}__"
+_DROPPED = (
+    "ref|gallery|timeline|score|hiero|templatedata|imagemap|inputbox|graph|mapframe|maplink|section|table|style|script|"
+    "templatestyles|indicator|references|categorytree|dynamicpagelist|rss|includeonly|tr"
 )
+_RAW = "nowiki|math|chem|ce|pre|source|syntaxhighlight"
+_BLOCK = re.compile(rf"<(?:!--|({_DROPPED}|{_RAW})(?![A-Za-z0-9])[^<>]{{0,600}}(?<!/)>)", re.IGNORECASE)
+"""What begins a comment, or an element whose content is left out or kept as it is."""
+_TAG = re.compile(r"</?([A-Za-z][A-Za-z0-9]*)[^<>]{0,600}>")
+_NEW_LINE = frozenset(
+    ("br", "p", "div", "li", "tr", "blockquote", "poem", "ul", "ol", "dl", "dt", "dd", "hr", "center")
+)
+_LINK = re.compile(r"\[\[([^\[\]|\n]{0,500})(\|(?:[^\[\]]|\[(?!\[)|\](?!\]))*+)?\]\]")
+_URL = re.compile(r"\[(?:https?:|ftps?:|mailto:|news:|irc:)?//[^\s\[\]<>{}|\"]{0,3000}[ \t]?([^\[\]]*+)\]")
+_TEMPLATE = re.compile(r"\{\{((?:[^{}]|\{(?!\{)|\}(?!\}))*+)\}\}")
+_TABLE = re.compile(r"(?m)^[ \t:*#]{0,20}\{\|(?:[^{}|]|\{(?!\|)|\|(?!\}))*+\|\}")
+_BRACES = re.compile(r"(?<=\{)(?=\{)|(?<=\})(?=\})")
 _QUOTES = re.compile(r"''+")
-_TAG_NAME = re.compile(r"</?([A-Za-z0-9]+)")
-_DROPPED = _words(
-    "ref gallery timeline score hiero templatedata imagemap inputbox graph mapframe maplink section table style "
-    "script templatestyles indicator references categorytree dynamicpagelist rss includeonly tr"
-)
-_KEPT_RAW = _words("nowiki math chem ce pre source syntaxhighlight")
-_END_TAGS = {name: re.compile(rf"</{name}\s{{0,50}}>", re.IGNORECASE) for name in _DROPPED | _KEPT_RAW}
-_TABLE_BEFORE = re.compile(r"[ \t:*#]{0,20}\{")
-_NEW_LINE = _words("br p div li tr blockquote poem ul ol dl dt dd hr center")
+_STRAY = re.compile(r"\[\[|\]\]|\{\{+|\}\}+|(?<!\{)\|\}|__[A-Z]{3,30}__|\[(?=(?:https?:|ftps?:)?//)")
 _FILE = re.compile(
     r"\.(?:jpe?g|png|svg|gif|tiff?|webp|xcf|pdf|djvu|stl|og[agv]|opus|webm|mpe?g|mp[34]|wav|flac|midi?)$", re.IGNORECASE
 )
 """A file, whatever the language of its namespace."""
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z]{2,10}){0,2}|simple")
-_EMPTY_BRACKETS = re.compile(r" ?[(（][\s,;:/–|]{0,40}[)）]")
-_LEADING_MARKS = re.compile(r"([(（])[\s,;:]{1,40}")
-_TRAILING_MARKS = re.compile(r"(?:[,;][ ]?){1,8}([)）])")
-_BLANKS = re.compile(r"[ \t\u00a0]{2,}")
+_CLEANUPS = (
+    (re.compile(r" ?[(（][\s,;:/–|]{0,40}[)）]"), ""),
+    (re.compile(r"([(（])[\s,;:]{1,40}"), r"\1"),
+    (re.compile(r"(?:[,;][ ]?){1,8}([)）])"), r"\1"),
+    (re.compile(r"[ \t\u00a0]{2,}|\u00a0"), " "),
+)
 _LIST = re.compile(r"[*#:;]+[ \t]*")
-
-
-@dataclass
-class _Open:
-    """Something opened and not closed yet: where its output begins, and where its arguments do."""
-
-    kind: str
-    start: int
-    pipes: list[int] = field(default_factory=list)
 
 
 def _first(arguments: list[str]) -> str:
@@ -77,246 +65,104 @@ def _last(arguments: list[str]) -> str:
 
 
 def _quantity(arguments: list[str]) -> str:
-    if len(arguments) > 3 and arguments[1] in ("-", "–", "to", "and", "x", "by", "or"):
-        return f"{arguments[0]} {arguments[1]} {arguments[2]} {arguments[3]}"
-    return " ".join(arguments[:2])
-
-
-def _nihongo(arguments: list[str]) -> str:
-    native = ", ".join(part for part in arguments[1:3] if part)
-    return f"{_first(arguments)} ({native})" if native else _first(arguments)
-
-
-def _fraction(arguments: list[str]) -> str:
-    if len(arguments) == 3:
-        return f"{arguments[0]} {arguments[1]}/{arguments[2]}"
-    return "/".join(arguments) if len(arguments) == 2 else "1/" + _first(arguments)
+    has_range = len(arguments) > 3 and arguments[1] in ("-", "–", "to", "and", "x", "by", "or")
+    return " ".join(arguments[: 4 if has_range else 2])
 
 
 _TEMPLATES: dict[str, Callable[[list[str]], str]] = {
     **dict.fromkeys(("lang", "transl", "transliteration", "script", "color", "tooltip"), _last),
-    **dict.fromkeys(
-        ("nowrap", "nobr", "small", "big", "abbr", "sic", "quote", "cquote", "blockquote", "bquote"), _first
-    ),
+    **dict.fromkeys(("nowrap", "nobr", "small", "big", "abbr", "sic", "quote", "cquote", "blockquote"), _first),
     **dict.fromkeys(("unicode", "polytonic", "flag", "flagcountry", "sup", "sub", "var", "math", "mvar", "em"), _first),
+    **dict.fromkeys(("nihongo", "nihongo2"), lambda arguments: f"{_first(arguments)} ({', '.join(arguments[1:3])})"),
     **dict.fromkeys(("convert", "cvt"), _quantity),
-    **dict.fromkeys(("nihongo", "nihongo2"), _nihongo),
-    **dict.fromkeys(("frac", "fraction", "sfrac"), _fraction),
+    **dict.fromkeys(("frac", "fraction", "sfrac"), lambda arguments: "/".join(arguments)),
     **dict.fromkeys(("circa", "c."), lambda arguments: f"c. {_first(arguments)}"),
     **dict.fromkeys(("as of", "since"), lambda arguments: f"As of {' '.join(arguments)}"),
     **dict.fromkeys(("ndash", "spaced ndash", "snd", "–"), lambda _: " – "),
     **dict.fromkeys(("mdash", "spaced mdash", "—"), lambda _: " — "),
     **dict.fromkeys(("·", "dot", "•", "bullet"), lambda _: " · "),
+    **dict.fromkeys(("nbsp", "spaces"), lambda _: " "),
     "'": lambda _: "'",
     "'s": lambda _: "'s",
     "=": lambda _: "=",
-    "nbsp": lambda _: " ",
-    "spaces": lambda _: " ",
 }
 
 
-def _show(name: str) -> Callable[[list[str]], str] | None:
-    """What a template by this name shows; None if nothing."""
+def to_text(source: str, dropped_prefixes: frozenset[str] = FILES_AND_CATEGORIES) -> str:
+    """Return the plain text of a page's wikitext: paragraphs, headings and list items, a line each.
+
+    Links to pages with `dropped_prefixes` (in lower case) before the colon are left out.
+    """
+    raw: list[str] = []
+    text = _without_blocks(source, raw)
+    text = _QUOTES.sub(lambda quotes: "'" if len(quotes[0]) == 4 else "'" * (len(quotes[0]) - 5), text)
+    text = _TAG.sub(lambda tag: "\n" if tag[1].lower() in _NEW_LINE else "", text)
+    for _ in range(MAX_DEPTH):
+        before = text
+        text = _LINK.sub(lambda link: _link_text(link, dropped_prefixes), text)
+        text = _URL.sub(r"\1", text)
+        text = _TABLE.sub("", _TEMPLATE.sub(_template_text, text))
+        if text == before:
+            break
+    text = html.unescape(_STRAY.sub("", text))
+    for pattern, replacement in _CLEANUPS:
+        text = pattern.sub(replacement, text)
+    text = _lines(text)
+    return re.sub("\0([0-9]{1,9})\0", lambda number: raw[int(number[1])], text) if raw else text
+
+
+def _without_blocks(source: str, raw: list[str]) -> str:
+    """The source without comments and elements that are left out; what is kept as it is goes to `raw`."""
+    source = source.replace("\0", "")
+    out, offset, unclosed = list[str](), 0, set[str]()
+    while (match := _BLOCK.search(source, offset)) is not None:
+        name = (match[1] or "").lower()
+        out.append(source[offset : match.start()])
+        offset = match.end()
+        end_mark = rf"</{name}\s{{0,50}}>" if name else "-->"
+        # A search for an end that is missing is done once only.
+        end = None if name in unclosed else re.compile(end_mark, re.IGNORECASE).search(source, offset)
+        if end is None:
+            unclosed.add(name)
+            continue
+        if name in _RAW.split("|"):
+            content = source[offset : end.start()]
+            if name in ("math", "chem", "ce"):
+                content = _BRACES.sub(" ", content).strip()  # TeX groups that look like no template.
+                content = f"${content}$"
+            raw.append(content)
+            out.append(f"\0{len(raw) - 1}\0")
+        offset = end.end()
+    return "".join([*out, source[offset:]])
+
+
+def _link_text(link: re.Match[str], dropped_prefixes: frozenset[str]) -> str:
+    target, label = link[1].strip(), (link[2] or "")[1:]
+    prefix, colon, _ = target.partition(":")
+    if target.startswith(":"):
+        target = target[1:]
+    elif colon:
+        is_language = link[2] is None and _LANGUAGE.fullmatch(prefix)
+        if is_language or prefix.strip().lower() in dropped_prefixes or _FILE.search(target):
+            return ""
+    return label if label.strip() else target
+
+
+def _template_text(template: re.Match[str]) -> str:
+    name, *parts = template[1].split("|")
     name = name.strip().lower().replace("_", " ")
-    return _TEMPLATES.get(name) or (_last if name.startswith("lang-") else None)
-
-
-def _arguments(parts: list[str]) -> list[str]:
-    """The arguments of a template that are text: those without a name, or with one that stands for a place."""
+    show = _TEMPLATES.get(name) or (_last if name.startswith("lang-") else None)
+    if show is None:
+        return ""
     arguments = []
     for part in parts:
         key, equals, value = part.partition("=")
-        if not equals:
-            arguments.append(part.strip())
-        elif key.strip() in ("1", "2", "3", "text", "quote"):
-            arguments.append(value.strip())
-    return arguments
-
-
-class _Scan:
-    """One pass over a page's wikitext."""
-
-    def __init__(self, source: str, dropped_prefixes: frozenset[str]) -> None:
-        self._source = source
-        self._prefixes = dropped_prefixes
-        self._out: list[str] = []
-        self._stack: list[_Open] = []
-        self._unclosed: set[str] = set()
-
-    def text(self) -> str:
-        """Return the text of the page."""
-        source, offset = self._source, 0
-        out, stack, search = self._out, self._stack, _TOKEN.search
-        match = search(source)
-        while match is not None:
-            start = match.start()
-            if start > offset:
-                out.append(source[offset:start])
-            offset = match.end()
-            token = match[0]
-            if token == "|":
-                if stack:
-                    stack[-1].pipes.append(len(out))
-                out.append("|")
-            elif token[0] == "'":
-                out.append("'" if len(token) == 4 else "'" * (len(token) - 5))
-            elif token[0] == "<":
-                offset = self._past("-->", offset) if token == "<!--" else self._tag(token, offset)
-            elif token[0] in "[]":
-                self._brackets(token)
-            elif token[0] in "{}|":
-                self._braces(token, start)
-            match = search(source, offset)
-        out.append(source[offset:])
-        return "".join(out)
-
-    def _brackets(self, token: str) -> None:
-        if token == "[[":
-            self._open("link")
-        elif token == "]]":
-            self._close_link()
-        elif token == "]":
-            if self._stack and self._stack[-1].kind == "url":
-                self._stack.pop()
-            else:
-                self._out.append("]")
-        elif token[1] != "[":
-            self._open("url")
-        else:
-            target, pipe, label = token[2:-2].partition("|")
-            shown = self._shown(target.strip(), bool(pipe))
-            if shown is not None:
-                self._out.append(label if label.strip() else shown)
-
-    def _braces(self, token: str, start: int) -> None:
-        if token == "{|":
-            if _TABLE_BEFORE.match(self._source, self._source.rfind("\n", max(0, start - 20), start) + 1, start + 1):
-                self._open("table")
-                self._out.append("{|")  # one that is never closed loses this line
-        elif token == "|}":
-            if (opened := self._pop("table")) is not None:
-                del self._out[opened.start :]
-        elif token[0] == "}":
-            self._close_templates(len(token) // 2)
-        elif token[-1] == "}":
-            parts = token[2:-2].split("|")
-            show = _show(parts[0])
-            if show is not None:
-                self._out.append(_QUOTES.sub("", show(_arguments(parts[1:]))))
-        else:
-            for _ in range(min(len(token) // 2, MAX_DEPTH + 1)):
-                self._open("template")
-
-    def _open(self, kind: str) -> None:
-        if len(self._stack) < MAX_DEPTH:
-            self._stack.append(_Open(kind, len(self._out)))
-
-    def _pop(self, kind: str) -> _Open | None:
-        """The innermost open thing of a kind; what was opened within it and not closed is text."""
-        for index in range(len(self._stack) - 1, -1, -1):
-            if self._stack[index].kind == kind:
-                opened = self._stack[index]
-                del self._stack[index:]
-                return opened
-        return None
-
-    def _past(self, mark: str, offset: int) -> int:
-        """Past the next mark; where we are if there is none, which is looked for once only."""
-        if mark in self._unclosed:
-            return offset
-        end = self._source.find(mark, offset)
-        if end < 0:
-            self._unclosed.add(mark)
-            return offset
-        return end + len(mark)
-
-    def _tag(self, tag: str, offset: int) -> int:
-        match = _TAG_NAME.match(tag)
-        name = match[1].lower() if match else ""
-        if name in _NEW_LINE:
-            self._out.append("\n")
-        raw = name in _KEPT_RAW
-        if tag.endswith("/>") or tag.startswith("</") or not (raw or name in _DROPPED) or name in self._unclosed:
-            return offset
-        end = _END_TAGS[name].search(self._source, offset)
-        if end is None:
-            self._unclosed.add(name)
-            return offset
-        if raw:
-            text = self._source[offset : end.start()]
-            if name in ("math", "chem", "ce"):  # TeX groups read the same with a blank, and look like no template
-                for braces in ("}}", "}}", "{{", "{{"):  # twice, for three in a row
-                    text = text.replace(braces, " ".join(braces))
-                text = f"${text.strip()}$"
-            self._out.append(text)
-        return end.end()
-
-    def _close_templates(self, count: int) -> None:
-        for _ in range(min(count, MAX_DEPTH + 1)):
-            opened = self._pop("template")
-            if opened is None:
-                return
-            text = self._template(opened)
-            del self._out[opened.start :]
-            if text:
-                self._out.append(text)
-
-    def _template(self, opened: _Open) -> str:
-        first = opened.pipes[0] if opened.pipes else len(self._out)
-        show = _show("".join(self._out[opened.start : first][:3]))
-        if show is None:
-            return ""
-        bounds = [*opened.pipes, len(self._out)]
-        return show(_arguments(["".join(self._out[start + 1 : stop]) for start, stop in pairwise(bounds)]))
-
-    def _close_link(self) -> None:
-        if self._stack and self._stack[-1].kind == "url" and not any(o.kind == "link" for o in self._stack):
-            self._stack.pop()
-            return
-        opened = self._pop("link")
-        if opened is None:
-            return
-        first = opened.pipes[0] if opened.pipes else len(self._out)
-        target = "".join(self._out[opened.start : first])
-        if "\n" in target[:500].strip():
-            return
-        shown = self._shown(target.strip(), bool(opened.pipes))
-        if shown is None:
-            del self._out[opened.start :]
-        elif opened.pipes and any(part.strip() for part in self._out[opened.pipes[0] + 1 :]):
-            del self._out[opened.start : opened.pipes[0] + 1]
-        else:
-            self._out[opened.start :] = [shown]
-
-    def _shown(self, target: str, labelled: bool) -> str | None:
-        """What a link shows if it has no label; None if the link is not part of the text."""
-        if target.startswith(":"):
-            return target[1:]
-        prefix, colon, _ = target.partition(":")
-        if colon and (prefix.strip().lower() in self._prefixes or _FILE.search(target)):
-            return None
-        if colon and not labelled and _LANGUAGE.fullmatch(prefix):
-            return None
-        return target
-
-
-def to_text(source: str, dropped_prefixes: frozenset[str] = FILES_AND_CATEGORIES) -> str:
-    """The plain text of a page's wikitext: paragraphs, headings and list items, a line each.
-
-    Links to pages with `dropped_prefixes` (in lower case) before the colon are left out.
-    Cost: linear in `len(source)` for any input; about 17 MB a CPU second on articles.
-    """
-    text = _Scan(source, dropped_prefixes).text()
-    if "&" in text:
-        text = html.unescape(text)
-    text = _EMPTY_BRACKETS.sub("", text)
-    text = _LEADING_MARKS.sub(r"\1", text)
-    text = _TRAILING_MARKS.sub(r"\1", text)
-    return _lines(_BLANKS.sub(" ", text).replace("\u00a0", " "))
+        if not equals or key.strip() in ("1", "2", "3", "text", "quote"):
+            arguments.append((value if equals else part).strip())
+    return show(arguments)
 
 
 def _lines(text: str) -> str:
-    """Headings without their signs and not without text below them; list items; no table rows left over."""
     result: list[str] = []
     headings: list[tuple[int, str]] = []
     for line in text.split("\n"):

@@ -44,7 +44,6 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 @functools.cache
 def _directory() -> str:
-    """Where compiled functions are kept; "" if nowhere."""
     name = f"kernels-{_hash_of_sources()}"
     for parent in _parents():
         directory = parent / name

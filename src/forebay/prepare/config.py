@@ -7,13 +7,16 @@ that stage twice.
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import json
+import operator
 import re
 import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,10 +24,9 @@ from typing import Annotated, Any
 from forebay.errors import ForebayError, UsageError, install_command
 from forebay.plugins import load_plugin, plugins
 from forebay.prepare.dedup.methods import KINDS, Dedup, Method
-from forebay.prepare.documents import Stage
+from forebay.prepare.documents import Stage, Subsets
 from forebay.prepare.recipe import GROUPS, STAGES, Recipe, plain
 from forebay.prepare.settings import field_types, fit
-from forebay.prepare.subsets import Subsets
 from forebay.toml import decode, parse_toml
 from forebay.units import parse_size
 
@@ -133,22 +135,14 @@ def merge(below: Any, above: Any) -> Any:
     return above
 
 
-def _location(layers: Sequence[Layer], path: Keys) -> str:
+def _location(layers: Sequence[tuple[str, Any]], path: Any) -> str:
     """`file: ` of the setting of the last layer, or of the nearest table around it; "" on the command line."""
     for length in range(len(path), 0, -1):
         for file, tables in reversed(layers):
-            if _contains(tables, path[:length]):
+            with suppress(KeyError, IndexError, TypeError):
+                functools.reduce(operator.getitem, path[:length], tables)
                 return f"{file}: " if file else ""
     return ""
-
-
-def _contains(tables: Any, path: Keys) -> bool:
-    try:
-        for key in path:
-            tables = tables[key]
-    except (KeyError, IndexError, TypeError):
-        return False
-    return True
 
 
 def _build_recipe(layers: Sequence[Layer], base: Recipe, allow_code: bool) -> Recipe:
@@ -212,7 +206,6 @@ def _own_methods(table: Any, base: Dedup, allow_code: bool) -> tuple[Any, tuple[
 
 
 def _subsets(table: Any) -> Subsets:
-    """`validation = 0.01`."""
     if not isinstance(table, Mapping):
         raise _SettingError(("subsets",), f"expected a table of names and shares, got {table!r}")
     shares = {}
@@ -232,7 +225,7 @@ def _subsets(table: Any) -> Subsets:
 def _check_code(name: str, table: Any, key: str, path: Keys, allowed: bool) -> None:
     """Refuse a setting that names code, unless that is allowed; of a tokenizer only `module:Name` does."""
     value = table.get(key) if isinstance(table, Mapping) else None
-    is_code = value and (key != "tokenizer" or re.fullmatch(r"(?!train:|tiktoken:)[\w.]+:[A-Za-z_][\w.]*", str(value)))
+    is_code = value and (key != "tokenizer" or re.fullmatch(r"(?!train:)[\w.]+:[A-Za-z_][\w.]*", str(value)))
     if is_code and not allowed:
         raise _SettingError(
             (*path, key),

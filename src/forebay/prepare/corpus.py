@@ -156,7 +156,7 @@ def _count_duplicates(result: DedupResult, reasons: Sequence[str], stats: StageS
     count.documents_out, count.bytes_out = result.documents - sum(result.dropped), kept_bytes
     count.dropped.update({reason: n for reason, n in zip(reasons, result.dropped) if n})
     if result.units_cut:
-        count.changed["lines or paragraphs cut"] = result.units_cut
+        count.changed["lines cut"] = result.units_cut
     for size, number in result.sizes:
         stats.add_values(CLUSTER, "read", [size], number)
 
@@ -190,8 +190,7 @@ class _Clusters:
             reader = stack.enter_context(pq.ParquetFile(result.clusters))
             file = stack.enter_context(open_atomic(path))
             self._writer = stack.enter_context(pq.ParquetWriter(file, CLUSTERS))
-            rows = (row for batch in reader.iter_batches(batch_size=1 << 14) for row in batch.to_pylist())
-            self._rows = (row for row in rows if row["part"] >= 0)
+            self._rows = (row for batch in reader.iter_batches(batch_size=1 << 14) for row in batch.to_pylist())
         self._next = next(self._rows, None)
 
     def write(self, split: int, start: int, batch: pa.RecordBatch, id_of: Any) -> None:

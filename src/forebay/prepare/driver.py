@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, remove_stale
-from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit, check_unchanged
+from forebay.formats.inputs import InputFile, InputSplit, check_unchanged
 from forebay.prepare.config import apply_settings, load_recipe
 from forebay.prepare.corpus import Corpus, read_skipped, write_skipped
 from forebay.prepare.dedup.methods import Method
@@ -101,7 +101,7 @@ def prepare_dataset(
         tokenizer: As `[tokenize] tokenizer`, or an object of the protocol `Tokenizer`.
         filters: Stages after those of the recipe: names of stages, of entry points of `forebay.filters`,
             `module:Class`, or objects.
-        dedup: Methods besides those of the recipe: `exact`, `paragraphs`, `lines`, `minhash`, names of entry points of
+        dedup: Methods besides those of the recipe: `exact`, `lines`, `minhash`, names of entry points of
             `forebay.dedup`, `module:Class`, or objects.
         name, slice_bytes, seed: As in the recipe; the name is by default the directory's.
         settings: Nested tables of a recipe: `{"read": {"text_key": "body"}}`.
@@ -125,19 +125,27 @@ def prepare_dataset(
             no document (the report and `skipped.jsonl` are written all the same), or the disk is full.
     """
     out = Path(out)
-    output = _find_output(to)
-    recipe = _complete_recipe(recipe, out, tokenizer, filters, dedup, name, slice_bytes, seed, settings or {})
+    output = next((output for output in OUTPUTS if output.name == to), to)
+    if isinstance(output, str):
+        raise UsageError(f"to: expected one of {', '.join(output.name for output in OUTPUTS)}, got {to!r}.")
+    arguments: dict[str, Any] = {
+        "name": name,
+        "tokenize": {"tokenizer": tokenizer if isinstance(tokenizer, str | None) else tokenizer.name},
+        "slice": {"bytes": slice_bytes, "seed": seed},
+    }
+    recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    recipe = apply_settings(recipe, [settings or {}, arguments], filters, dedup)
+    recipe = recipe if recipe.name else dataclasses.replace(recipe, name=out.resolve().name or "dataset")
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
     if output.needs_tokenizer and not recipe.tokenize.tokenizer:
         raise UsageError(
             "prepare: expected a tokenizer (--tokenizer or [tokenize] tokenizer): a tokenizer.json, a hub name, "
-            "`bytes`, `train:VOCAB` or `tiktoken:NAME`; got none."
+            "`bytes` or `train:VOCAB`; got none."
         )
     output.check(recipe, document_ids)
     if not output.needs_tokenizer:
         tokenizer, recipe = None, recipe.with_tokenizer("bytes")
-    recipe, against = _find_against(recipe)
     own = None if isinstance(tokenizer, str) else tokenizer
     vocab = vocab_to_train(recipe.tokenize.tokenizer) if own is None else None
     loaded = _load_tokenizer(recipe, own) if vocab is None else None
@@ -160,53 +168,13 @@ def prepare_dataset(
         listed = (*sources.files, *(split.files[0] for split, _ in own_splits))
         sources = dataclasses.replace(sources, files=listed)
         run = Run(out, recipe, opened, write_ids, document_ids, on_progress or (lambda progress: None), notify)
-        lineage = _lineage(run, sources, loaded, against)
+        lineage = _lineage(run, sources, loaded)
         existing = _find_existing(run, output, sources, lineage)
         if existing is not None:
             shutil.rmtree(run.work, ignore_errors=True)
             return existing
         write_skipped(run.out, sources.skipped)
         return _run(run, output, sources, own_splits, loaded, vocab or 0, lineage, strict)
-
-
-def _find_output(to: str | Output) -> Output:
-    if not isinstance(to, str):
-        return to
-    for output in OUTPUTS:
-        if output.name == to:
-            return output
-    raise UsageError(f"to: expected one of {', '.join(output.name for output in OUTPUTS)}, got {to!r}.")
-
-
-def _complete_recipe(
-    recipe: Recipe | str | None,
-    out: Path,
-    tokenizer: str | Tokenizer | None,
-    filters: Sequence[str | Stage],
-    dedup: Sequence[str | Method],
-    name: str | None,
-    slice_bytes: int | None,
-    seed: int | None,
-    settings: Mapping[str, Any],
-) -> Recipe:
-    """The recipe with the arguments laid over it."""
-    if not isinstance(recipe, Recipe):
-        recipe = load_recipe(recipe)
-    arguments: dict[str, Any] = {
-        "name": name,
-        "tokenize": {"tokenizer": tokenizer if isinstance(tokenizer, str | None) else tokenizer.name},
-        "slice": {"bytes": slice_bytes, "seed": seed},
-    }
-    recipe = apply_settings(recipe, [settings, arguments], filters, dedup)
-    score, read = recipe.dedup.score, recipe.read
-    if (
-        score
-        and score not in {*RESERVED_COLUMNS, *read.columns}
-        and all(type(stage).__module__.startswith("forebay.") for stage in recipe.stages)
-    ):  # No stage makes it, so it is a field of the input.
-        read = dataclasses.replace(read, columns={**read.columns, score: "number"})
-        recipe = dataclasses.replace(recipe, read=read)
-    return recipe if recipe.name else dataclasses.replace(recipe, name=out.resolve().name or "dataset")
 
 
 def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
@@ -218,27 +186,14 @@ def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
         )
 
 
-def _find_against(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """The recipe with the folders of signatures that it compares against, and a hash of the contents of each."""
-    if not recipe.dedup.against:
-        return recipe, []
-
-    from forebay.prepare.dedup.deduplicate import find_stored
-
-    stored = [find_stored(path, recipe.dedup) for path in recipe.dedup.against]
-    dedup = dataclasses.replace(recipe.dedup, against=tuple(folder for folder, _ in stored))
-    return dataclasses.replace(recipe, dedup=dedup), [sha256 for _, sha256 in stored]
-
-
 def _load_tokenizer(recipe: Recipe, spec: str | Tokenizer | None = None) -> TokenizerFile:
     policy = recipe.tokenize
     return load_tokenizer(spec or policy.tokenizer, eos=policy.eos, bos=policy.bos)
 
 
-def _lineage(run: Run, sources: InputFiles, tokenizer: TokenizerFile | None, against: Sequence[str]) -> dict[str, Any]:
+def _lineage(run: Run, sources: InputFiles, tokenizer: TokenizerFile | None) -> dict[str, Any]:
     recipe = run.recipe.to_json()
     recipe.pop("name")
-    recipe["dedup"]["against"] = list(against)  # contents, not paths
     recipe["tokenize"]["tokenizer"] = tokenizer.description if tokenizer else run.recipe.tokenize.tokenizer
     recipe["tokenize"]["sha256"] = tokenizer.sha256 if tokenizer else None
     return {
@@ -333,7 +288,6 @@ def _find_existing(run: Run, output: Output, sources: InputFiles, lineage: dict[
 
 
 def _is_same(run: Run, sources: InputFiles, theirs: Mapping[str, Any], lineage: dict[str, Any]) -> bool:
-    """Whether a lineage is that of this run. Names and sizes are compared before any file is read."""
     ours = [{**entry, "sha256": ""} for entry in lineage["inputs"]]
     if [{**entry, "sha256": ""} for entry in theirs.get("inputs", ())] != ours:
         return False
@@ -351,7 +305,6 @@ def _is_same(run: Run, sources: InputFiles, theirs: Mapping[str, Any], lineage: 
 
 
 def _failed(splits: Sequence[InputSplit], texts: Sequence[TextResult]) -> list[Skipped]:
-    """The files of which nothing could be read, each with the first reason."""
     failed: dict[str, str] = {}
     for split, text in zip(splits, texts):
         for index, reason in text.failed.items():
@@ -479,7 +432,6 @@ def _deduplicated(run: Run, corpus: Corpus) -> DedupResult | None:
 
 
 def _trained(run: Run, texts: Sequence[TextResult], vocab: int) -> TokenizerFile:
-    """The tokenizer trained on a sample of the kept text, by this or an earlier run."""
     seed = run.recipe.slice.seed
     parts = [result.part(str(run.tasks)) for result in texts]
     key = hash_json([vocab, seed, version("tokenizers"), [part.name for part in parts]])

@@ -130,15 +130,13 @@ def train_lm(
 
     Args:
         texts: Documents; each line is a sentence.
-        order: 1 to 8, or fewer if no line has so many words; KenLM as it is usually built reads 2 to 6.
+        order: 2 to 8, or fewer if no line has so many words; KenLM as it is usually built reads 2 to 6.
         vocab_limit: The most frequent words are known, up to this; the others are `<unk>`. At most 2 000 000.
         chunk: Words held in memory at once.
     """
-    for name, value, maximum in (("order", order, 8), ("vocab_limit", vocab_limit, 2_000_000)):
-        if not 1 <= value <= maximum:
-            raise UsageError(f"{name}: expected 1 to {maximum}, got {value}")
-    if chunk < 16:
-        raise UsageError(f"chunk: expected at least 16 words, got {chunk}")
+    for name, value, minimum, maximum in (("order", order, 2, 8), ("vocab_limit", vocab_limit, 1, 2_000_000)):
+        if not minimum <= value <= maximum:
+            raise UsageError(f"{name}: expected {minimum} to {maximum}, got {value}")
     out = Path(out)
     remove_stale(out.parent)
     with temporary_directory(out) as work:
@@ -148,16 +146,11 @@ def train_lm(
         unknown = number_words(work / "hashes", work / "rank1", vocabulary, chunk)
         levels = _levels(work, order, len(vocabulary) + 3, chunk)
         order = len(levels)
-        if order == 1:
-            levels[0].adjusted[:] = _raw_unigrams(work / "rank1", len(vocabulary) + 3, chunk)
         discounts = [_estimate(work, levels, n, chunk) for n in range(1, order + 1)]
         words = ["<unk>", "<s>", "</s>", *(word.decode() for word, _ in vocabulary)]
         ngrams = _write(out, levels, words, chunk)
     share = unknown / max(total, 1)
     return LmSummary(order, lines, total, len(vocabulary), share, ngrams, tuple(discounts))
-
-
-# Counting
 
 
 @dataclass
@@ -188,14 +181,6 @@ def _levels(work: Path, order: int, words: int, chunk: int) -> list[_Level]:
             return _levels(work, n - 1, words, chunk)
         levels.append(level)
     return levels
-
-
-def _raw_unigrams(ids: Path, words: int, chunk: int) -> Ints:
-    total = np.zeros(words, np.int64)
-    for _, part in _parts(np.memmap(ids, np.int64, "r"), chunk):
-        total += np.bincount(part, minlength=words)
-    total[START] = 0
-    return total
 
 
 def _parts(array: NDArray[np.int64], chunk: int) -> Iterator[tuple[int, Ints]]:
@@ -292,9 +277,6 @@ def _merge(runs: list[tuple[Path, int]], keys: Path, counts: Path, chunk: int) -
     return written
 
 
-# Probabilities
-
-
 def _discounts(adjusted: Ints, skip: Callable[[int, int], NDArray[np.bool_]], chunk: int) -> tuple[float, float, float]:
     t = np.zeros(5)
     for start, part in _parts(adjusted, chunk):
@@ -339,9 +321,6 @@ def _estimate(work: Path, levels: list[_Level], n: int, chunk: int) -> tuple[flo
         direct = (counts - steps[np.minimum(counts, 3)]) / totals[prefix]
         level.probability[part] = direct + below.backoff[prefix] * below.probability[level.suffix[part]]
     return numbers_
-
-
-# Writing
 
 
 def _write(out: Path, levels: list[_Level], words: list[str], chunk: int) -> tuple[int, ...]:

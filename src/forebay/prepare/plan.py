@@ -24,7 +24,7 @@ def sampled(splits: list[InputSplit], fraction: float) -> tuple[list[InputSplit]
 
 
 @dataclass(frozen=True)
-class Plan:
+class PreparePlan:
     """What `prepare_dataset` would do."""
 
     inputs: dict[str, tuple[int, int]]
@@ -60,7 +60,7 @@ class Plan:
 
 def plan(
     inputs: Sequence[str | Path], recipe: Recipe, *, workers: int | None = None, follow_links: bool = False
-) -> Plan:
+) -> PreparePlan:
     """The plan of `prepare_dataset` with these arguments."""
     sources = find_inputs(inputs or recipe.inputs, recipe.read, follow_links=follow_links)
     splits, _ = sampled(split_files(sources.files, recipe.read), recipe.sample)
@@ -68,4 +68,4 @@ def plan(
     for source in sources.files:
         files, size = by_format.get(source.format, (0, 0))
         by_format[source.format] = files + 1, size + source.bytes
-    return Plan(by_format, sources.skipped, len(splits), recipe.sample, recipe, workers or cores())
+    return PreparePlan(by_format, sources.skipped, len(splits), recipe.sample, recipe, workers or cores())

@@ -13,10 +13,9 @@ from pydantic import Field
 
 from forebay.formats.inputs import ReadOptions
 from forebay.prepare.dedup.methods import Dedup
-from forebay.prepare.documents import Stage, without_paths
+from forebay.prepare.documents import Stage, Subsets, without_paths
 from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.settings import Positive, Settings, Share
-from forebay.prepare.subsets import Subsets
 from forebay.prepare.tasks.slicing import MIN_SLICE_BYTES
 from forebay.prepare.tokenize.conversations import TEMPLATES, Conversations
 
@@ -46,8 +45,8 @@ class Tokenize(Settings):
     """`[tokenize]`: which tokenizer, and the tokens between documents.
 
     Args:
-        tokenizer: A tokenizer.json, a directory, a hub name, `bytes`, `train:VOCAB`, `tiktoken:NAME`, the name of an
-            entry point of `forebay.tokenizers`, or `module:Name`.
+        tokenizer: A tokenizer.json, a directory, a hub name, `bytes`, `train:VOCAB`, the name of an entry point of
+            `forebay.tokenizers`, or `module:Name`.
         eos, bos: Whether the tokenizer's own end and beginning of text stand after and before each document, or the
             name of the token that does. `auto`: if the vocabulary has one.
     """
@@ -102,11 +101,11 @@ class LanguageModel(Settings):
     """`[lm]`: the model that `--to lm` trains, interpolated modified Kneser-Ney.
 
     Args:
-        order: Words of an n-gram, 1 to 8; KenLM as it is usually built reads 2 to 6.
+        order: Words of an n-gram, 2 to 8; KenLM as it is usually built reads 2 to 6.
         vocab_limit: The most frequent words are in the vocabulary, up to this; the others are `<unk>`.
     """
 
-    order: Annotated[int, Field(ge=1, le=8)] = 3
+    order: Annotated[int, Field(ge=2, le=8)] = 3
     vocab_limit: Annotated[int, Field(ge=1, le=2_000_000)] = 500_000
 
 

@@ -69,7 +69,7 @@ def render_text(report: Report) -> str:
     """The funnel for a terminal of 80 columns, ending in a newline."""
     totals = report.get("totals", {})
     lines = [str(report.get("name") or "dataset")]
-    lines += [f"{label}: {value} {note}" for label, value, note in _totals(report)]
+    lines += [f"{label}: {value} {detail}" for label, value, detail in _totals(report)]
     total = _documents_in(report)
     for kind, label, documents in _funnel(report):
         figures = f"{count(documents):>15} {share(documents, total):>9}" if kind != "wrong" else ""
@@ -170,15 +170,18 @@ def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[
     yield "Funnel", ("Stage and reason", "Documents", "Of all read", "bar"), list(stages)
     for title, data in report.get("histograms", {}).items():
         bins = list(_bins(data))
-        most = max((max(read, kept) for _, read, kept in bins), default=0)
-        rows = [(label, count(read), count(kept), _percent(kept or read, most)) for label, read, kept in bins]
+        max_documents = max((max(read, retained) for _, read, retained in bins), default=0)
+        rows = [
+            (label, count(read), count(retained), _percent(retained or read, max_documents))
+            for label, read, retained in bins
+        ]
         yield f"Distribution: {title}", ("From, to", "Read", "Kept", "bar"), list(rows)
     counts = [(name, n.get("read", 0), n.get("kept", 0)) for name, n in report.get("languages", {}).items()]
     counts.sort(key=lambda row: (-row[1], row[0]))
     if rest := counts[MAX_LANGUAGES:]:
         others = f"{len(rest)} others", sum(row[1] for row in rest), sum(row[2] for row in rest)
         counts = [*counts[:MAX_LANGUAGES], others]
-    languages = [(name, count(read), count(kept), share(kept, read)) for name, read, kept in counts]
+    languages = [(name, count(read), count(retained), share(retained, read)) for name, read, retained in counts]
     yield "Languages", ("Language", "Read", "Kept", "Share"), list(languages)
     rejects = [(r.get("where", ""), r.get("reason", "")) for r in report.get("rejects", [])[:MAX_REJECTS]]
     if (more := report.get("totals", {}).get("malformed", 0) - len(rejects)) > 0 and rejects:
@@ -211,12 +214,11 @@ def _bins(data: Report) -> Iterator[tuple[str, int, int]]:
     step = -(-(stop - filled[0]) // MAX_BINS)
     for first in range(filled[0], stop, step):
         last = min(first + step, stop)
-        read, kept = map(sum, zip(*counts[first:last]))
-        yield f"{short(edges[first])} to {short(edges[last])}", read, kept
+        read, retained = map(sum, zip(*counts[first:last]))
+        yield f"{short(edges[first])} to {short(edges[last])}", read, retained
 
 
 def _samples(report: Report) -> list[tuple[str, list[Report]]]:
-    """The samples by title, those of what was kept first."""
     groups: dict[tuple[str, str], list[Report]] = {}
     for sample in report.get("samples", []):
         groups.setdefault((str(sample.get("stage", "")), str(sample.get("reason", ""))), []).append(sample)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.prepare.engines.base import Engine
@@ -72,16 +72,6 @@ class PrepareResult:
         return {name: getattr(self, name) for name in (*names, *(["subsets"] if self.subsets else []))}
 
 
-class _Counted(Protocol):
-    """The result of a task that reads documents."""
-
-    @property
-    def documents_in(self) -> int: ...
-
-    @property
-    def documents_out(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class Run:
     """One call of `prepare_dataset`."""
@@ -109,11 +99,11 @@ class Run:
         done = itertools.count(1)
         return lambda *_: self.on_progress(Progress(stage, next(done), total, unit))
 
-    def count_documents(self, stage: str, sizes: Sequence[int]) -> Callable[[int, _Counted], None]:
+    def count_documents(self, stage: str, sizes: Sequence[int]) -> Callable[[int, Any], None]:
         """An `on_result` of `map` that reports the bytes of each task, and documents read and kept so far."""
         done = documents = retained = 0
 
-        def add(index: int, result: _Counted) -> None:
+        def add(index: int, result: Any) -> None:
             nonlocal done, documents, retained
             done += sizes[index]
             documents += result.documents_in

@@ -222,7 +222,7 @@ class SchedulerCore:
             self._emit(events.LeaseGranted(job.name, lease_id, *session.key, job.table.epoch, *samples), now)
             for table, holder in session.holders.values():
                 table.stop_waiting(holder)
-            session.add_recent((job.name, samples[0]))
+            session.recent.append((job.name, samples[0]))
             quota.unused_since = now if quota.unused_since is None else quota.unused_since
             grants.append(self._describe(session, job, lease_id, now))
         return grants, 0.0 if len(grants) == request.want else self._wait(session, request.job, now)
@@ -336,8 +336,9 @@ class SchedulerCore:
     def _advance(self, job: SchedulerJob, now: float) -> None:
         if (event := job.due_end()) is not None:
             self._emit(event, now)
-            for aside in [] if job.done else job.still_aside():
-                self._emit(aside, now, is_final=False)
+            for index, reason in [] if job.done else list(job.reasons.items()):
+                for aside in job.set_aside(index, reason):
+                    self._emit(aside, now, is_final=False)
 
     def advance(self, name: str, now: float) -> list[Event]:
         """End a job's epoch if it is due, after a replay."""

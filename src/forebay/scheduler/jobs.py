@@ -98,10 +98,6 @@ class SchedulerJob:
         ranges = table.aside[index] if index in table.aside else table.free.of_slice(index)
         return [events.SliceSetAside(self.name, table.epoch, index, *r[1:], reason) for r in ranges]
 
-    def still_aside(self) -> list[Event]:
-        """Events that set slices aside again in an epoch that has just started."""
-        return [event for index, reason in self.reasons.items() for event in self.set_aside(index, reason)]
-
     def apply(self, event: Event, now: float) -> None:
         """Change the state by an event of this job."""
         table = self.table

@@ -145,12 +145,6 @@ class LeaseHolders:
                 self._finish = [(-other.finish_at, key) for key, other in self.all.items() if other.leases]
                 heapq.heapify(self._finish)
 
-    def update_mean_speed(self, holder: LeaseHolder) -> None:
-        """Take a new measurement of a holder into the mean."""
-        value = holder.speed.value
-        if value is not None:
-            self.mean_speed = value if self.mean_speed is None else 0.98 * self.mean_speed + 0.02 * value
-
     def speed_of(self, holder: LeaseHolder) -> float:
         """Samples a second; the mean of the others where it is unknown; above 0."""
         return max(holder.speed.value or self.mean_speed or 1.0, 1e-9)

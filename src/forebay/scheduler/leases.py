@@ -281,7 +281,9 @@ class LeaseTable:
             holder.speed.add(num_samples, now)
             if not holder.leases:
                 holder.speed.since = None
-            self.holders.update_mean_speed(holder)
+            if (speed := holder.speed.value) is not None:
+                mean = self.holders.mean_speed
+                self.holders.mean_speed = speed if mean is None else 0.98 * mean + 0.02 * speed
             self.holders.update_finish(holder, now)
 
     def _record_unknown(self, worker: str, used: Used) -> None:

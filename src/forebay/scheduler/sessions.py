@@ -43,7 +43,7 @@ class WorkerSession:
     cached: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     holders: dict[str, tuple[LeaseTable, LeaseHolder]] = field(default_factory=dict)
     announced_at: dict[str, float] = field(default_factory=dict)
-    recent: deque[tuple[str, int]] | None = None
+    recent: deque[tuple[str, int]] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
     requested_at: float = 0.0
     silent_until: float = 0.0
     knows_done: bool = False
@@ -61,14 +61,9 @@ class WorkerSession:
 
     def leased(self) -> Iterator[tuple[str, int]]:
         """(job, slice) of its live and recent leases."""
-        yield from self.recent or ()
+        yield from self.recent
         for job, (_, holder) in self.holders.items():
             yield from ((job, lease.slice_index) for lease in holder.leases.values())
-
-    def add_recent(self, lease: tuple[str, int]) -> None:
-        """Remember a lease: (job, slice)."""
-        self.recent = deque(maxlen=_NUM_RECENT) if self.recent is None else self.recent
-        self.recent.append(lease)
 
     def find_job(self, lease_id: str) -> str | None:
         """The job of one of its live leases."""

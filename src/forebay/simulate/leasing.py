@@ -48,7 +48,7 @@ def simulate(settings: Scenario, on_progress: Callable[[float], object] = lambda
     faults = draw(settings, calm_s)
     bound = lease_bound(settings, faults.machines)
     world = _World(settings, faults)
-    world.every(calm_s / 400, lambda: on_progress(world.share_done))
+    world.every(calm_s / 400, lambda: on_progress(1 - max(0, world.num_remaining) / world.num_samples))
     until = _MAX_TIMES * (bound.seconds if bound.seconds < float("inf") else calm_s) + 1000.0
     collects = gc.isenabled()
     gc.disable()  # it would take a quarter of the time and free next to nothing
@@ -145,8 +145,8 @@ class _World:
         self.record = UsageRecord(samples, settings.epochs)
         self.workers: dict[str, Worker] = {}
         self.ended_at: float | None = None
-        self._num_remaining = int(samples.sum()) * settings.epochs
-        self._num_samples = self._num_remaining
+        self.num_remaining = int(samples.sum()) * settings.epochs
+        self.num_samples = self.num_remaining
         self._grants: dict[str, tuple[LeaseGrant, int]] = {}  # by lease id: the grant, and the offset on record
         self._closed: list[Worker] = []
         self._chance = self.net.chance("answers")
@@ -243,15 +243,11 @@ class _World:
             self.record.acknowledged.append(
                 UsedRange(grant.epoch, grant.slice, offset, use.offset, self.clock.now, worker.machine.index)
             )
-            self._num_remaining -= use.offset - offset
-        if self._num_remaining <= 0 and self.ended_at is None:
+            self.num_remaining -= use.offset - offset
+        if self.num_remaining <= 0 and self.ended_at is None:
             self.ended_at = self.clock.now
 
     # Results.
-
-    @property
-    def share_done(self) -> float:
-        return 1 - max(0, self._num_remaining) / self._num_samples
 
     def close(self) -> None:
         """Record as wasted what was used under a lost lease, or by a killed worker, and not acknowledged."""
@@ -280,8 +276,9 @@ class _World:
         workers = [*self._closed, *self.workers.values()]
         lost = sum(use.stop - use.start for use in self.record.wasted if f"worker-{use.worker}" in self.workers)
         banned = self.scheduler.core.swarms[_DATASET].status()["banned"]
+        lived_s = sum(min(self.clock.now, w.machine.dies_at) - w.machine.joins_at for w in workers)
         return {
-            "wait_share": sum(w.state.counts.waited_s for w in workers) / max(1e-9, sum(w.lived_s() for w in workers)),
+            "wait_share": sum(w.state.counts.waited_s for w in workers) / max(1e-9, lived_s),
             "leases_lost": sum(worker.state.counts.lost for worker in workers),
             "wasted_by_living": lost,
             "longest_silence_s": max(worker.silence_s for worker in workers),

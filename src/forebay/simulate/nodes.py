@@ -32,10 +32,6 @@ class SimNode:
     cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
     fetches: set[SimFetch] = field(default_factory=set)  # of other nodes, from this one
 
-    def has_slice(self, index: int) -> bool:
-        """Whether it has a slice."""
-        return self.machine is None or index in self.cache
-
 
 class SimNetwork:
     """The machines, the links between them, and their current faults."""
@@ -146,7 +142,7 @@ class SimFetch:
         lie = source.machine.lie if source.machine is not None else ""
         if self._net.is_cut(source) or self._net.is_cut(self._asker):
             return self._net.clock.call_later(STALL_S, self._skip)
-        if not source.alive or not source.has_slice(self.index) or lie == "refuse":
+        if not source.alive or (source.machine and self.index not in source.cache) or lie == "refuse":
             self._net.counts["refused"] += 1
             return self._skip()
         if lie == "silent":
@@ -155,7 +151,7 @@ class SimFetch:
         self._source = source
         source.fetches.add(self)
         size = float(self._net.settings.slice_bytes) if lie == "wrong" else self._remaining
-        done = (lambda: self._blame("wrong")) if lie == "wrong" else self._arrive
+        done = (lambda: self._blame("wrong")) if lie == "wrong" else lambda: self._end(True)
         self._flow = self._net.links.start(source.link, self._asker.link, size, done)
 
     def _skip(self) -> None:
@@ -171,11 +167,8 @@ class SimFetch:
         self._on_bad(self._providers.pop(self._position).peer_id, kind)
         self._next()
 
-    def _arrive(self) -> None:
-        self._release()
-        self._end(True)
-
     def _end(self, arrived: bool) -> None:
+        self._release()
         if not self.over:
             self.over = True
             self._on_end(arrived)

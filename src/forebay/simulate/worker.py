@@ -63,10 +63,6 @@ class Worker:
         self._timer = 0
         self._act()
 
-    def lived_s(self) -> float:
-        """From its start to its end, or to now."""
-        return min(self.net.clock.now, self.machine.dies_at) - self.machine.joins_at
-
     def die(self) -> None:
         """The process is killed; steps that ended count as used."""
         self._use()

@@ -138,7 +138,6 @@ def check_position(position: Any, sources: int | None = None) -> tuple[int, int,
 
 
 def _expand(name: str | Path) -> Iterator[str | Path]:
-    """The paths that a glob stands for, sorted; all else as it is."""
     text = str(name)
     if "://" in text or not glob.has_magic(text) or Path(text).exists():
         yield name

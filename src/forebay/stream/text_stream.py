@@ -224,7 +224,6 @@ class TextStream:
         return fields
 
     def _batches(self, state: StreamState) -> Generator[tuple[Batch, StreamState], None, None]:
-        """Batches from a state on, each with the state after it."""
         while self._epochs is None or state.epoch < self._epochs:
             documents = self._open(state)
             try:
@@ -287,7 +286,6 @@ class TextStream:
         )
 
     def _fill(self, state: StreamState, documents: Documents, required: int) -> StreamState:
-        """The state with at least so many tokens, or all that remain of the epoch."""
         parts = [state.tokens[state.offset :]]
         num_tokens = len(parts[0])
         while num_tokens < required and (texts := documents.take(self._encoder.next_bytes)):
@@ -305,7 +303,6 @@ class TextStream:
         )
 
     def _batch(self, state: StreamState, count: int) -> Batch:
-        """This rank's part of the next `count` samples."""
         tokens, length = state.tokens[state.offset :], self.seq_len
         rank, world_size = (self.rank, self.world_size) if self.partition == "samples" else (0, 1)
         numbers = np.arange(rank, count, world_size)

@@ -44,11 +44,3 @@ def test_missing_values_and_text_columns(tmp_path: Path, capsys: pytest.CaptureF
     assert code == 2 and "s: string" in err and "--to parquet" in err and "forebay prepare" in err
     code, out, _ = converted(capsys, tmp_path / "mixed.parquet", tmp_path / "a", "--to", "safetensors")
     assert code == 0 and json.loads(out)["notes"] == ["left out, being no numbers: s; --to parquet or jsonl keeps them"]
-
-
-def test_tar_is_a_name_of_webdataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pq.write_table(pa.table({"n": [1, 2]}), tmp_path / "a.parquet")
-    code, out, _ = converted(capsys, tmp_path / "a.parquet", tmp_path / "out", "--to", "tar")
-    assert code == 0 and json.loads(out)["to"] == "webdataset"
-    code, _, err = converted(capsys, tmp_path / "a.parquet", tmp_path / "b", "--to", "zip")
-    assert code == 2 and "tar for webdataset" in err

@@ -105,10 +105,6 @@ def test_small_files_do_not_take_gigabytes(tmp_path: Path, zeros: bytes) -> None
         "bomb.npz": npz,
         "rows.npy": lambda path: path.write_bytes(npy((10, 10**12), "<f8")) and None,
         "array.tar": lambda path: tar(path, [("a.npy", npy((10**11,), "<f8"))]),
-        "packed.tar": lambda path: tar(path, [(f"{i}.txt.zst", zeros) for i in range(4)]),
-        "sample.tar": lambda path: tar(
-            path, [(f"0.{i}.txt.zst", zstandard.compress(bytes(60 << 20))) for i in range(20)]
-        ),
     }
     arguments = []
     for name, make in makes.items():

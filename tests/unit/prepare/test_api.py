@@ -22,7 +22,7 @@ from forebay.formats.detect import detect
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.registry import get_format
 from forebay.prepare.inputs import find_inputs, read_split, split_files
-from forebay.prepare.read.api import Progress, acquire
+from forebay.prepare.read.api import ApiProgress, acquire
 
 PER_PAGE, PAGES = 10, 12
 
@@ -134,7 +134,7 @@ def test_all_faults_at_once(tmp_path: Path, server: Server) -> None:
         7: ["limit"],
         9: ["429", "500"],
     }
-    told: list[Progress] = []
+    told: list[ApiProgress] = []
     path = acquire(spec(tmp_path, server), tmp_path / "out", told.append)
     found = items(path)
     assert [item["id"] for item in found] == [f"t3_{n}" for n in range(PER_PAGE * PAGES)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import subprocess
 import sys
@@ -51,7 +50,7 @@ def http(body: bytes, *headers: bytes) -> bytes:
 PAGE = b"<html><body><p>words</p></body></html>"
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "warc", "tar", "jsonl.gz"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "warc", "jsonl.gz"])
 def test_text_beyond_the_limit_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """One text of 1 MiB, 40 times, in a file of a few KB; the limit is 8 MiB here."""
     monkeypatch.setattr(compression, "MIN_UNPACKED_BYTES", 8 * MIB)
@@ -64,13 +63,6 @@ def test_text_beyond_the_limit_is_left_out(tmp_path: Path, monkeypatch: pytest.M
         write_ipc(path, batch)
     elif kind == "warc":
         path.write_bytes(http(gzip.compress(gzip.compress(text.encode())), b"Content-Encoding: gzip, gzip") * 40)
-    elif kind == "tar":
-        with tarfile.open(path, "w") as archive:
-            for i in range(40):
-                member = tarfile.TarInfo(f"{i}.txt.gz")
-                data = gzip.compress(text.encode())
-                member.size = len(data)
-                archive.addfile(member, io.BytesIO(data))
     else:
         path.write_bytes(gzip.compress((json.dumps({"text": text}) + "\n").encode()) * 40)
     found = records(path, max_unpacked_ratio=20)

@@ -246,16 +246,12 @@ def test_fields_of_the_input_are_columns(tmp_path: Path, monkeypatch: pytest.Mon
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
-    best = {"dedup": {"exact": True, "keep": "best", "score": "score"}}
-    prepare_dataset([path], tmp_path / "best", recipe=load_recipe(settings=best), tokenizer="bytes", workers=1,
-            write_ids=tmp_path / "ids")  # fmt: skip
-    assert (tmp_path / "ids").read_text() == "none9\n"
-    columns = {"read": {"columns": {"meta.licence": "text", "score": "number"}}}
-    recipe = load_recipe(settings=best | columns | {"licensed": {"use": "licensed_stage:Licensed"}}, allow_code=True)
+    columns = {"read": {"columns": {"meta.licence": "text", "score": "number"}}, "dedup": {"exact": True}}
+    recipe = load_recipe(settings=columns | {"licensed": {"use": "licensed_stage:Licensed"}}, allow_code=True)
     prepare_dataset([path], tmp_path / "text", recipe=recipe, to="text", workers=1)
     table = pq.read_table(tmp_path / "text/text/000000.parquet")
     assert table.select(["id", "score", "meta.licence"]).to_pylist() == [
-        {"id": "cc03", "score": 3.0, "meta.licence": "cc0"}
+        {"id": "cc01", "score": 1.0, "meta.licence": "cc0"}
     ]
 
 

@@ -90,8 +90,6 @@ TEXTS = {
     "cp1251": "Привет, как дела? Это текст на русском языке.",
     "shift_jis": "日本語のテキストです。これは試験です。",
     "utf-16": "plain text — and more",
-    "utf-16-le": "plain text without a mark",
-    "utf-16-be": "plain text without a mark",
     "utf-32": "plain text, wide",
 }
 

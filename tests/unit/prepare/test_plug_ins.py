@@ -12,7 +12,7 @@ import pytest
 
 import forebay
 from forebay import plugins
-from forebay.errors import PrepareError, UsageError
+from forebay.errors import UsageError
 from forebay.prepare import PrepareResult, load_recipe
 
 OWN = '''
@@ -160,9 +160,6 @@ def test_a_method_of_deduplication(tmp_path: Path, own: Any, how: str) -> None:
         arguments = {"recipe": load_recipe(settings=settings)}
     result = run(tmp_path, **arguments)
     assert result.dropped == {"same_start": 1} and result.documents_out == 4
-    against = {"dedup": {"against": [str(result.path)]}}
-    with pytest.raises(PrepareError, match="exact_duplicate 5"):
-        run(tmp_path, "again", **arguments, settings=against)
 
 
 @pytest.mark.parametrize("how", ["letters", "my_own:Letters", "object"])

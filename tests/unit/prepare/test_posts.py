@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import zstandard
 
-from forebay.errors import UsageError
 from forebay.formats.base import Format
 from forebay.formats.detect import detect
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
@@ -52,16 +51,14 @@ def posts(tmp_path: Path, *rows: str) -> Path:
 
 def test_real_posts() -> None:
     path = real("stackexchange") / "coffee/Posts.xml"
-    found = read(StackExchange(), path, options={"site": "coffee.stackexchange.com"})
+    found = read(StackExchange(), path)
     rows = [r.attrib for r in ElementTree.parse(path).getroot() if r.get("PostTypeId") in ("1", "2")]
     assert [r.id for r in found] == [r["Id"] for r in rows]
     assert len(found) == 552
     assert not any(r.problem for r in found)
     assert [r.text.startswith(r2["Title"]) for r, r2 in zip(found, rows) if "Title" in r2].count(False) == 0
-    assert (found[0].url, rows[0]["PostTypeId"]) == ("https://coffee.stackexchange.com/q/1", "1")
+    assert rows[0]["PostTypeId"] == "1"
     assert not any("<p>" in r.text for r in found)
-    liked = read(StackExchange(), path, options={"min_score": 10, "post_types": [2]})
-    assert len(liked) == sum(int(r["Score"]) >= 10 and r["PostTypeId"] == "2" for r in rows) > 10
 
 
 def test_posts_and_damage(tmp_path: Path) -> None:
@@ -89,8 +86,6 @@ def test_posts_and_damage(tmp_path: Path) -> None:
     ]
     path.write_bytes(path.read_bytes().replace(b"text", b"\xff\xfe", 1))
     assert "not UTF-8" in read(StackExchange(), path)[0].problem
-    with pytest.raises(UsageError, match="min_score"):
-        read(StackExchange(), path, options={"min_score": "many"})
 
 
 def test_7z_of_real_posts(tmp_path: Path) -> None:
@@ -168,8 +163,6 @@ def test_reddit_dump_with_a_long_window(tmp_path: Path) -> None:
     ]
     problems = [r.problem for r in found if r.problem]
     assert [p[:8] for p in problems] == ["not JSON", "expected", "expected"]
-    liked = read(Reddit(), path, "zst", max_window_bytes=1 << 31, options={"min_score": 4})
-    assert [r.id for r in liked if not r.problem] == ["t1_c4", "x", "y"]
 
 
 def test_they_are_detected() -> None:

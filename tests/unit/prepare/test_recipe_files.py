@@ -25,7 +25,6 @@ from forebay.prepare.config import load_recipe, merge
         ("rows = 3", " rows: expected a table of settings, got 3"),
         ("max_error_rate = 2", " max_error_rate: expected at most 1, got 2"),
         ("dedup = 5", " dedup: expected a table of settings, got 5"),
-        ("[dedup]\nminhash = false\nexact = false\nagainst = ['a']", " dedup.against: expected one of exact"),
         ("length = 3", " length: expected a table of settings, true or false, got 3"),
         ("[subsets]\nvalidation = 0.1\ntest = 1.5", " subsets.test: expected a share between 0 and 1, got 1.5"),
         ("[subsets]\nvalidation = 0.6\ntest = 0.6", " subsets: "),

@@ -12,20 +12,10 @@ from typing import ClassVar
 
 import pyarrow as pa
 
-from forebay.formats.html import HtmlError, html_to_text, parse_html, plain_text
+from forebay.formats.html import HtmlError, parse_html, plain_text
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column
 
-_TAGS = (
-    "nav",
-    "footer",
-    "aside",
-    "noscript",
-    "button",
-    "select",
-    "dialog",
-    "template",
-    "iframe",
-)
+_TAGS = ["nav", "footer", "aside", "noscript", "button", "select", "dialog", "template", "iframe"]
 # The form right below the body may be the page, as ASP.NET has it; so may a header be a post.
 _NOT_THE_PAGE = ("body > * form", "body > header")
 _ROLES = ("navigation", "banner", "contentinfo", "search", "complementary", "dialog", "menu", "menubar")
@@ -50,18 +40,11 @@ more than four times as much?"""
 
 @dataclass(frozen=True)
 class Extract(Stage):
-    """The stage: rows with `html` get their main text; rows without stay as they are.
-
-    Args:
-        min_characters: A page whose main text is shorter is dropped.
-        main_content: Whether menus, headers and footers are left out.
-    """
+    """Rows with `html` get their main text, and are dropped if they have none; other rows stay as they are."""
 
     name: ClassVar[str] = "extract"
     version: ClassVar[int] = 2
     reasons: ClassVar[tuple[str, ...]] = ("no_text", "malformed")
-    min_characters: int = 1
-    main_content: bool = True
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         """The batch with text in place of HTML; counts `extracted`."""
@@ -74,11 +57,11 @@ class Extract(Stage):
         for row, is_html in enumerate(html):
             if is_html:
                 try:
-                    texts[row] = extract_html(texts[row]) if self.main_content else html_to_text(texts[row])
+                    texts[row] = extract_html(texts[row])
                 except HtmlError as error:
                     drop[row], texts[row], problems[row] = 1, "", str(error)
                     continue
-                if len(texts[row]) < self.min_characters:
+                if not texts[row]:
                     drop[row] = 0
         batch = replace_column(batch, "text", pa.array(texts, pa.large_string()))
         batch = replace_column(batch, "html", pa.array([False] * batch.num_rows, pa.bool_()))

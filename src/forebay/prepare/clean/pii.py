@@ -32,7 +32,6 @@ from forebay.prepare.clean.pii_scan import (
 from forebay.prepare.clean.spans import splice
 from forebay.prepare.compiled import Ints
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
-from forebay.prepare.settings import check_fields
 
 Kind = Literal["email", "ipv4", "ipv6", "iban", "card", "phone", "key"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -40,14 +39,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 assert tuple(range(6)) == (EMAIL, IPV4, IPV6, IBAN, CARD, PHONE)
 FINEWEB_MASKS = {
     "email": (b"email@example.com", b"firstname.lastname@example.org"),
-    "ipv4": (
-        b"22.214.171.124",
-        b"126.96.36.199",
-        b"188.8.131.52",
-        b"184.108.40.206",
-        b"220.127.116.11",
-        b"18.104.22.168",
-    ),
+    "ipv4": tuple(b"22.214.171.124 126.96.36.199 188.8.131.52 184.108.40.206 220.127.116.11 18.104.22.168".split()),
 }
 """What FineWeb puts in their place, one after the other. Source: datatrove's PIIFormatter, its defaults. It goes round
 over a whole run; here it begins again in each document, so that no document depends on another."""
@@ -103,7 +95,6 @@ class Pii(Stage):
     Args:
         kinds: Which of KINDS.
         style: `mask` puts `<kind>` in its place; `fineweb` what FineWeb does for e-mail and IPv4 addresses.
-        masks: Other text by kind: `{email = "[address removed]"}`.
         public_only: Leave private, loopback, documentation and multicast IP addresses, as FineWeb does.
 
     Source: FineWeb masks e-mail and public IP addresses alone (datatrove's PIIFormatter, its defaults); for that set
@@ -114,20 +105,15 @@ class Pii(Stage):
     version: ClassVar[int] = 2
     kinds: Annotated[tuple[Kind, ...], Field(min_length=1)] = KINDS
     style: Literal["mask", "fineweb"] = "mask"
-    masks: tuple[tuple[Kind, str], ...] = ()
     public_only: bool = True
-
-    def __post_init__(self) -> None:
-        if isinstance(self.masks, dict):  # as a recipe gives it; a stage must be hashable
-            object.__setattr__(self, "masks", tuple(sorted(self.masks.items())))
-        check_fields(self)
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         """The batch with its texts masked, and how many of each kind."""
         column = batch.column("text")
         offsets, _ = text_buffers(column)
         starts, stops, kinds = self.find(column)
-        masks = self._masks()
+        fineweb = FINEWEB_MASKS if self.style == "fineweb" else {}
+        masks = [fineweb.get(kind, (f"<{kind}>".encode(),)) for kind in KINDS]
         first = np.cumsum([0, *map(len, masks)])
         puts = [mask for of_kind in masks for mask in of_kind]
         rows = np.searchsorted(offsets, starts, side="right")
@@ -175,11 +161,6 @@ class Pii(Stage):
         kinds[maybe] = PHONE
         return starts[keep], stops[keep], kinds[keep]
 
-    def _masks(self) -> list[tuple[bytes, ...]]:
-        custom: dict[str, tuple[bytes, ...]] = {kind: (mask.encode(),) for kind, mask in self.masks}
-        usual: dict[str, tuple[bytes, ...]] = {kind: (f"<{kind}>".encode(),) for kind in KINDS}
-        return [{**usual, **(FINEWEB_MASKS if self.style == "fineweb" else {}), **custom}[kind] for kind in KINDS]
-
 
 def _in_turn(numbers: Ints) -> Iterator[int]:
     """As Python's numbers, of which millions together would take hundreds of MB."""
@@ -188,7 +169,6 @@ def _in_turn(numbers: Ints) -> Iterator[int]:
 
 
 def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Those that begin where no earlier one is."""
     apart: list[tuple[int, int]] = []
     for span in sorted(spans):
         if not apart or span[0] >= apart[-1][1]:

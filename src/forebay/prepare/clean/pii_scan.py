@@ -5,11 +5,12 @@ of bytes around it (64 before an `@`, 255 after; 8 groups of digits), so that th
 """
 
 import functools
+import ipaddress
 
 import numpy as np
 
 from forebay.prepare.clean.pii_phone import MAYBE, alnum, can_end, digit, letter, phone
-from forebay.prepare.compiled import Bytes, jit
+from forebay.prepare.compiled import Bytes, Ints, jit
 
 EMAIL, IPV4, IPV6, IBAN, CARD, PHONE, MAYBE_PHONE = range(7)
 PUBLIC_ONLY = 1 << 8
@@ -17,26 +18,12 @@ PUBLIC_ONLY = 1 << 8
 MIN_SPAN_BYTES = 6
 """No span is shorter: `a@b.co`."""
 
-IBAN_COUNTRIES = {
-    15: "NO",
-    16: "BE",
-    18: "DK FI FK FO GL NL SD",
-    19: "MK SI",
-    20: "AT BA EE KZ LT LU MN XK",
-    21: "CH HR LI LV",
-    22: "BG BH CR DE GB GE IE ME RS VA",
-    23: "AE GI IL IQ OM SO TL",
-    24: "AD CZ ES MD PK RO SA SE SK TN VG",
-    25: "LY PT ST",
-    26: "IS TR",
-    27: "BI DJ FR GR IT MC MR SM",
-    28: "AL AZ BY CY DO GT HN HU LB NI PL SV",
-    29: "BR EG PS QA UA",
-    30: "JO KW MU YE",
-    31: "MT SC",
-    32: "LC",
-    33: "RU",
-}
+_IBAN_COUNTRIES = (
+    "15 NO; 16 BE; 18 DK FI FK FO GL NL SD; 19 MK SI; 20 AT BA EE KZ LT LU MN XK; 21 CH HR LI LV; 22 BG BH CR DE "
+    "GB GE IE ME RS VA; 23 AE GI IL IQ OM SO TL; 24 AD CZ ES MD PK RO SA SE SK TN VG; 25 LY PT ST; 26 IS TR; 27 "
+    "BI DJ FR GR IT MC MR SM; 28 AL AZ BY CY DO GT HN HU LB NI PL SV; 29 BR EG PS QA UA; 30 JO KW MU YE; 31 MT "
+    "SC; 32 LC; 33 RU"
+)
 """Countries by length. Source: the IBAN registry of ISO 13616."""
 
 
@@ -44,15 +31,11 @@ IBAN_COUNTRIES = {
 def iban_table() -> Bytes:
     """uint8 [676]: the length by the country's two letters in base 26; 0 for none."""
     table = np.zeros(676, np.uint8)
-    for length, countries in IBAN_COUNTRIES.items():
-        for country in countries.split():
-            table[(ord(country[0]) - 65) * 26 + ord(country[1]) - 65] = length
+    for entry in _IBAN_COUNTRIES.split(";"):
+        length, *countries = entry.split()
+        for country in countries:
+            table[(ord(country[0]) - 65) * 26 + ord(country[1]) - 65] = int(length)
     return table
-
-
-@jit()
-def _one_of(b: int, x: int, y: int, z: int) -> bool:
-    return b in (x, y, z)
 
 
 @jit()
@@ -98,21 +81,26 @@ def _email(data: Bytes, free: int, stop: int, pos: int) -> tuple[int, int]:
     return (start, end) if end > pos else (pos, pos)
 
 
+def _networks(text: str) -> Ints:
+    """int64 [networks, 2]: the leading bits of each network, and by how much the first 32 of an address are shifted."""
+    networks = [ipaddress.ip_network(network) for network in text.split()]
+    return np.array([(int(n[0]) >> (n.max_prefixlen - n.prefixlen), 32 - n.prefixlen) for n in networks], np.int64)
+
+
+_PRIVATE4 = _networks(
+    "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24 "
+    "192.168.0.0/16 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 224.0.0.0/3"
+)
+_PRIVATE6 = _networks("::/16 64::/16 100::/16 2001::/23 2001:db8::/32 fc00::/7 fe80::/9 ff00::/8")
+"""Addresses that are no public hosts. Source: IANA's special-purpose registry (RFC 6890 and its updates)."""
+
+
 @jit()
-def _public4(a: int, b: int, c: int) -> bool:
-    """Whether a.b.c.* may be somebody's. Source: IANA's special-purpose registry (RFC 6890 and its updates)."""
-    if a == 0 or a == 10 or a == 127 or a >= 224:
-        return False
-    if (
-        (a == 100 and 64 <= b < 128)
-        or (a == 169 and b == 254)
-        or (a == 172 and 16 <= b < 32)
-        or (a == 192 and b == 168)
-    ):
-        return False
-    if a == 198 and (b == 18 or b == 19 or (b == 51 and c == 100)):
-        return False
-    return not ((a == 192 and b == 0 and (c == 0 or c == 2)) or (a == 203 and b == 0 and c == 113))
+def _is_private(address: int, networks: Ints) -> bool:
+    for k in range(len(networks)):  # noqa: SIM110 - numba has no generators here
+        if address >> networks[k, 1] == networks[k, 0]:
+            return True
+    return False
 
 
 @jit()
@@ -120,7 +108,7 @@ def _ipv4(data: Bytes, start: int, stop: int, i: int, public: bool) -> int:
     """Where the IPv4 address that begins at i ends, or i."""
     if i > start and (alnum(data[i - 1]) or data[i - 1] == 46 or data[i - 1] == 95):
         return i
-    first, second, third, pos = 0, 0, 0, i
+    address, pos = 0, i
     for octet in range(4):
         value, digits = 0, 0
         while pos < stop and digits < 4 and digit(data[pos]):
@@ -129,9 +117,7 @@ def _ipv4(data: Bytes, start: int, stop: int, i: int, public: bool) -> int:
             digits += 1
         if digits == 0 or digits > 3 or value > 255 or (digits > 1 and data[pos - digits] == 48):
             return i
-        first, second, third = (
-            (value, 0, 0) if octet == 0 else (first, value if octet == 1 else second, value if octet == 2 else third)
-        )
+        address = address << 8 | value
         if octet < 3:
             if pos >= stop or data[pos] != 46:
                 return i
@@ -140,15 +126,7 @@ def _ipv4(data: Bytes, start: int, stop: int, i: int, public: bool) -> int:
         return i
     if pos + 1 < stop and data[pos] == 46 and digit(data[pos + 1]):
         return i
-    return pos if not public or _public4(first, second, third) else i
-
-
-@jit()
-def _public6(first: int, second: int) -> bool:
-    """Whether an IPv6 address that begins with these 16-bit groups may be somebody's. Source: as `_public4`."""
-    if first == 0 or first == 0x64 or first == 0x100 or first & 0xFE00 == 0xFC00 or first >= 0xFE80:
-        return False
-    return not (first == 0x2001 and (second == 0xDB8 or second < 0x200))
+    return i if public and _is_private(address, _PRIVATE4) else pos
 
 
 @jit()
@@ -162,7 +140,7 @@ def _ipv6(data: Bytes, free: int, stop: int, colon: int, public: bool) -> tuple[
         start -= 1
     if colon - start == 0 or colon - start > 4:  # those that begin with :: are loopback, mapped, unspecified
         return colon, colon
-    if start > free and (alnum(data[start - 1]) or _one_of(data[start - 1], 46, 58, 95)):
+    if start > free and (alnum(data[start - 1]) or data[start - 1] in (46, 58, 95)):
         return colon, colon
     pos, end, groups, gap, digits, first, second = start, start, 0, False, False, 0, 0
     while groups < 8:
@@ -192,10 +170,12 @@ def _ipv6(data: Bytes, free: int, stop: int, colon: int, public: bool) -> tuple[
     if end < stop and (
         alnum(data[end])
         or data[end] == 95
-        or (end + 1 < stop and _one_of(data[end], 46, 58, 58) and (alnum(data[end + 1]) or data[end + 1] == 58))
+        or (end + 1 < stop and data[end] in (46, 58) and (alnum(data[end + 1]) or data[end + 1] == 58))
     ):
         return colon, colon
-    return (start, end) if complete and (not public or _public6(first, second)) else (colon, colon)
+    return (
+        (start, end) if complete and not (public and _is_private(first << 16 | second, _PRIVATE6)) else (colon, colon)
+    )
 
 
 @jit()
@@ -255,7 +235,7 @@ def _issued(four: int, two: int, n: int) -> bool:
 @jit()
 def _card(data: Bytes, start: int, stop: int, i: int) -> int:
     """Where the payment card number that begins at i ends, or i: 12 to 19 digits in one, or 4-4-4-4, 4-6-5, 4-6-4."""
-    if i > start and (alnum(data[i - 1]) or data[i - 1] == 43 or _one_of(data[i - 1], 45, 46, 95)):
+    if i > start and (alnum(data[i - 1]) or data[i - 1] == 43 or data[i - 1] in (45, 46, 95)):
         return i
     pos, n, group, groups, shape, sep, four = i, 0, 0, 0, 0, 0, 0
     odd, even = 0, 0  # Luhn's sums with the digits at odd, or even, places doubled

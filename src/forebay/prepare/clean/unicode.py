@@ -28,18 +28,8 @@ ROUNDS = 8
 MAX_MARKS = 30
 """Combining marks that may follow each other. Source: Unicode Standard Annex 15, section 13 (Stream-Safe Text Format).
 No language needs more; sorting a longer run, as normalisation must, takes time that grows with its square."""
-ENCODINGS = (
-    "latin-1",
-    "sloppy-windows-1252",
-    "sloppy-windows-1251",
-    "sloppy-windows-1250",
-    "sloppy-windows-1253",
-    "sloppy-windows-1254",
-    "sloppy-windows-1257",
-    "iso-8859-2",
-    "macroman",
-    "cp437",
-)
+_CODE_PAGES = (1252, 1251, 1250, 1253, 1254, 1257)
+ENCODINGS = ("latin-1", *(f"sloppy-windows-{page}" for page in _CODE_PAGES), "iso-8859-2", "macroman", "cp437")
 """Those that ftfy repairs."""
 COMMON_LEADS = bytes((0xC2, 0xC3, 0xC4, 0xC5, 0xCE, 0xCF, 0xD0, 0xD1, 0xE2, 0xF0))
 """First bytes of UTF-8 for Latin, Greek, Cyrillic, punctuation and emoji: what mojibake is usually made of."""
@@ -116,13 +106,11 @@ def _end_line(data: Bytes, line: int, written: int, count: Ints) -> int:
 
 
 @jit()
-def _invisible(code: int, controls: bool, zero_width: bool, soft_hyphens: bool, bidi: bool) -> int:
+def _invisible(code: int, bidi: bool) -> int:
     """Into which of KINDS a character falls that is to be removed; -1 if it stays."""
-    if controls and (code < 32 or 0x7F <= code < 0xA0):
+    if code < 32 or 0x7F <= code < 0xA0:
         return 0
-    if zero_width and (code == 0x200B or code == 0x2060 or code == 0xFEFF):
-        return 1
-    if soft_hyphens and code == 0xAD:
+    if code == 0xAD or code == 0x200B or code == 0x2060 or code == 0xFEFF:
         return 1
     if bidi and (code == 0x200E or code == 0x200F or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069):
         return 1
@@ -130,9 +118,8 @@ def _invisible(code: int, controls: bool, zero_width: bool, soft_hyphens: bool, 
 
 
 @jit()
-def _tidy(offsets, data, options, marks, out, out_offsets, counts):  # type: ignore[no-untyped-def]
+def _tidy(offsets, data, bidi, max_blank, marks, out, out_offsets, counts):  # type: ignore[no-untyped-def]
     """Writes the rows without what KINDS names; counts int64 [rows, len(KINDS)]."""
-    controls, zero_width, soft_hyphens, bidi, trailing, max_blank = options
     written = 0
     for row in range(len(offsets) - 1):
         i, stop, count = offsets[row], offsets[row + 1], counts[row]
@@ -152,8 +139,7 @@ def _tidy(offsets, data, options, marks, out, out_offsets, counts):  # type: ign
                 if after < stop and data[after] == 10:
                     after += 1
             if code == 10:
-                if trailing:
-                    written = _end_line(out, line, written, count)
+                written = _end_line(out, line, written, count)
                 blanks = blanks + 1 if written == line else 0
                 if max_blank >= 0 and blanks > max_blank:
                     count[5] += 1
@@ -162,7 +148,7 @@ def _tidy(offsets, data, options, marks, out, out_offsets, counts):  # type: ign
                     written += 1
                 line, run, i = written, 0, after
                 continue
-            kind = _invisible(code, controls, zero_width, soft_hyphens, bidi)
+            kind = _invisible(code, bidi)
             if kind < 0 and code < len(marks):
                 run = run + 1 if marks[code] else 0
                 kind = 3 if run > MAX_MARKS else -1
@@ -175,8 +161,7 @@ def _tidy(offsets, data, options, marks, out, out_offsets, counts):  # type: ign
                     out[written] = data[j]
                     written += 1
             i = after
-        if trailing:
-            written = _end_line(out, line, written, count)
+        written = _end_line(out, line, written, count)
         out_offsets[row + 1] = written
 
 
@@ -184,15 +169,14 @@ def _tidy(offsets, data, options, marks, out, out_offsets, counts):  # type: ign
 class Unicode(Stage):
     """Repairs and normalises text, without dropping a document. Applying it again changes nothing.
 
+    Removes control characters (C0, DEL, C1) but newline and tab, U+200B, U+2060, U+FEFF (also the byte order mark),
+    soft hyphens, and spaces and tabs at the ends of lines; line ends CRLF and CR become LF. The joiners U+200C and
+    U+200D stay: Persian, Indic scripts and emoji need them.
+
     Args:
         mojibake: Repair text that was read in the wrong encoding (`schÃ¶n`), line by line, with ftfy.
         form: `NFC`, `NFKC` (which also folds ligatures, full-width letters and superscripts) or `none`.
-        controls: Remove control characters (C0, DEL, C1) but newline and tab. Line ends CRLF and CR become LF always.
-        zero_width: Remove U+200B, U+2060 and U+FEFF (also the byte order mark). The joiners U+200C and U+200D stay:
-            Persian, Indic scripts and emoji need them.
-        soft_hyphens: Remove U+00AD.
         bidi_marks: Remove U+200E, U+200F, U+202A to U+202E, U+2066 to U+2069.
-        trailing_spaces: Remove spaces and tabs at the ends of lines.
         max_blank_lines: How many may follow each other; -1 for any number.
 
     Source: UAX 15 (forms; runs of more than 30 combining marks are cut at 30); Speer 2019 (ftfy).
@@ -203,11 +187,7 @@ class Unicode(Stage):
     version: ClassVar[int] = 2
     mojibake: bool = True
     form: Literal["NFC", "NFKC", "none"] = "NFC"
-    controls: bool = True
-    zero_width: bool = True
-    soft_hyphens: bool = True
     bidi_marks: bool = False
-    trailing_spaces: bool = True
     max_blank_lines: Annotated[int, Field(ge=-1)] = 2
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
@@ -269,8 +249,7 @@ class Unicode(Stage):
         out = np.empty(int(offsets[-1] - offsets[0]), np.uint8)
         out_offsets = np.zeros(len(offsets), np.int64)
         by_row = np.zeros((len(column), len(KINDS)), np.int64)
-        flags = (self.controls, self.zero_width, self.soft_hyphens, self.bidi_marks, self.trailing_spaces)
-        _tidy(offsets, data, (*flags, self.max_blank_lines), _marks(), out, out_offsets, by_row)
+        _tidy(offsets, data, self.bidi_marks, self.max_blank_lines, _marks(), out, out_offsets, by_row)
         sums = by_row.sum(axis=0)
         if not sums.any():
             return column

@@ -34,7 +34,7 @@ _FLAT_BYTES = 64 << 20
 CLUSTERS = pa.schema(
     [
         ("cluster", pa.int64()),  # the kept document's number in the corpus
-        ("part", pa.int32()),  # -1 - i for the i-th of `against`
+        ("part", pa.int32()),  # the number of its split
         ("document", pa.int64()),  # within the part
         ("kept", pa.bool_()),
         ("near", pa.bool_()),  # dropped as a near duplicate, not as an equal of another
@@ -47,7 +47,7 @@ class ComponentsTask:
     """Pairs to `NAME.drop`: a byte for each document of the corpus, KEPT or `code`.
 
     Args:
-        splits: (prefix, documents) in corpus order; the first `against` of them are other datasets' and always stay.
+        splits: (prefix, documents) in corpus order.
         weighted: They have `.weight` files.
         base: An earlier task, the codes of whose `.drop` stay.
         near: The codes of near duplicates.
@@ -58,7 +58,6 @@ class ComponentsTask:
     folder: str
     pairs: tuple[str, ...]
     splits: tuple[tuple[str, int], ...]
-    against: int
     weighted: bool
     code: int
     num_codes: int
@@ -69,7 +68,7 @@ class ComponentsTask:
 
 @dataclass(frozen=True)
 class MarkTask:
-    """Pairs to `NAME.cut`: a byte for each of `rows` lines or paragraphs, 1 if it stood in the corpus before."""
+    """Pairs to `NAME.cut`: a byte for each of `rows` lines, 1 if it stood in the corpus before."""
 
     name: str
     folder: str
@@ -79,7 +78,6 @@ class MarkTask:
 
 @contextmanager
 def _mapped(path: Path, dtype: str, rows: int) -> Iterator[NDArray[Any]]:
-    """A temporary file as an array."""
     temporary = temporary_path(path)
     try:
         with temporary.open("xb") as file:
@@ -164,9 +162,8 @@ def _weights(task: ComponentsTask, rows: int) -> Iterator[NDArray[Any]]:
         return
     with _mapped(Path(task.folder) / f"{task.name}.weights", "<f8", rows) as weights:
         start = 0
-        for index, (prefix, documents) in enumerate(task.splits):
-            own = index >= task.against
-            weights[start : start + documents] = np.fromfile(f"{prefix}.weight", "<f8", documents) if own else np.inf
+        for prefix, documents in task.splits:
+            weights[start : start + documents] = np.fromfile(f"{prefix}.weight", "<f8", documents)
             start += documents
             _release(weights)
         yield weights
@@ -214,8 +211,13 @@ def _write_clusters(task: ComponentsTask, parent: NDArray[Any], out: Path) -> li
                     _release(sizes)
                 codes = read_flags(out.with_suffix(".drop"), start, stop - start)[members - start]
                 split = np.searchsorted(starts, members, side="right") - 1
-                number = np.where(split < task.against, -1 - split, split - task.against).astype(np.int32)
-                columns = [above, number, members - starts[split], codes == RETAINED, np.isin(codes, task.near)]
+                columns = [
+                    above,
+                    split.astype(np.int32),
+                    members - starts[split],
+                    codes == RETAINED,
+                    np.isin(codes, task.near),
+                ]
                 writer.write_table(pa.table(columns, schema=CLUSTERS))
         histogram: Counter[int] = Counter()
         for start in range(0, total, _CHUNK):

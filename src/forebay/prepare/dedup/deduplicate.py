@@ -1,7 +1,7 @@
 """Deduplicate a corpus of signed splits: plan the tasks, map them over an engine, and read the result.
 
 Methods compare documents in order: of a component only the best document goes on to the next method, and the pairs of
-all make the clusters. Lines and paragraphs come last, over the documents that stay. Every task is named by a hash of
+all make the clusters. Lines come last, over the documents that stay. Every task is named by a hash of
 the signatures and settings, and skipped when its file exists; `STEM.result` is written last.
 
 Disk while it runs: 8 bytes a column of keys (224 bytes a document by default) and 8 for the components; what stays is
@@ -11,7 +11,7 @@ a byte a document, one a line, and the clusters.
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError, UsageError
-from forebay.files import atomic_write, open_atomic, remove_stale
-from forebay.prepare.dedup.clusters import RETAINED, ComponentsTask, MarkTask, find_components, mark_units
+from forebay.files import atomic_write, remove_stale
+from forebay.prepare.dedup.clusters import ComponentsTask, MarkTask, find_components, mark_units
 from forebay.prepare.dedup.kernels import cut_texts
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.dedup.pairs import (
@@ -32,7 +32,6 @@ from forebay.prepare.dedup.pairs import (
     SortTask,
     merge_runs,
     read_flags,
-    read_u64,
     sort_run,
 )
 from forebay.prepare.dedup.signer import Signed, read_signed
@@ -40,8 +39,6 @@ from forebay.prepare.documents import text_column
 
 VERSION = 2
 """Changed when the same signatures would give another result, so that old ones are not used."""
-STORED = "signatures"
-"""The prefix of a dataset's own signatures within their folder."""
 _RUN_RECORDS = 1 << 21
 """At most this many records a run: about 1 s of work, so that small corpora use several processes too."""
 _UNITS = Keys("units", 2, 2)
@@ -76,14 +73,14 @@ class Flags:
 
 @dataclass(frozen=True)
 class DedupResult:
-    """The result of a deduplication; numbers are of the splits, without what they were compared against.
+    """The result of a deduplication; numbers are of the corpus.
 
     Args:
         dropped: How many documents each method dropped.
         drop: For each split a byte a document: 0 kept, else 1 + the index of the method in `Dedup.methods`.
-        cut: For each split a byte a line or paragraph that is long enough, 1 to be cut; empty if none are compared.
-        clusters: Parquet: cluster (number of the kept document), part (negative: of `against`), document, kept, near.
-        sizes: How many clusters there are of each size, those with documents of `against` too: [[2, 120], [3, 41]].
+        cut: For each split a byte a line that is long enough, 1 to be cut; empty if none are compared.
+        clusters: Parquet: cluster (number of the kept document), part, document, kept, near.
+        sizes: How many clusters there are of each size: [[2, 120], [3, 41]].
     """
 
     documents: int
@@ -98,12 +95,9 @@ class DedupResult:
 
 @dataclass(frozen=True)
 class _Corpus:
-    """All splits in order, those of `against` first."""
-
     config: Dedup
     splits: tuple[SignedSplit, ...]
     signed: tuple[Signed, ...]
-    against: int
     folder: str
     stem: str
     memory_bytes: int
@@ -128,8 +122,6 @@ def deduplicate(
     A killed call resumes when it is called again. `splits` are in corpus order, signed with the same settings;
     `folder` is of one call at a time; a task may take about `memory_bytes`.
     """
-    if memory_bytes < 1 << 16:
-        raise UsageError(f"memory_bytes: expected at least {1 << 16}, got {memory_bytes}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     corpus = _open(splits, config, folder, memory_bytes)
@@ -145,19 +137,16 @@ def deduplicate(
 
 
 def _open(splits: Sequence[SignedSplit], config: Dedup, folder: Path, memory_bytes: int) -> _Corpus:
-    stored = [str(Path(path) / STORED) for path in config.against]
-    signed = [read_signed(prefix, config, ignore=("weight",)) for prefix in stored]
-    signed += [read_signed(split.prefix, config) for split in splits]
-    every = [SignedSplit(prefix, description.documents) for prefix, description in zip(stored, signed)] + list(splits)
-    for split, description in zip(every, signed):
+    signed = [read_signed(split.prefix, config) for split in splits]
+    for split, description in zip(splits, signed):
         if split.documents != description.documents:
             raise UsageError(
                 f"{split.prefix}: expected {description.documents} documents as signed, got {split.documents}"
             )
-    settings = [VERSION, config.signature(), config.keep, len(stored)]
+    settings = [VERSION, config.signature(), config.keep]
     contents = [[s.sha256, s.documents, s.units] for s in signed]
     stem = "dedup-" + hashlib.sha256(json.dumps([settings, contents]).encode()).hexdigest()[:32]
-    return _Corpus(config, tuple(every), tuple(signed), len(stored), str(folder), stem, memory_bytes)
+    return _Corpus(config, tuple(splits), tuple(signed), str(folder), stem, memory_bytes)
 
 
 def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> dict[str, Any]:
@@ -185,7 +174,6 @@ def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> dict[str, Any
             folder=corpus.folder,
             pairs=tuple(pairs),
             splits=tuple((split.prefix, split.documents) for split in corpus.splits),
-            against=corpus.against,
             weighted=corpus.config.keep != "first",
             code=code,
             num_codes=max(len(methods), 1),
@@ -205,7 +193,6 @@ def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> dict[str, Any
 
 
 def _find_pairs(corpus: _Corpus, keys: Keys, drop: str, step: Step) -> list[str]:
-    """The names of the files of pairs with an equal key."""
     per_row = keys.columns // keys.key_columns
     record = keys.record_bytes * SORT_FACTOR
     limit = max(min(corpus.memory_bytes // record, _RUN_RECORDS) // per_row, 1)
@@ -224,14 +211,13 @@ def _find_pairs(corpus: _Corpus, keys: Keys, drop: str, step: Step) -> list[str]
 
 
 def _row_ranges(corpus: _Corpus, ending: str, limit: int) -> Iterator[tuple[RowRange, ...]]:
-    """Rows of the splits in order, in groups of at most `limit`."""
     group: list[RowRange] = []
     size = base = document = 0
-    for index, (split, rows) in enumerate(zip(corpus.splits, corpus.rows(ending))):
+    for split, rows in zip(corpus.splits, corpus.rows(ending)):
         start = 0
         while start < rows:
             stop = min(rows, start + limit - size)
-            group.append(RowRange(split.prefix, base, start, stop, -1 if index < corpus.against else document))
+            group.append(RowRange(split.prefix, base, start, stop, document))
             size += stop - start
             start = stop
             if size == limit:
@@ -244,10 +230,9 @@ def _row_ranges(corpus: _Corpus, ending: str, limit: int) -> Iterator[tuple[RowR
 
 
 def _count(corpus: _Corpus, ending: str) -> list[int]:
-    """How many bytes of each value the new splits have in a file of flags."""
     rows = corpus.rows(ending)
     counts = np.zeros(max(len(corpus.config.methods), 1) + 1, np.int64)
-    start, stop = sum(rows[: corpus.against]), sum(rows)
+    start, stop = 0, sum(rows)
     while start < stop:
         flags = read_flags(corpus.path(ending), start, min(1 << 20, stop - start))
         counts += np.bincount(flags, minlength=len(counts))
@@ -259,12 +244,12 @@ def _load(corpus: _Corpus, numbers: dict[str, Any]) -> DedupResult:
     def flags(ending: str) -> tuple[Flags, ...]:
         rows = corpus.rows(ending)
         starts = np.cumsum([0, *rows]).tolist()
-        return tuple(Flags(corpus.path(ending), starts[i], rows[i]) for i in range(corpus.against, len(rows)))
+        return tuple(Flags(corpus.path(ending), starts[i], rows[i]) for i in range(len(rows)))
 
     return DedupResult(
         documents=sum(numbers["counts"]),
         dropped=tuple(numbers["counts"][1 : len(corpus.config.methods) + 1]),
-        units=sum(corpus.rows("units")[corpus.against :]),
+        units=sum(corpus.rows("units")),
         units_cut=numbers["units_cut"],
         clusters=corpus.path("parquet"),
         drop=flags("drop"),
@@ -274,7 +259,7 @@ def _load(corpus: _Corpus, numbers: dict[str, Any]) -> DedupResult:
 
 
 class Cutter:
-    """Cuts marked lines or paragraphs out of a split's texts, given in the order in which they were signed. Picklable.
+    """Cuts marked lines out of a split's texts, given in the order in which they were signed. Picklable.
 
     `flags` is `DedupResult.cut` of the split. Documents that are dropped are given too: drop them after this.
     """
@@ -295,66 +280,7 @@ class Cutter:
         self._used += used
         if self._used > len(self._marks):
             raise PrepareError(
-                f"{self._flags.path}: expected the {len(self._marks)} lines or paragraphs that were signed, got more. "
+                f"{self._flags.path}: expected the {len(self._marks)} lines that were signed, got more. "
                 "The documents have changed since: run the task that signed them again."
             )
         return text_column(offsets, data)
-
-
-_CHUNK_ROWS = 1 << 15
-
-
-def store_signatures(splits: Sequence[SignedSplit], result: DedupResult, config: Dedup, folder: Path) -> None:
-    """Write the signatures that later data is compared against: a folder for the `against` of its settings.
-
-    They are of the documents that stayed and of dropped near duplicates, as what is near one of these belongs to the
-    cluster; equal documents have equal signatures. Of lines and paragraphs those that stayed. That is 128 bytes a
-    document by default, and 16 a line.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_stale(folder)
-    settings = {ending: value for ending, value in config.signature().items() if ending != "weight"}
-    digest = hashlib.sha256()
-    documents = units = 0
-    for ending in settings:
-        rows = 0
-        with open_atomic(folder / f"{STORED}.{ending}") as file:
-            for index, split in enumerate(splits):
-                for stored in _stored_rows(split, result, config, index, ending):
-                    file.write(stored.data)
-                    digest.update(stored.data)
-                    rows += len(stored)
-        documents, units = (documents, rows) if ending == "units" else (rows, units)
-    signed = Signed(documents, units, settings, digest.hexdigest())
-    atomic_write(folder / f"{STORED}.signatures", json.dumps(asdict(signed)).encode())
-
-
-def find_stored(path: str, config: Dedup) -> tuple[str, str]:
-    """The folder of signatures at a path or in the dataset there, and a hash of its contents."""
-    for folder in (Path(path), Path(path) / STORED):
-        if (folder / f"{STORED}.signatures").is_file():
-            signed = read_signed(str(folder / STORED), config, ignore=("weight",))
-            return str(folder), hashlib.sha256(json.dumps(asdict(signed)).encode()).hexdigest()
-    raise UsageError(
-        f"dedup.against: expected a dataset that was prepared with deduplication, or its {STORED!r} folder, "
-        f"got {path}, which holds no {STORED}. Check the path; a dataset without them is prepared again, with the same "
-        "[dedup]."
-    )
-
-
-def _stored_rows(
-    split: SignedSplit, result: DedupResult, config: Dedup, index: int, ending: str
-) -> Iterator[NDArray[np.uint64]]:
-    drop = result.drop[index].load()
-    if ending == "units":
-        counts: NDArray[Any] = np.fromfile(f"{split.prefix}.counts", "<u4")
-        keep = np.repeat(drop == RETAINED, counts) & (result.cut[index].load() == 0)
-        width = _UNITS.columns
-    else:
-        keep = np.array([True, *(method.near for method in config.methods)])[drop]
-        width = next(method.columns for method in config.methods if method.name == ending)
-    for start in range(0, len(keep), _CHUNK_ROWS):
-        stop = min(start + _CHUNK_ROWS, len(keep))
-        rows = read_u64(f"{split.prefix}.{ending}", start * width, stop * width).reshape(-1, width)
-        yield np.ascontiguousarray(rows[keep[start:stop]])

@@ -25,8 +25,8 @@ _UNSPACED = (
     (0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF),
 )  # fmt: skip
 """Thai, Lao, Burmese, Khmer, kana and Han are written without spaces: each character is a word."""
-DOCUMENT, PARAGRAPH, LINE = 0, 1, 2
-_UNITS = {"": DOCUMENT, "paragraph": PARAGRAPH, "line": LINE}
+DOCUMENT, LINE = 0, 1
+_UNITS = {"": DOCUMENT, "line": LINE}
 
 
 @lru_cache
@@ -69,7 +69,7 @@ def _word_entry(code: int) -> int:
 def hash_texts(
     texts: pa.LargeStringArray, unit: str, normalise: str, min_characters: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """128 bits of each document (or `line` or `paragraph` of `min_characters` or more) as uint64 [*, 2], and their
+    """128 bits of each document (or `line` of `min_characters` or more) as uint64 [*, 2], and their
     number by document, int64 [rows]."""
     offsets, data = text_buffers(texts)
     rows = len(texts) + (int(np.count_nonzero(data[offsets[0] : offsets[-1]] == 10)) if unit else 0)
@@ -101,7 +101,6 @@ def cut_texts(
 
 
 def _scratch(offsets: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Space for the longest text when normalised: two bytes may become three."""
     return np.empty(2 * int(np.diff(offsets).max(initial=0)) + 16, np.uint8)
 
 
@@ -348,30 +347,11 @@ def hash128(data: Any, n: int) -> Any:
 
 @jit()
 def next_unit(data: Any, i: int, stop: int, unit: int) -> Any:
-    """Where the unit that begins at i ends, and where the next one begins.
-
-    A line ends at a line feed; a paragraph at a line that is empty but for spaces, tabs and carriage returns.
-    """
-    if unit == DOCUMENT:
-        return stop, stop
-    while i < stop:
-        if data[i] != 10:
-            i += 1
-            continue
-        if unit == LINE:
+    """Where the unit that begins at i ends, and where the next one begins. A line ends at a line feed."""
+    while unit == LINE and i < stop:
+        if data[i] == 10:
             return i, i + 1
-        end = i
-        after = i + 1
-        blank = 0
-        j = after
-        while j < stop and (data[j] == 10 or data[j] == 32 or data[j] == 9 or data[j] == 13):
-            if data[j] == 10:
-                blank += 1
-                after = j + 1
-            j += 1
-        if blank:
-            return end, after
-        i = j
+        i += 1
     return stop, stop
 
 

@@ -36,7 +36,7 @@ class Method(Protocol):
     columns: int
     key_columns: int
     near: bool
-    """Whether its copies differ, so that they are not interchangeable when later data is compared with them."""
+    """Whether its copies differ."""
 
     @property
     def settings(self) -> list[Any]:
@@ -107,8 +107,7 @@ class MinHash:
         return (numbers >> np.uint64(32)).astype(np.uint32) | np.uint32(1), numbers.astype(np.uint32)
 
 
-UNITS = ("paragraphs", "lines")
-KINDS = (Exact.name, *UNITS, MinHash.name)
+KINDS = (Exact.name, "lines", MinHash.name)
 """The names of `--dedup`."""
 
 
@@ -118,55 +117,40 @@ class Dedup:
 
     Args:
         exact: Drop whole documents that are equal.
-        paragraphs: Cut paragraphs (between blank lines) that stood in the corpus before. Not together with `lines`,
-            which finds repeated paragraphs too.
         lines: Cut lines that stood in the corpus before.
         minhash: Drop documents that share most of their word n-grams.
         bands, rows: Of the MinHash signature: two documents of Jaccard similarity J meet with chance
             1 - (1 - J^rows)^bands.
         ngram: Words in a shingle.
         seed: Of the hash functions of MinHash.
-        keep: Which document of a cluster stays: the `first` in the corpus, the `longest` in bytes, or the `best` by the
-            column `score`; the first of several equals.
-        score: The column of numbers for `keep = "best"`; a missing one is the worst.
-        normalise: What may differ in equal documents, lines and paragraphs. `none`: nothing. `space`: white space.
-            Empty: nothing in documents, white space in lines and paragraphs.
+        keep: Which document of a cluster stays: the `first` in the corpus, or the `longest` in bytes, the first of
+            several equals.
+        normalise: What may differ in equal documents and lines. `none`: nothing. `space`: white space.
+            Empty: nothing in documents, white space in lines.
             `words`: also case, punctuation and accents. MinHash always compares words.
-        min_characters: A line or paragraph with fewer characters, blanks not counted, is never cut: `}` is no
+        min_characters: A line with fewer characters, blanks not counted, is never cut: `}` is no
             duplicate.
-        against: Other datasets that were prepared with these settings, or their folders of signatures. Their documents
-            come first in the corpus and always stay.
         own: Methods of your own, after the others; in a recipe each is a table `[dedup.NAME]` with a key `use`.
 
     Source: bands, rows and ngram as in FineWeb (Penedo et al. 2024), 3.4.
     """
 
     exact: bool = False
-    paragraphs: bool = False
     lines: bool = False
     minhash: bool = False
     bands: Annotated[int, Field(ge=1, le=1024)] = 14
     rows: Annotated[int, Field(ge=1, le=256)] = 8
     ngram: Annotated[int, Field(ge=1, le=256)] = 5
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1
-    keep: Literal["first", "longest", "best"] = "first"
-    score: str = ""
+    keep: Literal["first", "longest"] = "first"
     normalise: Literal["", "none", "space", "words"] = ""
     min_characters: Positive = 24
-    against: tuple[str, ...] = ()
     own: tuple[Method, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.bands * self.rows > 4096:
             raise UsageError(f"bands: expected at most 4096 hashes in bands x rows, got {self.bands * self.rows}")
-        if (self.keep == "best") != bool(self.score):
-            expected = "the name of a column" if self.keep == "best" else 'none without keep = "best"'
-            raise UsageError(f"score: expected {expected}, got {self.score!r}")
-        if self.lines and self.paragraphs:
-            raise UsageError("lines: expected false where paragraphs is true, got true")
-        if self.against and not self.active:
-            raise UsageError(f"against: expected one of {', '.join(KINDS)} to be true, got none")
         names = [method.name for method in self.methods]
         if len(set(names)) != len(names):
             raise UsageError(f"own: expected methods of different names, got {', '.join(names)}")
@@ -185,11 +169,11 @@ class Dedup:
 
     @property
     def unit(self) -> str:
-        """What is cut out of documents: `line`, `paragraph` or nothing."""
-        return "line" if self.lines else "paragraph" if self.paragraphs else ""
+        """What is cut out of documents: `line` or nothing."""
+        return "line" if self.lines else ""
 
     def normalise_of(self, unit: str) -> str:
-        """What may differ in equal lines or paragraphs, or in documents for the unit ""."""
+        """What may differ in equal lines, or in documents for the unit ""."""
         return self.normalise or ("space" if unit else "none")
 
     def signature(self) -> dict[str, Any]:
@@ -198,7 +182,7 @@ class Dedup:
         if self.unit:
             settings["units"] = [SIGNATURE_VERSION, self.unit, self.normalise_of(self.unit), self.min_characters]
         if self.keep != "first":
-            settings["weight"] = [SIGNATURE_VERSION, self.keep, self.score]
+            settings["weight"] = [SIGNATURE_VERSION, self.keep]
         return settings
 
     def describe(self) -> str:

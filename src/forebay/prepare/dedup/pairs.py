@@ -28,10 +28,9 @@ SORT_FACTOR = 5
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows [start, stop) of a split's signature file: documents, or of `.units` lines or paragraphs.
+    """Rows [start, stop) of a split's signature file: documents, or of `.units` lines.
 
-    `base` is the number in the corpus of the split's row 0, and `document` that of its first document; -1 if none of
-    its documents can have been dropped.
+    `base` is the number in the corpus of the split's row 0, and `document` that of its first document.
     """
 
     prefix: str
@@ -138,20 +137,19 @@ def _records(task: SortTask) -> Iterator[list[U64]]:
     per_row = keys.columns // width
     for rows in task.ranges:
         unit_ends: U64 | None = None
-        if keys.ending == "units" and task.drop and rows.document >= 0:
+        if keys.ending == "units" and task.drop:
             unit_ends = np.cumsum(np.fromfile(f"{rows.prefix}.counts", "<u4"), dtype=np.uint64)
         for start in range(rows.start, rows.stop, _CHUNK_ROWS):
             stop = min(start + _CHUNK_ROWS, rows.stop)
             words = read_u64(f"{rows.prefix}.{keys.ending}", start * keys.columns, stop * keys.columns)
             present = words.reshape(-1, width).any(axis=1)
-            if task.drop and rows.document >= 0:
+            if task.drop:
                 present &= np.repeat(_is_kept(task.drop, rows, start, stop, unit_ends), per_row)
             numbers = np.repeat(np.arange(rows.base + start, rows.base + stop, dtype=np.uint64), per_row)
             yield [*(words[column::width][present] for column in range(width)), numbers[present]]
 
 
 def _is_kept(drop: str, rows: RowRange, start: int, stop: int, unit_ends: U64 | None) -> NDArray[np.bool_]:
-    """Whether the documents of rows [start, stop) are kept."""
     if unit_ends is None:
         return np.asarray(read_flags(drop, rows.document + start, stop - start) == 0)
     if start == stop:

@@ -2,7 +2,7 @@
 
 With a prefix `P`, little-endian, one row a document in the order of the split: `P.NAME` u64 [documents, columns] of
 each method; `P.weight` f64 [documents]: the greatest stays (only if not the first copy does); `P.counts` u32
-[documents] and `P.units` u64 [sum of counts, 2]: the lines or paragraphs that are long enough; `P.signatures`: JSON,
+[documents] and `P.units` u64 [sum of counts, 2]: the lines that are long enough; `P.signatures`: JSON,
 written last. That is 16 + 8 bands bytes a document (128 by default), and 16 a line.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from forebay.errors import PrepareError, UsageError
+from forebay.errors import PrepareError
 from forebay.files import atomic_write, open_atomic
 from forebay.prepare.dedup.kernels import hash_texts
 from forebay.prepare.dedup.methods import Dedup
@@ -29,7 +28,7 @@ from forebay.prepare.dedup.methods import Dedup
 
 @dataclass(frozen=True)
 class Signed:
-    """The contents of `P.signatures`: documents, lines or paragraphs, settings by ending, the files' SHA-256."""
+    """The contents of `P.signatures`: documents, lines, settings by ending, the files' SHA-256."""
 
     documents: int
     units: int
@@ -83,7 +82,7 @@ class Signer:
             self._write("units", hashes)
             self._write("counts", counts.astype("<u4"))
         if config.keep != "first":
-            self._write("weight", _weights(batch, config))
+            self._write("weight", np.asarray(pc.binary_length(batch.column("text")), np.float64))
 
     def _path(self, ending: str) -> Path:
         return self._prefix.with_name(f"{self._prefix.name}.{ending}")
@@ -99,20 +98,7 @@ class Signer:
         self._sha256[ending].update(array.data)
 
 
-def _weights(batch: pa.RecordBatch, config: Dedup) -> NDArray[np.float64]:
-    if config.keep == "longest":
-        return np.asarray(pc.binary_length(batch.column("text")), np.float64)
-    if config.score not in batch.schema.names:
-        raise UsageError(
-            f"score: expected a column {config.score!r} of numbers, got documents without it. "
-            "Name it under [read] columns, or use a stage that makes it"
-        )
-    weights = batch.column(config.score).cast(pa.float64()).to_numpy(zero_copy_only=False).copy()
-    weights[np.isnan(weights)] = -np.inf
-    return np.asarray(weights, np.float64)
-
-
-def read_signed(prefix: str, config: Dedup, ignore: Sequence[str] = ()) -> Signed:
+def read_signed(prefix: str, config: Dedup) -> Signed:
     """The description of the signatures at a prefix; PrepareError unless they were made with these settings."""
     path = Path(f"{prefix}.signatures")
     try:
@@ -121,7 +107,7 @@ def read_signed(prefix: str, config: Dedup, ignore: Sequence[str] = ()) -> Signe
         raise PrepareError(f"{path}: expected finished signatures, got {error}. Sign the documents again.") from error
     for ending, expected in config.signature().items():
         actual = signed.settings.get(ending, "none")
-        if ending not in ignore and actual != expected:
+        if actual != expected:
             raise PrepareError(
                 f"{path}: expected signatures of settings {expected} ({ending}), got {actual}. "
                 "What is compared must be signed alike: use the same [dedup] settings, or sign again."

@@ -5,6 +5,7 @@ A task is tried once. If its worker dies or runs out of memory, it is tried agai
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import traceback
@@ -103,13 +104,6 @@ class Attempts:
             return self._retries.popleft()
         return (self._queue.popleft(), 0) if self._queue else None
 
-    def repeat(self, index: int, scale: int) -> None:
-        """Try again at the same scale: the attempt failed through no fault of the task."""
-        if scale:
-            self._retries.appendleft((index, scale))
-        else:
-            self._queue.appendleft(index)
-
     def died(self, index: int, scale: int, how: str) -> None:
         """Schedule the next smaller scale of a task whose worker died. Raises PrepareError after the last one."""
         name = f"task {index} ({label(self._tasks[index])})"
@@ -164,3 +158,11 @@ def use_one_core() -> None:
     """Keep the libraries of this process from starting threads: each other core has a process of its own."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
+
+
+def resident_bytes(pid: int | Literal["self"] = "self") -> int:
+    """Resident bytes of a process; 0 where the system does not tell."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * mmap.PAGESIZE
+    except (OSError, IndexError):
+        return 0

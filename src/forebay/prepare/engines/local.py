@@ -188,7 +188,6 @@ def _no_interrupt() -> Iterator[None]:
 
 
 def _serve(pipe: Any) -> None:
-    """The main function of a worker: run one attempt after the other until the pipe is closed."""
     _set_up_worker()
     pipe.send(("done", b""))
     while True:
@@ -217,6 +216,5 @@ def _set_up_worker() -> None:
 
 
 def _exit_with(parent: Any) -> None:
-    """Exit when the parent does, also if it was killed."""
     parent.join()
     os._exit(1)

@@ -18,8 +18,6 @@ from forebay.prepare.engines.base import Attempts, Engine, Notify, Outcome, atte
 
 _OBJECT_STORE_BYTES = 80 << 20
 """Of a local cluster; Ray accepts 75 MiB and up, and results are far smaller."""
-_MAX_NODE_LOSSES = 3
-"""How often a task is given to another node because its own went away, which says nothing of the task."""
 _STOP_S = 10.0
 _CPUS_S = 5.0
 """How often the cluster is asked for its number of CPUs, as nodes come and go."""
@@ -49,8 +47,6 @@ class RayEngine(Engine):
         on_message: Notify = lambda message: None,
         address: str | None = None,
     ) -> None:
-        if workers is not None and workers < 1:
-            raise UsageError(f"workers: expected at least 1, got {workers}.")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its new default, which it warns about
         try:
@@ -95,7 +91,6 @@ class RayEngine(Engine):
             raise
 
     def _stop(self, running: Iterable[Any]) -> None:
-        """End the attempts under way, and wait for their end."""
         references = list(running)
         with contextlib.suppress(Exception):  # the cluster may be gone; the first error is the one to report
             for reference in references:
@@ -112,7 +107,6 @@ class RayEngine(Engine):
         running: dict[Any, tuple[int, int]],
     ) -> None:
         function = pickle.dumps(run, pickle.HIGHEST_PROTOCOL)
-        losses: dict[int, int] = {}
         limit, asked_at = 0, -_CPUS_S
         while True:
             if time.monotonic() - asked_at >= _CPUS_S:
@@ -127,31 +121,25 @@ class RayEngine(Engine):
             ready, _ = self._ray.wait(list(running), num_returns=1)
             for reference in ready:
                 index, scale = running.pop(reference)
-                outcome, how, node_lost = self._outcome(reference)
+                outcome, how = self._outcome(reference)
                 if outcome is not None:
                     on_done(index, result_of(outcome))
-                elif node_lost and losses.get(index, 0) < _MAX_NODE_LOSSES:
-                    losses[index] = losses.get(index, 0) + 1
-                    self._on_message(f"task {index} {how}: given to another")
-                    attempts.repeat(index, scale)
                 else:
                     attempts.died(index, scale, how)
 
-    def _outcome(self, reference: Any) -> tuple[Outcome | None, str, bool]:
-        """The outcome of an attempt; or how it died, and whether its node did."""
+    def _outcome(self, reference: Any) -> tuple[Outcome | None, str]:
         errors = self._ray.exceptions
         try:
             outcome: Outcome = self._ray.get(reference)
         except errors.OutOfMemoryError:
-            return None, "was ended by Ray for memory", False
+            return None, "was ended by Ray for memory"
         except errors.WorkerCrashedError:
-            return None, "died with its worker (out of memory?)", False
+            return None, "died with its worker (out of memory?)"
         except (errors.NodeDiedError, errors.ObjectLostError, errors.LocalRayletDiedError) as error:
-            return None, f"lost its node ({type(error).__name__})", True
-        return (None, "ran out of memory", False) if outcome[0] == "memory" else (outcome, "", False)
+            return None, f"lost its node ({type(error).__name__})"
+        return (None, "ran out of memory") if outcome[0] == "memory" else (outcome, "")
 
     def _connect(self) -> None:
-        """Find or start the cluster, once."""
         if self._remote is not None:
             return
         if not self._ray.is_initialized():

@@ -21,12 +21,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from forebay.prepare.engines.base import attempt, result_of, use_one_core
+from forebay.prepare.engines.base import attempt, resident_bytes, result_of, use_one_core
 from forebay.prepare.settings import Positive, Settings
 
 _POLL_S = 0.05
@@ -61,7 +60,7 @@ class Limits(Settings):
         return self.seconds + self.seconds_per_mb * size / 1e6, self.memory_bytes + 32 * size
 
 
-class Worker:
+class SandboxWorker:
     """Two forked processes: one runs functions; the other, which does nothing else, forks it again when it ends."""
 
     def __init__(self, key: Any) -> None:
@@ -88,7 +87,7 @@ class Worker:
             before = 0
             while not self._pipe.poll(_POLL_S):
                 # A process is not killed before it has read the whole request: the next one would read the rest.
-                taken = _memory(self._serving_pid()) if self._status[_PID_BYTES] else 0
+                taken = resident_bytes(self._serving_pid()) if self._status[_PID_BYTES] else 0
                 before = before or taken
                 if taken - before > memory_bytes:
                     self._replace()
@@ -132,7 +131,7 @@ class Worker:
 class _Current(threading.local):
     """The worker of this thread; in a fork, the status that it writes."""
 
-    worker: Worker | None = None
+    worker: SandboxWorker | None = None
     status: mmap.mmap | None = None
 
 
@@ -146,12 +145,12 @@ def set_activity(text: str) -> None:
         _current.status[_TEXT_START:] = text.encode()[:size].ljust(size, b"\0")
 
 
-def worker_for(key: Any, warm: Callable[[Any], Any]) -> Worker:
+def worker_for(key: Any, warm: Callable[[Any], Any]) -> SandboxWorker:
     """The worker of this thread, forked after `warm(key)` has loaded what all its forks need; another key, another."""
     if _current.worker is None or _current.worker.key != key:
         close()
         warm(key)
-        _current.worker = Worker(key)
+        _current.worker = SandboxWorker(key)
     return _current.worker
 
 
@@ -187,14 +186,6 @@ def _describe_exit(code: int) -> str:
     return f"ended its process ({how})"
 
 
-def _memory(pid: int) -> int:
-    """Resident bytes of a process; 0 where the system does not tell."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * mmap.PAGESIZE
-    except (OSError, IndexError):
-        return 0
-
-
 def _set_up_fork(status: mmap.mmap) -> None:
     _current.status = status
     faulthandler.disable()  # the end of this process is no failure of ours
@@ -211,7 +202,6 @@ def _end_with_parent() -> None:
 
 
 def _serve(pipe: Connection, status: mmap.mmap, shared: mmap.mmap) -> None:
-    """Fork the process that answers, again whenever it ends."""
     _set_up_fork(status)
     while True:
         pid = os.fork()

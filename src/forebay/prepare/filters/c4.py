@@ -33,13 +33,13 @@ _PHRASE_ENDS = np.cumsum([0, *map(len, (*_PHRASES, *_MORE_PHRASES))])
 class C4(Stage):
     """Keep the lines that are sentences, and the pages that still have enough of them.
 
+    Takes out `[12]`, `[edit]` and `[citation needed]`, and lines that mention JavaScript, cookies or terms of use.
+    Drops pages with `lorem ipsum` or a `{`.
+
     Args:
         terminal_punctuation: Take out lines that do not end with `.`, `!`, `?` or a quotation mark, or end with `...`.
         min_words_per_line: Take out shorter lines (published: "at least 3 words" since version 3.0.0 of C4; 5 before).
         max_word_chars: Take out lines with a longer word: 1000; 0 for any.
-        remove_citations: Take out `[12]`, `[edit]` and `[citation needed]`.
-        javascript_lines, policy_lines: Take out lines that mention JavaScript; cookies and terms of use.
-        lorem_ipsum, curly_brackets: Drop pages with that phrase; with a `{`.
         min_sentences: Drop pages with fewer, in the lines that stay: 5; 0 for any.
 
     Source: Raffel et al. 2020, section 2.2, and c4_utils.py.
@@ -48,11 +48,6 @@ class C4(Stage):
     terminal_punctuation: bool = True
     min_words_per_line: Count = 3
     max_word_chars: Count = 1000
-    remove_citations: bool = True
-    javascript_lines: bool = True
-    policy_lines: bool = True
-    lorem_ipsum: bool = True
-    curly_brackets: bool = True
     min_sentences: Count = 5
 
     name: ClassVar[str] = "c4"
@@ -62,10 +57,8 @@ class C4(Stage):
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         """Texts without the lines that break a rule; of a dropped page the text stays as it was."""
         offsets, data = text_buffers(batch.column("text"))
-        flags = (self.terminal_punctuation, self.remove_citations, self.javascript_lines, self.policy_lines)
-        settings = (*flags, self.lorem_ipsum, self.curly_brackets)
         limits = (self.min_words_per_line, self.max_word_chars, self.min_sentences)
-        rules = np.array([*settings, *limits], np.int64)
+        rules = np.array([self.terminal_punctuation, *limits], np.int64)
         drop = np.full(batch.num_rows, -1, np.int16)
         counts = np.zeros(len(LINES), np.int64)
         out = np.empty(offsets[-1] - offsets[0], np.uint8)
@@ -180,27 +173,24 @@ def _line_words(points, start, stop, table):  # type: ignore[no-untyped-def]
 @jit()
 def _check_line(line, n, words, longest, rules, phrase_ends, chars):  # type: ignore[no-untyped-def]
     """-1 for a line that stays, i for `LINES[i]`, 100 + i for a page that is dropped."""
-    if rules[7] and longest > rules[7]:
+    if rules[2] and longest > rules[2]:
         return 0
     last = line[n - 1] if n else np.uint32(0)
     if rules[0]:
         dots = n > 2 and last == 46 and line[n - 2] == 46 and line[n - 3] == 46
         if dots or not (last == 46 or last == 63 or last == 33 or last == 34 or last == 39):
             return 1
-    if words < rules[6]:
+    if words < rules[1]:
         return 2
     phrases = _phrases(line, n, phrase_ends, chars)
-    if rules[4] and phrases & 1:
+    if phrases & 1:
         return 100 + _LOREM
-    if rules[2] and phrases & 2:
+    if phrases & 2:
         return 3
-    if rules[5]:
-        for i in range(n):
-            if line[i] == 123:
-                return 100 + _CURLY
-    if rules[3] and phrases >> 2:
-        return 4
-    return -1
+    for i in range(n):
+        if line[i] == 123:
+            return 100 + _CURLY
+    return 4 if phrases >> 2 else -1
 
 
 @jit()
@@ -224,7 +214,7 @@ def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, dr
             if a == b:
                 continue
             words, longest = _line_words(points, a, b, table)
-            size = _cite(points, a, b, line) if rules[1] else _copy(points, a, b, line, 0)
+            size = _cite(points, a, b, line)
             code = _check_line(line, size, words, longest, rules, phrase_ends, phrases)
             if code >= 100:
                 drop[row] = code - 100
@@ -237,7 +227,7 @@ def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, dr
                 out[written] = 10
                 written += 1
             written = encode(line, 0, size, out, written)
-        if drop[row] < 0 and sentences < rules[8]:
+        if drop[row] < 0 and sentences < rules[3]:
             drop[row] = _FEW
         if drop[row] >= 0:
             written = first_out

@@ -12,41 +12,30 @@ from forebay.prepare.filters.kernels import measure_length
 from forebay.prepare.filters.word_tables import character_table
 from forebay.prepare.settings import Number, Share, check_fields, check_order
 
-BYTES_PER_TOKEN = 4
-"""UTF-8 bytes of English text to a token of a vocabulary of 50 000, about; an estimate, before there is a tokenizer."""
-
 
 @dataclass(frozen=True)
 class Length(Stage):
-    """Keep documents of `min` to `max` characters, words and tokens, both included.
+    """Keep documents of `min` to `max` characters and words, both included.
 
     Args:
         min_chars, max_chars: Unicode characters.
         min_words, max_words: Runs of characters without white space between.
-        min_tokens, max_tokens: Estimated: bytes / 4.
     """
 
     min_chars: Number = 1
     max_chars: Number = float("inf")
     min_words: Number = 0
     max_words: Number = float("inf")
-    min_tokens: Number = 0
-    max_tokens: Number = float("inf")
 
     name: ClassVar[str] = "length"
     version: ClassVar[int] = 1
-    reasons: ClassVar[tuple[str, ...]] = (
-        "few_chars",
-        "many_chars",
-        "few_words",
-        "many_words",
-        "few_tokens",
-        "many_tokens",
+    reasons: ClassVar[tuple[str, ...]] = tuple(
+        f"{amount}_{unit}" for unit in ("chars", "words") for amount in ("few", "many")
     )
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for unit in ("chars", "words", "tokens"):
+        for unit in ("chars", "words"):
             check_order(self, f"min_{unit}", f"max_{unit}")
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
@@ -54,18 +43,8 @@ class Length(Stage):
         counts = np.zeros((batch.num_rows, 2), np.int64)
         measure_length(offsets, data, character_table(), counts)
         chars, words = counts.T
-        tokens = np.diff(offsets) / BYTES_PER_TOKEN
-        return StageResult(
-            batch,
-            first_failing(
-                chars < self.min_chars,
-                chars > self.max_chars,
-                words < self.min_words,
-                words > self.max_words,
-                tokens < self.min_tokens,
-                tokens > self.max_tokens,
-            ),
-        )
+        few, many = (chars < self.min_chars, words < self.min_words), (chars > self.max_chars, words > self.max_words)
+        return StageResult(batch, first_failing(few[0], many[0], few[1], many[1]))
 
 
 @dataclass(frozen=True)

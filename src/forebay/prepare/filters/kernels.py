@@ -21,17 +21,8 @@ from forebay.prepare.filters.words import (
 )
 
 QUALITY = (
-    "words",
-    "text_words",
-    "text_chars",
-    "alpha_words",
-    "hashes",
-    "ellipses",
-    "lines",
-    "bullets",
-    "trails",
-    "stops",
-)
+    "words", "text_words", "text_chars", "alpha_words", "hashes", "ellipses", "lines", "bullets", "trails", "stops",
+)  # fmt: skip
 """Columns of `measure_quality`: words; those that are not all symbols, and their characters; with a letter; # signs;
 ellipses; lines; lines that begin with a bullet; that end with an ellipsis; different stop words."""
 REPETITION = ("chars", "paragraphs", "same_paragraphs", "paragraph_chars", "lines", "same_lines", "line_chars")

@@ -70,17 +70,9 @@ class GopherQuality(Stage):
     name: ClassVar[str] = "gopher_quality"
     version: ClassVar[int] = 1
     reasons: ClassVar[tuple[str, ...]] = (
-        "gopher_short",
-        "gopher_long",
-        "gopher_short_words",
-        "gopher_long_words",
-        "gopher_hashes",
-        "gopher_ellipses",
-        "gopher_bullet_lines",
-        "gopher_ellipsis_lines",
-        "gopher_alpha_words",
-        "gopher_stop_words",
-    )
+        "gopher_short", "gopher_long", "gopher_short_words", "gopher_long_words", "gopher_hashes", "gopher_ellipses",
+        "gopher_bullet_lines", "gopher_ellipsis_lines", "gopher_alpha_words", "gopher_stop_words",
+    )  # fmt: skip
     shares_words: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -197,7 +189,6 @@ class FineWeb(Stage):
 
     Args:
         min_ended_lines: Share of lines that end with a sentence's punctuation: 0.12.
-        keep_unended: Keep a document none of whose lines ends so (text without punctuation).
         max_short_lines, short_line_chars: Share of lines of at most so many characters: 0.67 of 30.
         max_duplicate_chars: Share of characters in lines that came before: 0.01.
         max_newlines_per_word: 0.3.
@@ -207,7 +198,6 @@ class FineWeb(Stage):
     """
 
     min_ended_lines: Share = 0.12
-    keep_unended: bool = False
     max_short_lines: Number = 0.67
     short_line_chars: Count = 30
     max_duplicate_chars: Number = 0.01
@@ -225,10 +215,9 @@ class FineWeb(Stage):
 
         m = dict(zip(FINEWEB, measure(measure_lines, batch, len(FINEWEB), [self.short_line_chars]), strict=True))
         with np.errstate(divide="ignore", invalid="ignore"):
-            unended = (m["ended"] == 0) & self.keep_unended
             failed = (
                 m["lines"] == 0,
-                (m["ended"] / m["lines"] < self.min_ended_lines) & ~unended,
+                m["ended"] / m["lines"] < self.min_ended_lines,
                 m["short"] / m["lines"] > self.max_short_lines,
                 m["same_chars"] / m["chars"] > self.max_duplicate_chars,
                 m["newlines"] / m["words"] > self.max_newlines_per_word,

@@ -59,7 +59,6 @@ class Url(Stage):
 
 
 def _suffixes(url: str) -> list[str]:
-    """`a.b.org`, `b.org`, `org`."""
     try:
         labels = (urlsplit(url).hostname or "").rstrip(".").split(".")
     except ValueError:  # such as an unclosed bracket: an address of nothing

@@ -198,7 +198,6 @@ def _is_address(points, start, stop, kinds):  # type: ignore[no-untyped-def]
 
 @jit(forceinline=True)
 def _before(points, start, stop, kinds):  # type: ignore[no-untyped-def]
-    """How many characters are cut off before a word."""
     c = points[start]
     if c == 46:
         i = start
@@ -214,7 +213,6 @@ def _before(points, start, stop, kinds):  # type: ignore[no-untyped-def]
 
 @jit()
 def _unit(points, start, stop, kinds):  # type: ignore[no-untyped-def]
-    """How many characters of a unit of measure end a number."""
     i = stop
     while i > start and stop - i < 4 and kinds[i - 1] & DIGIT == 0:
         i -= 1
@@ -234,7 +232,6 @@ def _unit(points, start, stop, kinds):  # type: ignore[no-untyped-def]
 
 @jit()
 def _after(points, start, stop, kinds):  # type: ignore[no-untyped-def]
-    """How many characters are cut off after a word."""
     c = points[stop - 1]
     k = kinds[stop - 1]
     p = points[stop - 2] if stop - start > 1 else np.uint32(32)
@@ -265,7 +262,6 @@ def _after(points, start, stop, kinds):  # type: ignore[no-untyped-def]
 
 @jit(forceinline=True)
 def _between(points, i, stop, kinds):  # type: ignore[no-untyped-def]
-    """How many characters at i, inside of a word, are a word of their own."""
     c = points[i]
     k = kinds[i]
     if k & (_ALPHA | DIGIT) and k & ICON == 0:

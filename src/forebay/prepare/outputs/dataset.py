@@ -23,13 +23,13 @@ from forebay.errors import UsageError
 from forebay.files import atomic_write, open_atomic, remove_stale, sync_directory
 from forebay.formats.inputs import InputSplit
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
+from forebay.prepare.documents import TRAIN
 from forebay.prepare.outputs.base import conclude, no_documents
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, Run
 from forebay.prepare.sources import describe_position
 from forebay.prepare.stats import StageStats
-from forebay.prepare.subsets import TRAIN
-from forebay.prepare.tasks.encode import Encoded, EncodeTask, encode, finished, left_out_file
+from forebay.prepare.tasks.encode import EncodeResult, EncodeTask, encode, finished, left_out_file
 from forebay.prepare.tasks.rows import RowShape, plan_row_slices
 from forebay.prepare.tasks.shuffle import Shuffle, TokenPart, finished_shuffle, plan_shuffle, shuffle
 from forebay.prepare.tasks.slicing import finished_slice, plan_slices, write_slice
@@ -37,7 +37,7 @@ from forebay.prepare.tokenize.encoders import EncoderSpec
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import shown_path
 
-TOKENIZER_FILE, SIGNATURES = "tokenizer.json", "signatures"
+TOKENIZER_FILE = "tokenizer.json"
 _DOCUMENTS_SCHEMA = pa.schema([("id", pa.string()), ("source", pa.string()), ("url", pa.string())])
 _GROUP_ROWS = 1 << 16
 
@@ -68,10 +68,6 @@ class DatasetOutput:
         main, others = written[0], [subset for subset in written[1:] if subset.documents]
         if not main.documents:
             raise no_documents(run, corpus, stats)
-        if corpus.dedup is not None:
-            from forebay.prepare.dedup.deduplicate import store_signatures
-
-            store_signatures(corpus.signed, corpus.dedup, run.recipe.dedup, run.out / SIGNATURES)
         counts: dict[str, Any] = {
             "documents_in": corpus.documents_in,
             "documents_out": sum(subset.documents for subset in written),
@@ -108,7 +104,7 @@ class _Written:
         return {**counts, "slices": len(self.table)}
 
 
-def _encode(run: Run, corpus: Corpus, tokenizer: TokenizerFile) -> list[Encoded]:
+def _encode(run: Run, corpus: Corpus, tokenizer: TokenizerFile) -> list[EncodeResult]:
     atomic_write(run.out / TOKENIZER_FILE, tokenizer.data)
     recipe = run.recipe
     spec = EncoderSpec.of(tokenizer, run.out / TOKENIZER_FILE)
@@ -139,7 +135,7 @@ def _encode(run: Run, corpus: Corpus, tokenizer: TokenizerFile) -> list[Encoded]
     return encoded
 
 
-def _count(stats: StageStats, encoded: Sequence[Encoded]) -> None:
+def _count(stats: StageStats, encoded: Sequence[EncodeResult]) -> None:
     """Add the last step of the funnel; duplicates are counted, by kind, where they were found."""
     last = next(reversed(stats.funnel.values()))
     count = stats.stage("tokenize")
@@ -151,7 +147,9 @@ def _count(stats: StageStats, encoded: Sequence[Encoded]) -> None:
         count.changed.update(result.changed)
 
 
-def _slice(run: Run, corpus: Corpus, encoded: Sequence[Encoded], tokenizer: TokenizerFile, subset: str) -> _Written:
+def _slice(
+    run: Run, corpus: Corpus, encoded: Sequence[EncodeResult], tokenizer: TokenizerFile, subset: str
+) -> _Written:
     folder = run.out if subset == TRAIN else run.out / subset
     (folder / "slices").mkdir(parents=True, exist_ok=True)
     parts = [result.subsets[subset] for result in encoded if subset in result.subsets]
@@ -195,7 +193,6 @@ def _manifest(run: Run, written: _Written, tokenizer: TokenizerFile, lineage: di
 
 
 def _write_manifest(run: Run, written: _Written, tokenizer: TokenizerFile, lineage: dict[str, Any]) -> bytes:
-    """Write the manifest, which completes the dataset."""
     manifest = _manifest(run, written, tokenizer, lineage).to_json()
     atomic_write(written.folder / TOKENIZER_FILE, tokenizer.data)
     remove_stale(written.folder)

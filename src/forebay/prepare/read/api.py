@@ -2,15 +2,7 @@
 
 Hides cursors, rate limits and retries. A run that is killed goes on at its cursor: each page is appended and fsynced,
 then the cursor is replaced atomically with the size of the file up to there; bytes after it are cut off. Secrets come
-from environment variables and are never written.
-
-A description is a TOML file, `comments.api.toml`:
-
-    preset = "reddit"                       # or "x", or none: sets what the file does not
-    url = "https://oauth.reddit.com/r/programming/comments"
-    max_pages = 100
-    [headers]
-    Authorization = "Bearer ${REDDIT_TOKEN}"
+from environment variables and are never written. A description is a TOML file: see `forebay acquire --help`.
 """
 
 import hashlib
@@ -137,7 +129,7 @@ def read_spec(path: str | Path) -> ApiSpec:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ApiProgress:
     """The state of a run: `cursor` of the next page, "" for the first one; `size` of the file up to that cursor."""
 
     spec: str
@@ -151,7 +143,7 @@ class Progress:
 
 
 def acquire(
-    spec_path: str | Path, folder: str | Path, on_progress: Callable[[Progress], None] = lambda progress: None
+    spec_path: str | Path, folder: str | Path, on_progress: Callable[[ApiProgress], None] = lambda progress: None
 ) -> Path:
     """Download all pages into `folder/items.jsonl` and return its path; an earlier run is continued.
 
@@ -181,12 +173,11 @@ def acquire(
     return folder / "items.jsonl"
 
 
-def _read_progress(path: Path, spec: ApiSpec) -> Progress:
-    """The state of an earlier run; a new one if there was none."""
+def _read_progress(path: Path, spec: ApiSpec) -> ApiProgress:
     if not path.exists():
-        return Progress(spec.sha256)
+        return ApiProgress(spec.sha256)
     try:
-        progress = Progress(**json.loads(path.read_text("utf-8")))
+        progress = ApiProgress(**json.loads(path.read_text("utf-8")))
     except (ValueError, TypeError) as error:
         raise PrepareError(f"{path}: expected the cursor of an earlier run: {error}. Name another folder.") from error
     if progress.spec != spec.sha256:
@@ -210,7 +201,7 @@ def _is_new(item_id: str, seen: dict[int, None]) -> bool:
     return True
 
 
-def _append(file: IO[bytes], page: object, spec: ApiSpec, before: Progress, seen: dict[int, None]) -> Progress:
+def _append(file: IO[bytes], page: object, spec: ApiSpec, before: ApiProgress, seen: dict[int, None]) -> ApiProgress:
     """Write a page's items; returns the state after it, which is not stored yet."""
     items = [_line(item, spec) if isinstance(item, dict) else None for item in _values_at(page, spec.items)]
     lines = [item for item in items if item is not None]
@@ -223,7 +214,7 @@ def _append(file: IO[bytes], page: object, spec: ApiSpec, before: Progress, seen
     cursor = next((str(value) for value in _values_at(page, spec.next) if value), "") if spec.next else ""
     if cursor and cursor == before.cursor:
         raise PrepareError(f"{spec.url}: a page names itself as the next one (cursor {cursor!r}). Look at `next`.")
-    return Progress(
+    return ApiProgress(
         before.spec,
         cursor,
         pages=before.pages + 1,
@@ -247,7 +238,6 @@ def _line(item: dict[str, object], spec: ApiSpec) -> dict[str, Any] | None:
 
 
 def _values_at(value: object, path: str) -> list[object]:
-    """The values at a path: `data.children[].data`."""
     values = [value]
     for step in path.split("."):
         if name := step.removesuffix("[]"):
@@ -314,7 +304,6 @@ class _Client:
 
 
 def _expand(value: str) -> str:
-    """The value with environment variables in place of their names."""
 
     def look_up(match: re.Match[str]) -> str:
         if match[1] not in os.environ:

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError
 from forebay.files import atomic_write, commit_files, temporary_directory
-from forebay.prepare.documents import part_batches
-from forebay.prepare.subsets import Subsets
+from forebay.prepare.documents import Subsets, part_batches
 from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.shuffle import Shuffle, TokenPart, document_keys, sort_part
 from forebay.prepare.tokenize.encoders import LONG_CHARS, EncoderSpec, encode_column, encode_long
@@ -94,7 +93,7 @@ class EncodeTask:
 
 
 @dataclass
-class Encoded:
+class EncodeResult:
     """The result of an EncodeTask: counts, and the tokens by subset (only those that have documents).
 
     `dropped` is by reason (`duplicate`, `empty`, and the reasons of the rendering); `changed` counts what the rendering
@@ -112,11 +111,11 @@ class Encoded:
         return sum(part.documents for part in self.subsets.values())
 
 
-def encode(task: EncodeTask, scale: int = 0) -> Encoded:
+def encode(task: EncodeTask, scale: int = 0) -> EncodeResult:
     """Run the task unless it is finished. Memory is about 40 batches of 4 MiB, a quarter a scale."""
     if (done := finished(task)) is not None:
         return done
-    result = Encoded()
+    result = EncodeResult()
     with temporary_directory(Path(task.folder) / task.name) as folder, ExitStack() as stack:
         outputs = _Outputs(task, folder, stack)
         for batch, first_row in _batches(task, max(_BATCH_BYTES >> (2 * scale), 1 << 16)):
@@ -134,12 +133,12 @@ def encode(task: EncodeTask, scale: int = 0) -> Encoded:
     return result
 
 
-def finished(task: EncodeTask) -> Encoded | None:
+def finished(task: EncodeTask) -> EncodeResult | None:
     """The result of a task that an earlier run committed; None if there is none."""
     try:
         plain = json.loads(_mark(task).read_bytes())
         parts = {name: TokenPart(**{**part, "folder": task.folder}) for name, part in plain.pop("subsets").items()}
-        return Encoded(**plain, subsets=parts)
+        return EncodeResult(**plain, subsets=parts)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
@@ -154,7 +153,6 @@ def _mark(task: EncodeTask) -> Path:
 
 
 def _batches(task: EncodeTask, batch_bytes: int) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """The part's rows in runs of about `batch_bytes` of text."""
     for row, batch in part_batches(task.part.arrow):
         sizes = np.cumsum(pc.binary_length(batch.column("text")).to_numpy(zero_copy_only=False))
         start = 0
@@ -165,7 +163,9 @@ def _batches(task: EncodeTask, batch_bytes: int) -> Iterator[tuple[pa.RecordBatc
             start = stop
 
 
-def _encode_batch(task: EncodeTask, result: Encoded, outputs: _Outputs, batch: pa.RecordBatch, first_row: int) -> None:
+def _encode_batch(
+    task: EncodeTask, result: EncodeResult, outputs: _Outputs, batch: pa.RecordBatch, first_row: int
+) -> None:
     rows = np.arange(first_row, first_row + len(batch))
     result.documents_in += len(batch)
     if task.drop is not None:
@@ -219,8 +219,6 @@ def _count(counts: dict[str, int], more: dict[str, int]) -> None:
 
 
 class _Outputs:
-    """The files of one task, in a temporary directory until all are complete."""
-
     def __init__(self, task: EncodeTask, folder: Path, stack: ExitStack) -> None:
         self._task, self._folder, self._stack = task, folder, stack
         self._sizes: dict[str, list[int]] = {}  # Documents, tokens, bytes of ids.

@@ -160,42 +160,6 @@ class DocumentEnds:
         self.first = index
 
 
-@dataclass(frozen=True)
-class TokenRange:
-    """A slice's share of the stream: tokens [start, stop), document ends [first_end, last_end)."""
-
-    parts: Sequence[TokenPart]
-    token_starts: NDArray[np.int64]
-    document_starts: NDArray[np.int64]
-    start: int
-    stop: int
-    first_end: int
-    last_end: int
-
-    def read_tokens(self) -> NDArray[Any]:
-        arrays = [
-            np.fromfile(part.file("tokens"), TOKEN_DTYPES[part.dtype], count=b - a, offset=a * part.itemsize)
-            for part, a, b in ((self.parts[i], a, b) for i, a, b in _overlaps(self.token_starts, self.start, self.stop))
-        ]
-        return self._joined(arrays, self.stop - self.start, TOKEN_DTYPES[self.parts[0].dtype])
-
-    def read_ends(self) -> NDArray[Any]:
-        """The ends of the documents that end in it, U64, counted from its start."""
-        arrays = []
-        for index, a, b in _overlaps(self.document_starts, self.first_end, self.last_end):
-            document_ends = np.fromfile(self.parts[index].file("ends"), "<u8", count=b - a, offset=8 * a)
-            arrays.append((document_ends.astype(np.int64) + (int(self.token_starts[index]) - self.start)).astype("<u8"))
-        return self._joined(arrays, self.last_end - self.first_end, np.dtype("<u8"))
-
-    def _joined(self, arrays: list[NDArray[Any]], count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        joined = arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, dtype), *arrays])
-        if len(joined) != count:
-            raise PrepareError(
-                f"{self.parts[0].folder}: expected the tokens of an earlier run, got fewer. Remove .work and run again."
-            )
-        return joined
-
-
 def _overlaps(starts: NDArray[np.int64], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """Each part that overlaps [start, stop), and which of its own items do."""
     index = int(np.searchsorted(starts, start, "right")) - 1
@@ -207,11 +171,24 @@ def _overlaps(starts: NDArray[np.int64], start: int, stop: int) -> Iterator[tupl
         index += 1
 
 
-def read_range(task: SliceTask) -> TokenRange:
-    """The range of the stream that the plan gives this slice."""
+def read_range(task: SliceTask) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The slice's tokens, and the ends (U64, from its start) of the documents that end in it."""
     parts, token_starts, document_starts = _parts(f"{task.plan}.parts")
     edges = np.fromfile(f"{task.plan}.cuts", "<i8", count=4, offset=16 * task.index).tolist()
-    return TokenRange(parts, token_starts, document_starts, edges[0], edges[2], edges[1], edges[3])
+    start, first_end, stop, last_end = edges
+    dtype = TOKEN_DTYPES[parts[0].dtype]
+    tokens, document_ends = [np.empty(0, dtype)], [np.empty(0, "<u8")]
+    for i, a, b in _overlaps(token_starts, start, stop):
+        tokens.append(np.fromfile(parts[i].file("tokens"), dtype, count=b - a, offset=a * parts[i].itemsize))
+    for i, a, b in _overlaps(document_starts, first_end, last_end):
+        part_ends = np.fromfile(parts[i].file("ends"), "<u8", count=b - a, offset=8 * a)
+        document_ends.append((part_ends.astype(np.int64) + (int(token_starts[i]) - start)).astype("<u8"))
+    if sum(map(len, tokens)) != stop - start or sum(map(len, document_ends)) != last_end - first_end:
+        raise PrepareError(
+            f"{parts[0].folder}: expected the tokens of an earlier run, got fewer. Remove .work and run again."
+        )
+    # One part's tokens are not copied.
+    return tokens[1] if len(tokens) == 2 else np.concatenate(tokens), np.concatenate(document_ends)
 
 
 @lru_cache(maxsize=2)
@@ -225,8 +202,8 @@ def write_slice(task: SliceTask, scale: int = 0) -> SliceInfo:
     """Write the slice unless it is finished. `scale` changes nothing: a slice is written at once."""
     if (done := finished_slice(task)) is not None:
         return done
-    tokens_range = read_range(task)
-    path, tokens, document_ends = Path(task.out) / task.name, tokens_range.read_tokens(), tokens_range.read_ends()
+    path = Path(task.out) / task.name
+    tokens, document_ends = read_range(task)
     if task.shape is None:
         size, sha256 = write_token_slice(path, tokens, document_ends)
         count, documents = len(tokens), len(document_ends)

@@ -329,7 +329,6 @@ def _reject(batch: pa.RecordBatch, row: int, reason: str) -> _Reject:
 
 
 def _checked_result(stage: Stage, batch: pa.RecordBatch, position: Callable[[int], str]) -> StageResult:
-    """The stage's result for a batch; PrepareError if it fails, or breaks the contract."""
     try:
         result = stage.apply(batch)
         rows, marks = result.batch.num_rows, len(result.drop)

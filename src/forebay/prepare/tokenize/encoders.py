@@ -1,6 +1,6 @@
 """Encoders: from texts to ids, by a reference library or a faster one that gives the same ids.
 
-The reference for a tokenizer.json is the tokenizers library, for a tiktoken encoding tiktoken. gigatoken, if installed,
+The reference for a tokenizer.json is the tokenizers library. gigatoken, if installed,
 is used where it agrees with the reference on a probe; then a text of every eighth batch goes through both, and a
 difference ends the task. Costs: gigatoken remembers words and is loaded again, in 0.1 s, when the process has grown by
 192 MiB; the tokenizers library takes some 100 bytes a character, so that longer texts go to it in pieces (`cut_long`).
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
 from forebay.prepare.documents import text_buffers
-from forebay.prepare.tokenize.tiktoken import FAMILIES, ranks_of
+from forebay.prepare.engines.base import resident_bytes
 from forebay.prepare.tokenize.tokenizers import OWN, Tokenizer, TokenizerFile, encode_batch, parse
 
 ENCODER_VERSION = 2
@@ -103,14 +103,9 @@ def make_encoder(data: bytes, kind: str, choice: str = "") -> Encoder:
     """The fastest encoder for the bytes of a tokenizer.json of that kind; with `choice="reference"` the reference."""
     if kind == "bytes":
         return ByteEncoder()
-    reference = reference_encoder(data, kind)
-    fast = None if choice == "reference" else fast_encoder(data, kind, reference)
-    return LongTextEncoder(fast or reference, _safe_cut(data, kind))
-
-
-def reference_encoder(data: bytes, kind: str) -> Encoder:
-    """The library that defines the ids of a tokenizer.json of that kind."""
-    return TiktokenEncoder(data, kind.partition(":")[2]) if kind.startswith("tiktoken:") else LibraryEncoder(data)
+    reference = LibraryEncoder(data)
+    fast = None if choice == "reference" else fast_encoder(data, reference)
+    return LongTextEncoder(fast or reference, _safe_cut(data))
 
 
 def encode_column(spec: EncoderSpec, texts: pa.LargeStringArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -177,43 +172,20 @@ class LibraryEncoder:
         ]
 
 
-class TiktokenEncoder:
-    """tiktoken; where its regular expressions give up (a million spaces before a letter), the tokenizers library."""
-
-    name = "tiktoken"
-
-    def __init__(self, data: bytes, family: str) -> None:
-        import tiktoken
-
-        self._data = data
-        self._encoding = tiktoken.Encoding(
-            family, pat_str=FAMILIES[family].pattern, mergeable_ranks=ranks_of(data), special_tokens={}
-        )
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        return [self._encode(text) for text in texts]
-
-    def _encode(self, text: str) -> NDArray[Any]:
-        try:
-            return np.array(self._encoding.encode_to_numpy(text, disallowed_special=()), np.uint32)
-        except ValueError:
-            return LibraryEncoder(self._data).encode([text])[0]
-
-
 class FastEncoder:
     """gigatoken, compared with its reference as it runs."""
 
     name = "gigatoken"
 
-    def __init__(self, data: bytes, kind: str, reference: Encoder) -> None:
-        self._data, self._kind, self._reference = data, kind, reference
+    def __init__(self, data: bytes, reference: Encoder) -> None:
+        self._data, self._reference = data, reference
         self._calls = 0
         self._load()
 
     def _load(self) -> None:
         self._engine: Any = None  # Free the memory of the old one first.
-        self._engine = _load_gigatoken(self._data, self._kind)
-        self._base_bytes = _resident_bytes()
+        self._engine = _load_gigatoken(self._data)
+        self._base_bytes = resident_bytes()
 
     def agrees(self, texts: Sequence[str]) -> bool:
         """Whether the ids of these texts are the reference's."""
@@ -233,21 +205,21 @@ class FastEncoder:
         ids: list[NDArray[Any]] = []
         for batch in _batches(texts, _FAST_CALL_BYTES):
             ids += [self._engine.encode(text) for text in batch]
-            if _resident_bytes() - self._base_bytes > _GROWTH_BYTES:
+            if resident_bytes() - self._base_bytes > _GROWTH_BYTES:
                 self._load()
         return ids
 
 
-def fast_encoder(data: bytes, kind: str, reference: Encoder) -> FastEncoder | None:
+def fast_encoder(data: bytes, reference: Encoder) -> FastEncoder | None:
     """gigatoken for this tokenizer; None if it is not installed, does not know it, or differs on the probe."""
     try:
-        encoder = FastEncoder(data, kind, reference)
+        encoder = FastEncoder(data, reference)
     except Exception:  # noqa: BLE001 - whatever a faster library cannot do, the reference can
         return None
     return encoder if encoder.agrees(_PROBE) else None
 
 
-def _load_gigatoken(data: bytes, kind: str) -> Any:
+def _load_gigatoken(data: bytes) -> Any:
     from gigatoken.gigatoken_rs import load_hf_json
 
     plain = json.loads(data)
@@ -256,22 +228,7 @@ def _load_gigatoken(data: bytes, kind: str) -> Any:
     plain.update(truncation=None, padding=None, post_processor=None)
     if "dropout" in plain["model"]:
         plain["model"]["dropout"] = None
-    return load_hf_json(json.dumps(plain)) if not kind.startswith("tiktoken:") else _load_ranks(data, kind)
-
-
-def _load_ranks(data: bytes, kind: str) -> Any:
-    import base64
-    import tempfile
-
-    from gigatoken.gigatoken_rs import BPETokenizer
-
-    ranks = sorted(ranks_of(data).items(), key=lambda pair: pair[1])
-    lines = b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks)
-    scheme = {"gpt2": "gpt2", "cl100k": "gpt4", "o200k": "o200k"}[kind.partition(":")[2]]
-    with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
-        file.write(lines)
-        file.flush()
-        return BPETokenizer.from_tiktoken(file.name, scheme, {})
+    return load_hf_json(json.dumps(plain))
 
 
 Cut = Literal["before", "at", ""]
@@ -311,13 +268,11 @@ def cut_long(text: str, cut: Cut = "before") -> Iterator[str]:
     yield text[start:]
 
 
-def _safe_cut(data: bytes, kind: str) -> Cut:
+def _safe_cut(data: bytes) -> Cut:
     plain = json.loads(data)
     added = [token for token in plain.get("added_tokens") or [] if not token.get("special")]
     if any(" " in token["content"].strip(" ") for token in added):
         return ""
-    if kind.startswith("tiktoken:"):
-        return "before"
     model, first = plain["model"], plain.get("pre_tokenizer") or {}
     if model["type"] != "BPE":
         return ""
@@ -343,13 +298,3 @@ def _batches(texts: Sequence[str], limit: int = _CALL_BYTES) -> Iterator[Sequenc
             start, size = stop, 0
     if start < len(texts):
         yield texts[start:]
-
-
-def _resident_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if os.uname().sysname == "Darwin" else peak * 1024

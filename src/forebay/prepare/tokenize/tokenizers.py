@@ -1,7 +1,7 @@
 """A tokenizer by any of its names, as the bytes of its tokenizer.json, with the tokens that begin and end a document.
 
 The bytes are stored in a dataset and hashed in the names of tasks; `kind` says what defines the ids: `json` the
-tokenizers library, `tiktoken:FAMILY` tiktoken, `bytes` nothing, `own` an object of the user's. `encoders` encodes.
+tokenizers library, `bytes` nothing, `own` an object of the user's. `encoders` encodes.
 """
 
 import base64
@@ -22,7 +22,6 @@ from tokenizers import Tokenizer as HubTokenizer
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError, UnknownDatasetError, UsageError
 from forebay.plugins import load_plugin, plugins
-from forebay.prepare.tokenize.tiktoken import byte_alphabet, load_tiktoken
 from forebay.storage.hub import missing_packages
 from forebay.storage.hub_copies import fetch_tokenizer
 
@@ -106,14 +105,13 @@ def load_tokenizer(spec: str | Tokenizer, *, eos: bool | str = True, bos: bool |
 
     Args:
         spec: `bytes`; a tokenizer.json; a directory with one, or with GPT-2's pair (vocab.json and merges.txt, or
-            encoder.json and vocab.bpe); a name on the hub; `tiktoken:ENCODING` (which tiktoken downloads once); an
-            entry point of `forebay.tokenizers`, or `module:Name`.
+            encoder.json and vocab.bpe); a name on the hub; an entry point of `forebay.tokenizers`, or `module:Name`.
         eos: Whether a token ends each document: the vocabulary's own, the one of that name, or (`auto`) the
             vocabulary's own if it has one.
         bos: Whether one begins it, likewise.
     """
     if isinstance(spec, str) and (
-        spec in plugins("forebay.tokenizers") or re.fullmatch(r"(?!tiktoken:|train:)[\w.]+:[A-Za-z_][\w.]*", spec)
+        spec in plugins("forebay.tokenizers") or re.fullmatch(r"(?!train:)[\w.]+:[A-Za-z_][\w.]*", spec)
     ):
         loaded = load_plugin("forebay.tokenizers", spec)
         spec = loaded() if callable(loaded) else loaded
@@ -123,9 +121,6 @@ def load_tokenizer(spec: str | Tokenizer, *, eos: bool | str = True, bos: bool |
     if spec == "bytes":
         data = byte_tokenizer().to_str(pretty=True).encode()
         return _describe("bytes", data, eos, bos, kind="bytes")
-    if spec.startswith("tiktoken:"):
-        data, family = load_tiktoken(spec)
-        return _describe(spec, data, eos, bos, kind=f"tiktoken:{family}")
     path = Path(spec)
     if path.suffix == ".model":
         raise UsageError(
@@ -142,8 +137,8 @@ def load_tokenizer(spec: str | Tokenizer, *, eos: bool | str = True, bos: bool |
         return _describe(Path(spec).name, path.read_bytes(), eos, bos, folder=folder)
     if not re.fullmatch(r"[\w][\w.-]*(/[\w.-]+)?", spec) or spec.endswith(".json"):
         raise UsageError(
-            f"tokenizer {spec!r}: expected a tokenizer.json, a directory with one, a hub name, `bytes`, "
-            "`tiktoken:ENCODING` or `train:VOCAB`; there is no such file. Check the path."
+            f"tokenizer {spec!r}: expected a tokenizer.json, a directory with one, a hub name, `bytes` "
+            "or `train:VOCAB`; there is no such file. Check the path."
         )
     return _from_hub(spec, eos, bos)
 
@@ -295,6 +290,13 @@ def _growth(normalizer: dict[str, Any]) -> int:
         strings = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
         growth *= max(1, max(map(len, strings)) // _MAX_GROWTH)
     return growth
+
+
+def byte_alphabet() -> list[str]:
+    """The printable stand-in of each byte in byte-level BPE (GPT-2): itself where printable, else 256 onwards."""
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in plain else next(others)) for byte in range(256)]
 
 
 def byte_tokenizer() -> HubTokenizer:

@@ -29,17 +29,13 @@ class Bench:
         self.folder = folder
         self._numbers = itertools.count()
 
-    def sign(
-        self, texts: Any, config: Dedup, scores: Sequence[float | None] | None = None, batch: int = 1000
-    ) -> SignedSplit:
+    def sign(self, texts: Any, config: Dedup, batch: int = 1000) -> SignedSplit:
         """One part of these texts (strings, or an Arrow array)."""
         column = texts if isinstance(texts, pa.Array) else pa.array(texts, pa.large_string())
         prefix = self.folder / f"part{next(self._numbers)}"
         with Signer(prefix, config) as signer:
             for start in range(0, len(column), batch):
                 few = pa.record_batch({"text": column.slice(start, batch)})
-                if scores is not None:
-                    few = few.append_column("s", pa.array(scores[start : start + batch], pa.float64()))
                 signer.add(few)
         return SignedSplit(str(prefix), len(column))
 

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibration import scaled
-from forebay.errors import PrepareError, UsageError
-from forebay.prepare.dedup.deduplicate import Cutter, DedupResult, deduplicate, store_signatures
+from forebay.errors import PrepareError
+from forebay.prepare.dedup.deduplicate import Cutter, DedupResult, deduplicate
 from forebay.prepare.dedup.methods import Dedup
 
 WORDS = st.sampled_from(["a", "b", "a b", "a  b", "A b", "c\n", "\t", "é", "e\u0301", "}", ""])
@@ -81,20 +81,17 @@ def reference_clusters(texts: list[str], config: Dedup) -> list[set[int]]:
 
 
 @settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 1000), keep=st.sampled_from(["first", "longest", "best"]), cut=st.integers(0, 60))
+@given(seed=st.integers(0, 1000), keep=st.sampled_from(["first", "longest"]), cut=st.integers(0, 60))
 def test_clusters_and_who_stays(fresh: Callable[[], Any], seed: int, keep: str, cut: int) -> None:
     rng = np.random.default_rng(seed)
     texts = [" ".join(rng.choice(["x", "y", "z"], rng.integers(0, 9))) + " " * int(rng.integers(3)) for _ in range(60)]
-    scores = [None if s == 0 else float(s) for s in rng.integers(0, 5, 60)]
-    score = "s" if keep == "best" else ""
-    config = Dedup(exact=True, minhash=True, bands=6, rows=2, ngram=2, keep=keep, score=score, normalise="space")
+    config = Dedup(exact=True, minhash=True, bands=6, rows=2, ngram=2, keep=keep, normalise="space")
     bench = fresh()
-    parts = [bench.sign(texts[a:b], config, scores[a:b]) for a, b in ((0, cut), (cut, 60))]
+    parts = [bench.sign(texts[a:b], config) for a, b in ((0, cut), (cut, 60))]
     result = bench.deduplicate(parts, config, 1 << 16)
     worth = {
         "first": lambda i: (0, -i),
         "longest": lambda i: (len(texts[i]), -i),
-        "best": lambda i: (scores[i] or -1, -i),
     }[keep]
     codes = [0] * 60
     clusters = reference_clusters(texts, config)
@@ -116,14 +113,13 @@ def test_clusters_and_who_stays(fresh: Callable[[], Any], seed: int, keep: str, 
     assert result.sizes == [[size, sizes.count(size)] for size in sorted(set(sizes))]
 
 
-def reference_cut(texts: list[str], drop: list[int], least: int, unit: str) -> list[str]:
-    """Lines (or paragraphs) that stood before, in documents that stay, cut out."""
-    split = r"[^\n]*\n|[^\n]+" if unit == "line" else r"(?s:.*?)(?:\n(?:[ \t\r]*\n)+|\Z)"
+def reference_cut(texts: list[str], drop: list[int], least: int) -> list[str]:
+    """Lines that stood before, in documents that stay, cut out."""
     seen: set[str] = set()
     out = []
     for text, code in zip(texts, drop):
         kept, whole = [], True
-        for piece in re.findall(split, text):
+        for piece in re.findall(r"[^\n]*\n|[^\n]+", text):
             key = " ".join(piece.split())
             if code == 0 and len(key) >= least and key in seen:
                 whole = False
@@ -144,15 +140,12 @@ def reference_cut(texts: list[str], drop: list[int], least: int, unit: str) -> l
         ),
         max_size=12,
     ),
-    unit=st.sampled_from(["line", "paragraph"]),
     cut=st.integers(0, 12),
     exact=st.booleans(),
 )
-def test_lines_and_paragraphs_are_cut(
-    fresh: Callable[[], Any], texts: list[str], unit: str, cut: int, exact: bool
-) -> None:
+def test_lines_are_cut(fresh: Callable[[], Any], texts: list[str], cut: int, exact: bool) -> None:
     bench = fresh()
-    config = Dedup(exact=exact, lines=unit == "line", paragraphs=unit == "paragraph", min_characters=2)
+    config = Dedup(exact=exact, lines=True, min_characters=2)
     pieces = [texts[:cut], texts[cut:]]
     result = bench.deduplicate([bench.sign(some, config) for some in pieces], config, 1 << 16)
     found: list[str] = []
@@ -161,7 +154,7 @@ def test_lines_and_paragraphs_are_cut(
         for start in range(0, len(some), 3):
             found += cutter.cut(column(some).slice(start % max(len(some), 1), 3), start).to_pylist()
     codes = codes_of(result)
-    expected = reference_cut(texts, codes, 2, unit)
+    expected = reference_cut(texts, codes, 2)
     assert found == expected
     assert result.units_cut == sum(int(flags.load().sum()) for flags in result.cut)
 
@@ -280,34 +273,6 @@ def test_a_finished_result_is_taken_up(bench: Any, corpus: list[str], tmp_path: 
 
     assert deduplicate([part], config, tmp_path / "out", never) == first
     assert steps[-1][1] == steps[-1][2] == len(steps) - 1
-    with pytest.raises(UsageError, match="memory_bytes: expected at least 65536, got 1"):
-        deduplicate([part], config, tmp_path / "out", never, memory_bytes=1)
-
-
-def test_new_data_against_stored_signatures(bench: Any, corpus: list[str], tmp_path: Path) -> None:
-    config = Dedup(exact=True, minhash=True, lines=True, min_characters=1)
-    a, b = bench.sign(corpus[:400], config), bench.sign(corpus[400:], config)
-    whole = bench.deduplicate([a, b], config)
-    first = bench.deduplicate([a], config)
-    store_signatures([a], first, config, tmp_path / "stored")
-    later = Dedup(exact=True, minhash=True, lines=True, min_characters=1, against=(str(tmp_path / "stored"),))
-    second = bench.deduplicate([b], later)
-    assert codes_of(second) == codes_of(whole)[400:] and 1 in codes_of(second) and 2 in codes_of(second)
-    assert second.cut[0].load().tolist() == whole.cut[1].load().tolist()
-    assert second.documents == 300 and second.units == 300
-    stored = sum(path.stat().st_size for path in (tmp_path / "stored").iterdir() if path.suffix != ".units")
-    assert stored <= 128 * (400 - first.dropped[0]) + 1024
-
-
-def test_what_is_compared_against_always_stays(bench: Any, tmp_path: Path) -> None:
-    plain = Dedup(exact=True, minhash=True, normalise="space")
-    old = bench.sign(["a b c d e f"], plain)
-    store_signatures([old], bench.deduplicate([old], plain), plain, tmp_path / "old")
-    config = Dedup(exact=True, minhash=True, keep="longest", against=(str(tmp_path / "old"),) * 2, normalise="space")
-    result = bench.deduplicate([bench.sign(["a b   c d e f", "A, b, c, d, e, f!", "x y z"], config)], config)
-    assert codes_of(result) == [1, 2, 0]
-    rows = pq.read_table(result.clusters).to_pylist()
-    assert [(row["part"], row["kept"]) for row in rows] == [(-1, True), (-2, False), (0, False), (0, False)]
 
 
 def test_a_hundred_thousand_copies(bench: Any) -> None:
@@ -325,7 +290,7 @@ def test_a_hundred_thousand_copies(bench: Any) -> None:
 @pytest.mark.parametrize("filler", ["word ", "a", "\n \n", "漢"])
 def test_texts_of_30_megabytes(bench: Any, filler: str) -> None:
     text = filler * ((30 << 20) // len(filler.encode()))
-    config = Dedup(exact=True, minhash=True, paragraphs=True)
+    config = Dedup(exact=True, minhash=True, lines=True)
     texts = column(["good", text, "another", text + " end", "good"])
     result = bench.deduplicate([bench.sign(texts, config)], config)
     assert codes_of(result)[0::2] == [0, 0, 1] and codes_of(result)[1] == 0

@@ -66,7 +66,7 @@ def test_the_files_appear_at_the_end(tmp_path: Path) -> None:
 
 
 def test_a_part_without_documents(bench: Any) -> None:
-    config = Dedup(exact=True, minhash=True, paragraphs=True)
+    config = Dedup(exact=True, minhash=True, lines=True)
     parts = [bench.sign([], config), bench.sign(["x"], config), bench.sign([], config)]
     result = bench.deduplicate(parts, config)
     assert [list(flags.load()) for flags in result.drop] == [[], [0], []]
@@ -83,11 +83,8 @@ def test_a_part_without_documents(bench: Any) -> None:
         ({"ngram": 0}, "ngram: expected at least 1, got 0"),
         ({"min_characters": 0}, "min_characters: expected at least 1, got 0"),
         ({"seed": -1}, "seed: expected at least 0, got -1"),
-        ({"keep": "last"}, "keep: expected 'first', 'longest' or 'best', got 'last'"),
+        ({"keep": "last"}, "keep: expected 'first' or 'longest', got 'last'"),
         ({"normalise": "x"}, "normalise: expected '', 'none', 'space' or 'words', got 'x'"),
-        ({"keep": "best"}, "score: expected the name of a column, got ''"),
-        ({"score": "s"}, "score: expected none without keep = \"best\", got 's'"),
-        ({"lines": True, "paragraphs": True}, "lines: expected false where paragraphs is true"),
     ],
 )
 def test_settings_that_cannot_be(wrong: dict[str, Any], message: str) -> None:
@@ -104,8 +101,6 @@ def test_signatures_that_do_not_serve(bench: Any, tmp_path: Path) -> None:
         bench.deduplicate([SignedSplit(str(tmp_path / "none"), 1)], Dedup(minhash=True))
     with pytest.raises(UsageError, match="expected 2 documents as signed, got 3"):
         bench.deduplicate([SignedSplit(part.prefix, 3)], Dedup(minhash=True, seed=2))
-    with pytest.raises(UsageError, match="expected a column 'quality' of numbers"):
-        bench.sign(["a"], Dedup(exact=True, keep="best", score="quality"))
     path = Path(f"{part.prefix}.minhash")
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(PrepareError, match="Sign it again"):

@@ -96,8 +96,8 @@ def slow_copy(task: str, data: Any) -> tuple[str, bytes]:
 def test_the_next_process_is_not_measured_from_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that ended takes 0 bytes; against that the next, which is just being forked, would be over any limit."""
     taken = iter([0] + [1 << 30] * 100)
-    monkeypatch.setattr(guard, "_memory", lambda pid: next(taken))
-    worker = guard.Worker("copies")
+    monkeypatch.setattr(guard, "resident_bytes", lambda pid: next(taken))
+    worker = guard.SandboxWorker("copies")
     try:
         for text in ("one", "another"):
             assert worker.call(slow_copy, text, text.encode(), (5.0, 64 << 20)) == (text, text.encode())

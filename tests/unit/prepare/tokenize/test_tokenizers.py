@@ -8,14 +8,12 @@ import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.tasks.encode import sample_texts
@@ -26,12 +24,9 @@ from forebay.prepare.tokenize.encoders import (
     cut_long,
     encode_column,
     fast_encoder,
-    reference_encoder,
 )
-from forebay.prepare.tokenize.tiktoken import FAMILIES
 from forebay.prepare.tokenize.tokenizers import (
     TokenizerFile,
-    byte_alphabet,
     byte_tokenizer,
     load_tokenizer,
     parse,
@@ -48,29 +43,14 @@ ALPHABET = [
 HOSTILE = st.lists(st.sampled_from(ALPHABET) | st.characters(exclude_categories=["Cs"]), max_size=60).map("".join)
 
 
-def gpt2_ranks() -> dict[bytes, int]:
-    vocab = json.loads((DATA / "tokenizers/gpt2/encoder.json").read_bytes())
-    byte_of = {char: byte for byte, char in enumerate(byte_alphabet())}
-    return {bytes(byte_of[c] for c in name): i for name, i in vocab.items() if name != "<|endoftext|>"}
-
-
-def load_from_tiktoken(ranks: dict[bytes, int]) -> TokenizerFile:
-    tiktoken = pytest.importorskip("tiktoken")
-    special = {"<|endoftext|>": len(ranks)}
-    encoding = tiktoken.Encoding("x", pat_str=FAMILIES["gpt2"].pattern, mergeable_ranks=ranks, special_tokens=special)
-    with mock.patch.object(tiktoken, "get_encoding", lambda name: encoding):
-        return load_tokenizer("tiktoken:r50k_base")
-
-
 @lru_cache(maxsize=4)
 def loaded(name: str) -> tuple[TokenizerFile, Any, Any]:
-    path = str(DATA / "tokenizers" / name)
-    found = load_from_tiktoken(gpt2_ranks()) if name == "tiktoken" else load_tokenizer(path)
-    reference = reference_encoder(found.data, found.kind)
-    return found, reference, fast_encoder(found.data, found.kind, reference)
+    found = load_tokenizer(str(DATA / "tokenizers" / name))
+    reference = LibraryEncoder(found.data)
+    return found, reference, fast_encoder(found.data, reference)
 
 
-NAMES = ["gpt2", "gpt-neo-test-tokenizer.json", "llama-test-tokenizer.json", "tiktoken"]
+NAMES = ["gpt2", "gpt-neo-test-tokenizer.json", "llama-test-tokenizer.json"]
 
 
 @needs_data
@@ -109,30 +89,6 @@ def test_known_answers_of_gpt2(tmp_path: Path) -> None:
     assert [ids.tolist() for ids in np.split(got, np.cumsum(lengths)[:-1])] == [row["ids"] for row in rows]
 
 
-@needs_data
-def test_tiktoken_is_its_own_reference_and_its_json_decodes(tmp_path: Path) -> None:
-    tiktoken = pytest.importorskip("tiktoken")
-    found = load_from_tiktoken(gpt2_ranks())
-    (tmp_path / "t.json").write_bytes(found.data)
-    assert (found.kind, found.vocab_size, found.eos_id, found.dtype) == ("tiktoken:gpt2", 50257, 50256, "U16")
-    pattern = r"""'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-    alone = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=gpt2_ranks(), special_tokens={})
-    decoder = Tokenizer.from_str(found.data.decode())
-    texts = ["Hello  world's", "世界 \n\n <|endoftext|> 12345", "", "x" * 50]
-    got, lengths = encode_column(EncoderSpec.of(found, tmp_path / "t.json"), pa.array(texts, "large_string"))
-    for text, ids in zip(texts, np.split(got, np.cumsum(lengths)[:-1])):
-        assert ids.tolist()[:-1] == alone.encode_ordinary(text)
-        assert decoder.decode(ids[:-1].tolist(), skip_special_tokens=False) == text
-    assert len(found.data) and lengths[2] == 0
-
-
-def test_tiktoken_survives_what_its_regex_gives_up_on() -> None:
-    found = load_from_tiktoken({bytes([b]): b for b in range(256)} | {b"  ": 256})
-    assert (found.vocab_size, found.eos_id) == (258, 257)
-    ids = reference_encoder(found.data, found.kind).encode([" " * 300_000 + "a"])[0]
-    assert len(ids) == 150_002
-
-
 @pytest.fixture
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coders, "LONG_CHARS", 100)
@@ -148,7 +104,7 @@ def test_long_texts_are_cut_where_nothing_changes(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(trained.data)
     ids = encode_column(EncoderSpec.of(trained, path), pa.array([text], "large_string"))[0]
-    assert ids[:-1].tolist() == reference_encoder(trained.data, "json").encode([text])[0].tolist()
+    assert ids[:-1].tolist() == LibraryEncoder(trained.data).encode([text])[0].tolist()
 
 
 @pytest.mark.usefixtures("short_pieces")
@@ -166,9 +122,9 @@ def test_long_texts_have_the_ids_of_the_real_tokenizers(name: str, tmp_path: Pat
     found = load_tokenizer(str(path), eos=False)
     text = "  He said: 'don't', 3.14  and\nnaïve 世界 a b c! -- \n\n x" * 60
     spec = EncoderSpec.of(found, path)
-    assert len(list(cut_long(text, coders._safe_cut(found.data, found.kind)))) > 10
+    assert len(list(cut_long(text, coders._safe_cut(found.data)))) > 10
     ids = encode_column(spec, pa.array([text], "large_string"))[0]
-    assert ids.tolist() == reference_encoder(found.data, "json").encode([text])[0].tolist()
+    assert ids.tolist() == LibraryEncoder(found.data).encode([text])[0].tolist()
 
 
 def test_ends_are_named_by_policy(tmp_path: Path) -> None:
@@ -183,7 +139,7 @@ def test_ends_are_named_by_policy(tmp_path: Path) -> None:
         load_tokenizer("bytes", bos=True)
 
 
-@pytest.mark.parametrize("name", ["nowhere.json", "tiktoken:nothing_base", "x.model", "train:9", "a b"])
+@pytest.mark.parametrize("name", ["nowhere.json", "x.model", "train:9", "a b"])
 def test_a_wrong_name_says_so(name: str) -> None:
     with pytest.raises(UsageError):
         load_tokenizer(name)
