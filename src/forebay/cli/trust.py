@@ -184,20 +184,6 @@ def _notify(node_dir: Path, target: str, crl: Any) -> None:
     print(f"{peer_id} at {target} {'accepted it' if is_new else later}.")
 
 
-def _network_rotate(args: argparse.Namespace) -> int:
-    from forebay.network.pki.files import finish_rotation, rotate_root
-
-    if args.finish:
-        print(f"The root key in use is now that of {finish_rotation(args.directory)}; the former key is deleted.")
-        print("next: restart `forebay network admit` here, and renew each organisation (forebay network renew).")
-        return 0
-    peer_id = rotate_root(args.directory, **_days(args))
-    print(f"The next root is {peer_id}, certified by the current one, which stays in use.")
-    print("Nodes receive it as they renew. Organisations: forebay network renew DIR ORGANISATION_DIR, now.")
-    print(f"next, once every node has renewed: forebay network rotate --finish {args.directory}")
-    return 0
-
-
 def _network_show(args: argparse.Namespace) -> int:
     properties = _properties(args.directory)
     if not args.json:
@@ -220,7 +206,7 @@ def _is_issuer(directory: Path) -> bool:
 
 def _properties(directory: Path) -> dict[str, Any]:
     """Properties of the network, organisation or node in a directory."""
-    from forebay.network.pki.files import peer_in, read_issuer, read_network, read_roots
+    from forebay.network.pki.files import peer_in, read_issuer, read_network, read_root
     from forebay.network.pki.identity import Identity
     from forebay.network.pki.revocation import Revocations
 
@@ -228,7 +214,7 @@ def _properties(directory: Path) -> dict[str, Any]:
     if _is_issuer(directory):
         issuer = read_issuer(directory)
         peer, scope, expires_at = peer_in(issuer.cert), issuer.scope, issuer.cert.not_valid_after_utc.timestamp()
-        revocations = Revocations(directory, read_roots(directory))
+        revocations = Revocations(directory, read_root(directory))
         properties = {"kind": "network" if issuer.is_root else "organisation", "name": peer.name}
         properties |= {"peer_id": peer.peer_id, "network": read_network(directory).network_id}
     else:
@@ -353,10 +339,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("peer_id", help="of the node or organisation")
     p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="the issuer's, to sign a CRL; nodes'")
     p.add_argument("--notify", action="append", default=[], metavar="HOST:PORT", help="a node to send the CRL to")
-    p = verb("rotate", _network_rotate, "replace a network's root key without downtime, in two steps", network)
-    p.add_argument("directory", type=Path, help="the network's")
-    p.add_argument("--finish", action="store_true", help="the second step: replace the key by the next one")
-    p.add_argument("--days", type=days, help="validity of the next root's certificate (default: 3650)")
     description = "show a node's identity, scope, expiry and revocation lists"
     p = verb("show", _network_show, description, network)
     p.add_argument("directory", type=Path, help="a node's, an organisation's or the network's")

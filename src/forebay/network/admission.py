@@ -33,7 +33,6 @@ from forebay.network.messages import AdmitRequest, RenewRequest
 from forebay.network.peer import Peer
 from forebay.network.pki.certificates import (
     EARLY,
-    Issuer,
     der_of,
     issue_server,
     peer_of,
@@ -41,8 +40,8 @@ from forebay.network.pki.certificates import (
     scope_of,
     verify_certificate,
 )
-from forebay.network.pki.files import check_name, node_pem, read_issuer, read_network, read_roots
-from forebay.network.pki.revocation import FileStamp, Revocations, file_stamp
+from forebay.network.pki.files import check_name, node_pem, read_issuer, read_network, read_root
+from forebay.network.pki.revocation import Revocations, file_stamp
 from forebay.network.pki.tokens import JoinToken, check_token
 from forebay.network.server import Server
 from forebay.peer_id import peer_id_of
@@ -65,9 +64,10 @@ class Admissions:
     ) -> None:
         self.directory = Path(directory)
         self._audit, self._now = audit, now
-        self._stamps: list[FileStamp] = []
-        self._revocations = Revocations(self.directory, read_roots(self.directory))
-        self._refresh()
+        self.issuer = read_issuer(self.directory)
+        self._stamp = file_stamp(self.directory / "org-cert.pem")
+        self._network = read_network(self.directory)
+        self._revocations = Revocations(self.directory, read_root(self.directory))
         self._lock = threading.Lock()
         self._uses = _TokenUses(self.directory / USES_NAME)
 
@@ -79,7 +79,7 @@ class Admissions:
     def admit(self, message: AdmitRequest, sender: str) -> dict[str, Any]:
         """A certificate for a token: {"certificate", "root", "network", "crls"}; `sender` is the client's address.
 
-        PEM, the network's description, and the CRLs of the roots and this issuer. Raises ProtocolError.
+        PEM, the network's description, and the CRLs of the root and this issuer. Raises ProtocolError.
         """
         with self._recording_refusals("/v1/admit", sender):
             key = _requested_key(message.request)
@@ -106,7 +106,7 @@ class Admissions:
                 old = x509.load_pem_x509_certificate(message.certificate.encode())
             except (ValueError, TypeError) as error:
                 raise ProtocolError(f"renew: expected a certificate in PEM: {error}") from error
-            peer = verify_certificate(der_of(old), self._roots).peer
+            peer = verify_certificate(der_of(old), self._revocations.root).peer
             who = peer.peer_id
             if peer.org != ("" if self.issuer.is_root else self.issuer.peer_id):
                 raise ProtocolError(f"renew: {who} was issued by {peer.org or 'the root'}. Ask that issuer.")
@@ -130,7 +130,7 @@ class Admissions:
             raise ProtocolError(str(error)) from error
 
     def _answer(self, certificate: bytes) -> dict[str, Any]:
-        crls, issuers = self._revocations.crls(), self._revocations.root_ids | {self.issuer.peer_id}
+        crls, issuers = self._revocations.crls(), {self._revocations.root_id, self.issuer.peer_id}
         return {
             "certificate": certificate.decode(),
             "root": (self.directory / "root-cert.pem").read_text(),
@@ -143,14 +143,11 @@ class Admissions:
         self._uses.close()
 
     def _refresh(self) -> None:
-        """Load a renewed certificate of the issuer and further roots."""
-        stamps = [file_stamp(self.directory / name) for name in ("org-cert.pem", "root-cert.pem", "root-key.pem")]
-        if stamps == self._stamps:
-            return
-        self.issuer: Issuer = read_issuer(self.directory)
-        self._roots = self._revocations.roots = read_roots(self.directory)
-        self._network = read_network(self.directory)
-        self._stamps = stamps
+        """Load a renewed certificate of an organisation."""
+        stamp = file_stamp(self.directory / "org-cert.pem")
+        if stamp != self._stamp:
+            self.issuer = read_issuer(self.directory)
+            self._stamp = stamp
 
     def _check_not_revoked(self, peer_id: str) -> None:
         own = "" if self.issuer.is_root else self.issuer.peer_id
@@ -259,7 +256,6 @@ def _context(admissions: Admissions) -> ssl.SSLContext:
         context.load_cert_chain(file.name, admissions.directory / f"{kind}-key.pem")
     # Clients that renew show their certificate; those that join have none.
     context.verify_mode = ssl.CERT_OPTIONAL
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(admissions.directory / "root-cert.pem")
     return context
 

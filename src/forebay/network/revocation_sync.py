@@ -120,8 +120,7 @@ class TrustWatch:
         newer = [
             issuer for issuer, number in _parse_numbers(answer, address).items() if revocations.wants(issuer, number)
         ]
-        roots_first = sorted(newer, key=lambda issuer: issuer not in revocations.root_ids)
-        for issuer in roots_first[:MAX_FETCHED]:
+        for issuer in sorted(newer, key=lambda issuer: issuer != revocations.root_id)[:MAX_FETCHED]:
             pem = self._client.get_bytes(address, f"{CRLS}/{issuer}", MAX_CRL_BYTES, timeout_s=30.0)
             if receive_crl(self._identity, pem, peer.peer_id) is None:
                 raise ProtocolError(f"peer at {address}: it does not have the CRL of {issuer} that it announced")

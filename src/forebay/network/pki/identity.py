@@ -36,7 +36,7 @@ from forebay.network.pki.files import (
     read_issuer,
     read_key,
     read_network,
-    read_roots,
+    read_root,
     write_key,
 )
 from forebay.network.pki.files import create_network as create_network
@@ -69,7 +69,7 @@ class Identity:
         key: Ed25519PrivateKey,
         network: NetworkConfig,
         cert: x509.Certificate,
-        roots: tuple[bytes, ...],
+        root: bytes,
     ) -> None:
         self.node_dir = node_dir
         self.audit: AuditLog | None = None
@@ -78,15 +78,15 @@ class Identity:
         self._key = key
         self.public_key: bytes = key.public_key().public_bytes_raw()
         self.peer_id = peer_id_of(self.public_key)
-        self.revocations = Revocations(node_dir, roots)
-        self._set_certificate(cert, roots)
+        self.root = root
+        self.revocations = Revocations(node_dir, root)
+        self._set_certificate(cert)
         self._cert_stamp = file_stamp(node_dir / "node-cert.pem")
         self._contexts: weakref.WeakSet[ssl.SSLContext] = weakref.WeakSet()
 
-    def _set_certificate(self, cert: x509.Certificate, roots: tuple[bytes, ...]) -> None:
-        verified = verify_certificate(der_of(cert), roots)
+    def _set_certificate(self, cert: x509.Certificate) -> None:
+        verified = verify_certificate(der_of(cert), self.root)
         self.certificate = cert
-        self.roots = self.revocations.roots = roots
         self.as_peer = verified.peer
         self.name, self.org, self.scope = verified.peer.name, verified.peer.org, verified.peer.scope
         self.expires_at = verified.valid_until
@@ -103,7 +103,7 @@ class Identity:
                 f"identity: node-cert.pem is of another key than node-key.pem ({folder}). "
                 "Renew the certificate (forebay network renew), or join again in another directory."
             )
-        identity = cls(folder, key, network, cert, read_roots(folder))
+        identity = cls(folder, key, network, cert, read_root(folder))
         identity.warn_of_expiry(time.time())
         return identity
 
@@ -121,7 +121,7 @@ class Identity:
         Raises ProtocolError if its chain is invalid, expired or revoked, or exceeds an issuer's scope.
         """
         try:
-            verified = verify_certificate(der_cert, self.roots)
+            verified = verify_certificate(der_cert, self.root)
         except ProtocolError as error:
             self.record_event("refused", reason=str(error))
             raise
@@ -167,8 +167,6 @@ class Identity:
     def _configure(self, context: ssl.SSLContext) -> ssl.SSLContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
-        # Each certificate in root-cert.pem is an anchor, also one that the root before it signed.
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         try:
             self._load_certificates(context)
         except (OSError, ssl.SSLError) as error:
@@ -196,7 +194,7 @@ class Identity:
             )
         for context in list(self._contexts):
             self._load_certificates(context)
-        self._set_certificate(fresh.certificate, fresh.roots)
+        self._set_certificate(fresh.certificate)
         log.info("certificate renewed: name=%s", self.name)
         return True
 
