@@ -129,62 +129,11 @@ class ConnectionTable:
         return True
 
 
-class _Flow:
-    """uvicorn's FlowControl in a tenth of its memory: the event is created when a writer waits."""
-
-    __slots__ = ("_transport", "_writable", "read_paused", "write_paused")
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._writable: asyncio.Event | None = None
-        self.read_paused = self.write_paused = False
-
-    async def drain(self) -> None:
-        if self.write_paused:
-            self._writable = self._writable or asyncio.Event()
-            await self._writable.wait()
-
-    def pause_reading(self) -> None:
-        if not self.read_paused:
-            self.read_paused = True
-            self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        if self.read_paused:
-            self.read_paused = False
-            self._transport.resume_reading()
-
-    def pause_writing(self) -> None:
-        self.write_paused = True
-
-    def resume_writing(self) -> None:
-        self.write_paused = False
-        if self._writable is not None:
-            self._writable.set()
-            self._writable = None
-
-
-class _Pipeline(list[Any]):
-    """Replaces uvicorn's deque, in a tenth of its memory."""
-
-    __slots__ = ()
-
-    def appendleft(self, item: Any) -> None:
-        self.insert(0, item)
-
-
 class PeerProtocol(HttpToolsProtocol):
     """One connection, created after the TLS handshake."""
 
-    # In uvicorn's instance dictionary they would take 1.3 KiB more per idle connection.
-    __slots__ = (
-        "_lost", "address", "core", "head_bytes", "is_lost", "num_active", "num_messages", "number", "peer", "phase",
-        "sent_at", "since", "unfinished_bytes",
-    )  # fmt: skip
-
     def __init__(self, core: ServerCore, address: str) -> None:
         super().__init__(core.config, core.state, core.app_state, core.loop)
-        self.pipeline = _Pipeline()  # type: ignore[assignment]
         self.core = core
         self.address = address
         self.peer = Peer("", b"", address)
@@ -241,8 +190,6 @@ class PeerProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = _Flow(transport)  # type: ignore[assignment]
-        self.server, self.client = None, (self.address, 0)  # own strings would take 0.3 KiB
         tls = transport.get_extra_info("ssl_object")
         if not self.core.admit(self, tls.getpeercert(binary_form=True) if tls is not None else None):
             transport.abort()
