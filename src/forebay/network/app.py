@@ -1,7 +1,7 @@
 """FastAPI applications of Forebay's servers: errors, roles, metrics, files and CRLs.
 
 `make_app` creates an application with `/openapi.json` and `/metrics`; a service adds its routes. The server puts the
-sender (`peer`) and the `connection` into each request's state.
+sender (`peer`) and its `connection` (`server_connections.PeerProtocol`) into each request's state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from fastapi import FastAPI, Request
@@ -43,34 +43,6 @@ __all__ = ["Metric", "Request", "Response"]
 JSON = "application/json"
 BINARY = "application/octet-stream"
 log = logging.getLogger("forebay.network")
-
-
-class Connection(Protocol):
-    """The connection of a request, as applications see it."""
-
-    address: str  # the client's IP address
-
-    @property
-    def lost(self) -> asyncio.Future[None]: ...  # done when the connection has ended
-
-    @property
-    def piece_bytes(self) -> int: ...  # maximum bytes sent in one turn
-
-    @property
-    def is_closing(self) -> bool: ...
-
-    def abort(self) -> None: ...
-
-    async def wait_for_turn(self, num_bytes: int) -> None:
-        """Wait until the limits of the upload, the peer and its organisation allow so many bytes."""
-
-    async def sent(self, num_bytes: int) -> None:
-        """Wait until a piece has left its buffer, and count it."""
-
-    def record_refusal(self, route: str, error: ApiError) -> None:
-        """Write a refusal of the peer to the audit log."""
-
-    def server_metrics(self) -> list[Metric]: ...
 
 
 class ApiError(Exception):
@@ -113,7 +85,7 @@ class FileRange(Response):
         self.source, self.start, self.stop = source, start, stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection: Connection = scope["state"]["connection"]
+        connection = scope["state"]["connection"]
         source, descriptor = self.source, -1
         if not isinstance(source, bytes):
             try:
@@ -130,7 +102,7 @@ class FileRange(Response):
             if descriptor != -1:
                 os.close(descriptor)
 
-    async def _send_pieces(self, connection: Connection, descriptor: int, send: Send) -> None:
+    async def _send_pieces(self, connection: Any, descriptor: int, send: Send) -> None:
         source, offset = self.source, self.start
         is_file = not isinstance(source, bytes)
         buffer = memoryview(
@@ -188,15 +160,14 @@ def peer_of(request: Request) -> Peer:
 
 def source_of(request: Request) -> str:
     """The IP address of a request's connection."""
-    connection: Connection = request.state.connection
-    return connection.address
+    return str(request.state.connection.address)
 
 
 async def wait_until(
     request: Request, change: Callable[[], Awaitable[Any]], until: Callable[[], bool], wait_s: float
 ) -> bool:
     """Wait up to `wait_s` for a condition, checked whenever `change` returns. False if the client disconnected."""
-    connection: Connection = request.state.connection
+    connection = request.state.connection
     deadline = asyncio.get_running_loop().time() + wait_s
     while not until():
         remaining_s = deadline - asyncio.get_running_loop().time()
@@ -324,8 +295,7 @@ def make_app(title: str, metrics: Callable[[], Iterable[Metric]] = tuple) -> Fas
 
     @app.get("/metrics", summary="Figures for Prometheus.", response_class=PlainTextResponse)
     async def read_metrics(request: Request) -> Response:
-        connection: Connection = request.state.connection
-        own = connection.server_metrics()
+        own = request.state.connection.core.metrics()
         return PlainTextResponse(exposition([*_visible(metrics(), peer_of(request).scope), *own]))
 
     return app

@@ -147,29 +147,29 @@ class PeerProtocol(HttpToolsProtocol):
 
     @property
     def piece_bytes(self) -> int:
+        """Maximum bytes sent in one turn."""
         return self.core.throttle.piece_bytes(PIECE_BYTES)
 
     async def wait_for_turn(self, num_bytes: int) -> None:
-        """See `app.Connection`, also for the next three."""
+        """Wait until the limits of the upload, the peer and its organisation allow so many bytes."""
         core = self.core
-        await core.throttle.pace(self.peer.peer_id or self.address, num_bytes)
+        await core.throttle.pace(num_bytes)
         if (wait_s := core.requests.wait_for_bytes(self.peer, num_bytes, core.loop.time())) > 0:
             await asyncio.sleep(wait_s)
 
     async def sent(self, num_bytes: int) -> None:
+        """Wait until a piece has left its buffer, and count it."""
         await self.flow.drain()
         self.core.num_bytes += num_bytes
         if self.core.on_bytes is not None:
             self.core.on_bytes(self.peer, num_bytes)
 
     def record_refusal(self, route: str, error: ApiError) -> None:
+        """Write a refusal of the peer to the audit log."""
         if self.core.identity is not None:
             self.core.identity.record_event(
                 "refused", peer=self.peer.peer_id, route=route, code=error.code, reason=str(error)
             )
-
-    def server_metrics(self) -> list[Metric]:
-        return self.core.metrics()
 
     @property
     def is_closing(self) -> bool:
