@@ -300,7 +300,7 @@ def certificates(directory: Path, identity: Identity) -> Target:
 
     root = der("root-cert.pem")
     version = root.replace(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x7f")
-    return Target(lambda data: verify_certificate(data, (root,)), [der("node-cert.pem"), root, version])
+    return Target(lambda data: verify_certificate(data, root), [der("node-cert.pem"), root, version])
 
 
 @target

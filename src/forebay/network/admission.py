@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import ssl
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,9 +33,7 @@ from forebay.network.peer import Peer
 from forebay.network.pki.certificates import (
     EARLY,
     der_of,
-    issue_server,
     peer_of,
-    pem_of,
     scope_of,
     verify_certificate,
 )
@@ -106,7 +103,7 @@ class Admissions:
                 old = x509.load_pem_x509_certificate(message.certificate.encode())
             except (ValueError, TypeError) as error:
                 raise ProtocolError(f"renew: expected a certificate in PEM: {error}") from error
-            peer = verify_certificate(der_of(old), self._revocations.root).peer
+            peer = verify_certificate(der_of(old), self._revocations.root)
             who = peer.peer_id
             if peer.org != ("" if self.issuer.is_root else self.issuer.peer_id):
                 raise ProtocolError(f"renew: {who} was issued by {peer.org or 'the root'}. Ask that issuer.")
@@ -246,14 +243,11 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 def _context(admissions: Admissions) -> ssl.SSLContext:
-    """TLS with the issuer's key and a temporary certificate that only proves it."""
+    """TLS with the issuer's own certificate, which proves its key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     kind = "root" if admissions.issuer.is_root else "org"
-    with tempfile.NamedTemporaryFile(suffix=".pem") as file:
-        file.write(pem_of(issue_server(admissions.issuer)))
-        file.flush()
-        context.load_cert_chain(file.name, admissions.directory / f"{kind}-key.pem")
+    context.load_cert_chain(admissions.directory / f"{kind}-cert.pem", admissions.directory / f"{kind}-key.pem")
     # Clients that renew show their certificate; those that join have none.
     context.verify_mode = ssl.CERT_OPTIONAL
     context.load_verify_locations(admissions.directory / "root-cert.pem")

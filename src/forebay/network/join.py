@@ -87,7 +87,7 @@ def _write_node(folder: Path, answer: Any, key: Ed25519PrivateKey, network_id: s
         crls = [str(pem).encode() for pem in answer["crls"]]
         root = der_of(root_cert)
         check_root(root, network_id)
-        peer = verify_certificate(der_of(certs[0]), root).peer
+        peer = verify_certificate(der_of(certs[0]), root)
     except (KeyError, ValueError, TypeError, IndexError, UsageError) as error:
         raise ProtocolError(f"join: the server's answer is malformed: {type(error).__name__}: {error}") from error
     if named_id != network_id or peer.public_key != key.public_key().public_bytes_raw():

@@ -120,7 +120,7 @@ def read_publication(data: bytes, identity: Identity) -> Publication:
         ) from error
     publisher, name = publication.publisher, publication.name
     # Only the publication's expiry is checked, not the certificate's: short-lived certificates need no new signature.
-    peer = verify_certificate(der_of(certificate), identity.root).peer
+    peer = verify_certificate(der_of(certificate), identity.root)
     if peer.peer_id != publisher:
         raise ProtocolError(f"publication: expected a certificate of {publisher[:40]}, got one of {peer.peer_id}")
     verify(peer.public_key, publication.signed_bytes(), signature)

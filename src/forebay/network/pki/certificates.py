@@ -54,15 +54,6 @@ class Issuer:
         return Scope() if self.is_root else scope_of(self.cert)
 
 
-@dataclass(frozen=True)
-class VerifiedPeer:
-    """A peer whose signatures were checked up to a root, and the validity of its whole chain (Unix seconds)."""
-
-    peer: Peer
-    valid_from: float
-    valid_until: float
-
-
 def issue_root(name: str, key: Ed25519PrivateKey, valid_days: float) -> x509.Certificate:
     """A root's certificate, signed by itself; it may issue organisations."""
     own_id = key_id_of(peer_id_of(key.public_key().public_bytes_raw()))
@@ -100,12 +91,6 @@ def issue(
         carried = x509.UnrecognizedExtension(ORGANISATION_OID, der_of(issuer.cert))
         builder = builder.add_extension(carried, critical=False)
     return builder.sign(issuer.key, None)
-
-
-def issue_server(issuer: Issuer) -> x509.Certificate:
-    """A self-signed certificate of an issuer's key for its admission server; it only proves the key."""
-    name = name_of(issuer.cert)
-    return _builder(name, name, issuer.key.public_key(), NODE_VALID_DAYS, None).sign(issuer.key, None)
 
 
 def _builder(
@@ -168,7 +153,7 @@ def peer_of(der_cert: bytes) -> Peer:
 
 
 @functools.lru_cache(maxsize=4096)
-def verify_certificate(der_cert: bytes, root: bytes) -> VerifiedPeer:
+def verify_certificate(der_cert: bytes, root: bytes) -> Peer:
     """Verify the signatures of a node's certificate up to the root (DER); return its peer, organisation and scope.
 
     The caller must check that the chain is valid now, and revocation. Raises ProtocolError.
@@ -188,7 +173,7 @@ def verify_certificate(der_cert: bytes, root: bytes) -> VerifiedPeer:
             f"{who}: its issuer is neither our root nor an organisation that it shows. "
             "Both sides need a certificate of the same network: see `forebay network join`."
         )
-    org, org_cert = organisation_of(carried.value, root).peer, _parse(carried.value)
+    org, org_cert = organisation_of(carried.value, root), _parse(carried.value)
     if key_id_of(org.peer_id) != issuer_key_id:
         raise ProtocolError(
             f"{who}: expected the certificate of the organisation that issued its own, "
@@ -205,7 +190,7 @@ def verify_certificate(der_cert: bytes, root: bytes) -> VerifiedPeer:
 
 
 @functools.lru_cache(maxsize=256)
-def organisation_of(der_cert: bytes, root: bytes) -> VerifiedPeer:
+def organisation_of(der_cert: bytes, root: bytes) -> Peer:
     """Verify that the root signed an organisation's certificate; return the organisation. Raises ProtocolError."""
     cert, root_cert = _parse(der_cert), _parse(root)
     org = _read(cert)
@@ -262,10 +247,9 @@ def authority(key_id: bytes) -> x509.AuthorityKeyIdentifier:
     return x509.AuthorityKeyIdentifier(key_id, None, None)
 
 
-def _verified(peer: Peer, *chain: x509.Certificate) -> VerifiedPeer:
+def _verified(peer: Peer, *chain: x509.Certificate) -> Peer:
     start = max(cert.not_valid_before_utc.timestamp() for cert in chain)
-    end = min(cert.not_valid_after_utc.timestamp() for cert in chain)
-    return VerifiedPeer(replace(peer, valid_until=end), start, end)
+    return replace(peer, valid_from=start, valid_until=min(cert.not_valid_after_utc.timestamp() for cert in chain))
 
 
 def _check_signature(cert: x509.Certificate, issuer: x509.Certificate, what: str, whose: str) -> None:

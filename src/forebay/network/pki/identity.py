@@ -25,7 +25,7 @@ from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.network.audit import AuditLog
 from forebay.network.peer import Peer, Scope
-from forebay.network.pki.certificates import NODE_VALID_DAYS, VerifiedPeer, der_of, scope_of, verify_certificate
+from forebay.network.pki.certificates import NODE_VALID_DAYS, der_of, scope_of, verify_certificate
 from forebay.network.pki.files import (
     NetworkConfig,
     check_new_node,
@@ -85,12 +85,10 @@ class Identity:
         self._contexts: weakref.WeakSet[ssl.SSLContext] = weakref.WeakSet()
 
     def _set_certificate(self, cert: x509.Certificate) -> None:
-        verified = verify_certificate(der_of(cert), self.root)
+        peer = self.as_peer = verify_certificate(der_of(cert), self.root)
         self.certificate = cert
-        self.as_peer = verified.peer
-        self.name, self.org, self.scope = verified.peer.name, verified.peer.org, verified.peer.scope
-        self.expires_at = verified.valid_until
-        self.valid_s = verified.valid_until - verified.valid_from
+        self.name, self.org, self.scope = peer.name, peer.org, peer.scope
+        self.expires_at, self.valid_s = peer.valid_until, peer.valid_until - peer.valid_from
 
     @classmethod
     def load(cls, node_dir: str | Path) -> Identity:
@@ -121,22 +119,24 @@ class Identity:
         Raises ProtocolError if its chain is invalid, expired or revoked, or exceeds an issuer's scope.
         """
         try:
-            verified = verify_certificate(der_cert, self.root)
+            peer = verify_certificate(der_cert, self.root)
         except ProtocolError as error:
             self.record_event("refused", reason=str(error))
             raise
-        if (reason := _check_time(verified) or self.revocations.reason(verified.peer)) is not None:
-            self.record_event("refused", peer=verified.peer.peer_id, reason=reason)
+        if (reason := self.refusal(peer)) is not None:
+            self.record_event("refused", peer=peer.peer_id, reason=reason)
             raise ProtocolError(reason)
-        return verified.peer
+        return peer
 
     def refusal(self, peer: Peer) -> str | None:
-        """Reason why a connected peer must be refused now, by expiry or revocation; None if it may go on.
+        """Reason why a peer must be refused now, by expiry or revocation; None if it may go on.
 
         Check it for each request, on both sides: files are read once a second at most.
         """
-        if time.time() > peer.valid_until:
-            return f"peer {peer.peer_id} ({peer.name}): its certificate has expired"
+        now = time.time()
+        if not peer.valid_from <= now <= peer.valid_until:
+            reason = "has expired" if now > peer.valid_until else "is not valid yet: compare the clocks"
+            return f"peer {peer.peer_id} ({peer.name}): its certificate {reason}"
         return self.revocations.reason(peer)
 
     def record_event(self, kind: str, **fields: Any) -> None:
@@ -197,14 +197,6 @@ class Identity:
         self._set_certificate(fresh.certificate)
         log.info("certificate renewed: name=%s", self.name)
         return True
-
-
-def _check_time(verified: VerifiedPeer) -> str | None:
-    now = time.time()
-    if verified.valid_from <= now <= verified.valid_until:
-        return None
-    reason = "has expired" if now > verified.valid_until else "is not valid yet: compare the clocks"
-    return f"peer {verified.peer.peer_id} ({verified.peer.name}): its certificate {reason}"
 
 
 def join(

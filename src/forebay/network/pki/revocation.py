@@ -107,7 +107,7 @@ def parse_crl_if(pem: bytes, root: bytes, is_wanted: Callable[[str, int], bool])
         next_update = crl.next_update_utc.timestamp() if crl.next_update_utc is not None else math.inf
     except (ValueError, ProtocolError, *_PARSER_ERRORS) as error:
         raise ProtocolError(f"CRL: malformed: {type(error).__name__}: {str(error)[:300]}") from error
-    signer = organisation_of(der_of(above), root).peer if above is not None else peer_of(root)
+    signer = organisation_of(der_of(above), root) if above is not None else peer_of(root)
     if key_id_of(signer.peer_id) != key_id:
         raise ProtocolError(
             f"CRL: expected one by this network's root or an organisation of it, got one by key {key_id.hex()[:40]}"
