@@ -92,23 +92,7 @@ def test_from_a_step_to_a_document_and_back(job: dict[str, Any], capsys: pytest.
     assert "w1" in run(capsys, "blame", job["ledger"], "--slice", 0, "--tokens", "0:16")
 
 
-def test_a_loaders_step_and_a_table(job: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    order = [
-        "blame",
-        "-",
-        "--step",
-        0,
-        "--dataset",
-        job["dataset"].path,
-        "--seq-len",
-        SEQ_LEN,
-        "--global-batch-size",
-        4,
-    ]
-    told = json.loads(run(capsys, *order, "--seed", 3, "--world-size", 2, "--json"))
-    assert [part["rank"] for part in told["parts"]] == [0, 1] and told["mode"] == "order"
-    assert sum(len(part["samples"]) for part in told["parts"]) == 4
-    run(capsys, "blame", "-", "--step", 0, code=2)
+def test_a_table(job: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run(capsys, "blame", job["ledger"], code=2)
     run(capsys, "export", job["ledger"], "--out", tmp_path / "uses.jsonl", "--sample-ids")
     assert (tmp_path / "uses.jsonl").read_text().startswith('{"entry": ')

@@ -21,8 +21,7 @@ from forebay.ledger.index import LedgerIndex, open_index
 from forebay.ledger.job import Job, encode_runs
 from forebay.ledger.receipts import Used
 from forebay.ledger.writer import Ledger
-from forebay.load.loader import Loader
-from forebay.observe.blame import blame_order, blame_step, replay, who_saw
+from forebay.observe.blame import blame_step, replay, who_saw
 from forebay.observe.ledger_export import export_uses
 from forebay.observe.steps import is_roster, verify_steps
 from forebay.order.plan import lease_order
@@ -148,19 +147,6 @@ def test_all_tables_say_the_same(job: tuple[LedgerIndex, dict[tuple[str, int], l
     assert used == sorted(sample for samples in seen.values() for sample in samples)
     with pytest.raises(UsageError, match="format"):
         export_uses(index, tmp_path / "x", "xls")
-
-
-def test_a_loader_needs_no_record(dataset: Dataset) -> None:
-    with Loader(dataset.path, seq_len=SEQ_LEN, global_batch_size=5, seed=2, rank=0, world_size=1) as loader:
-        batches = list(loader)
-        run = loader.run
-    for step, batch in enumerate(batches):
-        parts = blame_order(run, step, world_size=2, workers=["a", "b"], documents=Documents(dataset), seq_len=SEQ_LEN)
-        assert [part.worker for part in parts] == ["a", "b"]
-        assert [s for part in parts for s in part.samples] == np.asarray(batch.sample_ids).tolist()
-        pieces = [piece for part in parts for piece in part.documents]
-        tokens = [t for p in pieces for t in dataset.open_slice(p.slice).tokens[p.start : p.stop].tolist()]
-        assert tokens == np.asarray(batch.inputs).reshape(-1).tolist()
 
 
 def write_roster(directory: Path, rows: list[Stepped]) -> None:

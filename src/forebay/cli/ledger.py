@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import positive, share
+from forebay.cli.arguments import share
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
@@ -68,22 +68,17 @@ def _print_verified(args: argparse.Namespace, report: dict[str, Any], success: s
 def _blame(args: argparse.Namespace) -> int:
     from forebay.ledger.index import open_index
     from forebay.observe.blame import blame_step
-    from forebay.observe.steps import is_roster
 
     selected = [args.step is not None, args.document is not None, args.slice is not None or args.tokens is not None]
     if sum(selected) != 1:
         raise UsageError("blame: expected one of --step N, --document ID and --slice I --tokens A:B.")
     if args.step is None:
         return _blame_document(args)
-    if args.file == "-" or is_roster(Path(args.file)):
-        parts, fields = _blame_order(args)
-    else:
-        index = open_index(args.file)
-        documents = _documents(args, index)
-        parts = blame_step(index, args.step, worker=args.worker, documents=documents, text=not args.no_text)
-        fields = {"mode": "lease", "step": args.step}
+    index = open_index(args.file)
+    documents = _documents(args, index)
+    parts = blame_step(index, args.step, worker=args.worker, documents=documents, text=not args.no_text)
     if args.json:
-        print(json.dumps({**fields, "parts": [asdict(part) for part in parts]}))
+        print(json.dumps({"step": args.step, "parts": [asdict(part) for part in parts]}))
         return 0
     for part in parts:
         _print_share(part)
@@ -102,48 +97,6 @@ def _documents(args: argparse.Namespace, index: LedgerIndex) -> dict[str, Docume
                 f"blame: {of_dataset.dataset.path} is not a dataset of this job, which has {index.job.dataset_ids}."
             )
     return documents
-
-
-def _blame_order(args: argparse.Namespace) -> tuple[list[BatchShare], dict[str, Any]]:
-    """The shares of a step from a coordinator's record, if there is one, and the order."""
-    from forebay.dataset.documents import Documents
-    from forebay.dataset.reader import open_dataset
-    from forebay.load.loader import Loader
-    from forebay.observe.blame import BatchShare, blame_order
-    from forebay.observe.steps import open_log
-
-    record, config = None, {}
-    if args.file != "-":
-        with open_log(Path(args.file)) as log:
-            record, config = log.step(args.step), log.config()
-        if record is None:
-            raise UsageError(f"blame: step {args.step} is not finished in {args.file}.")
-    fields = {"mode": "order", "step": args.step, "record": record}
-    workers = [str(part["worker_id"]) for part in record["parts"]] if record else []
-    if not args.dataset:
-        if record is None:
-            raise UsageError("blame: expected --dataset DIR, and the run's --seq-len, --global-batch-size and --seed.")
-        first, world = int(record["first_sample"]), len(workers)
-        samples = [list(range(first + r, first + int(record["count"]), world)) for r in range(world)]
-        return [
-            BatchShare(name, name, rank, first_step=args.step, last_step=args.step, samples=of_rank)
-            for rank, (name, of_rank) in enumerate(zip(workers, samples))
-        ], fields
-    dataset = open_dataset(args.dataset[0])
-    seq_len = args.seq_len or config.get("seq_len")
-    batch = args.global_batch_size or (record or {}).get("count")
-    if not batch or (dataset.manifest.layout == "tokens" and not seq_len):
-        raise UsageError("blame: expected the Loader's --global-batch-size and, for tokens, --seq-len.")
-    seed = args.seed if args.seed is not None else int(config.get("seed", 0))
-    with Loader(
-        args.dataset[0], seq_len=seq_len, global_batch_size=int(batch), seed=seed, rank=0, world_size=1, epochs=None
-    ) as loader:
-        run = loader.run
-    parts = blame_order(
-        run, args.step, world_size=args.world_size or len(workers) or 1, workers=workers,
-        documents=Documents(dataset), seq_len=seq_len, text=not args.no_text,
-    )  # fmt: skip
-    return [part for part in parts if args.worker in ("", part.worker)], fields
 
 
 def _blame_document(args: argparse.Namespace) -> int:
@@ -178,17 +131,14 @@ def _blame_document(args: argparse.Namespace) -> int:
 def _headline(part: BatchShare) -> str:
     from datetime import datetime
 
-    worker = f"rank {part.rank}" if part.rank >= 0 else part.name or "worker"
-    worker += f" ({part.worker})" if part.worker and part.worker != worker else ""
     steps = f"step {part.first_step}"
     if part.first_step != part.last_step:
         steps = f"one of steps {part.first_step} to {part.last_step}"
-    text = f"{worker}, {steps}, epoch {part.epoch}"
-    if part.slice >= 0:
-        text += f", slice {part.slice}, order [{part.start:,}, {part.stop:,})"
-    if part.recorded_at:
-        text += f", {datetime.fromtimestamp(part.recorded_at).astimezone().isoformat(timespec='seconds')}"
-    return text + (f", entry {part.entry}" if part.entry >= 0 else "")
+    recorded_at = datetime.fromtimestamp(part.recorded_at).astimezone().isoformat(timespec="seconds")
+    return (
+        f"{part.name or 'worker'} ({part.worker}), {steps}, epoch {part.epoch}, slice {part.slice}, "
+        f"order [{part.start:,}, {part.stop:,}), {recorded_at}, entry {part.entry}"
+    )
 
 
 def _print_share(part: BatchShare) -> None:
@@ -232,17 +182,13 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("--samples", action="store_true", help="also verify sample ids: recompute the order of every use")
 
     p = verb("blame", _blame, "from a step to its samples and documents, or from a document to its workers", verbs)
-    p.add_argument("file", help="a ledger; a coordinator's state; - for a Loader's run, which needs no record")
-    p.add_argument("--step", type=int, metavar="N", help="a step of the worker, or of the run")
+    p.add_argument("file", type=Path, help="the ledger")
+    p.add_argument("--step", type=int, metavar="N", help="a step of the worker")
     p.add_argument("--document", metavar="ID", help="a document: its source id, or #NUMBER in the dataset")
     p.add_argument("--slice", type=int, metavar="I", help="with --tokens: a slice, by its index in the job")
     p.add_argument("--tokens", type=_token_range, metavar="A:B", help="tokens of the slice; of a row dataset, rows")
     p.add_argument("--worker", default="", metavar="P", help="only this worker: its name, or a prefix of its peer id")
     p.add_argument("--dataset", action="append", metavar="DIR", help="the job's dataset; may be repeated")
-    p.add_argument("--seed", type=int, help="the Loader's, for a run without a record")
-    p.add_argument("--seq-len", type=positive, metavar="L", help="the Loader's, likewise")
-    p.add_argument("--global-batch-size", type=positive, metavar="N", help="the Loader's, likewise")
-    p.add_argument("--world-size", type=positive, metavar="W", help="number of ranks, likewise")
     p.add_argument("--no-text", action="store_true", help="print no text of documents")
 
     p = verb("export", _export, "write the uses as a table", verbs)

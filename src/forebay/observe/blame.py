@@ -1,6 +1,6 @@
 """From a step to the samples, documents and workers of its batch; and from a document to all workers that used it.
 
-For leases it queries a ledger's index. A worker uses one lease after the other, one batch of consecutive samples per
+A worker uses one lease after the other, one batch of consecutive samples per
 step, so samples acknowledged at step b after step a were used in steps (a, b]; its batch size, derived from its
 receipts, gives the exact samples of each step. Sample ids are a pure function of the job's seed, epoch and slice.
 
@@ -19,8 +19,7 @@ from forebay.errors import UsageError
 from forebay.ledger.index import LedgerIndex
 from forebay.ledger.job import Job
 from forebay.order.bijection import derive_key, inverse
-from forebay.order.plan import lease_order, part_of
-from forebay.order.run import Run
+from forebay.order.plan import lease_order
 from forebay.order.shard_windows import receipt
 
 I64 = NDArray[np.int64]
@@ -28,25 +27,23 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BatchShare:
-    """The samples that one worker or rank used in a step, or of a document."""
+    """The samples that one worker used in a step, or of a document."""
 
-    worker: str  # Peer id; for a coordinator's worker its name; "" if only the order is known.
-    name: str = ""
-    rank: int = -1  # In order mode; -1 otherwise.
-    epoch: int = 0
-    slice: int = -1  # Numbered over all datasets of the job; -1 if samples are of several.
-    start: int = -1  # Positions in the slice's order of that epoch.
-    stop: int = -1
-    first_step: int = 0  # Used in one of the steps [first_step, last_step]; for leases the worker's own steps.
-    last_step: int = 0
-    recorded_at: float = 0.0  # Unix seconds of the receipt; 0 without one.
-    entry: int = -1  # Of the ledger; -1 without one.
+    worker: str  # Peer id.
+    name: str
+    session: str  # The worker's process, if it has several: each numbers its own steps.
+    epoch: int
+    slice: int  # Numbered over all datasets of the job.
+    start: int  # Positions in the slice's order of that epoch.
+    stop: int
+    first_step: int  # Used in one of the worker's steps [first_step, last_step].
+    last_step: int
+    recorded_at: float  # Unix seconds of the receipt.
+    entry: int  # Of the ledger.
     exact: bool = True  # False: the samples belong to these steps; which of them to the requested step is unknown.
     samples: list[int] = field(default_factory=list)  # Global sample ids, over all slices of the job.
-    documents: list[DocumentRange] = field(
-        default_factory=list
-    )  # Of the samples, one after another; empty without a dataset.
-    session: str = ""  # The worker's process, if it has several: each numbers its own steps.
+    # Of the samples, one after another; empty without a dataset.
+    documents: list[DocumentRange] = field(default_factory=list)
 
 
 def replay(job: Job, epoch: int, slice_index: int, start: int, stop: int) -> tuple[I64, str]:
@@ -124,9 +121,9 @@ def _part(index: LedgerIndex, row: int, before: I64) -> BatchShare:
     use = index.uses[row]
     peer = index.workers[int(use["worker"])]
     return BatchShare(
-        peer, index.names.get(peer, ""), -1, int(use["epoch"]), int(use["slice"]), int(use["start"]),
-        int(use["stop"]), int(before[row]) + 1, int(use["step"]), float(use["at"]), int(use["seq"]),
-        session=index.sessions[int(use["session"])].partition(" ")[2],
+        peer, index.names.get(peer, ""), index.sessions[int(use["session"])].partition(" ")[2], int(use["epoch"]),
+        int(use["slice"]), int(use["start"]), int(use["stop"]), int(before[row]) + 1, int(use["step"]),
+        float(use["at"]), int(use["seq"]),
     )  # fmt: skip
 
 
@@ -201,41 +198,3 @@ def _by_step(index: LedgerIndex, row: int, before: I64, sizes: I64, places: I64,
         replace(share, first_step=step, last_step=step, samples=ids[steps == step].tolist())
         for step in np.unique(steps).tolist()
     ]
-
-
-def blame_order(
-    run: Run,
-    step: int,
-    *,
-    world_size: int = 1,
-    workers: Sequence[str] = (),
-    documents: Documents | None = None,
-    seq_len: int | None = None,
-    text: bool = True,
-) -> list[BatchShare]:
-    """The shares of all ranks at a run step of a Loader, computed from the order alone.
-
-    Args:
-        run: Of one dataset, of consecutive tokens or rows.
-        workers: Names by rank, if known.
-        documents, seq_len: Of the dataset; without them only slices and samples are returned.
-    """
-    taken = run.steps(step, step + 1, 0, 1)
-    counts = run.orders[0].samples_per_slice
-    base = np.cumsum(counts) - counts
-    ids = base[taken.slices] + taken.samples
-    before = run.progress(step)
-    parts = []
-    for rank in range(world_size):
-        low, high = part_of(len(ids), rank, world_size)
-        pieces = [
-            piece
-            for index, sample in zip(taken.slices[low:high].tolist(), taken.samples[low:high].tolist())
-            for piece in (documents.of_samples(index, [sample], seq_len, text=text) if documents and seq_len else ())
-        ]
-        name = workers[rank] if rank < len(workers) else ""
-        parts.append(
-            BatchShare(name, name, rank, before.epoch, first_step=step, last_step=step, samples=ids[low:high].tolist(),
-                 documents=pieces)
-        )  # fmt: skip
-    return parts
