@@ -20,8 +20,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.connection import HTTPException as HTTPException
+from urllib3.connection import HTTPConnection, HTTPException, HTTPSConnection
 from urllib3.exceptions import HTTPError
 from urllib3.response import HTTPResponse
 

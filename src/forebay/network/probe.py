@@ -42,16 +42,8 @@ def ask_many(addresses: Sequence[HostPort], ask: Callable[[HostPort], T | None],
     if not addresses:
         return []
 
-    def run() -> list[T]:
-        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # leaves the thread's current loop alone
-            return runner.run(_ask_many(spread(addresses), ask, deadline))
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return run()
-    with ThreadPoolExecutor(1) as thread:  # the caller's thread runs an event loop, as in a notebook
-        return thread.submit(run).result()
+    with ThreadPoolExecutor(1) as thread:  # the caller's thread may run an event loop, as in a notebook
+        return thread.submit(asyncio.run, _ask_many(spread(addresses), ask, deadline)).result()
 
 
 async def _ask_many(addresses: Sequence[HostPort], ask: Callable[[HostPort], T | None], deadline: float) -> list[T]:

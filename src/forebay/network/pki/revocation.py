@@ -60,11 +60,10 @@ class Crl:
     issuer: str  # peer id of the root or organisation that signed it
     number: int  # rises with each CRL of an issuer; the highest applies
     serials: frozenset[int]  # of revoked certificates, which derive from the peers' keys
-    next_update: float  # announced time of the next CRL, Unix seconds
     pem: bytes  # the signing organisation's certificate, if any, and the CRL
 
 
-def sign_crl(issuer: Issuer, serials: Iterable[int], number: int, valid_days: float = CRL_VALID_DAYS) -> bytes:
+def sign_crl(issuer: Issuer, serials: Iterable[int], number: int) -> bytes:
     """Sign a CRL as PEM, after the organisation's certificate if an organisation signs. Raises UsageError."""
     revoked, now = sorted(set(serials)), dt.datetime.now(dt.UTC)
     if len(revoked) > MAX_REVOKED:
@@ -73,7 +72,7 @@ def sign_crl(issuer: Issuer, serials: Iterable[int], number: int, valid_days: fl
             "admitted by a new organisation, and revoke this one."
         )
     builder = x509.CertificateRevocationListBuilder().issuer_name(issuer.cert.subject)
-    builder = builder.last_update(now).next_update(now + dt.timedelta(days=valid_days))
+    builder = builder.last_update(now).next_update(now + dt.timedelta(days=CRL_VALID_DAYS))
     builder = builder.add_extension(authority(own_key_id(issuer.cert)), critical=False)
     builder = builder.add_extension(x509.CRLNumber(number), critical=False)
     for serial in revoked:
@@ -104,9 +103,8 @@ def parse_crl_if(pem: bytes, root: bytes, is_wanted: Callable[[str, int], bool])
                 f"expected at most {MAX_REVOKED:,} entries, a number below 2^63 and no critical extension, "
                 f"got {len(crl):,}, {str(number)[:40]} and {unknown[:4]}"
             )
-        next_update = crl.next_update_utc.timestamp() if crl.next_update_utc is not None else math.inf
     except (ValueError, ProtocolError, *_PARSER_ERRORS) as error:
-        raise ProtocolError(f"CRL: malformed: {type(error).__name__}: {str(error)[:300]}") from error
+        raise _malformed(error) from error
     signer = organisation_of(der_of(above), root) if above is not None else peer_of(root)
     if key_id_of(signer.peer_id) != key_id:
         raise ProtocolError(
@@ -119,9 +117,13 @@ def parse_crl_if(pem: bytes, root: bytes, is_wanted: Callable[[str, int], bool])
     try:
         serials = frozenset(entry.serial_number for entry in crl)
     except ValueError as error:
-        raise ProtocolError(f"CRL: malformed: {type(error).__name__}: {str(error)[:300]}") from error
+        raise _malformed(error) from error
     pem = (pem_of(above) if above is not None else b"") + crl.public_bytes(serialization.Encoding.PEM)
-    return Crl(signer.peer_id, number, serials, next_update, pem)
+    return Crl(signer.peer_id, number, serials, pem)
+
+
+def _malformed(error: Exception) -> ProtocolError:
+    return ProtocolError(f"CRL: malformed: {type(error).__name__}: {str(error)[:300]}")
 
 
 class Revocations:
