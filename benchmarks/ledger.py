@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from forebay.ledger.index import open_index
 from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
-from forebay.observe.blame import blame_step, who_saw
+from forebay.observe.ledger_queries import blame_step, who_saw
 from forebay.peer_id import peer_id_of
 
 SLICES, SAMPLES, WORKERS = 250_000, 16_384, 1_000

@@ -327,7 +327,7 @@ class LedgerQuestions(Scenario):
 
     def act(self, folder: Path) -> None:
         from forebay.ledger.index import open_index
-        from forebay.observe.ledger_export import export_uses
+        from forebay.observe.ledger_queries import export_uses
 
         found = open_index(folder / "ledger.jsonl")
         for form in ("jsonl", "parquet"):

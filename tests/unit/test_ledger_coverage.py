@@ -18,7 +18,7 @@ from forebay.ledger.index import open_index
 from forebay.ledger.receipts import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
-from forebay.observe.blame import replay
+from forebay.observe.ledger_queries import replay
 
 SAMPLES = [8, 0, 5]
 

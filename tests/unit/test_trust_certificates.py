@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 import ssl
 import time
@@ -118,7 +117,7 @@ def test_a_node_gets_no_more_than_its_organisation(org_dir: Path, network_dir: P
         join(org_dir, tmp_path / "n", "n", scope=Scope(frozenset({"scheduler"})))
     wide = join(org_dir, tmp_path / "w", "w", scope=Scope(datasets=("*",))).scope
     assert wide.roles == DATA.roles and wide.covers("c4-en") and not wide.covers("books")
-    with pytest.raises(UsageError, match="may have organisations"):
+    with pytest.raises(UsageError, match="directory of a network"):
         create_organisation(org_dir, tmp_path / "o2", "below")
     with pytest.raises(UsageError, match="expected roles of"):
         join(network_dir, tmp_path / "x", "x", scope=Scope(frozenset({"king"})))
@@ -173,25 +172,6 @@ def test_an_organisations_key_is_no_node_and_makes_no_organisation(
     atomic_write(fake / "node-cert.pem", b"".join(cert.public_bytes(PEM) for cert in (leaf, middle, org.cert)))
     with pytest.raises(ssl.SSLCertVerificationError):
         shown(fake, one)
-
-
-def test_an_old_network_goes_on(network_dir: Path, tmp_path: Path) -> None:
-    """Root → node with SHA-1 key ids, path length 0 and no scope, as networks were made before organisations."""
-    key = read_key(network_dir / "root-key.pem")
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test-network")])
-    now = dt.datetime.now(dt.UTC)
-    builder = x509.CertificateBuilder(
-        name, name, key.public_key(), x509.random_serial_number(), now, now + dt.timedelta(9)
-    )
-    builder = builder.add_extension(x509.BasicConstraints(True, 0), True)
-    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates and CRLs
-    builder = builder.add_extension(usage, True)
-    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
-    atomic_write(network_dir / "root-cert.pem", builder.sign(key, None).public_bytes(PEM))
-    a, b = join(network_dir, tmp_path / "a", "a"), join(network_dir, tmp_path / "b", "b")
-    assert meets(a, b) == Peer(b.peer_id, b.public_key, "b", "", Scope())
-    with pytest.raises(UsageError, match="path length 0"):
-        create_organisation(network_dir, tmp_path / "org", "acme")
 
 
 def test_another_networks_organisation_is_a_stranger(tmp_path: Path, make_identity: Make) -> None:

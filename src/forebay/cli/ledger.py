@@ -15,13 +15,13 @@ from forebay.errors import UsageError
 if TYPE_CHECKING:
     from forebay.dataset.documents import Documents
     from forebay.ledger.index import LedgerIndex
-    from forebay.observe.blame import BatchShare
+    from forebay.observe.ledger_queries import BatchShare
 
 
 def _verify(args: argparse.Namespace) -> int:
     from forebay.ledger.verify import verify_ledger
     from forebay.network.pki.identity import verify
-    from forebay.observe.blame import replay
+    from forebay.observe.ledger_queries import replay
     from forebay.observe.steps import is_roster, verify_steps
 
     if is_roster(args.file):
@@ -67,7 +67,7 @@ def _print_verified(args: argparse.Namespace, report: dict[str, Any], success: s
 
 def _blame(args: argparse.Namespace) -> int:
     from forebay.ledger.index import open_index
-    from forebay.observe.blame import blame_step
+    from forebay.observe.ledger_queries import blame_step
 
     selected = [args.step is not None, args.document is not None, args.slice is not None or args.tokens is not None]
     if sum(selected) != 1:
@@ -101,7 +101,7 @@ def _documents(args: argparse.Namespace, index: LedgerIndex) -> dict[str, Docume
 
 def _blame_document(args: argparse.Namespace) -> int:
     from forebay.ledger.index import open_index
-    from forebay.observe.blame import who_saw
+    from forebay.observe.ledger_queries import who_saw
 
     index = open_index(args.file)
     ranges: list[tuple[int, int, int]] = []
@@ -155,7 +155,7 @@ def _print_share(part: BatchShare) -> None:
 
 def _export(args: argparse.Namespace) -> int:
     from forebay.ledger.index import open_index
-    from forebay.observe.ledger_export import export_uses
+    from forebay.observe.ledger_queries import export_uses
 
     index = open_index(args.file)
     count = export_uses(index, args.out, args.format, sample_ids=args.sample_ids)

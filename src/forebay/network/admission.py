@@ -32,7 +32,6 @@ from forebay.network.messages import AdmitRequest, RenewRequest
 from forebay.network.peer import Peer
 from forebay.network.pki.certificates import (
     EARLY,
-    der_of,
     peer_of,
     scope_of,
     verify_certificate,
@@ -68,11 +67,6 @@ class Admissions:
         self._lock = threading.Lock()
         self._uses = _TokenUses(self.directory / USES_NAME)
 
-    @property
-    def public_key(self) -> bytes:
-        """The issuer's, 32 raw bytes."""
-        return self.issuer.key.public_key().public_bytes_raw()
-
     def admit(self, message: AdmitRequest, sender: str) -> dict[str, Any]:
         """A certificate for a token: {"certificate", "root", "network", "crls"}; `sender` is the client's address.
 
@@ -81,7 +75,7 @@ class Admissions:
         with self._recording_refusals("/v1/admit", sender):
             key = _requested_key(message.request)
             self._refresh()
-            token = check_token(message.token, self.public_key, self._now())
+            token = check_token(message.token, self.issuer.key.public_key().public_bytes_raw(), self._now())
             name, peer_id = message.name, peer_id_of(key.public_bytes_raw())
             check_name("node", name)
             self._check_not_revoked(peer_id)
@@ -93,22 +87,16 @@ class Admissions:
             return self._answer(node_pem(self.issuer, name, key, token.scope, token.valid_days))
 
     def renew(self, message: RenewRequest, sender: str, shown: bytes) -> dict[str, Any]:
-        """A renewed certificate, as `admit`; `shown` is that of the handshake (DER) and must have the same key."""
+        """A renewed certificate, as `admit`, in place of `shown`, that of the handshake (DER), for the same key."""
         with self._recording_refusals("/v1/renew", sender):
             key = _requested_key(message.request)
             self._refresh()
             if not shown or peer_of(shown).public_key != key.public_bytes_raw():
                 raise ProtocolError("renew: expected a request by the key of the handshake, got another key")
-            try:
-                old = x509.load_pem_x509_certificate(message.certificate.encode())
-            except (ValueError, TypeError) as error:
-                raise ProtocolError(f"renew: expected a certificate in PEM: {error}") from error
-            peer = verify_certificate(der_of(old), self._revocations.root)
+            peer, old = verify_certificate(shown, self._revocations.root), x509.load_der_x509_certificate(shown)
             who = peer.peer_id
             if peer.org != ("" if self.issuer.is_root else self.issuer.peer_id):
                 raise ProtocolError(f"renew: {who} was issued by {peer.org or 'the root'}. Ask that issuer.")
-            if peer.public_key != key.public_bytes_raw():
-                raise ProtocolError(f"renew: expected a request by the key of {who}, got one by another key")
             if old.not_valid_after_utc.timestamp() < self._now():
                 raise ProtocolError(f"renew: the certificate of {who} has expired. Join again with a token.")
             self._check_not_revoked(who)

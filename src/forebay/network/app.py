@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,20 +104,17 @@ class FileRange(Response):
                 os.close(descriptor)
 
     async def _send_pieces(self, connection: Any, descriptor: int, send: Send) -> None:
-        source, offset = self.source, self.start
-        is_file = not isinstance(source, bytes)
-        buffer = memoryview(
-            source if isinstance(source, bytes) else bytearray(min(connection.piece_bytes, self.stop - offset))
-        )
+        source, offset, piece_bytes = self.source, self.start, connection.piece_bytes
+        buffer = memoryview(source if isinstance(source, bytes) else bytearray(min(piece_bytes, self.stop - offset)))
         while offset < self.stop and not connection.is_closing:
-            num_bytes = min(connection.piece_bytes, self.stop - offset)
-            if is_file:
-                piece = buffer[: await _read_into(descriptor, buffer[:num_bytes], offset)]
+            if isinstance(source, bytes):
+                piece = buffer[offset : min(self.stop, offset + piece_bytes)]
             else:
-                piece = buffer[offset : offset + num_bytes]
+                piece = buffer[: self.stop - offset]
+                piece = piece[: await _read_into(descriptor, piece, offset)]
             length = len(piece)
             if not length:
-                log.error("server: %s ends at byte %d of %d", self.source, offset, self.stop)
+                log.error("server: %s ends at byte %d of %d", source, offset, self.stop)
                 connection.abort()  # the length was announced: only a cut tells the client
                 return
             await connection.wait_for_turn(length)
@@ -319,21 +317,24 @@ def exposition(families: Iterable[Metric]) -> bytes:
     return generate_latest(SimpleNamespace(collect=lambda: families))
 
 
-def gauge(name: str, description: str, value: float | dict[str, float], label: str = "") -> Metric:
-    """A figure that rises and falls; with `label` one for each of its values."""
-    return _family(GaugeMetricFamily, name, description, value, label)
-
-
-def counter(name: str, description: str, value: float | dict[str, float], label: str = "") -> Metric:
-    """A total since the start. `name` ends in `_total`."""
-    return _family(CounterMetricFamily, name, description, value, label)
-
-
-def _family(kind: Any, name: str, description: str, value: float | dict[str, float], label: str) -> Metric:
-    family: Metric = kind(name, description, labels=[label] if isinstance(value, dict) else None)
-    for key, number in sorted(value.items()) if isinstance(value, dict) else [("", value)]:
-        family.add_metric([key] if isinstance(value, dict) else [], number)  # type: ignore[attr-defined]
+def _family(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    description: str,
+    value: float | dict[str, float],
+    label: str = "",
+) -> Metric:
+    if not isinstance(value, dict):
+        return kind(name, description, value=value)
+    family = kind(name, description, labels=[label])
+    for key, number in sorted(value.items()):
+        family.add_metric([key], number)
     return family
+
+
+# A figure that rises and falls, and a total since the start (`name` ends in `_total`): name, description, value or
+# values by `label`.
+gauge, counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
 
 
 async def _error_response(request: Request, error: Exception) -> Response | None:

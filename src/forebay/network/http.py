@@ -158,7 +158,7 @@ class StreamedResponse:
         self.length = None if response.chunked else response.length_remaining  # of the body; None: unknown
         self.received = 0  # bytes of the body
         self._sock, self._response = sock, response
-        self._is_direct = self.length is not None and isinstance(sock, _BoundedSocket)
+        self._is_direct = self.length is not None
         self._stays_open = not connection.is_closed  # urllib3 closes it if the head says so
         self._stall_s, self._min_bytes_per_s, self._since, self._since_bytes = math.inf, 0.0, 0.0, 0
 
@@ -166,17 +166,11 @@ class StreamedResponse:
         """Replace the deadline: each read, and the rate over `stall_s`, is bounded from now on."""
         self._stall_s, self._min_bytes_per_s = stall_s, min_bytes_per_s
         self._since, self._since_bytes = time.monotonic(), self.received
-        if isinstance(self._sock, _BoundedSocket):
-            self._sock.unbound(stall_s)
-        else:
-            self._sock.settimeout(stall_s)
+        self._sock.unbound(stall_s)
 
     def bound(self, deadline: float, max_bytes: int) -> None:
         """Bound the rest of the body: at most `max_bytes` until `deadline` (of time.monotonic)."""
-        if isinstance(self._sock, _BoundedSocket):
-            self._sock.bound(deadline, max_bytes)
-        else:
-            self._sock.settimeout(remaining_s(deadline))
+        self._sock.bound(deadline, max_bytes)
 
     def readinto(self, view: memoryview) -> int:
         """Read some bytes of the body; return their number, 0 at its end or if the connection was closed.
@@ -250,21 +244,21 @@ def exchange(
     response is not HTTP.
     """
     sock: Any = connection.sock
-    is_bounded = isinstance(sock, _BoundedSocket)
+    if not isinstance(sock, _BoundedSocket):
+        raise ProtocolError("proxy: expected one at http://, got one at https://")
     connection.was_used = True
     connection.timeout = remaining_s(deadline)
-    if is_bounded:
-        sock.was_closed = False
-        sock.bound(deadline, max_head_bytes)
+    sock.was_closed = False
+    sock.bound(deadline, max_head_bytes)
     connection.request(method, target, body=body, headers=headers, preload_content=False, decode_content=False)
     connection.timeout = remaining_s(deadline)
     try:
         response = connection.getresponse()
     except HTTPException as error:
-        if is_bounded and sock.was_closed and not isinstance(error, ConnectionError):
+        if sock.was_closed and not isinstance(error, ConnectionError):
             raise TruncatedHeadError("the connection was closed amid the answer") from error
         raise
-    if is_bounded and sock.was_closed:
+    if sock.was_closed:
         response.close()
         raise TruncatedHeadError("the connection was closed amid the answer")
     return StreamedResponse(connection, sock, response)
@@ -297,7 +291,13 @@ class ConnectionPool:
         """Keep a connection whose last response was read completely, or close it if the pool is full."""
         now = connection.idle_since = time.monotonic()
         with self._lock:
-            closing = self._remove_old(now) if now - self._swept_at > self._keep_s else []
+            closing: list[Connection] = []
+            if now - self._swept_at > self._keep_s:
+                self._swept_at = now
+                for old in [
+                    key for key, idle in self._idle.items() if not idle or idle[-1].idle_since < now - self._keep_s
+                ]:
+                    closing += self._idle.pop(old)
             idle = self._idle.setdefault(key, [])
             (idle if len(idle) < self._max_per_key else closing).append(connection)
         for connection in closing:
@@ -307,15 +307,6 @@ class ConnectionPool:
         """Close all idle connections; the pool stays usable."""
         with self._lock:
             _close_all(self._idle)
-
-    def _remove_old(self, now: float) -> list[Connection]:
-        self._swept_at, oldest = now, now - self._keep_s
-        old = [connection for idle in self._idle.values() for connection in idle if connection.idle_since < oldest]
-        for key, idle in list(self._idle.items()):
-            idle[:] = [connection for connection in idle if connection.idle_since >= oldest]
-            if not idle:
-                del self._idle[key]
-        return old
 
 
 _pools: weakref.WeakSet[ConnectionPool] = weakref.WeakSet()

@@ -54,9 +54,8 @@ def renew_at(address: str, node_dir: str | Path) -> Identity:
     folder = Path(node_dir)
     node = Identity.load(folder)
     key = read_key(folder / "node-key.pem")
-    body = {"certificate": (folder / "node-cert.pem").read_text(), "request": make_csr(key, node.name)}
     issuer = node.org or node.network_id
-    answer = _post(address, issuer, "/v1/renew", body, folder)
+    answer = _post(address, issuer, "/v1/renew", {"request": make_csr(key, node.name)}, folder)
     _write_node(folder, answer, key, node.network_id, issuer)
     return Identity.load(folder)
 

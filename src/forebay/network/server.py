@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import itertools
 import logging
 import os
 import socket
@@ -44,7 +43,6 @@ BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # after a failure, such as no free descriptor
 THREAD_JOIN_S = 10.0
 START_S = 30.0
-SWEEP_PARTS = 4  # connections are checked in parts, every 4 s or less: 10,000 at once would delay requests
 T = TypeVar("T")
 log = logging.getLogger("forebay.network")
 
@@ -240,9 +238,9 @@ class Server:
 
     async def _sweep(self) -> None:
         limits = self._core.limits
-        for turn in itertools.count():
-            await asyncio.sleep(min(4.0, limits.idle_s / 4, limits.head_s / 4) / SWEEP_PARTS)
-            self._core.sweep(turn % SWEEP_PARTS, SWEEP_PARTS)
+        while True:
+            await asyncio.sleep(min(1.0, limits.idle_s / 4, limits.head_s / 4))
+            self._core.sweep()
 
     async def _accept(self) -> None:
         assert self._listener is not None

@@ -45,7 +45,7 @@ class ConnectionTable:
 
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
-        self.num_refused = self.num_added = 0
+        self.num_refused = 0
         self._handshakes: dict[asyncio.Task[None], str] = {}  # the oldest first
         self._connections: dict[PeerProtocol, None] = {}
         self._by_peer: Counter[str] = Counter()
@@ -101,8 +101,6 @@ class ConnectionTable:
             self.num_refused += 1
             return False
         self._connections[connection] = None
-        connection.number = self.num_added
-        self.num_added += 1
         self._by_peer[peer.peer_id] += 1
         self._by_org[peer.org] += 1
         return True
@@ -141,7 +139,7 @@ class PeerProtocol(HttpToolsProtocol):
         self.since = self.sent_at = core.loop.time()  # start of the phase; when the client last took a piece
         self.head_bytes = self.unfinished_bytes = 0
         self.num_messages = 0  # started plus complete
-        self.num_active = self.number = 0  # requests; connections that were added before it
+        self.num_active = 0  # requests
         self.is_lost = False
         self._lost: asyncio.Future[None] | None = None  # created on demand
 
@@ -393,12 +391,10 @@ class ServerCore:
             else:
                 connection.abort()
 
-    def sweep(self, part: int = 0, num_parts: int = 1) -> None:
-        """End connections that are late, expired or revoked, in one of `num_parts` parts of them all."""
+    def sweep(self) -> None:
+        """End connections that are late, expired or revoked."""
         now, refusals = self.loop.time(), dict[str, str | None]()
         for connection in self.connections.all():
-            if connection.number % num_parts != part:
-                continue
             peer = connection.peer
             if peer.peer_id and peer.peer_id not in refusals:
                 refusals[peer.peer_id] = self.refusal(peer)

@@ -66,12 +66,8 @@ def issue(
 ) -> x509.Certificate:
     """A certificate for a node's or an organisation's key. It ends no later than the issuer's own."""
     check_scope(scope)
-    path_length = issuer.cert.extensions.get_extension_for_class(x509.BasicConstraints).value.path_length
-    if organisation and not (issuer.is_root and path_length):
-        raise UsageError(
-            "organisation: expected a root that may have organisations (path length 1), got "
-            + (f"one of path length {path_length}. Make a new network." if issuer.is_root else "an organisation.")
-        )
+    if organisation and not issuer.is_root:
+        raise UsageError("organisation: expected the directory of a network, got an organisation's.")
     if beyond := scope.exceeds(issuer.scope):
         raise UsageError(
             f"certificate of {name}: this organisation may give {', '.join(sorted(issuer.scope.roles))}, "

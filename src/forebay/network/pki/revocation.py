@@ -82,15 +82,13 @@ def sign_crl(issuer: Issuer, serials: Iterable[int], number: int) -> bytes:
     return pem if issuer.is_root else pem_of(issuer.cert) + pem
 
 
-def parse_crl(pem: bytes, root: bytes) -> Crl:
-    """Parse a CRL and verify that the root (DER) or an organisation of it signed it. Raises ProtocolError."""
-    crl = parse_crl_if(pem, root, lambda issuer, number: True)
-    assert crl is not None
-    return crl
+def parse_crl(
+    pem: bytes, root: bytes, is_wanted: Callable[[str, int], bool] = lambda issuer, number: True
+) -> Crl | None:
+    """Parse a CRL and verify that the root (DER) or an organisation of it signed it. Raises ProtocolError.
 
-
-def parse_crl_if(pem: bytes, root: bytes, is_wanted: Callable[[str, int], bool]) -> Crl | None:
-    """Like `parse_crl`; None if `is_wanted(issuer, number)` is false: then the entries are not parsed."""
+    None if `is_wanted(issuer, number)` is false: then the entries are not parsed.
+    """
     if len(pem) > MAX_CRL_BYTES:
         raise ProtocolError(f"CRL: expected at most {MAX_CRL_BYTES:,} bytes of PEM, got {len(pem):,}")
     try:
@@ -189,9 +187,8 @@ class Revocations:
     def wants(self, issuer: str, number: int) -> bool:
         """Whether a CRL of this number would be accepted now."""
         with self._lock:
-            current = self._crls.get(issuer)
             early = self._clock() - self._accepted_at.get(issuer, -math.inf) < ORGANISATION_EVERY_S
-            return (current is None or number > current.number) and (issuer == self.root_id or not early)
+            return self._is_newer(issuer, number) and (issuer == self.root_id or not early)
 
     def accept(self, pem: bytes) -> Crl | None:
         """Apply and store a newer CRL; None if it is not newer, or too early.
@@ -199,7 +196,7 @@ class Revocations:
         Of each organisation one new CRL a minute is accepted; the sender must retry. Raises ProtocolError if it is
         invalid, OSError if it cannot be stored: then it applies until this process ends.
         """
-        crl = parse_crl_if(pem, self.root, self.wants)
+        crl = parse_crl(pem, self.root, self.wants)
         if crl is None:
             return None
         with self._lock:
@@ -225,32 +222,31 @@ class Revocations:
             return
         self._refreshed_at = now
         files = [self._text_path, *self._folder.glob("*.pem")]
-        for removed in (self._stamps.keys() | self._faults.keys()) - set(files):
-            self._stamps.pop(removed, None)
-            self._faults.pop(removed, None)
+        before, self._stamps = self._stamps, {}
+        faults, self._faults = self._faults, {}
         for path in files:
             try:
                 stamp = file_stamp(path)
-                if path not in self._stamps or self._stamps[path] != stamp:
+                if path not in before or before[path] != stamp:
                     self._read(path, stamp)
-                    self._stamps[path] = stamp
-                    self._faults.pop(path, None)
+                self._stamps[path] = stamp
             except (OSError, UsageError, ProtocolError) as error:
-                self._stamps.pop(path, None)
-                fault = f"cannot read {path}: {error}"
-                if self._faults.get(path) != fault:
+                fault = self._faults[path] = f"cannot read {path}: {error}"
+                if faults.get(path) != fault:
                     log.error("revocation: %s Every peer is refused until it is fixed or removed.", fault)
-                self._faults[path] = fault
 
     def _read(self, path: Path, stamp: FileStamp) -> None:
         if path == self._text_path:
             self._own = read_revoked(path) if stamp is not None else frozenset()
             return
         with path.open("rb") as file:
-            crl = parse_crl(file.read(MAX_CRL_BYTES + 1), self.root)
-        current = self._crls.get(crl.issuer)
-        if current is None or crl.number > current.number:
+            crl = parse_crl(file.read(MAX_CRL_BYTES + 1), self.root, self._is_newer)
+        if crl is not None:
             self._crls[crl.issuer] = crl
+
+    def _is_newer(self, issuer: str, number: int) -> bool:
+        current = self._crls.get(issuer)
+        return current is None or number > current.number
 
 
 def revoke(directory: str | Path, peer_id: str, *others: str | Path) -> Crl | None:
