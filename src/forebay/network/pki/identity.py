@@ -17,7 +17,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
@@ -27,7 +26,6 @@ from forebay.network.audit import AuditLog
 from forebay.network.peer import Peer, Scope
 from forebay.network.pki.certificates import NODE_VALID_DAYS, der_of, scope_of, verify_certificate
 from forebay.network.pki.files import (
-    NetworkConfig,
     check_new_node,
     copy_shared,
     node_pem,
@@ -63,47 +61,38 @@ def verify(public_key: bytes, message: bytes, signature: bytes) -> None:
 class Identity:
     """A member of a network: its key, certificate and revocation lists. Create it by `load`. Thread-safe."""
 
-    def __init__(
-        self,
-        node_dir: Path,
-        key: Ed25519PrivateKey,
-        network: NetworkConfig,
-        cert: x509.Certificate,
-        root: bytes,
-    ) -> None:
+    def __init__(self, node_dir: Path) -> None:
         self.node_dir = node_dir
         self.audit: AuditLog | None = None
+        network, self._key = read_network(node_dir), read_key(node_dir / "node-key.pem")
         self.network_id, self.network_name = network.network_id, network.name
         self.bootstrap = list(network.bootstrap)
-        self._key = key
-        self.public_key: bytes = key.public_key().public_bytes_raw()
+        self.public_key: bytes = self._key.public_key().public_bytes_raw()
         self.peer_id = peer_id_of(self.public_key)
-        self.root = root
-        self.revocations = Revocations(node_dir, root)
-        self._set_certificate(cert)
+        self.root = read_root(node_dir)
+        self.revocations = Revocations(node_dir, self.root)
         self._cert_stamp = file_stamp(node_dir / "node-cert.pem")
         self._contexts: weakref.WeakSet[ssl.SSLContext] = weakref.WeakSet()
-
-    def _set_certificate(self, cert: x509.Certificate) -> None:
-        peer = self.as_peer = verify_certificate(der_of(cert), self.root)
-        self.certificate = cert
-        self.name, self.org, self.scope = peer.name, peer.org, peer.scope
-        self.expires_at, self.valid_s = peer.valid_until, peer.valid_until - peer.valid_from
+        self._read_certificate()
 
     @classmethod
     def load(cls, node_dir: str | Path) -> Identity:
         """Load the identity of a node's directory. Raises UsageError."""
-        folder = Path(node_dir)
-        network, key = read_network(folder), read_key(folder / "node-key.pem")
-        cert = read_certs(folder / "node-cert.pem")[0]
-        if peer_in(cert).public_key != key.public_key().public_bytes_raw():
-            raise UsageError(
-                f"identity: node-cert.pem is of another key than node-key.pem ({folder}). "
-                "Renew the certificate (forebay network renew), or join again in another directory."
-            )
-        identity = cls(folder, key, network, cert, read_root(folder))
+        identity = cls(Path(node_dir))
         identity.warn_of_expiry(time.time())
         return identity
+
+    def _read_certificate(self) -> None:
+        cert = read_certs(self.node_dir / "node-cert.pem")[0]
+        if peer_in(cert).public_key != self.public_key:
+            raise UsageError(
+                f"identity: node-cert.pem is of another key than node-key.pem ({self.node_dir}). "
+                "Renew the certificate (forebay network renew), or join again in another directory."
+            )
+        peer = verify_certificate(der_of(cert), self.root)
+        self.as_peer, self.certificate = peer, cert
+        self.name, self.org, self.scope = peer.name, peer.org, peer.scope
+        self.expires_at, self.valid_s = peer.valid_until, peer.valid_until - peer.valid_from
 
     def warn_of_expiry(self, now: float) -> None:
         """Log a warning when less than a third of the validity, or 30 days, remains at `now` (Unix seconds)."""
@@ -187,14 +176,10 @@ class Identity:
         if stamp == self._cert_stamp:
             return False
         self._cert_stamp = stamp
-        fresh = Identity.load(self.node_dir)
-        if fresh.peer_id != self.peer_id:
-            raise UsageError(
-                f"identity: expected {self.peer_id}, got {fresh.peer_id} ({self.node_dir}). Restart the node."
-            )
+        self._read_certificate()
+        self.warn_of_expiry(time.time())
         for context in list(self._contexts):
             self._load_certificates(context)
-        self._set_certificate(fresh.certificate)
         log.info("certificate renewed: name=%s", self.name)
         return True
 
