@@ -24,9 +24,8 @@ from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.network.addresses import host_towards
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
-from forebay.network.discovery import find_providers, record_key
+from forebay.network.discovery import ask_many, find_providers, record_key
 from forebay.network.pki.identity import Identity
-from forebay.network.probe import ask_many
 from forebay.scheduler.server import SchedulerService
 from forebay.storage.peer_dataset import PeerOrigin
 from local_discovery import LocalDiscovery

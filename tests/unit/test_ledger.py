@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from forebay.errors import LedgerError
 from forebay.ledger.chain import Entry, read_entries
-from forebay.ledger.coverage import cover
 from forebay.ledger.job import Job, decode_runs, encode_runs
 from forebay.ledger.receipts import Used, receipt_message
-from forebay.ledger.verify import verify_ledger
+from forebay.ledger.verify import cover, verify_ledger
 from forebay.ledger.writer import Ledger
 from forebay.peer_id import peer_id_of
 

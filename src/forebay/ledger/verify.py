@@ -4,7 +4,7 @@ One pass: 15 us an entry, and a signature check of 0.11 ms for each receipt. Of 
 the last is checked: it covers the chain. A million entries: 20 s, and 2 minutes for their receipts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from forebay.errors import ForebayError, LedgerError
 from forebay.ledger.chain import READ_BYTES, Entry, iter_entries
-from forebay.ledger.coverage import cover
 from forebay.ledger.index import UseColumns
 from forebay.ledger.job import Asides, Job, apply_aside
 from forebay.ledger.receipts import receipt_message, uses_of
 from forebay.peer_id import peer_id_of
 
 MAX_PROBLEMS = 100
+I64 = NDArray[np.int64]
 
 # (public key, message, signature); raises a ForebayError unless the signature is valid.
 Verifier = Callable[[bytes, bytes, bytes], None]
@@ -266,3 +266,56 @@ def _check_samples(reading: _Reading, job: Job, table: NDArray[Any], replay: Rep
         if (seen > 1).any():
             which = np.flatnonzero(seen > 1)
             reading.problem(f"epoch {epoch}: {len(which)} samples of slice {index} used twice, from {which[0]} on")
+
+
+@dataclass(frozen=True, eq=False)
+class Coverage:
+    """The uses of an epoch's samples."""
+
+    counts: dict[str, int]  # samples (repeated uses included), missing, repeated; set_aside if any.
+    missing: I64  # (slice, start, stop): neither used nor set aside. int64 [M, 3].
+    repeated: I64  # (slice, start, stop, which use): used before by another. int64 [R, 4].
+
+
+def cover(samples: I64, slices: I64, starts: I64, stops: I64, aside: Iterable[tuple[int, int, int]] = ()) -> Coverage:
+    """The coverage of slices with `samples` [S] by non-empty uses [N] in any order.
+
+    `aside` has (slice, start, stop), in any order. All must lie within their slices.
+    """
+    base = np.concatenate([[0], np.cumsum(samples)]).astype(np.int64)
+    order = np.argsort(base[slices] + starts, kind="stable")
+    low, high = (base[slices] + starts)[order], (base[slices] + stops)[order]
+    reached = _reached(high)
+    num_used = int(np.maximum(high - np.maximum(low, reached), 0).sum())
+    again = np.flatnonzero(low < reached)
+    twice = slices[order[again]]
+    twice_stops = np.minimum(high[again], reached[again])
+    repeated = np.stack([twice, low[again] - base[twice], twice_stops - base[twice], order[again]], axis=1)
+    rows = np.array(list(aside), np.int64).reshape(-1, 3)
+    missing = _gaps(
+        np.concatenate([low, base[rows[:, 0]] + rows[:, 1]]),
+        np.concatenate([high, base[rows[:, 0]] + rows[:, 2]]),
+        base,
+    )
+    num_missing = int((missing[:, 2] - missing[:, 1]).sum())
+    total = int((high - low).sum())
+    counts = {"samples": total, "missing": num_missing, "repeated": total - num_used}
+    if num_aside := int(base[-1]) - num_used - num_missing:  # samples that were set aside and used count as used
+        counts["set_aside"] = num_aside
+    return Coverage(counts, missing, repeated)
+
+
+def _reached(stops: I64) -> I64:
+    """For intervals sorted by start: the largest stop of all intervals before each."""
+    return np.maximum.accumulate(np.concatenate([[0], stops]).astype(np.int64))[:-1]
+
+
+def _gaps(starts: I64, stops: I64, base: I64) -> I64:
+    """(slice, start, stop) of the samples outside of intervals; slice i has the samples [base[i], base[i + 1])."""
+    # An empty interval at each end of a slice cuts the gaps there.
+    starts, stops = np.concatenate([starts, base]), np.concatenate([stops, base])
+    order = np.argsort(starts, kind="stable")
+    low, high = _reached(stops[order]), starts[order]
+    low, high = low[low < high], high[low < high]
+    of = np.searchsorted(base, low, "right") - 1
+    return np.stack([of, low - base[of], high - base[of]], axis=1)

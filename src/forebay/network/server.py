@@ -239,7 +239,7 @@ class Server:
     async def _sweep(self) -> None:
         limits = self._core.limits
         while True:
-            await asyncio.sleep(min(1.0, limits.idle_s / 4, limits.head_s / 4))
+            await asyncio.sleep(min(4.0, limits.idle_s / 4, limits.head_s / 4))
             self._core.sweep()
 
     async def _accept(self) -> None:
