@@ -96,10 +96,10 @@ def make_entry(
 
 def read_entry(line: bytes, seq: int, prev: str | None, path: Path | str) -> Entry:
     """Verify and return the entry in a line without its newline; `prev` None: the entry before is unknown."""
-    where = f"({path}, line {seq + 1})"
+    location = f"({path}, line {seq + 1})"
     digest = hashlib.sha256(b"{" + line[_HEAD_BYTES:]).hexdigest()
     if line[:_HEAD_BYTES] != _HEAD + digest.encode() + b'",':
-        raise LedgerError(f"ledger entry {seq}: its hash does not match its content {where}.")
+        raise LedgerError(f"ledger entry {seq}: its hash does not match its content {location}.")
     try:
         fields = orjson.loads(line)
         entry = Entry(
@@ -116,12 +116,12 @@ def read_entry(line: bytes, seq: int, prev: str | None, path: Path | str) -> Ent
             raise ValueError("no body, or no signature at the end")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LedgerError(
-            f"ledger entry {seq}: expected at, body, kind, prev, seq and sig, got {error!r} {where}."
+            f"ledger entry {seq}: expected at, body, kind, prev, seq and sig, got {error!r} {location}."
         ) from None
     if type(entry.seq) is not int or entry.seq != seq:
-        raise LedgerError(f"ledger entry {seq}: expected seq {seq}, got {str(entry.seq)[:40]} {where}.")
+        raise LedgerError(f"ledger entry {seq}: expected seq {seq}, got {str(entry.seq)[:40]} {location}.")
     if prev is not None and entry.prev != prev:
-        raise LedgerError(f"ledger entry {seq}: it does not follow the entry before it {where}.")
+        raise LedgerError(f"ledger entry {seq}: it does not follow the entry before it {location}.")
     return entry
 
 
