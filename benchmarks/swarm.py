@@ -194,7 +194,7 @@ def _nest(settings: dict[str, Any]) -> None:
 def _be_node(folder: Path, settings: dict[str, Any], say: int) -> None:
     throttle = Throttle(settings["cap"]) if settings["cap"] else None
     dataset = open_remote(settings["origin"]) if settings["origin"] else open_dataset(folder / "data")
-    node = DataNode(Identity.load(folder / "origin"), [dataset], HOST, 0, None, throttle=throttle, origin_slots=4)
+    node = DataNode(Identity.load(folder / "origin"), [dataset], HOST, 0, None, throttle=throttle)
     node.start()
     if not settings["steered"]:
         node.tracker.swarm_of(dataset.id).__class__ = FreeForAll

@@ -326,18 +326,17 @@ class LedgerQuestions(Scenario):
                 it.append("uses", {"worker": "w", "uses": [["l", 0, number, 0, 4, 1]], "receipt": "00"}, sync=False)
 
     def act(self, folder: Path) -> None:
-        from forebay.ledger import index
-        from forebay.observe.ledger_export import export_uses
+        from forebay.ledger.index import open_index
+        from forebay.observe.ledger_queries import export_uses
 
-        index._MIN_CACHED = 2
-        found = index.open_index(folder / "ledger.jsonl")
+        found = open_index(folder / "ledger.jsonl")
         for form in ("jsonl", "parquet"):
             export_uses(found, folder / f"out.{form}", form)
 
     def see(self, folder: Path) -> State:
         from forebay.ledger.index import open_index
 
-        found = open_index(folder / "ledger.jsonl", keep=False)
+        found = open_index(folder / "ledger.jsonl")
         uses = found.uses.tobytes().hex()
         assert len(found.uses) == 20
         return {"uses": uses, **{form: content(folder / f"out.{form}") for form in ("jsonl", "parquet")}}

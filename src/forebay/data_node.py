@@ -45,7 +45,6 @@ class DataNode(SliceServer):
         discovery: Where to announce; the caller closes it. None: it cannot be found by name.
         throttle: Of uploads. `limits`: of connections and requests.
         access: Who may read what; None: each member what its certificate covers.
-        origin_slots: Slices that members of a swarm download at once from here, or from the server behind.
         Others: See SliceServer.
 
     Raises:
@@ -65,7 +64,6 @@ class DataNode(SliceServer):
         throttle: Throttle | None = None,
         limits: ServerLimits | None = None,
         access: AccessPolicy | None = None,
-        origin_slots: int = 8,
     ) -> None:
         if len({dataset.id for dataset in datasets}) != len(datasets):
             names = sorted(dataset.name for dataset in datasets)
@@ -80,7 +78,6 @@ class DataNode(SliceServer):
         self._app.add_api_route("/v1/status", self._read_status, summary="What it serves and has sent.")
         self.datasets = list(datasets)
         self._access = access or AccessPolicy()
-        self._origin_slots = origin_slots
         self._slices: dict[str, SliceFile] = {}
         self._lock = threading.Lock()
         self._sent: dict[str, int] = {}
@@ -108,9 +105,7 @@ class DataNode(SliceServer):
         for shared, dataset in zip(self._shared.values(), self.datasets):
             # A web server or bucket is a provider with its URL as id.
             own = Provider(shared.url or self.identity.peer_id, shared.url or self.address, True)
-            self.tracker.add(
-                dataset.id, dataset.num_slices, [own], slice_of=dataset.table.row, origin_slots=self._origin_slots
-            )
+            self.tracker.add(dataset.id, dataset.num_slices, [own], slice_of=dataset.table.row)
         self._announce()
         self._announcer.start()
         names = ",".join(dataset.name for dataset in self.datasets)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -148,9 +147,6 @@ def ledger(page: Page, made: Corpora) -> None:
         "mkdir data; mv web data/web; cp state/ledger.jsonl .",
         "setup",
     )
-    lines = [json.loads(line) for line in (page.directory / "ledger.jsonl").read_text().splitlines()]
-    bodies = {line["kind"]: line["body"] for line in lines}
-    page.replace |= {"ROOT": bodies["epoch"]["root"], "KEY": bodies["job"]["scheduler"]}
 
 
 SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {

@@ -66,19 +66,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -
     return capsys.readouterr().out
 
 
-def test_verify_and_prove(job: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_verify(job: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(run(capsys, "verify", job["ledger"], "--samples", "--json"))
     samples = sum(map(len, job["seen"]))
     assert report["ok"] and report["epochs"] == [{"epoch": 0, "samples": samples, "missing": 0, "repeated": 0}]
     assert "ok:" in run(capsys, "verify", job["ledger"])
-    proof_path = tmp_path / "proof.json"
-    run(capsys, "export", job["ledger"], "--proof", "0:1", "--out", proof_path)
-    root = report["roots"][0]["root"]
-    assert "ok:" in run(capsys, "verify", "--proof", proof_path, "--root", root)
-    assert json.loads(run(capsys, "verify", "--proof", proof_path, "--json"))["ok"]
-    assert "NOT ok" in run(capsys, "verify", "--proof", proof_path, "--root", "00" * 32, code=1)
-    proof_path.write_text(proof_path.read_text().replace('"epoch": 0', '"epoch": 1', 1))
-    run(capsys, "verify", "--proof", proof_path, code=1)
 
 
 def test_from_a_step_to_a_document_and_back(job: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,23 +91,7 @@ def test_from_a_step_to_a_document_and_back(job: dict[str, Any], capsys: pytest.
     assert "doc-" in shown and "w1" in shown
 
 
-def test_a_loaders_step_and_a_table(job: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    order = [
-        "blame",
-        "-",
-        "--step",
-        0,
-        "--dataset",
-        job["dataset"].path,
-        "--seq-len",
-        SEQ_LEN,
-        "--global-batch-size",
-        4,
-    ]
-    told = json.loads(run(capsys, *order, "--seed", 3, "--world-size", 2, "--json"))
-    assert [part["rank"] for part in told["parts"]] == [0, 1] and told["mode"] == "order"
-    assert sum(len(part["samples"]) for part in told["parts"]) == 4
-    run(capsys, "blame", "-", "--step", 0, code=2)
+def test_a_table(job: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run(capsys, "blame", job["ledger"], code=2)
-    run(capsys, "export", job["ledger"], "--format", "csv", "--out", tmp_path / "uses.csv", "--sample-ids")
-    assert (tmp_path / "uses.csv").read_text().startswith("entry,at,worker")
+    run(capsys, "export", job["ledger"], "--out", tmp_path / "uses.jsonl", "--sample-ids")
+    assert (tmp_path / "uses.jsonl").read_text().startswith('{"entry": ')

@@ -30,9 +30,9 @@ from forebay.network.app import Response, make_app
 from forebay.network.audit import AuditLog
 from forebay.network.client import Client, RemoteError, WrongPeerError
 from forebay.network.discovery import find_providers, read_claims, record_key
-from forebay.network.join import join_by_token, renew_at
+from forebay.network.join import join_by_token
 from forebay.network.peer import Scope
-from forebay.network.pki.files import finish_rotation, read_issuer, rotate_root
+from forebay.network.pki.files import read_issuer
 from forebay.network.pki.identity import Identity, create_organisation, join, revoke
 from forebay.network.pki.revocation import MAX_REVOKED, sign_crl
 from forebay.network.pki.tokens import JoinToken, sign_token
@@ -268,27 +268,6 @@ def test_a_node_renews_itself_while_it_runs(
         finally:
             watch.close()
             admissions.close()
-
-
-def test_the_next_root_comes_with_a_renewal(network_dir: Path, tmp_path: Path) -> None:
-    admissions = AdmissionServer(Admissions(network_dir)).start()
-    try:
-        issuer = read_issuer(network_dir)
-        token = JoinToken(
-            "cd" * 16, issuer.peer_id, issuer.peer_id, admissions.address, (), (), 1, time.time() + 3600, 7.0
-        )
-        node = join_by_token(sign_token(issuer, token), tmp_path / "n", "n")
-        rotate_root(network_dir)
-        assert len(renew_at(admissions.address, node.node_dir).roots) == 2
-    finally:
-        admissions.close()
-    finish_rotation(network_dir)
-    admissions = AdmissionServer(Admissions(network_dir)).start()
-    try:
-        renewed = renew_at(admissions.address, node.node_dir)  # signed by the new root, asked of its key
-        assert renewed.network_id == node.network_id and renewed.expires_at > time.time() + 6 * 86400
-    finally:
-        admissions.close()
 
 
 def test_trust_goes_on_whatever_a_peer_or_the_node_itself_does(

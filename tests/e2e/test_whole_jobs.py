@@ -26,7 +26,7 @@ from forebay.ledger.chain import read_entries
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity, revoke, verify
-from forebay.observe.blame import replay
+from forebay.observe.ledger_queries import replay
 from forebay.scheduler.catalog import JobPlan
 from forebay.scheduler.journal import ledger_path
 from forebay.scheduler.server import SchedulerService

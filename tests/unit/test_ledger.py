@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from forebay.errors import LedgerError
 from forebay.ledger.chain import Entry, read_entries
-from forebay.ledger.coverage import count_coverage
 from forebay.ledger.job import Job, decode_runs, encode_runs
 from forebay.ledger.receipts import Used, receipt_message
-from forebay.ledger.verify import verify_ledger
+from forebay.ledger.verify import cover, verify_ledger
 from forebay.ledger.writer import Ledger
 from forebay.peer_id import peer_id_of
 
@@ -147,7 +146,7 @@ def test_coverage_equals_counting_points(intervals: list[tuple[int, int]]) -> No
         points[start : start + length] += 1
     starts = np.array([s for s, _ in intervals], np.int64)
     stops = np.array([s + n for s, n in intervals], np.int64)
-    assert count_coverage(starts, stops, 80) == {
+    assert cover(np.array([80]), np.zeros(len(starts), np.int64), starts, stops).counts == {
         "samples": int(points.sum()),
         "missing": int((points == 0).sum()),
         "repeated": int(np.maximum(points - 1, 0).sum()),

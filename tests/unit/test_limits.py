@@ -1,8 +1,9 @@
-"""Token buckets by arithmetic, and turns of an upload."""
+"""Token buckets by arithmetic, and the upload limit."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -56,37 +57,6 @@ def test_bad_limits_are_told() -> None:
             bad()
 
 
-class Clock:
-    """Time that passes only while somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    async def sleep(self, seconds: float) -> None:
-        until = self.now + seconds
-        while self.now < until:
-            await asyncio.sleep(0)
-            self.now = min(until, self.now + 0.001)
-
-
-def test_turns_are_a_peers_not_a_connections() -> None:
-    """Eight connections of one peer get together what two of another get: two, so that one waits while one sends."""
-    sent, clock = {"many": 0, "few": 0}, Clock()
-
-    async def send(throttle: Throttle, peer: str) -> None:
-        while clock.now < 2.0:
-            await throttle.pace(peer, 20_000, lambda: clock.now, clock.sleep)
-            sent[peer] += 20_000
-
-    async def run() -> None:
-        throttle = Throttle(upload_bytes_per_s=2e6)
-        await asyncio.gather(*(send(throttle, peer) for peer in ["many"] * 8 + ["few"] * 2))
-
-    asyncio.run(run())
-    assert 3.5e6 < sum(sent.values()) < 4.6e6
-    assert 0.8 < sent["many"] / sent["few"] < 1.25
-
-
 def test_pieces_are_short_where_the_limit_is_slow() -> None:
     assert Throttle().piece_bytes(1 << 20) == 1 << 20
     assert Throttle(1e6).piece_bytes(1 << 20) == 100_000
@@ -94,7 +64,8 @@ def test_pieces_are_short_where_the_limit_is_slow() -> None:
 
 
 def test_one_throttle_for_servers_in_loops_of_their_own() -> None:
-    throttle, clock = Throttle(upload_bytes_per_s=1000), Clock()
+    throttle = Throttle(upload_bytes_per_s=1000)
+    started = time.monotonic()
     for _ in range(2):
-        asyncio.run(throttle.pace("peer", 100, lambda: clock.now, clock.sleep))
-    assert clock.now == pytest.approx(0.15, abs=0.01)  # 200 bytes less what a bucket saves up
+        asyncio.run(throttle.pace(100))
+    assert time.monotonic() - started > 0.14  # 200 bytes less what a bucket saves up

@@ -188,36 +188,3 @@ def test_an_upload_cap_holds_and_ends_with_the_server(make_identity: Make, tmp_p
         assert time.monotonic() - begun < scaled(2)
         asking.join(10)
         assert failures
-
-
-def test_peers_that_download_at_once_get_equal_shares(make_identity: Make, tmp_path: Path) -> None:
-    """Six connections of one peer get together what two of another get."""
-    file, size = tmp_path / "slice", 40_000_000
-    with file.open("wb") as out:
-        out.truncate(size)
-    sent: dict[str, int] = {}
-
-    def count(peer: object, num_bytes: int) -> None:
-        name = peer.name  # type: ignore[attr-defined]
-        sent[name] = sent.get(name, 0) + num_bytes
-
-    def take(sock: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            while sock.recv(1 << 16):
-                pass
-
-    with serve(
-        make_identity("s"), lambda request: file_response(request.http, file, size), on_bytes=count,
-        throttle=Throttle(upload_bytes_per_s=4e6),
-    ) as server:  # fmt: skip
-        identities = {name: make_identity(name) for name in ("many", "few")}
-        socks = [connect(server, identities[name]) for name in ["many"] * 6 + ["few"] * 2]
-        threads = [threading.Thread(target=take, args=(sock,), daemon=True) for sock in socks]
-        for thread in threads:
-            thread.start()
-        until(lambda: sum(sent.values()) > 4_000_000)
-        assert 0.6 < sent["many"] / sent["few"] < 1.8
-    for thread, sock in zip(threads, socks, strict=True):
-        thread.join(20)
-        sock.close()

@@ -1,8 +1,7 @@
-"""Organisations, scopes, rotated roots: certificates against each other over TLS in memory."""
+"""Organisations and scopes: certificates against each other over TLS in memory."""
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 import ssl
 import time
@@ -24,13 +23,11 @@ from forebay.network.pki import certificates
 from forebay.network.pki.certificates import ORGANISATION_OID, SCOPE_OID, Issuer, der_of, issue, verify_certificate
 from forebay.network.pki.files import (
     copy_shared,
-    finish_rotation,
     read_certs,
     read_issuer,
     read_key,
-    read_roots,
+    read_root,
     renew_organisation,
-    rotate_root,
     write_key,
 )
 from forebay.network.pki.identity import Identity, create_network, create_organisation, join, renew
@@ -120,7 +117,7 @@ def test_a_node_gets_no_more_than_its_organisation(org_dir: Path, network_dir: P
         join(org_dir, tmp_path / "n", "n", scope=Scope(frozenset({"scheduler"})))
     wide = join(org_dir, tmp_path / "w", "w", scope=Scope(datasets=("*",))).scope
     assert wide.roles == DATA.roles and wide.covers("c4-en") and not wide.covers("books")
-    with pytest.raises(UsageError, match="may have organisations"):
+    with pytest.raises(UsageError, match="directory of a network"):
         create_organisation(org_dir, tmp_path / "o2", "below")
     with pytest.raises(UsageError, match="expected roles of"):
         join(network_dir, tmp_path / "x", "x", scope=Scope(frozenset({"king"})))
@@ -177,25 +174,6 @@ def test_an_organisations_key_is_no_node_and_makes_no_organisation(
         shown(fake, one)
 
 
-def test_an_old_network_goes_on(network_dir: Path, tmp_path: Path) -> None:
-    """Root → node with SHA-1 key ids, path length 0 and no scope, as networks were made before organisations."""
-    key = read_key(network_dir / "root-key.pem")
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test-network")])
-    now = dt.datetime.now(dt.UTC)
-    builder = x509.CertificateBuilder(
-        name, name, key.public_key(), x509.random_serial_number(), now, now + dt.timedelta(9)
-    )
-    builder = builder.add_extension(x509.BasicConstraints(True, 0), True)
-    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates and CRLs
-    builder = builder.add_extension(usage, True)
-    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
-    atomic_write(network_dir / "root-cert.pem", builder.sign(key, None).public_bytes(PEM))
-    a, b = join(network_dir, tmp_path / "a", "a"), join(network_dir, tmp_path / "b", "b")
-    assert meets(a, b) == Peer(b.peer_id, b.public_key, "b", "", Scope())
-    with pytest.raises(UsageError, match="path length 0"):
-        create_organisation(network_dir, tmp_path / "org", "acme")
-
-
 def test_another_networks_organisation_is_a_stranger(tmp_path: Path, make_identity: Make) -> None:
     create_network(tmp_path / "other", "test-network")
     create_organisation(tmp_path / "other", tmp_path / "other-org", "acme")
@@ -213,8 +191,8 @@ def test_expiry_is_told_and_refused(
     assert "expires in 6.0 days" in caplog.text and "forebay network renew" in caplog.text
     # An organisation that has ended takes its nodes with it, whatever their own certificates say.
     org = read_issuer(org_dir)
-    judged = verify_certificate(der_of(issue(org, "x", org.key.public_key(), Scope(), 99999)), read_roots(org_dir))
-    assert judged.valid_until == judged.peer.valid_until == org.cert.not_valid_after_utc.timestamp()
+    judged = verify_certificate(der_of(issue(org, "x", org.key.public_key(), Scope(), 99999)), read_root(org_dir))
+    assert judged.valid_until == org.cert.not_valid_after_utc.timestamp()
 
 
 def test_an_open_connection_ends_with_the_certificate(network_dir: Path, tmp_path: Path, make_identity: Make) -> None:
@@ -228,61 +206,23 @@ def test_a_signature_counts_without_tls(org_dir: Path, network_dir: Path, tmp_pa
     """`judge` is all that stands between a publication and its reader: key identifiers are not enough."""
     stolen = forge(org_dir, tmp_path / "a", key_id_of(read_certs(network_dir / "root-cert.pem")[0]))
     with pytest.raises(ProtocolError, match="signed by the network's root"):
-        verify_certificate(der_of(read_certs(stolen / "node-cert.pem")[0]), read_roots(network_dir))
+        verify_certificate(der_of(read_certs(stolen / "node-cert.pem")[0]), read_root(network_dir))
     create_organisation(network_dir, tmp_path / "rich", "rich")
     rich = read_issuer(tmp_path / "rich").cert
     stolen = forge(org_dir, tmp_path / "b", key_id_of(rich), carried(rich))
     with pytest.raises(ProtocolError, match="signed by its organisation"):
-        verify_certificate(der_of(read_certs(stolen / "node-cert.pem")[0]), read_roots(network_dir))
+        verify_certificate(der_of(read_certs(stolen / "node-cert.pem")[0]), read_root(network_dir))
 
 
 # Rotation of the root.
 
 
-def test_roots_are_rotated_without_a_break(network_dir: Path, org_dir: Path, tmp_path: Path) -> None:
-    old, of_org = join(network_dir, tmp_path / "old", "old"), join(org_dir, tmp_path / "of-org", "of-org")
-    next_root = rotate_root(network_dir)
-    with pytest.raises(UsageError, match="has begun"):
-        rotate_root(network_dir)
-    early = join(network_dir, tmp_path / "early", "early")  # the key in use goes on signing
-    assert early.roots[0] == old.roots[0] and len(early.roots) == 2 and early.network_id == old.network_id
-    assert meets(old, early).peer_id == early.peer_id and meets(early, of_org).org == of_org.org
-
-    renew(network_dir, old.node_dir, valid_days=9)
-    assert old.refresh() and old.roots == early.roots
-    assert finish_rotation(network_dir) == next_root == read_issuer(network_dir).peer_id
-    assert not list(network_dir.glob("next-*"))
-    late = join(network_dir, tmp_path / "late", "late")
-    renew_organisation(network_dir, org_dir)
-    renewed = join(org_dir, tmp_path / "late-org", "late-org")
-    for one, other in [(old, late), (late, old), (early, late), (late, of_org), (old, renewed), (renewed, old)]:
-        assert meets(one, other).peer_id == other.peer_id
-    with pytest.raises(ProtocolError, match="neither our root"):
-        meets(of_org, late)  # it never renewed, and so knows only the first root
-    renew(org_dir, of_org.node_dir, valid_days=9)
-    assert of_org.refresh() and meets(of_org, late).peer_id == late.peer_id
-
-
-def test_the_first_root_may_expire(network_dir: Path, tmp_path: Path, make_identity: Make) -> None:
-    rotate_root(network_dir)
-    finish_rotation(network_dir)
-    a, b = join(network_dir, tmp_path / "a", "a"), join(network_dir, tmp_path / "b", "b")
-    newest = read_certs(network_dir / "root-cert.pem")[1]
-    context = a.server_context()
-    only_newest = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    only_newest.check_hostname = False
-    only_newest.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    only_newest.load_verify_locations(cadata=der_of(newest))  # as if the other did not count any more
-    only_newest.load_cert_chain(b.node_dir / "node-cert.pem", b.node_dir / "node-key.pem")
-    assert a.peer(shake(context, only_newest)[1]).peer_id == b.peer_id
-
-
-def test_a_root_that_the_first_did_not_sign_is_refused(network_dir: Path, tmp_path: Path) -> None:
+def test_a_second_root_is_refused(network_dir: Path, tmp_path: Path) -> None:
     create_network(tmp_path / "evil", "test-network")
     pem = (network_dir / "root-cert.pem").read_bytes() + (tmp_path / "evil" / "root-cert.pem").read_bytes()
     (network_dir / "root-cert.pem").write_bytes(pem)
-    with pytest.raises(UsageError, match="signed by the root before it"):
-        read_roots(network_dir)
+    with pytest.raises(UsageError, match="expected one certificate"):
+        read_root(network_dir)
 
 
 def test_what_a_node_gets_is_for_its_owner(network_dir: Path, tmp_path: Path) -> None:
@@ -328,4 +268,4 @@ def test_a_name_is_one_that_a_terminal_can_show(network_dir: Path) -> None:
     for name in ("\x1b[2Jgone", "a b", "ä", "a\n", "../up"):
         cert = issue(root, name, key.public_key(), Scope(), 9)
         with pytest.raises(ProtocolError, match="expected a common name"):
-            verify_certificate(der_of(cert), read_roots(network_dir))
+            verify_certificate(der_of(cert), read_root(network_dir))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from forebay.errors import UsageError
+from forebay.network import audit
 from forebay.network.access import AccessPolicy
 from forebay.network.audit import AuditLog
 from forebay.network.peer import Peer, Scope
@@ -154,9 +155,11 @@ def test_many_addresses_are_counted_together(tmp_path: Path) -> None:
     assert any(event["kind"] == "refused" for event in found)
 
 
-def test_a_flood_fills_no_disk_and_washes_no_decision_away(tmp_path: Path) -> None:
+def test_a_flood_fills_no_disk_and_washes_no_decision_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, clock = tmp_path / "audit.log", [0.0]
-    with AuditLog(path, part_bytes=2000, num_parts=3, now=lambda: clock[0]) as log:
+    monkeypatch.setattr(audit, "MAX_PART_BYTES", 2000)
+    monkeypatch.setattr(audit, "NUM_PARTS", 3)
+    with AuditLog(path, now=lambda: clock[0]) as log:
         log.append("ban", peer="liar")
         for number in range(200):
             log.append("refused", peer=f"{number}", reason="x" * 10_000)

@@ -1,4 +1,4 @@
-"""`forebay ledger`: verify a ledger or a proof, look up who used which samples, export the uses."""
+"""`forebay ledger`: verify a ledger, look up who used which samples, export the uses."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cli.arguments import positive, share
+from forebay.cli.arguments import share
 from forebay.errors import UsageError
 
 if TYPE_CHECKING:
     from forebay.dataset.documents import Documents
     from forebay.ledger.index import LedgerIndex
-    from forebay.observe.blame import BatchShare
+    from forebay.observe.ledger_queries import BatchShare
 
 
 def _verify(args: argparse.Namespace) -> int:
     from forebay.ledger.verify import verify_ledger
     from forebay.network.pki.identity import verify
-    from forebay.observe.blame import replay
+    from forebay.observe.ledger_queries import replay
     from forebay.observe.steps import is_roster, verify_steps
 
-    if args.proof:
-        return _verify_proof(args)
     if is_roster(args.file):
         steps = verify_steps(args.file)
         _print_verified(args, steps.to_json(), "each sample was used once by the steps that counted")
@@ -67,54 +65,21 @@ def _print_verified(args: argparse.Namespace, report: dict[str, Any], success: s
     print(f"ok: {success}" if report["ok"] else "NOT ok")
 
 
-def _verify_proof(args: argparse.Namespace) -> int:
-    from forebay.ledger.proof import check_proof
-    from forebay.network.pki.identity import verify
-
-    try:
-        proof = json.loads(args.file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"verify: cannot read the proof {args.file}: {error}.") from error
-    report = check_proof(proof, verify, key=_key(args), root=args.root)
-    if args.json:
-        print(json.dumps(report.to_json()))
-        return 0 if report.ok else 1
-    used = ", ".join(f"[{start:,}, {stop:,})" for start, stop in report.used) or "none"
-    workers = "1 worker" if len(report.workers) == 1 else f"{len(report.workers):,} workers"
-    signed = "signed by the scheduler" if report.recorded else "not yet in a signed entry"
-    print(f"epoch {report.epoch}, slice {report.slice}: samples {used} used by {workers}")
-    print(f"root {report.root}, {signed}")
-    for problem in report.problems:
-        print(f"problem: {problem}")
-    print("ok: the slice is under the root" if report.ok else "NOT ok")
-    return 0 if report.ok else 1
-
-
 def _blame(args: argparse.Namespace) -> int:
     from forebay.ledger.index import open_index
-    from forebay.observe.blame import Blame, blame_step
-    from forebay.observe.steps import is_roster
+    from forebay.observe.ledger_queries import blame_step
 
     if (args.step is None) == (args.document is None):
         raise UsageError("ledger blame: expected one of --step N and --document ID.")
     if args.step is None:
         return _blame_document(args)
-    if args.file == "-" or is_roster(Path(args.file)):
-        parts, fields = _blame_order(args)
-        blame = Blame(parts)
-    else:
-        index = open_index(args.file)
-        blame = blame_step(index, args.step, worker=args.worker, documents=_documents(args, index))
-        fields = {"mode": "lease", "step": args.step}
+    index = open_index(args.file)
+    parts = blame_step(index, args.step, worker=args.worker, documents=_documents(args, index))
     if args.json:
-        print(json.dumps({**fields, **asdict(blame)}))
+        print(json.dumps({"step": args.step, "parts": [asdict(part) for part in parts]}))
         return 0
-    for part in blame.parts:
+    for part in parts:
         _print_share(part)
-    if blame.more:
-        print(f"and {blame.more:,} more workers; select one with --worker")
-    for part in blame.around:
-        print(f"around: {_headline(part)}")
     return 0
 
 
@@ -132,51 +97,9 @@ def _documents(args: argparse.Namespace, index: LedgerIndex) -> dict[str, Docume
     return documents
 
 
-def _blame_order(args: argparse.Namespace) -> tuple[list[BatchShare], dict[str, Any]]:
-    """The shares of a step from a coordinator's record, if there is one, and the order."""
-    from forebay.dataset.documents import Documents
-    from forebay.dataset.reader import open_dataset
-    from forebay.load.loader import Loader
-    from forebay.observe.blame import BatchShare, blame_order
-    from forebay.observe.steps import open_log
-
-    record, config = None, {}
-    if args.file != "-":
-        with open_log(Path(args.file)) as log:
-            record, config = log.step(args.step), log.config()
-        if record is None:
-            raise UsageError(f"blame: step {args.step} is not finished in {args.file}.")
-    fields = {"mode": "order", "step": args.step, "record": record}
-    workers = [str(part["worker_id"]) for part in record["parts"]] if record else []
-    if not args.dataset:
-        if record is None:
-            raise UsageError("blame: expected --dataset DIR, and the run's --seq-len, --global-batch-size and --seed.")
-        first, world = int(record["first_sample"]), len(workers)
-        samples = [list(range(first + r, first + int(record["count"]), world)) for r in range(world)]
-        return [
-            BatchShare(name, name, rank, first_step=args.step, last_step=args.step, samples=of_rank)
-            for rank, (name, of_rank) in enumerate(zip(workers, samples))
-        ], fields
-    dataset = open_dataset(args.dataset[0])
-    seq_len = args.seq_len or config.get("seq_len")
-    batch = args.global_batch_size or (record or {}).get("count")
-    if not batch or (dataset.manifest.layout == "tokens" and not seq_len):
-        raise UsageError("blame: expected the Loader's --global-batch-size and, for tokens, --seq-len.")
-    seed = args.seed if args.seed is not None else int(config.get("seed", 0))
-    with Loader(
-        args.dataset[0], seq_len=seq_len, global_batch_size=int(batch), seed=seed, rank=0, world_size=1, epochs=None
-    ) as loader:
-        run = loader.run
-    parts = blame_order(
-        run, args.step, world_size=args.world_size or len(workers) or 1, workers=workers,
-        documents=Documents(dataset), seq_len=seq_len,
-    )  # fmt: skip
-    return [part for part in parts if args.worker in ("", part.worker)], fields
-
-
 def _blame_document(args: argparse.Namespace) -> int:
     from forebay.ledger.index import open_index
-    from forebay.observe.blame import who_saw
+    from forebay.observe.ledger_queries import who_saw
 
     if not args.dataset:
         raise UsageError("ledger blame: expected --dataset DIR beside --document, got none.")
@@ -203,17 +126,14 @@ def _blame_document(args: argparse.Namespace) -> int:
 def _headline(part: BatchShare) -> str:
     from datetime import datetime
 
-    worker = f"rank {part.rank}" if part.rank >= 0 else part.name or "worker"
-    worker += f" ({part.worker})" if part.worker and part.worker != worker else ""
     steps = f"step {part.first_step}"
     if part.first_step != part.last_step:
         steps = f"one of steps {part.first_step} to {part.last_step}"
-    text = f"{worker}, {steps}, epoch {part.epoch}"
-    if part.slice >= 0:
-        text += f", slice {part.slice}, order [{part.start:,}, {part.stop:,})"
-    if part.recorded_at:
-        text += f", {datetime.fromtimestamp(part.recorded_at).astimezone().isoformat(timespec='seconds')}"
-    return text + (f", entry {part.entry}" if part.entry >= 0 else "")
+    recorded_at = datetime.fromtimestamp(part.recorded_at).astimezone().isoformat(timespec="seconds")
+    return (
+        f"{part.name or 'worker'} ({part.worker}), {steps}, epoch {part.epoch}, slice {part.slice}, "
+        f"order [{part.start:,}, {part.stop:,}), {recorded_at}, entry {part.entry}"
+    )
 
 
 def _print_share(part: BatchShare) -> None:
@@ -229,64 +149,39 @@ def _print_share(part: BatchShare) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from forebay.files import atomic_write
     from forebay.ledger.index import open_index
-    from forebay.ledger.proof import prove
-    from forebay.observe.ledger_export import export_uses
+    from forebay.observe.ledger_queries import export_uses
 
     index = open_index(args.file)
-    if args.proof is not None:
-        epoch, slice_index = args.proof
-        atomic_write(args.out, json.dumps(prove(index, epoch, slice_index)).encode() + b"\n")
-        result = {"epoch": epoch, "slice": slice_index, "out": str(args.out)}
-        print(json.dumps(result) if args.json else f"proof of slice {slice_index} in epoch {epoch} to {args.out}")
-        return 0
     count = export_uses(index, args.out, args.format, sample_ids=args.sample_ids)
     print(json.dumps({"uses": count, "out": str(args.out)}) if args.json else f"{count:,} uses to {args.out}")
     return 0
 
 
-def _pair(text: str) -> tuple[int, int]:
-    """`EPOCH:SLICE`."""
-    first, _, second = text.partition(":")
-    if not (first.isdigit() and second.isdigit()):
-        raise argparse.ArgumentTypeError(f"expected EPOCH:SLICE, got {text!r}")
-    return int(first), int(second)
 
 
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     verbs = group("ledger", "verify and query which worker used which samples")
     p = verb("verify", _verify, "verify that each sample of an epoch was used exactly once", verbs)
-    p.add_argument("file", type=Path, help="a ledger, or a coordinator's state; with --proof a proof")
+    p.add_argument("file", type=Path, help="a ledger, or a coordinator's state")
     p.add_argument("--key", metavar="HEX", help="the scheduler's public key (default: the one in the file)")
     p.add_argument(
         "--max-set-aside", type=share, default=0.0, metavar="SHARE",
         help="share of an epoch's samples that may be set aside (default: 0)",
     )  # fmt: skip
     p.add_argument("--samples", action="store_true", help="also verify sample ids: recompute the order of every use")
-    p.add_argument("--proof", action="store_true", help="verify a proof made by `forebay ledger export --proof`")
-    p.add_argument(
-        "--root", metavar="HEX", help="with --proof: the epoch's root from another source (default: its own)"
-    )
 
     p = verb("blame", _blame, "from a step to its samples and documents, or from a document to its workers", verbs)
-    p.add_argument("file", help="a ledger; a coordinator's state; - for a Loader's run, which needs no record")
-    p.add_argument("--step", type=int, metavar="N", help="step of the worker, or of the run (this or --document)")
+    p.add_argument("file", type=Path, help="the ledger")
+    p.add_argument("--step", type=int, metavar="N", help="step of the worker (this or --document)")
     p.add_argument("--document", metavar="ID", help="source id, or #NUMBER in the dataset (this or --step)")
     p.add_argument("--worker", default="", metavar="NAME", help="its name, or a prefix of its peer id (default: all)")
     p.add_argument(
         "--dataset", action="append", metavar="DIR", help="the job's dataset; may be repeated (default: none)"
     )
-    p.add_argument("--seed", type=int, metavar="N", help="the Loader's, for a run without a record (default: 0)")
-    p.add_argument("--seq-len", type=positive, metavar="L", help="the Loader's (default: as recorded)")
-    p.add_argument("--global-batch-size", type=positive, metavar="N", help="the Loader's (default: as recorded)")
-    p.add_argument("--world-size", type=positive, metavar="N", help="number of ranks (default: as recorded, or 1)")
 
-    p = verb("export", _export, "write the uses as a table, or the proof of a slice", verbs)
+    p = verb("export", _export, "write the uses as a table", verbs)
     p.add_argument("file", type=Path, help="the ledger")
     p.add_argument("--out", required=True, type=Path, metavar="FILE", help="the file to write (required)")
-    p.add_argument("--format", choices=["jsonl", "csv", "parquet"], default="jsonl", help="format of the table")
+    p.add_argument("--format", choices=["jsonl", "parquet"], default="jsonl", help="format of the table")
     p.add_argument("--sample-ids", action="store_true", help="add a column with the ids of the samples")
-    p.add_argument(
-        "--proof", type=_pair, metavar="EPOCH:SLICE", help="write the proof of this slice (default: a table)"
-    )

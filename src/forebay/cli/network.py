@@ -192,26 +192,6 @@ def _notify(node_dir: Path, target: str, crl: Any) -> str:
     return f"{peer_id} at {target} {'accepted it' if is_new else later}."
 
 
-def _network_rotate(args: argparse.Namespace) -> int:
-    from forebay.network.pki.files import finish_rotation, rotate_root
-
-    if args.finish:
-        peer_id = finish_rotation(args.directory)
-        lines = [
-            f"The root key in use is now that of {peer_id}; the former key is deleted.",
-            "next: restart `forebay network admit` here, and renew each organisation (forebay network renew).",
-        ]
-    else:
-        peer_id = rotate_root(args.directory, **_days(args))
-        lines = [
-            f"The next root is {peer_id}, certified by the current one, which stays in use.",
-            "Nodes receive it as they renew. Organisations: forebay network renew DIR ORGANISATION_DIR, now.",
-            f"next, once every node has renewed: forebay network rotate --finish {args.directory}",
-        ]
-    _print(args, {"peer_id": peer_id}, *lines)
-    return 0
-
-
 def _network_show(args: argparse.Namespace) -> int:
     properties = _properties(args.directory)
     if not args.json:
@@ -234,7 +214,7 @@ def _is_issuer(directory: Path) -> bool:
 
 def _properties(directory: Path) -> dict[str, Any]:
     """Properties of the network, organisation or node in a directory."""
-    from forebay.network.pki.files import peer_in, read_issuer, read_network, read_roots
+    from forebay.network.pki.files import peer_in, read_issuer, read_network, read_root
     from forebay.network.pki.identity import Identity
     from forebay.network.pki.revocation import Revocations
 
@@ -242,7 +222,7 @@ def _properties(directory: Path) -> dict[str, Any]:
     if _is_issuer(directory):
         issuer = read_issuer(directory)
         peer, scope, expires_at = peer_in(issuer.cert), issuer.scope, issuer.cert.not_valid_after_utc.timestamp()
-        revocations = Revocations(directory, read_roots(directory))
+        revocations = Revocations(directory, read_root(directory))
         properties = {"kind": "network" if issuer.is_root else "organisation", "name": peer.name}
         properties |= {"peer_id": peer.peer_id, "network": read_network(directory).network_id}
     else:
@@ -362,10 +342,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument(
         "--notify", action="append", default=[], metavar="HOST:PORT", help="node to send the CRL to (default: none)"
     )
-    p = verb("rotate", _network_rotate, "replace a network's root key without downtime, in two steps", network)
-    p.add_argument("directory", type=Path, help="the network's")
-    p.add_argument("--finish", action="store_true", help="the second step: replace the key by the next one")
-    _add_days(p, "3650")
     p = verb("show", _network_show, "show a node's identity, scope, expiry and revocation lists", network)
     p.add_argument("directory", type=Path, help="a node's, an organisation's or the network's")
     p = verb("sign", _network_sign, "sign a dataset as its publisher", network)

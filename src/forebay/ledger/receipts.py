@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from forebay.errors import LedgerError
 from forebay.ledger.chain import Entry, canonical_json
@@ -39,15 +36,16 @@ class Used:
     @classmethod
     def from_row(cls, row: Any) -> Used:
         """The inverse of `to_row`. Raises LedgerError for an invalid row."""
-        if not isinstance(row, list) or len(row) not in (6, 7):
-            raise LedgerError(f"expected a use of 6 or 7 values, got {str(row)[:100]}")
-        lease_id, counts = row[0], row[1:6]
-        digest = row[6] if len(row) == 7 else ""
-        if not (isinstance(lease_id, str) and isinstance(digest, str) and (len(digest) == 32 or len(row) == 6)):
-            raise LedgerError(f"expected a lease and a digest of 32 hex digits, got {str(row)[:100]}")
-        if not all(type(n) is int and 0 <= n < MAX_COUNT for n in counts):
-            raise LedgerError(f"expected counts from 0, got {str(counts)[:100]}")
-        return cls(lease_id, counts[0], counts[1], counts[2], counts[3], counts[4], digest)
+        is_valid = (
+            isinstance(row, list)
+            and len(row) in (6, 7)
+            and isinstance(row[0], str)
+            and all(type(number) is int and 0 <= number < MAX_COUNT for number in row[1:6])
+            and all(isinstance(digest, str) and len(digest) == 32 for digest in row[6:])
+        )
+        if not is_valid:
+            raise LedgerError(f"expected a lease, 5 counts from 0 and maybe a digest, got {str(row)[:100]}")
+        return cls(*row)
 
 
 def receipt_message(job_id: str, uses: Sequence[Used]) -> bytes:
@@ -61,43 +59,3 @@ def uses_of(entry: Entry) -> list[Used]:
         return [Used.from_row(row) for row in entry.body["uses"]]
     except (KeyError, TypeError) as error:
         raise LedgerError(f"expected uses, got {error!r}") from None
-
-
-USE = np.dtype(
-    [(name, "<i8") for name in ("seq", "worker", "epoch", "slice", "start", "stop", "step", "session")]
-    + [("at", "<f8")]
-)
-"""A use: `worker` is an index into the workers, `session` into their sessions (each numbers its own steps); `seq` is
-the entry; `at` is in unix seconds."""
-_BLOCK = 1 << 16
-
-
-@dataclass
-class UseColumns:
-    """A growing table of uses. `workers`: peer ids; `sessions`: peer id, a space, name; both numbered by first use."""
-
-    workers: dict[str, int] = field(default_factory=dict)
-    sessions: dict[str, int] = field(default_factory=dict)
-    _blocks: list[NDArray[Any]] = field(default_factory=list)
-    _rows: list[tuple[float, ...]] = field(default_factory=list)
-    _size: int = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def add(self, entry: Entry, worker: str, use: Used) -> None:
-        """Add one use of an entry."""
-        number = self.workers.setdefault(worker, len(self.workers))
-        name = f"{worker} {entry.body.get('session', '')}"
-        session = self.sessions.setdefault(name, len(self.sessions))
-        self._rows.append(
-            (entry.seq, number, use.epoch, use.slice, use.start, use.stop, use.step, session, entry.recorded_at)
-        )
-        self._size += 1
-        if len(self._rows) == _BLOCK:
-            self._blocks.append(np.array(self._rows, USE))
-            self._rows = []
-
-    def table(self) -> NDArray[Any]:
-        """All uses, of dtype USE, in the order of adding."""
-        return np.concatenate([np.empty(0, USE), *self._blocks, np.array(self._rows, USE)])

@@ -4,7 +4,7 @@ One pass: 15 us an entry, and a signature check of 0.11 ms for each receipt. Of 
 the last is checked: it covers the chain. A million entries: 20 s, and 2 minutes for their receipts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import ForebayError, LedgerError
-from forebay.ledger.chain import READ_BYTES, Entry, Link, read_links
-from forebay.ledger.coverage import Coverage, cover, merkle_root
+from forebay.ledger.chain import READ_BYTES, Entry, iter_entries
+from forebay.ledger.index import UseColumns
 from forebay.ledger.job import Asides, Job, apply_aside
-from forebay.ledger.receipts import UseColumns, receipt_message, uses_of
+from forebay.ledger.receipts import receipt_message, uses_of
 from forebay.peer_id import peer_id_of
 
 MAX_PROBLEMS = 100
+I64 = NDArray[np.int64]
 
 # (public key, message, signature); raises a ForebayError unless the signature is valid.
 Verifier = Callable[[bytes, bytes, bytes], None]
@@ -32,28 +33,24 @@ class LedgerReport:
     """Result of `verify_ledger`."""
 
     ok: bool  # Intact, and every started epoch used every sample once, apart from the share that may be set aside.
-    intact: bool  # The chain, the signatures, the receipts and the recorded roots are valid.
+    intact: bool  # The chain, the signatures and the receipts are valid.
     # Of each: epoch, samples, missing, repeated; set_aside if any, dataset if the job has several.
     epochs: list[dict[str, int]]
     problems: list[str]
     entries: int = 0
-    job: dict[str, Any] = field(default_factory=dict)
     missing: list[dict[str, int]] = field(default_factory=list)  # The first, by epoch: slice, start, stop.
     repeated: list[dict[str, int]] = field(default_factory=list)  # The same, and the entry.
-    # epoch, root: the Merkle root of its coverage, recorded: whether the scheduler recorded the same.
-    roots: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """The output of `forebay ledger verify --json`."""
-        return {name: value for name, value in vars(self).items() if name != "job"}
+        return dict(vars(self))
 
 
 @dataclass
-class LedgerReading:
-    """State of one pass over the file, or over some of its entries (`is_part`)."""
+class _Reading:
+    """State of one pass over the file."""
 
     verify: Verifier | None
-    is_part: bool = False
     problems: list[str] = field(default_factory=list)
     job: Job | None = None
     entries: int = 0
@@ -62,7 +59,7 @@ class LedgerReading:
     keys: dict[str, bytes] = field(default_factory=dict)
     reached: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
     aside_of: Asides = field(default_factory=dict)
-    roots: dict[tuple[int, int], tuple[int, Any]] = field(default_factory=dict)
+    ended: set[tuple[int, int]] = field(default_factory=set)
 
     def problem(self, text: str) -> None:
         if len(self.problems) < MAX_PROBLEMS:
@@ -89,16 +86,15 @@ def verify_ledger(
         A report; a broken chain is read up to the break, and the rest counts as missing.
     """
     path = Path(path)
-    reading = LedgerReading(verify)
-    last: Link | None = None
+    reading = _Reading(verify)
+    last: Entry | None = None
     end = 0
     try:
         with path.open("rb", READ_BYTES) as file:
-            for link in read_links(file, path):
+            for last in iter_entries(file, path):
                 reading.entries += 1
-                end += len(link.line) + 1
-                read_entry(link.entry(path), reading)
-                last = link
+                end += len(last.line) + 1
+                _read_entry(last, reading)
             if end != path.stat().st_size:
                 reading.problem(
                     f"the last line has no end ({path}, line {reading.entries + 1}): torn by a crash, or cut"
@@ -116,30 +112,24 @@ def verify_ledger(
     return _report(reading, job, replay, max_set_aside)
 
 
-def _check_signatures(path: Path, last: Link, key: bytes, verify: Verifier, reading: LedgerReading) -> None:
+def _check_signatures(path: Path, last: Entry, key: bytes, verify: Verifier, reading: _Reading) -> None:
     """The last signature covers all; where it is wrong, the first wrong one is found."""
-    if is_signed(last, key, verify):
+    if _is_signed(last, key, verify):
         return
     with path.open("rb", READ_BYTES) as file:
-        for link in read_links(file, path):
-            if not is_signed(link, key, verify):
-                reading.problem(
-                    f"entry {link.seq} ({link.kind}): it is not signed by the scheduler; nor is what follows"
-                )
-                return
+        entry = next(entry for entry in iter_entries(file, path) if not _is_signed(entry, key, verify))
+    reading.problem(f"entry {entry.seq} ({entry.kind}): it is not signed by the scheduler; nor is what follows")
 
 
-def is_signed(link: Link, key: bytes, verify: Verifier) -> bool:
-    """Whether an entry is the scheduler's."""
+def _is_signed(entry: Entry, key: bytes, verify: Verifier) -> bool:
     try:
-        verify(key, link.signed, bytes.fromhex(link.sig))
+        verify(key, entry.signed, bytes.fromhex(entry.sig))
     except (ForebayError, ValueError):
         return False
     return True
 
 
-def read_entry(entry: Entry, reading: LedgerReading) -> None:
-    """Adds an entry to what was gathered, what is wrong with it to the problems."""
+def _read_entry(entry: Entry, reading: _Reading) -> None:
     if entry.seq == 0:
         reading.job = Job.of(entry)
         return
@@ -153,21 +143,21 @@ def read_entry(entry: Entry, reading: LedgerReading) -> None:
                 _read_uses(entry, reading)
             case "set_aside" | "readmitted":
                 assert reading.job is not None
-                apply_aside(entry, reading.job, reading.aside_of, reading.roots)
+                apply_aside(entry, reading.job, reading.aside_of, reading.ended)
             case "epoch":
                 _read_epoch(entry, reading)
     except (ForebayError, ValueError, KeyError, TypeError) as error:
         reading.problem(f"entry {entry.seq} ({entry.kind}): {error}")
 
 
-def _read_worker(entry: Entry, reading: LedgerReading) -> None:
+def _read_worker(entry: Entry, reading: _Reading) -> None:
     key = bytes.fromhex(entry.body["key"])
     if peer_id_of(key) != entry.body["worker"]:
         raise LedgerError(f"the key is not that of worker {entry.body['worker']}")
     reading.keys[entry.body["worker"]] = key
 
 
-def _read_uses(entry: Entry, reading: LedgerReading) -> None:
+def _read_uses(entry: Entry, reading: _Reading) -> None:
     body, job = entry.body, reading.job
     assert job is not None
     uses = uses_of(entry)
@@ -180,13 +170,13 @@ def _read_uses(entry: Entry, reading: LedgerReading) -> None:
             continue
         lease = (use.lease_id, use.epoch, use.slice)
         low, high = reading.reached.get(lease, (use.start, use.start))
-        if not reading.is_part and (use.start > high or use.stop <= low):  # What overlaps is counted as repeated.
+        if use.start > high or use.stop <= low:  # What overlaps is counted as repeated.
             reading.problem(
                 f"entry {entry.seq} (uses): out of order: lease {use.lease_id} of slice {use.slice} goes on at "
                 f"{use.start}, expected {high}"
             )
         reading.reached[lease] = (low, max(high, use.stop))
-        if (job.dataset_of(use.slice), use.epoch) in reading.roots:
+        if (job.dataset_of(use.slice), use.epoch) in reading.ended:
             reading.problem(f"entry {entry.seq} (uses): slice {use.slice} of epoch {use.epoch}, which had ended")
         if use.digest:
             reading.digests[len(reading.uses)] = use.digest
@@ -198,94 +188,64 @@ def _read_uses(entry: Entry, reading: LedgerReading) -> None:
         reading.verify(reading.keys[worker], message, bytes.fromhex(body["receipt"]))
 
 
-def _read_epoch(entry: Entry, reading: LedgerReading) -> None:
+def _read_epoch(entry: Entry, reading: _Reading) -> None:
     dataset, epoch = entry.body.get("dataset", 0), entry.body["epoch"]
     assert reading.job is not None
     if not (type(epoch) is int and type(dataset) is int and 0 <= dataset < len(reading.job.dataset_ids)):
         raise LedgerError(f"expected an epoch of a dataset of the job, got {entry.body}")
-    if (dataset, epoch) in reading.roots:
+    if (dataset, epoch) in reading.ended:
         raise LedgerError(f"epoch {epoch} had ended before")
-    reading.roots[dataset, epoch] = (entry.seq, entry.body.get("root"))
+    reading.ended.add((dataset, epoch))
     reading.reached.clear()
 
 
-def coverage_of(job: Job, table: NDArray[Any], aside: dict[tuple[int, int], Any], dataset: int, epoch: int) -> Coverage:
-    """The coverage of a dataset in an epoch, its slices numbered from 0; `table` as `UseColumns.table`.
-
-    `aside`: (epoch, slice) to lists of (slice, start, stop).
-    """
-    here = job.slices_of(dataset)
-    mine = table[(table["epoch"] == epoch) & (table["slice"] >= here.start) & (table["slice"] < here.stop)]
-    gone = [
-        (index - here.start, start, stop)
-        for (of, _), rows in aside.items()
-        if of == epoch
-        for index, start, stop in rows
-        if here.start <= index < here.stop
-    ]
-    return cover(job.samples[here], mine["slice"] - here.start, mine["start"], mine["stop"], gone)
-
-
-def _report(reading: LedgerReading, job: Job, replay: Replay | None, max_set_aside: float) -> LedgerReport:
+def _report(reading: _Reading, job: Job, replay: Replay | None, max_set_aside: float) -> LedgerReport:
     table = reading.uses.table()
     epochs: list[dict[str, int]] = []
     missing: list[dict[str, int]] = []
     repeated: list[dict[str, int]] = []
-    roots: list[dict[str, Any]] = []
     for dataset in range(len(job.dataset_ids)):
         here = job.slices_of(dataset)
         of = table[(table["slice"] >= here.start) & (table["slice"] < here.stop)]
         last = int(of["epoch"].max()) if len(of) else -1
-        ended = [epoch for which, epoch in reading.roots if which == dataset]
+        ended = [epoch for which, epoch in reading.ended if which == dataset]
         for epoch in range(max([last, *ended], default=-1) + 1):
             if epoch > reading.entries:
                 reading.problem(f"epoch {epoch} and later: more epochs than entries")
                 break
-            coverage = coverage_of(job, table, reading.aside_of, dataset, epoch)
+            mine = of[of["epoch"] == epoch]
+            aside = [
+                (index - here.start, start, stop)
+                for (other, _), rows in reading.aside_of.items()
+                if other == epoch
+                for index, start, stop in rows
+                if here.start <= index < here.stop
+            ]
+            coverage = cover(job.samples[here], mine["slice"] - here.start, mine["start"], mine["stop"], aside)
             extra = {"dataset": dataset} if len(job.dataset_ids) > 1 else {}
             epochs.append({"epoch": epoch, **coverage.counts, **extra})
-            mine = of[of["epoch"] == epoch]
             for index, start, stop in coverage.missing[: MAX_PROBLEMS - len(missing)].tolist():
                 missing.append({"epoch": epoch, "slice": here.start + index, "start": start, "stop": stop})
             for index, start, stop, which in coverage.repeated[: MAX_PROBLEMS - len(repeated)].tolist():
                 interval = {"epoch": epoch, "slice": here.start + index, "start": start, "stop": stop}
                 repeated.append({**interval, "entry": int(mine["seq"][which])})
-            roots.append(_compare_root(reading, job, coverage, dataset, epoch))
     if replay is not None:
         _check_samples(reading, job, table, replay)
     intact, few_aside = not reading.problems, True
     for e in epochs:
-        aside, total = e.get("set_aside", 0), e["samples"] + e["missing"] + e.get("set_aside", 0)
-        if aside > max_set_aside * total:
+        num_aside, total = e.get("set_aside", 0), e["samples"] + e["missing"] + e.get("set_aside", 0)
+        if num_aside > max_set_aside * total:
             few_aside = False
             reading.problem(
-                f"epoch {e['epoch']}: {aside:,} of {total:,} samples were set aside and never used, more than the "
+                f"epoch {e['epoch']}: {num_aside:,} of {total:,} samples were set aside and never used, more than the "
                 f"share {max_set_aside:g} that is allowed (--max-set-aside)"
             )
     is_complete = all(e["missing"] == 0 and e["repeated"] == 0 for e in epochs)
-    return LedgerReport(
-        intact and is_complete and few_aside,
-        intact,
-        epochs,
-        reading.problems,
-        reading.entries,
-        job.body,
-        missing,
-        repeated,
-        roots,
-    )
+    ok = intact and is_complete and few_aside
+    return LedgerReport(ok, intact, epochs, reading.problems, reading.entries, missing, repeated)
 
 
-def _compare_root(reading: LedgerReading, job: Job, coverage: Coverage, dataset: int, epoch: int) -> dict[str, Any]:
-    """The root of an epoch, and whether the scheduler recorded it; another recorded root is a problem."""
-    root = merkle_root(coverage.leaves(job.job_id, epoch, job.bounds[dataset])).hex()
-    seq, recorded = reading.roots.get((dataset, epoch), (-1, None))
-    if recorded is not None and recorded != root:
-        reading.problem(f"entry {seq} (epoch): epoch {epoch} has root {root}, the entry says {str(recorded)[:64]}")
-    return {"epoch": epoch, "root": root, "recorded": recorded == root}
-
-
-def _check_samples(reading: LedgerReading, job: Job, table: NDArray[Any], replay: Replay) -> None:
+def _check_samples(reading: _Reading, job: Job, table: NDArray[Any], replay: Replay) -> None:
     """Check by sample ids: the digest of each use, and that no sample of a slice is used twice in an epoch."""
     for row, digest in reading.digests.items():
         use = table[row]
@@ -306,3 +266,56 @@ def _check_samples(reading: LedgerReading, job: Job, table: NDArray[Any], replay
         if (seen > 1).any():
             which = np.flatnonzero(seen > 1)
             reading.problem(f"epoch {epoch}: {len(which)} samples of slice {index} used twice, from {which[0]} on")
+
+
+@dataclass(frozen=True, eq=False)
+class Coverage:
+    """The uses of an epoch's samples."""
+
+    counts: dict[str, int]  # samples (repeated uses included), missing, repeated; set_aside if any.
+    missing: I64  # (slice, start, stop): neither used nor set aside. int64 [M, 3].
+    repeated: I64  # (slice, start, stop, which use): used before by another. int64 [R, 4].
+
+
+def cover(samples: I64, slices: I64, starts: I64, stops: I64, aside: Iterable[tuple[int, int, int]] = ()) -> Coverage:
+    """The coverage of slices with `samples` [S] by non-empty uses [N] in any order.
+
+    `aside` has (slice, start, stop), in any order. All must lie within their slices.
+    """
+    base = np.concatenate([[0], np.cumsum(samples)]).astype(np.int64)
+    order = np.argsort(base[slices] + starts, kind="stable")
+    low, high = (base[slices] + starts)[order], (base[slices] + stops)[order]
+    reached = _reached(high)
+    num_used = int(np.maximum(high - np.maximum(low, reached), 0).sum())
+    again = np.flatnonzero(low < reached)
+    twice = slices[order[again]]
+    twice_stops = np.minimum(high[again], reached[again])
+    repeated = np.stack([twice, low[again] - base[twice], twice_stops - base[twice], order[again]], axis=1)
+    rows = np.array(list(aside), np.int64).reshape(-1, 3)
+    missing = _gaps(
+        np.concatenate([low, base[rows[:, 0]] + rows[:, 1]]),
+        np.concatenate([high, base[rows[:, 0]] + rows[:, 2]]),
+        base,
+    )
+    num_missing = int((missing[:, 2] - missing[:, 1]).sum())
+    total = int((high - low).sum())
+    counts = {"samples": total, "missing": num_missing, "repeated": total - num_used}
+    if num_aside := int(base[-1]) - num_used - num_missing:  # samples that were set aside and used count as used
+        counts["set_aside"] = num_aside
+    return Coverage(counts, missing, repeated)
+
+
+def _reached(stops: I64) -> I64:
+    """For intervals sorted by start: the largest stop of all intervals before each."""
+    return np.maximum.accumulate(np.concatenate([[0], stops]).astype(np.int64))[:-1]
+
+
+def _gaps(starts: I64, stops: I64, base: I64) -> I64:
+    """(slice, start, stop) of the samples outside of intervals; slice i has the samples [base[i], base[i + 1])."""
+    # An empty interval at each end of a slice cuts the gaps there.
+    starts, stops = np.concatenate([starts, base]), np.concatenate([stops, base])
+    order = np.argsort(starts, kind="stable")
+    low, high = _reached(stops[order]), starts[order]
+    low, high = low[low < high], high[low < high]
+    of = np.searchsorted(base, low, "right") - 1
+    return np.stack([of, low - base[of], high - base[of]], axis=1)

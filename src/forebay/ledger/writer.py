@@ -22,7 +22,7 @@ from typing import Any
 
 from forebay.errors import LedgerError
 from forebay.files import sync_directory
-from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, Link, link_before, make_line, read_links
+from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, entry_before, iter_entries, make_entry
 from forebay.ledger.job import LEDGER_FORMAT
 
 Signer = Callable[[bytes], bytes]
@@ -80,18 +80,17 @@ class Ledger:
 
     def _recover(self, checkpoint: Checkpoint | None) -> None:
         with self.path.open("rb", READ_BYTES) as file:
-            last: Link | None = next(read_links(file, self.path), None)
+            last = self.first = next(iter_entries(file, self.path), None)
             if last is not None:
-                self.first = last.entry(self.path)
                 self._advance(last)
-                is_ours = checkpoint is not None and checkpoint.first == self.first.hash
-                if is_ours and checkpoint is not None and (link := link_before(file, checkpoint, self.path)):
-                    last = link
+                is_ours = checkpoint is not None and checkpoint.first == last.hash
+                if is_ours and checkpoint is not None and (entry := entry_before(file, checkpoint, self.path)):
+                    last = entry
                     self._seq, self._prev = checkpoint.seq, checkpoint.prev
                     self._size, self._last_bytes = checkpoint.size, checkpoint.last_bytes
                 start_bytes = self._size - self._last_bytes
                 file.seek(self._size)
-                for last in read_links(file, self.path, self._seq, self._prev):
+                for last in iter_entries(file, self.path, self._seq, self._prev):
                     self._advance(last)
                 self.read_bytes = self._size - start_bytes
         self.truncated_bytes = self.path.stat().st_size - self._size
@@ -108,9 +107,9 @@ class Ledger:
     def _mark(self) -> tuple[int, str, int, int]:
         return self._seq, self._prev, self._size, self._last_bytes
 
-    def _advance(self, link: Link) -> None:
-        self._last_bytes = len(link.line) + 1
-        self._seq, self._prev, self._size = link.seq + 1, link.hash, self._size + self._last_bytes
+    def _advance(self, entry: Entry) -> None:
+        self._last_bytes = len(entry.line) + 1
+        self._seq, self._prev, self._size = entry.seq + 1, entry.hash, self._size + self._last_bytes
 
     @property
     def next_seq(self) -> int:
@@ -129,10 +128,9 @@ class Ledger:
             recorded_at = round(self._now(), 3)
             if kind == "job":
                 body = {"format": LEDGER_FORMAT, **body}
-            link = make_line(self._seq, self._prev, recorded_at, kind, body, self._signer)
-            self._write(link.line + b"\n")
-            self._advance(link)
-            entry = Entry(link.seq, link.prev, recorded_at, kind, body, link.sig, link.hash)
+            entry = make_entry(self._seq, self._prev, recorded_at, kind, body, self._signer)
+            self._write(entry.line + b"\n")
+            self._advance(entry)
             if self.first is None:
                 self.first = entry
         if sync:
@@ -187,14 +185,12 @@ class Ledger:
 
     def entries(self, start: int = 0, checkpoint: Checkpoint | None = None) -> Iterator[Entry]:
         """The entries on disk from seq `start` on; with a checkpoint before `start`, earlier ones are not read."""
-        start_from = checkpoint if checkpoint is not None and checkpoint.seq <= start else None
+        seq, prev, offset = 0, GENESIS, 0
+        if checkpoint is not None and checkpoint.seq <= start:
+            seq, prev, offset = checkpoint.seq, checkpoint.prev, checkpoint.size
         with self.path.open("rb", READ_BYTES) as file:
-            file.seek(start_from.size if start_from else 0)
-            for link in read_links(
-                file, self.path, start_from.seq if start_from else 0, start_from.prev if start_from else GENESIS
-            ):
-                if link.seq >= start:
-                    yield link.entry(self.path)
+            file.seek(offset)
+            yield from (entry for entry in iter_entries(file, self.path, seq, prev) if entry.seq >= start)
 
     def close(self) -> None:
         """Sync if possible and close the file; may be called twice."""

@@ -159,7 +159,7 @@ class _QuotaStore:
     def __init__(self, path: Path) -> None:
         try:
             path.touch(mode=0o600)  # SQLite gives its other files the same mode
-            self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=2.0)
+            self._database = sqlite3.connect(path, check_same_thread=False, timeout=2.0)
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=OFF")  # survives a killed process, not a power failure
             self._database.execute(
@@ -174,22 +174,19 @@ class _QuotaStore:
         quotas = {f"peer:{peer.peer_id}": rule.bytes_per_day}
         if peer.org:
             quotas[f"org:{peer.org}"] = rule.org_bytes_per_day
-        subjects = [subject for subject, quota in quotas.items() if quota is not None]
-        for subject in subjects:
-            row = self._database.execute(
-                "SELECT bytes FROM used WHERE day = ? AND dataset = ? AND who = ?", (day, dataset_id, subject)
-            ).fetchone()
-            used, quota = int(row[0]) if row else 0, quotas[subject]
-            if quota is not None and used + num_bytes > quota:
-                return f"quota: {subject} has used {used:,} of {quota:,} bytes of this dataset today (UTC)"
-        if subjects and num_bytes:
-            self._database.execute("BEGIN")
-            self._database.execute("DELETE FROM used WHERE day < ?", (day - 1,))
-            self._database.executemany(
-                "INSERT INTO used VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET bytes = bytes + excluded.bytes",
-                [(day, dataset_id, subject, num_bytes) for subject in subjects],
-            )
-            self._database.execute("COMMIT")
+        uses = [(day, dataset_id, subject, quota) for subject, quota in quotas.items() if quota is not None]
+        for *key, quota in uses:
+            query = "SELECT coalesce(sum(bytes), 0) FROM used WHERE day = ? AND dataset = ? AND who = ?"
+            (used,) = self._database.execute(query, key).fetchone()
+            if used + num_bytes > quota:
+                return f"quota: {key[2]} has used {used:,} of {quota:,} bytes of this dataset today (UTC)"
+        if uses and num_bytes:
+            with self._database:
+                self._database.execute("DELETE FROM used WHERE day < ?", (day - 1,))
+                self._database.executemany(
+                    "INSERT INTO used VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET bytes = bytes + excluded.bytes",
+                    [(*key, num_bytes) for *key, _ in uses],
+                )
         return None
 
     def close(self) -> None:

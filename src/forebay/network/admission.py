@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import ssl
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,16 +32,12 @@ from forebay.network.messages import AdmitRequest, RenewRequest
 from forebay.network.peer import Peer
 from forebay.network.pki.certificates import (
     EARLY,
-    Issuer,
-    der_of,
-    issue_server,
     peer_of,
-    pem_of,
     scope_of,
     verify_certificate,
 )
-from forebay.network.pki.files import check_name, node_pem, read_issuer, read_network, read_roots
-from forebay.network.pki.revocation import FileStamp, Revocations, file_stamp
+from forebay.network.pki.files import check_name, node_pem, read_issuer, read_network, read_root
+from forebay.network.pki.revocation import Revocations, file_stamp
 from forebay.network.pki.tokens import JoinToken, check_token
 from forebay.network.server import Server
 from forebay.peer_id import peer_id_of
@@ -65,26 +60,22 @@ class Admissions:
     ) -> None:
         self.directory = Path(directory)
         self._audit, self._now = audit, now
-        self._stamps: list[FileStamp] = []
-        self._revocations = Revocations(self.directory, read_roots(self.directory))
-        self._refresh()
+        self.issuer = read_issuer(self.directory)
+        self._stamp = file_stamp(self.directory / "org-cert.pem")
+        self._network = read_network(self.directory)
+        self._revocations = Revocations(self.directory, read_root(self.directory))
         self._lock = threading.Lock()
         self._uses = _TokenUses(self.directory / USES_NAME)
-
-    @property
-    def public_key(self) -> bytes:
-        """The issuer's, 32 raw bytes."""
-        return self.issuer.key.public_key().public_bytes_raw()
 
     def admit(self, message: AdmitRequest, sender: str) -> dict[str, Any]:
         """A certificate for a token: {"certificate", "root", "network", "crls"}; `sender` is the client's address.
 
-        PEM, the network's description, and the CRLs of the roots and this issuer. Raises ProtocolError.
+        PEM, the network's description, and the CRLs of the root and this issuer. Raises ProtocolError.
         """
         with self._recording_refusals("/v1/admit", sender):
             key = _requested_key(message.request)
             self._refresh()
-            token = check_token(message.token, self.public_key, self._now())
+            token = check_token(message.token, self.issuer.key.public_key().public_bytes_raw(), self._now())
             name, peer_id = message.name, peer_id_of(key.public_bytes_raw())
             check_name("node", name)
             self._check_not_revoked(peer_id)
@@ -96,22 +87,16 @@ class Admissions:
             return self._answer(node_pem(self.issuer, name, key, token.scope, token.valid_days))
 
     def renew(self, message: RenewRequest, sender: str, shown: bytes) -> dict[str, Any]:
-        """A renewed certificate, as `admit`; `shown` is that of the handshake (DER) and must have the same key."""
+        """A renewed certificate, as `admit`, in place of `shown`, that of the handshake (DER), for the same key."""
         with self._recording_refusals("/v1/renew", sender):
             key = _requested_key(message.request)
             self._refresh()
             if not shown or peer_of(shown).public_key != key.public_bytes_raw():
                 raise ProtocolError("renew: expected a request by the key of the handshake, got another key")
-            try:
-                old = x509.load_pem_x509_certificate(message.certificate.encode())
-            except (ValueError, TypeError) as error:
-                raise ProtocolError(f"renew: expected a certificate in PEM: {error}") from error
-            peer = verify_certificate(der_of(old), self._roots).peer
+            peer, old = verify_certificate(shown, self._revocations.root), x509.load_der_x509_certificate(shown)
             who = peer.peer_id
             if peer.org != ("" if self.issuer.is_root else self.issuer.peer_id):
                 raise ProtocolError(f"renew: {who} was issued by {peer.org or 'the root'}. Ask that issuer.")
-            if peer.public_key != key.public_bytes_raw():
-                raise ProtocolError(f"renew: expected a request by the key of {who}, got one by another key")
             if old.not_valid_after_utc.timestamp() < self._now():
                 raise ProtocolError(f"renew: the certificate of {who} has expired. Join again with a token.")
             self._check_not_revoked(who)
@@ -130,7 +115,7 @@ class Admissions:
             raise ProtocolError(str(error)) from error
 
     def _answer(self, certificate: bytes) -> dict[str, Any]:
-        crls, issuers = self._revocations.crls(), self._revocations.root_ids | {self.issuer.peer_id}
+        crls, issuers = self._revocations.crls(), {self._revocations.root_id, self.issuer.peer_id}
         return {
             "certificate": certificate.decode(),
             "root": (self.directory / "root-cert.pem").read_text(),
@@ -143,14 +128,11 @@ class Admissions:
         self._uses.close()
 
     def _refresh(self) -> None:
-        """Load a renewed certificate of the issuer and further roots."""
-        stamps = [file_stamp(self.directory / name) for name in ("org-cert.pem", "root-cert.pem", "root-key.pem")]
-        if stamps == self._stamps:
-            return
-        self.issuer: Issuer = read_issuer(self.directory)
-        self._roots = self._revocations.roots = read_roots(self.directory)
-        self._network = read_network(self.directory)
-        self._stamps = stamps
+        """Load a renewed certificate of an organisation."""
+        stamp = file_stamp(self.directory / "org-cert.pem")
+        if stamp != self._stamp:
+            self.issuer = read_issuer(self.directory)
+            self._stamp = stamp
 
     def _check_not_revoked(self, peer_id: str) -> None:
         own = "" if self.issuer.is_root else self.issuer.peer_id
@@ -249,17 +231,13 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 def _context(admissions: Admissions) -> ssl.SSLContext:
-    """TLS with the issuer's key and a temporary certificate that only proves it."""
+    """TLS with the issuer's own certificate, which proves its key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     kind = "root" if admissions.issuer.is_root else "org"
-    with tempfile.NamedTemporaryFile(suffix=".pem") as file:
-        file.write(pem_of(issue_server(admissions.issuer)))
-        file.flush()
-        context.load_cert_chain(file.name, admissions.directory / f"{kind}-key.pem")
+    context.load_cert_chain(admissions.directory / f"{kind}-cert.pem", admissions.directory / f"{kind}-key.pem")
     # Clients that renew show their certificate; those that join have none.
     context.verify_mode = ssl.CERT_OPTIONAL
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(admissions.directory / "root-cert.pem")
     return context
 

@@ -1,7 +1,7 @@
 """FastAPI applications of Forebay's servers: errors, roles, metrics, files and CRLs.
 
 `make_app` creates an application with `/openapi.json` and `/metrics`; a service adds its routes. The server puts the
-sender (`peer`) and the `connection` into each request's state.
+sender (`peer`) and its `connection` (`server_connections.PeerProtocol`) into each request's state.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import logging
 import os
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from fastapi import FastAPI, Request
@@ -43,34 +44,6 @@ __all__ = ["Metric", "Request", "Response"]
 JSON = "application/json"
 BINARY = "application/octet-stream"
 log = logging.getLogger("forebay.network")
-
-
-class Connection(Protocol):
-    """The connection of a request, as applications see it."""
-
-    address: str  # the client's IP address
-
-    @property
-    def lost(self) -> asyncio.Future[None]: ...  # done when the connection has ended
-
-    @property
-    def piece_bytes(self) -> int: ...  # maximum bytes sent in one turn
-
-    @property
-    def is_closing(self) -> bool: ...
-
-    def abort(self) -> None: ...
-
-    async def wait_for_turn(self, num_bytes: int) -> None:
-        """Wait until the limits of the upload, the peer and its organisation allow so many bytes."""
-
-    async def sent(self, num_bytes: int) -> None:
-        """Wait until a piece has left its buffer, and count it."""
-
-    def record_refusal(self, route: str, error: ApiError) -> None:
-        """Write a refusal of the peer to the audit log."""
-
-    def server_metrics(self) -> list[Metric]: ...
 
 
 class ApiError(Exception):
@@ -113,7 +86,7 @@ class FileRange(Response):
         self.source, self.start, self.stop = source, start, stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection: Connection = scope["state"]["connection"]
+        connection = scope["state"]["connection"]
         source, descriptor = self.source, -1
         if not isinstance(source, bytes):
             try:
@@ -130,21 +103,18 @@ class FileRange(Response):
             if descriptor != -1:
                 os.close(descriptor)
 
-    async def _send_pieces(self, connection: Connection, descriptor: int, send: Send) -> None:
-        source, offset = self.source, self.start
-        is_file = not isinstance(source, bytes)
-        buffer = memoryview(
-            source if isinstance(source, bytes) else bytearray(min(connection.piece_bytes, self.stop - offset))
-        )
+    async def _send_pieces(self, connection: Any, descriptor: int, send: Send) -> None:
+        source, offset, piece_bytes = self.source, self.start, connection.piece_bytes
+        buffer = memoryview(source if isinstance(source, bytes) else bytearray(min(piece_bytes, self.stop - offset)))
         while offset < self.stop and not connection.is_closing:
-            num_bytes = min(connection.piece_bytes, self.stop - offset)
-            if is_file:
-                piece = buffer[: await _read_into(descriptor, buffer[:num_bytes], offset)]
+            if isinstance(source, bytes):
+                piece = buffer[offset : min(self.stop, offset + piece_bytes)]
             else:
-                piece = buffer[offset : offset + num_bytes]
+                piece = buffer[: self.stop - offset]
+                piece = piece[: await _read_into(descriptor, piece, offset)]
             length = len(piece)
             if not length:
-                log.error("server: %s ends at byte %d of %d", self.source, offset, self.stop)
+                log.error("server: %s ends at byte %d of %d", source, offset, self.stop)
                 connection.abort()  # the length was announced: only a cut tells the client
                 return
             await connection.wait_for_turn(length)
@@ -188,15 +158,14 @@ def peer_of(request: Request) -> Peer:
 
 def source_of(request: Request) -> str:
     """The IP address of a request's connection."""
-    connection: Connection = request.state.connection
-    return connection.address
+    return str(request.state.connection.address)
 
 
 async def wait_until(
     request: Request, change: Callable[[], Awaitable[Any]], until: Callable[[], bool], wait_s: float
 ) -> bool:
     """Wait up to `wait_s` for a condition, checked whenever `change` returns. False if the client disconnected."""
-    connection: Connection = request.state.connection
+    connection = request.state.connection
     deadline = asyncio.get_running_loop().time() + wait_s
     while not until():
         remaining_s = deadline - asyncio.get_running_loop().time()
@@ -324,8 +293,7 @@ def make_app(title: str, metrics: Callable[[], Iterable[Metric]] = tuple) -> Fas
 
     @app.get("/metrics", summary="Figures for Prometheus.", response_class=PlainTextResponse)
     async def read_metrics(request: Request) -> Response:
-        connection: Connection = request.state.connection
-        own = connection.server_metrics()
+        own = request.state.connection.core.metrics()
         return PlainTextResponse(exposition([*_visible(metrics(), peer_of(request).scope), *own]))
 
     return app
@@ -349,21 +317,24 @@ def exposition(families: Iterable[Metric]) -> bytes:
     return generate_latest(SimpleNamespace(collect=lambda: families))
 
 
-def gauge(name: str, description: str, value: float | dict[str, float], label: str = "") -> Metric:
-    """A figure that rises and falls; with `label` one for each of its values."""
-    return _family(GaugeMetricFamily, name, description, value, label)
-
-
-def counter(name: str, description: str, value: float | dict[str, float], label: str = "") -> Metric:
-    """A total since the start. `name` ends in `_total`."""
-    return _family(CounterMetricFamily, name, description, value, label)
-
-
-def _family(kind: Any, name: str, description: str, value: float | dict[str, float], label: str) -> Metric:
-    family: Metric = kind(name, description, labels=[label] if isinstance(value, dict) else None)
-    for key, number in sorted(value.items()) if isinstance(value, dict) else [("", value)]:
-        family.add_metric([key] if isinstance(value, dict) else [], number)  # type: ignore[attr-defined]
+def _family(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    description: str,
+    value: float | dict[str, float],
+    label: str = "",
+) -> Metric:
+    if not isinstance(value, dict):
+        return kind(name, description, value=value)
+    family = kind(name, description, labels=[label])
+    for key, number in sorted(value.items()):
+        family.add_metric([key], number)
     return family
+
+
+# A figure that rises and falls, and a total since the start (`name` ends in `_total`): name, description, value or
+# values by `label`.
+gauge, counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
 
 
 async def _error_response(request: Request, error: Exception) -> Response | None:

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -31,25 +32,18 @@ class AuditLog:
     """Appends events; a line is written before `append` returns. Thread-safe.
 
     A line is `{"at", "kind", "facts", "repeats"}`: Unix seconds, event kind, the event's fields, and the number of
-    events of this kind and peer that were counted without a line since the last one. A file larger than `part_bytes` is
-    rotated; `num_parts` are kept, the current one included. OSError if a file cannot be written.
+    events of this kind and peer that were counted without a line since the last one. OSError if a file cannot be
+    written.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        part_bytes: int = MAX_PART_BYTES,
-        num_parts: int = NUM_PARTS,
-        now: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, path: str | Path, now: Callable[[], float] = time.time) -> None:
         self.path, self._now = Path(path), now
         self.decisions_path = self.path.with_name(self.path.name + ".decisions")
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, str], tuple[float, int]] = {}  # time of the last line, events since
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._counted, self._decisions = (
-            _PrivateHandler(path, maxBytes=part_bytes, backupCount=num_parts - 1, encoding="utf-8")
+            _PrivateHandler(path, maxBytes=MAX_PART_BYTES, backupCount=NUM_PARTS - 1, encoding="utf-8")
             for path in (self.path, self.decisions_path)
         )
 
@@ -104,10 +98,7 @@ class _PrivateHandler(logging.handlers.RotatingFileHandler):
     """Files with mode 0600; errors of the disk are raised."""
 
     def _open(self) -> TextIOWrapper:
-        def opener(path: str, flags: int) -> int:
-            return os.open(path, flags, 0o600)
-
-        return open(self.baseFilename, "a", encoding=self.encoding, opener=opener)
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=partial(os.open, mode=0o600))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Raise the exception that `emit` caught."""

@@ -23,7 +23,6 @@ from forebay.network.http import (
     FAULTS,
     Connection,
     ConnectionPool,
-    HTTPException,
     PlainConnection,
     StreamedResponse,
     TlsConnection,
@@ -322,14 +321,7 @@ def _fault(request: _Request, error: Exception) -> NetworkError:
     """The NetworkError for an exception of a connection before or within a response."""
     if isinstance(error, TimeoutError):
         return NetworkError(f"{request.what}: no full answer in time. The peer is slow or unreachable; ask another.")
-    if isinstance(error, TruncatedHeadError):
-        return ConnectionLostError(f"{request.what}: the peer closed the connection amid its answer")
-    if isinstance(error, ConnectionError) and isinstance(error, HTTPException):
-        return ConnectionLostError(
-            f"{request.what}: the peer closed the connection before it answered. It may be stopping or full. "
-            + _SAME_NETWORK
-        )
-    if isinstance(error, OSError):
+    if isinstance(error, OSError):  # also where the peer closed the connection before or amid its answer
         return ConnectionLostError(_unreachable(request.what, request.address, error))
     text = f"{type(error).__name__}: {str(error)[:200]}"
     return ProtocolError(f"{request.what}: expected an HTTP answer, got {text}")
@@ -337,7 +329,7 @@ def _fault(request: _Request, error: Exception) -> NetworkError:
 
 def _unreachable(what: str, address: str, error: Exception) -> str:
     hint = "Is the peer running, and the address right?"
-    if isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError)):
+    if isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError, TruncatedHeadError)):
         hint = f"It may be stopping or full. {_SAME_NETWORK}"
     return f"{what}: cannot reach {address}: {type(error).__name__}: {error}. {hint}"
 

@@ -20,8 +20,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.connection import HTTPException as HTTPException
+from urllib3.connection import HTTPConnection, HTTPException, HTTPSConnection
 from urllib3.exceptions import HTTPError
 from urllib3.response import HTTPResponse
 
@@ -98,23 +97,6 @@ class _ConnectionMixin:
     public_only = False  # connect to public addresses only
     was_used = False  # a request was sent before
     idle_since = 0.0
-    _gathered: bytearray | None = None
-
-    def send(self, data: Any) -> None:
-        """See http.client.HTTPConnection; `request_at_once` gathers the data."""
-        if self._gathered is None:
-            super().send(data)  # type: ignore[misc]
-        else:
-            self._gathered += data
-
-    def request_at_once(self, *args: Any, **kwargs: Any) -> None:
-        """Like `request`, with head and body in one packet and one TLS record."""
-        self._gathered = bytearray()
-        try:
-            self.request(*args, **kwargs)  # type: ignore[attr-defined]
-        finally:
-            data, self._gathered = self._gathered, None
-        self.send(data)
 
     def _new_conn(self) -> socket.socket:
         connection: Any = self
@@ -176,10 +158,7 @@ class StreamedResponse:
         self.length = None if response.chunked else response.length_remaining  # of the body; None: unknown
         self.received = 0  # bytes of the body
         self._sock, self._response = sock, response
-        self._is_direct = self.length is not None and isinstance(sock, _BoundedSocket)
-        self._first: bytes | None = None  # bytes of the body that came with the head
-        self._is_past_first = False  # all of `_first` was returned, and more is to come
-        self._receive: Any = sock.recv_into
+        self._is_direct = self.length is not None
         self._stays_open = not connection.is_closed  # urllib3 closes it if the head says so
         self._stall_s, self._min_bytes_per_s, self._since, self._since_bytes = math.inf, 0.0, 0.0, 0
 
@@ -187,29 +166,21 @@ class StreamedResponse:
         """Replace the deadline: each read, and the rate over `stall_s`, is bounded from now on."""
         self._stall_s, self._min_bytes_per_s = stall_s, min_bytes_per_s
         self._since, self._since_bytes = time.monotonic(), self.received
-        if isinstance(self._sock, _BoundedSocket):
-            self._sock.unbound(stall_s)
-            self._receive = super(_BoundedSocket, self._sock).recv_into  # type: ignore[misc]
-        else:
-            self._sock.settimeout(stall_s)
+        self._sock.unbound(stall_s)
 
     def bound(self, deadline: float, max_bytes: int) -> None:
         """Bound the rest of the body: at most `max_bytes` until `deadline` (of time.monotonic)."""
-        if isinstance(self._sock, _BoundedSocket):
-            self._sock.bound(deadline, max_bytes)
-        else:
-            self._sock.settimeout(remaining_s(deadline))
+        self._sock.bound(deadline, max_bytes)
 
     def readinto(self, view: memoryview) -> int:
         """Read some bytes of the body; return their number, 0 at its end or if the connection was closed.
 
         Raises TimeoutError if it stalls, one of FAULTS if it fails; `received` bytes are then in the views.
         """
-        if self._is_past_first:  # the usual case, kept short: it runs 60,000 times per GB
-            remaining: int = self.length - self.received  # type: ignore[operator]
-            num_bytes: int = self._receive(view if len(view) <= remaining else view[:remaining])
-        elif self._is_direct:
-            num_bytes = self._read_first(view)
+        if self._is_direct:
+            assert self.length is not None
+            remaining = self.length - self.received
+            num_bytes: int = self._sock.reader.readinto1(view[:remaining]) if remaining else 0
         else:
             data = self._response.read1(min(len(view), CHUNK_BYTES), decode_content=False) or b""
             num_bytes = len(data)
@@ -219,18 +190,6 @@ class StreamedResponse:
             if self.received - self._since_bytes < self._min_bytes_per_s * self._stall_s:
                 raise TimeoutError(f"stalled, under {self._min_bytes_per_s:g} bytes/s for {self._stall_s:g} s")
             self._since, self._since_bytes = now, self.received
-        return num_bytes
-
-    def _read_first(self, view: memoryview) -> int:
-        """Return the bytes that came with the head, or the next ones."""
-        assert self.length is not None
-        if self.received == self.length:
-            return 0
-        if self._first is None:
-            self._first = self._sock.reader.read1(_BUFFER_BYTES)  # all that the reader has buffered
-        num_bytes = min(len(view), len(self._first), self.length - self.received)
-        view[:num_bytes], self._first = self._first[:num_bytes], self._first[num_bytes:]
-        self._is_past_first = not self._first and self.received + num_bytes < self.length
         return num_bytes
 
     def read(self, max_bytes: int, deadline: float) -> bytes:
@@ -252,8 +211,16 @@ class StreamedResponse:
     def can_keep(self) -> bool:
         """Whether exactly the body was read, so that the connection can take another request."""
         if self._is_direct:
-            return self._stays_open and self.received == self.length and not self._first
+            return self._stays_open and self.received == self.length and not self._has_more()
         return self._stays_open and self._response.closed
+
+    def _has_more(self) -> bool:
+        """Whether bytes follow the body."""
+        self._sock.unbound(0)
+        try:
+            return bool(self._sock.reader.peek(1))
+        except OSError:  # nothing, in TLS
+            return False
 
     def close(self) -> None:
         """Release the response; the connection stays open. May be repeated."""
@@ -277,21 +244,21 @@ def exchange(
     response is not HTTP.
     """
     sock: Any = connection.sock
-    is_bounded = isinstance(sock, _BoundedSocket)
+    if not isinstance(sock, _BoundedSocket):
+        raise ProtocolError("proxy: expected one at http://, got one at https://")
     connection.was_used = True
     connection.timeout = remaining_s(deadline)
-    if is_bounded:
-        sock.was_closed = False
-        sock.bound(deadline, max_head_bytes)
-    connection.request_at_once(method, target, body=body, headers=headers, preload_content=False, decode_content=False)
+    sock.was_closed = False
+    sock.bound(deadline, max_head_bytes)
+    connection.request(method, target, body=body, headers=headers, preload_content=False, decode_content=False)
     connection.timeout = remaining_s(deadline)
     try:
         response = connection.getresponse()
     except HTTPException as error:
-        if is_bounded and sock.was_closed and not isinstance(error, ConnectionError):
+        if sock.was_closed and not isinstance(error, ConnectionError):
             raise TruncatedHeadError("the connection was closed amid the answer") from error
         raise
-    if is_bounded and sock.was_closed:
+    if sock.was_closed:
         response.close()
         raise TruncatedHeadError("the connection was closed amid the answer")
     return StreamedResponse(connection, sock, response)
@@ -324,7 +291,13 @@ class ConnectionPool:
         """Keep a connection whose last response was read completely, or close it if the pool is full."""
         now = connection.idle_since = time.monotonic()
         with self._lock:
-            closing = self._remove_old(now) if now - self._swept_at > self._keep_s else []
+            closing: list[Connection] = []
+            if now - self._swept_at > self._keep_s:
+                self._swept_at = now
+                for old in [
+                    key for key, idle in self._idle.items() if not idle or idle[-1].idle_since < now - self._keep_s
+                ]:
+                    closing += self._idle.pop(old)
             idle = self._idle.setdefault(key, [])
             (idle if len(idle) < self._max_per_key else closing).append(connection)
         for connection in closing:
@@ -334,15 +307,6 @@ class ConnectionPool:
         """Close all idle connections; the pool stays usable."""
         with self._lock:
             _close_all(self._idle)
-
-    def _remove_old(self, now: float) -> list[Connection]:
-        self._swept_at, oldest = now, now - self._keep_s
-        old = [connection for idle in self._idle.values() for connection in idle if connection.idle_since < oldest]
-        for key, idle in list(self._idle.items()):
-            idle[:] = [connection for connection in idle if connection.idle_since >= oldest]
-            if not idle:
-                del self._idle[key]
-        return old
 
 
 _pools: weakref.WeakSet[ConnectionPool] = weakref.WeakSet()

@@ -2,7 +2,6 @@
 
 import json
 import ssl
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
-from forebay.network.pki.certificates import check_roots, der_of, peer_of, pem_of, verify_certificate
+from forebay.network.pki.certificates import check_root, der_of, peer_of, pem_of, verify_certificate
 from forebay.network.pki.files import check_new_node, parse_network, read_key, write_key
 from forebay.network.pki.identity import Identity
 from forebay.network.pki.revocation import Revocations
@@ -40,9 +39,9 @@ def join_by_token(text: str, out_dir: str | Path, name: str) -> Identity:
         write_key(pending, Ed25519PrivateKey.generate())
     key = read_key(pending)
     body = {"token": text, "name": name, "request": make_csr(key, name)}
-    answer = _post(token.address, {token.issuer}, "/v1/admit", body)
+    answer = _post(token.address, token.issuer, "/v1/admit", body)
     atomic_write(folder / ADMISSION, json.dumps({"address": token.address}).encode())
-    _write_node(folder, answer, key, token.network_id, token.issuer, ())
+    _write_node(folder, answer, key, token.network_id, token.issuer)
     pending.unlink()
     return Identity.load(folder)
 
@@ -50,15 +49,14 @@ def join_by_token(text: str, out_dir: str | Path, name: str) -> Identity:
 def renew_at(address: str, node_dir: str | Path) -> Identity:
     """Renew a node's certificate at its issuer's admission server; peer id, scope and validity stay.
 
-    The node shows its certificate in the handshake. The answer may contain the next root of a rotation.
+    The node shows its certificate in the handshake.
     """
     folder = Path(node_dir)
     node = Identity.load(folder)
     key = read_key(folder / "node-key.pem")
-    body = {"certificate": (folder / "node-cert.pem").read_text(), "request": make_csr(key, node.name)}
-    issuers = {node.org} if node.org else node.revocations.root_ids
-    answer = _post(address, issuers, "/v1/renew", body, folder)
-    _write_node(folder, answer, key, node.network_id, node.org, node.roots)
+    issuer = node.org or node.network_id
+    answer = _post(address, issuer, "/v1/renew", {"request": make_csr(key, node.name)}, folder)
+    _write_node(folder, answer, key, node.network_id, issuer)
     return Identity.load(folder)
 
 
@@ -75,37 +73,31 @@ def admission_address(node_dir: Path) -> str | None:
     return address
 
 
-def _write_node(
-    folder: Path, answer: Any, key: Ed25519PrivateKey, network_id: str, issuer: str, old_roots: tuple[bytes, ...]
-) -> None:
-    """Verify an answer down to the first root's key, then write it; the certificate last, which makes it a node.
+def _write_node(folder: Path, answer: Any, key: Ed25519PrivateKey, network_id: str, issuer: str) -> None:
+    """Verify an answer down to the root's key, then write it; the certificate last, which makes it a node.
 
-    `issuer` is the organisation or root that must have signed; empty: any root. An answer may add to `old_roots`, but
-    not replace them.
+    `issuer` is the organisation or root that must have signed.
     """
     try:
         certs = x509.load_pem_x509_certificates(str(answer["certificate"]).encode())
-        root_certs = x509.load_pem_x509_certificates(str(answer["root"]).encode())
+        root_cert = x509.load_pem_x509_certificate(str(answer["root"]).encode())
         network = json.dumps(answer["network"], indent=1).encode() + b"\n"
         named_id = parse_network(network, "the server's answer").network_id
         crls = [str(pem).encode() for pem in answer["crls"]]
-        roots = tuple(map(der_of, root_certs))
-        check_roots(roots, network_id)
-        peer = verify_certificate(der_of(certs[0]), roots).peer
+        root = der_of(root_cert)
+        check_root(root, network_id)
+        peer = verify_certificate(der_of(certs[0]), root)
     except (KeyError, ValueError, TypeError, IndexError, UsageError) as error:
         raise ProtocolError(f"join: the server's answer is malformed: {type(error).__name__}: {error}") from error
     if named_id != network_id or peer.public_key != key.public_key().public_bytes_raw():
         raise ProtocolError(f"join: expected a certificate of network {network_id} for our key, got another")
-    if issuer not in (peer.org, *([peer_of(root).peer_id for root in roots] if not peer.org else [])):
+    if issuer != (peer.org or network_id):
         raise ProtocolError(f"join: expected a certificate by {issuer}, got one by {peer.org or network_id}")
-    if roots[: len(old_roots)] != old_roots[: len(roots)]:
-        raise ProtocolError("join: the server's roots do not continue those known here")
-    if len(roots) >= len(old_roots):
-        atomic_write(folder / "root-cert.pem", pem_of(*root_certs))
+    atomic_write(folder / "root-cert.pem", pem_of(root_cert))
     atomic_write(folder / "network.json", network)
     write_key(folder / "node-key.pem", key)
     atomic_write(folder / "node-cert.pem", pem_of(*certs[:2]))
-    revocations = Revocations(folder, max(roots, old_roots, key=len))
+    revocations = Revocations(folder, root)
     for pem in crls:
         revocations.accept(pem)
 
@@ -117,8 +109,8 @@ def make_csr(key: Ed25519PrivateKey, name: str) -> str:
     return request.public_bytes(Encoding.PEM).decode()
 
 
-def _post(address: str, issuers: Collection[str], path: str, body: dict[str, str], node_dir: Path | None = None) -> Any:
-    """POST to an admission server that must have the key of an issuer; shows the certificate in `node_dir`, if any."""
+def _post(address: str, issuer: str, path: str, body: dict[str, str], node_dir: Path | None = None) -> Any:
+    """POST to an admission server that must have the issuer's key; shows the certificate in `node_dir`, if any."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # There is no root to check against yet: the handshake proves the server's key, which `expect_peer` pins.
@@ -127,4 +119,4 @@ def _post(address: str, issuers: Collection[str], path: str, body: dict[str, str
         context.load_cert_chain(node_dir / "node-cert.pem", node_dir / "node-key.pem")
     parse_address(address)
     with Client(None, context=context, read_peer=peer_of) as client:
-        return client.request_json(address, "POST", path, body, issuers, TIMEOUT_S, MAX_ANSWER_BYTES)[0]
+        return client.request_json(address, "POST", path, body, issuer, TIMEOUT_S, MAX_ANSWER_BYTES)[0]

@@ -1,26 +1,20 @@
-"""Limits of a server per member and organisation, token buckets, and fair turns of an upload.
+"""Limits of a server per member and organisation, token buckets, and the upload limit of a node.
 
-Bytes are sent in pieces, and a peer has at most one piece in the queue for the node's upload, however many connections
-it opened: peers that download at the same time get equal shares. A slow reader delays no other.
-
-Shares are equal while the upload limit applies. Without one TCP decides, a share per connection, and
-`connections_per_peer` bounds a peer.
+Shares of an upload are per connection; `connections_per_peer` and `bytes_per_s` bound a peer.
 """
 
 import asyncio
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from forebay.errors import UsageError
 from forebay.units import parse_size
 
 BURST_S = 0.05  # burst of a bucket, in seconds of its rate
-PIECE_S = 0.1  # maximum turn of a peer
+PIECE_S = 0.1  # maximum wait for a piece
 MIN_PIECE_BYTES = 4096
-MAX_PEERS = 4096  # with a turn in memory; the least recent is dropped first
 
 
 @dataclass(frozen=True)
@@ -104,36 +98,17 @@ class Throttle:
     def __init__(self, upload_bytes_per_s: float | None = None) -> None:
         self._upload = TokenBucket(upload_bytes_per_s) if upload_bytes_per_s is not None else None
         self._lock = threading.Lock()
-        # By loop and peer: held for the connection whose piece is next.
-        self._turns: OrderedDict[tuple[int, str], asyncio.Lock] = OrderedDict()
 
     def piece_bytes(self, max_bytes: int) -> int:
-        """Size of a piece: `max_bytes`, or less if a low limit would make turns long."""
+        """Size of a piece: `max_bytes`, or less if a low limit would make waits long."""
         if self._upload is None:
             return max_bytes
         return max(MIN_PIECE_BYTES, min(max_bytes, int(self._upload.rate * PIECE_S)))
 
-    async def pace(
-        self,
-        peer: str,
-        num_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
-    ) -> None:
-        """Wait until a piece of this length may be sent to a peer."""
+    async def pace(self, num_bytes: int) -> None:
+        """Wait until a piece of this length may be sent."""
         if self._upload is None:
             return
-        async with self._turn(peer):
-            with self._lock:
-                wait_s = self._upload.take(num_bytes, clock())
-            if wait_s > 0:
-                await sleep(wait_s)
-
-    def _turn(self, peer: str) -> asyncio.Lock:
-        key = id(asyncio.get_running_loop()), peer
         with self._lock:
-            turn = self._turns.setdefault(key, asyncio.Lock())
-            self._turns.move_to_end(key)
-            if len(self._turns) > MAX_PEERS:
-                self._turns.popitem(last=False)
-            return turn
+            wait_s = self._upload.take(num_bytes, time.monotonic())
+        await asyncio.sleep(wait_s)

@@ -153,7 +153,6 @@ class AdmitRequest(Message):
 
 
 class RenewRequest(Message):
-    """The current certificate and a certificate request, both in PEM."""
+    """A certificate request in PEM, by the key of the handshake's certificate, which is renewed."""
 
-    certificate: Annotated[str, StringConstraints(max_length=64 << 10)]
     request: Annotated[str, StringConstraints(max_length=16 << 10)]

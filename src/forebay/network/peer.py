@@ -48,7 +48,8 @@ class Peer:
     name: str
     org: str = ""  # peer id of the issuing organisation; empty: issued by the root
     scope: Scope = Scope()  # within its organisation's
-    # First expiry in its chain, Unix seconds. Not compared: a renewed certificate is the same peer.
+    # Validity of its whole chain, Unix seconds. Not compared: a renewed certificate is the same peer.
+    valid_from: float = field(default=-math.inf, compare=False)
     valid_until: float = field(default=math.inf, compare=False)
 
 

@@ -9,7 +9,6 @@ older versions, unless its user names the dataset id.
 import fcntl
 import hashlib
 import json
-import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -98,8 +97,8 @@ def sign_dataset(
         serial = max(int(time.time()), _last_serial(output, identity) + 1)
     expires_at = time.time() + valid_days * 86400
     certificate = pem_of(identity.certificate).decode()
-    unsigned = Publication(dataset_id, name, identity.peer_id, serial, expires_at, urls, certificate, "", 3)
-    publication = replace(unsigned, signature=identity.sign(unsigned.signed_bytes()).hex())
+    publication = Publication(dataset_id, name, identity.peer_id, serial, expires_at, urls, certificate, "", 3)
+    publication = replace(publication, signature=identity.sign(publication.signed_bytes()).hex())
     atomic_write(output, _PUBLICATION.dump_json(publication, indent=1) + b"\n")
     return publication
 
@@ -120,7 +119,7 @@ def read_publication(data: bytes, identity: Identity) -> Publication:
         ) from error
     publisher, name = publication.publisher, publication.name
     # Only the publication's expiry is checked, not the certificate's: short-lived certificates need no new signature.
-    peer = verify_certificate(der_of(certificate), identity.roots).peer
+    peer = verify_certificate(der_of(certificate), identity.root)
     if peer.peer_id != publisher:
         raise ProtocolError(f"publication: expected a certificate of {publisher[:40]}, got one of {peer.peer_id}")
     verify(peer.public_key, publication.signed_bytes(), signature)
@@ -200,8 +199,7 @@ def _update_serials(identity: Identity, publications: Collection[Publication]) -
     path = identity.node_dir / SEEN_NAME
     newest: dict[tuple[str, str], int] = {}
     try:
-        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
+        with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # against other processes of the node
             before = _SERIALS.validate_json(path.read_bytes()) if path.exists() else {}
             seen = dict(before)
@@ -211,8 +209,6 @@ def _update_serials(identity: Identity, publications: Collection[Publication]) -
                 newest[publication.name, publication.publisher] = serial
             if seen != before:
                 atomic_write(path, json.dumps(seen).encode(), 0o600)
-        finally:
-            os.close(lock)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"publications: cannot use {path}: {type(error).__name__}: {error}. Make the directory writable, "

@@ -60,25 +60,18 @@ def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 @dataclass(slots=True)
-class _AddressState:
-    source: str
-    since: float  # first request, or last check
-    is_reached: bool | None = None  # None: not checked yet
-
-
-@dataclass(eq=False, slots=True)
 class _PeerState:
-    org: str
-    addresses: OrderedDict[str, _AddressState] = field(default_factory=OrderedDict)
-    is_active: bool = False
+    checking: str = ""  # the address that is being checked
+    since: float = 0.0
     paused_until: float = float("-inf")
+    results: OrderedDict[str, tuple[bool, float]] = field(default_factory=OrderedDict)  # whether reached, and when
 
 
 class ReachabilityChecker:
     """Connects to members in the background and remembers the results. Thread-safe; `close` it.
 
-    Peers take turns: one address of a peer is checked at a time, and an organisation's peers have at most half of the
-    checks in progress. After a failure no other address of the peer is checked for PAUSE_S.
+    One address of a peer is checked at a time, and an organisation's peers have at most half of the checks in progress.
+    After a failure no address of the peer is checked for PAUSE_S.
 
     Cost: a member is named as a provider one round trip later.
     """
@@ -88,85 +81,57 @@ class ReachabilityChecker:
         self._clock = clock
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, _PeerState] = OrderedDict()
-        self._turns: OrderedDict[str, _PeerState] = OrderedDict()  # peers with an address to check, the next first
         self._active_by_org: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="dial")
 
     def check(self, peer: Peer, address: str, source: str) -> bool | None:
-        """Whether this peer, whose IP is `source`, answered at an address; None for GRACE_S while it is checked."""
+        """Whether this peer, whose IP is `source`, answered at an address; None for GRACE_S while it is checked.
+
+        False also while other checks are in progress: ask again later.
+        """
         if not address:
             return False
-        now = self._clock()
+        now, active = self._clock(), self._active_by_org
         with self._lock:
-            state = self._peers.setdefault(peer.peer_id, _PeerState(peer.org))
+            state = self._peers.setdefault(peer.peer_id, _PeerState())
             self._peers.move_to_end(peer.peer_id)
             if len(self._peers) > MAX_PEERS:
                 self._peers.popitem(last=False)
-            last = state.addresses.get(address)
-            if last is not None and last.is_reached is None:
-                return None if now - last.since < GRACE_S else False
-            if last is not None and (last.is_reached or now - last.since < PAUSE_S):
-                return last.is_reached
-            if now < state.paused_until:
+            is_reached, checked_at = state.results.get(address, (False, float("-inf")))
+            if is_reached or now - checked_at < PAUSE_S:
+                return is_reached
+            if address == state.checking:
+                return None if now - state.since < GRACE_S else False
+            org_is_busy = peer.org and active[peer.org] >= AT_ONCE_PER_ORGANISATION
+            if state.checking or org_is_busy or active.total() >= AT_ONCE or now < state.paused_until:
                 return False
-            state.addresses[address] = _AddressState(source, now)
-            state.addresses.move_to_end(address)
-            if len(state.addresses) > MAX_ADDRESSES:
-                state.addresses.popitem(last=False)
-            self._turns.setdefault(peer.peer_id, state)
-        return None if self._submit() else False
+            try:
+                self._pool.submit(self._check, peer, state, address, source)
+            except RuntimeError:  # closed
+                return False
+            state.checking, state.since = address, now
+            active[peer.org] += 1
+            return None
 
     def close(self) -> None:
         """Stop checking. May be repeated."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self) -> bool:
-        try:
-            self._pool.submit(self._check_next)
-        except RuntimeError:  # closed
-            return False
-        return True
-
-    def _check_next(self) -> None:
-        with self._lock:
-            turn = self._next_turn()
-        if turn is None:
-            return
-        peer_id, peer, text, address = turn
+    def _check(self, peer: Peer, state: _PeerState, address: str, source: str) -> None:
         is_reached = False
         try:
-            is_reached = self._connect(peer_id, text, address.source)
+            is_reached = self._connect(peer.peer_id, address, source)
         except Exception:
-            log.exception("reachability check failed: peer_id=%s address=%s", peer_id, text)
+            log.exception("reachability check failed: peer_id=%s address=%s", peer.peer_id, address)
         with self._lock:
             now = self._clock()
-            address.is_reached, address.since = is_reached, now
-            peer.is_active = False
-            self._active_by_org[peer.org] -= 1
+            state.checking = ""
+            state.results[address] = is_reached, now
+            if len(state.results) > MAX_ADDRESSES:
+                state.results.popitem(last=False)
             if not is_reached:
-                peer.paused_until = now + PAUSE_S
-                for other in peer.addresses.values():
-                    if other.is_reached is None:
-                        other.is_reached, other.since = False, now
-            has_more = bool(self._turns)
-        if has_more:
-            self._submit()
-
-    def _next_turn(self) -> tuple[str, _PeerState, str, _AddressState] | None:
-        """The next peer and address to check; None if there is none that may be checked now. Needs the lock."""
-        for peer_id, peer in list(self._turns.items()):
-            pending = [item for item in peer.addresses.items() if item[1].is_reached is None]
-            org_is_busy = peer.org and self._active_by_org[peer.org] >= AT_ONCE_PER_ORGANISATION
-            if not pending:
-                del self._turns[peer_id]
-            elif not peer.is_active and not org_is_busy:
-                peer.is_active = True
-                self._active_by_org[peer.org] += 1
-                del self._turns[peer_id]
-                if len(pending) > 1:
-                    self._turns[peer_id] = peer
-                return peer_id, peer, *pending[0]
-        return None
+                state.paused_until = now + PAUSE_S
+            self._active_by_org[peer.org] -= 1
 
     def _connect(self, peer_id: str, text: str, source: str) -> bool:
         try:

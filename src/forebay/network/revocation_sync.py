@@ -29,7 +29,6 @@ ASK_EVERY_S = 5.0
 LOOK_EVERY_S = 1.0
 ANNOUNCE_EVERY_S = 60.0
 AVOID_S = 60.0  # no requests to a peer after it failed or lied
-OVERDUE_EVERY_S = 86400.0
 MAX_FETCHED = 8  # CRLs per peer and round
 MAX_NUMBERS_BYTES = 128 << 10
 log = logging.getLogger("forebay.network")
@@ -87,7 +86,7 @@ class TrustWatch:
         self._discovered: list[str] = []
         self._avoided: dict[str, float] = {}
         # At once: files may have changed while the node was down.
-        self._ask_at = self._overdue_at = self._renew_at = time.monotonic()
+        self._ask_at = self._renew_at = time.monotonic()
         self._announce_at = time.monotonic() + self._look_every_s  # after the node's own announcements
         self._stamp = identity.revocations.stamp()
         self._thread = SupervisedThread(self._run, "trust", first_wait_s=self._look_every_s)
@@ -120,8 +119,7 @@ class TrustWatch:
         newer = [
             issuer for issuer, number in _parse_numbers(answer, address).items() if revocations.wants(issuer, number)
         ]
-        roots_first = sorted(newer, key=lambda issuer: issuer not in revocations.root_ids)
-        for issuer in roots_first[:MAX_FETCHED]:
+        for issuer in sorted(newer, key=lambda issuer: issuer != revocations.root_id)[:MAX_FETCHED]:
             pem = self._client.get_bytes(address, f"{CRLS}/{issuer}", MAX_CRL_BYTES, timeout_s=30.0)
             if receive_crl(self._identity, pem, peer.peer_id) is None:
                 raise ProtocolError(f"peer at {address}: it does not have the CRL of {issuer} that it announced")
@@ -140,21 +138,12 @@ class TrustWatch:
             self._thread.stopping.wait(self._look_every_s)
 
     def _check_files(self) -> None:
-        """Apply a renewed certificate and changed revocations; warn of overdue CRLs."""
+        """Apply a renewed certificate and changed revocations."""
         self._identity.refresh()
-        revocations = self._identity.revocations
-        stamp = revocations.stamp()
+        stamp = self._identity.revocations.stamp()
         if stamp != self._stamp:
             self._stamp = stamp
             self._on_change()
-        if time.monotonic() >= self._overdue_at:
-            self._overdue_at = time.monotonic() + OVERDUE_EVERY_S
-            for issuer, crl in revocations.crls().items():
-                if crl.next_update < time.time():
-                    log.warning(
-                        "revocation: the next CRL of %s is overdue; the last one stays in force. Its issuer signs one "
-                        "with `forebay network revoke`.", issuer,
-                    )  # fmt: skip
 
     def _renew(self) -> None:
         """Renew the certificate at the issuer's admission server once less than a third of its validity remains."""

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import errno
-import itertools
 import logging
 import os
 import socket
@@ -45,8 +43,6 @@ BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # after a failure, such as no free descriptor
 THREAD_JOIN_S = 10.0
 START_S = 30.0
-SWEEP_PARTS = 4  # connections are checked in parts, every 4 s or less: 10,000 at once would delay requests
-TRIM_AFTER, TRIM_EVERY_S = 64, 15.0  # connections, seconds
 T = TypeVar("T")
 log = logging.getLogger("forebay.network")
 
@@ -241,13 +237,10 @@ class Server:
             pause_s = min(MAX_WAIT_S, 2 * pause_s)
 
     async def _sweep(self) -> None:
-        limits, connections, trimmed, due_at = self._core.limits, self._core.connections, 0, 0.0
-        for turn in itertools.count():
-            await asyncio.sleep(min(4.0, limits.idle_s / 4, limits.head_s / 4) / SWEEP_PARTS)
-            self._core.sweep(turn % SWEEP_PARTS, SWEEP_PARTS)
-            if connections.num_added >= trimmed + TRIM_AFTER and self._loop.time() >= due_at:
-                trimmed, due_at = connections.num_added, self._loop.time() + TRIM_EVERY_S
-                await asyncio.to_thread(_trim_heap)
+        limits = self._core.limits
+        while True:
+            await asyncio.sleep(min(4.0, limits.idle_s / 4, limits.head_s / 4))
+            self._core.sweep()
 
     async def _accept(self) -> None:
         assert self._listener is not None
@@ -287,13 +280,6 @@ class Server:
         except BaseException:  # cancelled, or an internal error that the loop logs
             sock.close()
             raise
-
-
-def _trim_heap() -> None:
-    """Return fragments of finished handshakes to the system: 5 KiB per connection with glibc."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def listen(host: str, port: int) -> socket.socket:

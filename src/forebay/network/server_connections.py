@@ -45,7 +45,7 @@ class ConnectionTable:
 
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
-        self.num_refused = self.num_added = 0
+        self.num_refused = 0
         self._handshakes: dict[asyncio.Task[None], str] = {}  # the oldest first
         self._connections: dict[PeerProtocol, None] = {}
         self._by_peer: Counter[str] = Counter()
@@ -101,8 +101,6 @@ class ConnectionTable:
             self.num_refused += 1
             return False
         self._connections[connection] = None
-        connection.number = self.num_added
-        self.num_added += 1
         self._by_peer[peer.peer_id] += 1
         self._by_org[peer.org] += 1
         return True
@@ -129,62 +127,11 @@ class ConnectionTable:
         return True
 
 
-class _Flow:
-    """uvicorn's FlowControl in a tenth of its memory: the event is created when a writer waits."""
-
-    __slots__ = ("_transport", "_writable", "read_paused", "write_paused")
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._writable: asyncio.Event | None = None
-        self.read_paused = self.write_paused = False
-
-    async def drain(self) -> None:
-        if self.write_paused:
-            self._writable = self._writable or asyncio.Event()
-            await self._writable.wait()
-
-    def pause_reading(self) -> None:
-        if not self.read_paused:
-            self.read_paused = True
-            self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        if self.read_paused:
-            self.read_paused = False
-            self._transport.resume_reading()
-
-    def pause_writing(self) -> None:
-        self.write_paused = True
-
-    def resume_writing(self) -> None:
-        self.write_paused = False
-        if self._writable is not None:
-            self._writable.set()
-            self._writable = None
-
-
-class _Pipeline(list[Any]):
-    """Replaces uvicorn's deque, in a tenth of its memory."""
-
-    __slots__ = ()
-
-    def appendleft(self, item: Any) -> None:
-        self.insert(0, item)
-
-
 class PeerProtocol(HttpToolsProtocol):
     """One connection, created after the TLS handshake."""
 
-    # In uvicorn's instance dictionary they would take 1.3 KiB more per idle connection.
-    __slots__ = (
-        "_lost", "address", "core", "head_bytes", "is_lost", "num_active", "num_messages", "number", "peer", "phase",
-        "sent_at", "since", "unfinished_bytes",
-    )  # fmt: skip
-
     def __init__(self, core: ServerCore, address: str) -> None:
         super().__init__(core.config, core.state, core.app_state, core.loop)
-        self.pipeline = _Pipeline()  # type: ignore[assignment]
         self.core = core
         self.address = address
         self.peer = Peer("", b"", address)
@@ -192,35 +139,35 @@ class PeerProtocol(HttpToolsProtocol):
         self.since = self.sent_at = core.loop.time()  # start of the phase; when the client last took a piece
         self.head_bytes = self.unfinished_bytes = 0
         self.num_messages = 0  # started plus complete
-        self.num_active = self.number = 0  # requests; connections that were added before it
+        self.num_active = 0  # requests
         self.is_lost = False
         self._lost: asyncio.Future[None] | None = None  # created on demand
 
     @property
     def piece_bytes(self) -> int:
+        """Maximum bytes sent in one turn."""
         return self.core.throttle.piece_bytes(PIECE_BYTES)
 
     async def wait_for_turn(self, num_bytes: int) -> None:
-        """See `app.Connection`, also for the next three."""
+        """Wait until the limits of the upload, the peer and its organisation allow so many bytes."""
         core = self.core
-        await core.throttle.pace(self.peer.peer_id or self.address, num_bytes)
+        await core.throttle.pace(num_bytes)
         if (wait_s := core.requests.wait_for_bytes(self.peer, num_bytes, core.loop.time())) > 0:
             await asyncio.sleep(wait_s)
 
     async def sent(self, num_bytes: int) -> None:
+        """Wait until a piece has left its buffer, and count it."""
         await self.flow.drain()
         self.core.num_bytes += num_bytes
         if self.core.on_bytes is not None:
             self.core.on_bytes(self.peer, num_bytes)
 
     def record_refusal(self, route: str, error: ApiError) -> None:
+        """Write a refusal of the peer to the audit log."""
         if self.core.identity is not None:
             self.core.identity.record_event(
                 "refused", peer=self.peer.peer_id, route=route, code=error.code, reason=str(error)
             )
-
-    def server_metrics(self) -> list[Metric]:
-        return self.core.metrics()
 
     @property
     def is_closing(self) -> bool:
@@ -241,8 +188,6 @@ class PeerProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = _Flow(transport)  # type: ignore[assignment]
-        self.server, self.client = None, (self.address, 0)  # own strings would take 0.3 KiB
         tls = transport.get_extra_info("ssl_object")
         if not self.core.admit(self, tls.getpeercert(binary_form=True) if tls is not None else None):
             transport.abort()
@@ -446,12 +391,10 @@ class ServerCore:
             else:
                 connection.abort()
 
-    def sweep(self, part: int = 0, num_parts: int = 1) -> None:
-        """End connections that are late, expired or revoked, in one of `num_parts` parts of them all."""
+    def sweep(self) -> None:
+        """End connections that are late, expired or revoked."""
         now, refusals = self.loop.time(), dict[str, str | None]()
         for connection in self.connections.all():
-            if connection.number % num_parts != part:
-                continue
             peer = connection.peer
             if peer.peer_id and peer.peer_id not in refusals:
                 refusals[peer.peer_id] = self.refusal(peer)

@@ -50,11 +50,6 @@ def _wake(ready: asyncio.Future[None]) -> None:
 class SocketTransport(asyncio.Transport):
     """Transport of one connection; starts reading at once."""
 
-    __slots__ = (
-        "_closed", "_closing", "_discarded", "_fileno", "_loop", "_paused", "_protocol", "_queue", "_queued",
-        "_reading", "_sock",
-    )  # fmt: skip
-
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: Any) -> None:
         self._loop = loop
         self._sock = sock

@@ -27,7 +27,6 @@ import orjson
 
 from forebay.errors import LeaseError, LedgerError, StateError
 from forebay.ledger.chain import Checkpoint, Entry
-from forebay.ledger.coverage import coverage_root
 from forebay.ledger.job import encode_runs
 from forebay.ledger.receipts import Used
 from forebay.ledger.writer import Ledger, Signer
@@ -256,12 +255,8 @@ class Journal:
             case events.UsesRecorded(_, worker, uses, receipt, session):
                 body = {"worker": worker, "uses": [used.to_row() for used in uses], "receipt": receipt}
                 yield "uses", {**body, "session": session} if session else body
-            case events.EpochEnded(name, epoch, num_samples, ranges_aside):
-                aside = dict[int, list[tuple[int, int]]]()
-                for index, start, stop in sorted(ranges_aside):
-                    aside.setdefault(index, []).append((start, stop))
-                root = coverage_root(self.job_ids[name], epoch, self.core.jobs[name].table.samples, aside)
-                yield "epoch", {"epoch": epoch, "dataset": 0, "samples": num_samples, "root": root}
+            case events.EpochEnded(_, epoch, num_samples, _):
+                yield "epoch", {"epoch": epoch, "dataset": 0, "samples": num_samples}
             case events.SliceSetAside(_, epoch, index, start, stop, reason):
                 samples_aside = {"epoch": epoch, "slice": index, "start": start, "stop": stop}
                 yield "set_aside", {**samples_aside, "reason": reason[:300]}

@@ -5,9 +5,6 @@ identifier matches the issuer's: so it identifies a node's organisation. A priva
 A node of an organisation carries the organisation's certificate, signed by the root, in another extension: no list of
 organisations is distributed. A serial number derives from the key (`serial_number_of`), so a CRL entry revokes the key.
 
-A network has several roots while its root key is rotated: the first is self-signed, each further one is signed by the
-one before it. Functions take them as a tuple of DER certificates, the oldest first.
-
 Cost: some 500 bytes in the certificates of organisations' nodes, and one or two signature checks per new certificate.
 """
 
@@ -57,26 +54,11 @@ class Issuer:
         return Scope() if self.is_root else scope_of(self.cert)
 
 
-@dataclass(frozen=True)
-class VerifiedPeer:
-    """A peer whose signatures were checked up to a root, and the validity of its whole chain (Unix seconds)."""
-
-    peer: Peer
-    valid_from: float
-    valid_until: float
-
-
-def issue_root(
-    name: str, key: Ed25519PrivateKey, valid_days: float, previous: Issuer | None = None
-) -> x509.Certificate:
-    """A root's certificate, signed by itself or by the previous root; it may issue organisations."""
-    public_key = key.public_key()
-    if previous is None:
-        issuer_name, issuer_key_id, signer = name, key_id_of(peer_id_of(public_key.public_bytes_raw())), key
-    else:
-        issuer_name, issuer_key_id, signer = name_of(previous.cert), own_key_id(previous.cert), previous.key
-    builder = _builder(name, issuer_name, public_key, valid_days, path_length=1)
-    return builder.add_extension(authority(issuer_key_id), critical=False).sign(signer, None)
+def issue_root(name: str, key: Ed25519PrivateKey, valid_days: float) -> x509.Certificate:
+    """A root's certificate, signed by itself; it may issue organisations."""
+    own_id = key_id_of(peer_id_of(key.public_key().public_bytes_raw()))
+    builder = _builder(name, name, key.public_key(), valid_days, path_length=1)
+    return builder.add_extension(authority(own_id), critical=False).sign(key, None)
 
 
 def issue(
@@ -84,12 +66,8 @@ def issue(
 ) -> x509.Certificate:
     """A certificate for a node's or an organisation's key. It ends no later than the issuer's own."""
     check_scope(scope)
-    path_length = issuer.cert.extensions.get_extension_for_class(x509.BasicConstraints).value.path_length
-    if organisation and not (issuer.is_root and path_length):
-        raise UsageError(
-            "organisation: expected a root that may have organisations (path length 1), got "
-            + (f"one of path length {path_length}. Make a new network." if issuer.is_root else "an organisation.")
-        )
+    if organisation and not issuer.is_root:
+        raise UsageError("organisation: expected the directory of a network, got an organisation's.")
     if beyond := scope.exceeds(issuer.scope):
         raise UsageError(
             f"certificate of {name}: this organisation may give {', '.join(sorted(issuer.scope.roles))}, "
@@ -109,12 +87,6 @@ def issue(
         carried = x509.UnrecognizedExtension(ORGANISATION_OID, der_of(issuer.cert))
         builder = builder.add_extension(carried, critical=False)
     return builder.sign(issuer.key, None)
-
-
-def issue_server(issuer: Issuer) -> x509.Certificate:
-    """A self-signed certificate of an issuer's key for its admission server; it only proves the key."""
-    name = name_of(issuer.cert)
-    return _builder(name, name, issuer.key.public_key(), NODE_VALID_DAYS, None).sign(issuer.key, None)
 
 
 def _builder(
@@ -177,27 +149,27 @@ def peer_of(der_cert: bytes) -> Peer:
 
 
 @functools.lru_cache(maxsize=4096)
-def verify_certificate(der_cert: bytes, roots: tuple[bytes, ...]) -> VerifiedPeer:
-    """Verify the signatures of a node's certificate up to a root; return its peer, organisation and scope.
+def verify_certificate(der_cert: bytes, root: bytes) -> Peer:
+    """Verify the signatures of a node's certificate up to the root (DER); return its peer, organisation and scope.
 
     The caller must check that the chain is valid now, and revocation. Raises ProtocolError.
     """
-    cert = _parse(der_cert)
+    cert, root_cert = _parse(der_cert), _parse(root)
     peer = _read(cert)
     who = f"peer {peer.peer_id} ({peer.name})"
     if _is_ca(cert):
         raise ProtocolError(f"{who}: expected a node's certificate, got an issuer's")
     issuer_key_id = authority_key_id(cert)
-    if (root := _root_of(issuer_key_id, roots)) is not None:
-        _check_signature(cert, root, who, "the network's root")
-        return _verified(peer, cert, root)
+    if issuer_key_id == own_key_id(root_cert):
+        _check_signature(cert, root_cert, who, "the network's root")
+        return _verified(peer, cert, root_cert)
     carried = _extension(cert, ORGANISATION_OID)
     if carried is None:
         raise ProtocolError(
             f"{who}: its issuer is neither our root nor an organisation that it shows. "
             "Both sides need a certificate of the same network: see `forebay network join`."
         )
-    org, org_cert = organisation_of(carried.value, roots).peer, _parse(carried.value)
+    org, org_cert = organisation_of(carried.value, root), _parse(carried.value)
     if key_id_of(org.peer_id) != issuer_key_id:
         raise ProtocolError(
             f"{who}: expected the certificate of the organisation that issued its own, "
@@ -210,30 +182,28 @@ def verify_certificate(der_cert: bytes, roots: tuple[bytes, ...]) -> VerifiedPee
             f"{', '.join(sorted(org.scope.roles))}, got {', '.join(sorted(beyond))}. Do not trust it."
         )
     bounded = replace(peer, org=org.peer_id, scope=peer.scope.bounded_by(org.scope))
-    return _verified(bounded, cert, org_cert, _root_of(authority_key_id(org_cert), roots))
+    return _verified(bounded, cert, org_cert, root_cert)
 
 
 @functools.lru_cache(maxsize=256)
-def organisation_of(der_cert: bytes, roots: tuple[bytes, ...]) -> VerifiedPeer:
-    """Verify that a root signed an organisation's certificate; return the organisation. Raises ProtocolError."""
-    cert = _parse(der_cert)
-    org, root = _read(cert), _root_of(authority_key_id(cert), roots)
-    _check_signature(cert, root, f"organisation {org.peer_id} ({org.name})", "the network's root")
+def organisation_of(der_cert: bytes, root: bytes) -> Peer:
+    """Verify that the root signed an organisation's certificate; return the organisation. Raises ProtocolError."""
+    cert, root_cert = _parse(der_cert), _parse(root)
+    org = _read(cert)
+    _check_signature(cert, root_cert, f"organisation {org.peer_id} ({org.name})", "the network's root")
     if not _is_ca(cert):
         raise ProtocolError(f"organisation {org.peer_id} ({org.name}): its certificate may not issue others")
-    return _verified(org, cert, root)
+    return _verified(org, cert, root_cert)
 
 
-def check_roots(roots: tuple[bytes, ...], network_id: str) -> None:
-    """Check that the first root has the network's key, and that each further one is signed by the one before it."""
-    first = peer_of(roots[0]).peer_id
-    if first != network_id:
-        raise ProtocolError(f"root-cert.pem: expected a root of network {network_id}, got {first}")
-    for older, newer in zip((roots[0], *roots), roots, strict=False):
-        root = peer_of(newer)
-        _check_signature(_parse(newer), _parse(older), f"root {root.peer_id} ({root.name})", "the root before it")
-        if not _is_ca(_parse(newer)):
-            raise ProtocolError(f"root {root.peer_id} ({root.name}): its certificate may not issue others")
+def check_root(root: bytes, network_id: str) -> None:
+    """Check that a root certificate (DER) has the network's key and is signed by it. Raises ProtocolError."""
+    cert, peer_id = _parse(root), peer_of(root).peer_id
+    if peer_id != network_id:
+        raise ProtocolError(f"root-cert.pem: expected the root of network {network_id}, got {peer_id}")
+    _check_signature(cert, cert, f"root {peer_id}", "itself")
+    if not _is_ca(cert):
+        raise ProtocolError(f"root {peer_id}: its certificate may not issue others")
 
 
 def scope_of(cert: x509.Certificate) -> Scope:
@@ -273,21 +243,13 @@ def authority(key_id: bytes) -> x509.AuthorityKeyIdentifier:
     return x509.AuthorityKeyIdentifier(key_id, None, None)
 
 
-def _verified(peer: Peer, *chain: x509.Certificate | None) -> VerifiedPeer:
-    certs = [cert for cert in chain if cert is not None]
-    start = max(cert.not_valid_before_utc.timestamp() for cert in certs)
-    end = min(cert.not_valid_after_utc.timestamp() for cert in certs)
-    return VerifiedPeer(replace(peer, valid_until=end), start, end)
+def _verified(peer: Peer, *chain: x509.Certificate) -> Peer:
+    start = max(cert.not_valid_before_utc.timestamp() for cert in chain)
+    return replace(peer, valid_from=start, valid_until=min(cert.not_valid_after_utc.timestamp() for cert in chain))
 
 
-def _root_of(key_id: bytes, roots: tuple[bytes, ...]) -> x509.Certificate | None:
-    return next((root for root in map(_parse, roots) if own_key_id(root) == key_id), None)
-
-
-def _check_signature(cert: x509.Certificate, issuer: x509.Certificate | None, what: str, whose: str) -> None:
+def _check_signature(cert: x509.Certificate, issuer: x509.Certificate, what: str, whose: str) -> None:
     try:
-        if issuer is None:
-            raise InvalidSignature
         key = issuer.public_key()
         assert isinstance(key, Ed25519PublicKey)  # checked by _parse
         key.verify(cert.signature, cert.tbs_certificate_bytes)

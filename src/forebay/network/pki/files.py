@@ -2,8 +2,7 @@
 
 A network's directory contains root-key.pem, root-cert.pem and network.json; an organisation's org-key.pem, org-cert.pem
 and copies of the last two; a node's node-key.pem, node-cert.pem (followed by its organisation's) and the same copies.
-root-cert.pem has several certificates if the root was rotated: see `certificates`. Directories have mode 0700, keys
-0600; files are replaced atomically.
+Directories have mode 0700, keys 0600; files are replaced atomically.
 """
 
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from forebay.network.pki.certificates import (
     ORG_VALID_DAYS,
     ROOT_VALID_DAYS,
     Issuer,
-    check_roots,
+    check_root,
     der_of,
     issue,
     issue_root,
@@ -33,8 +32,6 @@ from forebay.network.pki.certificates import (
     pem_of,
 )
 from forebay.peer_id import peer_id_of
-
-NEXT_ROOT_KEY = "next-root-key.pem"
 
 
 @dataclass(frozen=True)
@@ -99,10 +96,10 @@ def read_issuer(directory: str | Path) -> Issuer:
     read_network(folder)
     kind = "org" if (folder / "org-key.pem").exists() else "root"
     key = read_key(folder / f"{kind}-key.pem")
-    for cert in read_certs(folder / f"{kind}-cert.pem"):
-        if peer_in(cert).public_key == key.public_key().public_bytes_raw():
-            return Issuer(key, cert, kind == "root")
-    raise UsageError(f"key: {kind}-cert.pem is of another key than {kind}-key.pem ({folder}). Restore both.")
+    cert = read_certs(folder / f"{kind}-cert.pem")[0]
+    if peer_in(cert).public_key != key.public_key().public_bytes_raw():
+        raise UsageError(f"key: {kind}-cert.pem is of another key than {kind}-key.pem ({folder}). Restore both.")
+    return Issuer(key, cert, kind == "root")
 
 
 def renew_organisation(network_dir: str | Path, org_dir: str | Path, *, valid_days: float = ORG_VALID_DAYS) -> str:
@@ -114,38 +111,6 @@ def renew_organisation(network_dir: str | Path, org_dir: str | Path, *, valid_da
     atomic_write(folder / "org-cert.pem", pem_of(cert))
     copy_shared(Path(network_dir), folder)
     return old.peer_id
-
-
-def rotate_root(network_dir: str | Path, *, valid_days: float = ROOT_VALID_DAYS) -> str:
-    """Start a rotation: create the next root key, certified by the current root. Returns its peer id.
-
-    The current key goes on signing while nodes receive the next root as they renew; `finish_rotation` then replaces
-    it. The network's id stays that of its first root.
-    """
-    folder = Path(network_dir)
-    current = read_issuer(folder)
-    if not current.is_root:
-        raise UsageError(f"rotate: expected a network's directory, got an organisation's ({folder})")
-    certs = read_certs(folder / "root-cert.pem")
-    if peer_in(certs[-1]) != peer_in(current.cert):
-        raise UsageError(f"rotate: a rotation of {folder} has begun. Use --finish once all nodes have renewed.")
-    key = Ed25519PrivateKey.generate()
-    write_key(folder / NEXT_ROOT_KEY, key)
-    cert = issue_root(read_network(folder).name, key, valid_days, current)
-    atomic_write(folder / "root-cert.pem", pem_of(*certs, cert))
-    return peer_in(cert).peer_id
-
-
-def finish_rotation(network_dir: str | Path) -> str:
-    """Replace the current root key, which is deleted, by the next one. Returns the new root's peer id."""
-    folder = Path(network_dir)
-    key = read_key(folder / NEXT_ROOT_KEY)
-    peer = peer_in(read_certs(folder / "root-cert.pem")[-1])
-    if peer.public_key != key.public_key().public_bytes_raw():
-        raise UsageError(f"rotate: root-cert.pem does not end with the certificate of {NEXT_ROOT_KEY} ({folder})")
-    write_key(folder / "root-key.pem", key)
-    (folder / NEXT_ROOT_KEY).unlink()
-    return peer.peer_id
 
 
 def node_pem(issuer: Issuer, name: str, key: Ed25519PublicKey, scope: Scope, valid_days: float) -> bytes:
@@ -231,16 +196,19 @@ def read_certs(path: Path) -> list[x509.Certificate]:
         ) from error
 
 
-def read_roots(folder: Path) -> tuple[bytes, ...]:
-    """Read the root certificates of a directory's network as DER, the oldest first. Raises UsageError."""
-    roots = tuple(map(der_of, read_certs(folder / "root-cert.pem")))
+def read_root(folder: Path) -> bytes:
+    """Read the root certificate of a directory's network as DER. Raises UsageError."""
+    certs = read_certs(folder / "root-cert.pem")
+    root = der_of(certs[0])
     try:
-        check_roots(roots, read_network(folder).network_id)
+        if len(certs) != 1:
+            raise ProtocolError(f"root-cert.pem: expected one certificate, got {len(certs)}")
+        check_root(root, read_network(folder).network_id)
     except ProtocolError as error:
         raise UsageError(
             f"{error} ({folder}). Copy root-cert.pem and network.json from the network's directory."
         ) from error
-    return roots
+    return root
 
 
 def copy_shared(source: Path, folder: Path) -> None:

@@ -17,7 +17,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
@@ -25,9 +24,8 @@ from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.network.audit import AuditLog
 from forebay.network.peer import Peer, Scope
-from forebay.network.pki.certificates import NODE_VALID_DAYS, VerifiedPeer, der_of, scope_of, verify_certificate
+from forebay.network.pki.certificates import NODE_VALID_DAYS, der_of, scope_of, verify_certificate
 from forebay.network.pki.files import (
-    NetworkConfig,
     check_new_node,
     copy_shared,
     node_pem,
@@ -36,7 +34,7 @@ from forebay.network.pki.files import (
     read_issuer,
     read_key,
     read_network,
-    read_roots,
+    read_root,
     write_key,
 )
 from forebay.network.pki.files import create_network as create_network
@@ -63,49 +61,38 @@ def verify(public_key: bytes, message: bytes, signature: bytes) -> None:
 class Identity:
     """A member of a network: its key, certificate and revocation lists. Create it by `load`. Thread-safe."""
 
-    def __init__(
-        self,
-        node_dir: Path,
-        key: Ed25519PrivateKey,
-        network: NetworkConfig,
-        cert: x509.Certificate,
-        roots: tuple[bytes, ...],
-    ) -> None:
+    def __init__(self, node_dir: Path) -> None:
         self.node_dir = node_dir
         self.audit: AuditLog | None = None
+        network, self._key = read_network(node_dir), read_key(node_dir / "node-key.pem")
         self.network_id, self.network_name = network.network_id, network.name
         self.bootstrap = list(network.bootstrap)
-        self._key = key
-        self.public_key: bytes = key.public_key().public_bytes_raw()
+        self.public_key: bytes = self._key.public_key().public_bytes_raw()
         self.peer_id = peer_id_of(self.public_key)
-        self.revocations = Revocations(node_dir, roots)
-        self._set_certificate(cert, roots)
+        self.root = read_root(node_dir)
+        self.revocations = Revocations(node_dir, self.root)
         self._cert_stamp = file_stamp(node_dir / "node-cert.pem")
         self._contexts: weakref.WeakSet[ssl.SSLContext] = weakref.WeakSet()
-
-    def _set_certificate(self, cert: x509.Certificate, roots: tuple[bytes, ...]) -> None:
-        verified = verify_certificate(der_of(cert), roots)
-        self.certificate = cert
-        self.roots = self.revocations.roots = roots
-        self.as_peer = verified.peer
-        self.name, self.org, self.scope = verified.peer.name, verified.peer.org, verified.peer.scope
-        self.expires_at = verified.valid_until
-        self.valid_s = verified.valid_until - verified.valid_from
+        self._read_certificate()
 
     @classmethod
     def load(cls, node_dir: str | Path) -> Identity:
         """Load the identity of a node's directory. Raises UsageError."""
-        folder = Path(node_dir)
-        network, key = read_network(folder), read_key(folder / "node-key.pem")
-        cert = read_certs(folder / "node-cert.pem")[0]
-        if peer_in(cert).public_key != key.public_key().public_bytes_raw():
-            raise UsageError(
-                f"identity: node-cert.pem is of another key than node-key.pem ({folder}). "
-                "Renew the certificate (forebay network renew), or join again in another directory."
-            )
-        identity = cls(folder, key, network, cert, read_roots(folder))
+        identity = cls(Path(node_dir))
         identity.warn_of_expiry(time.time())
         return identity
+
+    def _read_certificate(self) -> None:
+        cert = read_certs(self.node_dir / "node-cert.pem")[0]
+        if peer_in(cert).public_key != self.public_key:
+            raise UsageError(
+                f"identity: node-cert.pem is of another key than node-key.pem ({self.node_dir}). "
+                "Renew the certificate (forebay network renew), or join again in another directory."
+            )
+        peer = verify_certificate(der_of(cert), self.root)
+        self.as_peer, self.certificate = peer, cert
+        self.name, self.org, self.scope = peer.name, peer.org, peer.scope
+        self.expires_at, self.valid_s = peer.valid_until, peer.valid_until - peer.valid_from
 
     def warn_of_expiry(self, now: float) -> None:
         """Log a warning when less than a third of the validity, or 30 days, remains at `now` (Unix seconds)."""
@@ -121,22 +108,24 @@ class Identity:
         Raises ProtocolError if its chain is invalid, expired or revoked, or exceeds an issuer's scope.
         """
         try:
-            verified = verify_certificate(der_cert, self.roots)
+            peer = verify_certificate(der_cert, self.root)
         except ProtocolError as error:
             self.record_event("refused", reason=str(error))
             raise
-        if (reason := _check_time(verified) or self.revocations.reason(verified.peer)) is not None:
-            self.record_event("refused", peer=verified.peer.peer_id, reason=reason)
+        if (reason := self.refusal(peer)) is not None:
+            self.record_event("refused", peer=peer.peer_id, reason=reason)
             raise ProtocolError(reason)
-        return verified.peer
+        return peer
 
     def refusal(self, peer: Peer) -> str | None:
-        """Reason why a connected peer must be refused now, by expiry or revocation; None if it may go on.
+        """Reason why a peer must be refused now, by expiry or revocation; None if it may go on.
 
         Check it for each request, on both sides: files are read once a second at most.
         """
-        if time.time() > peer.valid_until:
-            return f"peer {peer.peer_id} ({peer.name}): its certificate has expired"
+        now = time.time()
+        if not peer.valid_from <= now <= peer.valid_until:
+            reason = "has expired" if now > peer.valid_until else "is not valid yet: compare the clocks"
+            return f"peer {peer.peer_id} ({peer.name}): its certificate {reason}"
         return self.revocations.reason(peer)
 
     def record_event(self, kind: str, **fields: Any) -> None:
@@ -167,8 +156,6 @@ class Identity:
     def _configure(self, context: ssl.SSLContext) -> ssl.SSLContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
-        # Each certificate in root-cert.pem is an anchor, also one that the root before it signed.
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         try:
             self._load_certificates(context)
         except (OSError, ssl.SSLError) as error:
@@ -189,24 +176,12 @@ class Identity:
         if stamp == self._cert_stamp:
             return False
         self._cert_stamp = stamp
-        fresh = Identity.load(self.node_dir)
-        if fresh.peer_id != self.peer_id:
-            raise UsageError(
-                f"identity: expected {self.peer_id}, got {fresh.peer_id} ({self.node_dir}). Restart the node."
-            )
+        self._read_certificate()
+        self.warn_of_expiry(time.time())
         for context in list(self._contexts):
             self._load_certificates(context)
-        self._set_certificate(fresh.certificate, fresh.roots)
         log.info("certificate renewed: name=%s", self.name)
         return True
-
-
-def _check_time(verified: VerifiedPeer) -> str | None:
-    now = time.time()
-    if verified.valid_from <= now <= verified.valid_until:
-        return None
-    reason = "has expired" if now > verified.valid_until else "is not valid yet: compare the clocks"
-    return f"peer {verified.peer.peer_id} ({verified.peer.name}): its certificate {reason}"
 
 
 def join(

@@ -37,7 +37,7 @@ from forebay.network.pki.certificates import (
     peer_of,
     pem_of,
 )
-from forebay.network.pki.files import read_issuer, read_roots
+from forebay.network.pki.files import read_issuer, read_root
 from forebay.peer_id import key_id_of, serial_number_of
 
 CRL_DIRECTORY = "crls"
@@ -60,11 +60,10 @@ class Crl:
     issuer: str  # peer id of the root or organisation that signed it
     number: int  # rises with each CRL of an issuer; the highest applies
     serials: frozenset[int]  # of revoked certificates, which derive from the peers' keys
-    next_update: float  # announced time of the next CRL, Unix seconds
     pem: bytes  # the signing organisation's certificate, if any, and the CRL
 
 
-def sign_crl(issuer: Issuer, serials: Iterable[int], number: int, valid_days: float = CRL_VALID_DAYS) -> bytes:
+def sign_crl(issuer: Issuer, serials: Iterable[int], number: int) -> bytes:
     """Sign a CRL as PEM, after the organisation's certificate if an organisation signs. Raises UsageError."""
     revoked, now = sorted(set(serials)), dt.datetime.now(dt.UTC)
     if len(revoked) > MAX_REVOKED:
@@ -73,7 +72,7 @@ def sign_crl(issuer: Issuer, serials: Iterable[int], number: int, valid_days: fl
             "admitted by a new organisation, and revoke this one."
         )
     builder = x509.CertificateRevocationListBuilder().issuer_name(issuer.cert.subject)
-    builder = builder.last_update(now).next_update(now + dt.timedelta(days=valid_days))
+    builder = builder.last_update(now).next_update(now + dt.timedelta(days=CRL_VALID_DAYS))
     builder = builder.add_extension(authority(own_key_id(issuer.cert)), critical=False)
     builder = builder.add_extension(x509.CRLNumber(number), critical=False)
     for serial in revoked:
@@ -83,15 +82,13 @@ def sign_crl(issuer: Issuer, serials: Iterable[int], number: int, valid_days: fl
     return pem if issuer.is_root else pem_of(issuer.cert) + pem
 
 
-def parse_crl(pem: bytes, roots: tuple[bytes, ...]) -> Crl:
-    """Parse a CRL and verify that a root or an organisation of this network signed it. Raises ProtocolError."""
-    crl = parse_crl_if(pem, roots, lambda issuer, number: True)
-    assert crl is not None
-    return crl
+def parse_crl(
+    pem: bytes, root: bytes, is_wanted: Callable[[str, int], bool] = lambda issuer, number: True
+) -> Crl | None:
+    """Parse a CRL and verify that the root (DER) or an organisation of it signed it. Raises ProtocolError.
 
-
-def parse_crl_if(pem: bytes, roots: tuple[bytes, ...], is_wanted: Callable[[str, int], bool]) -> Crl | None:
-    """Like `parse_crl`; None if `is_wanted(issuer, number)` is false: then the entries are not parsed."""
+    None if `is_wanted(issuer, number)` is false: then the entries are not parsed.
+    """
     if len(pem) > MAX_CRL_BYTES:
         raise ProtocolError(f"CRL: expected at most {MAX_CRL_BYTES:,} bytes of PEM, got {len(pem):,}")
     try:
@@ -104,12 +101,10 @@ def parse_crl_if(pem: bytes, roots: tuple[bytes, ...], is_wanted: Callable[[str,
                 f"expected at most {MAX_REVOKED:,} entries, a number below 2^63 and no critical extension, "
                 f"got {len(crl):,}, {str(number)[:40]} and {unknown[:4]}"
             )
-        next_update = crl.next_update_utc.timestamp() if crl.next_update_utc is not None else math.inf
     except (ValueError, ProtocolError, *_PARSER_ERRORS) as error:
-        raise ProtocolError(f"CRL: malformed: {type(error).__name__}: {str(error)[:300]}") from error
-    by_key_id = {key_id_of(root.peer_id): root for root in map(peer_of, roots)}
-    signer = organisation_of(der_of(above), roots).peer if above is not None else by_key_id.get(key_id)
-    if signer is None or key_id_of(signer.peer_id) != key_id:
+        raise _malformed(error) from error
+    signer = organisation_of(der_of(above), root) if above is not None else peer_of(root)
+    if key_id_of(signer.peer_id) != key_id:
         raise ProtocolError(
             f"CRL: expected one by this network's root or an organisation of it, got one by key {key_id.hex()[:40]}"
         )
@@ -120,16 +115,20 @@ def parse_crl_if(pem: bytes, roots: tuple[bytes, ...], is_wanted: Callable[[str,
     try:
         serials = frozenset(entry.serial_number for entry in crl)
     except ValueError as error:
-        raise ProtocolError(f"CRL: malformed: {type(error).__name__}: {str(error)[:300]}") from error
+        raise _malformed(error) from error
     pem = (pem_of(above) if above is not None else b"") + crl.public_bytes(serialization.Encoding.PEM)
-    return Crl(signer.peer_id, number, serials, next_update, pem)
+    return Crl(signer.peer_id, number, serials, pem)
+
+
+def _malformed(error: Exception) -> ProtocolError:
+    return ProtocolError(f"CRL: malformed: {type(error).__name__}: {str(error)[:300]}")
 
 
 class Revocations:
-    """Revocation lists of a node, on disk beside its key. Threads and processes may share them. `roots` are DER."""
+    """Revocation lists of a node, on disk beside its key. Threads and processes may share them. `root` is DER."""
 
-    def __init__(self, node_dir: Path, roots: tuple[bytes, ...], clock: Callable[[], float] = time.monotonic) -> None:
-        self.roots = roots
+    def __init__(self, node_dir: Path, root: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+        self.root, self.root_id = root, peer_of(root).peer_id
         self._text_path = node_dir / "revoked.txt"
         self._folder = node_dir / CRL_DIRECTORY
         self._clock = clock
@@ -142,7 +141,7 @@ class Revocations:
         self._accepted_at: dict[str, float] = {}
 
     def reason(self, peer: Peer | str) -> str | None:
-        """Reason why a peer is refused; None if it is not revoked. For a peer id only the roots' CRLs apply.
+        """Reason why a peer is refused; None if it is not revoked. For a peer id only the root's CRL applies.
 
         While a file is unreadable every peer is refused.
         """
@@ -188,9 +187,8 @@ class Revocations:
     def wants(self, issuer: str, number: int) -> bool:
         """Whether a CRL of this number would be accepted now."""
         with self._lock:
-            current = self._crls.get(issuer)
             early = self._clock() - self._accepted_at.get(issuer, -math.inf) < ORGANISATION_EVERY_S
-            return (current is None or number > current.number) and (issuer in self.root_ids or not early)
+            return self._is_newer(issuer, number) and (issuer == self.root_id or not early)
 
     def accept(self, pem: bytes) -> Crl | None:
         """Apply and store a newer CRL; None if it is not newer, or too early.
@@ -198,7 +196,7 @@ class Revocations:
         Of each organisation one new CRL a minute is accepted; the sender must retry. Raises ProtocolError if it is
         invalid, OSError if it cannot be stored: then it applies until this process ends.
         """
-        crl = parse_crl_if(pem, self.roots, self.wants)
+        crl = parse_crl(pem, self.root, self.wants)
         if crl is None:
             return None
         with self._lock:
@@ -213,14 +211,9 @@ class Revocations:
             atomic_write(self._folder / f"{crl.issuer}.pem", crl.pem, 0o600)
         return crl
 
-    @property
-    def root_ids(self) -> frozenset[str]:
-        """Peer ids of the network's roots."""
-        return frozenset(peer_of(root).peer_id for root in self.roots)
-
     def _is_in_root_crl(self, peer_id: str) -> bool:
-        crls = (self._crls.get(root) for root in self.root_ids)
-        return any(serial_number_of(peer_id) in crl.serials for crl in crls if crl is not None)
+        crl = self._crls.get(self.root_id)
+        return crl is not None and serial_number_of(peer_id) in crl.serials
 
     def _refresh(self) -> None:
         """Read changed files, once in LOOK_EVERY_S."""
@@ -229,32 +222,31 @@ class Revocations:
             return
         self._refreshed_at = now
         files = [self._text_path, *self._folder.glob("*.pem")]
-        for removed in (self._stamps.keys() | self._faults.keys()) - set(files):
-            self._stamps.pop(removed, None)
-            self._faults.pop(removed, None)
+        before, self._stamps = self._stamps, {}
+        faults, self._faults = self._faults, {}
         for path in files:
             try:
                 stamp = file_stamp(path)
-                if path not in self._stamps or self._stamps[path] != stamp:
+                if path not in before or before[path] != stamp:
                     self._read(path, stamp)
-                    self._stamps[path] = stamp
-                    self._faults.pop(path, None)
+                self._stamps[path] = stamp
             except (OSError, UsageError, ProtocolError) as error:
-                self._stamps.pop(path, None)
-                fault = f"cannot read {path}: {error}"
-                if self._faults.get(path) != fault:
+                fault = self._faults[path] = f"cannot read {path}: {error}"
+                if faults.get(path) != fault:
                     log.error("revocation: %s Every peer is refused until it is fixed or removed.", fault)
-                self._faults[path] = fault
 
     def _read(self, path: Path, stamp: FileStamp) -> None:
         if path == self._text_path:
             self._own = read_revoked(path) if stamp is not None else frozenset()
             return
         with path.open("rb") as file:
-            crl = parse_crl(file.read(MAX_CRL_BYTES + 1), self.roots)
-        current = self._crls.get(crl.issuer)
-        if current is None or crl.number > current.number:
+            crl = parse_crl(file.read(MAX_CRL_BYTES + 1), self.root, self._is_newer)
+        if crl is not None:
             self._crls[crl.issuer] = crl
+
+    def _is_newer(self, issuer: str, number: int) -> bool:
+        current = self._crls.get(issuer)
+        return current is None or number > current.number
 
 
 def revoke(directory: str | Path, peer_id: str, *others: str | Path) -> Crl | None:
@@ -275,8 +267,8 @@ def revoke(directory: str | Path, peer_id: str, *others: str | Path) -> Crl | No
 
 
 def _sign_next_crl(folder: Path, ids: Iterable[str], others: Iterable[str | Path]) -> Crl:
-    issuer, roots = read_issuer(folder), read_roots(folder)
-    revocations = Revocations(folder, roots)
+    issuer, root = read_issuer(folder), read_root(folder)
+    revocations = Revocations(folder, root)
     if (fault := revocations.fault()) is not None:
         raise UsageError(f"revoke: {fault}")
     last = revocations.crls().get(issuer.peer_id)
@@ -285,7 +277,7 @@ def _sign_next_crl(folder: Path, ids: Iterable[str], others: Iterable[str | Path
     serials = {serial_number_of(item) for item in ids} | (last.serials if last is not None else frozenset())
     pem = sign_crl(issuer, serials, number)
     for other in others:
-        Revocations(Path(other), roots).accept(pem)
+        Revocations(Path(other), root).accept(pem)
     crl = revocations.accept(pem)
     assert crl is not None  # newer than the last one
     return crl

@@ -1,9 +1,7 @@
-"""Proofs, receipts and coverage: what holds is shown, what was forged, lost, repeated or moved is found and named."""
+"""Receipts and coverage: what holds is shown, what was forged, lost, repeated or moved is found and named."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 from pathlib import Path
 
@@ -14,22 +12,12 @@ from hypothesis import strategies as st
 from test_ledger import KEY, WORKER, WORKER_KEY, check, sign
 
 from forebay.errors import LedgerError
-from forebay.ledger.chain import Checkpoint
-from forebay.ledger.coverage import (
-    count_coverage,
-    cover,
-    coverage_root,
-    leaf_hash,
-    merkle_path,
-    merkle_root,
-    root_of_path,
-)
+from forebay.ledger.chain import Checkpoint, read_entries
 from forebay.ledger.index import open_index
-from forebay.ledger.proof import check_proof, prove
 from forebay.ledger.receipts import Used, receipt_message
-from forebay.ledger.verify import verify_ledger
+from forebay.ledger.verify import cover, verify_ledger
 from forebay.ledger.writer import Ledger
-from forebay.observe.blame import replay
+from forebay.observe.ledger_queries import replay
 
 SAMPLES = [8, 0, 5]
 
@@ -47,10 +35,6 @@ def write_job(path: Path, uses: list[Used], *, per_entry: int = 2, forge: int = 
             ledger.append("uses", {"worker": WORKER, "uses": rows, "receipt": receipt}, sync=False)
 
 
-def job_id(path: Path) -> str:
-    return open_index(path).job.job_id
-
-
 def append(path: Path, *entries: tuple[str, dict[str, object]]) -> None:
     with Ledger.open(path, sign, now=lambda: 6.0) as ledger:
         for kind, body in entries:
@@ -58,49 +42,6 @@ def append(path: Path, *entries: tuple[str, dict[str, object]]) -> None:
 
 
 WHOLE = [Used("a", 0, 0, 0, 4, 2), Used("a", 0, 0, 4, 8, 4), Used("b", 0, 2, 0, 5, 7)]
-
-
-# Merkle trees.
-
-
-def plain_root(leaves: list[bytes]) -> bytes:
-    """RFC 6962, section 2.1, word for word."""
-    if len(leaves) <= 1:
-        return leaf_hash(leaves[0]) if leaves else hashlib.sha256().digest()
-    half = 1 << ((len(leaves) - 1).bit_length() - 1)
-    return hashlib.sha256(b"\x01" + plain_root(leaves[:half]) + plain_root(leaves[half:])).digest()
-
-
-def test_roots_are_those_of_certificate_transparency() -> None:
-    # The vectors that its implementations test with.
-    leaves = [bytes.fromhex(x) for x in ["", "00", "10", "2021", "3031", "40414243", "5051525354555657",
-                                         "606162636465666768696a6b6c6d6e6f"]]  # fmt: skip
-    known = {
-        0: "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
-        1: "6e340b9cffb37a989ca544e6bb780a2c78901d3fb33738768511a30617afa01d",
-        2: "fac54203e7cc696cf0dfcb42c92a1d9dbaf70ad9e621f4bd8d98662f00e3c125",
-        3: "aeb6bcfe274b70a14fb067a5e5578264db0fa9b51af5e0ba159158f329e06e77",
-        7: "ddb89be403809e325750d3d263cd78929c2942b7942a34b77e122c9594a74c8c",
-        8: "5dc9da79a70659a9ad559cb701ded9a2ab9d823aad2f4960cfe370eff4604328",
-    }
-    for count, root in known.items():
-        assert merkle_root(leaves[:count]).hex() == root
-
-
-@given(st.lists(st.binary(max_size=4), min_size=1, max_size=40), st.data())
-@settings(max_examples=60, deadline=None)
-def test_proofs_are_sound(leaves: list[bytes], data: st.DataObject) -> None:
-    index = data.draw(st.integers(0, len(leaves) - 1))
-    root, path = plain_root(leaves), merkle_path(leaves, index)
-    assert merkle_root(leaves) == root == root_of_path(leaves[index], index, len(leaves), path)
-    other = data.draw(st.binary(max_size=4).filter(lambda leaf: leaf != leaves[index]))
-    assert root_of_path(other, index, len(leaves), path) != root
-    assert root_of_path(leaves[index], index, len(leaves), [*path, b"x" * 32]) is None
-    if path:
-        assert root_of_path(leaves[index], index, len(leaves), path[:-1]) is None
-        at, bit = data.draw(st.integers(0, len(path) - 1)), data.draw(st.integers(0, 255))
-        flipped = (int.from_bytes(path[at], "big") ^ (1 << bit)).to_bytes(32, "big")
-        assert root_of_path(leaves[index], index, len(leaves), [*path[:at], flipped, *path[at + 1 :]]) != root
 
 
 # Coverage.
@@ -133,33 +74,23 @@ def test_coverage_equals_counting_points(
     rebuilt = [np.ones(n, np.int64) for n in samples]
     for i, a, b in found.missing.tolist():
         rebuilt[i][a:b] -= 1
-    for i, ranges in found.aside.items():
-        for a, b in ranges:
-            rebuilt[i][a:b] -= 1
-    assert (np.concatenate(rebuilt) == (flat > 0)).all()
-    for i, ranges in found.used.items():
-        assert all(points[i][a:b].all() for a, b in ranges) and sum(b - a for a, b in ranges) == (points[i] > 0).sum()
-    if not found.counts["missing"]:
-        leaves = found.leaves("job", 5, 10)
-        assert merkle_root(leaves).hex() == coverage_root("job", 5, np.array(samples, np.int64), found.aside, 10)
-    assert count_coverage(np.empty(0, np.int64), np.empty(0, np.int64), 3)["missing"] == 3
+    for i in range(4):
+        assert (rebuilt[i] == ((points[i] > 0) | aside[i])).all()
 
 
 # What verify finds and names.
 
 
-def test_a_root_is_recorded_and_a_wrong_one_found(tmp_path: Path) -> None:
+def test_uses_after_the_end_of_their_epoch_are_found(tmp_path: Path) -> None:
     path = tmp_path / "l"
     write_job(path, WHOLE)
-    root = coverage_root(job_id(path), 0, np.array(SAMPLES, np.int64))
-    append(path, ("epoch", {"epoch": 0, "samples": 13, "root": root}))
-    report = verify_ledger(path, KEY, check)
-    assert report.ok and report.roots == [{"epoch": 0, "root": root, "recorded": True}]
-    append(path, ("uses", {"worker": WORKER, "uses": [], "receipt": ""}), ("epoch", {"epoch": 1, "root": "00" * 32}))
-    assert "epoch 1 has root" in str(verify_ledger(path).problems)
+    append(path, ("epoch", {"epoch": 0, "samples": 13}))
+    assert verify_ledger(path, KEY, check).ok
     late = Used("c", 0, 2, 0, 5, 9)
     append(path, ("uses", {"worker": WORKER, "uses": [late.to_row()], "receipt": ""}))
     assert "which had ended" in str(verify_ledger(path).problems)
+    append(path, ("epoch", {"epoch": 0}))
+    assert "had ended before" in str(verify_ledger(path).problems)
 
 
 def test_set_aside_is_told_from_missing(tmp_path: Path) -> None:
@@ -207,29 +138,6 @@ def receipt_of(ids: list[int]) -> str:
     return receipt(np.array(ids, np.uint64))[0]
 
 
-# Proofs of slices.
-
-
-@given(st.data())
-@settings(max_examples=40, deadline=None)
-def test_a_proof_holds_and_no_changed_one_does(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    path = tmp_path_factory.mktemp("p") / "l"
-    write_job(path, WHOLE)
-    root = coverage_root(job_id(path), 0, np.array(SAMPLES, np.int64))
-    append(path, ("epoch", {"epoch": 0, "samples": 13, "root": root}))
-    proof = prove(open_index(path), 0, data.draw(st.sampled_from([0, 2])))
-    report = check_proof(json.loads(json.dumps(proof)), check, key=KEY, root=root)
-    assert report.ok and report.recorded and report.workers == [WORKER], report.problems
-    assert not check_proof(proof, check, root="00" * 32).ok
-    assert not check_proof(proof, check, key=b"x" * 32).ok
-    text = json.dumps(proof)
-    digits = [i for i, c in enumerate(text) if c.isdigit()]
-    at = data.draw(st.sampled_from(digits))
-    changed = text[:at] + str((int(text[at]) + data.draw(st.integers(1, 9))) % 10) + text[at + 1 :]
-    with contextlib.suppress(LedgerError, json.JSONDecodeError):
-        assert not check_proof(json.loads(changed), check, key=KEY, root=root).ok, text[at - 20 : at + 5]
-
-
 # Writing.
 
 
@@ -262,9 +170,9 @@ def test_entries_behind_a_forged_one_are_not_signed_over(tmp_path: Path) -> None
     write_job(path, WHOLE)
     with Ledger.open(path, sign) as ledger:
         pass
-    from forebay.ledger.chain import make_line
+    from forebay.ledger.chain import make_entry
 
-    forged = make_line(ledger.next_seq, ledger._prev, 7.0, "paused", {}, lambda message: b"mine")
+    forged = make_entry(ledger.next_seq, ledger._prev, 7.0, "paused", {}, lambda message: b"mine")
     with path.open("ab") as file:
         file.write(forged.line + b"\n")
     with pytest.raises(LedgerError, match="not signed with this scheduler's key"):
@@ -325,7 +233,7 @@ def test_one_fsync_for_all_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         # One that began before the last had appended, and one for all the others.
         assert count <= 2 and ledger.next_seq == 21
         monkeypatch.undo()
-    assert len(list(open_index(tmp_path / "l").others)) == 21
+    assert len(list(read_entries(tmp_path / "l"))) == 21
 
 
 def test_the_form_on_disk(tmp_path: Path) -> None:
@@ -335,25 +243,3 @@ def test_the_form_on_disk(tmp_path: Path) -> None:
     golden = Path(__file__).parent.parent / "golden" / "ledger.jsonl"
     assert path.read_bytes() == golden.read_bytes()
     assert verify_ledger(golden, KEY, check).ok
-
-
-def test_the_index_grows_with_the_ledger_and_is_begun_anew_if_it_does_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("forebay.ledger.index._MIN_CACHED", 1)
-    path = tmp_path / "l"
-    write_job(path, WHOLE[:2], per_entry=1)
-    assert len(open_index(path).uses) == 2 and path.with_name("l.index").exists()
-    append(path, ("uses", {"worker": WORKER, "uses": [WHOLE[2].to_row()], "receipt": ""}), ("paused", {}))
-    for _ in range(2):
-        index = open_index(path)
-        assert index.uses["stop"].tolist() == [4, 8, 5] and [e.kind for e in index.others] == [
-            "job",
-            "worker",
-            "paused",
-        ]
-    path.unlink()
-    write_job(path, WHOLE[2:])
-    assert open_index(path).uses["stop"].tolist() == [5]
-    path.with_name("l.uses").write_bytes(b"x")
-    assert open_index(path).uses["stop"].tolist() == [5]
