@@ -292,7 +292,7 @@ def test_peers(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
         DataNode(make_identity("honest"), [dataset], "127.0.0.1", 0, discovery) as honest,
         DataNode(liar := make_identity("liar"), [Dataset(copy, dataset.manifest, dataset.table, dataset.id)],
                  "127.0.0.1", 0, discovery),
-        Transfers(first_backoff_s=0.01) as transfers,
+        Transfers(max_backoff_s=0.01) as transfers,
     ):  # fmt: skip
         reader = make_identity("reader")
         remote = open_remote(url, identity=reader.node_dir, discovery=discovery)

@@ -19,7 +19,7 @@ from typing import Literal
 
 from forebay.errors import UsageError
 from forebay.storage.locks import EXCLUSIVE, SHARED, Lock, acquire, is_locked, try_acquire
-from forebay.storage.part_file import MIN_RANGE_BYTES
+from forebay.storage.part_file import MIN_PIECE_BYTES
 
 _HEADER_BYTES = 96
 PlannedUse = tuple[int, int, int | None]  # first and last run step of the next uses, and the first one after them
@@ -143,7 +143,7 @@ class CacheEntry:
 
 def part_bytes(num_bytes: int) -> int:
     """Return the maximum size of the partial file of a slice, whose trailer has a byte per piece."""
-    return num_bytes + -(-num_bytes // MIN_RANGE_BYTES) + 1
+    return num_bytes + -(-num_bytes // MIN_PIECE_BYTES) + 1
 
 
 class DiskBudget:

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeAlias
@@ -25,19 +23,13 @@ from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, PermanentError, TransientError
-from forebay.storage.part_file import ByteRange, Check, PartFile, Sha256Check, disk_error
-from forebay.storage.transfer_state import (
-    Backoff,
-    OnSourceFault,
-    PoolTransfer,
-    SourceStats,
-    choose_source,
-    min_range_bytes,
-)
+from forebay.storage.part_file import MIN_PIECE_BYTES, ByteRange, Check, PartFile, Sha256Check, disk_error
+from forebay.storage.transfer_state import OnSourceFault, PoolTransfer, SourceStats, choose_source
 from forebay.threads import SupervisedThread
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 8 << 20  # the longest request by default
 _MIN_HASH_BYTES = 1 << 20  # less is not worth waking a thread
+_FIRST_BACKOFF_S = 0.2
 _CLOSE_S = 1.0
 _MAX_TRIES_ALONE = 3  # of a source that is the only one allowed, before another becomes it
 log = logging.getLogger("forebay.storage")
@@ -49,25 +41,19 @@ class Transfers:
 
     Args:
         connections: Requests at once, each in a thread.
-        piece_bytes: Unit of resuming after a kill, and the longest request; a power of two.
+        piece_bytes: Unit of resuming after a kill; a power of two.
         timeout_s, tries: A transfer fails when no byte came for so long and one range was tried so often.
-        first_backoff_s, max_backoff_s: Wait before the second try of a range, and the maximum, before jitter.
-        hedge_s: An idle connection takes over a range that got no byte for so long, and for three times as long as its
-            source usually takes; once per range.
+        max_backoff_s: Maximum wait before another try of a range, before jitter.
     """
 
     def __init__(
         self,
         connections: int = 16,
-        piece_bytes: int = PIECE_BYTES,
+        piece_bytes: int = MIN_PIECE_BYTES,
         *,
         timeout_s: float = 300.0,
         tries: int = 6,
-        first_backoff_s: float = 0.2,
         max_backoff_s: float = 15.0,
-        hedge_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-        chance: random.Random | None = None,
     ) -> None:
         if connections < 1 or tries < 1:
             raise UsageError(f"transfers: expected at least one connection and try, got {connections=}, {tries=}.")
@@ -75,10 +61,8 @@ class Transfers:
             raise UsageError(f"piece_bytes: expected a power of two from 65536 on, got {piece_bytes}.")
         self.connections = connections
         self.piece_bytes = piece_bytes
-        self._timeout_s, self._tries, self._hedge_s = timeout_s, tries, hedge_s
+        self._timeout_s, self._tries, self._max_backoff_s = timeout_s, tries, max_backoff_s
         self._pid = os.getpid()
-        self._clock = clock
-        self._backoff: Backoff = partial(backoff_s, first_s=first_backoff_s, max_s=max_backoff_s, chance=chance)
         self._changed = threading.Condition()  # guards all below, and the transfers
         self._active: list[PoolTransfer] = []
         self._sources: dict[str, SourceStats] = {}  # by URL
@@ -110,11 +94,12 @@ class Transfers:
             raise UsageError("transfers: expected the process that made them, got a fork of it. Make new ones there.")
         if not origins:
             raise UsageError(f"fetch {info.name}: expected at least one origin, got none.")
-        min_bytes = min_range_bytes(list(self._sources.values()) if self._active else ())
-        file = PartFile(
-            part, info.bytes, self.piece_bytes, self.connections, min_bytes, range_bytes=range_bytes, check=check
-        )
-        transfer = PoolTransfer(info, file, list(origins), on_source_fault, self._clock(), self._end)
+        if not range_bytes:  # An idle pool downloads one slice over all connections, a busy one a few slices.
+            num_ranges = max(1, self.connections // (1 + len(self._active)))
+            num_pieces = -(-info.bytes // (num_ranges * self.piece_bytes))
+            range_bytes = min(PIECE_BYTES, num_pieces * self.piece_bytes)
+        file = PartFile(part, info.bytes, self.piece_bytes, range_bytes=range_bytes, check=check)
+        transfer = PoolTransfer(info, file, list(origins), on_source_fault, self._end)
         try:
             file.open()
         except OSError as error:
@@ -179,7 +164,7 @@ class Transfers:
             with self._changed:
                 job = None
                 while not self._closed and job is None:
-                    now = self._clock()
+                    now = time.monotonic()
                     job, later = self._next_job(now)
                     if job is None:
                         self._changed.wait(None if later == float("inf") else max(0.001, later - now))
@@ -219,21 +204,9 @@ class Transfers:
                     soonest = min(soonest, later)
                     break
                 del transfer.pending[index]
-                return self._assign(transfer, byte_range, source, now), soonest
-        for transfer in self._active:  # No range is due: take over one that is late.
-            for byte_range, source in transfer.in_flight.items():
-                if not byte_range.is_taken_over:
-                    soonest = min(soonest, byte_range.last_byte_at + source.late_s(self._hedge_s))
-            other, _ = choose_source(transfer.allowed_sources(), now)
-            if other is not None and (rest := transfer.take_over_late(now, self._hedge_s)) is not None:
-                return self._assign(transfer, rest, other, now), soonest
+                source.active += 1
+                return (transfer, byte_range, source), soonest
         return None, soonest
-
-    def _assign(self, transfer: PoolTransfer, byte_range: ByteRange, source: SourceStats, now: float) -> _Job:
-        source.active += 1
-        byte_range.last_byte_at = now
-        transfer.in_flight[byte_range] = source
-        return transfer, byte_range, source
 
     def _look_up(self, transfer: PoolTransfer) -> None:
         """Ask the origins for their sources."""
@@ -246,7 +219,7 @@ class Transfers:
                 transfer.reasons[origin.url] = str(error)
                 fault = error
         with self._changed:
-            now = self._clock()
+            now = time.monotonic()
             transfer.is_looking_up = False
             for url, origin in origin_of.items():
                 transfer.sources[url] = source = self._sources.setdefault(
@@ -266,18 +239,17 @@ class Transfers:
 
     def _request(self, transfer: PoolTransfer, byte_range: ByteRange, source: SourceStats) -> None:
         """Send one request, for the rest of a range, and decide what its failure means."""
-        url, began_at, first = source.origin.url, self._clock(), byte_range.offset
+        url, began_at, first = source.origin.url, time.monotonic(), byte_range.offset
         fault: Exception | None = None
         try:
-            transfer.receive(byte_range, source, self._clock, self._hash_soon)
+            transfer.receive(byte_range, source, self._hash_soon)
         except Exception as error:  # noqa: BLE001 - handled below
             fault = error
         if isinstance(fault, ProtocolError):
             transfer.report_source(url, str(fault))
-        now, num_bytes = self._clock(), byte_range.offset - first
+        now, num_bytes = time.monotonic(), byte_range.offset - first
         with self._changed:
             source.active -= 1
-            transfer.in_flight.pop(byte_range, None)
             self._counts["attempts"] += 1
             self._counts["bytes"] += num_bytes
             if num_bytes:
@@ -311,6 +283,9 @@ class Transfers:
             self._end(transfer, transfer.timeout_error(now), fault)
         elif others and transfer.only_source == url and is_given_up:
             self._restart(transfer, others[0])
+
+    def _backoff(self, times: int) -> float:
+        return backoff_s(times, _FIRST_BACKOFF_S, self._max_backoff_s)
 
     def _is_timed_out(self, transfer: PoolTransfer, tries: int, now: float) -> bool:
         return tries >= self._tries and now - transfer.last_byte_at >= self._timeout_s
@@ -363,7 +338,7 @@ class Transfers:
             self._accuse(transfer, liar, reason)
         with self._changed:
             remaining = transfer.remaining_sources()
-            best = choose_source(remaining, self._clock())[0] or (remaining[0] if remaining else None)
+            best = choose_source(remaining, time.monotonic())[0] or (remaining[0] if remaining else None)
         if best is None and transfer.refused:
             return self._end(transfer, transfer.no_source_error())
         self._restart(transfer, best.origin.url if best is not None else None)

@@ -96,8 +96,7 @@ class SwarmReader:
         self._closed = False
         own = Provider(share.identity.peer_id, address, False) if share is not None else None
         self._trackers = TrackerClient(client, dataset_id, trackers, own, clock)
-        # Without hedging, as a transfer has one source.
-        self._transfers = Transfers(connections, tries=2, timeout_s=5.0, hedge_s=30.0)
+        self._transfers = Transfers(connections, tries=2, timeout_s=5.0)
         self._thread = SupervisedThread(self._run, "swarm").start()
 
     def fetch(self, index: int, part: Path) -> SwarmTransfer:
