@@ -13,7 +13,7 @@ import re
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -84,7 +84,6 @@ class HubRepo:
     commit: str
     card: Mapping[str, Any]
     gated: bool = False
-    _first_pages: dict[str, tuple[Any, str]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def label(self) -> str:
@@ -95,8 +94,8 @@ class HubRepo:
         """The URL of a file at this commit, for `fetch_range`."""
         return f"hf://{self.kind}s/{self.name}@{self.commit}/{path}"
 
-    def pages(self, folder: str = "", *, recursive: bool = False) -> Iterator[tuple[list[HubFile], list[str]]]:
-        """Files and directories below a folder, by pages of about 1000 entries sorted by path, as they are needed.
+    def files(self, folder: str = "", *, recursive: bool = True) -> Iterator[HubFile]:
+        """Yield the files below a folder, by pages of about 1000 sorted by path, as they are needed.
 
         The hub decides the order of the pages (folders before files). A folder that does not exist has none.
         """
@@ -110,17 +109,12 @@ class HubRepo:
                     f"{self.label}: expected a listing that ends, got {problem} after {len(requested)} pages "
                     f"({hub_endpoint()}). Check HF_ENDPOINT."
                 )
-            response = self._first_pages.get(path) or _request_json(path, self.label, API_TRIES, missing=[])
-            if not requested:  # Several rules look at the first page.
-                self._first_pages[path] = response
             requested.add(path)
-            entries = [
-                entry for entry in response[0] if isinstance(entry, Mapping) and isinstance(entry.get("path"), str)
-            ]
-            entries.sort(key=lambda entry: str(entry["path"]))
-            files = [self._file(entry) for entry in entries if entry.get("type") == "file"]
-            yield files, [str(entry["path"]) for entry in entries if entry.get("type") == "directory"]
-            following = re.search(r'<[^<>]+?/(api/[^<>]+)>\s*;\s*rel="next"', response[1])
+            response, link = _request_json(path, self.label, API_TRIES, missing=[])
+            entries = [entry for entry in response if isinstance(entry, Mapping) and entry.get("type") == "file"]
+            files = [self._file(entry) for entry in entries if isinstance(entry.get("path"), str)]
+            yield from sorted(files, key=lambda file: file.path)
+            following = re.search(r'<[^<>]+?/(api/[^<>]+)>\s*;\s*rel="next"', link)
             path = following[1] if following else ""  # without the host: a mirror may name the hub that it copies
 
     def _file(self, entry: Mapping[str, Any]) -> HubFile:

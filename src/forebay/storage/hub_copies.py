@@ -103,7 +103,7 @@ def fetch_tokenizer(name: str) -> Path:
     cached = _find_cached("model", name, "tokenizer.json", "main")
     try:
         repo = find_repo("model", name, tries=1 if cached is not None else API_TRIES)
-        files = [file for page, _ in repo.pages() for file in page]
+        files = list(repo.files(recursive=False))
         chosen = [file for file in files if file.path in ("tokenizer.json", "tokenizer_config.json")]
         if all(file.path != "tokenizer.json" for file in chosen):
             chosen = [f for f in files if f.path.endswith(_TOKENIZER_SUFFIXES) and f.size <= _MAX_TOKENIZER_BYTES]

@@ -1,9 +1,8 @@
 """Files of the hub as seekable streams that read ahead: `open_hub_file(url, size)`.
 
 All streams of a process share the last 64 MiB of blocks, so that the passes over a Parquet file (footer, heads of
-pages, pages) request each byte once. A seek requests 1 MiB; reading on requests 2, then 4 MiB; from there on up to four
-requests of 4 MiB run at the same time, so that latency does not bound the speed (16 MiB in 50 ms: 330 MB/s). Measured
-on a pass over Parquet: the file's bytes once, in requests of 2.8 MB.
+pages, pages) request each byte once. A stream that reads on has up to eight requests of 1 MiB under way, so that
+latency does not bound the speed (8 MiB in 50 ms: 160 MB/s).
 """
 
 import io
@@ -16,17 +15,15 @@ from forebay.errors import ForebayError
 from forebay.storage.hub import HubReadError, fetch_range
 from forebay.storage.locks import at_fork
 
-BLOCK_BYTES = 256 << 10
-MAX_BLOCKS = 256  # four times the window, so that blocks fetched ahead outlive those read meanwhile
-_FIRST_BLOCKS, _MAX_REQUEST_BLOCKS = 4, 16
-_PARALLEL_AFTER = 28  # blocks read on, by requests of 4, 8 and 16, before several requests run
-_WINDOW_BLOCKS = 64
-_MAX_GAP_BLOCKS = 16  # skipped by a stream that reads on: the other columns of a row group
+BLOCK_BYTES = 1 << 20
+MAX_BLOCKS = 64
+_MAX_AHEAD = 8
+_MAX_GAP_BLOCKS = 4  # skipped by a stream that reads on: the other columns of a row group
 
 
 def open_hub_file(url: str, size: int) -> BinaryIO:
     """A buffered, seekable stream of a file of `size` bytes. A read raises HubReadError where it fails."""
-    return io.BufferedReader(HubStream(url, size, _blocks), BLOCK_BYTES)
+    return io.BufferedReader(HubStream(url, size, _blocks), 256 << 10)
 
 
 class BlockCache:
@@ -43,58 +40,34 @@ class BlockCache:
         self._blocks.clear()
 
     def read(self, url: str, size: int, index: int, num_ahead: int) -> bytes:
-        """The block of that index of a file of `size` bytes; starts to fetch `num_ahead` blocks from it on.
+        """The block of that index of a file of `size` bytes; starts to fetch it and the next `num_ahead` blocks.
 
         Raises what `fetch_range` raised.
         """
         with self._lock:
-            block = self._blocks.get((url, index))
-            if block is None or (block.done() and block.exception() is not None):
-                self._blocks.pop((url, index), None)
-                self._request(url, size, index, num_ahead)
-            self._blocks.move_to_end((url, index))
-            block = self._blocks[url, index]
-            following = index + 1
-            while following + _MAX_REQUEST_BLOCKS <= index + num_ahead and following * BLOCK_BYTES < size:
-                cached = (url, following) in self._blocks
-                following += 1 if cached else self._request(url, size, following, _MAX_REQUEST_BLOCKS)
-        return block.result()
-
-    def _request(self, url: str, size: int, index: int, max_blocks: int) -> int:
-        """Fetch blocks from this one to the first that is cached or under way, in a thread; returns their number."""
-        max_blocks = max(1, min(max_blocks, _MAX_REQUEST_BLOCKS, -(-size // BLOCK_BYTES) - index))
-        count = next((n for n in range(1, max_blocks) if (url, index + n) in self._blocks), max_blocks)
-        blocks = [Future[bytes]() for _ in range(count)]
-        self._blocks.update({(url, index + n): block for n, block in enumerate(blocks)})
-        while len(self._blocks) > MAX_BLOCKS:
-            self._blocks.popitem(last=False)
-        start, stop = index * BLOCK_BYTES, min(size, (index + count) * BLOCK_BYTES)
-        thread = threading.Thread(target=_fill, args=(blocks, url, start, stop), name="forebay-hub-ahead", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # no thread can be started now: the reader of the blocks raises it
-            for block in blocks:
-                block.set_exception(error)
-        return count
+            for key in ((url, index + n) for n in range(min(num_ahead + 1, -(-size // BLOCK_BYTES) - index))):
+                block = self._blocks.get(key)
+                if block is None or (key[1] == index and block.done() and block.exception() is not None):
+                    self._blocks[key] = block = Future()
+                    thread = threading.Thread(target=_fill, args=(block, *key, size), name="hub-ahead", daemon=True)
+                    try:
+                        thread.start()
+                    except RuntimeError as error:  # no thread can be started now: the reader of the block raises it
+                        block.set_exception(error)
+                self._blocks.move_to_end(key)
+            while len(self._blocks) > MAX_BLOCKS:
+                self._blocks.popitem(last=False)
+            wanted = self._blocks[url, index]
+        return wanted.result()
 
 
-def _fill(blocks: list[Future[bytes]], url: str, start: int, stop: int) -> None:
-    """Fetch a range and set each block's bytes as soon as they are complete, or the exception."""
-    data, unset = bytearray(), iter(blocks)
-
-    def receive(chunk: memoryview) -> None:
-        data.extend(chunk)
-        while len(data) >= BLOCK_BYTES:
-            next(unset).set_result(bytes(memoryview(data)[:BLOCK_BYTES]))
-            del data[:BLOCK_BYTES]
-
+def _fill(block: Future[bytes], url: str, index: int, size: int) -> None:
+    data = bytearray()
     try:
-        fetch_range(url, start, stop, receive)
-        if data:
-            next(unset).set_result(bytes(data))
-    except BaseException as error:  # noqa: BLE001  The reader of the blocks raises it.
-        for block in unset:
-            block.set_exception(error)
+        fetch_range(url, index * BLOCK_BYTES, min(size, (index + 1) * BLOCK_BYTES), data.extend)
+        block.set_result(bytes(data))
+    except BaseException as error:  # noqa: BLE001  The reader of the block raises it.
+        block.set_exception(error)
 
 
 _blocks = BlockCache()
@@ -122,7 +95,7 @@ class HubStream(RangedStream):
 
     def __init__(self, url: str, size: int, blocks: BlockCache) -> None:
         super().__init__(url, size)
-        self._blocks, self._last_block, self._num_read_on = blocks, 0, 0
+        self._blocks, self._last_block, self._num_ahead = blocks, 0, 0
 
     def seekable(self) -> bool:
         return True
@@ -131,15 +104,12 @@ class HubStream(RangedStream):
         if self._offset >= self._size:
             return 0
         index, skip = divmod(self._offset, BLOCK_BYTES)
-        if -_WINDOW_BLOCKS <= index - self._last_block <= _MAX_GAP_BLOCKS:  # also back to blocks that were skipped
-            self._num_read_on += max(0, index - self._last_block)
-            self._last_block = max(index, self._last_block)
-        else:
-            self._num_read_on, self._last_block = 0, index
-        is_parallel = self._num_read_on >= _PARALLEL_AFTER
-        num_ahead = _WINDOW_BLOCKS if is_parallel else min(_MAX_REQUEST_BLOCKS, _FIRST_BLOCKS + self._num_read_on)
+        if index != self._last_block:
+            is_next = 0 < index - self._last_block <= _MAX_GAP_BLOCKS
+            self._num_ahead = min(_MAX_AHEAD, 2 * self._num_ahead + 1) if is_next else 0
+            self._last_block = index
         try:
-            block = self._blocks.read(self._url, self._size, index, num_ahead)
+            block = self._blocks.read(self._url, self._size, index, self._num_ahead)
         except ForebayError as error:
             raise HubReadError(error) from error
         count = min(len(buffer), len(block) - skip)
