@@ -16,13 +16,12 @@ _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 
 @dataclass(eq=False)
 class SliceDownload:
-    """A running download. `is_repeated`: the second for its epoch. `commit_error`: why the rename failed."""
+    """A running download. `commit_error`: why the rename failed."""
 
     transfer: Transfer
     reservation: Reservation
     epoch: int | None
     is_cancelled: bool = False
-    is_repeated: bool = False
     commit_error: OSError | None = None
 
 
@@ -124,8 +123,7 @@ class SliceDownloads(dict[int, SliceDownload]):
                 self.counts["fetched_slices"] += 1
                 self.counts["fetched_bytes"] += self._sizes[key]
                 self.counts["repeated_fetches"] += key in self._last_epoch
-                download.is_repeated = download.epoch is not None and self._last_epoch.get(key) == download.epoch
-                if download.is_repeated:
+                if download.epoch is not None and self._last_epoch.get(key) == download.epoch:
                     self.counts["refetched_slices"] += 1
                     self.counts["refetched_bytes"] += self._sizes[key]
                 self._last_epoch[key] = download.epoch

@@ -24,7 +24,7 @@ from forebay.errors import UsageError
 I64 = NDArray[np.int64]
 UsesFunction = Callable[[int, int], tuple[I64, I64]]
 """Run steps [start, stop) to (steps, keys): distinct pairs by step, then in order of first use."""
-Keep = Literal["budget", "window", "all"]
+Keep = Literal["budget", "window"]
 
 _FIRST_STEPS = 256
 _CHUNK_USES = 1 << 17
@@ -168,19 +168,11 @@ class RunSlices:
         """Return the bytes of all slices, each counted once."""
         return sum(self.sizes[key] for key in self.keys.values())
 
-    def check(self, keep: str, budget_bytes: int) -> None:
+    def check(self, budget_bytes: int) -> None:
         """Raise UsageError if the slices can never fit into the budget."""
-        if keep not in ("budget", "window", "all"):
-            raise UsageError(f"keep: expected 'budget', 'window' or 'all', got {keep!r}.")
         largest = max(self.sizes, default=0)
         if part_bytes(largest) > budget_bytes:
             raise UsageError(
                 f"cache: the largest slice takes {part_bytes(largest)} bytes as it is fetched, the budget is "
                 f"{budget_bytes}. Raise the budget: to two slices at least, to fetch one while another is read."
-            )
-        needed = self.num_bytes() + part_bytes(largest) - largest
-        if keep == "all" and needed > budget_bytes:
-            raise UsageError(
-                f"cache: to keep all slices takes {needed} bytes, the budget is {budget_bytes}. Raise the budget, or "
-                "let the cache evict (keep='budget')."
             )

@@ -9,10 +9,8 @@ Cost: 250 bytes per slice of the run; a pass over the cached slices each time th
 """
 
 import heapq
-import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,20 +23,11 @@ from forebay.errors import UsageError
 from forebay.storage.transfer_state import Transfer
 
 NEVER = 1 << 62
+TIMEOUT_S = 10.0  # a wait for room fails if no process can make any for so long
 
 _MAX_DOWNLOADS, _MAX_DOWNLOAD_BYTES = 16, 1 << 30
-_LEAD_S = 30.0
 _POLL_S, _EAGER_POLL_S, _PUBLISH_S = 0.5, 0.02, 1.0
 _MAX_PUBLISHED = 256  # queued slices
-_WARN_S, _MAX_REFETCHED_RATIO = 30.0, 0.1
-_LOSS_TEXTS = {
-    "room": "made room for another: the cache of {budget} bytes is smaller than what the windows keep open. Give it "
-    "more room (cache_bytes), or open fewer windows (lanes, window); `forebay plan` says how many fit.",
-    "another process": "was deleted from {directory} by another process. Give the processes that share this cache a "
-    "larger budget, or each a directory of its own.",
-    "damage": "({name}) was changed or damaged in {directory} after it was verified. Check its disk.",
-}
-log = logging.getLogger("forebay")
 
 
 @dataclass(frozen=True)
@@ -47,23 +36,18 @@ class FeedOptions:
 
     Attributes:
         keep: `budget` evicts when room is needed; `window` prefetches within the horizon only, and deletes a slice once
-            all processes have read it in their epochs, unless it lies within the horizon; `all` never evicts.
-        horizon_bytes: How many bytes that are not needed at once may evict slices that are read later. By default what
-            the next 30 s of training read (doubled after each late slice), at least one slice, at most a quarter of the
-            budget (half after a late slice).
+            all processes have read it in their epochs, unless it lies within the horizon.
+        horizon_bytes: How many bytes that are not needed at once may evict slices that are read later. By default a
+            quarter of the budget, and at least one slice.
         epoch_of: Maps (step, key) to the epoch of that read and the run step at which it ends, for `window`; None:
             unknown.
-        first_alone: Download the slices of the first step after a seek before all others.
         window_steps: Prefetching evicts no slice that is read again within so many steps.
-        timeout_s: Fail after waiting so long for room while no process can make any.
     """
 
     keep: Keep = "budget"
     horizon_bytes: int | None = None
     epoch_of: Callable[[int, int], tuple[int | None, int | None]] = lambda step, key: (0, None)
-    first_alone: bool = False
     window_steps: int = 0
-    timeout_s: float = 10.0
 
 
 @dataclass
@@ -93,8 +77,6 @@ class Planner:
         self.cached: set[int] = set()  # keys
         self.downloads = SliceDownloads(slices.sizes, start_transfer, on_done, clock)
         self.num_evicted = 0  # by this process
-        self.loss_reasons: dict[int, str] = {}  # of slices that were cached: a key of _LOSS_TEXTS
-        self.lead_s = _LEAD_S
         self._slices = slices
         self._sha256s, self._sizes, self._keys = slices.sha256s, slices.sizes, slices.keys
         self._options, self._clock = options, clock
@@ -109,20 +91,17 @@ class Planner:
         self._unread: dict[int, int] = {}  # downloaded slices, and for which step
         self._aims: dict[int, int] = {}  # the same of running downloads
         self._waiting_since = 0.0
-        self._listed_at = self._published_at = self._warned_at = -math.inf
+        self._listed_at = self._published_at = -math.inf
         self._published: object = None
-        self._refetched: Counter[str] = Counter()  # by reason
-        self._rate: tuple[float, int, float] = (clock(), 0, math.inf)  # time, step, steps per second before
 
     def seek(self, step: int, *, exact: bool = False) -> None:
         """Plan again from `step`."""
         self._now = step
         self._uses = PlannedUses(self._slices.uses, self._slices.num_steps, step, exact=exact)
         self._queue, self._queued, self._aims = [], set(), {}
-        self._rate = (self._clock(), step, math.inf)
         self._listed_at = self._published_at = -math.inf
         self._extend()
-        self._first = [key for use, _, key in self._queue if use <= step and self._options.first_alone]
+        self._first = [key for use, _, key in self._queue if use <= step]
 
     def update(self, now: int, requested: Collection[int], finished: Iterable[int], lost: Iterable[int]) -> PlanUpdate:
         """Process ended downloads, evict, and start downloads.
@@ -136,14 +115,11 @@ class Planner:
         result = PlanUpdate()
         began = time.perf_counter()
         self._now, self._requested = now, requested
-        time_s, step, _ = self._rate
-        if (elapsed := self._clock() - time_s) >= 1.0:
-            self._rate = (self._clock(), now, max(0, now - step) / elapsed)
         self._finished += finished
         while self._finished:
             self._finish(self._finished.pop(), result)
         for key in self.cached.intersection(lost):
-            self._record_loss(key, "another process")
+            self._record_loss(key)
         self._list_cached()
         self._first = [key for key in self._first if key not in self.cached]
         for key in self.downloads.take_due():
@@ -169,7 +145,7 @@ class Planner:
         key = self._keys.get(sha256)
         if key is None:
             return math.inf
-        if self._options.keep == "all" or key in self._requested:
+        if key in self._requested:
             return 0.0
         step = self._uses.next_use(key, self._now)
         if step is None:
@@ -183,12 +159,11 @@ class Planner:
         self._listed_at = self._clock()
         cached = {self._keys[sha256] for sha256 in self.cache.list_slices() if sha256 in self._keys}
         for key in self.cached - cached:
-            self._record_loss(key, "another process")
+            self._record_loss(key)
         self.cached = cached
 
-    def _record_loss(self, key: int, reason: str) -> None:
+    def _record_loss(self, key: int) -> None:
         self.cached.discard(key)
-        self.loss_reasons.setdefault(key, reason)
         self._unread.pop(key, None)
         self._evicted.append(key)
         self._enqueue(key)
@@ -214,35 +189,14 @@ class Planner:
                 self._push(step, key)
 
     def _finish(self, key: int, result: PlanUpdate) -> None:
-        is_repeated = self.downloads[key].is_repeated
         is_cached, error = self.downloads.finish(key)
         if is_cached:
-            reason = self.loss_reasons.pop(key, "room")
-            if is_repeated:
-                self._warn_of_refetch(key, reason)
             self.cached.add(key)
             self._unread[key] = self._aims.pop(key, self._uses.next_use(key, self._now) or 0)  # may be read by now
         elif error is None:
             self._enqueue(key)
         elif key in self._requested:
             result.errors[key] = error
-
-    def _warn_of_refetch(self, key: int, reason: str) -> None:
-        """Log why slices are downloaded twice in an epoch: each damaged one; others above a tenth of all bytes."""
-        self._refetched[reason] += 1
-        counts = self.downloads.counts
-        is_rare = counts["refetched_bytes"] <= _MAX_REFETCHED_RATIO * counts["fetched_bytes"] and reason != "damage"
-        if is_rare or self._clock() - self._warned_at < _WARN_S:
-            return
-        self._warned_at = self._clock()
-        reasons = ", ".join(f"{number} by {cause}" for cause, number in self._refetched.most_common())
-        text = _LOSS_TEXTS[reason].format(
-            budget=self.cache.budget_bytes, directory=self.cache.directory, name=self._sha256s[key]
-        )
-        log.warning(
-            "%d slices (%d of %d bytes) were fetched a second time in an epoch (lost by: %s). The last one %s",
-            counts["refetched_slices"], counts["refetched_bytes"], counts["fetched_bytes"], reasons, text,
-        )  # fmt: skip
 
     def _start_requested(self, result: PlanUpdate) -> bool:
         """Start the slices that the consumer waits for; True if there is room to prefetch."""
@@ -270,13 +224,13 @@ class Planner:
             result.poll_s = 0.0
             return False
         self._waiting_since = self._waiting_since or self._clock()
-        since = self._clock() - self._options.timeout_s
+        since = self._clock() - TIMEOUT_S
         if self._waiting_since <= since and not self.downloads and self.cache.is_stuck(since):
             self._waiting_since = 0.0
             for key in missing:
                 result.errors[key] = UsageError(
                     f"cache: slice {self._sha256s[key][:12]}… was needed at step {self._now} and found no room in "
-                    f"{self._options.timeout_s:.0f} s: {no_room} All processes that share it wait for each other. "
+                    f"{TIMEOUT_S:.0f} s: {no_room} All processes that share it wait for each other. "
                     "Raise the budget to the slices that they read at once."
                 )
         return False
@@ -328,7 +282,6 @@ class Planner:
         if (
             isinstance(reserved, NotReserved)
             and reserved.reason == "no room"
-            and self._options.keep != "all"
             and (steps <= 0 or (self._is_near(key, steps) and not self._will_free_room()))
         ):
             self._find_last_read(once=steps <= 0)
@@ -358,7 +311,7 @@ class Planner:
             for sha256 in reserved.evicted:
                 self.num_evicted += 1
                 if sha256 in self._keys:
-                    self._record_loss(self._keys[sha256], "room")
+                    self._record_loss(self._keys[sha256])
         return reserved
 
     def _find_last_read(self, *, once: bool) -> None:
@@ -378,25 +331,13 @@ class Planner:
             self._unread = {key: step for key, step in self._unread.items() if step > self._now}
             if not self.downloads and not self._unread:
                 return True
-            if steps > self._rate[2] * self.lead_s:
-                return False
-            max_bytes = self.cache.budget_bytes // (4 if self.lead_s == _LEAD_S else 2)
+            max_bytes = self.cache.budget_bytes // 4
         num_bytes = self._sizes[key]
-        for other in {*self.cached, *self.downloads, *self._queued_until(self._now + steps)} - {key}:
+        for other in {*self.cached, *self.downloads, *self._queued} - {key}:
             step = self._uses.next_use(other, self._now)
             if step is not None and 0 < step - self._now <= steps:
                 num_bytes += self._sizes[other]
         return num_bytes <= max_bytes
-
-    def _queued_until(self, step: int) -> list[int]:
-        """Return the queued keys that are read until this step; visits only these entries of the heap."""
-        keys, indexes = [], [0]
-        while indexes:
-            index = indexes.pop()
-            if index < len(self._queue) and self._queue[index][0] <= step:
-                keys.append(self._queue[index][2])
-                indexes += (2 * index + 1, 2 * index + 2)
-        return keys
 
     def _drop_read(self) -> None:
         """Delete the slices that were read and are not read again in their epoch, unless they are near."""
@@ -406,7 +347,7 @@ class Planner:
             self._released, self._published_at = released, -math.inf
         for sha256 in self.cache.drop(released) if released else ():
             self.num_evicted += 1
-            self._record_loss(self._keys[sha256], "room")
+            self._record_loss(self._keys[sha256])
 
     def _is_read(self, key: int) -> bool:
         if self._unread.get(key, -1) > self._now:

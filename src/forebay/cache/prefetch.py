@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from forebay.cache.cache import SliceCache
 from forebay.cache.downloads import slice_error
 from forebay.cache.planned_use import I64, RunSlices, UsesFunction
-from forebay.cache.planner import NEVER, FeedOptions, Planner, PlanUpdate
+from forebay.cache.planner import NEVER, TIMEOUT_S, FeedOptions, Planner, PlanUpdate
 from forebay.errors import UsageError
 from forebay.storage.locks import at_fork
 from forebay.storage.transfer_state import Transfer
@@ -32,7 +32,6 @@ from forebay.storage.transfer_state import Transfer
 _MIN_LOGGED_WAIT_S = 0.05
 _LOG_INTERVAL_S = 10.0
 _CLOSE_S = 0.8
-_MAX_LEAD_S = 480.0
 log = logging.getLogger("forebay")
 
 
@@ -69,9 +68,9 @@ class SliceFeed:
         self.cache = cache
         self.pid = os.getpid()
         self._slices = RunSlices.of(sha256s, sizes, uses, num_steps)
-        self._slices.check(options.keep, cache.budget_bytes)
+        self._slices.check(cache.budget_bytes)
         self._sha256s, self._sizes, self._same = self._slices.sha256s, self._slices.sizes, self._slices.same
-        self._clock, self._on_evict, self._timeout_s = clock, on_evict, options.timeout_s
+        self._clock, self._on_evict = clock, on_evict
         reference = weakref.ref(self)
 
         def on_done(key: int) -> None:
@@ -159,7 +158,6 @@ class SliceFeed:
             if self._pinned_until.pop(key, None) is not None:
                 self.cache.unpin(self._sha256s[key])
             self.cache.discard(self._sha256s[key])
-            self._planner.loss_reasons[key] = "damage"
 
     def advance(self, step: int) -> None:
         """Set the next step; slices acquired until then may be evicted.
@@ -265,7 +263,7 @@ class SliceFeed:
                     self._changed.wait(_MIN_LOGGED_WAIT_S)
                 waited_s = self._clock() - began
                 self._log_wait(keys, waited_s)
-                if not is_starvation_logged and waited_s >= self._timeout_s / 2 and (no_room := self._no_room):
+                if not is_starvation_logged and waited_s >= TIMEOUT_S / 2 and (no_room := self._no_room):
                     is_starvation_logged = True
                     log.warning("waiting for room in the cache: %s", no_room)
         finally:
@@ -273,8 +271,6 @@ class SliceFeed:
                 self._requested.subtract(keys)
                 self._requested += Counter()
                 self._waited_s += self._clock() - began
-        if self._now > self._first_step:
-            self._planner.lead_s = min(_MAX_LEAD_S, 2 * self._planner.lead_s)
 
     def _log_wait(self, keys: list[int], waited_s: float) -> None:
         """Log a wait: as info at the first step, else as a warning, one in 10 s for all waits."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("forebay")
 _READY_S = 1e-3  # A prefetched batch that comes sooner than this was ready.
-KEEPS = ("budget", "window", "all")
+KEEPS = ("budget", "window")
 _MINIMA = {
     "cache_bytes": 1, "connections": 1, "epochs": 1, "prefetch": 0, "readahead_bytes": 0, "seq_len": 1, "steps": 1,
 }  # fmt: skip
@@ -87,10 +87,9 @@ class Loader:
         cache_bytes: Limit of the cache, for all loaders that share it together; by default a quarter of what is free,
             up to 64 GiB.
         cache: Shorthand for cache_dir: `disk` for the user's directory, `ram` for memory.
-        keep: When slices are deleted: `budget`: when the cache is full; `window`: after their last use in this epoch;
-            `all`: never; refused unless all fits.
-        readahead_bytes: How much of what is read later may be evicted for slices fetched ahead. By default what is
-            fetched in 30 s, up to a quarter of the cache; 0: most slices survive an epoch, and each new one is waited
+        keep: When slices are deleted: `budget`: when the cache is full; `window`: after their last use in this epoch.
+        readahead_bytes: How much of what is read later may be evicted for slices fetched ahead. By default a
+            quarter of the cache; 0: most slices survive an epoch, and each new one is waited
             for.
         connections: Concurrent requests to an origin.
         share: For a `forebay://` dataset: join its swarm and serve cached slices to peers, from the first batch until

@@ -327,7 +327,6 @@ class SliceReader:
                 keep=settings.keep,
                 horizon_bytes=settings.readahead_bytes,
                 epoch_of=lambda step, key: self._run.epoch_of(step, self._dataset_index(key)),
-                first_alone=True,
                 window_steps=max(map(window_steps, self._run.orders)),
             ),
             on_evict=(lambda key: source.on_evict(*find(key))) if settings.share else None,

@@ -122,8 +122,6 @@ def figures_of(job: RunSpec) -> Plan:
     overhead, total_bytes = job.part_bytes, int(job.slice_bytes.sum())
     proposed = min(max(disk.next_bytes, disk.once_bytes), total_bytes) + overhead
     cache = job.cache_bytes if job.cache_bytes is not None else min(proposed, job.volume_bytes or proposed)
-    if job.keep == "all" and job.cache_bytes is None:
-        cache = total_bytes + overhead
     peak = min(cache, sum(map(part_bytes, job.slice_bytes.tolist())))
     per_epoch = disk.epoch_bytes + max(refetched_bytes(job, node, cache) for node in nodes)
     plan = Plan(
@@ -371,12 +369,6 @@ def _refusals(plan: Plan) -> tuple[list[str], list[str]]:
         refused.append(
             f"disk: expected space for the cache of {job.cache_bytes} bytes, got {job.volume_bytes} bytes. "
             "Lower the cache's budget, or choose another disk."
-        )
-    total_bytes = plan.total_bytes
-    if job.keep == "all" and job.cache_limit is not None and job.cache_limit < total_bytes:
-        refused.append(
-            f"keep='all': expected space for the dataset, {total_bytes} bytes, got {job.cache_limit} bytes. "
-            "Let the cache evict (keep='budget')."
         )
     memory = job.mem_bytes
     if job.whole_in_memory and memory is not None and plan.peak_disk_bytes + plan.memory_bytes > memory:

@@ -4,6 +4,7 @@ Bits are laid out [slices / 8, rows]: the members that have a slice are read as 
 10,000), the slices of a member in strides. The operating system allocates only memory that was written to.
 """
 
+import re
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ def format_ranges(indexes: NDArray[np.int64]) -> str:
 
 
 def parse_ranges(text: object, stop: int) -> NDArray[np.int64]:
-    """The indexes in [0, stop) of a text of `format_ranges`, rising. Costs some 20 ns a character."""
+    """The indexes in [0, stop) of a text of `format_ranges`, rising. Costs some 0.5 us a range."""
 
     def wrong(expected: str) -> ProtocolError:
         return ProtocolError(f"slices: expected {expected}, got {str(text)[:80]!r}")
@@ -36,19 +37,10 @@ def parse_ranges(text: object, stop: int) -> NDArray[np.int64]:
         return np.empty(0, np.int64)
     if text.count(",") >= min(stop, MAX_RANGES):
         raise wrong(f"at most {min(stop, MAX_RANGES)} ranges")
-    data = np.frombuffer(f"{text},".encode(), np.uint8)
-    is_comma, is_dash = data == ord(","), data == ord("-")
-    stops = np.flatnonzero(is_comma | is_dash)  # of each number
-    starts = np.concatenate([[0], stops[:-1] + 1])
-    lengths, follows_dash = stops - starts, np.concatenate([[False], is_dash[stops[:-1]]])
-    digits = np.where(is_comma | is_dash, 0, data.astype(np.int64) - ord("0"))
-    if lengths.min() < 1 or lengths.max() > 9 or digits.min() < 0 or digits.max() > 9:
+    if not re.fullmatch(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*", text):
         raise wrong("ranges like 0-15,17")
-    if (follows_dash & is_dash[stops]).any():  # 1-2-3
-        raise wrong("ranges like 0-15,17")
-    places = np.maximum(np.repeat(stops, lengths + 1) - np.arange(len(data)) - 1, 0)
-    values = np.add.reduceat(digits * 10**places, starts)
-    last, first = values[is_comma[stops]], values[~follows_dash]
+    pairs = [(int(a), int(b or a)) for a, b in re.findall(r"(\d+)(?:-(\d+))?", text)]
+    first, last = np.array(pairs, np.int64).T
     if (first > last).any() or (first[1:] <= last[:-1]).any() or last[-1] >= stop:
         raise wrong(f"ranges that rise within [0, {stop})")
     counts = last - first + 1
@@ -64,8 +56,7 @@ class Members:
     """Rows by peer id; a row is reused after its member left. All arrays are [rows] except `copies`.
 
     `gives`: it serves slices. `is_origin`: it has all. `uploads` and `slots`: how many it uploads now, and may.
-    `failures`: in a row, since its last message. `owed`: slices that it got from an origin first, less its uploads
-    since; never below 0.
+    `failures`: in a row, since its last message.
     """
 
     def __init__(self, num_slices: int) -> None:
@@ -76,9 +67,8 @@ class Members:
         self._free: list[int] = []
         self._bits = np.zeros(((num_slices + 7) // 8, 0), np.uint8)
         self.gives = self.is_origin = np.zeros(0, np.bool_)
-        self.uploads = self.slots = self.failures = self.owed = np.zeros(0, np.int32)
+        self.uploads = self.slots = self.failures = np.zeros(0, np.int32)
         self._seen_at = np.zeros(0)
-        self.asked_at = np.zeros(0)  # when it last requested slices
         self._speed = np.zeros(0)
         self._mean_speed: float | None = None  # None: to be computed again
         self._grow(_FIRST_ROWS)
@@ -95,9 +85,8 @@ class Members:
         self.ids[row] = peer_id
         self._rows[peer_id] = row
         self.is_origin[row], self.gives[row] = is_origin, gives
-        self.uploads[row] = self.failures[row] = self.owed[row] = 0
+        self.uploads[row] = self.failures[row] = 0
         self._speed[row] = np.nan
-        self.asked_at[row] = -np.inf
 
     def remove(self, peer_id: str) -> None:
         """Remove a member and free its row."""
@@ -149,16 +138,12 @@ class Members:
         column = np.ascontiguousarray(self._bits[:, self._rows[peer_id]])
         return np.unpackbits(column, count=self.num_slices, bitorder="little").astype(np.bool_)
 
-    def speeds(self) -> NDArray[np.float64]:
-        """[rows] slices a second that each uploads in total; where unknown, the mean of the others."""
-        return self._speeds_of(self._speed)
-
     def by_load(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows by the end of one more upload, the soonest first; then by `owed`, the most first; then by number."""
+        """Rows by the end of one more upload, the soonest first; then by number."""
         if len(rows) < 2:
             return rows
         durations = (self.uploads[rows] + 1) / self._speeds_of(self._speed[rows])
-        return rows[np.lexsort((rows, -self.owed[rows], durations))]
+        return rows[np.lexsort((rows, durations))]
 
     def gave(self, peer_id: str, took_s: float) -> None:
         """The member uploaded a slice in `took_s` seconds."""
@@ -168,7 +153,6 @@ class Members:
         self._speed[row] = speed if np.isnan(before) else before + _NEW_WEIGHT * (speed - before)
         self._mean_speed = None
         self.failures[row] = 0
-        self.owed[row] = max(0, int(self.owed[row]) - 1)
 
     def _speeds_of(self, measured: NDArray[np.float64]) -> NDArray[np.float64]:
         if self._mean_speed is None:
@@ -194,7 +178,7 @@ class Members:
         bits[:, :before] = self._bits
         self._bits = bits
         more = num_rows - before
-        for name in ("gives", "is_origin", "uploads", "slots", "failures", "owed", "_seen_at", "asked_at", "_speed"):
+        for name in ("gives", "is_origin", "uploads", "slots", "failures", "_seen_at", "_speed"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(more, old.dtype)]))
         self._speed[before:] = np.nan
