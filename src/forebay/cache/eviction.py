@@ -180,20 +180,11 @@ class DiskBudget:
         disk = os.statvfs(self.directory)
         return disk.f_bavail * disk.f_frsize
 
-    def record_path(self, sha256: str) -> Path:
-        """Return the path of the record that a slice is verified."""
-        return self.locks / f"{sha256}.verified"
-
-    def delete(self, path: Path) -> None:
-        """Delete a file and its record, if it exists; under the lock."""
-        path.unlink(missing_ok=True)
-        self.record_path(path.name).unlink(missing_ok=True)
-
     def remove(self, path: Path, guard: Path) -> bool:
         """Delete a file unless its guard is locked; True if it was deleted. Under the lock, as every pin is."""
         if is_locked(guard, EXCLUSIVE) or not path.exists():
             return False
-        self.delete(path)
+        path.unlink()
         return True
 
     def entries(self) -> list[CacheEntry]:
@@ -267,7 +258,7 @@ class DiskBudget:
             if short > 0:
                 return f"no room for {num_bytes} bytes in {self.directory}: its disk is full, {short} bytes short."
             for entry in chosen:
-                self.delete(self.directory / entry.name)
+                (self.directory / entry.name).unlink(missing_ok=True)
             part = self.directory / f"{sha256}.part"
             with contextlib.suppress(FileNotFoundError):
                 if part.stat().st_size > num_bytes:

@@ -282,7 +282,7 @@ class Planner:
         if (
             isinstance(reserved, NotReserved)
             and reserved.reason == "no room"
-            and (steps <= 0 or (self._is_near(key, steps) and not self._will_free_room()))
+            and (steps <= 0 or self._is_near(key, steps))
         ):
             self._find_last_read(once=steps <= 0)
             # Prefetching does not evict slices of an open window: they would be downloaded again at once.
@@ -297,11 +297,6 @@ class Planner:
         if error is not None and key in self._requested:
             result.errors[key] = error
         return None
-
-    def _will_free_room(self) -> bool:
-        """Whether a slice was read before the download released its room: it is evicted first, in a moment."""
-        unwanted = [key for key in self.downloads if self._uses.next_use(key, self._now) is None]
-        return any(self.cache.path_of(self._sha256s[key]).exists() for key in unwanted)
 
     def _reserve(self, key: int, steps: int, evict: Evict) -> Reservation | NotReserved:
         reserved = self.cache.try_reserve(

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from forebay.cache.cache import SliceCache
 from forebay.cache.downloads import slice_error
 from forebay.cache.planned_use import I64, RunSlices, UsesFunction
-from forebay.cache.planner import NEVER, TIMEOUT_S, FeedOptions, Planner, PlanUpdate
+from forebay.cache.planner import NEVER, FeedOptions, Planner, PlanUpdate
 from forebay.errors import UsageError
 from forebay.storage.locks import at_fork
 from forebay.storage.transfer_state import Transfer
@@ -244,7 +244,7 @@ class SliceFeed:
             for key in keys:
                 self._errors.pop(key, None)
             self._wake()
-        began, is_starvation_logged = self._clock(), False
+        began = self._clock()
         try:
             while not self._pin(keys, until):
                 with self._changed:
@@ -253,19 +253,12 @@ class SliceFeed:
                             error = self._errors[key]
                             raise slice_error(error, self._sha256s[key], key) from error
                     self._check_open()
-                    for key in keys:
-                        if (download := self._planner.downloads.get(key)) is not None:
-                            download.transfer.needed = True
                     lost = [key for key in keys if key in self._planner.cached and not self.is_cached(key)]
                     if lost:  # evicted by another process
                         self._lost += lost
                         self._wake()
                     self._changed.wait(_MIN_LOGGED_WAIT_S)
-                waited_s = self._clock() - began
-                self._log_wait(keys, waited_s)
-                if not is_starvation_logged and waited_s >= TIMEOUT_S / 2 and (no_room := self._no_room):
-                    is_starvation_logged = True
-                    log.warning("waiting for room in the cache: %s", no_room)
+                self._log_wait(keys, self._clock() - began)
         finally:
             with self._changed:
                 self._requested.subtract(keys)
@@ -280,23 +273,13 @@ class SliceFeed:
         is_first = self._now == self._first_step
         if not is_first:
             self._logged_at = now
+        downloads = [self._planner.downloads.get(key) for key in keys]
         log.log(
-            logging.INFO if is_first else logging.WARNING, "%s at step %d. Waiting; %d waits and %.1f s so far.",
-            self._progress(keys), self._now, self._num_waits, self._waited_s + waited_s,
+            logging.INFO if is_first else logging.WARNING,
+            "late: slice %d (%s…) needed at step %d, %d of %d bytes here. Waiting; %d waits and %.1f s so far. %s",
+            keys[0], self._sha256s[keys[0]][:12], self._now, sum(d.transfer.received for d in downloads if d),
+            sum(self._sizes[key] for key in keys), self._num_waits, self._waited_s + waited_s, self._no_room,
         )  # fmt: skip
-
-    def _progress(self, keys: list[int]) -> str:
-        """Describe how much of the requested slices is downloaded."""
-        total = sum(self._sizes[key] for key in keys)
-        received = 0
-        for key in keys:
-            download = self._planner.downloads.get(key)
-            if self.is_cached(key):
-                received += self._sizes[key]
-            elif download is not None:
-                received += min(download.transfer.received, self._sizes[key])
-        name = f"slice {keys[0]} ({self._sha256s[keys[0]][:12]}…)" if len(keys) == 1 else f"{len(keys)} slices"
-        return f"late: {name} needed, {received} of {total} bytes here ({received / max(1, total):.0%})"
 
     def _update(self) -> float:
         """Update the plan once, in the thread; return the seconds until the next update."""

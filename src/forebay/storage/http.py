@@ -152,7 +152,7 @@ class WebOrigin(ObjectOrigin):
         own = self._base._replace(path=f"{self._base.path}/{urllib.parse.quote(name)}")
         address = address or urllib.parse.urlunsplit(own)
         redirect, deadline = self._redirects.get(name, ("", 0.0))
-        is_stored = bool(redirect) and deadline > time.monotonic()
+        is_stored, was_refused = bool(redirect) and deadline > time.monotonic(), False
         target = redirect if is_stored else address
         for _ in range(_MAX_REDIRECTS + 1):
             headers = {"User-Agent": "forebay", "Accept-Encoding": "identity", **request_headers}
@@ -173,8 +173,8 @@ class WebOrigin(ObjectOrigin):
                 target = _join_url(target, location, error)
                 if self._same_host and _host(target) != _host(address):
                     raise error
-            elif is_stored:
-                is_stored, target = False, address  # a signed URL that expired
+            elif is_stored or (target != address and answer.status == 403 and not was_refused):
+                is_stored, was_refused, target = False, True, address  # a signed URL that expired
                 self._redirects.pop(name, None)
             else:
                 raise error

@@ -18,6 +18,7 @@ from forebay.errors import UsageError
 EARLIER_RUN = "an earlier run"  # the source of bytes that were in the file when it was opened
 MIN_PIECE_BYTES = 1 << 20  # of a slice
 _READ_BYTES = 256 << 10
+_MIN_CHECK_BYTES = 1 << 20
 _MAX_CHECK_BYTES = 64 << 20  # checked per step, so that a closed file is noticed
 
 
@@ -99,6 +100,7 @@ class PartFile:
         self._range_bytes = max(range_bytes, piece_bytes)
         self._file = -1
         self._first_open = 0
+        self._is_checking = False
         self.ranges: list[ByteRange] = []  # all, by start; those of complete pieces are complete. `forget` makes others
         self._current: set[ByteRange] = set()
 
@@ -177,25 +179,26 @@ class PartFile:
         return self.num_bytes
 
     def advance_check(self) -> bool:
-        """Hash or check the contiguous bytes; True when all bytes are checked. One thread at a time. Raises OSError."""
+        """Hash or check the contiguous bytes, unless another thread does; True once, when all are. Raises OSError."""
+        with self.lock:
+            if self._is_checking or (
+                self.contiguous() - self.checked < _MIN_CHECK_BYTES and self.contiguous() < self.num_bytes
+            ):
+                return False
+            self._is_checking = True
         while True:
             with self.lock:
-                if self._file < 0:
+                ranges, start, stop = self.ranges, self.checked, min(self.contiguous(), self.checked + _MAX_CHECK_BYTES)
+                if self._file < 0 or start == stop:
+                    self._is_checking = False
                     return False
-                ranges, start = self.ranges, self.checked
-                stop = min(self.contiguous(), start + _MAX_CHECK_BYTES)
-            if start < stop:
-                self.check.advance(self.path, start, stop)
+            self.check.advance(self.path, start, stop)
             with self.lock:
-                if self._file < 0:
-                    return False
-                if self.ranges is not ranges:
-                    continue
-                self.checked = stop
-                if stop == self.num_bytes:
-                    return True
-                if self.contiguous() - stop < _READ_BYTES:
-                    return False
+                if self.ranges is ranges:
+                    self.checked = stop
+                    if stop == self.num_bytes:
+                        self._is_checking = False
+                        return self._file >= 0
 
     def digest_of(self, start: int, stop: int) -> bytes:
         """Return the sha256 of bytes [start, stop) as they are in the file now. Raises OSError."""
@@ -208,11 +211,6 @@ class PartFile:
         with self.lock:
             os.ftruncate(self._file, self.num_bytes)
             os.fsync(self._file)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it can still be written."""
-        return self._file >= 0
 
     def close(self) -> None:
         """Write nothing more. May be called twice."""

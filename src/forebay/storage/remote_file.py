@@ -20,8 +20,7 @@ from forebay.storage.http import WebOrigin
 from forebay.storage.hub import MAX_FILE_BYTES
 from forebay.storage.hub_reader import RangedStream, open_hub_file
 
-_HTTP_TRIES, _BUCKET_TRIES = 6, 10
-_FIRST_WAIT_S = 0.25  # 0.25, 0.5, 1, 2, 4: 8 s in all; of a bucket, 92 s
+_HTTP_TRIES, _BUCKET_TRIES = 6, 10  # 8 s in all; of a bucket, 92 s
 _MAX_WAIT_S = 30.0
 _TIMEOUT_S = 30.0
 _BUFFER_BYTES = 256 << 10
@@ -135,7 +134,7 @@ def _retry(url: str, attempt: Callable[[], _T], version: str = "") -> _T:
     """The result of `attempt`, which is repeated after a TransientError; other failures are a PrepareError."""
     tries = _HTTP_TRIES if url.startswith("http") else _BUCKET_TRIES
     try:
-        return retry_transient(attempt, tries, _FIRST_WAIT_S, _MAX_WAIT_S)
+        return retry_transient(attempt, tries, _MAX_WAIT_S)
     except TransientError as error:
         raise PrepareError(
             f"{url}: cannot read input after {tries} tries: {_reason(error, url)}. Try again later."

@@ -111,7 +111,6 @@ class Transfer(ABC):
         self.part = part
         self.done = threading.Event()  # set at the end; nothing is written to `part` after it
         self.error: Exception | None = None  # None at the end: `part` is verified, synced and has `info.bytes` bytes
-        self.needed = False  # set by a consumer that waits for it
         self._callbacks: list[Callable[[Transfer], object]] = []
         self._lock = threading.Lock()
 
@@ -179,7 +178,7 @@ class PoolTransfer(Transfer):
         self.looked_up_at = float("-inf")
         self.lookup_not_before = 0.0
         self.lookup_tries = 0
-        self.is_hashing = self.has_ended = False
+        self.has_ended = False
         self.attempts = 0  # that failed
         self._on_source_fault = on_source_fault
         self._end = end
@@ -228,7 +227,8 @@ class PoolTransfer(Transfer):
                     return
                 byte_range.tries = 0
                 self.last_byte_at = time.monotonic()
-                on_data(self)
+                if byte_range.offset < stop:
+                    on_data(self)
         finally:
             if isinstance(body, Generator):
                 body.close()

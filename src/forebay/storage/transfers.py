@@ -1,11 +1,11 @@
 """A pool of connections that download slices from origins to disk, in order of start, and verify them.
 
 A slice is downloaded in ranges over all connections at once. A broken request is repeated from the byte where it broke,
-with a back-off. The hash is computed in threads of its own as far as bytes are contiguous, so it is ready with the last
-byte. If bytes of several sources do not verify, the slice is downloaded again from one of them alone; the difference
+with a back-off. The connections hash the bytes as far as they are contiguous, so the hash is ready with the last byte.
+If bytes of several sources do not verify, the slice is downloaded again from one of them alone; the difference
 then shows which source lied.
 
-Memory: `connections` x 256 KiB (2 MiB for peers), 256 KiB per hashing thread, 200 bytes per range.
+Memory: `connections` x 256 KiB (2 MiB for peers), 200 bytes per range.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TypeAlias
 
 from forebay.dataset.manifest import SliceInfo
@@ -28,7 +27,6 @@ from forebay.storage.transfer_state import OnSourceFault, PoolTransfer, SourceSt
 from forebay.threads import SupervisedThread
 
 PIECE_BYTES = 8 << 20  # the longest request by default
-_MIN_HASH_BYTES = 1 << 20  # less is not worth waking a thread
 _FIRST_BACKOFF_S = 0.2
 _CLOSE_S = 1.0
 _MAX_TRIES_ALONE = 3  # of a source that is the only one allowed, before another becomes it
@@ -66,9 +64,6 @@ class Transfers:
         self._changed = threading.Condition()  # guards all below, and the transfers
         self._active: list[PoolTransfer] = []
         self._sources: dict[str, SourceStats] = {}  # by URL
-        self._to_hash: SimpleQueue[PoolTransfer | None] = SimpleQueue()
-        num_hashers = min(4, max(2, os.cpu_count() or 1))  # each hashes 1.5 GB/s
-        self._hashers = [SupervisedThread(self._run_hasher, f"hash-{i}") for i in range(num_hashers)]
         self._threads: list[SupervisedThread] = []
         self._num_idle = 0
         self._counts = dict.fromkeys(("bytes", "attempts", "retries", "finished", "failed"), 0)
@@ -115,7 +110,6 @@ class Transfers:
             self._changed.notify_all()
         if fault is not None and not self._threads:
             self._end(transfer, NetworkError(f"{info.name}: cannot start a thread to fetch it: {fault}"), fault)
-        self._hash_soon(transfer)
         return transfer
 
     def close(self) -> None:
@@ -128,10 +122,8 @@ class Transfers:
             self._changed.notify_all()
         for transfer in active:
             transfer.cancel()
-        for _ in self._hashers:
-            self._to_hash.put(None)
         deadline = time.monotonic() + _CLOSE_S
-        for thread in [*self._threads, *self._hashers]:
+        for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> Transfers:
@@ -148,9 +140,6 @@ class Transfers:
     def _start_threads(self, num_ranges: int) -> RuntimeError | None:
         """Start the threads that so many ranges need; return the fault if the process cannot have more."""
         try:
-            for thread in self._hashers if not self._threads else ():
-                if not thread.is_alive:
-                    thread.start()
             while len(self._threads) < min(self.connections, len(self._threads) - self._num_idle + max(num_ranges, 1)):
                 self._threads.append(SupervisedThread(self._run_connection, f"fetch-{len(self._threads)}").start())
                 self._num_idle += 1
@@ -209,7 +198,10 @@ class Transfers:
         return None, soonest
 
     def _look_up(self, transfer: PoolTransfer) -> None:
-        """Ask the origins for their sources."""
+        """Check what an earlier run left, and ask the origins for their sources."""
+        self._advance_check(transfer)
+        if transfer.has_ended:
+            return
         origin_of: dict[str, Origin] = {}
         fault: NetworkError | None = None
         for origin in transfer.origins:
@@ -242,7 +234,7 @@ class Transfers:
         url, began_at, first = source.origin.url, time.monotonic(), byte_range.offset
         fault: Exception | None = None
         try:
-            transfer.receive(byte_range, source, self._hash_soon)
+            transfer.receive(byte_range, source, self._advance_check)
         except Exception as error:  # noqa: BLE001 - handled below
             fault = error
         if isinstance(fault, ProtocolError):
@@ -256,7 +248,9 @@ class Transfers:
                 source.record_speed(num_bytes, now - began_at)
             if fault is None:
                 source.record_success(self.connections)
-                return
+        if fault is None:
+            return self._advance_check(transfer)
+        with self._changed:
             self._counts["retries"] += 1
             transfer.attempts += 1
             transfer.reasons[url] = str(fault)
@@ -290,29 +284,9 @@ class Transfers:
     def _is_timed_out(self, transfer: PoolTransfer, tries: int, now: float) -> bool:
         return tries >= self._tries and now - transfer.last_byte_at >= self._timeout_s
 
-    def _hash_soon(self, transfer: PoolTransfer) -> None:
-        """Have a thread continue the hash, if none does and there are enough bytes, or the last ones."""
-        file = transfer.file
-        if transfer.is_hashing:
-            return
-        with file.lock:
-            ready = file.contiguous() - file.checked
-            if transfer.is_hashing or (ready < _MIN_HASH_BYTES and file.checked + ready < file.num_bytes):
-                return
-            transfer.is_hashing = True
-        self._to_hash.put(transfer)
-
-    def _run_hasher(self) -> None:
-        while (transfer := self._to_hash.get()) is not None:
-            try:
-                if transfer.file.advance_check():
-                    self._verify(transfer)
-            except Exception as error:  # noqa: BLE001 - the transfer's consumer gets it
-                self._end(transfer, error)
-            finally:
-                transfer.is_hashing = False
-            if transfer.file.is_open:
-                self._hash_soon(transfer)
+    def _advance_check(self, transfer: PoolTransfer) -> None:
+        if transfer.file.advance_check():
+            self._verify(transfer)
 
     def _verify(self, transfer: PoolTransfer) -> None:
         """Verify the complete file; end the transfer, or download the wrong parts again."""

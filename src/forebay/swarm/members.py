@@ -212,7 +212,6 @@ class Download:
 
     holder: str
     since: float
-    fresh: bool  # from an origin
     passed_on: bool  # the asker will serve it to others
 
 

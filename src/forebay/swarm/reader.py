@@ -177,9 +177,6 @@ class SwarmReader:
         """Send one request and start the assigned downloads; return the maximum wait until the next, in seconds."""
         flags = self._own_flags() if self._state.is_have_due(self._clock()) else None
         with self._changed:
-            for index, transfer in self._waiting.items():
-                if transfer.needed:
-                    self._state.need(index, self._clock())
             body = self._state.request(self._clock(), flags)
         try:
             reply = self._trackers.request(body, self._introduce)

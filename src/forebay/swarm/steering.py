@@ -48,7 +48,7 @@ class Swarm:
 
     Args:
         ttl_s: Members that sent nothing for this many seconds are removed.
-        slots, origin_slots: Simultaneous uploads of a member that does not report its own number, and of an origin.
+        slots, origin_slots: Simultaneous uploads of a member, and of an origin.
         checks: The caller checks suspects before they are banned for all.
     """
 
@@ -75,8 +75,8 @@ class Swarm:
 
     # Members and their slices.
 
-    def join(self, holder: Provider, have: NDArray[np.bool_] | None, now: float, *, slots: int | None = None) -> None:
-        """Add or update a member. It uploads `slots` at once; 0: nothing now; None: as before, or the default.
+    def join(self, holder: Provider, have: NDArray[np.bool_] | None, now: float) -> None:
+        """Add or update a member.
 
         `have`: [num_slices] flags of its slices; None: as before. Ignored for an origin, which has all, and for a
         member without an address, which serves none.
@@ -89,9 +89,7 @@ class Swarm:
         if before is None:
             members.add(peer_id, is_origin=holder.is_origin, gives=bool(holder.address))
             self._penalties.join(peer_id)
-        if before is None or slots is not None:
-            default = self.origin_slots if holder.is_origin else self.slots
-            members.slots[members.row(peer_id)] = default if slots is None else max(0, slots)
+            members.slots[members.row(peer_id)] = self.origin_slots if holder.is_origin else self.slots
         self._providers[peer_id] = holder
         members.touch(peer_id, now)
         if have is not None and not holder.is_origin and holder.address:
@@ -331,7 +329,7 @@ class Swarm:
     def _begin(self, asker: str, index: int, holder: Provider, now: float) -> None:
         member = self._providers.get(asker)
         passed_on = member is not None and member.address != "" and not member.is_origin
-        self._downloads.start((asker, index), Download(holder.peer_id, now, holder.is_origin, passed_on))
+        self._downloads.start((asker, index), Download(holder.peer_id, now, passed_on))
         self._members.uploads[self._members.row(holder.peer_id)] += 1
         self._counts["from_origins" if holder.is_origin else "from_peers"] += 1
 

@@ -100,7 +100,7 @@ class Tracker:
         tracked = self._tracked[dataset_id]
         swarm = tracked.swarm
         failed = [fetch.index for fetch in request.failed]
-        indexes = (*request.must, *request.finished, *request.dropped, *request.lost, *failed)
+        indexes = (*request.finished, *request.dropped, *request.lost, *failed)
         if indexes and max(indexes) >= swarm.num_slices:
             raise ProtocolError(f"swarm: expected slices in [0, {swarm.num_slices}), got {max(indexes)}")
         me = member_id(peer.peer_id, request.session)
@@ -201,9 +201,8 @@ def steer(
         have = np.zeros(swarm.num_slices, np.bool_)
         have[parse_ranges(request.have, swarm.num_slices)] = True
     want = parse_ranges(request.want, swarm.num_slices)
-    slots = None if request.slots is None else min(MAX_AT_ONCE, request.slots)
     is_new = registered is None or registered.address != member.address
-    swarm.join(member, have, now, slots=slots)
+    swarm.join(member, have, now)
     for failed in request.failed:
         if swarm.get(failed.member) is not None:  # else this tracker never named it
             swarm.failed(me, failed.index, failed.member, now, failed.wrong, organisation)
@@ -214,14 +213,9 @@ def steer(
     for index in request.lost:
         swarm.lost(me, index)
     assigned = swarm.assign(me, want, min(MAX_AT_ONCE, request.num), now) if may_fetch else []
-    late = set(request.must[:MAX_AT_ONCE]) - {each.index for each in assigned}
     wait_s = min(swarm.ttl_s / 3, max(_WAIT_S if len(want) else _IDLE_WAIT_S, len(swarm) / _MAX_REQUESTS_PER_S))
     reply = _reply(swarm, me, wait_s if may_fetch else 0.05, is_new and have is None)
     reply["assignments"] = [{"index": each.index, **_provider_json(each.holder)} for each in assigned]
-    reply["must"] = [
-        {"index": i, "holders": [_provider_json(provider) for provider in swarm.providers(i, me, now)]}
-        for i in sorted(late)
-    ]
     return reply
 
 
@@ -229,7 +223,6 @@ def _reply(swarm: Swarm, member: str, wait_s: float = 0.0, tell_have: bool = Fal
     sharers = [provider for provider in swarm.sharers(_MAX_PEERS) if provider.peer_id != member]
     return {
         "assignments": [],
-        "must": [],
         "wait_s": wait_s,
         "tell_have": tell_have,
         "settled": swarm.is_settled,

@@ -93,7 +93,7 @@ class Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def origin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Origin]:
-    monkeypatch.setattr("forebay.storage.remote_file._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.001)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     server = Origin()
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -309,7 +309,7 @@ def test_a_server_that_says_no_size_is_named(origin: Origin, tmp_path: Path) -> 
 def test_a_long_wait_for_a_server_is_logged(
     origin: Origin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("forebay.storage.remote_file._FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.02)
     monkeypatch.setattr("forebay.network.retry.FIRST_S", 0.01)
     origin.failures = 4
     assert len(find_inputs(f"{origin.url}/a.jsonl", ReadOptions()).files) == 1
