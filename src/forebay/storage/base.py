@@ -51,7 +51,7 @@ class ChangedError(PermanentError):
 
 @dataclass(frozen=True)
 class ObjectMeta:
-    """Size and ETag of an object. The ETag changes with its bytes; empty if the origin sends none."""
+    """Size and ETag of an object (or time of change). It changes with the bytes; empty if the origin sends none."""
 
     bytes: int
     etag: str

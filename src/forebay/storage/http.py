@@ -10,7 +10,7 @@ import socket
 import ssl
 import time
 import urllib.parse
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 from urllib.request import getproxies, proxy_bypass  # only the environment's settings, not its client
 
@@ -92,11 +92,11 @@ class WebOrigin(ObjectOrigin):
             size = int(content_range[1]) if content_range else answer.length if answer.status == 200 else None
             if size is None:
                 raise PermanentError(f"{self.url}/{name}: the server sends no size")
-            return ObjectMeta(size, answer.headers.get("ETag", ""))
+            return ObjectMeta(size, _version(answer))
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
         with self._open(name, {"Range": f"bytes={start}-{stop - 1}"}) as response:
-            check_etag(f"{self.url}/{name}", etag, response.answer.headers.get("ETag", ""))
+            check_etag(f"{self.url}/{name}", etag, _version(response.answer))
             skip = self._check_range(name, response.answer, start, stop)
             while skip and (data := response.read_chunk(skip)):
                 skip -= len(data)
@@ -120,32 +120,6 @@ class WebOrigin(ObjectOrigin):
             if length is not None and len(data) < length:
                 raise TransientError(f"{what}: the body ended at byte {len(data)} of {length}")
             return bytes(data), response.answer.headers
-
-    def stream(
-        self, address: str, start: int, headers: Mapping[str, str]
-    ) -> tuple[bool, Mapping[str, str], Generator[memoryview, None, None]]:
-        """Request the object at an address from byte `start` on, whatever its size, with more headers.
-
-        Returns:
-            Whether the server sent a range; the headers of the response; the chunks, each valid until the next is
-            requested. Close the iterator to cancel the request. Errors as of `read`.
-        """
-        if start:
-            headers = {"Range": f"bytes={start}-", **headers}
-        response = self._open("", headers, address)
-
-        def chunks() -> Generator[memoryview, None, None]:
-            skip = 0 if response.answer.status == 206 else start
-            with response:
-                yield memoryview(b"")
-                while chunk := response.read_chunk(CHUNK_BYTES):
-                    if skip < len(chunk):
-                        yield chunk[skip:]
-                    skip = max(0, skip - len(chunk))
-
-        started = chunks()
-        next(started)  # From now on, closing the iterator closes the connection.
-        return response.answer.status == 206, response.answer.headers, started
 
     def _open(self, name: str, request_headers: Mapping[str, str], address: str = "") -> "_Response":
         """Send a GET and follow redirects."""
@@ -317,6 +291,10 @@ class _Pool:
                 connection.set_tunnel(host, port or 443, _proxy_headers(proxy), proxy.scheme or "http")
         connection.public_only = self._untrusted == "public"
         return connection
+
+
+def _version(answer: StreamedResponse) -> str:
+    return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
 
 
 def _join_url(target: str, location: str, error: Exception) -> str:
