@@ -55,11 +55,6 @@ class Reader:
         if index not in self.asked_for:
             self._state.want(index, self.net.clock.now)
 
-    def need(self, index: int) -> None:
-        """Fetch a slice that somebody waits for; `ask` follows."""
-        self.want(index)
-        self._state.need(index, self.net.clock.now)
-
     def want_nothing(self) -> None:
         """What is not on its way is wanted no longer."""
         for index in list(self._state.missing):

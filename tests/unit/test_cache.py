@@ -208,17 +208,6 @@ def test_hold_is_all_or_none(tmp_path: Path) -> None:
     assert cache.list_slices() == {second, hashlib.sha256(b"c").hexdigest()}
 
 
-def test_drop_spares_what_others_keep(tmp_path: Path) -> None:
-    cache, other = SliceCache(tmp_path, 40), SliceCache(tmp_path, 40)
-    names = [put(cache, bytes([number]) * 10) for number in range(4)]
-    other.publish(dict.fromkeys(names[:2], (5, 5, None)), released=names[1:2])
-    cache.pin(names[3])
-    assert cache.drop(names) == [names[1], names[2]]
-    other.unpublish()
-    other.unpublish()
-    assert cache.drop(names) == [names[0]]
-
-
 def test_what_killed_processes_left_is_cleaned(tmp_path: Path) -> None:
     cache, other = SliceCache(tmp_path, 100), SliceCache(tmp_path, 100)
     kept, stale, wanted, under_way = put(cache, b"a"), "b" * 64, "c" * 64, "d" * 64
@@ -252,16 +241,13 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cache_module, "_RAM", tmp_path)
-    cache = SliceCache("ram:test", 100)
-    assert cache.directory == tmp_path / f"forebay-{os.getuid()}-test"
+    cache = SliceCache("ram", 100)
+    assert cache.directory == tmp_path / f"forebay-{os.getuid()}"
     assert cache.directory.stat().st_mode & 0o777 == 0o700
-    assert SliceCache("ram", 100).directory == tmp_path / f"forebay-{os.getuid()}"
     assert cache_module.cache_directory(Path("ram")) == Path("ram")
     cache.directory.chmod(0o755)
     with pytest.raises(UsageError, match="not a directory of this user's alone"):
-        SliceCache("ram:test", 100)
-    with pytest.raises(UsageError, match="expected ram or ram:NAME"):
-        SliceCache("ram:../x", 100)
+        SliceCache("ram", 100)
     monkeypatch.setattr(cache_module, "_RAM", tmp_path / "absent")
     with pytest.raises(UsageError, match="Choose a directory on disk"):
         SliceCache("ram", 100)
@@ -279,3 +265,86 @@ def test_a_lock_file_that_was_cleaned_away_is_not_held(tmp_path: Path) -> None:
     assert locks.is_locked(path, locks.SHARED)
     other.release()
     assert not locks.is_locked(path, locks.SHARED) and not locks.is_locked(tmp_path / "none", locks.SHARED)
+
+
+def slices(cache: SliceCache, contents: list[bytes]) -> list[str]:
+    """Those whose verified files hold their bytes."""
+    names = [hashlib.sha256(content).hexdigest() for content in contents]
+    paths = [cache.get(name) for name in names]
+    return [name for name, path, content in zip(names, paths, contents) if path and path.read_bytes() == content]
+
+
+@pytest.mark.parametrize("copied", ["cp -r", "cp -a", "mv"])
+def test_a_copied_cache_stays_whole(tmp_path: Path, copied: str) -> None:
+    cache, contents = SliceCache(tmp_path / "a", 1000), [bytes([number]) * 100 for number in range(3)]
+    names = [put(cache, content) for content in contents]
+    subprocess.run([*copied.split(), tmp_path / "a", tmp_path / "b"], check=True)
+    copy = SliceCache(tmp_path / "b", 1000)
+    assert copy.list_slices() == set(names) == set(slices(copy, contents))
+    assert SliceCache(tmp_path / "b", 1000).pin_all(names) == [tmp_path / "b" / name for name in names]
+
+
+def test_a_file_that_changed_is_hashed_and_stays_if_it_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hashed: list[str] = []
+
+    def count(path: Path) -> str:
+        hashed.append(path.name)
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+    monkeypatch.setattr(cache_module, "hash_file", count)
+    cache, other = SliceCache(tmp_path, 1000), SliceCache(tmp_path, 1000)
+    touched, restored, wrong, same_time, gone = names = [put(cache, bytes([number]) * 100) for number in range(5)]
+    assert slices(other, [bytes([number]) * 100 for number in range(5)]) == names and not hashed
+    os.utime(cache.path_of(touched))
+    cache.path_of(restored).unlink()
+    cache.path_of(restored).write_bytes(b"\1" * 100)
+    cache.path_of(wrong).write_bytes(b"x" * 100)  # within the tick of the clock in which it was verified
+    times = cache.path_of(same_time).stat()
+    (tmp_path / "restored").write_bytes(b"x" * 100)
+    os.utime(tmp_path / "restored", ns=(times.st_atime_ns, times.st_mtime_ns))
+    (tmp_path / "restored").replace(cache.path_of(same_time))
+    cache.path_of(gone).unlink()
+    assert other.pin_all(names[:2]) == [tmp_path / touched, tmp_path / restored]
+    assert [other.get(name) for name in names[2:]] == [None] * 3 == [other.pin_all([name]) for name in names[2:]]
+    assert hashed == [touched, restored, wrong, same_time] and cache.list_slices() == {touched, restored}
+    assert [record.getMessage().count("expected bytes of that sha256") for record in caplog.records] == [1, 1]
+    assert slices(cache, [b"\0" * 100, b"\1" * 100]) == names[:2] and len(hashed) == 4  # one hash serves all processes
+
+
+def test_a_record_that_is_damaged_or_cannot_be_written_costs_a_hash(tmp_path: Path) -> None:
+    contents = [bytes([number]) * 100 for number in range(4)]
+    names = [put(SliceCache(tmp_path, 1000), content) for content in contents]
+    for damaged in (b"", b"\xff\0\n" * 9, b"100 1"):
+        for name in names:
+            (tmp_path / "locks" / f"{name}.verified").write_bytes(damaged)
+        assert slices(SliceCache(tmp_path, 1000), contents) == names
+        assert slices(SliceCache(tmp_path, 1000), contents) == names
+    for name in names:
+        (tmp_path / "locks" / f"{name}.verified").unlink()
+        (tmp_path / "locks" / f"{name}.verified").mkdir()  # It can be neither read nor written.
+    cache = SliceCache(tmp_path, 1000)
+    assert slices(cache, contents) == names
+    assert cache.pin_all(names) is not None
+
+
+def test_processes_share_the_records_and_evicted_slices_have_none(tmp_path: Path) -> None:
+    code = (
+        "import hashlib, sys\n"
+        "from forebay.cache.cache import SliceCache\n"
+        f"cache = SliceCache({str(tmp_path)!r}, 1500)\n"
+        "for number in range(300):\n"
+        "    data = b'%s %d' % (sys.argv[1].encode(), number)\n"
+        "    sha256 = hashlib.sha256(data).hexdigest()\n"
+        "    reserved = cache.try_reserve(sha256, len(data), evict='any')\n"
+        "    reserved.part.write_bytes(data)\n"
+        "    reserved.commit()\n"
+        "    assert cache.get(sha256), number\n"
+    )
+    running = [subprocess.Popen([sys.executable, "-c", code, name]) for name in ("a", "b", "c")]
+    assert [process.wait(120) for process in running] == [0, 0, 0]
+    cache = SliceCache(tmp_path, 1500)
+    recorded = {path.stem for path in (tmp_path / "locks").glob("*.verified")}
+    cached = cache.list_slices()
+    assert recorded >= cached and len(recorded) < len(cached) + 60 and all(cache.get(name) for name in cached)

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import PrepareError
-from forebay.storage import hub_reader
-from forebay.storage.hub_reader import BlockCache, HubStream
+from forebay.storage import remote_file
+from forebay.storage.remote_file import BlockCache, HubStream
 
 
 class _File:
@@ -55,8 +55,8 @@ class _File:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_reader, "BLOCK_BYTES", 16)
-    monkeypatch.setattr(hub_reader, "fetch_range", lambda *arguments: _File.current.fetch(*arguments))
+    monkeypatch.setattr(remote_file, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(remote_file, "fetch_range", lambda *arguments: _File.current.fetch(*arguments))
 
 
 @settings(max_examples=40, deadline=None)
@@ -67,8 +67,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_any_reading_gives_the_files_bytes_within_the_bounds(size: int, numbers: list[int], most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub_reader, "MAX_BLOCKS", most)
-        patch.setattr(hub_reader, "BLOCK_BYTES", 16)
+        patch.setattr(remote_file, "MAX_BLOCKS", most)
+        patch.setattr(remote_file, "BLOCK_BYTES", 16)
         file, at = _File(size), 0
         for number in numbers:
             at = (at + 1 if number < 0 else number) % -(-size // 16)  # -1: read on

@@ -49,13 +49,13 @@ def hub(repos: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tries with shorter waits."""
     monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr("forebay.storage.hub_reader._blocks", type(_blocks())())
+    monkeypatch.setattr("forebay.storage.remote_file._blocks", type(_blocks())())
 
 
 def _blocks() -> Any:
-    from forebay.storage import hub_reader
+    from forebay.storage import remote_file
 
-    return hub_reader._blocks
+    return remote_file._blocks
 
 
 def texts(name: str, text_key: str = "text") -> list[str]:
@@ -251,7 +251,7 @@ def test_what_is_gated_needs_a_token_which_no_other_host_sees(
     (tmp_path / "token").write_text(TOKEN + "\n")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     hub.reset()
-    monkeypatch.setattr("forebay.storage.hub_reader._blocks", type(_blocks())())
+    monkeypatch.setattr("forebay.storage.remote_file._blocks", type(_blocks())())
     assert texts("hf:bigcode/the-stack/data/python", "content") == wanted[: len(wanted) - 1]
     shown = dict(zip(hub.paths, hub.authorizations))
     assert {bool(value) for path, value in shown.items() if path.startswith("/datasets/")} == {False}

@@ -223,43 +223,6 @@ def test_windows_bridged_too_coarsely_are_planned_exactly(tmp_path: Path, closin
 # What is kept
 
 
-def test_window_deletes_what_the_epoch_has_read(tmp_path: Path, closing: list[SliceFeed]) -> None:
-    steps = [[key] for _ in range(2) for key in range(4) for _ in range(2)]
-    gone: list[int] = []
-    feed = feed_of(
-        tmp_path, steps, 4, Origin(), 4, keep="window", horizon_bytes=SIZE, on_evict=gone.append,
-        epoch_of=lambda step, key: (0, 8) if step < 8 else (1, 16),
-    )  # fmt: skip
-    closing.append(feed)
-    feed.seek(0)
-    for step, keys in enumerate(steps):
-        feed.acquire(keys[0], step + 1)
-        feed.advance(step + 1)
-        ahead = [key for later in steps[step + 1 :] for key in later]
-        lean = set(ahead[:1] + [key for key in ahead if key != ahead[0]][:1])
-        until(lambda lean=lean: {NAMES.index(name) for name in feed.cache.list_slices()} <= lean, f"step {step}")
-    until(lambda: len(gone) == 8, "the last eviction is told")
-    assert gone == [0, 1, 2, 3] * 2 and feed.stats()["repeated_fetches"] == 4
-
-
-def test_window_waits_for_the_other_processes(tmp_path: Path, closing: list[SliceFeed]) -> None:
-    steps = [[0], [1], [2], [3]]
-    fast, slow = (
-        feed_of(tmp_path, steps, 4, Origin(), 4, keep="window", horizon_bytes=0, epoch_of=lambda step, key: (0, 4))
-        for _ in range(2)
-    )
-    closing += [fast, slow]
-    slow.seek(0)
-    slow.acquire(0, 1)
-    until(lambda: list((tmp_path / "futures").iterdir()), "it is told")
-    fast.seek(0)
-    read(fast, steps)
-    time.sleep(0.7)
-    assert fast.cache.list_slices() == set(NAMES[:4])
-    slow.close()
-    until(lambda: not fast.cache.list_slices(), "nobody wants them any more")
-
-
 def test_slices_that_can_never_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the largest slice takes 1002 bytes as it is fetched, the budget is 1000"):
         SliceFeed(SliceCache(tmp_path, 1000), NAMES[:1], np.array([1000]), uses_of([]), 0, lambda *_: None)

@@ -5,7 +5,7 @@ interval. In a chunk of more than 2,048 intervals, gaps are bridged until there 
 long run stays small; inside a bridged gap a slice counts as in use. With `exact`, for a cache that cannot hold the open
 windows, no gap is bridged, and fewer steps are known.
 
-Cost: 0.15 us per use (NumPy), 100 bytes per interval, at most 2^18 intervals and 2^25 uses.
+Cost: 0.15 us per use (NumPy), 100 bytes per interval, at most 2^18 intervals.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +23,11 @@ from forebay.errors import UsageError
 I64 = NDArray[np.int64]
 UsesFunction = Callable[[int, int], tuple[I64, I64]]
 """Run steps [start, stop) to (steps, keys): distinct pairs by step, then in order of first use."""
-Keep = Literal["budget", "window"]
 
 _FIRST_STEPS = 256
 _CHUNK_USES = 1 << 17
 _CHUNK_INTERVALS = 2048
 _MAX_INTERVALS = 1 << 18
-_MAX_USES = 1 << 25
 
 
 class PlannedUses:
@@ -45,9 +42,7 @@ class PlannedUses:
         self._exact = exact
         self._chunk_steps = _FIRST_STEPS
         self._intervals: dict[int, deque[tuple[int, int]]] = {}
-        self._chunks: deque[tuple[int, int]] = deque()  # (first step after the chunk, its uses)
-        self._last: dict[int, int] = {}
-        self._num_intervals = self._num_uses = 0
+        self._num_intervals = 0
         self.known_until = step  # the uses of earlier steps are known
         self.is_bridged = False  # a gap was bridged
 
@@ -58,12 +53,10 @@ class PlannedUses:
 
     def is_full(self, now: int) -> bool:
         """Whether all uses are known, or no more can be stored."""
-        while self._chunks and self._chunks[0][0] <= now:
-            self._num_uses -= self._chunks.popleft()[1]
         if self._num_intervals >= _MAX_INTERVALS:
             for key in list(self._intervals):
                 self.use(key, now)  # removes the intervals before `now`
-        return self.is_complete or self._num_intervals >= _MAX_INTERVALS or self._num_uses >= _MAX_USES
+        return self.is_complete or self._num_intervals >= _MAX_INTERVALS
 
     def extend(self) -> list[tuple[int, int]]:
         """Read another chunk; return (first step, key) of the intervals that begin in it, in order."""
@@ -71,8 +64,6 @@ class PlannedUses:
         if self._num_steps is not None:
             stop = min(stop, self._num_steps)
         steps, keys = self._uses(self.known_until, stop)
-        self._chunks.append((stop, len(steps)))
-        self._num_uses += len(steps)
         started = []
         for key, first, last in self._compress(steps, keys):
             intervals = self._intervals.setdefault(key, deque())
@@ -95,7 +86,7 @@ class PlannedUses:
         if intervals is None:
             return None
         while intervals and intervals[0][1] < now:
-            self._last[key] = intervals.popleft()[1]
+            intervals.popleft()
             self._num_intervals -= 1
         if not intervals:
             del self._intervals[key]
@@ -107,11 +98,6 @@ class PlannedUses:
         """Return the first step from `now` on that reads a slice; None if none before `known_until` does."""
         use = self.use(key, now)
         return None if use is None else use[0]
-
-    def last_use(self, key: int, now: int) -> int | None:
-        """Return the last step before `now` that read a slice; None if none did since the first step."""
-        self.use(key, now)
-        return self._last.get(key)
 
     def _compress(self, steps: I64, keys: I64) -> list[tuple[int, int, int]]:
         """Return (key, first, last) of the intervals, by first step, then as given."""

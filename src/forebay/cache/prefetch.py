@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.cache.cache import SliceCache
-from forebay.cache.downloads import slice_error
 from forebay.cache.planned_use import I64, RunSlices, UsesFunction
-from forebay.cache.planner import NEVER, FeedOptions, Planner, PlanUpdate
+from forebay.cache.planner import NEVER, FeedOptions, Planner, PlanUpdate, slice_error
 from forebay.errors import UsageError
 from forebay.storage.locks import at_fork
 from forebay.storage.transfer_state import Transfer
@@ -219,7 +218,6 @@ class SliceFeed:
             self._wake()
 
     def _unpin_until(self, step: int) -> None:
-        """Unpin what was acquired until this step or one before it; under the condition."""
         for key in [key for key, until in self._pinned_until.items() if until <= step]:
             del self._pinned_until[key]
             self.cache.unpin(self._sha256s[key])
@@ -237,7 +235,6 @@ class SliceFeed:
         return True
 
     def _wait_for(self, keys: list[int], until: int) -> None:
-        """Request slices from the thread, and pin them."""
         with self._changed:
             self._num_waits += 1
             self._requested.update(keys)
@@ -266,7 +263,6 @@ class SliceFeed:
                 self._waited_s += self._clock() - began
 
     def _log_wait(self, keys: list[int], waited_s: float) -> None:
-        """Log a wait: as info at the first step, else as a warning, one in 10 s for all waits."""
         now = self._clock()
         if waited_s < _MIN_LOGGED_WAIT_S or now - self._logged_at < _LOG_INTERVAL_S:
             return
@@ -316,7 +312,6 @@ class SliceFeed:
 
 
 def _run(reference: weakref.ref[SliceFeed], changed: threading.Condition, planner: Planner) -> None:
-    """Run the thread of a feed; it ends with the feed, also if the feed was garbage-collected."""
     while True:
         feed = reference()
         if feed is None or feed._closed:

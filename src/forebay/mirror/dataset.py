@@ -198,7 +198,6 @@ def _check_room(target: Target, rows: list[SliceInfo]) -> None:
 
 
 def _check_slices(target: Target, rows: Iterable[SliceInfo], *, verify: bool) -> Iterator[tuple[SliceInfo, bool]]:
-    """Yield each slice, in order, and whether the target contains it."""
     with ThreadPoolExecutor(_MAX_CHECKS) as pool:
         yield from pool.map(
             lambda row: (row, target.contains(row.name, row.bytes, row.sha256 if verify else None)), list(rows)

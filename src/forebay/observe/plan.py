@@ -89,7 +89,7 @@ class Plan:
             "steps_per_epoch": self.steps_per_epoch,
             "nodes": job.num_nodes,
             "samples_of_rank": list(self.samples_of_rank),
-            "loader": {"lanes": self.lanes, "window": self.window, "cache_bytes": self.cache_bytes, "keep": job.keep},
+            "loader": {"lanes": self.lanes, "window": self.window, "cache_bytes": self.cache_bytes},
             "head": self.head,
             **asdict(self.disk),
             "peak_disk_bytes": self.peak_disk_bytes,

@@ -203,7 +203,6 @@ def _retry(
     timeout_s: float,
     sleep: Callable[[float], object],
 ) -> _T:
-    """Call `attempt` until it raises no TransientError; a `sleep` that returns true ends the retries."""
     began, answers = time.monotonic(), ["no response yet"]
     while True:
         try:

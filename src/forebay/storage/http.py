@@ -11,6 +11,7 @@ import ssl
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Literal
 from urllib.request import getproxies, proxy_bypass  # only the environment's settings, not its client
 
@@ -171,7 +172,7 @@ class WebOrigin(ObjectOrigin):
         return 0
 
 
-class _Response:
+class _Response(AbstractContextManager["_Response"]):
     """The response to a GET, with its connection; the body is read through one buffer. A dripping server is a fault."""
 
     def __init__(
@@ -205,9 +206,6 @@ class _Response:
         can_keep = self.answer.can_keep
         self.answer.close()
         self._pool.put_back(self._connection, can_keep)
-
-    def __enter__(self) -> "_Response":
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

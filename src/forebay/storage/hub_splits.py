@@ -240,7 +240,6 @@ def _choose_config(repo: HubRepo, configs: Mapping[str, Mapping[str, Any]], conf
 
 
 def _data_files(entry: Any) -> dict[str, list[str]]:
-    """Patterns by split, from each of the forms in which a card may have them."""
     if isinstance(entry, Mapping):
         return {str(split): _globs(paths) for split, paths in entry.items()}
     splits = [item for item in _as_list(entry) if isinstance(item, Mapping)]
@@ -280,7 +279,6 @@ def _by_file(path: str) -> list[str]:
 
 
 def _named_in(steps: list[str], pattern: str) -> list[str]:
-    """The splits of which a keyword occurs in any of these names."""
     return [
         split
         for split, words in KEYWORDS.items()
@@ -289,7 +287,6 @@ def _named_in(steps: list[str], pattern: str) -> list[str]:
 
 
 def _check_split(repo: HubRepo, split: str, names: Iterable[str], config: str = "") -> None:
-    """UsageError unless the split is one of these."""
     if split not in names:
         suffix = f" (configuration {config!r})" if config else ""
         raise UsageError(

@@ -93,7 +93,6 @@ def verify_files(
 
 
 def _best_state(origin: Origin, file: ListedFile) -> FileState:
-    """Return the best state of a file at any source."""
     states = set[FileState]()
     for source in origin.sources():
         states.add(_state_at(source, file))

@@ -4,26 +4,37 @@ Hides retries with back-off, a resume where a connection was cut, servers that k
 is read at the version (ETag or time) with which it was listed: each response is compared, so that a file that changes
 is an error, never a mixture. (A server that sends neither is not checked.)
 
+All streams of the hub's files share the last 64 MiB of blocks, so that the passes over a Parquet file (footer, heads of
+pages, pages) request each byte once. A stream that reads on has up to eight requests of 1 MiB under way, so that
+latency does not bound the speed (8 MiB in 50 ms: 160 MB/s).
+
 Buckets take endpoint, region and credentials from the usual environment variables (`AWS_ENDPOINT_URL`,
 `AWS_ACCESS_KEY_ID`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME` …).
 """
 
 import io
+import threading
 import urllib.parse
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from forebay.errors import PrepareError
+from forebay.errors import ForebayError, PrepareError
 from forebay.storage.base import ChangedError, ObjectMeta, PermanentError, Timeouts, TransientError, retry_transient
 from forebay.storage.buckets import BucketOrigin
 from forebay.storage.http import WebOrigin
-from forebay.storage.hub import MAX_FILE_BYTES
-from forebay.storage.hub_reader import RangedStream, open_hub_file
+from forebay.storage.hub import MAX_FILE_BYTES, HubReadError, fetch_range
+from forebay.storage.locks import at_fork
 
 _HTTP_TRIES, _BUCKET_TRIES = 6, 10  # 8 s in all; of a bucket, 92 s
 _MAX_WAIT_S = 30.0
 _TIMEOUT_S = 30.0
 _BUFFER_BYTES = 256 << 10
+BLOCK_BYTES = 1 << 20
+MAX_BLOCKS = 64
+_MAX_AHEAD = 8
+_MAX_GAP_BLOCKS = 4  # skipped by a stream that reads on: the other columns of a row group
 _SCHEMES = ("http", "https", "s3", "gs", "az")
 _T = TypeVar("_T")
 
@@ -57,11 +68,28 @@ def find_urls(url: str) -> list[RemoteFile]:
 def open_url(url: str, size: int, version: str = "") -> BinaryIO:
     """A buffered, seekable stream of the file of `size` bytes at a URL, at that version.
 
-    A read raises PrepareError if the file changed, or cannot be read after all retries.
+    A read raises PrepareError if the file changed, or cannot be read after all retries; HubReadError of the hub.
     """
     if url.startswith("hf://"):
-        return open_hub_file(url, size)
+        return io.BufferedReader(HubStream(url, size, _blocks), _BUFFER_BYTES)
     return io.BufferedReader(_RemoteStream(url, size, version), _BUFFER_BYTES)
+
+
+class RangedStream(io.RawIOBase):
+    """A file of known size at a URL; a subclass reads from `_offset` on."""
+
+    def __init__(self, url: str, size: int) -> None:
+        self._url, self._size, self._offset = url, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self._offset = offset + (0, self._offset, self._size)[whence]
+        return self._offset
 
 
 class _RemoteStream(RangedStream):
@@ -124,7 +152,6 @@ def _version(meta: ObjectMeta) -> str:
 
 
 def _retry(url: str, attempt: Callable[[], _T]) -> _T:
-    """The result of `attempt`, which is repeated after a TransientError; other failures are a PrepareError."""
     tries = _HTTP_TRIES if url.startswith("http") else _BUCKET_TRIES
     try:
         return retry_transient(attempt, tries, _MAX_WAIT_S)
@@ -142,3 +169,75 @@ def _retry(url: str, attempt: Callable[[], _T]) -> _T:
 def _reason(error: Exception, url: str) -> str:
     """An origin's message without its address, which may hold a secret in its query."""
     return str(error).removeprefix(url.partition("?")[0].rstrip("/")).lstrip("/: ")
+
+
+class BlockCache:
+    """The last blocks of all files that were read or fetched ahead, and those under way."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
+        self._lock = threading.Lock()
+        at_fork(self)
+
+    def after_fork(self) -> None:
+        """Drop all blocks: the parent's threads do not run here, and one may have held the lock."""
+        self._lock = threading.Lock()
+        self._blocks.clear()
+
+    def read(self, url: str, size: int, index: int, num_ahead: int) -> bytes:
+        """The block of that index of a file of `size` bytes; starts to fetch it and the next `num_ahead` blocks.
+
+        Raises what `fetch_range` raised.
+        """
+        with self._lock:
+            for key in ((url, index + n) for n in range(min(num_ahead + 1, -(-size // BLOCK_BYTES) - index))):
+                block = self._blocks.get(key)
+                if block is None or (key[1] == index and block.done() and block.exception() is not None):
+                    self._blocks[key] = block = Future()
+                    thread = threading.Thread(target=_fill, args=(block, *key, size), name="hub-ahead", daemon=True)
+                    try:
+                        thread.start()
+                    except RuntimeError as error:  # no thread can be started now: the reader of the block raises it
+                        block.set_exception(error)
+                self._blocks.move_to_end(key)
+            while len(self._blocks) > MAX_BLOCKS:
+                self._blocks.popitem(last=False)
+            wanted = self._blocks[url, index]
+        return wanted.result()
+
+
+def _fill(block: Future[bytes], url: str, index: int, size: int) -> None:
+    data = bytearray()
+    try:
+        fetch_range(url, index * BLOCK_BYTES, min(size, (index + 1) * BLOCK_BYTES), data.extend)
+        block.set_result(bytes(data))
+    except BaseException as error:  # noqa: BLE001  The reader of the block raises it.
+        block.set_exception(error)
+
+
+_blocks = BlockCache()
+
+
+class HubStream(RangedStream):
+    """A file of the hub; the longer it is read on without a seek, the further ahead it fetches."""
+
+    def __init__(self, url: str, size: int, blocks: BlockCache) -> None:
+        super().__init__(url, size)
+        self._blocks, self._last_block, self._num_ahead = blocks, 0, 0
+
+    def readinto(self, buffer: Any, /) -> int:
+        if self._offset >= self._size:
+            return 0
+        index, skip = divmod(self._offset, BLOCK_BYTES)
+        if index != self._last_block:
+            is_next = 0 < index - self._last_block <= _MAX_GAP_BLOCKS
+            self._num_ahead = min(_MAX_AHEAD, 2 * self._num_ahead + 1) if is_next else 0
+            self._last_block = index
+        try:
+            block = self._blocks.read(self._url, self._size, index, self._num_ahead)
+        except ForebayError as error:
+            raise HubReadError(error) from error
+        count = min(len(buffer), len(block) - skip)
+        buffer[:count] = block[skip : skip + count]
+        self._offset += count
+        return count

@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -34,7 +35,7 @@ log = logging.getLogger("forebay.storage")
 _Job: TypeAlias = tuple[PoolTransfer, ByteRange | None, SourceStats | None]  # without a range: look up sources
 
 
-class Transfers:
+class Transfers(AbstractContextManager["Transfers"]):
     """A pool of connections. Threads share it; a fork cannot use it.
 
     Args:
@@ -65,7 +66,6 @@ class Transfers:
         self._active: list[PoolTransfer] = []
         self._sources: dict[str, SourceStats] = {}  # by URL
         self._threads: list[SupervisedThread] = []
-        self._num_idle = 0
         self._counts = dict.fromkeys(("bytes", "attempts", "retries", "finished", "failed"), 0)
         self._closed = False
 
@@ -106,7 +106,7 @@ class Transfers:
                 file.close()
                 raise UsageError("transfers: closed; no more can be started.")
             self._active.append(transfer)
-            fault = self._start_threads(len(transfer.pending))
+            fault = self._start_threads()
             self._changed.notify_all()
         if fault is not None and not self._threads:
             self._end(transfer, NetworkError(f"{info.name}: cannot start a thread to fetch it: {fault}"), fault)
@@ -126,9 +126,6 @@ class Transfers:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def __enter__(self) -> Transfers:
-        return self
-
     def __exit__(self, *exc: object) -> None:
         self.close()
 
@@ -137,12 +134,11 @@ class Transfers:
         with self._changed:
             return dict(self._counts)
 
-    def _start_threads(self, num_ranges: int) -> RuntimeError | None:
-        """Start the threads that so many ranges need; return the fault if the process cannot have more."""
+    def _start_threads(self) -> RuntimeError | None:
+        """Start the threads that are missing; return the fault if the process cannot have more."""
         try:
-            while len(self._threads) < min(self.connections, len(self._threads) - self._num_idle + max(num_ranges, 1)):
+            while len(self._threads) < self.connections:
                 self._threads.append(SupervisedThread(self._run_connection, f"fetch-{len(self._threads)}").start())
-                self._num_idle += 1
         except RuntimeError as error:
             log.warning("transfers: %d of %d connections: %s", len(self._threads), self.connections, error)
             return error
@@ -159,7 +155,6 @@ class Transfers:
                         self._changed.wait(None if later == float("inf") else max(0.001, later - now))
                 if self._closed or job is None:
                     return
-                self._num_idle -= 1
             transfer, byte_range, source = job
             try:
                 if byte_range is None or source is None:
@@ -168,11 +163,9 @@ class Transfers:
                     self._request(transfer, byte_range, source)
             except Exception as error:  # noqa: BLE001 - the transfer's consumer gets it
                 self._end(transfer, error)
-            finally:
-                with self._changed:
-                    self._num_idle += 1
-                    if any(transfer.pending for transfer in self._active):
-                        self._changed.notify_all()
+            with self._changed:
+                if any(transfer.pending for transfer in self._active):
+                    self._changed.notify_all()
 
     def _next_job(self, now: float) -> tuple[_Job | None, float]:
         """Return the next job, or when to look for one again. With the lock held."""
@@ -326,7 +319,6 @@ class Transfers:
         transfer.report_source(url, reason)
 
     def _restart(self, transfer: PoolTransfer, only_source: str | None) -> None:
-        """Download all bytes again, from one source only if it is given."""
         log.warning(
             "%s: its bytes did not verify, fetching it again from %s", transfer.info.name, only_source or "all sources"
         )

@@ -8,7 +8,7 @@ The policy:
   or is being downloaded by a member that serves others; the others wait for that copy.
 - A member that needs one slice (`providers`): all that have it, the least loaded first, origins last.
 - A provider's uploads are bounded by its slots. One that fails is avoided by that asker for a while, and by all after
-  three failures until its next message; one that sends wrong bytes is banned (`penalties.py`).
+  three failures until its next message; one that sends wrong bytes is banned (`PeerPenalties`).
 
 Cost: a bit for each member and slice (312 MB for 10,000 of 250,000); a call considers 4,096 of the requested slices.
 """
@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.network.peer import Provider, node_of
-from forebay.swarm.members import Download, Downloads, Members, Offers
-from forebay.swarm.penalties import PeerPenalties
+from forebay.swarm.members import Download, Downloads, Members, Offers, PeerPenalties
 
 __all__ = ["Assignment", "Provider", "Swarm"]
 
@@ -270,7 +269,6 @@ class Swarm:
         }
 
     def _assigned_before(self, asker: str, missing: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
-        """The earlier assignments that the asker requests again."""
         indexes = self._downloads.slices_of(asker)
         if not indexes:
             return []

@@ -1,7 +1,7 @@
 """The server side of a swarm: members report what they have and want, the response names providers for what to fetch.
 
 It runs in each data node, and in each worker that shares, so a swarm survives its data node. A member is a process of a
-node; the processes of one node have a session each, and are penalized together (`penalties.py`). The address of a
+node; the processes of one node have a session each, and are penalized together (`PeerPenalties`). The address of a
 member is given to others only after a TLS connection to it showed its own certificate; a member without an address
 downloads only.
 """
