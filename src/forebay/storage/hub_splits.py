@@ -29,7 +29,7 @@ _DELIMITER = r"[-._ 0-9]"
 _METADATA = frozenset(
     ("README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dummy_data.zip", "dataset_dict.json")
 )
-_SHARD = re.compile(r"([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+_SHARD = re.compile(r"^([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*$")
 _WILDCARD = re.compile(r"[*?\[]")
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".txt": "lines", ".csv": "csv", ".tsv": "csv", ".json": "json"}
 FORMATS |= {".jsonl": "jsonl", ".ndjson": "jsonl"}
@@ -97,16 +97,16 @@ def parse_url(url: str) -> HubName:
 def find_split(url: str, *, tries: int = API_TRIES) -> HubSplit | None:
     """The split that a URL names; None if only the package `datasets` reads its files.
 
-    Sends the hub two to four requests, whatever the dataset's size.
+    Sends the hub two or three requests, and one for each 1000 files if the card names none.
     """
     name = parse_url(url)
     if name.is_local or re.search(r"[\[+]", name.split):
         return None
     repo = find_repo("dataset", name.name, name.revision, tries=tries)
-    found, config = _find_files(repo, name.config, name.split)
-    if found is None:
+    matches, config = _find_files(repo, name.config, name.split)
+    if matches is None:
         return None
-    files = HubSplit(repo, config, name.split, _of_one_format(found))
+    files = HubSplit(repo, config, name.split, _of_one_format(matches))
     first = files.file(0)
     if first is None:
         raise PrepareError(
@@ -180,8 +180,13 @@ def _list_by_names(repo: HubRepo, base: str, split: str) -> Iterator[HubFile]:
     """The split by the names of files and folders; the first rule that any file follows holds for all."""
     files = [f for f in repo.files(base) if not _is_hidden(f.path) and _basename(f.path) not in _METADATA]
     data = f"{base}/data/" if base else "data/"
-    for rule in (_by_shard, _by_folder, _by_file):
-        splits = [rule(f.path.removeprefix(base if rule is not _by_shard else data)) for f in files]
+    rules: tuple[Callable[[str], list[str]], ...] = (
+        lambda path: _SHARD.findall(path.removeprefix(data)),
+        lambda path: _by_keyword(path.removeprefix(base).split("/")[:-1], rf"({_DELIMITER}.*)?"),
+        lambda path: _by_keyword(path.split("/")[-1:], rf"{_DELIMITER}.*"),
+    )
+    for rule in rules:
+        splits = [rule(file.path) for file in files]
         if names := {name for each in splits for name in each}:
             _check_split(repo, split, names)
             return (file for file, each in zip(files, splits) if split in each)
@@ -265,25 +270,10 @@ def glob_matcher(glob: str) -> Callable[[str], bool]:
     return lambda path: (_is_hidden(glob) or not _is_hidden(path)) and expression.match(path) is not None
 
 
-def _by_shard(path: str) -> list[str]:
-    match = _SHARD.fullmatch(path)
-    return [match[1]] if match else []
-
-
-def _by_folder(path: str) -> list[str]:
-    return _named_in(path.split("/")[:-1], rf"(.*{_DELIMITER})?(%s)({_DELIMITER}.*)?")
-
-
-def _by_file(path: str) -> list[str]:
-    return _named_in(path.split("/")[-1:], rf"(.*{_DELIMITER})?(%s){_DELIMITER}.*")
-
-
-def _named_in(steps: list[str], pattern: str) -> list[str]:
-    return [
-        split
-        for split, words in KEYWORDS.items()
-        if any(re.fullmatch(pattern % "|".join(words), step) for step in steps)
-    ]
+def _by_keyword(steps: list[str], end: str) -> list[str]:
+    """The splits of which a keyword, then `end`, occurs in any of these names."""
+    patterns = {split: rf"(.*{_DELIMITER})?({'|'.join(words)}){end}" for split, words in KEYWORDS.items()}
+    return [split for split, pattern in patterns.items() if any(re.fullmatch(pattern, step) for step in steps)]
 
 
 def _check_split(repo: HubRepo, split: str, names: Iterable[str], config: str = "") -> None:

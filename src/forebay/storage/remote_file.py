@@ -202,8 +202,8 @@ class BlockCache:
                 self._blocks.move_to_end(key)
             while len(self._blocks) > MAX_BLOCKS:
                 self._blocks.popitem(last=False)
-            wanted = self._blocks[url, index]
-        return wanted.result()
+            requested = self._blocks[url, index]
+        return requested.result()
 
 
 def _fill(block: Future[bytes], url: str, index: int, size: int) -> None:

@@ -278,8 +278,11 @@ class Transfers(AbstractContextManager["Transfers"]):
         return tries >= self._tries and now - transfer.last_byte_at >= self._timeout_s
 
     def _advance_check(self, transfer: PoolTransfer) -> None:
-        if transfer.file.advance_check():
-            self._verify(transfer)
+        try:
+            if transfer.file.advance_check():
+                self._verify(transfer)
+        except Exception as error:  # noqa: BLE001 - the transfer's consumer gets it
+            self._end(transfer, error)
 
     def _verify(self, transfer: PoolTransfer) -> None:
         """Verify the complete file; end the transfer, or download the wrong parts again."""
