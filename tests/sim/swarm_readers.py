@@ -63,7 +63,6 @@ class Reader:
     def drop(self, index: int) -> None:
         """Make room: a slice is here no longer."""
         del self.node.cache[index]
-        self._state.lose(index)
 
     def ask(self) -> None:
         """Send a request to the tracker, if none is under way."""

@@ -52,7 +52,6 @@ class FeedOptions:
 class PlanUpdate:
     """The result of one `Planner.update`."""
 
-    evicted: list[int] = field(default_factory=list)  # keys that are no longer cached
     errors: dict[int, Exception] = field(default_factory=dict)  # of requested keys
     wake_at: int = NEVER  # update again before this step
     poll_s: float = _POLL_S  # update again after so long
@@ -85,7 +84,7 @@ class Planner:
         self._queue: list[tuple[int, int, int]] = []  # (next use, tie, key) of slices to download
         self._queued: set[int] = set()
         self._num_pushed = 0
-        self._finished, self._evicted = list[int](), list[int]()
+        self._finished: list[int] = []
         self._unread: dict[int, int] = {}  # downloaded slices, and for which step
         self._aims: dict[int, int] = {}  # the same of running downloads
         self._waiting_since = 0.0
@@ -125,7 +124,6 @@ class Planner:
         if self._start_requested(result):
             self._prefetch(result)
         self._publish()
-        result.evicted, self._evicted = self._evicted, []
         result.wake_at = self._next_change()
         if 0.0 < result.poll_s < _POLL_S:  # less often in a large cache, where an update takes long
             result.poll_s = min(_POLL_S, max(result.poll_s, 10 * (time.perf_counter() - began)))
@@ -160,7 +158,6 @@ class Planner:
     def _record_loss(self, key: int) -> None:
         self.cached.discard(key)
         self._unread.pop(key, None)
-        self._evicted.append(key)
         self._enqueue(key)
 
     def _enqueue(self, key: int) -> None:

@@ -47,7 +47,6 @@ class SliceFeed:
             the feed's thread.
         num_steps: End of the run; None for an endless one.
         start_transfer: Starts to download a slice into its partial file, and returns at once.
-        on_evict: Called from the feed's thread with the key of a slice that is no longer cached.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class SliceFeed:
         start_transfer: Callable[[int, Path], Transfer],
         options: FeedOptions | None = None,
         *,
-        on_evict: Callable[[int], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         options = options or FeedOptions()
@@ -69,7 +67,7 @@ class SliceFeed:
         self._slices = RunSlices.of(sha256s, sizes, uses, num_steps)
         self._slices.check(cache.budget_bytes)
         self._sha256s, self._sizes, self._same = self._slices.sha256s, self._slices.sizes, self._slices.same
-        self._clock, self._on_evict = clock, on_evict
+        self._clock = clock
         reference = weakref.ref(self)
 
         def on_done(key: int) -> None:
@@ -303,11 +301,6 @@ class SliceFeed:
             if result.poll_s == 0.0 or (self._seek_to is None and self._now >= self._plan_at):
                 self._has_news = True
             self._changed.notify_all()
-        if self._on_evict is not None and result.evicted:
-            evicted = set(result.evicted)
-            for key, same in enumerate(self._same):
-                if same in evicted:
-                    self._on_evict(key)
         return result.poll_s
 
 

@@ -324,7 +324,6 @@ class SliceReader:
                 epoch_of=lambda step, key: self._run.epoch_of(step, self._dataset_index(key))[0],
                 window_steps=max(map(window_steps, self._run.orders)),
             ),
-            on_evict=(lambda key: source.on_evict(*find(key))) if settings.share else None,
         )
 
     def _cached_uses(self, start: int, stop: int) -> tuple[I64, I64]:

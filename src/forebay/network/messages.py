@@ -65,7 +65,7 @@ class SwarmRequest(Message):
     Attributes:
         address: Where it serves slices; "" if it does not.
         session: The process of its node.
-        have: Slices that it has; None: unchanged. `lost`: slices that it no longer has.
+        have: Slices that it has; None: unchanged.
         want, num: Slices that it lacks and is not downloading; how many downloads it can start now.
         finished: Downloaded and verified. `dropped`: downloads given up. `failed`: downloads that failed.
     """
@@ -77,7 +77,6 @@ class SwarmRequest(Message):
     finished: Annotated[tuple[Count, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
     failed: Annotated[tuple[FailedFetch, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
     dropped: Annotated[tuple[Count, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
-    lost: Annotated[tuple[Count, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
     session: HexSession = ""
     leave: bool = False
 

@@ -125,12 +125,6 @@ class SwarmReader:
         elif is_waiting:
             transfer.finish(TransferCancelledError.of(transfer.info))
 
-    def report_lost(self, index: int) -> None:
-        """Report to the tracker that this node no longer has a slice."""
-        with self._changed:
-            self._state.lose(index)
-            self._changed.notify_all()
-
     def ask_soon(self) -> None:
         """Send the next request to the tracker now."""
         with self._changed:

@@ -56,7 +56,7 @@ class SwarmReaderState:
         self._who = {"session": session, "address": address}
         self._downloads, self._patience_s = downloads, patience_s
         # Updates for the tracker that the next request sends.
-        self._updates: dict[str, list[Any]] = {"finished": [], "failed": [], "dropped": [], "lost": []}
+        self._updates: dict[str, list[Any]] = {"finished": [], "failed": [], "dropped": []}
         self._is_request_due = False  # a request is due
         self._reported: Flags | None = None  # the slices that the tracker knows of
         self._reported_at = float("-inf")
@@ -74,10 +74,6 @@ class SwarmReaderState:
     def withdraw(self, index: int) -> bool:
         """Withdraw a request; False if its download has started, or it was not requested."""
         return self.missing.pop(index, None) is not None
-
-    def lose(self, index: int) -> None:
-        """A slice is not here any more."""
-        self._updates["lost"].append(index)
 
     def ask_soon(self) -> None:
         """Make a request due now."""

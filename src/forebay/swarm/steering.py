@@ -104,11 +104,6 @@ class Swarm:
         if holder.address and not holder.is_origin:
             self._members.set(peer_id, index, True)
 
-    def lost(self, peer_id: str, index: int) -> None:
-        """A member does not have a slice any more."""
-        if peer_id in self._providers and not self._providers[peer_id].is_origin:
-            self._members.set(peer_id, index, False)
-
     def leave(self, peer_id: str) -> None:
         """Remove a member; bans of it stay."""
         if peer_id not in self._providers:

@@ -100,7 +100,7 @@ class Tracker:
         tracked = self._tracked[dataset_id]
         swarm = tracked.swarm
         failed = [fetch.index for fetch in request.failed]
-        indexes = (*request.finished, *request.dropped, *request.lost, *failed)
+        indexes = (*request.finished, *request.dropped, *failed)
         if indexes and max(indexes) >= swarm.num_slices:
             raise ProtocolError(f"swarm: expected slices in [0, {swarm.num_slices}), got {max(indexes)}")
         me = member_id(peer.peer_id, request.session)
@@ -210,8 +210,6 @@ def steer(
         swarm.dropped(me, index)
     for index in request.finished:
         swarm.finished(me, index, now)
-    for index in request.lost:
-        swarm.lost(me, index)
     assigned = swarm.assign(me, want, min(MAX_AT_ONCE, request.num), now) if may_fetch else []
     wait_s = min(swarm.ttl_s / 3, max(_WAIT_S if len(want) else _IDLE_WAIT_S, len(swarm) / _MAX_REQUESTS_PER_S))
     reply = _reply(swarm, me, wait_s if may_fetch else 0.05, is_new and have is None)
