@@ -98,7 +98,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 HOLDER = {"index": 7, "member": "m", "peer_id": "p", "address": "127.0.0.1:1", "is_origin": True}
-GOOD = {"assignments": [], "sharers": [], "wait_s": 0.02, "tell_have": False, "settled": False}
+GOOD = {"assignments": [], "sharers": [], "wait_s": 0.02, "tell_have": False}
 NONSENSE = st.recursive(
     st.none() | st.booleans() | st.integers(max_value=0) | st.floats(max_value=0.5) | st.text(max_size=20)
     | st.sampled_from(["a..b:1", "https://", "file:///etc/passwd", "s3://b/d?endpoint=http://127.0.0.1:1", "nonsense"]),

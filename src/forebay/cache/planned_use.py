@@ -11,8 +11,7 @@ Cost: 0.15 us per use (NumPy), 100 bytes per interval, at most 2^18 intervals.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,34 +120,34 @@ class PlannedUses:
         return list(zip(keys_by_key[starts].tolist(), firsts.tolist(), lasts.tolist()))
 
 
-@dataclass(frozen=True)
 class RunSlices:
-    """The slices of one run."""
+    """The slices of one run.
 
-    sha256s: Sequence[str]  # hex, by key
-    sizes: Sequence[int]  # bytes, by key
-    uses: UsesFunction  # of several keys of one slice only the first
-    num_steps: int | None  # None: the run never ends
-    keys: Mapping[str, int]  # first key of each slice
-    same: Sequence[int]  # by key, the first key of its slice
+    Attributes:
+        sha256s, sizes: Hex and bytes, by key.
+        uses: Of several keys of one slice only the first.
+        num_steps: None: the run never ends.
+        keys: First key of each slice. `same`: by key, the first key of its slice.
+    """
 
-    @classmethod
-    def of(
-        cls, sha256s: Sequence[str] | NDArray[np.uint8], sizes: I64, uses: UsesFunction, num_steps: int | None
-    ) -> RunSlices:
+    def __init__(
+        self, sha256s: Sequence[str] | NDArray[np.uint8], sizes: I64, uses: UsesFunction, num_steps: int | None
+    ) -> None:
         """From hex or uint8 [S, 32], and int64 [S]. Raises UsageError if their lengths differ."""
-        names = [row if isinstance(row, str) else row.tobytes().hex() for row in sha256s]
-        lengths: list[int] = np.asarray(sizes, np.int64).tolist()
-        if len(names) != len(lengths):
-            raise UsageError(f"slices: expected a size for each of {len(names)}, got {len(lengths)}.")
-        keys: dict[str, int] = {}
-        same = np.array([keys.setdefault(sha256, key) for key, sha256 in enumerate(names)], np.int64)
+        self.sha256s = [row if isinstance(row, str) else row.tobytes().hex() for row in sha256s]
+        self.sizes: list[int] = np.asarray(sizes, np.int64).tolist()
+        if len(self.sha256s) != len(self.sizes):
+            raise UsageError(f"slices: expected a size for each of {len(self.sha256s)}, got {len(self.sizes)}.")
+        self.keys: dict[str, int] = {}
+        same = np.array([self.keys.setdefault(sha256, key) for key, sha256 in enumerate(self.sha256s)], np.int64)
+        self.same: list[int] = same.tolist()
+        self.num_steps = num_steps
 
         def first_keys(start: int, stop: int) -> tuple[I64, I64]:
             steps, used = uses(start, stop)
             return steps, same[used]
 
-        return cls(names, lengths, uses if len(keys) == len(same) else first_keys, num_steps, keys, same.tolist())
+        self.uses = first_keys
 
     def num_bytes(self) -> int:
         """Return the bytes of all slices, each counted once."""

@@ -64,7 +64,7 @@ class SliceFeed:
         options = options or FeedOptions()
         self.cache = cache
         self.pid = os.getpid()
-        self._slices = RunSlices.of(sha256s, sizes, uses, num_steps)
+        self._slices = RunSlices(sha256s, sizes, uses, num_steps)
         self._slices.check(cache.budget_bytes)
         self._sha256s, self._sizes, self._same = self._slices.sha256s, self._slices.sizes, self._slices.same
         self._clock = clock

@@ -120,5 +120,5 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         type=float,
         default=60.0,
         metavar="S",
-        help="with --share: seconds to keep sharing while others lack slices",
+        help="with --share: seconds to keep sharing while others request slices",
     )

@@ -105,7 +105,6 @@ class SwarmReply(ResponseMessage):
     assignments: Annotated[list[AssignmentReply], Field(max_length=4096)] = []
     wait_s: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     tell_have: bool = False
-    settled: bool = False
     sharers: Holders = []
 
 

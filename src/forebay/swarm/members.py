@@ -61,7 +61,6 @@ class Members:
     """Rows by peer id; a row is reused after its member left. All arrays are [rows] except `copies`.
 
     `gives`: it serves slices. `is_origin`: it has all. `uploads` and `slots`: how many it uploads now, and may.
-    `failures`: in a row, since its last message.
     """
 
     def __init__(self, num_slices: int) -> None:
@@ -72,7 +71,7 @@ class Members:
         self._free: list[int] = []
         self._bits = np.zeros(((num_slices + 7) // 8, 0), np.uint8)
         self.gives = self.is_origin = np.zeros(0, np.bool_)
-        self.uploads = self.slots = self.failures = np.zeros(0, np.int32)
+        self.uploads = self.slots = np.zeros(0, np.int32)
         self._seen_at = np.zeros(0)
         self._speed = np.zeros(0)
         self._mean_speed: float | None = None  # None: to be computed again
@@ -90,7 +89,7 @@ class Members:
         self.ids[row] = peer_id
         self._rows[peer_id] = row
         self.is_origin[row], self.gives[row] = is_origin, gives
-        self.uploads[row] = self.failures[row] = 0
+        self.uploads[row] = 0
         self._speed[row] = np.nan
 
     def remove(self, peer_id: str) -> None:
@@ -108,7 +107,6 @@ class Members:
         """The member sent a message."""
         row = self._rows[peer_id]
         self._seen_at[row] = now
-        self.failures[row] = 0
 
     def silent_since(self, time_s: float) -> list[int]:
         """Rows of the members that sent nothing since a time."""
@@ -157,7 +155,6 @@ class Members:
         before = self._speed[row]
         self._speed[row] = speed if np.isnan(before) else before + _NEW_WEIGHT * (speed - before)
         self._mean_speed = None
-        self.failures[row] = 0
 
     def _speeds_of(self, measured: NDArray[np.float64]) -> NDArray[np.float64]:
         if self._mean_speed is None:
@@ -183,7 +180,7 @@ class Members:
         bits[:, :before] = self._bits
         self._bits = bits
         more = num_rows - before
-        for name in ("gives", "is_origin", "uploads", "slots", "failures", "_seen_at", "_speed"):
+        for name in ("gives", "is_origin", "uploads", "slots", "_seen_at", "_speed"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(more, old.dtype)]))
         self._speed[before:] = np.nan

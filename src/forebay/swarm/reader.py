@@ -125,17 +125,6 @@ class SwarmReader:
         elif is_waiting:
             transfer.finish(TransferCancelledError.of(transfer.info))
 
-    def ask_soon(self) -> None:
-        """Send the next request to the tracker now."""
-        with self._changed:
-            self._state.ask_soon()
-            self._changed.notify_all()
-
-    @property
-    def settled(self) -> bool:
-        """Whether all members that share had all slices, as of the last reply."""
-        return self._state.settled
-
     def stats(self) -> dict[str, Any]:
         """Return slices by origin, failures, and the figures of the transfers."""
         with self._changed:
@@ -178,12 +167,11 @@ class SwarmReader:
             with self._changed:
                 self._state.unanswered(body)
             raise
-        tracker, tracked_s = self._trackers.current, self._clock() - self._trackers.current_since
         try:
             with self._changed:
                 if reply is None:
                     return self._state.unanswered(body)
-                assigned, sharers, wait_s = self._state.receive(reply, self._clock(), tracker, tracked_s)
+                assigned, sharers, wait_s = self._state.receive(reply, self._clock(), self._trackers.current)
         except ProtocolError as error:
             log.warning("swarm of %s: a tracker's reply is malformed: %s", self.dataset_id[:12], error)
             self._trackers.drop_current()

@@ -24,7 +24,6 @@ BUSY_S = 2.0
 _HAVE_S = 10.0
 _UNANSWERED_S = 0.5
 _REFUSED_S = 10.0
-_SETTLE_S = 4.0  # a sharer that started to track must be found by the others before it can know that all have all
 
 Body: TypeAlias = dict[str, Any]
 Flags: TypeAlias = NDArray[np.bool_]
@@ -51,7 +50,6 @@ class SwarmReaderState:
     ) -> None:
         self.missing: dict[int, float] = {}  # slices that are not being downloaded, and when they were requested first
         self.running: dict[int, float] = {}  # the same of those that are being downloaded
-        self.settled = False  # whether all who share the dataset had all of it, as of the last reply
         self.counts = {"from_origins": 0, "from_peers": 0, "failed": 0}
         self._who = {"session": session, "address": address}
         self._downloads, self._patience_s = downloads, patience_s
@@ -74,10 +72,6 @@ class SwarmReaderState:
     def withdraw(self, index: int) -> bool:
         """Withdraw a request; False if its download has started, or it was not requested."""
         return self.missing.pop(index, None) is not None
-
-    def ask_soon(self) -> None:
-        """Make a request due now."""
-        self._is_request_due = True
 
     def ended(
         self,
@@ -174,12 +168,11 @@ class SwarmReaderState:
         return _UNANSWERED_S
 
     def receive(
-        self, reply: Body, now: float, tracker: Provider | None = None, tracked_s: float = 0.0
+        self, reply: Body, now: float, tracker: Provider | None = None
     ) -> tuple[list[tuple[int, Provider]], list[Provider], float]:
         """Apply a reply: slices to download now with their providers, other sharers, seconds until the next request.
 
-        `tracker` replied, and `tracked_s` is for how long it has without another in between. ProtocolError: use
-        another tracker.
+        `tracker` replied. ProtocolError: use another tracker.
         """
         try:
             message = SwarmReply.model_validate(reply)
@@ -189,9 +182,7 @@ class SwarmReaderState:
             ) from error
         assigned = [(assignment.index, provider_of(assignment)) for assignment in message.assignments]
         sharers = [provider_of(sharer) for sharer in message.sharers[:16]]
-        is_origin = tracker is not None and tracker.is_origin
-        self.settled = message.settled and tracker is not None and (is_origin or tracked_s >= _SETTLE_S)
-        if assigned or sharers or is_origin:
+        if assigned or sharers or (tracker is not None and tracker.is_origin):
             self._good_at = now  # a provider may be available; a reader that is alone has none
         started = []
         for index, provider in assigned:

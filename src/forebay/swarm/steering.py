@@ -7,8 +7,8 @@ The policy:
 - Members that need many slices (`assign`): the rarest first. An origin uploads a slice once while a copy of it exists,
   or is being downloaded by a member that serves others; the others wait for that copy.
 - A member that needs one slice (`providers`): all that have it, the least loaded first, origins last.
-- A provider's uploads are bounded by its slots. One that fails is avoided by that asker for a while, and by all after
-  three failures until its next message; one that sends wrong bytes is banned (`PeerPenalties`).
+- A provider's uploads are bounded by its slots. One that fails is avoided by that asker for a while;
+  one that sends wrong bytes is banned (`PeerPenalties`).
 
 Cost: a bit for each member and slice (312 MB for 10,000 of 250,000); a call considers 4,096 of the requested slices.
 """
@@ -31,7 +31,6 @@ PATIENCE_S = 60.0
 _MAX_WANTED = 4096  # requested slices that one call considers
 _TRIED = 64  # candidates whose providers one call considers, beside those it needs
 _LOST_AFTER = 8.0  # times the mean duration of a download, before it counts as lost
-_MAX_FAILURES = 3
 
 
 @dataclass(frozen=True)
@@ -195,8 +194,6 @@ class Swarm:
             holder = self._providers.get(peer_id)  # None: a replayed report, before any member has joined
             return self._penalties.lied(asker, peer_id, index, accuser, holder is None or holder.is_origin)
         self._penalties.failed(asker, peer_id, now)
-        if peer_id in self._providers:
-            self._members.failures[self._members.row(peer_id)] += 1
 
     def dropped(self, asker: str, index: int) -> None:
         """The asker stopped a download; the provider is not at fault."""
@@ -239,12 +236,6 @@ class Swarm:
         """The number of processes of a node that are members."""
         return self._penalties.num_members(node)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether all members that serve have every slice."""
-        peers = int(np.count_nonzero(self._members.gives & ~self._members.is_origin))
-        return not self.num_slices or int(self._members.copies.min()) >= peers
-
     def sharers(self, max_sharers: int) -> list[Provider]:
         """Some of the members that serve and are no origins: those that joined first."""
         return list(islice((m for m in self._providers.values() if m.address and not m.is_origin), max_sharers))
@@ -280,7 +271,7 @@ class Swarm:
     def _shunned(self, asker: str, now: float) -> NDArray[np.bool_]:
         """[rows] flags of the members that this asker is not sent to, itself included."""
         members = self._members
-        shunned = members.failures >= _MAX_FAILURES
+        shunned = np.zeros(len(members.ids), np.bool_)
         banned = [members.row(peer_id) for peer_id in self._penalties.banned_for(asker) if peer_id in self._providers]
         if banned:
             # The last origin is never banned: wrong bytes cost a fetch, its loss the dataset.

@@ -223,7 +223,6 @@ def _reply(swarm: Swarm, member: str, wait_s: float = 0.0, tell_have: bool = Fal
         "assignments": [],
         "wait_s": wait_s,
         "tell_have": tell_have,
-        "settled": swarm.is_settled,
         "sharers": [_provider_json(provider) for provider in sharers],
     }
 
