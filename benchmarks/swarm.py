@@ -76,8 +76,8 @@ class FreeForAll(Swarm):
         """See Swarm."""
         given = []
         for index in self.chance.sample(wanted.tolist(), min(num, len(wanted))):
-            others = [one for one in self.members() if one.peer_id != asker and one.address]
-            having = [one for one in others if one.is_origin or self.holds(one.peer_id)[index]]
+            others = [one for one in self._providers.values() if one.peer_id != asker and one.address]
+            having = [one for one in others if one.is_origin or self._members.slices_of(one.peer_id)[index]]
             given += [Assignment(index, self.chance.choice(having))] if having else []
         return given
 

@@ -1,21 +1,4 @@
-"""Errors that Forebay raises on purpose.
-
-    ForebayError
-    ├── DatasetError      a dataset, slice or input file is missing, malformed or has the wrong hash
-    │   ├── PrepareError  raw input cannot be made into a dataset
-    │   │   ├── CorruptInputError     the bytes of an input are damaged or end early
-    │   │   └── UnreadableInputError  no part of an input can be read
-    │   ├── UnknownDatasetError      no dataset has that name (also a FileNotFoundError)
-    │   └── AccessError              the hub requires a token or accepted terms (also a PermissionError)
-    ├── NetworkError      a peer cannot be reached or trusted
-    │   ├── ProtocolError       data from a peer violates the protocol
-    │   ├── IntegrityError      bytes from a peer do not match their hash
-    │   └── DownloadError       the hub cannot be reached (also a ConnectionError)
-    ├── LeaseError        a lease is unknown, expired or of another worker
-    ├── LedgerError       the ledger's hash chain is broken or does not prove what it should
-    ├── StateError        a saved state does not match the object that loads it
-    └── UsageError        invalid arguments, configuration or files of the caller
-        └── MissingPackageError  an optional package is not installed (also an ImportError)
+"""Errors that Forebay raises on purpose, all of one base class.
 
 A message says what failed, what was expected, what was received, where, and the next step.
 """
@@ -42,25 +25,11 @@ class UnreadableInputError(PrepareError):
 
 
 class UnknownDatasetError(DatasetError, FileNotFoundError):
-    """No dataset has that name, here or on the hub; `except FileNotFoundError` catches it, too.
-
-    Attributes:
-        dataset: The name. `endpoint`: the hub that was asked.
-    """
-
-    dataset: str = ""
-    endpoint: str = ""
+    """No dataset has that name, here or on the hub; `except FileNotFoundError` catches it, too."""
 
 
 class AccessError(DatasetError, PermissionError):
-    """The hub requires a token or accepted terms for a dataset; `except PermissionError` catches it, too.
-
-    Attributes:
-        dataset: The name. `endpoint`: the hub that was asked.
-    """
-
-    dataset: str = ""
-    endpoint: str = ""
+    """The hub requires a token or accepted terms for a dataset; `except PermissionError` catches it, too."""
 
 
 class NetworkError(ForebayError):
@@ -76,16 +45,7 @@ class IntegrityError(NetworkError):
 
 
 class DownloadError(NetworkError, ConnectionError):
-    """The hub cannot be reached; `except ConnectionError` catches it, too.
-
-    Attributes:
-        dataset: The name. `endpoint`: the hub that was asked. `attempts`, `elapsed_s`: how often, for how long.
-    """
-
-    dataset: str = ""
-    endpoint: str = ""
-    attempts: int = 0
-    elapsed_s: float = 0.0
+    """The hub cannot be reached; `except ConnectionError` catches it, too."""
 
 
 class LeaseError(ForebayError):

@@ -192,56 +192,6 @@ def test_silent_changes_are_found_by_hashing(data: Path, own: Path, server: Orig
         ids_of(local)
 
 
-# Windows that swap
-
-
-def paused(loader: Loader, cache: Path, most: int) -> list[tuple[list[int], int]]:
-    """(sample ids, slices in the cache after the batch) of each batch, when the cache is at rest."""
-    found = []
-    for batch in loader:
-        assert are_whole(batch, SAMPLES)
-        until(lambda: len(slices_in(cache)) <= most, "lean")
-        found.append((batch.sample_ids.tolist(), len(slices_in(cache))))
-    return found
-
-
-def test_the_current_window_and_the_next_only_and_again_in_the_next_pass(server: OriginServer, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    arguments = {"dataset": server.url, "cache_dir": cache, "cache_bytes": 5 * SLICE_BYTES // 2, "epochs": 2}
-    with Loader(**arguments, keep="window", **ONE_BY_ONE) as loader:
-        seen = paused(loader, cache, 2)
-        stats = loader.stats()
-    for epoch in (seen[: len(seen) // 2], seen[len(seen) // 2 :]):
-        assert sorted(chain(*(ids for ids, _ in epoch))) == list(range(SLICES * SAMPLES))
-    assert stats["fetched_slices"] in (2 * SLICES, 2 * SLICES - 1)  # One, if the last is the first of the next pass.
-
-
-def test_a_slice_is_gone_when_the_next_is_in_use(server: OriginServer, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    arguments = {"dataset": server.url, "cache_dir": cache, "cache_bytes": 16 * SLICE_BYTES}
-    names: dict[int, str] = {}
-    table = Loader(server.url, **ONE_BY_ONE).dataset.table
-    with Loader(**arguments, keep="window", **ONE_BY_ONE) as loader:
-        order: list[int] = []
-        for batch in loader:
-            index = int(batch.sample_ids[0]) // SAMPLES
-            names[index] = table.row(index).sha256
-            if index not in order:
-                order.append(index)
-            used = [names[old] for old in order[:-1]]
-            until(lambda used=used: not any((cache / name).exists() for name in used), "the used slice is deleted", 5)
-    assert len(order) == SLICES
-
-
-def test_all_are_kept_and_fetched_once(server: OriginServer, tmp_path: Path) -> None:
-    arguments = {"dataset": server.url, "cache_dir": tmp_path / "cache", "cache_bytes": 7 * SLICE_BYTES, "epochs": 3}
-    with Loader(**arguments, keep="all", **ONE_BY_ONE) as loader:
-        assert len(ids_of(loader)) == 3 * SLICES * SAMPLES
-        assert loader.stats()["fetched_slices"] == SLICES == len(slices_in(tmp_path / "cache"))
-    with pytest.raises(UsageError, match="to keep all slices takes"):
-        ids_of(Loader(**{**arguments, "cache_bytes": 3 * SLICE_BYTES}, keep="all", **ONE_BY_ONE))
-
-
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("many") / "data", 81, 64, 256)
@@ -282,7 +232,6 @@ def test_second_fetches_are_counted_and_their_cause_is_said(
             stats, found = loader.stats(), loader.bottleneck()
     assert stats["refetched_slices"] > 50 and stats["refetched_bytes"] > 50 * 65_000
     assert "expected at most 1.1 times the dataset's" in caplog.text and "Use lanes=" in caplog.text
-    assert "were fetched a second time in an epoch" in caplog.text and "fewer windows (lanes, window)" in caplog.text
     assert found is not None and "Slices are fetched several times" in found.advice
     assert caplog.text.count("Waiting; ") <= 3  # One in ten seconds, however many waits.
 
@@ -295,7 +244,7 @@ def test_second_fetches_of_a_mixture_are_counted_in_the_epochs_of_each_dataset(
     given: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "lanes": lanes, "steps": steps, "max_fetch_ratio": None}
     with OriginServer(many) as other:
         mixture = Mixture({"many": other.url, "small": server.url}, {"many": 0.5, "small": 0.5})
-        room = 30 * 66_000
+        room = (30 if lanes == 16 else 20) * 66_000
         with Loader(mixture, cache_dir=tmp_path, cache_bytes=room, rank=0, world_size=1, **given) as loader:
             assert sum(1 for _ in loader) == steps
             stats = loader.stats()
@@ -312,7 +261,7 @@ def test_a_late_window_is_waited_for_logged_and_counted(
         assert sorted(ids_of(loader)) == list(range(SLICES * SAMPLES))
         stats = loader.stats()
     assert stats["late"] >= SLICES - 2 and stats["waited_s"] > 0.5 and stats["network_s"] > 0.5
-    assert "bytes here (" in caplog.text and "at step 8. Waiting" in caplog.text
+    assert "bytes here. Waiting" in caplog.text and "at step 8, " in caplog.text
 
 
 def test_an_outage_is_noticed_at_the_swap_and_no_sooner(
@@ -337,7 +286,7 @@ def test_an_outage_is_noticed_at_the_swap_and_no_sooner(
         found += list(chain(*(batch.sample_ids.tolist() for batch in batches)))
         back.join()
     assert found == expected
-    assert f"at step {here * 8}. Waiting" in caplog.text
+    assert f"at step {here * 8}, " in caplog.text
 
 
 def test_fetching_takes_less_than_a_tenth_of_a_processor(tmp_path: Path) -> None:

@@ -151,21 +151,6 @@ def test_a_slice_that_vanished_from_a_cache_is_answered_404(world: Path, tmp_pat
         assert lost.value.status == 404
 
 
-def test_what_somebody_must_have_is_told_at_once_whoever_else_is_getting_it(world: Path, node: DataNode) -> None:
-    path = f"/v1/swarm/{node.datasets[0].id}"
-    with (
-        SliceShare(Identity.load(world / "a"), {}, {}, "127.0.0.1", 0) as share,
-        Client(Identity.load(world / "a")) as first,
-        Client(Identity.load(world / "b")) as second,
-    ):
-        wants = {"address": share.address, "have": "", "want": "0", "num": 1}
-        until(lambda: bool(first.request_json(node.address, "POST", path, wants)[0]["assignments"]))
-        waits = {"want": "0", "num": 1}
-        assert second.request_json(node.address, "POST", path, waits)[0]["assignments"] == []
-        must = second.request_json(node.address, "POST", path, waits | {"must": [0]})[0]["must"]
-        assert [(one["index"], one["holders"][0]["is_origin"]) for one in must] == [(0, True)]
-
-
 def test_two_versions_of_a_name_are_flagged_and_each_is_had_by_its_id(world: Path, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     make_dataset(tmp_path / "new" / "c4", SLICES + 1, 2, 512)

@@ -238,7 +238,7 @@ def answers(directory: Path, identity: Identity) -> Target:
 @target
 def swarm(directory: Path, identity: Identity) -> Target:
     seed = {
-        "address": "127.0.0.1:7000", "slots": 4, "have": "0-15,17", "want": "1-3", "num": 2, "must": [3],
+        "address": "127.0.0.1:7000", "have": "0-15,17", "want": "1-3", "num": 2,
         "finished": [4], "failed": [{"index": 5, "member": "a" * 32, "wrong": True}], "dropped": [6], "leave": False,
     }  # fmt: skip
     tracker, client = Tracker(asking := Client(None)), itertools.count()

@@ -363,7 +363,7 @@ class Rank:
         assert uses is not None
         lacks, ahead = self._needs - asked_for, len(asked_for)
         for index in sorted(self._needs):
-            self.reader.need(index)
+            self.reader.want(index)
         while ahead < _AHEAD:
             if not self._queue:
                 if uses.is_full(self._step):

@@ -51,11 +51,6 @@ class Reader:
         if index not in self.asked_for:
             self._state.want(index, self.net.clock.now)
 
-    def need(self, index: int) -> None:
-        """Fetch a slice that somebody waits for; `ask` follows."""
-        self.want(index)
-        self._state.need(index, self.net.clock.now)
-
     def want_nothing(self) -> None:
         """What is not on its way is wanted no longer."""
         for index in list(self._state.missing):
@@ -64,7 +59,6 @@ class Reader:
     def drop(self, index: int) -> None:
         """Make room: a slice is here no longer."""
         del self.node.cache[index]
-        self._state.lose(index)
 
     def ask(self) -> None:
         """Send a request to the tracker, if none is under way."""

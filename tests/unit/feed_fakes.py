@@ -98,7 +98,7 @@ def room_for(slices: int) -> int:
 def feed_of(
     directory: Path, steps: list[list[int]], slices: int, origin: Origin, num_keys: int = len(NAMES), **options: Any
 ) -> SliceFeed:
-    feed_only = {name: options.pop(name) for name in ("clock", "on_evict") if name in options}
+    feed_only = {name: options.pop(name) for name in ("clock",) if name in options}
     return SliceFeed(
         SliceCache(directory, room_for(slices)), NAMES[:num_keys], np.full(num_keys, SIZE), uses_of(steps), len(steps),
         origin.start, FeedOptions(**options), **feed_only,

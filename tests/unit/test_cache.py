@@ -208,17 +208,6 @@ def test_hold_is_all_or_none(tmp_path: Path) -> None:
     assert cache.list_slices() == {second, hashlib.sha256(b"c").hexdigest()}
 
 
-def test_drop_spares_what_others_keep(tmp_path: Path) -> None:
-    cache, other = SliceCache(tmp_path, 40), SliceCache(tmp_path, 40)
-    names = [put(cache, bytes([number]) * 10) for number in range(4)]
-    other.publish(dict.fromkeys(names[:2], (5, 5, None)), released=names[1:2])
-    cache.pin(names[3])
-    assert cache.drop(names) == [names[1], names[2]]
-    other.unpublish()
-    other.unpublish()
-    assert cache.drop(names) == [names[0]]
-
-
 def test_what_killed_processes_left_is_cleaned(tmp_path: Path) -> None:
     cache, other = SliceCache(tmp_path, 100), SliceCache(tmp_path, 100)
     kept, stale, wanted, under_way = put(cache, b"a"), "b" * 64, "c" * 64, "d" * 64
@@ -252,16 +241,13 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cache_module, "_RAM", tmp_path)
-    cache = SliceCache("ram:test", 100)
-    assert cache.directory == tmp_path / f"forebay-{os.getuid()}-test"
+    cache = SliceCache("ram", 100)
+    assert cache.directory == tmp_path / f"forebay-{os.getuid()}"
     assert cache.directory.stat().st_mode & 0o777 == 0o700
-    assert SliceCache("ram", 100).directory == tmp_path / f"forebay-{os.getuid()}"
     assert cache_module.cache_directory(Path("ram")) == Path("ram")
     cache.directory.chmod(0o755)
     with pytest.raises(UsageError, match="not a directory of this user's alone"):
-        SliceCache("ram:test", 100)
-    with pytest.raises(UsageError, match="expected ram or ram:NAME"):
-        SliceCache("ram:../x", 100)
+        SliceCache("ram", 100)
     monkeypatch.setattr(cache_module, "_RAM", tmp_path / "absent")
     with pytest.raises(UsageError, match="Choose a directory on disk"):
         SliceCache("ram", 100)

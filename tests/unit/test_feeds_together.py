@@ -70,8 +70,11 @@ def test_two_that_fit_one_at_a_time_take_turns(tmp_path: Path, closing: list[Sli
         assert not reader.is_alive() and not failed
 
 
-def test_two_that_hold_what_the_other_needs_do_not_wait_forever(tmp_path: Path, closing: list[SliceFeed]) -> None:
-    feeds = [feed_of(tmp_path, [[key], [key, key + 1]], 2, Origin(), timeout_s=0.5) for key in (0, 2)]
+def test_two_that_hold_what_the_other_needs_do_not_wait_forever(
+    tmp_path: Path, closing: list[SliceFeed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay.cache.planner.TIMEOUT_S", 0.5)
+    feeds = [feed_of(tmp_path, [[key], [key, key + 1]], 2, Origin()) for key in (0, 2)]
     closing += feeds
     for key, feed in zip((0, 2), feeds):
         feed.seek(0)
@@ -97,9 +100,8 @@ def test_two_that_hold_what_the_other_needs_do_not_wait_forever(tmp_path: Path, 
 
 
 def test_a_slice_evicted_by_another_is_fetched_again(tmp_path: Path, closing: list[SliceFeed]) -> None:
-    gone: list[int] = []
     origin = Origin()
-    feed = feed_of(tmp_path, [[0], [1], [0]], 2, origin, on_evict=gone.append)
+    feed = feed_of(tmp_path, [[0], [1], [0]], 2, origin)
     closing.append(feed)
     feed.seek(0)
     feed.acquire(0, 1)
@@ -108,7 +110,7 @@ def test_a_slice_evicted_by_another_is_fetched_again(tmp_path: Path, closing: li
     (tmp_path / NAMES[1]).unlink()
     assert feed.acquire(1, 2).read_bytes() == CONTENTS[1]
     assert origin.started == [0, 1, 1]
-    until(lambda: gone == [1] and feed.stats()["repeated_fetches"] == 1, "it is told and counted")
+    until(lambda: feed.stats()["repeated_fetches"] == 1, "it is counted")
 
 
 # Closing, threads, forks
@@ -116,7 +118,7 @@ def test_a_slice_evicted_by_another_is_fetched_again(tmp_path: Path, closing: li
 
 def test_close_is_quick_and_ends_a_wait(tmp_path: Path) -> None:
     origin = Origin(at_once=False, deaf=True)
-    feed = feed_of(tmp_path, [[0], [1]], 3, origin)
+    feed = feed_of(tmp_path, [[0, 1]], 3, origin)
     feed.seek(0)
     until(lambda: len(origin.started) == 2, "they are started")
     ended: list[str] = []

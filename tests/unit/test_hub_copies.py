@@ -43,7 +43,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     (model / "weights.safetensors").write_bytes(bytes(1000))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("forebay.storage.hub._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.01)
     with HubServer(tmp_path / "hub") as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server

@@ -170,11 +170,9 @@ def test_a_large_repository_is_not_listed_to_begin(hub: HubServer) -> None:
     assert found.file(600) is None and source_at(found, 600) is None
 
 
-def test_without_a_card_two_pages_decide_and_what_is_held_out_stays_out(hub: HubServer) -> None:
+def test_without_a_card_all_pages_decide(hub: HubServer) -> None:
     hub.page_size = 50
     name = repo(hub, [f"a/{number:03d}.jsonl" for number in range(120)] + ["z/test/x.jsonl"])
-    found = find_split(name)
-    assert found is not None and found.file(0) is not None and hub.requests["tree"] <= 3
-    assert len(found.files()) == 120
-    with pytest.raises(UsageError, match="expected a split among train, got 'test'"):
-        find_split(f"{name}:test")
+    assert paths(f"{name}:test") == ["z/test/x.jsonl"]
+    with pytest.raises(UsageError, match="expected a split among test, got 'train'"):
+        find_split(name)

@@ -197,7 +197,6 @@ def test_rank_and_world_size_from_the_environment(tokens_dir: Path, monkeypatch:
         {"cache_bytes": -1},
         {"cache_bytes": "much"},
         {"cache_bytes": 1 << 30},
-        {"keep": "some"},
         {"connections": 0},
         {"steps": 0},
         {"split": "train", "validation": 2.0},

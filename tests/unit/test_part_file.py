@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin
 from forebay.storage.part_file import PartFile
-from forebay.storage.transfer_state import SourceStats, choose_source, min_range_bytes
+from forebay.storage.transfer_state import SourceStats, choose_source
 
-MIB = 1 << 20
 CONTENT = random.Random(7).randbytes(3_500_001)
 
 
@@ -31,17 +30,17 @@ class Unread(Origin):
 @settings(deadline=None, max_examples=60)
 @given(
     num_bytes=st.integers(1, 5_000_000),
-    spans=st.integers(1, 40),
+    pieces=st.integers(1, 5),
     power=st.integers(16, 22),
     order=st.randoms(use_true_random=False),
 )
 def test_a_part_file(
-    tmp_path_factory: pytest.TempPathFactory, num_bytes: int, spans: int, power: int, order: random.Random
+    tmp_path_factory: pytest.TempPathFactory, num_bytes: int, pieces: int, power: int, order: random.Random
 ) -> None:
     """Spans cover the file once; in any order of writing, broken off anywhere, what is marked is there."""
     path = tmp_path_factory.mktemp("part") / "part"
     data = CONTENT * 2
-    file = PartFile(path, num_bytes, 1 << power, spans)
+    file = PartFile(path, num_bytes, 1 << power, range_bytes=pieces << power)
     file.open()
     assert [span.start for span in file.ranges] == [0, *(span.stop for span in file.ranges[:-1])]
     assert file.ranges[-1].stop == num_bytes
@@ -49,12 +48,12 @@ def test_a_part_file(
     order.shuffle(todo)
     for span in todo[: order.randint(0, len(todo) - 1)]:
         assert file.write(span, memoryview(data)[span.start : span.stop], "x")
-    marked = [index for index, flag in enumerate(path.read_bytes()[num_bytes + 1 :]) if flag]
+    marked = {index for index, flag in enumerate(path.read_bytes()[num_bytes + 1 :]) if flag}
     file.close()
     assert not file.write(todo[-1], memoryview(b"x"), "x")
-    again = PartFile(path, num_bytes, 1 << power, 1)
+    again = PartFile(path, num_bytes, 1 << power)
     again.open()
-    assert sorted({span.start // again.piece_bytes for span in again.ranges if span.offset == span.stop}) == marked
+    assert {span.start >> power for span in again.ranges if span.offset == span.stop} == marked
     for span in again.ranges:
         if span.offset < span.stop:
             assert again.write(span, memoryview(data)[span.start : span.stop], "y")
@@ -67,7 +66,7 @@ def test_a_part_file(
 
 def test_chunks_of_a_large_shard(tmp_path: Path) -> None:
     """215 GB in chunks of 2 GiB are 101 ranges; sizes are 64 bits wide."""
-    file = PartFile(tmp_path / "part", 215_000_000_000, 2 << 30, 16)
+    file = PartFile(tmp_path / "part", 215_000_000_000, 8 << 20, range_bytes=2 << 30)
     file.open()
     file.close()
     assert len(file.ranges) == 101
@@ -101,23 +100,13 @@ def test_choice() -> None:
     assert choose_source([source(active=4)], 0) == (None, float("inf"))
 
 
-def test_requests_are_as_long_as_a_connection_is_fast(tmp_path: Path) -> None:
-    def fastest(*speeds: float | None) -> int:
-        made = [SourceStats(Unread(), 16.0) for _ in speeds]
-        for one, speed in zip(made, speeds):
-            one.speed = speed
-        return min_range_bytes(made)
-
-    assert fastest() == fastest(None) == fastest(6e6) == fastest(0.0, 1e3) == MIB
-    assert fastest(6e6, 90e6) == 8 * MIB
-    assert fastest(50e6, None) == 4 * MIB
-    alone = PartFile(tmp_path / "alone", 8 * MIB, 8 * MIB, 16)
-    one_of_many = PartFile(tmp_path / "many", 8 * MIB, 8 * MIB, 16, fastest(50e6))
-    endless = PartFile(tmp_path / "fast", 20 * MIB, 8 * MIB, 16, fastest(9e9))
-    for file, spans in ((alone, 8), (one_of_many, 2), (endless, 3)):
+def test_a_part_of_other_pieces_starts_over(tmp_path: Path) -> None:
+    for power in (16, 17):
+        file = PartFile(tmp_path / "part", 1 << 20, 1 << power)
         file.open()
+        assert file.received == 0
+        assert file.write(file.ranges[0], memoryview(bytes(1 << power)), "x")
         file.close()
-        assert len(file.ranges) == spans
 
 
 def test_a_busy_source_gets_fewer_connections_and_then_more() -> None:

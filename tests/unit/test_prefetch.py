@@ -43,7 +43,7 @@ def test_a_cyclic_pass_keeps_what_fits(tmp_path: Path, closing: list[SliceFeed])
 
 def test_a_slice_is_there_before_it_is_needed(tmp_path: Path, closing: list[SliceFeed]) -> None:
     origin = Origin(at_once=False)
-    feed = feed_of(tmp_path, [[0], [0], [1], [2]], 4, origin)
+    feed = feed_of(tmp_path, [[0, 1, 2], [0], [1], [2]], 4, origin)
     closing.append(feed)
     feed.seek(0)
     until(lambda: len(origin.started) == 3, "all that fits is started")
@@ -81,8 +81,9 @@ def test_a_late_slice_is_waited_for_and_told(
     closing.append(feed)
     caplog.set_level(logging.WARNING, "forebay")
     feed.seek(0)
-    until(lambda: len(origin.started) == 2, "both are started")
+    until(lambda: origin.started == [0], "the first is started alone")
     origin.end(0)
+    until(lambda: len(origin.started) == 2, "both are started")
     feed.acquire(0, 1)
     feed.advance(1)
     origin.transfers[1].received = 250
@@ -90,9 +91,8 @@ def test_a_late_slice_is_waited_for_and_told(
     timer.start()
     feed.acquire(1, 2)
     timer.join()
-    name = f"late: slice 1 ({NAMES[1][:12]}…) needed, "
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(name + "250 of 1000 bytes here (25%) at step 1. Waiting; ")
+    assert line.startswith(f"late: slice 1 ({NAMES[1][:12]}…) needed at step 1, 250 of 1000 bytes here. Waiting; ")
     assert feed.stats()["waited_s"] >= 0.25 and feed.stats()["late"] >= 1
 
 
@@ -167,7 +167,7 @@ def test_seeking_back_and_far_ahead(tmp_path: Path, closing: list[SliceFeed]) ->
 
 
 def test_what_is_needed_now_comes_before_what_is_on_its_way(tmp_path: Path, closing: list[SliceFeed]) -> None:
-    steps = [[key] for key in range(10)]
+    steps = [[0, 1], *([key] for key in range(1, 10))]
     origin = Origin(at_once=False)
     feed = SliceFeed(
         SliceCache(tmp_path, 2 * part_bytes(SIZE)), NAMES[:10], np.full(10, SIZE), uses_of(steps), 10, origin.start,
@@ -197,9 +197,10 @@ def test_exactly_the_slices_of_a_step_fit(tmp_path: Path, closing: list[SliceFee
 
 
 def test_a_step_that_cannot_fit_says_so(
-    tmp_path: Path, closing: list[SliceFeed], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, closing: list[SliceFeed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    feed = feed_of(tmp_path, [[0, 1, 2]], 2, Origin(), timeout_s=0.3)
+    monkeypatch.setattr("forebay.cache.planner.TIMEOUT_S", 0.3)
+    feed = feed_of(tmp_path, [[0, 1, 2]], 2, Origin())
     closing.append(feed)
     feed.seek(0)
     with pytest.raises(UsageError, match=r"no room for 1002 bytes .* budget 2002, 2000 in use .* Raise the budget"):
@@ -212,7 +213,7 @@ def test_windows_bridged_too_coarsely_are_planned_exactly(tmp_path: Path, closin
     origin = Origin()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uses_module, "_CHUNK_INTERVALS", 1)
-        feed = feed_of(tmp_path, steps, 2, origin, 4, timeout_s=0.5)
+        feed = feed_of(tmp_path, steps, 2, origin, 4)
         closing.append(feed)
         feed.seek(0)
         read(feed, steps)  # And the bytes are compared.
@@ -222,59 +223,11 @@ def test_windows_bridged_too_coarsely_are_planned_exactly(tmp_path: Path, closin
 # What is kept
 
 
-def test_window_deletes_what_the_epoch_has_read(tmp_path: Path, closing: list[SliceFeed]) -> None:
-    steps = [[key] for _ in range(2) for key in range(4) for _ in range(2)]
-    gone: list[int] = []
-    feed = feed_of(
-        tmp_path, steps, 4, Origin(), 4, keep="window", horizon_bytes=SIZE, on_evict=gone.append,
-        epoch_of=lambda step, key: (0, 8) if step < 8 else (1, 16),
-    )  # fmt: skip
-    closing.append(feed)
-    feed.seek(0)
-    for step, keys in enumerate(steps):
-        feed.acquire(keys[0], step + 1)
-        feed.advance(step + 1)
-        ahead = [key for later in steps[step + 1 :] for key in later]
-        lean = set(ahead[:1] + [key for key in ahead if key != ahead[0]][:1])
-        until(lambda lean=lean: {NAMES.index(name) for name in feed.cache.list_slices()} <= lean, f"step {step}")
-    until(lambda: len(gone) == 8, "the last eviction is told")
-    assert gone == [0, 1, 2, 3] * 2 and feed.stats()["repeated_fetches"] == 4
-
-
-def test_window_waits_for_the_other_processes(tmp_path: Path, closing: list[SliceFeed]) -> None:
-    steps = [[0], [1], [2], [3]]
-    fast, slow = (
-        feed_of(tmp_path, steps, 4, Origin(), 4, keep="window", horizon_bytes=0, epoch_of=lambda step, key: (0, 4))
-        for _ in range(2)
-    )
-    closing += [fast, slow]
-    slow.seek(0)
-    slow.acquire(0, 1)
-    until(lambda: list((tmp_path / "futures").iterdir()), "it is told")
-    fast.seek(0)
-    read(fast, steps)
-    time.sleep(0.7)
-    assert fast.cache.list_slices() == set(NAMES[:4])
-    slow.close()
-    until(lambda: not fast.cache.list_slices(), "nobody wants them any more")
-
-
-def test_all_is_never_evicted_and_refused_if_it_does_not_fit(tmp_path: Path, closing: list[SliceFeed]) -> None:
-    with pytest.raises(UsageError, match=r"to keep all slices takes 4002 bytes, the budget is 3002"):
-        feed_of(tmp_path, [[0]], 3, Origin(), 4, keep="all")
-    with pytest.raises(UsageError, match="expected 'budget', 'window' or 'all', got 'some'"):
-        feed_of(tmp_path, [[0]], 3, Origin(), 4, keep="some")
+def test_slices_that_can_never_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the largest slice takes 1002 bytes as it is fetched, the budget is 1000"):
         SliceFeed(SliceCache(tmp_path, 1000), NAMES[:1], np.array([1000]), uses_of([]), 0, lambda *_: None)
     with pytest.raises(UsageError, match="a size for each of 1, got 2"):
         SliceFeed(SliceCache(tmp_path, 5000), NAMES[:1], np.array([9, 9]), uses_of([]), 0, lambda *_: None)
-    steps = [[key] for _ in range(3) for key in range(4)]
-    origin = Origin()
-    feed = feed_of(tmp_path, steps, 4, origin, 4, keep="all")
-    closing.append(feed)
-    feed.seek(0)
-    read(feed, steps)
-    assert origin.started == [0, 1, 2, 3]
 
 
 def test_the_same_slice_under_two_keys_is_fetched_once(tmp_path: Path, closing: list[SliceFeed]) -> None:

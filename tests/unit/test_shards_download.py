@@ -65,7 +65,7 @@ def test_ranges_follow_from_the_settings(size: int, chunk: Any, workers: Any, ra
 
 def test_a_shard_of_215_gb_is_101_ranges_resumed_by_8_mib(tmp_path: Path) -> None:
     plan = plan_download(215_000_000_000, 2 * 1024**3, "all")
-    file = PartFile(tmp_path / "part", plan.num_bytes, plan.piece_bytes, plan.workers, range_bytes=plan.chunk_bytes)
+    file = PartFile(tmp_path / "part", plan.num_bytes, plan.piece_bytes, range_bytes=plan.chunk_bytes)
     file.open()
     assert len(file.ranges) == 101
     span = file.ranges[50]
@@ -73,7 +73,7 @@ def test_a_shard_of_215_gb_is_101_ranges_resumed_by_8_mib(tmp_path: Path) -> Non
     for _ in range(20):
         file.write(span, data, "x")
     file.close()
-    again = PartFile(tmp_path / "part", plan.num_bytes, plan.piece_bytes, plan.workers, range_bytes=plan.chunk_bytes)
+    again = PartFile(tmp_path / "part", plan.num_bytes, plan.piece_bytes, range_bytes=plan.chunk_bytes)
     again.open()
     assert again.received == 16 * MIB  # two whole pieces, in the middle of the file
     assert [s.start for s in again.ranges if s.offset == s.stop] == [span.start]
@@ -87,7 +87,7 @@ def test_spans_over_many_pieces_are_marked_piece_by_piece(tmp_path: Path) -> Non
         size = chance.randrange(1, 40 << 16)
         range_bytes = (1 << 16) * chance.randrange(1, 9)
         path = tmp_path / f"part{turn}"
-        file = PartFile(path, size, 1 << 16, 4, range_bytes=range_bytes)
+        file = PartFile(path, size, 1 << 16, range_bytes=range_bytes)
         file.open()
         for span in file.ranges:
             while span.offset < span.stop and chance.random() < 0.8:
@@ -100,7 +100,7 @@ def test_spans_over_many_pieces_are_marked_piece_by_piece(tmp_path: Path) -> Non
             if min(span.stop, (piece + 1) << 16) <= span.offset
         }
         file.close()
-        again = PartFile(path, size, 1 << 16, 4, range_bytes=range_bytes)
+        again = PartFile(path, size, 1 << 16, range_bytes=range_bytes)
         again.open()
         there = {p for s in again.ranges if s.offset == s.stop for p in range(s.start >> 16, -(-s.stop >> 16))}
         assert there == whole

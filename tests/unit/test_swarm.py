@@ -197,12 +197,12 @@ def test_the_silent_go_and_what_only_they_had_comes_from_the_origin_again() -> N
 
 
 def test_a_download_that_never_ends_is_given_up_and_its_slot_is_free_again() -> None:
-    swarm = Swarm(1, origin_slots=1, patience_s=20.0, ttl_s=1000.0)
+    swarm = Swarm(1, origin_slots=1, ttl_s=1000.0)
     for holder in (ORIGIN, peer("hoarder"), peer("b")):
         swarm.join(holder, none(1), 0.0)
     assert swarm.assign("hoarder", np.array([0]), 1, 0.0)
-    assert swarm.assign("b", np.array([0]), 1, 10.0) == []
-    assert swarm.assign("b", np.array([0]), 1, 21.0) == [Assignment(0, ORIGIN)]
+    assert swarm.assign("b", np.array([0]), 1, 30.0) == []
+    assert swarm.assign("b", np.array([0]), 1, 61.0) == [Assignment(0, ORIGIN)]
 
 
 def test_load_is_spread_over_holders() -> None:

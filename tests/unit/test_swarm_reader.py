@@ -32,16 +32,6 @@ def begun(state: SwarmReaderState, now: float, *indexes: int) -> list[int]:
     return [index for index, _ in state.receive(assigning(*indexes), now)[0]]
 
 
-def test_only_what_somebody_waits_for_is_asked_for_wherever_it_is() -> None:
-    state = SwarmReaderState(0.0)
-    for index in range(4):
-        state.want(index, 0.0)
-    assert state.request(60.0, None)["must"] == []  # fetched ahead: others bring it
-    state.need(2, 60.0)
-    assert state.request(64.0, None)["must"] == [] and state.request(66.0, None)["must"] == [2]
-    assert begun(state, 67.0, 2) == [2] and state.request(68.0, None)["must"] == []
-
-
 def test_news_is_said_again_until_a_tracker_answers_and_only_wanted_slices_begin() -> None:
     state = SwarmReaderState(0.0, address="127.0.0.1:9", downloads=2)
     state.want(1, 0.0)

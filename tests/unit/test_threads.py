@@ -74,7 +74,7 @@ BARE_THREADS = {
     "load/shard_helper.py": "ends the process with its parent",
     "cache/prefetch.py": "hands its exception to whoever waits for a slice",
     "prepare/engines/local.py": "ends the process with its parent",
-    "storage/hub_reader.py": "hands its exception to whoever waits for a block",
+    "storage/remote_file.py": "hands its exception to whoever waits for a block",
     "formats/stackexchange.py": "hands its exception to the reader",
 }
 """Modules that may start a thread that is not supervised, each once, and why."""

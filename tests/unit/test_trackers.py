@@ -98,7 +98,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 HOLDER = {"index": 7, "member": "m", "peer_id": "p", "address": "127.0.0.1:1", "is_origin": True}
-GOOD = {"assignments": [], "must": [], "sharers": [], "wait_s": 0.02, "tell_have": False, "settled": False}
+GOOD = {"assignments": [], "sharers": [], "wait_s": 0.02, "tell_have": False}
 NONSENSE = st.recursive(
     st.none() | st.booleans() | st.integers(max_value=0) | st.floats(max_value=0.5) | st.text(max_size=20)
     | st.sampled_from(["a..b:1", "https://", "file:///etc/passwd", "s3://b/d?endpoint=http://127.0.0.1:1", "nonsense"]),
@@ -112,7 +112,6 @@ ANSWERS = st.one_of(
     NONSENSE,
     st.builds(lambda name, value: {**GOOD, name: value}, st.sampled_from(list(GOOD)), NONSENSE),
     st.builds(lambda name, one: {**GOOD, name: [one]}, st.sampled_from(["assignments", "sharers"]), HOLDERS),
-    st.builds(lambda one: {**GOOD, "must": [{"index": 7, "holders": [one]}]}, HOLDERS),
 )
 
 

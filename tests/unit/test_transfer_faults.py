@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from transfer_cases import CONTENT, INFO, QUICK, fetch, info_of
+from transfer_cases import CONTENT, INFO, QUICK, fetch
 
 from calibration import scaled
 from forebay.dataset.manifest import SliceInfo
@@ -64,43 +64,6 @@ def test_a_violation_is_told(tmp_path: Path, fault: Callable[[int, int], Iterato
         assert set(told) == {"bad"}
         moved = transfers.start(INFO, tmp_path / "part2", [Fake("bad", fault)])
         assert moved.wait(20) and type(moved.error) is NetworkError
-
-
-def test_a_stuck_connection_is_not_waited_for(tmp_path: Path) -> None:
-    """One request hangs: when nothing else is to do, another connection takes its place over."""
-    hung, hold = threading.Event(), threading.Event()
-
-    def answer(start: int, stop: int) -> Iterator[memoryview]:
-        yield memoryview(CONTENT)[start : start + 1000]
-        if start == 1 << 18 and not hung.is_set():
-            hung.set()
-            assert hold.wait(20)
-        yield memoryview(CONTENT)[start + 1000 : stop]
-
-    with Transfers(3, hedge_s=0.1, **QUICK) as transfers:
-        moved = transfers.start(INFO, tmp_path / "part", [Fake("x", answer)])
-        assert moved.wait(10) and moved.error is None and hung.is_set()
-        assert transfers.stats()["attempts"] == 14  # the hanging one is still at it
-        hold.set()
-    assert hashlib.sha256((tmp_path / "part").read_bytes()).hexdigest() == INFO.sha256
-
-
-def test_a_source_that_is_always_slow_is_not_asked_twice(tmp_path: Path) -> None:
-    """Each request takes twice `hedge_s`, and connections idle: what is usual there is not late."""
-
-    def answer(start: int, stop: int) -> Iterator[memoryview]:
-        time.sleep(1.0)
-        yield memoryview(CONTENT)[start:stop]
-
-    info = info_of(CONTENT[: 1 << 17])
-    with Transfers(3, hedge_s=0.5, **QUICK) as transfers:
-        assert transfers.start(INFO, tmp_path / "part", [Fake("quick", honest)]).wait(scaled(20))  # starts connections
-        before = transfers.stats()["attempts"]
-        source = Fake("x", answer)
-        for number in range(3):
-            moved = transfers.start(info, tmp_path / f"part{number}", [source])
-            assert moved.wait(scaled(20)) and moved.error is None
-        assert transfers.stats()["attempts"] == before + 3
 
 
 def test_without_a_thread_to_fetch_with_a_transfer_ends_and_the_next_one_is_tried_again(

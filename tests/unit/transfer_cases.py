@@ -16,11 +16,8 @@ from forebay.storage.transfers import Transfers
 
 MIB = 1 << 20
 CONTENT = random.Random(7).randbytes(3_500_001)
-UNHEDGED = {
-    "hedge_s": 600.0
-}  # A machine that stands still for 5 s would else have a piece fetched twice, as it should.
 PATIENT = Timeouts(60.0, 60.0)  # A request given up on a machine that stands still is one more request.
-QUICK = {"piece_bytes": 1 << 18, "first_backoff_s": 0.005, "max_backoff_s": 0.05}
+QUICK = {"piece_bytes": 1 << 18, "max_backoff_s": 0.05}
 
 
 def info_of(data: bytes, name: str = "slice") -> SliceInfo:
@@ -43,6 +40,7 @@ def fetch(
         part,
         [open_origin(url, timeouts=timeouts) for url in urls],
         None if bad is None else lambda origin, reason: bad.append(origin.url),
+        range_bytes=1 << 18,
     )
     assert moved.wait(60)
     if moved.error is None:

@@ -19,7 +19,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 import stat
 import threading
 import time
@@ -74,20 +73,17 @@ class Reservation:
 
 
 def cache_directory(directory: str | Path) -> Path:
-    """Return the directory of a cache; for `ram` and `ram:NAME` a private directory of this user in /dev/shm."""
-    if not isinstance(directory, str) or not re.match(r"ram(:|$)", directory):
+    """Return the directory of a cache; for `ram` a private directory of this user in /dev/shm."""
+    if directory != "ram":
         return Path(directory)
-    name = directory[4:]
-    if ":" in directory and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", name):
-        raise UsageError(f"cache: expected ram or ram:NAME of letters, digits, '.', '_' and '-', got {directory!r}.")
-    path = _RAM / f"forebay-{os.getuid()}{'-' * bool(name)}{name}"
+    path = _RAM / f"forebay-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
     except OSError as error:
         raise UsageError(f"cache: cannot make {path} in memory: {error}. Choose a directory on disk.") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise UsageError(f"cache: {path} is not a directory of this user's alone. Choose another name: ram:NAME.")
+        raise UsageError(f"cache: {path} is not a directory of this user's alone. Choose a directory on disk.")
     return path
 
 
@@ -95,8 +91,8 @@ class SliceCache:
     """Slices by hash, within a budget. Safe between threads and processes, and against kills.
 
     Args:
-        directory: Created if absent. Other files in it are ignored. `ram` or `ram:NAME` keeps the slices in memory
-            (/dev/shm): fast, shared by the processes of this user, and lost when the machine restarts.
+        directory: Created if absent. Other files in it are ignored. `ram` keeps the slices in memory (/dev/shm): fast,
+            shared by the processes of this user, and lost when the machine restarts.
         budget_bytes: For slices and partial files together.
 
     Raises:
@@ -246,29 +242,15 @@ class SliceCache:
         _remove_lock(lock)
         return refused
 
-    def drop(self, sha256s: Collection[str]) -> list[str]:
-        """Delete the slices that no other live process asks to keep and none has pinned; return those deleted."""
-        with self._budget.lock():
-            plans = self._plans.others()
-            return [
-                sha256
-                for sha256 in sha256s
-                if not any(plan.keeps(sha256) for plan in plans)
-                and self._budget.remove(self.path_of(sha256), self._locks / f"{sha256}.pin")
-            ]
-
     def discard(self, sha256: str) -> None:
         """Delete a slice whose bytes are wrong, even if it is pinned."""
         with self._budget.lock():
             self._budget.delete(self.path_of(sha256))
 
-    def publish(self, uses: Mapping[str, PlannedUse], released: Collection[str] = ()) -> None:
-        """Publish to the other processes what this one will read, until `unpublish` or the end of this process.
-
-        They need not keep the slices in `released` for it.
-        """
+    def publish(self, uses: Mapping[str, PlannedUse]) -> None:
+        """Publish to the other processes what this one will read, until `unpublish` or the end of this process."""
         with self._lock, self._budget.lock():
-            self._plans.publish(uses, released)
+            self._plans.publish(uses)
 
     def set_position(self, now: int, waiting_since: float = 0.0) -> None:
         """Publish the step of this process, and since when (`time.monotonic`) it waits for room; 0: it does not."""

@@ -12,14 +12,14 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from forebay.errors import UsageError
 from forebay.storage.locks import EXCLUSIVE, SHARED, Lock, acquire, is_locked, try_acquire
-from forebay.storage.part_file import MIN_RANGE_BYTES
+from forebay.storage.part_file import MIN_PIECE_BYTES
 
 _HEADER_BYTES = 96
 PlannedUse = tuple[int, int, int | None]  # first and last run step of the next uses, and the first one after them
@@ -37,7 +37,6 @@ class ProcessPlan:
     version: int = -1
     waiting_since: float = 0.0  # `time.monotonic()` since when it waits for room, or 0
     uses: Mapping[str, PlannedUse] = field(default_factory=dict)  # by sha256
-    released: Collection[str] = ()  # others need not keep these for it, though it may read them again
 
     def steps_to(self, sha256: str) -> float:
         """Return the steps until it reads a slice; infinity if it does not plan to."""
@@ -48,10 +47,6 @@ class ProcessPlan:
         if self.now <= last:
             return max(first - self.now, 0)
         return math.inf if after is None else max(after - self.now, 0)
-
-    def keeps(self, sha256: str) -> bool:
-        """Whether it asks the others to keep a slice that they no longer need."""
-        return sha256 not in self.released and self.steps_to(sha256) < math.inf
 
 
 class SharedPlans:
@@ -72,12 +67,12 @@ class SharedPlans:
         self._position: tuple[int, float] = (0, 0.0)
         self._others: dict[str, ProcessPlan] = {}
 
-    def publish(self, uses: Mapping[str, PlannedUse], released: Collection[str]) -> None:
+    def publish(self, uses: Mapping[str, PlannedUse]) -> None:
         """Publish what this process will read; under the budget's lock."""
         if self._lock is None:
             self._path = self.directory / f"{os.getpid()}-{secrets.token_hex(4)}.json"
             self._lock = acquire(self._path)
-        body = json.dumps({"uses": uses, "released": list(released)}, separators=(",", ":")).encode()
+        body = json.dumps(uses, separators=(",", ":")).encode()
         os.ftruncate(self._lock.descriptor, _HEADER_BYTES)
         os.pwrite(self._lock.descriptor, body, _HEADER_BYTES)
         self._version += 1
@@ -123,9 +118,9 @@ def _read_plan(path: Path, last: ProcessPlan | None) -> ProcessPlan:
         if last is not None and last.birth == int(birth) and last.version == int(version):
             last.now, last.waiting_since = int(now), float(waiting_since)
             return last
-        body = json.loads(file.read() or b'{"uses": {}, "released": []}')
-    uses = {sha256: (start, stop, after) for sha256, (start, stop, after) in body["uses"].items()}
-    return ProcessPlan(int(birth), int(now), int(version), float(waiting_since), uses, set(body["released"]))
+        body = json.loads(file.read() or b"{}")
+    uses = {sha256: (start, stop, after) for sha256, (start, stop, after) in body.items()}
+    return ProcessPlan(int(birth), int(now), int(version), float(waiting_since), uses)
 
 
 @dataclass(slots=True)
@@ -143,7 +138,7 @@ class CacheEntry:
 
 def part_bytes(num_bytes: int) -> int:
     """Return the maximum size of the partial file of a slice, whose trailer has a byte per piece."""
-    return num_bytes + -(-num_bytes // MIN_RANGE_BYTES) + 1
+    return num_bytes + -(-num_bytes // MIN_PIECE_BYTES) + 1
 
 
 class DiskBudget:

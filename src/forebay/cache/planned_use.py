@@ -5,15 +5,13 @@ interval. In a chunk of more than 2,048 intervals, gaps are bridged until there 
 long run stays small; inside a bridged gap a slice counts as in use. With `exact`, for a cache that cannot hold the open
 windows, no gap is bridged, and fewer steps are known.
 
-Cost: 0.15 us per use (NumPy), 100 bytes per interval, at most 2^18 intervals and 2^25 uses.
+Cost: 0.15 us per use (NumPy), 100 bytes per interval, at most 2^18 intervals.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +22,11 @@ from forebay.errors import UsageError
 I64 = NDArray[np.int64]
 UsesFunction = Callable[[int, int], tuple[I64, I64]]
 """Run steps [start, stop) to (steps, keys): distinct pairs by step, then in order of first use."""
-Keep = Literal["budget", "window", "all"]
 
 _FIRST_STEPS = 256
 _CHUNK_USES = 1 << 17
 _CHUNK_INTERVALS = 2048
 _MAX_INTERVALS = 1 << 18
-_MAX_USES = 1 << 25
 
 
 class PlannedUses:
@@ -45,9 +41,7 @@ class PlannedUses:
         self._exact = exact
         self._chunk_steps = _FIRST_STEPS
         self._intervals: dict[int, deque[tuple[int, int]]] = {}
-        self._chunks: deque[tuple[int, int]] = deque()  # (first step after the chunk, its uses)
-        self._last: dict[int, int] = {}
-        self._num_intervals = self._num_uses = 0
+        self._num_intervals = 0
         self.known_until = step  # the uses of earlier steps are known
         self.is_bridged = False  # a gap was bridged
 
@@ -58,12 +52,10 @@ class PlannedUses:
 
     def is_full(self, now: int) -> bool:
         """Whether all uses are known, or no more can be stored."""
-        while self._chunks and self._chunks[0][0] <= now:
-            self._num_uses -= self._chunks.popleft()[1]
         if self._num_intervals >= _MAX_INTERVALS:
             for key in list(self._intervals):
                 self.use(key, now)  # removes the intervals before `now`
-        return self.is_complete or self._num_intervals >= _MAX_INTERVALS or self._num_uses >= _MAX_USES
+        return self.is_complete or self._num_intervals >= _MAX_INTERVALS
 
     def extend(self) -> list[tuple[int, int]]:
         """Read another chunk; return (first step, key) of the intervals that begin in it, in order."""
@@ -71,8 +63,6 @@ class PlannedUses:
         if self._num_steps is not None:
             stop = min(stop, self._num_steps)
         steps, keys = self._uses(self.known_until, stop)
-        self._chunks.append((stop, len(steps)))
-        self._num_uses += len(steps)
         started = []
         for key, first, last in self._compress(steps, keys):
             intervals = self._intervals.setdefault(key, deque())
@@ -95,7 +85,7 @@ class PlannedUses:
         if intervals is None:
             return None
         while intervals and intervals[0][1] < now:
-            self._last[key] = intervals.popleft()[1]
+            intervals.popleft()
             self._num_intervals -= 1
         if not intervals:
             del self._intervals[key]
@@ -107,11 +97,6 @@ class PlannedUses:
         """Return the first step from `now` on that reads a slice; None if none before `known_until` does."""
         use = self.use(key, now)
         return None if use is None else use[0]
-
-    def last_use(self, key: int, now: int) -> int | None:
-        """Return the last step before `now` that read a slice; None if none did since the first step."""
-        self.use(key, now)
-        return self._last.get(key)
 
     def _compress(self, steps: I64, keys: I64) -> list[tuple[int, int, int]]:
         """Return (key, first, last) of the intervals, by first step, then as given."""
@@ -135,52 +120,44 @@ class PlannedUses:
         return list(zip(keys_by_key[starts].tolist(), firsts.tolist(), lasts.tolist()))
 
 
-@dataclass(frozen=True)
 class RunSlices:
-    """The slices of one run."""
+    """The slices of one run.
 
-    sha256s: Sequence[str]  # hex, by key
-    sizes: Sequence[int]  # bytes, by key
-    uses: UsesFunction  # of several keys of one slice only the first
-    num_steps: int | None  # None: the run never ends
-    keys: Mapping[str, int]  # first key of each slice
-    same: Sequence[int]  # by key, the first key of its slice
+    Attributes:
+        sha256s, sizes: Hex and bytes, by key.
+        uses: Of several keys of one slice only the first.
+        num_steps: None: the run never ends.
+        keys: First key of each slice. `same`: by key, the first key of its slice.
+    """
 
-    @classmethod
-    def of(
-        cls, sha256s: Sequence[str] | NDArray[np.uint8], sizes: I64, uses: UsesFunction, num_steps: int | None
-    ) -> RunSlices:
+    def __init__(
+        self, sha256s: Sequence[str] | NDArray[np.uint8], sizes: I64, uses: UsesFunction, num_steps: int | None
+    ) -> None:
         """From hex or uint8 [S, 32], and int64 [S]. Raises UsageError if their lengths differ."""
-        names = [row if isinstance(row, str) else row.tobytes().hex() for row in sha256s]
-        lengths: list[int] = np.asarray(sizes, np.int64).tolist()
-        if len(names) != len(lengths):
-            raise UsageError(f"slices: expected a size for each of {len(names)}, got {len(lengths)}.")
-        keys: dict[str, int] = {}
-        same = np.array([keys.setdefault(sha256, key) for key, sha256 in enumerate(names)], np.int64)
+        self.sha256s = [row if isinstance(row, str) else row.tobytes().hex() for row in sha256s]
+        self.sizes: list[int] = np.asarray(sizes, np.int64).tolist()
+        if len(self.sha256s) != len(self.sizes):
+            raise UsageError(f"slices: expected a size for each of {len(self.sha256s)}, got {len(self.sizes)}.")
+        self.keys: dict[str, int] = {}
+        same = np.array([self.keys.setdefault(sha256, key) for key, sha256 in enumerate(self.sha256s)], np.int64)
+        self.same: list[int] = same.tolist()
+        self.num_steps = num_steps
 
         def first_keys(start: int, stop: int) -> tuple[I64, I64]:
             steps, used = uses(start, stop)
             return steps, same[used]
 
-        return cls(names, lengths, uses if len(keys) == len(same) else first_keys, num_steps, keys, same.tolist())
+        self.uses = first_keys
 
     def num_bytes(self) -> int:
         """Return the bytes of all slices, each counted once."""
         return sum(self.sizes[key] for key in self.keys.values())
 
-    def check(self, keep: str, budget_bytes: int) -> None:
+    def check(self, budget_bytes: int) -> None:
         """Raise UsageError if the slices can never fit into the budget."""
-        if keep not in ("budget", "window", "all"):
-            raise UsageError(f"keep: expected 'budget', 'window' or 'all', got {keep!r}.")
         largest = max(self.sizes, default=0)
         if part_bytes(largest) > budget_bytes:
             raise UsageError(
                 f"cache: the largest slice takes {part_bytes(largest)} bytes as it is fetched, the budget is "
                 f"{budget_bytes}. Raise the budget: to two slices at least, to fetch one while another is read."
-            )
-        needed = self.num_bytes() + part_bytes(largest) - largest
-        if keep == "all" and needed > budget_bytes:
-            raise UsageError(
-                f"cache: to keep all slices takes {needed} bytes, the budget is {budget_bytes}. Raise the budget, or "
-                "let the cache evict (keep='budget')."
             )

@@ -9,36 +9,27 @@ Cost: 250 bytes per slice of the run; a pass over the cached slices each time th
 """
 
 import heapq
-import logging
 import math
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from forebay.cache.cache import NotReserved, Reservation, SliceCache
-from forebay.cache.downloads import SliceDownloads
 from forebay.cache.eviction import Evict, part_bytes
-from forebay.cache.planned_use import Keep, PlannedUses, RunSlices
-from forebay.errors import UsageError
+from forebay.cache.planned_use import PlannedUses, RunSlices
+from forebay.errors import ForebayError, UsageError
 from forebay.storage.transfer_state import Transfer
 
 NEVER = 1 << 62
+TIMEOUT_S = 10.0  # a wait for room fails if no process can make any for so long
 
 _MAX_DOWNLOADS, _MAX_DOWNLOAD_BYTES = 16, 1 << 30
-_LEAD_S = 30.0
 _POLL_S, _EAGER_POLL_S, _PUBLISH_S = 0.5, 0.02, 1.0
 _MAX_PUBLISHED = 256  # queued slices
-_WARN_S, _MAX_REFETCHED_RATIO = 30.0, 0.1
-_LOSS_TEXTS = {
-    "room": "made room for another: the cache of {budget} bytes is smaller than what the windows keep open. Give it "
-    "more room (cache_bytes), or open fewer windows (lanes, window); `forebay plan` says how many fit.",
-    "another process": "was deleted from {directory} by another process. Give the processes that share this cache a "
-    "larger budget, or each a directory of its own.",
-    "damage": "({name}) was changed or damaged in {directory} after it was verified. Check its disk.",
-}
-log = logging.getLogger("forebay")
+_CLOSE_S = 0.4
+_FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -46,31 +37,21 @@ class FeedOptions:
     """How a feed prefetches and evicts.
 
     Attributes:
-        keep: `budget` evicts when room is needed; `window` prefetches within the horizon only, and deletes a slice once
-            all processes have read it in their epochs, unless it lies within the horizon; `all` never evicts.
-        horizon_bytes: How many bytes that are not needed at once may evict slices that are read later. By default what
-            the next 30 s of training read (doubled after each late slice), at least one slice, at most a quarter of the
-            budget (half after a late slice).
-        epoch_of: Maps (step, key) to the epoch of that read and the run step at which it ends, for `window`; None:
-            unknown.
-        first_alone: Download the slices of the first step after a seek before all others.
+        horizon_bytes: How many bytes that are not needed at once may evict slices that are read later. By default a
+            quarter of the budget, and at least one slice.
+        epoch_of: Maps (step, key) to the epoch of that read, for the counts of slices fetched twice in one.
         window_steps: Prefetching evicts no slice that is read again within so many steps.
-        timeout_s: Fail after waiting so long for room while no process can make any.
     """
 
-    keep: Keep = "budget"
     horizon_bytes: int | None = None
-    epoch_of: Callable[[int, int], tuple[int | None, int | None]] = lambda step, key: (0, None)
-    first_alone: bool = False
+    epoch_of: Callable[[int, int], int | None] = lambda step, key: 0
     window_steps: int = 0
-    timeout_s: float = 10.0
 
 
 @dataclass
 class PlanUpdate:
     """The result of one `Planner.update`."""
 
-    evicted: list[int] = field(default_factory=list)  # keys that are no longer cached
     errors: dict[int, Exception] = field(default_factory=dict)  # of requested keys
     wake_at: int = NEVER  # update again before this step
     poll_s: float = _POLL_S  # update again after so long
@@ -93,8 +74,6 @@ class Planner:
         self.cached: set[int] = set()  # keys
         self.downloads = SliceDownloads(slices.sizes, start_transfer, on_done, clock)
         self.num_evicted = 0  # by this process
-        self.loss_reasons: dict[int, str] = {}  # of slices that were cached: a key of _LOSS_TEXTS
-        self.lead_s = _LEAD_S
         self._slices = slices
         self._sha256s, self._sizes, self._keys = slices.sha256s, slices.sizes, slices.keys
         self._options, self._clock = options, clock
@@ -105,24 +84,21 @@ class Planner:
         self._queue: list[tuple[int, int, int]] = []  # (next use, tie, key) of slices to download
         self._queued: set[int] = set()
         self._num_pushed = 0
-        self._finished, self._evicted, self._released = list[int](), list[int](), list[str]()
+        self._finished: list[int] = []
         self._unread: dict[int, int] = {}  # downloaded slices, and for which step
         self._aims: dict[int, int] = {}  # the same of running downloads
         self._waiting_since = 0.0
-        self._listed_at = self._published_at = self._warned_at = -math.inf
+        self._listed_at = self._published_at = -math.inf
         self._published: object = None
-        self._refetched: Counter[str] = Counter()  # by reason
-        self._rate: tuple[float, int, float] = (clock(), 0, math.inf)  # time, step, steps per second before
 
     def seek(self, step: int, *, exact: bool = False) -> None:
         """Plan again from `step`."""
         self._now = step
         self._uses = PlannedUses(self._slices.uses, self._slices.num_steps, step, exact=exact)
         self._queue, self._queued, self._aims = [], set(), {}
-        self._rate = (self._clock(), step, math.inf)
         self._listed_at = self._published_at = -math.inf
         self._extend()
-        self._first = [key for use, _, key in self._queue if use <= step and self._options.first_alone]
+        self._first = [key for use, _, key in self._queue if use <= step]
 
     def update(self, now: int, requested: Collection[int], finished: Iterable[int], lost: Iterable[int]) -> PlanUpdate:
         """Process ended downloads, evict, and start downloads.
@@ -136,24 +112,18 @@ class Planner:
         result = PlanUpdate()
         began = time.perf_counter()
         self._now, self._requested = now, requested
-        time_s, step, _ = self._rate
-        if (elapsed := self._clock() - time_s) >= 1.0:
-            self._rate = (self._clock(), now, max(0, now - step) / elapsed)
         self._finished += finished
         while self._finished:
             self._finish(self._finished.pop(), result)
         for key in self.cached.intersection(lost):
-            self._record_loss(key, "another process")
+            self._record_loss(key)
         self._list_cached()
         self._first = [key for key in self._first if key not in self.cached]
         for key in self.downloads.take_due():
             self._enqueue(key)
-        if self._options.keep == "window":
-            self._drop_read()
         if self._start_requested(result):
             self._prefetch(result)
         self._publish()
-        result.evicted, self._evicted = self._evicted, []
         result.wake_at = self._next_change()
         if 0.0 < result.poll_s < _POLL_S:  # less often in a large cache, where an update takes long
             result.poll_s = min(_POLL_S, max(result.poll_s, 10 * (time.perf_counter() - began)))
@@ -169,7 +139,7 @@ class Planner:
         key = self._keys.get(sha256)
         if key is None:
             return math.inf
-        if self._options.keep == "all" or key in self._requested:
+        if key in self._requested:
             return 0.0
         step = self._uses.next_use(key, self._now)
         if step is None:
@@ -177,24 +147,20 @@ class Planner:
         return step - self._now
 
     def _list_cached(self) -> None:
-        """Read from the directory which slices are cached: other processes change it too."""
         if self._clock() - self._listed_at < _POLL_S:
             return
         self._listed_at = self._clock()
         cached = {self._keys[sha256] for sha256 in self.cache.list_slices() if sha256 in self._keys}
         for key in self.cached - cached:
-            self._record_loss(key, "another process")
+            self._record_loss(key)
         self.cached = cached
 
-    def _record_loss(self, key: int, reason: str) -> None:
+    def _record_loss(self, key: int) -> None:
         self.cached.discard(key)
-        self.loss_reasons.setdefault(key, reason)
         self._unread.pop(key, None)
-        self._evicted.append(key)
         self._enqueue(key)
 
     def _enqueue(self, key: int) -> None:
-        """Put a slice that is not cached into the queue, if it is known to be read again."""
         step = self._uses.next_use(key, self._now)
         if step is not None and key not in self._queued:
             self._push(step, key)
@@ -208,41 +174,19 @@ class Planner:
         self._queued.discard(heapq.heappop(self._queue)[2])
 
     def _extend(self) -> None:
-        """Read more planned uses, and queue their slices."""
         for step, key in self._uses.extend():
             if key not in self.cached and key not in self._queued and not self.downloads.is_postponed(key):
                 self._push(step, key)
 
     def _finish(self, key: int, result: PlanUpdate) -> None:
-        is_repeated = self.downloads[key].is_repeated
         is_cached, error = self.downloads.finish(key)
         if is_cached:
-            reason = self.loss_reasons.pop(key, "room")
-            if is_repeated:
-                self._warn_of_refetch(key, reason)
             self.cached.add(key)
             self._unread[key] = self._aims.pop(key, self._uses.next_use(key, self._now) or 0)  # may be read by now
         elif error is None:
             self._enqueue(key)
         elif key in self._requested:
             result.errors[key] = error
-
-    def _warn_of_refetch(self, key: int, reason: str) -> None:
-        """Log why slices are downloaded twice in an epoch: each damaged one; others above a tenth of all bytes."""
-        self._refetched[reason] += 1
-        counts = self.downloads.counts
-        is_rare = counts["refetched_bytes"] <= _MAX_REFETCHED_RATIO * counts["fetched_bytes"] and reason != "damage"
-        if is_rare or self._clock() - self._warned_at < _WARN_S:
-            return
-        self._warned_at = self._clock()
-        reasons = ", ".join(f"{number} by {cause}" for cause, number in self._refetched.most_common())
-        text = _LOSS_TEXTS[reason].format(
-            budget=self.cache.budget_bytes, directory=self.cache.directory, name=self._sha256s[key]
-        )
-        log.warning(
-            "%d slices (%d of %d bytes) were fetched a second time in an epoch (lost by: %s). The last one %s",
-            counts["refetched_slices"], counts["refetched_bytes"], counts["fetched_bytes"], reasons, text,
-        )  # fmt: skip
 
     def _start_requested(self, result: PlanUpdate) -> bool:
         """Start the slices that the consumer waits for; True if there is room to prefetch."""
@@ -270,19 +214,18 @@ class Planner:
             result.poll_s = 0.0
             return False
         self._waiting_since = self._waiting_since or self._clock()
-        since = self._clock() - self._options.timeout_s
+        since = self._clock() - TIMEOUT_S
         if self._waiting_since <= since and not self.downloads and self.cache.is_stuck(since):
             self._waiting_since = 0.0
             for key in missing:
                 result.errors[key] = UsageError(
                     f"cache: slice {self._sha256s[key][:12]}… was needed at step {self._now} and found no room in "
-                    f"{self._options.timeout_s:.0f} s: {no_room} All processes that share it wait for each other. "
+                    f"{TIMEOUT_S:.0f} s: {no_room} All processes that share it wait for each other. "
                     "Raise the budget to the slices that they read at once."
                 )
         return False
 
     def _prefetch(self, result: PlanUpdate) -> None:
-        """Start the slices that are read next, the nearest first, while there is room."""
         has_extended = False
         while len(self.downloads) < _MAX_DOWNLOADS:
             key = self._next_queued()
@@ -296,10 +239,8 @@ class Planner:
                 self._extend()
                 continue
             steps = self._queue[0][0] - self._now
-            if (
-                (steps > 0 and self._first)
-                or (len(self.downloads) > 1 and self.downloads.num_bytes() + self._sizes[key] > _MAX_DOWNLOAD_BYTES)
-                or (self._options.keep == "window" and not self._is_near(key, steps))
+            if (steps > 0 and self._first) or (
+                len(self.downloads) > 1 and self.downloads.num_bytes() + self._sizes[key] > _MAX_DOWNLOAD_BYTES
             ):
                 return
             refused = self._start(key, steps, result)
@@ -328,8 +269,7 @@ class Planner:
         if (
             isinstance(reserved, NotReserved)
             and reserved.reason == "no room"
-            and self._options.keep != "all"
-            and (steps <= 0 or (self._is_near(key, steps) and not self._will_free_room()))
+            and (steps <= 0 or self._is_near(key, steps))
         ):
             self._find_last_read(once=steps <= 0)
             # Prefetching does not evict slices of an open window: they would be downloaded again at once.
@@ -339,16 +279,10 @@ class Planner:
                 self.cached.add(key)
             return reserved
         self._aims[key] = self._now + steps
-        epoch, _ = self._options.epoch_of(self._now + steps, key)
-        error = self.downloads.start(key, reserved, epoch)
+        error = self.downloads.start(key, reserved, self._options.epoch_of(self._now + steps, key))
         if error is not None and key in self._requested:
             result.errors[key] = error
         return None
-
-    def _will_free_room(self) -> bool:
-        """Whether a slice was read before the download released its room: it is evicted first, in a moment."""
-        unwanted = [key for key in self.downloads if self._uses.next_use(key, self._now) is None]
-        return any(self.cache.path_of(self._sha256s[key]).exists() for key in unwanted)
 
     def _reserve(self, key: int, steps: int, evict: Evict) -> Reservation | NotReserved:
         reserved = self.cache.try_reserve(
@@ -358,7 +292,7 @@ class Planner:
             for sha256 in reserved.evicted:
                 self.num_evicted += 1
                 if sha256 in self._keys:
-                    self._record_loss(self._keys[sha256], "room")
+                    self._record_loss(self._keys[sha256])
         return reserved
 
     def _find_last_read(self, *, once: bool) -> None:
@@ -378,68 +312,167 @@ class Planner:
             self._unread = {key: step for key, step in self._unread.items() if step > self._now}
             if not self.downloads and not self._unread:
                 return True
-            if steps > self._rate[2] * self.lead_s:
-                return False
-            max_bytes = self.cache.budget_bytes // (4 if self.lead_s == _LEAD_S else 2)
+            max_bytes = self.cache.budget_bytes // 4
         num_bytes = self._sizes[key]
-        for other in {*self.cached, *self.downloads, *self._queued_until(self._now + steps)} - {key}:
+        for other in {*self.cached, *self.downloads, *self._queued} - {key}:
             step = self._uses.next_use(other, self._now)
             if step is not None and 0 < step - self._now <= steps:
                 num_bytes += self._sizes[other]
         return num_bytes <= max_bytes
 
-    def _queued_until(self, step: int) -> list[int]:
-        """Return the queued keys that are read until this step; visits only these entries of the heap."""
-        keys, indexes = [], [0]
-        while indexes:
-            index = indexes.pop()
-            if index < len(self._queue) and self._queue[index][0] <= step:
-                keys.append(self._queue[index][2])
-                indexes += (2 * index + 1, 2 * index + 2)
-        return keys
-
-    def _drop_read(self) -> None:
-        """Delete the slices that were read and are not read again in their epoch, unless they are near."""
-        read = [key for key in self.cached if key not in self._requested and self._is_read(key)]
-        released = [self._sha256s[key] for key in read]
-        if released != self._released:
-            self._released, self._published_at = released, -math.inf
-        for sha256 in self.cache.drop(released) if released else ():
-            self.num_evicted += 1
-            self._record_loss(self._keys[sha256], "room")
-
-    def _is_read(self, key: int) -> bool:
-        if self._unread.get(key, -1) > self._now:
-            return False
-        last = self._uses.last_use(key, self._now)
-        _, end = self._options.epoch_of(self._now if last is None else last, key)
-        step = self._uses.next_use(key, self._now)
-        while step is None and (end is None or self._uses.known_until < end) and not self._uses.is_full(self._now):
-            self._extend()
-            step = self._uses.next_use(key, self._now)
-        if step is None:
-            return self._uses.is_complete or (end is not None and self._uses.known_until >= end)
-        return step > self._now and end is not None and step >= end and not self._is_near(key, step - self._now)
-
     def _publish(self) -> None:
-        """Publish the plan and the position to the other processes."""
         if self._clock() - self._published_at >= _PUBLISH_S:
             self._published_at = self._clock()
             soon = [key for _, _, key in heapq.nsmallest(_MAX_PUBLISHED, self._queue)]
             keys = (*self.cached, *self.downloads, *soon)
             uses = {self._sha256s[key]: use for key in keys if (use := self._uses.use(key, self._now)) is not None}
-            if (uses, self._released) != self._published:
-                self._published = (uses, self._released)
-                self.cache.publish(uses, self._released)
+            if uses != self._published:
+                self._published = uses
+                self.cache.publish(uses)
         self.cache.set_position(self._now, self._waiting_since)
 
     def _next_change(self) -> int:
         """Return the first step at which the use of a cached slice begins or ends, if that matters."""
-        if not self._queue and self._options.keep != "window":
+        if not self._queue:
             return NEVER
-        soonest = self._queue[0][0] if self._queue else NEVER
+        soonest = self._queue[0][0]
         for key in self.cached:
             use = self._uses.use(key, self._now)
             if use is not None:
                 soonest = min(soonest, use[0] if use[0] > self._now else use[1] + 1)
         return max(soonest, self._now + 1)
+
+
+@dataclass(eq=False)
+class SliceDownload:
+    """A running download. `commit_error`: why the rename failed."""
+
+    transfer: Transfer
+    reservation: Reservation
+    epoch: int | None
+    is_cancelled: bool = False
+    commit_error: OSError | None = None
+
+
+class SliceDownloads(dict[int, SliceDownload]):
+    """The running downloads by key. One thread changes it; others may read.
+
+    The thread that ends a transfer commits the slice, so that consumers need not wait for the planner. `sizes` are in
+    bytes; `on_done` is called with the key of an ended transfer, from any thread.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        start: Callable[[int, Path], Transfer],
+        on_done: Callable[[int], None],
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__()
+        self.counts = {"fetched_slices": 0, "fetched_bytes": 0, "repeated_fetches": 0, "failed": 0}
+        self.counts |= {"refetched_slices": 0, "refetched_bytes": 0}
+        self._sizes = sizes
+        self._start, self._on_done, self._clock = start, on_done, clock
+        self._not_before: dict[int, float] = {}
+        self._failures: dict[int, int] = {}
+        self._last_epoch: dict[int, int | None] = {}
+        self._lock = threading.Lock()  # of the counts and `_last_epoch`
+
+    def num_bytes(self) -> int:
+        """Return the bytes of all slices that are being downloaded."""
+        return sum(self._sizes[key] for key in self)
+
+    def start(self, key: int, reservation: Reservation, epoch: int | None) -> Exception | None:
+        """Start a download, which owns the reservation; return the error if it cannot start.
+
+        A second download for one `epoch` is counted; None: for no epoch.
+        """
+        try:
+            transfer = self._start(key, reservation.part)
+        except Exception as error:  # noqa: BLE001 - the consumer that waits for the slice gets it
+            reservation.release()
+            return self._record_failure(key, error)
+        self[key] = download = SliceDownload(transfer, reservation, epoch)
+        transfer.on_done(lambda _: self._commit(key, download))
+        return None
+
+    def cancel(self, key: int) -> None:
+        """Cancel a download; its partial file is kept."""
+        download = self[key]
+        if not download.is_cancelled:
+            download.is_cancelled = True
+            download.transfer.cancel()
+
+    def finish(self, key: int) -> tuple[bool, Exception | None]:
+        """Remove an ended download; return whether the slice is cached, and the error unless it was cancelled."""
+        download = self.pop(key)
+        error = download.transfer.error
+        if error is not None:
+            return False, None if download.is_cancelled else self._record_failure(key, error)
+        if (fault := download.commit_error) is not None:
+            text = f"cache: cannot rename {download.reservation.part}: {fault}. Check the directory."
+            return False, self._record_failure(key, UsageError(text))
+        self._failures.pop(key, None)
+        return True, None
+
+    def postpone(self, key: int, seconds: float) -> None:
+        """Do not start a slice within so many seconds."""
+        self._not_before[key] = self._clock() + seconds
+
+    def is_postponed(self, key: int) -> bool:
+        """Whether a slice must not be started yet."""
+        return key in self._not_before
+
+    def expedite(self, key: int) -> None:
+        """Allow a slice to start now, even after failures."""
+        self._not_before.pop(key, None)
+
+    def take_due(self) -> list[int]:
+        """Return the postponed slices that may be started from now on, each once."""
+        now = self._clock()
+        keys = [key for key, not_before in self._not_before.items() if not_before <= now]
+        for key in keys:
+            del self._not_before[key]
+        return keys
+
+    def close(self) -> None:
+        """Cancel all. A reservation ends when its transfer no longer writes: at once, or later."""
+        for key in self:
+            self.cancel(key)
+        deadline = time.monotonic() + _CLOSE_S
+        for download in self.values():
+            download.transfer.done.wait(max(0.0, deadline - time.monotonic()))
+        self.clear()
+
+    def _commit(self, key: int, download: SliceDownload) -> None:
+        """Commit or release the slice of an ended transfer; from any thread."""
+        is_complete = download.transfer.error is None
+        if is_complete:
+            with self._lock:  # Counted before a consumer can see the slice.
+                self.counts["fetched_slices"] += 1
+                self.counts["fetched_bytes"] += self._sizes[key]
+                self.counts["repeated_fetches"] += key in self._last_epoch
+                if download.epoch is not None and self._last_epoch.get(key) == download.epoch:
+                    self.counts["refetched_slices"] += 1
+                    self.counts["refetched_bytes"] += self._sizes[key]
+                self._last_epoch[key] = download.epoch
+        try:
+            if is_complete:
+                download.reservation.commit()
+            else:
+                download.reservation.release()
+        except OSError as error:
+            download.commit_error = error
+        self._on_done(key)
+
+    def _record_failure(self, key: int, error: Exception) -> Exception:
+        self.counts["failed"] += 1
+        self._failures[key] = tries = self._failures.get(key, 0) + 1
+        self.postpone(key, min(_MAX_RETRY_S, _FIRST_RETRY_S * 2 ** min(tries - 1, 10)))
+        return error
+
+
+def slice_error(error: Exception, sha256: str, key: int) -> Exception:
+    """Return the error of a download for its consumer: of the same class, naming the slice."""
+    text = f"slice {key} ({sha256[:12]}…) was not downloaded: {error}"
+    return type(error)(text) if isinstance(error, ForebayError) else UsageError(text)

@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.cache.cache import SliceCache
-from forebay.cache.downloads import slice_error
 from forebay.cache.planned_use import I64, RunSlices, UsesFunction
-from forebay.cache.planner import NEVER, FeedOptions, Planner, PlanUpdate
+from forebay.cache.planner import NEVER, FeedOptions, Planner, PlanUpdate, slice_error
 from forebay.errors import UsageError
 from forebay.storage.locks import at_fork
 from forebay.storage.transfer_state import Transfer
@@ -32,7 +31,6 @@ from forebay.storage.transfer_state import Transfer
 _MIN_LOGGED_WAIT_S = 0.05
 _LOG_INTERVAL_S = 10.0
 _CLOSE_S = 0.8
-_MAX_LEAD_S = 480.0
 log = logging.getLogger("forebay")
 
 
@@ -49,7 +47,6 @@ class SliceFeed:
             the feed's thread.
         num_steps: End of the run; None for an endless one.
         start_transfer: Starts to download a slice into its partial file, and returns at once.
-        on_evict: Called from the feed's thread with the key of a slice that is no longer cached.
     """
 
     def __init__(
@@ -62,16 +59,15 @@ class SliceFeed:
         start_transfer: Callable[[int, Path], Transfer],
         options: FeedOptions | None = None,
         *,
-        on_evict: Callable[[int], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         options = options or FeedOptions()
         self.cache = cache
         self.pid = os.getpid()
-        self._slices = RunSlices.of(sha256s, sizes, uses, num_steps)
-        self._slices.check(options.keep, cache.budget_bytes)
+        self._slices = RunSlices(sha256s, sizes, uses, num_steps)
+        self._slices.check(cache.budget_bytes)
         self._sha256s, self._sizes, self._same = self._slices.sha256s, self._slices.sizes, self._slices.same
-        self._clock, self._on_evict, self._timeout_s = clock, on_evict, options.timeout_s
+        self._clock = clock
         reference = weakref.ref(self)
 
         def on_done(key: int) -> None:
@@ -159,7 +155,6 @@ class SliceFeed:
             if self._pinned_until.pop(key, None) is not None:
                 self.cache.unpin(self._sha256s[key])
             self.cache.discard(self._sha256s[key])
-            self._planner.loss_reasons[key] = "damage"
 
     def advance(self, step: int) -> None:
         """Set the next step; slices acquired until then may be evicted.
@@ -221,7 +216,6 @@ class SliceFeed:
             self._wake()
 
     def _unpin_until(self, step: int) -> None:
-        """Unpin what was acquired until this step or one before it; under the condition."""
         for key in [key for key, until in self._pinned_until.items() if until <= step]:
             del self._pinned_until[key]
             self.cache.unpin(self._sha256s[key])
@@ -239,14 +233,13 @@ class SliceFeed:
         return True
 
     def _wait_for(self, keys: list[int], until: int) -> None:
-        """Request slices from the thread, and pin them."""
         with self._changed:
             self._num_waits += 1
             self._requested.update(keys)
             for key in keys:
                 self._errors.pop(key, None)
             self._wake()
-        began, is_starvation_logged = self._clock(), False
+        began = self._clock()
         try:
             while not self._pin(keys, until):
                 with self._changed:
@@ -255,52 +248,32 @@ class SliceFeed:
                             error = self._errors[key]
                             raise slice_error(error, self._sha256s[key], key) from error
                     self._check_open()
-                    for key in keys:
-                        if (download := self._planner.downloads.get(key)) is not None:
-                            download.transfer.needed = True
                     lost = [key for key in keys if key in self._planner.cached and not self.is_cached(key)]
                     if lost:  # evicted by another process
                         self._lost += lost
                         self._wake()
                     self._changed.wait(_MIN_LOGGED_WAIT_S)
-                waited_s = self._clock() - began
-                self._log_wait(keys, waited_s)
-                if not is_starvation_logged and waited_s >= self._timeout_s / 2 and (no_room := self._no_room):
-                    is_starvation_logged = True
-                    log.warning("waiting for room in the cache: %s", no_room)
+                self._log_wait(keys, self._clock() - began)
         finally:
             with self._changed:
                 self._requested.subtract(keys)
                 self._requested += Counter()
                 self._waited_s += self._clock() - began
-        if self._now > self._first_step:
-            self._planner.lead_s = min(_MAX_LEAD_S, 2 * self._planner.lead_s)
 
     def _log_wait(self, keys: list[int], waited_s: float) -> None:
-        """Log a wait: as info at the first step, else as a warning, one in 10 s for all waits."""
         now = self._clock()
         if waited_s < _MIN_LOGGED_WAIT_S or now - self._logged_at < _LOG_INTERVAL_S:
             return
         is_first = self._now == self._first_step
         if not is_first:
             self._logged_at = now
+        downloads = [self._planner.downloads.get(key) for key in keys]
         log.log(
-            logging.INFO if is_first else logging.WARNING, "%s at step %d. Waiting; %d waits and %.1f s so far.",
-            self._progress(keys), self._now, self._num_waits, self._waited_s + waited_s,
+            logging.INFO if is_first else logging.WARNING,
+            "late: slice %d (%s…) needed at step %d, %d of %d bytes here. Waiting; %d waits and %.1f s so far. %s",
+            keys[0], self._sha256s[keys[0]][:12], self._now, sum(d.transfer.received for d in downloads if d),
+            sum(self._sizes[key] for key in keys), self._num_waits, self._waited_s + waited_s, self._no_room,
         )  # fmt: skip
-
-    def _progress(self, keys: list[int]) -> str:
-        """Describe how much of the requested slices is downloaded."""
-        total = sum(self._sizes[key] for key in keys)
-        received = 0
-        for key in keys:
-            download = self._planner.downloads.get(key)
-            if self.is_cached(key):
-                received += self._sizes[key]
-            elif download is not None:
-                received += min(download.transfer.received, self._sizes[key])
-        name = f"slice {keys[0]} ({self._sha256s[keys[0]][:12]}…)" if len(keys) == 1 else f"{len(keys)} slices"
-        return f"late: {name} needed, {received} of {total} bytes here ({received / max(1, total):.0%})"
 
     def _update(self) -> float:
         """Update the plan once, in the thread; return the seconds until the next update."""
@@ -328,16 +301,10 @@ class SliceFeed:
             if result.poll_s == 0.0 or (self._seek_to is None and self._now >= self._plan_at):
                 self._has_news = True
             self._changed.notify_all()
-        if self._on_evict is not None and result.evicted:
-            evicted = set(result.evicted)
-            for key, same in enumerate(self._same):
-                if same in evicted:
-                    self._on_evict(key)
         return result.poll_s
 
 
 def _run(reference: weakref.ref[SliceFeed], changed: threading.Condition, planner: Planner) -> None:
-    """Run the thread of a feed; it ends with the feed, also if the feed was garbage-collected."""
     while True:
         feed = reference()
         if feed is None or feed._closed:

@@ -206,7 +206,7 @@ class BatchPlanner:
     def _open_block(self, plan: _Plan, start: int) -> int:
         """Open the slices of the steps from `start` on that are available, at least one step's; return where it stops.
 
-        The slices of a block are retained until its end. With `keep="window"`, a further cached slice ends the block.
+        The slices of a block are retained until its end.
         """
         low = plan.bounds[start]
         num_required = plan.bounds[start + 1] - low  # Samples of the first step.
@@ -221,7 +221,7 @@ class BatchPlanner:
             step = start if required else int(np.searchsorted(plan.bounds, row + low, side="right")) - 1
             try:
                 available = required or not cached
-                if not available and not self._slices.lean:
+                if not available:
                     available = self._slices.hold([key], plan.steps[step] + 1)
                 if available and key not in self._open:
                     self._open_map(key, plan.steps[step] + 1)

@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -39,12 +39,8 @@ from forebay.order.plan import Order
 from forebay.order.run import OwnedRun, Run
 from forebay.order.step_index import check_integer
 
-if TYPE_CHECKING:
-    from forebay.cache.planned_use import Keep
-
 _log = logging.getLogger("forebay")
 _READY_S = 1e-3  # A prefetched batch that comes sooner than this was ready.
-KEEPS = ("budget", "window", "all")
 _MINIMA = {
     "cache_bytes": 1, "connections": 1, "epochs": 1, "prefetch": 0, "readahead_bytes": 0, "seq_len": 1, "steps": 1,
 }  # fmt: skip
@@ -87,10 +83,8 @@ class Loader:
         cache_bytes: Limit of the cache, for all loaders that share it together; by default a quarter of what is free,
             up to 64 GiB.
         cache: Shorthand for cache_dir: `disk` for the user's directory, `ram` for memory.
-        keep: When slices are deleted: `budget`: when the cache is full; `window`: after their last use in this epoch;
-            `all`: never; refused unless all fits.
-        readahead_bytes: How much of what is read later may be evicted for slices fetched ahead. By default what is
-            fetched in 30 s, up to a quarter of the cache; 0: most slices survive an epoch, and each new one is waited
+        readahead_bytes: How much of what is read later may be evicted for slices fetched ahead. By default a
+            quarter of the cache; 0: most slices survive an epoch, and each new one is waited
             for.
         connections: Concurrent requests to an origin.
         share: For a `forebay://` dataset: join its swarm and serve cached slices to peers, from the first batch until
@@ -144,7 +138,6 @@ class Loader:
         cache_dir: str | Path | None = None,
         cache_bytes: int | None = None,
         cache: str | None = None,
-        keep: Keep = "budget",
         readahead_bytes: int | None = None,
         connections: int = 16,
         share: bool | str = False,
@@ -177,7 +170,6 @@ class Loader:
         self._received = {"batches": 0, "samples": 0}
 
     def _open_datasets(self, options: SimpleNamespace) -> None:
-        check_choice("keep", options.keep, KEEPS)
         check_choice("sharding", options.sharding, SHARDINGS)
         if isinstance(options.seed, bool) or not isinstance(options.seed, (int, np.integer)):
             raise UsageError(f"seed: expected an integer, got {options.seed!r}.")
@@ -249,7 +241,7 @@ class Loader:
         )  # fmt: skip
         cached, settings = resolve_cache(
             datasets, cache=options.cache, cache_dir=options.cache_dir, cache_bytes=options.cache_bytes,
-            keep=options.keep, connections=options.connections, readahead_bytes=options.readahead_bytes,
+            connections=options.connections, readahead_bytes=options.readahead_bytes,
             share=options.share, verify=bool(options.verify),
         )  # fmt: skip
         if settings is not None:

@@ -47,7 +47,6 @@ class RunSpec:
     head: int | None = None
     shuffle: bool = True
     drop_last: bool = False
-    keep: str = "budget"
     cache_bytes: int | None = None  # Of a node's cache; None: what the plan proposes.
     volume_bytes: int | None = None  # Of the cache's disk.
     mem_bytes: int | None = None  # Of a node.

@@ -58,11 +58,6 @@ class SliceSource:
         origin = getattr(dataset, "origin", None) or open_origin(str(dataset.path))
         return self._transfers.start(dataset.table.row(index), part, [origin])
 
-    def on_evict(self, dataset: Dataset, index: int) -> None:
-        """Stop offering a slice that was evicted."""
-        if (member := self._members.get(dataset.id)) is not None:
-            member.reader.report_lost(index)
-
     def stats(self) -> dict[str, int]:
         """Slices by where they came from, and bytes sent to peers; empty if nothing is shared."""
         if not self._members:

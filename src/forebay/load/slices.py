@@ -29,7 +29,6 @@ from forebay.order.run import Run
 from forebay.order.windows import window_steps
 
 if TYPE_CHECKING:
-    from forebay.cache.planned_use import Keep
     from forebay.cache.prefetch import SliceFeed
     from forebay.load.slice_source import SliceSource
 
@@ -46,7 +45,6 @@ class CacheSettings:
 
     directory: str | Path  # Or `ram`.
     budget_bytes: int
-    keep: Keep
     connections: int
     readahead_bytes: int | None
     share: bool | str
@@ -58,7 +56,6 @@ def resolve_cache(
     cache: str | None,
     cache_dir: str | Path | None,
     cache_bytes: int | None,
-    keep: Keep,
     connections: int,
     readahead_bytes: int | None,
     share: bool | str,
@@ -100,7 +97,7 @@ def resolve_cache(
         )
     directory = directory or user_directory
     budget = _check_budget(directory, cache_bytes)
-    return cached, CacheSettings(directory, budget, keep, int(connections), readahead_bytes, share)
+    return cached, CacheSettings(directory, budget, int(connections), readahead_bytes, share)
 
 
 def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:
@@ -143,7 +140,6 @@ class SliceReader:
         self._datasets, self._cached, self._cache = datasets, cached, cache
         self._run, self._rank, self._world_size = run, rank, world_size
         self.cached = any(cached)
-        self.lean = cache is not None and cache.keep == "window"  # Slices are deleted after their last use.
         self._verify = verify
         self._verified: set[int] = set()
         counts = [len(dataset.table) for dataset in datasets]
@@ -324,13 +320,10 @@ class SliceReader:
             self._run.num_steps,
             lambda key, part: source.start(*find(key), part),
             FeedOptions(
-                keep=settings.keep,
                 horizon_bytes=settings.readahead_bytes,
-                epoch_of=lambda step, key: self._run.epoch_of(step, self._dataset_index(key)),
-                first_alone=True,
+                epoch_of=lambda step, key: self._run.epoch_of(step, self._dataset_index(key))[0],
                 window_steps=max(map(window_steps, self._run.orders)),
             ),
-            on_evict=(lambda key: source.on_evict(*find(key))) if settings.share else None,
         )
 
     def _cached_uses(self, start: int, stop: int) -> tuple[I64, I64]:

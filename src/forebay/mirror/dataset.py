@@ -32,7 +32,8 @@ from forebay.storage.transfers import Transfers
 
 _MAX_SLICES, _MAX_BYTES = 4, 1 << 30
 _MAX_SWARM_SLICES = 1024  # requested from the trackers at once
-_POLL_S, _MAX_POLL_S = 0.1, 2.0  # whether all members have all slices: often at first, as most end together
+_POLL_S = 0.1
+_IDLE_S = 5.0  # a mirror that served nothing for so long ends
 _MAX_CHECKS = 16
 _MAX_FILE_BYTES = 1 << 30
 OnProgress = Callable[[int], object]
@@ -106,7 +107,7 @@ def mirror_by_swarm(
 ) -> tuple[MirrorReport, dict[str, Any]]:
     """Like `mirror`, from a swarm to a directory; also returns the figures of the swarm.
 
-    `share`: see SwarmMember. After the copy it serves slices until all members have all, for `linger_s` at most.
+    `share`: see SwarmMember. After the copy it serves slices until none was requested for 5 s, for `linger_s` at most.
     """
     from forebay.network.limits import Throttle
     from forebay.swarm.reader import SwarmMember
@@ -131,11 +132,12 @@ def mirror_by_swarm(
             _copy_slices(target, absent, fetch, serve, _MAX_SWARM_SLICES, None, on_progress)
 
         report = _mirror(dataset, target, start, stop, on_progress, copy, member.files)
-        deadline, poll_s = time.monotonic() + (linger_s if share else 0.0), _POLL_S
-        while time.monotonic() < deadline and not member.reader.settled:
-            member.reader.ask_soon()
-            time.sleep(poll_s)
-            poll_s = min(2 * poll_s, _MAX_POLL_S)
+        deadline = time.monotonic() + (linger_s if share else 0.0)
+        sent, sent_at = -1, time.monotonic()
+        while member.share is not None and time.monotonic() < min(deadline, sent_at + _IDLE_S):
+            if sent != member.share.bytes_sent:
+                sent, sent_at = member.share.bytes_sent, time.monotonic()
+            time.sleep(_POLL_S)
         bytes_shared = member.share.bytes_sent if member.share is not None else 0
         return report, {**member.reader.stats(), "bytes_shared": bytes_shared}
 
@@ -198,7 +200,6 @@ def _check_room(target: Target, rows: list[SliceInfo]) -> None:
 
 
 def _check_slices(target: Target, rows: Iterable[SliceInfo], *, verify: bool) -> Iterator[tuple[SliceInfo, bool]]:
-    """Yield each slice, in order, and whether the target contains it."""
     with ThreadPoolExecutor(_MAX_CHECKS) as pool:
         yield from pool.map(
             lambda row: (row, target.contains(row.name, row.bytes, row.sha256 if verify else None)), list(rows)

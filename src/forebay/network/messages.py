@@ -64,23 +64,19 @@ class SwarmRequest(Message):
 
     Attributes:
         address: Where it serves slices; "" if it does not.
-        slots: Slices that it serves concurrently. `session`: the process of its node.
-        have: Slices that it has; None: unchanged. `lost`: slices that it no longer has.
+        session: The process of its node.
+        have: Slices that it has; None: unchanged.
         want, num: Slices that it lacks and is not downloading; how many downloads it can start now.
-        must: Slices that training waits for.
         finished: Downloaded and verified. `dropped`: downloads given up. `failed`: downloads that failed.
     """
 
     address: Address = ""
-    slots: Count | None = None
     have: Ranges | None = None
     want: Ranges = ""
     num: Count = 0
-    must: Annotated[tuple[Count, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
     finished: Annotated[tuple[Count, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
     failed: Annotated[tuple[FailedFetch, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
     dropped: Annotated[tuple[Count, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
-    lost: Annotated[tuple[Count, ...], Field(max_length=MAX_SWARM_ITEMS)] = ()
     session: HexSession = ""
     leave: bool = False
 
@@ -103,21 +99,12 @@ class AssignmentReply(ProviderReply):
     index: Count
 
 
-class MustReply(ResponseMessage):
-    """Providers of a slice that training waits for."""
-
-    index: Count
-    holders: Holders
-
-
 class SwarmReply(ResponseMessage):
     """A tracker's assignments to a member, and when to ask again."""
 
     assignments: Annotated[list[AssignmentReply], Field(max_length=4096)] = []
-    must: Annotated[list[MustReply], Field(max_length=4096)] = []
     wait_s: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     tell_have: bool = False
-    settled: bool = False
     sharers: Holders = []
 
 

@@ -94,7 +94,7 @@ class RunPlan:
             "nodes": job.num_nodes,
             **plain,
             **asdict(self.disk),
-            "loader": {"lanes": self.lanes, "window": self.window, "cache_bytes": self.cache_bytes, "keep": job.keep},
+            "loader": {"lanes": self.lanes, "window": self.window, "cache_bytes": self.cache_bytes},
             "requests_per_slice": -(-int(job.slice_bytes.max()) // job.piece_bytes),
             "epoch_s": None if times is None else times.total_s,
             "stall_s": None if times is None else times.stall_s,
@@ -124,8 +124,6 @@ def _figures(job: RunSpec) -> RunPlan:
     overhead, total_bytes = job.part_bytes, int(job.slice_bytes.sum())
     proposed = min(max(disk.next_bytes, disk.once_bytes), total_bytes) + overhead
     cache = job.cache_bytes if job.cache_bytes is not None else min(proposed, job.volume_bytes or proposed)
-    if job.keep == "all" and job.cache_bytes is None:
-        cache = total_bytes + overhead
     per_epoch = disk.epoch_bytes + max(refetched_bytes(job, node, cache) for node in nodes)
     batch_size = -(-job.global_batch // job.world_size)
     fixed_bytes, sample_bytes = _memory_bytes(job)
@@ -288,12 +286,6 @@ def _refusals(plan: RunPlan) -> tuple[list[str], list[str]]:
         refused.append(
             f"disk: expected space for the cache of {job.cache_bytes} bytes, got {job.volume_bytes} bytes. "
             "Lower the cache's budget, or choose another disk."
-        )
-    total_bytes = plan.total_bytes
-    if job.keep == "all" and job.cache_limit is not None and job.cache_limit < total_bytes:
-        refused.append(
-            f"keep='all': expected space for the dataset, {total_bytes} bytes, got {job.cache_limit} bytes. "
-            "Let the cache evict (keep='budget')."
         )
     memory = job.mem_bytes
     if job.whole_in_memory and memory is not None and plan.peak_disk_bytes + plan.memory_bytes > memory:

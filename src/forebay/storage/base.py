@@ -51,7 +51,7 @@ class ChangedError(PermanentError):
 
 @dataclass(frozen=True)
 class ObjectMeta:
-    """Size and ETag of an object. The ETag changes with its bytes; empty if the origin sends none."""
+    """Size and ETag of an object (or time of change). It changes with the bytes; empty if the origin sends none."""
 
     bytes: int
     etag: str
@@ -118,14 +118,43 @@ def check_etag(what: str, expected: str, etag: str) -> None:
         raise ChangedError(f"{what} changed while it was read: expected ETag {expected}, got {etag}")
 
 
-def retry_transient(attempt: Callable[[], _T], tries: int, first_wait_s: float, max_wait_s: float) -> _T:
-    """The result of `attempt`, repeated after a TransientError with back-off; the last one is raised."""
+def retry_transient(attempt: Callable[[], _T], tries: int, max_wait_s: float) -> _T:
+    """Return the result of `attempt`, repeated after a TransientError with back-off; the last one is raised."""
     for tried in range(1, tries):
         try:
             return attempt()
         except TransientError as error:
-            time.sleep(min(max_wait_s, backoff_s(tried, first_wait_s, max_wait_s, error.wait_s)))
+            time.sleep(min(max_wait_s, backoff_s(tried, _FIRST_WAIT_S, max_wait_s, error.wait_s)))
     return attempt()
+
+
+def read_range(
+    origin: Origin,
+    name: str,
+    start: int,
+    stop: int,
+    receive: Callable[[memoryview], object],
+    tries: int,
+    max_wait_s: float,
+) -> None:
+    """Pass bytes [start, stop) of an object to `receive(chunk)`, in order; a cut connection is resumed.
+
+    Errors as of Origin.read: the last TransientError after `tries` attempts without a byte.
+    """
+    failures = 0
+    while start < stop:
+        first = start
+        try:
+            for chunk in origin.read(name, start, stop):
+                receive(chunk)
+                start += len(chunk)
+            if start < stop:
+                raise TransientError(f"a connection that was closed {stop - start} bytes before the end")
+        except TransientError as error:
+            failures = 1 if start > first else failures + 1
+            if failures >= tries:
+                raise
+            time.sleep(min(max_wait_s, backoff_s(failures, _FIRST_WAIT_S, max_wait_s, error.wait_s)))
 
 
 def read_small(
@@ -136,7 +165,7 @@ def read_small(
     start: int | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> bytes:
-    """Return a small object, or with `start` the `max_bytes` bytes from there on; up to eight tries within 25 s.
+    """Return a small object, or with `start` the `max_bytes` bytes from there on; retries for 25 s.
 
     Raises:
         DatasetError: If the object does not exist or access is denied.
@@ -151,7 +180,7 @@ def read_small(
             raise TransientError(f"{name} broke off after {len(data)} of {max_bytes} bytes")
         return data
 
-    return _retry(attempt, origin, name, max_tries=8, timeout_s=25.0, max_wait_s=4.0, sleep=sleep)
+    return _retry(attempt, origin, name, timeout_s=25.0, sleep=sleep)
 
 
 def head_object(
@@ -162,8 +191,8 @@ def head_object(
     stop: threading.Event | None = None,
 ) -> ObjectMeta:
     """Return size and ETag of an object; retries for `timeout_s`, or until `stop` is set. Errors as of `read_small`."""
-    sleep, max_wait_s = time.sleep if stop is None else stop.wait, min(15.0, timeout_s / 4)
-    return _retry(lambda: origin.head(name), origin, name, timeout_s=timeout_s, max_wait_s=max_wait_s, sleep=sleep)
+    sleep = time.sleep if stop is None else stop.wait
+    return _retry(lambda: origin.head(name), origin, name, timeout_s=timeout_s, sleep=sleep)
 
 
 def _retry(
@@ -172,11 +201,8 @@ def _retry(
     name: str,
     *,
     timeout_s: float,
-    max_wait_s: float,
     sleep: Callable[[float], object],
-    max_tries: int | None = None,
 ) -> _T:
-    """Call `attempt` until it raises no TransientError; a `sleep` that returns true ends the retries."""
     began, answers = time.monotonic(), ["no response yet"]
     while True:
         try:
@@ -187,9 +213,9 @@ def _retry(
         except TransientError as error:
             tries = len(answers)
             answers.append(str(error))
-            pause_s = backoff_s(tries, _FIRST_WAIT_S, max_wait_s, error.wait_s)
+            pause_s = backoff_s(tries, _FIRST_WAIT_S, min(15.0, timeout_s / 4), error.wait_s)
             elapsed_s = time.monotonic() - began
-            if tries == max_tries or elapsed_s + pause_s >= timeout_s or sleep(pause_s):
+            if elapsed_s + pause_s >= timeout_s or sleep(pause_s):
                 raise NetworkError(
                     f"{name} from {origin.url}: no answer after {tries} attempts in {elapsed_s:.1f} s; the last: "
                     f"{error}. Check the network and the endpoint."

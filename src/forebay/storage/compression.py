@@ -273,7 +273,6 @@ def bounded_unpack(data: bytes | memoryview, compression: str, size: int, locati
 
 
 def _snappy_size(data: bytes | memoryview) -> int:
-    """The unpacked size at the beginning of a block, a variable-length integer."""
     size = 0
     for index, byte in enumerate(bytes(data[:5])):
         size |= (byte & 0x7F) << 7 * index

@@ -10,7 +10,8 @@ import socket
 import ssl
 import time
 import urllib.parse
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Literal
 from urllib.request import getproxies, proxy_bypass  # only the environment's settings, not its client
 
@@ -92,11 +93,11 @@ class WebOrigin(ObjectOrigin):
             size = int(content_range[1]) if content_range else answer.length if answer.status == 200 else None
             if size is None:
                 raise PermanentError(f"{self.url}/{name}: the server sends no size")
-            return ObjectMeta(size, answer.headers.get("ETag", ""))
+            return ObjectMeta(size, _version(answer))
 
     def read(self, name: str, start: int, stop: int, etag: str = "") -> Iterator[memoryview]:
         with self._open(name, {"Range": f"bytes={start}-{stop - 1}"}) as response:
-            check_etag(f"{self.url}/{name}", etag, response.answer.headers.get("ETag", ""))
+            check_etag(f"{self.url}/{name}", etag, _version(response.answer))
             skip = self._check_range(name, response.answer, start, stop)
             while skip and (data := response.read_chunk(skip)):
                 skip -= len(data)
@@ -121,38 +122,12 @@ class WebOrigin(ObjectOrigin):
                 raise TransientError(f"{what}: the body ended at byte {len(data)} of {length}")
             return bytes(data), response.answer.headers
 
-    def stream(
-        self, address: str, start: int, headers: Mapping[str, str]
-    ) -> tuple[bool, Mapping[str, str], Generator[memoryview, None, None]]:
-        """Request the object at an address from byte `start` on, whatever its size, with more headers.
-
-        Returns:
-            Whether the server sent a range; the headers of the response; the chunks, each valid until the next is
-            requested. Close the iterator to cancel the request. Errors as of `read`.
-        """
-        if start:
-            headers = {"Range": f"bytes={start}-", **headers}
-        response = self._open("", headers, address)
-
-        def chunks() -> Generator[memoryview, None, None]:
-            skip = 0 if response.answer.status == 206 else start
-            with response:
-                yield memoryview(b"")
-                while chunk := response.read_chunk(CHUNK_BYTES):
-                    if skip < len(chunk):
-                        yield chunk[skip:]
-                    skip = max(0, skip - len(chunk))
-
-        started = chunks()
-        next(started)  # From now on, closing the iterator closes the connection.
-        return response.answer.status == 206, response.answer.headers, started
-
     def _open(self, name: str, request_headers: Mapping[str, str], address: str = "") -> "_Response":
         """Send a GET and follow redirects."""
         own = self._base._replace(path=f"{self._base.path}/{urllib.parse.quote(name)}")
         address = address or urllib.parse.urlunsplit(own)
         redirect, deadline = self._redirects.get(name, ("", 0.0))
-        is_stored = bool(redirect) and deadline > time.monotonic()
+        is_stored, was_refused = bool(redirect) and deadline > time.monotonic(), False
         target = redirect if is_stored else address
         for _ in range(_MAX_REDIRECTS + 1):
             headers = {"User-Agent": "forebay", "Accept-Encoding": "identity", **request_headers}
@@ -173,8 +148,8 @@ class WebOrigin(ObjectOrigin):
                 target = _join_url(target, location, error)
                 if self._same_host and _host(target) != _host(address):
                     raise error
-            elif is_stored:
-                is_stored, target = False, address  # a signed URL that expired
+            elif is_stored or (target != address and answer.status == 403 and not was_refused):
+                is_stored, was_refused, target = False, True, address  # a signed URL that expired
                 self._redirects.pop(name, None)
             else:
                 raise error
@@ -197,7 +172,7 @@ class WebOrigin(ObjectOrigin):
         return 0
 
 
-class _Response:
+class _Response(AbstractContextManager["_Response"]):
     """The response to a GET, with its connection; the body is read through one buffer. A dripping server is a fault."""
 
     def __init__(
@@ -231,9 +206,6 @@ class _Response:
         can_keep = self.answer.can_keep
         self.answer.close()
         self._pool.put_back(self._connection, can_keep)
-
-    def __enter__(self) -> "_Response":
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -317,6 +289,10 @@ class _Pool:
                 connection.set_tunnel(host, port or 443, _proxy_headers(proxy), proxy.scheme or "http")
         connection.public_only = self._untrusted == "public"
         return connection
+
+
+def _version(answer: StreamedResponse) -> str:
+    return answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
 
 
 def _join_url(target: str, location: str, error: Exception) -> str:

@@ -13,9 +13,9 @@ import re
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from huggingface_hub import constants
 
@@ -28,19 +28,16 @@ from forebay.errors import (
     UnknownDatasetError,
     UsageError,
 )
-from forebay.network.retry import backoff_s
-from forebay.storage.base import PermanentError, Timeouts, TransientError, retry_transient
+from forebay.storage.base import PermanentError, Timeouts, TransientError, read_range, retry_transient
 from forebay.storage.http import WebOrigin
 
 API_TRIES, RANGE_TRIES = 5, 6
-_FIRST_WAIT_S = 0.25  # 0.25, 0.5, 1, 2: 4 s in all
 _MAX_WAIT_S = 330.0  # if the hub asks for it: its rate limits are per five minutes
 _MAX_JSON_BYTES = 64 << 20  # of one response; a page of 1000 files has 0.3 MB
 _MAX_PAGES = 10_000
 MAX_FILE_BYTES = 1 << 46
 _REPO_NAME = re.compile(r"[\w.-]{1,100}(/[\w.-]{1,100})?")
 _FILE_URL = re.compile(r"hf://(dataset|model)s/([^@]+)@([^/@]+)/(.+)", re.DOTALL)
-_T = TypeVar("_T")
 
 
 class HubReadError(PrepareError):
@@ -84,7 +81,6 @@ class HubRepo:
     commit: str
     card: Mapping[str, Any]
     gated: bool = False
-    _first_pages: dict[str, tuple[Any, str]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def label(self) -> str:
@@ -95,8 +91,8 @@ class HubRepo:
         """The URL of a file at this commit, for `fetch_range`."""
         return f"hf://{self.kind}s/{self.name}@{self.commit}/{path}"
 
-    def pages(self, folder: str = "", *, recursive: bool = False) -> Iterator[tuple[list[HubFile], list[str]]]:
-        """Files and directories below a folder, by pages of about 1000 entries sorted by path, as they are needed.
+    def files(self, folder: str = "", *, recursive: bool = True) -> Iterator[HubFile]:
+        """Yield the files below a folder, by pages of about 1000 sorted by path, as they are needed.
 
         The hub decides the order of the pages (folders before files). A folder that does not exist has none.
         """
@@ -110,17 +106,12 @@ class HubRepo:
                     f"{self.label}: expected a listing that ends, got {problem} after {len(requested)} pages "
                     f"({hub_endpoint()}). Check HF_ENDPOINT."
                 )
-            response = self._first_pages.get(path) or _request_json(path, self.label, API_TRIES, missing=[])
-            if not requested:  # Several rules look at the first page.
-                self._first_pages[path] = response
             requested.add(path)
-            entries = [
-                entry for entry in response[0] if isinstance(entry, Mapping) and isinstance(entry.get("path"), str)
-            ]
-            entries.sort(key=lambda entry: str(entry["path"]))
-            files = [self._file(entry) for entry in entries if entry.get("type") == "file"]
-            yield files, [str(entry["path"]) for entry in entries if entry.get("type") == "directory"]
-            following = re.search(r'<[^<>]+?/(api/[^<>]+)>\s*;\s*rel="next"', response[1])
+            response, link = _request_json(path, self.label, API_TRIES, missing=[])
+            entries = [entry for entry in response if isinstance(entry, Mapping) and entry.get("type") == "file"]
+            files = [self._file(entry) for entry in entries if isinstance(entry.get("path"), str)]
+            yield from sorted(files, key=lambda file: file.path)
+            following = re.search(r'<[^<>]+?/(api/[^<>]+)>\s*;\s*rel="next"', link)
             path = following[1] if following else ""  # without the host: a mirror may name the hub that it copies
 
     def _file(self, entry: Mapping[str, Any]) -> HubFile:
@@ -190,30 +181,13 @@ def fetch_range(url: str, start: int, stop: int, receive: Callable[[memoryview],
     kind, name, commit, path = match.groups()
     address, label = f"{'datasets/' * (kind == 'dataset')}{name}/resolve/{commit}/{path}", _label(kind, name)
     origin = _origin(hub_endpoint(), tuple(hub_headers().items()), float(constants.HF_HUB_DOWNLOAD_TIMEOUT))
-    offset, was_refused = start, False
-
-    def read_on() -> None:
-        """Fetch up to the end, or with some progress: then the tries are counted from the start."""
-        nonlocal offset, was_refused
-        first = offset
-        try:
-            for chunk in origin.read(address, offset, stop):
-                receive(chunk)
-                offset += len(chunk)
-            if offset < stop:
-                raise TransientError(f"a connection that was closed {stop - offset} bytes before the end")
-        except TransientError as error:
-            if offset == first:
-                raise
-            time.sleep(min(_MAX_WAIT_S, backoff_s(1, _FIRST_WAIT_S, _MAX_WAIT_S, error.wait_s)))
-        except PermanentError as error:
-            if was_refused or error.status != 403:
-                raise refusal(label, error.status, error.code, str(error)) from error
-            was_refused = True  # A signed address of the CDN that expired is a 403, too: ask for another, once.
-            raise TransientError(str(error)) from error
-
-    while offset < stop:
-        _retry(label, read_on, RANGE_TRIES)
+    started = time.monotonic()
+    try:
+        read_range(origin, address, start, stop, receive, RANGE_TRIES, _MAX_WAIT_S)
+    except TransientError as error:
+        raise _no_answer(label, error, RANGE_TRIES, time.monotonic() - started) from error
+    except PermanentError as error:
+        raise refusal(label, error.status, error.code, str(error)) from error
 
 
 @lru_cache(8)
@@ -238,29 +212,19 @@ def _request_json(path: str, label: str, tries: int, missing: Any = None) -> tup
                 return missing, ""
             raise refusal(label, error.status, error.code, str(error)) from error
 
-    return _retry(label, attempt, tries)
-
-
-def _retry(label: str, attempt: Callable[[], _T], tries: int) -> _T:
-    """The result of `attempt`, which is repeated after a TransientError; DownloadError after the last one."""
     started = time.monotonic()
     try:
-        return retry_transient(attempt, tries, _FIRST_WAIT_S, _MAX_WAIT_S)
+        return retry_transient(attempt, tries, _MAX_WAIT_S)
     except TransientError as error:
-        reason = str(error).removeprefix(f"{hub_endpoint()}: ")
-        raise unreachable(label, reason, tries, time.monotonic() - started) from error
+        raise _no_answer(label, error, tries, time.monotonic() - started) from error
+
+
+def _no_answer(label: str, error: Exception, tries: int, elapsed_s: float) -> DownloadError:
+    return unreachable(label, str(error).removeprefix(f"{hub_endpoint()}: "), tries, elapsed_s)
 
 
 def _label(kind: str, name: str) -> str:
     return f"{'tokenizer' if kind == 'model' else kind} {name!r}"
-
-
-_Error = TypeVar("_Error", DownloadError, AccessError, UnknownDatasetError)
-
-
-def _with_source(error: _Error, label: str) -> _Error:
-    error.dataset, error.endpoint = label.split("'")[1], hub_endpoint()
-    return error
 
 
 def unreachable(label: str, reason: str, tries: int, elapsed_s: float) -> DownloadError:
@@ -271,12 +235,10 @@ def unreachable(label: str, reason: str, tries: int, elapsed_s: float) -> Downlo
         advice = "name files that are here"
     else:
         advice = "take tiny_shakespeare: a part of it comes with the package"
-    error = DownloadError(
+    return DownloadError(
         f"Failed to download {label}: expected an answer of {hub_endpoint()}, got {reason} (tries: {tries}, "
         f"{elapsed_s:.1f} s). Check the internet connection and HF_ENDPOINT, or {advice}."
     )
-    error.attempts, error.elapsed_s = tries, elapsed_s
-    return _with_source(error, label)
 
 
 def refusal(label: str, status: int, code: str, reason: str) -> ForebayError:
@@ -292,7 +254,7 @@ def refusal(label: str, status: int, code: str, reason: str) -> ForebayError:
         page = f"{endpoint}/{'' if label.startswith('tokenizer') else 'datasets/'}{name}"
         message = f"{title} is gated or private: expected access, got HTTP status {status}; {token}. "
         message += f"Accept its terms on {page} and set HF_TOKEN to a token of that account."
-        return _with_source(AccessError(message), label)
+        return AccessError(message)
     if code == "RevisionNotFound":
         return UsageError(
             f"{label}: expected a revision of it, got one that the hub does not know. Check what follows @."
@@ -301,7 +263,7 @@ def refusal(label: str, status: int, code: str, reason: str) -> ForebayError:
         advice = "expected a full path, OWNER/NAME" + ("" if "/" in name else ", or a short name of the catalogue")
         private = "" if hub_headers() else " If it is private, set HF_TOKEN."
         message = f"{title} not found on {endpoint}: {advice} such as HuggingFaceFW/fineweb-edu. Check the spelling."
-        return _with_source(UnknownDatasetError(message + private), label)
+        return UnknownDatasetError(message + private)
     if not status:  # a redirect that is not followed, a certificate that is not trusted
         return unreachable(label, reason, 1, 0.0)
     return PrepareError(f"{label}: cannot read input: {reason}. Check the name, or try again later.")

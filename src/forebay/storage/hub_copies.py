@@ -103,7 +103,7 @@ def fetch_tokenizer(name: str) -> Path:
     cached = _find_cached("model", name, "tokenizer.json", "main")
     try:
         repo = find_repo("model", name, tries=1 if cached is not None else API_TRIES)
-        files = [file for page, _ in repo.pages() for file in page]
+        files = list(repo.files(recursive=False))
         chosen = [file for file in files if file.path in ("tokenizer.json", "tokenizer_config.json")]
         if all(file.path != "tokenizer.json" for file in chosen):
             chosen = [f for f in files if f.path.endswith(_TOKENIZER_SUFFIXES) and f.size <= _MAX_TOKENIZER_BYTES]
@@ -119,7 +119,6 @@ def fetch_tokenizer(name: str) -> Path:
 
 
 def _find_cached(kind: str, name: str, path: str, revision: str, size: int | None = None) -> Path | None:
-    """The file in the cache, if it is there and has that size."""
     from huggingface_hub import try_to_load_from_cache  # 0.15 s of CPU
 
     try:
@@ -152,7 +151,6 @@ def _repo_folder(kind: str, name: str) -> Path:
 
 
 def _download(repo: HubRepo, files: Sequence[HubFile]) -> tuple[Path, ...]:
-    """The paths of the files in the cache, after a download of those that are missing."""
     cache = Path(constants.HF_HUB_CACHE)
     missing = sum(file.size for file in files if _cached_copy(repo, file) is None)
     cache.mkdir(parents=True, exist_ok=True)
@@ -218,7 +216,6 @@ def _download_blob(repo: HubRepo, file: HubFile, blob: Path) -> None:
 
 
 def _hash(path: Path, file: HubFile) -> str:
-    """The SHA-256 of a large file; of a small one git's hash."""
     with path.open("rb") as data:
         if file.sha256:
             return hashlib.file_digest(data, "sha256").hexdigest()

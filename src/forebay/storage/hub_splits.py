@@ -1,8 +1,8 @@
 """Datasets of the hub by name, `hf://datasets/NAME[/CONFIG][:SPLIT][@REVISION]`: which files are a split.
 
 As `datasets` decides it: by the configurations of the repository's card, else by names (`data/SPLIT-00000-of-00009.*`;
-a directory named for a split; a file named for one; else all files are `train`). One or two pages of the listing are
-enough, so that a repository of 25,000 files opens at once; all are listed only for a split that these do not show.
+a directory named for a split; a file named for one; else all files are `train`). Files that a card names by globs are
+listed as they are read, so that a repository of 25,000 files opens at once; without a card all files are listed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import re
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -31,7 +29,7 @@ _DELIMITER = r"[-._ 0-9]"
 _METADATA = frozenset(
     ("README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dummy_data.zip", "dataset_dict.json")
 )
-_SHARD = re.compile(r"([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
+_SHARD = re.compile(r"^([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*$")
 _WILDCARD = re.compile(r"[*?\[]")
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".txt": "lines", ".csv": "csv", ".tsv": "csv", ".json": "json"}
 FORMATS |= {".jsonl": "jsonl", ".ndjson": "jsonl"}
@@ -52,15 +50,6 @@ class HubName(NamedTuple):
     def is_local(self) -> bool:
         """Whether it is a directory on this machine."""
         return self.name.startswith(("/", "."))
-
-
-@dataclass(frozen=True)
-class FilePattern:
-    """The files below a folder whose path matches."""
-
-    folder: str
-    recursive: bool
-    matches: Callable[[str], bool]
 
 
 class HubSplit:
@@ -108,16 +97,16 @@ def parse_url(url: str) -> HubName:
 def find_split(url: str, *, tries: int = API_TRIES) -> HubSplit | None:
     """The split that a URL names; None if only the package `datasets` reads its files.
 
-    Sends the hub two to four requests, whatever the dataset's size.
+    Sends the hub two or three requests, and one for each 1000 files if the card names none.
     """
     name = parse_url(url)
     if name.is_local or re.search(r"[\[+]", name.split):
         return None
     repo = find_repo("dataset", name.name, name.revision, tries=tries)
-    patterns, config = find_patterns(repo, name.config, name.split)
-    if any("://" in pattern.folder for pattern in patterns):
+    matches, config = _find_files(repo, name.config, name.split)
+    if matches is None:
         return None
-    files = HubSplit(repo, config, name.split, _of_one_format(list_matches(repo, patterns)))
+    files = HubSplit(repo, config, name.split, _of_one_format(matches))
     first = files.file(0)
     if first is None:
         raise PrepareError(
@@ -135,7 +124,7 @@ def find_split(url: str, *, tries: int = API_TRIES) -> HubSplit | None:
 def _check_no_script(repo: HubRepo) -> None:
     """PrepareError if a Python program of the repository makes its data."""
     script = f"{repo.name.rpartition('/')[2]}.py"
-    if any(file.path == script for files, _ in repo.pages() for file in files):
+    if any(file.path == script for file in repo.files(recursive=False)):
         raise PrepareError(
             f"{repo.label}: expected data files, got a loading script ({script}), which is not run here, nor by the "
             "package datasets since version 4. Take the copy that the hub made of it, if it has one: "
@@ -148,34 +137,61 @@ def format_of(path: str) -> str:
     return FORMATS.get(_suffix(path), "")
 
 
-def find_patterns(repo: HubRepo, config: str | None, split: str) -> tuple[list[FilePattern], str]:
-    """The patterns of a split's files, and the configuration that was chosen ("" if the repository has none).
+def _find_files(repo: HubRepo, config: str | None, split: str) -> tuple[Iterator[HubFile] | None, str]:
+    """The files of a split, and the configuration that was chosen ("" if the repository has none).
 
-    `config`: a configuration of the card, or a folder or glob of files; None: the card's default.
+    None in place of the files: they are outside the hub. `config`: a configuration of the card, or a folder or glob of
+    files; None: the card's default.
     """
     configs = _configs(repo.card)
     if config is not None and config not in configs and ("/" in config or _suffix(config) or _WILDCARD.search(config)):
         if _suffix(config) or _WILDCARD.search(config):
-            return [_glob_pattern(config)], config
-        return [_pattern_by_names(repo, config, split)], config
+            return _list_matches(repo, [config]), config
+        return _list_by_names(repo, config, split), config
     chosen = _choose_config(repo, configs, config)
     settings = configs.get(chosen, {})
     folder = str(settings.get("data_dir") or "").strip("/")
     if "data_files" not in settings:
-        return [_pattern_by_names(repo, folder, split)], chosen if chosen in configs else ""
+        return _list_by_names(repo, folder, split), chosen if chosen in configs else ""
     splits = _data_files(settings["data_files"])
     _check_split(repo, split, splits, chosen)
-    return [_glob_pattern(f"{folder}/{path}" if folder else path) for path in splits[split]], chosen
+    if any("://" in path for path in splits[split]):
+        return None, chosen
+    return _list_matches(repo, [f"{folder}/{path}" if folder else path for path in splits[split]]), chosen
 
 
-def list_matches(repo: HubRepo, patterns: list[FilePattern]) -> Iterator[HubFile]:
-    """The data files of all patterns, once each, in order; pages are requested as they are needed."""
-    for number, pattern in enumerate(patterns):
-        for files, _ in repo.pages(pattern.folder, recursive=pattern.recursive):
-            for file in files:
-                is_new = not any(earlier.matches(file.path) for earlier in patterns[:number])
-                if is_new and pattern.matches(file.path) and _basename(file.path) not in _METADATA:
-                    yield file
+def _list_matches(repo: HubRepo, globs: list[str]) -> Iterator[HubFile]:
+    """The data files of all globs, once each, in order; pages of the listing are requested as they are needed."""
+    matchers = [glob_matcher(glob) for glob in globs]
+
+    def files_of(number: int) -> Iterator[HubFile]:
+        steps = globs[number].split("/")
+        fixed = next((i for i, step in enumerate(steps) if _WILDCARD.search(step)), len(steps) - 1)
+        is_recursive = len(steps) > fixed + 1 or "**" in steps[fixed]
+        for file in repo.files("/".join(steps[:fixed]), recursive=is_recursive):
+            is_first = not any(matches(file.path) for matches in matchers[:number])
+            if is_first and matchers[number](file.path) and _basename(file.path) not in _METADATA:
+                yield file
+
+    return chain.from_iterable(map(files_of, range(len(globs))))
+
+
+def _list_by_names(repo: HubRepo, base: str, split: str) -> Iterator[HubFile]:
+    """The split by the names of files and folders; the first rule that any file follows holds for all."""
+    files = [f for f in repo.files(base) if not _is_hidden(f.path) and _basename(f.path) not in _METADATA]
+    data = f"{base}/data/" if base else "data/"
+    rules: tuple[Callable[[str], list[str]], ...] = (
+        lambda path: _SHARD.findall(path.removeprefix(data)),
+        lambda path: _by_keyword(path.removeprefix(base).split("/")[:-1], rf"({_DELIMITER}.*)?"),
+        lambda path: _by_keyword(path.split("/")[-1:], rf"{_DELIMITER}.*"),
+    )
+    for rule in rules:
+        splits = [rule(file.path) for file in files]
+        if names := {name for each in splits for name in each}:
+            _check_split(repo, split, names)
+            return (file for file, each in zip(files, splits) if split in each)
+    _check_split(repo, split, {"train"})
+    return iter(files)
 
 
 def _of_one_format(files: Iterator[HubFile]) -> Iterator[HubFile]:
@@ -229,7 +245,6 @@ def _choose_config(repo: HubRepo, configs: Mapping[str, Mapping[str, Any]], conf
 
 
 def _data_files(entry: Any) -> dict[str, list[str]]:
-    """Patterns by split, from each of the forms in which a card may have them."""
     if isinstance(entry, Mapping):
         return {str(split): _globs(paths) for split, paths in entry.items()}
     splits = [item for item in _as_list(entry) if isinstance(item, Mapping)]
@@ -244,13 +259,6 @@ def _globs(value: Any) -> list[str]:
     return [str(path).removeprefix("./") for path in _as_list(value) if path]
 
 
-def _glob_pattern(glob: str) -> FilePattern:
-    """The pattern of a glob: its folder is the part before the first wildcard."""
-    steps = glob.split("/")
-    fixed = next((i for i, step in enumerate(steps) if _WILDCARD.search(step)), len(steps) - 1)
-    return FilePattern("/".join(steps[:fixed]), len(steps) > fixed + 1 or "**" in steps[fixed], glob_matcher(glob))
-
-
 def glob_matcher(glob: str) -> Callable[[str], bool]:
     """A test of paths: `*` and `?` do not cross a slash, `**` does; hidden files only if the glob names them."""
     from fsspec.utils import glob_translate  # of huggingface_hub's dependencies; `datasets` matches with it
@@ -262,73 +270,13 @@ def glob_matcher(glob: str) -> Callable[[str], bool]:
     return lambda path: (_is_hidden(glob) or not _is_hidden(path)) and expression.match(path) is not None
 
 
-def _pattern_by_names(repo: HubRepo, base: str, split: str) -> FilePattern:
-    """The split by the names of files and folders; the first rule that any file follows holds for all."""
-    root, folders = next(repo.pages(base), ([], []))
-    data = f"{base}/data" if base else "data"
-    if data in folders and (names := _known_splits(_by_shard, split, (), repo.pages(data))):
-        _check_split(repo, split, names)
-        return FilePattern(data, False, partial(_is_of, _by_shard, "", split))
-    paths = [file.path for file in [*root, *next(repo.pages(base, recursive=True), ([], []))[0]]]
-    paths = [path for path in paths if not _is_hidden(path) and _basename(path) not in _METADATA]
-    for rule, seen in ((_by_folder, [*paths, *(f"{folder}/-" for folder in folders)]), (_by_file, paths)):
-        seen = [path.removeprefix(base) for path in seen]
-        if any(map(rule, seen)):
-            _check_split(repo, split, _known_splits(rule, split, seen, repo.pages(base, recursive=True), base))
-            return FilePattern(base, True, partial(_is_of, rule, base, split))
-    _check_split(repo, split, {"train"})
-
-    def is_train(path: str) -> bool:
-        """A file on a later page that is named for validation or test stays out of `train`."""
-        names = {*_by_folder(path.removeprefix(base)), *_by_file(path.removeprefix(base))}
-        return not _is_hidden(path) and (not names or "train" in names)
-
-    return FilePattern(base, True, is_train)
-
-
-_Rule = Callable[[str], list[str]]
-
-
-def _known_splits(
-    rule: _Rule, split: str, paths: Iterable[str], pages: Iterable[tuple[list[HubFile], list[str]]], base: str = ""
-) -> set[str]:
-    """The splits that a rule sees in paths, then page by page, until `split` is among them or a page shows none."""
-    names = {name for path in paths for name in rule(path)}
-    for files, _ in pages if split not in names else ():
-        names |= {name for file in files for name in rule(file.path.removeprefix(base))}
-        if not names or split in names:
-            break
-    return names
-
-
-def _is_of(rule: _Rule, base: str, split: str, path: str) -> bool:
-    return not _is_hidden(path) and split in rule(path.removeprefix(base))
-
-
-def _by_shard(path: str) -> list[str]:
-    match = _SHARD.fullmatch(_basename(path))
-    return [match[1]] if match else []
-
-
-def _by_folder(path: str) -> list[str]:
-    return _named_in(path.split("/")[:-1], rf"(.*{_DELIMITER})?(%s)({_DELIMITER}.*)?")
-
-
-def _by_file(path: str) -> list[str]:
-    return _named_in(path.split("/")[-1:], rf"(.*{_DELIMITER})?(%s){_DELIMITER}.*")
-
-
-def _named_in(steps: list[str], pattern: str) -> list[str]:
-    """The splits of which a keyword occurs in any of these names."""
-    return [
-        split
-        for split, words in KEYWORDS.items()
-        if any(re.fullmatch(pattern % "|".join(words), step) for step in steps)
-    ]
+def _by_keyword(steps: list[str], end: str) -> list[str]:
+    """The splits of which a keyword, then `end`, occurs in any of these names."""
+    patterns = {split: rf"(.*{_DELIMITER})?({'|'.join(words)}){end}" for split, words in KEYWORDS.items()}
+    return [split for split, pattern in patterns.items() if any(re.fullmatch(pattern, step) for step in steps)]
 
 
 def _check_split(repo: HubRepo, split: str, names: Iterable[str], config: str = "") -> None:
-    """UsageError unless the split is one of these."""
     if split not in names:
         suffix = f" (configuration {config!r})" if config else ""
         raise UsageError(

@@ -9,16 +9,16 @@ import errno
 import hashlib
 import os
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from forebay.errors import UsageError
 
 EARLIER_RUN = "an earlier run"  # the source of bytes that were in the file when it was opened
-MIN_RANGE_BYTES = 1 << 20
-_MIN_PIECE_BITS = 16
+MIN_PIECE_BYTES = 1 << 20  # of a slice
 _READ_BYTES = 256 << 10
+_MIN_CHECK_BYTES = 1 << 20
 _MAX_CHECK_BYTES = 64 << 20  # checked per step, so that a closed file is noticed
 
 
@@ -74,32 +74,21 @@ class ByteRange:
     sources: tuple[str, ...] = ()
     tries: int = 0
     not_before: float = 0.0
-    last_byte_at: float = 0.0
-    is_taken_over: bool = False
 
 
 class PartFile:
     """The partial file of one download. Threads share it; after `close` nothing is written.
 
-    An existing file of the same size is resumed with the piece size that it was created with; any other is overwritten.
+    An existing file of the same size and pieces is resumed; any other is overwritten.
 
     Args:
         piece_bytes: What is resumed as a whole; a power of two.
-        num_ranges: Split the file into at least so many ranges, if each has `min_range_bytes`.
-        range_bytes: Split it into ranges of this size instead; a multiple of `piece_bytes`.
+        range_bytes: What one request downloads; a multiple of `piece_bytes`.
         check: Verifies the bytes in place of the sha256, which is then not computed.
     """
 
     def __init__(
-        self,
-        path: Path,
-        num_bytes: int,
-        piece_bytes: int,
-        num_ranges: int,
-        min_range_bytes: int = MIN_RANGE_BYTES,
-        *,
-        range_bytes: int = 0,
-        check: Check | None = None,
+        self, path: Path, num_bytes: int, piece_bytes: int, *, range_bytes: int = 0, check: Check | None = None
     ) -> None:
         self.path = path
         self.num_bytes = num_bytes
@@ -107,32 +96,27 @@ class PartFile:
         self.received = 0  # bytes written, those of earlier runs included
         self.checked = 0
         self.check = check or Sha256Check()
-        while not range_bytes and piece_bytes > min_range_bytes and num_bytes < num_ranges * piece_bytes:
-            piece_bytes //= 2
         self.piece_bytes = piece_bytes
         self._range_bytes = max(range_bytes, piece_bytes)
         self._file = -1
-        self._generation = 0  # counts calls of `forget`
         self._first_open = 0
-        self.ranges: list[ByteRange] = []  # all, by start; those of complete pieces are complete
-        self._index_of: dict[int, int] = {}  # by start
+        self._is_checking = False
+        self.ranges: list[ByteRange] = []  # all, by start; those of complete pieces are complete. `forget` makes others
+        self._current: set[ByteRange] = set()
 
     def open(self) -> None:
         """Create or resume the file. Raises OSError."""
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        trailer = os.pread(self._file, 3 + (self.num_bytes >> _MIN_PIECE_BITS), self.num_bytes)
-        bits = trailer[0] if trailer else 0
-        is_valid = _MIN_PIECE_BITS <= bits < 63 and len(trailer) == 1 - (-self.num_bytes >> bits)
-        if is_valid and set(trailer[1:]) <= {0, 1}:
-            self.piece_bytes = 1 << bits
-            self._range_bytes = max(self._range_bytes, self.piece_bytes)
+        num_pieces, bits = -(-self.num_bytes // self.piece_bytes), bytes([self.piece_bytes.bit_length() - 1])
+        trailer = os.pread(self._file, num_pieces + 2, self.num_bytes)
+        if trailer[:1] == bits and len(trailer) == 1 + num_pieces and set(trailer[1:]) <= {0, 1}:
             return self._make_ranges(trailer[1:])
         # Without a trailer it is complete: the process was killed after `finish`.
         is_complete = os.fstat(self._file).st_size == self.num_bytes > 0
-        marks = bytes([is_complete]) * -(-self.num_bytes // self.piece_bytes)
         if not is_complete:
             os.ftruncate(self._file, 0)
-        self._write_all(bytes([self.piece_bytes.bit_length() - 1]) + marks, self.num_bytes)
+        marks = bytes([is_complete]) * num_pieces
+        self._write_all(bits + marks, self.num_bytes)
         self._make_ranges(marks)
 
     def forget(self, ranges: list[tuple[int, int]]) -> None:
@@ -152,7 +136,6 @@ class PartFile:
     def _make_ranges(self, marks: bytes) -> None:
         """Build the ranges from the marks of the pieces: neighbours of one state are joined up to `range_bytes`."""
         self.ranges, self._first_open, self.received = [], 0, 0
-        self._generation += 1
         is_previous_complete = 2
         for piece, is_complete in enumerate(marks):
             start, stop = piece * self.piece_bytes, min((piece + 1) * self.piece_bytes, self.num_bytes)
@@ -163,7 +146,7 @@ class PartFile:
                 self.ranges[-1].offset = stop
                 self.received += stop - start
             is_previous_complete = is_complete
-        self._index_of = {byte_range.start: index for index, byte_range in enumerate(self.ranges)}
+        self._current = set(self.ranges)
 
     def write(self, byte_range: ByteRange, data: memoryview, source: str) -> bool:
         """Append to a range; False if the file is closed or the range is no longer current. Raises OSError."""
@@ -183,9 +166,8 @@ class PartFile:
             return True
 
     def is_current(self, byte_range: ByteRange) -> bool:
-        """Whether a range was not replaced by `forget` or `take_over`."""
-        index = self._index_of.get(byte_range.start)
-        return index is not None and self.ranges[index] is byte_range
+        """Whether a range was not replaced by `forget`."""
+        return byte_range in self._current
 
     def contiguous(self) -> int:
         """Return the number of bytes from 0 without a gap. The caller holds the lock."""
@@ -197,25 +179,26 @@ class PartFile:
         return self.num_bytes
 
     def advance_check(self) -> bool:
-        """Hash or check the contiguous bytes; True when all bytes are checked. One thread at a time. Raises OSError."""
+        """Hash or check the contiguous bytes, unless another thread does; True once, when all are. Raises OSError."""
+        with self.lock:
+            if self._is_checking or (
+                self.contiguous() - self.checked < _MIN_CHECK_BYTES and self.contiguous() < self.num_bytes
+            ):
+                return False
+            self._is_checking = True
         while True:
             with self.lock:
-                if self._file < 0:
+                ranges, start, stop = self.ranges, self.checked, min(self.contiguous(), self.checked + _MAX_CHECK_BYTES)
+                if self._file < 0 or start == stop:
+                    self._is_checking = False
                     return False
-                generation, start = self._generation, self.checked
-                stop = min(self.contiguous(), start + _MAX_CHECK_BYTES)
-            if start < stop:
-                self.check.advance(self.path, start, stop)
+            self.check.advance(self.path, start, stop)
             with self.lock:
-                if self._file < 0:
-                    return False
-                if self._generation != generation:
-                    continue
-                self.checked = stop
-                if stop == self.num_bytes:
-                    return True
-                if self.contiguous() - stop < _READ_BYTES:
-                    return False
+                if self.ranges is ranges:
+                    self.checked = stop
+                    if stop == self.num_bytes:
+                        self._is_checking = False
+                        return self._file >= 0
 
     def digest_of(self, start: int, stop: int) -> bytes:
         """Return the sha256 of bytes [start, stop) as they are in the file now. Raises OSError."""
@@ -228,20 +211,6 @@ class PartFile:
         with self.lock:
             os.ftruncate(self._file, self.num_bytes)
             os.fsync(self._file)
-
-    def take_over(self, byte_range: ByteRange) -> ByteRange | None:
-        """Return the rest of a range for another request; the first one can no longer write. None if it is done."""
-        with self.lock:
-            if self._file < 0 or not self.is_current(byte_range) or byte_range.offset == byte_range.stop:
-                return None
-            rest = replace(byte_range, is_taken_over=True)
-            self.ranges[self._index_of[byte_range.start]] = rest
-            return rest
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it can still be written."""
-        return self._file >= 0
 
     def close(self) -> None:
         """Write nothing more. May be called twice."""

@@ -214,7 +214,6 @@ class PeerSource(Origin):
 
 
 def _choose_error(faults: list[NetworkError], text: str) -> NetworkError:
-    """Return the fault to raise for those of all sources: a transient one if there is any, so that it is retried."""
     transient = [fault for fault in faults if isinstance(fault, TransientError)]
     return (transient or faults or [TransientError(text)])[-1]
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,13 +14,12 @@ from typing import Literal, NoReturn, TypeAlias
 from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable, dataset_id
 from forebay.dataset.reader import Dataset, VerifyReport, check_totals, listed_files
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
-from forebay.network.retry import backoff_s
-from forebay.storage.base import Origin, PermanentError, TransientError, read_small
+from forebay.storage.base import Origin, PermanentError, TransientError, read_range, read_small, retry_transient
 
 MAX_TABLE_BYTES = 1 << 30
 _MAX_SMALL_BYTES = 1 << 30
 _MAX_TRIES = 5  # without a byte
-_FIRST_WAIT_S, _MAX_WAIT_S = 0.25, 4.0
+_MAX_WAIT_S = 4.0
 FileState: TypeAlias = Literal["", "changed", "missing"]
 ListedFile: TypeAlias = "tuple[str, int | None, str]"  # name, bytes (None: unknown, and small), sha256 in hex
 
@@ -82,12 +80,11 @@ def verify_files(
     *,
     workers: int = 8,
     on_progress: Callable[[int], object] | None = None,
-    sleep: Callable[[float], object] = time.sleep,
 ) -> VerifyReport:
     """Hash every listed file behind an origin. `on_progress` is called with the bytes of each, from one thread."""
     names: dict[FileState, list[str]] = {"": [], "changed": [], "missing": []}
     with ThreadPoolExecutor(workers) as pool:
-        for (name, size, _), state in pool.map(lambda file: (file, _best_state(origin, file, sleep)), list(files)):
+        for (name, size, _), state in pool.map(lambda file: (file, _best_state(origin, file)), list(files)):
             names[state].append(name)
             if on_progress is not None:
                 on_progress(size or 0)
@@ -95,44 +92,40 @@ def verify_files(
     return VerifyReport(not changed and not missing, sorted([*changed, *missing]), changed, missing)
 
 
-def _best_state(origin: Origin, file: ListedFile, sleep: Callable[[float], object]) -> FileState:
-    """Return the best state of a file at any source."""
+def _best_state(origin: Origin, file: ListedFile) -> FileState:
     states = set[FileState]()
     for source in origin.sources():
-        states.add(_state_at(source, file, sleep))
+        states.add(_state_at(source, file))
         if "" in states:
             return ""
     return "changed" if "changed" in states else "missing"
 
 
-def _state_at(source: Origin, file: ListedFile, sleep: Callable[[float], object]) -> FileState:
+def _state_at(source: Origin, file: ListedFile) -> FileState:
     name, size, sha256 = file
-    digest, offset, tries = hashlib.sha256(), 0, 0
-    while True:
-        before = offset
-        try:
-            if size is None:
-                digest.update(source.get(name, _MAX_SMALL_BYTES))
-            else:
-                for data in source.read(name, offset, size) if size else ():
-                    digest.update(data)
-                    offset += len(data)
-                if offset < size:
-                    raise TransientError(f"the body ended at byte {offset} of {size}")
-            return "" if digest.hexdigest() == sha256 else "changed"
-        except PermanentError:
-            # It exists, but is shorter, if some bytes can be read.
-            return "changed" if offset or _exists(source, name) else "missing"
-        except ProtocolError:
-            return "changed"
-        except TransientError as error:
-            tries = 1 if offset > before else tries + 1
-            if tries > _MAX_TRIES:
-                raise NetworkError(
-                    f"{name} from {source.url}: broke off {_MAX_TRIES} times at byte {offset}; the last: {error}. "
-                    "Check the network and the endpoint."
-                ) from error
-            sleep(backoff_s(tries, _FIRST_WAIT_S, _MAX_WAIT_S, error.wait_s))
+    digest, received = hashlib.sha256(), 0
+
+    def receive(chunk: memoryview | bytes) -> None:
+        nonlocal received
+        digest.update(chunk)
+        received += len(chunk)
+
+    try:
+        if size is None:
+            receive(retry_transient(lambda: source.get(name, _MAX_SMALL_BYTES), _MAX_TRIES, _MAX_WAIT_S))
+        else:
+            read_range(source, name, 0, size, receive, _MAX_TRIES, _MAX_WAIT_S)
+        return "" if digest.hexdigest() == sha256 else "changed"
+    except PermanentError:
+        # It exists, but is shorter, if some bytes can be read.
+        return "changed" if received or _exists(source, name) else "missing"
+    except ProtocolError:
+        return "changed"
+    except TransientError as error:
+        raise NetworkError(
+            f"{name} from {source.url}: broke off {_MAX_TRIES} times at byte {received}; the last: {error}. "
+            "Check the network and the endpoint."
+        ) from error
 
 
 def _exists(source: Origin, name: str) -> bool:

@@ -1,36 +1,46 @@
 """Input files by URL as streams: http and https, objects of buckets (s3, gs, az), files of the hub.
 
 Hides retries with back-off, a resume where a connection was cut, servers that know no ranges or send too slowly. A file
-is read at the version (ETag or time) with which it was listed: each request asks for that version and each response is
-compared, so that a file that changes is an error, never a mixture. (A server that sends neither is not checked.)
+is read at the version (ETag or time) with which it was listed: each response is compared, so that a file that changes
+is an error, never a mixture. (A server that sends neither is not checked.)
+
+All streams of the hub's files share the last 64 MiB of blocks, so that the passes over a Parquet file (footer, heads of
+pages, pages) request each byte once. A stream that reads on has up to eight requests of 1 MiB under way, so that
+latency does not bound the speed (8 MiB in 50 ms: 160 MB/s).
 
 Buckets take endpoint, region and credentials from the usual environment variables (`AWS_ENDPOINT_URL`,
 `AWS_ACCESS_KEY_ID`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME` …).
 """
 
 import io
+import threading
 import urllib.parse
-from collections.abc import Callable, Generator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from forebay.errors import PrepareError
-from forebay.storage.base import ChangedError, PermanentError, Timeouts, TransientError, check_etag, retry_transient
+from forebay.errors import ForebayError, PrepareError
+from forebay.storage.base import ChangedError, ObjectMeta, PermanentError, Timeouts, TransientError, retry_transient
 from forebay.storage.buckets import BucketOrigin
 from forebay.storage.http import WebOrigin
-from forebay.storage.hub import MAX_FILE_BYTES
-from forebay.storage.hub_reader import RangedStream, open_hub_file
+from forebay.storage.hub import MAX_FILE_BYTES, HubReadError, fetch_range
+from forebay.storage.locks import at_fork
 
-_HTTP_TRIES, _BUCKET_TRIES = 6, 10
-_FIRST_WAIT_S = 0.25  # 0.25, 0.5, 1, 2, 4: 8 s in all; of a bucket, 92 s
+_HTTP_TRIES, _BUCKET_TRIES = 6, 10  # 8 s in all; of a bucket, 92 s
 _MAX_WAIT_S = 30.0
 _TIMEOUT_S = 30.0
 _BUFFER_BYTES = 256 << 10
+BLOCK_BYTES = 1 << 20
+MAX_BLOCKS = 64
+_MAX_AHEAD = 8
+_MAX_GAP_BLOCKS = 4  # skipped by a stream that reads on: the other columns of a row group
 _SCHEMES = ("http", "https", "s3", "gs", "az")
 _T = TypeVar("_T")
 
 
 class RemoteFile(NamedTuple):
-    """A file at a URL: its size (0 if the origin does not send one, or knows no ranges) and version."""
+    """A file at a URL: its size and version, "" if the origin sends none."""
 
     url: str
     size: int
@@ -41,30 +51,45 @@ def find_urls(url: str) -> list[RemoteFile]:
     """The file at a URL; of a bucket all objects below it, in sorted order."""
     if urllib.parse.urlsplit(url).scheme not in _SCHEMES:
         raise PrepareError(f"{url}: expected a URL of {', '.join(_SCHEMES)} or hf, or a path. Check the input.")
-    if not url.startswith("http"):
-        return _retry(url, lambda: _list_bucket(url))
-    response = _retry(url, lambda: _request_http(url, 0, ""))
-    response.body.close()
-    return [RemoteFile(url, response.size if response.has_ranges else 0, response.version)]
+    origin, name = _open(url)
+    if isinstance(origin, BucketOrigin):
+        objects = sorted(_retry(url, lambda: origin.find(name)), key=lambda entry: entry[0].split("/"))
+        files = [RemoteFile(f"{origin.url}/{name}", meta.bytes, _version(meta)) for name, meta in objects]
+    else:
+        meta = _retry(url, lambda: origin.head(name))
+        files = [RemoteFile(url, meta.bytes, _version(meta))]
+    if not files:
+        raise PrepareError(f"{url}: expected a file or a prefix with files, got none. Check the URL.")
+    if (size := max(file.size for file in files)) > MAX_FILE_BYTES:
+        raise PrepareError(f"{url}: expected at most {MAX_FILE_BYTES >> 40} TiB, got {size} bytes. Check the URL.")
+    return files
 
 
-def open_url(url: str, size: int = 0, version: str = "") -> BinaryIO:
-    """A buffered stream of the file at a URL, at that version; seekable if its size is known.
+def open_url(url: str, size: int, version: str = "") -> BinaryIO:
+    """A buffered, seekable stream of the file of `size` bytes at a URL, at that version.
 
-    A read raises PrepareError if the file changed, or cannot be read after all retries.
+    A read raises PrepareError if the file changed, or cannot be read after all retries; HubReadError of the hub.
     """
     if url.startswith("hf://"):
-        return open_hub_file(url, size)
+        return io.BufferedReader(HubStream(url, size, _blocks), _BUFFER_BYTES)
     return io.BufferedReader(_RemoteStream(url, size, version), _BUFFER_BYTES)
 
 
-class _Response(NamedTuple):
-    """The body from some offset on, and what the head says of the whole file."""
+class RangedStream(io.RawIOBase):
+    """A file of known size at a URL; a subclass reads from `_offset` on."""
 
-    body: Generator[memoryview, None, None]
-    size: int
-    version: str
-    has_ranges: bool = True
+    def __init__(self, url: str, size: int) -> None:
+        self._url, self._size, self._offset = url, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self._offset = offset + (0, self._offset, self._size)[whence]
+        return self._offset
 
 
 class _RemoteStream(RangedStream):
@@ -72,8 +97,9 @@ class _RemoteStream(RangedStream):
 
     def __init__(self, url: str, size: int, version: str) -> None:
         super().__init__(url, size)
-        self._version = version
-        self._body: Generator[memoryview, None, None] | None = None
+        self._etag = version.removeprefix("etag:")
+        self._origin, self._name = _open(url)
+        self._body: Iterator[memoryview] | None = None
         self._pending = memoryview(b"")
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
@@ -83,8 +109,8 @@ class _RemoteStream(RangedStream):
         return self._offset
 
     def readinto(self, buffer: Any, /) -> int:
-        if not self._pending:
-            self._pending = memoryview(_retry(self._url, self._next_chunk, self._version))
+        if not self._pending and self._offset < self._size:
+            self._pending = memoryview(_retry(self._url, self._next_chunk))
         count = min(len(self._pending), len(buffer))
         buffer[:count] = self._pending[:count]
         self._pending = self._pending[count:]
@@ -96,52 +122,45 @@ class _RemoteStream(RangedStream):
         super().close()
 
     def _next_chunk(self) -> bytes:
-        if self._size and self._offset >= self._size:
-            return b""
         try:
             if self._body is None:
-                self._request()
-            chunk = bytes(next(self._body, b"")) if self._body is not None else b""
+                self._body = self._origin.read(self._name, self._offset, self._size, self._etag)
+            if chunk := bytes(next(self._body, b"")):
+                return chunk
+            raise TransientError(f"the connection was closed {self._size - self._offset} bytes before the end")
         except TransientError:
             self._close_body()
             raise
-        if not chunk and self._offset < self._size:
-            self._close_body()
-            raise TransientError(f"the connection was closed {self._size - self._offset} bytes before the end")
-        return chunk
-
-    def _request(self) -> None:
-        if self._url.startswith("http"):
-            response = _request_http(self._url, self._offset, self._version)
-            changed = self._size and response.size not in (0, self._size)
-            if changed or (self._version and response.version != self._version):
-                response.body.close()
-                raise ChangedError(self._url)
-            self._body, self._version, self._size = response.body, response.version, self._size or response.size
-            return
-        (origin, path), etag = _bucket(self._url), self._version.removeprefix("etag:")
-        if self._size:
-            self._body = origin.read(path, self._offset, self._size, etag)
-        else:
-            check_etag(self._url, etag, origin.head(path).etag)  # an empty object has no range
 
     def _close_body(self) -> None:
         if self._body is not None:
-            self._body.close()
+            self._body.close()  # type: ignore[attr-defined]  # a generator
         self._body, self._pending = None, memoryview(b"")
 
 
-def _retry(url: str, attempt: Callable[[], _T], version: str = "") -> _T:
-    """The result of `attempt`, which is repeated after a TransientError; other failures are a PrepareError."""
+def _open(url: str) -> tuple[BucketOrigin | WebOrigin, str]:
+    parts = urllib.parse.urlsplit(url)
+    if not url.startswith("http"):
+        return BucketOrigin(f"{parts.scheme}://{parts.netloc}"), parts.path.lstrip("/")
+    folder, _, name = parts.path.rpartition("/")
+    address = urllib.parse.urlunsplit(parts._replace(path=folder))
+    return WebOrigin(address, timeouts=Timeouts(_TIMEOUT_S, _TIMEOUT_S)), urllib.parse.unquote(name)
+
+
+def _version(meta: ObjectMeta) -> str:
+    return f"etag:{meta.etag}" if meta.etag else ""
+
+
+def _retry(url: str, attempt: Callable[[], _T]) -> _T:
     tries = _HTTP_TRIES if url.startswith("http") else _BUCKET_TRIES
     try:
-        return retry_transient(attempt, tries, _FIRST_WAIT_S, _MAX_WAIT_S)
+        return retry_transient(attempt, tries, _MAX_WAIT_S)
     except TransientError as error:
         raise PrepareError(
             f"{url}: cannot read input after {tries} tries: {_reason(error, url)}. Try again later."
         ) from error
     except PermanentError as error:
-        if isinstance(error, ChangedError) or error.status == 412 or (error.status == 416 and version):
+        if isinstance(error, ChangedError):
             raise PrepareError(f"{url}: the input changed while it was read. Start again.") from error
         problem = "expected a file, got" if error.status else "cannot read input:"
         raise PrepareError(f"{url}: {problem} {_reason(error, url)}. Check the URL and the credentials.") from error
@@ -152,38 +171,73 @@ def _reason(error: Exception, url: str) -> str:
     return str(error).removeprefix(url.partition("?")[0].rstrip("/")).lstrip("/: ")
 
 
-def _request_http(url: str, offset: int, version: str) -> _Response:
-    conditions = {}
-    kind, _, tag = version.partition(":")
-    if kind == "etag" and tag.startswith('"'):  # Weak ETags never match (RFC 9110, 13.1.1); the response is compared.
-        conditions["If-Match"] = tag
-    elif kind == "modified":
-        conditions["If-Unmodified-Since"] = tag
-    origin = WebOrigin(url, timeouts=Timeouts(_TIMEOUT_S, _TIMEOUT_S))
-    is_partial, headers, body = origin.stream(url, offset, conditions)
-    length = headers.get("Content-Length") or "0"
-    if not (length.isascii() and length.isdigit() and len(length) < 20 and int(length) <= MAX_FILE_BYTES):
-        body.close()
-        raise PrepareError(
-            f"{url}: expected a Content-Length of at most {MAX_FILE_BYTES >> 40} TiB, got {length[:40]!r}. "
-            "Check the URL."
-        )
-    size = int(length) + offset if is_partial and int(length) else int(length)
-    etag, modified = headers.get("ETag"), headers.get("Last-Modified")
-    version = f"etag:{etag}" if etag else f"modified:{modified}" if modified else ""
-    return _Response(body, size, version, headers.get("Accept-Ranges", "none").lower() == "bytes")
+class BlockCache:
+    """The last blocks of all files that were read or fetched ahead, and those under way."""
+
+    def __init__(self) -> None:
+        self._blocks: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
+        self._lock = threading.Lock()
+        at_fork(self)
+
+    def after_fork(self) -> None:
+        """Drop all blocks: the parent's threads do not run here, and one may have held the lock."""
+        self._lock = threading.Lock()
+        self._blocks.clear()
+
+    def read(self, url: str, size: int, index: int, num_ahead: int) -> bytes:
+        """The block of that index of a file of `size` bytes; starts to fetch it and the next `num_ahead` blocks.
+
+        Raises what `fetch_range` raised.
+        """
+        with self._lock:
+            for key in ((url, index + n) for n in range(min(num_ahead + 1, -(-size // BLOCK_BYTES) - index))):
+                block = self._blocks.get(key)
+                if block is None or (key[1] == index and block.done() and block.exception() is not None):
+                    self._blocks[key] = block = Future()
+                    thread = threading.Thread(target=_fill, args=(block, *key, size), name="hub-ahead", daemon=True)
+                    try:
+                        thread.start()
+                    except RuntimeError as error:  # no thread can be started now: the reader of the block raises it
+                        block.set_exception(error)
+                self._blocks.move_to_end(key)
+            while len(self._blocks) > MAX_BLOCKS:
+                self._blocks.popitem(last=False)
+            requested = self._blocks[url, index]
+        return requested.result()
 
 
-def _bucket(url: str) -> tuple[BucketOrigin, str]:
-    parts = urllib.parse.urlsplit(url)
-    return BucketOrigin(f"{parts.scheme}://{parts.netloc}"), parts.path.lstrip("/")
+def _fill(block: Future[bytes], url: str, index: int, size: int) -> None:
+    data = bytearray()
+    try:
+        fetch_range(url, index * BLOCK_BYTES, min(size, (index + 1) * BLOCK_BYTES), data.extend)
+        block.set_result(bytes(data))
+    except BaseException as error:  # noqa: BLE001  The reader of the block raises it.
+        block.set_exception(error)
 
 
-def _list_bucket(url: str) -> list[RemoteFile]:
-    origin, path = _bucket(url)
-    objects = sorted(origin.find(path), key=lambda entry: entry[0].split("/"))
-    if not objects:
-        raise PrepareError(f"{url}: expected a file or a prefix with files, got none. Check the URL.")
-    return [
-        RemoteFile(f"{origin.url}/{name}", head.bytes, f"etag:{head.etag}" * bool(head.etag)) for name, head in objects
-    ]
+_blocks = BlockCache()
+
+
+class HubStream(RangedStream):
+    """A file of the hub; the longer it is read on without a seek, the further ahead it fetches."""
+
+    def __init__(self, url: str, size: int, blocks: BlockCache) -> None:
+        super().__init__(url, size)
+        self._blocks, self._last_block, self._num_ahead = blocks, 0, 0
+
+    def readinto(self, buffer: Any, /) -> int:
+        if self._offset >= self._size:
+            return 0
+        index, skip = divmod(self._offset, BLOCK_BYTES)
+        if index != self._last_block:
+            is_next = 0 < index - self._last_block <= _MAX_GAP_BLOCKS
+            self._num_ahead = min(_MAX_AHEAD, 2 * self._num_ahead + 1) if is_next else 0
+            self._last_block = index
+        try:
+            block = self._blocks.read(self._url, self._size, index, self._num_ahead)
+        except ForebayError as error:
+            raise HubReadError(error) from error
+        count = min(len(buffer), len(block) - skip)
+        buffer[:count] = block[skip : skip + count]
+        self._offset += count
+        return count

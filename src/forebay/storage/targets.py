@@ -5,7 +5,6 @@ is never visible, but takes space until the bucket's lifecycle rule deletes it.
 """
 
 import contextlib
-import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -129,14 +128,13 @@ class BucketTarget(BucketOrigin, Target):
         self._mirror_lock = _lock(temporary)
 
     def contains(self, name: str, num_bytes: int, sha256: str | None) -> bool:
-        """See Target. An object without its hash is read."""
+        """See Target. An object without its hash in the metadata is copied again."""
 
         def compare(obstore: Any, store: Any) -> bool:
             result = obstore.get(store, self._prefix + name, options={"head": True})
             if int(result.meta["size"]) != num_bytes:
                 return False
-            recorded = result.attributes.get(_HASH_KEY)
-            return sha256 is None or (recorded or self._hash(name, num_bytes)) == sha256
+            return sha256 is None or result.attributes.get(_HASH_KEY) == sha256
 
         return self._call(name, compare) or False
 
@@ -164,12 +162,6 @@ class BucketTarget(BucketOrigin, Target):
         key = self._prefix + name
         if self._call(name, lambda obstore, store: obstore.put(store, key, content, **options)) is None:
             raise UsageError(f"{self.url}/{name}: cannot be written. Check the bucket and the credentials.")
-
-    def _hash(self, name: str, num_bytes: int) -> str:
-        digest = hashlib.sha256()
-        for data in self.read(name, 0, num_bytes):
-            digest.update(data)
-        return digest.hexdigest()
 
     def _call(self, name: str, function: Callable[[Any, Any], _T]) -> _T | None:
         """Call a function of obstore, which retries transient faults; None if object or bucket do not exist."""

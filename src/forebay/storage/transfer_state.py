@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from bisect import insort
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -19,13 +20,10 @@ from typing import TypeAlias
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import IntegrityError, NetworkError, ProtocolError
 from forebay.storage.base import Origin, TransientError
-from forebay.storage.part_file import EARLIER_RUN, MIN_RANGE_BYTES, ByteRange, PartFile
+from forebay.storage.part_file import EARLIER_RUN, ByteRange, PartFile
 
 _NEW_WEIGHT = 0.3
-_LATE_FACTOR = 3.0  # of the usual time between two reads
-_LATE_FACTOR_UNKNOWN = 5.0  # of the minimum, for a source that has sent nothing yet
 _MIN_SAMPLE_BYTES = 64 << 10  # shorter responses say nothing about speed
-_REQUEST_S = 0.1  # short enough to download slices in order, long enough that requests cost little
 LOOKUP_INTERVAL_S = 15.0
 log = logging.getLogger("forebay.storage")
 OnSourceFault = Callable[[Origin, str], None]
@@ -35,10 +33,7 @@ Backoff: TypeAlias = Callable[[int], float]
 
 @dataclass(eq=False)
 class SourceStats:
-    """One source, over all transfers of a pool. `limit` and `active` count connections; times are of the pool's clock.
-
-    `gap_s`: the usual time from a request to its first bytes, and between two reads.
-    """
+    """One source, over all transfers of a pool. `limit` and `active` count connections."""
 
     origin: Origin
     limit: float
@@ -50,21 +45,12 @@ class SourceStats:
     throttled_at: float = float("-inf")
     wait_until: float = 0.0
     avoid_until: float = 0.0
-    gap_s: float | None = None
 
     def record_speed(self, num_bytes: int, seconds: float) -> None:
         """Record the speed of a response."""
         if num_bytes >= _MIN_SAMPLE_BYTES:
             speed = num_bytes / max(seconds, 1e-6)
             self.speed = speed if self.speed is None else self.speed + _NEW_WEIGHT * (speed - self.speed)
-
-    def record_gap(self, gap_s: float) -> None:
-        """Record the time between two reads."""
-        self.gap_s = gap_s if self.gap_s is None else self.gap_s + _NEW_WEIGHT * (gap_s - self.gap_s)
-
-    def late_s(self, min_s: float) -> float:
-        """Return after how many seconds without a byte a request is late: `min_s`, or more for a slow source."""
-        return max(min_s, _LATE_FACTOR * self.gap_s) if self.gap_s is not None else _LATE_FACTOR_UNKNOWN * min_s
 
     def record_success(self, max_connections: int) -> None:
         """Record a complete response: more connections are allowed again."""
@@ -108,12 +94,6 @@ def choose_source(sources: Iterable[SourceStats], now: float) -> tuple[SourceSta
     return min(free, key=rank), later
 
 
-def min_range_bytes(sources: Iterable[SourceStats]) -> int:
-    """Return the minimum of one request while all connections are busy: what the fastest source sends in 0.1 s."""
-    num_bytes = int(max((source.speed or 0.0 for source in sources), default=0.0) * _REQUEST_S)
-    return max(MIN_RANGE_BYTES, 1 << num_bytes.bit_length() - 1) if num_bytes else MIN_RANGE_BYTES
-
-
 class TransferCancelledError(NetworkError):
     """A transfer was cancelled by the process that started it."""
 
@@ -131,7 +111,6 @@ class Transfer(ABC):
         self.part = part
         self.done = threading.Event()  # set at the end; nothing is written to `part` after it
         self.error: Exception | None = None  # None at the end: `part` is verified, synced and has `info.bytes` bytes
-        self.needed = False  # set by a consumer that waits for it
         self._callbacks: list[Callable[[Transfer], object]] = []
         self._lock = threading.Lock()
 
@@ -182,15 +161,13 @@ class PoolTransfer(Transfer):
         file: PartFile,
         origins: Sequence[Origin],
         on_source_fault: OnSourceFault | None,
-        now: float,
         end: Callable[[PoolTransfer, Exception], object],
     ) -> None:
         super().__init__(info, file.path)
         self.file = file
         self.origins = origins
-        self.began_at = self.last_byte_at = now
-        self.in_flight: dict[ByteRange, SourceStats] = {}
-        self.pending: list[ByteRange] = []  # the other incomplete ranges, by start
+        self.began_at = self.last_byte_at = time.monotonic()
+        self.pending: list[ByteRange] = []  # incomplete ranges without a request, by start
         self.origin_of: dict[str, Origin] = {}  # to read this slice; another transfer may have another origin
         self.sources: dict[str, SourceStats] = {}  # shared with other transfers
         self.refused: dict[str, str] = {}  # reasons of the sources that will not send it
@@ -201,7 +178,7 @@ class PoolTransfer(Transfer):
         self.looked_up_at = float("-inf")
         self.lookup_not_before = 0.0
         self.lookup_tries = 0
-        self.is_hashing = self.has_ended = False
+        self.has_ended = False
         self.attempts = 0  # that failed
         self._on_source_fault = on_source_fault
         self._end = end
@@ -227,28 +204,13 @@ class PoolTransfer(Transfer):
         """Return the sources to request from now."""
         return [source for source in self.remaining_sources() if self.only_source in (None, source.origin.url)]
 
-    def take_over_late(self, now: float, min_s: float) -> ByteRange | None:
-        """Take over a range whose source is late with it, once per range; None if no range is late."""
-        for byte_range, source in self.in_flight.items():
-            if now - byte_range.last_byte_at > source.late_s(min_s) and not byte_range.is_taken_over:
-                byte_range.is_taken_over = True
-                if (rest := self.file.take_over(byte_range)) is not None:
-                    return rest
-        return None
-
     def return_range(self, byte_range: ByteRange, not_before: float) -> None:
         """Return a range to the queue after a failed request, unless it was replaced."""
         if self.file.is_current(byte_range):
             byte_range.not_before = not_before
             insort(self.pending, byte_range, key=lambda pending: pending.start)
 
-    def receive(
-        self,
-        byte_range: ByteRange,
-        source: SourceStats,
-        clock: Callable[[], float],
-        on_data: Callable[[PoolTransfer], object],
-    ) -> None:
+    def receive(self, byte_range: ByteRange, source: SourceStats, on_data: Callable[[PoolTransfer], object]) -> None:
         """Request the rest of a range and write it to the part file; without the lock.
 
         Raises:
@@ -264,10 +226,9 @@ class PoolTransfer(Transfer):
                 if not self.file.write(byte_range, data, url):
                     return
                 byte_range.tries = 0
-                now = clock()
-                source.record_gap(now - byte_range.last_byte_at)
-                byte_range.last_byte_at = self.last_byte_at = now
-                on_data(self)
+                self.last_byte_at = time.monotonic()
+                if byte_range.offset < stop:
+                    on_data(self)
         finally:
             if isinstance(body, Generator):
                 body.close()

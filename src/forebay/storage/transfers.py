@@ -1,73 +1,58 @@
 """A pool of connections that download slices from origins to disk, in order of start, and verify them.
 
 A slice is downloaded in ranges over all connections at once. A broken request is repeated from the byte where it broke,
-with a back-off. The hash is computed in threads of its own as far as bytes are contiguous, so it is ready with the last
-byte. If bytes of several sources do not verify, the slice is downloaded again from one of them alone; the difference
+with a back-off. The connections hash the bytes as far as they are contiguous, so the hash is ready with the last byte.
+If bytes of several sources do not verify, the slice is downloaded again from one of them alone; the difference
 then shows which source lied.
 
-Memory: `connections` x 256 KiB (2 MiB for peers), 256 KiB per hashing thread, 200 bytes per range.
+Memory: `connections` x 256 KiB (2 MiB for peers), 200 bytes per range.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TypeAlias
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, PermanentError, TransientError
-from forebay.storage.part_file import ByteRange, Check, PartFile, Sha256Check, disk_error
-from forebay.storage.transfer_state import (
-    Backoff,
-    OnSourceFault,
-    PoolTransfer,
-    SourceStats,
-    choose_source,
-    min_range_bytes,
-)
+from forebay.storage.part_file import MIN_PIECE_BYTES, ByteRange, Check, PartFile, Sha256Check, disk_error
+from forebay.storage.transfer_state import OnSourceFault, PoolTransfer, SourceStats, choose_source
 from forebay.threads import SupervisedThread
 
-PIECE_BYTES = 8 << 20
-_MIN_HASH_BYTES = 1 << 20  # less is not worth waking a thread
+PIECE_BYTES = 8 << 20  # the longest request by default
+_FIRST_BACKOFF_S = 0.2
 _CLOSE_S = 1.0
 _MAX_TRIES_ALONE = 3  # of a source that is the only one allowed, before another becomes it
 log = logging.getLogger("forebay.storage")
 _Job: TypeAlias = tuple[PoolTransfer, ByteRange | None, SourceStats | None]  # without a range: look up sources
 
 
-class Transfers:
+class Transfers(AbstractContextManager["Transfers"]):
     """A pool of connections. Threads share it; a fork cannot use it.
 
     Args:
         connections: Requests at once, each in a thread.
-        piece_bytes: Unit of resuming after a kill, and the longest request; a power of two.
+        piece_bytes: Unit of resuming after a kill; a power of two.
         timeout_s, tries: A transfer fails when no byte came for so long and one range was tried so often.
-        first_backoff_s, max_backoff_s: Wait before the second try of a range, and the maximum, before jitter.
-        hedge_s: An idle connection takes over a range that got no byte for so long, and for three times as long as its
-            source usually takes; once per range.
+        max_backoff_s: Maximum wait before another try of a range, before jitter.
     """
 
     def __init__(
         self,
         connections: int = 16,
-        piece_bytes: int = PIECE_BYTES,
+        piece_bytes: int = MIN_PIECE_BYTES,
         *,
         timeout_s: float = 300.0,
         tries: int = 6,
-        first_backoff_s: float = 0.2,
         max_backoff_s: float = 15.0,
-        hedge_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-        chance: random.Random | None = None,
     ) -> None:
         if connections < 1 or tries < 1:
             raise UsageError(f"transfers: expected at least one connection and try, got {connections=}, {tries=}.")
@@ -75,18 +60,12 @@ class Transfers:
             raise UsageError(f"piece_bytes: expected a power of two from 65536 on, got {piece_bytes}.")
         self.connections = connections
         self.piece_bytes = piece_bytes
-        self._timeout_s, self._tries, self._hedge_s = timeout_s, tries, hedge_s
+        self._timeout_s, self._tries, self._max_backoff_s = timeout_s, tries, max_backoff_s
         self._pid = os.getpid()
-        self._clock = clock
-        self._backoff: Backoff = partial(backoff_s, first_s=first_backoff_s, max_s=max_backoff_s, chance=chance)
         self._changed = threading.Condition()  # guards all below, and the transfers
         self._active: list[PoolTransfer] = []
         self._sources: dict[str, SourceStats] = {}  # by URL
-        self._to_hash: SimpleQueue[PoolTransfer | None] = SimpleQueue()
-        num_hashers = min(4, max(2, os.cpu_count() or 1))  # each hashes 1.5 GB/s
-        self._hashers = [SupervisedThread(self._run_hasher, f"hash-{i}") for i in range(num_hashers)]
         self._threads: list[SupervisedThread] = []
-        self._num_idle = 0
         self._counts = dict.fromkeys(("bytes", "attempts", "retries", "finished", "failed"), 0)
         self._closed = False
 
@@ -110,11 +89,12 @@ class Transfers:
             raise UsageError("transfers: expected the process that made them, got a fork of it. Make new ones there.")
         if not origins:
             raise UsageError(f"fetch {info.name}: expected at least one origin, got none.")
-        min_bytes = min_range_bytes(list(self._sources.values()) if self._active else ())
-        file = PartFile(
-            part, info.bytes, self.piece_bytes, self.connections, min_bytes, range_bytes=range_bytes, check=check
-        )
-        transfer = PoolTransfer(info, file, list(origins), on_source_fault, self._clock(), self._end)
+        if not range_bytes:  # An idle pool downloads one slice over all connections, a busy one a few slices.
+            num_ranges = max(1, self.connections // (1 + len(self._active)))
+            num_pieces = -(-info.bytes // (num_ranges * self.piece_bytes))
+            range_bytes = min(PIECE_BYTES, num_pieces * self.piece_bytes)
+        file = PartFile(part, info.bytes, self.piece_bytes, range_bytes=range_bytes, check=check)
+        transfer = PoolTransfer(info, file, list(origins), on_source_fault, self._end)
         try:
             file.open()
         except OSError as error:
@@ -126,11 +106,10 @@ class Transfers:
                 file.close()
                 raise UsageError("transfers: closed; no more can be started.")
             self._active.append(transfer)
-            fault = self._start_threads(len(transfer.pending))
+            fault = self._start_threads()
             self._changed.notify_all()
         if fault is not None and not self._threads:
             self._end(transfer, NetworkError(f"{info.name}: cannot start a thread to fetch it: {fault}"), fault)
-        self._hash_soon(transfer)
         return transfer
 
     def close(self) -> None:
@@ -143,14 +122,9 @@ class Transfers:
             self._changed.notify_all()
         for transfer in active:
             transfer.cancel()
-        for _ in self._hashers:
-            self._to_hash.put(None)
         deadline = time.monotonic() + _CLOSE_S
-        for thread in [*self._threads, *self._hashers]:
+        for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-
-    def __enter__(self) -> Transfers:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
@@ -160,15 +134,11 @@ class Transfers:
         with self._changed:
             return dict(self._counts)
 
-    def _start_threads(self, num_ranges: int) -> RuntimeError | None:
-        """Start the threads that so many ranges need; return the fault if the process cannot have more."""
+    def _start_threads(self) -> RuntimeError | None:
+        """Start the threads that are missing; return the fault if the process cannot have more."""
         try:
-            for thread in self._hashers if not self._threads else ():
-                if not thread.is_alive:
-                    thread.start()
-            while len(self._threads) < min(self.connections, len(self._threads) - self._num_idle + max(num_ranges, 1)):
+            while len(self._threads) < self.connections:
                 self._threads.append(SupervisedThread(self._run_connection, f"fetch-{len(self._threads)}").start())
-                self._num_idle += 1
         except RuntimeError as error:
             log.warning("transfers: %d of %d connections: %s", len(self._threads), self.connections, error)
             return error
@@ -179,13 +149,12 @@ class Transfers:
             with self._changed:
                 job = None
                 while not self._closed and job is None:
-                    now = self._clock()
+                    now = time.monotonic()
                     job, later = self._next_job(now)
                     if job is None:
                         self._changed.wait(None if later == float("inf") else max(0.001, later - now))
                 if self._closed or job is None:
                     return
-                self._num_idle -= 1
             transfer, byte_range, source = job
             try:
                 if byte_range is None or source is None:
@@ -194,11 +163,9 @@ class Transfers:
                     self._request(transfer, byte_range, source)
             except Exception as error:  # noqa: BLE001 - the transfer's consumer gets it
                 self._end(transfer, error)
-            finally:
-                with self._changed:
-                    self._num_idle += 1
-                    if any(transfer.pending for transfer in self._active):
-                        self._changed.notify_all()
+            with self._changed:
+                if any(transfer.pending for transfer in self._active):
+                    self._changed.notify_all()
 
     def _next_job(self, now: float) -> tuple[_Job | None, float]:
         """Return the next job, or when to look for one again. With the lock held."""
@@ -219,24 +186,15 @@ class Transfers:
                     soonest = min(soonest, later)
                     break
                 del transfer.pending[index]
-                return self._assign(transfer, byte_range, source, now), soonest
-        for transfer in self._active:  # No range is due: take over one that is late.
-            for byte_range, source in transfer.in_flight.items():
-                if not byte_range.is_taken_over:
-                    soonest = min(soonest, byte_range.last_byte_at + source.late_s(self._hedge_s))
-            other, _ = choose_source(transfer.allowed_sources(), now)
-            if other is not None and (rest := transfer.take_over_late(now, self._hedge_s)) is not None:
-                return self._assign(transfer, rest, other, now), soonest
+                source.active += 1
+                return (transfer, byte_range, source), soonest
         return None, soonest
 
-    def _assign(self, transfer: PoolTransfer, byte_range: ByteRange, source: SourceStats, now: float) -> _Job:
-        source.active += 1
-        byte_range.last_byte_at = now
-        transfer.in_flight[byte_range] = source
-        return transfer, byte_range, source
-
     def _look_up(self, transfer: PoolTransfer) -> None:
-        """Ask the origins for their sources."""
+        """Check what an earlier run left, and ask the origins for their sources."""
+        self._advance_check(transfer)
+        if transfer.has_ended:
+            return
         origin_of: dict[str, Origin] = {}
         fault: NetworkError | None = None
         for origin in transfer.origins:
@@ -246,7 +204,7 @@ class Transfers:
                 transfer.reasons[origin.url] = str(error)
                 fault = error
         with self._changed:
-            now = self._clock()
+            now = time.monotonic()
             transfer.is_looking_up = False
             for url, origin in origin_of.items():
                 transfer.sources[url] = source = self._sources.setdefault(
@@ -266,25 +224,26 @@ class Transfers:
 
     def _request(self, transfer: PoolTransfer, byte_range: ByteRange, source: SourceStats) -> None:
         """Send one request, for the rest of a range, and decide what its failure means."""
-        url, began_at, first = source.origin.url, self._clock(), byte_range.offset
+        url, began_at, first = source.origin.url, time.monotonic(), byte_range.offset
         fault: Exception | None = None
         try:
-            transfer.receive(byte_range, source, self._clock, self._hash_soon)
+            transfer.receive(byte_range, source, self._advance_check)
         except Exception as error:  # noqa: BLE001 - handled below
             fault = error
         if isinstance(fault, ProtocolError):
             transfer.report_source(url, str(fault))
-        now, num_bytes = self._clock(), byte_range.offset - first
+        now, num_bytes = time.monotonic(), byte_range.offset - first
         with self._changed:
             source.active -= 1
-            transfer.in_flight.pop(byte_range, None)
             self._counts["attempts"] += 1
             self._counts["bytes"] += num_bytes
             if num_bytes:
                 source.record_speed(num_bytes, now - began_at)
             if fault is None:
                 source.record_success(self.connections)
-                return
+        if fault is None:
+            return self._advance_check(transfer)
+        with self._changed:
             self._counts["retries"] += 1
             transfer.attempts += 1
             transfer.reasons[url] = str(fault)
@@ -312,32 +271,18 @@ class Transfers:
         elif others and transfer.only_source == url and is_given_up:
             self._restart(transfer, others[0])
 
+    def _backoff(self, times: int) -> float:
+        return backoff_s(times, _FIRST_BACKOFF_S, self._max_backoff_s)
+
     def _is_timed_out(self, transfer: PoolTransfer, tries: int, now: float) -> bool:
         return tries >= self._tries and now - transfer.last_byte_at >= self._timeout_s
 
-    def _hash_soon(self, transfer: PoolTransfer) -> None:
-        """Have a thread continue the hash, if none does and there are enough bytes, or the last ones."""
-        file = transfer.file
-        if transfer.is_hashing:
-            return
-        with file.lock:
-            ready = file.contiguous() - file.checked
-            if transfer.is_hashing or (ready < _MIN_HASH_BYTES and file.checked + ready < file.num_bytes):
-                return
-            transfer.is_hashing = True
-        self._to_hash.put(transfer)
-
-    def _run_hasher(self) -> None:
-        while (transfer := self._to_hash.get()) is not None:
-            try:
-                if transfer.file.advance_check():
-                    self._verify(transfer)
-            except Exception as error:  # noqa: BLE001 - the transfer's consumer gets it
-                self._end(transfer, error)
-            finally:
-                transfer.is_hashing = False
-            if transfer.file.is_open:
-                self._hash_soon(transfer)
+    def _advance_check(self, transfer: PoolTransfer) -> None:
+        try:
+            if transfer.file.advance_check():
+                self._verify(transfer)
+        except Exception as error:  # noqa: BLE001 - the transfer's consumer gets it
+            self._end(transfer, error)
 
     def _verify(self, transfer: PoolTransfer) -> None:
         """Verify the complete file; end the transfer, or download the wrong parts again."""
@@ -363,7 +308,7 @@ class Transfers:
             self._accuse(transfer, liar, reason)
         with self._changed:
             remaining = transfer.remaining_sources()
-            best = choose_source(remaining, self._clock())[0] or (remaining[0] if remaining else None)
+            best = choose_source(remaining, time.monotonic())[0] or (remaining[0] if remaining else None)
         if best is None and transfer.refused:
             return self._end(transfer, transfer.no_source_error())
         self._restart(transfer, best.origin.url if best is not None else None)
@@ -377,7 +322,6 @@ class Transfers:
         transfer.report_source(url, reason)
 
     def _restart(self, transfer: PoolTransfer, only_source: str | None) -> None:
-        """Download all bytes again, from one source only if it is given."""
         log.warning(
             "%s: its bytes did not verify, fetching it again from %s", transfer.info.name, only_source or "all sources"
         )

@@ -96,8 +96,7 @@ class SwarmReader:
         self._closed = False
         own = Provider(share.identity.peer_id, address, False) if share is not None else None
         self._trackers = TrackerClient(client, dataset_id, trackers, own, clock)
-        # Without hedging, as a transfer has one source.
-        self._transfers = Transfers(connections, tries=2, timeout_s=5.0, hedge_s=30.0)
+        self._transfers = Transfers(connections, tries=2, timeout_s=5.0)
         self._thread = SupervisedThread(self._run, "swarm").start()
 
     def fetch(self, index: int, part: Path) -> SwarmTransfer:
@@ -125,23 +124,6 @@ class SwarmReader:
             current.cancel()
         elif is_waiting:
             transfer.finish(TransferCancelledError.of(transfer.info))
-
-    def report_lost(self, index: int) -> None:
-        """Report to the tracker that this node no longer has a slice."""
-        with self._changed:
-            self._state.lose(index)
-            self._changed.notify_all()
-
-    def ask_soon(self) -> None:
-        """Send the next request to the tracker now."""
-        with self._changed:
-            self._state.ask_soon()
-            self._changed.notify_all()
-
-    @property
-    def settled(self) -> bool:
-        """Whether all members that share had all slices, as of the last reply."""
-        return self._state.settled
 
     def stats(self) -> dict[str, Any]:
         """Return slices by origin, failures, and the figures of the transfers."""
@@ -178,9 +160,6 @@ class SwarmReader:
         """Send one request and start the assigned downloads; return the maximum wait until the next, in seconds."""
         flags = self._own_flags() if self._state.is_have_due(self._clock()) else None
         with self._changed:
-            for index, transfer in self._waiting.items():
-                if transfer.needed:
-                    self._state.need(index, self._clock())
             body = self._state.request(self._clock(), flags)
         try:
             reply = self._trackers.request(body, self._introduce)
@@ -188,12 +167,11 @@ class SwarmReader:
             with self._changed:
                 self._state.unanswered(body)
             raise
-        tracker, tracked_s = self._trackers.current, self._clock() - self._trackers.current_since
         try:
             with self._changed:
                 if reply is None:
                     return self._state.unanswered(body)
-                assigned, sharers, wait_s = self._state.receive(reply, self._clock(), tracker, tracked_s)
+                assigned, sharers, wait_s = self._state.receive(reply, self._clock(), self._trackers.current)
         except ProtocolError as error:
             log.warning("swarm of %s: a tracker's reply is malformed: %s", self.dataset_id[:12], error)
             self._trackers.drop_current()

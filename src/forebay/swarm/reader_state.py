@@ -23,10 +23,7 @@ MAX_WANTED = 4096
 BUSY_S = 2.0
 _HAVE_S = 10.0
 _UNANSWERED_S = 0.5
-_MUST_S = 5.0
-_MAX_MUST = 8
 _REFUSED_S = 10.0
-_SETTLE_S = 4.0  # a sharer that started to track must be found by the others before it can know that all have all
 
 Body: TypeAlias = dict[str, Any]
 Flags: TypeAlias = NDArray[np.bool_]
@@ -38,7 +35,7 @@ class SwarmReaderState:
     Args:
         now: Seconds; as in all methods, only differences count.
         session: The process of its node. `address`: where it shares; "" if it does not.
-        downloads: Slices at once. `slots`: slices that others may download from it at once.
+        downloads: Slices at once.
         patience_s: Requests fail after this many seconds without data and without an available provider.
     """
 
@@ -48,26 +45,21 @@ class SwarmReaderState:
         *,
         session: str = "",
         address: str = "",
-        slots: int = 4,
         downloads: int = 4,
         patience_s: float = 120.0,
     ) -> None:
         self.missing: dict[int, float] = {}  # slices that are not being downloaded, and when they were requested first
         self.running: dict[int, float] = {}  # the same of those that are being downloaded
-        self.settled = False  # whether all who share the dataset had all of it, as of the last reply
         self.counts = {"from_origins": 0, "from_peers": 0, "failed": 0}
-        self._who = {"session": session, "address": address, "slots": slots}
+        self._who = {"session": session, "address": address}
         self._downloads, self._patience_s = downloads, patience_s
         # Updates for the tracker that the next request sends.
-        self._updates: dict[str, list[Any]] = {"finished": [], "failed": [], "dropped": [], "lost": []}
+        self._updates: dict[str, list[Any]] = {"finished": [], "failed": [], "dropped": []}
         self._is_request_due = False  # a request is due
         self._reported: Flags | None = None  # the slices that the tracker knows of
         self._reported_at = float("-inf")
-        self._refused: dict[
-            int, PermanentError
-        ] = {}  # by slice: the error of the last URL that this reader did not open
+        self._refused: dict[int, PermanentError] = {}  # by slice: why the last URL was not opened
         self._good_at = now
-        self._needed: dict[int, float] = {}  # since when the owner waits for a slice
         self._asks_for_more = False
 
     # Calls of the owner.
@@ -77,22 +69,9 @@ class SwarmReaderState:
         self.missing[index] = now
         self._is_request_due = True
 
-    def need(self, index: int, now: float) -> None:
-        """The owner waits for a slice: if its download has not started after 5 s, a busy provider is used, too."""
-        self._needed.setdefault(index, now)
-
     def withdraw(self, index: int) -> bool:
         """Withdraw a request; False if its download has started, or it was not requested."""
-        self._needed.pop(index, None)
         return self.missing.pop(index, None) is not None
-
-    def lose(self, index: int) -> None:
-        """A slice is not here any more."""
-        self._updates["lost"].append(index)
-
-    def ask_soon(self) -> None:
-        """Make a request due now."""
-        self._is_request_due = True
 
     def ended(
         self,
@@ -125,7 +104,6 @@ class SwarmReaderState:
                 self._refused[index] = error
             self.missing[index] = requested_at
             return False
-        self._needed.pop(index, None)
         return True
 
     @staticmethod
@@ -161,7 +139,6 @@ class SwarmReaderState:
     def request(self, now: float, available: Flags | None) -> Body:
         """The next request, with all updates. `available`: [num_slices] flags if `is_have_due`, else None."""
         waiting = list(self.missing)[:MAX_WANTED]
-        late = [index for index, since in self._needed.items() if index in self.missing and now - since > _MUST_S]
         num = max(0, self._downloads - len(self.running))
         self._asks_for_more = num > 0
         body: Body = {
@@ -169,12 +146,9 @@ class SwarmReaderState:
             "want": format_ranges(np.array(sorted(waiting), np.int64)),
             "num": num,
             **{name: items[:MAX_SWARM_ITEMS] for name, items in self._updates.items()},
-            "must": late[:_MAX_MUST],
         }
-        self._updates, self._is_request_due = (
-            {name: items[MAX_SWARM_ITEMS:] for name, items in self._updates.items()},
-            False,
-        )
+        self._updates = {name: items[MAX_SWARM_ITEMS:] for name, items in self._updates.items()}
+        self._is_request_due = False
         if available is not None:
             if self._reported is None or not np.array_equal(available, self._reported):
                 self.introduce(body, available)
@@ -194,12 +168,11 @@ class SwarmReaderState:
         return _UNANSWERED_S
 
     def receive(
-        self, reply: Body, now: float, tracker: Provider | None = None, tracked_s: float = 0.0
+        self, reply: Body, now: float, tracker: Provider | None = None
     ) -> tuple[list[tuple[int, Provider]], list[Provider], float]:
         """Apply a reply: slices to download now with their providers, other sharers, seconds until the next request.
 
-        `tracker` replied, and `tracked_s` is for how long it has without another in between. ProtocolError: use
-        another tracker.
+        `tracker` replied. ProtocolError: use another tracker.
         """
         try:
             message = SwarmReply.model_validate(reply)
@@ -207,13 +180,9 @@ class SwarmReaderState:
             raise ProtocolError(
                 f"swarm: expected a SwarmReply, got {str(reply)[:200]}: {error.errors()[:1]}"
             ) from error
-        named = [(assignment.index, assignment) for assignment in message.assignments]
-        named += [(must.index, must.holders[0]) for must in message.must if must.holders]  # type: ignore[misc]
-        assigned = [(index, provider_of(provider)) for index, provider in named]
+        assigned = [(assignment.index, provider_of(assignment)) for assignment in message.assignments]
         sharers = [provider_of(sharer) for sharer in message.sharers[:16]]
-        is_origin = tracker is not None and tracker.is_origin
-        self.settled = message.settled and tracker is not None and (is_origin or tracked_s >= _SETTLE_S)
-        if assigned or sharers or is_origin:
+        if assigned or sharers or (tracker is not None and tracker.is_origin):
             self._good_at = now  # a provider may be available; a reader that is alone has none
         started = []
         for index, provider in assigned:

@@ -272,7 +272,6 @@ _app_lock = threading.Lock()
 
 
 def _make_app(title: str, server: SliceServer) -> FastAPI:
-    """Build the HTTP API of a server."""
     app = make_app(title, server.metrics)
     ranged: dict[int | str, dict[str, Any]] = {
         200: {"content": {BINARY: {}}, "description": "All of it."},

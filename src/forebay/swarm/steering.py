@@ -5,11 +5,10 @@ randomness: the same calls in the same order give the same answers.
 
 The policy:
 - Members that need many slices (`assign`): the rarest first. An origin uploads a slice once while a copy of it exists,
-  or is being downloaded by a member that serves others; the others wait for that copy. New slices go to the members
-  that will have served their earlier ones soonest.
+  or is being downloaded by a member that serves others; the others wait for that copy.
 - A member that needs one slice (`providers`): all that have it, the least loaded first, origins last.
-- A provider's uploads are bounded by its slots. One that fails is avoided by that asker for a while, and by all after
-  three failures until its next message; one that sends wrong bytes is banned (`penalties.py`).
+- A provider's uploads are bounded by its slots. One that fails is avoided by that asker for a while;
+  one that sends wrong bytes is banned (`PeerPenalties`).
 
 Cost: a bit for each member and slice (312 MB for 10,000 of 250,000); a call considers 4,096 of the requested slices.
 """
@@ -24,19 +23,14 @@ from numpy.typing import NDArray
 
 from forebay.errors import UsageError
 from forebay.network.peer import Provider, node_of
-from forebay.swarm.members import Download, Downloads, Members, Offers
-from forebay.swarm.penalties import PeerPenalties
+from forebay.swarm.members import Download, Downloads, Members, Offers, PeerPenalties
 
 __all__ = ["Assignment", "Provider", "Swarm"]
 
 PATIENCE_S = 60.0
-_WINDOW = 4096  # requested slices that one call considers
-_TRIED = 32  # candidates of each kind whose providers one call considers, beside those it needs
-_ROUNDS = 3  # in one of so many calls a slow member gets a new slice
-_SLOW = 2.0  # a member is slow if it needs this many times as long as the quickest rival to serve what it got
-_RIVAL_S = 2.0  # rivals are the members that asked within this time
+_MAX_WANTED = 4096  # requested slices that one call considers
+_TRIED = 64  # candidates whose providers one call considers, beside those it needs
 _LOST_AFTER = 8.0  # times the mean duration of a download, before it counts as lost
-_MAX_FAILURES = 3
 
 
 @dataclass(frozen=True)
@@ -52,8 +46,7 @@ class Swarm:
 
     Args:
         ttl_s: Members that sent nothing for this many seconds are removed.
-        slots, origin_slots: Simultaneous uploads of a member that does not report its own number, and of an origin.
-        patience_s: A download counts as lost after this time, or 8 times the usual duration if that is more.
+        slots, origin_slots: Simultaneous uploads of a member, and of an origin.
         checks: The caller checks suspects before they are banned for all.
     """
 
@@ -64,28 +57,24 @@ class Swarm:
         ttl_s: float = 30.0,
         slots: int = 4,
         origin_slots: int = 8,
-        patience_s: float = PATIENCE_S,
         checks: bool = False,
     ) -> None:
-        if num_slices < 0 or not (ttl_s > 0 and slots > 0 and origin_slots > 0 and patience_s > 0):
+        if num_slices < 0 or not (ttl_s > 0 and slots > 0 and origin_slots > 0):
             raise UsageError(f"swarm: expected positive numbers, got {num_slices=} {ttl_s=} {slots=} {origin_slots=}")
         self.num_slices = num_slices
         self.ttl_s = ttl_s
         self.slots = slots
         self.origin_slots = origin_slots
-        self.patience_s = patience_s
         self._members = Members(num_slices)
         self._providers: dict[str, Provider] = {}
         self._downloads = Downloads(num_slices)
         self._penalties = PeerPenalties(checks)
-        self._cursor: dict[str, int] = {}
-        self._rounds: dict[str, int] = {}
         self._counts = {"from_origins": 0, "from_peers": 0, "finished": 0, "failed": 0, "overdue": 0}
 
     # Members and their slices.
 
-    def join(self, holder: Provider, have: NDArray[np.bool_] | None, now: float, *, slots: int | None = None) -> None:
-        """Add or update a member. It uploads `slots` at once; 0: nothing now; None: as before, or the default.
+    def join(self, holder: Provider, have: NDArray[np.bool_] | None, now: float) -> None:
+        """Add or update a member.
 
         `have`: [num_slices] flags of its slices; None: as before. Ignored for an origin, which has all, and for a
         member without an address, which serves none.
@@ -98,9 +87,7 @@ class Swarm:
         if before is None:
             members.add(peer_id, is_origin=holder.is_origin, gives=bool(holder.address))
             self._penalties.join(peer_id)
-        if before is None or slots is not None:
-            default = self.origin_slots if holder.is_origin else self.slots
-            members.slots[members.row(peer_id)] = default if slots is None else max(0, slots)
+            members.slots[members.row(peer_id)] = self.origin_slots if holder.is_origin else self.slots
         self._providers[peer_id] = holder
         members.touch(peer_id, now)
         if have is not None and not holder.is_origin and holder.address:
@@ -116,11 +103,6 @@ class Swarm:
         if holder.address and not holder.is_origin:
             self._members.set(peer_id, index, True)
 
-    def lost(self, peer_id: str, index: int) -> None:
-        """A member does not have a slice any more."""
-        if peer_id in self._providers and not self._providers[peer_id].is_origin:
-            self._members.set(peer_id, index, False)
-
     def leave(self, peer_id: str) -> None:
         """Remove a member; bans of it stay."""
         if peer_id not in self._providers:
@@ -130,8 +112,6 @@ class Swarm:
         del self._providers[peer_id]
         self._members.remove(peer_id)
         self._penalties.leave(peer_id)
-        self._cursor.pop(peer_id, None)
-        self._rounds.pop(peer_id, None)
 
     def expire(self, now: float) -> list[str]:
         """Remove members that sent nothing for `ttl_s`, and end overdue downloads. Returns their ids."""
@@ -175,14 +155,13 @@ class Swarm:
         assigned = self._assigned_before(asker, missing, num, now)
         if len(assigned) >= num:
             return assigned
-        missing = self._window(asker, missing)
+        missing = missing[~np.isin(missing, self._downloads.slices_of(asker))][:_MAX_WANTED]
         members = self._members
-        members.asked_at[members.row(asker)] = now
         if self._providers[asker].address:
             members.clear(asker, missing)
         willing = members.gives & (members.slots > 0) & ~self._shunned(asker, now)
         origins = np.flatnonzero(willing & members.is_origin)
-        for index in self._candidates(asker, missing, num - len(assigned), origins, now):
+        for index in self._candidates(asker, missing, num - len(assigned), origins):
             provider = self._source(index, willing, origins)
             if provider is not None:
                 self._begin(asker, index, provider, now)
@@ -200,8 +179,6 @@ class Swarm:
             self._members.gave(done.holder, took_s)
             self._penalties.gave(asker, done.holder)
             self._counts["finished"] += 1
-            if done.fresh and asker in self._providers:
-                self._members.owed[self._members.row(asker)] += 1
         self.gained(asker, index, now)
 
     def failed(self, asker: str, index: int, peer_id: str, now: float, wrong: bool = False, accuser: str = "") -> None:
@@ -217,8 +194,6 @@ class Swarm:
             holder = self._providers.get(peer_id)  # None: a replayed report, before any member has joined
             return self._penalties.lied(asker, peer_id, index, accuser, holder is None or holder.is_origin)
         self._penalties.failed(asker, peer_id, now)
-        if peer_id in self._providers:
-            self._members.failures[self._members.row(peer_id)] += 1
 
     def dropped(self, asker: str, index: int) -> None:
         """The asker stopped a download; the provider is not at fault."""
@@ -261,25 +236,9 @@ class Swarm:
         """The number of processes of a node that are members."""
         return self._penalties.num_members(node)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether all members that serve have every slice."""
-        peers = int(np.count_nonzero(self._members.gives & ~self._members.is_origin))
-        return not self.num_slices or int(self._members.copies.min()) >= peers
-
     def sharers(self, max_sharers: int) -> list[Provider]:
         """Some of the members that serve and are no origins: those that joined first."""
         return list(islice((m for m in self._providers.values() if m.address and not m.is_origin), max_sharers))
-
-    def members(self) -> list[Provider]:
-        """All members, also origins, by peer id."""
-        return [self._providers[peer_id] for peer_id in sorted(self._providers)]
-
-    def holds(self, peer_id: str) -> NDArray[np.bool_]:
-        """[num_slices] flags of a member's slices."""
-        holder = self._providers.get(peer_id)
-        all_or_none = holder is None or holder.is_origin
-        return np.full(self.num_slices, holder is not None) if all_or_none else self._members.slices_of(peer_id)
 
     def status(self) -> dict[str, Any]:
         """Counts for status and metrics."""
@@ -296,7 +255,6 @@ class Swarm:
         }
 
     def _assigned_before(self, asker: str, missing: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
-        """The earlier assignments that the asker requests again."""
         indexes = self._downloads.slices_of(asker)
         if not indexes:
             return []
@@ -310,19 +268,10 @@ class Swarm:
                 assigned.append(Assignment(index, self._providers[download.holder]))
         return assigned
 
-    def _window(self, asker: str, missing: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The slices that this call considers, the next ones with each call."""
-        assigned = self._downloads.slices_of(asker)
-        if len(missing) > _WINDOW:
-            start = self._cursor.get(asker, 0) % len(missing)
-            self._cursor[asker] = start + _WINDOW
-            missing = np.take(missing, np.arange(start, start + _WINDOW), mode="wrap")
-        return missing[~np.isin(missing, assigned)] if assigned else missing
-
     def _shunned(self, asker: str, now: float) -> NDArray[np.bool_]:
         """[rows] flags of the members that this asker is not sent to, itself included."""
         members = self._members
-        shunned = members.failures >= _MAX_FAILURES
+        shunned = np.zeros(len(members.ids), np.bool_)
         banned = [members.row(peer_id) for peer_id in self._penalties.banned_for(asker) if peer_id in self._providers]
         if banned:
             # The last origin is never banned: wrong bytes cost a fetch, its loss the dataset.
@@ -335,42 +284,19 @@ class Swarm:
         return shunned
 
     def _candidates(
-        self, asker: str, missing: NDArray[np.int64], num: int, origins: NDArray[np.int64], now: float
+        self, asker: str, missing: NDArray[np.int64], num: int, origins: NDArray[np.int64]
     ) -> Iterator[int]:
-        """Slices to consider: new ones if the asker may have them, the rarest, and then some of the rest."""
+        """Slices to consider: new ones if an origin has a slot, then the rarest."""
         members = self._members
         copies = members.copies[missing]
-        row = members.row(asker)
         # Ties are broken differently for each asker, so that they do not all get the same slice next.
-        tie = (missing * 2654435761 + (row + 1) * 40503) & 0xFFFFF
-        new = np.flatnonzero((copies == 0) & (self._downloads.coming[missing] == 0))
-        if len(new) and self._may_have_new(asker, origins, now):
+        tie = (missing * 2654435761 + (members.row(asker) + 1) * 40503) & 0xFFFFF
+        if (members.uploads[origins] < members.slots[origins]).any():
+            new = np.flatnonzero((copies == 0) & (self._downloads.coming[missing] == 0))
             yield from missing[new[np.argsort(tie[new], kind="stable")[:num]]].tolist()
         old = np.flatnonzero(copies > 0)
-        if not len(old):
-            return
-        order = (copies[old].astype(np.int64) << 20) + tie[old]
-        max_num = min(len(old), num + _TRIED)
-        part = np.argpartition(order, max_num - 1)
-        rarest, is_rest = part[:max_num], np.ones(len(old), np.bool_)
-        is_rest[rarest] = False
-        rest = np.flatnonzero(is_rest)
-        yield from missing[old[rarest[np.argsort(order[rarest], kind="stable")]]].tolist()
-        yield from missing[old[rest[:: max(1, len(rest) // max_num)][:max_num]]].tolist()
-
-    def _may_have_new(self, asker: str, origins: NDArray[np.int64], now: float) -> bool:
-        """Whether an origin has a slot, and the asker serves as fast as its rivals; a slow asker only now and then."""
-        members = self._members
-        if not (members.uploads[origins] < members.slots[origins]).any():
-            return False
-        row = members.row(asker)
-        rivals = members.gives & ~members.is_origin & (members.asked_at > now - _RIVAL_S)
-        owes_s = (members.owed + 1) / members.speeds()
-        if not rivals.any() or (rivals[row] and owes_s[row] <= _SLOW * float(owes_s[rivals].min())):
-            return True
-        rounds = self._rounds.get(asker, 0) + 1
-        self._rounds[asker] = rounds % _ROUNDS
-        return rounds == _ROUNDS
+        order = np.argsort((copies[old].astype(np.int64) << 20) + tie[old], kind="stable")
+        yield from missing[old[order[: num + _TRIED]]].tolist()
 
     def _source(self, index: int, willing: NDArray[np.bool_], origins: NDArray[np.int64]) -> Provider | None:
         """The provider of a slice now; None if it is better to wait."""
@@ -387,7 +313,7 @@ class Swarm:
     def _begin(self, asker: str, index: int, holder: Provider, now: float) -> None:
         member = self._providers.get(asker)
         passed_on = member is not None and member.address != "" and not member.is_origin
-        self._downloads.start((asker, index), Download(holder.peer_id, now, holder.is_origin, passed_on))
+        self._downloads.start((asker, index), Download(holder.peer_id, now, passed_on))
         self._members.uploads[self._members.row(holder.peer_id)] += 1
         self._counts["from_origins" if holder.is_origin else "from_peers"] += 1
 
@@ -397,7 +323,7 @@ class Swarm:
             self._members.uploads[self._members.row(done.holder)] -= 1
 
     def _end_overdue(self, now: float) -> None:
-        before = now - max(self.patience_s, _LOST_AFTER * self._downloads.usual_s)
+        before = now - max(PATIENCE_S, _LOST_AFTER * self._downloads.usual_s)
         while (oldest := self._downloads.oldest()) is not None and oldest[1].since <= before:
             pair, download = oldest
             self._counts["overdue"] += 1

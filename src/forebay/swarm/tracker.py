@@ -1,7 +1,7 @@
 """The server side of a swarm: members report what they have and want, the response names providers for what to fetch.
 
 It runs in each data node, and in each worker that shares, so a swarm survives its data node. A member is a process of a
-node; the processes of one node have a session each, and are penalized together (`penalties.py`). The address of a
+node; the processes of one node have a session each, and are penalized together (`PeerPenalties`). The address of a
 member is given to others only after a TLS connection to it showed its own certificate; a member without an address
 downloads only.
 """
@@ -100,7 +100,7 @@ class Tracker:
         tracked = self._tracked[dataset_id]
         swarm = tracked.swarm
         failed = [fetch.index for fetch in request.failed]
-        indexes = (*request.must, *request.finished, *request.dropped, *request.lost, *failed)
+        indexes = (*request.finished, *request.dropped, *failed)
         if indexes and max(indexes) >= swarm.num_slices:
             raise ProtocolError(f"swarm: expected slices in [0, {swarm.num_slices}), got {max(indexes)}")
         me = member_id(peer.peer_id, request.session)
@@ -201,9 +201,8 @@ def steer(
         have = np.zeros(swarm.num_slices, np.bool_)
         have[parse_ranges(request.have, swarm.num_slices)] = True
     want = parse_ranges(request.want, swarm.num_slices)
-    slots = None if request.slots is None else min(MAX_AT_ONCE, request.slots)
     is_new = registered is None or registered.address != member.address
-    swarm.join(member, have, now, slots=slots)
+    swarm.join(member, have, now)
     for failed in request.failed:
         if swarm.get(failed.member) is not None:  # else this tracker never named it
             swarm.failed(me, failed.index, failed.member, now, failed.wrong, organisation)
@@ -211,17 +210,10 @@ def steer(
         swarm.dropped(me, index)
     for index in request.finished:
         swarm.finished(me, index, now)
-    for index in request.lost:
-        swarm.lost(me, index)
     assigned = swarm.assign(me, want, min(MAX_AT_ONCE, request.num), now) if may_fetch else []
-    late = set(request.must[:MAX_AT_ONCE]) - {each.index for each in assigned}
     wait_s = min(swarm.ttl_s / 3, max(_WAIT_S if len(want) else _IDLE_WAIT_S, len(swarm) / _MAX_REQUESTS_PER_S))
     reply = _reply(swarm, me, wait_s if may_fetch else 0.05, is_new and have is None)
     reply["assignments"] = [{"index": each.index, **_provider_json(each.holder)} for each in assigned]
-    reply["must"] = [
-        {"index": i, "holders": [_provider_json(provider) for provider in swarm.providers(i, me, now)]}
-        for i in sorted(late)
-    ]
     return reply
 
 
@@ -229,10 +221,8 @@ def _reply(swarm: Swarm, member: str, wait_s: float = 0.0, tell_have: bool = Fal
     sharers = [provider for provider in swarm.sharers(_MAX_PEERS) if provider.peer_id != member]
     return {
         "assignments": [],
-        "must": [],
         "wait_s": wait_s,
         "tell_have": tell_have,
-        "settled": swarm.is_settled,
         "sharers": [_provider_json(provider) for provider in sharers],
     }
 

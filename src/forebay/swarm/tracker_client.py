@@ -55,7 +55,6 @@ class TrackerClient:
     ) -> None:
         self.num_lost = 0  # trackers that stopped responding
         self.current: Provider | None = None  # the last one that responded
-        self.current_since = float("-inf")
         self._client, self._dataset_id, self._find, self._own, self._clock = client, dataset_id, find, own, clock
         self._now, self._day = now, 0
         self._looked_up_at = float("-inf")
@@ -91,8 +90,6 @@ class TrackerClient:
         while self._ranked:
             reply = self._post(self._ranked[0], body, REQUEST_TIMEOUT_S)
             if reply is not None:
-                if self.current is None or self.current.address != self._ranked[0].address:
-                    self.current_since = self._clock()
                 self.current = self._ranked[0]
                 return reply
             self._drop_first()

@@ -111,9 +111,7 @@ def unknown_dataset(name: str) -> UnknownDatasetError:
     """The error for a name that no dataset has."""
     near = difflib.get_close_matches(name.casefold(), CATALOG, n=2, cutoff=0.5)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    error = UnknownDatasetError(
+    return UnknownDatasetError(
         f"Dataset {name!r} not found: expected one of {', '.join(CATALOG)}, a full path OWNER/NAME of the hub, or a "
         f"path here that begins with `.` or `/`.{hint}"
     )
-    error.dataset = name
-    return error

@@ -120,7 +120,7 @@ class SliceFetcher:
         self._patience_s = patience_s
         self._from_urls = from_urls
         self._origins: dict[str, Origin] = {}  # by URL
-        self._transfers = Transfers(_CONNECTIONS, tries=2, timeout_s=1.0, hedge_s=2.0, max_backoff_s=1.0)
+        self._transfers = Transfers(_CONNECTIONS, tries=2, timeout_s=1.0, max_backoff_s=1.0)
         self._lock = threading.Lock()
         self._reported: dict[tuple[str, str], bool] = {}  # (peer id or URL, slice) to whether it is not asked again
         self._num_misses = 0

@@ -76,13 +76,10 @@ def test_lanes_that_do_not_fit_are_refused_and_some_that_do_are_named() -> None:
     assert usual.ok and usual.lanes == 1 and "Pass these to the Loader" in usual.warnings[0]
 
 
-def test_keeping_all_needs_room_for_all() -> None:
-    assert make_plan(job(keep="all")).peak_disk_bytes >= 2000 * GB
-    plan = make_plan(job(keep="all", volume_bytes=1000 * GB))
-    assert not plan.ok and "keep='all'" in plan.refused[0]
-    whole = make_plan(job(whole_in_memory=True, volume_bytes=2500 * GB, keep="all", mem_bytes=64 * GB))
+def test_a_cache_in_memory_needs_memory() -> None:
+    whole = make_plan(job(whole_in_memory=True, volume_bytes=2500 * GB, mem_bytes=64 * GB, cache_bytes=2001 * GB))
     assert not whole.ok and "cache_dir='ram'" in whole.refused[-1] and whole.to_json()["fits_memory"] is False
-    assert make_plan(job(2, GB, whole_in_memory=True, keep="all", mem_bytes=64 * GB)).ok
+    assert make_plan(job(2, GB, whole_in_memory=True, mem_bytes=64 * GB)).ok
 
 
 def test_a_volume_smaller_than_the_cache_is_refused() -> None:

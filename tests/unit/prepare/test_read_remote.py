@@ -39,11 +39,9 @@ class Origin(ThreadingHTTPServer):
         self.failures = 0  # requests still to be answered with 503
         self.version = "1"
         self.modified = ""  # in place of an ETag
-        self.checks = True  # whether it knows If-Match and If-Unmodified-Since
         self.head: dict[str, str] = {}  # headers that lie
         self.at_once = 0  # bytes sent before a pause of 50 ms; 0: all
         self.asked: list[str] = []
-        self.conditions: list[str] = []
 
     @property
     def url(self) -> str:
@@ -65,20 +63,15 @@ class Answer(BaseHTTPRequestHandler):
         if data is None:
             self.send_error(404)
             return
-        condition = self.headers.get("If-Match") or self.headers.get("If-Unmodified-Since") or ""
-        origin.conditions.append(condition)
-        if condition and origin.checks and condition not in (origin.version, origin.modified):
-            self.send_error(412)
-            return
-        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and origin.ranges else 0
-        headers = {"Content-Length": str(len(data) - start)}
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        start, stop = (int(first), int(last) + 1) if asked and origin.ranges else (0, len(data))
+        headers = {"Content-Length": str(stop - start), "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}
         headers |= {"Last-Modified": origin.modified} if origin.modified else {"ETag": origin.version}
-        headers |= {"Accept-Ranges": "bytes"} if origin.ranges else {}
         self.send_response(302 if "Location" in origin.head else 206 if asked and origin.ranges else 200)
         for name, value in (headers | origin.head).items():
             self.send_header(name, value)
         self.end_headers()
-        body = data[start:]
+        body = data[start:stop]
         with suppress(BrokenPipeError, ConnectionResetError):
             body = body[: origin.drop_after] if origin.drop_after else body
             for at in range(0, len(body), origin.at_once or len(body)):
@@ -93,7 +86,7 @@ class Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def origin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Origin]:
-    monkeypatch.setattr("forebay.storage.remote_file._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.001)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     server = Origin()
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -134,7 +127,7 @@ def test_a_dropped_connection_is_resumed(origin: Origin, ranges: bool) -> None:
     if not ranges:
         origin.failures = 2
     assert ids(origin.url + "/a.jsonl") == WANTED
-    assert any(asked for asked in origin.asked) == ranges
+    assert len(origin.asked) > 3
 
 
 def test_a_server_that_stays_down_is_told(origin: Origin) -> None:
@@ -159,12 +152,9 @@ def test_a_file_that_changes_is_no_mixture(origin: Origin) -> None:
         list(rows)
 
 
-@pytest.mark.parametrize("checks", [True, False])
 @pytest.mark.parametrize("by", ["etag", "weak", "time"])
 @pytest.mark.parametrize("when", ["before the first byte", "between two pieces", "within a piece"])
-def test_a_file_is_read_as_it_was_listed(
-    origin: Origin, monkeypatch: pytest.MonkeyPatch, when: str, by: str, checks: bool
-) -> None:
+def test_a_file_is_read_as_it_was_listed(origin: Origin, monkeypatch: pytest.MonkeyPatch, when: str, by: str) -> None:
     monkeypatch.setattr("forebay.formats.text.SPLIT_BYTES", len(LINES) // 2)
     old, new = ("Mon, 02 Jan 2023 00:00:00 GMT", "Tue, 03 Jan 2023 00:00:00 GMT") if by == "time" else ('"a"', '"b"')
 
@@ -174,7 +164,6 @@ def test_a_file_is_read_as_it_was_listed(
         else:
             origin.version = f"W/{version}" if by == "weak" else version
 
-    origin.checks = checks
     origin.drop_after = 300_000
     replace(old)
     options = ReadOptions()
@@ -191,15 +180,13 @@ def test_a_file_is_read_as_it_was_listed(
         for _ in read_split(second, options):
             got += 1
     assert (got == 0) == (when == "before the first byte") and got < 3000
-    assert any(origin.conditions) == (by != "weak")
 
 
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ({"Content-Length": "abc"}, "expected a Content-Length of at most 64 TiB, got 'abc'"),
-        ({"Content-Length": "-5"}, "got '-5'"),
-        ({"Content-Length": "2000000000000000"}, "got '2000000000000000'"),
+        ({"Content-Range": "bytes 0-0/abc"}, "the server sends no size"),
+        ({"Content-Range": "bytes 0-0/2000000000000000"}, "expected at most 64 TiB, got 2000000000000000 bytes"),
         ({"Location": "file:///etc/hostname"}, "expected a redirect to http or https, got one to 'file'"),
         ({"Location": "ftp://127.0.0.1:1/x"}, "expected a redirect to http or https, got one to 'ftp'"),
     ],
@@ -301,15 +288,15 @@ def test_one_rule_reads_how_long_a_server_asks_to_wait() -> None:
 
 
 def test_a_server_that_says_no_size_is_named(origin: Origin, tmp_path: Path) -> None:
-    origin.ranges, origin.head = False, {"Content-Length": "", "Transfer-Encoding": "identity"}
-    with pytest.raises(PrepareError, match=r"/a.jsonl: expected an answer with a Content-Length, got none"):
+    origin.head = {"Content-Range": ""}
+    with pytest.raises(PrepareError, match=r"/a.jsonl: cannot read input: the server sends no size"):
         find_inputs(f"{origin.url}/a.jsonl", ReadOptions())
 
 
 def test_a_long_wait_for_a_server_is_logged(
     origin: Origin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("forebay.storage.remote_file._FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr("forebay.storage.base._FIRST_WAIT_S", 0.02)
     monkeypatch.setattr("forebay.network.retry.FIRST_S", 0.01)
     origin.failures = 4
     assert len(find_inputs(f"{origin.url}/a.jsonl", ReadOptions()).files) == 1

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as HubTokenizer
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError, UnknownDatasetError, UsageError
 from forebay.plugins import load_plugin, plugins
-from forebay.storage.hub import missing_packages
+from forebay.storage.hub import hub_endpoint, missing_packages
 from forebay.storage.hub_copies import fetch_tokenizer
 
 SAMPLE_BYTES = 64 << 20
@@ -149,7 +149,7 @@ def _from_hub(spec: str, eos: bool | str, bos: bool | str) -> TokenizerFile:
         folder = fetch_tokenizer(ALIASES.get(spec, spec))
     except UnknownDatasetError as error:
         raise UnknownDatasetError(
-            f"Tokenizer {spec!r} not found: there is no such file, and no such model on {error.endpoint}. Give a "
+            f"Tokenizer {spec!r} not found: there is no such file, and no such model on {hub_endpoint()}. Give a "
             "tokenizer.json that is on this machine, a model's full name, `bytes`, or `train:VOCAB`."
         ) from error
     path = folder / "tokenizer.json"
