@@ -367,10 +367,10 @@ class Shards(Scenario):
 
         from forebay.formats.shard_writer import write_shards
 
-        write_shards([np.arange(4096, dtype=np.uint16)], folder / "out", seq_len=64, shard_tokens=2048)
+        write_shards([np.arange(4096, dtype=np.uint16)], folder / "out", seq_len=64)
 
     def see(self, folder: Path) -> State:
-        return {"shards": tree(folder / "out") if (folder / "out" / "shards.json").exists() else None}
+        return {"shards": tree(folder / "out") if (folder / "out" / "train_000000.npy").exists() else None}
 
 
 class Mirror(Scenario):

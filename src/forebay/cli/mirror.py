@@ -23,7 +23,7 @@ def _is_of_shards(args: argparse.Namespace) -> bool:
         return False
     from forebay.mirror.shards import holds_shards
 
-    return holds_shards(args.source, args.prefix)
+    return holds_shards(args.source)
 
 
 def _mirror_shards(args: argparse.Namespace) -> int:
@@ -37,8 +37,7 @@ def _mirror_shards(args: argparse.Namespace) -> int:
     with bar("mirror", None, enabled=not args.quiet) as advance:
         report = mirror_shards(
             args.source, args.target, temporary=temporary, shards=None if args.shards is None else slice(*args.shards),
-            sequence_length=args.seq_len or 0, prefix=args.prefix, max_workers=args.connections,
-            chunk_size=args.chunk_bytes, on_progress=advance,
+            max_workers=args.connections, chunk_size=args.chunk_bytes, on_progress=advance,
         )  # fmt: skip
     with contextlib.suppress(OSError):
         (Path(args.target) / ".mirror").rmdir()
@@ -99,10 +98,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p.add_argument("target", metavar="DST", help="a directory, s3://, r2://, gs:// or az://")
     p.add_argument("--slices", type=_slices, metavar="A:B", help="copy only these slices, from 0")
     p.add_argument("--shards", type=_slices, metavar="A:B", help="shared shards: copy only these, from 0")
-    p.add_argument("--seq-len", type=positive, help="shared shards: tokens per sample (default: from their counts)")
-    p.add_argument(
-        "--prefix", choices=["train", "anneal"], default="train", help="shared shards: name prefix of the files"
-    )
     p.add_argument("--chunk-bytes", type=size, help="shared shards: bytes per request")
     p.add_argument("--id", help="expected dataset id; another one is refused")
     p.add_argument("--publisher", metavar="PEER_ID", help="forebay:// URLs: copy only what this peer signed")

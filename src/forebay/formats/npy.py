@@ -22,7 +22,7 @@ from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.raw_tokens import RawTokens
-from forebay.formats.shard_writer import write_unlisted
+from forebay.formats.shard_writer import write_shards
 from forebay.formats.tables import BATCH_BYTES, Array, batch_of, field_of, rows_at_once
 from forebay.formats.token_stream import build_stream
 from forebay.formats.vectors import NPY_MAGIC, read_header
@@ -64,8 +64,10 @@ class Npy(RawTokens):
             )
         out.mkdir()
         tokens = (part.tokens for part in stream.parts())
-        generation = options.more.get("generation", "npy")
-        shards = write_unlisted(tokens, out, seq_len, per_file // seq_len, TOKEN_DTYPES[stream.dtype], generation)
+        generation: Any = options.more.get("generation", "npy")
+        shards = write_shards(
+            tokens, out, seq_len=seq_len, shard_tokens=per_file, dtype=TOKEN_DTYPES[stream.dtype], generation=generation
+        )
         stream.notes.append(f"samples of {seq_len} tokens")
         files = [Path(path.name) for shard in shards for path in (shard.tokens, shard.ids)]
         return stream.written(files, stream.num_tokens // seq_len)
