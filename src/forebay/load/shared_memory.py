@@ -14,7 +14,7 @@ import pickle
 import secrets
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from multiprocessing import reduction
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from forebay.files import is_running
 
 U8 = NDArray[np.uint8]
-_Message = TypeVar("_Message", bound=Sized)
+_Batch = TypeVar("_Batch")
 
 _HEADER = 64  # Byte 0: 1 while a reader holds the segment, or a message is on its way.
 _ALIGN = 64
@@ -170,24 +170,23 @@ def bundle_batches(
         del bundle
 
 
-def order_bundles(messages: Iterator[_Message], helpers: int) -> Iterator[tuple[_Message, int]]:
-    """The bundles of several helpers in the order of steps: (message, index in it) of each step.
+def order_bundles(bundles: Iterator[Iterable[_Batch]], helpers: int) -> Iterator[_Batch]:
+    """The batches of several helpers in the order of steps.
 
-    Helper k makes steps k, k + helpers, ...; messages come from helpers 0, 1, ..., 0, 1, ... and have equally many
-    steps in a round, except at a helper's end.
+    Helper k makes steps k, k + helpers, ...; bundles come from helpers 0, 1, ..., 0, 1, ..., equally long in a round
+    except at a helper's end. If a helper failed, the error is raised instead of the batches after it.
     """
-    for first in messages:
-        around: list[_Message | None] = [first]
-        for i in range(len(first)):
+    for first in bundles:
+        group = [list(first)]
+        for i in range(len(group[0])):
             for helper in range(helpers):
                 if i == 0 and helper > 0:
-                    around.append(next(messages, None))
-                message = around[helper]
-                if message is None or i >= len(message):
-                    for _ in messages:  # Raises the error that ended the helper, if any.
+                    group.append(list(next(bundles, ())))
+                if i >= len(group[helper]):
+                    for _ in bundles:  # Raises the error that ended the helper, if any.
                         pass
                     return
-                yield message, i
+                yield group[helper][i]
 
 
 _opened: dict[tuple[str, int], tuple[mmap.mmap, U8]] = {}
