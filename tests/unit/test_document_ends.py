@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import locate_tensors, write_token_slice
 from forebay.errors import DatasetError
@@ -32,7 +32,7 @@ def dataset(tmp_path: Path) -> Dataset:
             save_file({"tokens": tokens, "document_ends": ends}, folder / f"{i}.safetensors", {"note": "x" * note})
         else:
             write_token_slice(folder / f"{i}.safetensors", tokens, ends)
-    return adopt(folder, "documents")
+    return import_slices(folder, "documents")
 
 
 def test_ends_are_read_without_their_slices(dataset: Dataset) -> None:

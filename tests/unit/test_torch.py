@@ -17,7 +17,7 @@ from calibration import scaled
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
 
-from forebay.dataset.adopt import adopt  # noqa: E402
+from forebay.dataset.import_slices import import_slices  # noqa: E402
 from forebay.dataset.slices import write_rows_slice, write_token_slice  # noqa: E402
 from forebay.errors import DatasetError, StateError, UsageError  # noqa: E402
 from forebay.load.loader import Loader  # noqa: E402
@@ -39,7 +39,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(5):
         tokens = np.arange(i * 400, i * 400 + SEQ_LEN * (20 if i else 17), dtype=np.uint16)
         write_token_slice(folder / f"{i}.safetensors", tokens, np.array([len(tokens)], np.uint64))
-    adopt(folder, "tiny")
+    import_slices(folder, "tiny")
     return folder
 
 
@@ -50,7 +50,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(3):
         images = generator.integers(0, 255, (7, 3, 4, 4), dtype=np.uint8)
         write_rows_slice(folder / f"{i}.safetensors", {"images": images, "labels": np.arange(7) + 7 * i})
-    adopt(folder, "rows")
+    import_slices(folder, "rows")
     return folder
 
 
@@ -123,7 +123,7 @@ def test_leaving_a_loop_early_goes_on_with_the_next_batch(data: Path, persistent
 
 def test_persistent_helpers_stay_over_epochs_and_the_gap_is_short(tmp_path: Path) -> None:
     write_token_slice(tmp_path / "0.safetensors", np.zeros(1 << 17, np.uint16), np.array([1 << 17], np.uint64))
-    adopt(tmp_path, "larger")
+    import_slices(tmp_path, "larger")
     loader = dataloader(tmp_path, num_workers=2, persistent_workers=True, seq_len=SEQ_LEN, batch_size=256)
     before = {child.pid for child in multiprocessing.active_children()}
     pids, gaps = [], []
@@ -199,7 +199,7 @@ def test_an_error_in_a_helper_comes_with_its_words_after_what_was_good(tmp_path:
     for i in range(8):
         tokens = np.arange(SEQ_LEN * 16, dtype=np.uint16)
         write_token_slice(tmp_path / f"{i}.safetensors", tokens, np.array([len(tokens)], np.uint64))
-    adopt(tmp_path, "holed")
+    import_slices(tmp_path, "holed")
     arguments = {**ARGUMENTS, "shuffle": False, "lanes": 1}
     (tmp_path / "5.safetensors").unlink()
     seen = []

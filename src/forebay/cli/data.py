@@ -1,4 +1,4 @@
-"""Commands on data: inspect, verify, adopt, demo."""
+"""Commands on data: inspect, verify, import, demo."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def _verify_in_place(args: argparse.Namespace, advance: Callable[[int], None]) -
     return open_dataset(args.dataset, args.network).verify(on_progress=advance)
 
 
-def _adopt(args: argparse.Namespace) -> int:
-    from forebay.dataset.adopt import adopt
+def _import(args: argparse.Namespace) -> int:
+    from forebay.dataset.import_slices import import_slices
 
-    show(adopt(args.directory, name=args.name).describe(), args.json)
+    show(import_slices(args.directory, name=args.name).describe(), args.json)
     return 0
 
 
@@ -122,6 +122,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         if name == "inspect":
             p.add_argument("--documents", type=positive, metavar="N", help="also print the first N documents or rows")
         p.add_argument("--network", metavar="DIR", help="for forebay:// URLs: the node's directory")
-    p = verb("adopt", _adopt, "make a dataset of a directory of SafeTensors files: add a manifest")
+    p = verb("import", _import, "make a dataset of a directory of SafeTensors files: add a manifest")
     p.add_argument("directory", type=Path, help="with slices/*.safetensors")
     p.add_argument("--name", help="the dataset's (default: the directory's)")

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 PANELS = {
     "Data": (
-        "prepare", "recipe", "report", "acquire", "inspect", "verify", "adopt", "convert", "doctor",
+        "prepare", "recipe", "report", "acquire", "inspect", "verify", "import", "convert", "doctor",
         "mirror",
     ),
     "Training": ("plan", "coordinate", "work", "schedule", "ledger"),

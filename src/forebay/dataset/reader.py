@@ -351,7 +351,7 @@ def _read(folder: Path, name: str) -> bytes:
         what = "is not a directory" if folder.exists() and not folder.is_dir() else error.strerror or str(error)
         raise DatasetError(
             f"{folder}: expected a dataset (a directory with {name}), got: {what}. "
-            "Give the directory that `forebay prepare --out` or `forebay adopt` wrote."
+            "Give the directory that `forebay prepare --out` or `forebay import` wrote."
         ) from error
 
 

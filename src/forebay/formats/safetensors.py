@@ -74,7 +74,7 @@ class SafeTensors(Format):
             if opened.layout == "tokens":
                 raise DatasetError(
                     f"{path}: expected rows, or tokens with a manifest, got tokens alone. Give their directory a "
-                    "manifest first: forebay adopt DIR."
+                    "manifest first: forebay import DIR."
                 )
             num_rows += opened.num_rows
             own = {name: _slice_field(opened, name) for name in sorted(opened.tensors)}

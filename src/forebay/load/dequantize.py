@@ -23,9 +23,9 @@ SCALE_SUFFIX = ".scale"
 def tensor_dtypes(dataset: Dataset) -> dict[str, str]:
     """The SafeTensors type of each tensor of layout `rows`, from the manifest, else from the first slice; {} if empty.
 
-    `forebay convert` and `forebay adopt` write the types into the manifest.
+    `forebay convert` and `forebay import` write the types into the manifest.
     """
-    for entry in ("converted", "adopted"):
+    for entry in ("converted", "imported"):
         lineage = dataset.manifest.lineage.get(entry)
         if isinstance(lineage, dict) and isinstance(lineage.get("tensors"), dict):
             return {name: str(dtype) for name, (dtype, *_) in lineage["tensors"].items()}

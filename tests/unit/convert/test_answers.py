@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from forebay.cli import main
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_rows_slice, write_token_slice
 
 
@@ -29,8 +29,8 @@ def test_what_was_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (tmp_path / kind).mkdir()
     write_token_slice(tmp_path / "tokens/0.safetensors", np.arange(9, dtype=np.uint16), np.array([9], np.uint64))
     write_rows_slice(tmp_path / "rows/0.safetensors", {"x": np.arange(9)})
-    adopt(tmp_path / "tokens")
-    adopt(tmp_path / "rows")
+    import_slices(tmp_path / "tokens")
+    import_slices(tmp_path / "rows")
     for source, to, level in (("t.npy", "bin", "structure"), ("tokens", "bin", "hash"), ("rows", "parquet", "hash")):
         code, out, _ = converted(capsys, tmp_path / source, tmp_path / f"{source}.out", "--to", to)
         report = json.loads(out)

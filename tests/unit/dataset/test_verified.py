@@ -12,7 +12,7 @@ import pytest
 
 import forebay
 from forebay.dataset import verified
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import hash_file, write_token_slice
 from forebay.errors import DatasetError, UsageError
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     data.mkdir()
     for i in range(NUM_SLICES):
         write_token_slice(data / f"{i}.safetensors", np.arange(1000, dtype=np.uint16), np.array([1000], np.uint64))
-    adopt(data)
+    import_slices(data)
     return data
 
 
