@@ -37,7 +37,6 @@ def test_rows_of_ranges_equal_slices_of_the_arrays(
             expected.append(raws[source][start : start + length].astype(np.int64))
         firsts.append(len(which))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "_SCRATCH_BYTES", data.draw(st.sampled_from([0, 16, 1 << 17])))
         patch.setattr(copying, "_MAX_RANGES", 2)
         if plain:  # As where the system lacks the call.
             patch.setattr(copying, "_writev", None)

@@ -13,9 +13,8 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import locate_tensors, write_token_slice
 from forebay.errors import DatasetError
-from forebay.load.document_ends import ReadEnds, ends_reader
 from forebay.load.packing import DocumentSubset
-from forebay.load.samples import plan_samples
+from forebay.load.samples import ReadEnds, ends_reader, plan_samples
 from forebay.storage.origins import open_remote
 from origin_server import OriginServer
 

@@ -20,8 +20,8 @@ from forebay.dataset.slices import open_slice, write_rows_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.cast import DTYPES, cast, dtype_name, narrow_bf16, quantize, widen_bf16
 from forebay.formats.conversion import ConvertOptions, TableSource
-from forebay.load.dequantize import dequantize, tensor_dtypes
 from forebay.load.loader import Loader
+from forebay.load.rows import dequantize, tensor_dtypes
 
 INTEGERS = [name for name in DTYPES if name[0] in "UI"]
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 I64 = NDArray[np.int64]
 
 _MAX_DEFAULT_BYTES = 64 << 30
-_CHECKED_STEPS = 256
 _log = logging.getLogger("forebay")
 
 
@@ -170,23 +169,6 @@ class SliceReader:
                     "(--slice-bytes)."
                 )
 
-    def _check_steps(self, cache: CacheSettings) -> None:
-        """Raise UsageError if the slices of one step, among some steps of the run, do not fit the cache together."""
-        sizes = np.concatenate([dataset.table.bytes for dataset in self._datasets])
-        last = (self._run.num_steps or _CHECKED_STEPS) - 1
-        for start in sorted({0, last // 3, 2 * last // 3}):
-            steps, keys = self._cached_uses(start, min(start + _CHECKED_STEPS, last + 1))
-            if not len(steps):
-                continue
-            step_bytes = np.bincount(steps - start, weights=sizes[keys])
-            worst = int(step_bytes.argmax())
-            if step_bytes[worst] > cache.budget_bytes:
-                raise UsageError(
-                    f"cache_bytes: expected at least the {int(step_bytes[worst]):,} bytes of the "
-                    f"{int((steps - start == worst).sum())} slices that step {start + worst} reads, got "
-                    f"{cache.budget_bytes:,}. Make the cache larger, or read fewer slices at once (lanes=…, window=…)."
-                )
-
     def find(self, key: int) -> tuple[Dataset, int]:
         """The dataset of a key, and the slice's index in it."""
         i = self._dataset_index(key)
@@ -206,7 +188,6 @@ class SliceReader:
         if self._feed is not None and self._feed.pid != os.getpid():
             self._feed = self._source = None  # They belong to the parent of this fork.
         if self._feed is None:
-            self._check_steps(self._cache)
             self._feed = self._start_feed(self._cache)
         self._feed.seek(step)
 
