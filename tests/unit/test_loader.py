@@ -314,4 +314,4 @@ def test_the_public_name(tokens_dir: Path) -> None:
 
 def test_a_cache_in_memory_beyond_the_memory_is_refused(tokens_dir: Path) -> None:
     with pytest.raises(UsageError, match="expected at most this machine's memory"):
-        Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=1, cache="ram", cache_bytes=10**14)
+        Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=1, cache_dir="ram", cache_bytes=10**14)

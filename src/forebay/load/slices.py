@@ -54,7 +54,6 @@ class CacheSettings:
 def resolve_cache(
     datasets: Sequence[Dataset],
     *,
-    cache: str | None,
     cache_dir: str | Path | None,
     cache_bytes: int | None,
     keep: Keep,
@@ -68,16 +67,10 @@ def resolve_cache(
     Raises:
         UsageError: If an argument does not fit a dataset or this machine.
     """
-    if cache is not None and (cache not in ("disk", "ram") or cache_dir is not None):
-        raise UsageError(
-            f"cache: expected 'disk' or 'ram', and no cache_dir beside it, got {cache!r} and {cache_dir!r}."
-        )
-    user_directory = user_cache() / "slices"
-    directory = {None: cache_dir, "disk": user_directory, "ram": "ram"}[cache]
     cached = []
     for dataset in datasets:
         origin = getattr(dataset, "origin", None)
-        cached.append(origin is not None or directory is not None)
+        cached.append(origin is not None or cache_dir is not None)
         url = str(getattr(origin, "url", dataset.path))
         if share and not url.startswith("forebay://"):
             raise UsageError(f"share: expected datasets of forebay://NETWORK/NAME, got {url}. Leave it out.")
@@ -97,7 +90,7 @@ def resolve_cache(
             f"cache_bytes: expected none for {datasets[0].path}, which is local and is read in place. Leave it out, "
             "or give a cache_dir to cache its slices (for a slow mount)."
         )
-    directory = directory or user_directory
+    directory = cache_dir or user_cache() / "slices"
     budget = _check_budget(directory, cache_bytes)
     return cached, CacheSettings(directory, budget, keep, int(connections), readahead_bytes, share)
 
@@ -114,7 +107,7 @@ def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:
     if in_memory and budget_bytes > memory:
         raise UsageError(
             f"cache_bytes: expected at most this machine's memory, {memory:,} bytes, for a cache in memory, got "
-            f"{budget_bytes:,}. Lower it, or keep the cache on disk (cache='disk')."
+            f"{budget_bytes:,}. Lower it, or keep the cache on disk (cache_dir=)."
         )
     return int(budget_bytes)
 

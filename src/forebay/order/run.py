@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
-from forebay.order.mixture import Mixture, Weights
+from forebay.order.mixture import MixtureOrder, Weights
 from forebay.order.plan import Order, part_of
 from forebay.order.step_index import BatchSizes, RunProgress, Segment, StepIndex, check_range
 
@@ -193,7 +193,7 @@ class Run:
         keys: I64 = positions % self._num_samples[sources] % lanes[sources] + bases[sources]
         return keys.astype(np.uint16) if int(lanes.sum()) <= 1 << 16 else keys
 
-    def _mix(self, weights: Weights) -> Mixture:
+    def _mix(self, weights: Weights) -> MixtureOrder:
         for (step, _), quotas in zip(weights.changes, weights.quotas):
             for source in np.flatnonzero((quotas > 0) & (self._num_samples == 0)).tolist():
                 raise UsageError(
@@ -201,7 +201,7 @@ class Run:
                 )
         last = self.num_steps
         reached = [step for step, _ in weights.changes if last is None or step < last]
-        return Mixture(weights.quotas[: len(reached)], [self.progress(step).samples_taken for step in reached])
+        return MixtureOrder(weights.quotas[: len(reached)], [self.progress(step).samples_taken for step in reached])
 
 
 class OwnedRun(Run):

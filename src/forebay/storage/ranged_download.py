@@ -46,10 +46,7 @@ log = logging.getLogger("forebay.storage")
 
 @dataclass(frozen=True)
 class DownloadPlan:
-    """How an object is downloaded: `num_ranges` requests of `chunk_bytes`, `workers` at once.
-
-    After a kill, complete pieces of `piece_bytes` are kept; a chunk is a whole number of pieces.
-    """
+    """`num_ranges` requests of `chunk_bytes`, `workers` at once; after a kill, pieces of `piece_bytes` are kept."""
 
     num_bytes: int
     chunk_bytes: int
