@@ -55,7 +55,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 @pytest.fixture
 def client(make_identity: Make) -> Iterator[Client]:
     with Client(make_identity("reader")) as client:
-        client.read_range = functools.partial(client.read_range, timeout_s=STALL_S)  # type: ignore[method-assign]
+        client.read_range = functools.partial(client.read_range, timeout_s=scaled(STALL_S))  # type: ignore[method-assign]
         yield client
 
 
@@ -64,8 +64,8 @@ def test_a_leased_slice_comes_from_the_honest_one(
     tell: str, dataset: Dataset, make_identity: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The liar is asked first, as another worker; it is left for what it did, and the origin gives the slice."""
-    monkeypatch.setattr(fetching, "_STALL_S", STALL_S)
-    monkeypatch.setattr(fetching, "_PACE_S", 2 * STALL_S)
+    monkeypatch.setattr(fetching, "_STALL_S", scaled(STALL_S))
+    monkeypatch.setattr(fetching, "_PACE_S", scaled(2 * STALL_S))
     row, alone = dataset.table.row(0), dataset.table.row(1)
     begun = time.monotonic()
     with ExitStack() as stack:
@@ -99,7 +99,7 @@ def test_a_remote_dataset_is_read_from_the_honest_one(
 ) -> None:
     """What a Loader of forebay://NETWORK/NAME stands on: open_remote and Transfers."""
     table, reader = LocalDiscovery(), make_identity("reader")
-    url, patience = f"forebay://{reader.network_name}/{NAME}", Timeouts(stall_s=STALL_S)
+    url, patience = f"forebay://{reader.network_name}/{NAME}", Timeouts(stall_s=scaled(STALL_S))
     begun, bad = time.monotonic(), list[str]()
     with ExitStack() as stack:
         liars = [stack.enter_context(Liar(make_identity(f"liar-{i}"), dataset, tell, about)) for i in range(2)]
