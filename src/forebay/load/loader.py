@@ -179,7 +179,6 @@ class Loader:
         self.seq_len = int(options.seq_len) if is_tokens else None
 
     def _plan_run(self, options: SimpleNamespace) -> None:
-        """Choose the samples and their order."""
         sizes = batch_sizes(options.batch_size, options.global_batch_size, self.world_size)
         smallest = min(size for _, size in sizes.changes)
         if self.world_size > smallest:

@@ -195,7 +195,6 @@ class ShardFolder:
                 self.remove(index)
 
     def _pairs(self, index: int) -> list[ShardFiles]:
-        """The pairs of files that a shard has here."""
         tokens, *ids = (self.folder / name for name in _names(index))
         return [ShardFiles(index, tokens, path) for path in ids if tokens.is_file() and path.is_file()]
 
@@ -309,6 +308,5 @@ def _unwritable(folder: Path, error: OSError) -> UsageError:
 
 
 def _state(files: ShardFiles) -> list[int]:
-    """Sizes, times of change and inodes."""
     stats = [files.tokens.stat(), files.ids.stat()]
     return [number for stat in stats for number in (stat.st_size, stat.st_mtime_ns, stat.st_ino)]

@@ -317,7 +317,6 @@ class SliceReader:
 
 
 def _read_ahead(path: Path) -> None:
-    """Let the kernel read a file into the page cache."""
     with contextlib.suppress(OSError):  # Opening the slice raises the error.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -161,7 +161,6 @@ class TokenDataset(IterableDataset):  # type: ignore[misc]  # PyTorch is not che
                 self._set_base_state(loader.state_dict())
 
     def _iterate_as_helper(self, helper: int, helpers: int) -> Iterator[shared_memory.BundleMessage]:
-        """This helper's part of a pass."""
         if not self.max_bundled:
             raise UsageError(
                 "TokenDataset: expected Forebay's DataLoader for helper processes, got PyTorch's. Use "

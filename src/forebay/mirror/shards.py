@@ -107,7 +107,6 @@ def mirror_shards(
 
 
 def _contains(target: Target, heads: Mapping[str, ObjectMeta]) -> bool:
-    """Whether the target has files of these sizes."""
     return all(target.contains(name, head.bytes, None) for name, head in heads.items())
 
 

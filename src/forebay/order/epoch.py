@@ -80,7 +80,6 @@ class Lanes:
         return lane, turn - self._share(self.head, lane) if self.head else turn
 
     def _share(self, num_positions: int, lane: I64) -> I64:
-        """How many of the first positions of an epoch belong to each lane."""
         turns, rest = divmod(num_positions, self.num_lanes)
         return turns + (lane < rest)
 
