@@ -27,7 +27,7 @@ import psutil
 
 from benchmarks.measure import Figure, process_cpu_s, show
 from forebay.data_node import DataNode
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.ledger.receipts import Used, receipt_message
@@ -227,7 +227,7 @@ def _make_dataset(folder: Path, num_slices: int) -> None:
     for index in range(num_slices):
         ids = np.full(length, index % 60, np.uint16)
         write_token_slice(folder / "slices" / f"{index:06d}.safetensors", ids, np.array([length], np.uint64))
-    adopt(folder, NAME)
+    import_slices(folder, NAME)
 
 
 def measure_exchanges(workers: int, seconds: float) -> list[Figure]:

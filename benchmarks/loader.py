@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.measure import Figure, interleaved, median, show
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
 
@@ -23,14 +23,14 @@ BATCH = 32
 
 
 def make_dataset(folder: Path) -> None:
-    """Deterministic random tokens, as an adopted dataset."""
+    """Deterministic random tokens, as an imported dataset."""
     rng = np.random.default_rng(0)
     for i in range(NUM_SLICES):
         tokens = rng.integers(0, 50_000, SLICE_TOKENS).astype(np.uint16)
         ends = np.arange(1000, SLICE_TOKENS + 1, 1000, dtype=np.uint64)
         ends[-1] = SLICE_TOKENS
         write_token_slice(folder / f"{i:06d}.safetensors", tokens, ends)
-    adopt(folder, "benchmark")
+    import_slices(folder, "benchmark")
 
 
 def measure(rounds: int = 7) -> list[Figure]:

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -122,15 +121,15 @@ def measure_download(folder: Path, rounds: int) -> list[Figure]:
     return figures
 
 
-def measure_steps(folder: Path, rate: float, seconds: float, fetch: Any = "process") -> list[Figure]:
+def measure_steps(folder: Path, rate: float, seconds: float) -> list[Figure]:
     """Steps of 8 ms, with the next shard on its way, in parts of those without."""
     compute = _computation()
     steps: dict[str, Callable[[], object]] = {"computing": compute, "sleeping": lambda: time.sleep(STEP_S)}
     figures = []
     for kind, step in steps.items():
-        on, off = _alternate(folder, rate, seconds, step, fetch)
+        on, off = _alternate(folder, rate, seconds, step)
         told = f"n={len(on)}; p99 {percentile(on, 99) * 1e3:.1f} ms with, {percentile(off, 99) * 1e3:.1f} without"
-        words = f"{kind} step at {rate / 1e6:.0f} MB/s by {fetch}" if rate else f"{kind} step, no limit, by {fetch}"
+        words = f"{kind} step at {rate / 1e6:.0f} MB/s" if rate else f"{kind} step, no limit"
         for percent in (50, 90, 99):
             ratio = percentile(on, percent) / percentile(off, percent)
             figures.append(Figure(f"{words}, p{percent}", ratio, "x without", told if percent == 99 else ""))
@@ -156,7 +155,7 @@ def _computation() -> Callable[[], None]:
 
 
 def _alternate(
-    folder: Path, rate: float, seconds: float, step: Callable[[], object], fetch: Any
+    folder: Path, rate: float, seconds: float, step: Callable[[], object]
 ) -> tuple[list[float], list[float]]:
     """Seconds of the steps with and without."""
     taken: tuple[list[float], list[float]] = ([], [])
@@ -174,14 +173,14 @@ def _alternate(
     with server(folder / "shards", rate, 19) as (process, port):
         url = f"s3://b/p?endpoint=http://127.0.0.1:{port}&skip_signature=true"
         with SharedShardedDatasetManager(
-            _SEQ_LEN, url=url, folder=home, num_shards=_SHARDS, steps_per_shard=1, fetch=fetch
+            _SEQ_LEN, url=url, folder=home, num_shards=_SHARDS, steps_per_shard=1
         ) as shards:
             at, end = 0, time.monotonic() + seconds
             shards.at_step(at)
             while time.monotonic() < end:
                 coming = shards.upcoming_dataset
                 assert coming is not None
-                if coming.pair is not None:
+                if coming.files is not None:
                     at += 1
                     shards.at_step(at)
                     while shards.upcoming_dataset is None or not shards.upcoming_dataset.received:
@@ -199,8 +198,7 @@ def make_shards(folder: Path) -> None:
     """Random tokens, each shard of NUM_BYTES."""
     chance = np.random.default_rng(0)
     tokens = (chance.integers(0, 50_000, 1 << 22).astype(np.uint16) for _ in range(_SHARDS * NUM_BYTES >> 23))
-    write_shards(tokens, folder, seq_len=_SEQ_LEN, shard_tokens=NUM_BYTES >> 1, generation="npy")
-    (folder / "shards.json").unlink()
+    write_shards(tokens, folder, seq_len=_SEQ_LEN, shard_tokens=NUM_BYTES >> 1)
 
 
 def measure(rounds: int = 5, seconds: float = 20.0) -> list[Figure]:
@@ -210,8 +208,7 @@ def measure(rounds: int = 5, seconds: float = 20.0) -> list[Figure]:
         make_shards(folder / "shards")
         figures = measure_download(folder, rounds)
         for rate in (SHARD_BYTES_PER_S, 0.0):
-            for fetch in ("process", "thread"):
-                figures += measure_steps(folder, rate, seconds, fetch)
+            figures += measure_steps(folder, rate, seconds)
     return figures
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from forebay.data_node import DataNode
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.network.addresses import HostPort
@@ -67,7 +67,7 @@ def make_dataset(folder: Path, settings: Scenario) -> int:
     for index in range(settings.slices):
         tokens = chance.integers(0, 60_000, num_tokens).astype(np.uint16)
         write_token_slice(folder / "slices" / f"{index:06d}.safetensors", tokens, np.array([num_tokens], np.uint64))
-    adopt(folder, NAME)
+    import_slices(folder, NAME)
     return (folder / "slices" / "000000.safetensors").stat().st_size
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.data_node import DataNode
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.mirror.dataset import mirror_by_swarm
@@ -89,7 +89,7 @@ def make_dataset(folder: Path, num_slices: int, slice_bytes: int) -> None:
     for index in range(num_slices):
         tokens = chance.integers(0, 60_000, num_tokens).astype(np.uint16)
         write_token_slice(folder / "slices" / f"{index:06d}.safetensors", tokens, np.array([num_tokens], np.uint64))
-    adopt(folder, NAME)
+    import_slices(folder, NAME)
 
 
 def run_round(

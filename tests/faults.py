@@ -264,7 +264,7 @@ class CacheFill(Scenario):
         return {str(number): path.read_bytes() if path else None for number, path in enumerate(paths)}
 
 
-class Adopt(Scenario):
+class Import(Scenario):
     def begin(self, folder: Path) -> None:
         import numpy as np
 
@@ -275,10 +275,10 @@ class Adopt(Scenario):
             write_token_slice(folder / f"{number}.safetensors", tokens, np.array([50, 100], np.uint64))
 
     def act(self, folder: Path) -> None:
-        from forebay.dataset.adopt import adopt
+        from forebay.dataset.import_slices import import_slices
         from forebay.dataset.reader import open_dataset
 
-        adopt(folder, "name")
+        import_slices(folder, "name")
         open_dataset(folder)
 
     def see(self, folder: Path) -> State:
@@ -366,10 +366,10 @@ class Shards(Scenario):
 
         from forebay.formats.shard_writer import write_shards
 
-        write_shards([np.arange(4096, dtype=np.uint16)], folder / "out", seq_len=64, shard_tokens=2048)
+        write_shards([np.arange(4096, dtype=np.uint16)], folder / "out", seq_len=64)
 
     def see(self, folder: Path) -> State:
-        return {"shards": tree(folder / "out") if (folder / "out" / "shards.json").exists() else None}
+        return {"shards": tree(folder / "out") if (folder / "out" / "train_000000.npy").exists() else None}
 
 
 class Mirror(Scenario):
@@ -377,8 +377,8 @@ class Mirror(Scenario):
 
     def begin(self, folder: Path) -> None:
         (folder / "in").mkdir()
-        Adopt().begin(folder / "in")
-        Adopt().act(folder / "in")
+        Import().begin(folder / "in")
+        Import().act(folder / "in")
 
     def act(self, folder: Path) -> None:
         from forebay.storage.ranged_download import download_large_file
@@ -392,7 +392,7 @@ class Mirror(Scenario):
 
 SCENARIOS: dict[str, Scenario] = {
     "prepare": Prepare(), "prepare-text": PrepareText(), "convert": Convert(), "convert-force": ConvertForce(),
-    "cache": CacheFill(), "adopt": Adopt(), "ledger": Ledgers(), "ledger-questions": LedgerQuestions(),
+    "cache": CacheFill(), "import": Import(), "ledger": Ledgers(), "ledger-questions": LedgerQuestions(),
     "checkpoint": Checkpoint(), "shards": Shards(), "download": Mirror(),
 }  # fmt: skip
 

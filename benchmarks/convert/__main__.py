@@ -122,10 +122,10 @@ def main(given: Sequence[str]) -> int:
         own = folder / f"{data.name}-forebay"
         if not own.exists():
             from benchmarks.convert.peers import write_safetensors
-            from forebay.dataset.adopt import adopt
+            from forebay.dataset.import_slices import import_slices
 
             write_safetensors(data, own)
-            adopt(own, "benchmark")
+            import_slices(own, "benchmark")
         for name in wanted.formats or PEERS:
             began = time.perf_counter()
             figures = written(name, data, folder, wanted.rounds, 2 * int(wanted.tokens))

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
@@ -332,7 +332,7 @@ def _write_slices(corpus: Corpus, path: Path) -> None:
             path / f"{index:06d}.safetensors", corpus.tokens[start:stop], (ends[first:last] - start).astype(np.uint64)
         )
         start, first = stop, last
-    adopt(path, "corpus")
+    import_slices(path, "corpus")
 
 
 def _write_others(to: str) -> Callable[[Corpus, Path], object]:

@@ -14,7 +14,7 @@ import numpy as np
 import whole
 
 from forebay.coordinator.server import Coordinator
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.formats.shard_writer import write_shards
 from forebay.prepare.tokenize.tokenizers import byte_tokenizer
 from hub_server import TOKEN, HubServer, make_hub
@@ -107,7 +107,7 @@ class Corpora:
         """Copy the dataset of tokens to other names."""
         for path in to:
             shutil.copytree(self.tokens / "slices", path / "slices")
-            adopt(path, path.name)
+            import_slices(path, path.name)
 
 
 def write_texts(directory: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from calibration import scaled
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
 
@@ -36,7 +36,7 @@ def make_dataset(folder: Path, slices: int, samples: int, seq_len: int) -> Path:
     for i in range(slices):
         tokens = np.arange(i * length, (i + 1) * length, dtype=np.uint32)
         write_token_slice(folder / f"{i:04}.safetensors", tokens, np.array([length], np.uint64))
-    adopt(folder, folder.name)
+    import_slices(folder, folder.name)
     return folder
 
 

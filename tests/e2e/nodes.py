@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from forebay.data_node import DataNode
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.network.client import Client
@@ -40,7 +40,7 @@ def make_dataset(directory: Path, num_slices: int, tokens: int, vocab: int = 60)
         length = tokens if i < num_slices - 1 else 3
         ids = chance.integers(0, vocab, length).astype(np.uint16)
         write_token_slice(directory / "slices" / f"{i:06d}.safetensors", ids, np.array([length], np.uint64))
-    return adopt(directory, NAME)
+    return import_slices(directory, NAME)
 
 
 def make_network(directory: Path, names: list[str], bootstrap: list[tuple[str, int]]) -> dict[str, Path]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from calibration import scaled
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
@@ -29,7 +29,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(4):
         tokens = generator.integers(0, 32, SAMPLES // 4 * 8, dtype=np.uint16)
         write_token_slice(folder / f"{i}.safetensors", tokens, np.array([len(tokens)], np.uint64))
-    adopt(folder, "tiny")
+    import_slices(folder, "tiny")
     return folder
 
 

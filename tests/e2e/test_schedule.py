@@ -23,7 +23,7 @@ from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 from forebay.cli import main
 from forebay.data_node import DataNode
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.errors import StateError
 from forebay.ledger.receipts import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
@@ -141,7 +141,7 @@ def test_jobs_are_steered_by_administrators_and_each_is_used_once(
     make_dataset(tmp_path / "two", 5, 24)
     for name in ("manifest.json", "slices.parquet"):
         (tmp_path / "two" / name).unlink()
-    two = adopt(tmp_path / "two", "two")
+    two = import_slices(tmp_path / "two", "two")
     node = DataNode(Identity.load(homes["data"]), [one, two], HOST, 0, discovery, ttl_s=30)
     node.start()
     stack.callback(node.stop)

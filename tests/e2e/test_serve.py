@@ -17,7 +17,7 @@ import pytest
 
 from calibration import scaled
 from forebay.data_node import DataNode
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import NetworkError, ProtocolError, UsageError
@@ -47,7 +47,7 @@ def make_dataset(folder: Path, name: str, seed: int) -> Dataset:
         tokens = rng.integers(0, 60000, SLICE_TOKENS, dtype=np.uint16)
         ends = np.array([1000, SLICE_TOKENS], dtype=np.uint64)
         write_token_slice(folder / "slices" / f"{index:06d}.safetensors", tokens, ends)
-    return adopt(folder, name)
+    return import_slices(folder, name)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_stop_finishes_the_download_in_flight(
     (folder / "slices").mkdir(parents=True)
     tokens = np.zeros(32_000_000, dtype=np.uint16)  # 64 MB: more than the sockets' buffers hold
     write_token_slice(folder / "slices" / "000000.safetensors", tokens, np.array([tokens.size], dtype=np.uint64))
-    big = adopt(folder, "big")
+    big = import_slices(folder, "big")
     row = big.table.row(0)
     node = DataNode(make_identity("data"), [big], "127.0.0.1", 0, table)
     node.start()
@@ -240,7 +240,7 @@ def test_a_node_of_many_datasets_is_found_by_each_name(make_identity: Make, tmp_
         slices = tmp_path / "many" / f"{i:03}" / "slices"
         slices.mkdir(parents=True)
         write_token_slice(slices / "0.safetensors", np.full(4, i, np.uint16), np.array([4], np.uint64))
-        datasets.append(adopt(slices.parent, f"corpus {i:03} ä&b"))
+        datasets.append(import_slices(slices.parent, f"corpus {i:03} ä&b"))
     table = LocalDiscovery()
     with DataNode(make_identity("data"), datasets, "127.0.0.1", 0, table) as node, Client(make_identity("r")) as client:
         everything = client.get_bytes(node.address, "/v1/claims", 1 << 20)

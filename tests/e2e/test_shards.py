@@ -27,7 +27,7 @@ from calibration import scaled
 from forebay.cli import main
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
 from forebay.formats.shard_writer import Shard, write_shards
-from forebay.load.shard_dataset import ShardDownload
+from forebay.load.shard_download import ShardDownload
 from forebay.load.shards import SharedShardedDatasetManager
 from forebay.order.shard_windows import receipt, window_sample_ids
 from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
@@ -49,13 +49,12 @@ def tokens_of(shard: int) -> Any:
 
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four shards of generation `bin`, as a bucket `dataset` keeps them; no list of hashes."""
+    """Four shards of generation `bin`, as a bucket `dataset` keeps them."""
     folder = tmp_path_factory.mktemp("s3") / "dataset" / "remote" / "tokenized"
     made = write_shards(
         [tokens_of(i) for i in range(SHARDS)], folder, seq_len=L, shard_tokens=SAMPLES * L, generation="bin"
     )
     assert len(made) == SHARDS
-    (folder / "shards.json").unlink()
     return folder
 
 
@@ -129,13 +128,13 @@ def test_the_disk_of_a_used_shard_is_free_at_once(
     """A run of many swaps on a volume of 3.5 shards never waits for room, and no deleted file stays mapped."""
     if apart:
         monkeypatch.setattr("forebay.load.shards.MIN_PROCESS_BYTES", 0)
+    monkeypatch.setattr("forebay.load.shards._SWAP_TIMEOUT_S", 5.0)
     gc.disable()
     try:
         with small_disk(tmp_path / "volume", int(3.5 * 550_000)) as volume:
             if volume is None:
                 pytest.skip("no file system may be mounted here")
-            settings = {**QUICK, "folder": volume, "swap_timeout_s": 5.0}
-            with SharedShardedDatasetManager(**settings) as shards:
+            with SharedShardedDatasetManager(**QUICK, folder=volume) as shards:
                 for batch in shards.batches(0, 3 * 12, batch_size=8):
                     if batch.run_step % 3 == 2 and shards.upcoming_dataset is not None:
                         assert arrived(shards.upcoming_dataset), shards.upcoming_dataset.error
@@ -148,7 +147,7 @@ def test_the_disk_of_a_used_shard_is_free_at_once(
                 old, _ = shards.active_dataset, shards.at_step(3 * 12)
                 assert old is not None
                 with pytest.raises(UsageError, match="it is closed"):
-                    old.take(np.zeros(1, np.int64))
+                    old[np.zeros(1, np.int64)]
     finally:
         gc.enable()
 
@@ -235,7 +234,7 @@ def test_a_shard_that_is_bad_at_its_origin_is_never_served(server: S3Server, buc
 def test_a_network_cut_is_not_felt_before_the_swap(
     server: S3Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.load.shard_dataset._LOG_EVERY_S", 0.3)
+    monkeypatch.setattr("forebay.load.shard_download._LOG_EVERY_S", 0.3)
     with SharedShardedDatasetManager(**{**QUICK, "timeout_s": 0.5}) as shards:
         steps = shards.batches(0, 6, batch_size=8)
         next(steps)
@@ -313,32 +312,15 @@ def test_too_small_a_disk_is_refused_before_the_first_byte(server: S3Server, mon
 
 
 def test_shards_in_their_place_are_used_there_and_stay(bucket: Path, tmp_path: Path) -> None:
-    """Self-hosting: a directory that has them. And a list of hashes, another generation, a directory as origin."""
+    """Self-hosting: a directory that has them. And another generation, a directory as origin."""
     with SharedShardedDatasetManager(**QUICK, url=bucket, folder=bucket) as shards:
         for batch in shards.batches(0, 3 * SHARDS, batch_size=8):
             assert batch.inputs is not None
     assert all((bucket / name).exists() for i in range(SHARDS) for name in pair(i))
     write_shards([tokens_of(9).astype(np.uint32)], tmp_path / "npy", seq_len=L, shard_tokens=SAMPLES * L // 2)
-    with SharedShardedDatasetManager(
-        **QUICK, url=tmp_path / "npy", folder=tmp_path / "here", token_dtype="uint32", generation="npy"
-    ) as shards:
+    with SharedShardedDatasetManager(**QUICK, url=tmp_path / "npy", folder=tmp_path / "here") as shards:
         assert shards.num_shards == 2
         assert shards.at_step(3)[1].tolist() == tokens_of(9).reshape(-1, L)[SAMPLES // 2 + 1].tolist()
-    with (
-        SharedShardedDatasetManager(
-            **QUICK, url=tmp_path / "npy", folder=tmp_path / "x", token_dtype="uint16"
-        ) as shards,
-        pytest.raises(DatasetError, match="expected tokens of uint16, got uint32"),
-    ):
-        shards.at_step(0)
-    told = json.loads((tmp_path / "npy" / "shards.json").read_bytes())
-    told["shards"][0]["ids"]["sha256"] = "0" * 64
-    (tmp_path / "npy" / "shards.json").write_text(json.dumps(told))
-    with (
-        SharedShardedDatasetManager(**QUICK, url=tmp_path / "npy", folder=tmp_path / "y") as shards,
-        pytest.raises(IntegrityError, match=r"do not have the hash"),
-    ):
-        shards.at_step(0)
 
 
 def test_what_cannot_be_is_told_or_gone_on_with(
@@ -418,11 +400,11 @@ def test_the_next_shard_comes_in_a_process_of_its_own(
 ) -> None:
     """It is of the lowest priority; its death, its errors and its end are the arrival's."""
     monkeypatch.setattr("forebay.load.shards.MIN_PROCESS_BYTES", 0)
-    monkeypatch.setattr("forebay.load.shard_dataset._FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("forebay.load.shard_download._FIRST_RETRY_S", 0.01)
     me = psutil.Process()
 
     def helpers() -> list[psutil.Process]:
-        found = [one for one in me.children() if "shard_helper" in " ".join(one.cmdline())]
+        found = [one for one in me.children() if "shard_download" in " ".join(one.cmdline())]
         return [one for one in found if one.status() != psutil.STATUS_ZOMBIE]
 
     with SharedShardedDatasetManager(**QUICK) as shards:

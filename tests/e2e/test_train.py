@@ -22,7 +22,7 @@ from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 from calibration import scaled
 from forebay.data_node import DataNode
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import write_rows_slice
 from forebay.errors import DatasetError, NetworkError, StateError, UsageError
@@ -175,7 +175,7 @@ def test_rows_are_leased_and_fed_as_they_are(world: World) -> None:
         write_rows_slice(
             directory / f"{i}.safetensors", {"input_ids": rows[:, None], "weight": rows.astype(np.float32)}
         )
-    world.serve("data-1", adopt(directory, NAME))
+    world.serve("data-1", import_slices(directory, NAME))
     service = world.scheduler()
     with pytest.raises(UsageError, match="expected layout tokens"):
         world.work("w1", service, trainer="auto")

@@ -21,7 +21,7 @@ from test_schedule import SEQ_LEN, Hand
 
 from forebay.cli import main
 from forebay.data_node import DataNode
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.ledger.chain import read_entries
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
@@ -46,7 +46,7 @@ def test_two_jobs_a_slice_set_aside_and_a_restart_with_no_data_node(
         make_dataset(tmp_path / "second", 4, 24)
         for name in ("manifest.json", "slices.parquet"):
             (tmp_path / "second" / name).unlink()
-        second = adopt(tmp_path / "second", "second")
+        second = import_slices(tmp_path / "second", "second")
         node = DataNode(Identity.load(homes["data"]), [first, second], HOST, 0, discovery, ttl_s=30)
         node.start()
         stack.callback(node.stop)

@@ -392,13 +392,13 @@ def publications(directory: Path, identity: Identity) -> Target:
 
 @target
 def manifest(directory: Path, identity: Identity) -> Target:
-    from forebay.dataset.adopt import adopt
+    from forebay.dataset.import_slices import import_slices
 
     (directory / "data" / "slices").mkdir(parents=True)
     write_token_slice(
         directory / "data" / "slices" / "000000.safetensors", np.arange(9, dtype=np.uint16), np.array([9], np.uint64)
     )
-    adopt(directory / "data", "tiny")
+    import_slices(directory / "data", "tiny")
     return Target(Manifest.from_json, [(directory / "data" / "manifest.json").read_bytes()])
 
 

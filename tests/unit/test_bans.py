@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.network.audit import AuditLog
@@ -44,7 +44,7 @@ def make_dataset(directory: Path) -> Dataset:
     for i in range(3):
         ids = np.full(40, i, np.uint16)
         write_token_slice(directory / "slices" / f"{i}.safetensors", ids, np.array([40], np.uint64))
-    return adopt(directory, "tiny")
+    return import_slices(directory, "tiny")
 
 
 def test_what_a_scheduler_keeps_of_a_dataset_is_checked(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import Batch, make_batch
@@ -63,7 +63,7 @@ def rows_of(folder: Path, slices: list[Tensors], **settings: Any) -> BatchArrays
     for i, tensors in enumerate(slices):
         (folder / str(i)).mkdir()
         save_file(tensors, folder / str(i) / "0.safetensors")
-        made.append(adopt(folder / str(i), str(i)))
+        made.append(import_slices(folder / str(i), str(i)))
     collator = make_collator([plan_samples(one, None) for one in made], **settings)
     for i, one in enumerate(made):
         collator.open(i, 0, one.open_slice(0))
@@ -124,7 +124,7 @@ def test_images_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_a_batch_of_no_rows_has_the_shape_of_one_of_some(tmp_path: Path) -> None:
     save_file({"input_ids": np.ones((3, 4), np.uint16)}, tmp_path / "0.safetensors")
-    dataset = adopt(tmp_path, "rows")
+    dataset = import_slices(tmp_path, "rows")
     collator = make_collator([plan_samples(dataset, None)])
     none = np.empty(0, np.int64)
     assert collator.make(collator.plan(none, none), 0, 0)[0] is None
@@ -138,7 +138,7 @@ def test_a_batch_of_no_rows_has_the_shape_of_one_of_some(tmp_path: Path) -> None
 
 def test_a_slice_with_fewer_rows_than_the_table_says_is_refused(tmp_path: Path) -> None:
     save_file({"x": np.ones((3, 4))}, tmp_path / "0.safetensors")
-    view = plan_samples(adopt(tmp_path, "rows"), None)
+    view = plan_samples(import_slices(tmp_path, "rows"), None)
     save_file({"x": np.ones((2, 4))}, tmp_path / "0.safetensors")
     one: Slice = open_slice(tmp_path / "0.safetensors")
     with pytest.raises(DatasetError, match="at least 3 samples, got 2"):

@@ -22,7 +22,7 @@ from calibration import scaled
 from forebay.cli import main
 from forebay.convert.convert import convert, open_source
 from forebay.convert.sources import open_tokens
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_rows_slice
 from forebay.errors import DatasetError, UsageError
@@ -176,7 +176,7 @@ def test_plain_safetensors_are_read(tmp_path: Path) -> None:
     convert(GOLDEN / "megatron_u16", tmp_path / "ds", "safetensors", SMALL)
     with pytest.raises(DatasetError, match=r"forebay import DIR"):
         open_source(tmp_path / "ds" / "slices", ConvertOptions(), "bin")
-    adopt(tmp_path / "ds" / "slices")
+    import_slices(tmp_path / "ds" / "slices")
     assert rows(open_tokens(tmp_path / "ds" / "slices", ConvertOptions())) == DOCUMENTS
     write_rows_slice(tmp_path / "rows.safetensors", {"input_ids": STREAM[:608].reshape(-1, 16).astype(np.uint16)})
     found = open_source(tmp_path / "rows.safetensors", ConvertOptions(), "bin")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_rows_slice, write_token_slice
 from forebay.errors import DatasetError
 from forebay.load import copying
@@ -37,7 +37,6 @@ def test_rows_of_ranges_equal_slices_of_the_arrays(
             expected.append(raws[source][start : start + length].astype(np.int64))
         firsts.append(len(which))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "_SCRATCH_BYTES", data.draw(st.sampled_from([0, 16, 1 << 17])))
         patch.setattr(copying, "_MAX_RANGES", 2)
         if plain:  # As where the system lacks the call.
             patch.setattr(copying, "_writev", None)
@@ -82,7 +81,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_it(tmp_path:
             write_token_slice(tmp_path / f"{index:03d}.safetensors", tokens, ends)
         else:
             write_rows_slice(tmp_path / f"{index:03d}.safetensors", {"x": np.ones((512, 1024), np.float32)})
-    adopt(tmp_path, "cut")
+    import_slices(tmp_path, "cut")
     done = subprocess.run([sys.executable, "-c", CUT, tmp_path, repr(options)], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     last = done.stderr.strip().splitlines()[-1]

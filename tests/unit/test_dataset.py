@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file, save_file
 
 from calibration import scaled
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.manifest import Manifest, SliceInfo, SliceTable, dataset_id
 from forebay.dataset.reader import open_dataset, verify_dataset
 from forebay.dataset.slices import hash_file, open_slice, write_rows_slice, write_token_slice
@@ -346,32 +346,32 @@ def test_quarter_of_a_million_slices_open_quickly(tmp_path: Path) -> None:
     assert took_s < scaled(1), f"opening {n} slices took {took_s:.2f} s"
 
 
-def test_adopt_rows_and_tokens(tmp_path: Path) -> None:
+def test_import_rows_and_tokens(tmp_path: Path) -> None:
     rows = tmp_path / "rows"
     (rows / "b").mkdir(parents=True)
     for name, n in (("b/x.safetensors", 3), ("a.safetensors", 2)):
         save_file({"ids": np.full((n, 4), n, np.int64), "pixels": np.zeros((n, 2, 2), np.float32)}, rows / name)
-    dataset = adopt(rows, "theirs")
+    dataset = import_slices(rows, "theirs")
     assert dataset.manifest.layout == "rows" and dataset.manifest.rows == 5 and dataset.verify().ok
     assert [dataset.table.row(i).name for i in range(2)] == ["a.safetensors", "b/x.safetensors"]
     assert dataset.open_slice(1).tensors["ids"][0, 0] == 3
-    assert adopt(rows, "theirs").id == dataset.id
+    assert import_slices(rows, "theirs").id == dataset.id
     with pytest.raises(UsageError, match="other dataset"):
-        adopt(rows, "again")
+        import_slices(rows, "again")
     ours = make_dataset(tmp_path / "d")
     (ours / "manifest.json").unlink()
-    assert adopt(ours, "tokens").manifest.documents == 6
+    assert import_slices(ours, "tokens").manifest.documents == 6
 
 
-def test_adopt_refuses(tmp_path: Path) -> None:
+def test_import_refuses(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="directory"):
-        adopt(tmp_path / "none", "x")
+        import_slices(tmp_path / "none", "x")
     with pytest.raises(DatasetError, match="got none"):
-        adopt(tmp_path, "x")
+        import_slices(tmp_path, "x")
     save_file({"a": np.zeros((2, 3), np.float32)}, tmp_path / "1.safetensors")
     save_file({"a": np.zeros((2, 4), np.float32)}, tmp_path / "2.safetensors")
     with pytest.raises(DatasetError, match=r"2\.safetensors"):
-        adopt(tmp_path, "x")
+        import_slices(tmp_path, "x")
     assert not (tmp_path / "manifest.json").exists()
 
 

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forebay.cli import main
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, ForebayError
 from forebay.formats.tfrecord import crc32c, masked
@@ -261,7 +261,7 @@ def ours(folder: Path, tokens: np.ndarray | None = None) -> Path:
         some = some.astype(np.uint16)
         some[ends.astype(np.int64) - 1] = EOS
         write_token_slice(folder / f"s{i}.safetensors", some, ends)
-    adopt(folder)
+    import_slices(folder)
     return folder
 
 
@@ -282,7 +282,7 @@ def test_an_empty_slice(tmp_path: Path) -> None:
     for name in ("manifest.json", "slices.parquet"):
         (folder / name).unlink()
     write_token_slice(folder / "s2.safetensors", np.empty(0, np.uint16), np.empty(0, np.uint64))
-    adopt(folder)
+    import_slices(folder)
     assert only("empty", folder).location == "s2.safetensors"
 
 

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import locate_tensors, write_token_slice
 from forebay.errors import DatasetError
-from forebay.load.document_ends import ReadEnds, ends_reader
 from forebay.load.packing import DocumentSubset
-from forebay.load.samples import plan_samples
+from forebay.load.samples import ReadEnds, ends_reader, plan_samples
 from forebay.storage.origins import open_remote
 from origin_server import OriginServer
 
@@ -32,7 +31,7 @@ def dataset(tmp_path: Path) -> Dataset:
             save_file({"tokens": tokens, "document_ends": ends}, folder / f"{i}.safetensors", {"note": "x" * note})
         else:
             write_token_slice(folder / f"{i}.safetensors", tokens, ends)
-    return adopt(folder, "documents")
+    return import_slices(folder, "documents")
 
 
 def test_ends_are_read_without_their_slices(dataset: Dataset) -> None:

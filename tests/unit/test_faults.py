@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 HARNESS = Path(__file__).parents[1] / "faults.py"
-SMALL = ("cache", "adopt", "ledger", "ledger-questions", "checkpoint", "shards", "download", "convert")
+SMALL = ("cache", "import", "ledger", "ledger-questions", "checkpoint", "shards", "download", "convert")
 ALL = os.environ.get("FOREBAY_FAULTS") == "all"
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from calibration import scaled
 from forebay.data_node import DataNode
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import NetworkError, ProtocolError, UsageError
@@ -182,7 +182,7 @@ def dataset(tmp_path: Path) -> Dataset:
     for index in range(3):
         ids = chance.integers(0, 60, 5000).astype(np.uint16)
         write_token_slice(folder / "slices" / f"{index:06d}.safetensors", ids, np.array([5000], np.uint64))
-    return adopt(folder, "corpus")
+    return import_slices(folder, "corpus")
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_a_small_file_from_a_url_is_checked_as_one_from_a_peer_is(
     other = tmp_path / "web" / "other"
     shutil.copytree(dataset.path / "slices", other / "slices")
     (other / "slices" / "000002.safetensors").unlink()
-    adopt(other, "corpus")
+    import_slices(other, "corpus")
     table, stranger = LocalDiscovery(), make_identity("stranger")
 
     def answer(asked: Asked) -> bytes:

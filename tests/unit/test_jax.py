@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from calibration import scaled
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
 
@@ -61,7 +61,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(3):
         tokens = np.arange(i * 400, i * 400 + 16 * 20, dtype=np.uint16)
         write_token_slice(folder / f"{i}.safetensors", tokens, np.array([len(tokens)], np.uint64))
-    adopt(folder, "tiny")
+    import_slices(folder, "tiny")
     return folder
 
 

@@ -12,8 +12,8 @@ from test_ledger import KEY, sign
 
 from forebay.coordinator.messages import Formed, RankGeneration, RankSlot, Rules, Stepped
 from forebay.coordinator.store import RunStore
-from forebay.dataset.adopt import adopt
 from forebay.dataset.documents import Documents
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
@@ -42,7 +42,7 @@ def dataset(tmp_path: Path) -> Dataset:
         path = tmp_path / "data" / "slices" / f"{index:06d}.safetensors"
         write_token_slice(path, tokens, np.cumsum(lengths).astype(np.uint64))
         token += count
-    return adopt(tmp_path / "data", "tiny")
+    return import_slices(tmp_path / "data", "tiny")
 
 
 def train(path: Path, dataset: Dataset, epochs: int = 2, one: bool = False) -> dict[tuple[str, int], list[int]]:

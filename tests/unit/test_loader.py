@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import forebay
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.errors import DatasetError, StateError, UsageError
 from forebay.load.batch import Batch
 from forebay.load.loader import Loader
@@ -30,7 +30,7 @@ def tokens_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokens = np.arange(first, first + length, dtype=np.uint16)
         save_file({"tokens": tokens, "document_ends": np.array([length], np.uint64)}, folder / f"{i}.safetensors")
         first += length
-    adopt(folder, "tiny")
+    import_slices(folder, "tiny")
     return folder
 
 
@@ -245,7 +245,7 @@ def test_a_missing_or_truncated_slice_is_named(tmp_path: Path, prefetch: int) ->
     for i in range(3):
         tokens = np.arange(64, dtype=np.uint16)
         save_file({"tokens": tokens, "document_ends": np.array([64], np.uint64)}, tmp_path / f"{i}.safetensors")
-    adopt(tmp_path, "three")
+    import_slices(tmp_path, "three")
     loader = Loader(tmp_path, seq_len=SEQ_LEN, batch_size=4, shuffle=False, prefetch=prefetch)
     data = (tmp_path / "1.safetensors").read_bytes()
     (tmp_path / "1.safetensors").write_bytes(data[:-9])
@@ -268,7 +268,7 @@ def test_rows(tmp_path: Path) -> None:
         labels = rng.integers(0, 9, count).astype(np.int32)
         rows += zip(ids.tolist(), labels.tolist())
         save_file({"input_ids": ids, "labels": labels}, tmp_path / f"{i}.safetensors")
-    adopt(tmp_path, "rows")
+    import_slices(tmp_path, "rows")
     loader = Loader(tmp_path, batch_size=4)
     seen = []
     for batch in loader:
@@ -288,7 +288,7 @@ def test_memory_is_the_batch_not_the_dataset(tmp_path: Path) -> None:
         tokens = np.full(length, i, np.uint16)
         save_file({"tokens": tokens, "document_ends": np.array([length], np.uint64)}, tmp_path / f"{i}.safetensors")
     del tokens
-    adopt(tmp_path, "large")
+    import_slices(tmp_path, "large")
 
     def own_bytes() -> int:
         return next(int(s.split()[1]) << 10 for s in status.read_text().splitlines() if s.startswith("RssAnon"))
@@ -313,4 +313,4 @@ def test_the_public_name(tokens_dir: Path) -> None:
 
 def test_a_cache_in_memory_beyond_the_memory_is_refused(tokens_dir: Path) -> None:
     with pytest.raises(UsageError, match="expected at most this machine's memory"):
-        Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=1, cache="ram", cache_bytes=10**14)
+        Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=1, cache_dir="ram", cache_bytes=10**14)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, StateError, UsageError
 from forebay.load.loader import Loader
@@ -32,7 +32,7 @@ def make_tokens(folder: Path, first: int, slices: int = 6, samples: int = 20, do
         ends = np.append(np.arange(document, length, document), length).astype(np.uint64)
         write_token_slice(folder / f"{i}.safetensors", tokens, ends)
         first += length
-    adopt(folder, folder.name)
+    import_slices(folder, folder.name)
     return folder
 
 
@@ -199,7 +199,7 @@ def test_wrong_mixtures(folders: dict[str, Path], wrong: dict[str, Any]) -> None
 
 def test_datasets_of_a_mixture_are_alike(folders: dict[str, Path], tmp_path: Path) -> None:
     write_token_slice(tmp_path / "0.safetensors", np.zeros(400, np.uint16), np.array([400], np.uint64))
-    adopt(tmp_path, "narrow")
+    import_slices(tmp_path, "narrow")
     with pytest.raises(DatasetError, match="U16"):
         Loader(Mixture({"web": folders["web"], "narrow": tmp_path}, {"web": 1.0}), seq_len=SEQ_LEN, batch_size=4)
 
@@ -209,7 +209,7 @@ def test_a_hundred_datasets_open_quickly(tmp_path: Path) -> None:
     for i in range(100):
         (tmp_path / f"{i}").mkdir()
         write_token_slice(tmp_path / f"{i}" / "0.safetensors", tokens, ends)
-        adopt(tmp_path / f"{i}", f"d{i}")
+        import_slices(tmp_path / f"{i}", f"d{i}")
     mixture = Mixture({f"d{i}": tmp_path / f"{i}" for i in range(100)}, {f"d{i}": 1 + i % 3 for i in range(100)})
     began = time.process_time()
     batch = next(iter(Loader(mixture, seq_len=SEQ_LEN, batch_size=64)))
@@ -288,7 +288,7 @@ def test_rows_of_different_lengths_are_padded_and_masked(tmp_path: Path) -> None
         mask = np.ones((4, length), np.uint8)
         mask[:, -1] = 0
         write_rows_slice(tmp_path / f"{i}.safetensors", {"input_ids": ids, "attention_mask": mask})
-    adopt(tmp_path, "rows")
+    import_slices(tmp_path, "rows")
     for batch in Loader(tmp_path, batch_size=8):
         assert batch.labels is not None and batch.inputs is not None
         assert batch.inputs.shape == (8, 9)

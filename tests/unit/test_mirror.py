@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from forebay.cli import main
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import open_dataset, verify_dataset
 from forebay.dataset.slices import write_token_slice
@@ -33,7 +33,7 @@ def make(folder: Path, lengths: list[int]) -> Path:
     for index, length in enumerate(lengths):
         tokens = np.random.default_rng(index).integers(0, 60_000, length).astype(np.uint32)
         write_token_slice(folder / f"{index}.safetensors", tokens, np.array([length], np.uint64))
-    adopt(folder, "mirrored")
+    import_slices(folder, "mirrored")
     return folder
 
 

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import UsageError
-from forebay.order.mixture import PERIOD, Mixture, Pattern, Weights
+from forebay.order.mixture import PERIOD, MixtureOrder, Pattern, Weights
 
 law = settings(deadline=None, max_examples=30)
 
@@ -64,12 +64,12 @@ def test_sources_go_on_where_the_change_before_left_them(parts: list[tuple[int, 
     parts = [(length, (given_weights + [1.0] * 6)[:6]) for length, given_weights in parts]
     quotas = [quotas_of(given_weights) for _, given_weights in parts]
     starts = np.cumsum([0, *(length for length, _ in parts)]).tolist()
-    mixture = Mixture(quotas, starts[:-1])
+    mixture = MixtureOrder(quotas, starts[:-1])
     sources, own = mixture.locate(0, starts[-1])
     for source in range(6):
         mine = own[sources == source]
         assert np.array_equal(mine, np.arange(len(mine)))
-    fresh = Mixture(quotas, starts[:-1])
+    fresh = MixtureOrder(quotas, starts[:-1])
     low = max(0, starts[-2] - 5)
     seen = fresh.locate(low, starts[-1])
     assert np.array_equal(seen[0], sources[low:]) and np.array_equal(seen[1], own[low:])

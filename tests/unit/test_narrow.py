@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from forebay.convert.convert import convert
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import open_slice, write_rows_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.cast import DTYPES, cast, dtype_name, narrow_bf16, quantize, widen_bf16
 from forebay.formats.conversion import ConvertOptions, TableSource
-from forebay.load.dequantize import dequantize, tensor_dtypes
 from forebay.load.loader import Loader
+from forebay.load.rows import dequantize, tensor_dtypes
 
 INTEGERS = [name for name in DTYPES if name[0] in "UI"]
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -208,11 +208,11 @@ def test_a_refused_value_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_types_of_slices_and_of_adopted_files(tmp_path: Path) -> None:
+def test_types_of_slices_and_of_imported_files(tmp_path: Path) -> None:
     bits = narrow_bf16(np.ones((2, 3), np.float32))
     write_rows_slice(tmp_path / "a.safetensors", {"x": bits, "n": np.arange(2)}, {"x": "BF16"})
     assert open_slice(tmp_path / "a.safetensors").dtypes == {"x": "BF16", "n": "I64"}
-    assert tensor_dtypes(adopt(tmp_path)) == {"n": "I64", "x": "BF16"}
+    assert tensor_dtypes(import_slices(tmp_path)) == {"n": "I64", "x": "BF16"}
     with pytest.raises(UsageError, match="tensor 'n' of a slice"):
         write_rows_slice(tmp_path / "b.safetensors", {"n": np.arange(2)}, {"n": "BF16"})
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from forebay.data_node import DataNode
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
@@ -250,7 +250,7 @@ def dataset(server: OriginServer) -> Dataset:
     for index in range(3):
         ids = chance.integers(0, 60, 5000).astype(np.uint16)
         write_token_slice(folder / "slices" / f"{index:06d}.safetensors", ids, np.array([5000], np.uint64))
-    return adopt(folder, "corpus")
+    return import_slices(folder, "corpus")
 
 
 def test_open_remote(server: OriginServer, dataset: Dataset) -> None:
@@ -332,7 +332,7 @@ def test_one_name_and_two_ids(dataset: Dataset, make_identity: Make, tmp_path: P
     other_folder = tmp_path / "other"
     shutil.copytree(dataset.path / "slices", other_folder / "slices")
     (other_folder / "slices/000002.safetensors").unlink()
-    other, discovery, reader = adopt(other_folder, "corpus"), LocalDiscovery(), make_identity("reader")
+    other, discovery, reader = import_slices(other_folder, "corpus"), LocalDiscovery(), make_identity("reader")
     with (
         DataNode(make_identity("a"), [dataset], "127.0.0.1", 0, discovery),
         DataNode(make_identity("b"), [other], "127.0.0.1", 0, discovery),

@@ -88,8 +88,10 @@ def test_ranks_that_own_take_equally_many_steps(slices: list[list[int]], batch: 
         assert np.array_equal(piece.samples, whole.samples[whole.bounds[middle] :])
         assert np.array_equal(piece.bounds, whole.bounds[middle:] - whole.bounds[middle])
         for step in range(run.num_steps + 1):
-            place = run.progress(step)
-            again = run.step_of(place.epoch, place.samples_taken)
-            assert again <= step and run.progress(again).samples_taken == place.samples_taken
+            if step < run.num_steps:
+                stop = run.epoch_stop(step)
+                assert stop is not None and step < stop
+                assert stop == run.num_steps or run.progress(stop).epoch == run.progress(step).epoch + 1
+                assert run.progress(stop - 1).epoch == run.progress(step).epoch
     with pytest.raises(UsageError, match="run steps"):
         runs[0].steps(0, (runs[0].num_steps or 0) + 1, 0, 1)

@@ -110,7 +110,7 @@ def test_drop_last_leaves_out_what_makes_no_batch() -> None:
     order = Order(np.array([23]), 3, 9)
     run = Run([order], BatchSizes.of([(0, 2), (10, 5)]), epochs=2, drop_last=True)  # 10 x 2, and 3 of 23 dropped.
     assert [len(batch) for batch in whole(run)] == [2] * 10 + [5] * 4
-    assert run.progress(10).epoch == 1 and run.step_of(0, 20) == run.step_of(1, 0) == 10
+    assert run.progress(10).epoch == 1 and run.epoch_stop(3) == 10
     short = Run([order], BatchSizes.of([(0, 2), (10, 50)]), epochs=1, drop_last=True)
     assert short.num_steps == 10
     for epochs in (2, None):
@@ -188,18 +188,15 @@ def test_any_two_worlds_read_the_same_global_batches(mixed: bool) -> None:
 
 @law
 @given(single_runs() | mixed_runs(), st.integers(0, 400))
-def test_place_and_step_of_undo_one_another(run: Run, step: int) -> None:
-    step = step % (run.num_steps + 1) if run.num_steps is not None else step
-    place = run.progress(step)
-    assert run.step_of(place.epoch, place.samples_taken) == step
-    sizes_here = [size for first, size in run.batches.changes if first <= step]
-    for epoch, taken in ((place.epoch, place.samples_taken + 1), (place.epoch + 99, 1), (0, -1)):
-        if sizes_here[-1] > 1:
-            try:
-                found = run.step_of(epoch, taken)
-            except UsageError:
-                continue
-            assert run.progress(found).samples_taken == taken
+def test_an_epoch_stops_where_the_next_one_starts(run: Run, step: int) -> None:
+    if run.num_steps is not None:
+        step %= run.num_steps
+    epoch, stop = run.progress(step).epoch, run.epoch_stop(step)
+    if run.weights is not None:
+        assert stop is None
+        return
+    assert stop is not None and stop > step and run.progress(stop - 1).epoch == epoch
+    assert stop == run.num_steps or run.progress(stop).epoch == epoch + 1
 
 
 @law
@@ -315,7 +312,7 @@ def test_any_step_of_fifteen_trillion_tokens_is_found_in_milliseconds(mixed: boo
     for step in (5_123_457, 17, 6_999_990, 3_000_001, 123_456):
         began = time.thread_time()
         steps = run.steps(step, step + 1, 3, 8)
-        run.step_of(*(lambda p: (p.epoch, p.samples_taken))(run.progress(step)))
+        run.epoch_stop(step)
         spent.append(1e3 * (time.thread_time() - began))
         assert len(steps.samples) == (128 if step >= 10**5 else 32)
     print(f"first {spent[0]:.1f} ms, then at most {max(spent[1:]):.1f} ms")
@@ -340,9 +337,6 @@ def test_wrong_arguments() -> None:
     for start, stop, rank, world_size in ((0, 16, 0, 1), (-1, 2, 0, 1), (3, 2, 0, 1), (0, 1, 1, 1), (0, 1, 0, 0)):
         with pytest.raises(UsageError):
             run.steps(start, stop, rank, world_size)
-    for place in ((0, 3), (0, 20), (3, 4), (-1, 0)):
-        with pytest.raises(UsageError):
-            run.step_of(*place)
     for changes in ((), ((1, 4),), ((0, 4), (0, 5)), ((0, 0),), ((0, True),), ((0, 4), (2.5, 5))):
         with pytest.raises(UsageError):
             BatchSizes(changes)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch_planner import make_collator
@@ -39,7 +39,7 @@ def write(folder: Path, dtype: Any = np.uint16, slices: Any = SLICES, first: int
         tokens = np.arange(first, first + length, dtype=dtype)
         save_file({"tokens": tokens, "document_ends": ends}, folder / f"{i}.safetensors")
         first += length
-    return adopt(folder, folder.name)
+    return import_slices(folder, folder.name)
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +299,7 @@ def test_alignment_does_not_matter(tmp_path: Path, odd: int) -> None:
         size = int.from_bytes(data[:8], "little")
         header = data[8 : 8 + size].rstrip() + b" " * (8 + odd)
         (shifted / path.name).write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
-    other = adopt(shifted, "shifted")
+    other = import_slices(shifted, "shifted")
     for masks in (False, True):
         for one, two in zip(*(everything(d, plan_samples(d, SEQ_LEN), document_masks=masks) for d in (dataset, other))):
             assert one is two is None or (isinstance(one, dict)) or (one == two).all()
@@ -317,7 +317,7 @@ def test_slices_of_different_types_are_refused(tmp_path: Path) -> None:
 def test_a_plan_outlives_its_slices(tmp_path: Path) -> None:
     write(tmp_path / "gone")
     for masks in (False, True):
-        dataset = Dataset(*(lambda d: (d.path, d.manifest, d.table, d.id))(adopt(tmp_path / "gone")))
+        dataset = Dataset(*(lambda d: (d.path, d.manifest, d.table, d.id))(import_slices(tmp_path / "gone")))
         sample_index = plan_samples(dataset, SEQ_LEN)
         collator = make_collator([sample_index], document_masks=masks)
         collator.open(0, 0, dataset.open_slice(0))
@@ -345,7 +345,7 @@ def test_makers_are_chosen_by_what_is_asked(dataset: Dataset, tmp_path: Path) ->
     for indexes, masks in (([chunk], True), ([fit], False), ([chunk, some], False)):
         assert isinstance(make_collator(indexes, document_masks=masks), DocumentCollator)
     save_file({"images": np.zeros((4, 2))}, tmp_path / "0.safetensors")
-    rows = plan_samples(adopt(tmp_path, "rows"), None, split="train", validation=0.25)
+    rows = plan_samples(import_slices(tmp_path, "rows"), None, split="train", validation=0.25)
     assert rows.counts.tolist() == [3] and rows.offsets.tolist() == [1]
     assert isinstance(make_collator([rows]), RowCollator)
     wrong: list[Callable[[], Any]] = [
@@ -402,7 +402,7 @@ def test_wrong_settings(dataset: Dataset, wrong: dict[str, Any]) -> None:
 
 def test_rows_take_no_packing(tmp_path: Path) -> None:
     save_file({"x": np.zeros((4, 2))}, tmp_path / "0.safetensors")
-    rows = adopt(tmp_path, "rows")
+    rows = import_slices(tmp_path, "rows")
     for wrong in ({"packing": "fit"}, {"documents": DocumentSubset([1])}):
         with pytest.raises(UsageError, match="layout 'tokens'"):
             plan_samples(rows, None, **wrong)  # type: ignore[arg-type]

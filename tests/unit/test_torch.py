@@ -17,7 +17,7 @@ from calibration import scaled
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
 
-from forebay.dataset.adopt import adopt  # noqa: E402
+from forebay.dataset.import_slices import import_slices  # noqa: E402
 from forebay.dataset.slices import write_rows_slice, write_token_slice  # noqa: E402
 from forebay.errors import DatasetError, StateError, UsageError  # noqa: E402
 from forebay.load.loader import Loader  # noqa: E402
@@ -39,7 +39,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(5):
         tokens = np.arange(i * 400, i * 400 + SEQ_LEN * (20 if i else 17), dtype=np.uint16)
         write_token_slice(folder / f"{i}.safetensors", tokens, np.array([len(tokens)], np.uint64))
-    adopt(folder, "tiny")
+    import_slices(folder, "tiny")
     return folder
 
 
@@ -50,7 +50,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(3):
         images = generator.integers(0, 255, (7, 3, 4, 4), dtype=np.uint8)
         write_rows_slice(folder / f"{i}.safetensors", {"images": images, "labels": np.arange(7) + 7 * i})
-    adopt(folder, "rows")
+    import_slices(folder, "rows")
     return folder
 
 
@@ -84,11 +84,9 @@ def test_the_same_order_for_any_number_of_helpers(data: Path, helpers: int) -> N
             check(got, one)
 
 
-def test_without_helpers_nothing_is_copied_and_with_them_labels_and_inputs_share_memory(data: Path) -> None:
-    for helpers in (0, 1):
-        for one in islice(dataloader(data, num_workers=helpers, **ARGUMENTS), 3):
-            assert one["inputs"].untyped_storage().data_ptr() <= one["labels"].data_ptr()
-            assert one["labels"].data_ptr() - one["inputs"].data_ptr() == one["inputs"].element_size()
+def test_without_helpers_nothing_is_copied(data: Path) -> None:
+    for one in islice(dataloader(data, **ARGUMENTS), 3):
+        assert one["labels"].data_ptr() - one["inputs"].data_ptr() == one["inputs"].element_size()
 
 
 @pytest.mark.parametrize(("first", "then"), [(0, 3), (3, 0), (2, 1)])
@@ -125,7 +123,7 @@ def test_leaving_a_loop_early_goes_on_with_the_next_batch(data: Path, persistent
 
 def test_persistent_helpers_stay_over_epochs_and_the_gap_is_short(tmp_path: Path) -> None:
     write_token_slice(tmp_path / "0.safetensors", np.zeros(1 << 17, np.uint16), np.array([1 << 17], np.uint64))
-    adopt(tmp_path, "larger")
+    import_slices(tmp_path, "larger")
     loader = dataloader(tmp_path, num_workers=2, persistent_workers=True, seq_len=SEQ_LEN, batch_size=256)
     before = {child.pid for child in multiprocessing.active_children()}
     pids, gaps = [], []
@@ -201,7 +199,7 @@ def test_an_error_in_a_helper_comes_with_its_words_after_what_was_good(tmp_path:
     for i in range(8):
         tokens = np.arange(SEQ_LEN * 16, dtype=np.uint16)
         write_token_slice(tmp_path / f"{i}.safetensors", tokens, np.array([len(tokens)], np.uint64))
-    adopt(tmp_path, "holed")
+    import_slices(tmp_path, "holed")
     arguments = {**ARGUMENTS, "shuffle": False, "lanes": 1}
     (tmp_path / "5.safetensors").unlink()
     seen = []
@@ -236,15 +234,9 @@ def test_names_for_transformers(data: Path) -> None:
     assert torch.equal(masked["position_ids"], plain["position_ids"])
 
 
-@pytest.mark.parametrize("helpers", [0, 2])
-@pytest.mark.parametrize("persistent", [False, True])
-def test_in_torchs_own_dataloader_every_pass_is_the_next_epoch(data: Path, helpers: int, persistent: bool) -> None:
-    if persistent and not helpers:
-        return
+def test_in_torchs_own_dataloader_every_pass_is_the_next_epoch(data: Path) -> None:
     wanted = [one["ids"] for one in expected(data, 3)]
-    loader = torch.utils.data.DataLoader(
-        TokenDataset(data, **ARGUMENTS), batch_size=None, num_workers=helpers, persistent_workers=persistent
-    )
+    loader = torch.utils.data.DataLoader(TokenDataset(data, **ARGUMENTS), batch_size=None)
     assert len(loader) == STEPS
     for epoch in range(3):
         got = list(loader)
@@ -254,13 +246,12 @@ def test_in_torchs_own_dataloader_every_pass_is_the_next_epoch(data: Path, helpe
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torchdata's own, when it is imported.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("helpers", [0, 1, 3])
-def test_in_torchdatas_stateful_dataloader(data: Path, helpers: int) -> None:
+def test_in_torchdatas_stateful_dataloader(data: Path) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
     wanted = [one["ids"] for one in expected(data, 3)]
 
     def make() -> Any:
-        return stateful.StatefulDataLoader(TokenDataset(data, **ARGUMENTS), batch_size=None, num_workers=helpers)
+        return stateful.StatefulDataLoader(TokenDataset(data, **ARGUMENTS), batch_size=None)
 
     for stop in (1, 8, 24):
         loader = make()
@@ -313,8 +304,9 @@ def test_what_is_wrong_is_refused(data: Path) -> None:
     loader = dataloader(data, num_workers=1, **ARGUMENTS)
     with pytest.raises(StateError, match="seed"):
         loader.load_state_dict(dataloader(data, **{**ARGUMENTS, "seed": 6}).state_dict())
-    with pytest.raises(StateError, match=r"got one of worker 0 of 2. Resume with num_workers=2"):
-        loader.load_state_dict({"start": {}, "helper": [0, 2], "given": 1})
+    others = torch.utils.data.DataLoader(TokenDataset(data, **ARGUMENTS), batch_size=None, num_workers=1)
+    with pytest.raises(UsageError, match=r"expected Forebay's DataLoader for helper processes"):
+        list(others)
 
 
 def _open_descriptors() -> int:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from calibration import scaled
 from forebay.data_node import DataNode
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.network.client import Client
@@ -81,7 +81,7 @@ class World:
         (folder / "corpus" / "slices").mkdir(parents=True)
         tokens = np.arange(5000, dtype=np.uint16) % 60
         write_token_slice(folder / "corpus" / "slices" / "0.safetensors", tokens, np.array([5000], np.uint64))
-        self.dataset: Dataset = adopt(folder / "corpus", "corpus")
+        self.dataset: Dataset = import_slices(folder / "corpus", "corpus")
         self.node = DataNode(data, [self.dataset], "127.0.0.1", 0, LocalDiscovery())
         self.parts = (folder / f"part{i}" for i in range(1_000_000))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from forebay.cli import main
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import NetworkError
 from forebay.storage.base import Timeouts
@@ -26,7 +26,7 @@ def served(tmp_path: Path):
         write_token_slice(
             folder / f"{index}.safetensors", np.arange(50_000, dtype=np.uint16), np.array([50_000], np.uint64)
         )
-    adopt(folder, "served")
+    import_slices(folder, "served")
     with OriginServer(folder) as server:
         yield folder, server
 

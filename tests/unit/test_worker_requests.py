@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from forebay.data_node import DataNode
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.network.client import Client, RemoteError
 from forebay.network.pki.identity import create_network, join
@@ -31,7 +31,7 @@ def work(tmp_path: Path) -> Iterator[Callable[..., WorkerReport]]:
     for index in range(4):
         tokens = np.arange(80, dtype=np.uint16)
         write_token_slice(tmp_path / "data" / "slices" / f"{index}.safetensors", tokens, np.array([80], np.uint64))
-    dataset = adopt(tmp_path / "data", "data")
+    dataset = import_slices(tmp_path / "data", "data")
     create_network(tmp_path / "network", "test")
     one, two, three = (join(tmp_path / "network", tmp_path / name, name) for name in ("node", "scheduler", "worker"))
     with ExitStack() as stack:

@@ -24,14 +24,14 @@ def versions() -> str:
 
 
 def write(corpus: Corpus, folder: Path) -> None:
-    from forebay.dataset.adopt import adopt
+    from forebay.dataset.import_slices import import_slices
     from forebay.dataset.slices import write_token_slice
 
     for i, (start, stop) in enumerate(corpus.shards()):
         tokens = np.array(corpus.tokens[start * SEQ_LEN : stop * SEQ_LEN])
         ends = np.append(np.arange(1000, len(tokens), 1000, dtype=np.uint64), np.uint64(len(tokens)))
         write_token_slice(folder / f"{i:06d}.safetensors", tokens, ends)
-    adopt(folder, "benchmark")
+    import_slices(folder, "benchmark")
 
 
 class Feed:

@@ -24,7 +24,7 @@ from benchmarks.loading import corpus, fleet
 from benchmarks.loading.__main__ import place
 from benchmarks.loading.remote import first, peers, resume, stall, throughput
 from benchmarks.measure import Figure, show
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 
 PARTS = ("throughput", "moto", "first", "resume", "stall")
@@ -43,7 +43,7 @@ def make_slices(folder: Path, num_slices: int) -> Path:
         for i in range(num_slices):
             tokens = rng.integers(0, corpus.VOCABULARY, _SLICE_TOKENS, dtype=np.uint16)
             write_token_slice(data / f"{i:06d}.safetensors", tokens, ends)
-        adopt(data, "benchmark")
+        import_slices(data, "benchmark")
     return data
 
 

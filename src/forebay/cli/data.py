@@ -97,9 +97,9 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from forebay.dataset.adopt import adopt
+    from forebay.dataset.import_slices import import_slices
 
-    show(adopt(args.directory, name=args.name).describe(), args.json)
+    show(import_slices(args.directory, name=args.name).describe(), args.json)
     return 0
 
 

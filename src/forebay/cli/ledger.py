@@ -85,10 +85,10 @@ def _blame(args: argparse.Namespace) -> int:
 
 def _documents(args: argparse.Namespace, index: LedgerIndex) -> dict[str, Documents]:
     """The documents of the datasets of --dataset, by dataset id."""
-    from forebay.dataset.documents import by_dataset_id
+    from forebay.dataset.documents import Documents
     from forebay.dataset.reader import open_dataset
 
-    documents = dict(by_dataset_id([open_dataset(path) for path in args.dataset or []]))
+    documents = {dataset.id: Documents(dataset) for dataset in map(open_dataset, args.dataset or [])}
     for id, of_dataset in documents.items():
         if id not in index.job.dataset_ids:
             raise UsageError(

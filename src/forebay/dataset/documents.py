@@ -4,36 +4,21 @@ Documents are numbered from 0 by their ends, slice after slice. If `forebay prep
 (option --document-ids), its row n has the id and the source of document n.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from forebay.dataset.manifest import DOCUMENTS_FILE, Manifest, SliceTable
-from forebay.dataset.slices import Slice
+from forebay.dataset.manifest import DOCUMENTS_FILE
 from forebay.errors import DatasetError, UsageError
 
 PREVIEW_TOKENS = 64
 PREVIEW_CHARS = 160
-
-
-class Slices(Protocol):
-    """The part of a dataset that is used here."""
-
-    path: Path
-    manifest: Manifest
-    table: SliceTable
-    id: str
-
-    def open_slice(self, index: int) -> Slice:
-        """Slice `index`, mapped."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -67,14 +52,14 @@ class Document:
 class Documents:
     """The documents of a local dataset; reads only what is requested."""
 
-    def __init__(self, dataset: Slices) -> None:
+    def __init__(self, dataset: Any) -> None:  # A `reader.Dataset`.
         self.dataset = dataset
         self._first = np.cumsum(dataset.table.documents) - dataset.table.documents
 
     @property
     def has_ids(self) -> bool:
         """Whether the dataset has the ids and sources of its documents."""
-        return (self.dataset.path / DOCUMENTS_FILE).is_file()
+        return bool((self.dataset.path / DOCUMENTS_FILE).is_file())
 
     def pieces(self, slice_index: int, start: int, stop: int, *, text: bool = True) -> list[DocumentRange]:
         """The documents of tokens [start, stop) of a slice, in order; none for layout rows."""
@@ -207,8 +192,3 @@ def _groups(table: pq.ParquetFile) -> Iterator[tuple[int, int, int]]:
         count = table.metadata.row_group(group).num_rows
         yield group, base, count
         base += count
-
-
-def by_dataset_id(datasets: Sequence[Slices]) -> Mapping[str, Documents]:
-    """Documents by dataset id."""
-    return {dataset.id: Documents(dataset) for dataset in datasets}

@@ -309,7 +309,6 @@ def _read_columns(file: pq.ParquetFile, num_bytes: int) -> list[pa.Array]:
 
 
 def _lengths(values: pa.StringArray) -> NDArray[np.int32]:
-    """[n] the bytes of each string."""
     offsets = np.frombuffer(values.buffers()[1] or bytes(4), np.int32)
     return np.diff(offsets[values.offset : values.offset + len(values) + 1])
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from urllib.parse import unquote, urlparse
@@ -63,7 +62,7 @@ class VerifyReport:
         return {"ok": self.ok, "bad": self.bad, "level": self.level, "checks": list(self.checks), **lists}
 
 
-Verify: TypeAlias = Literal["once", "open", "never"]
+Verify: TypeAlias = Literal["once", "never"]
 
 
 class Dataset:
@@ -90,12 +89,6 @@ class Dataset:
             totals = f"{self.num_tokens:,} tokens in {len(self):,} documents"
         location = f"{self.num_slices:,} slices, {self.manifest.bytes:,} bytes, path={str(self.path)!r}"
         return f"{type(self).__name__}({self.name!r}, id={self.id[:12]}…, {totals}, {location})"
-
-    def _repr_html_(self) -> str:
-        """An HTML table for notebooks."""
-        shown = {key: value for key, value in self.describe().items() if value not in ("", None)}
-        cells = (f"<tr><th>{escape(key)}</th><td>{escape(str(value))}</td></tr>" for key, value in shown.items())
-        return f"<table>{''.join(cells)}</table>"
 
     def __len__(self) -> int:
         """Documents; of layout `rows`, rows."""
@@ -260,14 +253,14 @@ def open_dataset(path: str | Path, *, verify: Verify = "once") -> Dataset:
     Args:
         path: A directory or a `file://` URL.
         verify: `once`: hash each slice at its first use, and again only after its file changed; the result is kept
-            in the user's cache directory. `open`: hash every file now. `never`: check sizes, types and counts only.
+            in the user's cache directory. `never`: check sizes, types and counts only.
 
     Raises:
-        DatasetError: If there is no dataset, or its manifest or table (with `open`, any file) is damaged.
+        DatasetError: If there is no dataset, or its manifest or table is damaged.
         UsageError: If the URL has another scheme, or `verify` another value.
     """
-    if verify not in ("once", "open", "never"):
-        raise UsageError(f"verify: expected 'once', 'open' or 'never', got {verify!r}.")
+    if verify not in ("once", "never"):
+        raise UsageError(f"verify: expected 'once' or 'never', got {verify!r}.")
     folder = local_path(path)
     manifest_bytes = _read(folder, MANIFEST_FILE)
     manifest = Manifest.from_json(manifest_bytes)
@@ -280,13 +273,7 @@ def open_dataset(path: str | Path, *, verify: Verify = "once") -> Dataset:
     table = SliceTable.from_parquet(table_bytes)
     check_totals(manifest, table)
     id = dataset_id(manifest_bytes)
-    dataset = Dataset(folder, manifest, table, id, VerifiedMarks(folder, id, len(table)) if verify == "once" else None)
-    if verify == "open" and not (report := dataset.verify()).ok:
-        raise DatasetError(
-            f"{folder}: expected files that match their hashes, got {len(report.bad)} that do not: "
-            f"{', '.join(report.bad[:8])}. Fetch or prepare them again."
-        )
-    return dataset
+    return Dataset(folder, manifest, table, id, VerifiedMarks(folder, id, len(table)) if verify == "once" else None)
 
 
 def check_totals(manifest: Manifest, table: SliceTable) -> None:

@@ -1,16 +1,12 @@
-"""Shards as Templar's are: `train_%06d.npy` and the ids of its samples, of both generations, in bounded memory.
+"""Writes Templar's token shards: `train_%06d.npy` and the ids of their samples, in bounded memory.
 
-Tokens are cut at a fixed count across documents. A shard is written under a temporary name with NumPy's header of the
-count that it will have, its samples are hashed as they come, and it gets its names last: first the ids, then the
-tokens. `shards.json`, written at the very end, has each file's size and sha256; a client that fetches
-shards beside it compares them.
+Tokens are cut at a fixed count across documents. Each file is written atomically, the ids before their tokens, so a
+shard whose tokens exist is complete.
 
 Memory: some 8 MiB, and 8 bytes for each sample of a shard.
 """
 
-from __future__ import annotations
-
-import json
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -21,22 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.dataset.reader import Dataset
-from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write, open_atomic, remove_stale
 from forebay.formats.external import token_dtype
 from forebay.formats.vectors import npy_header, sample_id
 
-LIST_FILE = "shards.json"
-LIST_FORMAT = "forebay shards 2"
 SHARD_TOKENS = 100 << 30
-Generation = Literal["bin", "npy"]
 _BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One pair of files. `num_samples` * seq_len tokens."""
+    """A pair of files with `num_samples` * seq_len tokens."""
 
     index: int
     tokens: Path
@@ -51,23 +43,22 @@ def write_shards(
     seq_len: int = 2048,
     shard_tokens: int = SHARD_TOKENS,
     dtype: Any = None,
-    generation: Generation = "npy",
-    prefix: str = "",
+    generation: Literal["bin", "npy"] = "npy",
 ) -> list[Shard]:
-    """Write tokens as shards. Shards of an earlier run of these names are replaced.
+    """Write tokens as shards. Existing shards of the same names are replaced.
 
-    The tokens after the last whole sample, fewer than `seq_len`, are left out: a shard is a whole number of samples.
+    The tokens after the last whole sample, fewer than `seq_len`, are left out.
 
     Args:
-        source: A dataset of layout `tokens`, or vectors of tokens that follow each other.
-        out: A directory, made if absent.
-        shard_tokens: Of each shard but the last; rounded down to whole samples.
+        source: A dataset of layout `tokens`, or consecutive vectors of tokens.
+        out: A directory, created if absent.
+        shard_tokens: Tokens of each shard but the last; rounded down to whole samples.
         dtype: uint16 or uint32; by default that of the source.
-        generation: `bin`: ids as raw u64 in `.bin`, the first generation's way; `npy`: in `.npy`.
+        generation: Format of the ids: `bin`: raw u64, as in the first generation of shards; `npy`.
 
     Raises:
-        UsageError: If an argument is out of range, or the source has no tokens.
-        DatasetError: If a token does not fit the type, or fewer than one sample came.
+        UsageError: If an argument is out of range.
+        DatasetError: If a token does not fit the type, or there is no whole sample.
         OSError: If they cannot be written.
     """
     out = Path(out)
@@ -76,60 +67,50 @@ def write_shards(
     if generation not in ("bin", "npy"):
         raise UsageError(f"shards: expected generation 'bin' or 'npy', got {generation!r}.")
     pieces = _pieces(source)
-    first = next(pieces, None)
-    if first is None:
-        raise DatasetError(f"{out}: expected tokens to write, got none. Nothing was written.")
-    kind = token_dtype(dtype if dtype is not None else first.dtype)
+    first = next(pieces, np.empty(0, np.uint16))
+    kind = token_dtype(first.dtype if dtype is None else dtype)
     if kind not in (np.dtype("<u2"), np.dtype("<u4")):
-        raise UsageError(f"shards: expected uint16 or uint32, got {kind}. Say dtype=.")
+        raise UsageError(f"shards: expected uint16 or uint32, got {kind}. Set dtype=.")
     out.mkdir(parents=True, exist_ok=True)
     remove_stale(out)
-    (out / LIST_FILE).unlink(missing_ok=True)
-    blocks, shard_samples = _samples(chain([first], pieces), kind, seq_len, out), shard_tokens // seq_len
+    blocks = _samples(chain([first], pieces), kind, seq_len, out)
     block = next(blocks, None)
     shards: list[Shard] = []
     while block is not None:
-        tokens = out / f"{prefix or 'train'}_{len(shards):06d}.npy"
-        ids = out / f"sample_ids_{prefix and prefix + '_'}{len(shards):06d}.{generation}"
-        sample_ids: list[NDArray[np.uint64]] = []
-        count = 0
+        tokens, ids = out / f"train_{len(shards):06d}.npy", out / f"sample_ids_{len(shards):06d}.{generation}"
+        sample_ids = array("Q")
         with open_atomic(tokens) as file:
             file.write(npy_header(kind, 0))
-            while block is not None and count < shard_samples:
-                here, block = block[: shard_samples - count], block[shard_samples - count :]
-                file.write(here.view(np.uint8).data)
-                sample_ids.append(np.array([sample_id(row) for row in here], "<u8"))
-                count += len(here)
-                block = block if len(block) else next(blocks, None)
+            while block is not None and (capacity := shard_tokens // seq_len - len(sample_ids)):
+                file.write(block[:capacity].view(np.uint8).data)
+                sample_ids.extend(map(sample_id, block[:capacity]))
+                block = block[capacity:] if len(block) > capacity else next(blocks, None)
             file.seek(0)
-            file.write(npy_header(kind, count * seq_len))
-            raw = np.concatenate(sample_ids).view(np.uint8).data
-            atomic_write(ids, [npy_header(np.dtype("<u8"), count), raw] if generation == "npy" else [raw])
-        shards.append(Shard(len(shards), tokens, ids, count))
+            file.write(npy_header(kind, len(sample_ids) * seq_len))
+            raw = np.asarray(sample_ids, "<u8").view(np.uint8).data
+            atomic_write(ids, [npy_header(np.dtype("<u8"), len(sample_ids)), raw] if generation == "npy" else [raw])
+        shards.append(Shard(len(shards), tokens, ids, len(sample_ids)))
     if not shards:
         raise DatasetError(f"{out}: expected at least one sample of {seq_len} tokens, got fewer tokens.")
-    _write_list(out, shards, seq_len, kind)
     return shards
 
 
 def _samples(pieces: Iterable[NDArray[Any]], kind: np.dtype[Any], seq_len: int, out: Path) -> Iterator[NDArray[Any]]:
+    """Blocks of whole samples [N, seq_len]."""
+    limit = np.iinfo(kind).max
     pending = np.empty(0, kind)
     step = max(1, _BLOCK_BYTES // (seq_len * kind.itemsize)) * seq_len
     for piece in pieces:
         for start in range(0, len(piece), step):
-            pending = np.concatenate([pending, _narrowed(piece[start : start + step], kind, out)])
+            tokens = piece[start : start + step]
+            if tokens.dtype != kind and (int(tokens.min()) < 0 or int(tokens.max()) > limit):
+                token = int(tokens[(tokens < 0) | (tokens > limit)][0])
+                raise DatasetError(f"{out}: expected tokens in [0, {limit}], got {token}. Write them as uint32.")
+            pending = np.concatenate([pending, tokens.astype(kind, copy=False)])
             num_whole = len(pending) // seq_len * seq_len
             if num_whole:
                 yield pending[:num_whole].reshape(-1, seq_len)
                 pending = pending[num_whole:]
-
-
-def _narrowed(tokens: NDArray[Any], kind: np.dtype[Any], out: Path) -> NDArray[Any]:
-    limit = np.iinfo(kind).max
-    if tokens.dtype != kind and len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) > limit):
-        index = int(np.flatnonzero((tokens < 0) | (tokens > limit))[0])
-        raise DatasetError(f"{out}: expected tokens in [0, {limit}], got {int(tokens[index])}. Write them as uint32.")
-    return tokens.astype(kind, copy=False)
 
 
 def _pieces(source: Dataset | Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
@@ -143,13 +124,3 @@ def _pieces(source: Dataset | Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
         raise UsageError(f"{source.path}: expected a dataset of layout tokens, got {source.manifest.layout}.")
     for index in range(source.num_slices):
         yield source.open_slice(index).tokens
-
-
-def _write_list(out: Path, shards: list[Shard], seq_len: int, kind: np.dtype[Any]) -> None:
-
-    def file(path: Path) -> dict[str, Any]:
-        return {"name": path.name, "bytes": path.stat().st_size, "sha256": hash_file(path)}
-
-    rows = [{"samples": s.num_samples, "tokens": file(s.tokens), "ids": file(s.ids)} for s in shards]
-    listing = {"format": LIST_FORMAT, "seq_len": seq_len, "dtype": kind.name, "shards": rows}
-    atomic_write(out / LIST_FILE, json.dumps(listing, indent=1).encode() + b"\n")

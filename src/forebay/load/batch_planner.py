@@ -136,7 +136,6 @@ class BatchPlanner:
             self._close_map(key)
 
     def _block(self, plan: _Plan, start: int, stop: int) -> Iterator[Batch]:
-        """The batches of planned steps [start, stop), whose slices are open."""
         bounds, ids, sources = plan.bounds, plan.ids, plan.sources
         first = bounds[start]
         clock, faults, make_s = time.perf_counter, _major_faults(), 0.0
@@ -260,7 +259,6 @@ class BatchPlanner:
             self.network_s += time.perf_counter() - started_at
 
     def _close_cached_except(self, used: Collection[int]) -> None:
-        """Close the maps of cached slices, except `used`."""
         retained = set(used)
         for key in [key for key in self._open if key not in retained and self._slices.is_cached(key)]:
             self._close_map(key)

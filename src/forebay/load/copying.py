@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ I64 = NDArray[np.int64]
 _MAX_RANGES = 1024  # IOV_MAX of Linux.
 _pid = os.getpid
 _Writev = Callable[[int, int, int, Any, int, int], int]
-_SCRATCH_BYTES = 1 << 17  # Ranges of small batches are copied in blocks of this size, which fit the processor's cache.
 
 
 class MappedArray:
@@ -113,30 +111,13 @@ class TokenCopier:
         width = self._stored.itemsize
         self._ranges = RangeCopier(sources, which, starts * width, lengths * width)
         self._first_ranges, self._dtype = first_ranges, dtype
-        self._scratch = np.empty(0, np.uint8)
-        self._scratch_start = self._scratch_stop = 0  # The ranges in `_scratch`.
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """The tokens of rows [start, stop), concatenated, in a new array. Raises DatasetError as `RangeCopier.copy`."""
         first, last, edges = self._first_ranges[start], self._first_ranges[stop], self._ranges.edges
-        if not self._scratch_start <= first <= last <= self._scratch_stop:
-            self._fill(first, last)
-        base = edges[self._scratch_start]
-        return self._scratch[edges[first] - base : edges[last] - base].view(self._stored).astype(self._dtype)
-
-    def _fill(self, first: int, last: int) -> None:
-        """Copy these ranges to the scratch buffer, and the following ones while they fit."""
-        edges = self._ranges.edges
-        stop = max(last, bisect_right(edges, edges[first] + _SCRATCH_BYTES) - 1)
-        if edges[stop] - edges[first] > len(self._scratch):
-            self._scratch = np.empty(edges[stop] - edges[first], np.uint8)
-        self._scratch_start = self._scratch_stop = 0
-        try:
-            self._ranges.copy(first, stop, self._scratch.ctypes.data)
-        except DatasetError:
-            stop = last  # An error in the following ranges is raised when they are read.
-            self._ranges.copy(first, stop, self._scratch.ctypes.data)
-        self._scratch_start, self._scratch_stop = first, stop
+        stored = np.empty((edges[last] - edges[first]) // self._stored.itemsize, self._stored)
+        self._ranges.copy(first, last, stored.__array_interface__["data"][0])
+        return stored.astype(self._dtype)
 
 
 def copy_array(array: NDArray[Any], path: Path | str) -> NDArray[Any]:

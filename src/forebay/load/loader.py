@@ -1,9 +1,5 @@
 """The Loader: batches of a dataset in a reproducible order, resumable at any of them. No framework.
 
-Connects the parts: opened datasets (sources), their samples, the order (run), slices (read in place or cached), batches
-(batch_planner) and statistics, and counts what the caller has received. A state is (epoch, samples taken, step) and
-what must agree for them to mean the same samples.
-
 Memory: a batch and what `prefetch` holds, 16 bytes a slice of the table for the order, some thousand sample numbers,
 and maps of at most 1 GiB of slices, which are pages of the page cache. Disk: `cache_bytes`.
 """
@@ -59,14 +55,12 @@ class Loader:
         seq_len: Tokens of a sample, L. Required for layout `tokens`, ignored for `rows`.
         batch_size: Samples of a rank's batch; the global batch is batch_size * world_size.
         global_batch_size: Samples of all ranks' batches together: a number, or `[(run step, number), ...]` for a batch
-            that grows. Exactly one of the two is required. It need not be a multiple of the world size: ranks' shares
-            differ by at most one sample.
+            that grows. Exactly one of the two is required. Ranks' shares differ by at most one sample.
         rank: By default the environment's (RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK), or 0.
         world_size: By default the environment's, or 1.
         seed: Any integer.
         shuffle: False for the dataset's own order.
-        epochs: Number of epochs; None for no end. A mixture has no epochs: it ends by `steps`, or never.
-        steps: Maximum number of steps of the run.
+        epochs, steps: Limits of the run; None for no end. A mixture has no epochs: it ends by `steps`, or never.
         drop_last: Leave out the short global batch at an epoch's end. Without it a rank's last batch may be shorter;
             if fewer samples than ranks remain, a rank without one gets one sample of another step, with weight 0 and no
             sample_ids. All ranks have the same number of steps; `Batch.weight` corrects for uneven shares.
@@ -82,27 +76,22 @@ class Loader:
             is read in place, unless this is given: then it is fetched like a remote one.
         cache_bytes: Limit of the cache, for all loaders that share it together; by default a quarter of what is free,
             up to 64 GiB.
-        cache: Shorthand for cache_dir: `disk` for the user's directory, `ram` for memory.
         readahead_bytes: How much of what is read later may be evicted for slices fetched ahead. By default a
-            quarter of the cache; 0: most slices survive an epoch, and each new one is waited
-            for.
+            quarter of the cache; 0: most slices survive an epoch, and each new one is waited for.
         connections: Concurrent requests to an origin.
         share: For a `forebay://` dataset: join its swarm and serve cached slices to peers, from the first batch until
             `close`, at any port or at `HOST:PORT`.
         verify: Hash each slice when this loader first opens it, also if its file did not change since it was last
-            hashed. Without it a local slice is hashed at its first use; fetched slices are always verified.
+            hashed.
         identity: For `forebay://` URLs, the node's directory.
         from_urls: For `forebay://` URLs: read also from URLs that data nodes announce: `public` or `any`.
-        prefetch: Batches made ahead by a thread; 0 makes them in the caller's thread, which is faster for whole tokens
-            (a batch costs microseconds). Slices are fetched ahead either way.
+        prefetch: Batches made ahead by a thread; 0 makes them in the caller's thread. Slices are fetched ahead either
+            way.
         lanes, window, head: As in `Order`.
         max_fetch_ratio: Refuse to fetch more than this many times the dataset's bytes in an epoch, over all nodes, by
-            the figures of `forebay plan`; from 1.1 times on there is a warning. None or 0: no limit. Ranks that share a
-            machine and its cache are those of LOCAL_WORLD_SIZE (or of Slurm, Open MPI), else 1. Slices that several
-            nodes read count from 1 GiB an epoch on.
+            the figures of `forebay plan`; from 1.1 times on there is a warning. None or 0: no limit.
         sharding: `order`: each epoch assigns all slices to the ranks in a new order. `hash`: each rank owns slices, the
-            same in all epochs, so that a cache of 1/W of the data suffices, and mixes only those. Its batches are at
-            most batch_size, ranks take equally many steps, and a state belongs to its rank and world size.
+            same in all epochs, and mixes only those. A state then belongs to its rank and world size.
         worker_names: For `hash`, by rank: names that stay with machines; by default the ranks' numbers.
         every: (k, n): only steps k, k + n, ... from where iterating starts, for the k-th of n helper processes.
 
@@ -137,7 +126,6 @@ class Loader:
         trim_padding: bool = False,
         cache_dir: str | Path | None = None,
         cache_bytes: int | None = None,
-        cache: str | None = None,
         readahead_bytes: int | None = None,
         connections: int = 16,
         share: bool | str = False,
@@ -183,7 +171,6 @@ class Loader:
         self.seq_len = int(options.seq_len) if is_tokens else None
 
     def _plan_run(self, options: SimpleNamespace) -> None:
-        """Choose the samples and their order."""
         sizes = batch_sizes(options.batch_size, options.global_batch_size, self.world_size)
         smallest = min(size for _, size in sizes.changes)
         if self.world_size > smallest:
@@ -240,7 +227,7 @@ class Loader:
             trim_padding=options.trim_padding,
         )  # fmt: skip
         cached, settings = resolve_cache(
-            datasets, cache=options.cache, cache_dir=options.cache_dir, cache_bytes=options.cache_bytes,
+            datasets, cache_dir=options.cache_dir, cache_bytes=options.cache_bytes,
             connections=options.connections, readahead_bytes=options.readahead_bytes,
             share=options.share, verify=bool(options.verify),
         )  # fmt: skip

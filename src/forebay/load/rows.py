@@ -1,14 +1,18 @@
 """Batches of layout `rows`: the same rows of all tensors of a slice, stacked.
 
 Rows of one shape are copied in one call a tensor. Vectors whose length differs between slices are padded to the
-longest of the batch.
+longest of the batch. `dequantize` turns I8 with a scale, and bits of BF16, into F32:
+
+    for batch in loader:
+        images = dequantize(batch.tensors, tensor_dtypes(loader.dataset))["images"]
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import IGNORE_INDEX
@@ -16,6 +20,7 @@ from forebay.load.collate import BatchArrays, Collator
 from forebay.load.copying import MappedArray, RangeCopier
 from forebay.load.samples import I64, Array, SampleIndex
 
+SCALE_SUFFIX = ".scale"
 _Tensors = Mapping[str, MappedArray]
 
 
@@ -140,4 +145,47 @@ def _stack_padded(name: str, arrays: list[Array], copier: RangeCopier, start: in
     out = np.full((len(arrays), max(array.shape[1] for array in arrays)), pad, dtype)
     for i in range(len(arrays)):
         copier.copy(start + i, start + i + 1, out.ctypes.data + i * out.strides[0])
+    return out
+
+
+def tensor_dtypes(dataset: Dataset) -> dict[str, str]:
+    """The SafeTensors type of each tensor of layout `rows`, from the manifest, else from the first slice; {} if empty.
+
+    `forebay convert` and `forebay import` write the types into the manifest.
+    """
+    for entry in ("converted", "imported"):
+        lineage = dataset.manifest.lineage.get(entry)
+        if isinstance(lineage, dict) and isinstance(lineage.get("tensors"), dict):
+            return {name: str(dtype) for name, (dtype, *_) in lineage["tensors"].items()}
+    return dict(dataset.open_slice(0).dtypes) if dataset.num_slices else {}
+
+
+def dequantize(
+    tensors: Mapping[str, Array], dtypes: Mapping[str, str] | None = None, names: Iterable[str] | None = None
+) -> dict[str, Array]:
+    """The tensors of a batch with quantized ones as F32, without scales; other tensors unchanged.
+
+    Args:
+        tensors: By name, each [B, ...]: those of a Batch, or of a slice.
+        dtypes: The types from `tensor_dtypes`; without them BF16 stays bits, as its arrays do not tell.
+        names: The tensors to dequantize; by default every I8 tensor with a scale beside it, and every BF16.
+
+    Raises:
+        UsageError: If a named tensor is missing, or is neither quantized nor BF16.
+    """
+    dtypes = dtypes or {}
+    quantized = {name for name, array in tensors.items() if array.dtype == np.int8 and name + SCALE_SUFFIX in tensors}
+    possible = quantized | {name for name in tensors if dtypes.get(name) == "BF16"}
+    chosen = possible if names is None else set(names)
+    if not chosen <= possible:
+        raise UsageError(f"dequantize: expected some of {sorted(possible)}, got {sorted(chosen - possible)}.")
+    scales = {name + SCALE_SUFFIX for name in quantized & chosen}
+    out: dict[str, Array] = {}
+    for name, array in tensors.items():
+        if name in quantized & chosen:
+            out[name] = array.astype(np.float32) * tensors[name + SCALE_SUFFIX].reshape(-1, *[1] * (array.ndim - 1))
+        elif name in chosen:
+            out[name] = (array.astype(np.uint32) << 16).view(np.float32)
+        elif name not in scales:
+            out[name] = array
     return out

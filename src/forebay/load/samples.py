@@ -10,7 +10,7 @@ hundredth of the samples takes about a hundredth of the slices, and a larger val
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,14 +19,17 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.dataset.manifest import SliceInfo
 from forebay.dataset.reader import Dataset
-from forebay.errors import UsageError
+from forebay.dataset.slices import locate_tensors
+from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.files import atomic_write, remove_stale
-from forebay.load.document_ends import ReadEnds, ends_reader
 from forebay.load.packing import DocumentSpans, DocumentSubset, count_fit, document_spans
 from forebay.order.bijection import derive_key, permute
 from forebay.order.plan import samples_per_slice
 from forebay.order.rendezvous import assign_owners
+from forebay.storage.base import Origin, read_small
+from forebay.storage.remote_dataset import RemoteDataset
 
 Array: TypeAlias = NDArray[Any]
 I64 = NDArray[np.int64]
@@ -37,6 +40,8 @@ MAX_IMBALANCE = 0.1
 """A worker owns at most this fraction more slices than the mean, rounded up to a whole slice: with few slices much more
 than a tenth (81 slices on 8 workers: at most 12, 1.19 times the mean)."""
 _READERS = 8  # Threads that read document ends.
+_HEAD_BYTES = 64 << 10  # Usually includes the document ends of our own slices.
+ReadEnds = Callable[[int], NDArray[np.uint64]]
 _COUNTING_VERSION = 1  # Of the cached counts.
 
 
@@ -270,3 +275,54 @@ class _SampleCounter:
         spans = document_spans(self.read_ends(index), size, self.documents, first, before, after)
         tokens = spans.num_tokens
         return count_fit(spans, self.seq_len) if self.packing == "fit" else tokens // self.seq_len, tokens
+
+
+def ends_reader(dataset: Dataset) -> ReadEnds:
+    """A thread-safe function that returns the ends of slice i, U64 [D], or raises DatasetError or NetworkError.
+
+    Of a remote slice it reads the header and the ends. These bytes are not verified, as only a whole slice has a hash;
+    a slice with fewer samples than planned is refused when it is opened.
+    """
+    if not isinstance(dataset, RemoteDataset):
+        return lambda index: dataset.open_slice(index).document_ends
+    origin = dataset.origin
+    return lambda index: _read_remote(origin, dataset.table.row(index))
+
+
+def _read_remote(origin: Origin, row: SliceInfo) -> NDArray[np.uint64]:
+    head = _read(origin, row.name, 0, min(_HEAD_BYTES, row.bytes))
+    offset = 0
+
+    def next_bytes(count: int) -> bytes:
+        nonlocal head, offset
+        if offset + count > len(head):
+            head += _read(origin, row.name, len(head), min(offset + count, row.bytes))
+        offset += count
+        return head[offset - count : offset]
+
+    tensors = locate_tensors(next_bytes, row.bytes)
+    dtype, shape, start, stop = tensors.get("document_ends", ("", (), 0, 0))
+    if (dtype, shape) != ("U64", (row.documents,)):
+        raise DatasetError(
+            f"{row.name} of {origin.url}: expected document_ends U64 [{row.documents}], got {dtype} {list(shape)}. "
+            "Publish the dataset again."
+        )
+    data = head[start:stop]
+    if len(data) < stop - start:
+        data += _read(origin, row.name, start + len(data), stop)
+    return np.frombuffer(data, "<u8")
+
+
+def _read(origin: Origin, name: str, start: int, stop: int) -> bytes:
+    """Bytes [start, stop) of an object, from the first source of the origin that has them."""
+    if start >= stop:
+        return b""
+    last_error: DatasetError | NetworkError | None = None
+    for source in origin.sources():
+        try:
+            return read_small(source, name, stop - start, start=start)
+        except (DatasetError, NetworkError) as error:
+            last_error = error
+    raise last_error or NetworkError(
+        f"{name} of {origin.url}: expected a source that has it, got none. Start a node that serves it."
+    )

@@ -17,18 +17,21 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from forebay.errors import UsageError
-from forebay.formats.external import token_dtype as check_token_dtype
 from forebay.load.batch import IGNORE_INDEX, Batch
-from forebay.load.shard_dataset import ShardDataset, ShardDownload
+from forebay.load.shard_download import (
+    MIN_PROCESS_BYTES,
+    ShardDataset,
+    ShardDownload,
+    obtain_in_process,
+    open_folder,
+)
 from forebay.load.shard_folder import ShardFiles
-from forebay.load.shard_helper import MIN_PROCESS_BYTES, obtain_in_process, open_folder
 from forebay.order.shard_windows import (
     STEPS_PER_SHARD,
     Sampler,
@@ -45,9 +48,8 @@ COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
 COMMON_MEM_BYTES = 4 * 10**9
 COMMON_SHARDS = 750 / 215  # Of 215 GB, on a disk of 750 GB.
 _MIN_RATED_S = 1.0  # Shorter downloads say nothing about the network.
-
-
-__all__ = ["ShardDataset", "SharedShardedDatasetManager"]
+_MIN_SHARDS = 3  # On the disk at the start: the active one, the next, and one that slow ranks still use.
+_SWAP_TIMEOUT_S = 3600.0  # How long a swap waits for a shard whose download keeps failing.
 
 log = logging.getLogger("forebay.load")
 
@@ -55,27 +57,19 @@ log = logging.getLogger("forebay.load")
 class SharedShardedDatasetManager:
     """The shards of a bucket, each local and verified before it is trained on. Not thread-safe.
 
+    Local rank 0 (`LOCAL_RANK`, else `rank`) removes used shards.
+
     Args:
         sequence_length: Tokens of a sample.
         rank, world_size: Of the run; batches are divided by them.
         comms: Not used; callers of another project's class of this name pass it.
         url: Location of the shards; by default the bucket of `R2_DATASET_*` below `DATASET_BINS_PATH`.
         folder: Local directory; by default `DATASET_BINS_PATH`. If it is the same as `url`, shards are used in place.
-        local_rank: Of the machine: 0 removes used shards. By default `LOCAL_RANK`, else `rank`.
         keep_shards: Remove nothing.
         chunk_size, max_workers: Of downloads, see `forebay.storage.ranged_download.plan_download`.
-        tmp_dir: Directory of partial files; by default `folder`. From another volume, files are copied and verified
-            again.
+        tmp_dir: Directory of partial files; by default `folder`. From another volume, files are copied.
         steps_per_shard, reset_step, num_shards, remap: See `shard_of_step`; `num_shards` is listed if None.
-        generation: Of the files of ids: `bin`, `npy`, or `auto`.
-        token_dtype: uint16 or uint32, required of the shards. By default as they are.
-        prefix: `train` or `anneal`.
-        min_shards: Shards that must fit the disk at the start: the active one, the next, and a third that slow ranks
-            still use. With 2, a download may have to wait for them.
         timeout_s: An attempt fails after this time without a byte or an answer; at most a quarter more.
-        swap_timeout_s: How long a swap waits for a shard whose download keeps failing.
-        fetch: Download upcoming shards in a low-priority `process`, or in threads of this one (`thread`); shards below
-            64 MiB are downloaded in threads.
 
     Raises:
         UsageError: If an argument or an environment variable is missing or wrong.
@@ -90,7 +84,6 @@ class SharedShardedDatasetManager:
         *,
         url: str | Path | None = None,
         folder: str | Path | None = None,
-        local_rank: int | None = None,
         keep_shards: bool = False,
         chunk_size: int | None = None,
         max_workers: Workers = None,
@@ -98,34 +91,30 @@ class SharedShardedDatasetManager:
         steps_per_shard: int = STEPS_PER_SHARD,
         reset_step: int | None = None,
         num_shards: int | None = None,
-        generation: Literal["auto", "bin", "npy"] = "auto",
         remap: Mapping[int, int] | None = None,
-        token_dtype: Any = None,
-        prefix: str = "train",
-        min_shards: int = 3,
         timeout_s: float = 300.0,
-        swap_timeout_s: float = 3600.0,
-        fetch: Literal["process", "thread"] = "process",
     ) -> None:
         del comms
-        if sequence_length < 1 or not 0 <= rank < world_size or min_shards < 2 or fetch not in ("process", "thread"):
+        if sequence_length < 1 or not 0 <= rank < world_size:
             raise UsageError(
-                "shards: expected sequence_length >= 1, 0 <= rank < world_size, min_shards >= 2, fetch 'process' or "
-                f"'thread', got {sequence_length=}, {rank=}, {world_size=}, {min_shards=}, {fetch=}."
+                f"shards: expected sequence_length >= 1 and 0 <= rank < world_size, got {sequence_length=}, {rank=}, "
+                f"{world_size=}."
             )
-        if any(index < 0 for pair in (remap or {}).items() for index in pair):
-            raise UsageError(f"remap: expected indexes of shards, got {dict(remap or {})}.")
+        self.remap = dict(remap or {})
+        if any(index < 0 for pair in self.remap.items() for index in pair):
+            raise UsageError(f"remap: expected indexes of shards, got {self.remap}.")
+        if self.remap:
+            log.warning("shards replaced (remap): %s", ", ".join(f"{a} by {b}" for a, b in self.remap.items()))
         shard_turn(0, steps_per_shard, reset_step)  # Checks them.
         self.sequence_length = sequence_length
         self.rank, self.world_size = rank, world_size
-        self.local_rank = int(os.environ.get("LOCAL_RANK") or rank) if local_rank is None else local_rank
         self.keep_shards = keep_shards
         self.steps_per_shard, self.reset_step = steps_per_shard, reset_step
-        self.remap = dict(remap or {})
         self.shard_index = -1
         self.active_dataset: ShardDataset | None = None
         self.upcoming_dataset: ShardDownload | None = None
-        self._num_shards, self._min_shards, self._swap_timeout_s = num_shards, min_shards, swap_timeout_s
+        self._is_first_rank = int(os.environ.get("LOCAL_RANK") or rank) == 0
+        self._num_shards = num_shards
         self._used: set[int] = set()
         self._needed: set[int] = set()
         self._checked_disk = False
@@ -135,22 +124,17 @@ class SharedShardedDatasetManager:
         directory = Path(folder if folder is not None else require_env("DATASET_BINS_PATH", "shards")).absolute()
         source = "r2://" if url is None else str(url) if "://" in str(url) else str(Path(url).absolute())
         settings: dict[str, Any] = {
-            "sequence_length": sequence_length,
-            "dtype": None if token_dtype is None else check_token_dtype(token_dtype),
-            "tmp_dir": None if tmp_dir is None else Path(tmp_dir).absolute(), "chunk_size": chunk_size,
-            "max_workers": max_workers, "generation": generation, "prefix": prefix, "timeout_s": timeout_s,
+            "sequence_length": sequence_length, "tmp_dir": None if tmp_dir is None else Path(tmp_dir).absolute(),
+            "chunk_size": chunk_size, "max_workers": max_workers, "timeout_s": timeout_s,
         }  # fmt: skip
         self._folder = open_folder(source, directory, settings)
-        self._obtain_in_process = partial(obtain_in_process, (source, directory, settings))
-        self._use_process = fetch == "process" and self._folder.origin is not None
-        if self.remap:
-            log.warning("shards replaced (remap): %s", ", ".join(f"{a} by {b}" for a, b in self.remap.items()))
+        self._folder_arguments = source, directory, settings  # For another process.
 
     @property
     def num_shards(self) -> int:
         """The number of shards; listed once. Raises DatasetError or NetworkError."""
         if self._num_shards is None:
-            self._num_shards = self._folder.count()
+            self._num_shards = self._folder.indexes()[-1] + 1
         return self._num_shards
 
     def at_step(self, global_step: int) -> ShardDataset:
@@ -196,7 +180,7 @@ class SharedShardedDatasetManager:
             )  # fmt: skip
             for inner, part in enumerate(np.split(positions, inner_steps)):
                 rows = np.full((len(part), self.sequence_length + 1), IGNORE_INDEX, np.int64)
-                rows[:, :-1] = dataset.take(part)
+                rows[:, :-1] = dataset[part]
                 yield Batch(
                     rows[:, :-1], rows[:, 1:], part, turn // self.num_shards, inner,
                     sources=np.full(len(part), dataset.index, np.int64), run_step=step,
@@ -271,7 +255,7 @@ class SharedShardedDatasetManager:
                 download = self._start(index)
             is_late = download.files is None
             try:
-                waited_s = download.wait(0.0 if old is None else self._swap_timeout_s)
+                waited_s = download.wait(0.0 if old is None else _SWAP_TIMEOUT_S)
             except BaseException:
                 download.stop()
                 raise
@@ -310,15 +294,17 @@ class SharedShardedDatasetManager:
         self._remove_used()
         folder, size = self._folder, 0
         if folder.origin is not None and folder.ready(index) is None:
-            size = folder.sizes(index)
+            size = folder.num_bytes(index)
             missing, free = max(0, size - folder.on_disk(index)), shutil.disk_usage(folder.tmp_dir).free
             if free < missing:
                 raise UsageError(
                     f"shard {index}: expected {missing} free bytes in {folder.tmp_dir}, got {free}. Free space there; "
                     "partial files are kept and resumed."
                 )
-        in_process = self._use_process and self.active_dataset is not None and size >= MIN_PROCESS_BYTES
-        files, fetched = (self._obtain_in_process if in_process else folder.obtain)(index, **arguments)
+        if self.active_dataset is not None and size >= MIN_PROCESS_BYTES:
+            files, fetched = obtain_in_process(self._folder_arguments, index, **arguments)
+        else:
+            files, fetched = folder.obtain(index, **arguments)
         if fetched is not None:
             self._stats["fetched_bytes"] += fetched.bytes_fetched
             self._stats["fetch_s"] += fetched.seconds
@@ -337,11 +323,11 @@ class SharedShardedDatasetManager:
             return
         self._checked_disk = True
         all_shards = set(range(self.num_shards))
-        if self.local_rank == 0:
+        if self._is_first_rank:
             folder.clean(all_shards | set(self.remap.values()) if self.keep_shards else {index, upcoming})
         needed = all_shards if self.keep_shards else {index, upcoming}
-        count = len(needed) if self.keep_shards else min(self._min_shards, self.num_shards)
-        shard_bytes, present = folder.sizes(index), sum(map(folder.on_disk, needed))
+        count = len(needed) if self.keep_shards else min(_MIN_SHARDS, self.num_shards)
+        shard_bytes, present = folder.num_bytes(index), sum(map(folder.on_disk, needed))
         available = shutil.disk_usage(folder.folder).free + present
         if available < count * shard_bytes:
             raise UsageError(
@@ -360,7 +346,7 @@ class SharedShardedDatasetManager:
 
     def _remove_used(self) -> None:
         """On local rank 0, remove used shards that no rank has open."""
-        if self.keep_shards or self.local_rank != 0 or self._folder.origin is None:
+        if self.keep_shards or not self._is_first_rank or self._folder.origin is None:
             return
         for index in list(self._used - self._needed):
             if self._folder.remove(index):

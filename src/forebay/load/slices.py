@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 I64 = NDArray[np.int64]
 
 _MAX_DEFAULT_BYTES = 64 << 30
-_CHECKED_STEPS = 256
 _log = logging.getLogger("forebay")
 
 
@@ -53,7 +52,6 @@ class CacheSettings:
 def resolve_cache(
     datasets: Sequence[Dataset],
     *,
-    cache: str | None,
     cache_dir: str | Path | None,
     cache_bytes: int | None,
     connections: int,
@@ -66,16 +64,10 @@ def resolve_cache(
     Raises:
         UsageError: If an argument does not fit a dataset or this machine.
     """
-    if cache is not None and (cache not in ("disk", "ram") or cache_dir is not None):
-        raise UsageError(
-            f"cache: expected 'disk' or 'ram', and no cache_dir beside it, got {cache!r} and {cache_dir!r}."
-        )
-    user_directory = user_cache() / "slices"
-    directory = {None: cache_dir, "disk": user_directory, "ram": "ram"}[cache]
     cached = []
     for dataset in datasets:
         origin = getattr(dataset, "origin", None)
-        cached.append(origin is not None or directory is not None)
+        cached.append(origin is not None or cache_dir is not None)
         url = str(getattr(origin, "url", dataset.path))
         if share and not url.startswith("forebay://"):
             raise UsageError(f"share: expected datasets of forebay://NETWORK/NAME, got {url}. Leave it out.")
@@ -95,7 +87,7 @@ def resolve_cache(
             f"cache_bytes: expected none for {datasets[0].path}, which is local and is read in place. Leave it out, "
             "or give a cache_dir to cache its slices (for a slow mount)."
         )
-    directory = directory or user_directory
+    directory = cache_dir or user_cache() / "slices"
     budget = _check_budget(directory, cache_bytes)
     return cached, CacheSettings(directory, budget, int(connections), readahead_bytes, share)
 
@@ -112,7 +104,7 @@ def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:
     if in_memory and budget_bytes > memory:
         raise UsageError(
             f"cache_bytes: expected at most this machine's memory, {memory:,} bytes, for a cache in memory, got "
-            f"{budget_bytes:,}. Lower it, or keep the cache on disk (cache='disk')."
+            f"{budget_bytes:,}. Lower it, or keep the cache on disk (cache_dir=)."
         )
     return int(budget_bytes)
 
@@ -166,23 +158,6 @@ class SliceReader:
                     "(--slice-bytes)."
                 )
 
-    def _check_steps(self, cache: CacheSettings) -> None:
-        """Raise UsageError if the slices of one step, among some steps of the run, do not fit the cache together."""
-        sizes = np.concatenate([dataset.table.bytes for dataset in self._datasets])
-        last = (self._run.num_steps or _CHECKED_STEPS) - 1
-        for start in sorted({0, last // 3, 2 * last // 3}):
-            steps, keys = self._cached_uses(start, min(start + _CHECKED_STEPS, last + 1))
-            if not len(steps):
-                continue
-            step_bytes = np.bincount(steps - start, weights=sizes[keys])
-            worst = int(step_bytes.argmax())
-            if step_bytes[worst] > cache.budget_bytes:
-                raise UsageError(
-                    f"cache_bytes: expected at least the {int(step_bytes[worst]):,} bytes of the "
-                    f"{int((steps - start == worst).sum())} slices that step {start + worst} reads, got "
-                    f"{cache.budget_bytes:,}. Make the cache larger, or read fewer slices at once (lanes=…, window=…)."
-                )
-
     def find(self, key: int) -> tuple[Dataset, int]:
         """The dataset of a key, and the slice's index in it."""
         i = self._dataset_index(key)
@@ -202,7 +177,6 @@ class SliceReader:
         if self._feed is not None and self._feed.pid != os.getpid():
             self._feed = self._source = None  # They belong to the parent of this fork.
         if self._feed is None:
-            self._check_steps(self._cache)
             self._feed = self._start_feed(self._cache)
         self._feed.seek(step)
 
@@ -336,7 +310,6 @@ class SliceReader:
 
 
 def _read_ahead(path: Path) -> None:
-    """Let the kernel read a file into the page cache."""
     with contextlib.suppress(OSError):  # Opening the slice raises the error.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -98,7 +98,7 @@ def open_dataset(
             another scheme, or a Dataset, which is returned as it is.
         identity: For `forebay://` URLs: the node's directory.
         from_urls: For `forebay://` URLs: as in `forebay.storage.origins.open_origin`.
-        verify: For a local dataset in Forebay's format: `once`, `open` or `never`, as in
+        verify: For a local dataset in Forebay's format: `once` or `never`, as in
             `forebay.dataset.reader.open_dataset`. Remote slices are always verified.
 
     Raises:

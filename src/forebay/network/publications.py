@@ -82,7 +82,7 @@ def sign_dataset(
         dataset_id = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise UsageError(
-            f"sign: expected a dataset, cannot read {path}: {error}. Prepare or adopt it first."
+            f"sign: expected a dataset, cannot read {path}: {error}. Prepare or import it first."
         ) from error
     if not identity.scope.covers(name):
         raise UsageError(f"sign: the certificate of {identity.name} does not cover dataset {name!r}")

@@ -4,18 +4,15 @@ The bijection is a generalised Feistel network over Z_a x Z_b with a = ceil(sqrt
 walking for the at most a - 1 values of the grid that are >= n. It uses 64-bit integer arithmetic only, so that the
 order does not depend on the version of a library; tests/golden/order_v3.json fixes it.
 
-Costs: no memory per element; about 0.1 us an index, or 10 to 20 ns where few keys are asked for many more
-indexes than sqrt n each (the round functions are then tabulated; the values are the same).
-This is a shuffle and not a cipher: it has the statistics of a random order and no security.
+Cost: no memory per element, about 0.1 us an index. This is a shuffle and not a cipher: it has the
+statistics of a random order and no security.
 
 Sources: Black and Rogaway 2002, "Ciphers with arbitrary finite domains" (the generalised Feistel network and
 cycle walking); Steele, Lea and Flood 2014, SplitMix64, with Stafford's mix 13 (the generator's mix).
 """
 
 import hashlib
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,12 +21,10 @@ from numpy.typing import NDArray
 from forebay.errors import UsageError
 
 U64 = NDArray[np.uint64]
-I64 = NDArray[np.int64]
 
 ROUNDS = 8  # Eight pass the tests of position and of pairs for n from 2 up; six fail them for n from 5 to 10.
 MAX_N = 1 << 62  # So that a round's sum and a 32 x 32 bit product stay below 2**64.
 _CHUNK = 1 << 14  # Elements at once: 128 KiB an array, so that the rounds stay in the processor's cache.
-_TABLE_LIMIT = 1 << 20  # A tabulated round function never exceeds this many entries.
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -85,12 +80,12 @@ def permute(index: U64, n: int, key: bytes) -> U64:
 
     Source: Black and Rogaway 2002. Cost: O(len(index)), no state.
     """
-    return _one_key(index, n, key, inverse_of=False)
+    return _permute_flat(index, n, key, is_inverse=False)
 
 
 def inverse(index: U64, n: int, key: bytes) -> U64:
     """The inverse of `permute`: inverse(permute(i, n, key), n, key) == i. Same arguments."""
-    return _one_key(index, n, key, inverse_of=True)
+    return _permute_flat(index, n, key, is_inverse=True)
 
 
 def permute_each(index: U64, n: U64, keys: U64) -> U64:
@@ -101,101 +96,57 @@ def permute_each(index: U64, n: U64, keys: U64) -> U64:
     """
     out = np.empty(len(index), np.uint64)
     for start in range(0, len(index), _CHUNK):
-        stop = start + _CHUNK
-        out[start:stop] = _each_chunk(index[start:stop], n[start:stop], keys[start:stop])
+        part = slice(start, start + _CHUNK)
+        words = [mix64(keys[part] + np.uint64((r + 1) * int(_GOLDEN) % 2**64)) for r in range(ROUNDS)]
+        out[part] = _walk(index[part], n[part], words, is_inverse=False)
     return out
 
 
-@dataclass(frozen=True)
-class Tables:
-    """The round functions of G bijections, tabulated: 4 * ROUNDS * G * width bytes."""
-
-    n: NDArray[np.uint32]  # [G], the domain of each.
-    a: NDArray[np.uint32]  # [G], ceil(sqrt n).
-    b: NDArray[np.uint32]  # [G], ceil(n / a).
-    width: int  # The greatest a. G * width < 2**32.
-    alike: bool  # Whether all domains are equal.
-    rounds: tuple[NDArray[np.uint32], ...]  # ROUNDS times [G * width].
-
-
-def table_entries(n: U64) -> int:
-    """How many entries `tabulate` would compute, at about 10 ns each."""
-    return ROUNDS * len(n) * math.isqrt(int(n.max()) - 1) + ROUNDS * len(n)
+def _permute_flat(index: U64, n: int, key: bytes, *, is_inverse: bool) -> U64:
+    if not 1 <= n <= MAX_N:
+        raise UsageError(f"permute: expected n from 1 to 2**62, got {n}.")
+    indexes = np.asarray(index)
+    flat = np.ascontiguousarray(indexes, dtype=np.uint64).reshape(-1)
+    if len(flat) and int(flat.max()) >= n:
+        raise UsageError(f"permute: expected indexes in [0, {n}), got {int(flat.max())}.")
+    words = np.split(random_words(key, np.arange(ROUNDS, dtype=np.uint64)), ROUNDS)
+    out = np.empty(len(flat), np.uint64)
+    for start in range(0, len(flat), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        out[part] = _walk(flat[part], np.array([n], np.uint64), words, is_inverse=is_inverse)
+    return out.reshape(indexes.shape)
 
 
-def tabulate(n: U64, keys: U64) -> Tables:
-    """Tables for `permute_tabulated`. n: uint64 [G], each from 1 to 2**31; keys: uint64 [G]."""
+def _walk(index: U64, n: U64, words: Sequence[U64], *, is_inverse: bool) -> U64:
+    """The network, repeated for values outside of the domain. n and each of the ROUNDS words: [K], or [1] for all."""
     a = _ceil_sqrt(n)
     b = (n + a - np.uint64(1)) // a
-    width = int(a.max())
-    other = np.arange(width, dtype=np.uint64) * _GOLDEN
-    words = [mix64(keys + np.uint64((r + 1) * int(_GOLDEN) % 2**64)) for r in range(ROUNDS)]
-    rounds = (_scaled(word[:, None] + other, (a, b)[r % 2][:, None]) for r, word in enumerate(words))
-    flat = tuple(table.astype(np.uint32).reshape(-1) for table in rounds)
-    alike = bool((n == n[0]).all())
-    return Tables(n.astype(np.uint32), a.astype(np.uint32), b.astype(np.uint32), width, alike, flat)
 
-
-def permute_tabulated(index: I64, group: I64, tables: Tables) -> I64:
-    """permute_each(index, n[group], keys[group]) by the tables of n and keys: the same values, five times as fast.
-
-    All int64 [K]: index[i] in [0, n[group[i]]) (not checked); `group` has values in [0, G).
-    """
-    out = np.empty(len(index), np.int64)
-    for start in range(0, len(index), _CHUNK):
-        of_chunk = group[start : start + _CHUNK]
-        part = _by_tables(index[start : start + _CHUNK].astype(np.uint32), of_chunk, tables)
-        n: Any = tables.n[0] if tables.alike else tables.n.take(of_chunk)
-        outside = np.flatnonzero(part >= n)
-        while len(outside):
-            again = of_chunk[outside]
-            part[outside] = _by_tables(part[outside], again, tables)
-            outside = outside[part[outside] >= tables.n[again]]
-        out[start : start + _CHUNK] = part
-    return out
-
-
-def _by_tables(x: NDArray[np.uint32], group: I64, tables: Tables) -> NDArray[np.uint32]:
-    a: Any = tables.a[0] if tables.alike else tables.a.take(group)
-    b: Any = tables.b[0] if tables.alike else tables.b.take(group)
-    base = group.astype(np.uint32)
-    base *= np.uint32(tables.width)
-    left: NDArray[np.uint32] = x // b
-    right = x - left * b
-    spare = np.empty_like(x)
-    for r, table in enumerate(tables.rounds):
-        moved, other, side = (left, right, a) if r % 2 == 0 else (right, left, b)
-        np.add(base, other, out=spare)
-        moved += table.take(spare)
-        np.subtract(moved, side, out=spare)
-        np.minimum(moved, spare, out=moved)
-    left *= b
-    left += right
-    return left
-
-
-def _each_chunk(index: U64, n: U64, keys: U64) -> U64:
-    a = _ceil_sqrt(n)
-    b = (n + a - np.uint64(1)) // a
-    round_keys = [mix64(keys + np.uint64((r + 1) * int(_GOLDEN) % 2**64)) for r in range(ROUNDS)]
-
-    def walk(x: U64, rows: NDArray[np.intp] | slice) -> U64:
-        left: U64 = x // b[rows]
-        right: U64 = x - left * b[rows]
-        sides = (a[rows], b[rows])
-        for r in range(ROUNDS):
-            moved, other = (left, right) if r % 2 == 0 else (right, left)
-            moved += _scaled(round_keys[r][rows] + other * _GOLDEN, sides[r % 2])
-            np.minimum(moved, moved - sides[r % 2], out=moved)
-        left *= sides[1]
+    def pass_network(x: U64, rows: Any) -> U64:
+        size_a, size_b, *round_words = (v if len(v) == 1 else v[rows] for v in (a, b, *words))
+        left: U64 = x // size_b
+        right: U64 = x - left * size_b
+        for r in reversed(range(ROUNDS)) if is_inverse else range(ROUNDS):
+            moved, other, size = (left, right, size_a) if r % 2 == 0 else (right, left, size_b)
+            change = mix64(round_words[r] + other * _GOLDEN)  # Its high 32 bits, scaled to [0, size).
+            change >>= _S32
+            change *= size
+            change >>= _S32
+            if is_inverse:
+                moved -= change
+                np.minimum(moved, moved + size, out=moved)  # Below zero wraps to a greater word.
+            else:
+                moved += change
+                np.minimum(moved, moved - size, out=moved)
+        left *= size_b
         left += right
         return left
 
-    out = walk(index, slice(None))
+    out = pass_network(index, slice(None))
     outside = np.flatnonzero(out >= n)
     while len(outside):
-        out[outside] = walk(out[outside], outside)
-        outside = outside[out[outside] >= n[outside]]
+        out[outside] = pass_network(out[outside], outside)
+        outside = outside[out[outside] >= (n if len(n) == 1 else n[outside])]
     return out
 
 
@@ -206,76 +157,6 @@ def _ceil_sqrt(n: U64) -> U64:
     root += ((root + unit) * (root + unit) <= n).astype(np.uint64)
     root += (root * root < n).astype(np.uint64)
     return root
-
-
-def _scaled(z: U64, side: U64 | np.uint64) -> U64:
-    """Map uniform words to [0, side) by their high 32 bits, without division. side <= 2**31. Works in place on z."""
-    z = mix64(z)
-    z >>= _S32
-    z *= side
-    z >>= _S32
-    return z
-
-
-def _one_key(index: U64, n: int, key: bytes, *, inverse_of: bool) -> U64:
-    if not 1 <= n <= MAX_N:
-        raise UsageError(f"permute: expected n from 1 to 2**62, got {n}.")
-    indexes = np.asarray(index)
-    flat = np.ascontiguousarray(indexes, dtype=np.uint64).reshape(-1)
-    if len(flat) and int(flat.max()) >= n:
-        raise UsageError(f"permute: expected indexes in [0, {n}), got {int(flat.max())}.")
-    a = math.isqrt(n - 1) + 1
-    b = -(-n // a)
-    words = random_words(key, np.arange(ROUNDS, dtype=np.uint64))
-    tabulate = a <= _TABLE_LIMIT and len(flat) > 4 * a
-    dtype: Any = np.uint32 if tabulate else np.uint64
-    moves = [_round(words[r], (a, b)[r % 2], (b, a)[r % 2] if tabulate else 0) for r in range(ROUNDS)]
-    out = np.empty(len(flat), np.uint64)
-    for start in range(0, len(flat), _CHUNK):
-        part = flat[start : start + _CHUNK].astype(dtype)
-        part = _network(part, a, b, moves, inverse_of)
-        if a * b > n:
-            outside = np.flatnonzero(part >= dtype(n))
-            while len(outside):
-                part[outside] = _network(part[outside], a, b, moves, inverse_of)
-                outside = outside[part[outside] >= dtype(n)]
-        out[start : start + _CHUNK] = part
-    return out.reshape(indexes.shape)
-
-
-def _round(word: np.uint64, side: int, table_len: int) -> Callable[[NDArray[Any]], NDArray[Any]]:
-    """The round function [0, other side) -> [0, side): as a table of this length if `table_len` > 0, else computed."""
-    side_word = np.uint64(side)
-    if table_len:
-        other = np.arange(table_len, dtype=np.uint64)
-        table = _scaled(other * _GOLDEN + word, side_word).astype(np.uint32)
-        return lambda x: table.take(x)  # Twice as fast as table[x].
-    return lambda x: _scaled(x * _GOLDEN + word, side_word)
-
-
-def _network(
-    x: NDArray[Any],
-    a: int,
-    b: int,
-    moves: Sequence[Callable[[NDArray[Any]], NDArray[Any]]],
-    inverse_of: bool,
-) -> NDArray[Any]:
-    dtype = x.dtype.type
-    left: NDArray[Any] = x // dtype(b)
-    right: NDArray[Any] = x - left * dtype(b)
-    sides = (dtype(a), dtype(b))
-    for r in reversed(range(ROUNDS)) if inverse_of else range(ROUNDS):
-        moved, other = (left, right) if r % 2 == 0 else (right, left)
-        if inverse_of:
-            # Below zero wraps to a word above 2**31, so that the lesser of the two is the residue.
-            moved -= moves[r](other)
-            np.minimum(moved, moved + sides[r % 2], out=moved)
-        else:
-            moved += moves[r](other)
-            np.minimum(moved, moved - sides[r % 2], out=moved)
-    left *= sides[1]
-    left += right
-    return left
 
 
 def _halves(key: bytes) -> tuple[np.uint64, np.uint64]:

@@ -11,6 +11,7 @@ Source: Hamilton's largest remainder for the quotas; the r-th of q at (r + 0.5) 
 """
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -83,18 +84,19 @@ class Pattern:
         return sources, period * self.quotas[sources] + self._own[rest]
 
 
-class Mixture:
+class MixtureOrder:
     """From positions of a run to datasets, for weights that change. Safe to share between threads.
 
     `quotas` are int64 [D], of each change; each begins at a position in `starts`, in samples of the run, rising from 0.
-    The pattern of a change is built when it is first needed, in about 5 ms.
+    Cost: 5 ms for each change.
     """
 
     def __init__(self, quotas: Sequence[I64], starts: Sequence[int]) -> None:
-        self._quotas = list(quotas)
         self._starts = list(starts)
-        self._patterns: dict[int, Pattern] = {}
-        self._bases: dict[int, I64] = {0: np.zeros(len(self._quotas[0]), np.int64)}
+        self._patterns = [Pattern(of_change) for of_change in quotas]
+        self._bases = [np.zeros(len(quotas[0]), np.int64)]  # Samples taken of each source before a change.
+        for pattern, (first, last) in zip(self._patterns, itertools.pairwise(starts)):
+            self._bases.append(self._bases[-1] + pattern.counts(last - first))
 
     def locate(self, start: int, stop: int) -> tuple[I64, I64]:
         """Positions [start, stop) to (source, index among its own, rising by one), both int64 [stop - start]."""
@@ -103,26 +105,12 @@ class Mixture:
             last = self._starts[i + 1] if i + 1 < len(self._starts) else stop
             low, high = max(first, start), min(last, stop)
             if low < high:
-                sources, own = self._pattern(i).locate(np.arange(low - first, high - first, dtype=np.int64))
-                parts.append((sources, own + self._base(i)[sources]))
+                sources, own = self._patterns[i].locate(np.arange(low - first, high - first, dtype=np.int64))
+                parts.append((sources, own + self._bases[i][sources]))
         if len(parts) == 1:
             return parts[0]
         none = np.empty(0, np.int64)
         return np.concatenate([none, *(s for s, _ in parts)]), np.concatenate([none, *(p for _, p in parts)])
-
-    def _pattern(self, change: int) -> Pattern:
-        pattern = self._patterns.get(change)
-        if pattern is None:
-            pattern = self._patterns[change] = Pattern(self._quotas[change])
-        return pattern
-
-    def _base(self, change: int) -> I64:
-        """Samples taken of each source before a change, int64 [D]."""
-        for i in range(change):
-            if i + 1 not in self._bases:
-                length = self._starts[i + 1] - self._starts[i]
-                self._bases[i + 1] = self._bases[i] + self._pattern(i).counts(length)
-        return self._bases[change]
 
 
 def _quotas(step: int, weights: Sequence[float]) -> I64:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
-from forebay.order.mixture import Mixture, Weights
+from forebay.order.mixture import MixtureOrder, Weights
 from forebay.order.plan import Order, part_of
 from forebay.order.step_index import BatchSizes, RunProgress, Segment, StepIndex, check_range
 
@@ -80,9 +80,9 @@ class Run:
         """Epoch and samples taken before a step in [0, num_steps]. See `StepIndex.progress`."""
         return self._step_index.progress(step)
 
-    def step_of(self, epoch: int, samples_taken: int) -> int:
-        """The run step that begins there. See `StepIndex.step_of`."""
-        return self._step_index.step_of(epoch, samples_taken)
+    def epoch_stop(self, step: int) -> int | None:
+        """The step at which the epoch of a step in [0, num_steps) ends; None without an end."""
+        return self._step_index.epoch_stop(step)
 
     def epoch_of(self, step: int, source: int) -> tuple[int | None, int | None]:
         """The epoch of a dataset at a run step, and the step at which that epoch ends; None where unknown.
@@ -92,11 +92,7 @@ class Run:
         if self.num_steps is not None and step >= self.num_steps:
             return None, None
         if self._mixture is None:
-            epoch = self.progress(step).epoch
-            try:
-                return epoch, self.step_of(epoch + 1, 0)
-            except UsageError:
-                return epoch, self.num_steps  # The last epoch.
+            return self.progress(step).epoch, self.epoch_stop(step)
         taken = self.progress(step).samples_taken
         sources, positions = self._mixture.locate(taken, taken + int(self.batch_lens(step, step + 1)[0]))
         epochs = np.unique(positions[sources == source] // self._num_samples[source])
@@ -193,7 +189,7 @@ class Run:
         keys: I64 = positions % self._num_samples[sources] % lanes[sources] + bases[sources]
         return keys.astype(np.uint16) if int(lanes.sum()) <= 1 << 16 else keys
 
-    def _mix(self, weights: Weights) -> Mixture:
+    def _mix(self, weights: Weights) -> MixtureOrder:
         for (step, _), quotas in zip(weights.changes, weights.quotas):
             for source in np.flatnonzero((quotas > 0) & (self._num_samples == 0)).tolist():
                 raise UsageError(
@@ -201,7 +197,7 @@ class Run:
                 )
         last = self.num_steps
         reached = [step for step, _ in weights.changes if last is None or step < last]
-        return Mixture(weights.quotas[: len(reached)], [self.progress(step).samples_taken for step in reached])
+        return MixtureOrder(weights.quotas[: len(reached)], [self.progress(step).samples_taken for step in reached])
 
 
 class OwnedRun(Run):
@@ -246,16 +242,10 @@ class OwnedRun(Run):
         epoch, within = divmod(step, self._per_epoch)
         return RunProgress(epoch, within, self._taken(within))
 
-    def step_of(self, epoch: int, samples_taken: int) -> int:
-        """As `Run.step_of`: the first such step."""
-        within = -(-samples_taken * self._per_epoch // self.orders[0].num_samples)
-        step = epoch * self._per_epoch + within
-        past = self._end is not None and step > self._end
-        if min(epoch, samples_taken) < 0 or within > self._per_epoch or self._taken(within) != samples_taken or past:
-            raise UsageError(
-                f"run: expected a position at which a step begins, got epoch {epoch}, {samples_taken} samples taken."
-            )
-        return step
+    def epoch_stop(self, step: int) -> int | None:
+        """As `Run.epoch_stop`."""
+        stop = (step // self._per_epoch + 1) * self._per_epoch
+        return stop if self._end is None else min(stop, self._end)
 
     def progress_table(self, start: int, stop: int) -> tuple[I64, I64, I64]:
         """As `Run.progress_table`."""

@@ -109,25 +109,19 @@ class StepIndex:
         check_range(step, step, self.num_steps)
         return self._progress(step)
 
-    def step_of(self, epoch: int, samples_taken: int) -> int:
-        """The inverse of `progress`. Raises UsageError if no step begins there."""
-        for i, stretch in enumerate(self._stretches):
-            before = stretch.before
-            if epoch == before.epoch:
-                steps, rest = divmod(samples_taken - before.samples_taken, stretch.size)
-                fits = rest == 0 and (0 <= steps < stretch.steps_left or steps == 0)
-            else:
-                steps, rest = divmod(samples_taken, stretch.size)
-                fits = rest == 0 and epoch > before.epoch and (0 <= steps < stretch.per_epoch or steps == 0)
-                steps += stretch.steps_left + (epoch - before.epoch - 1) * stretch.per_epoch
-            step = stretch.first + steps
-            # A change of size may end an epoch at once: the position before it counts too, and is the same step.
-            if fits and all(limit is None or step <= limit for limit in (self._stop(i), self.num_steps)):
-                return step
-        raise UsageError(
-            f"run: expected a position at which a step begins, got epoch {epoch}, {samples_taken} samples taken "
-            f"(batch sizes by step: {list(self.batches.changes)})."
-        )
+    def epoch_stop(self, step: int) -> int | None:
+        """The step at which the epoch of a step in [0, num_steps) ends; None without an end."""
+        epoch = self._progress(step).epoch
+        for i in range(self._index(step), len(self._stretches)):
+            before = self._progress(step)
+            if before.epoch != epoch:
+                return step  # A change of size ended the epoch.
+            stop = step + self._steps_in(before.samples_taken, self._stretches[i].size)
+            step = min(stop, self._stop(i) or stop)
+            if step == stop:
+                break
+        limits = [limit for limit in (step, self.num_steps) if limit is not None]
+        return None if self._num_samples is None else min(limits)
 
     def segments(self, start: int, stop: int) -> Iterator[Segment]:
         """Steps [start, stop), within [0, num_steps], in order, in as few segments as possible."""
@@ -165,7 +159,6 @@ class StepIndex:
         return limit
 
     def _steps_in(self, taken: int, size: int) -> int:
-        """Steps from a position of an epoch to its end."""
         if self._num_samples is None:
             return _NO_END
         rest = self._num_samples - taken

@@ -1,7 +1,7 @@
-"""Download one large object in many ranges; it gets its final name when it is complete.
+"""Downloads one large object in many ranges; it gets its final name when it is complete.
 
-Ranges, connections and memory follow from the size. A broken range is resumed where it broke; after a kill, complete
-pieces are kept (`part_file.PartFile`). The ETag is pinned, so ranges of two versions never meet in one file.
+A broken range is resumed where it broke; after a kill, complete pieces are kept (`part_file.PartFile`). The ETag is
+pinned, so ranges of two versions never meet in one file.
 
 Memory: 8 MiB, and 2 MiB per worker for a bucket or 0.5 MiB for a web server (measured: 60 MiB at 32 workers), plus 500
 bytes per piece of 8 MiB (13 MB for 215 GB).
@@ -12,9 +12,8 @@ import logging
 import shutil
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -41,15 +40,13 @@ _MIN_CHUNK_BYTES, _MAX_DEFAULT_CHUNK_BYTES = 1 << 16, 64 << 20
 _MAX_RESTARTS = 3
 _PROGRESS_S = 0.1
 Workers = int | Literal["all"] | None
+Progress = Callable[[int, int], object]  # Called with the bytes received and the size.
 log = logging.getLogger("forebay.storage")
 
 
 @dataclass(frozen=True)
 class DownloadPlan:
-    """How an object is downloaded: `num_ranges` requests of `chunk_bytes`, `workers` at once.
-
-    After a kill, complete pieces of `piece_bytes` are kept; a chunk is a whole number of pieces.
-    """
+    """`num_ranges` requests of `chunk_bytes`, `workers` at once; after a kill, pieces of `piece_bytes` are kept."""
 
     num_bytes: int
     chunk_bytes: int
@@ -65,7 +62,6 @@ class DownloadResult:
     path: Path
     num_bytes: int
     bytes_fetched: int
-    etag: str
     seconds: float
     retries: int
 
@@ -97,28 +93,26 @@ def plan_download(num_bytes: int, chunk_size: int | None = None, max_workers: Wo
 
 def download_large_file(
     source: str | Path | Origin,
-    name: str | None = None,
-    path: str | Path | None = None,
+    name: str,
+    path: str | Path,
     *,
     chunk_size: int | None = None,
     max_workers: Workers = None,
     tmp_dir: str | Path | None = None,
-    sha256: str = "",
     timeout_s: float = 300.0,
     stop: threading.Event | None = None,
-    on_progress: Callable[[int, int], object] | None = None,
+    on_progress: Progress | None = None,
 ) -> DownloadResult:
     """Download one object to a file, atomically. Call it again after a kill to resume.
 
-    Without a hash it verifies the size, and that all ranges have one ETag.
+    It verifies the size, and that all ranges have one ETag.
 
     Args:
-        source: An origin, its URL, or the object's own URL if `name` is None.
+        source: An origin or its URL.
         name: Name of the object below the origin.
-        path: The file; by default the object's name in the working directory. An existing file is replaced.
+        path: The file. An existing one is replaced.
         chunk_size, max_workers: See `plan_download`.
         tmp_dir: Directory of the partial file, by default that of `path`. On another volume, the file is copied.
-        sha256: Expected hash of the object in hex; computed during the download.
         timeout_s: Fail after so long without a byte or response, retries included; the last request may take a quarter
             of that longer.
         stop: Setting this event cancels the download; the partial file is kept.
@@ -129,38 +123,60 @@ def download_large_file(
         NetworkError: If the download fails; names the endpoint, attempts and time.
         UsageError: If the disk is full (the partial file is kept), or an argument is wrong.
     """
-    if name is None:
-        source, name = _split_url(source)
     if isinstance(source, (str, Path)):
         source = open_origin(source, timeouts=Timeouts.within(timeout_s))
-    origin = as_object_origin(source)
-    path = Path(path if path is not None else Path(name).name)
-    folder = Path(tmp_dir) if tmp_dir is not None else path.parent
-    for directory in {folder, path.parent}:
+    path = Path(path)
+    folder = Path(tmp_dir or path.parent)
+    for directory in (folder, path.parent):
         directory.mkdir(parents=True, exist_ok=True)
     lock = try_acquire(folder / f".{path.name}.lock")
     if lock is None:
         raise UsageError(f"{path}: another process downloads it. Wait for it to end.")
     with lock:
-        for num_restarts in range(_MAX_RESTARTS + 1):
-            meta = head_object(origin, name, timeout_s=timeout_s, stop=stop)
-            part, plan = part_path(folder, path.name, meta), plan_download(meta.bytes, chunk_size, max_workers)
-            try:
-                result = download_part(
-                    origin, name, meta, part, plan,
-                    sha256=sha256, timeout_s=timeout_s, stop=stop, on_progress=on_progress,
-                )  # fmt: skip
-                break
-            except ChangedError as error:
-                if num_restarts == _MAX_RESTARTS:
-                    raise
-                log.warning("%s; downloading the new version from the start", error)
-        commit_part(part, path)
+        result = download_object(
+            as_object_origin(source), name, path, folder, chunk_size=chunk_size, max_workers=max_workers,
+            timeout_s=timeout_s, stop=stop, on_progress=on_progress,
+        )  # fmt: skip
         lock.path.unlink(missing_ok=True)
-    return replace(result, path=path)
+    return result
 
 
-def part_path(folder: Path, name: str, meta: ObjectMeta) -> Path:
+def download_object(
+    origin: ObjectOrigin,
+    name: str,
+    path: Path,
+    tmp_dir: Path,
+    *,
+    chunk_size: int | None = None,
+    max_workers: Workers = None,
+    make_check: Callable[[DownloadPlan], Check] | None = None,
+    timeout_s: float = 300.0,
+    stop: threading.Event | None = None,
+    on_progress: Progress | None = None,
+) -> DownloadResult:
+    """`download_large_file` for a caller with a lock of its own, and with a check of the content."""
+    for num_restarts in range(_MAX_RESTARTS + 1):
+        meta = head_object(origin, name, timeout_s=timeout_s, stop=stop)
+        plan = plan_download(meta.bytes, chunk_size, max_workers)
+        part = _part_path(tmp_dir, path.name, meta)
+        check = SizeCheck() if make_check is None else make_check(plan)
+        try:
+            began = time.monotonic()
+            fetched, retries = (
+                _download_part(origin, name, meta, part, plan, check, timeout_s, stop, on_progress)
+                if meta.bytes
+                else (part.write_bytes(b""), 0)
+            )
+            break
+        except ChangedError as error:
+            if num_restarts == _MAX_RESTARTS:
+                raise
+            log.warning("%s; downloading the new version from the start", error)
+    _commit(part, path)
+    return DownloadResult(path, meta.bytes, fetched, time.monotonic() - began, retries)
+
+
+def _part_path(folder: Path, name: str, meta: ObjectMeta) -> Path:
     """Return the partial file for one version of an object; delete those of other versions."""
     key = hashlib.blake2b(f"{meta.bytes} {meta.etag}".encode(), digest_size=6).hexdigest()
     part = folder / f".{name}.{key}.part"
@@ -170,30 +186,22 @@ def part_path(folder: Path, name: str, meta: ObjectMeta) -> Path:
     return part
 
 
-def download_part(
+def _download_part(
     origin: ObjectOrigin,
     name: str,
     meta: ObjectMeta,
     part: Path,
     plan: DownloadPlan,
-    *,
-    sha256: str = "",
-    check: Check | None = None,
-    timeout_s: float = 300.0,
-    stop: threading.Event | None = None,
-    on_progress: Callable[[int, int], object] | None = None,
-) -> DownloadResult:
-    """Download one version of an object into its partial file, verified and synced; ChangedError if it changed."""
-    if meta.bytes == 0:
-        part.write_bytes(b"")
-        return DownloadResult(part, 0, 0, meta.etag, 0.0, 0)
-    began = time.monotonic()
-    info = SliceInfo(0, name, meta.bytes, sha256, 0, 0)
-    check = None if sha256 else check or SizeCheck()
-    pinned = _PinnedOrigin(origin, meta.etag)
+    check: Check,
+    timeout_s: float,
+    stop: threading.Event | None,
+    on_progress: Progress | None,
+) -> tuple[int, int]:
+    """Download one version of an object, verified and synced; return bytes fetched and retries."""
     with Transfers(
         plan.workers, plan.piece_bytes, timeout_s=timeout_s, tries=1, max_backoff_s=min(15.0, timeout_s / 4)
     ) as transfers:
+        info, pinned = SliceInfo(0, name, meta.bytes, "", 0, 0), _PinnedOrigin(origin, meta.etag)
         transfer = transfers.start(info, part, [pinned], range_bytes=plan.chunk_bytes, check=check)
         bytes_before = transfer.received
         while not transfer.wait(_PROGRESS_S):
@@ -205,8 +213,7 @@ def download_part(
             raise _change_error(origin, name, meta, transfer.error) or transfer.error
         if on_progress is not None:
             on_progress(meta.bytes, meta.bytes)
-        retries = transfers.stats()["retries"]
-    return DownloadResult(part, meta.bytes, meta.bytes - bytes_before, meta.etag, time.monotonic() - began, retries)
+        return meta.bytes - bytes_before, transfers.stats()["retries"]
 
 
 def _change_error(origin: ObjectOrigin, name: str, meta: ObjectMeta, error: Exception) -> ChangedError | None:
@@ -223,14 +230,12 @@ def _change_error(origin: ObjectOrigin, name: str, meta: ObjectMeta, error: Exce
     return None
 
 
-def commit_part(part: Path, path: Path, check_copy: Callable[[Path], object] | None = None) -> None:
-    """Rename a complete, synced file; from another volume, copy it beside `path` and call `check_copy` first."""
+def _commit(part: Path, path: Path) -> None:
+    """Rename a complete, synced file; one of another volume is copied."""
     try:
         if part.stat().st_dev != path.parent.stat().st_dev:
             copy = path.with_name(f".{path.name}.copy.part")
             shutil.copyfile(part, copy)
-            if check_copy is not None:
-                check_copy(copy)
             part.unlink()
             part = copy
         commit_files({part: path})
@@ -250,17 +255,3 @@ class _PinnedOrigin(Origin):
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         return self._origin.read(name, start, stop, self._etag)
-
-
-def _split_url(source: str | Path | Origin) -> tuple[str, str]:
-    """Split the URL of an object into that of its directory and its name."""
-    if not isinstance(source, (str, Path)):
-        raise UsageError("download_large_file: expected the name of an object below the origin, got none. Give it.")
-    text = str(source)
-    if "://" not in text:
-        return str(Path(text).absolute().parent), Path(text).name
-    parts = urllib.parse.urlsplit(text)
-    folder, _, name = parts.path.rpartition("/")
-    if not name:
-        raise UsageError(f"download_large_file: expected the URL of an object, got {text!r}. Name the object.")
-    return urllib.parse.urlunsplit(parts._replace(path=folder)), urllib.parse.unquote(name)

@@ -164,7 +164,7 @@ def make_trainer(
 ) -> Trainer | None:
     """The trainer of a name for a leased job; None for `none`, and for `auto` with rows that the caller uses.
 
-    `vocab_size` is 0 if the dataset does not have it (adopted files): then 65,536 for U16; U32 can only be counted.
+    `vocab_size` is 0 if the dataset does not have it (imported files): then 65,536 for U16; U32 can only be counted.
     """
     check_trainer(name)
     if name == "none" or (layout != "tokens" and name == "auto" and is_used):

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from forebay.cli import main
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_rows_slice, write_token_slice
 
 
@@ -26,8 +26,8 @@ def test_a_source_is_verified_by_its_hashes(tmp_path: Path, capsys: pytest.Captu
         (tmp_path / kind).mkdir()
     write_token_slice(tmp_path / "tokens/0.safetensors", np.arange(9, dtype=np.uint16), np.array([9], np.uint64))
     write_rows_slice(tmp_path / "rows/0.safetensors", {"x": np.arange(9)})
-    adopt(tmp_path / "tokens")
-    adopt(tmp_path / "rows")
+    import_slices(tmp_path / "tokens")
+    import_slices(tmp_path / "rows")
     slice_path = tmp_path / "rows/0.safetensors"
     slice_path.write_bytes(slice_path.read_bytes()[:-1] + b"\x01")
     code, _, err = converted(capsys, tmp_path / "rows", tmp_path / "y", "--to", "parquet")

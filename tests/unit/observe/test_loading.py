@@ -12,7 +12,7 @@ import pytest
 from benchmarks import machine
 
 from calibration import scaled
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
 from forebay.load.stats import CAUSES, WaitTimes, find_bottleneck
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     for i in range(3):
         tokens = np.arange(1000, dtype=np.uint16)
         write_token_slice(tmp_path / f"{i}.safetensors", tokens, np.array([1000], np.uint64))
-    adopt(tmp_path, "small")
+    import_slices(tmp_path, "small")
     return tmp_path
 
 

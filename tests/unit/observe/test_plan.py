@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.cli import main
-from forebay.dataset.adopt import adopt
+from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
@@ -209,7 +209,7 @@ def make_dataset(folder: Path, num_slices: int, samples: int, seq_len: int) -> P
     for index in range(num_slices):
         tokens = np.arange(samples * seq_len + index, dtype=np.uint16)
         write_token_slice(folder / f"{index:03d}.safetensors", tokens, np.array([len(tokens)], np.uint64))
-    adopt(folder, "planned")
+    import_slices(folder, "planned")
     return folder
 
 

@@ -16,10 +16,10 @@ from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write, remove_stale
 
 
-def adopt(directory: str | Path, name: str | None = None) -> Dataset:
+def import_slices(directory: str | Path, name: str | None = None) -> Dataset:
     """Write `manifest.json` and `slices.parquet` for the `*.safetensors` files of a directory, at any depth.
 
-    Slices are in the order of their names. Adopting the same files again under the same name changes nothing.
+    Slices are in the order of their names. Importing the same files again under the same name changes nothing.
 
     Args:
         name: Of the dataset; by default the directory's.
@@ -30,11 +30,11 @@ def adopt(directory: str | Path, name: str | None = None) -> Dataset:
     """
     folder = Path(directory)
     if not folder.is_dir():
-        raise DatasetError(f"adopt: expected a directory of .safetensors files, got {folder}. Check the path.")
+        raise DatasetError(f"import: expected a directory of .safetensors files, got {folder}. Check the path.")
     remove_stale(folder)
     paths = sorted((p.relative_to(folder).as_posix(), p) for p in folder.rglob("*.safetensors") if p.is_file())
     if not paths:
-        raise DatasetError(f"adopt: expected .safetensors files in {folder}, got none.")
+        raise DatasetError(f"import: expected .safetensors files in {folder}, got none.")
     first = open_slice(paths[0][1])
     layout, shared = first.layout, _signature(first)
     rows: list[SliceInfo] = []
@@ -43,14 +43,14 @@ def adopt(directory: str | Path, name: str | None = None) -> Dataset:
         joined = _join(shared, _signature(opened)) if opened.layout == layout else None
         if joined is None:
             raise DatasetError(
-                f"adopt: expected {relative} to hold {shared} as {paths[0][0]} does, got {_signature(opened)}. "
-                "Adopt them as two datasets."
+                f"import: expected {relative} to hold {shared} as {paths[0][0]} does, got {_signature(opened)}. "
+                "Import them as two datasets."
             )
         shared = joined
         rows.append(_row(index, relative, opened, layout))
     table = SliceTable.from_rows(rows)
     dtype = first.dtypes["tokens"] if layout == "tokens" else ""
-    lineage = {"adopted": {"tensors": shared}}
+    lineage = {"imported": {"tensors": shared}}
     manifest = Manifest.of(table, lineage, name=name or folder.resolve().name, layout=layout, dtype=dtype)
     _commit(folder, manifest.to_json(), table.to_parquet())
     return open_dataset(folder)
@@ -61,7 +61,7 @@ def _row(index: int, relative: str, opened: Slice, layout: str) -> SliceInfo:
     if layout == "tokens":
         problem = check_document_ends(opened.document_ends, len(opened.tokens))
         if problem:
-            raise DatasetError(f"adopt: document_ends of {relative}: {problem}.")
+            raise DatasetError(f"import: document_ends of {relative}: {problem}.")
         count, documents = len(opened.tokens), len(opened.document_ends)
     else:
         count = opened.num_rows
@@ -74,8 +74,8 @@ def _commit(folder: Path, manifest: bytes, table: bytes) -> None:
         if target.read_bytes() == manifest:
             return
         raise UsageError(
-            f"adopt: expected no other dataset in {folder}, got its {MANIFEST_FILE}. "
-            f"Remove {MANIFEST_FILE} and {TABLE_FILE} to adopt the files again."
+            f"import: expected no other dataset in {folder}, got its {MANIFEST_FILE}. "
+            f"Remove {MANIFEST_FILE} and {TABLE_FILE} to import the files again."
         )
     atomic_write(folder / TABLE_FILE, table)
     atomic_write(target, manifest)
