@@ -17,7 +17,7 @@ from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import UsageError
 from forebay.formats.records import PROMPT_MARK as G
 from forebay.formats.records import RESPONSE_MARK as L
-from forebay.prepare.tasks.encode import Encoded, EncodeTask, encode
+from forebay.prepare.tasks.encode import EncodeResult, EncodeTask, encode
 from forebay.prepare.tasks.rows import RowShape, plan_row_slices
 from forebay.prepare.tasks.slicing import write_slice
 from forebay.prepare.tokenize.conversations import (
@@ -32,12 +32,12 @@ from token_parts import coder, text_part
 BARE = Template(prompt_suffix="")
 
 
-def rows_of(folder: Path, texts: list[str], length: int, **how: Any) -> Encoded:
+def rows_of(folder: Path, texts: list[str], length: int, **how: Any) -> EncodeResult:
     rendering = Conversations(length, how.pop("template", BARE), **how)
     return encode(EncodeTask(text_part(folder, texts), coder(folder), str(folder), rendering=rendering))
 
 
-def dataset_of(folder: Path, encoded: Encoded, shape: RowShape, slice_bytes: int = 4096) -> Dataset:
+def dataset_of(folder: Path, encoded: EncodeResult, shape: RowShape, slice_bytes: int = 4096) -> Dataset:
     (folder / "out/slices").mkdir(parents=True)
     plan = plan_row_slices(list(encoded.subsets.values()), folder, shape, slice_bytes=slice_bytes)
     infos = [write_slice(task) for task in plan.tasks(folder / "out", shape)]
