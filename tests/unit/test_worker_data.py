@@ -266,7 +266,7 @@ def test_the_first_batch_waits_for_few_documents(tmp_path: Path) -> None:
             path, tokenizer="bytes", seq_len=8, batch_size=4, shuffle_start=start, prefetch=0, format="lines"
         )
         next(iter(stream))
-        read.append(stream.moment.records)
+        read.append(stream.position.records)
     assert read[0] < 1500 and read[1] > 10_000
 
 
