@@ -140,7 +140,7 @@ def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(
     assert sorted(orders[0][:8]) == list(range(8)) and orders[0][:8] != list(range(8))
     reading = records_of("hf:a/b", ReadOptions()).open(0, bytes(16))
     first = next(iter(reading))[0].text
-    places = [reading.place()]
+    places = [reading.position()]
     rest = [record.text for record, _ in records_of("hf:a/b", ReadOptions()).open(0, bytes(16), places[0])]
     assert sorted([first, *rest], key=int) == [str(n) for n in range(20)]
 
