@@ -113,16 +113,16 @@ def test_a_stream_goes_on_from_any_place(hub: HubServer, name: str, shuffle_buff
             batch_size=8,
             shuffle_buffer=shuffle_buffer,
             epochs=2,
-            steps=90,
             prefetch=0,
         )
 
     whole = batches_of(make())
     assert len(whole) > 20
-    for at in {0, 3, len(whole) // 2, len(whole) - 2}:
+    count = min(90, len(whole))
+    for at in {0, 3, count // 2, count - 2}:
         stream = make()
         stream.load_state_dict(json.loads(json.dumps(whole[at][1])))
-        assert [inputs for inputs, _ in batches_of(stream)] == [inputs for inputs, _ in whole[at + 1 :]]
+        assert [inputs for inputs, _ in batches_of(stream)][: 89 - at] == [inputs for inputs, _ in whole[at + 1 : 90]]
 
 
 def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(
@@ -139,7 +139,7 @@ def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(
     assert sorted(orders[0][:8]) == list(range(8)) and orders[0][:8] != list(range(8))
     reading = records_of("hf:a/b", ReadOptions()).open(0, bytes(16))
     first = next(iter(reading))[0].text
-    places = [reading.place()]
+    places = [reading.position()]
     rest = [record.text for record, _ in records_of("hf:a/b", ReadOptions()).open(0, bytes(16), places[0])]
     assert sorted([first, *rest], key=int) == [str(n) for n in range(20)]
 
