@@ -111,7 +111,7 @@ def _mirror_shards(args: argparse.Namespace) -> int:
     with bar("mirror", None, enabled=not args.quiet) as advance:
         report = mirror_shards(
             args.source, args.target, temporary=parent / f"forebay-mirror-{name}",
-            shards=None if args.slices is None else slice(*args.slices), prefix=args.prefix,
+            shards=None if args.slices is None else slice(*args.slices),
             max_workers=args.connections, on_progress=advance,
         )  # fmt: skip
     with contextlib.suppress(OSError):
@@ -127,7 +127,7 @@ def _mirror(args: argparse.Namespace) -> int:
     from forebay.storage.origins import open_remote
     from forebay.storage.targets import open_target
 
-    if args.id is None and not args.source.startswith("forebay://") and holds_shards(args.source, args.prefix):
+    if args.id is None and not args.source.startswith("forebay://") and holds_shards(args.source):
         return _mirror_shards(args)
     source = args.source
     if args.publisher is not None:
@@ -184,7 +184,6 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
         "target", metavar="DST", help="a directory, s3://, r2://, gs:// or az://; TMPDIR has temporary files"
     )
     p.add_argument("--slices", type=index_range, metavar="A:B", help="copy only these slices or shards (default: all)")
-    p.add_argument("--prefix", choices=["train", "anneal"], default="train", help="of the files of shared shards")
     p.add_argument("--id", help="expected dataset id; another one is refused (default: any)")
     p.add_argument("--publisher", metavar="PEER_ID", help="forebay:// URLs: copy only what it signed (default: any)")
     p.add_argument("--connections", type=positive, default=16, metavar="N", help="concurrent requests")

@@ -158,8 +158,6 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-
-
 def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
     verbs = group("ledger", "verify and query which worker used which samples")
     p = verb("verify", _verify, "verify that each sample of an epoch was used exactly once", verbs)

@@ -6,8 +6,7 @@ times as fast (docs/explanation/decisions/0004-html-extraction.md). Where a reco
 next record disagree, the beginning decides; after a damaged gzip member reading continues at the next. Memory: the
 largest record, at most max_document_bytes, and 1 MiB.
 
-Requests, metadata, revisits, DNS, images and responses other than `options["statuses"]` (default `[200]`; `[]` is any)
-are not documents and not counted.
+Requests, metadata, revisits, DNS, images and responses of a status other than 200 are not documents and not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from forebay.errors import CorruptInputError
 from forebay.formats.base import Format
 from forebay.formats.http_message import body_text, http_complete, is_html, parse_http
 from forebay.formats.inputs import InputFile, InputSplit, OutputBudget, ReadOptions, open_input
-from forebay.formats.records import Record, integers_of
+from forebay.formats.records import Record
 from forebay.storage.compression import MIN_UNPACKED_BYTES, CountedReader, unpack_gzip
 
 MAX_HEAD_BYTES = 64 << 10
@@ -60,13 +59,12 @@ class Warc(Format):
         return _WARC.match(head) is not None or _ARC_START.match(head) is not None
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
-        statuses = integers_of(options, "statuses", [200], "Write statuses = [200], HTTP status codes.")
         index = 0
         budget = OutputBudget(split, options)
         for file in split.files:
             has_document, reasons = False, Counter[str]()
             for raw in read_raw(file, options):
-                reason = yield from _document(raw, index, statuses, options, budget)
+                reason = yield from _document(raw, index, options, budget)
                 has_document = has_document or not reason
                 if reason and (reason in reasons or len(reasons) < 100):
                     reasons[reason] += 1
@@ -110,9 +108,7 @@ def read_raw(file: InputFile, options: ReadOptions) -> Iterator[RawRecord]:
         yield from _Archive(chunks, options.max_document_bytes).records()
 
 
-def _document(
-    raw: RawRecord, index: int, statuses: frozenset[int], options: ReadOptions, budget: OutputBudget
-) -> Generator[Record, None, str]:
+def _document(raw: RawRecord, index: int, options: ReadOptions, budget: OutputBudget) -> Generator[Record, None, str]:
     """Yield the document in a record, or what is wrong with it; return the reason if it is no document."""
     identity = raw.headers.get("warc-record-id", "").strip("<> ")
     url = raw.headers.get("warc-target-uri", "").strip("<> ")
@@ -125,7 +121,7 @@ def _document(
         if raw.kind == "response" and body[:5] == b"HTTP/":
             response = parse_http(body, options.max_document_bytes)
             budget.spend(len(response.body) or (options.max_document_bytes if response.problem else 0))
-            if statuses and response.status not in statuses:
+            if response.status != 200:
                 return f"HTTP status {response.status}"
             mime, charset, body, problem = response.mime, response.charset, response.body, response.problem
     elif raw.kind != "conversion":
