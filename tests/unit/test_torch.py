@@ -84,9 +84,11 @@ def test_the_same_order_for_any_number_of_helpers(data: Path, helpers: int) -> N
             check(got, one)
 
 
-def test_without_helpers_nothing_is_copied(data: Path) -> None:
-    for one in islice(dataloader(data, **ARGUMENTS), 3):
-        assert one["labels"].data_ptr() - one["inputs"].data_ptr() == one["inputs"].element_size()
+def test_without_helpers_nothing_is_copied_and_with_them_labels_and_inputs_share_memory(data: Path) -> None:
+    for helpers in (0, 1):
+        for one in islice(dataloader(data, num_workers=helpers, **ARGUMENTS), 3):
+            assert one["inputs"].untyped_storage().data_ptr() <= one["labels"].data_ptr()
+            assert one["labels"].data_ptr() - one["inputs"].data_ptr() == one["inputs"].element_size()
 
 
 @pytest.mark.parametrize(("first", "then"), [(0, 3), (3, 0), (2, 1)])
@@ -234,9 +236,15 @@ def test_names_for_transformers(data: Path) -> None:
     assert torch.equal(masked["position_ids"], plain["position_ids"])
 
 
-def test_in_torchs_own_dataloader_every_pass_is_the_next_epoch(data: Path) -> None:
+@pytest.mark.parametrize("helpers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_in_torchs_own_dataloader_every_pass_is_the_next_epoch(data: Path, helpers: int, persistent: bool) -> None:
+    if persistent and not helpers:
+        return
     wanted = [one["ids"] for one in expected(data, 3)]
-    loader = torch.utils.data.DataLoader(TokenDataset(data, **ARGUMENTS), batch_size=None)
+    loader = torch.utils.data.DataLoader(
+        TokenDataset(data, **ARGUMENTS), batch_size=None, num_workers=helpers, persistent_workers=persistent
+    )
     assert len(loader) == STEPS
     for epoch in range(3):
         got = list(loader)
@@ -246,12 +254,13 @@ def test_in_torchs_own_dataloader_every_pass_is_the_next_epoch(data: Path) -> No
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torchdata's own, when it is imported.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_in_torchdatas_stateful_dataloader(data: Path) -> None:
+@pytest.mark.parametrize("helpers", [0, 1, 3])
+def test_in_torchdatas_stateful_dataloader(data: Path, helpers: int) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
     wanted = [one["ids"] for one in expected(data, 3)]
 
     def make() -> Any:
-        return stateful.StatefulDataLoader(TokenDataset(data, **ARGUMENTS), batch_size=None)
+        return stateful.StatefulDataLoader(TokenDataset(data, **ARGUMENTS), batch_size=None, num_workers=helpers)
 
     for stop in (1, 8, 24):
         loader = make()
@@ -304,9 +313,8 @@ def test_what_is_wrong_is_refused(data: Path) -> None:
     loader = dataloader(data, num_workers=1, **ARGUMENTS)
     with pytest.raises(StateError, match="seed"):
         loader.load_state_dict(dataloader(data, **{**ARGUMENTS, "seed": 6}).state_dict())
-    others = torch.utils.data.DataLoader(TokenDataset(data, **ARGUMENTS), batch_size=None, num_workers=1)
-    with pytest.raises(UsageError, match=r"expected Forebay's DataLoader for helper processes"):
-        list(others)
+    with pytest.raises(StateError, match=r"got one of worker 0 of 2. Resume with num_workers=2"):
+        loader.load_state_dict({"start": {}, "helper": [0, 2], "given": 1})
 
 
 def _open_descriptors() -> int:

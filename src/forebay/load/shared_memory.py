@@ -14,7 +14,7 @@ import pickle
 import secrets
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from multiprocessing import reduction
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from forebay.files import is_running
 
 U8 = NDArray[np.uint8]
-_Batch = TypeVar("_Batch")
+_Message = TypeVar("_Message", bound=Sized)
 
 _HEADER = 64  # Byte 0: 1 while a reader holds the segment, or a message is on its way.
 _ALIGN = 64
@@ -76,7 +76,7 @@ class _HeldSegment(np.ndarray[Any, np.dtype[np.uint8]]):
             flag[0] = 0
 
 
-class _SegmentWriter:
+class SegmentWriter:
     """Writes bundles in a helper process. Not thread-safe."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class _SegmentWriter:
         self._free_bytes = _MAX_BYTES
 
     def write(self, batches: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-        """Copy some batches; returns the arguments for `_read` in another process."""
+        """Copy some batches; returns the arguments for `read` in another process."""
         buffers: list[pickle.PickleBuffer] = []
         file = io.BytesIO()
         _Pickler(file, 5, buffer_callback=buffers.append).dump(list(batches))
@@ -113,7 +113,7 @@ class _SegmentWriter:
         if capacity > self._free_bytes:
             return None, None
         try:
-            descriptor = _create_memory(capacity)
+            descriptor = create_shared_memory(capacity)
             try:
                 segment = np.frombuffer(mmap.mmap(descriptor, capacity), np.uint8)
                 handle = reduction.DupFd(descriptor)
@@ -127,8 +127,17 @@ class _SegmentWriter:
         return len(self._segments) - 1, (handle, capacity)
 
 
-_writer: tuple[int, _SegmentWriter] | None = None  # Of the process with this id.
+_writer: tuple[int, SegmentWriter] | None = None
 _writing = threading.Lock()
+
+
+def write(batches: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    """`SegmentWriter.write` of this process's own writer."""
+    global _writer
+    with _writing:
+        if _writer is None or _writer[0] != os.getpid():
+            _writer = os.getpid(), SegmentWriter()
+        return _writer[1].write(batches)
 
 
 class BundleMessage:
@@ -138,11 +147,7 @@ class BundleMessage:
         self._batches, self._receive = batches, receive
 
     def __reduce__(self) -> tuple[Any, ...]:
-        global _writer
-        with _writing:
-            if _writer is None or _writer[0] != os.getpid():
-                _writer = os.getpid(), _SegmentWriter()
-            return _read, (self._receive, *_writer[1].write(self._batches))
+        return _receive_message, (self._receive, *write(self._batches))
 
 
 def bundle_batches(
@@ -165,55 +170,61 @@ def bundle_batches(
         del bundle
 
 
-def order_bundles(bundles: Iterator[Iterable[_Batch]], helpers: int) -> Iterator[_Batch]:
-    """The batches of several helpers in the order of steps.
+def order_bundles(messages: Iterator[_Message], helpers: int) -> Iterator[tuple[_Message, int]]:
+    """The bundles of several helpers in the order of steps: (message, index in it) of each step.
 
-    Helper k makes steps k, k + helpers, ...; bundles come from helpers 0, 1, ..., 0, 1, ..., equally long in a round
-    except at a helper's end. If a helper failed, the error is raised instead of the batches after it.
+    Helper k makes steps k, k + helpers, ...; messages come from helpers 0, 1, ..., 0, 1, ... and have equally many
+    steps in a round, except at a helper's end.
     """
-    for first in bundles:
-        group = [list(first)]
-        for i in range(len(group[0])):
+    for first in messages:
+        around: list[_Message | None] = [first]
+        for i in range(len(first)):
             for helper in range(helpers):
                 if i == 0 and helper > 0:
-                    group.append(list(next(bundles, ())))
-                if i >= len(group[helper]):
-                    for _ in bundles:  # Raises the error that ended the helper, if any.
+                    around.append(next(messages, None))
+                message = around[helper]
+                if message is None or i >= len(message):
+                    for _ in messages:  # Raises the error that ended the helper, if any.
                         pass
                     return
-                yield group[helper][i]
+                yield message, i
 
 
 _opened: dict[tuple[str, int], tuple[mmap.mmap, U8]] = {}
 _opening = threading.Lock()
 
 
-def _read(
-    receive: Callable[[BatchBundle], Any], location: Any, size: int, ranges: Sequence[tuple[int, int]], pickled: bytes
-) -> Any:
-    """Receive a message. The first one of a segment opens it; the writer must still be running then."""
+def read(location: Any, size: int, ranges: Sequence[tuple[int, int]], pickled: bytes) -> BatchBundle:
+    """What a SegmentWriter wrote. The first message of a segment opens it; the writer must still be running then."""
     if isinstance(location, np.ndarray):
-        return receive(BatchBundle(location[_HEADER:size], ranges, pickled))
+        return BatchBundle(location[_HEADER:size], ranges, pickled)
     token, number, handle = location
     if handle is not None:
-        duplicate, capacity = handle
         with _opening:
-            for key in [key for key in _opened if not is_running(int(key[0].partition("-")[0]))]:
-                del _opened[key]
-            descriptor = duplicate.detach()
-            try:
-                memory = mmap.mmap(descriptor, capacity)
-            finally:
-                os.close(descriptor)
-            _opened[token, number] = memory, np.frombuffer(memory, np.uint8, 1)
+            _open(token, number, *handle)
     memory, flag = _opened[token, number]
     segment = _HeldSegment((size - _HEADER,), np.uint8, memory, _HEADER)
     segment.flag = flag
-    return receive(BatchBundle(segment, ranges, pickled))
+    return BatchBundle(segment, ranges, pickled)
 
 
-def _create_memory(size: int) -> int:
-    """A descriptor of anonymous shared memory, freed with its last map."""
+def _receive_message(receive: Callable[[BatchBundle], Any], *message: Any) -> Any:
+    return receive(read(*message))
+
+
+def _open(token: str, number: int, handle: Any, capacity: int) -> None:
+    for key in [key for key in _opened if not is_running(int(key[0].partition("-")[0]))]:
+        del _opened[key]
+    descriptor = handle.detach()
+    try:
+        memory = mmap.mmap(descriptor, capacity)
+        _opened[token, number] = memory, np.frombuffer(memory, np.uint8, 1)
+    finally:
+        os.close(descriptor)
+
+
+def create_shared_memory(size: int) -> int:
+    """A descriptor of anonymous shared memory, freed with its last map; the caller closes the descriptor."""
     if hasattr(os, "memfd_create"):  # Not limited by the size of /dev/shm, which is 64 MiB in many containers.
         descriptor = os.memfd_create("forebay")
     else:
