@@ -53,7 +53,9 @@ from forebay.network.pki.revocation import sign_crl
 
 TESTS = Path(__file__).parent.parent / "tests"
 sys.path += [str(TESTS), str(TESTS / "attacks")]
-attackers, rude_peer, wire = map(import_module, ("attackers", "rude_peer", "wire"))  # the tools of the tests of attacks
+attackers, rude_peer, wire = map(
+    import_module, ("support.attackers", "support.rude_peer", "support.wire")
+)  # the tools of the tests of attacks
 answers, ask, connection, request = attackers.answers, attackers.ask, attackers.connection, attackers.request
 
 WORKERS, SLICE_S, STEPS = 6, 3.0, 64  # seconds and steps that a slice takes one worker

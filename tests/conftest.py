@@ -15,10 +15,10 @@ from typing import Any
 import hypothesis
 import pytest
 
-import calibration
-from calibration import slowness
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.worker.trainer import share_processors
+from support import calibration
+from support.calibration import slowness
 
 # Programs that tests start import the helpers beside this file.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))

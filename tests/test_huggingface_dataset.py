@@ -16,8 +16,8 @@ import pytest
 from forebay.errors import DownloadError, MissingPackageError, PrepareError, UnknownDatasetError
 from forebay.prepare.tokenize.tokenizers import byte_tokenizer, load_tokenizer
 from forebay.worker import WorkerClient, WorkerConfig, create_huggingface_dataset
-from hub_repos import write_repo
-from hub_server import HubServer, make_hub
+from support.hub_repos import write_repo
+from support.hub_server import HubServer, make_hub
 
 
 @pytest.fixture(scope="module")

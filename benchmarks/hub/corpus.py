@@ -27,7 +27,7 @@ def make_hub(folder: Path, files: int, file_bytes: int) -> Path:
     if (hub / ".done").exists():
         return hub
     sys.path.insert(0, str(ROOT / "tests"))
-    repos = importlib.import_module("hub_repos")
+    repos = importlib.import_module("support.hub_repos")
     repo = repos.write_repo(hub / "datasets" / NAME)
     repos._models(hub / "models")
     pool, chance = _pool(), random.Random(0)

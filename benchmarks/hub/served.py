@@ -54,7 +54,7 @@ class Served:
 def main(folder: str) -> None:
     """Serve until stdin ends."""
     sys.path.insert(0, str(ROOT / "tests"))
-    kind = importlib.import_module("hub_server").HubServer
+    kind = importlib.import_module("support.hub_server").HubServer
     with kind(Path(folder)) as hub:
         print(json.dumps({"url": hub.url}), flush=True)
         for line in sys.stdin:

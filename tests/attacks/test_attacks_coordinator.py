@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attackers import answers, ask, connection, issue, request
 
 from forebay.coordinator.membership import MAX_SEATS, apply
 from forebay.coordinator.messages import (
@@ -28,6 +27,7 @@ from forebay.coordinator.messages import (
 )
 from forebay.coordinator.server import Coordinator
 from forebay.network.pki.identity import Identity
+from support.attackers import answers, ask, connection, issue, request
 
 LIE = 2**61
 

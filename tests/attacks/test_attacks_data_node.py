@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from attackers import HOST, answers, ask, connection, issue, organisation, request
-from nodes import make_dataset
 
 from forebay.data_node import DataNode
 from forebay.dataset.manifest import SliceInfo
@@ -27,8 +25,10 @@ from forebay.network.reachability import ReachabilityChecker, may_dial
 from forebay.storage import peer_source as holders
 from forebay.swarm import tracker
 from forebay.swarm.share import SharedDataset, SliceShare
-from rude_peer import RudePeer, http
-from wire import until
+from support.attackers import HOST, answers, ask, connection, issue, organisation, request
+from support.nodes import make_dataset
+from support.rude_peer import RudePeer, http
+from support.wire import until
 
 SLICES = 4
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attackers import HOST, ask, issue, organisation
-from nodes import NAME, make_dataset
 
 from forebay.cli import main
 from forebay.data_node import DataNode
@@ -29,8 +27,10 @@ from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.jobs import JobSpec
 from forebay.scheduler.messages import ExchangeRequest
 from forebay.scheduler.server import SchedulerService
-from local_discovery import LocalDiscovery
-from wire import until
+from support.attackers import HOST, ask, issue, organisation
+from support.local_discovery import LocalDiscovery
+from support.nodes import NAME, make_dataset
+from support.wire import until
 
 SLICES = 6
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from attackers import HOST, answers, ask, connection, issue, organisation, request
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.x509.oid import NameOID
@@ -29,7 +28,8 @@ from forebay.network.publications import read_publication, sign_dataset
 from forebay.network.server import Server
 from forebay.network.usage import MAX_REPLIES_PER_PEER
 from forebay.peer_id import serial_number_of
-from handlers import Request, serve
+from support.attackers import HOST, answers, ask, connection, issue, organisation, request
+from support.handlers import Request, serve
 
 pytestmark = pytest.mark.usefixtures("changes_at_once")
 PEM = serialization.Encoding.PEM

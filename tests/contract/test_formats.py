@@ -33,7 +33,7 @@ from forebay.formats.report import Report
 from forebay.formats.tfrecord import masked
 from forebay.formats.token_stream import TokenDigest
 from forebay.prepare.inputs import read_split, split_files
-from foreign_datasets import write_litdata, write_mds
+from support.foreign_datasets import write_litdata, write_mds
 
 OPERATIONS = ("read_text", "open_rows", "open_tokens", "check")
 TEXTS = [f"document number {i}, with some words" for i in range(6)]

@@ -9,9 +9,9 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from runner import ROOT, blocks
 
-from calibration import scaled
+from support.calibration import scaled
+from support.runner import ROOT, blocks
 
 
 def run(*command: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import corpora
-import nodes
 import numpy as np
 import pytest
-from corpora import Corpora
-from runner import ROOT, Page, blocks, make_commands, pages
+
+from support import corpora, nodes
+from support.corpora import Corpora
+from support.runner import ROOT, Page, blocks, make_commands, pages
 
 # All pages share their servers, so one process of a parallel run takes them all.
 pytestmark = pytest.mark.xdist_group("docs")

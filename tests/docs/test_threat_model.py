@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from runner import ROOT
+from support.runner import ROOT
 
 PAGE = "".join(path.read_text() for path in sorted((ROOT / "docs" / "reference").glob("threat-model*.md")))
 

@@ -7,7 +7,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from runner import ROOT
+
+from support.runner import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if path != DOCS / "README.md")

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from calibration import scaled
 from forebay.cache.cache import SliceCache
+from support.calibration import scaled
 
 NUM_SLICES = 24
 SLICE_BYTES = 200_000

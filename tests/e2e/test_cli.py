@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nodes import Bootstrap
 
-from calibration import scaled
+from support.calibration import scaled
+from support.nodes import Bootstrap
 
 
 def forebay(*arguments: object, timeout: float = 90, **environment: str) -> subprocess.CompletedProcess[str]:

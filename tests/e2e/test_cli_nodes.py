@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from calibration import scaled
+from support.calibration import scaled
 
 pytest.importorskip("libtorrent")
-
-from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 from forebay.data_node import DataNode
 from forebay.errors import NetworkError
@@ -25,6 +23,7 @@ from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht, wait_for_bootstrap
 from forebay.network.pki.identity import Identity, verify
+from support.nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from calibration import scaled
 from forebay.coordinator.messages import Rules
 from forebay.coordinator.server import MAX_VALUES, Coordinator
 from forebay.coordinator.store import ROSTER_NAME
@@ -29,8 +28,9 @@ from forebay.network.client import Client, RemoteError
 from forebay.network.pki.identity import Identity
 from forebay.worker.membership import Membership
 from forebay.worker.membership_state import CoordinatorUnreachableError, DuplicateWorkerError
+from support.calibration import scaled
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 BATCH = 2
 
 
@@ -110,7 +110,7 @@ class Workers:
     """Workers begun by one process that has PyTorch in memory; what each said, by the order they were begun in."""
 
     def __init__(self, spawn: Callable[..., Process], address: str, **facts: Any) -> None:
-        self.process = spawn(str(HERE / "distributed_workers.py"), address)
+        self.process = spawn(str(SUPPORT / "distributed_workers.py"), address)
         self.facts = facts
         self.names: list[str] = []
 

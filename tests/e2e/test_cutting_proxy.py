@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from benchmarks.cutting_proxy import Bench, Plan, run_tasks
 
-from calibration import scaled
+from support.calibration import scaled
 
 pytest.importorskip("libtorrent")
 

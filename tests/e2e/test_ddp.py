@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibration import scaled
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
+from support.calibration import scaled
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
 
@@ -38,7 +38,7 @@ def run_all(tmp_path: Path, data: Path, runs: list[dict[str, Any]]) -> list[dict
     config = tmp_path / "config.json"
     config.write_text(json.dumps([{"data": str(data), "out": str(out), **run} for run, out in zip(runs, outs)]))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("ranks.py")), str(config)],
+        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "support" / "ranks.py"), str(config)],
         capture_output=True,
         text=True,
         timeout=scaled(150),

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from calibration import scaled
 from forebay.demo import NodeProcess
+from support.calibration import scaled
 
 # Numbered below, so that no two slices are alike: alike slices travel once.
 TEXT = "The mill race turns the wheel, and the wheel turns the stone. "

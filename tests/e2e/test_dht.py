@@ -16,9 +16,7 @@ from pathlib import Path
 
 import libtorrent as lt
 import pytest
-from nodes import NAME, make_dataset
 
-from calibration import scaled
 from forebay.data_node import DataNode
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.network.addresses import host_towards
@@ -28,7 +26,9 @@ from forebay.network.discovery import ask_many, find_providers, record_key
 from forebay.network.pki.identity import Identity
 from forebay.scheduler.server import SchedulerService
 from forebay.storage.peer_dataset import PeerOrigin
-from local_discovery import LocalDiscovery
+from support.calibration import scaled
+from support.local_discovery import LocalDiscovery
+from support.nodes import NAME, make_dataset
 
 KEY = record_key("network", "dataset", "tiny")
 CROWD = int(os.environ.get("FOREBAY_DHT_NODES", "50"))

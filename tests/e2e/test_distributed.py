@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from calibration import scaled
 from forebay.coordinator.messages import Rules
 from forebay.coordinator.server import Coordinator
 from forebay.errors import ForebayError, UsageError
@@ -28,6 +27,7 @@ from forebay.worker.distributed import OptimizerAndPosition, merge_settings, sha
 from forebay.worker.membership import Membership
 from forebay.worker.membership_state import CoordinatorUnreachableError
 from forebay.worker.training import Training
+from support.calibration import scaled
 
 WORKER = """
 import asyncio, hashlib, json, os, signal, sys, time

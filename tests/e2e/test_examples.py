@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from calibration import scaled
+from support.calibration import scaled
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 NEEDS = {

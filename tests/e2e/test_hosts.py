@@ -19,16 +19,15 @@ from typing import Any
 
 import pytest
 
-from calibration import scaled
+from support.calibration import scaled
 
 pytest.importorskip("libtorrent")
 
-from forks import Process
-from hosts import Host, Lab, lacking
-from nodes import NAME, make_dataset, make_network
-
 from forebay.ledger.verify import verify_ledger
 from forebay.network.pki.identity import verify
+from support.forks import Process
+from support.hosts import Host, Lab, lacking
+from support.nodes import NAME, make_dataset, make_network
 
 SIZE = os.environ.get("FOREBAY_HOSTS", "")
 LONG = SIZE == "long"

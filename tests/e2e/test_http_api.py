@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
-from calibration import scaled
 from forebay.coordinator.server import Coordinator
 from forebay.data_node import DataNode
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
 from forebay.network.pki.identity import Identity
 from forebay.scheduler.server import SchedulerService
+from support.calibration import scaled
+from support.nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 SCHEMATHESIS = os.environ.get("FOREBAY_SCHEMATHESIS")
 EXAMPLES = os.environ.get("FOREBAY_SCHEMATHESIS_EXAMPLES", "100")
@@ -144,7 +144,7 @@ def _check_bounds(name: str, schemas: dict[str, Any], seen: set[str]) -> None:
 @pytest.mark.parametrize("which", ["data", "scheduler", "coordinator"])
 def test_schemathesis_finds_nothing(servers: tuple[dict[str, str], Identity], which: str) -> None:
     assert SCHEMATHESIS is not None
-    command = [SCHEMATHESIS, str(Path(__file__).with_name("http_api.py")), f"https://{servers[0][which]}"]
+    command = [SCHEMATHESIS, str(Path(__file__).parents[1] / "support" / "http_api.py"), f"https://{servers[0][which]}"]
     done = subprocess.run(
         [*command, str(servers[1].node_dir), EXAMPLES],
         capture_output=True,

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from calibration import scaled
-from hub_repos import write_repo
-from hub_server import HubServer
+from support.calibration import scaled
+from support.hub_repos import write_repo
+from support.hub_server import HubServer
 
 STREAM = """
 import json, re, sys, time

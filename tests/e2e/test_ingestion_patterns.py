@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from feeding import make_dataset
 
 from forebay.cache.cache import cache_directory
 from forebay.dataset.slices import hash_file
 from forebay.errors import StateError, UsageError
 from forebay.load.loader import Loader
-from origin_server import OriginServer
+from support.feeding import make_dataset
+from support.origin_server import OriginServer
 
 SLICES, SAMPLES, SEQ_LEN = 24, 16, 2048
 

@@ -23,10 +23,9 @@ import pytest
 
 pytest.importorskip("libtorrent")
 
-from nodes import Bootstrap, Node, make_dataset, make_network
-
 from forebay.ledger.verify import verify_ledger
 from forebay.network.pki.identity import verify
+from support.nodes import Bootstrap, Node, make_dataset, make_network
 
 NUM_SLICES = 12
 TOKENS = 330

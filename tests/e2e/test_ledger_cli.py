@@ -10,8 +10,6 @@ import pytest
 
 pytest.importorskip("libtorrent")
 
-from nodes import HOST, Bootstrap, make_network
-
 from forebay import prepare_dataset
 from forebay.cli import main
 from forebay.data_node import DataNode
@@ -21,6 +19,7 @@ from forebay.network.dht import LibtorrentDht
 from forebay.network.pki.identity import Identity
 from forebay.scheduler.server import SchedulerService
 from forebay.worker.lease_worker import run_worker
+from support.nodes import HOST, Bootstrap, make_network
 
 SEQ_LEN = 16
 

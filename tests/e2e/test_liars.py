@@ -16,12 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from calibration import scaled
+from support.calibration import scaled
 
 pytest.importorskip("libtorrent")
-
-from liars import LIES, Liar
-from nodes import NAME, make_dataset
 
 from forebay.data_node import DataNode
 from forebay.dataset.manifest import SliceTable
@@ -35,8 +32,10 @@ from forebay.storage.base import Timeouts
 from forebay.storage.origins import open_remote
 from forebay.storage.transfers import Transfers
 from forebay.worker import fetching
-from leases_by_hand import FetchingWorker
-from local_discovery import LocalDiscovery
+from support.leases_by_hand import FetchingWorker
+from support.liars import LIES, Liar
+from support.local_discovery import LocalDiscovery
+from support.nodes import NAME, make_dataset
 
 Make = Callable[[str], Identity]
 STALL_S = 0.3

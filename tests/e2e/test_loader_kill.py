@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feeding import (
+
+from support.feeding import (
     MIB,
     Watcher,
     check_cache,
@@ -26,8 +27,7 @@ from feeding import (
     steps_of,
     until,
 )
-
-from origin_server import OriginServer
+from support.origin_server import OriginServer
 
 KILLS = int(os.environ.get("FOREBAY_LOADER_KILLS", "4"))
 SEED = int(os.environ.get("FOREBAY_LOADER_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feeding import are_whole, check_cache, ended, lines_of, make_dataset, start_rank, until
 
-from calibration import scaled
 from forebay.errors import UsageError
 from forebay.load.loader import Loader
-from origin_server import OriginServer
+from support.calibration import scaled
+from support.feeding import are_whole, check_cache, ended, lines_of, make_dataset, start_rank, until
+from support.origin_server import OriginServer
 
 TIMES = int(os.environ.get("FOREBAY_LOADER_OPENS", "60"))
 SAMPLES, SEQ_LEN = 32, 256

@@ -8,9 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feeding import MIB, Watcher, check_cache, ended, global_batches, make_dataset, small_disk, start_rank, steps_of
 
-from origin_server import OriginServer
+from support.feeding import (
+    MIB,
+    Watcher,
+    check_cache,
+    ended,
+    global_batches,
+    make_dataset,
+    small_disk,
+    start_rank,
+    steps_of,
+)
+from support.origin_server import OriginServer
 
 TIMES = int(os.environ.get("FOREBAY_LOADER_TIMES", "20"))
 SAMPLES, SEQ_LEN = 64, 2048  # 512 KiB a slice.

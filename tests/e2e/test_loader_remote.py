@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feeding import (
+
+from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
+from forebay.dataset.reader import open_dataset
+from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
+from forebay.load.loader import Loader
+from forebay.load.sources import Mixture
+from support.calibration import scaled
+from support.feeding import (
     MIB,
     are_whole,
     check_cache,
@@ -30,14 +37,7 @@ from feeding import (
     steps_of,
     until,
 )
-
-from calibration import scaled
-from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
-from forebay.dataset.reader import open_dataset
-from forebay.errors import DatasetError, ForebayError, IntegrityError, NetworkError, UsageError
-from forebay.load.loader import Loader
-from forebay.load.sources import Mixture
-from origin_server import OriginServer
+from support.origin_server import OriginServer
 
 SLICES, SAMPLES, SEQ_LEN = 6, 32, 2048  # 256 KiB a slice.
 SLICE_BYTES = 262_500

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from feeding import _processes, lines_of, make_dataset, read, steps_of
 
-from calibration import scaled
 from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.errors import UsageError
@@ -22,7 +20,9 @@ from forebay.network.addresses import parse_address
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.storage.origins import open_remote
 from forebay.storage.remote_dataset import RemoteDataset
-from local_discovery import LocalDiscovery
+from support.calibration import scaled
+from support.feeding import _processes, lines_of, make_dataset, read, steps_of
+from support.local_discovery import LocalDiscovery
 
 SLICES, SAMPLES, SEQ_LEN, RANKS = 16, 16, 2048, 4
 READ: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch_size": 16, "seed": 3, "epochs": 2, "world_size": RANKS}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 from forebay.data_node import DataNode
 from forebay.network.dht import LibtorrentDht
 from forebay.network.pki.identity import Identity
 from forebay.storage.origins import open_remote
 from forebay.storage.transfers import Transfers
+from support.nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 
 def test_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

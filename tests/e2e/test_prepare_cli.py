@@ -21,9 +21,10 @@ import numpy as np
 import pytest
 
 import forebay
-from calibration import scaled
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import install_command
+from support.calibration import scaled
+from support.shared_data import shared_data
 
 KEYS = {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped"}
 
@@ -59,14 +60,6 @@ def prepare(out: Path, *arguments: object, **environment: str) -> dict[str, Any]
     return summary
 
 
-def data(name: str) -> Path:
-    given = os.environ.get("FOREBAY_TEST_DATA")
-    path = (Path(given) if given else Path(__file__).parents[2] / "../shared/data") / name
-    if not path.exists():
-        pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}")
-    return path
-
-
 def documents(dataset: Dataset) -> list[bytes]:
     """The text of each document of a dataset made with `--tokenizer bytes`."""
     found = []
@@ -98,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def posts(path: Path) -> Path:
     """Questions and answers as conversations."""
-    rows = [row.attrib for row in ElementTree.parse(data("stackexchange/coffee/Posts.xml")).getroot()]
+    rows = [row.attrib for row in ElementTree.parse(shared_data("stackexchange/coffee/Posts.xml")).getroot()]
     asked = {row["Id"]: row for row in rows if row["PostTypeId"] == "1"}
     with path.open("w") as file:
         for row in rows[:300]:
@@ -124,8 +117,8 @@ WEB = ("warc/dolma/sample-0000.warc.gz", "warc/pywb/iana.warc.gz", "jsonl/cc_en_
 )
 def test_recipe(tmp_path: Path, recipe: str, inputs: tuple[str, ...], least_in: int, least_out: int) -> None:
     bytes_only = recipe in ("fineweb", "wikipedia")
-    tokenizer = "bytes" if bytes_only else data("tokenizers/gpt-neo-test-tokenizer.json")
-    summary = prepare(tmp_path / "d", *map(data, inputs), "--recipe", recipe, "--tokenizer", tokenizer)
+    tokenizer = "bytes" if bytes_only else shared_data("tokenizers/gpt-neo-test-tokenizer.json")
+    summary = prepare(tmp_path / "d", *map(shared_data, inputs), "--recipe", recipe, "--tokenizer", tokenizer)
     assert summary["documents_in"] >= least_in and least_out <= summary["documents_out"] < summary["documents_in"]
     dataset = open_dataset(tmp_path / "d")
     assert dataset.verify().ok and (dataset.id, dataset.num_tokens) == (summary["id"], summary["tokens"])
@@ -149,7 +142,7 @@ def test_recipe_of_code(tmp_path: Path) -> None:
 
 def test_recipe_of_conversations(tmp_path: Path) -> None:
     told = posts(tmp_path / "posts.jsonl")
-    tokenizer = data("tokenizers/gpt-neo-test-tokenizer.json")
+    tokenizer = shared_data("tokenizers/gpt-neo-test-tokenizer.json")
     summary = prepare(
         tmp_path / "d", told, "--recipe", "sft", "--tokenizer", tokenizer, "--set", "rows.max_tokens=256",
         "--set", "slice.shuffle=false",
@@ -343,12 +336,13 @@ def test_an_api_is_an_input(tmp_path: Path, api: str) -> None:
 
 def test_a_language_model_of_text_and_the_better_half(tmp_path: Path) -> None:
     pytest.importorskip("kenlm")
-    book = data("books/gutenberg_en/carroll-alice.txt")
+    book = shared_data("books/gutenberg_en/carroll-alice.txt")
     run("prepare", book, "--to", "lm", "--set", "lm.order=3", "--out", tmp_path / "lm", "--json")
     model = tmp_path / "lm/model.arpa"
     assert model.read_text().startswith("\\data\\")
     paragraphs = [p for p in book.read_text().split("\n\n") if len(p) > 80][:100]
-    other = [p for p in data("books/gutenberg_en/milton-paradise.txt").read_text().split("\n") if len(p) > 30][:100]
+    verse = shared_data("books/gutenberg_en/milton-paradise.txt").read_text()
+    other = [p for p in verse.split("\n") if len(p) > 30][:100]
     path = lines(tmp_path / "a.jsonl", paragraphs + other)
     config = tmp_path / "lm.toml"
     config.write_text(f'[perplexity]\nmodel = "{model}"\nkeep_percentile = [0, 50]\n')

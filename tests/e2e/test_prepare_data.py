@@ -11,7 +11,6 @@ import csv
 import gzip
 import io
 import json
-import os
 import re
 import tarfile
 import xml.etree.ElementTree as ElementTree
@@ -31,6 +30,7 @@ from forebay.dataset.reader import open_dataset
 from forebay.errors import PrepareError
 from forebay.prepare import Recipe, load_recipe
 from forebay.prepare.report import load_report
+from support.shared_data import shared_data
 
 PREPARED = {
     "warc": ("warc/*",),
@@ -101,21 +101,13 @@ class Told:
         return len(self.ids) + self.malformed + self.empty
 
 
-def data() -> Path:
-    given = os.environ.get("FOREBAY_TEST_DATA")
-    folder = Path(given) if given else Path(__file__).parents[2] / "../shared/data"
-    if not (folder / "warc").is_dir():
-        pytest.skip("no real data: set FOREBAY_TEST_DATA to a folder that holds warc/, parquet/, books/ …")
-    return folder
-
-
 def all_files(root: Path) -> list[Path]:
     found = [path for path in root.rglob("*") if path.is_file()]
     return sorted(found, key=lambda path: path.relative_to(root).parts)
 
 
 def files(kind: str) -> list[Path]:
-    root = data()
+    root = shared_data()
     names = PREPARED[kind]
     return [p for p in all_files(root) if any(fnmatch(p.relative_to(root).as_posix(), name) for name in names)]
 
@@ -189,7 +181,7 @@ def test_crawls(tmp_path: Path) -> None:
     pytest.importorskip("warcio")
     told: dict[Path, Told] = {}
     for path in files("warc"):
-        name = path.relative_to(data()).as_posix()
+        name = path.relative_to(shared_data()).as_posix()
         if name in DAMAGED_WARCS:
             documents, malformed = DAMAGED_WARCS[name]
             malformed = malformed or int(not documents and path.name != "badexample.arc.gz")
@@ -375,7 +367,7 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 def test_every_file_is_prepared_or_no_document() -> None:
-    root = data()
+    root = shared_data()
     patterns = [*(name for names in PREPARED.values() for name in names), *NOT_DOCUMENTS]
     names = [path.relative_to(root).as_posix() for path in all_files(root)]
     assert [name for name in names if sum(fnmatch(name, pattern) for pattern in patterns) != 1] == []

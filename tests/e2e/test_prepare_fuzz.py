@@ -25,13 +25,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import whole
 import zstandard
 
-from calibration import scaled
 from forebay import prepare_dataset
 from forebay.errors import ForebayError
 from forebay.prepare import PrepareResult, load_recipe
+from support import whole
+from support.calibration import scaled
 
 FUZZ_S = float(os.environ.get("FOREBAY_FUZZ_S", "6"))
 SEED = int(os.environ.get("FOREBAY_FUZZ_SEED", "1"))

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-import whole
 
-from calibration import scaled
+from support import whole
+from support.calibration import scaled
 
 _SCRIPT = """
 import sys

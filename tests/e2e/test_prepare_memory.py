@@ -16,7 +16,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import whole
+
+from support import whole
+from support.shared_data import FOLDER
 
 pytest.importorskip("numba")
 pytest.importorskip("resiliparse")
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 GIGABYTE = 10**9
 GIANT_BYTES = int(os.environ.get("FOREBAY_GIANT_MIB", "8")) << 20
 """Of one document; 31 is the most that is read as one, and takes half a minute of a processor more."""
-TOKENIZERS = Path(os.environ.get("FOREBAY_TEST_DATA", Path(__file__).parents[2] / "../shared/data")) / "tokenizers"
+TOKENIZERS = FOLDER / "tokenizers"
 SCRIPT = """
 import functools, json, sys
 from forebay import prepare_dataset

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import whole
 
-from calibration import scaled
+from support import whole
+from support.calibration import scaled
 
 pytest.importorskip("numba")
 pytest.importorskip("resiliparse")

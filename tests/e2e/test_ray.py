@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from calibration import scaled
+from support.calibration import scaled
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install ray")
 

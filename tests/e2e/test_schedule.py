@@ -15,11 +15,9 @@ from typing import IO, Any
 
 import pytest
 
-from calibration import scaled
+from support.calibration import scaled
 
 pytest.importorskip("libtorrent")
-
-from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 from forebay.cli import main
 from forebay.data_node import DataNode
@@ -34,8 +32,9 @@ from forebay.network.pki.identity import Identity, join, verify
 from forebay.scheduler.catalog import JobPlan
 from forebay.scheduler.journal import ledger_path
 from forebay.scheduler.server import SchedulerService
-from local_discovery import LocalDiscovery
-from proofs import proof_by_hand
+from support.local_discovery import LocalDiscovery
+from support.nodes import HOST, NAME, Bootstrap, make_dataset, make_network
+from support.proofs import proof_by_hand
 
 SEQ_LEN = 8
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibration import scaled
 from forebay.data_node import DataNode
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
@@ -27,7 +26,8 @@ from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import MAX_CLAIMS_BYTES, find_providers, parse_claim, record_key
 from forebay.network.peer import Peer
 from forebay.network.pki.identity import Identity, create_network, join, revoke
-from local_discovery import LocalDiscovery
+from support.calibration import scaled
+from support.local_discovery import LocalDiscovery
 
 Make = Callable[[str], Identity]
 SLICE_TOKENS = 400_000

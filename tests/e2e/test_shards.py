@@ -21,19 +21,19 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from feeding import small_disk
 
-from calibration import scaled
 from forebay.cli import main
 from forebay.errors import DatasetError, IntegrityError, NetworkError, UsageError
 from forebay.formats.shard_writer import Shard, write_shards
 from forebay.load.shard_download import ShardDownload
 from forebay.load.shards import SharedShardedDatasetManager
 from forebay.order.shard_windows import receipt, window_sample_ids
-from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from support.calibration import scaled
+from support.feeding import small_disk
+from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 L, SAMPLES, SHARDS = 128, 2000, 4  # 500 KiB a shard
-RANK = Path(__file__).with_name("shard_rank.py")
+RANK = Path(__file__).parents[1] / "support" / "shard_rank.py"
 QUICK = {"sequence_length": L, "steps_per_shard": 3, "timeout_s": 20.0, "chunk_size": 1 << 16}
 
 

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from calibration import scaled, stood_still_s
+from support.calibration import scaled, stood_still_s
 
 pytest.importorskip("libtorrent")
-
-from nodes import HOST, NAME, Bootstrap, Node, make_dataset, make_network
 
 from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
@@ -22,6 +20,7 @@ from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.pki.identity import Identity, verify
 from forebay.scheduler.server import SchedulerService
+from support.nodes import HOST, NAME, Bootstrap, Node, make_dataset, make_network
 
 NUM_SLICES = 12
 TOKENS = 2000

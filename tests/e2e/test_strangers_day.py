@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks.strangers_day import ATTACKS, BESIDE, LEFT_OUT, TESTS, World
 
-from calibration import scaled
+from support.calibration import scaled
 
 pytest.importorskip("libtorrent")
 

@@ -24,6 +24,7 @@ from forebay.errors import PrepareError
 from forebay.formats.inputs import ReadOptions
 from forebay.prepare.inputs import find_inputs, read_split, split_files
 from forebay.stream import TextStream
+from support.shared_data import shared_data
 
 ROWS = [{"id": str(i), "text": f"document {i} é " + "word " * (i * 7 % 41)} for i in range(240)]
 
@@ -263,14 +264,6 @@ def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
     assert run(11) + run(-1) == whole
 
 
-def real(name: str) -> Path:
-    given = os.environ.get("FOREBAY_TEST_DATA")
-    folder = (Path(given) if given else Path(__file__).parents[2] / "../shared/data") / name
-    if not folder.exists():
-        pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}")
-    return folder
-
-
 @pytest.mark.parametrize(
     ("name", "key"),
     [
@@ -282,7 +275,7 @@ def real(name: str) -> Path:
     ],
 )
 def test_real_files(name: str, key: str) -> None:
-    path, options = real(name), ReadOptions(text_key=key)
+    path, options = shared_data(name), ReadOptions(text_key=key)
     settings = {"text_key": key, "seq_len": 256, "global_batch_size": 4 if path.is_file() else 512, "shuffle_buffer": 5}
     records = [
         r for piece in split_files(find_inputs(path, options).files, options) for r in read_split(piece, options)

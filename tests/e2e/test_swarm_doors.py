@@ -10,11 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from feeding import make_dataset
 from starlette.responses import Response
 
-from cached import put
-from calibration import scaled
 from forebay.cache.cache import SliceCache
 from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
@@ -30,8 +27,11 @@ from forebay.storage.remote_dataset import RemoteDataset
 from forebay.storage.targets import open_target
 from forebay.swarm.reader import Provider, SwarmMember, SwarmReader
 from forebay.swarm.share import SliceShare
-from handlers import Request, serve
-from local_discovery import LocalDiscovery
+from support.cached import put
+from support.calibration import scaled
+from support.feeding import make_dataset
+from support.handlers import Request, serve
+from support.local_discovery import LocalDiscovery
 
 SLICES = 4
 

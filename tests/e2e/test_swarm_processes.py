@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.swarm import make_dataset, run_round
 
-from origin_server import OriginServer
+from support.origin_server import OriginServer
 
 _FULL = "FOREBAY_SWARM_FULL" in os.environ
 MEMBERS, SLICES, SLICE_BYTES = (8, 64, 1 << 20) if _FULL else (8, 24, 1 << 18)

@@ -18,9 +18,6 @@ import pytest
 
 pytest.importorskip("libtorrent")
 
-from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
-
-from calibration import scaled
 from forebay.data_node import DataNode
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset, open_dataset
@@ -35,7 +32,9 @@ from forebay.network.pki.identity import Identity, verify
 from forebay.scheduler.catalog import JobPlan
 from forebay.scheduler.server import SchedulerService
 from forebay.worker.lease_worker import WorkerReport, run_worker
-from proofs import proof_by_hand
+from support.calibration import scaled
+from support.nodes import HOST, NAME, Bootstrap, make_dataset, make_network
+from support.proofs import proof_by_hand
 
 NUM_SLICES = 40
 TOKENS = 400

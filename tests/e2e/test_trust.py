@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import HOST, NAME, make_dataset
 
-from calibration import scaled
 from forebay.data_node import DataNode
 from forebay.dataset.reader import Dataset
 from forebay.errors import DatasetError, NetworkError, UsageError
@@ -41,7 +39,9 @@ from forebay.network.revocation_sync import TrustWatch, send_crl
 from forebay.network.server import Server
 from forebay.scheduler.server import SchedulerService
 from forebay.worker.scheduler_client import SchedulerClient
-from local_discovery import LocalDiscovery
+from support.calibration import scaled
+from support.local_discovery import LocalDiscovery
+from support.nodes import HOST, NAME, make_dataset
 
 Make = Callable[[str], Identity]
 DATA = Scope(frozenset({"data"}))

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from calibration import scaled
+from support.calibration import scaled
 
 pytest.importorskip("libtorrent")
 
-from nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 from test_schedule import SEQ_LEN, Hand
 
 from forebay.cli import main
@@ -30,7 +29,8 @@ from forebay.observe.ledger_queries import replay
 from forebay.scheduler.catalog import JobPlan
 from forebay.scheduler.journal import ledger_path
 from forebay.scheduler.server import SchedulerService
-from local_discovery import LocalDiscovery
+from support.local_discovery import LocalDiscovery
+from support.nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 
 @pytest.mark.usefixtures("changes_at_once")

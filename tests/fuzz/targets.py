@@ -66,7 +66,7 @@ from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
 from forebay.storage.compression import sniff_compression
 from forebay.swarm.members import MAX_RANGES, parse_ranges
 from forebay.swarm.tracker import Tracker
-from handlers import Request, serve
+from support.handlers import Request, serve
 
 from .engine import Target
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from calibration import scaled
+from support.calibration import scaled
 
 pytest.importorskip("libtorrent")
 

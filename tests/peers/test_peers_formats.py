@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibration import scaled
 from forebay.convert.convert import convert, open_source
 from forebay.formats.conversion import ConvertOptions
 from forebay.formats.token_stream import documents
+from support.calibration import scaled
 
 PEERS = [one for one in os.environ.get("FOREBAY_FORMAT_PEERS", "").split(os.pathsep) if one]
 GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from elastic_ranks import Weights, check
-from elastic_run import elastic
 
 from forebay.simulate import Scenario
+from support.elastic_ranks import Weights, check
+from support.elastic_run import elastic
 
 _SMALL = {"workers": 6, "slices": 24, "samples": 64, "slice_bytes": 4 << 20}
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from swarm_readers import broadcast, swarm_bound
 
 from forebay.simulate import Scenario
 from forebay.simulate.scenario import draw
+from support.swarm_readers import broadcast, swarm_bound
 
 
 @pytest.mark.parametrize("seed", range(6))

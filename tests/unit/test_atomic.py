@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import forebay
-from calibration import scaled
 from forebay import files as atomic
 from forebay.files import (
     atomic_write,
@@ -22,6 +21,7 @@ from forebay.files import (
     temporary_directory,
     temporary_path,
 )
+from support.calibration import scaled
 
 SRC = Path(forebay.__file__).parent
 RENAMES = {"rename", "replace", "renames", "move"}

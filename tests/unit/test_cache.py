@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from cached import put, reserve
-from calibration import scaled
 from forebay.cache import cache as cache_module
 from forebay.cache.cache import NotReserved, Reservation, SliceCache
 from forebay.cache.eviction import DiskBudget, Evict
 from forebay.errors import UsageError
 from forebay.storage import locks
+from support.cached import put, reserve
+from support.calibration import scaled
 
 
 def age(cache: SliceCache, sha256: str, at: int) -> None:

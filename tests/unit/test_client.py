@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from calibration import scaled
 from forebay.errors import NetworkError, ProtocolError
 from forebay.network.app import JsonResponse
 from forebay.network.client import Client, TruncatedBodyError
 from forebay.network.pki.identity import Identity
-from handlers import Request, serve
+from support.calibration import scaled
+from support.handlers import Request, serve
 
 Make = Callable[[str], Identity]
 

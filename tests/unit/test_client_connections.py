@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from calibration import scaled
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.addresses import parse_address, parse_peer_address
 from forebay.network.client import Client, ConnectionLostError, RemoteError, WrongPeerError
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.network.retry import backoff_s, retry_after_s
-from rude_peer import Asked, RudePeer, http
+from support.calibration import scaled
+from support.rude_peer import Asked, RudePeer, http
 
 Make = Callable[[str], Identity]
 OK = http(200, {"fine": True})

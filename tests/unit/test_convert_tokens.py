@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibration import scaled
 from forebay.cli import main
 from forebay.convert.convert import convert, open_source
 from forebay.convert.sources import open_tokens
@@ -31,6 +30,7 @@ from forebay.formats.conversion import ConvertOptions, TokenPart, TokenSource
 from forebay.formats.registry import get_format, names_with
 from forebay.formats.shard_writer import write_shards
 from forebay.formats.token_stream import TokenDigest, build_stream, documents, slices_of
+from support.calibration import scaled
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"
 PLAIN = json.loads((GOLDEN / "stream.json").read_text())

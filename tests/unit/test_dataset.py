@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file, save_file
 
-from calibration import scaled
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.manifest import Manifest, SliceInfo, SliceTable, dataset_id
 from forebay.dataset.reader import open_dataset, verify_dataset
 from forebay.dataset.slices import hash_file, open_slice, write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write
+from support.calibration import scaled
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -21,7 +21,6 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from doctor_cases import EOS, faults, findings, look, only, text_tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +30,8 @@ from forebay.dataset.slices import write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, ForebayError
 from forebay.formats.tfrecord import crc32c, masked
 from forebay.prepare.tokenize.tokenizers import AUTO, load_tokenizer, parse
+from support.doctor_cases import EOS, faults, findings, look, only, text_tokens
+from support.shared_data import shared_data
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "foreign"
 CLEAN = ("parquet/data", "tfrecord", "webdataset", "jsonl", "tokenizers/vectors")
@@ -39,14 +40,6 @@ DAMAGED = {  # As their names or their repository say.
     "incorrect_map_schema.parquet", "column_chunk_key_value_metadata.parquet", "repeated_no_annotation.parquet",
     "large_string_map.brotli.parquet",
 }  # fmt: skip
-
-
-def shared(name: str) -> Path:
-    told = os.environ.get("FOREBAY_TEST_DATA")
-    folder = (Path(told) if told else Path(__file__).parents[2] / "../shared/data") / name
-    if not folder.is_dir():
-        pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}/")
-    return folder
 
 
 def cut(path: Path, num_bytes: int) -> Path:
@@ -387,10 +380,10 @@ def test_whatever_is_damaged_the_doctor_stays_calm(tmp_path: Path, data: st.Data
 @pytest.mark.parametrize("tokenizer", ["gpt2", "llama-test-tokenizer.json"])
 def test_tokens_of_real_texts(tmp_path: Path, tokenizer: str) -> None:
     """Nothing in them as they are; found where their bytes are swapped or their type is another."""
-    folder = shared("tokenizers") / tokenizer
+    folder = shared_data("tokenizers") / tokenizer
     found = load_tokenizer(str(folder), eos=AUTO)
     encode = parse(found.data, found.description).encode
-    texts = [p.read_text("utf-8") for p in sorted((shared("shakespeare") / "works").iterdir())[:2]]
+    texts = [p.read_text("utf-8") for p in sorted((shared_data("shakespeare") / "works").iterdir())[:2]]
     tokens = np.array([i for text in texts for i in [*encode(text).ids, found.eos_id]], np.int64)
     tokens = tokens[: len(tokens) & ~3]
     known = {"vocab_size": found.vocab_size}
@@ -407,7 +400,7 @@ def test_tokens_of_real_texts(tmp_path: Path, tokenizer: str) -> None:
 
 @pytest.mark.parametrize("name", CLEAN)
 def test_clean_real_files_give_no_finding(name: str) -> None:
-    folder = shared(name)
+    folder = shared_data(name)
     files = [p for p in sorted(folder.iterdir()) if p.is_file() and p.name not in DAMAGED]
     assert len(files) > 0
     assert [one for path in files for one in findings(path)] == []

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from doctor_cases import EOS, faults, findings, look, only, text_tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forebay.cli import main
 from forebay.formats import open_external
 from forebay.formats.vectors import sample_id
-from token_shards import write_shard
+from support.doctor_cases import EOS, faults, findings, look, only, text_tokens
+from support.token_shards import write_shard
 
 N = 20_000
 

@@ -16,7 +16,7 @@ from forebay.errors import DatasetError
 from forebay.load.packing import DocumentSubset
 from forebay.load.samples import ReadEnds, ends_reader, plan_samples
 from forebay.storage.origins import open_remote
-from origin_server import OriginServer
+from support.origin_server import OriginServer
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from feed_fakes import CONTENTS, NAMES, SIZE, Origin, feed_of, read, room_for, until
 
-from calibration import scaled
 from forebay.cache.cache import SliceCache
 from forebay.cache.prefetch import SliceFeed
 from forebay.errors import UsageError
+from support.calibration import scaled
+from support.feed_fakes import CONTENTS, NAMES, SIZE, Origin, feed_of, read, room_for, until
 
 
 @pytest.fixture

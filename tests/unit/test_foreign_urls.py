@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calibration import scaled
 from forebay.data_node import DataNode
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
@@ -32,10 +31,11 @@ from forebay.storage.http import check_redirect
 from forebay.storage.origins import open_remote
 from forebay.storage.targets import open_target
 from forebay.storage.url_policy import open_untrusted_origin
-from leases_by_hand import FetchingWorker
-from local_discovery import LocalDiscovery
-from origin_server import OriginServer
-from rude_peer import Asked, RudePeer, http
+from support.calibration import scaled
+from support.leases_by_hand import FetchingWorker
+from support.local_discovery import LocalDiscovery
+from support.origin_server import OriginServer
+from support.rude_peer import Asked, RudePeer, http
 
 Make = Callable[[str], Identity]
 QUICK = Timeouts(connect_s=2.0, stall_s=2.0)

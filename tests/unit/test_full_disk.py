@@ -17,11 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nodes import NAME, make_dataset
 from test_journal import lease, open_journal, use
 
-from cached import put, reserve
-from calibration import scaled
 from forebay.cache.cache import SliceCache
 from forebay.coordinator.messages import LogLine, Rules, RunState
 from forebay.coordinator.server import Coordinator
@@ -33,7 +30,10 @@ from forebay.network.client import Client, RemoteError
 from forebay.network.pki.identity import Identity
 from forebay.scheduler.journal import JOURNAL_NAME, Journal, lock_state
 from forebay.scheduler.server import SchedulerService
-from local_discovery import LocalDiscovery
+from support.cached import put, reserve
+from support.calibration import scaled
+from support.local_discovery import LocalDiscovery
+from support.nodes import NAME, make_dataset
 
 WAITING = {"worker_id": "b", "session": "b" * 16, "wait_s": 1}
 

@@ -27,8 +27,8 @@ from forebay.prepare.inputs import find_inputs
 from forebay.prepare.tokenize.tokenizers import load_tokenizer, train_tokenizer
 from forebay.storage.hub_copies import download_hub, fetch_tokenizer
 from forebay.storage.hub_splits import HubSplit, find_split
-from hub_repos import write_jsonl, write_repo
-from hub_server import TOKEN, HubServer
+from support.hub_repos import write_jsonl, write_repo
+from support.hub_server import TOKEN, HubServer
 
 ROWS = [{"text": f"document {number} " * 50} for number in range(400)]
 

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cuttable import CuttableServer
 from forebay import TextStream, open_dataset, prepare_dataset
 from forebay.errors import (
     AccessError,
@@ -28,8 +27,9 @@ from forebay.formats.inputs import ReadOptions
 from forebay.storage.http import retry_delay_s
 from forebay.storage.hub_splits import find_split
 from forebay.stream.hub import records_of
-from hub_repos import write_jsonl, write_parquet, write_repo
-from hub_server import TOKEN, HubServer, make_hub
+from support.cuttable import CuttableServer
+from support.hub_repos import write_jsonl, write_parquet, write_repo
+from support.hub_server import TOKEN, HubServer, make_hub
 
 
 @pytest.fixture(scope="module")

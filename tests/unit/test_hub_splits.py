@@ -11,8 +11,8 @@ import pytest
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.read.hub import source_at
 from forebay.storage.hub_splits import HubName, find_split, format_of, glob_matcher, parse_url
-from hub_repos import write_repo
-from hub_server import HubServer
+from support.hub_repos import write_repo
+from support.hub_server import HubServer
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibration import scaled
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
+from support.calibration import scaled
 
 pytestmark = pytest.mark.skipif(find_spec("jax") is None, reason="JAX is not installed")
 

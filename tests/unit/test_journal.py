@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibration import scaled
 from forebay.errors import LedgerError, StateError
 from forebay.ledger.receipts import Used
 from forebay.ledger.verify import verify_ledger
@@ -29,6 +28,7 @@ from forebay.scheduler.events import WorkerEnlisted
 from forebay.scheduler.jobs import JobSpec
 from forebay.scheduler.journal import JOURNAL_NAME, LEDGER_NAME, Journal, job_body
 from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, FailedLease, LeaseGrant
+from support.calibration import scaled
 
 WORKER = peer_id_of(b"k" * 32)
 SAMPLES = [4, 0, 3, 5]

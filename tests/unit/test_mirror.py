@@ -23,7 +23,7 @@ from forebay.errors import NetworkError, UsageError
 from forebay.mirror.dataset import mirror
 from forebay.storage.origins import open_remote
 from forebay.storage.targets import BucketTarget, FolderTarget, open_target
-from origin_server import OriginServer
+from support.origin_server import OriginServer
 
 LARGE = 3_000_000  # Tokens: 12 MB, which a bucket gets in two parts.
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibration import scaled
 from forebay.errors import UsageError
 from forebay.order.bijection import (
     derive_key,
@@ -26,6 +25,7 @@ from forebay.order.bijection import (
 from forebay.order.plan import Order, default_lanes, lease_order, samples_per_slice
 from forebay.order.run import BatchSizes, Run
 from forebay.order.windows import node_spans
+from support.calibration import scaled
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "order_v3.json"
 WORLDS = (1, 2, 3, 5, 7, 8, 13, 64, 100, 1000, 4095, 4096)

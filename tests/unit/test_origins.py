@@ -21,8 +21,8 @@ from forebay.storage.base import Origin, PermanentError, Timeouts, TransientErro
 from forebay.storage.origins import open_origin, open_remote
 from forebay.storage.peer_dataset import PeerOrigin
 from forebay.storage.transfers import Transfers
-from local_discovery import LocalDiscovery
-from origin_server import OriginServer
+from support.local_discovery import LocalDiscovery
+from support.origin_server import OriginServer
 
 NAME = "slices/a b+ü.bin"
 CONTENT = random.Random(3).randbytes(700_001)

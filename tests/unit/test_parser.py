@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from calibration import scaled
 from forebay.cli import main, make_parser
 from forebay.cli.logs import logging_to_stderr
 from forebay.cli.parser import PANELS, completion, walk
 from forebay.prepare.config import recipe_text
 from forebay.prepare.read.api import PRESETS, ApiSpec
+from support.calibration import scaled
 
 
 def test_every_option_has_help_and_tells_its_default() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from feed_fakes import NAMES, SIZE, Origin, room_for, uses_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from forebay.cache import planned_use as uses_module
 from forebay.cache.cache import Reservation, SliceCache
 from forebay.cache.planned_use import PlannedUses, RunSlices
 from forebay.cache.planner import FeedOptions, Planner
+from support.feed_fakes import NAMES, SIZE, Origin, room_for, uses_of
 
 
 def needed(steps: list[list[int]], ahead: int) -> list[frozenset[int]]:

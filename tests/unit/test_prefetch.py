@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from feed_fakes import CONTENTS, NAMES, SIZE, FakeTransfer, Origin, feed_of, read, room_for, until, uses_of
 
 from forebay.cache import planned_use as uses_module
 from forebay.cache.cache import SliceCache
 from forebay.cache.eviction import part_bytes
 from forebay.cache.prefetch import SliceFeed
 from forebay.errors import NetworkError, UsageError
+from support.feed_fakes import CONTENTS, NAMES, SIZE, FakeTransfer, Origin, feed_of, read, room_for, until, uses_of
 
 
 @pytest.fixture

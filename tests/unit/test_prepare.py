@@ -28,6 +28,7 @@ from forebay.prepare import PrepareResult, Progress, load_recipe
 from forebay.prepare import inputs as sources
 from forebay.prepare.tasks import slicing
 from forebay.prepare.tokenize import tokenizers
+from support.shared_data import shared_data
 
 TEXTS = [f"Document {i}: " + "grüße, 世界! \x00\r\n<|endoftext|> " * (i % 9) for i in range(300)]
 
@@ -325,16 +326,8 @@ def test_progress_reaches_its_total(tmp_path: Path, small_pieces: None) -> None:
         assert of[-1].done == of[-1].total > 0 and [p.done for p in of] == sorted(p.done for p in of)
 
 
-def data_folder() -> Path:
-    given = os.environ.get("FOREBAY_TEST_DATA")
-    folder = Path(given) if given else Path(__file__).parents[2] / "../shared/data"
-    if not (folder / "books").is_dir():
-        pytest.skip("no real data: set FOREBAY_TEST_DATA to a folder that holds books/ and jsonl/")
-    return folder
-
-
 def test_real_text(tmp_path: Path) -> None:
-    folder = data_folder()
+    folder = shared_data()
     sources = [folder / "books/de", *sorted((folder / "jsonl").glob("cc_en*.jsonl*"))]
     summary = prepare_dataset(sources, tmp_path / "d", tokenizer="bytes", slice_bytes=1 << 20, workers=2)
     dataset = open_dataset(tmp_path / "d")

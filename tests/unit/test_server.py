@@ -19,7 +19,6 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from calibration import scaled
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.app import ApiError, JsonResponse, file_response, make_app, peer_of, role
 from forebay.network.client import Client, RemoteError
@@ -27,8 +26,9 @@ from forebay.network.limits import ServerLimits
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, create_network, create_organisation, join, revoke
 from forebay.network.server import Server
-from handlers import Request, app_of, serve
-from wire import connect, read_answers, until
+from support.calibration import scaled
+from support.handlers import Request, app_of, serve
+from support.wire import connect, read_answers, until
 
 Make = Callable[[str], Identity]
 SIZE = 3 * (1 << 20) + 17

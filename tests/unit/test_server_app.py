@@ -17,7 +17,7 @@ from forebay.network.app import ApiError, JsonResponse, counter, exposition, gau
 from forebay.network.client import Client, RemoteError
 from forebay.network.messages import Message, ResponseMessage
 from forebay.network.server import Server
-from wire import connect, read_answers
+from support.wire import connect, read_answers
 
 
 class Ask(Message):

@@ -17,13 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.responses import Response
 
-from calibration import scaled
 from forebay.network.app import JsonResponse, file_response
 from forebay.network.client import Client
 from forebay.network.pki.identity import create_network, join
 from forebay.network.server_connections import MAX_HEAD_BYTES
-from handlers import Request, serve
-from wire import Answer, connect, read_answers, send_all, until
+from support.calibration import scaled
+from support.handlers import Request, serve
+from support.wire import Answer, connect, read_answers, send_all, until
 
 MIB = 1 << 20
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from starlette.responses import Response
 
-from calibration import scaled
 from forebay.errors import NetworkError
 from forebay.network.app import JsonResponse, file_response
 from forebay.network.client import Client
 from forebay.network.limits import ServerLimits, Throttle
 from forebay.network.pki.identity import Identity
-from handlers import Request, serve
-from wire import connect, read_answers, send_all, until
+from support.calibration import scaled
+from support.handlers import Request, serve
+from support.wire import connect, read_answers, send_all, until
 
 Make = Callable[[str], Identity]
 

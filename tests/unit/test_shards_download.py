@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from calibration import scaled
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.storage.base import ChangedError, Timeouts
 from forebay.storage.origins import open_origin
 from forebay.storage.part_file import PartFile
 from forebay.storage.ranged_download import download_large_file, plan_download
-from origin_server import OriginServer
+from support.calibration import scaled
+from support.origin_server import OriginServer
 
 MIB = 1 << 20
 CONTENT = random.Random(3).randbytes(3 * MIB + 4321)

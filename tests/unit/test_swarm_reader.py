@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibration import scaled
 from forebay import threads
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.errors import NetworkError, ProtocolError
@@ -18,6 +17,7 @@ from forebay.network.peer import Provider
 from forebay.storage.base import PermanentError
 from forebay.swarm.reader import SwarmReader
 from forebay.swarm.reader_state import SwarmReaderState
+from support.calibration import scaled
 
 ORIGIN = Provider("origin", "127.0.0.1:1", True)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import forebay
-from calibration import scaled
 from forebay.network.app import make_app
 from forebay.network.server import Server
 from forebay.threads import SupervisedThread, failures
+from support.calibration import scaled
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibration import scaled
+from support.calibration import scaled
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install torch")
 

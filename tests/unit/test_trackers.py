@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibration import scaled
 from forebay.data_node import DataNode
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
@@ -24,8 +23,9 @@ from forebay.network.pki.identity import Identity, create_network, join
 from forebay.storage.base import TransientError
 from forebay.swarm.reader import SwarmReader
 from forebay.swarm.tracker_client import TrackerClient
-from local_discovery import LocalDiscovery
-from rude_peer import Asked, RudePeer, http
+from support.calibration import scaled
+from support.local_discovery import LocalDiscovery
+from support.rude_peer import Asked, RudePeer, http
 
 
 def at(name: str, is_origin: bool = False, port: int = 1) -> Provider:

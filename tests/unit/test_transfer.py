@@ -15,9 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from transfer_cases import CONTENT, INFO, MIB, QUICK, fetch, info_of
 
-from calibration import scaled
 from forebay.errors import IntegrityError, NetworkError, UsageError
 from forebay.storage.base import Timeouts
 from forebay.storage.origins import open_origin
@@ -26,7 +24,9 @@ from forebay.storage.transfer_state import (
     TransferCancelledError,
 )
 from forebay.storage.transfers import Transfers
-from origin_server import OriginServer
+from support.calibration import scaled
+from support.origin_server import OriginServer
+from support.transfer_cases import CONTENT, INFO, MIB, QUICK, fetch, info_of
 
 
 @pytest.fixture

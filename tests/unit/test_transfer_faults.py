@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from transfer_cases import CONTENT, INFO, QUICK, fetch
 
-from calibration import scaled
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.storage.base import Origin, PermanentError
@@ -20,6 +18,8 @@ from forebay.storage.transfer_state import (
     PoolTransfer,
 )
 from forebay.storage.transfers import Transfers
+from support.calibration import scaled
+from support.transfer_cases import CONTENT, INFO, QUICK, fetch
 
 
 class Fake:

@@ -18,8 +18,8 @@ from forebay.network.app import ApiError, JsonResponse
 from forebay.network.pki.identity import Identity
 from forebay.network.server import Server
 from forebay.network.usage import ReplyCache
-from handlers import Request, serve
-from wire import connect, until
+from support.handlers import Request, serve
+from support.wire import connect, until
 
 Make = Callable[[str], Identity]
 

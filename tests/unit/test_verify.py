@@ -15,7 +15,7 @@ from forebay.errors import NetworkError
 from forebay.storage.base import Timeouts
 from forebay.storage.origins import open_remote
 from forebay.storage.remote_dataset import verify_files
-from origin_server import OriginServer
+from support.origin_server import OriginServer
 
 
 @pytest.fixture

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
-from cached import reserve
-from calibration import scaled
 from forebay.cache.eviction import part_bytes
 from forebay.errors import NetworkError, UsageError
 from forebay.network.app import ApiError, file_response
@@ -25,9 +23,11 @@ from forebay.storage.part_file import PartFile
 from forebay.worker import fetching
 from forebay.worker.fetching import CacheIndex
 from forebay.worker.lease_state import ActiveLease
-from handlers import Request, serve
-from leases_by_hand import DATASET, FetchingWorker, answer
-from origin_server import OriginServer
+from support.cached import reserve
+from support.calibration import scaled
+from support.handlers import Request, serve
+from support.leases_by_hand import DATASET, FetchingWorker, answer
+from support.origin_server import OriginServer
 
 Make = Callable[[str], Identity]
 CONTENT = random.Random(7).randbytes(300_000)

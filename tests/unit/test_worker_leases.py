@@ -16,7 +16,7 @@ from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.jobs import JobSpec
 from forebay.scheduler.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
 from forebay.worker.lease_state import ActiveLease, LeaseState
-from leases_by_hand import answer
+from support.leases_by_hand import answer
 
 DATASET = "ab" * 32
 BATCH = 3

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from calibration import scaled
 from forebay.coordinator.server import Coordinator
 from forebay.errors import NetworkError, UsageError
 from forebay.network.client import Client, RemoteError
 from forebay.threads import failures
 from forebay.worker.membership import Membership
 from forebay.worker.membership_state import CoordinatorUnreachableError, MembershipState, Pause, Request
+from support.calibration import scaled
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from forebay.threads import failures
 from forebay.worker.consumer import WorkerReport
 from forebay.worker.lease_worker import run_worker
 from forebay.worker.scheduler_client import SchedulerClient
-from local_discovery import LocalDiscovery
+from support.local_discovery import LocalDiscovery
 
 
 @pytest.fixture

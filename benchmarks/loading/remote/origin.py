@@ -64,7 +64,7 @@ class Served:
 def main(folder: str) -> None:
     """Serve until stdin ends."""
     sys.path.insert(0, str(ROOT / "tests"))
-    kind = importlib.import_module("origin_server").OriginServer
+    kind = importlib.import_module("support.origin_server").OriginServer
     with kind(Path(folder)) as server:
         print(
             json.dumps({"url": server.url, "s3_url": server.s3_url, "environment": server.s3_environment}), flush=True

@@ -19,14 +19,14 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from calibration import scaled
 from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, ForebayError, UsageError
 from forebay.formats import ExternalDataset, open_external
 from forebay.formats.external import MAX_TOKENS, fingerprint
 from forebay.formats.vectors import sample_id
 from forebay.load.loader import Loader
-from token_shards import write_shard
+from support.calibration import scaled
+from support.token_shards import write_shard
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "foreign"
 PLAIN = json.loads((GOLDEN / "stream.json").read_text())

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from calibration import scaled
 from forebay.load.arguments import rank_of_world
+from support.calibration import scaled
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 WHO = "import json, os, sys; print(json.dumps([os.environ.get(n) for n in sys.argv[1].split(',')] + sys.argv[2:]))"

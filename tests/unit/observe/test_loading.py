@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from benchmarks import machine
 
-from calibration import scaled
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
 from forebay.load.stats import CAUSES, WaitTimes, find_bottleneck
 from forebay.observe.loading import progress, serve_metrics, words
+from support.calibration import scaled
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from forebay.observe.plan import format_plan, make_plan
 from forebay.observe.timing import Fetches, bandwidth_needed, fetches_of, times_of
 from forebay.order.windows import Spans
 from forebay.units import format_bytes, format_seconds, parse_rate
-from origin_server import OriginServer
+from support.origin_server import OriginServer
 
 GB = 10**9
 

@@ -16,13 +16,13 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from calibration import scaled
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.detect import detect
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.registry import get_format
 from forebay.prepare.inputs import find_inputs, read_split, split_files
 from forebay.prepare.read.api import ApiProgress, acquire
+from support.calibration import scaled
 
 PER_PAGE, PAGES = 10, 12
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import os
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -18,14 +17,7 @@ from forebay.formats.http_message import body_text, parse_http
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record
 from forebay.formats.warc import RawRecord, Warc, read_raw
-
-
-def real(name: str) -> Path:
-    given_folder = os.environ.get("FOREBAY_TEST_DATA")
-    folder = (Path(given_folder) if given_folder else Path(__file__).parents[3] / "../shared/data") / name
-    if not folder.is_dir():
-        pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}/")
-    return folder
+from support.shared_data import shared_data
 
 
 def source(path: Path) -> InputFile:
@@ -64,7 +56,7 @@ DAMAGED = {
 
 def test_every_sample_archive_has_as_many_records_as_warcio_reads() -> None:
     warcio = pytest.importorskip("warcio.archiveiterator")
-    folder, compared = real("warc"), 0
+    folder, compared = shared_data("warc"), 0
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if not path.is_file():
@@ -86,7 +78,7 @@ def test_every_sample_archive_has_as_many_records_as_warcio_reads() -> None:
 def test_blocks_are_those_of_warcio() -> None:
     warcio = pytest.importorskip("warcio.archiveiterator")
     for name in ("dolma/sample-0000.warc.gz", "pywb/iana.warc.gz", "fastwarc/warcfile.warc", "pywb/example.arc.gz"):
-        path = real("warc") / name
+        path = shared_data("warc") / name
         with path.open("rb") as file:
             expected = [r.raw_stream.read() for r in warcio.ArchiveIterator(file, no_record_parse=True)]
         skipped = 1 if ".arc" in name else 0  # warcio reads an ARC's first block in part
@@ -94,7 +86,7 @@ def test_blocks_are_those_of_warcio() -> None:
 
 
 def test_documents_of_the_samples() -> None:
-    folder = real("warc")
+    folder = shared_data("warc")
     counts = {
         "dolma/sample-0000.warc.gz": 22,
         "fastwarc/clueweb-quirk.warc.gz": 29,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import threading
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -19,14 +18,7 @@ from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record
 from forebay.formats.reddit import Reddit
 from forebay.formats.stackexchange import SevenZip, StackExchange
-
-
-def real(name: str) -> Path:
-    given_folder = os.environ.get("FOREBAY_TEST_DATA")
-    folder = (Path(given_folder) if given_folder else Path(__file__).parents[3] / "../shared/data") / name
-    if not folder.is_dir():
-        pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}/")
-    return folder
+from support.shared_data import shared_data
 
 
 def read(format: Format, path: Path, compression: str = "", **options: Any) -> list[Record]:
@@ -50,7 +42,7 @@ def posts(tmp_path: Path, *rows: str) -> Path:
 
 
 def test_real_posts() -> None:
-    path = real("stackexchange") / "coffee/Posts.xml"
+    path = shared_data("stackexchange") / "coffee/Posts.xml"
     found = read(StackExchange(), path)
     rows = [r.attrib for r in ElementTree.parse(path).getroot() if r.get("PostTypeId") in ("1", "2")]
     assert [r.id for r in found] == [r["Id"] for r in rows]
@@ -90,7 +82,7 @@ def test_posts_and_damage(tmp_path: Path) -> None:
 
 def test_7z_of_real_posts(tmp_path: Path) -> None:
     py7zr = pytest.importorskip("py7zr")
-    plain = real("stackexchange") / "coffee/Posts.xml"
+    plain = shared_data("stackexchange") / "coffee/Posts.xml"
     path = tmp_path / "coffee.stackexchange.com.7z"
     with py7zr.SevenZipFile(path, "w") as archive:
         archive.writestr("<users></users>" * 100_000, "Users.xml")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import os
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -18,14 +17,7 @@ import zstandard
 from forebay.formats.inputs import ReadOptions
 from forebay.formats.records import Record
 from forebay.prepare.inputs import find_inputs, read_split, split_files
-
-
-def real(name: str) -> Path:
-    given = os.environ.get("FOREBAY_TEST_DATA")
-    folder = (Path(given) if given else Path(__file__).parents[3] / "../shared/data") / name
-    if not folder.is_dir():
-        pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}/")
-    return folder
+from support.shared_data import shared_data
 
 
 def records(path: Path, **options: object) -> list[Record]:
@@ -47,7 +39,7 @@ def unpacked(path: Path) -> bytes:
 
 def test_jsonl() -> None:
     counted = 0
-    for path in sorted(real("jsonl").iterdir()):
+    for path in sorted(shared_data("jsonl").iterdir()):
         key = "message" if path.name.startswith("test.") else "text"
         rows = [json.loads(line) for line in unpacked(path).decode().splitlines()]
         got = records(path, text_key=key)
@@ -58,14 +50,14 @@ def test_jsonl() -> None:
 
 
 def test_json_lists() -> None:
-    for path in sorted(real("pii").glob("*.json")):
+    for path in sorted(shared_data("pii").glob("*.json")):
         rows = json.loads(path.read_text(encoding="utf-8"))
         assert [r.text for r in records(path, text_key="full_text")] == [row["full_text"] for row in rows]
 
 
 @pytest.mark.parametrize("name", ["books", "shakespeare"])
 def test_plain_text(name: str) -> None:
-    folder = real(name)
+    folder = shared_data(name)
     got = records(folder)
     files = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.relative_to(folder).parts)
     assert len(got) == len(files)
@@ -80,17 +72,17 @@ def test_plain_text(name: str) -> None:
 
 
 def test_lines_and_tsv() -> None:
-    path = real("neardup") / "articles_1000.train"
+    path = shared_data("neardup") / "articles_1000.train"
     lines = path.read_text(encoding="utf-8").splitlines()
     assert [r.text for r in records(path, format="lines")] == lines
-    tokens = real("tokenizers") / "sentencepiece" / "tokens.tsv"
+    tokens = shared_data("tokenizers") / "sentencepiece" / "tokens.tsv"
     with tokens.open(encoding="utf-8", newline="") as file:
         rows = list(csv.reader(file, delimiter="\t"))
     assert len(records(tokens, format="csv", text_key="0", id_key="")) == len(rows)
 
 
 def test_webdataset() -> None:
-    for path in sorted(real("webdataset").iterdir()):
+    for path in sorted(shared_data("webdataset").iterdir()):
         got = records(path, text_key="b")
         with tarfile.open(path) as archive:
             members = [m for m in archive.getmembers() if m.isfile()]
@@ -120,7 +112,7 @@ def frames(path: Path) -> list[bytes]:
 
 def test_tfrecord() -> None:
     """TensorFlow is not here: counts are by the framing, texts by their bytes in it."""
-    folder = real("tfrecord")
+    folder = shared_data("tfrecord")
     raw = frames(folder / "example.tfrecord")
     got = records(folder / "example.tfrecord", text_key="x_byte")
     assert len(got) == len(raw) == 4
@@ -144,7 +136,7 @@ def text_columns(schema: pa.Schema) -> list[str]:
 
 def test_parquet() -> None:
     counted = 0
-    for path in sorted(real("parquet").glob("data/**/*.parquet")):
+    for path in sorted(shared_data("parquet").glob("data/**/*.parquet")):
         try:
             keys = text_columns(pq.read_schema(path))
         except pa.ArrowException:
@@ -178,6 +170,6 @@ def is_utf8(data: bytes) -> bool:
 
 
 def test_bad_parquet_is_refused_cleanly() -> None:
-    for path in sorted(real("parquet").glob("bad_data/*.parquet")):
+    for path in sorted(shared_data("parquet").glob("bad_data/*.parquet")):
         (problem,) = (r.problem for r in records(path, text_key="name") if r.problem)
         assert "damaged Parquet" in problem or "expected a text column 'name'" in problem, path.name

@@ -23,7 +23,7 @@ from forebay.prepare.read.hub import library_source
 from forebay.storage.base import PermanentError
 from forebay.storage.http import WebOrigin
 from forebay.storage.hub_splits import parse_url
-from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 LINES = b"".join(json.dumps({"id": i, "text": f"document {i} " * 20}).encode() + b"\n" for i in range(3000))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import io
-import os
 import re
 import time
 import xml.etree.ElementTree as ElementTree
@@ -21,16 +20,9 @@ from forebay.formats.detect import detect
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record
 from forebay.formats.wikitext import to_text
+from support.shared_data import shared_data
 
 MARKUP = ("[[", "]]", "{{", "}}", "<ref", "{|", "|}", "'''")
-
-
-def real(name: str) -> Path:
-    given_folder = os.environ.get("FOREBAY_TEST_DATA")
-    folder = (Path(given_folder) if given_folder else Path(__file__).parents[3] / "../shared/data") / name
-    if not folder.is_dir():
-        pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}/")
-    return folder
 
 
 def read(path: Path, start: int = 0, stop: int = 0, **options: Any) -> list[Record]:
@@ -109,7 +101,7 @@ def words(text: str) -> Counter[str]:
 
 def test_real_articles() -> None:
     """All pages of the dump but redirects, none with markup left; the words that mwparserfromhell finds."""
-    (path,) = real("wikipedia").glob("enwiki-latest*.bz2")
+    (path,) = shared_data("wikipedia").glob("enwiki-latest*.bz2")
     found = read(path)
     tree = ElementTree.fromstring(bz2.decompress(path.read_bytes()))
     name = "{http://www.mediawiki.org/xml/export-0.10/}"
@@ -141,7 +133,7 @@ def test_real_articles() -> None:
 
 
 def test_small_dumps() -> None:
-    folder = real("wikipedia")
+    folder = shared_data("wikipedia")
     (page,) = read(folder / "dump.xml")
     assert page.text == "Foo\n\nRevision 2 text"
     assert page.url == "http://en.wikipedia.org/wiki/Foo"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from benchmarks.prepare.batches import to_batches
 
 from forebay.formats.records import Record
 from forebay.prepare.documents import Stage
+from support.shared_data import shared_data
 
 
 def to_batch(texts: Sequence[str]) -> pa.RecordBatch:
@@ -62,8 +62,4 @@ def growth() -> Callable[[Stage, str, int], float]:
 
 @pytest.fixture
 def data() -> Path:
-    given = os.environ.get("FOREBAY_TEST_DATA")
-    folder = Path(given) if given else Path(__file__).parents[4] / "../shared/data"
-    if not (folder / "pii").is_dir():
-        pytest.skip("no real data: set FOREBAY_TEST_DATA to a folder that holds pii/, badwords/ and lang/")
-    return folder
+    return shared_data("pii").parent

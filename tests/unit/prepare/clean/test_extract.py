@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -14,6 +12,7 @@ from forebay.formats.html import HtmlError, html_to_text
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.prepare.clean.extract import Extract, extract_html
 from forebay.prepare.documents import SCHEMA
+from support.shared_data import shared_data
 
 PAGE = """<html><head><title>T</title><style>x{}</style></head><body class="has-sidebar">
 <header>Site name</header><nav><a href=/>Home</a></nav><div class="cookie-notice">We use cookies</div>
@@ -30,14 +29,6 @@ EXPECTED = {  # what must, and what must not be in the main text
 }
 
 
-def real(name: str) -> Path:
-    given_folder = os.environ.get("FOREBAY_TEST_DATA")
-    folder = (Path(given_folder) if given_folder else Path(__file__).parents[4] / "../shared/data") / name
-    if not folder.is_dir():
-        pytest.skip(f"no real data: set FOREBAY_TEST_DATA to a folder that holds {name}/")
-    return folder
-
-
 def test_main_text() -> None:
     text = extract_html(PAGE)
     assert text.startswith("The title")
@@ -48,7 +39,7 @@ def test_main_text() -> None:
 
 
 def test_real_pages() -> None:
-    folder = real("warc")
+    folder = shared_data("warc")
     pages: dict[str, str] = {}
     for name in ("dolma/sample-0000", "pywb/iana", "jwarc/cc", "whirlwind/whirlwind", "fastwarc/warcfile"):
         source = InputFile(str(folder / f"{name}.warc.gz"), name, "warc", "gz", 0, "")

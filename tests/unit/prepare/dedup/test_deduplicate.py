@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibration import scaled
 from forebay.errors import PrepareError
 from forebay.prepare.dedup.deduplicate import Cutter, DedupResult, deduplicate
 from forebay.prepare.dedup.methods import Dedup
+from support.calibration import scaled
 
 WORDS = st.sampled_from(["a", "b", "a b", "a  b", "A b", "c\n", "\t", "é", "e\u0301", "}", ""])
 TEXTS = st.lists(st.lists(WORDS, max_size=4).map(" ".join), max_size=40)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ import pytest
 
 from forebay.prepare.dedup.methods import Dedup, MinHash
 from forebay.prepare.documents import text_column
+from support.shared_data import shared_data
 
 
 def share_that_meets(texts: Any, config: Dedup) -> float:
@@ -59,10 +58,7 @@ def test_no_two_of_100_000_strangers_are_merged(bench: Any) -> None:
 
 @pytest.mark.parametrize("count", ["100", "1000"])
 def test_articles_with_known_pairs(bench: Any, count: str) -> None:
-    given = os.environ.get("FOREBAY_TEST_DATA")
-    folder = (Path(given) if given else Path(__file__).parents[4] / "../shared/data") / "neardup"
-    if not folder.is_dir():
-        pytest.skip("no real data: set FOREBAY_TEST_DATA to a folder that holds neardup/")
+    folder = shared_data("neardup")
     lines = [line.split(" ", 1) for line in (folder / f"articles_{count}.train").read_text().splitlines()]
     truth = [line.split() for line in (folder / f"articles_{count}.truth").read_text().splitlines()]
     config = Dedup(minhash=True)

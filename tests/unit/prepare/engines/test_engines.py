@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from calibration import scaled
 from forebay.errors import DatasetError, PrepareError, UsageError
 from forebay.prepare.engines.base import Attempts, Engine
 from forebay.prepare.engines.local import LocalEngine
+from support.calibration import scaled
 
 
 @dataclass(frozen=True)

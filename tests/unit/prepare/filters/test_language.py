@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from benchmarks.prepare.batches import to_batches
 from forebay.errors import UsageError
 from forebay.formats.records import Record
 from forebay.prepare.filters.language import Language
+from support.shared_data import shared_data
 
 SAMPLES = {
     "en": "All human beings are born free and equal in dignity and rights.",
@@ -63,10 +63,7 @@ def test_models_that_are_none(tmp_path: Path) -> None:
 
 
 def test_accuracy_on_the_declaration_of_human_rights() -> None:
-    given = os.environ.get("FOREBAY_TEST_DATA")
-    folder = Path(given) if given else Path(__file__).parents[4] / "../shared/data"
-    if not (folder / "lang/udhr2.zip").is_file():
-        pytest.skip("no real data: set FOREBAY_TEST_DATA to a folder that holds lang/")
+    folder = shared_data("lang/udhr2.zip").parents[1]
     files = {"en": "eng", "de": "deu_1901", "fr": "fra", "es": "spa", "ru": "rus"}
     expected, pieces = [], []
     with zipfile.ZipFile(folder / "lang/udhr2.zip") as archive:

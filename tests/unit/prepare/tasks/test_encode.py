@@ -20,7 +20,7 @@ from forebay.prepare.tasks import encode as encoding
 from forebay.prepare.tasks.encode import EncodeTask, encode, finished
 from forebay.prepare.tasks.shuffle import Shuffle
 from forebay.prepare.tokenize import encoders as coders
-from token_parts import coder, documents, text_part
+from support.token_parts import coder, documents, text_part
 
 TEXTS = [f"Document {i}: " + "grüße, 世界! \x00\r\n<|endoftext|> " * (i % 9) for i in range(300)]
 

@@ -14,7 +14,7 @@ from forebay.errors import PrepareError
 from forebay.prepare.tasks import shuffle as shuffling
 from forebay.prepare.tasks.encode import EncodeTask, encode
 from forebay.prepare.tasks.shuffle import Shuffle, TokenPart, document_keys, plan_shuffle, shuffle
-from token_parts import coder, documents, text_part
+from support.token_parts import coder, documents, text_part
 
 
 def parts_of(folder: Path, groups: list[list[str]], seed: int = 1, with_ids: bool = True) -> list[TokenPart]:

@@ -27,7 +27,7 @@ from forebay.prepare.tokenize.conversations import (
     Template,
     split_turns,
 )
-from token_parts import coder, text_part
+from support.token_parts import coder, text_part
 
 BARE = Template(prompt_suffix="")
 

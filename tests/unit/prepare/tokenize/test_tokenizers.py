@@ -32,7 +32,8 @@ from forebay.prepare.tokenize.tokenizers import (
     parse,
     train_tokenizer,
 )
-from token_parts import DATA, coder, text_part
+from support.shared_data import FOLDER as DATA
+from support.token_parts import coder, text_part
 
 needs_data = pytest.mark.skipif(not (DATA / "tokenizers").is_dir(), reason="no test data beside the repository")
 ALPHABET = [

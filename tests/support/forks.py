@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from calibration import scaled
+from support.calibration import scaled
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
@@ -134,7 +134,7 @@ def _node(ns: str, argv: list[str], log: str) -> NoReturn:
         if ns:
             enter(ns)
         if argv[0] == "relay":
-            from relay import relay
+            from support.relay import relay
 
             relay(*argv[1:])
         else:

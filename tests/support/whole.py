@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from calibration import scaled
+from support.calibration import scaled
 
 MODEL = "model.arpa"
 NUM_DOCUMENTS = 600

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import random
 import shutil
 from collections.abc import Iterable, Sequence
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from forebay.prepare.tokenize.tokenizers import load_tokenizer, train_tokenizer
+from support.shared_data import FOLDER
 
 _FINEWEB = ("text", "id", "dump", "url", "file_path", "language", "language_score", "token_count")
 _DUMPS = ("CC-MAIN-2013-20", "CC-MAIN-2024-10")
@@ -44,16 +44,14 @@ def make_hub(directory: Path) -> Path:
     return directory
 
 
-def shared_data() -> Path | None:
+def real_texts() -> Path | None:
     """The real texts, where they are."""
-    given = os.environ.get("FOREBAY_TEST_DATA")
-    folder = Path(given) if given else Path(__file__).parents[1] / "../shared/data"
-    return folder if (folder / "shakespeare").is_dir() else None
+    return FOLDER if (FOLDER / "shakespeare").is_dir() else None
 
 
 def texts() -> list[str]:
     """A few hundred documents of English."""
-    folder = shared_data()
+    folder = real_texts()
     if folder is None:
         from pydoc_data.topics import topics
 
@@ -66,7 +64,7 @@ def texts() -> list[str]:
 
 def speeches() -> list[str]:
     """Tiny Shakespeare by speech; or paragraphs."""
-    folder = shared_data()
+    folder = real_texts()
     whole = (folder / "shakespeare/input.txt").read_text("utf-8") if folder else "\n\n".join(texts())
     return [speech for speech in whole.split("\n\n") if speech.strip()]
 
@@ -159,7 +157,7 @@ def _pile(repo: Path) -> None:
 def _stack(repo: Path) -> None:
     write_repo(repo, {"license": "other"}, {"gated": "auto"})
     sources = sorted(Path(json.__file__).parent.glob("*.py"))
-    for language, paths in (("python", sources), ("toml", [Path(__file__).parents[1] / "pyproject.toml"])):
+    for language, paths in (("python", sources), ("toml", [Path(__file__).parents[2] / "pyproject.toml"])):
         rows = [
             {"hexsha": f"{i:040x}", "size": path.stat().st_size, "ext": path.suffix[1:], "lang": language}
             | {"max_stars_repo_name": "example/code", "content": path.read_text("utf-8")}
@@ -176,7 +174,7 @@ def _pictures(repo: Path) -> None:
 
 
 def _models(models: Path) -> None:
-    folder = shared_data()
+    folder = real_texts()
     if folder is not None:
         gpt2 = load_tokenizer(str(folder / "tokenizers/gpt2")).data
         neox = (folder / "tokenizers/gpt-neo-test-tokenizer.json").read_bytes()

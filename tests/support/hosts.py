@@ -26,7 +26,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from forks import Forks, Process
+from support.forks import Forks, Process
 
 _NAME = re.compile(r"mr-(\d+)-")
 

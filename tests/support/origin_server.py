@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import uploads
-from cuttable import CuttableServer
+from support import uploads
+from support.cuttable import CuttableServer
 
 ACCESS_KEY = "test-key"
 SECRET_KEY = "test-secret"

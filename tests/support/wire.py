@@ -11,9 +11,9 @@ from typing import Any
 
 import orjson
 
-from calibration import scaled
 from forebay.network.pki.identity import Identity
 from forebay.network.server import Server
+from support.calibration import scaled
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

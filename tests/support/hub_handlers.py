@@ -10,10 +10,10 @@ import urllib.parse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hub_tree import File, card_of, entries_at, files, files_at, settings_of
+from support.hub_tree import File, card_of, entries_at, files, files_at, settings_of
 
 if TYPE_CHECKING:
-    from hub_server import HubServer
+    from support.hub_server import HubServer
 
 _STEP = 64 << 10
 

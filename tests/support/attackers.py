@@ -14,7 +14,7 @@ from typing import Any
 from forebay.network.addresses import parse_address
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, create_organisation, join
-from wire import Answer, read_answers
+from support.wire import Answer, read_answers
 
 HOST = "127.0.0.1"
 

@@ -9,17 +9,16 @@ import json
 import shutil
 from pathlib import Path
 
-import nodes
 import numpy as np
-import whole
 
 from forebay.coordinator.server import Coordinator
 from forebay.dataset.import_slices import import_slices
 from forebay.formats.shard_writer import write_shards
 from forebay.prepare.tokenize.tokenizers import byte_tokenizer
-from hub_server import TOKEN, HubServer, make_hub
-from origin_server import OriginServer
-from s3_server import ACCESS_KEY, SECRET_KEY, S3Server
+from support import nodes, whole
+from support.hub_server import TOKEN, HubServer, make_hub
+from support.origin_server import OriginServer
+from support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
 SEQ_LEN = 2048  # of shared shards
 TOKENS = 60_003  # of a slice

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from forebay.prepare.tokenize.tokenizers import load_tokenizer
 SCHEMA = pa.schema(
     [("place", pa.int64()), ("id", pa.large_string()), ("url", pa.large_string()), ("text", pa.large_string())]
 )
-DATA = Path(os.environ.get("FOREBAY_TEST_DATA") or Path(__file__).parents[1] / "../shared/data")
 
 
 def text_part(folder: Path, texts: list[str], batch_rows: int = 1000, name: str = "") -> TextPart:

@@ -28,8 +28,8 @@ from typing import Any
 
 import pytest
 
-from calibration import scaled
-from cuttable import CuttableServer
+from support.calibration import scaled
+from support.cuttable import CuttableServer
 
 ACCESS_KEY, SECRET_KEY = "test-access-key", "test-secret-key-0123456789"
 _STEP = 16 << 10

@@ -1,10 +1,10 @@
 """Faults of the disk, one at a time, at every write, flush and rename of an operation.
 
-`python tests/faults.py [--points N] [SCENARIO ...]` runs each scenario once to count its writes, fsyncs and renames,
-then again and again in forked processes, of which each fails at one of them: with ENOSPC (from then on, as on a full
-disk), with EIO (once), or by SIGKILL; a write that fails has written half. After each fault what a reader sees must be
-the old or the new state, and the same operation again must end in the new state, byte for byte, with no file left over.
-In the first run every file must be flushed before it takes its name, and its directory afterwards.
+`python tests/support/faults.py [--points N] [SCENARIO ...]` runs each scenario once to count its writes, fsyncs and
+renames, then again and again in forked processes, of which each fails at one of them: with ENOSPC (from then on, as
+on a full disk), with EIO (once), or by SIGKILL; a write that fails has written half. After each fault what a reader
+sees must be the old or the new state, and the same operation again must end in the new state, byte for byte, with no
+file left over. In the first run every file must be flushed before it takes its name, and its directory afterwards.
 
 What is written by C code of other libraries (SQLite, memory maps) is not seen here.
 """
@@ -250,7 +250,7 @@ class CacheFill(Scenario):
         return SliceCache(folder / "cache", 10_000)
 
     def act(self, folder: Path) -> None:
-        from cached import put
+        from support.cached import put
 
         cache = self.cache(folder)
         for data in self.contents:

@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from elastic_coordinator import Coordinator
-from elastic_ranks import Answer, Group, Rank, Weights, check
-from swarm_readers import Reader, Tracker
 
 from forebay.coordinator.messages import ANSWER_S, RankGeneration, Rules
 from forebay.errors import NetworkError
@@ -23,6 +20,9 @@ from forebay.simulate.nodes import SimNetwork
 from forebay.simulate.record import SimulationResult
 from forebay.simulate.scenario import REPLACE_S, Bound, Faults, Machine, Scenario, draw, filling, work_done_s
 from forebay.worker.membership_state import Request
+from support.elastic_coordinator import Coordinator
+from support.elastic_ranks import Answer, Group, Rank, Weights, check
+from support.swarm_readers import Reader, Tracker
 
 _MAX_TIMES = 20.0
 

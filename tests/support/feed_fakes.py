@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from calibration import scaled
 from forebay.cache.cache import SliceCache
 from forebay.cache.eviction import part_bytes
 from forebay.cache.planner import FeedOptions
 from forebay.cache.prefetch import SliceFeed
 from forebay.errors import NetworkError
+from support.calibration import scaled
 
 SIZE = 1000
 CONTENTS = [bytes([65 + key]) * SIZE for key in range(16)]

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from calibration import scaled
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 from forebay.load.loader import Loader
+from support.calibration import scaled
 
 MIB = 1 << 20
 SHA256 = re.compile(r"[0-9a-f]{64}(\.part)?")

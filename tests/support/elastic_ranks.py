@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-from swarm_readers import Reader
 
 from forebay.cache.planned_use import PlannedUses
 from forebay.errors import NetworkError
@@ -31,6 +30,7 @@ from forebay.worker.membership_state import (
     Request,
     T,
 )
+from support.swarm_readers import Reader
 
 _AHEAD = 8
 """Slices that are fetched before they are read."""

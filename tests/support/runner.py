@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from calibration import scaled
+from support.calibration import scaled
 
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1``` *$", re.MULTILINE | re.DOTALL)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from calibration import scaled
 from forebay.cache.cache import SliceCache
 from forebay.network.client import Client
 from forebay.scheduler.messages import ExchangeReply
@@ -15,6 +14,7 @@ from forebay.storage.url_policy import FromUrls
 from forebay.worker.fetching import CacheIndex, SliceFetcher
 from forebay.worker.lease_buffer import LeaseBuffer
 from forebay.worker.lease_state import ActiveLease, LeaseState
+from support.calibration import scaled
 
 DATASET = "ab" * 32
 

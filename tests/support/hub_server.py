@@ -13,7 +13,7 @@ shows it a token. `huggingface_hub` and `datasets` read it too: api/{datasets,mo
 Link pages), paths-info, refs, resolve with HEAD and ranges. One commit, that of the content; any other revision than
 `main`, that commit or one of `revisions` is 404 RevisionNotFound.
 
-`python tests/hub_server.py DIRECTORY [PORT]` serves by hand (and fills DIRECTORY if it is not there).
+`python tests/support/hub_server.py DIRECTORY [PORT]` serves by hand (and fills DIRECTORY if it is not there).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cuttable import CuttableServer
-from hub_handlers import CdnHandler, HubHandler
-from hub_repos import make_hub
-from hub_tree import commit_of
+from support.cuttable import CuttableServer
+from support.hub_handlers import CdnHandler, HubHandler
+from support.hub_repos import make_hub
+from support.hub_tree import commit_of
 
 __all__ = ["TOKEN", "Faults", "HubServer", "make_hub"]
 TOKEN = "hf_test_token"
