@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.prepare.tasks.encode import EncodeTask, TextPart, encode
-from forebay.prepare.tasks.shuffle import TokenPart
+from forebay.prepare.tasks.shuffle import EncodedPart
 from forebay.prepare.tokenize.encoders import EncoderSpec
 from forebay.prepare.tokenize.tokenizers import load_tokenizer
 
@@ -42,7 +42,7 @@ def coder(folder: Path, spec: str = "bytes", **policy: Any) -> EncoderSpec:
     return EncoderSpec.of(found, path)
 
 
-def documents(parts: list[TokenPart]) -> list[list[int]]:
+def documents(parts: list[EncodedPart]) -> list[list[int]]:
     """Every document's tokens."""
     found: list[list[int]] = []
     for part in parts:
@@ -53,7 +53,7 @@ def documents(parts: list[TokenPart]) -> list[list[int]]:
     return found
 
 
-def encoded(folder: Path, texts: list[str], **options: Any) -> list[TokenPart]:
+def encoded(folder: Path, texts: list[str], **options: Any) -> list[EncodedPart]:
     """The `train` part of these texts as bytes; none if there is no document."""
     task = EncodeTask(text_part(folder, texts), coder(folder), str(folder), **options)
     return list(encode(task).subsets.values())

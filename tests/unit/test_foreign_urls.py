@@ -228,7 +228,7 @@ def test_a_strangers_url_is_not_asked_and_the_honest_node_is(
 
     def answer(asked: Asked) -> bytes:
         if asked.path.startswith("/v1/claims?"):
-            return claims_of(stranger, *({"dataset_id": dataset.id, "held": 0, "url": url} for url in urls))
+            return claims_of(stranger, *({"dataset_id": dataset.id, "num_stored": 0, "url": url} for url in urls))
         name = asked.path.rpartition("/")[2]
         file = dataset.path / name
         return http(200, file.read_bytes()) if "/v1/datasets/" in asked.path and file.is_file() else http(404, {})
@@ -254,7 +254,7 @@ def test_a_small_file_from_a_url_is_checked_as_one_from_a_peer_is(
 
     def answer(asked: Asked) -> bytes:
         if asked.path.startswith("/v1/claims?"):
-            return claims_of(stranger, {"dataset_id": dataset.id, "held": 0, "url": f"{web.url}/other"})
+            return claims_of(stranger, {"dataset_id": dataset.id, "num_stored": 0, "url": f"{web.url}/other"})
         return http(404, {})
 
     with RudePeer(stranger, answer) as rude:

@@ -71,13 +71,13 @@ class Claim:
     peer_id: str
     address: str
     expires_at: float
-    held: Count | None = None  # number of slices that it has itself; None: all
+    num_stored: Count | None = None  # slices that it has itself; None: all
     url: str = ""  # a web server or bucket with all slices for which the provider vouches
 
     @property
     def is_whole(self) -> bool:
         """Whether all slices are available from it or its `url`."""
-        return self.held is None or self.url != ""
+        return self.num_stored is None or self.url != ""
 
     def signed_bytes(self) -> bytes:
         """Canonical bytes that the signature covers."""

@@ -37,7 +37,7 @@ from forebay.prepare.outputs.dataset import DatasetOutput
 from forebay.prepare.outputs.text import LanguageModelOutput, TextOutput
 from forebay.prepare.plan import sampled
 from forebay.prepare.recipe import Recipe
-from forebay.prepare.run import PrepareResult, Progress, Run
+from forebay.prepare.run import PrepareResult, PrepareRun, Progress
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
 from forebay.prepare.stats import PERPLEXITY, StageStats, percentile_threshold
 from forebay.prepare.tasks.encode import sample_texts
@@ -167,7 +167,7 @@ def prepare_dataset(
         own_splits = [(split, item) for item in own_sources for split in source_splits(item)]
         listed = (*sources.files, *(split.files[0] for split, _ in own_splits))
         sources = dataclasses.replace(sources, files=listed)
-        run = Run(out, recipe, opened, write_ids, document_ids, on_progress or (lambda progress: None), notify)
+        run = PrepareRun(out, recipe, opened, write_ids, document_ids, on_progress or (lambda progress: None), notify)
         lineage = _lineage(run, sources, loaded)
         existing = _find_existing(run, output, sources, lineage)
         if existing is not None:
@@ -191,7 +191,7 @@ def _load_tokenizer(recipe: Recipe, spec: str | Tokenizer | None = None) -> Toke
     return load_tokenizer(spec or policy.tokenizer, eos=policy.eos, bos=policy.bos)
 
 
-def _lineage(run: Run, sources: InputFiles, tokenizer: TokenizerFile | None) -> dict[str, Any]:
+def _lineage(run: PrepareRun, sources: InputFiles, tokenizer: TokenizerFile | None) -> dict[str, Any]:
     recipe = run.recipe.to_json()
     recipe.pop("name")
     recipe["tokenize"]["tokenizer"] = tokenizer.description if tokenizer else run.recipe.tokenize.tokenizer
@@ -234,7 +234,9 @@ def _locked(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _with_hashes(run: Run, sources: InputFiles, lineage: dict[str, Any], sha256s: Mapping[str, str]) -> dict[str, Any]:
+def _with_hashes(
+    run: PrepareRun, sources: InputFiles, lineage: dict[str, Any], sha256s: Mapping[str, str]
+) -> dict[str, Any]:
     """The lineage with the hash of each input's content; what is not in `sha256s` yet is hashed by the engine.
 
     The hashes are kept in the output by `source_key`, so that no later run reads a file for that again.
@@ -267,7 +269,9 @@ def _hash_unchanged(source: InputFile, scale: int) -> str:
     return sha256
 
 
-def _find_existing(run: Run, output: Output, sources: InputFiles, lineage: dict[str, Any]) -> PrepareResult | None:
+def _find_existing(
+    run: PrepareRun, output: Output, sources: InputFiles, lineage: dict[str, Any]
+) -> PrepareResult | None:
     """The result of an earlier run with the same inputs and recipe. UsageError if the directory holds anything else."""
     existing = next((candidate for candidate in {*OUTPUTS, output} if (run.out / candidate.marker).exists()), None)
     if existing is None:
@@ -287,7 +291,7 @@ def _find_existing(run: Run, output: Output, sources: InputFiles, lineage: dict[
     return PrepareResult(run.out, name, id, **theirs["counts"], already_exists=True, skipped=skipped)
 
 
-def _is_same(run: Run, sources: InputFiles, theirs: Mapping[str, Any], lineage: dict[str, Any]) -> bool:
+def _is_same(run: PrepareRun, sources: InputFiles, theirs: Mapping[str, Any], lineage: dict[str, Any]) -> bool:
     ours = [{**entry, "sha256": ""} for entry in lineage["inputs"]]
     if [{**entry, "sha256": ""} for entry in theirs.get("inputs", ())] != ours:
         return False
@@ -314,7 +318,7 @@ def _failed(splits: Sequence[InputSplit], texts: Sequence[TextResult]) -> list[S
 
 
 def _run(
-    run: Run,
+    run: PrepareRun,
     output: Output,
     sources: InputFiles,
     own_splits: Sequence[tuple[InputSplit, DocumentSource]],
@@ -361,7 +365,7 @@ def _run(
 
 
 def _process_splits(
-    run: Run, splits: Sequence[InputSplit], own: Mapping[str, DocumentSource], sample: float, content: str
+    run: PrepareRun, splits: Sequence[InputSplit], own: Mapping[str, DocumentSource], sample: float, content: str
 ) -> list[TextResult]:
     recipe = run.recipe
     dedup = recipe.dedup if recipe.dedup.active and not recipe.percentiles else None
@@ -387,7 +391,7 @@ def _process_splits(
     )
 
 
-def _check_malformed(run: Run, corpus: Corpus, stats: StageStats) -> None:
+def _check_malformed(run: PrepareRun, corpus: Corpus, stats: StageStats) -> None:
     """Write rejects.jsonl; fail, with a report, if there are too many, or no document is left."""
     path = run.out / REJECTS_FILE
     first = write_rejects(path, corpus.splits, corpus.texts, corpus.folder)
@@ -403,7 +407,7 @@ def _check_malformed(run: Run, corpus: Corpus, stats: StageStats) -> None:
         raise no_documents(run, corpus, stats)
 
 
-def _within_percentiles(run: Run, texts: list[TextResult], stats: StageStats) -> list[TextResult]:
+def _within_percentiles(run: PrepareRun, texts: list[TextResult], stats: StageStats) -> list[TextResult]:
     """The texts without documents outside the perplexity percentiles, which are counted in `stats`."""
     scores = stats.histograms.get(PERPLEXITY, {}).get("read")
     if not run.recipe.percentiles or scores is None:
@@ -418,7 +422,7 @@ def _within_percentiles(run: Run, texts: list[TextResult], stats: StageStats) ->
     return results
 
 
-def _deduplicated(run: Run, corpus: Corpus) -> DedupResult | None:
+def _deduplicated(run: PrepareRun, corpus: Corpus) -> DedupResult | None:
     dedup = run.recipe.dedup
     if not dedup.active:
         return None
@@ -431,7 +435,7 @@ def _deduplicated(run: Run, corpus: Corpus) -> DedupResult | None:
     return deduplicate(corpus.signed, dedup, run.work / "dedup", lambda f, tasks: run.map(f, tasks), report)
 
 
-def _trained(run: Run, texts: Sequence[TextResult], vocab: int) -> TokenizerFile:
+def _trained(run: PrepareRun, texts: Sequence[TextResult], vocab: int) -> TokenizerFile:
     seed = run.recipe.slice.seed
     parts = [result.part(str(run.tasks)) for result in texts]
     key = hash_json([vocab, seed, version("tokenizers"), [part.name for part in parts]])

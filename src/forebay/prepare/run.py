@@ -73,7 +73,7 @@ class PrepareResult:
 
 
 @dataclass(frozen=True)
-class Run:
+class PrepareRun:
     """One call of `prepare_dataset`."""
 
     out: Path

@@ -60,7 +60,7 @@ class Sample:
     """A document to look at; those with the smallest keys are kept."""
 
     key: int
-    where: str
+    location: str
     url: str
     text: str
 

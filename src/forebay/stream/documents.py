@@ -90,7 +90,7 @@ class ShuffleBuffer:
         return text
 
 
-class Documents:
+class DocumentSequence:
     """The documents of an epoch that a rank encodes, in the order in which it does.
 
     Args:

@@ -28,7 +28,7 @@ from forebay.load.batch import IGNORE_INDEX, Batch
 from forebay.order.bijection import derive_key
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
-from forebay.stream.documents import Documents, Malformed, ShuffleBuffer, TextEncoder
+from forebay.stream.documents import DocumentSequence, Malformed, ShuffleBuffer, TextEncoder
 from forebay.stream.hub import HUB, records_of
 from forebay.stream.records import FileRecords, Records
 from forebay.stream.state import StreamState
@@ -232,7 +232,7 @@ class TextStream:
             finally:
                 documents.close()
 
-    def _open(self, state: StreamState) -> Documents:
+    def _open(self, state: StreamState) -> DocumentSequence:
         key = derive_key(self.seed, "stream", "files", state.epoch) if self._shuffle_buffer else None
         reading = self._records.open(state.epoch, key, state.position)
         key = derive_key(self.seed, "stream", "documents", state.epoch)
@@ -240,9 +240,9 @@ class TextStream:
             self._shuffle_buffer, self._buffer_bytes, key, state.draws, state.buffered, self._shuffle_start
         )
         share = (self.rank, self.world_size) if self.partition == "records" else (0, 1)
-        return Documents(reading, buffer, dict(state.counts), self._malformed, share, state.records)
+        return DocumentSequence(reading, buffer, dict(state.counts), self._malformed, share, state.records)
 
-    def _epoch(self, state: StreamState, documents: Documents) -> Iterator[tuple[Batch, StreamState]]:
+    def _epoch(self, state: StreamState, documents: DocumentSequence) -> Iterator[tuple[Batch, StreamState]]:
         size = self._global_batch
         if self.partition == "records":
             size = len(range(self.rank, size, self.world_size))
@@ -285,7 +285,7 @@ class TextStream:
             f"{first.problem}. Name the column with the text (text_key), or look at the file."
         )
 
-    def _fill(self, state: StreamState, documents: Documents, required: int) -> StreamState:
+    def _fill(self, state: StreamState, documents: DocumentSequence, required: int) -> StreamState:
         parts = [state.tokens[state.offset :]]
         num_tokens = len(parts[0])
         while num_tokens < required and (texts := documents.take(self._encoder.next_bytes)):

@@ -13,7 +13,7 @@ from forebay.errors import PrepareError
 from forebay.prepare.corpus import Corpus
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.report import write_report
-from forebay.prepare.run import PrepareResult, Run
+from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.stats import EDGES, StageStats
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import count_reasons, shown_path
@@ -38,13 +38,18 @@ class Output(Protocol):
         """The name, id and lineage of the output in a directory. Raises PrepareError if it is damaged."""
 
     def write(
-        self, run: Run, corpus: Corpus, tokenizer: TokenizerFile | None, stats: StageStats, lineage: dict[str, Any]
+        self,
+        run: PrepareRun,
+        corpus: Corpus,
+        tokenizer: TokenizerFile | None,
+        stats: StageStats,
+        lineage: dict[str, Any],
     ) -> PrepareResult:
         """Write everything, `marker` last."""
 
 
 def conclude(
-    run: Run,
+    run: PrepareRun,
     corpus: Corpus,
     stats: StageStats,
     id: str,
@@ -60,13 +65,13 @@ def conclude(
     return PrepareResult(run.out, run.recipe.name, id, **counts, subsets=subsets, skipped=skipped)
 
 
-def write_empty_report(run: Run, corpus: Corpus, stats: StageStats) -> None:
+def write_empty_report(run: PrepareRun, corpus: Corpus, stats: StageStats) -> None:
     """Write the report of a run that stops before there is a dataset: what was read, and why it was dropped."""
     counts = {"documents_in": corpus.documents_in, "documents_out": 0, "tokens": 0, "slices": 0}
     write_report(run.out / REPORT_FILE, report_data(run, corpus, stats, "", counts, {}))
 
 
-def no_documents(run: Run, corpus: Corpus, stats: StageStats) -> PrepareError:
+def no_documents(run: PrepareRun, corpus: Corpus, stats: StageStats) -> PrepareError:
     """Write the report; the error that names what dropped the documents."""
     write_empty_report(run, corpus, stats)
     stages = []
@@ -81,7 +86,12 @@ def no_documents(run: Run, corpus: Corpus, stats: StageStats) -> PrepareError:
 
 
 def report_data(
-    run: Run, corpus: Corpus, stats: StageStats, id: str, counts: dict[str, Any], subsets: dict[str, dict[str, Any]]
+    run: PrepareRun,
+    corpus: Corpus,
+    stats: StageStats,
+    id: str,
+    counts: dict[str, Any],
+    subsets: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """The contents of the report, as JSON; no times, so that the same input gives the same page."""
     funnel = list(stats.funnel.items())
@@ -110,7 +120,7 @@ def report_data(
         },
         "languages": stats.languages,
         "samples": [
-            {"stage": stage, "reason": reason, "where": s.where, "url": s.url, "text": s.text}
+            {"stage": stage, "reason": reason, "where": s.location, "url": s.url, "text": s.text}
             for (stage, reason), samples in stats.samples.items()
             for s in samples
         ],

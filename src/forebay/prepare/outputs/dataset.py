@@ -26,12 +26,12 @@ from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import TRAIN
 from forebay.prepare.outputs.base import conclude, no_documents
 from forebay.prepare.recipe import Recipe
-from forebay.prepare.run import PrepareResult, Run
+from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sources import describe_position
 from forebay.prepare.stats import StageStats
 from forebay.prepare.tasks.encode import EncodeResult, EncodeTask, encode, finished, left_out_file
 from forebay.prepare.tasks.rows import RowShape, plan_row_slices
-from forebay.prepare.tasks.shuffle import Shuffle, TokenPart, finished_shuffle, plan_shuffle, shuffle
+from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, finished_shuffle, plan_shuffle, shuffle
 from forebay.prepare.tasks.slicing import finished_slice, plan_slices, write_slice
 from forebay.prepare.tokenize.encoders import EncoderSpec
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
@@ -58,7 +58,12 @@ class DatasetOutput:
         return dataset.name, dataset.id, dataset.manifest.lineage
 
     def write(
-        self, run: Run, corpus: Corpus, tokenizer: TokenizerFile | None, stats: StageStats, lineage: dict[str, Any]
+        self,
+        run: PrepareRun,
+        corpus: Corpus,
+        tokenizer: TokenizerFile | None,
+        stats: StageStats,
+        lineage: dict[str, Any],
     ) -> PrepareResult:
         assert tokenizer is not None
         examine_kept(corpus, run.recipe.dedup, stats, run.out / "clusters.parquet")
@@ -104,7 +109,7 @@ class _Written:
         return {**counts, "slices": len(self.table)}
 
 
-def _encode(run: Run, corpus: Corpus, tokenizer: TokenizerFile) -> list[EncodeResult]:
+def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile) -> list[EncodeResult]:
     atomic_write(run.out / TOKENIZER_FILE, tokenizer.data)
     recipe = run.recipe
     spec = EncoderSpec.of(tokenizer, run.out / TOKENIZER_FILE)
@@ -148,7 +153,7 @@ def _count(stats: StageStats, encoded: Sequence[EncodeResult]) -> None:
 
 
 def _slice(
-    run: Run, corpus: Corpus, encoded: Sequence[EncodeResult], tokenizer: TokenizerFile, subset: str
+    run: PrepareRun, corpus: Corpus, encoded: Sequence[EncodeResult], tokenizer: TokenizerFile, subset: str
 ) -> _Written:
     folder = run.out if subset == TRAIN else run.out / subset
     (folder / "slices").mkdir(parents=True, exist_ok=True)
@@ -177,7 +182,7 @@ def _slice(
     return _Written(subset, folder, documents, tokens, SliceTable.from_rows(infos), files)
 
 
-def _manifest(run: Run, written: _Written, tokenizer: TokenizerFile, lineage: dict[str, Any]) -> Manifest:
+def _manifest(run: PrepareRun, written: _Written, tokenizer: TokenizerFile, lineage: dict[str, Any]) -> Manifest:
     rows = run.recipe.rows is not None
     atomic_write(written.folder / TABLE_FILE, written.table.to_parquet())
     return Manifest.of(
@@ -192,7 +197,7 @@ def _manifest(run: Run, written: _Written, tokenizer: TokenizerFile, lineage: di
     )
 
 
-def _write_manifest(run: Run, written: _Written, tokenizer: TokenizerFile, lineage: dict[str, Any]) -> bytes:
+def _write_manifest(run: PrepareRun, written: _Written, tokenizer: TokenizerFile, lineage: dict[str, Any]) -> bytes:
     manifest = _manifest(run, written, tokenizer, lineage).to_json()
     atomic_write(written.folder / TOKENIZER_FILE, tokenizer.data)
     remove_stale(written.folder)
@@ -200,7 +205,7 @@ def _write_manifest(run: Run, written: _Written, tokenizer: TokenizerFile, linea
     return manifest
 
 
-def write_documents(path: Path, corpus: Corpus, parts: Sequence[TokenPart]) -> str:
+def write_documents(path: Path, corpus: Corpus, parts: Sequence[EncodedPart]) -> str:
     """Write the index of these parts' documents, in their order: source ids and files. Returns its SHA-256."""
     splits: dict[str, tuple[InputSplit, int]] = {}
     for split, text, first_row in zip(corpus.splits, corpus.texts, corpus.first_rows):
@@ -213,7 +218,9 @@ def write_documents(path: Path, corpus: Corpus, parts: Sequence[TokenPart]) -> s
     return hash_file(path)
 
 
-def _documents(splits: dict[str, tuple[InputSplit, int]], parts: Sequence[TokenPart]) -> Iterator[tuple[str, str, str]]:
+def _documents(
+    splits: dict[str, tuple[InputSplit, int]], parts: Sequence[EncodedPart]
+) -> Iterator[tuple[str, str, str]]:
     for part in parts:
         with part.file("ids").open("rb") as lines:
             for line in lines:

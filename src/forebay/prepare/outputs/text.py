@@ -28,7 +28,7 @@ from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import part_batches
 from forebay.prepare.outputs.base import Output, conclude
 from forebay.prepare.recipe import LanguageModel, Recipe
-from forebay.prepare.run import PrepareResult, Run
+from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sources import source_id
 from forebay.prepare.stats import StageStats
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
@@ -60,7 +60,12 @@ class _MarkedOutput(Output):
             ) from error
 
     def write(
-        self, run: Run, corpus: Corpus, tokenizer: TokenizerFile | None, stats: StageStats, lineage: dict[str, Any]
+        self,
+        run: PrepareRun,
+        corpus: Corpus,
+        tokenizer: TokenizerFile | None,
+        stats: StageStats,
+        lineage: dict[str, Any],
     ) -> PrepareResult:
         examine_kept(corpus, run.recipe.dedup, stats, run.out / "clusters.parquet")
         content = self.write_content(run, corpus, stats)
@@ -72,7 +77,7 @@ class _MarkedOutput(Output):
         commit = partial(atomic_write, run.out / self.marker, data)
         return conclude(run, corpus, stats, hashlib.sha256(data).hexdigest(), counts, {}, commit)
 
-    def write_content(self, run: Run, corpus: Corpus, stats: StageStats) -> dict[str, Any]:
+    def write_content(self, run: PrepareRun, corpus: Corpus, stats: StageStats) -> dict[str, Any]:
         """Write the files and return what the marker says about them."""
         raise NotImplementedError
 
@@ -83,7 +88,7 @@ class TextOutput(_MarkedOutput):
     name: ClassVar[str] = "text"
     marker: ClassVar[str] = "text.json"
 
-    def write_content(self, run: Run, corpus: Corpus, stats: StageStats) -> dict[str, Any]:
+    def write_content(self, run: PrepareRun, corpus: Corpus, stats: StageStats) -> dict[str, Any]:
         return {"files": [asdict(file) for file in export_files(run, corpus, stats)]}
 
 
@@ -93,7 +98,7 @@ class LanguageModelOutput(_MarkedOutput):
     name: ClassVar[str] = "lm"
     marker: ClassVar[str] = "lm.json"
 
-    def write_content(self, run: Run, corpus: Corpus, stats: StageStats) -> dict[str, Any]:
+    def write_content(self, run: PrepareRun, corpus: Corpus, stats: StageStats) -> dict[str, Any]:
         from forebay.prepare.kneser_ney import train_lm  # which needs numba
 
         settings, path = run.recipe.lm or LanguageModel(), run.out / MODEL_FILE
@@ -101,7 +106,7 @@ class LanguageModelOutput(_MarkedOutput):
         return {"model": {**asdict(model), "sha256": hash_file(path)}}
 
 
-def _texts(run: Run, corpus: Corpus) -> Iterator[str]:
+def _texts(run: PrepareRun, corpus: Corpus) -> Iterator[str]:
     for index in range(len(corpus.texts)):
         codes = corpus.drop_codes(index)
         _, cut, _ = corpus.duplicates(index, run.recipe.dedup)
@@ -147,7 +152,7 @@ class ExportedFile:
     sha256: str
 
 
-def export_files(run: Run, corpus: Corpus, stats: StageStats) -> list[ExportedFile]:
+def export_files(run: PrepareRun, corpus: Corpus, stats: StageStats) -> list[ExportedFile]:
     """Write `OUT/text/`, and the ids that the run asks for; count the documents that became empty."""
     (run.out / "text").mkdir(exist_ok=True)
     tasks = []

@@ -25,7 +25,7 @@ from forebay.errors import PrepareError
 from forebay.files import atomic_write, commit_files, temporary_directory
 from forebay.prepare.documents import Subsets, part_batches
 from forebay.prepare.tasks.keys import hash_json
-from forebay.prepare.tasks.shuffle import Shuffle, TokenPart, document_keys, sort_part
+from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, document_keys, sort_part
 from forebay.prepare.tokenize.encoders import LONG_CHARS, EncoderSpec, encode_column, encode_long
 from forebay.prepare.tokenize.tokenizers import SAMPLE_BYTES
 
@@ -104,7 +104,7 @@ class EncodeResult:
     text_bytes: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     changed: dict[str, int] = field(default_factory=dict)
-    subsets: dict[str, TokenPart] = field(default_factory=dict)
+    subsets: dict[str, EncodedPart] = field(default_factory=dict)
 
     @property
     def documents_out(self) -> int:
@@ -137,7 +137,7 @@ def finished(task: EncodeTask) -> EncodeResult | None:
     """The result of a task that an earlier run committed; None if there is none."""
     try:
         plain = json.loads(_mark(task).read_bytes())
-        parts = {name: TokenPart(**{**part, "folder": task.folder}) for name, part in plain.pop("subsets").items()}
+        parts = {name: EncodedPart(**{**part, "folder": task.folder}) for name, part in plain.pop("subsets").items()}
         return EncodeResult(**plain, subsets=parts)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -225,9 +225,9 @@ class _Outputs:
         self._files: dict[tuple[str, str], Any] = {}
         self.left_out: list[NDArray[np.int64]] = []
 
-    def _part(self, subset: str, folder: Path | str) -> TokenPart:
+    def _part(self, subset: str, folder: Path | str) -> EncodedPart:
         documents, tokens, _ = self._sizes[subset]
-        return TokenPart(
+        return EncodedPart(
             str(folder), f"{self._task.name}.{subset}", documents, tokens, self._task.dtype,
             self._task.shuffle is not None, self._task.with_ids,
         )  # fmt: skip
@@ -252,7 +252,7 @@ class _Outputs:
         sizes[0] += len(lengths)
         sizes[1] += len(tokens)
 
-    def commit(self) -> dict[str, TokenPart]:
+    def commit(self) -> dict[str, EncodedPart]:
         for file in self._files.values():
             file.close()
         parts, files = {}, {}

@@ -18,7 +18,7 @@ from pydantic import Field
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import UsageError
 from forebay.prepare.settings import Settings
-from forebay.prepare.tasks.shuffle import TokenPart
+from forebay.prepare.tasks.shuffle import EncodedPart
 from forebay.prepare.tasks.slicing import DocumentEnds, SlicePlan, write_plan
 from forebay.prepare.tokenize.conversations import TRAINED
 
@@ -79,7 +79,12 @@ class RowShape(Settings):
 
 
 def plan_row_slices(
-    parts: Sequence[TokenPart], folder: Path | str, shape: RowShape, *, slice_bytes: int = 64 << 20, slice_rows: int = 0
+    parts: Sequence[EncodedPart],
+    folder: Path | str,
+    shape: RowShape,
+    *,
+    slice_bytes: int = 64 << 20,
+    slice_rows: int = 0,
 ) -> SlicePlan:
     """Cut conversations, in their order, into slices of `slice_rows` rows, or as many as fit in `slice_bytes`.
 

@@ -40,7 +40,7 @@ class Shuffle:
 
 
 @dataclass(frozen=True)
-class TokenPart:
+class EncodedPart:
     """Documents as tokens in files `folder/stem.KIND`, which ENCODE and SHUFFLE write and slicing reads.
 
     `tokens` (of `dtype`), `ends` (U64 [documents], exclusive); with ids `ids` (a JSON line a document) and `id_ends`
@@ -92,7 +92,9 @@ class ShuffleTask:
         return hash_json([TASK_VERSION, Path(self.plan).stem, self.first_key, self.last_key])
 
 
-def plan_shuffle(parts: Sequence[TokenPart], folder: Path | str, bucket_bytes: int = BUCKET_BYTES) -> list[ShuffleTask]:
+def plan_shuffle(
+    parts: Sequence[EncodedPart], folder: Path | str, bucket_bytes: int = BUCKET_BYTES
+) -> list[ShuffleTask]:
     """Tasks whose results, in this order, are the documents of all parts in the order of their keys.
 
     Writes one small file, the list of the parts, into `folder`. All parts have keys, one dtype, ids all or none.
@@ -111,32 +113,32 @@ def plan_shuffle(parts: Sequence[TokenPart], folder: Path | str, bucket_bytes: i
     return [ShuffleTask(str(path), i, edges[i], edges[i + 1] - 1, str(folder)) for i in range(count)]
 
 
-def shuffle(task: ShuffleTask, scale: int = 0) -> TokenPart:
+def shuffle(task: ShuffleTask, scale: int = 0) -> EncodedPart:
     """Run the task unless it is finished. At scale 1 and up no bucket is in memory at once."""
     if (done := finished_shuffle(task)) is not None:
         return done
-    parts = [TokenPart(**plain) for plain in json.loads(Path(task.plan).read_bytes())]
+    parts = [EncodedPart(**plain) for plain in json.loads(Path(task.plan).read_bytes())]
     sources = [run for part in parts if len((run := _Run.of(part, task.first_key, task.last_key)).keys)]
     keys = np.concatenate([np.empty(0, np.uint64), *[source.keys for source in sources]])
     order = np.argsort(keys, kind="stable")  # Parts stand in their order, rows in theirs: ties keep it.
     first = parts[0]
     tokens = sum(int(source.token_edges[-1] - source.token_edges[0]) for source in sources)
-    result = TokenPart(task.folder, task.name, len(keys), tokens, first.dtype, True, first.with_ids)
+    result = EncodedPart(task.folder, task.name, len(keys), tokens, first.dtype, True, first.with_ids)
     _write_sorted(result, sources, keys[order], order, in_memory=scale == 0)
     atomic_write(result.file("json"), json.dumps({**asdict(result), "folder": ""}).encode())
     return result
 
 
-def finished_shuffle(task: ShuffleTask) -> TokenPart | None:
+def finished_shuffle(task: ShuffleTask) -> EncodedPart | None:
     """The result of a task that an earlier run committed; None if there is none."""
     try:
         plain = json.loads((Path(task.folder) / f"{task.name}.json").read_bytes())
-        return TokenPart(**{**plain, "folder": task.folder})
+        return EncodedPart(**{**plain, "folder": task.folder})
     except (OSError, ValueError, TypeError):
         return None
 
 
-def sort_part(part: TokenPart, result: TokenPart) -> None:
+def sort_part(part: EncodedPart, result: EncodedPart) -> None:
     """Write the documents of a part, as ENCODE appended them, to the files of `result`, in the order of their keys."""
     source = _Run.of(part, 0, (1 << 64) - 1, is_sorted=False)
     order = np.argsort(source.keys, kind="stable")
@@ -147,13 +149,13 @@ def sort_part(part: TokenPart, result: TokenPart) -> None:
 class _Run:
     """Consecutive documents of a part: their keys, and where each begins and ends in its `tokens` and `ids`."""
 
-    part: TokenPart
+    part: EncodedPart
     keys: NDArray[np.uint64]
     token_edges: NDArray[np.int64]
     id_edges: NDArray[np.int64]
 
     @classmethod
-    def of(cls, part: TokenPart, first_key: int, last_key: int, *, is_sorted: bool = True) -> _Run:
+    def of(cls, part: EncodedPart, first_key: int, last_key: int, *, is_sorted: bool = True) -> _Run:
         start, stop = 0, part.documents
         if is_sorted:
             with part.file("keys").open("rb") as file:
@@ -192,7 +194,7 @@ def _edges(path: Path, start: int, stop: int) -> NDArray[np.int64]:
 
 
 def _write_sorted(
-    result: TokenPart, sources: list[_Run], keys: NDArray[np.uint64], order: NDArray[np.int64], *, in_memory: bool
+    result: EncodedPart, sources: list[_Run], keys: NDArray[np.uint64], order: NDArray[np.int64], *, in_memory: bool
 ) -> None:
     """Write the files of `result`: the documents of all sources, numbered through, in this order."""
     atomic_write(result.file("keys"), keys.astype("<u8").tobytes())

@@ -22,7 +22,7 @@ from forebay.dataset.slices import TOKEN_HEADER_BYTES, next_cut, write_rows_slic
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write
 from forebay.prepare.tasks.keys import hash_json
-from forebay.prepare.tasks.shuffle import TokenPart
+from forebay.prepare.tasks.shuffle import EncodedPart
 
 PLAN_VERSION = 1
 MIN_SLICE_BYTES = 4096
@@ -70,7 +70,7 @@ class SlicePlan:
 
 
 def plan_slices(
-    parts: Sequence[TokenPart], folder: Path | str, *, slice_bytes: int = 64 << 20, slice_tokens: int = 0
+    parts: Sequence[EncodedPart], folder: Path | str, *, slice_bytes: int = 64 << 20, slice_tokens: int = 0
 ) -> SlicePlan:
     """Cut the parts, as one stream, into slices; the plan is written to `folder` unless it exists.
 
@@ -96,7 +96,7 @@ def plan_slices(
     return write_plan(parts, folder, ["tokens", slice_tokens or 0, 0 if slice_tokens else slice_bytes], cut)
 
 
-def write_plan(parts: Sequence[TokenPart], folder: Path | str, settings: list[Any], cut: Cutter) -> SlicePlan:
+def write_plan(parts: Sequence[EncodedPart], folder: Path | str, settings: list[Any], cut: Cutter) -> SlicePlan:
     """Cut from 0 to the end by `cut(ends, start) -> (stop, index after the last document end until there)`."""
     name = hash_json([PLAN_VERSION, settings, [{**asdict(part), "folder": ""} for part in parts]])
     path = Path(folder) / f"slices-{name}"
@@ -123,13 +123,13 @@ class DocumentEnds:
     `first` is the index of the first end that is not discarded, `total` the tokens in all parts.
     """
 
-    def __init__(self, parts: Sequence[TokenPart]) -> None:
+    def __init__(self, parts: Sequence[EncodedPart]) -> None:
         self.first, self.total = 0, sum(part.tokens for part in parts)
         self._near = np.empty(0, np.int64)
         self._unread = self._read(parts)
 
     @staticmethod
-    def _read(parts: Sequence[TokenPart]) -> Iterator[NDArray[np.int64]]:
+    def _read(parts: Sequence[EncodedPart]) -> Iterator[NDArray[np.int64]]:
         base = 0
         for part in parts:
             sizes = [part.file(kind).stat().st_size for kind in ("ends", "tokens")]
@@ -192,8 +192,8 @@ def read_range(task: SliceTask) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 @lru_cache(maxsize=2)
-def _parts(path: str) -> tuple[list[TokenPart], NDArray[np.int64], NDArray[np.int64]]:
-    parts = [TokenPart(**plain) for plain in json.loads(Path(path).read_bytes())]
+def _parts(path: str) -> tuple[list[EncodedPart], NDArray[np.int64], NDArray[np.int64]]:
+    parts = [EncodedPart(**plain) for plain in json.loads(Path(path).read_bytes())]
     tokens = np.cumsum([0, *[part.tokens for part in parts]], dtype=np.int64)
     return parts, tokens, np.cumsum([0, *[part.documents for part in parts]], dtype=np.int64)
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from forebay.errors import PrepareError
 from forebay.prepare.tasks import shuffle as shuffling
 from forebay.prepare.tasks.encode import EncodeTask, encode
-from forebay.prepare.tasks.shuffle import Shuffle, TokenPart, document_keys, plan_shuffle, shuffle
+from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, document_keys, plan_shuffle, shuffle
 from support.token_parts import coder, documents, text_part
 
 
-def parts_of(folder: Path, groups: list[list[str]], seed: int = 1, with_ids: bool = True) -> list[TokenPart]:
+def parts_of(folder: Path, groups: list[list[str]], seed: int = 1, with_ids: bool = True) -> list[EncodedPart]:
     seen: dict[str, int] = {}
     parts = []
     for texts in groups:
@@ -28,7 +28,7 @@ def parts_of(folder: Path, groups: list[list[str]], seed: int = 1, with_ids: boo
     return parts
 
 
-def texts_of(parts: list[TokenPart]) -> list[str]:
+def texts_of(parts: list[EncodedPart]) -> list[str]:
     return [bytes(tokens[:-1]).decode() for tokens in documents(parts)]
 
 

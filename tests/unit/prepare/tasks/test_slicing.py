@@ -14,23 +14,23 @@ from hypothesis import strategies as st
 from forebay.dataset.slices import TOKEN_HEADER_BYTES, open_slice
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.tasks import slicing
-from forebay.prepare.tasks.shuffle import TokenPart
+from forebay.prepare.tasks.shuffle import EncodedPart
 from forebay.prepare.tasks.slicing import finished_slice, plan_slices, write_slice
 
 
-def part_of(folder: Path, stem: str, lengths: list[int], first: int) -> TokenPart:
-    part = TokenPart(str(folder), stem, len(lengths), sum(lengths), "U16")
+def part_of(folder: Path, stem: str, lengths: list[int], first: int) -> EncodedPart:
+    part = EncodedPart(str(folder), stem, len(lengths), sum(lengths), "U16")
     ((np.arange(sum(lengths)) + first) % 60_000).astype("<u2").tofile(part.file("tokens"))
     np.cumsum(lengths).astype("<u8").tofile(part.file("ends"))
     return part
 
 
-def parts_of(folder: Path, groups: list[list[int]]) -> list[TokenPart]:
+def parts_of(folder: Path, groups: list[list[int]]) -> list[EncodedPart]:
     starts = np.cumsum([0, *map(sum, groups)]).tolist()
     return [part_of(folder, f"p{i}", lengths, start) for i, (lengths, start) in enumerate(zip(groups, starts))]
 
 
-def whole(out: Path, parts: list[TokenPart], **how: int) -> tuple[list[int], list[int], list[int]]:
+def whole(out: Path, parts: list[EncodedPart], **how: int) -> tuple[list[int], list[int], list[int]]:
     """All tokens and document ends of the slices, put together again; and the slices' sizes."""
     (out / "slices").mkdir(parents=True, exist_ok=True)
     tokens, ends, sizes = [], [], []
