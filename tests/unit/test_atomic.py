@@ -32,8 +32,6 @@ ALLOWED = {
 }
 TEMPORARY = {
     "load/shared_memory.py": {"mkstemp"},  # The memory that processes share: never a file that stays.
-    "network/admission.py": {"NamedTemporaryFile"},  # For a library that reads a certificate by its path only.
-    "prepare/tokenize/encoders.py": {"NamedTemporaryFile"},  # The same for a vocabulary.
 }
 
 

@@ -6,6 +6,7 @@ member alone. Nothing is ever written to disk: names are only names, links are s
 Source: POSIX.1-2017 pax, "ustar Interchange Format" and "pax Header Block"; GNU tar manual, "Basic Tar Format".
 """
 
+import io
 import tarfile
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import BinaryIO
 
 from forebay.errors import CorruptInputError
 from forebay.formats.inputs import ReadOptions
+from forebay.storage.compression import COMPRESSIONS, MIN_UNPACKED_BYTES, unpack_stream
 
 _BLOCK = 512
 _STEP = 1 << 20
@@ -41,12 +43,17 @@ class Member:
 
     @property
     def kind(self) -> str:
-        """Its last suffix, lower case."""
-        return _kind(self.name)
+        """Its last suffix without that of a compression, lower case."""
+        return _kind(self.name)[0]
 
 
-def _kind(name: str) -> str:
-    return name.rpartition("/")[2].lower().rpartition(".")[2]
+def _kind(name: str) -> tuple[str, str]:
+    """The kind of a member and its compression, by its suffixes."""
+    parts = name.rpartition("/")[2].lower().split(".")[1:]
+    compression = COMPRESSIONS.get("." + parts[-1], "") if parts else ""
+    if compression:
+        parts.pop()
+    return parts[-1] if parts else "", compression
 
 
 class TarReader:
@@ -66,8 +73,9 @@ class TarReader:
     ) -> None:
         self.has_end = False
         self.offset = start
-        self._file, self._kinds = file, kinds
+        self._file, self._options, self._kinds = file, options, kinds
         self._limit = options.max_document_bytes
+        self._unpacked_bytes = 0
         self._long_name, self._long_size = "", -1
 
     def __iter__(self) -> Iterator[Member]:
@@ -113,16 +121,38 @@ class TarReader:
         if flag not in (b"0", b"\0", b"7") or name.endswith("/"):
             self._skip(0 if b"1" <= flag <= b"6" else size)
             return None
-        if self._kinds is not None and _kind(name) not in self._kinds:
+        kind, compression = _kind(name)
+        if self._kinds is not None and kind not in self._kinds:
             return Member(name, offset, problem="" if self._skip(size) else f"{name}: {_CUT_OFF}")
         data = self._body(size, self._limit)
         if data is None:
             return Member(name, offset, problem=f"{name}: larger than max_document_bytes, {self._limit}")
         if len(data) < size:
             return Member(name, offset, problem=f"{name}: {_CUT_OFF}")
-        return Member(name, offset, data)
+        return self._unpack(name, offset, data, compression) if compression else Member(name, offset, data)
+
+    def _unpack(self, name: str, offset: int, data: bytes, compression: str) -> Member:
+        options = self._options
+        try:
+            with unpack_stream(
+                io.BytesIO(data),
+                compression,
+                max_ratio=options.max_unpacked_ratio,
+                max_window_bytes=options.max_window_bytes,
+            ) as file:
+                text = file.read(self._limit + 1)
+                text += file.read(1)
+        except CorruptInputError as error:
+            return Member(name, offset, problem=f"{name}: {error}")
+        self._unpacked_bytes += len(text)
+        if self._unpacked_bytes > max(MIN_UNPACKED_BYTES, options.max_unpacked_ratio * self.offset):
+            raise CorruptInputError(f"{name}: {self._unpacked_bytes} bytes were unpacked from members: a bomb.")
+        if len(text) > self._limit:
+            return Member(name, offset, problem=f"{name}: larger than max_document_bytes, {self._limit}")
+        return Member(name, offset, text)
 
     def _apply_extension(self, flag: bytes, body: bytes) -> None:
+        """Keep the name and size that an extension header has for the next member."""
         if flag == b"L":
             self._long_name = body.rstrip(b"\0").decode("utf-8", "replace")
         elif flag == b"x":
@@ -154,6 +184,7 @@ class TarReader:
 
 
 def _parse_header(header: bytes) -> tarfile.TarInfo | None:
+    """A header's fields, None if its checksum or size is wrong."""
     try:
         info = tarfile.TarInfo.frombuf(header, "utf-8", "replace")
     except tarfile.HeaderError:

@@ -1,4 +1,4 @@
-"""TFRecord files of tf.train.Example, without TensorFlow.
+"""TFRecord files of tf.train.Example and SequenceExample, without TensorFlow.
 
 Hides the framing with its checksums and the wire format of the messages. A record whose data is damaged is skipped; a
 damaged length ends the file, since nothing tells where the next record begins.
@@ -249,17 +249,31 @@ def _read_varint(data: bytes, offset: int) -> tuple[int, int]:
 
 
 def parse_features(data: bytes) -> _Row:
-    """Return the features of an Example: kind and values by name. Raises NotExampleError."""
+    """Return the features of an Example or SequenceExample: kind and values by name, the steps of a list joined.
+
+    Raises NotExampleError.
+    """
     row: _Row = {}
     for number, entries in fields(data):
-        if number != 1:
+        if number not in (1, 2):
             raise NotExampleError(f"field {number}, where features are expected")
         for _, entry in fields(message(entries)):
             pair = dict(fields(message(entry)))
-            name = message(pair.get(1, b"")).decode("utf-8", "replace")
-            for kind, values in fields(message(pair.get(2, b""))):
-                row[name] = kind, _values(kind, message(values))
+            name, feature = message(pair.get(1, b"")).decode("utf-8", "replace"), message(pair.get(2, b""))
+            steps = [feature] if number == 1 else [message(step) for _, step in fields(feature)]
+            parts = [(kind, _values(kind, message(values))) for step in steps for kind, values in fields(step)]
+            if parts:
+                row[name] = parts[0] if len(parts) == 1 else _join(parts)
     return row
+
+
+def _join(parts: list[tuple[int, Values]]) -> tuple[int, Values]:
+    kind = parts[0][0]
+    if any(other != kind for other, _ in parts):
+        raise NotExampleError("a list of features of different kinds")
+    if kind == _BYTES:
+        return kind, [value for _, values in parts for value in values]
+    return kind, np.concatenate([values for _, values in parts])
 
 
 def _values(kind: int, data: bytes) -> Values:

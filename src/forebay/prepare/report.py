@@ -193,10 +193,14 @@ def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[
     yield "Inputs that were not read", ("Name", "Status", "Reason"), list(names)
     inputs = list(report.get("inputs", []))
     if extra := inputs[MAX_INPUTS:]:
-        extra_bytes = sum(item.get("bytes", 0) for item in extra)
-        inputs = [*inputs[:MAX_INPUTS], {"name": f"{count(len(extra))} more inputs", "bytes": extra_bytes}]
-    read = [(i.get("name", ""), i.get("format", ""), format_bytes(i.get("bytes", 0))) for i in inputs]
-    yield "Inputs", ("Name", "Format", "Size"), list(read)
+        summed = {key: sum(item.get(key, 0) for item in extra) for key in ("bytes", "documents", "malformed")}
+        inputs = [*inputs[:MAX_INPUTS], {"name": f"{count(len(extra))} more inputs", **summed}]
+    read = [
+        (i.get("name", ""), i.get("format", ""), format_bytes(i.get("bytes", 0)), count(i.get("documents", 0)),
+         count(i.get("malformed", 0)))
+        for i in inputs
+    ]  # fmt: skip
+    yield "Inputs", ("Name", "Format", "Size", "Documents", "Malformed"), list(read)
 
 
 def _percent(part: float, total: float) -> str:

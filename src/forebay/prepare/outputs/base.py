@@ -107,7 +107,7 @@ def report_data(
             "malformed": sum(text.malformed for text in corpus.texts),
             "subsets": {name: {k: v for k, v in each.items() if k != "id"} for name, each in subsets.items()},
         },
-        "inputs": [{"name": s.name, "format": s.format, "bytes": s.bytes} for s in corpus.inputs.files],
+        "inputs": _count_inputs(corpus),
         "skipped": count_reasons(corpus.inputs.skipped),
         "skipped_files": [
             {"path": shown_path(item.path), "reason": item.reason, "status": item.status}
@@ -126,6 +126,28 @@ def report_data(
         ],
         "rejects": list(_first_rejects(run.out / REJECTS_FILE)),
     }
+
+
+def _count_inputs(corpus: Corpus) -> list[dict[str, Any]]:
+    """Documents and malformed records of each input."""
+    counts = {(s.path, s.sha256): [0, 0] for s in corpus.inputs.files}
+    for split, text in zip(corpus.splits, corpus.texts):
+        if len(split.files) == 1:
+            own = counts[split.files[0].path, split.files[0].sha256]
+            own[0] += text.documents_in
+            own[1] += text.malformed
+            continue
+        for source in split.files:
+            counts[source.path, source.sha256][0] += 1
+        if text.malformed:
+            for line in Path(f"{corpus.folder}/{text.name}.rejects").read_text("utf-8").splitlines():
+                source = split.files[json.loads(line)["place"]]
+                counts[source.path, source.sha256][1] += 1
+    return [
+        {"name": s.name, "format": s.format, "bytes": s.bytes, "documents": documents, "malformed": malformed}
+        for s in corpus.inputs.files
+        for documents, malformed in [counts[s.path, s.sha256]]
+    ]
 
 
 def _first_rejects(path: Path) -> Iterator[dict[str, Any]]:
