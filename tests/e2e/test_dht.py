@@ -82,6 +82,21 @@ def test_records_outlive_the_node_by_which_one_entered(nodes: list[LibtorrentDht
     assert finds(nodes[5], KEY, {("127.0.0.1", 7001)})
 
 
+def test_the_first_node_is_found_by_one_who_comes_later() -> None:
+    first = LibtorrentDht("127.0.0.1", 0)
+    first.announce(KEY, 7001)
+    assert first.find(KEY, 5.0) == [("127.0.0.1", 7001)]
+    second = LibtorrentDht("127.0.0.1", 0, [("127.0.0.1", first.port)])
+    try:
+        assert finds(second, KEY, {("127.0.0.1", 7001)})
+        second.announce(KEY, 7002)
+        assert finds(first, KEY, {("127.0.0.1", 7001), ("127.0.0.1", 7002)})
+    finally:
+        second.close()
+        first.close()
+        first.close()
+
+
 def test_a_taken_port_is_said() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as held:
         held.bind(("127.0.0.1", 0))
@@ -121,19 +136,22 @@ def test_fifty_nodes_find_a_name_in_half_a_second() -> None:
 
 @pytest.mark.skipif(host_towards(("192.0.2.1", 9)) in ("0.0.0.0", "127.0.0.1"), reason="only loopback here")
 def test_all_addresses_of_a_host_share_a_port_and_none_of_them_is_the_wildcard() -> None:
-    host = host_towards(("192.0.2.1", 9))
-    with contextlib.ExitStack() as stack:
-        first, second, third = (stack.enter_context(contextlib.closing(node)) for node in _on_all_addresses(host))
-        assert second.host == third.host == host
-        third.announce(KEY, 7001)
-        assert finds(second, KEY, {(host, 7001)}) and finds(first, KEY, {(host, 7001)})
-
-
-def _on_all_addresses(host: str) -> Iterator[LibtorrentDht]:
     first = LibtorrentDht("0.0.0.0", 0)
-    yield first
-    for _ in range(2):
-        yield LibtorrentDht("", 0, [(host, first.port)])
+    try:
+        first.announce(KEY, 7001)
+        found = first.find(KEY, 5.0)
+        assert found and {port for _, port in found} == {7001}
+        hosts = {host for host, _ in found}
+        assert not hosts & {"0.0.0.0", "127.0.0.1"}, "an address that others may reach"
+        host = min(hosts)
+        second = LibtorrentDht("", 0, [(host, first.port)])
+        try:
+            assert second.host == host
+            assert (host, 7001) in second.find(KEY, 10.0)
+        finally:
+            second.close()
+    finally:
+        first.close()
 
 
 def test_a_dead_provider_is_gone_and_a_living_one_outlives_its_time_to_live(
@@ -147,9 +165,7 @@ def test_a_dead_provider_is_gone_and_a_living_one_outlives_its_time_to_live(
         stack.callback(other.close)
         seeker = make_identity("seeker")
         client = stack.enter_context(Client(seeker))
-        own = LibtorrentDht("127.0.0.1", 0, [("127.0.0.1", first.port)])
-        stack.callback(own.close)
-        nodes = [DataNode(make_identity(name), [dataset], "127.0.0.1", 0, own, ttl_s=0.6) for name in ("a", "b")]
+        nodes = [DataNode(make_identity(name), [dataset], "127.0.0.1", 0, first, ttl_s=0.6) for name in ("a", "b")]
         for node in nodes:
             node.start()
             stack.callback(node.stop)

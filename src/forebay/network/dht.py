@@ -1,18 +1,22 @@
 """Discovery by a private Kademlia DHT: libtorrent's, with the network's own bootstrap nodes.
 
-Source: BEP 5. An announcement is stored on the other nodes nearest to its key, with the address of the sender: a
-network needs a node that only stores (`forebay dht`). Announcements are repeated when the routing table grows; the
-owner repeats them before they expire (libtorrent drops them after some 45 minutes).
+Source: BEP 5. An announcement is stored on the nodes nearest to its key. Its address is that of the sender, so this
+node also announces to itself, from each address at which another host can reach it: then the first node of a network
+can be found. Announcements are repeated when the routing table grows; the owner repeats them before they expire
+(libtorrent drops them after some 45 minutes).
 
 Cost: a UDP port and two threads. Anyone who reaches the port can read the records, so they contain addresses only. A
 node stores at most MAX_ADDRESSES under a key and returns 100 random ones: a flood can delay a search, not prevent it.
 """
 
+import ipaddress
 import logging
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import libtorrent
@@ -26,7 +30,6 @@ START_TIMEOUT_S = 10.0
 QUIET_S = 0.4  # wait for further answers while no round-trip time is known
 MIN_QUIET_S = 0.1
 STATS_EVERY_S = 0.5
-PING_S = 0.5
 MAX_ADDRESSES = 5000  # stored under one key
 log = logging.getLogger("forebay.network")
 lt: Any = libtorrent  # its type stubs are incomplete
@@ -89,7 +92,7 @@ class LibtorrentDht:
         self._announce(bytes(key), port)
 
     def find(self, key: bytes, timeout_s: float) -> list[HostPort]:
-        """See Discovery. Queries the nodes near the key, each second until one answers.
+        """See Discovery. Queries this node's store and the nodes near the key, each second until one answers.
 
         Returns when no further answer came for twice the time of the first one.
         """
@@ -102,6 +105,9 @@ class LibtorrentDht:
                 self._results[key], self._answered_at[key] = set(), 0.0
                 self._session.dht_get_peers(lt.sha1_hash(key))
                 asked_at = time.monotonic()
+            own = self._query_self(key)
+            with self._changed:
+                self._results[key] |= own
                 wait_s = min(1.0, deadline - time.monotonic())
                 self._changed.wait_for(lambda: self._closed or self._results[key], max(0.0, wait_s))
                 seen = -1
@@ -129,6 +135,11 @@ class LibtorrentDht:
             if self._closed:
                 return
             self._session.dht_announce(lt.sha1_hash(key), port, 0)
+        for host in self._own_addresses():
+            token = self._query(host, b"get_peers", {b"info_hash": key}).get(b"token")
+            if token:
+                body = {b"info_hash": key, b"port": port, b"token": token, b"implied_port": 0}
+                self._query(host, b"announce_peer", body)
 
     def _run(self) -> None:
         """Handle libtorrent's alerts until `close`; request its statistics."""
@@ -162,6 +173,33 @@ class LibtorrentDht:
         for key, port in announced:
             self._announce(key, port)
 
+    def _query_self(self, key: bytes) -> set[HostPort]:
+        """Addresses in this node's own store: libtorrent's search queries other nodes only."""
+        values = self._query(self._own_addresses()[0], b"get_peers", {b"info_hash": key}).get(b"values", [])
+        addresses = [_parse_compact(compact) for compact in values] if isinstance(values, list) else []
+        return {address for address in addresses if address is not None}
+
+    def _own_addresses(self) -> list[str]:
+        """Addresses at which this node answers, without local ones if there are others."""
+        with self._changed:
+            addresses = sorted(self._addresses)
+        return [host for host in addresses if not _is_local(host)] or addresses
+
+    def _query(self, host: str, name: bytes, arguments: dict[bytes, Any]) -> dict[bytes, Any]:
+        """Send a BEP 5 query to this node itself, from one of its addresses; {} if there is no answer."""
+        try:
+            with socket.socket(_family(host), socket.SOCK_DGRAM) as sock:
+                sock.bind((host, 0))
+                sock.settimeout(0.5)
+                sock.connect((host, self.port))  # packets from other addresses are dropped
+                sock.send(_query_bytes(name, arguments))
+                reply = lt.bdecode(sock.recv(65536))
+        except (OSError, RuntimeError) as error:  # bdecode raises the latter
+            log.debug("DHT at %s did not answer its own query (%s): %s", host, name.decode(), error)
+            return {}
+        answer = reply.get(b"r") if isinstance(reply, dict) else None
+        return dict(answer) if isinstance(answer, dict) else {}
+
 
 def wait_for_bootstrap(addresses: Sequence[HostPort], timeout_s: float, stop: threading.Event | None = None) -> None:
     """Wait until a bootstrap node answers a ping or `stop` is set. NetworkError with all states after `timeout_s`."""
@@ -172,7 +210,7 @@ def wait_for_bootstrap(addresses: Sequence[HostPort], timeout_s: float, stop: th
 
     deadline = time.monotonic() + timeout_s
     with log_while_waiting(log, lambda: f"a bootstrap node of the DHT; asked {describe()}"):
-        while not any(_ping(address, states) for address in addresses):
+        while not _ping(addresses, states, max(0.05, min(1.0, deadline - time.monotonic()))):
             if stop is not None and stop.is_set():
                 return
             if time.monotonic() >= deadline:
@@ -180,30 +218,59 @@ def wait_for_bootstrap(addresses: Sequence[HostPort], timeout_s: float, stop: th
                     f"No bootstrap node answered ({describe()}); the DHT cannot be queried. Start one with "
                     "`forebay dht`, check that UDP reaches it, or name another with --bootstrap."
                 )
-            time.sleep(0.1)
 
 
-def _ping(address: HostPort, states: dict[str, str]) -> bool:
-    """Whether a node answers within PING_S; sets its state in `states` if it is unreachable."""
-    body = {b"id": b"forebay-own-inquiry0"}
-    try:
-        family, kind, protocol, _, sockaddr = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as sock:
-            sock.settimeout(PING_S)
-            sock.connect(sockaddr)
-            sock.send(lt.bencode({b"t": b"mr", b"y": b"q", b"q": b"ping", b"a": body, b"ro": 1}))
-            sock.recv(65536)
-        return True
-    except TimeoutError:
+def _ping(addresses: Sequence[HostPort], states: dict[str, str], timeout_s: float) -> bool:
+    """Whether a node answers in time; sets `states` of unreachable nodes."""
+    with ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        deadline = time.monotonic() + timeout_s
+        for address in addresses:
+            try:
+                family, kind, protocol, _, sockaddr = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
+                sock = stack.enter_context(socket.socket(family, kind, protocol))
+                sock.connect(sockaddr)
+                sock.send(_query_bytes(b"ping", {}))
+                selector.register(sock, selectors.EVENT_READ, join_address(*address))
+            except OSError as error:
+                states[join_address(*address)] = error.strerror or str(error)
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(remaining_s):
+                try:
+                    assert isinstance(key.fileobj, socket.socket)
+                    key.fileobj.recv(65536)
+                    return True
+                except OSError as error:  # ICMP: no process listens at the port
+                    states[key.data] = error.strerror or str(error)
+                    selector.unregister(key.fileobj)
         return False
-    except OSError as error:  # ICMP: no process listens at the port
-        states[join_address(*address)] = error.strerror or str(error)
-        return False
+
+
+def _query_bytes(name: bytes, arguments: dict[bytes, Any]) -> bytes:
+    body = {b"id": b"forebay-own-inquiry0", **arguments}
+    return bytes(lt.bencode({b"t": b"mr", b"y": b"q", b"q": name, b"a": body, b"ro": 1}))
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _is_local(host: str) -> bool:
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return address.is_loopback or address.is_link_local
+
+
+def _parse_compact(compact: object) -> HostPort | None:
+    """Parse a compact address (4 or 16 bytes, then the port; BEP 5); None if malformed."""
+    if not isinstance(compact, bytes) or len(compact) not in (6, 18) or compact[-2:] == b"\0\0":
+        return None
+    family = socket.AF_INET if len(compact) == 6 else socket.AF_INET6
+    return socket.inet_ntop(family, compact[:-2]), int.from_bytes(compact[-2:], "big")
 
 
 def _free_port(host: str, port: int) -> int:
     """The port if it is free at the host; for 0 a free one. Raises OSError."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as sock:
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as sock:
         sock.bind((host, port))
         return int(sock.getsockname()[1])
 
