@@ -64,6 +64,7 @@ class Transfers(AbstractContextManager["Transfers"]):
         self._pid = os.getpid()
         self._changed = threading.Condition()  # guards all below, and the transfers
         self._active: list[PoolTransfer] = []
+        self._num_running = 0
         self._sources: dict[str, SourceStats] = {}  # by URL
         self._threads: list[SupervisedThread] = []
         self._counts = dict.fromkeys(("bytes", "attempts", "retries", "finished", "failed"), 0)
@@ -136,8 +137,9 @@ class Transfers(AbstractContextManager["Transfers"]):
 
     def _start_threads(self) -> RuntimeError | None:
         """Start the threads that are missing; return the fault if the process cannot have more."""
+        needed = self._num_running + sum(max(1, len(transfer.pending)) for transfer in self._active)
         try:
-            while len(self._threads) < self.connections:
+            while len(self._threads) < min(self.connections, needed):
                 self._threads.append(SupervisedThread(self._run_connection, f"fetch-{len(self._threads)}").start())
         except RuntimeError as error:
             log.warning("transfers: %d of %d connections: %s", len(self._threads), self.connections, error)
@@ -155,6 +157,7 @@ class Transfers(AbstractContextManager["Transfers"]):
                         self._changed.wait(None if later == float("inf") else max(0.001, later - now))
                 if self._closed or job is None:
                     return
+                self._num_running += 1
             transfer, byte_range, source = job
             try:
                 if byte_range is None or source is None:
@@ -164,6 +167,7 @@ class Transfers(AbstractContextManager["Transfers"]):
             except Exception as error:  # noqa: BLE001 - the transfer's consumer gets it
                 self._end(transfer, error)
             with self._changed:
+                self._num_running -= 1
                 if any(transfer.pending for transfer in self._active):
                     self._changed.notify_all()
 
