@@ -162,7 +162,9 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     p = verb("convert", _convert, "convert training data to another format, and verify the result")
     p.add_argument("source", metavar="SRC", help="file, directory, or pattern in quotes")
     p.add_argument("out", metavar="OUT", type=Path, help="file or directory to write")
-    p.add_argument("--to", metavar="FORMAT", help="safetensors, npy, bin, megatron, mds, parquet … (required)")
+    p.add_argument(
+        "--to", metavar="FORMAT", help="safetensors, megatron, bin, parquet, tfrecord, webdataset … (required)"
+    )
     p.add_argument("--dtype", choices=["uint16", "uint32"], help="of the tokens written (default: the source's)")
     p.add_argument("--seq-len", type=positive, metavar="N", help="tokens of a sample (default: the source's)")
     p.add_argument("--slice-bytes", type=size, default=64 << 20, metavar="BYTES", help="largest file (default: 64MiB)")

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import orjson
 
+from forebay.formats.base import Format
 from forebay.formats.inputs import InputSplit, ReadOptions
 from forebay.formats.jsonl import Jsonl
 from forebay.formats.records import Record, has_surrogate, name_of, strip_turn_marks
@@ -27,6 +28,7 @@ class Reddit(Jsonl):
     name = "reddit"
     suffixes: ClassVar[tuple[str, ...]] = ()
     is_plain_text = False
+    write_rows = Format.write_rows  # converts to JSON lines under their own name
 
     def sniff(self, head: bytes) -> bool:
         line = head.partition(b"\n")[0]
