@@ -242,7 +242,9 @@ def test_first_started_first_moved(make_server: Callable[..., OriginServer], tmp
     ended: list[str] = []
     with Transfers(4, **QUICK) as transfers:
         origins = [open_origin(server.url)]
-        moved = [transfers.start(info_of(CONTENT, name), tmp_path / name, origins) for name in names]
+        moved = [
+            transfers.start(info_of(CONTENT, name), tmp_path / name, origins, range_bytes=1 << 18) for name in names
+        ]
         for name, each in zip(names, moved):
             each.on_done(lambda _, name=name: ended.append(name))
         assert all(each.wait(30) and each.error is None for each in moved)
