@@ -30,6 +30,9 @@ def log_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+_WAKE_S = 0.5
+
+
 class WorkerClient:
     """One worker of a run, alone or with others.
 
@@ -85,7 +88,10 @@ class WorkerClient:
         self._stop.clear()
         self._running = asyncio.create_task(asyncio.to_thread(self._train, training, use_distributed))
         try:
-            return await asyncio.shield(self._running)
+            # Wakes up: a SIGINT that arrives just before the loop blocks in its selector is seen at the next turn only.
+            while not self._running.done():
+                await asyncio.wait([self._running], timeout=_WAKE_S)
+            return self._running.result()
         except asyncio.CancelledError:
             self._stop.set()
             await asyncio.wait([self._running])
