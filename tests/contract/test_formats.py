@@ -15,25 +15,23 @@ from typing import Any
 
 import google_crc32c
 import numpy as np
-import py7zr
 import pyarrow as pa
 import pyarrow.orc
 import pyarrow.parquet as pq
 import pytest
 
-from forebay.convert.convert import convert, written_formats
-from forebay.convert.sources import open_table, open_tokens
+from forebay.convert import convert, written_formats
 from forebay.errors import ForebayError, UsageError
-from forebay.formats.base import Format
+from forebay.formats.base import Format, format_names, formats, get_format
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenPart, TokenSource
 from forebay.formats.detect import detect
 from forebay.formats.inputs import InputFile, ReadOptions
-from forebay.formats.registry import format_names, formats, get_format
 from forebay.formats.report import Report
+from forebay.formats.sources import open_table, open_tokens
 from forebay.formats.tfrecord import masked
 from forebay.formats.token_stream import TokenDigest
 from forebay.prepare.inputs import read_split, split_files
-from support.foreign_datasets import write_litdata, write_mds
+from support.foreign_datasets import write_mds
 
 OPERATIONS = ("read_text", "open_rows", "open_tokens", "check")
 TEXTS = [f"document number {i}, with some words" for i in range(6)]
@@ -130,14 +128,6 @@ def posts() -> bytes:
     return f'<?xml version="1.0"?>\n<posts>\n{rows}</posts>\n'.encode()
 
 
-def seven_zip() -> bytes:
-    def write(file: io.BytesIO) -> None:
-        with py7zr.SevenZipFile(file, "w") as archive:
-            archive.writestr(posts(), "Posts.xml")
-
-    return buffered(write)
-
-
 def npy(shape: str | None = None) -> bytes:
     data = buffered(lambda file: np.save(file, TOKENS))
     return data if shape is None else data.replace(b"(600,), }" + b" " * (len(shape) - 6), f"({shape}, }}".encode())
@@ -203,7 +193,6 @@ PLAIN: dict[str, Sample] = {
     "wet": Sample({"a.wet": warc("conversion")}, TEXTS, is_exact=False, hostile={"a.wet": warc("conversion", BIG)}),
     "wikipedia": Sample({"a-articles.xml": wikipedia()}, [f"T{i}\n\n{text}" for i, text in enumerate(TEXTS)]),
     "stackexchange": Sample({"posts.xml": posts()}, TEXTS),
-    "7z": Sample({"a.7z": seven_zip()}, TEXTS, step=40),
     "reddit": Sample(
         {
             "a": b"".join(
@@ -231,7 +220,7 @@ PLAIN: dict[str, Sample] = {
     ),
 }
 WRITTEN = {"forebay": "safetensors", "saved arrow": "arrow", "bin": "bin", "ds": "ds", "megatron": "megatron"}
-FOREIGN = {"mds": write_mds, "litdata": write_litdata}
+FOREIGN = {"mds": write_mds}
 ONLY_WRITTEN = ("feather",)
 HASHED = ("forebay",)
 

@@ -1,7 +1,7 @@
 """What the real libraries write, read by us, and what we write, read by them.
 
 Needs interpreters that have them, one or several: FOREBAY_FORMAT_PEERS=/path/to/python:/path/to/another (pip install
-litdata mosaicml-streaming datasets torch zstd).
+mosaicml-streaming datasets torch zstd).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forebay.convert.convert import convert, open_source
+from forebay.convert import convert
 from forebay.formats.conversion import ConvertOptions
+from forebay.formats.sources import open_source
 from forebay.formats.token_stream import documents
 from support.calibration import scaled
 

@@ -1,4 +1,4 @@
-"""Datasets as MosaicML Streaming and LitData write them, of documents of uint16 tokens."""
+"""Datasets as MosaicML Streaming writes them, of documents of uint16 tokens."""
 
 from __future__ import annotations
 
@@ -33,21 +33,4 @@ def write_mds(folder: Path, documents: Sequence[np.ndarray]) -> Path:
     stored = {"basename": "shard.00000.mds", "bytes": len(raw), "hashes": {"sha256": hashlib.sha256(raw).hexdigest()}}
     shard = {**settings, "samples": len(samples), "raw_data": stored, "zip_data": None}
     (folder / "index.json").write_text(json.dumps({"shards": [shard], "version": 2}))
-    return folder
-
-
-def write_litdata(folder: Path, documents: Sequence[np.ndarray]) -> Path:
-    """One chunk for the TokensLoader; each document an item."""
-    raw = _block([tokens.astype("<u2").tobytes() for tokens in documents])
-    folder.mkdir()
-    (folder / "chunk-0-0.bin").write_bytes(raw)
-    chunk = {
-        "chunk_bytes": len(raw), "chunk_size": len(documents), "dim": sum(map(len, documents)),
-        "filename": "chunk-0-0.bin",
-    }  # fmt: skip
-    config = {
-        "compression": None, "data_format": ["no_header_numpy:5"], "encryption": None, "item_loader": "TokensLoader",
-        "data_spec": json.dumps([1, {"type": None, "context": None, "children_spec": []}]),
-    }  # fmt: skip
-    (folder / "index.json").write_text(json.dumps({"chunks": [chunk], "config": config, "updated_at": "1"}))
     return folder

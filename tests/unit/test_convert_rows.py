@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.cli import main
-from forebay.convert.convert import convert, verify_table
-from forebay.convert.sources import open_table
+from forebay.convert import convert, verify_table
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import open_slice
 from forebay.errors import DatasetError, UsageError
+from forebay.formats.base import get_format
 from forebay.formats.conversion import ConvertOptions, TableSource
-from forebay.formats.registry import get_format
+from forebay.formats.sources import open_table
 from forebay.formats.tables import TableDigest
 from forebay.formats.tfrecord import integers, varints
 from forebay.load.loader import Loader

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from forebay.convert.convert import convert
-from forebay.convert.sources import open_table
+from forebay.convert import convert
 from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, MissingPackageError, UsageError
 from forebay.formats.conversion import ConvertOptions
 from forebay.formats.images import decode
+from forebay.formats.sources import open_table
 from forebay.load.loader import Loader
 
 pytest.importorskip("PIL", reason="pillow is not installed")

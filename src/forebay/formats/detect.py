@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
+from forebay.formats.base import formats, get_format
 from forebay.formats.external import reading
-from forebay.formats.registry import formats, get_format
 from forebay.storage.compression import COMPRESSIONS, sniff_compression, unpacked_head
 
 HEAD_BYTES = 4096

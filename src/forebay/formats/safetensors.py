@@ -114,7 +114,7 @@ class SafeTensors(Format):
             first_row += batch.num_rows
             if batch.num_rows:
                 writer.add(tensors)
-                options.advance(batch.num_rows)
+                options.on_progress(batch.num_rows)
         writer.flush()
         if not writer.infos:
             raise DatasetError(f"{source.format}: expected rows, got none.")

@@ -129,7 +129,7 @@ class TokenStream:
                 len(tokens) - int(part.document_ends[-1]) if len(part.document_ends) else after_end + len(tokens)
             )
             digest.add(part)
-            self.options.advance(len(tokens))
+            self.options.on_progress(len(tokens))
             yield part
         if digest.num_tokens != self.source.num_tokens:
             raise DatasetError(

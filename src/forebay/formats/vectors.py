@@ -29,6 +29,7 @@ from forebay.formats.external import (
     MAX_COPIED_TOKENS,
     MAX_TOKENS,
     U64,
+    Bytes8,
     ExternalDataset,
     ExternalSlice,
     as_tokens,
@@ -203,8 +204,8 @@ def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
             f"{path}: expected at least one token for each of {ids.count} ids in {ids.path.name}, got "
             f"{file_size(path)} bytes. It is truncated; fetch it again."
         )
-    guess = _guess(path) if ids is not None else None
-    if guess is not None:
+    head = np.frombuffer(read_head(path, 1 << 16), np.uint8)
+    if ids is not None and (guess := guess_dtype(head[: len(head) & ~3])) is not None:
         return _raw(path, guess)
     raise UsageError(
         f"{path}: tokens without a header, of no known type. Give dtype='uint16' or --set input_dtype=uint16 "
@@ -212,10 +213,9 @@ def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
     )
 
 
-def _guess(path: Path) -> np.dtype[Any] | None:
-    """The type of headerless tokens, by their first 64 KiB; None where these do not tell."""
-    head = read_head(path, 1 << 16)
-    halves = np.frombuffer(head[: len(head) & ~3], "<u2")
+def guess_dtype(head: Bytes8) -> np.dtype[Any] | None:
+    """Return the type of headerless tokens, by their first bytes, a multiple of 4; None where these do not tell."""
+    halves = head.view("<u2")
     if len(halves) and int(halves[1::2].max()) >= 16:
         return np.dtype("<u2")
     return np.dtype("<u4") if len(halves) and int(halves[::2].max()) >= 16 else None

@@ -18,15 +18,14 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from forebay.convert.convert import open_source
-from forebay.doctor import examine
-from forebay.doctor.examine import kind_of
+from forebay.doctor import examine, kind_of
 from forebay.errors import DatasetError, PrepareError, UsageError
+from forebay.formats.base import format_names
 from forebay.formats.conversion import ConvertOptions as ConvertOptions
 from forebay.formats.detect import detect
 from forebay.formats.inputs import ReadOptions
-from forebay.formats.registry import format_names
 from forebay.formats.report import CheckOptions
+from forebay.formats.sources import open_source
 from forebay.prepare.inputs import find_inputs, text_formats
 from forebay.stream.records import FileRecords
 
