@@ -29,8 +29,8 @@ from forebay.order.bijection import derive_key
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.stream.documents import DocumentSequence, Malformed, ShuffleBuffer, TextEncoder
-from forebay.stream.hub import HUB, records_of
-from forebay.stream.records import FileRecords, Records
+from forebay.stream.hub import HUB, Records, records_of
+from forebay.stream.records import FileRecords
 from forebay.stream.state import StreamState
 
 _HUB_URL = "hf://datasets/"
@@ -107,7 +107,13 @@ class TextStream:
         check_integer("shuffle_start", shuffle_start, 0)
         check_choice("partition", partition, ("samples", "records"))
         self.rank, self.world_size = rank_of_world(rank, world_size)
-        self._global_batch = _global_batch(batch_size, global_batch_size, self.world_size, partition)
+        check_integer("global_batch_size", global_batch_size, 1)
+        self._global_batch = batch_sizes(batch_size, global_batch_size, self.world_size).largest
+        if partition == "records" and self._global_batch < self.world_size:
+            raise UsageError(
+                f"global_batch_size: expected a sample or more for each of {self.world_size} ranks where they part the "
+                f"records, got {self._global_batch}."
+            )
         self.tokenizer = load_tokenizer(tokenizer, eos=eos, bos=bos) if isinstance(tokenizer, str) else tokenizer
         self.seq_len, self.partition, self.seed = seq_len, partition, int(seed)
         self._dtype = token_dtype(dtype, self.tokenizer.dtype, self.tokenizer.vocab_size)
@@ -214,11 +220,10 @@ class TextStream:
             "seed": self.seed,
             "shuffle_buffer": self._shuffle_buffer,
             "buffer_bytes": self._buffer_bytes,
+            "shuffle_start": self._shuffle_start,
             "drop_last": self._drop_last,
             "partition": self.partition,
         }
-        if self._shuffle_start is not None:
-            fields["shuffle_start"] = self._shuffle_start
         if self.partition == "records":
             fields.update(rank=self.rank, world_size=self.world_size)
         return fields
@@ -255,9 +260,15 @@ class TextStream:
             num_tokens = len(state.tokens) - state.offset
             count = min(size, num_tokens // self.seq_len)
             if not count or (self._drop_last and count < size):
+                advice = "Ask for shorter samples or smaller batches."
+                for bad in self._malformed[:1]:
+                    advice = (
+                        f"{documents.counts['malformed']} records were skipped, the first at {bad.location} of "
+                        f"{bad.name}: {bad.problem}. Name the column with the text (text_key), or look at the file."
+                    )
                 raise DatasetError(
                     f"stream: expected at least one batch an epoch, got {num_tokens} tokens of {state.records} records "
-                    f"for {size} samples of {self.seq_len}. {self._advice(documents.counts)}"
+                    f"for {size} samples of {self.seq_len}. {advice}"
                 )
             batch = self._batch(state, count)
             tail = num_tokens - count * self.seq_len
@@ -275,15 +286,6 @@ class TextStream:
                     offset=state.offset + count * self.seq_len,
                 )
             yield batch, state
-
-    def _advice(self, counts: dict[str, int]) -> str:
-        if not self._malformed:
-            return "Ask for shorter samples or smaller batches."
-        first = self._malformed[0]
-        return (
-            f"{counts['malformed']} records were skipped, the first at {first.location} of {first.name}: "
-            f"{first.problem}. Name the column with the text (text_key), or look at the file."
-        )
 
     def _fill(self, state: StreamState, documents: DocumentSequence, required: int) -> StreamState:
         parts = [state.tokens[state.offset :]]
@@ -321,19 +323,6 @@ class TextStream:
 
 def _open_records(inputs: Any, options: ReadOptions) -> Records:
     paths = [inputs] if isinstance(inputs, str | Path) else inputs
-    if isinstance(inputs, str) and inputs.startswith((HUB, _HUB_URL)):
-        return records_of(inputs, options)
-    if isinstance(paths, Sequence) and paths and all(isinstance(path, str | Path) for path in paths):
-        return FileRecords(paths, options)
-    return records_of(inputs, options)
-
-
-def _global_batch(batch_size: int | None, global_batch_size: int | None, world_size: int, partition: str) -> int:
-    check_integer("global_batch_size", global_batch_size, 1)
-    size = batch_sizes(batch_size, global_batch_size, world_size).largest
-    if partition == "records" and size < world_size:
-        raise UsageError(
-            f"global_batch_size: expected a sample or more for each of {world_size} ranks where they part the records, "
-            f"got {size}."
-        )
-    return size
+    is_hub = isinstance(inputs, str) and inputs.startswith((HUB, _HUB_URL))
+    is_list = isinstance(paths, Sequence) and paths and all(isinstance(path, str | Path) for path in paths)
+    return FileRecords(paths, options) if is_list and not is_hub else records_of(inputs, options)
