@@ -25,14 +25,7 @@ from forebay.errors import DatasetError, UsageError
 from forebay.files import sync_directory, sync_file
 from forebay.formats.base import get_format, names_with
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
-from forebay.formats.sources import (
-    naming_source,
-    needs_table,
-    open_source,
-    open_table,
-    open_tokens,
-    table_of_tokens,
-)
+from forebay.formats.sources import naming_source, needs_table, open_source, open_table, open_tokens, table_of_tokens
 from forebay.formats.tables import TableDigest
 from forebay.formats.token_stream import TokenDigest, build_stream
 from forebay.storage.locks import try_acquire

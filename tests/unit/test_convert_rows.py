@@ -152,7 +152,7 @@ def test_rows_are_the_tensors_that_a_loader_gives(tmp_path: Path) -> None:
     assert report.written.notes == ("left out, being no numbers: text; --to parquet or jsonl keeps them",)
     told = dataset.manifest.lineage["converted"]
     assert told["tensors"]["pixels"] == ["F16", 3, 4, 5]
-    assert told["changed"] == {"label": {"from": "I64", "to": "U16"}, "pixels": {"from": "U8", "to": "F16"}}
+    assert told["changed"] == {"label": ["I64", "U16"], "pixels": ["U8", "F16"]}
     pixels = columns["pixels"].to_numpy_ndarray()
     seen = []
     for batch in Loader(tmp_path / "ds", batch_size=64, seed=3):

@@ -190,7 +190,7 @@ def test_packed_tokens_and_texts() -> None:
     for changes in (
         {"buffer": state["pending"]},
         {"pending": state["buffer"]},
-        {"lengths": [1002]},
+        {"lengths": [1001]},
         {"buffer": "YQ=="},
     ):
         with pytest.raises(StateError):

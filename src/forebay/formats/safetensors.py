@@ -28,9 +28,9 @@ from forebay.dataset.slices import Slice, hash_file, open_slice, write_rows_slic
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write
 from forebay.formats.base import Format
-from forebay.formats.cast import QUANTIZED, SCALE_SUFFIX, cast, dtype_name, name_of_dtype
+from forebay.formats.cast import QUANTIZED, cast, dtype_name, name_of_dtype
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
-from forebay.formats.images import RejectedImage, with_images
+from forebay.formats.images import with_images
 from forebay.formats.report import Report, add_slice, check_slices
 from forebay.formats.tables import (
     DTYPE_KEY,
@@ -80,7 +80,15 @@ class SafeTensors(Format):
             own = {name: _slice_field(opened, name) for name in sorted(opened.tensors)}
             fields = fields or own
             for name in sorted(fields.keys() | own.keys()):
-                fields[name] = _common_field(fields.get(name), own.get(name), name, path, paths[0])
+                first, second = fields.get(name), own.get(name)
+                if first is not None and second is not None and _are_vectors(first.type, second.type):
+                    fields[name] = first if first == second else pa.field(name, pa.list_(first.type.value_type))
+                elif first != second:
+                    got = [f.type if f is not None else "none" for f in (first, second)]
+                    raise DatasetError(
+                        f"{path}: expected tensor {name!r} as {got[0]}, as in {paths[0]}, got {got[1]}. Convert "
+                        "them as two tables."
+                    )
         schema = pa.schema(list(fields.values()))
         return TableSource(self.name, schema, num_rows, lambda: _read_batches(paths, schema), metadata or {})
 
@@ -102,7 +110,7 @@ class SafeTensors(Format):
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         """A dataset of layout `rows`."""
-        rejected: list[RejectedImage] = []
+        rejected: list[dict[str, Any]] = []
         table = with_images(source, options, rejected)
         columns, left_out = _columns(table.schema, options)
         (out / "slices").mkdir(parents=True)
@@ -118,19 +126,27 @@ class SafeTensors(Format):
         writer.flush()
         if not writer.infos:
             raise DatasetError(f"{source.format}: expected rows, got none.")
-        notes = (
-            [f"left out, being no numbers: {', '.join(left_out)}; --to parquet or jsonl keeps them"] if left_out else []
-        )
+        notes = []
+        if left_out:
+            notes.append(f"left out, being no numbers: {', '.join(left_out)}; --to parquet or jsonl keeps them")
         files = [Path(info.name) for info in writer.infos]
         if rejected:
-            lines = [orjson.dumps({"row": r.row, "name": r.name, "reason": r.reason}) + b"\n" for r in rejected]
-            atomic_write(out / REJECTS_FILE, b"".join(lines))
+            atomic_write(out / REJECTS_FILE, b"".join(orjson.dumps(row) + b"\n" for row in rejected))
             notes.append(
                 f"{len(rejected)} images were rejected, with the reasons in {REJECTS_FILE}; the first: "
-                f"{rejected[0].reason}"
+                f"{rejected[0]['reason']}"
             )
             files.append(Path(REJECTS_FILE))
-        lineage = _lineage(table, columns, writer, left_out, len(rejected), options)
+        first = open_slice(out / writer.infos[0].name)
+        converted = {
+            "format": table.format,
+            "tensors": {name: [first.dtypes[name], *a.shape[1:]] for name, a in sorted(first.tensors.items())},
+            "changed": {c.name: [c.kind, c.to] for c in columns if c.kind != c.to},
+            "left_out": left_out,
+            "rejected": len(rejected),
+            "classes": table.metadata.get("classes"),
+        }
+        lineage = {"converted": {key: value for key, value in converted.items() if value}}
         slices = SliceTable.from_rows(writer.infos)
         atomic_write(out / TABLE_FILE, slices.to_parquet())
         manifest = Manifest.of(slices, lineage, name=options.name or out.name, layout="rows", eos_id=options.eos_id)
@@ -286,19 +302,15 @@ def _array(values: pa.Array, column: _Column, first_row: int) -> tuple[Array, ND
             "values: fill or drop the column, or write --to parquet or jsonl."
         )
     flat = leaves.to_numpy(zero_copy_only=False)
-    if _is_vector(values.type) and column.width is not None:
-        return _padded(flat, counts, column, first_row)
+    is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
+    if column.width is not None and is_list and not pa.types.is_nested(values.type.value_type):
+        return _padded(flat, counts, column, column.width, first_row)
     shape = _row_shape(values, column, first_row)
     if column.shape is None:
         column.shape = shape
     if len(values) and shape != column.shape:
         raise _ragged(column, column.shape, shape, first_row)
     return flat.reshape(len(values), *shape), None
-
-
-def _is_vector(kind: Any) -> bool:
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return bool(is_list and not pa.types.is_nested(kind.value_type))
 
 
 def _row_shape(values: pa.Array, column: _Column, first_row: int) -> tuple[int, ...]:
@@ -317,9 +329,8 @@ def _row_shape(values: pa.Array, column: _Column, first_row: int) -> tuple[int, 
 
 
 def _padded(
-    flat: Array, counts: NDArray[np.int64], column: _Column, first_row: int
-) -> tuple[Array, NDArray[np.uint8] | None]:
-    width = column.width or 0
+    flat: Array, counts: NDArray[np.int64], column: _Column, width: int, first_row: int
+) -> tuple[Array, NDArray[np.uint8]]:
     over = np.flatnonzero(counts > width)
     if len(over):
         raise DatasetError(
@@ -340,29 +351,6 @@ def _ragged(column: _Column, expected: tuple[int, ...], got: tuple[int, ...], ro
         f"column {column.name!r}: expected rows of one shape, {list(expected)}, got {list(got)} (row {row} or after). "
         "Give --seq-len N to pad vectors."
     )
-
-
-def _lineage(
-    table: TableSource,
-    columns: Sequence[_Column],
-    writer: _Writer,
-    left_out: list[str],
-    num_rejected: int,
-    options: ConvertOptions,
-) -> dict[str, Any]:
-    first = open_slice(writer.out / writer.infos[0].name)
-    changed = {c.name: {"from": c.kind, "to": first.dtypes[c.name]} for c in columns if c.kind != c.to}
-    for column in columns:
-        if column.to == QUANTIZED:
-            changed[column.name] |= {"scale": column.name + SCALE_SUFFIX, "per": "row", "error": "at most scale / 2"}
-    extra = {
-        "changed": changed,
-        "left_out": left_out,
-        "aside": num_rejected,
-        "classes": table.metadata.get("classes"),
-    }
-    tensors = {name: [first.dtypes[name], *array.shape[1:]] for name, array in sorted(first.tensors.items())}
-    return {"converted": {"format": table.format, "tensors": tensors, **{k: v for k, v in extra.items() if v}}}
 
 
 def _manifest(
@@ -403,18 +391,10 @@ def _slice_field(opened: Slice, name: str) -> pa.Field:
     return field.with_metadata({DTYPE_KEY: kind.encode()}) if kind in _BITS else field
 
 
-def _common_field(first: pa.Field | None, second: pa.Field | None, name: str, path: Path, before: Path) -> pa.Field:
-    if first == second and first is not None:
-        return first
-    if first is not None and second is not None:
-        values = [f.type.value_type if not pa.types.is_integer(f.type) else f.type for f in (first, second)]
-        vectors = all(pa.types.is_list(f.type) or len(getattr(f.type, "shape", ())) == 1 for f in (first, second))
-        if vectors and values[0] == values[1] and pa.types.is_integer(values[0]):
-            return pa.field(name, pa.list_(values[0]))
-    got = [f.type if f is not None else "none" for f in (first, second)]
-    raise DatasetError(
-        f"{path}: expected tensor {name!r} as {got[0]}, as in {before}, got {got[1]}. Convert them as two tables."
-    )
+def _are_vectors(first: Any, second: Any) -> bool:
+    """Whether both types are of vectors of the same integers in each row."""
+    is_vector = all(pa.types.is_list(kind) or len(getattr(kind, "shape", ())) == 1 for kind in (first, second))
+    return bool(is_vector and first.value_type == second.value_type and pa.types.is_integer(first.value_type))
 
 
 def _read_batches(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:

@@ -180,11 +180,7 @@ class TokenStream:
 
 
 def build_stream(
-    source: TokenSource,
-    options: ConvertOptions,
-    boundaries: Literal["keep", "rows", "none"],
-    *,
-    signed: bool = False,
+    source: TokenSource, options: ConvertOptions, boundaries: Literal["keep", "rows", "none"], *, signed: bool = False
 ) -> TokenStream:
     """Resolve how a source is written.
 

@@ -133,11 +133,6 @@ class TextStream:
         return self.tokenizer.vocab_size
 
     @property
-    def effective_batch_size(self) -> int:
-        """Samples of all ranks' batches together."""
-        return self._global_batch
-
-    @property
     def malformed(self) -> tuple[Malformed, ...]:
         """The first malformed records that this stream has skipped (also those a little ahead of the batches)."""
         return tuple(self._malformed)
