@@ -22,24 +22,8 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from forebay.errors import DatasetError, UsageError
+from forebay.formats import external
 from forebay.formats.base import Format
-from forebay.formats.external import (
-    TOKEN_COLUMNS,
-    U64,
-    Bytes8,
-    ExternalDataset,
-    ExternalSlice,
-    as_tokens,
-    common_dtype,
-    file_size,
-    fingerprint,
-    map_file,
-    read_head,
-    read_tail,
-    reading,
-    shown_name,
-    token_dtype,
-)
 from forebay.formats.report import Report, check_external
 from forebay.storage.compression import bounded_unpack, check_unpacked, limit_large_blocks
 
@@ -119,10 +103,10 @@ class Mds(Format):
         index = folder / INDEX_FILE
         if not index.is_file():
             return False
-        head = read_head(index, 4096).lstrip()
-        return head[:1] == b"{" and b'"shards"' in head + read_tail(index, 1 << 16)
+        head = external.read_head(index, 4096).lstrip()
+        return head[:1] == b"{" and b'"shards"' in head + external.read_tail(index, 1 << 16)
 
-    def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> ExternalDataset:
+    def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> external.ExternalDataset:
         return MdsDataset(path, dtype, column)
 
     def check(self, path: Path, report: Report) -> None:
@@ -133,7 +117,7 @@ class Mds(Format):
             report.add_finding(fault, "index", str(error))
 
 
-class MdsDataset(ExternalDataset):
+class MdsDataset(external.ExternalDataset):
     """The shards of one directory, in the index's order."""
 
     def __init__(self, path: Path, dtype: Any = None, column: str | None = None) -> None:
@@ -141,14 +125,18 @@ class MdsDataset(ExternalDataset):
         self._column = _find_column(path / INDEX_FILE, self._shards, dtype, column)
         with ThreadPoolExecutor(16) as pool:
             counts = list(pool.map(self._count, self._shards))
-            marks = list(pool.map(lambda shard: fingerprint(self._find(shard)[0], len(self._shards)), self._shards))
+            marks = list(
+                pool.map(lambda shard: external.fingerprint(self._find(shard)[0], len(self._shards)), self._shards)
+            )
         files = [path / shard.raw_data.basename for shard in self._shards]
         parts = [
-            ExternalSlice(i, shown_name(path, file), 0, count, shard.samples, self._find(shard)[1].bytes)
+            external.ExternalSlice(
+                i, external.shown_name(path, file), 0, count, shard.samples, self._find(shard)[1].bytes
+            )
             for i, (file, shard, count) in enumerate(zip(files, self._shards, counts))
         ]
         settings = {"column": self._column.name, "encodings": [self._column.encoding]}
-        super().__init__(path, "mds", common_dtype(path, [self._column.kind]), files, marks, parts, settings)
+        super().__init__(path, "mds", external.common_dtype(path, [self._column.kind]), files, marks, parts, settings)
 
     def _find(self, shard: MdsShard) -> tuple[Path, ShardFile]:
         """The file of a shard that exists, raw before compressed."""
@@ -165,13 +153,13 @@ class MdsDataset(ExternalDataset):
     def _mark(self, file: int) -> bytes:
         path, stored = self._find(self._shards[file])
         _check_hash(path, stored)
-        return fingerprint(path, len(self.files))
+        return external.fingerprint(path, len(self.files))
 
     def _hash_checks(self) -> tuple[str, ...]:
         names = [self._find(shard)[1].hash_name for i, shard in enumerate(self._shards) if self._exists(i)]
         return (f"{' and '.join(sorted(set(names)))} of every shard",) if names and all(names) else ()
 
-    def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
+    def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
         shard, column = self._shards[part.file], self._column
         path, stored = self._find(shard)
         is_raw = stored is shard.raw_data
@@ -186,21 +174,25 @@ class MdsDataset(ExternalDataset):
         else:
             values = np.concatenate([memory[a:b] for a, b in zip(begins.tolist(), stops.tolist())])
         ends = np.cumsum((stops - begins) // column.kind.itemsize).astype(np.uint64)
-        return as_tokens(values.view(column.kind), path), ends
+        return external.as_tokens(values.view(column.kind), path), ends
 
     def _count(self, shard: MdsShard) -> int:
         """The number of a shard's tokens, from its offsets where these tell, else from its samples."""
         column, (path, stored) = self._column, self._find(shard)
-        if file_size(path) != stored.bytes:
-            raise DatasetError(f"{path}: expected {stored.bytes} bytes, got {file_size(path)}. Fetch it again.")
+        if external.file_size(path) != stored.bytes:
+            raise DatasetError(
+                f"{path}: expected {stored.bytes} bytes, got {external.file_size(path)}. Fetch it again."
+            )
         if column.length is not None:
             return shard.samples * column.length
         width, is_raw = column.kind.itemsize, stored is shard.raw_data
         if not is_raw or [i for i, size in enumerate(column.sizes) if size is None] != [column.index]:
             with limit_large_blocks(0 if is_raw else shard.raw_data.bytes):
-                begins, stops = self._locate(path, shard, map_file(path) if is_raw else _decompress(path, shard))
+                begins, stops = self._locate(
+                    path, shard, external.map_file(path) if is_raw else _decompress(path, shard)
+                )
                 return int((stops - begins).sum()) // width
-        head = read_head(path, 4 * (shard.samples + 2))
+        head = external.read_head(path, 4 * (shard.samples + 2))
         values = (
             np.diff(_offsets(path, head, shard.samples, stored.bytes)) - 4 - sum(size or 0 for size in column.sizes)
         )
@@ -210,7 +202,7 @@ class MdsDataset(ExternalDataset):
             raise _damaged(path, f"whole tokens {column.kind} in every sample", "others")
         return int(values.sum()) // width
 
-    def _locate(self, path: Path, shard: MdsShard, memory: Bytes8) -> tuple[I64, I64]:
+    def _locate(self, path: Path, shard: MdsShard, memory: external.Bytes8) -> tuple[I64, I64]:
         """Where the tokens of each sample begin and end in a shard's bytes."""
         column = self._column
         offsets = _offsets(path, memory, shard.samples, len(memory))
@@ -240,10 +232,10 @@ class MdsDataset(ExternalDataset):
 
 
 def _read_index(path: Path) -> list[MdsShard]:
-    if file_size(path) > _MAX_INDEX_BYTES:
-        raise DatasetError(f"{path}: expected at most {_MAX_INDEX_BYTES} bytes, got {file_size(path)}.")
+    if external.file_size(path) > _MAX_INDEX_BYTES:
+        raise DatasetError(f"{path}: expected at most {_MAX_INDEX_BYTES} bytes, got {external.file_size(path)}.")
     try:
-        return MdsIndex.model_validate_json(read_head(path, _MAX_INDEX_BYTES)).shards
+        return MdsIndex.model_validate_json(external.read_head(path, _MAX_INDEX_BYTES)).shards
     except ValidationError as error:
         fault = error.errors()[0]
         location = ".".join(map(str, fault["loc"])) or "it"
@@ -260,11 +252,13 @@ def _find_column(path: Path, shards: list[MdsShard], dtype: Any, column: str | N
     ):
         raise DatasetError(f"{path}: expected the same columns, with an encoding and size each, in every shard.")
     arrays = [name for name, encoding in zip(names, encodings) if encoding.split(":")[0] == "ndarray"]
-    candidates = [name for name in reversed(TOKEN_COLUMNS) if name in names] or (arrays if len(arrays) == 1 else [])
+    candidates = [name for name in reversed(external.TOKEN_COLUMNS) if name in names] or (
+        arrays if len(arrays) == 1 else []
+    )
     chosen = column if column is not None else next(iter(candidates), "")
     if chosen not in names:
         raise DatasetError(
-            f"{path}: expected a column of tokens ({column or ' or '.join(TOKEN_COLUMNS)}), got "
+            f"{path}: expected a column of tokens ({column or ' or '.join(external.TOKEN_COLUMNS)}), got "
             f"{', '.join(f'{n}: {e}' for n, e in zip(names, encodings))[:500]}. Say column=…, or tokenize text first "
             "with `forebay prepare`."
         )
@@ -283,7 +277,7 @@ def _parse_encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[n
             raise UsageError(
                 f"{path}: column {name} is bytes, of no known type. Say it: dtype='int64' (LLM Foundry's), 'uint16' …"
             )
-        return token_dtype(dtype), None
+        return external.token_dtype(dtype), None
     if what != "ndarray" or len(rest) not in (1, 2) or rest[0] not in _VALUES:
         raise DatasetError(f"{path}: expected column {name} of integers (ndarray:uint16 or bytes), got {encoding!r}.")
     kind = np.dtype(rest[0]).newbyteorder("<")
@@ -295,14 +289,14 @@ def _parse_encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[n
     return kind, math.prod(map(int, shape))
 
 
-def _decompress(path: Path, shard: MdsShard) -> Bytes8:
+def _decompress(path: Path, shard: MdsShard) -> external.Bytes8:
     """The raw bytes of a compressed shard, of exactly the index's size."""
     assert shard.zip_data is not None
     packed, size = shard.zip_data.bytes, shard.raw_data.bytes
     check_unpacked(path, packed, size + 1)
     if shard.samples > max(_MAX_SAMPLES, packed):  # Empty ones: each costs memory here.
         raise DatasetError(f"{path}: expected at most {_MAX_SAMPLES} samples, got {shard.samples}.")
-    data = read_head(path, packed + 1)
+    data = external.read_head(path, packed + 1)
     if len(data) != packed:
         raise DatasetError(f"{path}: expected {packed} bytes, got {len(data)}. Fetch it again.")
     raw = bounded_unpack(data, (shard.compression or "").partition(":")[0], size + 1, path)
@@ -313,7 +307,7 @@ def _decompress(path: Path, shard: MdsShard) -> Bytes8:
 
 def _check_hash(path: Path, stored: ShardFile) -> None:
     if name := stored.hash_name:
-        with reading(path), path.open("rb") as file:
+        with external.reading(path), path.open("rb") as file:
             digest = hashlib.file_digest(file, name).hexdigest()
         if digest != (stored.hashes or {})[name]:
             raise DatasetError(f"{path}: expected {name} {(stored.hashes or {})[name]}, got {digest}. Fetch it again.")

@@ -27,22 +27,12 @@ from forebay.dataset.reader import listed_files, open_dataset, verify_dataset
 from forebay.dataset.slices import Slice, hash_file, open_slice, write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write
+from forebay.formats import tables
 from forebay.formats.base import Format
 from forebay.formats.cast import QUANTIZED, cast, dtype_name, name_of_dtype
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
 from forebay.formats.images import with_images
 from forebay.formats.report import Report, add_slice, check_slices
-from forebay.formats.tables import (
-    DTYPE_KEY,
-    TableDigest,
-    batch_of,
-    column_of,
-    field_of,
-    flatten,
-    is_number,
-    leaf_type,
-    rows_at_once,
-)
 from forebay.formats.token_stream import TokenStream, build_stream, slices_of
 
 Array: TypeAlias = NDArray[Any]
@@ -231,7 +221,7 @@ class _Writer:
     options: ConvertOptions
     kinds: dict[str, str]
     infos: list[SliceInfo] = field(default_factory=list)
-    digest: TableDigest = field(default_factory=TableDigest)
+    digest: tables.TableDigest = field(default_factory=tables.TableDigest)
     _waiting: list[dict[str, Array]] = field(default_factory=list)
     _rows: int = 0
 
@@ -255,19 +245,21 @@ class _Writer:
         name = f"slices/{len(self.infos):06d}.safetensors"
         size, sha256 = write_rows_slice(self.out / name, tensors, self.kinds)
         self.infos.append(SliceInfo(len(self.infos), name, size, sha256, self._rows, 0))
-        fields = [field_of(n, a.dtype, a.shape[1:], self.kinds.get(n, "")) for n, a in sorted(tensors.items())]
-        self.digest.add(batch_of(tensors, pa.schema(fields)))
+        fields = [tables.field_of(n, a.dtype, a.shape[1:], self.kinds.get(n, "")) for n, a in sorted(tensors.items())]
+        self.digest.add(tables.batch_of(tensors, pa.schema(fields)))
         self._waiting, self._rows = [], 0
 
 
 def _columns(schema: pa.Schema, options: ConvertOptions) -> tuple[list[_Column], list[str]]:
     columns, left_out = [], []
     for column in schema:
-        leaf = leaf_type(column.type)
-        if not is_number(leaf):
+        leaf = tables.leaf_type(column.type)
+        if not tables.is_number(leaf):
             left_out.append(column.name)
             continue
-        kind = (column.metadata or {}).get(DTYPE_KEY, b"").decode() or name_of_dtype(np.dtype(leaf.to_pandas_dtype()))
+        kind = (column.metadata or {}).get(tables.DTYPE_KEY, b"").decode() or name_of_dtype(
+            np.dtype(leaf.to_pandas_dtype())
+        )
         to = dtype_name(options.tensors[column.name]) if column.name in options.tensors else kind
         pad = _IGNORED if column.name == "labels" else (options.eos_id or 0) if column.name == "input_ids" else 0
         columns.append(_Column(column.name, kind, to, width=options.seq_len, pad=pad))
@@ -293,7 +285,7 @@ def _tensors(batch: pa.RecordBatch, columns: Sequence[_Column], first_row: int) 
 
 def _array(values: pa.Array, column: _Column, first_row: int) -> tuple[Array, NDArray[np.uint8] | None]:
     """Rows as an array [N, …], and where it is no padding, if rows may be padded."""
-    counts, leaves = flatten(values)
+    counts, leaves = tables.flatten(values)
     gaps = np.flatnonzero(counts < 0)
     if len(gaps) or leaves.null_count:
         row = f"row {first_row + int(gaps[0])}" if len(gaps) else f"row {first_row} or after"
@@ -317,7 +309,7 @@ def _row_shape(values: pa.Array, column: _Column, first_row: int) -> tuple[int, 
     kind = values.type
     if isinstance(kind, pa.FixedShapeTensorType):
         return tuple(kind.shape)
-    if leaf_type(kind) == kind:
+    if tables.leaf_type(kind) == kind:
         return ()
     if pa.types.is_fixed_size_list(kind):
         return (kind.list_size, *_row_shape(values.flatten(), column, first_row))
@@ -387,8 +379,8 @@ def _copy_tokenizer(source: TokenSource, out: Path) -> dict[str, str]:
 
 def _slice_field(opened: Slice, name: str) -> pa.Field:
     array, kind = opened.tensors[name], opened.dtypes[name]
-    field = field_of(name, array.dtype, array.shape[1:])
-    return field.with_metadata({DTYPE_KEY: kind.encode()}) if kind in _BITS else field
+    field = tables.field_of(name, array.dtype, array.shape[1:])
+    return field.with_metadata({tables.DTYPE_KEY: kind.encode()}) if kind in _BITS else field
 
 
 def _are_vectors(first: Any, second: Any) -> bool:
@@ -401,7 +393,7 @@ def _read_batches(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.Recor
     for path in paths:
         opened = open_slice(path)
         size = sum(array.nbytes for array in opened.tensors.values())
-        step = rows_at_once(size / max(1, opened.num_rows))
+        step = tables.rows_at_once(size / max(1, opened.num_rows))
         for start in range(0, opened.num_rows, step):
             rows = {name: array[start : start + step] for name, array in opened.tensors.items()}
             yield pa.record_batch([_slice_column(rows[field.name], field) for field in schema], schema=schema)
@@ -409,7 +401,7 @@ def _read_batches(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.Recor
 
 def _slice_column(rows: Array, field: pa.Field) -> pa.Array:
     if not pa.types.is_list(field.type):
-        return column_of(rows, field)
+        return tables.column_of(rows, field)
     width = math.prod(rows.shape[1:])
     offsets = np.arange(len(rows) + 1, dtype=np.int32) * np.int32(width)
     values = pa.array(np.ascontiguousarray(rows).reshape(-1))

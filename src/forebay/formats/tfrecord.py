@@ -25,6 +25,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.errors import CorruptInputError, DatasetError, PrepareError, install_command
+from forebay.formats import tables
 from forebay.formats.base import Format
 from forebay.formats.cast import cast
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
@@ -32,21 +33,6 @@ from forebay.formats.images import unwrap_images
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input, skip_to
 from forebay.formats.records import Record, batched, shown, to_record
 from forebay.formats.report import Report
-from forebay.formats.tables import (
-    BATCH_BYTES,
-    BATCH_ROWS,
-    INFERRED_BYTES,
-    Encoded,
-    flatten,
-    is_number,
-    leaf_type,
-    list_column,
-    open_for_check,
-    open_unpacked,
-    refuse_columns,
-    split_values,
-    write_parts,
-)
 
 _STEP = 1 << 20
 _MASK = 0xA282EAD8
@@ -106,7 +92,7 @@ class TFRecord(Format):
                 if kind == _BYTES and name not in binary and not all(map(_is_text, values)):
                     binary.add(name)
             size += num_bytes
-            if size >= INFERRED_BYTES:
+            if size >= tables.INFERRED_BYTES:
                 break
         if not kinds:
             raise DatasetError(f"{paths[0]}: expected Examples with features, got none.")
@@ -115,14 +101,16 @@ class TFRecord(Format):
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         source = unwrap_images(source)
-        refuse_columns(source.schema, _fits, "TFRecord", "Write --to parquet, or leave the column out.")
+        tables.refuse_columns(source.schema, _fits, "TFRecord", "Write --to parquet, or leave the column out.")
         encode = partial(_encoded, checksum=crc32c())
-        return write_parts(source, out, options, ".tfrecord", lambda file, row: Encoded(file, encode, row))
+        return tables.write_parts(
+            source, out, options, ".tfrecord", lambda file, row: tables.Encoded(file, encode, row)
+        )
 
     def check(self, path: Path, report: Report) -> None:
         """Compare the checksums of every record, or of as many as the options allow."""
         num_records = 0
-        with open_for_check(path, report) as file:
+        with tables.open_for_check(path, report) as file:
             for offset, data, problem in frames(file, _MAX_RECORD_BYTES, 0):
                 if problem:
                     report.add_finding("truncated" if "file ends" in problem else "damaged", f"byte {offset}", problem)
@@ -316,7 +304,7 @@ def _varint(number: int) -> bytes:
 
 def _records(paths: Sequence[Path]) -> Iterator[tuple[str, _Row, int]]:
     for path in paths:
-        with closing(open_unpacked(path)) as file:
+        with closing(tables.open_unpacked(path)) as file:
             for offset, data, problem in frames(file, _MAX_RECORD_BYTES, 0):
                 location = f"{path}, byte {offset}"
                 if problem:
@@ -344,7 +332,7 @@ def _is_text(value: bytes) -> bool:
 
 
 def _read_batches(paths: Sequence[Path], schema: pa.Schema, kinds: dict[str, int]) -> Iterator[pa.RecordBatch]:
-    for records in batched(_records(paths), lambda record: record[2], BATCH_BYTES, BATCH_ROWS):
+    for records in batched(_records(paths), lambda record: record[2], tables.BATCH_BYTES, tables.BATCH_ROWS):
         for location, row, _ in records:
             for name, (kind, values) in row.items():
                 if kinds.get(name) != kind or (len(values) != 1 and not pa.types.is_list(schema.field(name).type)):
@@ -365,9 +353,9 @@ def _batch(rows: list[_Row], schema: pa.Schema, location: str) -> pa.RecordBatch
 def _column(rows: list[_Row], field: pa.Field) -> pa.Array:
     features = [row[field.name][1] if field.name in row else None for row in rows]
     if pa.types.is_list(field.type):
-        return list_column(features, field.type)
+        return tables.list_column(features, field.type)
     values = [None if feature is None else feature[0] for feature in features]
-    return pa.array(values, field.type if is_number(field.type) else pa.binary()).cast(field.type)
+    return pa.array(values, field.type if tables.is_number(field.type) else pa.binary()).cast(field.type)
 
 
 def _encoded(batch: pa.RecordBatch, first_row: int, checksum: Callable[[bytes], int]) -> bytes:
@@ -386,7 +374,7 @@ def _encoded(batch: pa.RecordBatch, first_row: int, checksum: Callable[[bytes], 
 
 
 def _fits(kind: Any) -> bool:
-    return is_number(leaf := leaf_type(kind)) or _is_blob(leaf)
+    return tables.is_number(leaf := tables.leaf_type(kind)) or _is_blob(leaf)
 
 
 def _is_blob(kind: Any) -> bool:
@@ -396,22 +384,22 @@ def _is_blob(kind: Any) -> bool:
 
 def _features(name: str, column: pa.Array, first_row: int) -> list[bytes | None]:
     """The message of each row; None where it is missing."""
-    counts, leaves = flatten(column)
+    counts, leaves = tables.flatten(column)
     if leaves.null_count:
         raise DatasetError(f"TFRecord: expected no gaps in lists of {name!r}, got some (row {first_row} or after).")
     kind = leaves.type
     if _is_blob(kind):
-        rows = split_values(leaves.cast(pa.large_binary()).to_pylist(), counts)
+        rows = tables.split_values(leaves.cast(pa.large_binary()).to_pylist(), counts)
         return [None if row is None else _field(1, b"".join(_field(1, blob) for blob in row)) for row in rows]
     values = leaves.to_numpy(zero_copy_only=False)
     if pa.types.is_floating(kind):
-        rows = split_values(_singles(values, name, first_row).astype("<f4"), counts)
+        rows = tables.split_values(_singles(values, name, first_row).astype("<f4"), counts)
         return [None if row is None else _field(2, _packed(row.tobytes())) for row in rows]
     data, stops = varints(cast(values, "I64", name, first_row=first_row)[name])
     edges = np.concatenate([[0], stops])
     stops = np.cumsum(np.maximum(counts, 0))
     sizes = np.where(counts < 0, -1, edges[stops] - edges[stops - np.maximum(counts, 0)])
-    return [None if row is None else _field(3, _packed(row)) for row in split_values(data, sizes)]
+    return [None if row is None else _field(3, _packed(row)) for row in tables.split_values(data, sizes)]
 
 
 def _singles(values: NDArray[Any], name: str, first_row: int) -> NDArray[Any]:

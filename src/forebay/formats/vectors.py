@@ -24,22 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError, UsageError
+from forebay.formats import external
 from forebay.formats.detect import detect
-from forebay.formats.external import (
-    MAX_COPIED_TOKENS,
-    MAX_TOKENS,
-    U64,
-    Bytes8,
-    ExternalDataset,
-    ExternalSlice,
-    as_tokens,
-    common_dtype,
-    file_size,
-    fingerprints,
-    read_head,
-    shown_name,
-    token_dtype,
-)
 
 NPY_MAGIC = b"\x93NUMPY"
 LLMC_TYPES = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
@@ -66,35 +52,35 @@ class Vector:
     file_bytes: int  # Of the whole file: offset + count * itemsize.
 
 
-class VectorDataset(ExternalDataset):
+class VectorDataset(external.ExternalDataset):
     """Files of tokens as one dataset, in the order given."""
 
     def __init__(self, path: Path, files: Sequence[Path], dtype: Any = None) -> None:
         self._ids = [ids_of(file) for file in files]
         self._vectors = [_tokens_of(file, ids, dtype) for file, ids in zip(files, self._ids)]
         lengths = {_sample_tokens(vector, ids) for vector, ids in zip(self._vectors, self._ids)}
-        stored = common_dtype(path, (vector.kind for vector in self._vectors))
+        stored = external.common_dtype(path, (vector.kind for vector in self._vectors))
         if len(lengths) != 1:
             got = ", ".join(sorted(map(str, lengths)))
             raise DatasetError(
                 f"{path}: expected files of one length of sample, got {got}. Open them as datasets of their own."
             )
         self.seq_len = lengths.pop()  # Tokens of a sample, where sample ids tell it; else None.
-        parts: list[ExternalSlice] = []
+        parts: list[external.ExternalSlice] = []
         for file, vector in enumerate(self._vectors):
-            limit = MAX_TOKENS if vector.kind.itemsize in (2, 4) else MAX_COPIED_TOKENS
+            limit = external.MAX_TOKENS if vector.kind.itemsize in (2, 4) else external.MAX_COPIED_TOKENS
             step = max(1, limit // self.seq_len) * self.seq_len if self.seq_len else limit
             for k, start in enumerate(range(0, vector.count, step)):
                 count = min(step, vector.count - start)
-                name = f"{shown_name(path, vector.path)}#{k:05d}"
-                parts.append(ExternalSlice(file, name, start, count, 0, count * vector.kind.itemsize))
-        marks = fingerprints(files)
+                name = f"{external.shown_name(path, vector.path)}#{k:05d}"
+                parts.append(external.ExternalSlice(file, name, start, count, 0, count * vector.kind.itemsize))
+        marks = external.fingerprints(files)
         super().__init__(path, "vector", stored, list(files), marks, parts, {"seq_len": self.seq_len})
         for vector, ids in zip(self._vectors, self._ids):
             if ids is not None and self.seq_len:
                 self._check_spots(vector, ids, self.seq_len)
 
-    def sample_ids(self, part: ExternalSlice) -> U64 | None:
+    def sample_ids(self, part: external.ExternalSlice) -> external.U64 | None:
         """Return the sample ids of a slice, a view of their file: U64 [count // seq_len]; None if there are none."""
         ids = self._ids[part.file]
         if ids is None or not self.seq_len:
@@ -102,9 +88,11 @@ class VectorDataset(ExternalDataset):
         first = part.start // self.seq_len
         return self._view(ids, first, first + part.count // self.seq_len)
 
-    def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
+    def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
         vector = self._vectors[part.file]
-        return as_tokens(self._view(vector, part.start, part.start + part.count), vector.path), np.empty(0, np.uint64)
+        return external.as_tokens(self._view(vector, part.start, part.start + part.count), vector.path), np.empty(
+            0, np.uint64
+        )
 
     def _view(self, vector: Vector, start: int, stop: int) -> NDArray[Any]:
         width = vector.kind.itemsize
@@ -130,7 +118,7 @@ class VectorDataset(ExternalDataset):
     def _hash_checks(self) -> tuple[str, ...]:
         return ("BLAKE2b of every sample against its id",) if all(ids is not None for ids in self._ids) else ()
 
-    def _check_part(self, part: ExternalSlice, tokens: NDArray[Any]) -> str:
+    def _check_part(self, part: external.ExternalSlice, tokens: NDArray[Any]) -> str:
         ids = self.sample_ids(part)
         if ids is None or not self.seq_len:
             return ""
@@ -198,13 +186,13 @@ def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
             )
         return vector
     if dtype is not None:
-        return _raw(path, token_dtype(dtype))
-    if ids is not None and file_size(path) < 2 * ids.count:
+        return _raw(path, external.token_dtype(dtype))
+    if ids is not None and external.file_size(path) < 2 * ids.count:
         raise DatasetError(
             f"{path}: expected at least one token for each of {ids.count} ids in {ids.path.name}, got "
-            f"{file_size(path)} bytes. It is truncated; fetch it again."
+            f"{external.file_size(path)} bytes. It is truncated; fetch it again."
         )
-    head = np.frombuffer(read_head(path, 1 << 16), np.uint8)
+    head = np.frombuffer(external.read_head(path, 1 << 16), np.uint8)
     if ids is not None and (guess := guess_dtype(head[: len(head) & ~3])) is not None:
         return _raw(path, guess)
     raise UsageError(
@@ -213,7 +201,7 @@ def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
     )
 
 
-def guess_dtype(head: Bytes8) -> np.dtype[Any] | None:
+def guess_dtype(head: external.Bytes8) -> np.dtype[Any] | None:
     """Return the type of headerless tokens, by their first bytes, a multiple of 4; None where these do not tell."""
     halves = head.view("<u2")
     if len(halves) and int(halves[1::2].max()) >= 16:
@@ -222,7 +210,7 @@ def guess_dtype(head: Bytes8) -> np.dtype[Any] | None:
 
 
 def _raw(path: Path, kind: np.dtype[Any], num_bytes: int | None = None) -> Vector:
-    size = file_size(path) if num_bytes is None else num_bytes
+    size = external.file_size(path) if num_bytes is None else num_bytes
     if size % kind.itemsize:
         raise DatasetError(
             f"{path}: expected a whole number of {kind.itemsize}-byte numbers, got {size} bytes. "
@@ -232,7 +220,7 @@ def _raw(path: Path, kind: np.dtype[Any], num_bytes: int | None = None) -> Vecto
 
 
 def _llmc(path: Path) -> Vector:
-    head, size = read_head(path, LLMC_HEADER_BYTES), file_size(path)
+    head, size = external.read_head(path, LLMC_HEADER_BYTES), external.file_size(path)
     kind = np.dtype(LLMC_TYPES[int.from_bytes(head[:4], "little")][1])
     count = int.from_bytes(head[8:12], "little")
     if size != LLMC_HEADER_BYTES + count * kind.itemsize:
@@ -245,14 +233,14 @@ def _llmc(path: Path) -> Vector:
 
 def vector_in(path: Path, num_bytes: int, dtype: Any = None) -> Vector:
     """Return the vector in the first `num_bytes` of a file, which may still be missing: NumPy's, or raw of a type."""
-    if read_head(path, len(NPY_MAGIC)) == NPY_MAGIC:
+    if external.read_head(path, len(NPY_MAGIC)) == NPY_MAGIC:
         return _npy(path, num_bytes)
-    return _raw(path, token_dtype(dtype), num_bytes)
+    return _raw(path, external.token_dtype(dtype), num_bytes)
 
 
 def _npy(path: Path, num_bytes: int | None = None) -> Vector:
-    head = read_head(path, 12 + MAX_HEADER_BYTES)
-    size = file_size(path) if num_bytes is None else num_bytes
+    head = external.read_head(path, 12 + MAX_HEADER_BYTES)
+    size = external.file_size(path) if num_bytes is None else num_bytes
     file = io.BytesIO(head)
     try:
         shape, _, dtype = read_header(file)
