@@ -16,7 +16,6 @@ from typing import Any
 import google_crc32c
 import numpy as np
 import pyarrow as pa
-import pyarrow.orc
 import pyarrow.parquet as pq
 import pytest
 
@@ -31,7 +30,7 @@ from forebay.formats.sources import open_table, open_tokens
 from forebay.formats.tfrecord import masked
 from forebay.formats.token_stream import TokenDigest
 from forebay.prepare.inputs import read_split, split_files
-from support.foreign_datasets import write_mds
+from support.foreign_datasets import write_mds, write_saved
 
 OPERATIONS = ("read_text", "open_rows", "open_tokens", "check")
 TEXTS = [f"document number {i}, with some words" for i in range(6)]
@@ -155,7 +154,6 @@ def arrow(write: Callable[..., Any]) -> bytes:
 
 
 PARQUET = buffered(lambda file: pq.write_table(TABLE, file, write_page_checksum=True))
-ORC = buffered(lambda file: pyarrow.orc.write_table(TABLE, file))
 
 
 def written(name: str, folder: Path) -> dict[str, bytes]:
@@ -187,7 +185,6 @@ PLAIN: dict[str, Sample] = {
     "parquet": Sample(
         {"a.parquet": PARQUET}, TEXTS, step=7, hostile={"a.parquet": PARQUET[:-8] + b"\xff\xff\xff\x7fPAR1"}
     ),
-    "orc": Sample({"a.orc": ORC}, TEXTS, step=5, hostile={"a.orc": ORC[:-1] + b"\xff"}),
     "arrow": Sample({"a.arrow": arrow(pa.ipc.new_file)}, TEXTS, step=7, is_exact=False),
     "warc": Sample({"a.warc": warc("response")}, TEXTS, is_exact=False, hostile={"a.warc": warc("response", BIG)}),
     "wet": Sample({"a.wet": warc("conversion")}, TEXTS, is_exact=False, hostile={"a.wet": warc("conversion", BIG)}),
@@ -219,8 +216,8 @@ PLAIN: dict[str, Sample] = {
         hostile={"a.safetensors": (1 << 40).to_bytes(8, "little") + SAFETENSORS + bytes(12)},
     ),
 }
-WRITTEN = {"forebay": "safetensors", "saved arrow": "arrow", "bin": "bin", "ds": "ds", "megatron": "megatron"}
-FOREIGN = {"mds": write_mds}
+WRITTEN = {"forebay": "safetensors", "bin": "bin", "ds": "ds", "megatron": "megatron"}
+FOREIGN = {"mds": write_mds, "saved arrow": write_saved}
 ONLY_WRITTEN = ("feather",)
 HASHED = ("forebay",)
 

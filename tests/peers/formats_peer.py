@@ -1,7 +1,6 @@
-"""Run by an interpreter that has others' libraries, not by pytest: `write DIR` and `read KIND PATH`, JSON on stdout.
+"""Run by an interpreter that has others' libraries, not by pytest: `write DIR`, JSON on stdout.
 
-The documents are the golden stream's. `write` makes what each library that is there writes; `read` gives the samples
-that a library finds in what Forebay wrote. A library that is missing is said to be: {"missing": name}.
+It makes what each library that is there writes. A library that is missing is said to be: {"missing": name}.
 """
 
 from __future__ import annotations
@@ -41,21 +40,8 @@ def write_arrow(out: Path) -> None:
     rows.save_to_disk(str(out / "arrow_i64"), num_shards=2)
 
 
-def read_mds(path: str) -> Any:
-    dataset = streaming().StreamingDataset(local=path, shuffle=False, batch_size=1)
-    return [dataset[i]["tokens"].tolist() for i in range(len(dataset))]
-
-
-def read_arrow(path: str) -> Any:
-    from datasets import load_from_disk
-
-    return load_from_disk(path)["input_ids"][:]
-
-
 def main() -> Any:
-    what, *given = sys.argv[1:]
-    if what == "read":
-        return {"rows": {"mds": read_mds, "arrow": read_arrow}[given[0]](given[1])}
+    _, *given = sys.argv[1:]
     missing = []
     for write in (write_mds, write_arrow):
         try:

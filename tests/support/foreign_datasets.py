@@ -1,4 +1,4 @@
-"""Datasets as MosaicML Streaming writes them, of documents of uint16 tokens."""
+"""Datasets as MosaicML Streaming and `datasets` write them, of documents of uint16 tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 
 def _block(samples: Sequence[bytes], settings: bytes = b"") -> bytes:
@@ -33,4 +34,15 @@ def write_mds(folder: Path, documents: Sequence[np.ndarray]) -> Path:
     stored = {"basename": "shard.00000.mds", "bytes": len(raw), "hashes": {"sha256": hashlib.sha256(raw).hexdigest()}}
     shard = {**settings, "samples": len(samples), "raw_data": stored, "zip_data": None}
     (folder / "index.json").write_text(json.dumps({"shards": [shard], "version": 2}))
+    return folder
+
+
+def write_saved(folder: Path, documents: Sequence[np.ndarray]) -> Path:
+    """One file of one batch, as save_to_disk; each document a row."""
+    table = pa.table({"input_ids": pa.array([tokens.tolist() for tokens in documents], pa.list_(pa.uint16()))})
+    folder.mkdir()
+    with pa.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
     return folder

@@ -27,7 +27,6 @@ BUILT_IN = {
     "llm.c": "raw_tokens:LlmC",
     "parquet": "parquet:Parquet",
     "arrow": "arrow:Arrow",
-    "orc": "columns:Orc",
     "safetensors": "safetensors:SafeTensors",
     "images": "images:Images",
     "tfrecord": "tfrecord:TFRecord",

@@ -1,4 +1,4 @@
-"""What Parquet, Arrow and ORC share: documents and rows of batches, tensors as lists, the check; and ORC.
+"""What Parquet and Arrow share: documents and rows of batches, tensors as lists, the check.
 
 Hides: which columns are read (those that the options name), how many rows are in memory at a time, and that the offsets
 and indexes of a damaged file could point anywhere in memory. Memory is about 8 MiB of rows and one batch.
@@ -6,7 +6,7 @@ and indexes of a damaged file could point anywhere in memory. Memory is about 8 
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,13 +14,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-import pyarrow.orc
 
 from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.external import TOKEN_COLUMNS
-from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_stored
+from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record, keys_of, to_record
 from forebay.formats.report import Report
 from forebay.formats.tables import is_list, rows_at_once, tensor_shape
@@ -32,7 +31,7 @@ _SHOWN_COLUMNS = 12
 
 
 class ColumnFormat(Format):
-    """A format of tables whose rows come in groups: row groups, stripes or batches."""
+    """A format of tables whose rows come in groups: row groups or batches."""
 
     title: ClassVar[str]  # As in messages.
 
@@ -133,34 +132,6 @@ class ColumnFormat(Format):
                             yield pa.RecordBatch.from_arrays(batch.slice(start, step).columns, schema=schema)
             except READ_ERRORS as error:
                 raise damaged_table(path, self.title, error) from error
-
-
-class Orc(ColumnFormat):
-    """ORC files: text and rows by stripe, of which one (64 MiB by default) is in memory at a time."""
-
-    name = "orc"
-    title = "ORC"
-    suffixes = (".orc",)
-
-    def sniff(self, head: bytes) -> bool:
-        return head.startswith(b"ORC")
-
-    def open_file(self, file: InputFile, options: ReadOptions, split: InputSplit | None) -> AbstractContextManager[Any]:
-        if file.compression:
-            raise CorruptInputError(f"an ORC file inside {file.compression} cannot be read at random. Unpack it first.")
-        return nullcontext(pa.orc.ORCFile(pa.PythonFile(open_stored(file)) if "://" in file.path else file.path))
-
-    def num_groups(self, reader: Any) -> int:
-        return int(reader.nstripes)
-
-    def batches(self, reader: Any) -> Iterator[pa.RecordBatch]:
-        return (reader.read_stripe(stripe) for stripe in range(reader.nstripes))
-
-    def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
-        names = list(dict.fromkeys(key if key in reader.schema.names else key.partition(".")[0] for key in keys))
-        for stripe in range(split.start, split.stop or reader.nstripes):
-            batch = reader.read_stripe(stripe, columns=names)
-            yield from ((-1 if i else stripe, row) for i, row in enumerate(batch_rows(batch, keys)))
 
 
 def _schema_of(reader: Any) -> pa.Schema:

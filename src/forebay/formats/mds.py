@@ -110,11 +110,7 @@ class Mds(Format):
         return MdsDataset(path, dtype, column)
 
     def check(self, path: Path, report: Report) -> None:
-        try:
-            check_external(report, MdsDataset(path, report.options.dtype))
-        except (UsageError, DatasetError) as error:
-            fault = "unclear" if isinstance(error, UsageError) else "index-mismatch"
-            report.add_finding(fault, "index", str(error))
+        check_external(report, lambda: MdsDataset(path, report.options.dtype))
 
 
 class MdsDataset(external.ExternalDataset):

@@ -3,7 +3,7 @@
 A format's `check` fills a `Report`: metadata, findings, and the tokens, whose ids are compared with the vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, check_document_ends
-from forebay.errors import DatasetError
+from forebay.errors import DatasetError, UsageError
 from forebay.formats.external import TOKEN_COLUMNS, ExternalDataset
 
 _MAX_FINDINGS = 1000  # Of one file or dataset.
@@ -137,8 +137,13 @@ class Report:
         }
 
 
-def check_external(report: Report, dataset: ExternalDataset) -> None:
-    """Add to a report what an open external dataset holds: what contradicts its index and hashes, then its tokens."""
+def check_external(report: Report, open_dataset: Callable[[], ExternalDataset]) -> None:
+    """Add to a report what an external dataset holds: what contradicts its index and hashes, then its tokens."""
+    try:
+        dataset = open_dataset()
+    except (UsageError, DatasetError) as error:
+        report.add_finding("unclear" if isinstance(error, UsageError) else "index-mismatch", "index", str(error))
+        return
     m = dataset.manifest
     report.total_bytes = m.bytes
     report.metadata.update(dtype=m.dtype, tokens=m.tokens, documents=m.documents, files=len(dataset.files))
