@@ -120,7 +120,7 @@ def _write_as_table(source: TokenSource, staged: Path, to: str, options: Convert
     written = get_format(to).write_rows(table, staged, options)
     verify_table(table, staged, written, options)
     notes = (*written.notes, *stream.notes)
-    return replace(written, num_tokens=stream.source.num_tokens, num_documents=stream.num_documents, notes=notes)
+    return replace(written, num_tokens=stream.source.num_tokens, num_documents=stream.digest.num_documents, notes=notes)
 
 
 def _verify_tokens(staged: Path, written: Written, options: ConvertOptions, dtype: str) -> None:

@@ -40,7 +40,6 @@ def examine(paths: Sequence[Path], options: CheckOptions) -> list[Report]:
 
 
 def _find_files(path: Path, options: CheckOptions) -> Iterator[tuple[Path, str]]:
-    """The files and datasets at a path with their formats, by name."""
     if path.is_dir():
         yield from _find_in_directory(path, options)
     elif path.is_file():

@@ -132,10 +132,6 @@ def npy(shape: str | None = None) -> bytes:
     return data if shape is None else data.replace(b"(600,), }" + b" " * (len(shape) - 6), f"({shape}, }}".encode())
 
 
-def idx(rows: int = 4) -> bytes:
-    return b"\0\0\x08\x03" + struct.pack(">3I", rows, 2, 3) + bytes(range(24))
-
-
 TABLE = pa.table({"text": TEXTS, "n": pa.array(range(6), pa.int64())})
 LINES = b"".join(json.dumps({"text": text, "n": i}).encode() + b"\n" for i, text in enumerate(TEXTS))
 SAFETENSORS = json.dumps({"x": {"dtype": "U8", "shape": [4, 3], "data_offsets": [0, 12]}}).encode()
@@ -209,7 +205,6 @@ PLAIN: dict[str, Sample] = {
         hostile={"a.bin": struct.pack("<256i", 20240520, 1, (1 << 31) - 1, *[0] * 253) + TOKENS.tobytes()},
     ),
     "raw tokens": Sample({"a.u16": TOKENS.tobytes()}, step=31, dtype="uint16"),
-    "idx": Sample({"a-images": idx()}, hostile={"a-images": idx((1 << 32) - 1)}),
     "images": Sample({"a.png": PNG}),
     "safetensors": Sample(
         {"a.safetensors": len(SAFETENSORS).to_bytes(8, "little") + SAFETENSORS + bytes(12)},

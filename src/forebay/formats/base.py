@@ -31,7 +31,6 @@ BUILT_IN = {
     "images": "images:Images",
     "tfrecord": "tfrecord:TFRecord",
     "webdataset": "webdataset:WebDataset",
-    "idx": "npy:Idx",
     "warc": "warc:Warc",
     "wet": "warc:Wet",
     "wikipedia": "wikipedia:Wikipedia",

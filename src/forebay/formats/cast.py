@@ -99,7 +99,6 @@ def _same(changed: Array, values: Array) -> NDArray[np.bool_]:
 
 
 def _between_floats(values: Array, to: str, name: str, first_row: int) -> Array:
-    """To the nearest float of another width, ties to even."""
     with np.errstate(over="ignore", invalid="ignore"):
         changed = narrow_bf16(values) if to == "BF16" else values.astype(DTYPES[to])
     over = np.isfinite(values) & np.isinf(widen_bf16(changed) if to == "BF16" else changed)

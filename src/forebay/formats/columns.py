@@ -82,7 +82,9 @@ class ColumnFormat(Format):
                     else:
                         yield to_record(number, row, options, start=start)
         except READ_ERRORS as error:
-            yield self._problem(number + 1, error)
+            is_clear = isinstance(error, CorruptInputError)
+            problem = str(error) if is_clear else f"damaged {self.title}: {error_text(error)}"
+            yield Record(number + 1, problem=problem, location=f"row {number + 1}")
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         schemas = []
@@ -115,11 +117,6 @@ class ColumnFormat(Format):
         report.metadata["rows"] = num_rows
         if not report.findings and not num_rows:
             report.add_finding("empty", "byte 0", "expected rows, got none")
-
-    def _problem(self, number: int, error: Exception) -> Record:
-        is_clear = isinstance(error, CorruptInputError)
-        problem = str(error) if is_clear else f"damaged {self.title}: {error_text(error)}"
-        return Record(number, problem=problem, location=f"row {number}")
 
     def _read_batches(self, paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         for path in paths:

@@ -207,7 +207,6 @@ class ExternalDataset(Dataset, ABC):
         return fingerprint(self.files[file], len(self.files))
 
     def _check_part(self, part: ExternalSlice, tokens: NDArray[Any]) -> str:
-        """What only reading all of a part can show: empty, or `changed`."""
         return ""
 
     def _checked(self, part: ExternalSlice, tokens: NDArray[Any], document_ends: U64) -> Slice:

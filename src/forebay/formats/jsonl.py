@@ -213,7 +213,6 @@ def _json_lines(batch: pa.RecordBatch, first_row: int) -> bytes:
 
 
 def _json_values(name: str, column: pa.Array, first_row: int) -> list[Any]:
-    """Values as Python has them; tensors as nested lists."""
     counts, leaves = tables.flatten(column)
     if pa.types.is_floating(leaves.type):
         infinite = np.flatnonzero(~np.isfinite(leaves.drop_null().to_numpy(zero_copy_only=False)))

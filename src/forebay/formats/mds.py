@@ -135,7 +135,6 @@ class MdsDataset(external.ExternalDataset):
         super().__init__(path, "mds", external.common_dtype(path, [self._column.kind]), files, marks, parts, settings)
 
     def _find(self, shard: MdsShard) -> tuple[Path, ShardFile]:
-        """The file of a shard that exists, raw before compressed."""
         for file in (shard.raw_data, shard.zip_data):
             if file is not None and (path := self._folder / file.basename).is_file():
                 return path, file

@@ -215,8 +215,6 @@ class _Column:
 
 @dataclass
 class _Writer:
-    """Rows that wait, and the slices that were written."""
-
     out: Path
     options: ConvertOptions
     kinds: dict[str, str]

@@ -256,7 +256,6 @@ def table_files(target: Path) -> Iterator[Path | Skipped]:
 
 
 def _by_format(files: Iterable[Path | Skipped]) -> tuple[dict[str, list[Path]], list[Skipped]]:
-    """Files that hold tables, by format, and those that are left out."""
     names = names_with("open_rows")
     groups: dict[str, list[Path]] = {}
     skipped: list[Skipped] = []

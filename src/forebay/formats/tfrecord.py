@@ -1,12 +1,10 @@
 """TFRecord files of tf.train.Example and SequenceExample, without TensorFlow.
 
-Hides the framing with its checksums and the wire format of the messages. A record whose data is damaged is skipped; a
-damaged length ends the file, since nothing tells where the next record begins.
+A record whose data is damaged is skipped; a damaged length ends the file, since nothing tells where the next begins.
 
 As a table each feature is a column. A feature that has one value in every record of the first 64 MiB is a number (or
-text, or bytes), any other a list; lists have no shape, so a tensor comes back flat. Written: text and bytes become a
-BytesList, integers and booleans an Int64List, floats a FloatList (F64 must fit F32). A missing
-value is no feature at all. Numbers of a list are decoded at once, about 2 ns a byte.
+text, or bytes), any other a flat list. Written: text and bytes become a BytesList, integers and booleans an Int64List,
+floats a FloatList (F64 must fit F32); a missing value is no feature.
 
 Source: tensorflow/core/lib/io/record_writer and core/example/{example,feature}.proto; the mask of checksums (rotate
 right by 15, add 0xa282ead8) is that of core/lib/hash/crc32c.
@@ -54,15 +52,13 @@ class TFRecord(Format):
     suffixes = (".tfrecord", ".tfrecords", ".tfrec")
 
     def sniff(self, head: bytes) -> bool:
-        """By the checksum of the first length, computed here as the package for it may be missing."""
+        """By the checksum of the first length, if the package for it is installed."""
         if len(head) < 16 or int.from_bytes(head[:8], "little") >= 1 << 40 or not any(head[:12]):
             return False
-        crc = 0xFFFFFFFF
-        for byte in head[:8]:
-            crc ^= byte
-            for _ in range(8):
-                crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-        return masked(crc ^ 0xFFFFFFFF) == int.from_bytes(head[8:12], "little")
+        try:
+            return masked(crc32c()(head[:8])) == int.from_bytes(head[8:12], "little")
+        except PrepareError:
+            return False
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         with open_input(split.files[0], options) as file:
@@ -383,7 +379,6 @@ def _is_blob(kind: Any) -> bool:
 
 
 def _features(name: str, column: pa.Array, first_row: int) -> list[bytes | None]:
-    """The message of each row; None where it is missing."""
     counts, leaves = tables.flatten(column)
     if leaves.null_count:
         raise DatasetError(f"TFRecord: expected no gaps in lists of {name!r}, got some (row {first_row} or after).")

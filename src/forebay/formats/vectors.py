@@ -1,14 +1,10 @@
 """One vector of tokens a file: .npy, headerless .bin (nanoGPT), llm.c's .bin, Templar's shards with sample ids.
 
-Hides which of these a file is: its first bytes decide, never its suffix, as shards named .npy without a NumPy header
-exist, and a header read as tokens puts 64 of them before the first. A file without a header is of the type that the
-caller names; with sample ids beside it, U32 if every second 16-bit half is below 16 (ids below 2**20), else U16.
+The first bytes decide which of these a file is, never its suffix: shards named .npy without a NumPy header exist.
 
-Sample ids are in `sample_ids*` beside the tokens (`sample_ids_000003` for `train_000003`, `sample_ids_anneal_000000`
-for `anneal_000000`, `sample_ids` for `tokens`), raw u64 or .npy. The id of a sample is the 8-byte BLAKE2b of its
-tokens' bytes, as a little-endian integer. With ids, a file is a whole number of samples, and some of them are checked
-when opening, all by `verify`. Tokens are views of the map; files are cut into slices of at most 64 Mi tokens, at a
-sample's end.
+Sample ids are in `sample_ids*` beside the tokens (`sample_ids_000003` for `train_000003`, `sample_ids` for `tokens`),
+raw u64 or .npy: the 8-byte BLAKE2b of a sample's bytes, little endian. With ids, a file is a whole number of samples,
+and some of them are checked when opening, all by `verify`. Tokens are views of the map.
 """
 
 import hashlib

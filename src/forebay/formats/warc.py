@@ -66,7 +66,7 @@ class Warc(Format):
             for raw in read_raw(file, options):
                 reason = yield from _document(raw, index, options, budget)
                 has_document = has_document or not reason
-                if reason and (reason in reasons or len(reasons) < 100):
+                if reason and len(reasons) < 100:
                     reasons[reason] += 1
                 index += 1
             if not has_document:
@@ -161,7 +161,6 @@ class _ArcHead:
 
 
 def _begins(data: bytes | bytearray, start: int = 0) -> bool:
-    """Whether a record begins there."""
     if _WARC.match(data, start):
         return True
     line = _ARC.match(data, start)
@@ -182,8 +181,7 @@ class _Damage:
     unsound: int = -1
 
 
-_Chunk = tuple[int, bytes] | _Damage
-"""The offset of a gzip member (-1: no gzip) and bytes of it, or damage."""
+_Chunk = tuple[int, bytes] | _Damage  # The offset of a gzip member (-1: no gzip) and bytes of it, or damage.
 
 
 class _Archive:
@@ -253,7 +251,6 @@ class _Archive:
         return reason
 
     def _take(self, size: int) -> bytes:
-        """Return the next `size` bytes, or as many as remain."""
         self._need(size)
         data = bytes(memoryview(self._data)[self._offset : self._offset + size])
         self._offset += len(data)
@@ -365,7 +362,6 @@ def _headers(head: bytes) -> dict[str, str]:
 
 
 def _plain(stream: BinaryIO) -> Iterator[_Chunk]:
-    """The bytes of a stream that is read as it is."""
     try:
         while data := stream.read(_UNPACKED):
             yield -1, data

@@ -330,7 +330,6 @@ class _TarPart:
 
 
 def _member(name: str, value: Any) -> tuple[str, bytes] | None:
-    """Suffixes and data; None for a value that goes into the JSON."""
     match value:
         case str():
             return "txt" if name == "text" else f"{name}.txt", value.encode()

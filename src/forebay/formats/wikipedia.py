@@ -138,7 +138,6 @@ def _pages(stream: BinaryIO, offset: int, site: _Site, limit: int) -> Iterator[_
 
 
 def _parts(stream: BinaryIO, offset: int) -> Iterator[_Page]:
-    """The stream in parts that end before each mark; the damage that ends it."""
     pending, ended = b"", False
     while not ended:
         failure = ""

@@ -18,8 +18,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-MAX_DEPTH = 40
-"""What is nested deeper is text."""
+MAX_DEPTH = 40  # What is nested deeper is text.
 FILES_AND_CATEGORIES = _words(
     "file image media category datei bild kategorie fichier catégorie archivo imagen categoría immagine categoria "
     "ficheiro imagem bestand afbeelding plik grafika файл изображение категория ファイル 画像 文件 分类 fil kategori"

@@ -1,14 +1,8 @@
 """Text as it lies on disk or on the hub, tokenized while it is streamed: batches without a dataset of ours.
 
-    for batch in forebay.TextStream("corpus/*.jsonl.zst", tokenizer="gpt2", seq_len=2048, batch_size=8): ...
-
 Documents are mixed in a buffer, encoded, joined with EOS between them, and cut into samples of seq_len tokens, whose
-labels are the next tokens. Prefer a dataset (`forebay prepare`, then `Loader`) where the text is read more than once:
-it costs no tokenizing while training, mixes the whole and not a buffer, and its state is a few bytes.
-
-Memory: the shuffle buffer (`shuffle_buffer` documents, at most `buffer_bytes` and one document), one document as
-its format holds it (at most `max_document_bytes`, 32 MiB), 1 MiB of text being encoded (100 MB in the tokenizers
-library, 200 MB in gigatoken) and prefetch + 2 batches.
+labels are the next tokens. Memory: the shuffle buffer (`shuffle_buffer` documents, at most `buffer_bytes` and one
+document), one document as its format holds it, 1 MiB of text being encoded and prefetch + 2 batches.
 """
 
 from __future__ import annotations
