@@ -114,9 +114,7 @@ class ColumnFormat(Format):
         except (*READ_ERRORS, MemoryError) as error:
             evidence = f"expected {self.title} that reads, got: {error_text(error)}"
             report.add_finding("damaged", f"row {num_rows} or after", evidence)
-        report.metadata["rows"] = num_rows
-        if not report.findings and not num_rows:
-            report.add_finding("empty", "byte 0", "expected rows, got none")
+        report.add_count("rows", num_rows)
 
     def _read_batches(self, paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         for path in paths:

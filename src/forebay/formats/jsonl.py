@@ -112,9 +112,7 @@ class Jsonl(Format):
         except ForebayError as error:
             report.add_finding("truncated", f"byte {offset}", str(error))
         report.read_bytes = offset
-        report.metadata["lines"] = num_lines
-        if not num_lines and not report.findings:
-            report.add_finding("empty", "byte 0", "expected lines, got none")
+        report.add_count("lines", num_lines)
 
 
 def parse_line(index: int, line: bytes, options: ReadOptions, offset: int = 0, start: int = -1) -> Record:

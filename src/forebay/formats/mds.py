@@ -6,8 +6,7 @@ encoding names its type: u8 (dimensions << 2 | log2 of a size's bytes) and the s
 Source: mosaicml-streaming 0.10, streaming/base/format/mds.
 
 One sample is one document; one shard one slice. A raw shard whose only column is an `ndarray` of fixed type and shape
-is a view of the map; any other is copied when its slice opens (and decompressed, and its hash checked). Where one
-column alone has no fixed size, opening reads 4 bytes a sample. Every offset and size is checked before it is used.
+is a view of the map; any other is copied, and its hash checked. Every offset and size is checked before it is used.
 """
 
 import hashlib

@@ -111,6 +111,12 @@ class Report:
             evidence = f"{location}: expected ids below {bound}, got {int(tokens[first])}"
             self.add_finding("vocabulary-overflow", f"token {start + first}", evidence)
 
+    def add_count(self, unit: str, count: int) -> None:
+        """Add how many lines, rows, records … there are; none is a finding where nothing else is wrong."""
+        self.metadata[unit] = count
+        if not count and not self.findings:
+            self.add_finding("empty", "byte 0", f"expected {unit}, got none")
+
     def is_enough(self, read_bytes: int) -> bool:
         """Return whether so many bytes are more than the options allow to read; the check is then one of a part."""
         if self.options.full or read_bytes <= self.options.max_bytes:

@@ -349,10 +349,8 @@ def _manifest(
     metadata = stream.source.metadata
     eos_id = options.eos_id if options.eos_id is not None else metadata.get("eos_id")
     vocab_size = int(metadata.get("vocab_size", 0))
-    converted: dict[str, Any] = {
-        "format": stream.source.format,
-        **{key: metadata[key] for key in ("name", "id") if key in metadata},
-    }
+    origin = {key: metadata[key] for key in ("name", "id") if key in metadata}
+    converted: dict[str, Any] = {"format": stream.source.format, **origin}
     return Manifest.of(
         table,
         {"converted": converted, "files": files},
@@ -367,9 +365,8 @@ def _manifest(
 
 def _copy_tokenizer(source: TokenSource, out: Path) -> dict[str, str]:
     dataset = source.dataset
-    if dataset is None or _TOKENIZER_FILE not in listed_files(dataset.manifest):
-        return {}
-    if not (dataset.path / _TOKENIZER_FILE).is_file():
+    is_listed = dataset is not None and _TOKENIZER_FILE in listed_files(dataset.manifest)
+    if dataset is None or not is_listed or not (dataset.path / _TOKENIZER_FILE).is_file():
         return {}
     shutil.copyfile(dataset.path / _TOKENIZER_FILE, out / _TOKENIZER_FILE)
     return {_TOKENIZER_FILE: hash_file(out / _TOKENIZER_FILE)}

@@ -1,12 +1,9 @@
 """Crawls: WARC, WET and ARC files as documents.
 
-Hides the framing of records (lengths, gzip members, line ends), HTTP's transfer and content encodings, and damage. The
-framing is our own, because fastwarc and warcio lose good records of damaged archives and read no ARC; fastwarc is 2.7
-times as fast (docs/explanation/decisions/0004-html-extraction.md). Where a record's length and the beginning of the
-next record disagree, the beginning decides; after a damaged gzip member reading continues at the next. Memory: the
-largest record, at most max_document_bytes, and 1 MiB.
-
-Requests, metadata, revisits, DNS, images and responses of a status other than 200 are not documents and not counted.
+The framing is our own, because fastwarc and warcio lose good records of damaged archives and read no ARC
+(docs/explanation/decisions/0004-html-extraction.md). Where a record's length and the beginning of the next record
+disagree, the beginning decides; after a damaged gzip member reading continues at the next. Memory: the largest record,
+at most max_document_bytes, and 1 MiB. Requests, metadata, revisits, DNS, images and other statuses are no documents.
 """
 
 from __future__ import annotations

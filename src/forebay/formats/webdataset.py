@@ -2,11 +2,8 @@
 
 A member's column is what stands between that dot and the last: `0001.depth.npy` is a row of `depth`. A suffix alone
 has the name that is usual: `txt` is `text`, `cls` is `label`, an image is `image`, the fields of `json` are columns of
-their own, any other suffix is the column's name. `__key__` is the sample's name.
-
-Written, text is `<column>.txt`, an image or other bytes `<column>.jpg` and the like by what it begins with (else
-`.bin`), lists and tensors of numbers `<column>.npy`, a `label` is `cls`, all else stands in `json`. Columns `text` and
-`image` are `txt` and `jpg` alone. The sample's name is that of column `__key__`, else the row's number.
+their own, any other suffix is the column's name. `__key__` is the sample's name, else the row's number. Written, bytes
+are `<column>.jpg` and the like by what they begin with (else `.bin`), lists and tensors of numbers `<column>.npy`.
 """
 
 from __future__ import annotations
@@ -105,9 +102,8 @@ class WebDataset(Format):
                 if report.is_enough(member.offset):
                     break
         report.read_bytes = members.offset
-        report.metadata.update(members=num_members, samples=num_samples)
-        if not num_members and not report.findings:
-            report.add_finding("empty", "byte 0", "expected members, got none")
+        report.add_count("members", num_members)
+        report.metadata["samples"] = num_samples
 
 
 def _bounded_sample(group: Iterator[Member], options: ReadOptions) -> list[Member]:

@@ -1,11 +1,8 @@
 """Wikipedia and other MediaWiki dumps (`pages-articles.xml`, also `.bz2` in many streams) as documents.
 
-Hides: XML, revisions, namespaces and redirects. One revision of one page is in memory at a time, at most twice
-`max_document_bytes` and 1 MiB. Each page is parsed alone, so that damage costs a page. Entities are not expanded:
-dumps have none.
-
-Option: `namespaces` (default `[0]`; `[]` is all). A page of several revisions is its last one; redirects are no
-documents.
+One revision of one page is in memory at a time, at most twice `max_document_bytes` and 1 MiB. Each page is parsed
+alone, so that damage costs a page. Entities are not expanded: dumps have none. A page of several revisions is its last
+one; redirects are no documents. Option: `namespaces` (default `[0]`; `[]` is all).
 """
 
 import re

@@ -91,29 +91,18 @@ class ShuffleBuffer:
         return text
 
 
+@dataclass
 class DocumentSequence:
-    """The documents of an epoch that a rank encodes, in the order in which it does.
+    """The documents of an epoch that a rank encodes, in the order in which it does."""
 
-    Args:
-        reading: The records.
-        buffer: Mixes them.
-        counts: Grows by each malformed record.
-        malformed: Becomes the first 1000 of these.
-        share: (rank, world size): every world-size-th record from number `rank` on.
-        records: Sound ones read before.
-    """
+    reading: FileReading | ObjectReading
+    buffer: ShuffleBuffer
+    counts: dict[str, int]  # Grows by each malformed record.
+    malformed: list[Malformed]  # Becomes the first 1000 of these.
+    share: tuple[int, int]  # (rank, world size): every world-size-th record from number `rank` on.
+    records: int  # Sound ones read before.
 
-    def __init__(
-        self,
-        reading: FileReading | ObjectReading,
-        buffer: ShuffleBuffer,
-        counts: dict[str, int],
-        malformed: list[Malformed],
-        share: tuple[int, int],
-        records: int,
-    ) -> None:
-        self.reading, self.buffer, self.counts, self.records = reading, buffer, counts, records
-        self._malformed, self._share = malformed, share
+    def __post_init__(self) -> None:
         self._texts = self._mixed()
 
     def take(self, num_bytes: int) -> list[bytes]:
@@ -140,7 +129,7 @@ class DocumentSequence:
             yield self.buffer.pop()
 
     def _sound(self) -> Iterator[bytes]:
-        rank, world_size = self._share
+        rank, world_size = self.share
         for record, name in self.reading:
             problem = record.problem
             if record.html and not problem:
@@ -158,8 +147,8 @@ class DocumentSequence:
                     yield text
             elif problem != "blank":
                 self.counts["malformed"] += 1
-                if len(self._malformed) < MAX_MALFORMED:
-                    self._malformed.append(Malformed(name, record.location, problem))
+                if len(self.malformed) < MAX_MALFORMED:
+                    self.malformed.append(Malformed(name, record.location, problem))
 
 
 class TextEncoder:

@@ -36,10 +36,9 @@ class FileRecords:
     first 4 KiB.
     """
 
-    def __init__(self, inputs: Sequence[str | Path] | str | Path, options: ReadOptions) -> None:
-        names = [inputs] if isinstance(inputs, str | Path) else list(inputs)
+    def __init__(self, inputs: Sequence[str | Path], options: ReadOptions) -> None:
         self._options = options
-        listed = find_inputs([path for name in names for path in _expand(name)], options)
+        listed = find_inputs([path for name in inputs for path in _expand(name)], options)
         for line in describe_skipped(listed.skipped):
             _log.warning("stream: %s", line)
         self._files = listed.files

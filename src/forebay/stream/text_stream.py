@@ -36,11 +36,9 @@ class TextStream:
     Iterating goes on from the stream's state and ends after the last epoch; leaving the loop early and iterating again
     goes on with the next batch. One iteration at a time. Same arguments, same batches, on any machine.
 
-    With partition "samples" every rank reads and encodes everything, forms the same samples, and takes those of number
-    rank, rank + world_size, … of each global batch: the global batch of a step is the same for every world size, all
-    ranks have as many steps, and the state of any rank may be loaded by any rank of any world. With "records" a rank
-    encodes the records of number rank, rank + world_size, … alone: 1/world_size of the work, but its state is its own
-    rank's, and ranks may come to an epoch's end some steps apart (set `epochs=None` where they wait for each other).
+    With partition "samples" every rank reads and encodes everything and takes its samples of each global batch: the
+    state of any rank may be loaded by any rank of any world. With "records" a rank encodes every world_size-th record:
+    1/world_size of the work, but its state is its own rank's, and ranks may end an epoch some steps apart.
 
     Args:
         inputs: Paths, directories, globs, URLs, of any format that `forebay prepare` reads, compressed or not; or
@@ -114,7 +112,11 @@ class TextStream:
         self._shuffle_buffer, self._shuffle_start, self._buffer_bytes = shuffle_buffer, shuffle_start, buffer_bytes
         self._epochs, self._drop_last, self._prefetch = epochs, bool(drop_last), prefetch
         self._text_key = text_key
-        self._records = _open_records(inputs, ReadOptions(text_key=text_key, format=format))
+        options, paths = ReadOptions(text_key=text_key, format=format), inputs
+        if isinstance(inputs, str | Path):
+            paths = [] if str(inputs).startswith((HUB, _HUB_URL)) else [inputs]
+        is_files = isinstance(paths, Sequence) and paths and all(isinstance(path, str | Path) for path in paths)
+        self._records: Records = FileRecords(paths, options) if is_files else records_of(inputs, options)
         self._encoder = TextEncoder(self.tokenizer)
         self.position = StreamState(tokens=np.zeros(0, self.tokenizer.numpy_dtype))
         self._malformed: list[Malformed] = []
@@ -308,10 +310,3 @@ class TextStream:
             ids = ids * self.world_size + self.rank
         inputs, labels = buffer[:, :-1], buffer[:, 1:]
         return Batch(inputs, labels, ids, state.epoch, state.step, run_step=state.run_step)
-
-
-def _open_records(inputs: Any, options: ReadOptions) -> Records:
-    paths = [inputs] if isinstance(inputs, str | Path) else inputs
-    is_hub = isinstance(inputs, str) and inputs.startswith((HUB, _HUB_URL))
-    is_list = isinstance(paths, Sequence) and paths and all(isinstance(path, str | Path) for path in paths)
-    return FileRecords(paths, options) if is_list and not is_hub else records_of(inputs, options)

@@ -129,7 +129,7 @@ def test_a_file_is_the_same_to_all(name: str, tmp_path: Path) -> None:
     sources = {Path(one.path).name: one for one in find_inputs(tmp_path, ReadOptions()).files}
     if expected in text_formats():
         assert sources[name].format == expected and sources[name].compression == found.compression
-        assert FileRecords(path, ReadOptions())._files[0].format == expected
+        assert FileRecords([path], ReadOptions())._files[0].format == expected
     else:
         assert name not in sources
         for opens in (find_inputs, FileRecords):
