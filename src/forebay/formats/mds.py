@@ -322,10 +322,7 @@ def _offsets(path: Path, head: Any, samples: int, num_bytes: int) -> I64:
 
 
 def _without_header(values: I64, width: int) -> I64:
-    """Bytes of the values of one-dimensional arrays, given those with the shape before them; -1 where none fits.
-
-    The byte of dimensions, and 1, 2, 4 or 8 of the size, the fewest that hold it: so one of the four fits.
-    """
+    """Bytes of the values, given those with the shape before them: 1 byte and 1, 2, 4 or 8, the fewest that fit; or -1."""
     sizes = np.full(len(values), -1, np.int64)
     for size_bytes in (1, 2, 4, 8):
         remaining = values - 1 - size_bytes

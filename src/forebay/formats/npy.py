@@ -45,7 +45,7 @@ class Npy(RawTokens):
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         """`column` chooses some of the files: `x_train,y_train`."""
         stacks = [open_array(path, path.stem, partial(path.open, "rb"), path.stat().st_size) for path in paths]
-        return table_of_arrays(self.name, choose_arrays(stacks, options.column))
+        return table_of_arrays(self.name, stacks, options.column)
 
 
 class Npz(Format):
@@ -73,7 +73,7 @@ class Npz(Format):
             check_unpacked(f"{path}, {member.filename}", member.compress_size, member.file_size)
             name = member.filename.removesuffix(".npy")
             arrays.append(open_array(path, name, partial(_open_member, path, member.filename), member.file_size))
-        return table_of_arrays(self.name, choose_arrays(arrays, options.column))
+        return table_of_arrays(self.name, arrays, options.column)
 
 
 def _open_member(path: Path, name: str) -> Any:
@@ -123,17 +123,12 @@ def open_array(path: Path, name: str, opener: Callable[[], AbstractContextManage
     return ArrayFile(name, path, opener, start, dtype, shape[0], shape[1:])
 
 
-def choose_arrays(arrays: list[ArrayFile], columns: str | None) -> list[ArrayFile]:
-    """Return the arrays that `columns` names: `x_train,y_train`; all without it."""
+def table_of_arrays(format_name: str, arrays: list[ArrayFile], columns: str | None) -> TableSource:
+    """Return arrays of as many rows side by side as a table; those that `columns` names: `x_train,y_train`."""
     names = [name for name in (columns or "").split(",") if name]
-    missing = set(names) - {array.name for array in arrays}
-    if missing:
+    if missing := set(names) - {array.name for array in arrays}:
         raise UsageError(f"--set column: expected some of {[array.name for array in arrays]}, got {sorted(missing)}.")
-    return [array for array in arrays if not names or array.name in names]
-
-
-def table_of_arrays(format_name: str, arrays: list[ArrayFile]) -> TableSource:
-    """Return arrays of as many rows side by side as a table."""
+    arrays = [array for array in arrays if not names or array.name in names]
     sizes = {array.name: array.rows for array in arrays}
     if not arrays or len(sizes) < len(arrays) or len(set(sizes.values())) > 1:
         got = ", ".join(f"{array.name} {array.rows} ({array.path.name})" for array in arrays)[:500]

@@ -17,7 +17,7 @@ from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TokenSource, Written
 from forebay.formats.detect import RAW_TOKENS, detect
 from forebay.formats.external import Bytes8, ExternalDataset, map_file
-from forebay.formats.report import Report
+from forebay.formats.report import Report, choose_slices
 from forebay.formats.token_stream import build_stream
 
 _HEAD_BYTES = 4 << 20
@@ -157,12 +157,8 @@ def _find_in_raw(report: Report, memory: Bytes8) -> _Extent:
 
 def _check_windows(report: Report, tokens: NDArray[Any]) -> None:
     step = _WINDOW_BYTES // tokens.itemsize
-    starts = np.arange(0, len(tokens), step)
-    if len(starts) > 2 and report.is_enough(tokens.nbytes):
-        chosen = max(2, report.options.max_bytes // _WINDOW_BYTES)
-        starts = starts[np.unique(np.linspace(0, len(starts) - 1, chosen).astype(np.int64))]
-    for start in starts.tolist():
-        window = tokens[start : start + step]
+    for index in choose_slices(-(-len(tokens) // step), tokens.nbytes, report):
+        start, window = index * step, tokens[index * step : (index + 1) * step]
         if (offset := np.ascontiguousarray(window).tobytes().find(vectors.NPY_MAGIC)) >= 0:
             evidence = "expected tokens, got NumPy's header: a .npy file was appended as raw tokens"
             report.add_finding("header-as-tokens", f"token {start + offset // tokens.itemsize}", evidence)
@@ -171,7 +167,6 @@ def _check_windows(report: Report, tokens: NDArray[Any]) -> None:
 
 
 def _check_ids(report: Report, dtype: np.dtype[Any]) -> None:
-    """Compare the sample ids beside the file with its tokens: some samples, all of a file that is read as a whole."""
     try:
         ids = vectors.ids_of(report.path)
         if ids is None:

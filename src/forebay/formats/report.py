@@ -131,16 +131,9 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
-        return {
-            "path": str(self.path),
-            "kind": self.kind,
-            "ok": self.ok,
-            "depth": self.depth,
-            "facts": self.metadata,
-            "findings": [{**asdict(finding), "advice": finding.advice} for finding in self.findings],
-            "read_bytes": self.read_bytes,
-            "total_bytes": self.total_bytes,
-        }
+        findings = [{**asdict(finding), "advice": finding.advice} for finding in self.findings]
+        values = {name: getattr(self, name) for name in ("kind", "ok", "depth", "read_bytes", "total_bytes")}
+        return {"path": str(self.path), **values, "facts": self.metadata, "findings": findings}
 
 
 def check_external(report: Report, open_dataset: Callable[[], ExternalDataset]) -> None:
@@ -182,7 +175,7 @@ def check_slices(report: Report, dataset: Dataset) -> None:
 
 
 def choose_slices(num_slices: int, num_bytes: int, report: Report) -> Iterator[int]:
-    """Yield the slices to read: all, or some at even distances within the bound of the options."""
+    """Yield the slices (or windows) to read: all, or some at even distances within the bound of the options."""
     if num_slices < 3 or not report.is_enough(num_bytes):
         yield from range(num_slices)
         return

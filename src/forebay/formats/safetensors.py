@@ -379,7 +379,6 @@ def _slice_field(opened: Slice, name: str) -> pa.Field:
 
 
 def _are_vectors(first: Any, second: Any) -> bool:
-    """Whether both types are of vectors of the same integers in each row."""
     is_vector = all(pa.types.is_list(kind) or len(getattr(kind, "shape", ())) == 1 for kind in (first, second))
     return bool(is_vector and first.value_type == second.value_type and pa.types.is_integer(first.value_type))
 

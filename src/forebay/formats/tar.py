@@ -151,7 +151,6 @@ class TarReader:
         return Member(name, offset, text)
 
     def _apply_extension(self, flag: bytes, body: bytes) -> None:
-        """Keep the name and size that an extension header has for the next member."""
         if flag == b"L":
             self._long_name = body.rstrip(b"\0").decode("utf-8", "replace")
         elif flag == b"x":

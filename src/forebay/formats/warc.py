@@ -241,7 +241,6 @@ class _Archive:
         return f"byte {offset}" if here == start else f"byte {offset}, unpacked {here - start}"
 
     def _skip_damage(self) -> str:
-        """Continue after the damage; return what was damaged."""
         assert self._damage is not None
         reason, self._damage, self._is_reported = self._damage.reason, None, False
         self._offset = len(self._data)

@@ -96,10 +96,7 @@ def _read_file(
 
 
 def _pages(stream: BinaryIO, offset: int, site: _Site, limit: int) -> Iterator[_Page]:
-    """The pages from an offset on, whatever damage stands between them; of each at most `limit` bytes.
-
-    Text holds no `<`: each mark is where an element begins or ends.
-    """
+    """The pages from an offset on, whatever damage stands between; of each at most `limit` bytes. Text holds no `<`."""
     pending, start, end = bytearray(), -1 if offset else -2, offset  # start -2: the head, -1: between pages
     revision, too_large = -1, False
     for part in _parts(stream, offset):
