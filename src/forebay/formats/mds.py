@@ -167,8 +167,8 @@ class MdsDataset(external.ExternalDataset):
             values = memory[int(begins[0]) : int(stops[-1])]
         else:
             values = np.concatenate([memory[a:b] for a, b in zip(begins.tolist(), stops.tolist())])
-        ends = np.cumsum((stops - begins) // column.kind.itemsize).astype(np.uint64)
-        return external.as_tokens(values.view(column.kind), path), ends
+        document_ends = np.cumsum((stops - begins) // column.kind.itemsize).astype(np.uint64)
+        return external.as_tokens(values.view(column.kind), path), document_ends
 
     def _count(self, shard: MdsShard) -> int:
         """The number of a shard's tokens, from its offsets where these tell, else from its samples."""
@@ -322,7 +322,7 @@ def _offsets(path: Path, head: Any, samples: int, num_bytes: int) -> I64:
 
 
 def _without_header(values: I64, width: int) -> I64:
-    """Bytes of the values, given those with the shape before them: 1 byte and 1, 2, 4 or 8, the fewest that fit; or -1."""
+    """Bytes of the values, given those with the shape before them: 1 byte and 1, 2, 4 or 8, the fewest; or -1."""
     sizes = np.full(len(values), -1, np.int64)
     for size_bytes in (1, 2, 4, 8):
         remaining = values - 1 - size_bytes

@@ -252,10 +252,10 @@ class TextStream:
             count = min(size, num_tokens // self.seq_len)
             if not count or (self._drop_last and count < size):
                 advice = "Ask for shorter samples or smaller batches."
-                for bad in self._malformed[:1]:
+                for record in self._malformed[:1]:
                     advice = (
-                        f"{documents.counts['malformed']} records were skipped, the first at {bad.location} of "
-                        f"{bad.name}: {bad.problem}. Name the column with the text (text_key), or look at the file."
+                        f"{documents.counts['malformed']} records were skipped, the first at {record.location} of "
+                        f"{record.name}: {record.problem}. Name the column with the text (text_key), or look at the file."
                     )
                 raise DatasetError(
                     f"stream: expected at least one batch an epoch, got {num_tokens} tokens of {state.records} records "
