@@ -255,7 +255,7 @@ class TextStream:
                 for record in self._malformed[:1]:
                     advice = (
                         f"{documents.counts['malformed']} records were skipped, the first at {record.location} of "
-                        f"{record.name}: {record.problem}. Name the column with the text (text_key), or look at the file."
+                        f"{record.name}: {record.problem}. Name the column of text (text_key), or look at the file."
                     )
                 raise DatasetError(
                     f"stream: expected at least one batch an epoch, got {num_tokens} tokens of {state.records} records "
