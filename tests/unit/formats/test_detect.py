@@ -132,7 +132,7 @@ def test_a_file_is_the_same_to_all(name: str, tmp_path: Path) -> None:
         assert FileRecords([path], ReadOptions())._files[0].format == expected
     else:
         assert name not in sources
-        for opens in (find_inputs, FileRecords):
+        for opens in (find_inputs, lambda path, options: FileRecords([path], options)):
             with pytest.raises(PrepareError, match=expected or "expected one of"):
                 opens(path, ReadOptions())
 
@@ -157,7 +157,7 @@ def test_a_failed_download_is_an_error_that_says_so(suffix: str, data: bytes, sa
     path = tmp_path / f"data{suffix}"
     path.write_bytes(data)
     (tmp_path / "beside.jsonl").write_bytes(LINE)
-    for opens in (find_inputs, FileRecords):
+    for opens in (find_inputs, lambda path, options: FileRecords([path], options)):
         with pytest.raises(PrepareError, match=says):
             opens(path, ReadOptions())
     (skipped,) = find_inputs(tmp_path, ReadOptions()).skipped
