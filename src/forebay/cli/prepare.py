@@ -53,9 +53,6 @@ def _prepare(args: argparse.Namespace) -> int:
         f"{result['documents_out']:,} of {result['documents_in']:,} documents, {what} (dropped: {dropped})\n"
         f"{args.out}  id {result['id']}"
     )
-    for name, counts in result.get("subsets", {}).items():
-        path = args.out if name == "train" else args.out / name
-        print(f"{name}: {path}  id {counts['id']}: {counts['documents']:,} documents, {counts['tokens']:,} tokens")
     return 0
 
 
@@ -114,7 +111,7 @@ def _explain(name: str) -> int:
 
     if not name:
         print(f"recipes: {', '.join(recipe_names())}\nstages:  {', '.join(STAGES)}")
-        print("tables:  read, dedup, tokenize, slice, subsets, rows, lm\n\n--explain NAME prints any of these.")
+        print("tables:  read, dedup, tokenize, slice, rows, lm\n\n--explain NAME prints any of these.")
         return 0
     is_recipe = name in recipe_names()
     if is_recipe:

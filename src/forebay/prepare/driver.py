@@ -95,7 +95,7 @@ def prepare_dataset(
     Args:
         inputs: Files, directories and URLs of any format of `forebay.prepare.read.FORMATS`; inputs of entry points of
             `forebay.sources`; or objects of the protocol `DocumentSource`, whose documents come last.
-        out: The dataset's directory, which is created. Named subsets are datasets in directories below it.
+        out: The dataset's directory, which is created.
         recipe: What to do with the text: a Recipe, or the name of one that comes with Forebay. Without one the text is
             tokenized as it is. The arguments that follow are laid over it.
         tokenizer: As `[tokenize] tokenizer`, or an object of the protocol `Tokenizer`.
@@ -432,7 +432,8 @@ def _deduplicated(run: PrepareRun, corpus: Corpus) -> DedupResult | None:
     def report(step: str, done: int, total: int) -> None:
         run.on_progress(Progress("dedup", done, total, " steps"))
 
-    return deduplicate(corpus.signed, dedup, run.work / "dedup", lambda f, tasks: run.map(f, tasks), report)
+    prefixes = [f"{corpus.folder}/{text.name}" for text in corpus.texts]
+    return deduplicate(prefixes, dedup, run.work / "dedup", lambda f, tasks: run.map(f, tasks), report)
 
 
 def _trained(run: PrepareRun, texts: Sequence[TextResult], vocab: int) -> TokenizerFile:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from forebay.formats.inputs import ReadOptions
 from forebay.prepare.dedup.methods import Dedup
-from forebay.prepare.documents import Stage, Subsets, without_paths
+from forebay.prepare.documents import Stage, without_paths
 from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.settings import Positive, Settings, Share
 from forebay.prepare.tasks.slicing import MIN_SLICE_BYTES
@@ -123,7 +123,6 @@ class Recipe(Settings):
     dedup: Dedup = field(default_factory=Dedup)
     tokenize: Tokenize = field(default_factory=Tokenize)
     slice: Slicing = field(default_factory=Slicing)
-    subsets: Subsets = field(default_factory=Subsets)
     rows: Rows | None = None
     lm: LanguageModel | None = None
 

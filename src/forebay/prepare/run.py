@@ -38,7 +38,6 @@ class PrepareResult:
         path: The output directory.
         dataset: The dataset's name.
         dropped: Documents dropped, by reason.
-        subsets: The counts and id of each subset, which is a dataset of its own.
         already_exists: The directory held this output before.
         skipped: Inputs that were left out or could not be read, by reason; `skipped.jsonl` names them.
     """
@@ -51,7 +50,6 @@ class PrepareResult:
     tokens: int
     slices: int
     dropped: dict[str, int] = field(default_factory=dict)
-    subsets: dict[str, dict[str, Any]] = field(default_factory=dict)
     already_exists: bool = False
     skipped: dict[str, int] = field(default_factory=dict)
 
@@ -69,7 +67,7 @@ class PrepareResult:
     def to_json(self) -> dict[str, Any]:
         """The output of `forebay prepare --json`: the same for the same inputs and recipe."""
         names = ("dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped")
-        return {name: getattr(self, name) for name in (*names, *(["subsets"] if self.subsets else []))}
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)

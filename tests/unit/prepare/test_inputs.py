@@ -168,7 +168,7 @@ def _stop_at(stage: str) -> Callable[[Any], None]:
     return stop
 
 
-@pytest.mark.parametrize("settings", [{"slice": {"shuffle": True}}, {"sample": 0.5}, {"subsets": {"validation": 0.3}}])
+@pytest.mark.parametrize("settings", [{"slice": {"shuffle": True}}, {"sample": 0.5}])
 def test_the_same_content_is_the_same_dataset(tmp_path: Path, corpus: Path, settings: dict[str, Any]) -> None:
     """Wherever it lies, whenever it was written, whatever an earlier run left."""
     recipe = load_recipe(settings=settings)

@@ -37,7 +37,7 @@ from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json, hash_source, source_key, versions
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup.signer import Signer
+    from forebay.prepare.dedup.deduplicate import Signer
 
 TEXT_VERSION = 2
 """Changed when the same split would give other documents, so that old results are not used."""
@@ -488,7 +488,7 @@ def open_documents(prefix: str, dedup: Dedup | None) -> Iterator[DocumentWriter]
     with ExitStack() as stack:
         file, signer = stack.enter_context(open_atomic(f"{prefix}.arrow")), None
         if dedup is not None:
-            from forebay.prepare.dedup.signer import Signer  # which needs numba
+            from forebay.prepare.dedup.deduplicate import Signer  # which needs numba
 
             signer = stack.enter_context(Signer(Path(prefix), dedup))
         writer = DocumentWriter(file, signer)
