@@ -24,7 +24,7 @@ def _prepare(args: argparse.Namespace) -> int:
         return _explain(args.explain)
     from forebay.observe.progress import PrepareBar
     from forebay.prepare.driver import prepare_dataset
-    from forebay.prepare.plan import plan
+    from forebay.prepare.run import plan
 
     recipe = _recipe(args)
     if args.dry_run:
@@ -90,7 +90,7 @@ def _names(text: str | None) -> list[str]:
 def _fetched(spec: str, args: argparse.Namespace) -> str:
     """Download the API that a file describes to JSON lines beside the dataset; an earlier run continues."""
     from forebay.observe.progress import bar
-    from forebay.prepare.read.api import acquire
+    from forebay.prepare.api import acquire
 
     folder = args.out.with_name(f"{args.out.name}.inputs") / Path(spec).name.removesuffix(".api.toml")
     with bar("fetch", None, " items", enabled=not args.quiet) as advance:

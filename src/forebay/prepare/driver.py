@@ -35,9 +35,8 @@ from forebay.prepare.inputs import InputFiles, find_inputs, split_files
 from forebay.prepare.outputs.base import REJECTS_FILE, Output, no_documents, write_empty_report
 from forebay.prepare.outputs.dataset import DatasetOutput
 from forebay.prepare.outputs.text import LanguageModelOutput, TextOutput
-from forebay.prepare.plan import sampled
 from forebay.prepare.recipe import Recipe
-from forebay.prepare.run import PrepareResult, PrepareRun, Progress
+from forebay.prepare.run import PrepareResult, PrepareRun, Progress, sampled
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
 from forebay.prepare.stats import PERPLEXITY, StageStats, percentile_threshold
 from forebay.prepare.tasks.encode import sample_texts
@@ -93,7 +92,7 @@ def prepare_dataset(
     """Prepare a dataset of raw text. A killed call resumes when it is called again.
 
     Args:
-        inputs: Files, directories and URLs of any format of `forebay.prepare.read.FORMATS`; inputs of entry points of
+        inputs: Files, directories and URLs of any format of `forebay.formats`; inputs of entry points of
             `forebay.sources`; or objects of the protocol `DocumentSource`, whose documents come last.
         out: The dataset's directory, which is created.
         recipe: What to do with the text: a Recipe, or the name of one that comes with Forebay. Without one the text is

@@ -32,7 +32,7 @@ from forebay.formats.inputs import (
 from forebay.formats.records import Record
 from forebay.formats.registry import get_format, names_with
 from forebay.network.retry import log_while_waiting
-from forebay.prepare.read.hub import HUB, library_source, source_at
+from forebay.prepare.sources import HUB, library_source, source_at
 from forebay.storage.hub import HubReadError
 from forebay.storage.hub_splits import PREFIX, find_split
 from forebay.storage.listing import Skipped, describe_skipped, list_files, shown_path

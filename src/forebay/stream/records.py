@@ -1,4 +1,4 @@
-"""Where documents come from: the `Records` seam, and files of every format that `prepare.read` knows.
+"""Where documents come from: the `Records` seam, and files of every format that `prepare.inputs` knows.
 
 Hides: which file of an epoch comes when, and how reading goes on where it stopped: at the very record in JSONL, lines,
 tar and TFRecord (compressed: after unpacking what stands before it), at the row group in Parquet, at the batch in

@@ -21,8 +21,8 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError, UsageError
 from forebay.formats import text as lines
 from forebay.prepare import load_recipe
-from forebay.prepare.plan import plan
 from forebay.prepare.report import load_report
+from forebay.prepare.run import plan
 from forebay.prepare.tasks.encode import EncodeTask
 from forebay.prepare.tasks.text import TextTask
 

@@ -29,9 +29,8 @@ from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sources import describe_position
 from forebay.prepare.stats import StageStats
 from forebay.prepare.tasks.encode import EncodeResult, EncodeTask, encode, finished, left_out_file
-from forebay.prepare.tasks.rows import RowShape, plan_row_slices
 from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, finished_shuffle, plan_shuffle, shuffle
-from forebay.prepare.tasks.slicing import finished_slice, plan_slices, write_slice
+from forebay.prepare.tasks.slicing import RowShape, finished_slice, plan_row_slices, plan_slices, write_slice
 from forebay.prepare.tokenize.encoders import EncoderSpec
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import shown_path

@@ -18,8 +18,7 @@ from forebay.errors import UsageError
 from forebay.formats.records import PROMPT_MARK as G
 from forebay.formats.records import RESPONSE_MARK as L
 from forebay.prepare.tasks.encode import EncodeResult, EncodeTask, encode
-from forebay.prepare.tasks.rows import RowShape, plan_row_slices
-from forebay.prepare.tasks.slicing import write_slice
+from forebay.prepare.tasks.slicing import RowShape, plan_row_slices, write_slice
 from forebay.prepare.tokenize.conversations import (
     TEMPLATES,
     TRAINED,
