@@ -29,7 +29,7 @@ def _prepare(args: argparse.Namespace) -> int:
     recipe = _recipe(args)
     if args.dry_run:
         planned = plan(args.inputs, recipe, workers=args.workers, follow_links=args.follow_links)
-        print(json.dumps(planned.to_json()) if args.json else planned.to_text())
+        print(json.dumps(planned, ensure_ascii=False, indent=None if args.json else 1))
         return 0
     if args.out is None:
         raise UsageError("prepare: expected --out DIR, got none. Give the dataset's directory.")
@@ -131,7 +131,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     )  # fmt: skip
     p.add_argument("--out", type=Path, metavar="DIR", help="the dataset to write (required)")
     p.add_argument("--tokenizer", metavar="T", help="tokenizer.json, hub name, bytes or train:VOCAB (required)")
-    p.add_argument("--recipe", metavar="NAME", help="fineweb, gopher, c4, wikipedia, code or sft (default: none)")
+    p.add_argument("--recipe", metavar="NAME", help="fineweb, gopher, c4, wikipedia or sft (default: none)")
     p.add_argument("--config", type=Path, metavar="FILE", help="TOML file with your settings (default: none)")
     add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
     p.add_argument("--filter", metavar="NAMES", help="filters: gopher,c4,fineweb,language,… (default: the recipe's)")

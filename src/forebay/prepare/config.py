@@ -40,8 +40,6 @@ Layer = tuple[str, Mapping[str, Any]]
 
 
 class _SettingError(Exception):
-    """A wrong setting at a path of keys."""
-
     def __init__(self, path: Keys, message: str) -> None:
         super().__init__(message)
         self.path = path
@@ -187,7 +185,6 @@ def _recipe(tables: Mapping[str, Any], base: Recipe, allow_code: bool) -> Recipe
 
 
 def _own_methods(table: Any, base: Dedup, allow_code: bool) -> tuple[Any, tuple[Method, ...]]:
-    """The `[dedup]` table without tables of methods, and these methods after those of `base`."""
     if not isinstance(table, Mapping):
         return table, ()
     names = [name for name, value in table.items() if isinstance(value, Mapping)]

@@ -271,7 +271,6 @@ def _hash_unchanged(source: InputFile, scale: int) -> str:
 def _find_existing(
     run: PrepareRun, output: Output, sources: InputFiles, lineage: dict[str, Any]
 ) -> PrepareResult | None:
-    """The result of an earlier run with the same inputs and recipe. UsageError if the directory holds anything else."""
     existing = next((candidate for candidate in {*OUTPUTS, output} if (run.out / candidate.marker).exists()), None)
     if existing is None:
         if (run.out / "slices").exists() and not run.work.exists():
@@ -407,7 +406,6 @@ def _check_malformed(run: PrepareRun, corpus: Corpus, stats: StageStats) -> None
 
 
 def _within_percentiles(run: PrepareRun, texts: list[TextResult], stats: StageStats) -> list[TextResult]:
-    """The texts without documents outside the perplexity percentiles, which are counted in `stats`."""
     scores = stats.histograms.get(PERPLEXITY, {}).get("read")
     if not run.recipe.percentiles or scores is None:
         return texts

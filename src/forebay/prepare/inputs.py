@@ -153,7 +153,6 @@ def resolve_format(file: InputFile, options: ReadOptions) -> InputFile:
 
 
 def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile | Skipped:
-    """The file with its format; or, with the reason, a file to leave out."""
     is_forced = options.format != "auto" and file.format != "hub"
     if file.format or (is_forced and file.path.startswith(PREFIX)):  # The hub's.
         return replace(file, format=options.format) if is_forced else file
@@ -198,7 +197,6 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
 
 
 def _normalized(encoding: str) -> str:
-    """An encoding by Python's name; "" for UTF-8."""
     name = codecs.lookup(encoding).name
     return "" if name in ("utf-8", "utf-8-sig", "ascii") else name
 

@@ -156,7 +156,6 @@ def _funnel(report: Report) -> Iterator[tuple[str, str, int]]:
 
 
 def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[str]]]]:
-    """The title, column heads and rows of each table of the page. A head `bar` is of widths in per cent."""
     yield "Totals", ("", "", ""), list(_totals(report))
     total = _documents_in(report)
     stages = [(_PREFIXES[k] + label, count(n), share(n, total), _percent(n, total)) for k, label, n in _funnel(report)]
@@ -201,7 +200,6 @@ def _percent(part: float, total: float) -> str:
 
 
 def _bins(data: Report) -> Iterator[tuple[str, int, int]]:
-    """Label, read and kept of at most MAX_BINS bins of a histogram, without empty ones at its ends."""
     edges = data.get("edges") or []
     counts = list(zip_longest(data.get("read") or (), data.get("kept") or (), fillvalue=0))
     filled = [index for index, pair in enumerate(counts) if any(pair)]

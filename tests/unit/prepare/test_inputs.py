@@ -147,7 +147,7 @@ def test_each_file_is_hashed_once_and_by_the_task_that_reads_it(
     tmp_path: Path, corpus: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_recipe(settings={"slice": {"shuffle": True}})
-    assert plan([corpus], recipe).splits > 10 and not hashed
+    assert plan([corpus], recipe)["tasks"] > 10 and not hashed
     stopped = tmp_path / "d"
     with pytest.raises(KeyboardInterrupt):
         prepare_dataset([corpus], stopped, recipe=recipe, tokenizer="bytes", workers=1, on_progress=_stop_at("encode"))

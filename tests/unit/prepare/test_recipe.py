@@ -21,9 +21,9 @@ def test_a_shipped_recipe_reads_back_from_its_settings(name: str) -> None:
 
 def test_stages_run_in_the_order_of_their_tables(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
-    path.write_text("[[length]]\nmin_chars = 3\n[unicode]\n[[length]]\nmax_chars = 9\n[code]\n")
+    path.write_text("[[length]]\nmin_chars = 3\n[unicode]\n[[length]]\nmax_chars = 9\n[fineweb]\n")
     recipe = load_recipe(config=path)
-    assert [stage.name for stage in recipe.stages] == ["length", "length", "unicode", "code"]
+    assert [stage.name for stage in recipe.stages] == ["length", "length", "unicode", "fineweb"]
 
 
 def test_layers_lie_over_each_other(tmp_path: Path) -> None:

@@ -123,7 +123,6 @@ class Toxic(Stage):
         return StageResult(batch, drop, {kind: count for kind, count in counts.items() if count})
 
     def _matches(self, batch: pa.RecordBatch) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """How many matches, how many bytes in them, and whether there was a list, by row."""
         matches, listed = np.zeros((len(batch), 2), np.int64), np.zeros(len(batch), bool)
         languages = [self.language] * len(batch)
         if "language" in batch.schema.names:

@@ -69,7 +69,6 @@ def _marks() -> NDArray[np.bool_]:
 
 @jit()
 def _gate(offsets: Ints, data: Bytes, pairs: NDArray[np.uint16], flags: Bytes) -> None:
-    """Sets SUSPECT, MAYBE_DENORMAL and NOT_ASCII for each row."""
     for row in range(len(offsets) - 1):
         start, stop = offsets[row], offsets[row + 1]
         top = np.uint8(0)
@@ -119,7 +118,6 @@ def _invisible(code: int, bidi: bool) -> int:
 
 @jit()
 def _tidy(offsets, data, bidi, max_blank, marks, out, out_offsets, counts):  # type: ignore[no-untyped-def]
-    """Writes the rows without what KINDS names; counts int64 [rows, len(KINDS)]."""
     written = 0
     for row in range(len(offsets) - 1):
         i, stop, count = offsets[row], offsets[row + 1], counts[row]

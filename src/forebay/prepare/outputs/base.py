@@ -120,7 +120,6 @@ def report_data(run: PrepareRun, corpus: Corpus, stats: StageStats, id: str, cou
 
 
 def _count_inputs(corpus: Corpus) -> list[dict[str, Any]]:
-    """Documents and malformed records of each input."""
     counts = {(s.path, s.sha256): [0, 0] for s in corpus.inputs.files}
     for split, text in zip(corpus.splits, corpus.texts):
         if len(split.files) == 1:
