@@ -90,13 +90,8 @@ def read_skipped(out: Path) -> list[Skipped]:
         return []
 
 
-@dataclass(frozen=True, order=True)
-class _Candidate:
-    """A document that may become a sample: those with the smallest keys do."""
-
-    key: int
-    split: int
-    row: int
+_Candidate = tuple[int, int, int]
+"""Key, split and row of a document that may become a sample: those with the smallest keys do."""
 
 
 def examine_kept(corpus: Corpus, config: Dedup, stats: StageStats) -> None:
@@ -150,16 +145,15 @@ def _choose(candidates: dict[int, list[_Candidate]], key: str, index: int, codes
     for code, chosen in candidates.items():
         rows = np.flatnonzero(codes == code)
         few = rows[np.argsort(keys[rows], kind="stable")[:SAMPLES]]
-        candidates[code] = heapq.nsmallest(SAMPLES, [*chosen, *(_Candidate(int(keys[r]), index, int(r)) for r in few)])
+        candidates[code] = heapq.nsmallest(SAMPLES, [*chosen, *((int(keys[r]), index, int(r)) for r in few)])
 
 
 def _samples(corpus: Corpus, candidates: Sequence[_Candidate]) -> Iterator[Sample]:
     starts = corpus.first_rows
-    for candidate in candidates:
-        for start, batch in part_batches(corpus.arrow(candidate.split)):
-            if candidate.row < start + batch.num_rows:
-                row = candidate.row - start
-                position = row_position(corpus.splits[candidate.split], batch, row, starts[candidate.split])
+    for key, split, document in candidates:
+        for start, batch in part_batches(corpus.arrow(split)):
+            if (row := document - start) < batch.num_rows:
+                position = row_position(corpus.splits[split], batch, row, starts[split])
                 text = batch.column("text")[row].as_py()[:SAMPLE_CHARACTERS]
-                yield Sample(candidate.key, position, batch.column("url")[row].as_py(), text)
+                yield Sample(key, position, batch.column("url")[row].as_py(), text)
                 break
