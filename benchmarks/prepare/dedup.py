@@ -28,9 +28,8 @@ import pyarrow.compute as pc
 
 from benchmarks.measure import Figure
 from forebay.prepare.dedup import kernels
-from forebay.prepare.dedup.deduplicate import SignedSplit, deduplicate
+from forebay.prepare.dedup.deduplicate import Signer, deduplicate
 from forebay.prepare.dedup.methods import Dedup, MinHash
-from forebay.prepare.dedup.signer import Signer
 from forebay.prepare.documents import text_column
 
 CONFIG = Dedup(minhash=True)
@@ -192,8 +191,7 @@ def print_steps(documents: int = 200_000) -> None:
             peak = max(peak, sum(path.stat().st_size for path in (folder / "out").iterdir()))
             return done
 
-        part = SignedSplit(str(folder / "part"), documents)
-        spent = cpu(lambda: deduplicate([part], config, folder / "out", run))
+        spent = cpu(lambda: deduplicate([str(folder / "part")], config, folder / "out", run))
         kept = sum(path.stat().st_size for path in (folder / "out").iterdir())
     print(f"\nAfter the signatures, {documents} documents, a fifth of them copies (exact, then 14 bands of 8)")
     print(f"{'sort, merge, settle':40}{documents / spent:10.0f} documents/s, one core ({spent / signing:.2f}x signing)")

@@ -75,7 +75,7 @@ out = Path(folder) / kind
 print(encoder_for(spec).name, file=sys.stderr)
 begin = time.process_time()
 part = TextPart(folder + "/part.arrow", facts["documents"], "part")
-found = encode(EncodeTask(part, spec, str(out), shuffle=Shuffle(1) if kind == "sliced" else None)).subsets["train"]
+found = encode(EncodeTask(part, spec, str(out), shuffle=Shuffle(1) if kind == "sliced" else None)).part
 if kind == "sliced":
     parts = [shuffle(task) for task in plan_shuffle([found], out, 16 << 20)]
     for task in plan_slices(parts, out, slice_bytes=16 << 20).tasks(out):

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from forebay.load.packing import DocumentSubset
     from forebay.load.shards import SharedShardedDatasetManager
     from forebay.load.sources import Mixture, open_dataset
+    from forebay.prepare.documents import text_filter
     from forebay.prepare.driver import prepare_dataset
-    from forebay.prepare.filters.decorator import text_filter
     from forebay.stream.text_stream import TextStream
 
 __version__ = "0.1.0"
@@ -41,7 +41,7 @@ _HOME = {
     "TextStream": "forebay.stream.text_stream",
     "open_dataset": "forebay.load.sources",
     "prepare_dataset": "forebay.prepare.driver",
-    "text_filter": "forebay.prepare.filters.decorator",
+    "text_filter": "forebay.prepare.documents",
 }
 
 

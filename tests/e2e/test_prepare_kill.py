@@ -26,7 +26,6 @@ sources.GROUP_BYTES = 1 << 15
 RECIPE = {
     "name": "d", "gopher_repetition": {"max_duplicate_lines": 1}, "unicode": {}, "tokenize": {"tokenizer": "train:600"},
     "dedup": {"exact": True, "minhash": True}, "slice": {"bytes": 1 << 15, "shuffle": True},
-    "subsets": {"validation": 0.1},
 }
 if __name__ == "__main__":
     source, out, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])

@@ -56,7 +56,6 @@ LAX = {
         "min_words": 0, "max_words": 1 << 40, "min_word_chars": 0, "max_word_chars": INFINITE,
         "max_symbols_per_word": INFINITE, "min_alpha_words": 0, "min_stop_words": 0,
     },
-    "code": {"max_mean_line_chars": INFINITE, "max_line_chars": INFINITE, "min_alphanumeric": 0},
 }  # fmt: skip
 
 

@@ -184,7 +184,7 @@ class Prepare(Scenario):
 
         recipe = load_recipe(settings={
             "name": "d", "dedup": {"exact": True, "minhash": True, "lines": True}, "slice": {"shuffle": True},
-            "tokenize": {"tokenizer": "bytes"}, "subsets": {"validation": 0.2},
+            "tokenize": {"tokenizer": "bytes"},
         })  # fmt: skip
         is_set = self.to == "dataset"
         prepare_dataset(
@@ -197,10 +197,10 @@ class Prepare(Scenario):
         found: State = {"ids": content(folder / "ids")}
         mark = out / ("manifest.json" if self.to == "dataset" else "text.json")
         if not mark.exists():
-            return {**found, "out": None, "validation": None}
+            return {**found, "out": None}
         aside = (".work/", ".inputs.json")  # The second holds times and inodes of the inputs.
         files = {name: digest for name, digest in tree(out).items() if not name.startswith(aside)}
-        return {**found, "out": files, "validation": content(out / "validation" / "manifest.json")}
+        return {**found, "out": files}
 
 
 class PrepareText(Prepare):

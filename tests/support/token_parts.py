@@ -54,6 +54,7 @@ def documents(parts: list[EncodedPart]) -> list[list[int]]:
 
 
 def encoded(folder: Path, texts: list[str], **options: Any) -> list[EncodedPart]:
-    """The `train` part of these texts as bytes; none if there is no document."""
+    """The part of these texts as bytes; none if there is no document."""
     task = EncodeTask(text_part(folder, texts), coder(folder), str(folder), **options)
-    return list(encode(task).subsets.values())
+    result = encode(task)
+    return [result.part] if result.documents_out else []

@@ -122,7 +122,7 @@ def recipe(model: Path | None) -> dict[str, Any]:
     return {
         "name": "whole", "max_error_rate": 0.2, **stages, "tokenize": {"tokenizer": "train:600"},
         "dedup": {"exact": True, "minhash": True, "lines": True},
-        "slice": {"bytes": 1 << 14, "shuffle": True}, "subsets": {"validation": 0.1},
+        "slice": {"bytes": 1 << 14, "shuffle": True},
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.read.hub import source_at
+from forebay.prepare.sources import source_at
 from forebay.storage.hub_splits import HubName, find_split, format_of, glob_matcher, parse_url
 from support.hub_repos import write_repo
 from support.hub_server import HubServer

@@ -18,8 +18,8 @@ import pytest
 from forebay.cli import main, make_parser
 from forebay.cli.logs import logging_to_stderr
 from forebay.cli.parser import PANELS, completion, walk
+from forebay.prepare.api import PRESETS, ApiSpec
 from forebay.prepare.config import recipe_text
-from forebay.prepare.read.api import PRESETS, ApiSpec
 from support.calibration import scaled
 
 
@@ -144,7 +144,7 @@ def test_an_error_is_an_object_with_json(arguments: list[str], monkeypatch: pyte
     assert set(error) == {"type", "message", "hint"} and error["type"] and error["hint"]
 
 
-@pytest.mark.parametrize("name", ["c4", "code", "fineweb"])
+@pytest.mark.parametrize("name", ["c4", "fineweb"])
 def test_a_recipe_and_the_table_of_its_name_are_both_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", "--explain", name]) == 0
     shown = capsys.readouterr().out

@@ -24,12 +24,12 @@ def _prepare(args: argparse.Namespace) -> int:
         return _explain(args.explain)
     from forebay.observe.progress import PrepareBar
     from forebay.prepare.driver import prepare_dataset
-    from forebay.prepare.plan import plan
+    from forebay.prepare.run import plan
 
     recipe = _recipe(args)
     if args.dry_run:
         planned = plan(args.inputs, recipe, workers=args.workers, follow_links=args.follow_links)
-        print(json.dumps(planned.to_json()) if args.json else planned.to_text())
+        print(json.dumps(planned, ensure_ascii=False, indent=None if args.json else 1))
         return 0
     if args.out is None:
         raise UsageError("prepare: expected --out DIR, got none. Give the dataset's directory.")
@@ -53,9 +53,6 @@ def _prepare(args: argparse.Namespace) -> int:
         f"{result['documents_out']:,} of {result['documents_in']:,} documents, {what} (dropped: {dropped})\n"
         f"{args.out}  id {result['id']}"
     )
-    for name, counts in result.get("subsets", {}).items():
-        path = args.out if name == "train" else args.out / name
-        print(f"{name}: {path}  id {counts['id']}: {counts['documents']:,} documents, {counts['tokens']:,} tokens")
     return 0
 
 
@@ -93,7 +90,7 @@ def _names(text: str | None) -> list[str]:
 def _fetched(spec: str, args: argparse.Namespace) -> str:
     """Download the API that a file describes to JSON lines beside the dataset; an earlier run continues."""
     from forebay.observe.progress import bar
-    from forebay.prepare.read.api import acquire
+    from forebay.prepare.api import acquire
 
     folder = args.out.with_name(f"{args.out.name}.inputs") / Path(spec).name.removesuffix(".api.toml")
     with bar("fetch", None, " items", enabled=not args.quiet) as advance:
@@ -114,7 +111,7 @@ def _explain(name: str) -> int:
 
     if not name:
         print(f"recipes: {', '.join(recipe_names())}\nstages:  {', '.join(STAGES)}")
-        print("tables:  read, dedup, tokenize, slice, subsets, rows, lm\n\n--explain NAME prints any of these.")
+        print("tables:  read, dedup, tokenize, slice, rows, lm\n\n--explain NAME prints any of these.")
         return 0
     is_recipe = name in recipe_names()
     if is_recipe:
@@ -134,7 +131,7 @@ def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str
     )  # fmt: skip
     p.add_argument("--out", type=Path, metavar="DIR", help="the dataset to write (required)")
     p.add_argument("--tokenizer", metavar="T", help="tokenizer.json, hub name, bytes or train:VOCAB (required)")
-    p.add_argument("--recipe", metavar="NAME", help="fineweb, gopher, c4, wikipedia, code or sft (default: none)")
+    p.add_argument("--recipe", metavar="NAME", help="fineweb, gopher, c4, wikipedia or sft (default: none)")
     p.add_argument("--config", type=Path, metavar="FILE", help="TOML file with your settings (default: none)")
     add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
     p.add_argument("--filter", metavar="NAMES", help="filters: gopher,c4,fineweb,language,… (default: the recipe's)")

@@ -25,7 +25,7 @@ from forebay.errors import DatasetError, UsageError
 
 _OPEN_SLICES = 64
 # Files that preparation writes beside a dataset; no byte of a slice depends on them.
-_COMPANIONS = ("report.html", "rejects.jsonl", "skipped.jsonl", "clusters.parquet", ".inputs.json")
+_COMPANIONS = ("report.html", "rejects.jsonl", "skipped.jsonl", ".inputs.json")
 _SIGNATURES = "signatures"
 
 

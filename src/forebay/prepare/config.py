@@ -24,7 +24,7 @@ from typing import Annotated, Any
 from forebay.errors import ForebayError, UsageError, install_command
 from forebay.plugins import load_plugin, plugins
 from forebay.prepare.dedup.methods import KINDS, Dedup, Method
-from forebay.prepare.documents import Stage, Subsets
+from forebay.prepare.documents import Stage
 from forebay.prepare.recipe import GROUPS, STAGES, Recipe, plain
 from forebay.prepare.settings import field_types, fit
 from forebay.toml import decode, parse_toml
@@ -40,8 +40,6 @@ Layer = tuple[str, Mapping[str, Any]]
 
 
 class _SettingError(Exception):
-    """A wrong setting at a path of keys."""
-
     def __init__(self, path: Keys, message: str) -> None:
         super().__init__(message)
         self.path = path
@@ -178,19 +176,15 @@ def _recipe(tables: Mapping[str, Any], base: Recipe, allow_code: bool) -> Recipe
                     stages.append(_stage(name, {} if table is True else table, path, allow_code, before))
         else:
             raise _unknown_key((name,), [*names, *STAGES])
-    subsets = settings.pop("subsets", None)
     _check_code("tokenize", settings.get("tokenize"), "tokenizer", ("tokenize",), allow_code)
     settings["dedup"], own = _own_methods(settings.get("dedup", {}), base.dedup, allow_code)
     recipe: Recipe = _build(Recipe, settings, (), base)
     if own:
         recipe = dataclasses.replace(recipe, dedup=dataclasses.replace(recipe.dedup, own=own))
-    if subsets is not None:
-        recipe = dataclasses.replace(recipe, subsets=_subsets(subsets))
     return dataclasses.replace(recipe, stages=tuple(stages))
 
 
 def _own_methods(table: Any, base: Dedup, allow_code: bool) -> tuple[Any, tuple[Method, ...]]:
-    """The `[dedup]` table without tables of methods, and these methods after those of `base`."""
     if not isinstance(table, Mapping):
         return table, ()
     names = [name for name, value in table.items() if isinstance(value, Mapping)]
@@ -203,23 +197,6 @@ def _own_methods(table: Any, base: Dedup, allow_code: bool) -> tuple[Any, tuple[
         cls = _load_class("forebay.dedup", settings.get("use", name), "a deduplication method", path)
         own.append(_build(cls, {key: value for key, value in settings.items() if key != "use"}, path))
     return {key: value for key, value in table.items() if key not in names}, (*base.own, *own) if own else ()
-
-
-def _subsets(table: Any) -> Subsets:
-    if not isinstance(table, Mapping):
-        raise _SettingError(("subsets",), f"expected a table of names and shares, got {table!r}")
-    shares = {}
-    for key, value in table.items():
-        try:
-            share = _number(float, value, ("subsets", key)) if isinstance(value, str) else value
-            shares[key] = fit(float, share, key)
-            Subsets.of({key: shares[key]})
-        except UsageError as error:
-            raise _SettingError(("subsets", key), str(error).partition(": ")[2]) from error
-    try:
-        return Subsets.of(shares)
-    except UsageError as error:
-        raise _SettingError(("subsets",), str(error)) from error
 
 
 def _check_code(name: str, table: Any, key: str, path: Keys, allowed: bool) -> None:

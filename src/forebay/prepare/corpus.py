@@ -1,4 +1,4 @@
-"""The documents of a run between reading and writing, and one pass over what is kept: clusters, samples, ids.
+"""The documents of a run between reading and writing, and one pass over what is kept: samples, ids.
 
 The pass reads a few bytes a document, as it needs the text of a few samples only.
 """
@@ -8,16 +8,13 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from forebay.files import atomic_write, open_atomic
@@ -26,16 +23,15 @@ from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import part_batches
 from forebay.prepare.inputs import InputFiles
 from forebay.prepare.sources import first_rows, row_position, source_id
-from forebay.prepare.stats import CLUSTER, SAMPLE_CHARACTERS, SAMPLES, Sample, StageStats, mix64
+from forebay.prepare.stats import SAMPLE_CHARACTERS, SAMPLES, Sample, StageStats, mix64
 from forebay.prepare.tasks.text import TextResult
 from forebay.storage.listing import Skipped, shown_path
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup.deduplicate import Cutter, DedupResult, Flags, SignedSplit
+    from forebay.prepare.dedup.deduplicate import Cutter, DedupResult, Flags
 
 _COLUMNS = ("place", "id", "where", "text_bytes", "language", "perplexity")
 SKIPPED_FILE = "skipped.jsonl"
-CLUSTERS = pa.schema([("cluster", pa.int64()), ("id", pa.large_string()), ("kept", pa.bool_()), ("near", pa.bool_())])
 
 
 @dataclass(frozen=True)
@@ -47,13 +43,6 @@ class Corpus:
     texts: Sequence[TextResult]
     dedup: DedupResult | None
     folder: str
-
-    @property
-    def signed(self) -> list[SignedSplit]:
-        """The input of a deduplication."""
-        from forebay.prepare.dedup.deduplicate import SignedSplit
-
-        return [SignedSplit(f"{self.folder}/{text.name}", text.documents_out) for text in self.texts]
 
     @property
     def documents_in(self) -> int:
@@ -75,7 +64,7 @@ class Corpus:
         from forebay.prepare.dedup.deduplicate import Cutter
 
         cut = Cutter(self.dedup.cut[index], config) if self.dedup.cut else None
-        return self.dedup.drop[index], cut, f"{Path(self.dedup.clusters).stem} {index}"
+        return self.dedup.drop[index], cut, f"{self.dedup.name} {index}"
 
     def drop_codes(self, index: int) -> NDArray[np.uint8]:
         """For each document of a split 0, or 1 + the index of the method that found it a duplicate."""
@@ -101,29 +90,21 @@ def read_skipped(out: Path) -> list[Skipped]:
         return []
 
 
-@dataclass(frozen=True, order=True)
-class _Candidate:
-    """A document that may become a sample: those with the smallest keys do."""
-
-    key: int
-    split: int
-    row: int
+_Candidate = tuple[int, int, int]
+"""Key, split and row of a document that may become a sample: those with the smallest keys do."""
 
 
-def examine_kept(corpus: Corpus, config: Dedup, stats: StageStats, clusters_path: Path) -> None:
-    """Write the clusters; add duplicates, distributions and samples of what is kept to the statistics."""
+def examine_kept(corpus: Corpus, config: Dedup, stats: StageStats) -> None:
+    """Add duplicates, distributions and samples of what is kept to the statistics."""
     candidates: dict[int, list[_Candidate]] = {code: [] for code in range(len(config.methods) + 1)}
     kept_bytes = 0
-    with ExitStack() as stack:
-        clusters = _Clusters(clusters_path, corpus.dedup, stack)
-        for index, (split, text, first_row) in enumerate(zip(corpus.splits, corpus.texts, corpus.first_rows)):
-            codes = corpus.drop_codes(index)
-            _choose(candidates, text.key, index, codes)
-            for start, batch in part_batches(corpus.arrow(index), _COLUMNS):
-                retained = batch.filter(pa.array(codes[start : start + batch.num_rows] == 0))
-                stats.add_batch("kept", retained)
-                kept_bytes += pc.sum(retained.column("text_bytes")).as_py() or 0
-                clusters.write(index, start, batch, partial(source_id, split, batch, first_row=first_row))
+    for index, text in enumerate(corpus.texts):
+        codes = corpus.drop_codes(index)
+        _choose(candidates, text.key, index, codes)
+        for start, batch in part_batches(corpus.arrow(index), _COLUMNS):
+            retained = batch.filter(pa.array(codes[start : start + batch.num_rows] == 0))
+            stats.add_batch("kept", retained)
+            kept_bytes += pc.sum(retained.column("text_bytes")).as_py() or 0
     reasons = [method.reason for method in config.methods]
     if corpus.dedup is not None:
         _count_duplicates(corpus.dedup, reasons, stats, kept_bytes)
@@ -157,8 +138,6 @@ def _count_duplicates(result: DedupResult, reasons: Sequence[str], stats: StageS
     count.dropped.update({reason: n for reason, n in zip(reasons, result.dropped) if n})
     if result.units_cut:
         count.changed["lines cut"] = result.units_cut
-    for size, number in result.sizes:
-        stats.add_values(CLUSTER, "read", [size], number)
 
 
 def _choose(candidates: dict[int, list[_Candidate]], key: str, index: int, codes: NDArray[np.uint8]) -> None:
@@ -166,38 +145,15 @@ def _choose(candidates: dict[int, list[_Candidate]], key: str, index: int, codes
     for code, chosen in candidates.items():
         rows = np.flatnonzero(codes == code)
         few = rows[np.argsort(keys[rows], kind="stable")[:SAMPLES]]
-        candidates[code] = heapq.nsmallest(SAMPLES, [*chosen, *(_Candidate(int(keys[r]), index, int(r)) for r in few)])
+        candidates[code] = heapq.nsmallest(SAMPLES, [*chosen, *((int(keys[r]), index, int(r)) for r in few)])
 
 
 def _samples(corpus: Corpus, candidates: Sequence[_Candidate]) -> Iterator[Sample]:
     starts = corpus.first_rows
-    for candidate in candidates:
-        for start, batch in part_batches(corpus.arrow(candidate.split)):
-            if candidate.row < start + batch.num_rows:
-                row = candidate.row - start
-                position = row_position(corpus.splits[candidate.split], batch, row, starts[candidate.split])
+    for key, split, document in candidates:
+        for start, batch in part_batches(corpus.arrow(split)):
+            if (row := document - start) < batch.num_rows:
+                position = row_position(corpus.splits[split], batch, row, starts[split])
                 text = batch.column("text")[row].as_py()[:SAMPLE_CHARACTERS]
-                yield Sample(candidate.key, position, batch.column("url")[row].as_py(), text)
+                yield Sample(key, position, batch.column("url")[row].as_py(), text)
                 break
-
-
-class _Clusters:
-    """Writes the clusters with the documents' source ids in place of their numbers; nothing without clusters."""
-
-    def __init__(self, path: Path, result: DedupResult | None, stack: ExitStack) -> None:
-        self._rows: Iterator[dict[str, Any]] = iter(())
-        if result is not None:
-            reader = stack.enter_context(pq.ParquetFile(result.clusters))
-            file = stack.enter_context(open_atomic(path))
-            self._writer = stack.enter_context(pq.ParquetWriter(file, CLUSTERS))
-            self._rows = (row for batch in reader.iter_batches(batch_size=1 << 14) for row in batch.to_pylist())
-        self._next = next(self._rows, None)
-
-    def write(self, split: int, start: int, batch: pa.RecordBatch, id_of: Any) -> None:
-        """Write the cluster rows of a batch of a split, whose first document is `start`."""
-        rows = []
-        while (row := self._next) is not None and row["part"] == split and row["document"] < start + batch.num_rows:
-            rows.append({**row, "id": id_of(row["document"] - start)})
-            self._next = next(self._rows, None)
-        if rows:
-            self._writer.write_table(pa.Table.from_pylist(rows, schema=CLUSTERS))

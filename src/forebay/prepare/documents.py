@@ -6,10 +6,11 @@ is a pure function of a batch. A batch has at least the columns of `SCHEMA`. A s
 """
 
 import copy
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from fractions import Fraction
 from pathlib import PurePath
 from typing import Any, ClassVar, Protocol
 
@@ -32,8 +33,6 @@ SCHEMA = pa.schema(
 BATCH_BYTES = 4 << 20
 """UTF-8 bytes of text in a batch, about: one document larger than that is a batch alone."""
 BATCH_ROWS = 4096
-TRAIN = "train"
-"""The subset of documents that are in no other."""
 
 
 @dataclass(frozen=True)
@@ -159,54 +158,62 @@ def text_column(offsets: NDArray[np.int64], data: NDArray[np.uint8]) -> pa.Large
     return pa.LargeStringArray.from_buffers(len(offsets) - 1, pa.py_buffer(offsets), pa.py_buffer(data))
 
 
-@dataclass(frozen=True)
-class Subsets:
-    """Named subsets and their shares; in a recipe `validation = 0.01`.
+@dataclasses.dataclass(frozen=True)
+class FunctionFilter(Stage):
+    """A filter that drops the rows that its function does not keep."""
 
-    The subset of a document is a function of its text alone. Specification, version 1: h is the first 8 bytes, little
-    endian, of BLAKE2b with a digest of 8 bytes, over `forebay-subset-v1;0:;` and the UTF-8 bytes of the text as it
-    leaves the filters, before repeated lines are cut. The named subsets are side by side from 0 in the given order: a
-    document with h below the first's fraction * 2**64 (rounded to the nearest integer, ties to even) is in the first,
-    else if below the sum of the first two in the second, and so on; all others are in `train`.
-    """
-
-    fractions: tuple[tuple[str, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, share in self.fractions:
-            if not name.isidentifier() or not name.isascii() or name == TRAIN:
-                raise UsageError(f"subset {name!r}: expected a name of letters, digits and _, and not {TRAIN!r}.")
-            if not 0 < share < 1:
-                raise UsageError(f"subset {name!r}: expected a share between 0 and 1, got {share}.")
-        names = [name for name, _ in self.fractions]
-        if len(set(names)) != len(names) or sum(Fraction(share) for _, share in self.fractions) >= 1:
-            raise UsageError(f"subsets: expected each name once and shares below 1 in all, got {self.fractions}.")
-
-    @classmethod
-    def of(cls, fractions: Mapping[str, float]) -> "Subsets":
-        """Of a table such as `{"validation": 0.01}`."""
-        return cls(tuple(fractions.items()))
+    function: ClassVar[Callable[..., Any]]
+    per_document: ClassVar[bool]
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """`train` first, then the others as given."""
-        return (TRAIN, *(name for name, _ in self.fractions))
+    def reasons(self) -> tuple[str, ...]:
+        return (self.name,)
 
-    def of_texts(self, texts: pa.LargeStringArray) -> NDArray[np.uint8]:
-        """The index into `names` of each text; uint8 [rows]."""
-        if not self.fractions:
-            return np.zeros(len(texts), np.uint8)
-        seeded = hashlib.blake2b(b"forebay-subset-v1;0:;", digest_size=8)
-        offsets, data = text_buffers(texts)
-        view, starts = memoryview(data.data), offsets.tolist()
-        hashes = np.empty(len(texts), "<u8")
-        for row in range(len(texts)):
-            digest = seeded.copy()
-            digest.update(view[starts[row] : starts[row + 1]])
-            hashes[row] = int.from_bytes(digest.digest(), "little")
-        total, bounds = Fraction(0), []
-        for _, share in self.fractions:
-            total += Fraction(share)
-            bounds.append(min(round(total * 2**64), 2**64 - 1))
-        index = np.searchsorted(np.array(bounds, np.uint64), hashes, "right")
-        return np.where(index < len(bounds), index + 1, 0).astype(np.uint8)
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
+        settings = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        if self.per_document:
+            rows = (dict(zip(batch.schema.names, row)) for row in zip(*batch.to_pydict().values()))
+            keep = np.array([bool(self.function(row, **settings)) for row in rows], np.bool_)
+        else:
+            keep = np.asarray(self.function(batch, **settings), np.bool_)
+        return StageResult(batch, np.where(keep, -1, 0).astype(np.int16))
+
+
+def text_filter(
+    name: str, *, version: str, per_document: bool = False
+) -> Callable[[Callable[..., Any]], type[FunctionFilter]]:
+    """Make a filter of a function; its keyword parameters become the settings of the filter.
+
+        @forebay.text_filter("enough_lines", version="1")
+        def enough_lines(batch, min_lines: int = 3):
+            return pc.greater_equal(pc.count_substring(batch["text"], "\\n"), min_lines - 1)
+
+        forebay.prepare_dataset(["in"], "out", tokenizer="gpt2", filters=[enough_lines(min_lines=5)])
+
+    Define the function in a module: worker processes import it. A recipe names it by `use = "module:enough_lines"`.
+
+    Args:
+        name: In the report, and the reason under which documents are dropped.
+        version: Change it with the function, so that its old results are not used: it enters the names of tasks.
+        per_document: The function gets the columns of one document as a dict and returns whether to keep it; by
+            default it gets a RecordBatch (`text`, `url`, `id`, ...) and returns a keep mask.
+    """
+
+    def decorate(function: Callable[..., Any]) -> type[FunctionFilter]:
+        hints = typing.get_type_hints(function)
+        settings: list[Any] = []
+        for parameter in list(inspect.signature(function).parameters.values())[1:]:
+            if parameter.default is inspect.Parameter.empty:
+                raise UsageError(
+                    f"text_filter {name}: expected a default for {parameter.name}, got none. Give every setting one."
+                )
+            settings.append((parameter.name, hints.get(parameter.name, Any), parameter.default))
+        constants = {
+            "function": staticmethod(function), "per_document": per_document, "name": name, "version": version,
+            "__doc__": function.__doc__, "__module__": function.__module__, "__qualname__": function.__qualname__,
+        }  # fmt: skip
+        return dataclasses.make_dataclass(
+            function.__name__, settings, bases=(FunctionFilter,), namespace=constants, frozen=True
+        )
+
+    return decorate

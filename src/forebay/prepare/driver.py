@@ -35,9 +35,8 @@ from forebay.prepare.inputs import InputFiles, find_inputs, split_files
 from forebay.prepare.outputs.base import REJECTS_FILE, Output, no_documents, write_empty_report
 from forebay.prepare.outputs.dataset import DatasetOutput
 from forebay.prepare.outputs.text import LanguageModelOutput, TextOutput
-from forebay.prepare.plan import sampled
 from forebay.prepare.recipe import Recipe
-from forebay.prepare.run import PrepareResult, PrepareRun, Progress
+from forebay.prepare.run import PrepareResult, PrepareRun, Progress, sampled
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
 from forebay.prepare.stats import PERPLEXITY, StageStats, percentile_threshold
 from forebay.prepare.tasks.encode import sample_texts
@@ -93,9 +92,9 @@ def prepare_dataset(
     """Prepare a dataset of raw text. A killed call resumes when it is called again.
 
     Args:
-        inputs: Files, directories and URLs of any format of `forebay.prepare.read.FORMATS`; inputs of entry points of
+        inputs: Files, directories and URLs of any format of `forebay.formats`; inputs of entry points of
             `forebay.sources`; or objects of the protocol `DocumentSource`, whose documents come last.
-        out: The dataset's directory, which is created. Named subsets are datasets in directories below it.
+        out: The dataset's directory, which is created.
         recipe: What to do with the text: a Recipe, or the name of one that comes with Forebay. Without one the text is
             tokenized as it is. The arguments that follow are laid over it.
         tokenizer: As `[tokenize] tokenizer`, or an object of the protocol `Tokenizer`.
@@ -272,7 +271,6 @@ def _hash_unchanged(source: InputFile, scale: int) -> str:
 def _find_existing(
     run: PrepareRun, output: Output, sources: InputFiles, lineage: dict[str, Any]
 ) -> PrepareResult | None:
-    """The result of an earlier run with the same inputs and recipe. UsageError if the directory holds anything else."""
     existing = next((candidate for candidate in {*OUTPUTS, output} if (run.out / candidate.marker).exists()), None)
     if existing is None:
         if (run.out / "slices").exists() and not run.work.exists():
@@ -408,7 +406,6 @@ def _check_malformed(run: PrepareRun, corpus: Corpus, stats: StageStats) -> None
 
 
 def _within_percentiles(run: PrepareRun, texts: list[TextResult], stats: StageStats) -> list[TextResult]:
-    """The texts without documents outside the perplexity percentiles, which are counted in `stats`."""
     scores = stats.histograms.get(PERPLEXITY, {}).get("read")
     if not run.recipe.percentiles or scores is None:
         return texts
@@ -432,7 +429,8 @@ def _deduplicated(run: PrepareRun, corpus: Corpus) -> DedupResult | None:
     def report(step: str, done: int, total: int) -> None:
         run.on_progress(Progress("dedup", done, total, " steps"))
 
-    return deduplicate(corpus.signed, dedup, run.work / "dedup", lambda f, tasks: run.map(f, tasks), report)
+    prefixes = [f"{corpus.folder}/{text.name}" for text in corpus.texts]
+    return deduplicate(prefixes, dedup, run.work / "dedup", lambda f, tasks: run.map(f, tasks), report)
 
 
 def _trained(run: PrepareRun, texts: Sequence[TextResult], vocab: int) -> TokenizerFile:

@@ -31,7 +31,7 @@ from forebay.formats.inputs import (
 )
 from forebay.formats.records import Record
 from forebay.network.retry import log_while_waiting
-from forebay.prepare.read.hub import HUB, library_source, source_at
+from forebay.prepare.sources import HUB, library_source, source_at
 from forebay.storage.hub import HubReadError
 from forebay.storage.hub_splits import PREFIX, find_split
 from forebay.storage.listing import Skipped, describe_skipped, list_files, shown_path
@@ -152,7 +152,6 @@ def resolve_format(file: InputFile, options: ReadOptions) -> InputFile:
 
 
 def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile | Skipped:
-    """The file with its format; or, with the reason, a file to leave out."""
     is_forced = options.format != "auto" and file.format != "hub"
     if file.format or (is_forced and file.path.startswith(PREFIX)):  # The hub's.
         return replace(file, format=options.format) if is_forced else file
@@ -197,7 +196,6 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
 
 
 def _normalized(encoding: str) -> str:
-    """An encoding by Python's name; "" for UTF-8."""
     name = codecs.lookup(encoding).name
     return "" if name in ("utf-8", "utf-8-sig", "ascii") else name
 

@@ -62,7 +62,6 @@ def read_words(texts: Iterable[str], spill: Path, vocab_limit: int) -> tuple[lis
 
 @jit()
 def _hash_words(data, hashes, starts):  # type: ignore[no-untyped-def]
-    """Hashes of the words of spaced lines, and where they start; each line ends with END, START."""
     n = start = 0
     for i in range(len(data)):
         if data[i] != 32 and data[i] != 10:
@@ -171,7 +170,6 @@ class _Level:
 
 
 def _levels(work: Path, order: int, words: int, chunk: int) -> list[_Level]:
-    """The n-grams of all orders, up to the longest that the text has."""
     numbers, counts = np.arange(words), np.full(words, 1 << 62, np.int64)
     none, adjusted = np.zeros(0, np.int64), np.zeros(words, np.int64)
     levels = [_Level(1, numbers, counts, none, numbers == START, adjusted, np.zeros(words), np.ones(words))]
@@ -253,7 +251,6 @@ def _find(keys: Ints, needed: Ints) -> Ints:
 
 
 def _merge(runs: list[tuple[Path, int]], keys: Path, counts: Path, chunk: int) -> int:
-    """Merge sorted runs of (key, count) into two files; how many different keys."""
     maps = [np.memmap(path, np.int64, "r", shape=(size, 2)) for path, size in runs if size]
     positions = [0] * len(maps)
     block = max(1024, 2 * chunk // max(len(maps), 1))
@@ -292,7 +289,6 @@ def _discounts(adjusted: Ints, skip: Callable[[int, int], NDArray[np.bool_]], ch
 
 
 def _estimate(work: Path, levels: list[_Level], n: int, chunk: int) -> tuple[float, float, float]:
-    """Fill in the probabilities of order n, and the backoffs of its contexts."""
     level = levels[n - 1]
     if n == 1:
         numbers_ = _discounts(level.adjusted, lambda a, b: level.at_start[a:b], chunk)

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from forebay.formats.inputs import ReadOptions
 from forebay.prepare.dedup.methods import Dedup
-from forebay.prepare.documents import Stage, Subsets, without_paths
+from forebay.prepare.documents import Stage, without_paths
 from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.settings import Positive, Settings, Share
 from forebay.prepare.tasks.slicing import MIN_SLICE_BYTES
@@ -26,11 +26,10 @@ STAGES = {
     "toxic": "forebay.prepare.clean.toxic:Toxic",
     "boilerplate": "forebay.prepare.clean.boilerplate:Boilerplate",
     "url": "forebay.prepare.filters.url:Url",
-    "length": "forebay.prepare.filters.counts:Length",
+    "length": "forebay.prepare.filters.quality:Length",
     "gopher_quality": "forebay.prepare.filters.quality:GopherQuality",
     "gopher_repetition": "forebay.prepare.filters.quality:GopherRepetition",
     "c4": "forebay.prepare.filters.c4:C4",
-    "code": "forebay.prepare.filters.counts:Code",
     "fineweb": "forebay.prepare.filters.quality:FineWeb",
     "language": "forebay.prepare.filters.language:Language",
     "perplexity": "forebay.prepare.filters.perplexity:Perplexity",
@@ -123,7 +122,6 @@ class Recipe(Settings):
     dedup: Dedup = field(default_factory=Dedup)
     tokenize: Tokenize = field(default_factory=Tokenize)
     slice: Slicing = field(default_factory=Slicing)
-    subsets: Subsets = field(default_factory=Subsets)
     rows: Rows | None = None
     lm: LanguageModel | None = None
 

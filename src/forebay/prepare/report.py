@@ -67,16 +67,12 @@ def render(report: Report) -> str:
 
 def render_text(report: Report) -> str:
     """The funnel for a terminal of 80 columns, ending in a newline."""
-    totals = report.get("totals", {})
     lines = [str(report.get("name") or "dataset")]
     lines += [f"{label}: {value} {detail}" for label, value, detail in _totals(report)]
     total = _documents_in(report)
     for kind, label, documents in _funnel(report):
         figures = f"{count(documents):>15} {share(documents, total):>9}" if kind != "wrong" else ""
         lines.append(f"{_cut(_PREFIXES[kind] + label, 80 - len(figures)):<{80 - len(figures)}}{figures}")
-    for name, subset in totals.get("subsets", {}).items():
-        counts = f"{count(subset.get('documents', 0))} documents, {short(subset.get('tokens', 0))} tokens"
-        lines.append(f"subset {name}: {counts}")
     # Without what a terminal would obey: control characters, and those that turn the direction of writing.
     printable = ("".join(char if char.isprintable() else "�" for char in line) for line in lines)
     return "\n".join(_cut(line, 80).rstrip() for line in printable) + "\n"
@@ -160,11 +156,7 @@ def _funnel(report: Report) -> Iterator[tuple[str, str, int]]:
 
 
 def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[str]]]]:
-    """The title, column heads and rows of each table of the page. A head `bar` is of widths in per cent."""
     yield "Totals", ("", "", ""), list(_totals(report))
-    subsets = report.get("totals", {}).get("subsets", {})
-    subset_rows = [(k, count(s.get("documents", 0)), count(s.get("tokens", 0))) for k, s in subsets.items()]
-    yield "Subsets", ("Subset", "Documents", "Tokens"), list(subset_rows)
     total = _documents_in(report)
     stages = [(_PREFIXES[k] + label, count(n), share(n, total), _percent(n, total)) for k, label, n in _funnel(report)]
     yield "Funnel", ("Stage and reason", "Documents", "Of all read", "bar"), list(stages)
@@ -208,7 +200,6 @@ def _percent(part: float, total: float) -> str:
 
 
 def _bins(data: Report) -> Iterator[tuple[str, int, int]]:
-    """Label, read and kept of at most MAX_BINS bins of a histogram, without empty ones at its ends."""
     edges = data.get("edges") or []
     counts = list(zip_longest(data.get("read") or (), data.get("kept") or (), fillvalue=0))
     filled = [index for index, pair in enumerate(counts) if any(pair)]

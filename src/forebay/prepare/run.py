@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forebay.dataset.reader import Dataset, open_dataset
+from forebay.formats.inputs import InputSplit
 from forebay.prepare.engines.base import Engine
+from forebay.prepare.engines.local import cores
+from forebay.prepare.inputs import find_inputs, split_files
 from forebay.prepare.recipe import Recipe
+from forebay.storage.listing import count_reasons
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -38,7 +42,6 @@ class PrepareResult:
         path: The output directory.
         dataset: The dataset's name.
         dropped: Documents dropped, by reason.
-        subsets: The counts and id of each subset, which is a dataset of its own.
         already_exists: The directory held this output before.
         skipped: Inputs that were left out or could not be read, by reason; `skipped.jsonl` names them.
     """
@@ -51,7 +54,6 @@ class PrepareResult:
     tokens: int
     slices: int
     dropped: dict[str, int] = field(default_factory=dict)
-    subsets: dict[str, dict[str, Any]] = field(default_factory=dict)
     already_exists: bool = False
     skipped: dict[str, int] = field(default_factory=dict)
 
@@ -69,7 +71,7 @@ class PrepareResult:
     def to_json(self) -> dict[str, Any]:
         """The output of `forebay prepare --json`: the same for the same inputs and recipe."""
         names = ("dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped")
-        return {name: getattr(self, name) for name in (*names, *(["subsets"] if self.subsets else []))}
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -146,3 +148,36 @@ class PrepareRun:
                 on_result(index, result)
             complete.append(result)
         return complete
+
+
+def sampled(splits: list[InputSplit], fraction: float) -> tuple[list[InputSplit], float]:
+    """About that share of the splits, spread evenly, and the share of their documents that makes it exact."""
+    if fraction >= 1 or not splits:
+        return splits, 1.0
+    count = min(len(splits), max(1, round(len(splits) * fraction + 0.5)))
+    chosen = [splits[index * len(splits) // count] for index in range(count)]
+    return chosen, min(1.0, fraction * len(splits) / count)
+
+
+def plan(
+    inputs: Sequence[str | Path], recipe: Recipe, *, workers: int | None = None, follow_links: bool = False
+) -> dict[str, Any]:
+    """What `prepare_dataset` would do: files and bytes by format, reasons why others are left out, tasks, the recipe.
+
+    Reads the first bytes of each file.
+    """
+    sources = find_inputs(inputs or recipe.inputs, recipe.read, follow_links=follow_links)
+    splits, _ = sampled(split_files(sources.files, recipe.read), recipe.sample)
+    by_format: dict[str, dict[str, int]] = {}
+    for source in sources.files:
+        counts = by_format.setdefault(source.format, {"files": 0, "bytes": 0})
+        counts["files"] += 1
+        counts["bytes"] += source.bytes
+    return {
+        "inputs": by_format,
+        "skipped": count_reasons(sources.skipped),
+        "tasks": len(splits),
+        "bytes": int(sum(counts["bytes"] for counts in by_format.values()) * recipe.sample),
+        "workers": workers or cores(),
+        "recipe": recipe.to_json(),
+    }

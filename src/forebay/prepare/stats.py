@@ -23,11 +23,10 @@ SAMPLES = 5
 """Samples of each stage and reason, and of what is kept."""
 SAMPLE_CHARACTERS = 600
 
-LENGTH, PERPLEXITY, CLUSTER = "length (UTF-8 bytes)", "perplexity", "duplicate cluster size"
+LENGTH, PERPLEXITY = "length (UTF-8 bytes)", "perplexity"
 EDGES: dict[str, NDArray[Any]] = {
     LENGTH: np.round(2.0 ** np.arange(0, 32.5, 0.5)),
     PERPLEXITY: np.round(2.0 ** np.arange(0, 24.125, 0.125), 4),
-    CLUSTER: 2.0 ** np.arange(0, 33),
 }
 
 Keys = NDArray[np.uint64]
@@ -89,11 +88,11 @@ class StageStats:
             for row in pc.value_counts(batch.column("language")).to_pylist():
                 self.languages[row["values"] or "unknown"][side] += row["counts"]
 
-    def add_values(self, name: str, side: str, values: ArrayLike, times: int = 1) -> None:
-        """Add values, each so many times, to a histogram; values beyond its edges go to the first and last bin."""
+    def add_values(self, name: str, side: str, values: ArrayLike) -> None:
+        """Add values to a histogram; values beyond its edges go to the first and last bin."""
         edges = EDGES[name]
         counts, _ = np.histogram(np.clip(np.asarray(values, np.float64), edges[0], edges[-1]), bins=edges)
-        self._histogram(name, side)[:] += counts * times
+        self._histogram(name, side)[:] += counts
 
     def _histogram(self, name: str, side: str) -> NDArray[np.int64]:
         return self.histograms.setdefault(name, {}).setdefault(side, np.zeros(len(EDGES[name]) - 1, np.int64))

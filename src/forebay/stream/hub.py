@@ -23,7 +23,7 @@ from forebay.formats.inputs import InputFile, ReadOptions
 from forebay.formats.records import Record, to_record
 from forebay.order.bijection import permute
 from forebay.prepare.inputs import resolve_format
-from forebay.prepare.read.hub import open_with_library, source_at
+from forebay.prepare.sources import open_with_library, source_at
 from forebay.storage.hub_copies import HubCopy
 from forebay.storage.hub_splits import PREFIX, HubSplit, find_split
 from forebay.stream.records import FileReading, FileRecords, check_position

@@ -20,8 +20,8 @@ from forebay.errors import PrepareError, UsageError
 from forebay.formats.base import get_format
 from forebay.formats.detect import detect
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+from forebay.prepare.api import ApiProgress, acquire
 from forebay.prepare.inputs import find_inputs, read_split, split_files
-from forebay.prepare.read.api import ApiProgress, acquire
 from support.calibration import scaled
 
 PER_PAGE, PAGES = 10, 12
@@ -58,7 +58,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr("forebay.prepare.read.api.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("forebay.prepare.api.FIRST_WAIT_S", 0.01)
     state = Server()
 
     class Handler(BaseHTTPRequestHandler):
@@ -169,7 +169,7 @@ def test_x_preset_and_limits(tmp_path: Path, server: Server) -> None:
 def test_failures_keep_what_was_fetched(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.faults = {3: ["500"] * 3}
     description = spec(tmp_path, server)
-    monkeypatch.setattr("forebay.prepare.read.api.MAX_TRIES", 3)
+    monkeypatch.setattr("forebay.prepare.api.MAX_TRIES", 3)
     with pytest.raises(PrepareError, match=r"failed 3 times; last: HTTP status 500.*Run again to resume"):
         acquire(description, tmp_path / "out")
     assert len(items(tmp_path / "out/items.jsonl")) == 3 * PER_PAGE
@@ -189,7 +189,7 @@ def test_failures_keep_what_was_fetched(tmp_path: Path, server: Server, monkeypa
 def test_a_killed_run_goes_on_at_its_cursor(tmp_path: Path, server: Server) -> None:
     server.slow_s = 0.03
     description = spec(tmp_path, server)
-    code = "import sys; from forebay.prepare.read.api import acquire; acquire(sys.argv[1], sys.argv[2])"
+    code = "import sys; from forebay.prepare.api import acquire; acquire(sys.argv[1], sys.argv[2])"
     command = [sys.executable, "-c", code, str(description), str(tmp_path / "out")]
     for pages in (3, 7):
         run = subprocess.Popen(command)

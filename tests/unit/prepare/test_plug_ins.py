@@ -47,7 +47,6 @@ class SameStart:
     reason: ClassVar[str] = "same_start"
     columns: ClassVar[int] = 1
     key_columns: ClassVar[int] = 1
-    near: ClassVar[bool] = True
 
     @property
     def settings(self):

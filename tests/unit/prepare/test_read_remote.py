@@ -19,7 +19,7 @@ from forebay.formats.inputs import MAX_INPUT_BYTES, MAX_SPLITS, InputFile, ReadO
 from forebay.formats.records import Record
 from forebay.network.retry import retry_after_s
 from forebay.prepare.inputs import find_inputs, read_split, split_files
-from forebay.prepare.read.hub import library_source
+from forebay.prepare.sources import library_source
 from forebay.storage.base import PermanentError
 from forebay.storage.http import WebOrigin
 from forebay.storage.hub_splits import parse_url

@@ -26,8 +26,6 @@ from forebay.prepare.config import load_recipe, merge
         ("max_error_rate = 2", " max_error_rate: expected at most 1, got 2"),
         ("dedup = 5", " dedup: expected a table of settings, got 5"),
         ("length = 3", " length: expected a table of settings, true or false, got 3"),
-        ("[subsets]\nvalidation = 0.1\ntest = 1.5", " subsets.test: expected a share between 0 and 1, got 1.5"),
-        ("[subsets]\nvalidation = 0.6\ntest = 0.6", " subsets: "),
         ('[[mine]]\nuse = "a:B"\n[[mine]]\nuse = 5', " mine.use: cannot import 'a:B'"),
         ("[mine]\n\nuse = 'json:Nothing'", " mine.use: expected module:Name, got 'json:Nothing'"),
         ("[length\n", "1: expected TOML: "),

@@ -99,10 +99,6 @@ def example() -> dict[str, Any]:
             "tokens": 391_223_114,
             "slices": 12,
             "malformed": 412,
-            "subsets": {
-                "train": {"documents": documents - 3_891, "tokens": 387_310_882},
-                "validation": {"documents": 3_891, "tokens": 3_912_232},
-            },
         },
         "inputs": [
             {"name": f"warc/CC-MAIN-{i:02d}.warc.gz", "format": "warc", "bytes": 98_142_239 + i}
@@ -123,11 +119,6 @@ def example() -> dict[str, Any]:
                 "read": [i**3 for i in range(20)],
                 "kept": [0] * 13 + [i**3 for i in range(13, 20)],
                 "log": False,
-            },
-            "duplicate cluster size": {
-                "edges": [2, 3, 4, 5, 6, 8, 11, 16, 32, 64],
-                "kept": [31_200, 9_004, 4_011, 2_001, 1_740, 911, 420, 88, 12],
-                "log": True,
             },
         },
         "languages": {

@@ -46,7 +46,7 @@ class Twice:
 
 def made(folder, to):
     recipe = load_recipe(settings={
-        "name": "d", "dedup": {"exact": True, "minhash": True, "lines": True}, "subsets": {"validation": 0.2},
+        "name": "d", "dedup": {"exact": True, "minhash": True, "lines": True},
         "tokenize": {"tokenizer": "bytes"}, "slice": {"shuffle": to == "dataset", "bytes": 16384},
     })
     prepare_dataset([source], folder, recipe=recipe, workers=1, to=to, document_ids=to == "dataset")

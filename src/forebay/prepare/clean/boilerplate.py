@@ -29,7 +29,6 @@ KINDS = ("phrase_lines", "menu_lines")
 
 @jit()
 def _listed(data, a, b, automaton, positions, table):  # type: ignore[no-untyped-def]
-    """Whether the line `[a, b)`, without space around it, holds a phrase where that must stand."""
     state = 0
     for i in range(a, b):
         state = automaton.steps[state, automaton.columns[data[i]]]

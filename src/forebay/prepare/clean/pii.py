@@ -177,7 +177,6 @@ def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _keys(column: pa.LargeStringArray) -> Iterator[tuple[int, int]]:
-    """The spans of keys, which may overlap, row by row."""
     offsets, data = text_buffers(column)
     starts = _compiled(STARTS)
     for first, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist()):

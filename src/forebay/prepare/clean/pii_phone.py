@@ -58,7 +58,6 @@ def _separated(data: Bytes, stop: int, pos: int) -> tuple[int, int]:
 
 @jit()
 def _groups(data: Bytes, stop: int, pos: int, groups: Ints) -> int:
-    """Writes up to 8 groups of digits from `at`, of 15 digits together: LENGTH, the SEPARATOR before, END."""
     n, total, sep = 0, 0, 0
     while n < 8:
         bracket = pos < stop and data[pos] == 40

@@ -40,7 +40,6 @@ def iban_table() -> Bytes:
 
 @jit()
 def _hex(b: int) -> int:
-    """The value of a hexadecimal digit, or -1."""
     if 48 <= b <= 57:
         return b - 48
     return (b | 32) - 87 if 97 <= (b | 32) <= 102 else -1
@@ -48,7 +47,6 @@ def _hex(b: int) -> int:
 
 @jit()
 def _email(data: Bytes, free: int, stop: int, pos: int) -> tuple[int, int]:
-    """The address around the `@` at `at`, not before `free`; an empty span if there is none."""
     start = pos
     while start > free and pos - start < 64:
         b = data[start - 1]

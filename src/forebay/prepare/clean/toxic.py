@@ -33,7 +33,7 @@ WORDS, SCORE = 0, 1
 
 @jit()
 def _count(offsets, data, automaton, table, bounded, matches):  # type: ignore[no-untyped-def]
-    """Writes how many phrases a row has, of those that overlap the first to end, and their bytes: int64 [rows, 2]."""
+    """Writes how many phrases a row has, of those that overlap the first to end: int64 [rows]."""
     for row in range(len(offsets) - 1):
         start, stop = offsets[row], offsets[row + 1]
         state, free = 0, start
@@ -45,8 +45,7 @@ def _count(offsets, data, automaton, table, bounded, matches):  # type: ignore[n
             while True:
                 first = i + 1 - automaton.lengths[automaton.phrase[pos]]
                 if first >= free and (not bounded or apart(data, start, stop, first, i + 1, table)):
-                    matches[row, 0] += 1
-                    matches[row, 1] += i + 1 - first
+                    matches[row] += 1
                     free = i + 1
                     break
                 pos = automaton.shorter[pos]
@@ -64,7 +63,6 @@ class Toxic(Stage):
         language: Of documents in a batch without a column `language`.
         allow: Entries of the lists that do not count.
         max_matches: More than this drops; -1 for no limit.
-        max_fraction: Of a text's bytes that are in matches: more than this drops.
         model: A fastText model's path.
         label: Of the model: whose probability counts.
         threshold: A probability of at least this drops. The column `toxic_score` says it.
@@ -80,7 +78,6 @@ class Toxic(Stage):
     language: str = "en"
     allow: tuple[str, ...] = ALLOWED
     max_matches: Annotated[int, Field(ge=-1)] = 0
-    max_fraction: Share = 1.0
     model: str = ""
     label: str = "__label__toxic"
     threshold: Share = 0.5
@@ -109,11 +106,8 @@ class Toxic(Stage):
         """Drops as configured; counts `matches` (in what is kept) and `no_list`."""
         column, drop, counts = batch.column("text"), keep_all(len(batch)), Counter[str]()
         if self.lists:
-            matches, covered, listed = self._matches(batch)
-            sizes = np.maximum(np.diff(text_buffers(column)[0]), 1)
-            over = covered / sizes > self.max_fraction
-            if self.max_matches >= 0:
-                over |= matches > self.max_matches
+            matches, listed = self._matches(batch)
+            over = (matches > self.max_matches) & (self.max_matches >= 0)
             drop[over] = WORDS
             counts.update(matches=int(matches[~over].sum()), no_list=int((~listed & ~over).sum()))
         if self.model:
@@ -122,9 +116,8 @@ class Toxic(Stage):
             drop[(drop < 0) & (scores >= self.threshold)] = SCORE
         return StageResult(batch, drop, {kind: count for kind, count in counts.items() if count})
 
-    def _matches(self, batch: pa.RecordBatch) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """How many matches, how many bytes in them, and whether there was a list, by row."""
-        matches, listed = np.zeros((len(batch), 2), np.int64), np.zeros(len(batch), bool)
+    def _matches(self, batch: pa.RecordBatch) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        matches, listed = np.zeros(len(batch), np.int64), np.zeros(len(batch), bool)
         languages = [self.language] * len(batch)
         if "language" in batch.schema.names:
             languages = [language or self.language for language in batch.column("language").to_pylist()]
@@ -136,11 +129,11 @@ class Toxic(Stage):
             rows = np.flatnonzero(np.array([language == other for other in languages]))
             some = folded if len(rows) == len(batch) else folded.take(pa.array(rows))
             offsets, data = text_buffers(some)
-            here = np.zeros((len(rows), 2), np.int64)
+            here = np.zeros(len(rows), np.int64)
             bounded = language not in UNSPACED
             _count(offsets, data, automaton, word_table(), bounded, here)
             matches[rows], listed[rows] = here, True
-        return matches[:, 0], matches[:, 1], listed
+        return matches, listed
 
     def _scores(self, texts: list[str]) -> NDArray[np.float64]:
         model = load_model(self.model)

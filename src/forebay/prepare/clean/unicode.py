@@ -69,7 +69,6 @@ def _marks() -> NDArray[np.bool_]:
 
 @jit()
 def _gate(offsets: Ints, data: Bytes, pairs: NDArray[np.uint16], flags: Bytes) -> None:
-    """Sets SUSPECT, MAYBE_DENORMAL and NOT_ASCII for each row."""
     for row in range(len(offsets) - 1):
         start, stop = offsets[row], offsets[row + 1]
         top = np.uint8(0)
@@ -106,20 +105,17 @@ def _end_line(data: Bytes, line: int, written: int, count: Ints) -> int:
 
 
 @jit()
-def _invisible(code: int, bidi: bool) -> int:
+def _invisible(code: int) -> int:
     """Into which of KINDS a character falls that is to be removed; -1 if it stays."""
     if code < 32 or 0x7F <= code < 0xA0:
         return 0
     if code == 0xAD or code == 0x200B or code == 0x2060 or code == 0xFEFF:
         return 1
-    if bidi and (code == 0x200E or code == 0x200F or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069):
-        return 1
     return -1
 
 
 @jit()
-def _tidy(offsets, data, bidi, max_blank, marks, out, out_offsets, counts):  # type: ignore[no-untyped-def]
-    """Writes the rows without what KINDS names; counts int64 [rows, len(KINDS)]."""
+def _tidy(offsets, data, max_blank, marks, out, out_offsets, counts):  # type: ignore[no-untyped-def]
     written = 0
     for row in range(len(offsets) - 1):
         i, stop, count = offsets[row], offsets[row + 1], counts[row]
@@ -148,7 +144,7 @@ def _tidy(offsets, data, bidi, max_blank, marks, out, out_offsets, counts):  # t
                     written += 1
                 line, run, i = written, 0, after
                 continue
-            kind = _invisible(code, bidi)
+            kind = _invisible(code)
             if kind < 0 and code < len(marks):
                 run = run + 1 if marks[code] else 0
                 kind = 3 if run > MAX_MARKS else -1
@@ -176,7 +172,6 @@ class Unicode(Stage):
     Args:
         mojibake: Repair text that was read in the wrong encoding (`schÃ¶n`), line by line, with ftfy.
         form: `NFC`, `NFKC` (which also folds ligatures, full-width letters and superscripts) or `none`.
-        bidi_marks: Remove U+200E, U+200F, U+202A to U+202E, U+2066 to U+2069.
         max_blank_lines: How many may follow each other; -1 for any number.
 
     Source: UAX 15 (forms; runs of more than 30 combining marks are cut at 30); Speer 2019 (ftfy).
@@ -187,7 +182,6 @@ class Unicode(Stage):
     version: ClassVar[int] = 2
     mojibake: bool = True
     form: Literal["NFC", "NFKC", "none"] = "NFC"
-    bidi_marks: bool = False
     max_blank_lines: Annotated[int, Field(ge=-1)] = 2
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
@@ -249,7 +243,7 @@ class Unicode(Stage):
         out = np.empty(int(offsets[-1] - offsets[0]), np.uint8)
         out_offsets = np.zeros(len(offsets), np.int64)
         by_row = np.zeros((len(column), len(KINDS)), np.int64)
-        _tidy(offsets, data, self.bidi_marks, self.max_blank_lines, _marks(), out, out_offsets, by_row)
+        _tidy(offsets, data, self.max_blank_lines, _marks(), out, out_offsets, by_row)
         sums = by_row.sum(axis=0)
         if not sums.any():
             return column

@@ -7,7 +7,6 @@ whatever the order of the pairs. Pages leave memory every `_PAIRS` pairs: memory
 
 import json
 import mmap
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from forebay.files import atomic_write, open_atomic, temporary_path
@@ -31,16 +28,6 @@ _CHUNK = 1 << 20
 _FLAT_BYTES = 64 << 20
 """Maps smaller than this stay in memory."""
 
-CLUSTERS = pa.schema(
-    [
-        ("cluster", pa.int64()),  # the kept document's number in the corpus
-        ("part", pa.int32()),  # the number of its split
-        ("document", pa.int64()),  # within the part
-        ("kept", pa.bool_()),
-        ("near", pa.bool_()),  # dropped as a near duplicate, not as an equal of another
-    ]
-)
-
 
 @dataclass(frozen=True)
 class ComponentsTask:
@@ -50,8 +37,6 @@ class ComponentsTask:
         splits: (prefix, documents) in corpus order.
         weighted: They have `.weight` files.
         base: An earlier task, the codes of whose `.drop` stay.
-        near: The codes of near duplicates.
-        clusters: Write `NAME.parquet` too, and the histogram of sizes.
     """
 
     name: str
@@ -62,8 +47,6 @@ class ComponentsTask:
     code: int
     num_codes: int
     base: str = ""
-    near: tuple[int, ...] = ()
-    clusters: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,12 +115,13 @@ def roots(parent: Any, members: Any, out: Any) -> None:
         out[k] = find(parent, members[k])
 
 
-def find_components(task: ComponentsTask, scale: int) -> str:
-    """Run a ComponentsTask unless `NAME.json` exists, which is written last. Returns its name."""
+def find_components(task: ComponentsTask, scale: int) -> list[int]:
+    """Run a ComponentsTask unless `NAME.json` exists, which is written last. Returns the documents of each code."""
     folder = Path(task.folder)
     out = folder / task.name
     if out.with_suffix(".json").exists():
-        return task.name
+        done: list[int] = json.loads(out.with_suffix(".json").read_bytes())
+        return done
     rows = sum(documents for _, documents in task.splits)
     with _mapped(folder / f"{task.name}.parent", "<i8", rows) as parent, _weights(task, rows) as weights:
         for pairs in _read_pairs(folder, task.pairs, _PAIRS >> (2 * scale)):
@@ -150,9 +134,8 @@ def find_components(task: ComponentsTask, scale: int) -> str:
                 codes = _codes(task, parent, start, min(start + _CHUNK, rows))
                 counts += np.bincount(codes, minlength=len(counts))
                 drop.write(codes.data)
-        sizes = _write_clusters(task, parent, out) if task.clusters else []
-    atomic_write(out.with_suffix(".json"), json.dumps({"counts": counts.tolist(), "sizes": sizes}).encode())
-    return task.name
+    atomic_write(out.with_suffix(".json"), json.dumps(counts.tolist()).encode())
+    return [int(count) for count in counts]
 
 
 @contextmanager
@@ -176,68 +159,31 @@ def _read_pairs(folder: Path, names: Sequence[str], step: int) -> Iterator[NDArr
                 yield words.reshape(-1, 2)
 
 
-def _members(parent: NDArray[Any], start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The documents of [start, stop) that are in components, and their roots."""
+def _codes(task: ComponentsTask, parent: NDArray[Any], start: int, stop: int) -> NDArray[np.uint8]:
+    codes = np.zeros(stop - start, np.uint8)
+    if task.base:
+        codes = read_flags(Path(task.folder) / f"{task.base}.drop", start, stop - start)
     members = np.flatnonzero(parent[start:stop]) + start
     _release(parent)
     above = np.empty(len(members), np.int64)
     for k in range(0, len(members), _PAIRS):
         roots(parent, members[k : k + _PAIRS], above[k : k + _PAIRS])
         _release(parent)
-    return members, above
-
-
-def _codes(task: ComponentsTask, parent: NDArray[Any], start: int, stop: int) -> NDArray[np.uint8]:
-    codes = np.zeros(stop - start, np.uint8)
-    if task.base:
-        codes = read_flags(Path(task.folder) / f"{task.base}.drop", start, stop - start)
-    members, above = _members(parent, start, stop)
     later = members[members != above] - start
     codes[later[codes[later] == RETAINED]] = task.code
     return codes
 
 
-def _write_clusters(task: ComponentsTask, parent: NDArray[Any], out: Path) -> list[list[int]]:
-    """Write the clusters, by document; returns how many there are of each size."""
-    starts = np.cumsum([0] + [documents for _, documents in task.splits])
-    total = int(starts[-1])
-    with _mapped(out.with_suffix(".sizes"), "<i8", total) as sizes:
-        with open_atomic(out.with_suffix(".parquet")) as file, pq.ParquetWriter(file, CLUSTERS) as writer:
-            for start in range(0, total, _CHUNK):
-                stop = min(start + _CHUNK, total)
-                members, above = _members(parent, start, stop)
-                for k in range(0, len(above), _PAIRS):
-                    np.add.at(sizes, above[k : k + _PAIRS], 1)
-                    _release(sizes)
-                codes = read_flags(out.with_suffix(".drop"), start, stop - start)[members - start]
-                split = np.searchsorted(starts, members, side="right") - 1
-                columns = [
-                    above,
-                    split.astype(np.int32),
-                    members - starts[split],
-                    codes == RETAINED,
-                    np.isin(codes, task.near),
-                ]
-                writer.write_table(pa.table(columns, schema=CLUSTERS))
-        histogram: Counter[int] = Counter()
-        for start in range(0, total, _CHUNK):
-            values, counts = np.unique(sizes[start : start + _CHUNK], return_counts=True)
-            histogram.update(dict(zip(values.tolist(), counts.tolist())))
-            _release(sizes)
-    return [[size, histogram[size]] for size in sorted(histogram) if size]
-
-
-def mark_units(task: MarkTask, scale: int) -> str:
-    """Run a MarkTask unless its file exists. Returns its name."""
+def mark_units(task: MarkTask, scale: int) -> int:
+    """Run a MarkTask unless its file exists. Returns how many lines are marked."""
     out = Path(task.folder) / f"{task.name}.cut"
-    if out.exists():
-        return task.name
-    with open_atomic(out) as file:
-        reserve(file, task.rows)
-        if task.rows:
-            cut = np.memmap(file.name, np.uint8, "r+", shape=(task.rows,))
-            for pairs in _read_pairs(Path(task.folder), task.pairs, _CHUNK >> (2 * scale)):
-                cut[pairs[:, 0]] = 1
-                cut.flush()
-                _release(cut)
-    return task.name
+    if not out.exists():
+        with open_atomic(out) as file:
+            reserve(file, task.rows)
+            if task.rows:
+                cut = np.memmap(file.name, np.uint8, "r+", shape=(task.rows,))
+                for pairs in _read_pairs(Path(task.folder), task.pairs, _CHUNK >> (2 * scale)):
+                    cut[pairs[:, 0]] = 1
+                    cut.flush()
+                    _release(cut)
+    return sum(int(read_flags(out, start, _CHUNK).sum()) for start in range(0, task.rows, _CHUNK))

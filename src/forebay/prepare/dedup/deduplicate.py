@@ -1,28 +1,33 @@
-"""Deduplicate a corpus of signed splits: plan the tasks, map them over an engine, and read the result.
+"""Sign the documents of splits, and deduplicate the corpus: plan the tasks, map them over an engine, read the result.
 
-Methods compare documents in order: of a component only the best document goes on to the next method, and the pairs of
-all make the clusters. Lines come last, over the documents that stay. Every task is named by a hash of
-the signatures and settings, and skipped when its file exists; `STEM.result` is written last.
+A `Signer` writes, with a prefix `P`, little-endian, one row a document: `P.NAME` u64 [documents, columns] of each
+method; `P.weight` f64 [documents]: the greatest stays (only if not the first copy does); `P.counts` u32 [documents] and
+`P.units` u64 [sum of counts, 2]: the lines that are long enough; `P.signatures`: JSON, written last. That is 16 + 8
+bands bytes a document (128 by default), and 16 a line.
 
-Disk while it runs: 8 bytes a column of keys (224 bytes a document by default) and 8 for the components; what stays is
-a byte a document, one a line, and the clusters.
+Methods compare documents in order: of a component only the best document goes on to the next method. Lines come last,
+over the documents that stay. Every task is named by a hash of the signatures and settings, and skipped when its file
+exists; `STEM.result` is written last. Disk while it runs: 8 bytes a column of keys (224 bytes a document by default)
+and 8 for the components; what stays is a byte a document and one a line.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from forebay.errors import PrepareError, UsageError
-from forebay.files import atomic_write, remove_stale
+from forebay.errors import PrepareError
+from forebay.files import atomic_write, open_atomic, remove_stale
 from forebay.prepare.dedup.clusters import ComponentsTask, MarkTask, find_components, mark_units
-from forebay.prepare.dedup.kernels import cut_texts
+from forebay.prepare.dedup.kernels import cut_texts, hash_texts
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.dedup.pairs import (
     SORT_FACTOR,
@@ -34,10 +39,9 @@ from forebay.prepare.dedup.pairs import (
     read_flags,
     sort_run,
 )
-from forebay.prepare.dedup.signer import Signed, read_signed
 from forebay.prepare.documents import text_column
 
-VERSION = 2
+VERSION = 3
 """Changed when the same signatures would give another result, so that old ones are not used."""
 _RUN_RECORDS = 1 << 21
 """At most this many records a run: about 1 s of work, so that small corpora use several processes too."""
@@ -45,17 +49,60 @@ _UNITS = Keys("units", 2, 2)
 
 Mapper = Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]
 """Calls `run(task, scale)` for each task and returns the results in the order of the tasks."""
-Step = Callable[[str, Callable[[Any, int], Any], Sequence[Any]], list[str]]
+Step = Callable[[str, Callable[[Any, int], Any], Sequence[Any]], list[Any]]
 OnProgress = Callable[[str, int, int], None]
 """(step, steps done, steps in all)."""
 
 
-@dataclass(frozen=True)
-class SignedSplit:
-    """The signatures of one split of the corpus, by prefix, and how many documents it has."""
+class Signer:
+    """Writes the signatures of a split, `prefix` and an ending. A context manager; an exception leaves no file."""
 
-    prefix: str
-    documents: int
+    def __init__(self, prefix: Path, config: Dedup) -> None:
+        self._prefix, self._config = prefix, config
+        self._documents = self._units = 0
+        self._files: dict[str, tuple[BinaryIO, Any]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Signer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is not None:
+            self._stack.__exit__(kind, *error)
+            return
+        for ending in [*self._config.signature(), *(["counts"] if self._config.unit else [])]:
+            self._write(ending, np.empty(0, np.uint8))  # there may have been no documents
+        self._stack.close()
+        hashes = [[ending, hash_.hexdigest()] for ending, (_, hash_) in sorted(self._files.items())]
+        sha256 = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+        signed = {"documents": self._documents, "units": self._units, "sha256": sha256}
+        atomic_write(Path(f"{self._prefix}.signatures"), json.dumps(signed).encode())
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Sign the next documents."""
+        config, texts = self._config, batch.column("text")
+        self._documents += batch.num_rows
+        for method in config.methods:
+            keys = np.ascontiguousarray(method.sign(batch), "<u8")
+            expected = (batch.num_rows, method.columns)
+            if keys.shape != expected:
+                raise PrepareError(f"dedup method {method.name}: expected keys of shape {expected}, got {keys.shape}.")
+            self._write(method.name, keys)
+        if config.unit:
+            hashes, counts = hash_texts(texts, config.unit, config.normalise_of(config.unit), config.min_characters)
+            self._units += len(hashes)
+            self._write("units", hashes)
+            self._write("counts", counts.astype("<u4"))
+        if config.keep != "first":
+            self._write("weight", np.asarray(pc.binary_length(texts), np.float64))
+
+    def _write(self, ending: str, array: NDArray[Any]) -> None:
+        if ending not in self._files:
+            file = self._stack.enter_context(open_atomic(f"{self._prefix}.{ending}"))
+            self._files[ending] = file, hashlib.sha256()
+        file, sha256 = self._files[ending]
+        file.write(array.data)
+        sha256.update(array.data)
 
 
 @dataclass(frozen=True)
@@ -79,130 +126,125 @@ class DedupResult:
         dropped: How many documents each method dropped.
         drop: For each split a byte a document: 0 kept, else 1 + the index of the method in `Dedup.methods`.
         cut: For each split a byte a line that is long enough, 1 to be cut; empty if none are compared.
-        clusters: Parquet: cluster (number of the kept document), part, document, kept, near.
-        sizes: How many clusters there are of each size: [[2, 120], [3, 41]].
+        name: A hash of the signatures and settings, on which all else depends.
     """
 
     documents: int
     dropped: tuple[int, ...]
-    units: int
     units_cut: int
-    clusters: str
     drop: tuple[Flags, ...]
     cut: tuple[Flags, ...]
-    sizes: list[list[int]] = field(default_factory=list)
+    name: str
 
 
 @dataclass(frozen=True)
 class _Corpus:
     config: Dedup
-    splits: tuple[SignedSplit, ...]
-    signed: tuple[Signed, ...]
+    prefixes: Sequence[str]
+    documents: Sequence[int]
+    units: Sequence[int]
     folder: str
     stem: str
     memory_bytes: int
-
-    def rows(self, ending: str = "") -> list[int]:
-        return [s.units if ending in ("units", "cut") else s.documents for s in self.signed]
 
     def path(self, ending: str) -> str:
         return f"{self.folder}/{self.stem}.{ending}"
 
 
 def deduplicate(
-    splits: Sequence[SignedSplit],
+    prefixes: Sequence[str],
     config: Dedup,
     folder: Path,
     map: Mapper,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = lambda step, done, total: None,
     memory_bytes: int = 256 << 20,
 ) -> DedupResult:
     """Find the documents and lines of the corpus that are copies. Depends on signatures and their order alone.
 
-    A killed call resumes when it is called again. `splits` are in corpus order, signed with the same settings;
-    `folder` is of one call at a time; a task may take about `memory_bytes`.
+    A killed call resumes when it is called again. `prefixes` are those of the splits' signatures in corpus order,
+    signed with the same settings; `folder` is of one call at a time; a task may take about `memory_bytes`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    corpus = _open(splits, config, folder, memory_bytes)
-    result = Path(corpus.path("result"))
-    if result.exists():
-        return _load(corpus, json.loads(result.read_bytes()))
-    remove_stale(folder)
-    numbers = _run(corpus, map, on_progress or (lambda step, done, total: None))
-    atomic_write(result, json.dumps(numbers).encode())
-    for used in folder.glob(f"{corpus.stem}-*"):
-        used.unlink()
-    return _load(corpus, numbers)
+    corpus = _open(prefixes, config, folder, memory_bytes)
+    path = Path(corpus.path("result"))
+    if not path.exists():
+        remove_stale(folder)
+        atomic_write(path, json.dumps(_run(corpus, map, on_progress)).encode())
+        for used in folder.glob(f"{corpus.stem}-*"):
+            used.unlink()
+    counts, units_cut = json.loads(path.read_bytes())
+
+    def flags(ending: str, rows: Sequence[int]) -> tuple[Flags, ...]:
+        starts = np.cumsum([0, *rows]).tolist()
+        return tuple(Flags(corpus.path(ending), start, count) for start, count in zip(starts, rows))
+
+    dropped = tuple(counts[1 : len(config.methods) + 1])
+    cut = flags("cut", corpus.units) if config.unit else ()
+    return DedupResult(sum(counts), dropped, units_cut, flags("drop", corpus.documents), cut, corpus.stem)
 
 
-def _open(splits: Sequence[SignedSplit], config: Dedup, folder: Path, memory_bytes: int) -> _Corpus:
-    signed = [read_signed(split.prefix, config) for split in splits]
-    for split, description in zip(splits, signed):
-        if split.documents != description.documents:
-            raise UsageError(
-                f"{split.prefix}: expected {description.documents} documents as signed, got {split.documents}"
-            )
+def _open(prefixes: Sequence[str], config: Dedup, folder: Path, memory_bytes: int) -> _Corpus:
+    documents, units, sha256s = [], [], []
+    for prefix in prefixes:
+        try:
+            signed = json.loads(Path(f"{prefix}.signatures").read_bytes())
+            documents.append(int(signed["documents"]))
+            units.append(int(signed["units"]))
+            sha256s.append(signed["sha256"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise PrepareError(
+                f"{prefix}.signatures: expected finished signatures, got {error}. Sign the documents again."
+            ) from error
     settings = [VERSION, config.signature(), config.keep]
-    contents = [[s.sha256, s.documents, s.units] for s in signed]
-    stem = "dedup-" + hashlib.sha256(json.dumps([settings, contents]).encode()).hexdigest()[:32]
-    return _Corpus(config, tuple(splits), tuple(signed), str(folder), stem, memory_bytes)
+    name = hashlib.sha256(json.dumps([settings, list(zip(sha256s, documents, units))]).encode()).hexdigest()[:32]
+    return _Corpus(config, prefixes, documents, units, str(folder), f"dedup-{name}", memory_bytes)
 
 
-def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> dict[str, Any]:
-    methods, stem = corpus.config.methods, corpus.stem
-    total = 3 * max(len(methods), 1) - 2 * (not methods) + 3 * bool(corpus.config.unit)
+def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[int], int]:
+    """Documents by drop code, and how many lines are cut."""
+    config, stem = corpus.config, corpus.stem
+    methods = config.methods
+    total = (3 * len(methods) or 1) + 3 * bool(config.unit)
     done = 0
 
-    def step(name: str, run: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[str]:
+    def step(name: str, run: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
         nonlocal done
         on_progress(name, done, total)
-        names: list[str] = map(run, tasks) if tasks else []
+        results = map(run, tasks) if tasks else []
         done += 1
-        return names
+        return results
 
-    near = tuple(code for code, method in enumerate(methods, 1) if method.near)
     pairs: list[str] = []
-    base = ""
+    base, counts = "", [0]
     for code, method in enumerate(methods or (None,), 1):
         if method is not None:
             keys = Keys(method.name, method.columns, method.key_columns)
             pairs += _find_pairs(corpus, keys, f"{corpus.folder}/{base}.drop" if base else "", step)
-        is_last = code >= len(methods)
-        task = ComponentsTask(
-            name=stem if is_last or method is None else f"{stem}-{method.name}",
-            folder=corpus.folder,
-            pairs=tuple(pairs),
-            splits=tuple((split.prefix, split.documents) for split in corpus.splits),
-            weighted=corpus.config.keep != "first",
-            code=code,
-            num_codes=max(len(methods), 1),
-            base=base,
-            near=near,
-            clusters=is_last,
-        )
-        (base,) = step("clusters", find_components, [task])
-    sizes = json.loads(Path(corpus.path("json")).read_bytes())["sizes"]
-    numbers: dict[str, Any] = {"sizes": sizes, "counts": _count(corpus, "drop"), "units_cut": 0}
-    if corpus.config.unit:
+        name = f"{stem}-{method.name}" if method is not None and code < len(methods) else stem
+        splits = tuple(zip(corpus.prefixes, corpus.documents))
+        weighted = config.keep != "first"
+        task = ComponentsTask(name, corpus.folder, tuple(pairs), splits, weighted, code, max(len(methods), 1), base)
+        (counts,) = step("clusters", find_components, [task])
+        base = name
+    units_cut = 0
+    if config.unit:
         units = _find_pairs(corpus, _UNITS, corpus.path("drop"), step)
-        step("cut", mark_units, [MarkTask(stem, corpus.folder, tuple(units), sum(corpus.rows("units")))])
-        numbers["units_cut"] = _count(corpus, "cut")[1]
+        (units_cut,) = step("cut", mark_units, [MarkTask(stem, corpus.folder, tuple(units), sum(corpus.units))])
     on_progress("done", total, total)
-    return numbers
+    return counts, units_cut
 
 
 def _find_pairs(corpus: _Corpus, keys: Keys, drop: str, step: Step) -> list[str]:
+    rows = corpus.units if keys is _UNITS else corpus.documents
     per_row = keys.columns // keys.key_columns
     record = keys.record_bytes * SORT_FACTOR
     limit = max(min(corpus.memory_bytes // record, _RUN_RECORDS) // per_row, 1)
     stem = f"{corpus.stem}-{keys.ending}-{limit}"
-    runs = [
-        SortTask(f"{stem}-{i}", corpus.folder, keys, ranges, drop)
-        for i, ranges in enumerate(_row_ranges(corpus, keys.ending, limit))
-    ]
+    ranges = enumerate(_row_ranges(corpus, rows, limit))
+    runs = [SortTask(f"{stem}-{i}", corpus.folder, keys, group, drop) for i, group in ranges]
     names = step(f"sort {keys.ending}", sort_run, runs)
-    count = -(-sum(corpus.rows(keys.ending)) * per_row * record // corpus.memory_bytes)
+    count = -(-sum(rows) * per_row * record // corpus.memory_bytes)
     merges = [
         MergeTask(f"{stem}-{count}-{i}", corpus.folder, keys.key_columns, stem, len(runs), i, count)
         for i in range(count if len(runs) > 1 else 0)
@@ -210,52 +252,23 @@ def _find_pairs(corpus: _Corpus, keys: Keys, drop: str, step: Step) -> list[str]
     return names + step(f"merge {keys.ending}", merge_runs, merges)
 
 
-def _row_ranges(corpus: _Corpus, ending: str, limit: int) -> Iterator[tuple[RowRange, ...]]:
+def _row_ranges(corpus: _Corpus, rows_of: Sequence[int], limit: int) -> Iterator[tuple[RowRange, ...]]:
     group: list[RowRange] = []
     size = base = document = 0
-    for split, rows in zip(corpus.splits, corpus.rows(ending)):
+    for prefix, rows, documents in zip(corpus.prefixes, rows_of, corpus.documents):
         start = 0
         while start < rows:
             stop = min(rows, start + limit - size)
-            group.append(RowRange(split.prefix, base, start, stop, document))
+            group.append(RowRange(prefix, base, start, stop, document))
             size += stop - start
             start = stop
             if size == limit:
                 yield tuple(group)
                 group, size = [], 0
         base += rows
-        document += split.documents
+        document += documents
     if group:
         yield tuple(group)
-
-
-def _count(corpus: _Corpus, ending: str) -> list[int]:
-    rows = corpus.rows(ending)
-    counts = np.zeros(max(len(corpus.config.methods), 1) + 1, np.int64)
-    start, stop = 0, sum(rows)
-    while start < stop:
-        flags = read_flags(corpus.path(ending), start, min(1 << 20, stop - start))
-        counts += np.bincount(flags, minlength=len(counts))
-        start += len(flags)
-    return [int(n) for n in counts]
-
-
-def _load(corpus: _Corpus, numbers: dict[str, Any]) -> DedupResult:
-    def flags(ending: str) -> tuple[Flags, ...]:
-        rows = corpus.rows(ending)
-        starts = np.cumsum([0, *rows]).tolist()
-        return tuple(Flags(corpus.path(ending), starts[i], rows[i]) for i in range(len(rows)))
-
-    return DedupResult(
-        documents=sum(numbers["counts"]),
-        dropped=tuple(numbers["counts"][1 : len(corpus.config.methods) + 1]),
-        units=sum(corpus.rows("units")),
-        units_cut=numbers["units_cut"],
-        clusters=corpus.path("parquet"),
-        drop=flags("drop"),
-        cut=flags("cut") if corpus.config.unit else (),
-        sizes=numbers["sizes"],
-    )
 
 
 class Cutter:
@@ -273,10 +286,9 @@ class Cutter:
         """The texts of the split's rows from `first_row` without what is marked; one that is empty then is ""."""
         if first_row == 0:
             self._marks, self._used = self._flags.load(), 0
-        unit = self._config.unit
-        offsets, data, used = cut_texts(
-            texts, unit, self._config.normalise_of(unit), self._config.min_characters, self._marks[self._used :]
-        )
+        config, marks = self._config, self._marks[self._used :]
+        normalise = config.normalise_of(config.unit)
+        offsets, data, used = cut_texts(texts, config.unit, normalise, config.min_characters, marks)
         self._used += used
         if self._used > len(self._marks):
             raise PrepareError(

@@ -35,8 +35,6 @@ class Method(Protocol):
     """Under which its duplicates are counted."""
     columns: int
     key_columns: int
-    near: bool
-    """Whether its copies differ."""
 
     @property
     def settings(self) -> list[Any]:
@@ -55,7 +53,6 @@ class Exact:
     reason: ClassVar[str] = "exact_duplicate"
     columns: ClassVar[int] = 2
     key_columns: ClassVar[int] = 2
-    near: ClassVar[bool] = False
 
     @property
     def settings(self) -> list[Any]:
@@ -78,7 +75,6 @@ class MinHash:
     name: ClassVar[str] = "minhash"
     reason: ClassVar[str] = "near_duplicate"
     key_columns: ClassVar[int] = 1
-    near: ClassVar[bool] = True
 
     @property
     def columns(self) -> int:
@@ -184,8 +180,3 @@ class Dedup:
         if self.keep != "first":
             settings["weight"] = [SIGNATURE_VERSION, self.keep]
         return settings
-
-    def describe(self) -> str:
-        """What is compared, in a line."""
-        kinds = [kind for kind in KINDS if getattr(self, kind)] + [method.name for method in self.own]
-        return f"{', '.join(kinds)}; keeps the {self.keep}"

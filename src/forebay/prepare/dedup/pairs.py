@@ -175,7 +175,6 @@ def read_u64(path: str | Path, start: int, stop: int) -> U64:
 
 
 def _select(task: SortTask, low: int, high: int) -> list[U64]:
-    """The columns of the records whose first key word is in [low, high)."""
     chunks: list[list[U64]] = [[np.empty(0, np.uint64)] for _ in range(task.keys.key_columns + 1)]
     for columns in _records(task):
         inside = (columns[0] >= np.uint64(low)) & (columns[0] <= np.uint64(high - 1))
@@ -206,7 +205,6 @@ def _group(columns: list[U64], pairs: BinaryIO) -> list[U64]:
 
 
 def _read_run(path: Path, key_columns: int, low: int, high: int) -> list[U64]:
-    """The columns of a run's records whose first key word is in [low, high), found by bisection."""
     rows = path.stat().st_size // (8 * (key_columns + 1))
     if not rows:
         return [np.empty(0, np.uint64)] * (key_columns + 1)

@@ -169,7 +169,6 @@ class RayEngine(Engine):
         return quiet | {"address": self._address, "runtime_env": {"py_modules": [package]}}
 
     def _probe(self, folder: Path) -> None:
-        """Check that every node that takes tasks sees the folder of this process."""
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.urandom(8).hex()}"
         affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy

@@ -71,7 +71,6 @@ class C4(Stage):
 
 @jit()
 def _cite(points, start, stop, line):  # type: ignore[no-untyped-def]
-    """Copy without citations; how many characters are left."""
     n = 0
     i = start
     while i < stop:
@@ -121,7 +120,6 @@ def _same(points, start, stop, chars):  # type: ignore[no-untyped-def]
 
 @jit()
 def _phrases(line, n, phrase_ends, chars):  # type: ignore[no-untyped-def]
-    """Bits of the phrases in a line, in any case of ASCII letters."""
     bits = 0
     for i in range(n):
         for p in range(len(phrase_ends) - 1):
@@ -158,7 +156,6 @@ def _sentences(line, n, table, keys, values, begins, word_ends, tail, kinds):  #
 
 @jit()
 def _line_words(points, start, stop, table):  # type: ignore[no-untyped-def]
-    """Runs without white space, and the length of the longest."""
     words = longest = run = 0
     for i in range(start, stop):
         if kind(table, points[i]) & SPACE:

@@ -137,7 +137,6 @@ def _same_parts(points, start, stop, min_newlines, slots):  # type: ignore[no-un
 
 @jit(forceinline=True)
 def _gram(sums, i, n, power):  # type: ignore[no-untyped-def]
-    """The hash of the n words from i on; not 0."""
     return (sums[i + n] - sums[i] * power) | np.uint64(1)
 
 

@@ -1,4 +1,4 @@
-"""Gopher's rules of quality and repetition, and those that FineWeb adds.
+"""Length, Gopher's rules of quality and repetition, and those that FineWeb adds.
 
 A rule compares two columns that a kernel measured; the first rule that fails, in the published order, is the reason.
 Source: Rae et al. 2021 (Gopher), section A.1.1 and table A1; Penedo et al. 2024 (FineWeb), section 3.5. What they leave
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import UsageError
-from forebay.prepare.documents import Stage, StageResult, first_failing
+from forebay.prepare.documents import Stage, StageResult, first_failing, text_buffers
 from forebay.prepare.filters.word_tables import hash_table
 from forebay.prepare.settings import Count, Number, Share, Texts, check_fields, check_order
 
@@ -35,6 +35,43 @@ def measure(kernel: Any, batch: pa.RecordBatch, columns: int, extra: Sequence[ob
     out = np.zeros((batch.num_rows, columns), np.int64)
     kernel(cut, character_table(), *extra, out)
     return out.T
+
+
+@dataclass(frozen=True)
+class Length(Stage):
+    """Keep documents of `min` to `max` characters and words, both included.
+
+    Args:
+        min_chars, max_chars: Unicode characters.
+        min_words, max_words: Runs of characters without white space between.
+    """
+
+    min_chars: Number = 1
+    max_chars: Number = float("inf")
+    min_words: Number = 0
+    max_words: Number = float("inf")
+
+    name: ClassVar[str] = "length"
+    version: ClassVar[int] = 1
+    reasons: ClassVar[tuple[str, ...]] = tuple(
+        f"{amount}_{unit}" for unit in ("chars", "words") for amount in ("few", "many")
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for unit in ("chars", "words"):
+            check_order(self, f"min_{unit}", f"max_{unit}")
+
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
+        from forebay.prepare.filters.kernels import measure_length
+        from forebay.prepare.filters.word_tables import character_table
+
+        offsets, data = text_buffers(batch.column("text"))
+        counts = np.zeros((batch.num_rows, 2), np.int64)
+        measure_length(offsets, data, character_table(), counts)
+        chars, words = counts.T
+        few, many = (chars < self.min_chars, words < self.min_words), (chars > self.max_chars, words > self.max_words)
+        return StageResult(batch, first_failing(few[0], many[0], few[1], many[1]))
 
 
 @dataclass(frozen=True)

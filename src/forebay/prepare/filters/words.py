@@ -158,7 +158,6 @@ def _special(points, start, stop, keys, values):  # type: ignore[no-untyped-def]
 
 @jit()
 def _is_address(points, start, stop, kinds):  # type: ignore[no-untyped-def]
-    """Whether it reads as a URL or an e-mail address: labels with points between, the last one of small letters."""
     begin = start
     first_slash = stop
     for i in range(start, stop):

@@ -54,21 +54,20 @@ def conclude(
     stats: StageStats,
     id: str,
     counts: dict[str, Any],
-    subsets: dict[str, dict[str, Any]],
     commit: Callable[[], object],
 ) -> PrepareResult:
     """Write the report, `commit` the output, which is complete then, and remove what only an unfinished run needs."""
-    write_report(run.out / REPORT_FILE, report_data(run, corpus, stats, id, counts, subsets))
+    write_report(run.out / REPORT_FILE, report_data(run, corpus, stats, id, counts))
     commit()
     shutil.rmtree(run.work)
     skipped = count_reasons(corpus.inputs.skipped)
-    return PrepareResult(run.out, run.recipe.name, id, **counts, subsets=subsets, skipped=skipped)
+    return PrepareResult(run.out, run.recipe.name, id, **counts, skipped=skipped)
 
 
 def write_empty_report(run: PrepareRun, corpus: Corpus, stats: StageStats) -> None:
     """Write the report of a run that stops before there is a dataset: what was read, and why it was dropped."""
     counts = {"documents_in": corpus.documents_in, "documents_out": 0, "tokens": 0, "slices": 0}
-    write_report(run.out / REPORT_FILE, report_data(run, corpus, stats, "", counts, {}))
+    write_report(run.out / REPORT_FILE, report_data(run, corpus, stats, "", counts))
 
 
 def no_documents(run: PrepareRun, corpus: Corpus, stats: StageStats) -> PrepareError:
@@ -85,14 +84,7 @@ def no_documents(run: PrepareRun, corpus: Corpus, stats: StageStats) -> PrepareE
     return PrepareError(f"prepare: expected documents with text, got none: {corpus.documents_in:,} read, {cause}")
 
 
-def report_data(
-    run: PrepareRun,
-    corpus: Corpus,
-    stats: StageStats,
-    id: str,
-    counts: dict[str, Any],
-    subsets: dict[str, dict[str, Any]],
-) -> dict[str, Any]:
+def report_data(run: PrepareRun, corpus: Corpus, stats: StageStats, id: str, counts: dict[str, Any]) -> dict[str, Any]:
     """The contents of the report, as JSON; no times, so that the same input gives the same page."""
     funnel = list(stats.funnel.items())
     return {
@@ -105,7 +97,6 @@ def report_data(
             "bytes_in": funnel[0][1].bytes_in,
             "bytes_out": funnel[-1][1].bytes_out,
             "malformed": sum(text.malformed for text in corpus.texts),
-            "subsets": {name: {k: v for k, v in each.items() if k != "id"} for name, each in subsets.items()},
         },
         "inputs": _count_inputs(corpus),
         "skipped": count_reasons(corpus.inputs.skipped),
@@ -129,7 +120,6 @@ def report_data(
 
 
 def _count_inputs(corpus: Corpus) -> list[dict[str, Any]]:
-    """Documents and malformed records of each input."""
     counts = {(s.path, s.sha256): [0, 0] for s in corpus.inputs.files}
     for split, text in zip(corpus.splits, corpus.texts):
         if len(split.files) == 1:

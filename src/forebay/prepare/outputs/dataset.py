@@ -1,13 +1,13 @@
-"""Datasets from kept documents: encode, shuffle, slice, and the manifests, that of the main dataset last.
+"""Datasets from kept documents: encode, shuffle, slice, and the manifest last.
 
-Each named subset is a dataset of its own; for fine-tuning slices have rows in place of a stream of tokens.
+For fine-tuning slices have rows in place of a stream of tokens.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,19 +20,17 @@ from forebay.dataset.manifest import DOCUMENTS_FILE, MANIFEST_FILE, TABLE_FILE, 
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import hash_file
 from forebay.errors import UsageError
-from forebay.files import atomic_write, open_atomic, remove_stale, sync_directory
+from forebay.files import atomic_write, open_atomic, sync_directory
 from forebay.formats.inputs import InputSplit
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
-from forebay.prepare.documents import TRAIN
 from forebay.prepare.outputs.base import conclude, no_documents
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sources import describe_position
 from forebay.prepare.stats import StageStats
 from forebay.prepare.tasks.encode import EncodeResult, EncodeTask, encode, finished, left_out_file
-from forebay.prepare.tasks.rows import RowShape, plan_row_slices
 from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, finished_shuffle, plan_shuffle, shuffle
-from forebay.prepare.tasks.slicing import finished_slice, plan_slices, write_slice
+from forebay.prepare.tasks.slicing import RowShape, finished_slice, plan_row_slices, plan_slices, write_slice
 from forebay.prepare.tokenize.encoders import EncoderSpec
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import shown_path
@@ -43,7 +41,7 @@ _GROUP_ROWS = 1 << 16
 
 
 class DatasetOutput:
-    """A dataset of tokens, or of rows where the recipe has `[rows]`, and one for each subset."""
+    """A dataset of tokens, or of rows where the recipe has `[rows]`."""
 
     name: ClassVar[str] = "dataset"
     marker: ClassVar[str] = MANIFEST_FILE
@@ -66,74 +64,55 @@ class DatasetOutput:
         lineage: dict[str, Any],
     ) -> PrepareResult:
         assert tokenizer is not None
-        examine_kept(corpus, run.recipe.dedup, stats, run.out / "clusters.parquet")
+        examine_kept(corpus, run.recipe.dedup, stats)
         encoded = _encode(run, corpus, tokenizer)
         _count(stats, encoded)
-        written = [_slice(run, corpus, encoded, tokenizer, name) for name in run.recipe.subsets.names]
-        main, others = written[0], [subset for subset in written[1:] if subset.documents]
-        if not main.documents:
+        parts = [result.part for result in encoded if result.documents_out]
+        if not parts:
             raise no_documents(run, corpus, stats)
+        files = {TOKENIZER_FILE: tokenizer.sha256}
+        if run.recipe.slice.shuffle:
+            tasks = plan_shuffle(parts, run.tasks)
+            parts = run.map(shuffle, tasks, finished_shuffle, run.count_tasks("shuffle", len(tasks), " buckets"))
+        table = _slice(run, parts, tokenizer)
+        if run.document_ids:
+            files[DOCUMENTS_FILE] = write_documents(run.out / DOCUMENTS_FILE, corpus, parts)
         counts: dict[str, Any] = {
             "documents_in": corpus.documents_in,
-            "documents_out": sum(subset.documents for subset in written),
-            "tokens": sum(subset.tokens for subset in written),
-            "slices": sum(len(subset.table) for subset in written),
+            "documents_out": sum(part.documents for part in parts),
+            "tokens": sum(part.tokens for part in parts),
+            "slices": len(table),
             "dropped": stats.dropped(),
         }
-        subsets = {
-            subset.name: subset.counts(_write_manifest(run, subset, tokenizer, {**lineage, "counts": counts}))
-            for subset in others
-        }
-        lineage = {**lineage, "counts": {**counts, "subsets": subsets}}
-        manifest = _manifest(run, main, tokenizer, lineage).to_json()
-        if subsets:
-            subsets = {TRAIN: main.counts(manifest), **subsets}
-        commit = partial(_write_manifest, run, main, tokenizer, lineage)
-        return conclude(run, corpus, stats, dataset_id(manifest), counts, subsets, commit)
-
-
-@dataclass(frozen=True)
-class _Written:
-    """A dataset that is written but for its manifest. `files`: what is beside the slices, with its SHA-256."""
-
-    name: str
-    folder: Path
-    documents: int
-    tokens: int
-    table: SliceTable
-    files: Mapping[str, str] = field(default_factory=dict)
-
-    def counts(self, manifest: bytes) -> dict[str, Any]:
-        """The description of a subset in the result."""
-        counts = {"id": dataset_id(manifest), "documents": self.documents, "tokens": self.tokens}
-        return {**counts, "slices": len(self.table)}
+        atomic_write(run.out / TABLE_FILE, table.to_parquet())
+        rows = run.recipe.rows is not None
+        manifest = Manifest.of(
+            table,
+            {**lineage, "counts": counts, "files": files},
+            name=run.recipe.name,
+            layout="rows" if rows else "tokens",
+            dtype="" if rows else tokenizer.dtype,
+            tokenizer=tokenizer.description,
+            vocab_size=tokenizer.vocab_size,
+            eos_id=tokenizer.eos_id,
+        ).to_json()
+        commit = partial(atomic_write, run.out / MANIFEST_FILE, manifest)
+        return conclude(run, corpus, stats, dataset_id(manifest), counts, commit)
 
 
 def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile) -> list[EncodeResult]:
     atomic_write(run.out / TOKENIZER_FILE, tokenizer.data)
     recipe = run.recipe
     spec = EncoderSpec.of(tokenizer, run.out / TOKENIZER_FILE)
-    occurrences: dict[str, int] = {}
+    rendering = recipe.rows.conversations() if recipe.rows else None
+    occurrences: Counter[str] = Counter()
     tasks = []
     for index, text in enumerate(corpus.texts):
         part = text.part(str(run.tasks))
-        occurrence = occurrences.get(part.name, 0)
-        occurrences[part.name] = occurrence + 1
+        keys = Shuffle(recipe.slice.seed, occurrences[part.name]) if recipe.slice.shuffle else None
+        occurrences[part.name] += 1
         drop, cut, name = corpus.duplicates(index, recipe.dedup)
-        tasks.append(
-            EncodeTask(
-                part=part,
-                spec=spec,
-                folder=str(run.tasks),
-                subsets=recipe.subsets,
-                drop=drop,
-                cut=cut,
-                dedup_name=name,
-                shuffle=Shuffle(recipe.slice.seed, occurrence) if recipe.slice.shuffle else None,
-                rendering=recipe.rows.conversations() if recipe.rows else None,
-                with_ids=run.document_ids,
-            )
-        )
+        tasks.append(EncodeTask(part, spec, str(run.tasks), drop, cut, name, keys, run.document_ids, rendering))
     sizes = [text.bytes_out for text in corpus.texts]
     encoded = run.map(encode, tasks, finished, run.count_documents("encode", sizes), sizes)
     write_ids(run.write_ids, corpus, [left_out_file(task) for task in tasks])
@@ -152,57 +131,25 @@ def _count(stats: StageStats, encoded: Sequence[EncodeResult]) -> None:
         count.changed.update(result.changed)
 
 
-def _slice(
-    run: PrepareRun, corpus: Corpus, encoded: Sequence[EncodeResult], tokenizer: TokenizerFile, subset: str
-) -> _Written:
-    folder = run.out if subset == TRAIN else run.out / subset
-    (folder / "slices").mkdir(parents=True, exist_ok=True)
-    parts = [result.subsets[subset] for result in encoded if subset in result.subsets]
-    documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
-    if run.recipe.slice.shuffle:
-        tasks = plan_shuffle(parts, run.tasks)
-        parts = run.map(shuffle, tasks, finished_shuffle, run.count_tasks("shuffle", len(tasks), " buckets"))
+def _slice(run: PrepareRun, parts: Sequence[EncodedPart], tokenizer: TokenizerFile) -> SliceTable:
+    folder = run.out / "slices"
     plans = run.work / "plans"
-    plans.mkdir(exist_ok=True)
-    size = run.recipe.slice
-    rows, shape = run.recipe.rows, None
+    for path in (folder, plans):
+        path.mkdir(exist_ok=True)
+    size, rows, shape = run.recipe.slice, run.recipe.rows, None
     if rows is not None:
         shape = RowShape(rows.max_tokens, tokenizer.dtype, tokenizer.eos_id or 0, rows.labels, rows.packed)
         plan = plan_row_slices(parts, plans, shape, slice_bytes=size.bytes, slice_rows=size.rows or 0)
     else:
         plan = plan_slices(parts, plans, slice_bytes=size.bytes, slice_tokens=size.tokens or 0)
     on_result = run.count_tasks("slice", plan.slices, " slices")
-    infos = run.map(write_slice, plan.tasks(folder, shape), finished_slice, on_result)
-    sync_directory(folder / "slices")
+    infos = run.map(write_slice, plan.tasks(run.out, shape), finished_slice, on_result)
+    sync_directory(folder)
     names = {f"{index:06d}.safetensors" for index in range(len(infos))}
-    for path in (folder / "slices").iterdir():  # of another plan, or temporary files
+    for path in folder.iterdir():  # of another plan, or temporary files
         if path.name not in names:
             path.unlink()
-    files = {DOCUMENTS_FILE: write_documents(folder / DOCUMENTS_FILE, corpus, parts)} if run.document_ids else {}
-    return _Written(subset, folder, documents, tokens, SliceTable.from_rows(infos), files)
-
-
-def _manifest(run: PrepareRun, written: _Written, tokenizer: TokenizerFile, lineage: dict[str, Any]) -> Manifest:
-    rows = run.recipe.rows is not None
-    atomic_write(written.folder / TABLE_FILE, written.table.to_parquet())
-    return Manifest.of(
-        written.table,
-        {**lineage, "subset": written.name, "files": {TOKENIZER_FILE: tokenizer.sha256, **written.files}},
-        name=run.recipe.name if written.name == TRAIN else f"{run.recipe.name}-{written.name}",
-        layout="rows" if rows else "tokens",
-        dtype="" if rows else tokenizer.dtype,
-        tokenizer=tokenizer.description,
-        vocab_size=tokenizer.vocab_size,
-        eos_id=tokenizer.eos_id,
-    )
-
-
-def _write_manifest(run: PrepareRun, written: _Written, tokenizer: TokenizerFile, lineage: dict[str, Any]) -> bytes:
-    manifest = _manifest(run, written, tokenizer, lineage).to_json()
-    atomic_write(written.folder / TOKENIZER_FILE, tokenizer.data)
-    remove_stale(written.folder)
-    atomic_write(written.folder / MANIFEST_FILE, manifest)
-    return manifest
+    return SliceTable.from_rows(infos)
 
 
 def write_documents(path: Path, corpus: Corpus, parts: Sequence[EncodedPart]) -> str:

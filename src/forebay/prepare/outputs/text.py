@@ -67,7 +67,7 @@ class _MarkedOutput(Output):
         stats: StageStats,
         lineage: dict[str, Any],
     ) -> PrepareResult:
-        examine_kept(corpus, run.recipe.dedup, stats, run.out / "clusters.parquet")
+        examine_kept(corpus, run.recipe.dedup, stats)
         content = self.write_content(run, corpus, stats)
         documents_out = next(reversed(stats.funnel.values())).documents_out
         counts: dict[str, Any] = {"documents_in": corpus.documents_in, "documents_out": documents_out, "tokens": 0}
@@ -75,7 +75,7 @@ class _MarkedOutput(Output):
         content |= {"name": run.recipe.name, "lineage": {**lineage, "counts": counts}}
         data = json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
         commit = partial(atomic_write, run.out / self.marker, data)
-        return conclude(run, corpus, stats, hashlib.sha256(data).hexdigest(), counts, {}, commit)
+        return conclude(run, corpus, stats, hashlib.sha256(data).hexdigest(), counts, commit)
 
     def write_content(self, run: PrepareRun, corpus: Corpus, stats: StageStats) -> dict[str, Any]:
         """Write the files and return what the marker says about them."""

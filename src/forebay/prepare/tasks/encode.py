@@ -1,4 +1,4 @@
-"""ENCODE tasks: the kept documents of one part to tokens, a file set for each subset.
+"""ENCODE tasks: the kept documents of one part to tokens.
 
 Memory: a record batch and its tokens. With a shuffle, `shuffle` then sorts the documents by their keys, in the files.
 """
@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import PrepareError
 from forebay.files import atomic_write, commit_files, temporary_directory
-from forebay.prepare.documents import Subsets, part_batches
+from forebay.prepare.documents import part_batches
 from forebay.prepare.tasks.keys import hash_json
 from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, document_keys, sort_part
 from forebay.prepare.tokenize.encoders import LONG_CHARS, EncoderSpec, encode_column, encode_long
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from forebay.prepare.tokenize.conversations import Conversations
 
 
-TASK_VERSION = 4
+TASK_VERSION = 5
 """Changed when the same part would give other tokens, so that old results are not used."""
 _BATCH_BYTES = 4 << 20
 
@@ -67,7 +67,6 @@ class EncodeTask:
     part: TextPart
     spec: EncoderSpec
     folder: str
-    subsets: Subsets = field(default_factory=Subsets)
     drop: Flags | None = None
     cut: Cutter | None = None
     dedup_name: str = ""
@@ -86,38 +85,38 @@ class EncodeTask:
         library = version("tokenizers") if self.spec.kind != "bytes" else ""
         rendering = self.rendering.fields if self.rendering else None
         fields = [
-            TASK_VERSION, library, self.part.name, Path(self.part.arrow).name, self.spec.fields, asdict(self.subsets),
-            self.dedup_name, asdict(self.shuffle) if self.shuffle else None, self.with_ids, rendering,
+            TASK_VERSION, library, self.part.name, Path(self.part.arrow).name, self.spec.fields, self.dedup_name,
+            asdict(self.shuffle) if self.shuffle else None, self.with_ids, rendering,
         ]  # fmt: skip
         return hash_json(fields)
 
 
 @dataclass
 class EncodeResult:
-    """The result of an EncodeTask: counts, and the tokens by subset (only those that have documents).
+    """The result of an EncodeTask: counts, and the tokens.
 
     `dropped` is by reason (`duplicate`, `empty`, and the reasons of the rendering); `changed` counts what the rendering
     keeps (`truncated`); `text_bytes` is what was encoded.
     """
 
+    part: EncodedPart
     documents_in: int = 0
     text_bytes: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     changed: dict[str, int] = field(default_factory=dict)
-    subsets: dict[str, EncodedPart] = field(default_factory=dict)
 
     @property
     def documents_out(self) -> int:
-        return sum(part.documents for part in self.subsets.values())
+        return self.part.documents
 
 
 def encode(task: EncodeTask, scale: int = 0) -> EncodeResult:
     """Run the task unless it is finished. Memory is about 40 batches of 4 MiB, a quarter a scale."""
     if (done := finished(task)) is not None:
         return done
-    result = EncodeResult()
     with temporary_directory(Path(task.folder) / task.name) as folder, ExitStack() as stack:
-        outputs = _Outputs(task, folder, stack)
+        part = EncodedPart(str(folder), task.name, 0, 0, task.dtype, task.shuffle is not None, task.with_ids)
+        result, outputs = EncodeResult(part), _Outputs(task, part, stack)
         for batch, first_row in _batches(task, max(_BATCH_BYTES >> (2 * scale), 1 << 16)):
             _encode_batch(task, result, outputs, batch, first_row)
         if result.documents_in != task.part.documents:
@@ -125,10 +124,9 @@ def encode(task: EncodeTask, scale: int = 0) -> EncodeResult:
                 f"{task.part.arrow}: expected {task.part.documents} documents of an earlier run, got "
                 f"{result.documents_in}. Remove .work and run again."
             )
-        result.subsets = outputs.commit()
+        result.part = outputs.commit()
     plain = asdict(result)
-    for part in plain["subsets"].values():
-        part["folder"] = ""  # The directory may be moved.
+    plain["part"]["folder"] = ""  # The directory may be moved.
     atomic_write(_mark(task), json.dumps(plain).encode())
     return result
 
@@ -137,9 +135,8 @@ def finished(task: EncodeTask) -> EncodeResult | None:
     """The result of a task that an earlier run committed; None if there is none."""
     try:
         plain = json.loads(_mark(task).read_bytes())
-        parts = {name: EncodedPart(**{**part, "folder": task.folder}) for name, part in plain.pop("subsets").items()}
-        return EncodeResult(**plain, subsets=parts)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return EncodeResult(**{**plain, "part": EncodedPart(**{**plain["part"], "folder": task.folder})})
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
@@ -174,21 +171,17 @@ def _encode_batch(
             raise PrepareError(f"{task.drop.path}: expected {task.part.documents} bytes of an earlier run, got fewer.")
         _count(result.dropped, {"duplicate": int((drop != 0).sum())})
     texts = batch.column("text")
-    sides = task.subsets.of_texts(texts)  # before lines are cut, which depends on other documents
     if task.cut is not None:
         texts = task.cut.cut(texts, first_row)
     if task.drop is not None and drop.any():
         keep = np.flatnonzero(drop == 0)
         texts, batch, rows = texts.take(pa.array(keep)), batch.take(pa.array(keep)), rows[keep]
-        sides = sides[keep]
     result.text_bytes += int(pc.sum(pc.binary_length(texts)).as_py() or 0)
     if task.rendering is None and len(texts) == 1 and pc.binary_length(texts)[0].as_py() > LONG_CHARS:
         # One giant document in several arrays: its tokens alone may be half a gigabyte.
-        subset = task.subsets.names[int(sides[0])]
         for tokens in encode_long(task.spec, texts[0].as_py()):
-            outputs.write(subset, tokens, np.empty(0, np.int64), rows[:0], [])
-        ids = _id_lines(task, batch, np.zeros(1, np.intp)) if task.with_ids else []
-        outputs.write(subset, tokens[:0], np.zeros(1, np.int64), rows, ids)
+            outputs.write(tokens, np.empty(0, np.int64), rows[:0], [])
+        outputs.write(tokens[:0], np.zeros(1, np.int64), rows, _id_lines(task, batch, pa.array([True])))
         return
     if task.rendering is not None:
         tokens, lengths, counts = task.rendering.encode(task.spec, texts)
@@ -198,17 +191,15 @@ def _encode_batch(
         tokens, lengths = encode_column(task.spec, texts)
         _count(result.dropped, {"empty": int((lengths == 0).sum())})
     outputs.left_out.append(rows[lengths == 0])
-    for side, name in enumerate(task.subsets.names):
-        chosen = np.flatnonzero((lengths > 0) & (sides == side))
-        if len(chosen):
-            mine = tokens if len(task.subsets.names) == 1 else tokens[np.repeat(sides == side, lengths)]
-            ids = _id_lines(task, batch, chosen) if task.with_ids else []
-            outputs.write(name, mine, lengths[chosen], rows[chosen], ids)
+    present = lengths > 0
+    outputs.write(tokens, lengths[present], rows[present], _id_lines(task, batch, pa.array(present)))
 
 
-def _id_lines(task: EncodeTask, batch: pa.RecordBatch, chosen: NDArray[np.intp]) -> list[bytes]:
+def _id_lines(task: EncodeTask, batch: pa.RecordBatch, present: pa.BooleanArray) -> list[bytes]:
+    if not task.with_ids:
+        return []
     names = [name for name in ("place", "id", "url", "where") if name in batch.schema.names]
-    rows = zip(*batch.select(names).take(pa.array(chosen)).to_pydict().values())
+    rows = zip(*batch.select(names).filter(present).to_pydict().values())
     return [json.dumps([task.part.name, *row], ensure_ascii=False).encode() + b"\n" for row in rows]
 
 
@@ -219,53 +210,37 @@ def _count(counts: dict[str, int], more: dict[str, int]) -> None:
 
 
 class _Outputs:
-    def __init__(self, task: EncodeTask, folder: Path, stack: ExitStack) -> None:
-        self._task, self._folder, self._stack = task, folder, stack
-        self._sizes: dict[str, list[int]] = {}  # Documents, tokens, bytes of ids.
-        self._files: dict[tuple[str, str], Any] = {}
-        self.left_out: list[NDArray[np.int64]] = []
-
-    def _part(self, subset: str, folder: Path | str) -> EncodedPart:
-        documents, tokens, _ = self._sizes[subset]
-        return EncodedPart(
-            str(folder), f"{self._task.name}.{subset}", documents, tokens, self._task.dtype,
-            self._task.shuffle is not None, self._task.with_ids,
-        )  # fmt: skip
+    def __init__(self, task: EncodeTask, part: EncodedPart, stack: ExitStack) -> None:
+        self._task, self._part, self._id_bytes = task, part, 0
+        self._files = {kind: stack.enter_context(part.file(kind).open("xb")) for kind in part.kinds}
+        self.left_out: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
 
     def write(
-        self, subset: str, tokens: NDArray[Any], lengths: NDArray[np.int64], rows: NDArray[np.int64], ids: list[bytes]
+        self, tokens: NDArray[Any], lengths: NDArray[np.int64], rows: NDArray[np.int64], ids: list[bytes]
     ) -> None:
-        sizes = self._sizes.setdefault(subset, [0, 0, 0])
-        columns = {"tokens": tokens.astype(TOKEN_DTYPES[self._task.dtype], copy=False)}
-        columns["ends"] = (np.cumsum(lengths) + sizes[1]).astype("<u8")
-        if self._task.with_ids:
+        part = self._part
+        columns = {"tokens": tokens.astype(TOKEN_DTYPES[part.dtype], copy=False)}
+        columns["ends"] = (np.cumsum(lengths) + part.tokens).astype("<u8")
+        if part.with_ids:
             columns["ids"] = np.array(bytearray(b"".join(ids)), np.uint8)
-            columns["id_ends"] = (np.cumsum([len(line) for line in ids], dtype=np.int64) + sizes[2]).astype("<u8")
-            sizes[2] += len(columns["ids"])
+            columns["id_ends"] = (np.cumsum([len(line) for line in ids], dtype=np.int64) + self._id_bytes).astype("<u8")
+            self._id_bytes += len(columns["ids"])
         if self._task.shuffle is not None:
             columns["keys"] = document_keys(self._task.shuffle, self._task.part.name, rows)
         for kind, column in columns.items():
-            if (subset, kind) not in self._files:
-                path = self._part(subset, self._folder).file(kind)
-                self._files[subset, kind] = self._stack.enter_context(path.open("xb"))
-            self._files[subset, kind].write(np.ascontiguousarray(column).data)
-        sizes[0] += len(lengths)
-        sizes[1] += len(tokens)
+            self._files[kind].write(np.ascontiguousarray(column).data)
+        self._part = replace(part, documents=part.documents + len(lengths), tokens=part.tokens + len(tokens))
 
-    def commit(self) -> dict[str, EncodedPart]:
+    def commit(self) -> EncodedPart:
         for file in self._files.values():
             file.close()
-        parts, files = {}, {}
-        for subset in sorted(self._sizes):
-            written, parts[subset] = self._part(subset, self._folder), self._part(subset, self._task.folder)
-            if self._task.shuffle is not None:
-                sort_part(written, parts[subset])
-            else:
-                files.update({written.file(kind): parts[subset].file(kind) for kind in written.kinds})
-        commit_files(files)
-        left_out = np.concatenate([np.empty(0, np.int64), *self.left_out])
-        atomic_write(left_out_file(self._task), left_out.astype("<u4").tobytes())
-        return parts
+        written, part = self._part, replace(self._part, folder=self._task.folder)
+        if part.with_keys:
+            sort_part(written, part)
+        else:
+            commit_files({written.file(kind): part.file(kind) for kind in written.kinds})
+        atomic_write(left_out_file(self._task), np.concatenate(self.left_out).astype("<u4").tobytes())
+        return part
 
 
 _PART_BYTES = 4 << 20

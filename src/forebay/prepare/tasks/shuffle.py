@@ -196,7 +196,6 @@ def _edges(path: Path, start: int, stop: int) -> NDArray[np.int64]:
 def _write_sorted(
     result: EncodedPart, sources: list[_Run], keys: NDArray[np.uint64], order: NDArray[np.int64], *, in_memory: bool
 ) -> None:
-    """Write the files of `result`: the documents of all sources, numbered through, in this order."""
     atomic_write(result.file("keys"), keys.astype("<u8").tobytes())
     owner = np.repeat(np.arange(len(sources)), [len(source.keys) for source in sources])[order]
     for kind, ends_kind in (("tokens", "ends"), ("ids", "id_ends")):

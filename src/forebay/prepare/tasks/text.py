@@ -37,7 +37,7 @@ from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json, hash_source, source_key, versions
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup.signer import Signer
+    from forebay.prepare.dedup.deduplicate import Signer
 
 TEXT_VERSION = 2
 """Changed when the same split would give other documents, so that old results are not used."""
@@ -217,7 +217,6 @@ def _readable(task: TextTask, scale: int) -> tuple[int, str]:
 
 
 def _run_stages(task: TextTask, batch: pa.RecordBatch, stats: StageStats, reader: _Reader) -> Iterator[pa.RecordBatch]:
-    """The rows of a batch that pass every stage, in one batch or several; malformed documents go to the reader."""
     own = any(not type(s).__module__.startswith("forebay.") for s in task.stages)
     if own or not task.stages:
         passed, rejects = _apply(task.stages, batch, stats, reader.keys, task.split)
@@ -248,7 +247,6 @@ def _run_stages(task: TextTask, batch: pa.RecordBatch, stats: StageStats, reader
 def _apply_packed(
     job: tuple[tuple[Stage, ...], _Keys, InputSplit], data: Buffer
 ) -> tuple[tuple[StageStats, list[_Reject]], pa.Buffer]:
-    """`_apply` in the process of the stages."""
     stages, keys, split = job
     stats = StageStats()
     passed, rejects = _apply(stages, _unpacked(data), stats, keys, split)
@@ -349,8 +347,6 @@ def _checked_result(stage: Stage, batch: pa.RecordBatch, position: Callable[[int
 
 @dataclass(frozen=True)
 class _Keys:
-    """Hashes of rows by their place in a split, by which samples are chosen."""
-
     seed: np.uint64
 
     @classmethod
@@ -364,8 +360,6 @@ class _Keys:
 
 
 class _Reader:
-    """The records of a split as batches; counts them, and lists the malformed."""
-
     def __init__(self, task: TextTask, batch_bytes: int, stop: int = -1, reason: str = "") -> None:
         self._stop, self._reason = stop, reason
         self._task = task
@@ -488,7 +482,7 @@ def open_documents(prefix: str, dedup: Dedup | None) -> Iterator[DocumentWriter]
     with ExitStack() as stack:
         file, signer = stack.enter_context(open_atomic(f"{prefix}.arrow")), None
         if dedup is not None:
-            from forebay.prepare.dedup.signer import Signer  # which needs numba
+            from forebay.prepare.dedup.deduplicate import Signer  # which needs numba
 
             signer = stack.enter_context(Signer(Path(prefix), dedup))
         writer = DocumentWriter(file, signer)

@@ -12,9 +12,8 @@ import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
-from forebay.prepare.dedup.deduplicate import DedupResult, SignedSplit, deduplicate
+from forebay.prepare.dedup.deduplicate import DedupResult, Signer, deduplicate
 from forebay.prepare.dedup.methods import Dedup
-from forebay.prepare.dedup.signer import Signer
 
 
 def serially(run: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
@@ -29,7 +28,7 @@ class Bench:
         self.folder = folder
         self._numbers = itertools.count()
 
-    def sign(self, texts: Any, config: Dedup, batch: int = 1000) -> SignedSplit:
+    def sign(self, texts: Any, config: Dedup, batch: int = 1000) -> str:
         """One part of these texts (strings, or an Arrow array)."""
         column = texts if isinstance(texts, pa.Array) else pa.array(texts, pa.large_string())
         prefix = self.folder / f"part{next(self._numbers)}"
@@ -37,9 +36,9 @@ class Bench:
             for start in range(0, len(column), batch):
                 few = pa.record_batch({"text": column.slice(start, batch)})
                 signer.add(few)
-        return SignedSplit(str(prefix), len(column))
+        return str(prefix)
 
-    def deduplicate(self, parts: Sequence[SignedSplit], config: Dedup, memory_bytes: int = 64 << 20) -> DedupResult:
+    def deduplicate(self, parts: Sequence[str], config: Dedup, memory_bytes: int = 64 << 20) -> DedupResult:
         """In a fresh folder."""
         folder = self.folder / f"out{next(self._numbers)}"
         return deduplicate(parts, config, folder, serially, memory_bytes=memory_bytes)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -102,15 +101,6 @@ def test_clusters_and_who_stays(fresh: Callable[[], Any], seed: int, keep: str, 
             codes[member] = 1 if max(equals, key=worth) != member else 2
     assert codes_of(result) == codes
     assert result.dropped == (codes.count(1), codes.count(2))
-    table = pq.read_table(result.clusters).to_pylist()
-    members = [row["document"] + (cut if row["part"] else 0) for row in table]
-    assert members == sorted(i for cluster in clusters for i in cluster)
-    assert [row["kept"] for row in table] == [codes[i] == 0 for i in members]
-    assert [row["near"] for row in table] == [codes[i] == 2 for i in members]
-    of = {i: row["cluster"] for i, row in zip(members, table)}
-    assert all({of[i] for i in cluster} == {max(cluster, key=worth)} for cluster in clusters)
-    sizes = [len(cluster) for cluster in clusters]
-    assert result.sizes == [[size, sizes.count(size)] for size in sorted(set(sizes))]
 
 
 def reference_cut(texts: list[str], drop: list[int], least: int) -> list[str]:
@@ -187,16 +177,16 @@ def test_the_same_files_for_any_parts_memory_and_scale(bench: Any, corpus: list[
     assert min(whole.dropped) > 20
     parts = [bench.sign(corpus[i : i + 171], config) for i in range(0, len(corpus), 171)]
     cut = bench.deduplicate(parts, config, 1 << 16)
-    assert codes_of(cut) == codes_of(whole) and cut.sizes == whole.sizes
+    assert codes_of(cut) == codes_of(whole)
 
     def backwards_at_scale_2(run: Any, tasks: Any) -> list[Any]:
         return [run(task, 2) for task in reversed(tasks)][::-1]
 
     again = deduplicate(parts, config, tmp_path / "again", backwards_at_scale_2, memory_bytes=1 << 16)
-    for path in Path(cut.clusters).parent.iterdir():
+    for path in Path(cut.drop[0].path).parent.iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
-    assert len(list((tmp_path / "again").iterdir())) == 4
-    assert again.sizes == whole.sizes
+    assert len(list((tmp_path / "again").iterdir())) == 3
+    assert codes_of(again) == codes_of(whole)
 
 
 def test_the_steps_files_do_not_depend_on_scale(bench: Any, corpus: list[str], tmp_path: Path) -> None:
@@ -220,7 +210,7 @@ KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
 from forebay.prepare.dedup.methods import Dedup
-from forebay.prepare.dedup.deduplicate import SignedSplit, deduplicate
+from forebay.prepare.dedup.deduplicate import deduplicate
 left = int(sys.argv[3])
 def map(run, tasks):
     global left
@@ -231,8 +221,7 @@ def map(run, tasks):
             threading.Timer(float(sys.argv[4]), os.kill, (os.getpid(), signal.SIGKILL)).start()
         done.append(run(task, 0))
     return done
-part = SignedSplit(sys.argv[1], int(sys.argv[5]))
-deduplicate([part], Dedup(exact=True, minhash=True), Path(sys.argv[2]), map, memory_bytes=1 << 16)
+deduplicate([sys.argv[1]], Dedup(exact=True, minhash=True), Path(sys.argv[2]), map, memory_bytes=1 << 16)
 """
 
 
@@ -241,7 +230,7 @@ def test_killed_and_run_again(bench: Any, corpus: list[str], tmp_path: Path, tas
     config = Dedup(exact=True, minhash=True)
     part = bench.sign(corpus, config)
     folder = tmp_path / "killed"
-    arguments = [part.prefix, str(folder), str(task), str(delay_s), str(part.documents)]
+    arguments = [part, str(folder), str(task), str(delay_s)]
     died = subprocess.run([sys.executable, "-c", KILLED, *arguments], timeout=scaled(60), check=False)
     assert died.returncode == -signal.SIGKILL
     before = {path.name: path.stat().st_ino for path in folder.glob("*.run")}
@@ -256,7 +245,7 @@ def test_killed_and_run_again(bench: Any, corpus: list[str], tmp_path: Path, tas
     deduplicate([part], config, folder, map, memory_bytes=1 << 16)
     assert {name: seen[name] for name in before} == before  # what was finished was not done again
     undisturbed = bench.deduplicate([part], config, 1 << 16)
-    expected = {path.name: path.read_bytes() for path in Path(undisturbed.clusters).parent.iterdir()}
+    expected = {path.name: path.read_bytes() for path in Path(undisturbed.drop[0].path).parent.iterdir()}
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
 
 
@@ -282,7 +271,7 @@ def test_a_hundred_thousand_copies(bench: Any) -> None:
     texts = column([text] * 100_000)
     part = bench.sign(texts, config, batch=50_000)
     result = bench.deduplicate([part], config)
-    assert (result.dropped, result.sizes) == ((99_999, 0), [[100_000, 1]])
+    assert result.dropped == (99_999, 0)
     assert bench.deduplicate([part], config, 4 << 20).dropped[0] == 99_999
     assert bench.deduplicate([bench.sign(texts, near)], near).dropped == (99_999,)
 
@@ -302,8 +291,7 @@ import resource, sys, tempfile
 from pathlib import Path
 import numpy as np, pyarrow as pa
 from forebay.prepare.dedup.methods import Dedup
-from forebay.prepare.dedup.deduplicate import SignedSplit, deduplicate
-from forebay.prepare.dedup.signer import Signer
+from forebay.prepare.dedup.deduplicate import Signer, deduplicate
 config = Dedup(exact=True, minhash=True, lines=True, min_characters=4, keep="longest")
 rng = np.random.default_rng(0)
 def peak(documents):
@@ -315,7 +303,7 @@ def peak(documents):
                 signer.add(pa.record_batch({"text": texts}))
         def map(run, tasks):
             return [run(task, 0) for task in tasks]
-        result = deduplicate([SignedSplit(f"{folder}/p", documents)], config, Path(folder), map, memory_bytes=2 << 20)
+        result = deduplicate([f"{folder}/p"], config, Path(folder), map, memory_bytes=2 << 20)
         assert result.dropped[0] > documents // 4
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 peak(1000)

@@ -26,7 +26,7 @@ from forebay.prepare import load_recipe
 from forebay.prepare.documents import StageResult
 from forebay.prepare.engines import sandbox as guard
 from forebay.prepare.engines.sandbox import Limits
-from forebay.prepare.filters.counts import Length
+from forebay.prepare.filters.quality import Length
 from forebay.prepare.tasks.text import process_split
 
 DOCUMENTS = 300

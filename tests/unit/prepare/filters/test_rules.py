@@ -12,10 +12,9 @@ from forebay.errors import UsageError
 from forebay.formats.records import Record
 from forebay.prepare.documents import Stage
 from forebay.prepare.filters.c4 import C4
-from forebay.prepare.filters.counts import Length
 from forebay.prepare.filters.language import Language
 from forebay.prepare.filters.perplexity import Perplexity
-from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition
+from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition, Length
 
 INF = math.inf
 FILTERS = {stage.name: stage for stage in (Length, GopherQuality, GopherRepetition, C4, FineWeb, Language, Perplexity)}

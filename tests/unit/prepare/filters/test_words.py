@@ -16,9 +16,8 @@ from forebay.formats.records import Record
 from forebay.prepare.documents import SCHEMA
 from forebay.prepare.filters import words as module
 from forebay.prepare.filters.c4 import C4
-from forebay.prepare.filters.counts import Length
 from forebay.prepare.filters.perplexity import spaced
-from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition
+from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition, Length
 from forebay.prepare.filters.word_tables import SPACE, character_table, hash_word
 from forebay.prepare.filters.words import cut_words, decode, hash_points, tables
 

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.errors import PrepareError, UsageError
+from forebay.errors import PrepareError
 from forebay.prepare.dedup.deduplicate import Flags
-from forebay.prepare.documents import Subsets
 from forebay.prepare.tasks import encode as encoding
 from forebay.prepare.tasks.encode import EncodeTask, encode, finished
 from forebay.prepare.tasks.shuffle import Shuffle
@@ -34,10 +33,10 @@ class Upper:
 def test_each_document_once_in_order(tmp_path: Path) -> None:
     task = EncodeTask(text_part(tmp_path, TEXTS, 70), coder(tmp_path), str(tmp_path), with_ids=True)
     result = encode(task)
-    part = result.subsets["train"]
+    part = result.part
     assert documents([part]) == [[*text.encode(), 256] for text in TEXTS]
     assert (result.documents_in, result.documents_out, result.dropped) == (300, 300, {})
-    assert sum(part.tokens for part in result.subsets.values()) == result.text_bytes + 300
+    assert part.tokens == result.text_bytes + 300
     lines = part.file("ids").read_bytes().splitlines(keepends=True)
     assert [json.loads(line) for line in lines] == [[task.part.name, i, f"id{i}", ""] for i in range(300)]
     ends = np.fromfile(part.file("id_ends"), "<u8")
@@ -51,10 +50,10 @@ def test_duplicates_empties_and_cuts(tmp_path: Path) -> None:
         text_part(tmp_path, texts, 4), coder(tmp_path), str(tmp_path), drop=Flags(str(tmp_path / "drop"), 0, len(texts))
     )
     result = encode(task)
-    assert documents(list(result.subsets.values())) == [[97, 256], [99, 256], [100, 256]]
+    assert documents([result.part]) == [[97, 256], [99, 256], [100, 256]]
     assert result.dropped == {"duplicate": 2, "empty": 1}
     cut = encode(replace(task, cut=Upper(), dedup_name="x"))
-    assert bytes(t for d in documents([cut.subsets["train"]]) for t in d[:-1]) == b"0 A1 3 C5 D"
+    assert bytes(t for d in documents([cut.part]) for t in d[:-1]) == b"0 A1 3 C5 D"
 
 
 @settings(max_examples=12, deadline=None)
@@ -68,26 +67,23 @@ def test_bytes_do_not_depend_on_batches(
         folder = tmp_path_factory.mktemp("e")
         task = EncodeTask(
             text_part(folder, texts, batch_rows), coder(folder), str(folder), with_ids=True,
-            subsets=Subsets.of({"validation": 0.3, "test": 0.2}), shuffle=Shuffle(7) if shuffled else None,
+            shuffle=Shuffle(7) if shuffled else None,
         )  # fmt: skip
         result = encode(task, here)
         assert result.documents_out + result.dropped.get("empty", 0) == len(texts)
-        found.append({
-            f"{name} {kind}": part.file(kind).read_bytes()
-            for name, part in result.subsets.items() for kind in part.kinds
-        })  # fmt: skip
+        found.append({kind: result.part.file(kind).read_bytes() for kind in result.part.kinds})
     assert found[0] == found[1]
 
 
 def test_a_giant_document_is_encoded_in_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["one", "some words and more " * 300_000, "two", "x" * 5_000_000]
     task = EncodeTask(text_part(tmp_path, texts), coder(tmp_path), str(tmp_path), with_ids=True, shuffle=Shuffle(3))
-    wanted = encode(task).subsets["train"]
+    wanted = encode(task).part
     monkeypatch.setattr(encoding, "LONG_CHARS", 1000)
     monkeypatch.setattr(coders, "LONG_CHARS", 1000)
     monkeypatch.setattr(coders, "_SLACK_CHARS", 100)
     (tmp_path / "again").mkdir()
-    found = encode(replace(task, folder=str(tmp_path / "again"))).subsets["train"]
+    found = encode(replace(task, folder=str(tmp_path / "again"))).part
     for kind in wanted.kinds:
         assert found.file(kind).read_bytes() == wanted.file(kind).read_bytes()
 
@@ -104,19 +100,19 @@ def test_a_finished_task_is_taken_up_and_a_moved_one_too(tmp_path: Path) -> None
     for path in tmp_path.glob(f"{task.name}*"):
         path.rename(moved / path.name)
     taken = encode(replace(task, folder=str(moved)))
-    assert documents([taken.subsets["train"]]) and taken.subsets["train"].folder == str(moved)
+    assert documents([taken.part]) and taken.part.folder == str(moved)
 
 
 def test_names_depend_on_all_that_the_result_does(tmp_path: Path) -> None:
     part = text_part(tmp_path, TEXTS)
     task = EncodeTask(part, coder(tmp_path), str(tmp_path))
     others = [
-        replace(task, spec=coder(tmp_path, eos=False)), replace(task, subsets=Subsets.of({"v": 0.1})),
+        replace(task, spec=coder(tmp_path, eos=False)),
         replace(task, dedup_name="d"),
         replace(task, shuffle=Shuffle(1)), replace(task, shuffle=Shuffle(1, 1)), replace(task, with_ids=True),
         replace(task, part=replace(part, name="other")),
     ]  # fmt: skip
-    assert len({one.name for one in [task, *others]}) == 8
+    assert len({one.name for one in [task, *others]}) == 7
     assert replace(task, folder="elsewhere", drop=Flags("somewhere", 0, 1)).name == task.name
 
 
@@ -128,25 +124,3 @@ def test_a_part_that_lost_rows_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(PrepareError, match="cannot read"):
         encode(EncodeTask(part, coder(tmp_path), str(tmp_path)))
     assert not list(tmp_path.glob(".*tmp*"))
-
-
-def test_sides_never_change() -> None:
-    subsets = Subsets.of({"validation": 0.1, "test": 0.05})
-    texts = [f"text {i} ü" for i in range(20_000)]
-    sides = subsets.of_texts(pa.array(texts, pa.large_string()))
-    # Golden: these documents are of these subsets for ever.
-    assert {i: subsets.names[side] for i, side in enumerate(sides[:24]) if side} == GOLDEN_SIDES
-    assert abs((sides == 1).mean() - 0.1) < 0.01 and abs((sides == 2).mean() - 0.05) < 0.01
-    backwards = subsets.of_texts(pa.array(texts[::-1], pa.large_string()).slice(5, 100))
-    assert backwards.tolist() == sides[::-1][5:105].tolist()
-    more = Subsets.of({"validation": 0.2}).of_texts(pa.array(texts, pa.large_string()))
-    assert set(np.flatnonzero(sides == 1)) <= set(np.flatnonzero(more == 1))
-
-
-@pytest.mark.parametrize("fractions", [{"train": 0.1}, {"v": 0.0}, {"v": 1.0}, {"a": 0.5, "b": 0.5}, {"a b": 0.1}])
-def test_impossible_subsets_are_refused(fractions: dict[str, float]) -> None:
-    with pytest.raises(UsageError):
-        Subsets.of(fractions)
-
-
-GOLDEN_SIDES = {0: "test", 6: "test"}

@@ -24,7 +24,7 @@ def parts_of(folder: Path, groups: list[list[str]], seed: int = 1, with_ids: boo
         part = text_part(folder, texts)
         occurrence = seen[part.name] = seen.get(part.name, -1) + 1
         task = EncodeTask(part, coder(folder), str(folder), shuffle=Shuffle(seed, occurrence), with_ids=with_ids)
-        parts += encode(task).subsets.values()
+        parts.append(encode(task).part)
     return parts
 
 

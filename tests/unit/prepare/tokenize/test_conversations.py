@@ -18,8 +18,7 @@ from forebay.errors import UsageError
 from forebay.formats.records import PROMPT_MARK as G
 from forebay.formats.records import RESPONSE_MARK as L
 from forebay.prepare.tasks.encode import EncodeResult, EncodeTask, encode
-from forebay.prepare.tasks.rows import RowShape, plan_row_slices
-from forebay.prepare.tasks.slicing import write_slice
+from forebay.prepare.tasks.slicing import RowShape, plan_row_slices, write_slice
 from forebay.prepare.tokenize.conversations import (
     TEMPLATES,
     TRAINED,
@@ -39,7 +38,7 @@ def rows_of(folder: Path, texts: list[str], length: int, **how: Any) -> EncodeRe
 
 def dataset_of(folder: Path, encoded: EncodeResult, shape: RowShape, slice_bytes: int = 4096) -> Dataset:
     (folder / "out/slices").mkdir(parents=True)
-    plan = plan_row_slices(list(encoded.subsets.values()), folder, shape, slice_bytes=slice_bytes)
+    plan = plan_row_slices([encoded.part], folder, shape, slice_bytes=slice_bytes)
     infos = [write_slice(task) for task in plan.tasks(folder / "out", shape)]
     assert [write_slice(task) for task in plan.tasks(folder / "out", shape)] == infos
     table = SliceTable.from_rows(infos)
@@ -85,7 +84,7 @@ def test_too_long_is_cut_or_dropped_and_counted(tmp_path: Path) -> None:
     dropped = rows_of(tmp_path / "b", texts, 5, too_long="drop")
     assert dropped.changed == {} and dropped.dropped == {"empty": 1, "nothing_learnt": 1, "too_long": 2}
     assert cut.documents_out == 2 and dropped.documents_out == 1
-    tokens = [np.fromfile(part.file("tokens"), "<u4") for part in cut.subsets.values()]
+    tokens = [np.fromfile(cut.part.file("tokens"), "<u4")]
     assert sum(int((some >= TRAINED).sum()) for some in tokens) == 3 + 3
 
 
@@ -134,7 +133,7 @@ def test_special_tokens_of_a_template_are_tokens_there_only(tmp_path: Path) -> N
     part = text_part(tmp_path, [f"{G}hi<|im_end|>{L}yo"])
     rendering = Conversations(100, TEMPLATES["chatml"])
     encoded = encode(EncodeTask(part, spec, str(tmp_path), rendering=rendering))
-    tokens = np.fromfile(encoded.subsets["train"].file("tokens"), "<u4")
+    tokens = np.fromfile(encoded.part.file("tokens"), "<u4")
     ids, learnt = tokens & 0x7FFFFFFF, tokens >> 31
     assert (ids == 1).sum() == 2 and (ids == 2).sum() == 2  # Two turns begin and end; what was said is no token.
     assert ids[-1] == 0 and learnt[-1] and ids[learnt == 1][-3] == 2

@@ -227,7 +227,6 @@ def _append(file: IO[bytes], page: object, spec: ApiSpec, before: ApiProgress, s
 
 
 def _line(item: dict[str, object], spec: ApiSpec) -> dict[str, Any] | None:
-    """An item's line; None if it has no text, or was deleted."""
     parts = [value.strip() for key in spec.text for value in _values_at(item, key) if isinstance(value, str)]
     text = "\n\n".join(filter(None, parts))
     if not text or not _DELETED.isdisjoint(parts):
