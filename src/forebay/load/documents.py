@@ -17,7 +17,7 @@ from forebay.errors import UsageError
 from forebay.load.batch import IGNORE_INDEX
 from forebay.load.collate import BatchArrays, Collator
 from forebay.load.copying import MappedArray, TokenCopier, copy_array
-from forebay.load.packing import SampleSegments, chunk_segments, fit_segments
+from forebay.load.packing import SampleSegments, chunk_segments, document_spans, fit_segments
 from forebay.load.samples import I64, SampleIndex
 
 
@@ -67,7 +67,8 @@ class DocumentCollator(Collator):
 
     def _open(self, index: SampleIndex, slice_index: int, slice_: Slice) -> tuple[int, _OpenSlice]:
         tokens = slice_.tokens
-        spans = index.document_spans(slice_index, copy_array(slice_.document_ends, slice_.path), len(tokens))
+        document_ends, first = copy_array(slice_.document_ends, slice_.path), int(index.first_documents[slice_index])
+        spans = document_spans(document_ends, len(tokens), index.documents, first)
         if index.packing == "fit":
             segments = fit_segments(spans, self._seq_len)
         else:
