@@ -15,8 +15,7 @@ from forebay.errors import DatasetError, IntegrityError, UsageError
 from forebay.formats import open_external
 from forebay.formats.shard_writer import write_shards
 from forebay.formats.vectors import npy_header, sample_id, vector_in
-from forebay.load.shard_check import SampleCheck, read_ids
-from forebay.load.shard_folder import ShardFolder
+from forebay.load.shard_folder import SampleCheck, ShardFolder, read_ids
 
 L = 16
 

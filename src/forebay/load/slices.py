@@ -277,7 +277,6 @@ class SliceReader:
 
     def _start_feed(self, settings: CacheSettings) -> SliceFeed:
         from forebay.cache.cache import SliceCache
-        from forebay.cache.planner import FeedOptions
         from forebay.cache.prefetch import SliceFeed
         from forebay.load.slice_source import SliceSource
 
@@ -293,11 +292,9 @@ class SliceReader:
             self._cached_uses,
             self._run.num_steps,
             lambda key, part: source.start(*find(key), part),
-            FeedOptions(
-                horizon_bytes=settings.readahead_bytes,
-                epoch_of=lambda step, key: self._run.epoch_of(step, self._dataset_index(key))[0],
-                window_steps=max(map(window_steps, self._run.orders)),
-            ),
+            horizon_bytes=settings.readahead_bytes,
+            epoch_of=lambda step, key: self._run.epoch_of(step, self._dataset_index(key))[0],
+            window_steps=max(map(window_steps, self._run.orders)),
         )
 
     def _cached_uses(self, start: int, stop: int) -> tuple[I64, I64]:
