@@ -16,8 +16,7 @@ from forebay.dataset.slices import Slice, open_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import Batch, make_batch
 from forebay.load.batch_planner import make_collator
-from forebay.load.collate import BatchArrays
-from forebay.load.copying import MappedArray
+from forebay.load.collate import BatchArrays, MappedArray
 from forebay.load.rows import plan_rows, stack_rows
 from forebay.load.samples import plan_samples
 

@@ -273,7 +273,7 @@ def open_dataset(path: str | Path, *, verify: Verify = "once") -> Dataset:
     table = SliceTable.from_parquet(table_bytes)
     check_totals(manifest, table)
     id = dataset_id(manifest_bytes)
-    return Dataset(folder, manifest, table, id, VerifiedMarks(folder, id, len(table)) if verify == "once" else None)
+    return Dataset(folder, manifest, table, id, VerifiedMarks(folder, id) if verify == "once" else None)
 
 
 def check_totals(manifest: Manifest, table: SliceTable) -> None:

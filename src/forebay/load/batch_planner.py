@@ -7,9 +7,9 @@ it.
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import numpy as np
@@ -24,16 +24,10 @@ from forebay.load.samples import SampleIndex
 from forebay.load.slices import SliceReader
 from forebay.order.run import Run
 
-try:
-    from resource import RUSAGE_SELF, getrusage
-except ImportError:  # Windows: waits for the disk are not counted.
-    getrusage = None  # type: ignore[assignment]
-
 I64 = NDArray[np.int64]
 
 PLAN_SAMPLES = 8192
 _CACHED_PLAN_STEPS = 64  # With a cache: the slices of a block cannot be evicted until it ends.
-_MAX_OPEN_BYTES = 1 << 30  # Of open maps: pages of the page cache, not the process's own.
 
 
 def make_collator(
@@ -102,8 +96,7 @@ class BatchPlanner:
         samples = min(PLAN_SAMPLES, max(order.num_samples for order in run.orders))
         steps = max(1, samples // share)
         self._plan_steps = every[1] * (min(steps, _CACHED_PLAN_STEPS) if slices.cached else steps)
-        self._open: OrderedDict[int, int] = OrderedDict()  # Key to bytes, least recently used first.
-        self._open_bytes = 0
+        self._open: set[int] = set()  # Keys.
         self._min_make_s = float("inf")
         self.network_s = self.disk_s = 0.0  # Waited for slices in transfer; for pages not in memory.
         self.num_opened = 0  # Slices.
@@ -124,13 +117,12 @@ class BatchPlanner:
                         self._slices.read_ahead(np.unique(following.keys).tolist())
                 start, step = stop, plan.steps[stop - 1] + 1
             plan = following
-        self._close_cached_except(())
+        self.close()
         self._slices.advance(step)
 
     def close(self) -> None:
         """Close all maps."""
-        for key in list(self._open):
-            self._close_map(key)
+        self._close_except(())
 
     def _block(self, plan: _Plan, start: int, stop: int) -> Iterator[Batch]:
         bounds, ids, sources = plan.bounds, plan.ids, plan.sources
@@ -151,14 +143,11 @@ class BatchPlanner:
             yield batch
             del batch, arrays  # Memory that the caller drops is free for the next batch.
             started_at = clock()
-        self._attribute(make_s / (stop - start), stop - start, _major_faults() - faults)
-
-    def _attribute(self, make_s: float, steps: int, faults: int) -> None:
-        """If pages were read, the time above the minimum of all blocks so far was spent waiting for the disk."""
-        if faults == 0:
+        make_s /= stop - start
+        if _major_faults() == faults:
             self._min_make_s = min(self._min_make_s, make_s)
-        elif self._min_make_s < make_s:
-            self.disk_s += (make_s - self._min_make_s) * steps
+        elif self._min_make_s < make_s:  # Pages were read: the time above the minimum was spent waiting for the disk.
+            self.disk_s += (make_s - self._min_make_s) * (stop - start)
 
     def _plan(self, step: int) -> _Plan | None:
         """The plan that starts with this rank's next step from `step` on; None at the end of the run."""
@@ -216,9 +205,7 @@ class BatchPlanner:
                 continue
             step = start if required else int(np.searchsorted(plan.bounds, row + low, side="right")) - 1
             try:
-                available = required or not cached
-                if not available:
-                    available = self._slices.hold([key], plan.steps[step] + 1)
+                available = required or not cached or self._slices.hold([key], plan.steps[step] + 1)
                 if available and key not in self._open:
                     self._open_map(key, plan.steps[step] + 1)
             except ForebayError:
@@ -230,14 +217,9 @@ class BatchPlanner:
         return self._start_block(plan, start, keys.tolist(), len(plan.steps))
 
     def _start_block(self, plan: _Plan, start: int, used: Sequence[int], stop: int) -> int:
-        """Release the previous block's slices, and close the least recently used maps beyond the limit."""
-        if self._slices.cached:
-            self._close_cached_except(used)
-            self._slices.advance(plan.steps[start])
-        for key in used:
-            self._open.move_to_end(key)
-        while self._open_bytes > _MAX_OPEN_BYTES and len(self._open) > len(used):
-            self._close_map(next(iter(self._open)))
+        """Close and release the slices of the previous block."""
+        self._close_except(used)
+        self._slices.advance(plan.steps[start])
         return stop
 
     def _fetch(self, keys: Sequence[int], step: int) -> None:
@@ -247,7 +229,7 @@ class BatchPlanner:
         """
         if not self._slices.cached or self._slices.hold(keys, step + 1):
             return
-        self._close_cached_except(())
+        self.close()
         self._slices.advance(step)
         started_at = time.perf_counter()
         try:
@@ -255,10 +237,10 @@ class BatchPlanner:
         finally:
             self.network_s += time.perf_counter() - started_at
 
-    def _close_cached_except(self, used: Collection[int]) -> None:
-        retained = set(used)
-        for key in [key for key in self._open if key not in retained and self._slices.is_cached(key)]:
-            self._close_map(key)
+    def _close_except(self, used: Collection[int]) -> None:
+        for key in self._open.difference(used):
+            self._open.remove(key)
+            self._collator.close(key)
 
     def _open_map(self, key: int, until: int) -> None:
         started_at = time.perf_counter()
@@ -269,17 +251,10 @@ class BatchPlanner:
         else:
             self.disk_s += elapsed_s
         self._collator.open(key, index, opened)
-        self._open[key] = size = sum(array.nbytes for array in opened.tensors.values())
-        self._open_bytes += size
+        self._open.add(key)
         self.num_opened += 1
-
-    def _close_map(self, key: int) -> None:
-        size = self._open.pop(key, None)
-        if size is not None:
-            self._open_bytes -= size
-            self._collator.close(key)
 
 
 def _major_faults() -> int:
     """Page faults of this process that read from the disk."""
-    return 0 if getrusage is None else getrusage(RUSAGE_SELF).ru_majflt
+    return getrusage(RUSAGE_SELF).ru_majflt

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from forebay.dataset.slices import Slice
 from forebay.errors import UsageError
 from forebay.load.batch import IGNORE_INDEX
-from forebay.load.collate import BatchArrays, Collator
-from forebay.load.copying import MappedArray, TokenCopier, copy_array
+from forebay.load.collate import BatchArrays, Collator, MappedArray, TokenCopier, copy_array
 from forebay.load.packing import SampleSegments, chunk_segments, document_spans, fit_segments
 from forebay.load.samples import I64, SampleIndex
 

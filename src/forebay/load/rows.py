@@ -16,8 +16,7 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import IGNORE_INDEX
-from forebay.load.collate import BatchArrays, Collator
-from forebay.load.copying import MappedArray, RangeCopier
+from forebay.load.collate import BatchArrays, Collator, MappedArray, RangeCopier
 from forebay.load.samples import I64, Array, SampleIndex
 
 SCALE_SUFFIX = ".scale"

@@ -26,7 +26,7 @@ from forebay.files import atomic_write, remove_stale
 from forebay.load.packing import DocumentSubset, count_fit, document_spans
 from forebay.order.bijection import derive_key, permute
 from forebay.order.plan import samples_per_slice
-from forebay.order.rendezvous import assign_owners
+from forebay.order.run import assign_owners
 from forebay.storage.base import Origin, read_small
 from forebay.storage.remote_dataset import RemoteDataset
 

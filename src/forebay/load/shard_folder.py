@@ -20,9 +20,10 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,8 @@ _LOCK_POLL_S = 0.1
 log = logging.getLogger("forebay.storage")
 
 
-class ShardFiles(NamedTuple):
+@dataclass(frozen=True)
+class ShardFiles:
     """A shard's two local files, verified."""
 
     index: int
