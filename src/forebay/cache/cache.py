@@ -116,14 +116,12 @@ class SliceCache:
         at_fork(self)
 
     def after_fork(self) -> None:
-        """A forked child starts without pins and without a published plan."""
         self._lock = threading.RLock()
         self._pins: Counter[str] = Counter()
         self._pin_locks: dict[str, Lock] = {}
         self._plans = SharedPlans(self._budget.plans)
 
     def path_of(self, sha256: str) -> Path:
-        """Return the path of a slice, cached or not."""
         if not SHA256.fullmatch(sha256):
             raise UsageError(f"cache: expected a sha256 in lower-case hex, got {sha256[:80]!r}.")
         return self.directory / sha256
@@ -137,7 +135,6 @@ class SliceCache:
         return path if self._record_use(path) or self._verify(path) else None
 
     def list_slices(self) -> set[str]:
-        """Return the hashes of the slices in the directory at this moment."""
         return {item.name for item in os.scandir(self.directory) if SHA256.fullmatch(item.name)}
 
     def pin_all(self, sha256s: Sequence[str]) -> list[Path] | None:
@@ -169,7 +166,6 @@ class SliceCache:
                 self._pin_locks.pop(sha256).release()
 
     def used_bytes(self) -> int:
-        """Return the bytes of slices and reservations, which count against the budget."""
         with self._budget.lock():
             return sum(entry.counted for entry in self._budget.entries())
 

@@ -92,7 +92,6 @@ class PlannedUses:
         return max(first, now), last, intervals[1][0] if len(intervals) > 1 else None
 
     def next_use(self, key: int, now: int) -> int | None:
-        """Return the first step from `now` on that reads a slice; None if none before `known_until` does."""
         use = self.use(key, now)
         return None if use is None else use[0]
 

@@ -109,7 +109,6 @@ class Planner:
         self._published: object = None
 
     def seek(self, step: int, *, exact: bool = False) -> None:
-        """Plan again from `step`."""
         self._now = step
         self._uses = PlannedUses(self._find_uses, self._num_steps, step, exact=exact)
         self._queue, self._queued, self._aims = [], set(), {}
@@ -144,7 +143,6 @@ class Planner:
         return result
 
     def close(self) -> None:
-        """Cancel the downloads and withdraw the published plan."""
         self.downloads.close()
         self.cache.unpublish()
 
@@ -265,7 +263,6 @@ class Planner:
                 self.downloads.postpone(key, _POLL_S)
 
     def _next_queued(self) -> int | None:
-        """Return the first key of the queue, after removing and moving outdated entries."""
         while self._queue:
             queued_step, _, key = self._queue[0]
             step = self._uses.next_use(key, self._now)
@@ -278,7 +275,6 @@ class Planner:
         return None
 
     def _start(self, key: int, steps: int, result: PlanUpdate) -> NotReserved | None:
-        """Start to download a slice and evict others for it; return why it cannot start."""
         reserved = self._reserve(key, steps, "unwanted")
         if (
             isinstance(reserved, NotReserved)
@@ -310,7 +306,6 @@ class Planner:
         return reserved
 
     def _find_last_read(self, *, once: bool) -> None:
-        """Read planned uses until it is known which of the cached slices is read last."""
         while not self._uses.is_full(self._now):
             unknown = sum(self._uses.next_use(key, self._now) is None for key in self.cached)
             if unknown <= 1:
@@ -320,7 +315,6 @@ class Planner:
                 return
 
     def _is_near(self, key: int, steps: int) -> bool:
-        """Whether a slice that is needed in so many steps lies within the horizon."""
         max_bytes = self._horizon_bytes
         if max_bytes is None:
             self._unread = {key: step for key, step in self._unread.items() if step > self._now}
@@ -346,7 +340,6 @@ class Planner:
         self.cache.set_position(self._now, self._waiting_since)
 
     def _next_change(self) -> int:
-        """Return the first step at which the use of a cached slice begins or ends, if that matters."""
         if not self._queue:
             return NEVER
         soonest = self._queue[0][0]
@@ -431,11 +424,9 @@ class SliceDownloads(dict[int, SliceDownload]):
         return key in self._not_before
 
     def expedite(self, key: int) -> None:
-        """Allow a slice to start now, even after failures."""
         self._not_before.pop(key, None)
 
     def take_due(self) -> list[int]:
-        """Return the postponed slices that may be started from now on, each once."""
         now = self._clock()
         keys = [key for key, not_before in self._not_before.items() if not_before <= now]
         for key in keys:
@@ -443,7 +434,6 @@ class SliceDownloads(dict[int, SliceDownload]):
         return keys
 
     def close(self) -> None:
-        """Cancel all. A reservation ends when its transfer no longer writes: at once, or later."""
         for key in self:
             self.cancel(key)
         deadline = time.monotonic() + _CLOSE_S
@@ -452,7 +442,6 @@ class SliceDownloads(dict[int, SliceDownload]):
         self.clear()
 
     def _commit(self, key: int, download: SliceDownload) -> None:
-        """Commit or release the slice of an ended transfer; from any thread."""
         is_complete = download.transfer.error is None
         if is_complete:
             with self._lock:  # Counted before a consumer can see the slice.

@@ -97,7 +97,6 @@ class SliceFeed:
         self._has_news = False  # for the thread
 
     def after_fork(self) -> None:
-        """A forked child has neither the thread nor the downloads."""
         self._reset()
         self._closed, self._thread = True, None
         self._planner.downloads.clear()
@@ -121,7 +120,6 @@ class SliceFeed:
             self._thread.start()
 
     def is_cached(self, key: int) -> bool:
-        """Whether a slice is cached at this moment; it may be evicted before `acquire`."""
         return self.cache.path_of(self._sha256s[key]).exists()
 
     def acquire(self, key: int, until: int) -> Path:
@@ -223,7 +221,6 @@ class SliceFeed:
         self._wake_at = min([self._plan_at, *self._pinned_until.values()])
 
     def _pin(self, keys: list[int], until: int) -> bool:
-        """Pin slices, all or none; False if one is not cached."""
         with self._changed:
             unpinned = [key for key in keys if key not in self._pinned_until]
             if unpinned and self.cache.pin_all([self._sha256s[key] for key in unpinned]) is None:
@@ -278,7 +275,6 @@ class SliceFeed:
         )  # fmt: skip
 
     def _update(self) -> float:
-        """Update the plan once, in the thread; return the seconds until the next update."""
         with self._changed:
             seek_to, self._seek_to = self._seek_to, None
             finished, self._finished = self._finished, []

@@ -200,7 +200,6 @@ class Dataset:
         return {**fields, "slices": m.slices, "bytes": m.bytes}
 
     def _columns(self) -> dict[str, str]:
-        """Type and shape of a row's tensors, by the header of the first slice; empty if it is not local."""
         try:
             first = open_slice(self.slice_path(0))
         except (DatasetError, UsageError):

@@ -58,8 +58,6 @@ def make_collator(
 
 @dataclass(frozen=True)
 class _Plan:
-    """A rank's samples of n run steps."""
-
     steps: Sequence[int]
     bounds: list[int]  # [n + 1], of each step's samples in the arrays.
     keys: I64
@@ -121,7 +119,6 @@ class BatchPlanner:
         self._slices.advance(step)
 
     def close(self) -> None:
-        """Close all maps."""
         self._close_except(())
 
     def _block(self, plan: _Plan, start: int, stop: int) -> Iterator[Batch]:
@@ -217,7 +214,6 @@ class BatchPlanner:
         return self._start_block(plan, start, keys.tolist(), len(plan.steps))
 
     def _start_block(self, plan: _Plan, start: int, used: Sequence[int], stop: int) -> int:
-        """Close and release the slices of the previous block."""
         self._close_except(used)
         self._slices.advance(plan.steps[start])
         return stop
@@ -256,5 +252,4 @@ class BatchPlanner:
 
 
 def _major_faults() -> int:
-    """Page faults of this process that read from the disk."""
     return getrusage(RUSAGE_SELF).ru_majflt

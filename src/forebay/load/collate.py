@@ -76,7 +76,6 @@ class RangeCopier:
                 self._copy_each(i, end, target[0])
 
     def _copy_each(self, start: int, stop: int, out_address: int) -> None:
-        """Copy with one call a range, which tells the file that cannot be read."""
         for i in range(start, stop):
             size = self.edges[i + 1] - self.edges[i]
             source, offset = self._sources[self._which[i]], int(self._offsets[i])
@@ -136,7 +135,6 @@ def copy_array(array: NDArray[Any], path: Path | str) -> NDArray[Any]:
 
 
 def _find_writev() -> _Writev | None:
-    """`process_vm_writev`, if this system has it and allows a process to use it on itself."""
     try:
         call = ctypes.CDLL(None).process_vm_writev
     except (AttributeError, OSError, TypeError):

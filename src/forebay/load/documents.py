@@ -29,8 +29,6 @@ class _OpenSlice:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Plan:
-    """Segments [G] of the planned rows [K]."""
-
     first_segments: list[int]  # Of each row, [K + 1].
     tokens: TokenCopier
     lengths: I64  # In tokens.
@@ -147,6 +145,5 @@ class DocumentCollator(Collator):
 
 
 def _ranges(firsts: I64, counts: I64) -> I64:
-    """The concatenated ranges [firsts[i], firsts[i] + counts[i])."""
     stops = np.cumsum(counts)
     return np.repeat(firsts - (stops - counts), counts) + np.arange(int(stops[-1]) if len(stops) else 0)

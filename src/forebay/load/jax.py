@@ -76,7 +76,6 @@ class JaxLoader:
         self._state = None
 
     def close(self) -> None:
-        """Close the Loader."""
         self.loader.close()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -220,7 +220,6 @@ class Loader:
         self._identity = owner | run_identity(self.run, self.datasets, self._indexes, seed, drop_last)
 
     def _plan_batches(self, options: SimpleNamespace) -> None:
-        """Set up slices and batches; nothing is read or fetched yet."""
         manifest, datasets = self.dataset.manifest, list(self.datasets.values())
         dtype = token_dtype(options.dtype, manifest.dtype, manifest.vocab_size) if self.seq_len else np.int64
         collator = make_collator(
@@ -241,7 +240,6 @@ class Loader:
         )
 
     def _check_traffic(self, options: SimpleNamespace, cached: Sequence[bool], settings: CacheSettings) -> None:
-        """Warn of a run that would fetch slices several times in an epoch, or refuse it."""
         alone = options.sharding == "hash" or self.mixture is not None  # Nodes of a mixture share no lanes.
         parts = []
         for dataset, index, order, is_cached in zip(self.datasets.values(), self._indexes, self.run.orders, cached):

@@ -63,7 +63,6 @@ class DocumentSpans(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all spans."""
         return int((self.stops - self.starts).sum())
 
 
@@ -210,7 +209,6 @@ def _placements(lengths: I64, seq_len: int) -> Sequence[_Placement]:
 
 
 def _best_fit(lengths: I64, seq_len: int) -> tuple[I64, int]:
-    """The row of each length, int64 [n], and the number of rows: `_placements` with numbered rows."""
     order = _stable_order(seq_len - lengths, seq_len)
     placed = np.empty(len(lengths), np.int64)
     pools: defaultdict[int, list[I64]] = defaultdict(list)  # Rows by free tokens.
@@ -238,5 +236,4 @@ def _best_fit(lengths: I64, seq_len: int) -> tuple[I64, int]:
 
 
 def _stable_order(values: I64, maximum: int) -> I64:
-    """The stable order of values in [0, maximum]; 16-bit values are sorted by radix."""
     return np.argsort(values.astype(np.uint16) if maximum < 1 << 16 else values, kind="stable")

@@ -172,7 +172,6 @@ def _check_settings(
 
 
 def _split(counts: I64, split: str, validation: float) -> tuple[I64, I64]:
-    """(counts, offsets) of a split: whole slices in permuted order, and the start of the one that is cut."""
     num_validation = round(validation * int(counts.sum()))
     order = permute(np.arange(len(counts), dtype=np.uint64), len(counts), derive_key(0, "split")).astype(np.int64)
     stops = np.cumsum(counts[order])

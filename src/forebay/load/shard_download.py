@@ -142,7 +142,6 @@ class ShardDownload:
             pause_s = min(_MAX_RETRY_S, 2 * pause_s)
 
     def _try(self) -> bool:
-        """Whether the download has ended: it is complete, cancelled, or no retry can help."""
         files: ShardFiles | None = None
         error: ForebayError | None = None
         try:

@@ -205,7 +205,6 @@ class ShardFolder:
         return list(self.tmp_dir.glob(f".{name}.*.part"))
 
     def _path(self, index: int, kind: str) -> Path:
-        """The path of a shard's `use` or `fetch` lock, or its `mark`."""
         return self.folder / f".train_{index:06d}.{kind}"
 
     def _head(self, name: str, stop: threading.Event | None = None) -> ObjectMeta:
@@ -243,7 +242,6 @@ class ShardFolder:
                 log.warning("%s Fetching the ids again", error)
 
     def _verify_local(self, index: int) -> ShardFiles | None:
-        """Verify a local pair without a valid mark; None if there is none."""
         for files in self._pairs(index):
             log.info("shard %d is already in %s: comparing all its samples with their ids", index, self.folder)
             try:
@@ -258,7 +256,6 @@ class ShardFolder:
         return None
 
     def _read_mark(self, index: int) -> dict[str, Any]:
-        """The fields `fetched` and `verified` of a shard's mark; empty without one."""
         try:
             mark = json.loads(self._path(index, "mark").read_bytes())
         except (OSError, ValueError):
@@ -304,7 +301,6 @@ def _tokens_name(index: int) -> str:
 
 
 def _names(index: int) -> tuple[str, str, str]:
-    """The names of a shard's tokens, and of its ids in both formats."""
     return _tokens_name(index), f"sample_ids_{index:06d}.npy", f"sample_ids_{index:06d}.bin"
 
 
@@ -331,7 +327,6 @@ class SampleCheck(Check):
         self._num_same = self._num_retries = 0
 
     def advance(self, path: Path, start: int, stop: int) -> None:
-        """See Check."""
         if stop < min(self._num_bytes, _MAX_HEADER_BYTES):
             return
         if self._vector is None:
@@ -373,7 +368,6 @@ class SampleCheck(Check):
             raise self._error()
 
     def _layout(self) -> tuple[int, int]:
-        """The offset of sample 0 in the file, and the bytes of a sample."""
         assert self._vector is not None
         return self._vector.offset, self._seq_len * self._vector.kind.itemsize
 
@@ -403,7 +397,6 @@ class SampleCheck(Check):
         )
 
     def _check_block(self, tokens: NDArray[np.uint8], ids: NDArray[np.uint64], samples: range) -> dict[int, int]:
-        """The wrong samples of a block, and the ids that their bytes have."""
         offset, width = self._layout()
         data = tokens[offset + samples.start * width : offset + samples.stop * width].data
         digests = (hashlib.blake2b(data[i : i + width], digest_size=8).digest() for i in range(0, len(data), width))

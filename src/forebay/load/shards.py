@@ -220,7 +220,6 @@ class SharedShardedDatasetManager:
         self.close()
 
     def _activate(self, index: int, upcoming: int) -> ShardDataset:
-        """Make a shard active, unless it is, and start to download the next one."""
         old = self.active_dataset
         if old is None or old.index != index:
             self._drop_upcoming(unless=index)
@@ -254,7 +253,6 @@ class SharedShardedDatasetManager:
         return self.active_dataset
 
     def _drop_upcoming(self, unless: int) -> None:
-        """Cancel the download of another shard."""
         if (download := self.upcoming_dataset) is not None and download.index != unless:
             download.stop()
             self._used.add(download.index)
@@ -319,7 +317,6 @@ class SharedShardedDatasetManager:
             log.warning("memory: %s; 4 GB or more is what runs like this have", format_bytes(memory))
 
     def _remove_used(self) -> None:
-        """On local rank 0, remove used shards that no rank has open."""
         if self.keep_shards or not self._is_first_rank or self._folder.origin is None:
             return
         for index in list(self._used - self._needed):

@@ -66,8 +66,6 @@ class BatchBundle:
 
 
 class _HeldSegment(np.ndarray[Any, np.dtype[np.uint8]]):
-    """The bytes of a segment that a reader holds; `flag` is cleared when it is deleted."""
-
     flag: U8
 
     def __del__(self) -> None:
@@ -104,7 +102,6 @@ class SegmentWriter:
         return location, stops[-1], ranges, file.getvalue()
 
     def _acquire(self, size: int) -> tuple[int | None, Any]:
-        """The number of a free segment, marked as held, and a handle that opens it if it is new; None without one."""
         for number, segment in enumerate(self._segments):
             if segment[0] == 0 and len(segment) >= size:
                 segment[0] = 1

@@ -98,7 +98,6 @@ def resolve_cache(
 
 
 def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:
-    """The budget of a cache; by default a quarter of what is free. Raises UsageError if it exceeds the memory."""
     in_memory = str(directory).partition(":")[0] == "ram"
     if budget_bytes is None:
         existing = Path("/dev/shm") if in_memory else Path(directory)
@@ -164,7 +163,6 @@ class SliceReader:
                 )
 
     def find(self, key: int) -> tuple[Dataset, int]:
-        """The dataset of a key, and the slice's index in it."""
         i = self._dataset_index(key)
         return self._datasets[i], key - int(self.first_key[i])
 
@@ -172,11 +170,9 @@ class SliceReader:
         return int(np.searchsorted(self.first_key, key, side="right")) - 1
 
     def is_cached(self, key: int) -> bool:
-        """Whether this slice is read through the cache."""
         return self.cached and self._cached[self._dataset_index(key)]
 
     def seek(self, step: int) -> None:
-        """Set the consumer's position before `step`."""
         if self._cache is None:
             return
         if self._feed is not None and self._feed.pid != os.getpid():
@@ -186,7 +182,6 @@ class SliceReader:
         self._feed.seek(step)
 
     def advance(self, step: int) -> None:
-        """All steps before `step` are consumed."""
         if self._feed is not None:
             self._feed.advance(step)
 
@@ -248,7 +243,6 @@ class SliceReader:
                 self._readahead.submit(_read_ahead, dataset.slice_path(index))
 
     def stats(self) -> dict[str, Any]:
-        """What cache and transfers have counted since the loader was made; empty without a cache."""
         stats = self._feed.stats() if self._feed is not None else {}
         stats |= self._source.stats() if self._source is not None else {}
         return self._past_stats | self._summed(stats)
@@ -343,7 +337,6 @@ class SliceSource:
         return self._transfers.start(dataset.table.row(index), part, [origin])
 
     def stats(self) -> dict[str, int]:
-        """Slices by where they came from, and bytes sent to peers; empty if nothing is shared."""
         if not self._members:
             return {}
         stats = [member.reader.stats() for member in self._members.values()]

@@ -177,7 +177,6 @@ class TokenDataset(IterableDataset):  # type: ignore[misc]  # PyTorch is not che
                 self._shared.write(loader.state_dict())
 
     def _iterate_as_helper(self, helper: int, helpers: int, seed: int) -> Iterator[Any]:
-        """This helper's part of a pass; its state is known before the first batch is read."""
         loader, resumed = self.loader((helper, helpers)), self._resumed or {}
         self._resumed = None
         start = self._start_of_pass(loader, resumed.get("start"), seed)
@@ -214,7 +213,6 @@ class TokenDataset(IterableDataset):  # type: ignore[misc]  # PyTorch is not che
         return start
 
     def _resolve_rank(self) -> None:
-        """Take torch.distributed's rank, if none is given; without it the Loader takes the environment's."""
         arguments, distributed = self._arguments, torch.distributed
         if arguments.get("rank") is not None or arguments.get("world_size") is not None:
             return
@@ -305,8 +303,6 @@ def dataloader(
 
 
 class _SharedState:
-    """In memory shared with helper processes: a loader's state, if one was written, and the last pass and its epoch."""
-
     def __init__(self) -> None:
         self.__setstate__(torch.zeros(_STATE_BYTES, dtype=torch.uint8))
 
@@ -361,8 +357,6 @@ def _receive_batch(*message: Any) -> dict[str, Any]:
 
 
 class _TensorBundle:
-    """A bundle of batches in the process that trains."""
-
     def __init__(self, bundle: shared_memory.BatchBundle) -> None:
         self._bundle = bundle
         self._batches = bundle.unpack()
@@ -393,7 +387,6 @@ def _check_iteration(iteration: int, current: int) -> None:
 
 
 def _array(value: Any) -> Any:
-    """A tensor as an array that shares its memory; other values as they are."""
     if isinstance(value, torch.Tensor):
         with contextlib.suppress(TypeError, RuntimeError):
             return value.numpy()
@@ -401,7 +394,6 @@ def _array(value: Any) -> Any:
 
 
 def _tensors(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Arrays as tensors that share their memory, copied if they are read-only; other values as they are."""
     return {
         name: torch.from_numpy(value if value.flags.writeable else value.copy())
         if isinstance(value, np.ndarray)
@@ -415,7 +407,6 @@ def _pin(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _worker_name(helper: object) -> str:
-    """Names the owner of a state: [index, number] of workers, or None."""
     return (
         f"worker {helper[0]} of {helper[1]}" if isinstance(helper, list) and len(helper) == 2 else "the loader itself"
     )

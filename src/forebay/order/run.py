@@ -78,11 +78,9 @@ class Run:
         return self.orders[0].steps_per_epoch
 
     def progress(self, step: int) -> RunProgress:
-        """Epoch and samples taken before a step in [0, num_steps]. See `StepIndex.progress`."""
         return self._step_index.progress(step)
 
     def epoch_stop(self, step: int) -> int | None:
-        """The step at which the epoch of a step in [0, num_steps) ends; None without an end."""
         return self._step_index.epoch_stop(step)
 
     def epoch_of(self, step: int, source: int) -> tuple[int | None, int | None]:
@@ -100,7 +98,6 @@ class Run:
         return (int(epochs[0]) if len(epochs) == 1 else None), None
 
     def progress_table(self, start: int, stop: int) -> tuple[I64, I64, I64]:
-        """`progress` of each step in [start, stop): (epochs, steps in their epoch, samples taken), each int64 [n]."""
         parts: list[I64] = [np.empty((3, 0), np.int64)]
         for segment in self._segments(start, stop):
             turn = np.arange(segment.num_steps, dtype=np.int64)
@@ -111,7 +108,6 @@ class Run:
         return epochs, steps, taken
 
     def batch_lens(self, start: int, stop: int) -> I64:
-        """Samples of all ranks in each step of [start, stop), int64 [n]."""
         sizes = [np.full(segment.num_steps, segment.size, np.int64) for segment in self._segments(start, stop)]
         return _joined(sizes)
 
@@ -238,24 +234,20 @@ class OwnedRun(Run):
         return self._per_epoch
 
     def progress(self, step: int) -> RunProgress:
-        """As `Run.progress`; samples_taken counts this rank's."""
         check_range(step, step, self._end)
         epoch, within = divmod(step, self._per_epoch)
         return RunProgress(epoch, within, self._taken(within))
 
     def epoch_stop(self, step: int) -> int | None:
-        """As `Run.epoch_stop`."""
         stop = (step // self._per_epoch + 1) * self._per_epoch
         return stop if self._end is None else min(stop, self._end)
 
     def progress_table(self, start: int, stop: int) -> tuple[I64, I64, I64]:
-        """As `Run.progress_table`."""
         check_range(start, stop, self._end)
         epochs, within = np.divmod(np.arange(start, stop, dtype=np.int64), self._per_epoch)
         return epochs, within, within * self.orders[0].num_samples // self._per_epoch
 
     def batch_lens(self, start: int, stop: int) -> I64:
-        """As `Run.batch_lens`."""
         check_range(start, stop, self._end)
         within = np.arange(start, stop, dtype=np.int64)[:, None] % self._per_epoch
         taken = (within + 1) * self._of_ranks // self._per_epoch - within * self._of_ranks // self._per_epoch
