@@ -223,11 +223,6 @@ def test_windows_bridged_too_coarsely_are_planned_exactly(tmp_path: Path, closin
 # What is kept
 
 
-def test_slices_that_can_never_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="the largest slice takes 1002 bytes as it is fetched, the budget is 1000"):
-        SliceFeed(SliceCache(tmp_path, 1000), NAMES[:1], np.array([1000]), uses_of([]), 0, lambda *_: None)
-
-
 def test_the_same_slice_under_two_keys_is_fetched_once(tmp_path: Path, closing: list[SliceFeed]) -> None:
     origin = Origin()
     names = np.frombuffer(bytes.fromhex("".join([NAMES[0], NAMES[1], NAMES[0]])), np.uint8).reshape(3, 32)

@@ -166,16 +166,6 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     refused("sample ids")
 
 
-def test_the_id_of_nothing_is_named(tmp_path: Path) -> None:
-    """A known writer gave all samples of the second half the id of no bytes."""
-    tokens, ids = shard(tmp_path, generation="bin")
-    found = np.fromfile(ids, "<u8")
-    found[150:] = 13020603013274838756
-    found.tofile(ids)
-    with pytest.raises(IntegrityError, match=r"150 of 300.*first sample 150.*that of no bytes"):
-        check_of(tokens, ids).finish(tokens)
-
-
 def test_indexes_of_terabytes_are_64_bit(tmp_path: Path) -> None:
     """A shard of 5 TB, sparse: its middle and its end are where they should be."""
     seq_len, count = 2048, 1_220_703_125  # 2.5e12 tokens of 2 bytes

@@ -1,16 +1,9 @@
 """A directory of verified slices, named by hash, with a budget of bytes that is never exceeded.
 
-`DIR/SHA256` is complete and verified: a slice gets its name by a rename after its hash was checked. `SHA256.part` is a
-download, running or broken off; it can be resumed after any kill. Space for a slice is reserved, and other slices are
-evicted, before its first byte is requested. Processes share a directory by file locks: one downloads a slice, the
-others wait for it. Eviction takes the plans of all processes into account (`eviction.py`).
-
-`locks/SHA256.verified` records size, time of change and inode of a verified file. A file that differs from its record,
-or has none (after a copy of the directory), is hashed at its next use, and deleted only if the hash is wrong. Damage
-that leaves all three unchanged is found only by hashing again (Loader's `verify`). A path returned by `get` may be
-evicted before it is opened; `pin` and `pin_all` prevent that.
-
-Cost: a listing of the directory per downloaded slice (4 ms for 1,000 slices), and two small files per slice.
+`DIR/SHA256` is complete and verified; `SHA256.part` is a download, which can be resumed after any kill. Space for a
+slice is reserved, and others evicted, before its first byte is requested. Processes share a directory by file locks.
+`locks/SHA256.verified` records size, time of change and inode: a file that differs is hashed at its next use. Cost: a
+listing of the directory per downloaded slice (4 ms for 1,000 slices), and two small files per slice.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """When each slice of a run is read next: the run's uses, read in chunks and stored as intervals of steps.
 
-A slice is read in consecutive steps while a window is open, and again in the next epoch. Consecutive uses are one
-interval. In a chunk of more than 2,048 intervals, gaps are bridged until there are fewer, so that the far future of a
-long run stays small; inside a bridged gap a slice counts as in use. With `exact`, for a cache that cannot hold the open
-windows, no gap is bridged, and fewer steps are known.
-
-Cost: 0.15 us per use (NumPy), 100 bytes per interval, at most 2^18 intervals.
+Consecutive uses are one interval. In a chunk of more than 2,048 intervals gaps are bridged until there are fewer;
+inside a bridged gap a slice counts as in use. With `exact`, for a cache that cannot hold the open windows, no gap is
+bridged. Cost: 0.15 us per use (NumPy), 100 bytes per interval, at most 2^18 intervals.
 """
 
 from __future__ import annotations

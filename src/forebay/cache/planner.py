@@ -1,10 +1,8 @@
 """Decides which slices to download and to evict, from the planned uses of a run. It has no thread and never waits.
 
-Eviction: slices that no live process will read are always evicted first. For a slice of the next step, or within the
-horizon, those that are read later are evicted too, the latest first (Belady); for one within the horizon, none that is
-read again within `window_steps`. The horizon keeps prefetching from evicting the slices that survive for the next
-epoch: with a budget of b bytes and a horizon of h, about b - h bytes survive a cyclic pass; with LRU none would.
-
+Slices that no live process will read are evicted first. For a slice of the next step, or within the horizon, those that
+are read later are evicted too, the latest first (Belady); for one within the horizon, none that is read again within
+`window_steps`. With a budget of b bytes and a horizon of h, about b - h bytes survive a cyclic pass.
 Cost: 250 bytes per slice of the run; a pass over the cached slices each time the use of one begins or ends.
 """
 
@@ -78,11 +76,6 @@ class Planner:
         self.keys: dict[str, int] = {}  # of several keys of one slice the first
         same = np.array([self.keys.setdefault(sha256, key) for key, sha256 in enumerate(self.sha256s)], np.int64)
         self.same: list[int] = same.tolist()  # by key, the first key of its slice
-        if (largest := part_bytes(max(self.sizes, default=0))) > cache.budget_bytes:
-            raise UsageError(
-                f"cache: the largest slice takes {largest} bytes as it is fetched, the budget is {cache.budget_bytes}. "
-                "Raise the budget: to two slices at least, to fetch one while another is read."
-            )
 
         def first_keys(start: int, stop: int) -> tuple[I64, I64]:
             steps, used = uses(start, stop)

@@ -1,9 +1,7 @@
 """Downloads the slices of a run before they are needed, as its order is known, and keeps those in use.
 
 A thread plans ahead (`planner.py`), starts downloads in order of first use and evicts. The consumer pins what it
-acquires; other processes respect the pins. Processes that together need more than the budget take turns, the oldest
-first (`acquire_all` pins all or none); if they cannot, the wait ends with an error.
-
+acquires, all or none; processes that together need more than the budget take turns, the oldest first, or fail.
 Cost: 0.1 us per step at which no use of a slice begins or ends, 30 us per acquired slice.
 """
 

@@ -31,25 +31,15 @@ _SIGNATURES = "signatures"
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Result of verifying a dataset.
-
-    Attributes:
-        ok: True if `bad` is empty.
-        bad: Names of changed or missing files and unlisted slices; sorted.
-        changed: Present with other bytes.
-        missing: Listed and absent.
-        extra: Present and not listed. Only `.safetensors` files among them are in `bad`.
-        has_hashes: Whether every byte was compared with a hash. False for formats without hashes.
-        checks: What was checked, in words.
-    """
+    """Result of verifying a dataset; lists of names are sorted."""
 
     ok: bool
-    bad: list[str]  # name: contract of `verify --json`
-    changed: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    extra: list[str] = field(default_factory=list)
-    has_hashes: bool = True
-    checks: tuple[str, ...] = ("SHA-256 of every file",)
+    bad: list[str]  # Changed or missing files, and unlisted slices; named by the contract of `verify --json`.
+    changed: list[str] = field(default_factory=list)  # Present with other bytes.
+    missing: list[str] = field(default_factory=list)  # Listed and absent.
+    extra: list[str] = field(default_factory=list)  # Present and not listed; only slices among them are in `bad`.
+    has_hashes: bool = True  # Whether every byte was compared with a hash.
+    checks: tuple[str, ...] = ("SHA-256 of every file",)  # What was checked, in words.
 
     @property
     def level(self) -> str:

@@ -1,9 +1,7 @@
 """Marks of slices whose files matched their hashes, kept in the user's cache directory.
 
-A mark (16 bytes a slice) is a hash of the slice's SHA-256 and its file's inode, size and times, so a modified file
-loses its mark and is hashed again. There is one file of marks for each directory and dataset id, shared by threads and
-processes without locks: a lost or torn mark costs one more hash. If the cache directory is not writable, marks last as
-long as the process.
+A mark (16 bytes a slice) is a hash of the slice's SHA-256 and its file's inode, size and times, so a modified file is
+hashed again. Threads and processes share a file of marks without locks: a lost or torn mark costs one more hash.
 """
 
 import contextlib

@@ -1,9 +1,8 @@
 """Batches in the order of steps: many steps are planned at once, their slices opened, and batches made one at a time.
 
-A *plan* has the samples of some hundred steps, computed in one call (a tenth of the cost of a call a step). A *block*
-is the longest run of planned steps whose slices are available: they are opened, and the position of each row is
-computed at once. A batch is then one gather; no Python code runs per sample. A late slice delays only steps that read
-it.
+A *plan* has the samples of some hundred steps. A *block* is the longest run of planned steps whose slices are
+available: they are opened, and the position of each row is computed at once. A batch is then one gather; no Python code
+runs per sample. A late slice delays only steps that read it.
 """
 
 import time
@@ -186,10 +185,7 @@ class BatchPlanner:
         )
 
     def _open_block(self, plan: _Plan, start: int) -> int:
-        """Open the slices of the steps from `start` on that are available, at least one step's; return where it stops.
-
-        The slices of a block are retained until its end.
-        """
+        """Open the available slices of the steps from `start` on, at least one step's; return where the block stops."""
         low = plan.bounds[start]
         num_required = plan.bounds[start + 1] - low  # Samples of the first step.
         keys, first_use = np.unique(plan.keys[low:], return_index=True)
@@ -219,10 +215,7 @@ class BatchPlanner:
         return stop
 
     def _fetch(self, keys: Sequence[int], step: int) -> None:
-        """Hold the slices that a step needs. While it waits for them, nothing is held and no cached slice is mapped.
-
-        A file that another process deletes while it is mapped still occupies disk space, which no budget counts.
-        """
+        """Hold the slices that a step needs. While it waits none is mapped: a budget counts no deleted files."""
         if not self._slices.cached or self._slices.hold(keys, step + 1):
             return
         self.close()

@@ -1,10 +1,7 @@
 """Batches of layout `rows`: the same rows of all tensors of a slice, stacked.
 
-Rows of one shape are copied in one call a tensor. Vectors whose length differs between slices are padded to the
-longest of the batch. `dequantize` turns I8 with a scale, and bits of BF16, into F32:
-
-    for batch in loader:
-        images = dequantize(batch.tensors, tensor_dtypes(loader.dataset))["images"]
+Vectors whose length differs between slices are padded to the longest of the batch. `dequantize(batch.tensors,
+tensor_dtypes(loader.dataset))` turns I8 with a scale, and bits of BF16, into F32.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,10 +1,8 @@
 """Which samples a run reads of a dataset: how many each slice has, for a packing, a document subset and a split.
 
-Reads as little as it can: consecutive tokens of whole slices need the table only; excluded documents need the document
-ends of their slices; packing `fit` needs those of all slices (8 bytes a document, read once in threads, and cached).
-
-A split consists of whole slices, by a permutation that depends on their number only, with at most one slice cut: a
-hundredth of the samples takes about a hundredth of the slices, and a larger validation split contains a smaller one.
+Consecutive tokens of whole slices need the table only; excluded documents need the document ends of their slices, and
+packing `fit` those of all (8 bytes a document, cached). A split consists of whole slices, by a permutation that depends
+on their number only, with at most one cut: a larger validation split contains a smaller one.
 """
 
 import contextlib

@@ -1,13 +1,9 @@
 """Shards of a bucket in a local directory: pairs of files, fetched, verified, and removed again.
 
-A shard is fetched by one process of the machine, under a lock that the kernel releases if it dies. Its tokens get their
-final name after every sample was verified; a mark file beside them records sizes and times. A pair without a mark, or
-changed since, is verified again before it is used. Only shards that were fetched here are ever removed, and none that a
-process uses. Disk: the pairs that are kept and one partial pair.
-
-Every sample is verified by its id, in threads, while the shard is received piece by piece: 1 GB/s a processor for
-samples of 4 KiB (8-byte BLAKE2b, without the interpreter's lock). Pieces with wrong samples are fetched again. Samples
-that are wrong in the same way three times are wrong at the origin; else they were damaged in transfer.
+One process of the machine fetches a shard, under a lock that the kernel releases if it dies. Tokens get their final
+name after every sample was verified by its id, in threads, while they are received (1 GB/s a processor). A mark file
+records sizes and times; a pair without one, or changed since, is verified again. Only shards that were fetched here are
+ever removed, and none that a process uses. Disk: the pairs that are kept and one partial pair.
 """
 
 import contextlib
@@ -32,7 +28,7 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, IntegrityError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.formats.external import map_file, read_head
-from forebay.formats.vectors import NO_SAMPLE, NPY_MAGIC, Vector, vector_in
+from forebay.formats.vectors import NPY_MAGIC, Vector, vector_in
 from forebay.storage.base import ObjectMeta, Origin, PermanentError, TransientError, as_object_origin, head_object
 from forebay.storage.locks import EXCLUSIVE, SHARED, Lock, acquire, is_locked, try_acquire
 from forebay.storage.part_file import Check
@@ -406,12 +402,9 @@ class SampleCheck(Check):
 
     def _error(self) -> IntegrityError:
         first, (offset, width) = min(self._wrong), self._layout()
-        reason = ""
-        if int(read_ids(self._ids)[first]) == NO_SAMPLE:  # A known writer gave it to each sample of the second half.
-            reason = "Its id is that of no bytes at all, a known fault of one writer. "
         return IntegrityError(
             f"shard {self._index}: expected each sample to have its id, got {len(self._wrong)} of {self._num_samples} "
-            f"that have not, the first sample {first} at byte {offset + first * width} ({self._path}). {reason}Have "
+            f"that have not, the first sample {first} at byte {offset + first * width} ({self._path}). Have "
             f"the shard published again, or leave it out: remap={{{self._index}: ANOTHER}}."
         )
 

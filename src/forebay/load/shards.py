@@ -1,13 +1,8 @@
 """Trains on huge shards, one at a time, while the next one is downloaded: `SharedShardedDatasetManager`.
 
-    with SharedShardedDatasetManager(sequence_length=2048, rank=0, world_size=1) as shards:
-        for batch in shards.batches(start_step=resumed_at, batch_size=256, inner_steps=30):
-            ...
-
 The ranks of a machine share one copy; used shards are removed. The shard and the samples of a step follow from its
-number alone, so a resumed run, or a validator, reads the same.
-
-Cost: the disk has the active shard and the next one; memory is 8 MiB and `max_workers` x 2 MiB, and the page cache.
+number alone, so a resumed run, or a validator, reads the same. Cost: the disk has the active shard and the next one;
+memory is 8 MiB and `max_workers` x 2 MiB, and the page cache.
 """
 
 from __future__ import annotations
@@ -286,10 +281,7 @@ class SharedShardedDatasetManager:
         return files
 
     def _check_disk(self, index: int, upcoming: int) -> None:
-        """Before the first download: clean up, and refuse a disk that is too small; warn of a small disk or memory.
-
-        All shards are assumed to have the first one's size.
-        """
+        """Before the first download: clean up, refuse a disk that is too small, warn of a small disk or memory."""
         folder = self._folder
         if self._checked_disk or folder.origin is None:
             return

@@ -1,10 +1,8 @@
 """Sends batches from helper processes through shared memory that is mapped once and used again.
 
-A message in the queue is a few hundred bytes: arrays are pickled out of band (protocol 5), into a segment that both
-processes keep mapped. (PyTorch's own way costs a new file, its page faults and a handshake over a socket for each
-tensor.) A segment is free when the last array that the reader made of it is deleted, so retained batches stay valid. A
-writer without a free segment, at its limit of memory, sends the bytes themselves. Segments have no name in the file
-system (`multiprocessing.shared_memory` has, and leaks them when processes are killed).
+A message in the queue is a few hundred bytes: arrays are pickled out of band, into a segment that both processes keep
+mapped, and that is free when the last array that the reader made of it is deleted. A writer without a free segment, at
+its limit of memory, sends the bytes themselves. Segments have no name in the file system, so a kill leaks none.
 """
 
 import io
@@ -35,10 +33,7 @@ _MAX_BYTES = 512 << 20  # Of a writer's segments; pages that no batch reached co
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a view of a contiguous array as that array and a position: views of one array (inputs, labels) share it.
-
-    NumPy would copy each of them, as they are not contiguous.
-    """
+    """Pickles a view of a contiguous array as that array and a position; NumPy would copy inputs and labels."""
 
     def reducer_override(self, value: Any) -> Any:
         base = getattr(value, "base", None)

@@ -1,14 +1,9 @@
 """Batches for PyTorch: a dataset for any DataLoader, and a DataLoader whose state is exact.
 
-    for batch in dataloader("my-dataset", seq_len=2048, batch_size=8):
-        loss = model(batch["inputs"].to(device), batch["labels"].to(device))
-
 Helper k of n makes steps k, k + n, ... of those that remain, so the order is the same for any n, also 0. A state counts
-the batches that the loop received, not those that helpers made; any number of helpers and ranks can load it.
-
-One pass (`for batch in ...`) is one epoch, or the rest of it; of a mixture, the whole run. Helpers pay off only where a
-batch is expensive: one of 8 x 2048 costs the Loader 17 to 28 µs, and 25 to 28 as tensors here; receiving it from 2
-helpers costs 80 to 110 (with PyTorch's DataLoader 200 to 260, and 1200 for two tensors sent its own way).
+the batches that the loop received, not those that helpers made. One pass (`for batch in ...`) is one epoch, or the rest
+of it; of a mixture, the whole run. Helpers pay off only where a batch is expensive: one of 8 x 2048 costs the Loader 17
+to 28 µs; receiving it from 2 helpers costs 80 to 110.
 """
 
 from __future__ import annotations
@@ -328,12 +323,7 @@ class _SharedState:
         self._numbers[:] = 0, len(text)
 
     def start_pass(self, pass_id: int, first_epoch: int, is_first: bool) -> int:
-        """The epoch of a pass: one more than the last pass's.
-
-        Args:
-            pass_id: In [0, 2**31); the same in all helpers of a pass.
-            first_epoch: Of the first pass since a state was written, and of this one if `is_first`.
-        """
+        """The epoch of a pass, whose id all its helpers share: one more than the last pass's, else `first_epoch`."""
         last = int(self._numbers[0])  # Its id and epoch + 1.
         epoch = first_epoch
         if last and not is_first:

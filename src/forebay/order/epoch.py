@@ -1,11 +1,8 @@
-"""One epoch: its slices in their order, and the sample at each position.
+"""One epoch: its slices in their order, and the sample at each position. Cost: 16 bytes a slice, 0.2 us a sample.
 
 A head of h samples of the first slice comes first (h is 0 in all epochs but the first). The other samples are cut into
 C consecutive lanes; position t >= h is the next sample of lane t mod C; inside each window of a lane the samples are
-permuted by a key of their own. Lane l begins l / C into a window, so that lanes reach their next windows, and new
-slices, in turn instead of all at one step.
-
-Cost: 16 bytes a slice, and 0.2 us a sample, in blocks of some thousands.
+permuted by a key of their own. Lane l begins l / C into a window, so that lanes reach new slices in turn.
 """
 
 from dataclasses import dataclass

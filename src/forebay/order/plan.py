@@ -1,18 +1,9 @@
 """Which samples each step of a run takes: a pure function of counts, seed, epoch and step.
 
-The slices are permuted by a keyed bijection; the resulting sequence of N samples is cut into C equal lanes;
-inside each window of a lane the samples are permuted again; and position t of the epoch reads lane t mod C. A global
-batch is the positions of its step, put in order of lane, so that a rank's share is a contiguous run of it and stays
-in few lanes. The first samples of a run, its head, all come from one slice, so that the first batch
-waits for one slice instead of one of every lane.
-
-Costs: 16 bytes a slice for the current epoch and for the next (8 MB for 250 000 slices, built in a few milliseconds),
-and under a millisecond for a step of 1 024 samples. Benefits: any step of any epoch on any world size without replay;
-a cache needs the open windows only: at most C windows of w samples. Limits: samples of a window are mixed well, but
-samples further apart than a lane's window keep the order of their slices. Slices are shuffled as units; lanes bring C
-windows from all over the dataset into a batch.
-
-Locality: with W ranks, a rank reads about 1 / min(W, C) of the slices (ranks beyond C share a lane).
+The slices are permuted by a keyed bijection; the sequence of samples is cut into C lanes and permuted inside their
+windows; position t of the epoch reads lane t mod C (`epoch.py`). A global batch is put in order of lane, so that a
+rank's share stays in few lanes: it reads about 1 / min(W, C) of the slices. Any step is reached without replay. Cost:
+16 bytes a slice for the current epoch and the next, and under a millisecond for a step of 1 024 samples.
 """
 
 import numpy as np

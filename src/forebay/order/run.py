@@ -1,10 +1,8 @@
 """A run: which samples of which datasets a rank takes at each run step, over epochs, batch sizes and mixtures.
 
-A run step is the number of global batches since the run began. Everything is computed from the requested step, without
-state: a run can be resumed, or computed in advance, at any step and for any world size.
-
-One dataset: a batch never crosses the end of an epoch. A mixture has no epochs of its own: each source starts over, in
-another order, when it is used up, and a batch may contain the end of one of its epochs and the start of the next.
+A run step is the number of global batches since the run began; everything is computed from it, without state. A batch
+of one dataset never crosses the end of an epoch. In a mixture each source starts over, in another order, when it is
+used up. Hash sharding: `assign_owners` and `OwnedRun`.
 """
 
 import math
