@@ -34,7 +34,7 @@ class VerifyReport:
     """Result of verifying a dataset; lists of names are sorted."""
 
     ok: bool
-    bad: list[str]  # Changed or missing files, and unlisted slices; named by the contract of `verify --json`.
+    bad: list[str]  # name: contract of `verify --json`; changed or missing files, and unlisted slices.
     changed: list[str] = field(default_factory=list)  # Present with other bytes.
     missing: list[str] = field(default_factory=list)  # Listed and absent.
     extra: list[str] = field(default_factory=list)  # Present and not listed; only slices among them are in `bad`.
