@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from forebay.order.rendezvous import assign_owners
+from forebay.order.run import assign_owners
 
 SLACKS = (None, 0.25, 0.1, 0.05, 0.0)
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks.measure import Figure, cpu_s, median, percentile, process_cpu_s, show
 from forebay.formats.shard_writer import write_shards
-from forebay.load.shard_check import SampleCheck
+from forebay.load.shard_folder import SampleCheck
 from forebay.load.shards import SharedShardedDatasetManager
 from forebay.storage.ranged_download import download_large_file
 

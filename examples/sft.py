@@ -40,7 +40,7 @@ def main(inputs: list[str]) -> None:
         prepare_dataset([chats], dataset, recipe=load_recipe("sft", settings=SETTINGS), slice_bytes=64 << 10)
         counts = np.full((512, 512), 0.01)
         losses, learnt, tokens = [], 0, 0
-        for batch in forebay.Loader(dataset, batch_size=32, seed=1, trim_padding=True, epochs=2):
+        for batch in forebay.Loader(dataset, batch_size=32, seed=1, epochs=2):
             # Labels stand at their token's own place, as models of Hugging Face want them: the model shifts.
             before, wanted = batch.inputs[:, :-1], batch.labels[:, 1:]
             known = wanted >= 0

@@ -14,7 +14,6 @@ import numpy as np
 
 from forebay.cache.cache import SliceCache
 from forebay.cache.eviction import part_bytes
-from forebay.cache.planner import FeedOptions
 from forebay.cache.prefetch import SliceFeed
 from forebay.errors import NetworkError
 from support.calibration import scaled
@@ -98,10 +97,9 @@ def room_for(slices: int) -> int:
 def feed_of(
     directory: Path, steps: list[list[int]], slices: int, origin: Origin, num_keys: int = len(NAMES), **options: Any
 ) -> SliceFeed:
-    feed_only = {name: options.pop(name) for name in ("clock",) if name in options}
     return SliceFeed(
         SliceCache(directory, room_for(slices)), NAMES[:num_keys], np.full(num_keys, SIZE), uses_of(steps), len(steps),
-        origin.start, FeedOptions(**options), **feed_only,
+        origin.start, **options,
     )  # fmt: skip
 
 

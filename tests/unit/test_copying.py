@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_rows_slice, write_token_slice
 from forebay.errors import DatasetError
-from forebay.load import copying
-from forebay.load.copying import MappedArray, RangeCopier, TokenCopier, copy_array
+from forebay.load import collate as copying
+from forebay.load.collate import MappedArray, RangeCopier, TokenCopier, copy_array
 
 
 @given(st.sampled_from(["u1", "<u2", "<u4", "<i8"]), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.data())

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from forebay.cache import planned_use as uses_module
 from forebay.cache.cache import Reservation, SliceCache
-from forebay.cache.planned_use import PlannedUses, RunSlices
-from forebay.cache.planner import FeedOptions, Planner
+from forebay.cache.planned_use import PlannedUses
+from forebay.cache.planner import Planner
 from support.feed_fakes import NAMES, SIZE, Origin, room_for, uses_of
 
 
@@ -78,8 +78,8 @@ def test_no_order_of_fetching_needs_fewer(
     origin, ended = Origin(), []
     cache = SliceCache(tmp_path_factory.mktemp("cache"), slices * SIZE + SIZE // 2)
     planner = Planner(
-        cache, RunSlices(NAMES[:6], np.full(6, SIZE), uses_of(steps), len(steps)), origin.start,
-        ended.append, FeedOptions(horizon_bytes=ahead * SIZE), clock=lambda: 0.0,
+        cache, NAMES[:6], np.full(6, SIZE), uses_of(steps), len(steps), origin.start,
+        ended.append, horizon_bytes=ahead * SIZE, clock=lambda: 0.0,
     )  # fmt: skip
     planner.seek(0)
     sets = needed(steps, ahead)
@@ -102,8 +102,8 @@ def test_what_is_read_again_does_not_go_for_one_that_was_read_before_its_transfe
     steps, origin, ended = [[0, 1], [], [2], [1]], Origin(), list[int]()
     cache = SliceCache(tmp_path, room_for(2))
     planner = Planner(
-        cache, RunSlices(NAMES[:3], np.full(3, SIZE), uses_of(steps), len(steps)), origin.start,
-        ended.append, FeedOptions(horizon_bytes=2 * SIZE), clock=lambda: 0.0,
+        cache, NAMES[:3], np.full(3, SIZE), uses_of(steps), len(steps), origin.start,
+        ended.append, horizon_bytes=2 * SIZE, clock=lambda: 0.0,
     )  # fmt: skip
     planner.seek(0)
     later: list[Callable[[], None]] = []

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from forebay.errors import UsageError
 from forebay.order.plan import Order
-from forebay.order.rendezvous import assign_owners
-from forebay.order.run import OwnedRun
+from forebay.order.run import OwnedRun, assign_owners
 
 
 def hashes(count: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:

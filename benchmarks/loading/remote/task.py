@@ -118,9 +118,10 @@ def steps(what: dict[str, Any]) -> dict[str, Any]:
         due += step_s
         time.sleep(max(0.0, due - time.perf_counter()))
         asked = time.perf_counter()
+        before_s = loader.waits.seconds["network"]
         batch = next(batches, None)
         got = time.perf_counter()
-        network_s = loader.waits.of_last()["network"]
+        network_s = loader.waits.seconds["network"] - before_s
         made_s += got - asked - network_s
         if network_s > 1e-3:
             waits.append((asked - began, network_s))

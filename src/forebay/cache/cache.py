@@ -1,16 +1,9 @@
 """A directory of verified slices, named by hash, with a budget of bytes that is never exceeded.
 
-`DIR/SHA256` is complete and verified: a slice gets its name by a rename after its hash was checked. `SHA256.part` is a
-download, running or broken off; it can be resumed after any kill. Space for a slice is reserved, and other slices are
-evicted, before its first byte is requested. Processes share a directory by file locks: one downloads a slice, the
-others wait for it. Eviction takes the plans of all processes into account (`eviction.py`).
-
-`locks/SHA256.verified` records size, time of change and inode of a verified file. A file that differs from its record,
-or has none (after a copy of the directory), is hashed at its next use, and deleted only if the hash is wrong. Damage
-that leaves all three unchanged is found only by hashing again (Loader's `verify`). A path returned by `get` may be
-evicted before it is opened; `pin` and `pin_all` prevent that.
-
-Cost: a listing of the directory per downloaded slice (4 ms for 1,000 slices), and two small files per slice.
+`DIR/SHA256` is complete and verified; `SHA256.part` is a download, which can be resumed after any kill. Space for a
+slice is reserved, and others evicted, before its first byte is requested. Processes share a directory by file locks.
+`locks/SHA256.verified` records size, time of change and inode: a file that differs is hashed at its next use. Cost: a
+listing of the directory per downloaded slice (4 ms for 1,000 slices), and two small files per slice.
 """
 
 from __future__ import annotations
@@ -116,14 +109,12 @@ class SliceCache:
         at_fork(self)
 
     def after_fork(self) -> None:
-        """A forked child starts without pins and without a published plan."""
         self._lock = threading.RLock()
         self._pins: Counter[str] = Counter()
         self._pin_locks: dict[str, Lock] = {}
         self._plans = SharedPlans(self._budget.plans)
 
     def path_of(self, sha256: str) -> Path:
-        """Return the path of a slice, cached or not."""
         if not SHA256.fullmatch(sha256):
             raise UsageError(f"cache: expected a sha256 in lower-case hex, got {sha256[:80]!r}.")
         return self.directory / sha256
@@ -137,7 +128,6 @@ class SliceCache:
         return path if self._record_use(path) or self._verify(path) else None
 
     def list_slices(self) -> set[str]:
-        """Return the hashes of the slices in the directory at this moment."""
         return {item.name for item in os.scandir(self.directory) if SHA256.fullmatch(item.name)}
 
     def pin_all(self, sha256s: Sequence[str]) -> list[Path] | None:
@@ -169,7 +159,6 @@ class SliceCache:
                 self._pin_locks.pop(sha256).release()
 
     def used_bytes(self) -> int:
-        """Return the bytes of slices and reservations, which count against the budget."""
         with self._budget.lock():
             return sum(entry.counted for entry in self._budget.entries())
 

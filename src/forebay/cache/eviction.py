@@ -39,7 +39,6 @@ class ProcessPlan:
     uses: Mapping[str, PlannedUse] = field(default_factory=dict)  # by sha256
 
     def steps_to(self, sha256: str) -> float:
-        """Return the steps until it reads a slice; infinity if it does not plan to."""
         use = self.uses.get(sha256)
         if use is None:
             return math.inf
@@ -68,7 +67,6 @@ class SharedPlans:
         self._others: dict[str, ProcessPlan] = {}
 
     def publish(self, uses: Mapping[str, PlannedUse]) -> None:
-        """Publish what this process will read; under the budget's lock."""
         if self._lock is None:
             self._path = self.directory / f"{os.getpid()}-{secrets.token_hex(4)}.json"
             self._lock = acquire(self._path)
@@ -79,7 +77,6 @@ class SharedPlans:
         self.set_position(*self._position)
 
     def set_position(self, now: int, waiting_since: float = 0.0) -> None:
-        """Publish the step of this process; needs no lock."""
         self._position = (now, waiting_since)
         if self._lock is not None and self._lock.descriptor >= 0:
             text = f"{self.birth} {now} {self._version} {waiting_since!r}"
@@ -104,7 +101,6 @@ class SharedPlans:
         return list(plans.values())
 
     def close(self) -> None:
-        """Withdraw what was published. May be called twice."""
         if self._lock is not None and self._path is not None:
             if self._lock.descriptor >= 0:
                 self._path.unlink(missing_ok=True)
@@ -171,16 +167,13 @@ class DiskBudget:
             ) from error
 
     def free_bytes(self) -> int:
-        """Return the bytes that this user can still write to the disk."""
         disk = os.statvfs(self.directory)
         return disk.f_bavail * disk.f_frsize
 
     def record_path(self, sha256: str) -> Path:
-        """Return the path of the record that a slice is verified."""
         return self.locks / f"{sha256}.verified"
 
     def delete(self, path: Path) -> None:
-        """Delete a file and its record, if it exists; under the lock."""
         path.unlink(missing_ok=True)
         self.record_path(path.name).unlink(missing_ok=True)
 
@@ -192,7 +185,6 @@ class DiskBudget:
         return True
 
     def entries(self) -> list[CacheEntry]:
-        """Return the files of the cache, and the reservations without a file."""
         reserved = self.reservations()
         entries: dict[str, CacheEntry] = {}
         for item in os.scandir(self.directory):
@@ -280,7 +272,6 @@ class DiskBudget:
         next_use: Callable[[str], float],
         evict: Evict,
     ) -> list[CacheEntry]:
-        """Return what may be evicted, in order: files without a planned use, longest unused first; then the latest."""
         others = plans.others()
         ranked = []
         for entry in entries:

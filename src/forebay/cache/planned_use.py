@@ -1,23 +1,19 @@
 """When each slice of a run is read next: the run's uses, read in chunks and stored as intervals of steps.
 
-A slice is read in consecutive steps while a window is open, and again in the next epoch. Consecutive uses are one
-interval. In a chunk of more than 2,048 intervals, gaps are bridged until there are fewer, so that the far future of a
-long run stays small; inside a bridged gap a slice counts as in use. With `exact`, for a cache that cannot hold the open
-windows, no gap is bridged, and fewer steps are known.
-
-Cost: 0.15 us per use (NumPy), 100 bytes per interval, at most 2^18 intervals.
+Consecutive uses are one interval. In a chunk of more than 2,048 intervals gaps are bridged until there are fewer;
+inside a bridged gap a slice counts as in use. With `exact`, for a cache that cannot hold the open windows, no gap is
+bridged. Cost: 0.15 us per use (NumPy), 100 bytes per interval, at most 2^18 intervals.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.cache.eviction import PlannedUse, part_bytes
-from forebay.errors import UsageError
+from forebay.cache.eviction import PlannedUse
 
 I64 = NDArray[np.int64]
 UsesFunction = Callable[[int, int], tuple[I64, I64]]
@@ -47,7 +43,6 @@ class PlannedUses:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the uses of all steps are known."""
         return self._num_steps is not None and self.known_until >= self._num_steps
 
     def is_full(self, now: int) -> bool:
@@ -94,7 +89,6 @@ class PlannedUses:
         return max(first, now), last, intervals[1][0] if len(intervals) > 1 else None
 
     def next_use(self, key: int, now: int) -> int | None:
-        """Return the first step from `now` on that reads a slice; None if none before `known_until` does."""
         use = self.use(key, now)
         return None if use is None else use[0]
 
@@ -118,46 +112,3 @@ class PlannedUses:
         starts, stops = starts[by_first], stops[by_first]
         firsts, lasts = steps_by_key[starts], steps_by_key[stops - 1]
         return list(zip(keys_by_key[starts].tolist(), firsts.tolist(), lasts.tolist()))
-
-
-class RunSlices:
-    """The slices of one run.
-
-    Attributes:
-        sha256s, sizes: Hex and bytes, by key.
-        uses: Of several keys of one slice only the first.
-        num_steps: None: the run never ends.
-        keys: First key of each slice. `same`: by key, the first key of its slice.
-    """
-
-    def __init__(
-        self, sha256s: Sequence[str] | NDArray[np.uint8], sizes: I64, uses: UsesFunction, num_steps: int | None
-    ) -> None:
-        """From hex or uint8 [S, 32], and int64 [S]. Raises UsageError if their lengths differ."""
-        self.sha256s = [row if isinstance(row, str) else row.tobytes().hex() for row in sha256s]
-        self.sizes: list[int] = np.asarray(sizes, np.int64).tolist()
-        if len(self.sha256s) != len(self.sizes):
-            raise UsageError(f"slices: expected a size for each of {len(self.sha256s)}, got {len(self.sizes)}.")
-        self.keys: dict[str, int] = {}
-        same = np.array([self.keys.setdefault(sha256, key) for key, sha256 in enumerate(self.sha256s)], np.int64)
-        self.same: list[int] = same.tolist()
-        self.num_steps = num_steps
-
-        def first_keys(start: int, stop: int) -> tuple[I64, I64]:
-            steps, used = uses(start, stop)
-            return steps, same[used]
-
-        self.uses = first_keys
-
-    def num_bytes(self) -> int:
-        """Return the bytes of all slices, each counted once."""
-        return sum(self.sizes[key] for key in self.keys.values())
-
-    def check(self, budget_bytes: int) -> None:
-        """Raise UsageError if the slices can never fit into the budget."""
-        largest = max(self.sizes, default=0)
-        if part_bytes(largest) > budget_bytes:
-            raise UsageError(
-                f"cache: the largest slice takes {part_bytes(largest)} bytes as it is fetched, the budget is "
-                f"{budget_bytes}. Raise the budget: to two slices at least, to fetch one while another is read."
-            )

@@ -1,10 +1,8 @@
 """Decides which slices to download and to evict, from the planned uses of a run. It has no thread and never waits.
 
-Eviction: slices that no live process will read are always evicted first. For a slice of the next step, or within the
-horizon, those that are read later are evicted too, the latest first (Belady); for one within the horizon, none that is
-read again within `window_steps`. The horizon keeps prefetching from evicting the slices that survive for the next
-epoch: with a budget of b bytes and a horizon of h, about b - h bytes survive a cyclic pass; with LRU none would.
-
+Slices that no live process will read are evicted first. For a slice of the next step, or within the horizon, those that
+are read later are evicted too, the latest first (Belady); for one within the horizon, none that is read again within
+`window_steps`. With a budget of b bytes and a horizon of h, about b - h bytes survive a cyclic pass.
 Cost: 250 bytes per slice of the run; a pass over the cached slices each time the use of one begins or ends.
 """
 
@@ -16,10 +14,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from forebay.cache.cache import NotReserved, Reservation, SliceCache
 from forebay.cache.eviction import Evict, part_bytes
-from forebay.cache.planned_use import PlannedUses, RunSlices
-from forebay.errors import ForebayError, UsageError
+from forebay.cache.planned_use import I64, PlannedUses, UsesFunction
+from forebay.errors import UsageError
 from forebay.storage.transfer_state import Transfer
 
 NEVER = 1 << 62
@@ -29,23 +30,7 @@ _MAX_DOWNLOADS, _MAX_DOWNLOAD_BYTES = 16, 1 << 30
 _POLL_S, _EAGER_POLL_S, _PUBLISH_S = 0.5, 0.02, 1.0
 _MAX_PUBLISHED = 256  # queued slices
 _CLOSE_S = 0.4
-_FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
-
-
-@dataclass(frozen=True)
-class FeedOptions:
-    """How a feed prefetches and evicts.
-
-    Attributes:
-        horizon_bytes: How many bytes that are not needed at once may evict slices that are read later. By default a
-            quarter of the budget, and at least one slice.
-        epoch_of: Maps (step, key) to the epoch of that read, for the counts of slices fetched twice in one.
-        window_steps: Prefetching evicts no slice that is read again within so many steps.
-    """
-
-    horizon_bytes: int | None = None
-    epoch_of: Callable[[int, int], int | None] = lambda step, key: 0
-    window_steps: int = 0
+_RETRY_S = 5.0  # after a transfer that failed, which has retried itself
 
 
 @dataclass
@@ -59,27 +44,52 @@ class PlanUpdate:
 
 
 class Planner:
-    """The state of a `SliceFeed` between two updates. `on_done`: called with the key of an ended transfer."""
+    """The state of a `SliceFeed` between two updates.
+
+    Args:
+        sha256s, sizes, uses, num_steps, start_transfer: As `SliceFeed`.
+        on_done: Called with the key of an ended transfer.
+        horizon_bytes: How many bytes that are not needed at once may evict slices that are read later. By default a
+            quarter of the budget, and at least one slice.
+        epoch_of: Maps (step, key) to the epoch of that read, for the counts of slices fetched twice in one.
+        window_steps: Prefetching evicts no slice that is read again within so many steps.
+    """
 
     def __init__(
         self,
         cache: SliceCache,
-        slices: RunSlices,
+        sha256s: Sequence[str] | NDArray[np.uint8],
+        sizes: I64,
+        uses: UsesFunction,
+        num_steps: int | None,
         start_transfer: Callable[[int, Path], Transfer],
         on_done: Callable[[int], None],
-        options: FeedOptions,
-        clock: Callable[[], float],
+        *,
+        horizon_bytes: int | None = None,
+        epoch_of: Callable[[int, int], int | None] = lambda step, key: 0,
+        window_steps: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
+        self.sha256s = [row if isinstance(row, str) else row.tobytes().hex() for row in sha256s]
+        self.sizes: list[int] = np.asarray(sizes, np.int64).tolist()
+        self.keys: dict[str, int] = {}  # of several keys of one slice the first
+        same = np.array([self.keys.setdefault(sha256, key) for key, sha256 in enumerate(self.sha256s)], np.int64)
+        self.same: list[int] = same.tolist()  # by key, the first key of its slice
+
+        def first_keys(start: int, stop: int) -> tuple[I64, I64]:
+            steps, used = uses(start, stop)
+            return steps, same[used]
+
         self.cached: set[int] = set()  # keys
-        self.downloads = SliceDownloads(slices.sizes, start_transfer, on_done, clock)
+        self.downloads = SliceDownloads(self.sizes, start_transfer, on_done, clock)
         self.num_evicted = 0  # by this process
-        self._slices = slices
-        self._sha256s, self._sizes, self._keys = slices.sha256s, slices.sizes, slices.keys
-        self._options, self._clock = options, clock
+        self._find_uses, self._num_steps = first_keys, num_steps
+        self._horizon_bytes, self._epoch_of, self._window_steps = horizon_bytes, epoch_of, window_steps
+        self._clock = clock
         self._now = 0
         self._requested: Collection[int] = ()
-        self._uses = PlannedUses(slices.uses, 0, 0)
+        self._uses = PlannedUses(first_keys, 0, 0)
         self._first: list[int] = []  # keys of the first step that are not cached yet
         self._queue: list[tuple[int, int, int]] = []  # (next use, tie, key) of slices to download
         self._queued: set[int] = set()
@@ -92,9 +102,8 @@ class Planner:
         self._published: object = None
 
     def seek(self, step: int, *, exact: bool = False) -> None:
-        """Plan again from `step`."""
         self._now = step
-        self._uses = PlannedUses(self._slices.uses, self._slices.num_steps, step, exact=exact)
+        self._uses = PlannedUses(self._find_uses, self._num_steps, step, exact=exact)
         self._queue, self._queued, self._aims = [], set(), {}
         self._listed_at = self._published_at = -math.inf
         self._extend()
@@ -110,7 +119,6 @@ class Planner:
             lost: Keys that were believed to be cached and are not.
         """
         result = PlanUpdate()
-        began = time.perf_counter()
         self._now, self._requested = now, requested
         self._finished += finished
         while self._finished:
@@ -125,18 +133,15 @@ class Planner:
             self._prefetch(result)
         self._publish()
         result.wake_at = self._next_change()
-        if 0.0 < result.poll_s < _POLL_S:  # less often in a large cache, where an update takes long
-            result.poll_s = min(_POLL_S, max(result.poll_s, 10 * (time.perf_counter() - began)))
         return result
 
     def close(self) -> None:
-        """Cancel the downloads and withdraw the published plan."""
         self.downloads.close()
         self.cache.unpublish()
 
     def steps_to(self, sha256: str) -> float:
         """Return the steps until this run reads a slice; a lower bound if the use is not known yet."""
-        key = self._keys.get(sha256)
+        key = self.keys.get(sha256)
         if key is None:
             return math.inf
         if key in self._requested:
@@ -150,7 +155,7 @@ class Planner:
         if self._clock() - self._listed_at < _POLL_S:
             return
         self._listed_at = self._clock()
-        cached = {self._keys[sha256] for sha256 in self.cache.list_slices() if sha256 in self._keys}
+        cached = {self.keys[sha256] for sha256 in self.cache.list_slices() if sha256 in self.keys}
         for key in self.cached - cached:
             self._record_loss(key)
         self.cached = cached
@@ -203,7 +208,7 @@ class Planner:
         result.poll_s = _EAGER_POLL_S if absent else result.poll_s
         if has_started or no_room:
             for key in self.downloads:
-                if key not in self._requested and self.steps_to(self._sha256s[key]) > 0:
+                if key not in self._requested and self.steps_to(self.sha256s[key]) > 0:
                     self.downloads.cancel(key)
         if not no_room:
             self._waiting_since = 0.0
@@ -219,7 +224,7 @@ class Planner:
             self._waiting_since = 0.0
             for key in missing:
                 result.errors[key] = UsageError(
-                    f"cache: slice {self._sha256s[key][:12]}… was needed at step {self._now} and found no room in "
+                    f"cache: slice {self.sha256s[key][:12]}… was needed at step {self._now} and found no room in "
                     f"{TIMEOUT_S:.0f} s: {no_room} All processes that share it wait for each other. "
                     "Raise the budget to the slices that they read at once."
                 )
@@ -230,7 +235,7 @@ class Planner:
         while len(self.downloads) < _MAX_DOWNLOADS:
             key = self._next_queued()
             if key is None:
-                if len(self.cached) + len(self.downloads) >= len(self._keys) or self._uses.is_full(self._now):
+                if len(self.cached) + len(self.downloads) >= len(self.keys) or self._uses.is_full(self._now):
                     return
                 if has_extended:
                     result.poll_s = min(result.poll_s, _EAGER_POLL_S)
@@ -240,7 +245,7 @@ class Planner:
                 continue
             steps = self._queue[0][0] - self._now
             if (steps > 0 and self._first) or (
-                len(self.downloads) > 1 and self.downloads.num_bytes() + self._sizes[key] > _MAX_DOWNLOAD_BYTES
+                len(self.downloads) > 1 and self.downloads.num_bytes() + self.sizes[key] > _MAX_DOWNLOAD_BYTES
             ):
                 return
             refused = self._start(key, steps, result)
@@ -251,7 +256,6 @@ class Planner:
                 self.downloads.postpone(key, _POLL_S)
 
     def _next_queued(self) -> int | None:
-        """Return the first key of the queue, after removing and moving outdated entries."""
         while self._queue:
             queued_step, _, key = self._queue[0]
             step = self._uses.next_use(key, self._now)
@@ -264,7 +268,6 @@ class Planner:
         return None
 
     def _start(self, key: int, steps: int, result: PlanUpdate) -> NotReserved | None:
-        """Start to download a slice and evict others for it; return why it cannot start."""
         reserved = self._reserve(key, steps, "unwanted")
         if (
             isinstance(reserved, NotReserved)
@@ -273,30 +276,29 @@ class Planner:
         ):
             self._find_last_read(once=steps <= 0)
             # Prefetching does not evict slices of an open window: they would be downloaded again at once.
-            reserved = self._reserve(key, max(steps, self._options.window_steps) if steps > 0 else steps, "later")
+            reserved = self._reserve(key, max(steps, self._window_steps) if steps > 0 else steps, "later")
         if isinstance(reserved, NotReserved):
             if reserved.reason == "cached":
                 self.cached.add(key)
             return reserved
         self._aims[key] = self._now + steps
-        error = self.downloads.start(key, reserved, self._options.epoch_of(self._now + steps, key))
+        error = self.downloads.start(key, reserved, self._epoch_of(self._now + steps, key))
         if error is not None and key in self._requested:
             result.errors[key] = error
         return None
 
     def _reserve(self, key: int, steps: int, evict: Evict) -> Reservation | NotReserved:
         reserved = self.cache.try_reserve(
-            self._sha256s[key], part_bytes(self._sizes[key]), steps=steps, next_use=self.steps_to, evict=evict
+            self.sha256s[key], part_bytes(self.sizes[key]), steps=steps, next_use=self.steps_to, evict=evict
         )
         if isinstance(reserved, Reservation):
             for sha256 in reserved.evicted:
                 self.num_evicted += 1
-                if sha256 in self._keys:
-                    self._record_loss(self._keys[sha256])
+                if sha256 in self.keys:
+                    self._record_loss(self.keys[sha256])
         return reserved
 
     def _find_last_read(self, *, once: bool) -> None:
-        """Read planned uses until it is known which of the cached slices is read last."""
         while not self._uses.is_full(self._now):
             unknown = sum(self._uses.next_use(key, self._now) is None for key in self.cached)
             if unknown <= 1:
@@ -306,18 +308,17 @@ class Planner:
                 return
 
     def _is_near(self, key: int, steps: int) -> bool:
-        """Whether a slice that is needed in so many steps lies within the horizon."""
-        max_bytes = self._options.horizon_bytes
+        max_bytes = self._horizon_bytes
         if max_bytes is None:
             self._unread = {key: step for key, step in self._unread.items() if step > self._now}
             if not self.downloads and not self._unread:
                 return True
             max_bytes = self.cache.budget_bytes // 4
-        num_bytes = self._sizes[key]
+        num_bytes = self.sizes[key]
         for other in {*self.cached, *self.downloads, *self._queued} - {key}:
             step = self._uses.next_use(other, self._now)
             if step is not None and 0 < step - self._now <= steps:
-                num_bytes += self._sizes[other]
+                num_bytes += self.sizes[other]
         return num_bytes <= max_bytes
 
     def _publish(self) -> None:
@@ -325,14 +326,13 @@ class Planner:
             self._published_at = self._clock()
             soon = [key for _, _, key in heapq.nsmallest(_MAX_PUBLISHED, self._queue)]
             keys = (*self.cached, *self.downloads, *soon)
-            uses = {self._sha256s[key]: use for key in keys if (use := self._uses.use(key, self._now)) is not None}
+            uses = {self.sha256s[key]: use for key in keys if (use := self._uses.use(key, self._now)) is not None}
             if uses != self._published:
                 self._published = uses
                 self.cache.publish(uses)
         self.cache.set_position(self._now, self._waiting_since)
 
     def _next_change(self) -> int:
-        """Return the first step at which the use of a cached slice begins or ends, if that matters."""
         if not self._queue:
             return NEVER
         soonest = self._queue[0][0]
@@ -357,8 +357,7 @@ class SliceDownload:
 class SliceDownloads(dict[int, SliceDownload]):
     """The running downloads by key. One thread changes it; others may read.
 
-    The thread that ends a transfer commits the slice, so that consumers need not wait for the planner. `sizes` are in
-    bytes; `on_done` is called with the key of an ended transfer, from any thread.
+    The thread that ends a transfer commits the slice, so that consumers need not wait for the planner.
     """
 
     def __init__(
@@ -374,12 +373,10 @@ class SliceDownloads(dict[int, SliceDownload]):
         self._sizes = sizes
         self._start, self._on_done, self._clock = start, on_done, clock
         self._not_before: dict[int, float] = {}
-        self._failures: dict[int, int] = {}
         self._last_epoch: dict[int, int | None] = {}
         self._lock = threading.Lock()  # of the counts and `_last_epoch`
 
     def num_bytes(self) -> int:
-        """Return the bytes of all slices that are being downloaded."""
         return sum(self._sizes[key] for key in self)
 
     def start(self, key: int, reservation: Reservation, epoch: int | None) -> Exception | None:
@@ -397,7 +394,6 @@ class SliceDownloads(dict[int, SliceDownload]):
         return None
 
     def cancel(self, key: int) -> None:
-        """Cancel a download; its partial file is kept."""
         download = self[key]
         if not download.is_cancelled:
             download.is_cancelled = True
@@ -412,23 +408,18 @@ class SliceDownloads(dict[int, SliceDownload]):
         if (fault := download.commit_error) is not None:
             text = f"cache: cannot rename {download.reservation.part}: {fault}. Check the directory."
             return False, self._record_failure(key, UsageError(text))
-        self._failures.pop(key, None)
         return True, None
 
     def postpone(self, key: int, seconds: float) -> None:
-        """Do not start a slice within so many seconds."""
         self._not_before[key] = self._clock() + seconds
 
     def is_postponed(self, key: int) -> bool:
-        """Whether a slice must not be started yet."""
         return key in self._not_before
 
     def expedite(self, key: int) -> None:
-        """Allow a slice to start now, even after failures."""
         self._not_before.pop(key, None)
 
     def take_due(self) -> list[int]:
-        """Return the postponed slices that may be started from now on, each once."""
         now = self._clock()
         keys = [key for key, not_before in self._not_before.items() if not_before <= now]
         for key in keys:
@@ -436,7 +427,6 @@ class SliceDownloads(dict[int, SliceDownload]):
         return keys
 
     def close(self) -> None:
-        """Cancel all. A reservation ends when its transfer no longer writes: at once, or later."""
         for key in self:
             self.cancel(key)
         deadline = time.monotonic() + _CLOSE_S
@@ -445,7 +435,6 @@ class SliceDownloads(dict[int, SliceDownload]):
         self.clear()
 
     def _commit(self, key: int, download: SliceDownload) -> None:
-        """Commit or release the slice of an ended transfer; from any thread."""
         is_complete = download.transfer.error is None
         if is_complete:
             with self._lock:  # Counted before a consumer can see the slice.
@@ -467,12 +456,5 @@ class SliceDownloads(dict[int, SliceDownload]):
 
     def _record_failure(self, key: int, error: Exception) -> Exception:
         self.counts["failed"] += 1
-        self._failures[key] = tries = self._failures.get(key, 0) + 1
-        self.postpone(key, min(_MAX_RETRY_S, _FIRST_RETRY_S * 2 ** min(tries - 1, 10)))
+        self.postpone(key, _RETRY_S)
         return error
-
-
-def slice_error(error: Exception, sha256: str, key: int) -> Exception:
-    """Return the error of a download for its consumer: of the same class, naming the slice."""
-    text = f"slice {key} ({sha256[:12]}…) was not downloaded: {error}"
-    return type(error)(text) if isinstance(error, ForebayError) else UsageError(text)

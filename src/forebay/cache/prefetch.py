@@ -1,9 +1,7 @@
 """Downloads the slices of a run before they are needed, as its order is known, and keeps those in use.
 
 A thread plans ahead (`planner.py`), starts downloads in order of first use and evicts. The consumer pins what it
-acquires; other processes respect the pins. Processes that together need more than the budget take turns, the oldest
-first (`acquire_all` pins all or none); if they cannot, the wait ends with an error.
-
+acquires, all or none; processes that together need more than the budget take turns, the oldest first, or fail.
 Cost: 0.1 us per step at which no use of a slice begins or ends, 30 us per acquired slice.
 """
 
@@ -22,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.cache.cache import SliceCache
-from forebay.cache.planned_use import I64, RunSlices, UsesFunction
-from forebay.cache.planner import NEVER, FeedOptions, Planner, PlanUpdate, slice_error
-from forebay.errors import UsageError
+from forebay.cache.planned_use import I64, UsesFunction
+from forebay.cache.planner import NEVER, Planner, PlanUpdate
+from forebay.errors import ForebayError, UsageError
 from forebay.storage.locks import at_fork
 from forebay.storage.transfer_state import Transfer
 
@@ -47,6 +45,7 @@ class SliceFeed:
             the feed's thread.
         num_steps: End of the run; None for an endless one.
         start_transfer: Starts to download a slice into its partial file, and returns at once.
+        options: As `Planner`.
     """
 
     def __init__(
@@ -57,16 +56,12 @@ class SliceFeed:
         uses: UsesFunction,
         num_steps: int | None,
         start_transfer: Callable[[int, Path], Transfer],
-        options: FeedOptions | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        **options: Any,
     ) -> None:
-        options = options or FeedOptions()
         self.cache = cache
         self.pid = os.getpid()
-        self._slices = RunSlices(sha256s, sizes, uses, num_steps)
-        self._slices.check(cache.budget_bytes)
-        self._sha256s, self._sizes, self._same = self._slices.sha256s, self._slices.sizes, self._slices.same
         self._clock = clock
         reference = weakref.ref(self)
 
@@ -74,7 +69,10 @@ class SliceFeed:
             if (feed := reference()) is not None:
                 feed._record_finished(key)
 
-        self._planner = Planner(cache, self._slices, start_transfer, on_done, options, clock)
+        self._planner = planner = Planner(
+            cache, sha256s, sizes, uses, num_steps, start_transfer, on_done, clock=clock, **options
+        )
+        self._sha256s, self._sizes, self._same = planner.sha256s, planner.sizes, planner.same
         self._waited_s, self._num_waits = 0.0, 0
         self._logged_at = -math.inf
         self._closed = False
@@ -97,7 +95,6 @@ class SliceFeed:
         self._has_news = False  # for the thread
 
     def after_fork(self) -> None:
-        """A forked child has neither the thread nor the downloads."""
         self._reset()
         self._closed, self._thread = True, None
         self._planner.downloads.clear()
@@ -106,8 +103,9 @@ class SliceFeed:
         """Set the next step of the consumer, forward or back; all acquired slices are released."""
         self._check_open()
         if self._thread is None:
-            self.cache.check_space(self._slices.num_bytes())
-            self.cache.clean(self._slices.keys)
+            keys = self._planner.keys
+            self.cache.check_space(sum(self._sizes[key] for key in keys.values()))
+            self.cache.clean(keys)
         with self._changed:
             self._unpin_until(NEVER)
             self._now = self._seek_to = self._first_step = step
@@ -120,7 +118,6 @@ class SliceFeed:
             self._thread.start()
 
     def is_cached(self, key: int) -> bool:
-        """Whether a slice is cached at this moment; it may be evicted before `acquire`."""
         return self.cache.path_of(self._sha256s[key]).exists()
 
     def acquire(self, key: int, until: int) -> Path:
@@ -222,7 +219,6 @@ class SliceFeed:
         self._wake_at = min([self._plan_at, *self._pinned_until.values()])
 
     def _pin(self, keys: list[int], until: int) -> bool:
-        """Pin slices, all or none; False if one is not cached."""
         with self._changed:
             unpinned = [key for key in keys if key not in self._pinned_until]
             if unpinned and self.cache.pin_all([self._sha256s[key] for key in unpinned]) is None:
@@ -244,9 +240,10 @@ class SliceFeed:
             while not self._pin(keys, until):
                 with self._changed:
                     for key in keys:
-                        if key in self._errors:
-                            error = self._errors[key]
-                            raise slice_error(error, self._sha256s[key], key) from error
+                        if (error := self._errors.get(key)) is not None:
+                            kind = type(error) if isinstance(error, ForebayError) else UsageError
+                            text = f"slice {key} ({self._sha256s[key][:12]}…) was not downloaded: {error}"
+                            raise kind(text) from error
                     self._check_open()
                     lost = [key for key in keys if key in self._planner.cached and not self.is_cached(key)]
                     if lost:  # evicted by another process
@@ -276,7 +273,6 @@ class SliceFeed:
         )  # fmt: skip
 
     def _update(self) -> float:
-        """Update the plan once, in the thread; return the seconds until the next update."""
         with self._changed:
             seek_to, self._seek_to = self._seek_to, None
             finished, self._finished = self._finished, []

@@ -186,7 +186,6 @@ class Documents:
 
 
 def _groups(table: pq.ParquetFile) -> Iterator[tuple[int, int, int]]:
-    """(row group, its first row, its rows)."""
     base = 0
     for group in range(table.metadata.num_row_groups):
         count = table.metadata.row_group(group).num_rows

@@ -1,8 +1,7 @@
 """Make a dataset of existing SafeTensors files: the files stay unchanged, a manifest is added.
 
-Detects the layout: `tokens` if every file has a U16 or U32 vector `tokens` and a U64 vector
-`document_ends`; otherwise `rows`: every file must hold the same tensors (type, and shape apart from the first
-dimension and the second of 2-D integers, whose rows may differ in length: a loader pads them).
+Layout `tokens` if every file has a U16 or U32 vector `tokens` and a U64 vector `document_ends`; otherwise `rows`: every
+file must hold the same tensors (type and shape, apart from the first dimension and the second of 2-D integers).
 Costs one reading of all bytes, for their hashes; writes two small files.
 """
 
@@ -57,14 +56,11 @@ def import_slices(directory: str | Path, name: str | None = None) -> Dataset:
 
 
 def _row(index: int, relative: str, opened: Slice, layout: str) -> SliceInfo:
-    documents = 0
+    count, documents = opened.num_rows if layout == "rows" else len(opened.tokens), 0
     if layout == "tokens":
-        problem = check_document_ends(opened.document_ends, len(opened.tokens))
-        if problem:
+        if problem := check_document_ends(opened.document_ends, count):
             raise DatasetError(f"import: document_ends of {relative}: {problem}.")
-        count, documents = len(opened.tokens), len(opened.document_ends)
-    else:
-        count = opened.num_rows
+        documents = len(opened.document_ends)
     return SliceInfo(index, relative, opened.path.stat().st_size, hash_file(opened.path), count, documents)
 
 

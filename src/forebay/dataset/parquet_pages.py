@@ -1,10 +1,8 @@
 """The footer and the pages of a Parquet file that a stranger may have written, looked at before a library reads it.
 
-A reader allocates what a page's own header says, whatever the footer's totals are; and Arrow's C++ aborts the process
-on some damaged footers as soon as it is asked for a column's facts. Both are Thrift's compact protocol; only what is
-needed of it is here. Memory: some 40 bytes for each byte of the footer. Costs a read of a few bytes for each page.
-
-Source: parquet.thrift (FileMetaData, PageHeader) and the specification of Thrift's compact protocol.
+A reader allocates what a page's own header says, and Arrow's C++ aborts the process on some damaged footers. Memory:
+some 40 bytes for each byte of the footer. Source: parquet.thrift (FileMetaData, PageHeader) and the specification of
+Thrift's compact protocol.
 """
 
 from __future__ import annotations

@@ -31,25 +31,15 @@ _SIGNATURES = "signatures"
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Result of verifying a dataset.
-
-    Attributes:
-        ok: True if `bad` is empty.
-        bad: Names of changed or missing files and unlisted slices; sorted.
-        changed: Present with other bytes.
-        missing: Listed and absent.
-        extra: Present and not listed. Only `.safetensors` files among them are in `bad`.
-        has_hashes: Whether every byte was compared with a hash. False for formats without hashes.
-        checks: What was checked, in words.
-    """
+    """Result of verifying a dataset; lists of names are sorted."""
 
     ok: bool
-    bad: list[str]  # name: contract of `verify --json`
-    changed: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    extra: list[str] = field(default_factory=list)
-    has_hashes: bool = True
-    checks: tuple[str, ...] = ("SHA-256 of every file",)
+    bad: list[str]  # name: contract of `verify --json`; changed or missing files, and unlisted slices.
+    changed: list[str] = field(default_factory=list)  # Present with other bytes.
+    missing: list[str] = field(default_factory=list)  # Listed and absent.
+    extra: list[str] = field(default_factory=list)  # Present and not listed; only slices among them are in `bad`.
+    has_hashes: bool = True  # Whether every byte was compared with a hash.
+    checks: tuple[str, ...] = ("SHA-256 of every file",)  # What was checked, in words.
 
     @property
     def level(self) -> str:
@@ -200,7 +190,6 @@ class Dataset:
         return {**fields, "slices": m.slices, "bytes": m.bytes}
 
     def _columns(self) -> dict[str, str]:
-        """Type and shape of a row's tensors, by the header of the first slice; empty if it is not local."""
         try:
             first = open_slice(self.slice_path(0))
         except (DatasetError, UsageError):
@@ -273,7 +262,7 @@ def open_dataset(path: str | Path, *, verify: Verify = "once") -> Dataset:
     table = SliceTable.from_parquet(table_bytes)
     check_totals(manifest, table)
     id = dataset_id(manifest_bytes)
-    return Dataset(folder, manifest, table, id, VerifiedMarks(folder, id, len(table)) if verify == "once" else None)
+    return Dataset(folder, manifest, table, id, VerifiedMarks(folder, id) if verify == "once" else None)
 
 
 def check_totals(manifest: Manifest, table: SliceTable) -> None:

@@ -27,22 +27,11 @@ _CHUNK = 1 << 20
 
 # BF16 and the 8-bit floats have no NumPy type: they are read as their bits.
 DTYPES: dict[str, np.dtype[Any]] = {
-    "BOOL": np.dtype("?"),
-    "U8": np.dtype("u1"),
-    "I8": np.dtype("i1"),
-    "F8_E4M3": np.dtype("u1"),
-    "F8_E5M2": np.dtype("u1"),
-    "U16": np.dtype("<u2"),
-    "I16": np.dtype("<i2"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-    "U32": np.dtype("<u4"),
-    "I32": np.dtype("<i4"),
-    "F32": np.dtype("<f4"),
-    "U64": np.dtype("<u8"),
-    "I64": np.dtype("<i8"),
-    "F64": np.dtype("<f8"),
-}
+    "BOOL": np.dtype("?"), "U8": np.dtype("u1"), "I8": np.dtype("i1"), "F8_E4M3": np.dtype("u1"),
+    "F8_E5M2": np.dtype("u1"), "U16": np.dtype("<u2"), "I16": np.dtype("<i2"), "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"), "U32": np.dtype("<u4"), "I32": np.dtype("<i4"), "F32": np.dtype("<f4"),
+    "U64": np.dtype("<u8"), "I64": np.dtype("<i8"), "F64": np.dtype("<f8"),
+}  # fmt: skip
 _NAME_OF = {dtype: name for name, dtype in DTYPES.items() if name not in ("F8_E4M3", "F8_E5M2", "BF16")}
 
 
@@ -57,9 +46,7 @@ class Slice:
     @property
     def layout(self) -> str:
         """`tokens` if there are tensors `tokens` and `document_ends`, else `rows`."""
-        if "tokens" in self.tensors and "document_ends" in self.tensors:
-            return "tokens"
-        return "rows"
+        return "tokens" if {"tokens", "document_ends"} <= self.tensors.keys() else "rows"
 
     @property
     def tokens(self) -> NDArray[Any]:
@@ -97,9 +84,7 @@ def open_slice(path: Path | str) -> Slice:
     path = Path(path)
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            header, start = _read_header(file.read, size)
-            entries = _check_header(header, size - start)
+            entries = _read_header(file.read, os.fstat(file.fileno()).st_size)
             memory = np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray)
     except OSError as error:
         raise DatasetError(
@@ -107,10 +92,7 @@ def open_slice(path: Path | str) -> Slice:
         ) from error
     except _HeaderError as error:
         raise DatasetError(f"{path}: {error}. The file is no slice or is damaged; fetch it again.") from error
-    tensors = {
-        name: memory[start + first : start + last].view(DTYPES[kind]).reshape(shape)
-        for name, kind, shape, first, last in entries
-    }
+    tensors = {name: memory[start:stop].view(DTYPES[kind]).reshape(shape) for name, kind, shape, start, stop in entries}
     return Slice(path, tensors, {name: kind for name, kind, *_ in entries})
 
 
@@ -139,11 +121,9 @@ def locate_tensors(read: Callable[[int], bytes], size: int) -> dict[str, tuple[s
         DatasetError: If it is not valid SafeTensors.
     """
     try:
-        header, start = _read_header(read, size)
-        entries = _check_header(header, size - start)
+        return {name: tuple(entry) for name, *entry in _read_header(read, size)}  # type: ignore[misc]
     except _HeaderError as error:
         raise DatasetError(f"a slice: {error}. The file is no slice or is damaged; fetch it again.") from error
-    return {name: (kind, shape, start + first, start + last) for name, kind, shape, first, last in entries}
 
 
 class _HeaderError(ValueError):
@@ -153,7 +133,8 @@ class _HeaderError(ValueError):
 _Entry = tuple[str, str, tuple[int, ...], int, int]
 
 
-def _read_header(read: Any, size: int) -> tuple[dict[str, Any], int]:
+def _read_header(read: Callable[[int], bytes], size: int) -> list[_Entry]:
+    """Name, type, shape and bytes [start, stop) of the file of each tensor."""
     if size < 8:
         raise _HeaderError(f"expected at least 8 bytes of SafeTensors, got {size}")
     length = int.from_bytes(read(8), "little")
@@ -168,7 +149,8 @@ def _read_header(read: Any, size: int) -> tuple[dict[str, Any], int]:
         raise
     except (ValueError, RecursionError) as error:
         raise _HeaderError(f"expected a header of JSON, got {error}") from error
-    return header, 8 + length
+    entries = _check_header(header, size - 8 - length)
+    return [(*entry, 8 + length + start, 8 + length + stop) for *entry, start, stop in entries]  # type: ignore[misc]
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -233,12 +215,9 @@ def check_document_ends(document_ends: NDArray[Any], num_tokens: int) -> str:
     """The problem with the document ends of a slice of `num_tokens`; empty if they are valid."""
     if document_ends.ndim != 1 or document_ends.dtype != np.uint64:
         return f"expected uint64 [D], got {document_ends.dtype} {document_ends.shape}"
-    if len(document_ends) and (
-        int(document_ends[-1]) > num_tokens or bool((document_ends[1:] < document_ends[:-1]).any())
-    ):
-        return (
-            f"expected rising ends of at most {num_tokens}, got {int(document_ends[-1])} as the last or a falling one"
-        )
+    last = int(document_ends[-1]) if len(document_ends) else 0
+    if last > num_tokens or bool((document_ends[1:] < document_ends[:-1]).any()):
+        return f"expected rising ends of at most {num_tokens}, got {last} as the last or a falling one"
     return ""
 
 
@@ -268,11 +247,7 @@ def _write(path: Path, tensors: Mapping[str, NDArray[Any]], dtypes: Mapping[str,
                 f"tensor {name!r} of a slice: expected a type in {sorted(_NAME_OF.values())}, got {array.dtype}"
             )
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        header[name] = {
-            "dtype": kind,
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + array.nbytes],
-        }
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
         arrays.append(array)
         offset += array.nbytes
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

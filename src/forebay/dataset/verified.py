@@ -1,21 +1,15 @@
 """Marks of slices whose files matched their hashes, kept in the user's cache directory.
 
-A mark (16 bytes a slice) is a hash of the slice's SHA-256 and its file's inode, size and times, so a modified file
-loses its mark and is hashed again. There is one file of marks for each directory and dataset id, shared by threads and
-processes without locks: a lost or torn mark costs one more hash. If the cache directory is not writable, marks last as
-long as the process.
+A mark (16 bytes a slice) is a hash of the slice's SHA-256 and its file's inode, size and times, so a modified file is
+hashed again. Threads and processes share a file of marks without locks: a lost or torn mark costs one more hash.
 """
 
 import contextlib
 import hashlib
 import os
 import struct
-from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError
@@ -34,16 +28,16 @@ def user_cache() -> Path:
 class VerifiedMarks:
     """The marks of the dataset in one directory."""
 
-    def __init__(self, folder: Path, dataset_id: str, num_slices: int) -> None:
+    def __init__(self, folder: Path, dataset_id: str) -> None:
         folder_hash = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
         self._path = user_cache() / "verified" / f"{dataset_id[:32]}-{folder_hash}"
-        self._num_slices = num_slices
+        self._marks: dict[int, bytes] = {}  # By slice, of this process.
 
     def verify(self, index: int, path: Path, sha256: str) -> None:
         """Hash a slice's file if it changed since it was last hashed. Raises DatasetError if it is damaged."""
         try:
             mark = _mark_of(path, sha256)
-            if self._marks[index].tobytes() == mark or self._on_disk(index) == mark:
+            if mark in (self._marks.get(index), self._on_disk(index)):
                 return
             got = hash_file(path)
         except OSError as error:
@@ -53,25 +47,13 @@ class VerifiedMarks:
                 f"{path}: expected bytes of sha256 {sha256}, got {got}. The dataset was changed, or its disk fails. "
                 "Fetch or prepare this slice again."
             )
-        self.add(index, mark)
-
-    def add(self, index: int, mark: bytes) -> None:
-        """Store the mark of a verified slice."""
-        self._marks[index] = np.frombuffer(mark, np.uint8)
-        with contextlib.suppress(OSError), _opened(self._path, os.O_RDWR | os.O_CREAT) as file:
-            os.pwrite(file, mark, index * _MARK_BYTES)
-
-    @cached_property
-    def _marks(self) -> NDArray[np.uint8]:
-        marks = np.zeros((self._num_slices, _MARK_BYTES), np.uint8)
+        self._marks[index] = mark
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            data = np.frombuffer(self._path.read_bytes()[: marks.nbytes], np.uint8)
-            marks.reshape(-1)[: len(data)] = data
-        return marks
+            with _opened(self._path, os.O_RDWR | os.O_CREAT) as file:
+                os.pwrite(file, mark, index * _MARK_BYTES)
 
     def _on_disk(self, index: int) -> bytes:
-        """The mark on disk, which another process may have written."""
         with contextlib.suppress(OSError), _opened(self._path, os.O_RDONLY) as file:
             return os.pread(file, _MARK_BYTES, index * _MARK_BYTES)
         return b""

@@ -100,7 +100,5 @@ def token_dtype(dtype: Any, stored: str, vocab_size: int) -> np.dtype[Any]:
     if checked not in (np.dtype(np.int64), np.dtype(np.int32)):
         raise UsageError(f"dtype: expected int64 or int32, got {checked}. Labels of -100 need a signed type.")
     if checked == np.dtype(np.int32) and stored == "U32" and not 0 < vocab_size <= 1 << 31:
-        raise UsageError(
-            f"dtype: expected int64 for U32 tokens of a vocabulary of {vocab_size or 'unknown size'}, got int32."
-        )
+        raise UsageError(f"dtype: expected int64 for U32 tokens of a vocabulary of {vocab_size or '?'}, got int32.")
     return checked

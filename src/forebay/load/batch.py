@@ -94,7 +94,6 @@ class Batch:
         return {**arrays, "sample_ids": self.sample_ids, **numbers}
 
     def _unshifted_labels(self) -> NDArray[Any]:
-        """[B, L]: at position i + 1 the label of position i; -100 at position 0."""
         if self.document_ids is None:
             return self.inputs
         labels = np.full_like(self.labels, IGNORE_INDEX)

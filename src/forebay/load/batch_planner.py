@@ -1,15 +1,14 @@
 """Batches in the order of steps: many steps are planned at once, their slices opened, and batches made one at a time.
 
-A *plan* has the samples of some hundred steps, computed in one call (a tenth of the cost of a call a step). A *block*
-is the longest run of planned steps whose slices are available: they are opened, and the position of each row is
-computed at once. A batch is then one gather; no Python code runs per sample. A late slice delays only steps that read
-it.
+A *plan* has the samples of some hundred steps. A *block* is the longest run of planned steps whose slices are
+available: they are opened, and the position of each row is computed at once. A batch is then one gather; no Python code
+runs per sample. A late slice delays only steps that read it.
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import numpy as np
@@ -24,16 +23,10 @@ from forebay.load.samples import SampleIndex
 from forebay.load.slices import SliceReader
 from forebay.order.run import Run
 
-try:
-    from resource import RUSAGE_SELF, getrusage
-except ImportError:  # Windows: waits for the disk are not counted.
-    getrusage = None  # type: ignore[assignment]
-
 I64 = NDArray[np.int64]
 
 PLAN_SAMPLES = 8192
 _CACHED_PLAN_STEPS = 64  # With a cache: the slices of a block cannot be evicted until it ends.
-_MAX_OPEN_BYTES = 1 << 30  # Of open maps: pages of the page cache, not the process's own.
 
 
 def make_collator(
@@ -42,7 +35,6 @@ def make_collator(
     dtype: Any = np.int64,
     document_masks: bool = False,
     pad_id: int | None = None,
-    trim_padding: bool = False,
 ) -> Collator:
     """The collator for one index a dataset, all of one layout, seq_len and packing; arguments as the Loader's.
 
@@ -57,9 +49,7 @@ def make_collator(
     if layout == "rows":
         if document_masks:
             raise UsageError("document_masks: expected a dataset of layout 'tokens', got 'rows'. Leave it out.")
-        return RowCollator(indexes, pad_id=pad_id, trim_padding=trim_padding)
-    if trim_padding:
-        raise UsageError("trim_padding: expected a dataset of layout 'rows', got 'tokens'. Leave it out.")
+        return RowCollator(indexes, pad_id=pad_id)
     if packing == "chunk" and not document_masks and all(index.documents is None for index in indexes):
         return ChunkCollator(indexes, dtype=dtype)
     return DocumentCollator(indexes, dtype=dtype, document_masks=document_masks, pad_id=pad_id)
@@ -67,8 +57,6 @@ def make_collator(
 
 @dataclass(frozen=True)
 class _Plan:
-    """A rank's samples of n run steps."""
-
     steps: Sequence[int]
     bounds: list[int]  # [n + 1], of each step's samples in the arrays.
     keys: I64
@@ -105,8 +93,7 @@ class BatchPlanner:
         samples = min(PLAN_SAMPLES, max(order.num_samples for order in run.orders))
         steps = max(1, samples // share)
         self._plan_steps = every[1] * (min(steps, _CACHED_PLAN_STEPS) if slices.cached else steps)
-        self._open: OrderedDict[int, int] = OrderedDict()  # Key to bytes, least recently used first.
-        self._open_bytes = 0
+        self._open: set[int] = set()  # Keys.
         self._min_make_s = float("inf")
         self.network_s = self.disk_s = 0.0  # Waited for slices in transfer; for pages not in memory.
         self.num_opened = 0  # Slices.
@@ -127,13 +114,11 @@ class BatchPlanner:
                         self._slices.read_ahead(np.unique(following.keys).tolist())
                 start, step = stop, plan.steps[stop - 1] + 1
             plan = following
-        self._close_cached_except(())
+        self.close()
         self._slices.advance(step)
 
     def close(self) -> None:
-        """Close all maps."""
-        for key in list(self._open):
-            self._close_map(key)
+        self._close_except(())
 
     def _block(self, plan: _Plan, start: int, stop: int) -> Iterator[Batch]:
         bounds, ids, sources = plan.bounds, plan.ids, plan.sources
@@ -154,14 +139,11 @@ class BatchPlanner:
             yield batch
             del batch, arrays  # Memory that the caller drops is free for the next batch.
             started_at = clock()
-        self._attribute(make_s / (stop - start), stop - start, _major_faults() - faults)
-
-    def _attribute(self, make_s: float, steps: int, faults: int) -> None:
-        """If pages were read, the time above the minimum of all blocks so far was spent waiting for the disk."""
-        if faults == 0:
+        make_s /= stop - start
+        if _major_faults() == faults:
             self._min_make_s = min(self._min_make_s, make_s)
-        elif self._min_make_s < make_s:
-            self.disk_s += (make_s - self._min_make_s) * steps
+        elif self._min_make_s < make_s:  # Pages were read: the time above the minimum was spent waiting for the disk.
+            self.disk_s += (make_s - self._min_make_s) * (stop - start)
 
     def _plan(self, step: int) -> _Plan | None:
         """The plan that starts with this rank's next step from `step` on; None at the end of the run."""
@@ -203,10 +185,7 @@ class BatchPlanner:
         )
 
     def _open_block(self, plan: _Plan, start: int) -> int:
-        """Open the slices of the steps from `start` on that are available, at least one step's; return where it stops.
-
-        The slices of a block are retained until its end.
-        """
+        """Open the available slices of the steps from `start` on, at least one step's; return where the block stops."""
         low = plan.bounds[start]
         num_required = plan.bounds[start + 1] - low  # Samples of the first step.
         keys, first_use = np.unique(plan.keys[low:], return_index=True)
@@ -219,9 +198,7 @@ class BatchPlanner:
                 continue
             step = start if required else int(np.searchsorted(plan.bounds, row + low, side="right")) - 1
             try:
-                available = required or not cached
-                if not available:
-                    available = self._slices.hold([key], plan.steps[step] + 1)
+                available = required or not cached or self._slices.hold([key], plan.steps[step] + 1)
                 if available and key not in self._open:
                     self._open_map(key, plan.steps[step] + 1)
             except ForebayError:
@@ -233,24 +210,15 @@ class BatchPlanner:
         return self._start_block(plan, start, keys.tolist(), len(plan.steps))
 
     def _start_block(self, plan: _Plan, start: int, used: Sequence[int], stop: int) -> int:
-        """Release the previous block's slices, and close the least recently used maps beyond the limit."""
-        if self._slices.cached:
-            self._close_cached_except(used)
-            self._slices.advance(plan.steps[start])
-        for key in used:
-            self._open.move_to_end(key)
-        while self._open_bytes > _MAX_OPEN_BYTES and len(self._open) > len(used):
-            self._close_map(next(iter(self._open)))
+        self._close_except(used)
+        self._slices.advance(plan.steps[start])
         return stop
 
     def _fetch(self, keys: Sequence[int], step: int) -> None:
-        """Hold the slices that a step needs. While it waits for them, nothing is held and no cached slice is mapped.
-
-        A file that another process deletes while it is mapped still occupies disk space, which no budget counts.
-        """
+        """Hold the slices that a step needs. While it waits none is mapped: a budget counts no deleted files."""
         if not self._slices.cached or self._slices.hold(keys, step + 1):
             return
-        self._close_cached_except(())
+        self.close()
         self._slices.advance(step)
         started_at = time.perf_counter()
         try:
@@ -258,10 +226,10 @@ class BatchPlanner:
         finally:
             self.network_s += time.perf_counter() - started_at
 
-    def _close_cached_except(self, used: Collection[int]) -> None:
-        retained = set(used)
-        for key in [key for key in self._open if key not in retained and self._slices.is_cached(key)]:
-            self._close_map(key)
+    def _close_except(self, used: Collection[int]) -> None:
+        for key in self._open.difference(used):
+            self._open.remove(key)
+            self._collator.close(key)
 
     def _open_map(self, key: int, until: int) -> None:
         started_at = time.perf_counter()
@@ -272,17 +240,9 @@ class BatchPlanner:
         else:
             self.disk_s += elapsed_s
         self._collator.open(key, index, opened)
-        self._open[key] = size = sum(array.nbytes for array in opened.tensors.values())
-        self._open_bytes += size
+        self._open.add(key)
         self.num_opened += 1
-
-    def _close_map(self, key: int) -> None:
-        size = self._open.pop(key, None)
-        if size is not None:
-            self._open_bytes -= size
-            self._collator.close(key)
 
 
 def _major_faults() -> int:
-    """Page faults of this process that read from the disk."""
-    return 0 if getrusage is None else getrusage(RUSAGE_SELF).ru_majflt
+    return getrusage(RUSAGE_SELF).ru_majflt

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from forebay.dataset.slices import Slice
 from forebay.errors import UsageError
 from forebay.load.batch import IGNORE_INDEX
-from forebay.load.collate import BatchArrays, Collator
-from forebay.load.copying import MappedArray, TokenCopier, copy_array
-from forebay.load.packing import SampleSegments, chunk_segments, fit_segments
+from forebay.load.collate import BatchArrays, Collator, MappedArray, TokenCopier, copy_array
+from forebay.load.packing import SampleSegments, chunk_segments, document_spans, fit_segments
 from forebay.load.samples import I64, SampleIndex
 
 
@@ -30,8 +29,6 @@ class _OpenSlice:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Plan:
-    """Segments [G] of the planned rows [K]."""
-
     first_segments: list[int]  # Of each row, [K + 1].
     tokens: TokenCopier
     lengths: I64  # In tokens.
@@ -67,7 +64,8 @@ class DocumentCollator(Collator):
 
     def _open(self, index: SampleIndex, slice_index: int, slice_: Slice) -> tuple[int, _OpenSlice]:
         tokens = slice_.tokens
-        spans = index.document_spans(slice_index, copy_array(slice_.document_ends, slice_.path), len(tokens))
+        document_ends, first = copy_array(slice_.document_ends, slice_.path), int(index.first_documents[slice_index])
+        spans = document_spans(document_ends, len(tokens), index.documents, first)
         if index.packing == "fit":
             segments = fit_segments(spans, self._seq_len)
         else:
@@ -147,6 +145,5 @@ class DocumentCollator(Collator):
 
 
 def _ranges(firsts: I64, counts: I64) -> I64:
-    """The concatenated ranges [firsts[i], firsts[i] + counts[i])."""
     stops = np.cumsum(counts)
     return np.repeat(firsts - (stops - counts), counts) + np.arange(int(stops[-1]) if len(stops) else 0)

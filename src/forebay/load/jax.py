@@ -1,8 +1,5 @@
 """Batches for JAX: arrays on this process's devices, or global arrays sharded over all processes' devices.
 
-    for batch in JaxLoader("my-dataset", seq_len=2048, global_batch_size=64, sharding=sharding):
-        state, loss = step(state, batch["inputs"], batch["labels"])
-
 The process index is the rank. The next batch is copied to the devices while this one is used. `sample_ids` stay NumPy
 arrays: JAX would cut their 64 bits.
 """
@@ -76,7 +73,6 @@ class JaxLoader:
         self._state = None
 
     def close(self) -> None:
-        """Close the Loader."""
         self.loader.close()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -7,12 +7,14 @@ and maps of at most 1 GiB of slices, which are pages of the page cache. Disk: `c
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,11 +22,10 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.verified import user_cache
 from forebay.errors import UsageError
 from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, ranks_per_node, token_dtype
-from forebay.load.background import prefetch_in_thread
 from forebay.load.batch import Batch
 from forebay.load.batch_planner import BatchPlanner, make_collator
 from forebay.load.packing import DocumentSubset
-from forebay.load.resources import MAX_RATIO, WARN_RATIO, RunSpec, check_traffic, largest_needs, needs_of_nodes
+from forebay.load.resources import MAX_RATIO, RunSpec, check_traffic, largest_needs, needs_of_nodes
 from forebay.load.samples import SHARDINGS, owned_samples, plan_samples
 from forebay.load.slices import CacheSettings, SliceReader, resolve_cache
 from forebay.load.sources import DatasetSource, Mixture, as_mixture, open_datasets, portable_source, subsets_of
@@ -36,6 +37,8 @@ from forebay.order.run import OwnedRun, Run
 from forebay.order.step_index import check_integer
 
 _log = logging.getLogger("forebay")
+_STOP_POLL_S = 0.05
+_T = TypeVar("_T")
 _READY_S = 1e-3  # A prefetched batch that comes sooner than this was ready.
 _MINIMA = {
     "cache_bytes": 1, "connections": 1, "epochs": 1, "prefetch": 0, "readahead_bytes": 0, "seq_len": 1, "steps": 1,
@@ -71,7 +74,6 @@ class Loader:
         documents: The documents to read; for a mixture, by name of a dataset. By default all.
         split: `train` or `validation`, whose fraction of the samples is `validation`, in (0, 1). By default all.
         pad_id: The padding of rows; by default EOS, or 0.
-        trim_padding: Layout `rows`: remove the last columns of a batch that are padding in all its rows.
         cache_dir: Directory for fetched slices; `ram` for memory. By default a directory of the user's. A local dataset
             is read in place, unless this is given: then it is fetched like a remote one.
         cache_bytes: Limit of the cache, for all loaders that share it together; by default a quarter of what is free,
@@ -123,7 +125,6 @@ class Loader:
         split: str | None = None,
         validation: float = 0.0,
         pad_id: int | None = None,
-        trim_padding: bool = False,
         cache_dir: str | Path | None = None,
         cache_bytes: int | None = None,
         readahead_bytes: int | None = None,
@@ -219,13 +220,11 @@ class Loader:
         self._identity = owner | run_identity(self.run, self.datasets, self._indexes, seed, drop_last)
 
     def _plan_batches(self, options: SimpleNamespace) -> None:
-        """Set up slices and batches; nothing is read or fetched yet."""
         manifest, datasets = self.dataset.manifest, list(self.datasets.values())
         dtype = token_dtype(options.dtype, manifest.dtype, manifest.vocab_size) if self.seq_len else np.int64
         collator = make_collator(
-            self._indexes, dtype=dtype, document_masks=options.document_masks, pad_id=options.pad_id,
-            trim_padding=options.trim_padding,
-        )  # fmt: skip
+            self._indexes, dtype=dtype, document_masks=options.document_masks, pad_id=options.pad_id
+        )
         cached, settings = resolve_cache(
             datasets, cache_dir=options.cache_dir, cache_bytes=options.cache_bytes,
             connections=options.connections, readahead_bytes=options.readahead_bytes,
@@ -241,7 +240,6 @@ class Loader:
         )
 
     def _check_traffic(self, options: SimpleNamespace, cached: Sequence[bool], settings: CacheSettings) -> None:
-        """Warn of a run that would fetch slices several times in an epoch, or refuse it."""
         alone = options.sharding == "hash" or self.mixture is not None  # Nodes of a mixture share no lanes.
         parts = []
         for dataset, index, order, is_cached in zip(self.datasets.values(), self._indexes, self.run.orders, cached):
@@ -266,9 +264,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Steps of the run (of one epoch, if it has no end)."""
-        if self.run.num_steps is not None:
-            return self.run.num_steps
-        return self.run.steps_per_epoch
+        return self.run.steps_per_epoch if self.run.num_steps is None else self.run.num_steps
 
     @property
     def dataset(self) -> Dataset:
@@ -285,8 +281,8 @@ class Loader:
         self._iteration += 1
         iteration = self._iteration
         clock, waits, planner, received = time.perf_counter, self.waits, self._planner, self._received
-        seconds, next_step = waits.seconds, self._every[1] - self._every[0]
-        network_s, disk_s, prefetching = planner.network_s, planner.disk_s, self._prefetch > 0
+        next_step = self._every[1] - self._every[0]
+        network_s, disk_s, ready_s = planner.network_s, planner.disk_s, _READY_S if self._prefetch else 0.0
         if self.run.num_steps is not None and self._step >= self.run.num_steps:
             _log.warning(
                 "Loader: all %d steps of the run are done: this loop gets no batch. For more passes give epochs=N (or "
@@ -302,16 +298,11 @@ class Loader:
                 batch = next(self._source, None)
                 received_at = clock()
                 wait_s = received_at - asked_at
-                # Most batches wait only for being made; this branch is cheaper than `waits.add`.
-                if network_s == planner.network_s and disk_s == planner.disk_s:
-                    rest = "queue" if prefetching and wait_s < _READY_S else "decode"
-                    seconds[rest] += wait_s
-                    waits.last = (wait_s, 0.0, 0.0, rest)
-                else:
-                    waits.add(wait_s, planner.network_s - network_s, planner.disk_s - disk_s, "decode")
-                    network_s, disk_s = planner.network_s, planner.disk_s
+                rest = "queue" if wait_s < ready_s else "decode"
+                waits.add(wait_s, planner.network_s - network_s, planner.disk_s - disk_s, rest)
+                network_s, disk_s = planner.network_s, planner.disk_s
                 if received_at > waits.check_at:
-                    waits.check(received_at, self._refetching())
+                    waits.check(received_at)
                 if batch is None:
                     return
                 self._step = batch.run_step + next_step
@@ -330,10 +321,7 @@ class Loader:
         return prefetch_in_thread(source, self._prefetch, self._slices.pause) if self._prefetch else source
 
     def close(self) -> None:
-        """Stop sharing, end all threads and drop prefetched batches. The state stays; iterating starts them again.
-
-        The end of a loop does the same, but continues to share. May be called twice.
-        """
+        """Stop sharing, end all threads and drop prefetched batches; iterating starts them again. May be repeated."""
         self._pause()
         self._slices.close()
 
@@ -396,29 +384,64 @@ class Loader:
         `refetched_slices` and `refetched_bytes` (a second time in one epoch), `evicted`, `late`, `waited_s`,
         `held_bytes`.
         """
-        by_cause = {f"{cause}_s": seconds for cause, seconds in self.waits.seconds.items()}
-        return {
-            "wait_s": sum(by_cause.values()),
-            **by_cause,
-            "busy_s": self.waits.busy_s,
-            **self._received,
-            "tokens": self._received["samples"] * (self.seq_len or 0),
-            "slices_opened": self._planner.num_opened,
-            **self._slices.stats(),
-        }
+        waits = self.waits
+        by_cause = {f"{cause}_s": seconds for cause, seconds in waits.seconds.items()}
+        counts = {"tokens": self._received["samples"] * (self.seq_len or 0), "slices_opened": self._planner.num_opened}
+        times = {"wait_s": sum(by_cause.values()), **by_cause, "busy_s": waits.busy_s}
+        return {**times, **self._received, **counts, **self._slices.stats()}
 
     def bottleneck(self) -> Bottleneck | None:
         """The main cause of waiting since the loader was made; None below 5 % of the time."""
         elapsed_s = time.perf_counter() - self.waits.started_at
-        return find_bottleneck(self.waits.seconds, elapsed_s, refetching=self._refetching())
-
-    def _refetching(self) -> bool:
-        """Whether a tenth of the fetched bytes were fetched a second time in their epoch."""
-        stats = self._slices.stats()
-        return bool(stats.get("refetched_bytes", 0) > (WARN_RATIO - 1) * stats.get("fetched_bytes", 0))
+        return find_bottleneck(self.waits.seconds, elapsed_s)
 
 
 def _reopen(arguments: dict[str, Any], step: int) -> Loader:
     loader = Loader(**arguments)
     loader._step = step
     return loader
+
+
+def prefetch_in_thread(
+    source: Generator[_T, None, None], depth: int, interrupt: Callable[[], object] = lambda: None
+) -> Generator[_T, None, None]:
+    """Yield the items of `source`, which a thread runs at most `depth` items ahead; its exceptions are raised here.
+
+    Closing stops the thread, closes `source` and drops items that were not taken; it calls `interrupt`, which wakes up
+    a waiting `source`.
+    """
+    items: queue.Queue[tuple[_T] | BaseException | None] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def put(item: tuple[_T] | BaseException | None) -> None:
+        while not stop.is_set():
+            try:
+                return items.put(item, timeout=_STOP_POLL_S)
+            except queue.Full:
+                continue
+
+    def run() -> None:
+        try:
+            for item in source:
+                put((item,))
+                if stop.is_set():
+                    return
+                del item
+            put(None)
+        except BaseException as error:  # noqa: BLE001  It is raised in the caller's thread.
+            put(error)
+        finally:
+            source.close()
+
+    thread = threading.Thread(target=run, name="forebay-loader", daemon=True)
+    thread.start()
+    try:
+        while (item := items.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item[0]
+            del item
+    finally:
+        stop.set()
+        interrupt()
+        thread.join()

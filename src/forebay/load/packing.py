@@ -1,14 +1,8 @@
 """Which tokens of a slice make each of its samples: consecutive tokens, or whole documents that fit together.
 
-A pure function of document ends, number of tokens, seq_len and filter. `chunk` cuts the stream of the remaining
-documents every seq_len tokens, without padding; a tail shorter than seq_len is in no sample. `fit` puts whole documents
-into rows of seq_len by best fit, longest first, and pads the rest; a longer document is cut into whole rows and a
-remainder, which is fitted like a document. Rows are numbered by their lowest token. A document that continues in the
-next slice counts as two.
-
-Cost of `fit`: O(n log n). All documents of one length are placed at once: 65 000 documents at seq_len 2048 take some
-10 ms to count and 30 ms to lay out.
-
+`chunk` cuts the stream of the remaining documents every seq_len tokens. `fit` puts whole documents into rows by best
+fit, longest first, and pads the rest; a longer document is cut into whole rows and a remainder. A document that
+continues in the next slice counts as two. Cost of `fit`: O(n log n), 65 000 documents at seq_len 2048 in 30 ms.
 Source: best fit decreasing, Johnson 1973; at most 11/9 of the least number of rows and 1.
 """
 
@@ -28,63 +22,31 @@ from forebay.errors import DatasetError, UsageError
 I64 = NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
 class DocumentSubset:
-    """The documents of a dataset that a run reads. Equal subsets have equal digests.
+    """The documents of a dataset that a run reads: all but some. Equal subsets have equal digests.
 
-    A document's number counts the document ends of the dataset, from 0, slice after slice. Its length is that of the
-    whole document, also if it spans several slices.
+    A document's number counts the document ends of the dataset, from 0, slice after slice.
 
     Args:
         exclude: Numbers of documents to leave out, in any order.
-        min_tokens: Leave out shorter documents.
-        max_tokens: Leave out longer documents; None for no bound.
 
     Raises:
-        UsageError: If a number or bound is negative or no integer, or min_tokens is above max_tokens.
+        UsageError: If a number is negative or no integer.
     """
 
-    exclude: ArrayLike = ()
-    min_tokens: int = 0
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        numbers = np.asarray(self.exclude)
+    def __init__(self, exclude: ArrayLike = ()) -> None:
+        numbers = np.asarray(exclude)
         if numbers.ndim != 1 or (
             len(numbers) and (numbers.dtype.kind not in "iu" or int(numbers.min()) < 0 or int(numbers.max()) >> 63)
         ):
             raise UsageError(f"exclude: expected document numbers from 0 in one dimension, got {numbers!r:.100}.")
-        for name, bound in (("min_tokens", self.min_tokens), ("max_tokens", self.max_tokens)):
-            if bound is None and name == "max_tokens":
-                continue
-            if isinstance(bound, bool) or not isinstance(bound, (int, np.integer)) or bound < 0:
-                raise UsageError(f"{name}: expected an integer from 0, got {bound!r}.")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise UsageError(f"min_tokens: expected at most max_tokens {self.max_tokens}, got {self.min_tokens}.")
-        numbers = np.unique(numbers.astype(np.int64))
-        numbers.flags.writeable = False
-        object.__setattr__(self, "exclude", numbers)
-
-    @property
-    def numbers(self) -> I64:
-        """The excluded documents, ascending and distinct."""
-        return np.asarray(self.exclude, np.int64)
-
-    @property
-    def by_length(self) -> bool:
-        """Whether lengths decide."""
-        return self.min_tokens > 0 or self.max_tokens is not None
+        self.numbers: I64 = np.unique(numbers.astype(np.int64))
+        """The excluded documents, ascending and distinct; read-only."""
+        self.numbers.flags.writeable = False
 
     def digest(self) -> str:
-        """The sha256 of numbers and bounds, in hex."""
-        bounds = f"{int(self.min_tokens)};{'' if self.max_tokens is None else int(self.max_tokens)};"
-        return hashlib.sha256(bounds.encode() + self.numbers.astype("<i8").tobytes()).hexdigest()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DocumentSubset) and self.digest() == other.digest()
-
-    def __hash__(self) -> int:
-        return hash(self.digest())
+        """The sha256 of the numbers, in hex."""
+        return hashlib.sha256(b"0;;" + self.numbers.astype("<i8").tobytes()).hexdigest()
 
 
 class DocumentSpans(NamedTuple):
@@ -95,7 +57,6 @@ class DocumentSpans(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all spans."""
         return int((self.stops - self.starts).sum())
 
 
@@ -113,17 +74,12 @@ class SampleSegments:
 
 
 def document_spans(
-    document_ends: NDArray[np.uint64],
-    num_tokens: int,
-    documents: DocumentSubset | None = None,
-    first_document: int = 0,
-    tokens_before: int = 0,
-    tokens_after: int = 0,
+    document_ends: NDArray[np.uint64], num_tokens: int, documents: DocumentSubset | None = None, first_document: int = 0
 ) -> DocumentSpans:
     """The spans of a slice's documents that are in a subset; all without one.
 
     The slice begins in document `first_document`; the tokens after its last end [D] belong to document first_document +
-    D. `tokens_before` and `tokens_after` are those of its first and last document in other slices.
+    D.
 
     Raises:
         DatasetError: If the ends are damaged.
@@ -135,15 +91,8 @@ def document_spans(
     starts = np.concatenate([[0], stops[:-1]])
     chosen = stops > starts
     if documents is not None:
-        numbers = documents.numbers
-        low, high = np.searchsorted(numbers, [first_document, first_document + len(stops)])
-        chosen[numbers[low:high] - first_document] = False
-        lengths = stops - starts
-        lengths[0] += tokens_before
-        lengths[-1] += tokens_after
-        chosen &= lengths >= documents.min_tokens
-        if documents.max_tokens is not None:
-            chosen &= lengths <= documents.max_tokens
+        low, high = np.searchsorted(documents.numbers, [first_document, first_document + len(stops)])
+        chosen[documents.numbers[low:high] - first_document] = False
     return DocumentSpans(starts[chosen], stops[chosen])
 
 
@@ -254,7 +203,6 @@ def _placements(lengths: I64, seq_len: int) -> Sequence[_Placement]:
 
 
 def _best_fit(lengths: I64, seq_len: int) -> tuple[I64, int]:
-    """The row of each length, int64 [n], and the number of rows: `_placements` with numbered rows."""
     order = _stable_order(seq_len - lengths, seq_len)
     placed = np.empty(len(lengths), np.int64)
     pools: defaultdict[int, list[I64]] = defaultdict(list)  # Rows by free tokens.
@@ -282,5 +230,4 @@ def _best_fit(lengths: I64, seq_len: int) -> tuple[I64, int]:
 
 
 def _stable_order(values: I64, maximum: int) -> I64:
-    """The stable order of values in [0, maximum]; 16-bit values are sorted by radix."""
     return np.argsort(values.astype(np.uint16) if maximum < 1 << 16 else values, kind="stable")

@@ -73,18 +73,15 @@ class RunSpec:
 
     @property
     def cache_limit(self) -> int | None:
-        """The cache's budget or its disk, the smaller one."""
         limits = [size for size in (self.cache_bytes, self.volume_bytes) if size is not None]
         return min(limits) if limits else None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the slices that have samples."""
         return int(self.slice_bytes[self.slice_samples > 0].sum())
 
     @property
     def part_bytes(self) -> int:
-        """What a slice in transfer occupies beside its bytes."""
         largest = int(self.slice_bytes.max())
         return part_bytes(largest) - largest
 
@@ -238,7 +235,6 @@ def _cause(spec: RunSpec, order: Order, nodes: list[NodeNeeds], cache_bytes: int
 
 
 def _advice(spec: RunSpec, nodes: list[NodeNeeds], ratio: float) -> str:
-    """Lanes or a cache that fetch less, found by the same figures."""
     choices = []
     enough = max(WARN_RATIO, min(spec.max_fetch_ratio or MAX_RATIO, ratio - WARN_RATIO + 1))
     best = min(_try_orders(spec), default=None, key=lambda tried: (tried[0] > WARN_RATIO and tried[0], tried[1]))
@@ -304,7 +300,6 @@ def fit_lanes(spec: RunSpec) -> tuple[Order, list[NodeNeeds]]:
 
 
 def _narrower(spec: RunSpec, order: Order) -> Iterator[tuple[int, int]]:
-    """(lanes, window) with ever fewer open slices: fewer lanes, down to one a node; windows of a slice; one lane."""
     lanes = order.num_lanes
     slice_samples = int(spec.slice_samples.max())
     while lanes > spec.num_nodes:

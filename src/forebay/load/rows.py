@@ -1,10 +1,7 @@
 """Batches of layout `rows`: the same rows of all tensors of a slice, stacked.
 
-Rows of one shape are copied in one call a tensor. Vectors whose length differs between slices are padded to the
-longest of the batch. `dequantize` turns I8 with a scale, and bits of BF16, into F32:
-
-    for batch in loader:
-        images = dequantize(batch.tensors, tensor_dtypes(loader.dataset))["images"]
+Vectors whose length differs between slices are padded to the longest of the batch. `dequantize(batch.tensors,
+tensor_dtypes(loader.dataset))` turns I8 with a scale, and bits of BF16, into F32.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +13,7 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice
 from forebay.errors import DatasetError, UsageError
 from forebay.load.batch import IGNORE_INDEX
-from forebay.load.collate import BatchArrays, Collator
-from forebay.load.copying import MappedArray, RangeCopier
+from forebay.load.collate import BatchArrays, Collator, MappedArray, RangeCopier
 from forebay.load.samples import I64, Array, SampleIndex
 
 SCALE_SUFFIX = ".scale"
@@ -40,21 +36,13 @@ class RowCollator(Collator):
     inputs, -100 where masked.
     """
 
-    def __init__(
-        self, indexes: Sequence[SampleIndex], *, pad_id: int | None = None, trim_padding: bool = False
-    ) -> None:
+    def __init__(self, indexes: Sequence[SampleIndex], *, pad_id: int | None = None) -> None:
         super().__init__(indexes)
         self._pads = {"input_ids": indexes[0].pad_id if pad_id is None else pad_id, "labels": IGNORE_INDEX}
-        self._trim_padding = trim_padding
         self._empty: dict[str, Array] = {}  # The tensors of a batch without rows.
 
     def _open(self, index: SampleIndex, slice_index: int, slice_: Slice) -> tuple[int, _Tensors]:
         tensors = slice_.tensors
-        if self._trim_padding and "attention_mask" not in tensors:
-            raise UsageError(
-                f"trim_padding: expected a tensor 'attention_mask', got {sorted(tensors)} ({slice_.path}). Leave "
-                "trim_padding out."
-            )
         self._empty = self._empty or {name: np.empty((0, *a.shape[1:]), a.dtype) for name, a in tensors.items()}
         return slice_.num_rows, {name: MappedArray(array, slice_.path) for name, array in tensors.items()}
 
@@ -64,26 +52,10 @@ class RowCollator(Collator):
     def make(self, plan: RowPlan, start: int, stop: int) -> BatchArrays:
         tensors = stack_rows(plan, start, stop, self._pads) if stop > start else dict(self._empty)
         mask = tensors.get("attention_mask")
-        if self._trim_padding and mask is not None and mask.ndim == 2 and len(mask):
-            tensors = _trim_padding(tensors, mask)
-            mask = tensors["attention_mask"]
         ids, labels = tensors.get("input_ids"), tensors.get("labels")
         if labels is None and ids is not None and mask is not None and ids.shape == mask.shape:
             labels = np.where(mask != 0, ids, np.int64(IGNORE_INDEX))
         return BatchArrays(tensors.get("images") if ids is None else ids, labels, tensors)
-
-
-def _trim_padding(tensors: dict[str, Array], mask: Array) -> dict[str, Array]:
-    """Remove the last columns in which the mask is 0 in every row; at least one column remains."""
-    width = mask.shape[1]
-    used = np.flatnonzero(mask.any(0))
-    trimmed = max(1, int(used[-1]) + 1 if len(used) else 1)
-    if trimmed >= width:
-        return tensors
-    return {
-        name: np.ascontiguousarray(array[:, :trimmed]) if array.ndim == 2 and array.shape[1] == width else array
-        for name, array in tensors.items()
-    }
 
 
 def plan_rows(sources: Sequence[_Tensors], which: I64, rows: I64) -> RowPlan:

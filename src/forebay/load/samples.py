@@ -1,11 +1,8 @@
 """Which samples a run reads of a dataset: how many each slice has, for a packing, a document subset and a split.
 
-Reads as little as it can: consecutive tokens of whole slices need the table only; excluded documents need the document
-ends of their slices; packing `fit` and bounds on lengths need those of all slices (8 bytes a document, read once in
-threads, and cached).
-
-A split consists of whole slices, by a permutation that depends on their number only, with at most one slice cut: a
-hundredth of the samples takes about a hundredth of the slices, and a larger validation split contains a smaller one.
+Consecutive tokens of whole slices need the table only; excluded documents need the document ends of their slices, and
+packing `fit` those of all (8 bytes a document, cached). A split consists of whole slices, by a permutation that depends
+on their number only, with at most one cut: a larger validation split contains a smaller one.
 """
 
 import contextlib
@@ -24,10 +21,10 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import locate_tensors
 from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.files import atomic_write, remove_stale
-from forebay.load.packing import DocumentSpans, DocumentSubset, count_fit, document_spans
+from forebay.load.packing import DocumentSubset, count_fit, document_spans
 from forebay.order.bijection import derive_key, permute
 from forebay.order.plan import samples_per_slice
-from forebay.order.rendezvous import assign_owners
+from forebay.order.run import assign_owners
 from forebay.storage.base import Origin, read_small
 from forebay.storage.remote_dataset import RemoteDataset
 
@@ -42,7 +39,7 @@ than a tenth (81 slices on 8 workers: at most 12, 1.19 times the mean)."""
 _READERS = 8  # Threads that read document ends.
 _HEAD_BYTES = 64 << 10  # Usually includes the document ends of our own slices.
 ReadEnds = Callable[[int], NDArray[np.uint64]]
-_COUNTING_VERSION = 1  # Of the cached counts.
+_COUNTING_VERSION = 2  # Of the cached counts.
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +54,6 @@ class SampleIndex:
     offsets: I64  # The first of them, counted in the slice.
     bases: I64  # Global number of each slice's sample 0, over the whole dataset: splits share no number.
     first_documents: I64  # Global number of the document in which each slice begins.
-    tokens_beyond: I64 | None  # [2, S], tokens of its first and last document in other slices; None unless needed.
     pad_id: int  # EOS, or 0.
     split: tuple[str, float] | None  # (name, validation fraction).
     tail_tokens: int  # Tokens of the whole dataset in no sample, fewer than seq_len at a slice's end.
@@ -77,12 +73,6 @@ class SampleIndex:
             "split": None if self.split is None else list(self.split),
         }
 
-    def document_spans(self, slice_index: int, document_ends: NDArray[np.uint64], num_tokens: int) -> DocumentSpans:
-        """The documents of a slice, given its ends [D] and number of tokens, that the run reads."""
-        beyond = (0, 0) if self.tokens_beyond is None else self.tokens_beyond[:, slice_index].tolist()
-        first = int(self.first_documents[slice_index])
-        return document_spans(document_ends, num_tokens, self.documents, first, *beyond)
-
 
 def plan_samples(
     dataset: Dataset,
@@ -100,25 +90,21 @@ def plan_samples(
     Args:
         validation: Fraction of all samples in the split `validation`: round(validation * N) samples.
         read_ends: Reads the document ends of a slice, U64 [D]; called from several threads. By default `ends_reader`.
-        cache_dir: Directory for the counts, 32 bytes a slice; None: they are not cached.
+        cache_dir: Directory for the counts, 16 bytes a slice; None: they are not cached.
 
     Raises:
         UsageError: If a setting is wrong, or no sample remains.
         DatasetError, NetworkError: If document ends are damaged or cannot be read.
     """
-    layout = dataset.manifest.layout
+    layout, table = dataset.manifest.layout, dataset.table
     _check_settings(layout, packing, documents, split, validation)
-    table = dataset.table
     tail = padding = excluded = 0
-    beyond = None
     first_documents = np.cumsum(table.documents) - table.documents
     counts = samples_per_slice(table.count, seq_len, layout)
     if layout == "tokens":
         assert seq_len is not None
-        read_ends = read_ends or ends_reader(dataset)
-        counter = _SampleCounter(dataset, seq_len, packing, documents, first_documents, read_ends)
-        counts, tokens, *before_after = counter.count(cache_dir)
-        beyond = np.stack(before_after) if counter.by_length else None
+        reader = read_ends or ends_reader(dataset)
+        counts, tokens = _count_samples(dataset, seq_len, packing, documents, first_documents, reader, cache_dir)
         excluded = dataset.num_tokens - int(tokens.sum())
         unused = int(tokens.sum()) - int(counts.sum()) * seq_len
         tail, padding = (max(0, unused), 0) if packing == "chunk" else (0, -unused)
@@ -133,8 +119,7 @@ def plan_samples(
         )
     return SampleIndex(
         layout, seq_len if layout == "tokens" else None, packing, documents, counts, offsets, bases, first_documents,
-        beyond, dataset.manifest.eos_id or 0, None if split is None else (split, float(validation)), tail, padding,
-        excluded,
+        dataset.manifest.eos_id or 0, None if split is None else (split, float(validation)), tail, padding, excluded,
     )  # fmt: skip
 
 
@@ -185,7 +170,6 @@ def _check_settings(
 
 
 def _split(counts: I64, split: str, validation: float) -> tuple[I64, I64]:
-    """(counts, offsets) of a split: whole slices in permuted order, and the start of the one that is cut."""
     num_validation = round(validation * int(counts.sum()))
     order = permute(np.arange(len(counts), dtype=np.uint64), len(counts), derive_key(0, "split")).astype(np.int64)
     stops = np.cumsum(counts[order])
@@ -196,85 +180,46 @@ def _split(counts: I64, split: str, validation: float) -> tuple[I64, I64]:
     return counts - validation_counts, validation_counts
 
 
-@dataclass(frozen=True, eq=False)
-class _SampleCounter:
-    """Counts the samples of each slice of layout `tokens`."""
-
-    dataset: Dataset
-    seq_len: int
-    packing: str
-    documents: DocumentSubset | None
-    first_documents: I64
-    read_ends: ReadEnds
-
-    @property
-    def by_length(self) -> bool:
-        return self.documents is not None and self.documents.by_length
-
-    def count(self, cache_dir: Path | None) -> I64:
-        """int64 [4, S]: samples, tokens of the subset, tokens of its first and last document in other slices."""
-        tokens = self.dataset.table.count
-        counts = np.stack([tokens // self.seq_len, tokens, np.zeros_like(tokens), np.zeros_like(tokens)])
-        affected = self._affected_slices()
-        if not len(affected):
-            return counts
-        path = None if cache_dir is None else cache_dir / f"samples-{self._digest()}.counts"
-        with contextlib.suppress(FileNotFoundError):
-            data = b"" if path is None else path.read_bytes()
-            if len(data) == counts.nbytes:
-                return np.frombuffer(data, "<i8").reshape(counts.shape).astype(np.int64)
-        with ThreadPoolExecutor(_READERS) as pool:
-            if self.by_length:
-                counts[2:] = self._tokens_beyond(pool)
-            per_slice = pool.map(self._count_slice, affected.tolist(), *counts[2:, affected].tolist())
-            counts[:2, affected] = np.array(list(per_slice)).T
-        if path is not None:
-            with contextlib.suppress(OSError):  # The cache is full or read-only.
-                path.parent.mkdir(parents=True, exist_ok=True)
-                remove_stale(path.parent)
-                atomic_write(path, counts.astype("<i8").tobytes())
-        return counts
-
-    def _digest(self) -> str:
-        documents = "" if self.documents is None else self.documents.digest()
-        is_fit = self.packing == "fit"
-        text = f"{_COUNTING_VERSION};{self.dataset.id};{self.seq_len};{is_fit};{documents}"
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    def _affected_slices(self) -> I64:
-        """The slices whose counts do not follow from the table."""
-        if self.packing == "fit" or self.by_length:
-            return np.arange(len(self.dataset.table), dtype=np.int64)
-        if self.documents is None:
-            return np.empty(0, np.int64)
-        first = np.searchsorted(self.documents.numbers, self.first_documents)
+def _count_samples(
+    dataset: Dataset,
+    seq_len: int,
+    packing: str,
+    documents: DocumentSubset | None,
+    first_documents: I64,
+    read_ends: ReadEnds,
+    cache_dir: Path | None,
+) -> I64:
+    """int64 [2, S]: samples of each slice of layout `tokens`, and the tokens of the subset."""
+    table = dataset.table
+    counts = np.stack([table.count // seq_len, table.count])
+    affected = np.arange(len(table)) if packing == "fit" else np.empty(0, np.int64)
+    if packing == "chunk" and documents is not None:
+        first = np.searchsorted(documents.numbers, first_documents)
         # The document after a slice's last end may begin in it, too.
-        last_documents = self.first_documents + self.dataset.table.documents
-        return np.flatnonzero(np.searchsorted(self.documents.numbers, last_documents, "right") > first)
+        last = np.searchsorted(documents.numbers, first_documents + table.documents, "right")
+        affected = np.flatnonzero(last > first)
+    if not len(affected):
+        return counts
+    settings = f"{seq_len};{packing == 'fit'};{'' if documents is None else documents.digest()}"
+    digest = hashlib.sha256(f"{_COUNTING_VERSION};{dataset.id};{settings}".encode()).hexdigest()
+    path = None if cache_dir is None else cache_dir / f"samples-{digest}.counts"
+    with contextlib.suppress(FileNotFoundError):
+        data = b"" if path is None else path.read_bytes()
+        if len(data) == counts.nbytes:
+            return np.frombuffer(data, "<i8").reshape(counts.shape).astype(np.int64)
 
-    def _tokens_beyond(self, pool: ThreadPoolExecutor) -> I64:
-        """int64 [2, S]: tokens in other slices of the documents that a slice begins and ends in."""
-        documents = self.dataset.table.documents
-        size = len(documents)
-        edges = list(pool.map(self._edge_tokens, range(size)))
-        beyond = np.zeros((2, size), np.int64)
-        for i in range(1, size):
-            beyond[0, i] = edges[i - 1][1] + (beyond[0, i - 1] if documents[i - 1] == 0 else 0)
-        for i in range(size - 2, -1, -1):
-            beyond[1, i] = edges[i + 1][0] + (beyond[1, i + 1] if documents[i + 1] == 0 else 0)
-        return beyond
+    def count(index: int) -> tuple[int, int]:
+        spans = document_spans(read_ends(index), int(table.count[index]), documents, int(first_documents[index]))
+        return count_fit(spans, seq_len) if packing == "fit" else spans.num_tokens // seq_len, spans.num_tokens
 
-    def _edge_tokens(self, index: int) -> tuple[int, int]:
-        """Tokens of a slice before its first document end, and after its last."""
-        document_ends, size = self.read_ends(index), int(self.dataset.table.count[index])
-        return (int(document_ends[0]), size - int(document_ends[-1])) if len(document_ends) else (size, size)
-
-    def _count_slice(self, index: int, before: int, after: int) -> tuple[int, int]:
-        """(samples, tokens of the subset) of a slice."""
-        first, size = int(self.first_documents[index]), int(self.dataset.table.count[index])
-        spans = document_spans(self.read_ends(index), size, self.documents, first, before, after)
-        tokens = spans.num_tokens
-        return count_fit(spans, self.seq_len) if self.packing == "fit" else tokens // self.seq_len, tokens
+    with ThreadPoolExecutor(_READERS) as pool:
+        counts[:, affected] = np.array(list(pool.map(count, affected.tolist()))).T
+    if path is not None:
+        with contextlib.suppress(OSError):  # The cache is full or read-only.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove_stale(path.parent)
+            atomic_write(path, counts.astype("<i8").tobytes())
+    return counts
 
 
 def ends_reader(dataset: Dataset) -> ReadEnds:

@@ -25,11 +25,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.errors import ForebayError, IntegrityError, NetworkError, UsageError
+from forebay.errors import DatasetError, ForebayError, IntegrityError, UsageError
 from forebay.formats.external import map_file
 from forebay.formats.vectors import vector_in
-from forebay.load.shard_check import read_ids
-from forebay.load.shard_folder import ShardFiles, ShardFolder
+from forebay.load.shard_folder import ShardFiles, ShardFolder, read_ids
 from forebay.storage.base import Timeouts
 from forebay.storage.locks import Lock
 from forebay.storage.origins import open_origin
@@ -38,7 +37,7 @@ from forebay.storage.ranged_download import DownloadResult, Progress
 MIN_PROCESS_BYTES = 64 << 20  # Smaller shards are fetched in threads.
 _FIRST_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 _LOG_EVERY_S = 10.0
-_PRIORITY = 19
+_FINAL = (DatasetError, IntegrityError)  # Errors that do not go away.
 _PR_SET_PDEATHSIG = 1
 log = logging.getLogger("forebay.load")
 
@@ -87,7 +86,6 @@ class ShardDownload:
         self.index = index
         self.files: ShardFiles | None = None  # Set when it is complete.
         self.error: ForebayError | None = None  # Of the last attempt, if it failed.
-        self.is_final = False  # The error will not go away.
         self.received = self.total = 0  # Bytes of the tokens.
         self._obtain = obtain
         self._stop = threading.Event()
@@ -108,7 +106,7 @@ class ShardDownload:
                 waited_s = time.monotonic() - started_at
                 if self._stop.is_set():
                     raise UsageError(f"shard {self.index}: its download was cancelled. Request it again.")
-                if self.error is not None and (self.is_final or waited_s >= timeout_s):
+                if self.error is not None and (isinstance(self.error, _FINAL) or waited_s >= timeout_s):
                     raise self.error
                 self._changed.wait(0.5)
                 if time.monotonic() - logged_at >= _LOG_EVERY_S:
@@ -134,33 +132,30 @@ class ShardDownload:
         with self._changed:
             if self._lock is not None:
                 self._lock.release()
-                self._lock = None
             self._changed.notify_all()
 
     def _run(self) -> None:
         pause_s = _FIRST_RETRY_S
-        while not self._stop.is_set():
-            files: ShardFiles | None = None
-            error: ForebayError | None = None
-            is_final = False
-            try:
-                files = self._obtain(self.index, stop=self._stop, on_progress=self._progress)
-            except ForebayError as caught:
-                error, is_final = caught, isinstance(caught, IntegrityError) or not isinstance(
-                    caught, (NetworkError, UsageError)
-                )  # fmt: skip
-            except Exception as caught:  # noqa: BLE001 - `wait` raises it
-                error, is_final = UsageError(f"shard {self.index}: {type(caught).__name__}: {caught}"), True
-            if self._stop.is_set() and files is None:
-                return
-            with self._changed:
-                self.files, self.error, self.is_final = files, error, is_final
-                self._changed.notify_all()
-            if files is not None or is_final:
-                return
-            log.warning("download of shard %d failed, retrying in %.0f s: %s", self.index, pause_s, error)
+        while not self._stop.is_set() and not self._try():
+            log.warning("download of shard %d failed, retrying in %.0f s: %s", self.index, pause_s, self.error)
             self._stop.wait(pause_s)
             pause_s = min(_MAX_RETRY_S, 2 * pause_s)
+
+    def _try(self) -> bool:
+        files: ShardFiles | None = None
+        error: ForebayError | None = None
+        try:
+            files = self._obtain(self.index, stop=self._stop, on_progress=self._progress)
+        except ForebayError as caught:
+            error = caught
+        except Exception as caught:  # noqa: BLE001 - `wait` raises it
+            error = DatasetError(f"shard {self.index}: {type(caught).__name__}: {caught}")
+        if self._stop.is_set() and files is None:
+            return True
+        with self._changed:
+            self.files, self.error = files, error
+            self._changed.notify_all()
+        return files is not None or isinstance(error, _FINAL)
 
     def _progress(self, received: int, total: int) -> None:
         self.received, self.total = received, total
@@ -215,7 +210,7 @@ def main(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles it.
     with contextlib.suppress(AttributeError, OSError):  # Without prctl, it ends when it cannot send.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.nice(_PRIORITY)
+        os.nice(19)
     try:
         files = open_folder(*folder).obtain(
             index, stop=threading.Event(), on_progress=lambda *sizes: pipe.send(("progress", sizes))

@@ -1,32 +1,45 @@
 """Shards of a bucket in a local directory: pairs of files, fetched, verified, and removed again.
 
-A shard is fetched by one process of the machine, under a lock that the kernel releases if it dies. Its tokens get their
-final name after every sample was verified; a mark file beside them records sizes and times. A pair without a mark, or
-changed since, is verified again before it is used. Only shards that were fetched here are ever removed, and none that a
-process uses. Disk: the pairs that are kept and one partial pair.
+One process of the machine fetches a shard, under a lock that the kernel releases if it dies. Tokens get their final
+name after every sample was verified by its id, in threads, while they are received (1 GB/s a processor). A mark file
+records sizes and times; a pair without one, or changed since, is verified again. Only shards that were fetched here are
+ever removed, and none that a process uses. Disk: the pairs that are kept and one partial pair.
 """
 
 import contextlib
-import errno
+import hashlib
 import itertools
 import json
 import logging
+import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from forebay.dataset.slices import hash_file
 from forebay.errors import DatasetError, IntegrityError, UsageError
 from forebay.files import atomic_write, remove_stale
-from forebay.formats.external import read_head
-from forebay.load.shard_check import MAX_HEADER_BYTES, SampleCheck
+from forebay.formats.external import map_file, read_head
+from forebay.formats.vectors import NPY_MAGIC, Vector, vector_in
 from forebay.storage.base import ObjectMeta, Origin, PermanentError, TransientError, as_object_origin, head_object
 from forebay.storage.locks import EXCLUSIVE, SHARED, Lock, acquire, is_locked, try_acquire
+from forebay.storage.part_file import Check
 from forebay.storage.ranged_download import DownloadResult, Progress, Workers, download_object, plan_download
+from forebay.storage.transfers import PIECE_BYTES
 
+_BLOCK_BYTES = 1 << 20
+_MAX_SAME = 2  # Retries that give the same wrong bytes.
+_MAX_CHECK_RETRIES = 10
+_MIN_SAMPLES = 64  # If all of so many are wrong, the ids are another shard's.
+_MAX_HEADER_BYTES = 12 << 10
 _MAX_RETRIES = 8
 _LOCK_POLL_S = 0.1
 log = logging.getLogger("forebay.storage")
@@ -39,11 +52,6 @@ class ShardFiles:
     index: int
     tokens: Path
     ids: Path
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of both."""
-        return self.tokens.stat().st_size + self.ids.stat().st_size
 
 
 class ShardFolder:
@@ -72,12 +80,9 @@ class ShardFolder:
         self.folder, self.tmp_dir = folder, tmp_dir or folder
         self._sequence_length, self._timeout_s = sequence_length, timeout_s
         self._chunk_size, self._max_workers = chunk_size, max_workers
-        self._verified: dict[int, list[int]] = {}  # By this process; see `_mark`.
-        try:
+        with self._writing():
             for directory in (self.folder, self.tmp_dir):
                 directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _unwritable(self.folder, error) from error
 
     def indexes(self) -> list[int]:
         """The indexes of the shards at the origin or here, ascending. Raises DatasetError if there are none."""
@@ -90,8 +95,9 @@ class ShardFolder:
 
     def num_bytes(self, index: int) -> int:
         """Bytes of a shard's two files, here or at the origin. Raises DatasetError or NetworkError."""
-        files = self.ready(index)
-        return files.num_bytes if files is not None else sum(head.bytes for head in self.heads(index).values())
+        if (files := self.ready(index)) is not None:
+            return files.tokens.stat().st_size + files.ids.stat().st_size
+        return sum(head.bytes for head in self.heads(index).values())
 
     def check(self, index: int, tokens: Path, ids: Path) -> None:
         """Verify each sample of a pair of local files. Raises DatasetError or IntegrityError."""
@@ -118,17 +124,13 @@ class ShardFolder:
 
     def ready(self, index: int) -> ShardFiles | None:
         """The shard's files, if they are here, verified, and unchanged since."""
-        for files in self._pairs(index):
-            if _state(files) in (self._read_mark(index).get("verified"), self._verified.get(index)):
-                return files
-        return None
+        verified = self._read_mark(index).get("verified")
+        return next((files for files in self._pairs(index) if _state(files) == verified), None)
 
     def use(self, index: int) -> Lock:
         """Lock a shard: no process removes it until the lock is released. Raises UsageError if it cannot be written."""
-        try:
+        with self._writing():
             return acquire(self._path(index, "use"), SHARED)
-        except OSError as error:
-            return self._without_lock(error)
 
     def obtain(
         self, index: int, *, stop: threading.Event, on_progress: Progress | None = None
@@ -139,45 +141,42 @@ class ShardFolder:
             UsageError: If `stop` is set, or the directory cannot be written.
             DatasetError, IntegrityError, NetworkError: If it cannot be fetched or verified.
         """
-        lock: Lock | None = None
-        while lock is None:
-            if (files := self.ready(index)) is not None:
-                return files, None
-            try:
+        while (files := self.ready(index)) is None:
+            with self._writing():
                 lock = try_acquire(self._path(index, "fetch"))
-            except OSError as error:
-                lock = self._without_lock(error)
-            if lock is None and stop.wait(_LOCK_POLL_S):
+            if lock is not None:
+                with lock:
+                    return self._obtain_locked(index, stop, on_progress)
+            if stop.wait(_LOCK_POLL_S):
                 raise UsageError(f"shard {index}: cancelled while another process fetched it.")
-        with lock:
-            if (files := self.ready(index)) is not None:
-                return files, None
-            fetched = None
+        return files, None
+
+    def _obtain_locked(
+        self, index: int, stop: threading.Event, on_progress: Progress | None
+    ) -> tuple[ShardFiles, DownloadResult | None]:
+        files, fetched = self.ready(index), None
+        if files is None:
             if (files := self._verify_local(index)) is None:
                 files, fetched = self._fetch(index, stop, on_progress)
-            self._verified[index] = _state(files)
-            mark = {"fetched": fetched is not None or self._is_fetched(index), "verified": _state(files)}
-            try:
-                atomic_write(self._path(index, "mark"), json.dumps(mark).encode())
-            except OSError as error:
-                self._without_lock(error)
-            return files, fetched
+            is_fetched = fetched is not None or self._is_fetched(index)
+            with self._writing():
+                self._write_mark(index, fetched=is_fetched, verified=_state(files))
+        return files, fetched
 
     def remove(self, index: int) -> bool:
         """Remove a shard that was fetched here, unless it is used; whether it is gone, or was not fetched here."""
         if not self._is_fetched(index):
             return True
         with contextlib.ExitStack() as stack:
-            locks = []
             for kind in ("use", "fetch"):
                 lock = try_acquire(self._path(index, kind), EXCLUSIVE)
                 if lock is None:
                     return False
-                locks.append(stack.enter_context(lock))
+                stack.enter_context(lock)
             for name in reversed(_names(index)):
                 (self.folder / name).unlink(missing_ok=True)
-            for path in (self._path(index, "mark"), *(lock.path for lock in locks)):
-                path.unlink(missing_ok=True)  # A process that waits for a lock creates a new one.
+            for kind in ("mark", "use", "fetch"):
+                self._path(index, kind).unlink(missing_ok=True)  # A process that waits for a lock creates a new one.
         log.info("shard %d removed from %s", index, self.folder)
         return True
 
@@ -202,7 +201,6 @@ class ShardFolder:
         return list(self.tmp_dir.glob(f".{name}.*.part"))
 
     def _path(self, index: int, kind: str) -> Path:
-        """The path of a shard's `use` or `fetch` lock, or its `mark`."""
         return self.folder / f".train_{index:06d}.{kind}"
 
     def _head(self, name: str, stop: threading.Event | None = None) -> ObjectMeta:
@@ -218,7 +216,7 @@ class ShardFolder:
         failed: set[str] = set()  # Digests of ids and headers.
         while True:
             tokens, ids = (self.folder / name for name in self.heads(index, stop))
-            atomic_write(self._path(index, "mark"), json.dumps({"fetched": True}).encode())
+            self._write_mark(index, fetched=True)
             download_object(self.origin, ids.name, ids, self.tmp_dir, **settings)
             try:
                 fetched = download_object(
@@ -231,7 +229,7 @@ class ShardFolder:
                 return ShardFiles(index, tokens, ids), fetched
             except (IntegrityError, DatasetError) as error:
                 parts = self._parts(tokens.name) if isinstance(error, DatasetError) else []
-                digest = hash_file(ids) + "".join(read_head(part, MAX_HEADER_BYTES).hex() for part in parts)
+                digest = hash_file(ids) + "".join(read_head(part, _MAX_HEADER_BYTES).hex() for part in parts)
                 if digest in failed or len(failed) == _MAX_RETRIES:
                     raise
                 failed.add(digest)
@@ -240,7 +238,6 @@ class ShardFolder:
                 log.warning("%s Fetching the ids again", error)
 
     def _verify_local(self, index: int) -> ShardFiles | None:
-        """Verify a local pair without a valid mark; None if there is none."""
         for files in self._pairs(index):
             log.info("shard %d is already in %s: comparing all its samples with their ids", index, self.folder)
             try:
@@ -255,21 +252,26 @@ class ShardFolder:
         return None
 
     def _read_mark(self, index: int) -> dict[str, Any]:
-        """The fields `fetched` and `verified` of a shard's mark; empty without one."""
         try:
             mark = json.loads(self._path(index, "mark").read_bytes())
         except (OSError, ValueError):
             return {}
         return mark if isinstance(mark, dict) else {}
 
+    def _write_mark(self, index: int, **fields: Any) -> None:
+        atomic_write(self._path(index, "mark"), json.dumps(fields).encode())
+
     def _is_fetched(self, index: int) -> bool:
         return bool(self._read_mark(index).get("fetched"))
 
-    def _without_lock(self, error: OSError) -> Lock:
-        """Use a read-only directory without an origin without lock files; its shards are verified at every start."""
-        if self.origin is None and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return Lock(self.folder, -1)
-        raise _unwritable(self.folder, error) from error
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UsageError(
+                f"{self.folder}: expected a directory to write to, got: {error.strerror}. Choose another folder."
+            ) from error
 
     def _list_origin(self) -> list[str]:
         """The names at the origin; if it cannot list them, each name is requested in turn."""
@@ -280,14 +282,13 @@ class ShardFolder:
             with contextlib.suppress(PermanentError, TransientError):
                 return list_names("train_")
         names: list[str] = []
-        for index in itertools.count():
-            try:
-                self._head(_tokens_name(index))
-            except DatasetError:
-                if not names:
-                    raise
-                break
-            names.append(_tokens_name(index))
+        try:
+            for name in map(_tokens_name, itertools.count()):
+                self._head(name)
+                names.append(name)
+        except DatasetError:
+            if not names:
+                raise
         return names
 
 
@@ -296,17 +297,122 @@ def _tokens_name(index: int) -> str:
 
 
 def _names(index: int) -> tuple[str, str, str]:
-    """The names of a shard's tokens, and of its ids in both formats."""
     return _tokens_name(index), f"sample_ids_{index:06d}.npy", f"sample_ids_{index:06d}.bin"
-
-
-def _unwritable(folder: Path, error: OSError) -> UsageError:
-    return UsageError(
-        f"{folder}: expected a directory to write shards to, got: {error.strerror}. Choose another folder, or give a "
-        "folder that has the shards as url, too."
-    )
 
 
 def _state(files: ShardFiles) -> list[int]:
     stats = [files.tokens.stat(), files.ids.stat()]
     return [number for stat in stats for number in (stat.st_size, stat.st_mtime_ns, stat.st_ino)]
+
+
+class SampleCheck(Check):
+    """Checks one shard's tokens, a file of `num_bytes`, by the ids in the complete file `ids`.
+
+    `seq_len` 0: from the sizes, as the ids verify it. `piece_bytes` is the unit that is fetched again.
+    """
+
+    def __init__(self, index: int, ids: Path, num_bytes: int, seq_len: int = 0, piece_bytes: int = PIECE_BYTES) -> None:
+        self._index, self._ids = index, ids
+        self._num_bytes, self._seq_len, self._piece_bytes = num_bytes, seq_len, piece_bytes
+        self._num_samples = len(read_ids(ids))
+        self._path = Path()  # Of the tokens.
+        self._vector: Vector | None = None  # Their layout, once the header is received.
+        self._num_checked = 0
+        self._wrong: dict[int, int] = {}  # Sample to the id that its bytes have.
+        self._last_wrong: dict[int, int] = {}
+        self._num_same = self._num_retries = 0
+
+    def advance(self, path: Path, start: int, stop: int) -> None:
+        if stop < min(self._num_bytes, _MAX_HEADER_BYTES):
+            return
+        if self._vector is None:
+            self._path, self._vector = path, self._read_header(path)
+        offset, width = self._layout()
+        first = min(self._num_checked, max(0, start - offset) // width)
+        end = max(0, stop - offset) // width
+        step = max(1, _BLOCK_BYTES // width)
+        blocks = [range(i, min(i + step, end)) for i in range(first, end, step)]
+        check_block = partial(self._check_block, map_file(path), read_ids(self._ids))
+        with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
+            for wrong in pool.map(check_block, blocks):
+                self._wrong |= wrong
+        self._num_checked = end
+        if len(self._wrong) == end >= min(_MIN_SAMPLES, self._num_samples):
+            raise self._error()  # Not damage in transfer.
+
+    def wrong(self) -> list[tuple[int, int]]:
+        """See Check. Raises IntegrityError if the same wrong bytes are received repeatedly."""
+        if not self._wrong:
+            return []
+        self._num_same = self._num_same + 1 if self._wrong == self._last_wrong else 0
+        if self._num_retries == _MAX_CHECK_RETRIES or self._num_same == _MAX_SAME:
+            raise self._error()
+        self._num_retries += 1
+        self._last_wrong, self._wrong = self._wrong, {}
+        (offset, width), size = self._layout(), self._piece_bytes
+        starts = np.array(sorted(self._last_wrong), np.int64) * width + offset
+        pieces = np.unique(np.concatenate([starts, starts + width - 1]) // size).tolist()
+        return [(piece * size, min((piece + 1) * size, self._num_bytes)) for piece in pieces]
+
+    def finish(self, path: Path) -> None:
+        """Verify a complete local file. Raises IntegrityError or DatasetError."""
+        size = path.stat().st_size
+        if size != self._num_bytes:
+            raise DatasetError(f"{path}: expected {self._num_bytes} bytes, got {size}. Fetch it again.")
+        self.advance(path, 0, size)
+        if self._wrong:
+            raise self._error()
+
+    def _layout(self) -> tuple[int, int]:
+        assert self._vector is not None
+        return self._vector.offset, self._seq_len * self._vector.kind.itemsize
+
+    def _read_header(self, path: Path) -> Vector:
+        count, dtype = self._num_samples, None
+        with path.open("rb") as file:
+            is_raw = file.read(len(NPY_MAGIC)) != NPY_MAGIC
+        if is_raw:
+            width = self._num_bytes // max(1, count * self._seq_len) if self._seq_len else 2
+            dtype = {2: "<u2", 4: "<u4"}.get(width)
+            if dtype is None:
+                raise self._size_error(f"{self._num_bytes} bytes")
+        vector = vector_in(path, self._num_bytes, dtype)
+        if vector.kind not in (np.dtype("<u2"), np.dtype("<u4")):
+            raise DatasetError(f"shard {self._index}: expected tokens of uint16 or uint32, got {vector.kind} ({path}).")
+        self._seq_len = self._seq_len or vector.count // count
+        if vector.count != count * self._seq_len or not self._seq_len:
+            raise self._size_error(f"{vector.count} tokens")
+        return vector
+
+    def _size_error(self, actual: str) -> DatasetError:
+        count = self._num_samples
+        return DatasetError(
+            f"shard {self._index}: expected {count * self._seq_len} tokens, {self._seq_len} for each of {count} ids "
+            f"({self._ids}), got {actual}. One of the two is truncated, of another shard, or of another "
+            "sequence_length; fetch both again, or set sequence_length."
+        )
+
+    def _check_block(self, tokens: NDArray[np.uint8], ids: NDArray[np.uint64], samples: range) -> dict[int, int]:
+        offset, width = self._layout()
+        data = tokens[offset + samples.start * width : offset + samples.stop * width].data
+        digests = (hashlib.blake2b(data[i : i + width], digest_size=8).digest() for i in range(0, len(data), width))
+        got = np.frombuffer(b"".join(digests), "<u8")
+        wrong = np.flatnonzero(got != ids[samples.start : samples.stop])
+        return {samples.start + int(i): int(got[i]) for i in wrong}
+
+    def _error(self) -> IntegrityError:
+        first, (offset, width) = min(self._wrong), self._layout()
+        return IntegrityError(
+            f"shard {self._index}: expected each sample to have its id, got {len(self._wrong)} of {self._num_samples} "
+            f"that have not, the first sample {first} at byte {offset + first * width} ({self._path}). Have "
+            f"the shard published again, or leave it out: remap={{{self._index}: ANOTHER}}."
+        )
+
+
+def read_ids(path: Path) -> NDArray[np.uint64]:
+    """The ids of a file, U64 [N], a view of the mapped file. Raises DatasetError if it has no ids."""
+    memory = map_file(path)
+    vector = vector_in(path, len(memory), "<u8")
+    if vector.kind != np.dtype("<u8") or not vector.count:
+        raise DatasetError(f"{path}: expected sample ids of uint64, got {vector.count} {vector.kind}. Fetch it again.")
+    return memory[vector.offset :].view("<u8")

@@ -1,13 +1,8 @@
 """Trains on huge shards, one at a time, while the next one is downloaded: `SharedShardedDatasetManager`.
 
-    with SharedShardedDatasetManager(sequence_length=2048, rank=0, world_size=1) as shards:
-        for batch in shards.batches(start_step=resumed_at, batch_size=256, inner_steps=30):
-            ...
-
 The ranks of a machine share one copy; used shards are removed. The shard and the samples of a step follow from its
-number alone, so a resumed run, or a validator, reads the same.
-
-Cost: the disk has the active shard and the next one; memory is 8 MiB and `max_workers` x 2 MiB, and the page cache.
+number alone, so a resumed run, or a validator, reads the same. Cost: the disk has the active shard and the next one;
+memory is 8 MiB and `max_workers` x 2 MiB, and the page cache.
 """
 
 from __future__ import annotations
@@ -95,14 +90,12 @@ class SharedShardedDatasetManager:
         timeout_s: float = 300.0,
     ) -> None:
         del comms
-        if sequence_length < 1 or not 0 <= rank < world_size:
-            raise UsageError(
-                f"shards: expected sequence_length >= 1 and 0 <= rank < world_size, got {sequence_length=}, {rank=}, "
-                f"{world_size=}."
-            )
         self.remap = dict(remap or {})
-        if any(index < 0 for pair in self.remap.items() for index in pair):
-            raise UsageError(f"remap: expected indexes of shards, got {self.remap}.")
+        if min([*self.remap, *self.remap.values()], default=0) < 0 or not 0 <= rank < world_size or sequence_length < 1:
+            raise UsageError(
+                "shards: expected sequence_length >= 1, 0 <= rank < world_size and a remap of indexes, got "
+                f"{sequence_length=}, {rank=}, {world_size=}, {remap=}."
+            )
         if self.remap:
             log.warning("shards replaced (remap): %s", ", ".join(f"{a} by {b}" for a, b in self.remap.items()))
         shard_turn(0, steps_per_shard, reset_step)  # Checks them.
@@ -198,26 +191,6 @@ class SharedShardedDatasetManager:
         """Make the next shard active, remove the old one, and start to download the one after it."""
         return await self.initialize_datasets(self.shard_index + 1)
 
-    def prepare_shard(self, shard_index: int) -> asyncio.Task[ShardFiles]:
-        """Download a shard without opening it. In a running event loop."""
-        download = self._start(self._mapped(shard_index))
-
-        async def finish() -> ShardFiles:
-            try:
-                await asyncio.to_thread(download.wait, 0.0)
-                assert download.files is not None
-                return download.files
-            finally:
-                download.stop()
-
-        return asyncio.get_running_loop().create_task(finish())
-
-    async def create_dataset(self, shard_index: int) -> ShardDataset:
-        """Download a shard and open it; the caller closes it."""
-        download = self._start(self._mapped(shard_index))
-        await asyncio.to_thread(download.wait, 0.0)
-        return download.open(self.sequence_length)
-
     def stats(self) -> dict[str, Any]:
         """`start_s` (waited for the first shard), `stall_s` (for later ones), `swaps`, `late_swaps`, `fetched_bytes`,
         `fetch_s`, `active`, and of the upcoming shard its `index`, `received`, `total`."""
@@ -242,17 +215,13 @@ class SharedShardedDatasetManager:
         self.close()
 
     def _activate(self, index: int, upcoming: int) -> ShardDataset:
-        """Make a shard active, unless it is, and start to download the next one."""
         old = self.active_dataset
         if old is None or old.index != index:
-            download, self.upcoming_dataset = self.upcoming_dataset, None
-            if download is not None and download.index != index:
-                download.stop()
-                self._used.add(download.index)
-                download = None
-            if download is None:
+            self._drop_upcoming(unless=index)
+            if (download := self.upcoming_dataset) is None:
                 self._check_disk(index, upcoming)
                 download = self._start(index)
+            self.upcoming_dataset = None
             is_late = download.files is None
             try:
                 waited_s = download.wait(0.0 if old is None else _SWAP_TIMEOUT_S)
@@ -264,27 +233,25 @@ class SharedShardedDatasetManager:
             if old is not None:
                 self._stats["swaps"] += 1
                 self._stats["late_swaps"] += is_late
-                log.log(
-                    logging.WARNING if is_late else logging.INFO,
-                    "shard %d follows shard %d%s", index, old.index, f", {waited_s:.1f} s late" if is_late else "",
-                )  # fmt: skip
+                late = f", {waited_s:.1f} s late" if is_late else ""
+                level = logging.WARNING if is_late else logging.INFO
+                log.log(level, "shard %d follows shard %d%s", index, old.index, late)
                 old.close()
                 self._used.add(old.index)
-        self._prepare_next(index, upcoming)
-        assert self.active_dataset is not None
-        return self.active_dataset
-
-    def _prepare_next(self, index: int, upcoming: int) -> None:
         self._needed = {index, upcoming}
         self._used -= self._needed
         self._remove_used()
-        download = self.upcoming_dataset
-        if upcoming == index or (download is not None and download.index == upcoming):
-            return
-        if download is not None:
+        if upcoming != index:
+            self._drop_upcoming(unless=upcoming)
+            self.upcoming_dataset = self.upcoming_dataset or self._start(upcoming)
+        assert self.active_dataset is not None
+        return self.active_dataset
+
+    def _drop_upcoming(self, unless: int) -> None:
+        if (download := self.upcoming_dataset) is not None and download.index != unless:
             download.stop()
             self._used.add(download.index)
-        self.upcoming_dataset = self._start(upcoming)
+            self.upcoming_dataset = None
 
     def _start(self, index: int) -> ShardDownload:
         return ShardDownload(index, self._folder.use(index), self._obtain)
@@ -310,23 +277,20 @@ class SharedShardedDatasetManager:
             self._stats["fetch_s"] += fetched.seconds
             if fetched.seconds > _MIN_RATED_S and fetched.bytes_fetched / fetched.seconds < COMMON_BYTES_PER_S:
                 rate = format_rate(fetched.bytes_fetched / fetched.seconds)
-                log.warning("shard %d came at %s; runs like this have 1 Gb/s or more", index, rate)
+                log.warning("shard %d was fetched at %s; runs like this have 1 Gb/s or more", index, rate)
         return files
 
     def _check_disk(self, index: int, upcoming: int) -> None:
-        """Before the first download: clean up, and refuse a disk that is too small; warn of a small disk or memory.
-
-        All shards are assumed to have the first one's size.
-        """
+        """Before the first download: clean up, refuse a disk that is too small, warn of a small disk or memory."""
         folder = self._folder
         if self._checked_disk or folder.origin is None:
             return
         self._checked_disk = True
-        all_shards = set(range(self.num_shards))
+        needed, count = {index, upcoming}, min(_MIN_SHARDS, self.num_shards)
+        if self.keep_shards:
+            needed, count = {*range(self.num_shards), *self.remap.values()}, self.num_shards
         if self._is_first_rank:
-            folder.clean(all_shards | set(self.remap.values()) if self.keep_shards else {index, upcoming})
-        needed = all_shards if self.keep_shards else {index, upcoming}
-        count = len(needed) if self.keep_shards else min(_MIN_SHARDS, self.num_shards)
+            folder.clean(needed)
         shard_bytes, present = folder.num_bytes(index), sum(map(folder.on_disk, needed))
         available = shutil.disk_usage(folder.folder).free + present
         if available < count * shard_bytes:
@@ -336,16 +300,15 @@ class SharedShardedDatasetManager:
                 f"fetched. Free {count * shard_bytes - available} bytes, or choose another folder."
             )
         if available < COMMON_SHARDS * shard_bytes:
+            usual = format_bytes(int(COMMON_SHARDS * shard_bytes))
             log.warning(
-                "disk: room for %s in %s; %s or more is what runs like this have (750 GB for shards of 215 GB)",
-                format_bytes(available), folder.folder, format_bytes(int(COMMON_SHARDS * shard_bytes)),
-            )  # fmt: skip
+                "disk: room for %s in %s; runs like this have %s", format_bytes(available), folder.folder, usual
+            )
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if memory < COMMON_MEM_BYTES:
             log.warning("memory: %s; 4 GB or more is what runs like this have", format_bytes(memory))
 
     def _remove_used(self) -> None:
-        """On local rank 0, remove used shards that no rank has open."""
         if self.keep_shards or not self._is_first_rank or self._folder.origin is None:
             return
         for index in list(self._used - self._needed):

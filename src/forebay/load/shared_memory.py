@@ -1,10 +1,8 @@
 """Sends batches from helper processes through shared memory that is mapped once and used again.
 
-A message in the queue is a few hundred bytes: arrays are pickled out of band (protocol 5), into a segment that both
-processes keep mapped. (PyTorch's own way costs a new file, its page faults and a handshake over a socket for each
-tensor.) A segment is free when the last array that the reader made of it is deleted, so retained batches stay valid. A
-writer without a free segment, at its limit of memory, sends the bytes themselves. Segments have no name in the file
-system (`multiprocessing.shared_memory` has, and leaks them when processes are killed).
+A message in the queue is a few hundred bytes: arrays are pickled out of band, into a segment that both processes keep
+mapped, and that is free when the last array that the reader made of it is deleted. A writer without a free segment, at
+its limit of memory, sends the bytes themselves. Segments have no name in the file system, so a kill leaks none.
 """
 
 import io
@@ -35,10 +33,7 @@ _MAX_BYTES = 512 << 20  # Of a writer's segments; pages that no batch reached co
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a view of a contiguous array as that array and a position: views of one array (inputs, labels) share it.
-
-    NumPy would copy each of them, as they are not contiguous.
-    """
+    """Pickles a view of a contiguous array as that array and a position; NumPy would copy inputs and labels."""
 
     def reducer_override(self, value: Any) -> Any:
         base = getattr(value, "base", None)
@@ -66,8 +61,6 @@ class BatchBundle:
 
 
 class _HeldSegment(np.ndarray[Any, np.dtype[np.uint8]]):
-    """The bytes of a segment that a reader holds; `flag` is cleared when it is deleted."""
-
     flag: U8
 
     def __del__(self) -> None:
@@ -104,7 +97,6 @@ class SegmentWriter:
         return location, stops[-1], ranges, file.getvalue()
 
     def _acquire(self, size: int) -> tuple[int | None, Any]:
-        """The number of a free segment, marked as held, and a handle that opens it if it is new; None without one."""
         for number, segment in enumerate(self._segments):
             if segment[0] == 0 and len(segment) >= size:
                 segment[0] = 1

@@ -23,18 +23,23 @@ from numpy.typing import NDArray
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, hash_file, open_slice
 from forebay.dataset.verified import user_cache
-from forebay.errors import DatasetError, UsageError
+from forebay.errors import DatasetError, NetworkError, UsageError
 from forebay.formats import ExternalDataset
 from forebay.order.run import Run
 from forebay.order.windows import window_steps
 
 if TYPE_CHECKING:
+    from forebay.cache.cache import SliceCache
     from forebay.cache.prefetch import SliceFeed
-    from forebay.load.slice_source import SliceSource
+    from forebay.storage.transfer_state import Transfer
+    from forebay.storage.transfers import Transfers
+    from forebay.swarm.reader import SwarmMember
+    from forebay.swarm.share import SliceShare
 
 I64 = NDArray[np.int64]
 
 _MAX_DEFAULT_BYTES = 64 << 30
+_SWARM_DOWNLOADS = 8
 _log = logging.getLogger("forebay")
 
 
@@ -93,7 +98,6 @@ def resolve_cache(
 
 
 def _check_budget(directory: str | Path, budget_bytes: int | None) -> int:
-    """The budget of a cache; by default a quarter of what is free. Raises UsageError if it exceeds the memory."""
     in_memory = str(directory).partition(":")[0] == "ram"
     if budget_bytes is None:
         existing = Path("/dev/shm") if in_memory else Path(directory)
@@ -159,7 +163,6 @@ class SliceReader:
                 )
 
     def find(self, key: int) -> tuple[Dataset, int]:
-        """The dataset of a key, and the slice's index in it."""
         i = self._dataset_index(key)
         return self._datasets[i], key - int(self.first_key[i])
 
@@ -167,11 +170,9 @@ class SliceReader:
         return int(np.searchsorted(self.first_key, key, side="right")) - 1
 
     def is_cached(self, key: int) -> bool:
-        """Whether this slice is read through the cache."""
         return self.cached and self._cached[self._dataset_index(key)]
 
     def seek(self, step: int) -> None:
-        """Set the consumer's position before `step`."""
         if self._cache is None:
             return
         if self._feed is not None and self._feed.pid != os.getpid():
@@ -181,7 +182,6 @@ class SliceReader:
         self._feed.seek(step)
 
     def advance(self, step: int) -> None:
-        """All steps before `step` are consumed."""
         if self._feed is not None:
             self._feed.advance(step)
 
@@ -243,7 +243,6 @@ class SliceReader:
                 self._readahead.submit(_read_ahead, dataset.slice_path(index))
 
     def stats(self) -> dict[str, Any]:
-        """What cache and transfers have counted since the loader was made; empty without a cache."""
         stats = self._feed.stats() if self._feed is not None else {}
         stats |= self._source.stats() if self._source is not None else {}
         return self._past_stats | self._summed(stats)
@@ -277,9 +276,7 @@ class SliceReader:
 
     def _start_feed(self, settings: CacheSettings) -> SliceFeed:
         from forebay.cache.cache import SliceCache
-        from forebay.cache.planner import FeedOptions
         from forebay.cache.prefetch import SliceFeed
-        from forebay.load.slice_source import SliceSource
 
         cache, tables = SliceCache(settings.directory, settings.budget_bytes), [d.table for d in self._datasets]
         if self._source is None:
@@ -293,11 +290,9 @@ class SliceReader:
             self._cached_uses,
             self._run.num_steps,
             lambda key, part: source.start(*find(key), part),
-            FeedOptions(
-                horizon_bytes=settings.readahead_bytes,
-                epoch_of=lambda step, key: self._run.epoch_of(step, self._dataset_index(key))[0],
-                window_steps=max(map(window_steps, self._run.orders)),
-            ),
+            horizon_bytes=settings.readahead_bytes,
+            epoch_of=lambda step, key: self._run.epoch_of(step, self._dataset_index(key))[0],
+            window_steps=max(map(window_steps, self._run.orders)),
         )
 
     def _cached_uses(self, start: int, stop: int) -> tuple[I64, I64]:
@@ -307,6 +302,89 @@ class SliceReader:
             return steps, keys
         chosen = np.array(self._cached)[sources]
         return steps[chosen], keys[chosen]
+
+
+class SliceSource:
+    """Transfers slices from their datasets' origins, or from peers, in the process that made it, until `close`.
+
+    `share`: whether to serve the cached slices to peers, or the `HOST:PORT` to listen at; it then fetches from peers as
+    well. Nothing is retained for peers. Every process that shares is a member of its own, with one server a node.
+    """
+
+    def __init__(self, datasets: Sequence[Dataset], cache: SliceCache, connections: int, share: bool | str) -> None:
+        self.pid = os.getpid()
+        self._cache, self._connections, self._share = cache, connections, share
+        self._transfers: Transfers | None = None
+        self._shares: dict[str, SliceShare | None] = {}  # By node.
+        self._members: dict[str, SwarmMember] = {}  # By dataset id.
+        try:
+            for dataset in datasets if share else ():
+                if dataset.id not in self._members:
+                    self._members[dataset.id] = self._join(dataset)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, dataset: Dataset, index: int, part: Path) -> Transfer:
+        """Start to fetch a slice into its partial file."""
+        if (member := self._members.get(dataset.id)) is not None:
+            return member.reader.fetch(index, part)
+        from forebay.storage.origins import open_origin
+        from forebay.storage.transfers import Transfers
+
+        self._transfers = self._transfers or Transfers(connections=self._connections)
+        origin = getattr(dataset, "origin", None) or open_origin(str(dataset.path))
+        return self._transfers.start(dataset.table.row(index), part, [origin])
+
+    def stats(self) -> dict[str, int]:
+        if not self._members:
+            return {}
+        stats = [member.reader.stats() for member in self._members.values()]
+        sent = sum(share.bytes_sent for share in self._shares.values() if share is not None)
+        names = ("from_origins", "from_peers")
+        return {name: sum(int(counts[name]) for counts in stats) for name in names} | {"shared_bytes": sent}
+
+    def close(self) -> None:
+        """Leave the swarms and cancel transfers. Does nothing in a forked child. May be repeated."""
+        if os.getpid() != self.pid:
+            return
+        for member in self._members.values():
+            member.close()
+        for share in self._shares.values():
+            if share is not None:
+                share.close()
+        if self._transfers is not None:
+            self._transfers.close()
+
+    def _join(self, dataset: Any) -> SwarmMember:
+        from forebay.swarm.reader import SwarmMember
+
+        cache = self._cache
+        indexes = {row.tobytes().hex(): index for index, row in enumerate(dataset.table.sha256)}
+
+        def available() -> NDArray[np.bool_]:
+            flags = np.zeros(len(dataset.table), np.bool_)
+            flags[[indexes[sha256] for sha256 in cache.list_slices() if sha256 in indexes]] = True
+            return flags
+
+        server = self._server(dataset) or False
+        return SwarmMember(
+            dataset, cache, available, share=server, downloads=_SWARM_DOWNLOADS, connections=self._connections
+        )
+
+    def _server(self, dataset: Any) -> SliceShare | None:
+        from forebay.swarm.reader import open_share
+
+        node = dataset.origin.identity.peer_id
+        if node not in self._shares:
+            try:
+                self._shares[node] = open_share(dataset.origin, self._cache, self._share)
+            except NetworkError as error:
+                if not isinstance(self._share, str):
+                    raise
+                _log.warning("this process fetches from peers and does not share: %s", error)  # The port is in use.
+                self._shares[node] = None
+        return self._shares[node]
 
 
 def _read_ahead(path: Path) -> None:

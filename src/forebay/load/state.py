@@ -87,7 +87,6 @@ def step_of_state(state: object, identity: Mapping[str, Any], run: Run) -> int:
 
 
 def _sizes(run: Run, step: int) -> Any:
-    """The batch sizes before a step: one size, or the list of changes."""
     changes = run.batches.before(max(step, 1))
     return changes[0][1] if len(changes) == 1 else [list(change) for change in changes]
 

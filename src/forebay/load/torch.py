@@ -1,14 +1,9 @@
 """Batches for PyTorch: a dataset for any DataLoader, and a DataLoader whose state is exact.
 
-    for batch in dataloader("my-dataset", seq_len=2048, batch_size=8):
-        loss = model(batch["inputs"].to(device), batch["labels"].to(device))
-
 Helper k of n makes steps k, k + n, ... of those that remain, so the order is the same for any n, also 0. A state counts
-the batches that the loop received, not those that helpers made; any number of helpers and ranks can load it.
-
-One pass (`for batch in ...`) is one epoch, or the rest of it; of a mixture, the whole run. Helpers pay off only where a
-batch is expensive: one of 8 x 2048 costs the Loader 17 to 28 µs, and 25 to 28 as tensors here; receiving it from 2
-helpers costs 80 to 110 (with PyTorch's DataLoader 200 to 260, and 1200 for two tensors sent its own way).
+the batches that the loop received, not those that helpers made. One pass (`for batch in ...`) is one epoch, or the rest
+of it; of a mixture, the whole run. Helpers pay off only where a batch is expensive: one of 8 x 2048 costs the Loader 17
+to 28 µs; receiving it from 2 helpers costs 80 to 110.
 """
 
 from __future__ import annotations
@@ -177,7 +172,6 @@ class TokenDataset(IterableDataset):  # type: ignore[misc]  # PyTorch is not che
                 self._shared.write(loader.state_dict())
 
     def _iterate_as_helper(self, helper: int, helpers: int, seed: int) -> Iterator[Any]:
-        """This helper's part of a pass; its state is known before the first batch is read."""
         loader, resumed = self.loader((helper, helpers)), self._resumed or {}
         self._resumed = None
         start = self._start_of_pass(loader, resumed.get("start"), seed)
@@ -214,7 +208,6 @@ class TokenDataset(IterableDataset):  # type: ignore[misc]  # PyTorch is not che
         return start
 
     def _resolve_rank(self) -> None:
-        """Take torch.distributed's rank, if none is given; without it the Loader takes the environment's."""
         arguments, distributed = self._arguments, torch.distributed
         if arguments.get("rank") is not None or arguments.get("world_size") is not None:
             return
@@ -305,8 +298,6 @@ def dataloader(
 
 
 class _SharedState:
-    """In memory shared with helper processes: a loader's state, if one was written, and the last pass and its epoch."""
-
     def __init__(self) -> None:
         self.__setstate__(torch.zeros(_STATE_BYTES, dtype=torch.uint8))
 
@@ -332,12 +323,7 @@ class _SharedState:
         self._numbers[:] = 0, len(text)
 
     def start_pass(self, pass_id: int, first_epoch: int, is_first: bool) -> int:
-        """The epoch of a pass: one more than the last pass's.
-
-        Args:
-            pass_id: In [0, 2**31); the same in all helpers of a pass.
-            first_epoch: Of the first pass since a state was written, and of this one if `is_first`.
-        """
+        """The epoch of a pass, whose id all its helpers share: one more than the last pass's, else `first_epoch`."""
         last = int(self._numbers[0])  # Its id and epoch + 1.
         epoch = first_epoch
         if last and not is_first:
@@ -361,8 +347,6 @@ def _receive_batch(*message: Any) -> dict[str, Any]:
 
 
 class _TensorBundle:
-    """A bundle of batches in the process that trains."""
-
     def __init__(self, bundle: shared_memory.BatchBundle) -> None:
         self._bundle = bundle
         self._batches = bundle.unpack()
@@ -393,7 +377,6 @@ def _check_iteration(iteration: int, current: int) -> None:
 
 
 def _array(value: Any) -> Any:
-    """A tensor as an array that shares its memory; other values as they are."""
     if isinstance(value, torch.Tensor):
         with contextlib.suppress(TypeError, RuntimeError):
             return value.numpy()
@@ -401,7 +384,6 @@ def _array(value: Any) -> Any:
 
 
 def _tensors(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Arrays as tensors that share their memory, copied if they are read-only; other values as they are."""
     return {
         name: torch.from_numpy(value if value.flags.writeable else value.copy())
         if isinstance(value, np.ndarray)
@@ -415,7 +397,6 @@ def _pin(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _worker_name(helper: object) -> str:
-    """Names the owner of a state: [index, number] of workers, or None."""
     return (
         f"worker {helper[0]} of {helper[1]}" if isinstance(helper, list) and len(helper) == 2 else "the loader itself"
     )

@@ -1,14 +1,9 @@
-"""A keyed bijection on [0, n), and the counter-based random generator that it uses.
+"""A keyed bijection on [0, n), and the counter-based random generator that it uses; 64-bit integer arithmetic only.
 
-The bijection is a generalised Feistel network over Z_a x Z_b with a = ceil(sqrt n), b = ceil(n / a), with cycle
-walking for the at most a - 1 values of the grid that are >= n. It uses 64-bit integer arithmetic only, so that the
-order does not depend on the version of a library; tests/golden/order_v3.json fixes it.
-
-Cost: no memory per element, about 0.1 us an index. This is a shuffle and not a cipher: it has the
-statistics of a random order and no security.
-
-Sources: Black and Rogaway 2002, "Ciphers with arbitrary finite domains" (the generalised Feistel network and
-cycle walking); Steele, Lea and Flood 2014, SplitMix64, with Stafford's mix 13 (the generator's mix).
+A generalised Feistel network over Z_a x Z_b, a = ceil(sqrt n), b = ceil(n / a), with cycle walking for the values of
+the grid that are >= n. tests/golden/order_v3.json fixes it. Cost: no memory per element, about 0.1 us an index. This is
+a shuffle and not a cipher. Sources: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"; Steele, Lea and
+Flood 2014, SplitMix64, with Stafford's mix 13.
 """
 
 import hashlib

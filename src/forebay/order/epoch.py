@@ -1,11 +1,8 @@
-"""One epoch: its slices in their order, and the sample at each position.
+"""One epoch: its slices in their order, and the sample at each position. Cost: 16 bytes a slice, 0.2 us a sample.
 
 A head of h samples of the first slice comes first (h is 0 in all epochs but the first). The other samples are cut into
 C consecutive lanes; position t >= h is the next sample of lane t mod C; inside each window of a lane the samples are
-permuted by a key of their own. Lane l begins l / C into a window, so that lanes reach their next windows, and new
-slices, in turn instead of all at one step.
-
-Cost: 16 bytes a slice, and 0.2 us a sample, in blocks of some thousands.
+permuted by a key of their own. Lane l begins l / C into a window, so that lanes reach new slices in turn.
 """
 
 from dataclasses import dataclass
@@ -23,7 +20,11 @@ _CHUNK = 1 << 13  # Positions at once: 64 KiB an array, small enough for malloc 
 
 @dataclass(frozen=True)
 class Lanes:
-    """The shape of an epoch: how many samples lie in the head and in each lane. Pure arithmetic."""
+    """The shape of an epoch: how many samples lie in the head and in each lane. Pure arithmetic.
+
+    A lane's start counts samples of the epoch's sequence; windows, their starts and their stops count in their lanes.
+    `taken` are the samples of lanes before a position of the epoch.
+    """
 
     num_samples: int
     head: int
@@ -31,33 +32,26 @@ class Lanes:
     window: int
 
     def start(self, lane: I64) -> I64:
-        """The first sample of lanes, counted in the epoch's sequence."""
         return self.head + self._before(self.num_samples, lane) - self._before(self.head, lane)
 
     def taken(self, position: int, lane: I64) -> I64:
-        """How many samples of lanes come before a position of the epoch."""
         return self._share(max(position, self.head), lane) - self._share(self.head, lane)
 
     def length(self, lane: I64) -> I64:
-        """Samples of lanes."""
         return self.taken(self.num_samples, lane)
 
     def window_of(self, lane: I64, index: I64) -> I64:
-        """The windows, counted in their lanes, in which samples of lanes lie."""
         return (index + self._phase(lane)) // self.window
 
     def window_start(self, lane: I64, window: I64) -> I64:
-        """The first sample, counted in its lane, of windows."""
         start: I64 = np.maximum(0, window * self.window - self._phase(lane))
         return start
 
     def window_stop(self, lane: I64, window: I64) -> I64:
-        """The end (exclusive) of windows, counted in their lanes."""
         stop: I64 = np.minimum(self.length(lane), (window + 1) * self.window - self._phase(lane))
         return stop
 
     def num_windows(self, lane: I64) -> I64:
-        """Windows of lanes; 0 of a lane without samples."""
         length = self.length(lane)
         counts: I64 = np.where(length > 0, self.window_of(lane, length - 1) + 1, 0)
         return counts
@@ -70,7 +64,6 @@ class Lanes:
         return lane * turns + lane * rest // self.num_lanes
 
     def in_head(self, lane: I64) -> I64:
-        """How many positions of the head would have belonged to lanes."""
         return self._share(self.head, lane)
 
     def split(self, positions: I64) -> tuple[I64, I64]:

@@ -1,12 +1,8 @@
 """Mixtures of datasets by weights that may change at a step: the dataset of each sample of a run.
 
-Weights become quotas of a period of 65 536 samples, spread evenly over the period, so that every prefix of the run is
-within a few samples of the quotas, whatever the batch size. A sample's dataset is looked up in the table of the period:
-no random numbers, no state, any position in constant time.
-
-Costs: a weight is a multiple of 1/65 536 of the whole (a source of one part in ten thousand is off by up to
-eight per cent of itself), and 6 bytes a position of the period: 400 KB for each change of weights.
-
+Weights become quotas of a period of 65 536 samples, spread evenly over it, so that every prefix of the run is within a
+few samples of the quotas. No random numbers, no state, any position in constant time. A weight is a multiple of
+1/65 536 of the whole; each change of weights costs 400 KB.
 Source: Hamilton's largest remainder for the quotas; the r-th of q at (r + 0.5) / q, as in Bresenham's line.
 """
 

@@ -1,21 +1,10 @@
 """Which samples each step of a run takes: a pure function of counts, seed, epoch and step.
 
-The slices are permuted by a keyed bijection; the resulting sequence of N samples is cut into C equal lanes;
-inside each window of a lane the samples are permuted again; and position t of the epoch reads lane t mod C. A global
-batch is the positions of its step, put in order of lane, so that a rank's share is a contiguous run of it and stays
-in few lanes. The first samples of a run, its head, all come from one slice, so that the first batch
-waits for one slice instead of one of every lane.
-
-Costs: 16 bytes a slice for the current epoch and for the next (8 MB for 250 000 slices, built in a few milliseconds),
-and under a millisecond for a step of 1 024 samples. Benefits: any step of any epoch on any world size without replay;
-a cache needs the open windows only: at most C windows of w samples. Limits: samples of a window are mixed well, but
-samples further apart than a lane's window keep the order of their slices. Slices are shuffled as units; lanes bring C
-windows from all over the dataset into a batch.
-
-Locality: with W ranks, a rank reads about 1 / min(W, C) of the slices (ranks beyond C share a lane).
+The slices are permuted by a keyed bijection; the sequence of samples is cut into C lanes and permuted inside their
+windows; position t of the epoch reads lane t mod C (`epoch.py`). A global batch is put in order of lane, so that a
+rank's share stays in few lanes: it reads about 1 / min(W, C) of the slices. Any step is reached without replay. Cost:
+16 bytes a slice for the current epoch and the next, and under a millisecond for a step of 1 024 samples.
 """
-
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,7 +70,6 @@ def lease_order(seed: int, epoch: int, slice_index: int, num_samples: int, start
     return permute(np.arange(start, stop, dtype=np.uint64), num_samples, key).astype(np.int64)
 
 
-@dataclass(frozen=True, eq=False)
 class Order:
     """The order of samples of one dataset. Immutable and safe to share between threads; equal arguments, equal order.
 
@@ -97,48 +85,37 @@ class Order:
             than an eighth of the epoch. 0: no head. Without shuffling there is none.
     """
 
-    samples_per_slice: I64
-    seed: int
-    global_batch: int
-    lanes: int | None = None
-    window: int | None = None
-    shuffle: bool = True
-    drop_last: bool = False
-    head: int | None = None
-    num_samples: int = field(init=False)
-    num_lanes: int = field(init=False)
-    window_samples: int = field(init=False)
-    head_samples: int = field(init=False)
-    _stops: I64 = field(init=False, repr=False)
-    _used: I64 | None = field(init=False, repr=False)  # None: every slice has samples.
-    _epochs: dict[int, Epoch] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        counts = np.array(self.samples_per_slice, dtype=np.int64)
+    def __init__(
+        self,
+        samples_per_slice: I64,
+        seed: int,
+        global_batch: int,
+        lanes: int | None = None,
+        window: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        head: int | None = None,
+    ) -> None:
+        counts = np.array(samples_per_slice, dtype=np.int64)
         if counts.ndim != 1 or (len(counts) and int(counts.min()) < 0):
             raise UsageError("samples_per_slice: expected counts from 0 in one dimension.")
-        for name, minimum in (("global_batch", 1), ("lanes", 1), ("window", 1), ("head", 0)):
-            value = getattr(self, name)
-            if value is None and name == "global_batch":
-                raise UsageError("global_batch: expected an integer from 1, got None.")
+        if global_batch is None:
+            raise UsageError("global_batch: expected an integer from 1, got None.")
+        for name, value, minimum in (
+            ("global_batch", global_batch, 1), ("lanes", lanes, 1), ("window", window, 1), ("head", head, 0),
+        ):  # fmt: skip
             check_integer(name, value, minimum)
         counts.flags.writeable = False
-        stops = np.cumsum(counts)
-        total = int(stops[-1]) if len(stops) else 0
         used = np.flatnonzero(counts)
-        lanes = int(self.lanes) if self.lanes is not None else default_lanes(int(self.global_batch), len(used))
-        window = int(self.window) if self.window is not None else max(1, 2 * total // max(len(used), 1))
-        for name, value in {
-            "samples_per_slice": counts,
-            "num_samples": total,
-            "num_lanes": lanes,
-            "window_samples": window,
-            "_stops": stops,
-            "_used": used if len(used) < len(counts) else None,
-            "_epochs": {},
-        }.items():
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "head_samples", self._head_samples())
+        self.samples_per_slice, self.seed, self.global_batch = counts, seed, global_batch
+        self.shuffle, self.drop_last = shuffle, drop_last
+        self._stops = np.cumsum(counts)
+        self.num_samples = int(self._stops[-1]) if len(counts) else 0
+        self.num_lanes = int(lanes) if lanes is not None else default_lanes(int(global_batch), len(used))
+        self.window_samples = int(window) if window is not None else max(1, 2 * self.num_samples // max(len(used), 1))
+        self._used = used if len(used) < len(counts) else None  # None: every slice has samples.
+        self._epochs: dict[int, Epoch] = {}
+        self.head_samples = self._head_samples(head)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -199,11 +176,11 @@ class Order:
         slices = np.searchsorted(self._stops, sample_ids, side="right")
         return slices, sample_ids - (self._stops[slices] - self.samples_per_slice[slices])
 
-    def _head_samples(self) -> int:
-        if not self.shuffle or self.num_samples == 0 or self.head == 0:
+    def _head_samples(self, head: int | None) -> int:
+        if not self.shuffle or self.num_samples == 0 or head == 0:
             return 0
         first = int(self.samples_per_slice[self._slices_at(0, 1)[0]])
-        return min(first, self.num_samples // 8 if self.head is None else self.head)
+        return min(first, self.num_samples // 8 if head is None else head)
 
     def epoch_at(self, epoch: int) -> Epoch:
         """The tables of an epoch, shared by all readers; only for shuffled orders."""

@@ -1,12 +1,11 @@
 """A run: which samples of which datasets a rank takes at each run step, over epochs, batch sizes and mixtures.
 
-A run step is the number of global batches since the run began. Everything is computed from the requested step, without
-state: a run can be resumed, or computed in advance, at any step and for any world size.
-
-One dataset: a batch never crosses the end of an epoch. A mixture has no epochs of its own: each source starts over, in
-another order, when it is used up, and a batch may contain the end of one of its epochs and the start of the next.
+A run step is the number of global batches since the run began; everything is computed from it, without state. A batch
+of one dataset never crosses the end of an epoch. In a mixture each source starts over, in another order, when it is
+used up. Hash sharding: `assign_owners` and `OwnedRun`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import UsageError
+from forebay.order.bijection import U64, derive_key, random_words
 from forebay.order.mixture import MixtureOrder, Weights
 from forebay.order.plan import Order, part_of
 from forebay.order.step_index import BatchSizes, RunProgress, Segment, StepIndex, check_range
 
-__all__ = ["BatchSizes", "OwnedRun", "Run", "RunProgress", "Steps", "Weights"]
-
 I64 = NDArray[np.int64]
 
+_SCORES = 1 << 20  # Scores at once: 8 MiB.
 _BLOCK = 1 << 16  # Samples of a mixture's global batches looked at in one go: 512 KiB an array.
 
 
@@ -77,11 +76,9 @@ class Run:
         return self.orders[0].steps_per_epoch
 
     def progress(self, step: int) -> RunProgress:
-        """Epoch and samples taken before a step in [0, num_steps]. See `StepIndex.progress`."""
         return self._step_index.progress(step)
 
     def epoch_stop(self, step: int) -> int | None:
-        """The step at which the epoch of a step in [0, num_steps) ends; None without an end."""
         return self._step_index.epoch_stop(step)
 
     def epoch_of(self, step: int, source: int) -> tuple[int | None, int | None]:
@@ -99,7 +96,6 @@ class Run:
         return (int(epochs[0]) if len(epochs) == 1 else None), None
 
     def progress_table(self, start: int, stop: int) -> tuple[I64, I64, I64]:
-        """`progress` of each step in [start, stop): (epochs, steps in their epoch, samples taken), each int64 [n]."""
         parts: list[I64] = [np.empty((3, 0), np.int64)]
         for segment in self._segments(start, stop):
             turn = np.arange(segment.num_steps, dtype=np.int64)
@@ -110,7 +106,6 @@ class Run:
         return epochs, steps, taken
 
     def batch_lens(self, start: int, stop: int) -> I64:
-        """Samples of all ranks in each step of [start, stop), int64 [n]."""
         sizes = [np.full(segment.num_steps, segment.size, np.int64) for segment in self._segments(start, stop)]
         return _joined(sizes)
 
@@ -237,24 +232,20 @@ class OwnedRun(Run):
         return self._per_epoch
 
     def progress(self, step: int) -> RunProgress:
-        """As `Run.progress`; samples_taken counts this rank's."""
         check_range(step, step, self._end)
         epoch, within = divmod(step, self._per_epoch)
         return RunProgress(epoch, within, self._taken(within))
 
     def epoch_stop(self, step: int) -> int | None:
-        """As `Run.epoch_stop`."""
         stop = (step // self._per_epoch + 1) * self._per_epoch
         return stop if self._end is None else min(stop, self._end)
 
     def progress_table(self, start: int, stop: int) -> tuple[I64, I64, I64]:
-        """As `Run.progress_table`."""
         check_range(start, stop, self._end)
         epochs, within = np.divmod(np.arange(start, stop, dtype=np.int64), self._per_epoch)
         return epochs, within, within * self.orders[0].num_samples // self._per_epoch
 
     def batch_lens(self, start: int, stop: int) -> I64:
-        """As `Run.batch_lens`."""
         check_range(start, stop, self._end)
         within = np.arange(start, stop, dtype=np.int64)[:, None] % self._per_epoch
         taken = (within + 1) * self._of_ranks // self._per_epoch - within * self._of_ranks // self._per_epoch
@@ -283,3 +274,56 @@ def _joined(parts: list[I64]) -> I64:
     if not parts:
         return np.empty(0, np.int64)
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def assign_owners(hashes: NDArray[np.uint8], workers: Sequence[str], slack: float | None = None) -> I64:
+    """The worker that owns each slice, int64 [S], values in [0, W): rendezvous hashing with bounded loads.
+
+    The worker with the highest score of its name and the slice's hash owns the slice. If workers join or leave, few
+    slices move; appended data moves none. With `slack` no worker owns more than (1 + slack) times the mean, rounded up
+    to a whole slice: a slice whose best worker is full goes to its next best, and a few more slices then move.
+
+    `hashes` are uint8 [S, 32], the slices' sha256; equal hashes have the same owner. The names of `workers`
+    decide, not their order; each name occurs once. `slack` is at least 0; None for no bound.
+
+    Cost: O(S W), 10 ns a pair; memory O(S + W), with slack O(W) for each slice that is rejected.
+
+    Sources: Thaler and Ravishankar 1998 (highest random weight); Mirrokni, Thorup and Zadimoghaddam 2018 (bounded
+    loads); Gale and Shapley 1962: as a slice's score and a worker's are the same number, there is one stable matching.
+    """
+    if not workers or len(set(workers)) != len(workers):
+        raise UsageError(f"rendezvous: expected distinct names of workers, got {list(workers)[:8]}.")
+    if slack is not None and not 0 <= slack < math.inf:
+        raise UsageError(f"rendezvous: expected slack >= 0, got {slack!r}.")
+    words, back = np.unique(np.ascontiguousarray(hashes[:, :8]).view("<u8").reshape(-1), return_inverse=True)
+    keys = [derive_key(0, "home", name) for name in workers]
+    owners, scores = _best(words, keys, None)
+    if slack is not None:
+        _bound(words, keys, owners, scores, math.ceil((1 + slack) * len(words) / len(keys)))
+    return owners[back]
+
+
+def _best(words: U64, keys: Sequence[bytes], below: U64 | None) -> tuple[I64, U64]:
+    """For each slice the worker of the highest score (below a bound), and that score; 0 where no worker remains."""
+    owners, best = np.full(len(words), -1, np.int64), np.zeros(len(words), np.uint64)
+    for start in range(0, len(words), _SCORES):
+        part = slice(start, start + _SCORES)
+        for index, key in enumerate(keys):
+            scores = random_words(key, words[part].copy())
+            wins = scores > best[part]
+            if below is not None:
+                wins &= scores < below[part]
+            owners[part][wins], best[part][wins] = index, scores[wins]
+    return owners, best
+
+
+def _bound(words: U64, keys: Sequence[bytes], owners: I64, scores: U64, max_slices: int) -> None:
+    """Deferred acceptance, in place: a worker with more than `max_slices` rejects those of the lowest scores."""
+    while True:
+        turn = np.lexsort((scores, owners))[::-1]  # By worker, highest score first.
+        owner_of = owners[turn]
+        rank_of_slice = np.arange(len(owner_of)) - np.searchsorted(-owner_of, -owner_of, side="left")
+        rejected = turn[rank_of_slice >= max_slices]
+        if not len(rejected):
+            return
+        owners[rejected], scores[rejected] = _best(words[rejected], keys, scores[rejected])

@@ -67,8 +67,6 @@ class Segment:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Run steps from one change of the batch size to the next."""
-
     first: int
     size: int
     before: RunProgress  # Before `first`.
@@ -137,7 +135,6 @@ class StepIndex:
             start += count
 
     def _build(self, epochs: int | None, limit: int | None) -> int | None:
-        """Fill in the stretches that the run reaches; return its number of steps."""
         for i, (first, size) in enumerate(self.batches.changes):
             if limit is not None and first >= limit:
                 break

@@ -17,8 +17,8 @@ import numpy as np
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, token_dtype
-from forebay.load.background import prefetch_in_thread
 from forebay.load.batch import IGNORE_INDEX, Batch
+from forebay.load.loader import prefetch_in_thread
 from forebay.order.bijection import derive_key
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
