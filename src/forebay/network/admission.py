@@ -30,12 +30,7 @@ from forebay.network.audit import AuditLog
 from forebay.network.limits import ServerLimits
 from forebay.network.messages import AdmitRequest, RenewRequest
 from forebay.network.peer import Peer
-from forebay.network.pki.certificates import (
-    EARLY,
-    peer_of,
-    scope_of,
-    verify_certificate,
-)
+from forebay.network.pki.certificates import EARLY, peer_of, scope_of, verify_certificate
 from forebay.network.pki.files import check_name, node_pem, read_issuer, read_network, read_root
 from forebay.network.pki.revocation import Revocations, file_stamp
 from forebay.network.pki.tokens import JoinToken, check_token

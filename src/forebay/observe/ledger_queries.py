@@ -137,13 +137,7 @@ def _part(index: LedgerIndex, row: int, before: I64) -> BatchShare:
 
 
 def _narrowed(
-    index: LedgerIndex,
-    row: int,
-    before: I64,
-    sizes: I64,
-    step: int,
-    documents: Mapping[str, Documents],
-    text: bool,
+    index: LedgerIndex, row: int, before: I64, sizes: I64, step: int, documents: Mapping[str, Documents], text: bool
 ) -> BatchShare:
     """The samples of one step among those of a use."""
     share, size = _part(index, row, before), int(sizes[index.uses["session"][row]])
