@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 def _verify(args: argparse.Namespace) -> int:
     from forebay.ledger.verify import verify_ledger
     from forebay.network.pki.identity import verify
-    from forebay.observe.ledger_queries import replay
-    from forebay.observe.steps import is_roster, verify_steps
+    from forebay.observe.ledger_queries import is_roster, replay, verify_steps
 
     if is_roster(args.file):
         steps = verify_steps(args.file)
-        _print_verified(args, steps.to_json(), "each sample was used once by the steps that counted")
+        _print_verified(args, vars(steps), "each sample was used once by the steps that counted")
         return 0 if steps.ok else 1
     report = verify_ledger(args.file, _key(args), verify, replay if args.samples else None, args.max_set_aside)
     _print_verified(args, report.to_json(), "chain, signatures and coverage hold")
