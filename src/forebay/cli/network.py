@@ -85,8 +85,8 @@ def _node_fields(identity: Any) -> dict[str, Any]:
 def _network_invite(args: argparse.Namespace) -> int:
     import secrets
 
+    from forebay.network.join import JoinToken, sign_token
     from forebay.network.pki.files import read_issuer, read_network
-    from forebay.network.pki.tokens import JoinToken, sign_token
 
     address(args.issuer)
     _check_role(args, "invite")
