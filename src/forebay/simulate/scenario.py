@@ -240,8 +240,8 @@ class UsageRecord:
             repeated += int((np.maximum(acknowledged, used)[twice] - 1).sum())
             for sample in np.flatnonzero(lost | twice)[:3].tolist():
                 index = int(np.searchsorted(bases, sample, side="right")) - 1
-                place = f"epoch {epoch}, slice {index}, sample {sample - bases[index]}"
-                examples.append(f"{place}: {used[sample]} uses, {acknowledged[sample]} acknowledged")
+                position = f"epoch {epoch}, slice {index}, sample {sample - bases[index]}"
+                examples.append(f"{position}: {used[sample]} uses, {acknowledged[sample]} acknowledged")
         wasted = sum(use.stop - use.start for use in self.wasted)
         return UsageCheck(int(self.samples.sum()) * self.epochs, missing, repeated, wasted, tuple(examples[:5]))
 
