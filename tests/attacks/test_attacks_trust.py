@@ -18,6 +18,7 @@ from starlette.responses import Response
 from forebay.errors import ProtocolError
 from forebay.network.admission import Admissions
 from forebay.network.app import JsonResponse, make_app
+from forebay.network.limits import MAX_REPLIES_PER_PEER
 from forebay.network.messages import RenewRequest
 from forebay.network.pki import revocation
 from forebay.network.pki.certificates import SCOPE_OID, authority, der_of, own_key_id, verify_certificate
@@ -26,7 +27,6 @@ from forebay.network.pki.identity import Identity
 from forebay.network.pki.revocation import parse_crl, sign_crl
 from forebay.network.publications import read_publication, sign_dataset
 from forebay.network.server import Server
-from forebay.network.usage import MAX_REPLIES_PER_PEER
 from forebay.peer_id import serial_number_of
 from support.attackers import HOST, answers, ask, connection, issue, organisation, request
 from support.handlers import Request, serve

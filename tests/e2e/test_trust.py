@@ -28,12 +28,11 @@ from forebay.network.app import Response, make_app
 from forebay.network.audit import AuditLog
 from forebay.network.client import Client, RemoteError, WrongPeerError
 from forebay.network.discovery import find_providers, read_claims, record_key
-from forebay.network.join import join_by_token
+from forebay.network.join import JoinToken, join_by_token, sign_token
 from forebay.network.peer import Scope
 from forebay.network.pki.files import read_issuer
 from forebay.network.pki.identity import Identity, create_organisation, join, revoke
 from forebay.network.pki.revocation import MAX_REVOKED, sign_crl
-from forebay.network.pki.tokens import JoinToken, sign_token
 from forebay.network.publications import sign_dataset
 from forebay.network.revocation_sync import TrustWatch, send_crl
 from forebay.network.server import Server

@@ -51,13 +51,13 @@ from forebay.network.app import file_response
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
 from forebay.network.discovery import Claim, parse_claim
+from forebay.network.join import read_token
 from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Peer, Provider
 from forebay.network.pki.certificates import Issuer, verify_certificate
 from forebay.network.pki.files import read_certs, read_key
 from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.network.pki.revocation import parse_crl, read_revoked, sign_crl
-from forebay.network.pki.tokens import read_token
 from forebay.network.publications import read_publication
 from forebay.prepare.clean.extract import extract_html
 from forebay.prepare.inputs import read_split, split_files

@@ -26,7 +26,7 @@ from forebay.coordinator.messages import (
     Tick,
 )
 from forebay.network.client import RemoteError
-from forebay.simulate.links import Clock
+from forebay.simulate.network import Clock
 from forebay.worker.membership_state import Request
 
 _TICK_S = 1.0

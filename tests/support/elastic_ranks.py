@@ -18,8 +18,8 @@ import numpy as np
 from forebay.cache.planned_use import PlannedUses
 from forebay.errors import NetworkError
 from forebay.order.run import Run, Steps
-from forebay.simulate.nodes import STALL_S, SimNetwork
-from forebay.simulate.record import I64, UsageCheck
+from forebay.simulate.network import STALL_S, SimNetwork
+from forebay.simulate.scenario import I64, UsageCheck
 from forebay.worker.membership_state import (
     DuplicateWorkerError,
     Generation,

@@ -15,10 +15,8 @@ from forebay.errors import NetworkError
 from forebay.network.client import RemoteError
 from forebay.order.plan import Order
 from forebay.order.run import BatchSizes, Run
-from forebay.simulate.links import Clock
-from forebay.simulate.nodes import SimNetwork
-from forebay.simulate.record import SimulationResult
-from forebay.simulate.scenario import REPLACE_S, Bound, Faults, Machine, Scenario, draw, filling, work_done_s
+from forebay.simulate.network import Clock, SimNetwork
+from forebay.simulate.scenario import REPLACE_S, Faults, Machine, Scenario, SimulationResult, draw, filling, work_done_s
 from forebay.worker.membership_state import Request
 from support.elastic_coordinator import Coordinator
 from support.elastic_ranks import Answer, Group, Rank, Weights, check
@@ -27,7 +25,7 @@ from support.swarm_readers import Reader, Tracker
 _MAX_TIMES = 20.0
 
 
-def order_bound(settings: Scenario, machines: Sequence[Machine]) -> Bound:
+def order_bound(settings: Scenario, machines: Sequence[Machine]) -> dict[str, float]:
     """The least time for all steps, where everybody alive has a part of each and parts differ by one sample at most."""
     size, origin_up = settings.slice_bytes, settings.origin_up
     batch = settings.workers * settings.batch
@@ -41,7 +39,7 @@ def order_bound(settings: Scenario, machines: Sequence[Machine]) -> Bound:
             supply.append((moment, batch / _step_s(batch, speeds)))
     work = float(settings.slices * settings.samples * settings.epochs)
     sending_s = settings.slices * size / origin_up + 2 * settings.latency_s
-    return Bound({"slowest rank": work_done_s(work, supply), "origin": sending_s})
+    return {"slowest rank": work_done_s(work, supply), "origin": sending_s}
 
 
 def _step_s(batch: int, speeds: Sequence[float]) -> float:
@@ -54,10 +52,10 @@ def _step_s(batch: int, speeds: Sequence[float]) -> float:
 def elastic(settings: Scenario) -> SimulationResult:
     """Runs until all who live have done the last step, or it is clear that they never will."""
     calm = order_bound(settings, draw(settings.model_copy(update={"churn": 0.0}), 1.0).machines)
-    faults = draw(settings, calm.seconds)
+    faults = draw(settings, max(calm.values()))
     bound = order_bound(settings, faults.machines)
     world = _World(settings, faults)
-    until = _MAX_TIMES * (bound.seconds if bound.seconds < float("inf") else calm.seconds) + 1000.0
+    until = _MAX_TIMES * (max(bound.values()) if max(bound.values()) < float("inf") else max(calm.values())) + 1000.0
     ended = world.clock.run(world.is_over, until)
     end = max(world.ends or [rank.learned for rank in world.ranks.values()], key=lambda one: one.step)
     steps = world.run.num_steps or 0

@@ -13,10 +13,8 @@ import numpy as np
 from forebay.errors import IntegrityError, NetworkError
 from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Provider
-from forebay.simulate.links import Clock
-from forebay.simulate.nodes import SimFetch, SimNetwork, SimNode
-from forebay.simulate.record import SimulationResult, UsageCheck
-from forebay.simulate.scenario import Bound, Faults, Machine, Scenario, draw
+from forebay.simulate.network import Clock, SimFetch, SimNetwork, SimNode
+from forebay.simulate.scenario import Faults, Machine, Scenario, SimulationResult, UsageCheck, draw
 from forebay.swarm.reader_state import Body, SwarmReaderState
 from forebay.swarm.steering import Swarm
 from forebay.swarm.tracker import steer
@@ -142,7 +140,7 @@ class Tracker:
         self.net.clock.call_later(1.0, self._refresh)
 
 
-def swarm_bound(settings: Scenario, machines: Sequence[Machine]) -> Bound:
+def swarm_bound(settings: Scenario, machines: Sequence[Machine]) -> dict[str, float]:
     """The least time in which every machine that lives to the end can have every slice.
 
     Source: Kumar and Ross 2006, Peer-assisted file distribution, theorem 1.
@@ -153,16 +151,16 @@ def swarm_bound(settings: Scenario, machines: Sequence[Machine]) -> Bound:
     all_up = origin_up + sum(one.up for one in machines)
     narrowest_s = max((one.joins_at + everything / one.down for one in staying), default=0.0)
     all_s = len(staying) * everything / all_up
-    return Bound({"origin": everything / origin_up, "narrowest link": narrowest_s, "all links": all_s})
+    return {"origin": everything / origin_up, "narrowest link": narrowest_s, "all links": all_s}
 
 
 def broadcast(settings: Scenario) -> SimulationResult:
     """Runs until every reader that lives has every slice."""
     calm = swarm_bound(settings, draw(settings.model_copy(update={"churn": 0.0}), 1.0).machines)
-    faults = draw(settings, calm.seconds)
+    faults = draw(settings, max(calm.values()))
     bound = swarm_bound(settings, faults.machines)
     world = World(settings, faults)
-    ended = world.clock.run(lambda: world.left == 0, 20 * bound.seconds + 1000.0)
+    ended = world.clock.run(lambda: world.left == 0, 20 * max(bound.values()) + 1000.0)
     missing = sum(settings.slices - len(one.node.cache) for one in world.readers.values() if one.alive)
     repeated = sum(max(0, count - 1) for count in world.arrivals.values())
     verdict = UsageCheck(len(world.staying) * settings.slices, missing, repeated, 0, ())

@@ -21,8 +21,7 @@ from forebay.ledger.index import LedgerIndex, open_index
 from forebay.ledger.job import Job, encode_runs
 from forebay.ledger.receipts import Used
 from forebay.ledger.writer import Ledger
-from forebay.observe.ledger_queries import blame_step, export_uses, replay, who_saw
-from forebay.observe.steps import is_roster, verify_steps
+from forebay.observe.ledger_queries import blame_step, export_uses, is_roster, replay, verify_steps, who_saw
 from forebay.order.plan import lease_order
 from forebay.peer_id import peer_id_of
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from forebay.cli import main, make_parser
-from forebay.cli.logs import logging_to_stderr
-from forebay.cli.parser import PANELS, completion, walk
+from forebay.cli.parser import PANELS, completion, logging_to_stderr, walk
 from forebay.prepare.api import PRESETS, ApiSpec
 from forebay.prepare.config import recipe_text
 from support.calibration import scaled

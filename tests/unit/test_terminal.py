@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.cli import main
-from forebay.cli.logs import filtered_streams, printable
+from forebay.cli.parser import filtered_streams, printable
 
 
 @given(st.text())

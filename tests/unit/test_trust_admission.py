@@ -19,13 +19,12 @@ from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network import join as joining
 from forebay.network.admission import USES_NAME, Admissions, AdmissionServer
 from forebay.network.audit import AuditLog
-from forebay.network.join import join_by_token, renew_at
+from forebay.network.join import JoinToken, check_token, join_by_token, read_token, renew_at, sign_token
 from forebay.network.messages import AdmitRequest, RenewRequest
 from forebay.network.peer import Scope
 from forebay.network.pki.certificates import der_of
 from forebay.network.pki.files import read_issuer, read_key, read_network
 from forebay.network.pki.identity import create_network, create_organisation, join, revoke
-from forebay.network.pki.tokens import JoinToken, check_token, read_token, sign_token
 
 WORKER = Scope(frozenset({"worker"}), ("c4-*",))
 
@@ -208,9 +207,9 @@ def test_strangers_at_the_door(server: AdmissionServer, clock: Clock, tmp_path: 
                 heard = plain.recv(100)
             assert b"HTTP" not in heard
         with pytest.raises(NetworkError, match="413"):
-            joining._post(server.address, {server.admissions.issuer.peer_id}, "/v1/admit", {"token": "x" * 300_000})
+            joining._post(server.address, server.admissions.issuer.peer_id, "/v1/admit", {"token": "x" * 300_000})
         with pytest.raises(NetworkError, match="404"):
-            joining._post(server.address, {server.admissions.issuer.peer_id}, "/../org-key.pem", {})
+            joining._post(server.address, server.admissions.issuer.peer_id, "/../org-key.pem", {})
         assert join_by_token(token_of(server, clock), tmp_path / "n", "n").name == "n"
 
 

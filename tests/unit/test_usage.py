@@ -13,11 +13,11 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from forebay.network import usage
+from forebay.network import limits
 from forebay.network.app import ApiError, JsonResponse
+from forebay.network.limits import ReplyCache
 from forebay.network.pki.identity import Identity
 from forebay.network.server import Server
-from forebay.network.usage import ReplyCache
 from support.handlers import Request, serve
 from support.wire import connect, until
 
@@ -177,9 +177,9 @@ def test_after_a_failure_those_that_wait_ask_anew_one_at_a_time() -> None:
 
 
 def test_bounds_of_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage, "MAX_REPLIES_PER_PEER", 4)
-    monkeypatch.setattr(usage, "MAX_REPLIES_BYTES", 1000)
-    monkeypatch.setattr(usage, "REPLY_TTL_S", 0.2)
+    monkeypatch.setattr(limits, "MAX_REPLIES_PER_PEER", 4)
+    monkeypatch.setattr(limits, "MAX_REPLIES_BYTES", 1000)
+    monkeypatch.setattr(limits, "REPLY_TTL_S", 0.2)
 
     async def run() -> None:
         cache, app = ReplyCache(), App()

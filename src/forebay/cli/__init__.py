@@ -12,16 +12,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from forebay.cli import convert, data, ledger, logs, network, nodes, parser, plan, prepare, scheduler, workers
+from forebay.cli import convert, data, ledger, network, nodes, parser, plan, prepare, scheduler, workers
 from forebay.cli.parser import report_failure
 from forebay.errors import ForebayError, UsageError, install_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors are reported without a traceback."""
-    with logs.filtered_streams():
+    with parser.filtered_streams():
         args = make_parser().parse_args(argv)
-        with logs.logging_to_stderr(args):
+        with parser.logging_to_stderr(args):
             return _run(args)
 
 
@@ -57,14 +57,14 @@ def _run(args: argparse.Namespace) -> int:
 
 def _message(error: ForebayError | OSError | ModuleNotFoundError) -> str:
     """The text of an error for users, with what to do next."""
+    if isinstance(error, ForebayError):
+        return str(error)
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
-        extra = _EXTRAS.get(package, "prepare")
-        return (
-            f"this command needs the package {package!r}, which is not installed. "
-            f"Install it with: {install_command(extra)}"
-        )
-    return str(error) if isinstance(error, ForebayError) else _explain(error)
+        command = install_command(_EXTRAS.get(package, "prepare"))
+        return f"this command needs the package {package!r}, which is not installed. Install it with: {command}"
+    path = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{path}: {_ADVICE.get(error.errno or 0, 'the operating system refused')}."
 
 
 _EXTRAS = {
@@ -74,17 +74,13 @@ _EXTRAS = {
 }  # fmt: skip
 """Which extra brings a package; all others come with `prepare`."""
 
-
-def _explain(error: OSError) -> str:
-    path = f" ({error.filename})" if error.filename else ""
-    advice = {
-        errno.ENOSPC: "the disk is full. Free some space or choose another directory, then run the same command again",
-        errno.EDQUOT: "the disk quota is used up. Free some space or choose another directory",
-        errno.EACCES: "no permission. Check who owns it",
-        errno.EROFS: "the file system is read-only. Choose another directory",
-        errno.ENOENT: "it does not exist. Check the path",
-    }.get(error.errno or 0, "the operating system refused")
-    return f"{error.strerror or error}{path}: {advice}."
+_ADVICE = {
+    errno.ENOSPC: "the disk is full. Free some space or choose another directory, then run the same command again",
+    errno.EDQUOT: "the disk quota is used up. Free some space or choose another directory",
+    errno.EACCES: "no permission. Check who owns it",
+    errno.EROFS: "the file system is read-only. Choose another directory",
+    errno.ENOENT: "it does not exist. Check the path",
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -95,17 +91,17 @@ def make_parser() -> argparse.ArgumentParser:
         prog="forebay", usage="forebay [OPTIONS] COMMAND ...", description="Raw text in, a GPU that never waits."
     )
     main_parser.add_argument("-V", "--version", action="version", version=f"forebay {__version__}")
-    logs.add_options(main_parser)
+    parser.add_options(main_parser)
     main_parser.set_defaults(json=False, quiet=False)
     verbs = main_parser.add_subparsers(metavar="COMMAND", required=True, prog="forebay", help=argparse.SUPPRESS)
     abouts: dict[str, str] = {}
 
-    def verb(name: str, run: Callable[[Any], int], about: str, parent: Any = None) -> argparse.ArgumentParser:
+    def verb(name: str, run: Callable[[Any], int], about: str, parent: Any = None) -> parser.Parser:
         # The panels list the commands, so the parser of all commands gets no help for them; those of a group do.
         shown: dict[str, Any] = {} if parent is None else {"help": about}
-        p: argparse.ArgumentParser = (parent or verbs).add_parser(name, description=about, **shown)
+        p: parser.Parser = (parent or verbs).add_parser(name, description=about, **shown)
         p.set_defaults(verb=run)
-        logs.add_options(p)
+        parser.add_options(p)
         if parent is None:
             abouts[name] = about
         return p

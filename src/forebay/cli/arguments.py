@@ -4,10 +4,12 @@ import argparse
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forebay.cli.parser import Parser
 from forebay.errors import UsageError
 from forebay.units import parse_rate, parse_size
 
@@ -29,14 +31,14 @@ def plain(value: Any) -> str:
     match value:
         case bool():
             return "yes" if value else "no"
-        case None | []:
-            return "none"
-        case {} if not value:  # The pattern alone fits any mapping.
+        case None | [] | {} if not value:  # `{}` alone fits any mapping
             return "none"
         case int():
             return f"{value:,}"
         case float():
             return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+        case list():
+            return ", ".join(map(str, value))
         case dict():
             return ", ".join(f"{k} {v}" for k, v in value.items())
     return str(value)
@@ -56,11 +58,10 @@ def validate(kind: type[T], values: Mapping[str, Any], command: str) -> T:
 
 def address(text: str) -> tuple[str, int]:
     """`HOST:PORT` as a pair; IPv6 in brackets, and without them in the pair."""
-    host, _, port = text.rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not bare or (":" in bare) != (bare != host) or not port.isdigit() or int(port) > 65535:
+    match = re.fullmatch(r"(?:\[([^]]+)]|([^:[\]]+)):([0-9]{1,5})", text)
+    if match is None or int(match[3]) > 65535:
         raise UsageError(f"{text!r} is not an address: expected HOST:PORT, such as 127.0.0.1:7410 or [::1]:7410")
-    return bare, int(port)
+    return match[1] or match[2], int(match[3])
 
 
 def _argument_type(
@@ -96,17 +97,14 @@ def index_range(text: str) -> tuple[int, int | None]:
     return int(first or 0), int(last) if last else None
 
 
-def add_identity(parser: argparse.ArgumentParser) -> None:
+def add_identity(parser: Parser) -> None:
     """Add `--identity`."""
-    parser.add_argument(
+    parser.add(
         "--identity", type=Path, default=os.environ.get("FOREBAY_IDENTITY"), metavar="DIR",
         help="this node's directory, created by network join (default: FOREBAY_IDENTITY)",
     )  # fmt: skip
 
 
-def add_settings(parser: argparse.ArgumentParser, example: str) -> None:
+def add_settings(parser: Parser, example: str) -> None:
     """Add `--set`, whose texts `forebay.toml.parse_settings` reads."""
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE",
-        help=f"a setting, such as {example}; may be repeated (default: none)",
-    )  # fmt: skip
+    parser.add_list("--set", "KEY=VALUE", f"a setting, such as {example}; may be repeated (default: none)")

@@ -8,7 +8,6 @@ import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,41 +158,35 @@ def _mirror(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+def add_verbs(verb: Any, group: Any) -> None:
     p = verb("convert", _convert, "convert training data to another format, and verify the result")
-    p.add_argument("source", metavar="SRC", help="file, directory, or pattern in quotes")
-    p.add_argument("out", metavar="OUT", type=Path, help="file or directory to write")
-    p.add_argument(
-        "--to", metavar="FORMAT", help="safetensors, megatron, bin, parquet, tfrecord, webdataset … (required)"
-    )
-    p.add_argument("--dtype", choices=["uint16", "uint32"], help="of the tokens written (default: the source's)")
-    p.add_argument("--seq-len", type=positive, metavar="N", help="tokens of a sample (default: the source's)")
-    p.add_argument("--slice-bytes", type=size, default=64 << 20, metavar="BYTES", help="largest file (default: 64MiB)")
-    p.add_argument("--name", metavar="NAME", help="name of the dataset or of its files (default: of OUT)")
-    p.add_argument("--overwrite", action="store_true", help="overwrite OUT after a successful conversion")
+    p.add("source", metavar="SRC", help="file, directory, or pattern in quotes")
+    p.add("out", metavar="OUT", type=Path, help="file or directory to write")
+    p.add("--to", metavar="FORMAT", help="safetensors, megatron, bin, parquet, tfrecord, webdataset … (required)")
+    p.add("--dtype", choices=["uint16", "uint32"], help="of the tokens written (default: the source's)")
+    p.add("--seq-len", type=positive, metavar="N", help="tokens of a sample (default: the source's)")
+    p.add("--slice-bytes", type=size, default=64 << 20, metavar="BYTES", help="largest file (default: 64MiB)")
+    p.add("--name", metavar="NAME", help="name of the dataset or of its files (default: of OUT)")
+    p.add("--overwrite", action="store_true", help="overwrite OUT after a successful conversion")
     add_settings(p, "column=ids, eos_id=0 or tensors.images=f16")
 
     p = verb("doctor", _doctor, "report the format of training-data files, what is wrong with them, and what to do")
-    p.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files, directories, or a pattern in quotes")
-    p.add_argument(
-        "--dtype", metavar="TYPE", help="of tokens without a header: uint16, uint32, int64 (default: guessed)"
-    )
-    p.add_argument("--vocab-size", type=positive, metavar="N", help="report ids from this on (default: not checked)")
-    p.add_argument("--full", action="store_true", help="read every byte (default: 256 MiB of each, 1 GiB of all)")
+    p.add("paths", nargs="+", type=Path, metavar="PATH", help="files, directories, or a pattern in quotes")
+    p.add("--dtype", metavar="TYPE", help="of tokens without a header: uint16, uint32, int64 (default: guessed)")
+    p.add("--vocab-size", type=positive, metavar="N", help="report ids from this on (default: not checked)")
+    p.add("--full", action="store_true", help="read every byte (default: 256 MiB of each, 1 GiB of all)")
 
     p = verb("mirror", _mirror, "copy a dataset or shared shards to a directory or a bucket; run it again to resume")
-    p.add_argument("source", metavar="SRC", help="URL of a dataset or of shared shards; r2:// uses R2_DATASET_*")
-    p.add_argument(
-        "target", metavar="DST", help="a directory, s3://, r2://, gs:// or az://; TMPDIR has temporary files"
-    )
-    p.add_argument("--slices", type=index_range, metavar="A:B", help="copy only these slices or shards (default: all)")
-    p.add_argument("--id", help="expected dataset id; another one is refused (default: any)")
-    p.add_argument("--publisher", metavar="PEER_ID", help="forebay:// URLs: copy only what it signed (default: any)")
-    p.add_argument("--connections", type=positive, default=16, metavar="N", help="concurrent requests")
+    p.add("source", metavar="SRC", help="URL of a dataset or of shared shards; r2:// uses R2_DATASET_*")
+    p.add("target", metavar="DST", help="a directory, s3://, r2://, gs:// or az://; TMPDIR has temporary files")
+    p.add("--slices", type=index_range, metavar="A:B", help="copy only these slices or shards (default: all)")
+    p.add("--id", help="expected dataset id; another one is refused (default: any)")
+    p.add("--publisher", metavar="PEER_ID", help="forebay:// URLs: copy only what it signed (default: any)")
+    p.add("--connections", type=positive, default=16, metavar="N", help="concurrent requests")
     add_identity(p)
     add_from_urls(p)
-    p.add_argument(
+    p.add(
         "--share", nargs="?", const=True, default=False, metavar="HOST:PORT",
         help="forebay:// URLs: share received slices, so that many mirrors load the origin once (default: no)",
     )  # fmt: skip
-    p.add_argument("--upload-limit", type=size, metavar="BYTES", help="with --share: bytes per second (default: none)")
+    p.add("--upload-limit", type=size, metavar="BYTES", help="with --share: bytes per second (default: none)")

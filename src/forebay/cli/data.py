@@ -135,26 +135,26 @@ def _demo(args: argparse.Namespace) -> int:
     return run_demo(args.input, args.json, args.keep, args.trainer, args.tokenizer)
 
 
-def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+def add_verbs(verb: Any, group: Any) -> None:
     for name, run, about in (
         ("inspect", _inspect, "show the contents of a dataset"),
         ("verify", _verify, "verify a dataset's hashes, or its structure where the format has none"),
     ):
         p = verb(name, run, about)
-        p.add_argument("dataset", help="directory or URL, of Forebay's format or one of docs/reference/formats.md")
+        p.add("dataset", help="directory or URL, of Forebay's format or one of docs/reference/formats.md")
         if name == "inspect":
-            p.add_argument("--documents", type=positive, metavar="N", help="print the first N, or rows (default: none)")
+            p.add("--documents", type=positive, metavar="N", help="print the first N, or rows (default: none)")
         add_identity(p)
     p = verb("report", _report, "show what preparation kept and dropped, and why")
-    p.add_argument("dataset", help="a dataset, or its report.html")
+    p.add("dataset", help="a dataset, or its report.html")
     p = verb("import", _import, "make a dataset of a directory of SafeTensors files: add a manifest")
-    p.add_argument("directory", type=Path, help="directory with slices/*.safetensors, or *.safetensors")
-    p.add_argument("--name", help="name of the dataset (default: the directory's)")
+    p.add("directory", type=Path, help="directory with slices/*.safetensors, or *.safetensors")
+    p.add("--name", help="name of the dataset (default: the directory's)")
     p = verb("extract", _extract, "print the main text of HTML pages and WARC records")
-    p.add_argument("files", nargs="+", metavar="FILE", help="files, directories or URLs of text, HTML or WARC")
+    p.add("files", nargs="+", metavar="FILE", help="files, directories or URLs of text, HTML or WARC")
     p = verb("demo", _demo, "run everything on this machine, in about a minute")
-    p.add_argument("--input", nargs="+", type=Path, metavar="PATH", help="text to train on (default: Python's library)")
-    p.add_argument("--json", type=Path, metavar="FILE", help="also write the summary to a file (default: no)")
-    p.add_argument("--keep", type=Path, metavar="DIR", help="keep all files in this new directory (default: no)")
-    p.add_argument("--trainer", default="count", metavar="T", help="trainer, as for `forebay worker`")
-    p.add_argument("--tokenizer", default="train:4096", metavar="T", help="tokenizer, as for `forebay prepare`")
+    p.add("--input", nargs="+", type=Path, metavar="PATH", help="text to train on (default: Python's library)")
+    p.add("--json", type=Path, metavar="FILE", help="also write the summary to a file (default: no)")
+    p.add("--keep", type=Path, metavar="DIR", help="keep all files in this new directory (default: no)")
+    p.add("--trainer", default="count", metavar="T", help="trainer, as for `forebay worker`")
+    p.add("--tokenizer", default="train:4096", metavar="T", help="tokenizer, as for `forebay prepare`")

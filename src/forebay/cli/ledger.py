@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +20,11 @@ if TYPE_CHECKING:
 def _verify(args: argparse.Namespace) -> int:
     from forebay.ledger.verify import verify_ledger
     from forebay.network.pki.identity import verify
-    from forebay.observe.ledger_queries import replay
-    from forebay.observe.steps import is_roster, verify_steps
+    from forebay.observe.ledger_queries import is_roster, replay, verify_steps
 
     if is_roster(args.file):
         steps = verify_steps(args.file)
-        _print_verified(args, steps.to_json(), "each sample was used once by the steps that counted")
+        _print_verified(args, vars(steps), "each sample was used once by the steps that counted")
         return 0 if steps.ok else 1
     report = verify_ledger(args.file, _key(args), verify, replay if args.samples else None, args.max_set_aside)
     _print_verified(args, report.to_json(), "chain, signatures and coverage hold")
@@ -158,28 +156,25 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+def add_verbs(verb: Any, group: Any) -> None:
     verbs = group("ledger", "verify and query which worker used which samples")
     p = verb("verify", _verify, "verify that each sample of an epoch was used exactly once", verbs)
-    p.add_argument("file", type=Path, help="a ledger, or a coordinator's state")
-    p.add_argument("--key", metavar="HEX", help="the scheduler's public key (default: the one in the file)")
-    p.add_argument(
-        "--max-set-aside", type=share, default=0.0, metavar="SHARE",
-        help="share of an epoch's samples that may be set aside (default: 0)",
-    )  # fmt: skip
-    p.add_argument("--samples", action="store_true", help="also verify sample ids: recompute the order of every use")
+    p.add("file", type=Path, help="a ledger, or a coordinator's state")
+    p.add("--key", metavar="HEX", help="the scheduler's public key (default: the one in the file)")
+    p.add(
+        "--max-set-aside", type=share, default=0.0, metavar="SHARE", help="allowed of an epoch's samples (default: 0)"
+    )
+    p.add("--samples", action="store_true", help="also verify sample ids: recompute the order of every use")
 
     p = verb("blame", _blame, "from a step to its samples and documents, or from a document to its workers", verbs)
-    p.add_argument("file", type=Path, help="the ledger")
-    p.add_argument("--step", type=int, metavar="N", help="step of the worker (this or --document)")
-    p.add_argument("--document", metavar="ID", help="source id, or #NUMBER in the dataset (this or --step)")
-    p.add_argument("--worker", default="", metavar="NAME", help="its name, or a prefix of its peer id (default: all)")
-    p.add_argument(
-        "--dataset", action="append", metavar="DIR", help="the job's dataset; may be repeated (default: none)"
-    )
+    p.add("file", type=Path, help="the ledger")
+    p.add("--step", type=int, metavar="N", help="step of the worker (this or --document)")
+    p.add("--document", metavar="ID", help="source id, or #NUMBER in the dataset (this or --step)")
+    p.add("--worker", default="", metavar="NAME", help="its name, or a prefix of its peer id (default: all)")
+    p.add("--dataset", action="append", metavar="DIR", help="the job's dataset; may be repeated (default: none)")
 
     p = verb("export", _export, "write the uses as a table", verbs)
-    p.add_argument("file", type=Path, help="the ledger")
-    p.add_argument("--out", required=True, type=Path, metavar="FILE", help="the file to write (required)")
-    p.add_argument("--format", choices=["jsonl", "parquet"], default="jsonl", help="format of the table")
-    p.add_argument("--sample-ids", action="store_true", help="add a column with the ids of the samples")
+    p.add("file", type=Path, help="the ledger")
+    p.add("--out", required=True, type=Path, metavar="FILE", help="the file to write (required)")
+    p.add("--format", choices=["jsonl", "parquet"], default="jsonl", help="format of the table")
+    p.add("--sample-ids", action="store_true", help="add a column with the ids of the samples")

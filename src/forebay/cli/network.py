@@ -6,21 +6,21 @@ import datetime as dt
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from forebay.cli.arguments import add_identity, address, days, positive, show
+from forebay.cli.parser import Parser
 from forebay.cli.running import load_identity, log, open_audit_log, ready, stop_event, until_stopped
 from forebay.errors import UsageError
 from forebay.network.peer import ROLES, Scope
 from forebay.network.retry import log_while_waiting
 
-DAY_S = 86400
 TOKEN_VALID_DAYS = 7.0
 
 
-def _print(args: argparse.Namespace, fields: dict[str, Any], *lines: str) -> None:
+def _print(args: argparse.Namespace, fields: Mapping[str, Any], *lines: str) -> None:
     print(json.dumps(fields) if args.json else "\n".join(lines))
 
 
@@ -54,27 +54,26 @@ def _network_org(args: argparse.Namespace) -> int:
 
 def _network_join(args: argparse.Namespace) -> int:
     from forebay.network.join import join_by_token
-    from forebay.network.pki.certificates import NODE_VALID_DAYS
     from forebay.network.pki.identity import join
 
     if args.token is not None:
         if len(args.directories) != 1 or args.role or args.dataset or args.days:
             raise UsageError("join: with a token expected the node's directory alone; the token says the rest")
-        text = _read_token(args.token)
+        try:
+            text = sys.stdin.readline() if str(args.token) == "-" else args.token.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"join: cannot read the token from {args.token}: {error}") from error
         with log_while_waiting(log, lambda: "an answer of the admission server that the token names"):
-            identity = join_by_token(text, args.directories[0], args.name)
+            identity = join_by_token(text.strip(), args.directories[0], args.name)
     else:
         if len(args.directories) != 2:
             raise UsageError("join: expected the directories of network and node, or --token FILE and that of the node")
         _check_role(args, "join")
-        network_dir, node_dir = args.directories
-        valid_days = args.days or NODE_VALID_DAYS
-        identity = join(network_dir, node_dir, args.name, scope=_scope(args), valid_days=valid_days)
-    by = f" It was admitted by organisation {identity.org}." if identity.org else ""
+        identity = join(args.directories[0], args.directories[1], args.name, scope=_scope(args), **_days(args))
     _print(
         args, _node_fields(identity),
         f"{identity.name} is peer {identity.peer_id}. Use this node by --identity {args.directories[-1]}.",
-        f"It may be {_describe(identity.scope)}, until {_date(identity.expires_at)}.{by}",
+        f"It may be {_describe(identity.scope)}, until {_date(identity.expires_at)}.",
     )  # fmt: skip
     return 0
 
@@ -83,37 +82,21 @@ def _node_fields(identity: Any) -> dict[str, Any]:
     return {"name": identity.name, "peer_id": identity.peer_id, "expires": round(identity.expires_at)}
 
 
-def _read_token(path: Path) -> str:
-    """The token in a file, or on standard input for `-`."""
-    if str(path) == "-":
-        return sys.stdin.readline().strip()
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"join: cannot read the token from {path}: {error}") from error
-
-
 def _network_invite(args: argparse.Namespace) -> int:
     import secrets
 
+    from forebay.network.join import JoinToken, sign_token
     from forebay.network.pki.files import read_issuer, read_network
-    from forebay.network.pki.tokens import JoinToken, sign_token
 
     address(args.issuer)
     _check_role(args, "invite")
     issuer = read_issuer(args.directory)
     scope = Scope(_scope(args).roles or issuer.scope.roles, tuple(args.dataset), issuer.scope.datasets)
     token = JoinToken(
-        id=secrets.token_hex(16),
-        network_id=read_network(args.directory).network_id,
-        issuer=issuer.peer_id,
-        address=args.issuer,
-        roles=tuple(sorted(scope.roles)),
-        datasets=scope.datasets,
-        uses=args.uses,
-        expires_at=round(time.time() + args.hours * 3600),
-        valid_days=args.days or TOKEN_VALID_DAYS,
-    )
+        secrets.token_hex(16), read_network(args.directory).network_id, issuer.peer_id, args.issuer,
+        tuple(sorted(scope.roles)), scope.datasets, args.uses, round(time.time() + args.hours * 3600),
+        args.days or TOKEN_VALID_DAYS,
+    )  # fmt: skip
     text = sign_token(issuer, token)
     _print(args, {"token": text, "id": token.id, "expires": token.expires_at}, text)
     print(
@@ -193,18 +176,13 @@ def _notify(node_dir: Path, target: str, crl: Any) -> str:
 
 
 def _network_show(args: argparse.Namespace) -> int:
-    properties = _properties(args.directory)
+    fields = _properties(args.directory)
     if not args.json:
-        expires = properties["expires"]
-        properties["expires"] = f"{_date(expires)} ({_remaining(expires)})"
-        for key in ("roles", "datasets"):
-            properties[key] = ", ".join(properties[key]) or "all"
-        properties["revoked"] = ", ".join(properties["revoked"]) or "none"
-        crls = properties.pop("crls").items()
-        properties["CRLs"] = "; ".join(f"{crl['revoked']} revoked by {issuer}" for issuer, crl in crls) or "none"
-        if not properties.get("organisation", "-"):
-            properties["organisation"] = "none: signed by the root"
-    show(properties, args.json)
+        crls = fields["crls"].items()
+        fields["crls"] = [f"{crl['revoked']} revoked by {issuer}" for issuer, crl in crls]
+        fields |= {"expires": _date(fields["expires"]), "roles": fields["roles"] or ["all"]}
+        fields["datasets"] = fields["datasets"] or ["all"]
+    show(fields, args.json)
     return 0
 
 
@@ -218,22 +196,24 @@ def _properties(directory: Path) -> dict[str, Any]:
     from forebay.network.pki.identity import Identity
     from forebay.network.pki.revocation import Revocations
 
-    properties: dict[str, Any]
+    organisation: dict[str, str] = {}
     if _is_issuer(directory):
         issuer = read_issuer(directory)
         peer, scope, expires_at = peer_in(issuer.cert), issuer.scope, issuer.cert.not_valid_after_utc.timestamp()
         revocations = Revocations(directory, read_root(directory))
-        properties = {"kind": "network" if issuer.is_root else "organisation", "name": peer.name}
-        properties |= {"peer_id": peer.peer_id, "network": read_network(directory).network_id}
+        kind = "network" if issuer.is_root else "organisation"
     else:
         node = Identity.load(directory)
-        scope, expires_at, revocations = node.scope, node.expires_at, node.revocations
-        properties = {"kind": "node", "name": node.name, "peer_id": node.peer_id, "network": node.network_id}
-        properties["organisation"] = node.org
+        peer, scope, expires_at, revocations = node.as_peer, node.scope, node.expires_at, node.revocations
+        kind, organisation = "node", {"organisation": node.org}
     if (fault := revocations.fault()) is not None:
         raise UsageError(f"revocation: {fault}")
     return {
-        **properties,
+        "kind": kind,
+        "name": peer.name,
+        "peer_id": peer.peer_id,
+        "network": read_network(directory).network_id,
+        **organisation,
         "roles": sorted(scope.roles),
         "datasets": list(scope.datasets or scope.within),
         "expires": round(expires_at),
@@ -249,19 +229,14 @@ def _network_sign(args: argparse.Namespace) -> int:
 
     dataset = open_dataset(args.dataset)
     signed = sign_dataset(load_identity(args), dataset.path, dataset.name, origins=args.origin, **_days(args))
-    if args.json:
-        names = ("name", "dataset_id", "publisher", "serial", "expires_at", "origins")
-        print(json.dumps({name: getattr(signed, name) for name in names}))
-        return 0
-    print(f"{signed.name} {signed.dataset_id} is signed by {signed.publisher} ({dataset.path / SIGNATURE_NAME}).")
-    print(f"It is version {signed.serial}, until {_date(signed.expires_at)}.")
-    print(f"Readers demand this signature by --publisher {signed.publisher}")
+    names = ("name", "dataset_id", "publisher", "serial", "expires_at", "origins")
+    _print(
+        args, {name: getattr(signed, name) for name in names},
+        f"{signed.name} {signed.dataset_id} is signed by {signed.publisher} ({dataset.path / SIGNATURE_NAME}).",
+        f"It is version {signed.serial}, until {_date(signed.expires_at)}.",
+        f"Readers demand this signature by --publisher {signed.publisher}",
+    )  # fmt: skip
     return 0
-
-
-def _remaining(until: float) -> str:
-    days = (until - time.time()) / DAY_S
-    return f"{days:,.0f} days left" if days >= 10 else f"{days:,.1f} days left" if days > 0 else "over"
 
 
 def _scope(args: argparse.Namespace) -> Scope:
@@ -291,64 +266,56 @@ def _date(unix_s: float) -> str:
     return dt.datetime.fromtimestamp(unix_s, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _add_scope(p: argparse.ArgumentParser, role: str) -> None:
-    p.add_argument("--role", action="append", default=[], choices=[*sorted(ROLES), "all"], help=role)
-    p.add_argument("--dataset", action="append", default=[], metavar="GLOB", help="names it may access (default: all)")
+def _add_scope(p: Parser, role: str) -> None:
+    p.add_list("--role", None, role, choices=[*sorted(ROLES), "all"])
+    p.add_list("--dataset", "GLOB", "names it may access (default: all)")
 
 
-def _add_days(p: argparse.ArgumentParser, default: str) -> None:
-    p.add_argument("--days", type=days, metavar="N", help=f"days of validity, also fractions (default: {default})")
+def _add_days(p: Parser, default: str) -> None:
+    p.add("--days", type=days, metavar="N", help=f"days of validity, also fractions (default: {default})")
 
 
-def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+def add_verbs(verb: Any, group: Any) -> None:
     network = group("network", "identities and membership")
     p = verb("init", _network_init, "create a network: its root key and certificate", network)
-    p.add_argument("directory", type=Path, help="directory of its key and certificate")
-    p.add_argument("--name", help="part of its datasets' URLs, forebay://NAME/DATASET (default: the directory's)")
-    p.add_argument(
-        "--bootstrap", action="append", default=[], metavar="HOST:PORT",
-        help="DHT node that members join through; may be repeated (default: none)",
-    )  # fmt: skip
+    p.add("directory", type=Path, help="directory of its key and certificate")
+    p.add("--name", help="part of its datasets' URLs, forebay://NAME/DATASET (default: the directory's)")
+    p.add_list("--bootstrap", "HOST:PORT", "DHT node that members join through; may be repeated (default: none)")
     p = verb("org", _network_org, "create an organisation, which admits its own nodes", network)
-    p.add_argument("network", type=Path, help="the network's directory")
-    p.add_argument("directory", type=Path, help="directory of the organisation's key and certificate")
-    p.add_argument("--name", required=True, help="name of the organisation (required)")
+    p.add("network", type=Path, help="the network's directory")
+    p.add("directory", type=Path, help="directory of the organisation's key and certificate")
+    p.add("--name", required=True, help="name of the organisation (required)")
     _add_scope(p, "role that its nodes may have; may be repeated (default: all)")
     _add_days(p, "1825")
     p = verb("join", _network_join, "admit a node: from an issuer's directory, or by a token from anywhere", network)
-    p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="NETWORK NODE; with a token only NODE")
-    p.add_argument("--name", required=True, help="name of the node (required)")
-    p.add_argument("--token", type=Path, metavar="FILE", help="output of network invite; - reads stdin (default: none)")
+    p.add("directories", type=Path, nargs="+", metavar="DIR", help="NETWORK NODE; with a token only NODE")
+    p.add("--name", required=True, help="name of the node (required)")
+    p.add("--token", type=Path, metavar="FILE", help="output of network invite; - reads stdin (default: none)")
     _add_scope(p, "role of the node; may be repeated (required without a token)")
     _add_days(p, "90; by a token 7, renewed by the node itself")
     p = verb("invite", _network_invite, "print a token with which machines may join for a while", network)
-    p.add_argument("directory", type=Path, help="the network's or an organisation's")
-    p.add_argument("--issuer", required=True, metavar="HOST:PORT", help="address of network admit (required)")
-    p.add_argument("--uses", type=positive, default=1, help="number of machines that may join")
-    p.add_argument("--hours", type=positive, default=24, help="hours of validity of the token")
+    p.add("directory", type=Path, help="the network's or an organisation's")
+    p.add("--issuer", required=True, metavar="HOST:PORT", help="address of network admit (required)")
+    p.add("--uses", type=positive, default=1, help="number of machines that may join")
+    p.add("--hours", type=positive, default=24, help="hours of validity of the token")
     _add_scope(p, "role of the nodes that join; may be repeated (required)")
     _add_days(p, "7, renewed by the node itself")
     p = verb("admit", _network_admit, "serve certificates for tokens; needs the issuer's key", network)
     p.set_defaults(default_log_level="info")
-    p.add_argument("directory", type=Path, help="the network's or an organisation's")
-    p.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="address; port 0: a free one")
+    p.add("directory", type=Path, help="the network's or an organisation's")
+    p.add("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="address; port 0: a free one")
     p = verb("renew", _network_renew, "issue a new certificate for a node's key; its peer id stays", network)
-    p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="ISSUER NODE; with --issuer only NODE")
-    p.add_argument("--issuer", metavar="HOST:PORT", help="the issuer's admission server (default: its directory)")
+    p.add("directories", type=Path, nargs="+", metavar="DIR", help="ISSUER NODE; with --issuer only NODE")
+    p.add("--issuer", metavar="HOST:PORT", help="the issuer's admission server (default: its directory)")
     _add_days(p, "90; of an organisation 1825")
     p = verb("revoke", _network_revoke, "refuse a peer or an organisation from now on, without a restart", network)
-    p.add_argument("peer_id", help="of the node or organisation")
-    p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="the issuer's, to sign a CRL; nodes'")
-    p.add_argument(
-        "--notify", action="append", default=[], metavar="HOST:PORT", help="node to send the CRL to (default: none)"
-    )
+    p.add("peer_id", help="of the node or organisation")
+    p.add("directories", type=Path, nargs="+", metavar="DIR", help="the issuer's, to sign a CRL; nodes'")
+    p.add_list("--notify", "HOST:PORT", "node to send the CRL to (default: none)")
     p = verb("show", _network_show, "show a node's identity, scope, expiry and revocation lists", network)
-    p.add_argument("directory", type=Path, help="a node's, an organisation's or the network's")
+    p.add("directory", type=Path, help="a node's, an organisation's or the network's")
     p = verb("sign", _network_sign, "sign a dataset as its publisher", network)
-    p.add_argument("dataset", help="a local dataset")
+    p.add("dataset", help="a local dataset")
     add_identity(p)
-    p.add_argument(
-        "--origin", action="append", default=[], metavar="URL",
-        help="https, s3, gs or az URL of a copy, without a query; may be repeated (default: none)",
-    )  # fmt: skip
+    p.add_list("--origin", "URL", "https, s3, gs or az URL of a copy; may be repeated (default: none)")
     _add_days(p, "365")

@@ -4,13 +4,12 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from forebay.cli.arguments import add_identity, address, positive, seconds, size
 from forebay.cli.running import (
-    add_limits,
     add_node,
     joined_network,
     listen_at,
@@ -136,27 +135,22 @@ def _find(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+def add_verbs(verb: Any, group: Any) -> None:
     p = verb("dht", _dht, "run nodes of the Kademlia DHT that others start from")
     p.set_defaults(default_log_level="info")
-    p.add_argument(
-        "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="of the first node (UDP); 0: a free port"
-    )
-    p.add_argument(
-        "--bootstrap", action="append", default=[], metavar="HOST:PORT",
-        help="DHT node to join through; may be repeated (default: none, a network's first node)",
-    )  # fmt: skip
-    p.add_argument("--nodes", type=positive, default=1, metavar="N", help="number of nodes, the others at free ports")
+    p.add("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="of the first node (UDP); 0: a free port")
+    p.add_list("--bootstrap", "HOST:PORT", "DHT node to join through; may be repeated (default: none)")
+    p.add("--nodes", type=positive, default=1, metavar="N", help="number of nodes, the others at free ports")
     p = add_node(verb, "serve", _serve, "run a data node: serve datasets and announce them")
-    p.add_argument("datasets", nargs="+", metavar="DATASET", help="a directory, or a URL that members fetch from too")
-    p.add_argument("--listen", metavar="HOST:PORT", help="address (default: a free port at the DHT node's address)")
-    p.add_argument("--ttl", type=seconds, default=60.0, metavar="S", help="how long an announcement is valid")
-    p.add_argument("--upload-limit", type=size, metavar="BYTES", help="bytes per second to all (default: no limit)")
-    add_limits(p)
-    p.add_argument("--access", type=Path, metavar="FILE", help="TOML: who may read what, how much a day (default: all)")
+    p.add("datasets", nargs="+", metavar="DATASET", help="a directory, or a URL that members fetch from too")
+    p.add("--listen", metavar="HOST:PORT", help="address (default: a free port at the DHT node's address)")
+    p.add("--ttl", type=seconds, default=60.0, metavar="S", help="how long an announcement is valid")
+    p.add("--upload-limit", type=size, metavar="BYTES", help="bytes per second to all (default: no limit)")
+    p.add_list("--limit", "NAME=NUMBER", "limit of members (default: docs/reference/http-api.md)")
+    p.add("--access", type=Path, metavar="FILE", help="TOML: who may read what, how much a day (default: all)")
     p = add_node(verb, "find", _find, "list the data nodes of a dataset", timeout_s=10.0, timeout_of="the DHT")
-    p.add_argument("name", metavar="NAME", help="name of the dataset")
+    p.add("name", metavar="NAME", help="name of the dataset")
     p = verb("status", _status, "show the status of a scheduler or data node; exit 1 if it takes no requests")
-    p.add_argument("address", metavar="HOST:PORT", help="address of a scheduler or data node")
+    p.add("address", metavar="HOST:PORT", help="address of a scheduler or data node")
     add_identity(p)
-    p.add_argument("--timeout", type=seconds, default=2.0, metavar="S", help="longest wait for the answer")
+    p.add("--timeout", type=seconds, default=2.0, metavar="S", help="longest wait for the answer")

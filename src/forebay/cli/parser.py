@@ -1,11 +1,20 @@
-"""The argument parser: commands in panels, defaults in the help, suggestions for typing errors, shell completion."""
+"""The argument parser and the output of commands: panels, suggestions for typing errors, shell completion, log lines.
+
+Names, reasons and error messages come from other members and from files: control characters are filtered, as an escape
+sequence could rename a window, hide lines or type for the user.
+"""
 
 import argparse
+import datetime as dt
 import difflib
 import json
+import logging
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn, TextIO
 
 PANELS = {
     "Data": (
@@ -15,6 +24,7 @@ PANELS = {
     "Operate": ("status", "plan", "ledger"),
     "Try": ("demo", "simulate", "completion"),
 }  # fmt: skip
+LEVELS = ("debug", "info", "warning", "error")
 
 
 def report_failure(kind: str, text: str, as_json: bool) -> None:
@@ -32,6 +42,12 @@ class Parser(argparse.ArgumentParser):
         # `resolve`: demo has a `--json FILE` of its own.
         options = {"allow_abbrev": False, "formatter_class": _Help, "conflict_handler": "resolve", **options}
         super().__init__(**options)
+
+    add = argparse.ArgumentParser.add_argument
+
+    def add_list(self, flag: str, metavar: str | None, help: str, **options: Any) -> None:
+        """Add an option that may be repeated."""
+        self.add(flag, action="append", default=[], metavar=metavar, help=help, **options)
 
     def error(self, message: str) -> NoReturn:
         """As of argparse; with `--json` also an object on stdout."""
@@ -91,12 +107,7 @@ def completion(parser: argparse.ArgumentParser, shell: str) -> str:
     cases = []
     for path, child in walk(parser):
         words = [name for name in child._option_string_actions if name.startswith("--")]
-        words += [
-            str(name)
-            for action in child._actions
-            if isinstance(action, argparse._SubParsersAction)
-            for name in action.choices
-        ]
+        words += [names[-1] for names, _ in walk(child) if len(names) == 1]
         cases.append(f'    "{" ".join(path)}") words="{" ".join(sorted(words))}" ;;')
     head = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
     paths = "|".join(f'"{" ".join(path)}"' for path, _ in walk(parser) if path)
@@ -117,12 +128,100 @@ complete -o filenames -F _forebay forebay
 """
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every command takes, before or after its name."""
+    add = partial(parser.add_argument_group("output").add_argument, default=argparse.SUPPRESS)
+    add("--json", action="store_true", help="print results, and errors, as JSON")
+    add("-q", "--quiet", action="store_true", help="show no progress")
+    add("-v", "--verbose", action="count", help="log more: info, and twice: debug")
+    add("--log-level", choices=LEVELS, help="default: info for servers, else warning")
+    add("--log-format", choices=("text", "json"), help="of lines on stderr; default: text")
+
+
+@contextmanager
+def logging_to_stderr(args: argparse.Namespace) -> Iterator[None]:
+    """Log according to the arguments while the block runs; `args.default_log_level` is the verb's default."""
+    level = str(getattr(args, "log_level", "") or getattr(args, "default_log_level", "warning"))
+    if verbose := getattr(args, "verbose", 0):
+        level = "debug" if verbose > 1 or level == "debug" else "info"
+    handler = logging.StreamHandler()
+    if getattr(args, "log_format", "text") == "json":
+        handler.setFormatter(_JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("forebay")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        body = {
+            "time": dt.datetime.fromtimestamp(record.created, dt.UTC).isoformat(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            body["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(body)
+
+
+# Control characters (C0, C1) but line feed and tab, and unpaired surrogates.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_UNSAFE_BUT_RETURN = re.compile(_UNSAFE.pattern.replace("\x0b-", "\x0b\x0c\x0e-"))
+
+
+def printable(text: str, *, allow_return: bool = False) -> str:
+    """Replace control characters by their escapes: `\\x1b`. `allow_return` keeps carriage returns, which restart a
+    progress line."""
+    pattern = _UNSAFE_BUT_RETURN if allow_return else _UNSAFE
+    return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+class _Filter:
+    """A text stream that writes through `printable`; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO, allow_return: bool) -> None:
+        self._stream = stream
+        self._allow_return = allow_return
+
+    def write(self, text: str) -> int:
+        self._stream.write(printable(text, allow_return=self._allow_return))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def filtered_streams() -> Iterator[None]:
+    """While the block runs, stdout and stderr are filtered. Bytes written to their `buffer` are not."""
+    stdout, stderr = sys.stdout, sys.stderr
+    sys.stdout = _Filter(stdout, False)
+    sys.stderr = _Filter(stderr, True)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = stdout, stderr
+
+
 def add_verbs(verb: Any, main_parser: argparse.ArgumentParser) -> None:
-    """Adds `forebay completion`."""
+    """Add `forebay completion`."""
 
     def run(args: argparse.Namespace) -> int:
         print(completion(main_parser, args.shell), end="")
         return 0
 
     p = verb("completion", run, 'print a completion script: eval "$(forebay completion bash)"')
-    p.add_argument("shell", choices=["bash", "zsh"], help="the shell")
+    p.add("shell", choices=["bash", "zsh"], help="the shell")

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +27,10 @@ def _plan_shards(args: argparse.Namespace) -> int:
         raise UsageError("plan --shards: expected --bytes of all shards and --slice-bytes of one. Give both.")
     shard_bytes, count = args.slice_bytes, -(-args.bytes // args.slice_bytes)
     start_bytes = min(3, count) * shard_bytes
+    fetch_s = shard_bytes / args.bandwidth if args.bandwidth else None
     plan: dict[str, Any] = {
         "shards": count, "shard_bytes": shard_bytes, "in_use_bytes": min(2, count) * shard_bytes,
-        "start_bytes": start_bytes, "shard_fetch_s": shard_bytes / args.bandwidth if args.bandwidth else None,
-        "refused": [], "warnings": [],
+        "start_bytes": start_bytes, "shard_fetch_s": fetch_s, "refused": [], "warnings": [],
     }  # fmt: skip
     free = None if args.disk is None else _free_bytes(args.disk)
     if free is not None and free < start_bytes:
@@ -45,12 +44,9 @@ def _plan_shards(args: argparse.Namespace) -> int:
     print(f"shards         {count} of {format_bytes(shard_bytes)}")
     print(f"disk           {format_bytes(plan['in_use_bytes'])}: the shard in use and the next")
     print(f"at the start   {format_bytes(start_bytes)}, with a third while ranks release the old one")
-    if plan["shard_fetch_s"] is not None:
-        print(f"shard comes in {format_seconds(plan['shard_fetch_s'])}: training waits at a swap if it lasts less")
-    for text in plan["warnings"]:
-        print(f"warning: {text}")
-    for text in plan["refused"]:
-        print(f"refused: {text}")
+    if fetch_s is not None:
+        print(f"shard comes in {format_seconds(fetch_s)}: training waits at a swap if it lasts less")
+    print("".join(f"{kind.rstrip('s')}: {text}\n" for kind in ("warnings", "refused") for text in plan[kind]), end="")
     print("ok" if plan["ok"] else "NOT ok: this run cannot work as requested")
     return int(not plan["ok"])
 
@@ -86,21 +82,11 @@ def _job(args: argparse.Namespace) -> RunSpec:
         raise UsageError("plan: expected a dataset, or --bytes and --slice-bytes of a future one. Give one of them.")
     slice_bytes, slice_samples, name, seq_len = _read_dataset(args) if args.dataset else _from_sizes(args)
     return RunSpec(
-        slice_bytes,
-        slice_samples,
-        args.global_batch_size,
-        seq_len,
-        name,
-        args.world_size,
-        min(args.ranks_per_node, args.world_size),
-        epochs=args.epochs,
-        cache_bytes=args.cache_bytes,
-        volume_bytes=None if args.disk is None else _free_bytes(args.disk),
-        mem_bytes=args.memory or _memory_bytes(),
-        bandwidth=args.bandwidth,
-        step_s=args.step_s,
-        whole_in_memory=args.disk == "ram",
-    )
+        slice_bytes, slice_samples, args.global_batch_size, seq_len, name, args.world_size,
+        min(args.ranks_per_node, args.world_size), epochs=args.epochs, cache_bytes=args.cache_bytes,
+        volume_bytes=None if args.disk is None else _free_bytes(args.disk), mem_bytes=args.memory or _memory_bytes(),
+        bandwidth=args.bandwidth, step_s=args.step_s, whole_in_memory=args.disk == "ram",
+    )  # fmt: skip
 
 
 def _read_dataset(args: argparse.Namespace) -> tuple[Any, Any, str, int | None]:
@@ -146,16 +132,8 @@ def _simulate(args: argparse.Namespace) -> int:
     values = read_toml(args.scenario) if args.scenario else {}
     values |= {name: value for name in options if (value := getattr(args, name)) is not None}
     scenario = validate(Scenario, values, "simulate")
-    shown = 0
-
-    with bar("simulate", 100, "%", enabled=not args.json and not args.quiet) as advance:
-
-        def progress(share: float) -> None:
-            nonlocal shown
-            advance(int(100 * share) - shown)
-            shown = int(100 * share)
-
-        result = simulate(scenario, progress)
+    with bar("simulate", scenario.num_samples, " samples", enabled=not args.json and not args.quiet) as advance:
+        result = simulate(scenario, advance)
     show(result.to_json(), args.json)
     if not result.ok:
         settings = ", ".join(f"{k} = {v}" for k, v in scenario.model_dump(exclude_defaults=True).items())
@@ -163,37 +141,30 @@ def _simulate(args: argparse.Namespace) -> int:
     return 0 if result.ok else 1
 
 
-def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+def add_verbs(verb: Any, group: Any) -> None:
     about = "compute the disk, time and memory that a run needs, before it starts; exit 1 if it cannot work"
     p = verb("plan", _plan, about)
-    p.add_argument("dataset", nargs="?", help="a directory or URL; only its description is read")
-    p.add_argument("--bytes", type=size, metavar="BYTES", help="size of a future dataset: 2TB (default: of DATASET)")
-    p.add_argument("--slice-bytes", type=size, metavar="BYTES", help="size of its slices: 1GB (required with --bytes)")
-    p.add_argument("--shards", action="store_true", help="plan SharedShardedDatasetManager: --slice-bytes is a shard's")
-    p.add_argument("--seq-len", type=positive, default=2048, metavar="L", help="tokens per sample")
-    p.add_argument("--global-batch-size", type=positive, default=512, metavar="N", help="samples of all ranks per step")
-    p.add_argument("--world-size", type=positive, default=1, metavar="N", help="number of ranks")
-    p.add_argument("--ranks-per-node", type=positive, default=1, metavar="N", help="ranks that share a cache")
-    p.add_argument("--epochs", type=positive, default=1, metavar="N", help="passes over the dataset")
-    p.add_argument("--cache-bytes", type=size, metavar="BYTES", help="budget of a node's cache (default: as needed)")
-    p.add_argument("--disk", metavar="DIR|SIZE|ram", help="disk for the cache, or its free bytes (default: any)")
-    p.add_argument("--memory", type=size, metavar="BYTES", help="memory of a node or device (default: this machine's)")
-    p.add_argument(
-        "--model-size", choices=["tiny", "small", "medium"], help="plan the batch of a model (default: none)"
-    )
-    p.add_argument("--bandwidth", type=rate, metavar="RATE", help="of a node: 1Gb/s, 125MB/s (default: not known)")
-    p.add_argument("--step-s", type=seconds, metavar="S", help="seconds of a training step (default: not known)")
+    p.add("dataset", nargs="?", help="a directory or URL; only its description is read")
+    p.add("--bytes", type=size, metavar="BYTES", help="size of a future dataset: 2TB (default: of DATASET)")
+    p.add("--slice-bytes", type=size, metavar="BYTES", help="size of its slices: 1GB (required with --bytes)")
+    p.add("--shards", action="store_true", help="plan SharedShardedDatasetManager: --slice-bytes is a shard's")
+    p.add("--seq-len", type=positive, default=2048, metavar="L", help="tokens per sample")
+    p.add("--global-batch-size", type=positive, default=512, metavar="N", help="samples of all ranks per step")
+    p.add("--world-size", type=positive, default=1, metavar="N", help="number of ranks")
+    p.add("--ranks-per-node", type=positive, default=1, metavar="N", help="ranks that share a cache")
+    p.add("--epochs", type=positive, default=1, metavar="N", help="passes over the dataset")
+    p.add("--cache-bytes", type=size, metavar="BYTES", help="budget of a node's cache (default: as needed)")
+    p.add("--disk", metavar="DIR|SIZE|ram", help="disk for the cache, or its free bytes (default: any)")
+    p.add("--memory", type=size, metavar="BYTES", help="memory of a node or device (default: this machine's)")
+    p.add("--model-size", choices=["tiny", "small", "medium"], help="plan the batch of a model (default: none)")
+    p.add("--bandwidth", type=rate, metavar="RATE", help="of a node: 1Gb/s, 125MB/s (default: not known)")
+    p.add("--step-s", type=seconds, metavar="S", help="seconds of a training step (default: not known)")
     add_identity(p)
 
     p = verb("simulate", _simulate, "run a whole network in virtual time, on the real code; exit 1 if a sample is lost")
-    p.add_argument("--workers", type=positive, help="machines that train (default: 1000)")
-    p.add_argument("--slices", type=positive, help="slices of the dataset (default: 10000)")
-    p.add_argument("--churn", type=share, help="share of the workers that are killed and replaced (default: 0)")
-    p.add_argument("--seed", type=int, help="seed of all random choices (default: 0)")
-    p.add_argument("--epochs", type=positive, help="passes over the dataset (default: 1)")
-    p.add_argument(
-        "--scenario",
-        type=Path,
-        metavar="FILE",
-        help="TOML with further settings: links, faults, timeouts (default: none)",
-    )
+    p.add("--workers", type=positive, help="machines that train (default: 1000)")
+    p.add("--slices", type=positive, help="slices of the dataset (default: 10000)")
+    p.add("--churn", type=share, help="share of the workers that are killed and replaced (default: 0)")
+    p.add("--seed", type=int, help="seed of all random choices (default: 0)")
+    p.add("--epochs", type=positive, help="passes over the dataset (default: 1)")
+    p.add("--scenario", type=Path, metavar="FILE", help="TOML with further settings: links, faults (default: none)")

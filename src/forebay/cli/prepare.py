@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,46 +121,30 @@ def _explain(name: str) -> int:
     return 0
 
 
-def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+def add_verbs(verb: Any, group: Any) -> None:
     p = verb("prepare", _prepare, "raw text to a dataset; run it again to resume")
     p.epilog = "example: forebay prepare crawl/ --out web --tokenizer gpt2 --recipe fineweb"
-    p.add_argument(
-        "inputs", nargs="*", metavar="INPUT",
-        help="files, directories, URLs; NAME.api.toml describes a JSON API to download (default: those of the recipe)",
-    )  # fmt: skip
-    p.add_argument("--out", type=Path, metavar="DIR", help="the dataset to write (required)")
-    p.add_argument("--tokenizer", metavar="T", help="tokenizer.json, hub name, bytes or train:VOCAB (required)")
-    p.add_argument("--recipe", metavar="NAME", help="fineweb, gopher, c4, wikipedia or sft (default: none)")
-    p.add_argument("--config", type=Path, metavar="FILE", help="TOML file with your settings (default: none)")
+    p.add("inputs", nargs="*", metavar="INPUT", help="files, folders, URLs, NAME.api.toml (default: the recipe's)")
+    p.add("--out", type=Path, metavar="DIR", help="the dataset to write (required)")
+    p.add("--tokenizer", metavar="T", help="tokenizer.json, hub name, bytes or train:VOCAB (required)")
+    p.add("--recipe", metavar="NAME", help="fineweb, gopher, c4, wikipedia or sft (default: none)")
+    p.add("--config", type=Path, metavar="FILE", help="TOML file with your settings (default: none)")
     add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
-    p.add_argument("--filter", metavar="NAMES", help="filters: gopher,c4,fineweb,language,… (default: the recipe's)")
-    p.add_argument("--dedup", metavar="KINDS", help="exact,lines,minhash (default: the recipe's)")
-    p.add_argument("--format", metavar="NAME", help="read every input as this format (default: auto)")
-    p.add_argument("--name", help="name of the dataset (default: the directory's)")
-    p.add_argument(
-        "--slice-bytes", type=size, metavar="BYTES", help="size of a slice (default: the recipe's, or 64MiB)"
-    )
-    p.add_argument("--seed", type=int, metavar="N", help="of the shuffle and of --sample (default: the recipe's, or 0)")
-    p.add_argument("--workers", type=positive, metavar="N", help="processes (default: one per core)")
-    p.add_argument("--engine", default="local", metavar="NAME", help="local, ray (RAY_ADDRESS), or a plug-in's name")
-    p.add_argument("--sample", metavar="SHARE", help="read only this share of the input, such as 1%% (default: 100%%)")
-    p.add_argument("--dry-run", action="store_true", help="print what would run, on how much, and stop")
-    p.add_argument(
-        "--write-ids", type=Path, metavar="FILE", help="write the source id of each kept document (default: no)"
-    )
-    p.add_argument("--document-ids", action="store_true", help="store the source id of each document beside the slices")
-    p.add_argument(
-        "--max-error-rate", type=float, metavar="SHARE",
-        help="stop if a larger share of the records is malformed (default: the recipe's, or 0.05)",
-    )  # fmt: skip
-    p.add_argument("--strict", action="store_true", help="stop if an input is left out or cannot be read")
-    p.add_argument("--follow-links", action="store_true", help="follow links in input folders to other places")
-    p.add_argument("--allow-code", action="store_true", help="allow the recipe to run code: what its `use` names")
-    p.add_argument(
-        "--to", choices=["dataset", "text", "lm"], default="dataset",
-        help="text: Parquet of the kept documents; lm: a model for the perplexity filter",
-    )  # fmt: skip
-    p.add_argument(
-        "--explain", nargs="?", const="", metavar="NAME",
-        help="print a recipe, or what a table of one means; without NAME a list of both",
-    )  # fmt: skip
+    p.add("--filter", metavar="NAMES", help="filters: gopher,c4,fineweb,language,… (default: the recipe's)")
+    p.add("--dedup", metavar="KINDS", help="exact,lines,minhash (default: the recipe's)")
+    p.add("--format", metavar="NAME", help="read every input as this format (default: auto)")
+    p.add("--name", help="name of the dataset (default: the directory's)")
+    p.add("--slice-bytes", type=size, metavar="BYTES", help="size of a slice (default: the recipe's, or 64MiB)")
+    p.add("--seed", type=int, metavar="N", help="of the shuffle and of --sample (default: the recipe's, or 0)")
+    p.add("--workers", type=positive, metavar="N", help="processes (default: one per core)")
+    p.add("--engine", default="local", metavar="NAME", help="local, ray (RAY_ADDRESS), or a plug-in's name")
+    p.add("--sample", metavar="SHARE", help="read only this share of the input, such as 1%% (default: 100%%)")
+    p.add("--dry-run", action="store_true", help="print what would run, on how much, and stop")
+    p.add("--write-ids", type=Path, metavar="FILE", help="write the source id of each kept document (default: no)")
+    p.add("--document-ids", action="store_true", help="store the source id of each document beside the slices")
+    p.add("--max-error-rate", type=float, metavar="SHARE", help="largest share of bad records (default: 0.05)")
+    p.add("--strict", action="store_true", help="stop if an input is left out or cannot be read")
+    p.add("--follow-links", action="store_true", help="follow links in input folders to other places")
+    p.add("--allow-code", action="store_true", help="allow the recipe to run code: what its `use` names")
+    p.add("--to", choices=["dataset", "text", "lm"], default="dataset", help="text: as Parquet; lm: a perplexity model")
+    p.add("--explain", nargs="?", const="", metavar="NAME", help="print a recipe or the keys of a table; alone: a list")

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import add_identity, address, plain, seconds
+from forebay.cli.parser import Parser
 from forebay.errors import NetworkError, UsageError
 from forebay.network.retry import log_while_waiting
 from forebay.threads import SupervisedThread
@@ -33,9 +34,7 @@ def load_identity(args: argparse.Namespace) -> Identity:
     from forebay.network.pki.identity import Identity
 
     if args.identity is None:
-        raise UsageError(
-            "expected --identity DIR, got none. Give this node's directory (created by `forebay network join`)."
-        )
+        raise UsageError("expected --identity DIR, got none. Give this node's directory (forebay network join).")
     return Identity.load(args.identity)
 
 
@@ -133,37 +132,21 @@ def until_stopped(stop: threading.Event, until: Callable[[], bool] | None = None
 
 
 def add_node(
-    verb: Callable[..., argparse.ArgumentParser],
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    about: str,
-    timeout_s: float = 30.0,
+    verb: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, timeout_s: float = 30.0,
     timeout_of: str = "a bootstrap node",
-) -> argparse.ArgumentParser:
+) -> Parser:  # fmt: skip
     """Add a verb that runs a node of the DHT, with the options that all of them have."""
-    p = verb(name, run, about)
+    p: Parser = verb(name, run, about)
     p.set_defaults(default_log_level="info")
     add_identity(p)
-    p.add_argument(
-        "--bootstrap", action="append", default=[], metavar="HOST:PORT",
-        help="DHT node to join through; may be repeated (default: the network's)",
-    )  # fmt: skip
-    p.add_argument("--timeout", type=seconds, default=timeout_s, metavar="S", help=f"longest wait for {timeout_of}")
+    p.add_list("--bootstrap", "HOST:PORT", "DHT node to join by; may be repeated (default: the network's)")
+    p.add("--timeout", type=seconds, default=timeout_s, metavar="S", help=f"longest wait for {timeout_of}")
     return p
 
 
-def add_limits(parser: argparse.ArgumentParser) -> None:
-    """Add the option for limits of members and organisations."""
-    parser.add_argument(
-        "--limit", action="append", default=[], metavar="NAME=NUMBER",
-        help="limit of members, such as requests_per_s=20; may be repeated (default: docs/reference/http-api.md)",
-    )  # fmt: skip
-
-
-def add_from_urls(parser: argparse.ArgumentParser) -> None:
+def add_from_urls(parser: Parser) -> None:
     """Add the option that allows reading from URLs that peers name."""
-    parser.add_argument(
+    parser.add(
         "--from-urls", choices=["public", "any"],
-        help="also read from URLs that data nodes name: public (https and public buckets, never with your "
-        "credentials), or any (also http and private addresses) (default: none)",
+        help="also read from URLs that data nodes name: public ones, or any, also http and private (default: none)",
     )  # fmt: skip

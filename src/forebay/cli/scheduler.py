@@ -6,14 +6,12 @@ import argparse
 import json
 import threading
 import urllib.parse
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.cli.arguments import add_identity, positive, seconds
 from forebay.cli.running import (
     add_from_urls,
-    add_limits,
     add_node,
     joined_network,
     listen_at,
@@ -38,20 +36,10 @@ def _schedule(args: argparse.Namespace) -> int:
     with joined_network(args, stop) as (identity, discovery):
         host, port = listen_at(args, discovery)
         service = SchedulerService(
-            identity,
-            plans[0].name,
-            discovery=discovery,
-            client=Client(identity),
-            state_dir=args.state,
-            host=host,
-            port=port,
-            jobs=plans,
-            wait_s=args.timeout,
-            standby=args.standby,
-            publishers=args.publisher,
-            limits=limits,
-            from_urls=args.from_urls or "",
-        )
+            identity, plans[0].name, discovery=discovery, client=Client(identity), state_dir=args.state, host=host,
+            port=port, jobs=plans, wait_s=args.timeout, standby=args.standby, publishers=args.publisher,
+            limits=limits, from_urls=args.from_urls or "",
+        )  # fmt: skip
         try:
             SupervisedThread(lambda: _watch_standby(args, service, stop, started), "standby", stopping=started).start()
             service.start()
@@ -69,8 +57,7 @@ def _schedule(args: argparse.Namespace) -> int:
             service.stop()
     if left_out:
         raise LeaseError(
-            "; ".join(left_out)
-            + ". Find out why workers could not read them, then run the missing samples as another job."
+            f"{'; '.join(left_out)}. Find out why workers could not read them, then lease them as another job."
         )
     return 0
 
@@ -121,9 +108,7 @@ def _job(args: argparse.Namespace) -> int:
         return 0
     if args.job is None:
         raise UsageError(f"job {args.action}: expected the name of a job, got none.")
-    body: dict[str, Any] = {}
-    if args.action == "readmit" and args.slices:
-        body = {"slices": args.slices}
+    body = {"slices": args.slices} if args.action == "readmit" and args.slices else {}
     kind = "peers" if args.action == "pardon" else "jobs"
     path = f"/v1/{kind}/{urllib.parse.quote(args.job, safe='')}/{args.action}"
     reply, _ = send_request(args, args.scheduler, path, body)
@@ -132,53 +117,30 @@ def _job(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+def add_verbs(verb: Any, group: Any) -> None:
     about = "find datasets by name and lease their slices to workers"
     p = add_node(verb, "scheduler", _schedule, about, timeout_of="a bootstrap node, then for a data node")
-    p.add_argument("names", nargs="*", metavar="NAME", help="datasets, one job each")
-    p.add_argument(
-        "--priority", action="append", default=[], type=_priority, metavar="JOB=N",
-        help="priority of a job for workers that name none; may be repeated (default: 0)",
-    )  # fmt: skip
-    p.add_argument("--id", help="dataset id, if several datasets have the name (default: any)")
-    p.add_argument(
-        "--publisher", action="append", default=[], metavar="PEER_ID",
-        help="lease only datasets signed by this peer; may be repeated (default: any)",
-    )  # fmt: skip
-    p.add_argument("--listen", metavar="HOST:PORT", help="address (default: a free port at the DHT node's address)")
-    p.add_argument(
-        "--state", type=Path, default=Path("./forebay-state"), metavar="DIR",
-        help="ledgers and journal; a restart on it continues",
-    )  # fmt: skip
-    add_limits(p)
+    p.add("names", nargs="*", metavar="NAME", help="datasets, one job each")
+    p.add_list("--priority", "JOB=N", "priority of a job; may be repeated (default: 0)", type=_priority)
+    p.add("--id", help="dataset id, if several datasets have the name (default: any)")
+    p.add_list("--publisher", "PEER_ID", "lease only datasets that it signed; may be repeated (default: any)")
+    p.add("--listen", metavar="HOST:PORT", help="address (default: a free port at the DHT node's address)")
+    state = Path("./forebay-state")
+    p.add("--state", type=Path, default=state, metavar="DIR", help="ledgers and journal (default: ./forebay-state)")
+    p.add_list("--limit", "NAME=NUMBER", "limit of members (default: docs/reference/http-api.md)")
     add_from_urls(p)
-    p.add_argument("--standby", action="store_true", help="wait until the scheduler on --state ends, then take over")
-    p.add_argument("--seq-len", type=positive, default=1024, metavar="L", help="tokens per sample")
-    p.add_argument("--epochs", type=positive, default=1, metavar="N", help="passes over the dataset")
-    p.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the order")
-    p.add_argument(
-        "--lease-timeout", type=seconds, default=30.0, metavar="S",
-        help="seconds without contact until a worker's leases expire",
-    )  # fmt: skip
-    p.add_argument(
-        "--idle-timeout", type=seconds, default=600.0, metavar="S",
-        help="seconds without progress until a worker's leases expire",
-    )  # fmt: skip
-    p.add_argument(
-        "--steal-after", type=seconds, default=2.0, metavar="S",
-        help="take samples for idle workers from those that need longer than this, in seconds",
-    )  # fmt: skip
-    p.add_argument(
-        "--max-failures", type=positive, default=3, metavar="N",
-        help="set a slice aside after this many workers failed on it",
-    )  # fmt: skip
-    p.add_argument(
-        "--exit-when-done", action="store_true",
-        help="exit when every job is done and live workers know it; exit 1 if slices were set aside",
-    )  # fmt: skip
+    p.add("--standby", action="store_true", help="wait until the scheduler on --state ends, then take over")
+    p.add("--seq-len", type=positive, default=1024, metavar="L", help="tokens per sample")
+    p.add("--epochs", type=positive, default=1, metavar="N", help="passes over the dataset")
+    p.add("--seed", type=int, default=0, metavar="N", help="seed of the order")
+    p.add("--lease-timeout", type=seconds, default=30.0, metavar="S", help="silence until a worker's leases expire")
+    p.add("--idle-timeout", type=seconds, default=600.0, metavar="S", help="no progress until its leases expire")
+    p.add("--steal-after", type=seconds, default=2.0, metavar="S", help="take samples from workers that need longer")
+    p.add("--max-failures", type=positive, default=3, metavar="N", help="workers that fail until a slice is set aside")
+    p.add("--exit-when-done", action="store_true", help="exit with the last job; exit 1 if slices were set aside")
     p = verb("job", _job, "list, pause, resume or change the jobs of a running scheduler; needs the role admin")
-    p.add_argument("action", choices=["list", "pause", "resume", "readmit", "pardon"], help="pardon: a banned peer")
-    p.add_argument("job", nargs="?", metavar="JOB", help="name of the job; of pardon: a peer id")
-    p.add_argument("slices", nargs="*", type=int, metavar="SLICE", help="readmit: slices set aside (default: all)")
-    p.add_argument("--scheduler", metavar="HOST:PORT", help="address of the scheduler (required)")
+    p.add("action", choices=["list", "pause", "resume", "readmit", "pardon"], help="pardon: a banned peer")
+    p.add("job", nargs="?", metavar="JOB", help="name of the job; of pardon: a peer id")
+    p.add("slices", nargs="*", type=int, metavar="SLICE", help="readmit: slices set aside (default: all)")
+    p.add("--scheduler", metavar="HOST:PORT", help="address of the scheduler (required)")
     add_identity(p)

@@ -7,7 +7,6 @@ import ipaddress
 import json
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,25 +32,15 @@ def _work(args: argparse.Namespace) -> int:
     # A scheduler named by address is reached without the DHT.
     with joined_network(args, stop, required=settings["scheduler"] is None) as (identity, discovery):
         report = run_worker(
-            identity,
-            settings["name"] or "",
-            discovery=discovery,
-            scheduler=settings["scheduler"],
-            cache_dir=Path(settings["cache_dir"]),
-            cache_bytes=int(settings["cache_bytes"]),
-            batch_size=int(settings["batch_size"]),
-            trainer=settings["trainer"],
+            identity, settings["name"] or "", discovery=discovery, scheduler=settings["scheduler"],
+            cache_dir=Path(settings["cache_dir"]), cache_bytes=int(settings["cache_bytes"]),
+            batch_size=int(settings["batch_size"]), trainer=settings["trainer"],
             share=None if args.listen == "none" else args.listen or f"{discovery.host}:0",
-            upload_bytes_per_s=settings["upload_limit"],
-            patience_s=args.timeout,
+            upload_bytes_per_s=settings["upload_limit"], patience_s=args.timeout, stop=stop,
             from_urls=settings["from_urls"] or "",
             on_progress=lambda p: print(json.dumps(p) if args.json else _progress_line(p), flush=True),
-            stop=stop,
-        )
-    if args.json:
-        print(json.dumps({"report": asdict(report)}), flush=True)
-    else:
-        show(asdict(report), False)
+        )  # fmt: skip
+    show({"report": asdict(report)} if args.json else asdict(report), args.json)
     return 0
 
 
@@ -96,10 +85,7 @@ def _coordinate(args: argparse.Namespace) -> int:
             )
         print(f"forebay: plain HTTP on {host}:{port}: any host that reaches it may join the run.", file=sys.stderr)
     if args.state is None:
-        print(
-            "forebay: the run's state is in memory and lost when this process ends; --state DIR stores it.",
-            file=sys.stderr,
-        )
+        print("forebay: the run's state is in memory; --state DIR stores it.", file=sys.stderr)
     rules = Rules(
         args.min_workers, args.silence_timeout / 3, args.silence_timeout, args.disconnect_timeout, args.step_timeout,
         args.workers_per_member,
@@ -141,46 +127,36 @@ def _is_loopback(host: str) -> bool:
     return bool(addresses) and all(ipaddress.ip_address(item.partition("%")[0]).is_loopback for item in addresses)
 
 
-def add_verbs(verb: Callable[..., argparse.ArgumentParser], group: Callable[[str, str], Any]) -> None:
+def add_verbs(verb: Any, group: Any) -> None:
     about = "lease slices, download and verify them, train, acknowledge, share them with other workers"
     waits = "a bootstrap node, then for a scheduler or data nodes that do not answer"
     p = add_node(verb, "worker", _work, about, timeout_s=60.0, timeout_of=waits)
-    p.add_argument("name", nargs="?", metavar="NAME", help="the job; without it: any job of --scheduler")
-    p.add_argument("--config", type=Path, metavar="FILE", help="TOML with a [worker] table (default: none)")
-    p.add_argument("--scheduler", metavar="HOST:PORT", help="address of the scheduler (default: found in the DHT)")
-    p.add_argument("--cache-dir", metavar="DIR", help="directory for verified slices (default: ./forebay-cache)")
-    p.add_argument("--cache-bytes", type=size, metavar="BYTES", help="budget of the cache (default: 4GiB)")
-    p.add_argument("--batch-size", type=positive, metavar="N", help="samples per step (default: 8)")
-    p.add_argument("--trainer", metavar="T", help="count (tokens), none, or FILE.py:CLASS (default: count or none)")
-    p.add_argument(
-        "--listen", metavar="HOST:PORT",
-        help="address to share cached slices at; none: do not share (default: a free port at the DHT node's address)",
-    )  # fmt: skip
-    p.add_argument("--upload-limit", type=size, metavar="BYTES", help="bytes per second to others (default: no limit)")
+    p.add("name", nargs="?", metavar="NAME", help="the job; without it: any job of --scheduler")
+    p.add("--config", type=Path, metavar="FILE", help="TOML with a [worker] table (default: none)")
+    p.add("--scheduler", metavar="HOST:PORT", help="address of the scheduler (default: found in the DHT)")
+    p.add("--cache-dir", metavar="DIR", help="directory for verified slices (default: ./forebay-cache)")
+    p.add("--cache-bytes", type=size, metavar="BYTES", help="budget of the cache (default: 4GiB)")
+    p.add("--batch-size", type=positive, metavar="N", help="samples per step (default: 8)")
+    p.add("--trainer", metavar="T", help="count (tokens), none, or FILE.py:CLASS (default: count or none)")
+    p.add(
+        "--listen",
+        metavar="HOST:PORT",
+        help="where to share slices; none: do not (default: any port at the DHT node's)",
+    )
+    p.add("--upload-limit", type=size, metavar="BYTES", help="bytes per second to others (default: no limit)")
     add_from_urls(p)
 
     p = verb("coordinator", _coordinate, "assign ranks to the workers of a run, also when workers join or leave")
     p.set_defaults(default_log_level="info")
-    p.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="address to listen at")
-    p.add_argument("--min-workers", type=positive, default=1, metavar="N", help="start when N workers have joined")
-    p.add_argument("--state", metavar="DIR", help="store the run's state; a restart continues it (default: in memory)")
+    p.add("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="address to listen at")
+    p.add("--min-workers", type=positive, default=1, metavar="N", help="start when N workers have joined")
+    p.add("--state", metavar="DIR", help="store the run's state; a restart continues it (default: in memory)")
     add_identity(p)
-    p.add_argument("--allow-plain-http", action="store_true", help="allow plain HTTP beyond this machine")
-    p.add_argument("--config", type=Path, metavar="FILE", help="TOML with settings for all workers (default: none)")
+    p.add("--allow-plain-http", action="store_true", help="allow plain HTTP beyond this machine")
+    p.add("--config", type=Path, metavar="FILE", help="TOML with settings for all workers (default: none)")
     add_settings(p, "dataset_name=books or num_steps=1000")
-    p.add_argument(
-        "--silence-timeout", type=seconds, default=90.0, metavar="S",
-        help="seconds without a heartbeat until a worker is removed; heartbeats come three times as often",
-    )  # fmt: skip
-    p.add_argument(
-        "--disconnect-timeout", type=seconds, default=5.0, metavar="S",
-        help="seconds after a disconnect until a worker is removed",
-    )  # fmt: skip
-    p.add_argument(
-        "--step-timeout", type=seconds, default=600.0, metavar="S",
-        help="seconds to wait for the end of a step before a new generation",
-    )  # fmt: skip
-    p.add_argument(
-        "--workers-per-member", type=positive, default=8, metavar="N", help="with --identity: workers of a certificate"
-    )
-    p.add_argument("--exit-when-done", action="store_true", help="exit when the run's last step is done")
+    p.add("--silence-timeout", type=seconds, default=90.0, metavar="S", help="silence until a worker is removed")
+    p.add("--disconnect-timeout", type=seconds, default=5.0, metavar="S", help="the same after a disconnect")
+    p.add("--step-timeout", type=seconds, default=600.0, metavar="S", help="wait for a step's end, then regroup")
+    p.add("--workers-per-member", type=positive, default=8, metavar="N", help="per certificate, with --identity")
+    p.add("--exit-when-done", action="store_true", help="exit when the run's last step is done")

@@ -27,18 +27,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.app import ApiError, JsonResponse, Request, Response, make_app
 from forebay.network.audit import AuditLog
+from forebay.network.join import JoinToken, check_token
 from forebay.network.limits import ServerLimits
 from forebay.network.messages import AdmitRequest, RenewRequest
 from forebay.network.peer import Peer
-from forebay.network.pki.certificates import (
-    EARLY,
-    peer_of,
-    scope_of,
-    verify_certificate,
-)
+from forebay.network.pki.certificates import EARLY, peer_of, scope_of, verify_certificate
 from forebay.network.pki.files import check_name, node_pem, read_issuer, read_network, read_root
 from forebay.network.pki.revocation import Revocations, file_stamp
-from forebay.network.pki.tokens import JoinToken, check_token
 from forebay.network.server import Server
 from forebay.peer_id import peer_id_of
 

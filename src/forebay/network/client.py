@@ -11,7 +11,7 @@ import json
 import secrets
 import ssl
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -87,7 +87,7 @@ class _Request:
     method: str
     path: str
     body: bytes
-    peer_ids: Collection[str] | None  # one of which the peer must have
+    expect_peer: str | None
     role: str | None
     deadline: float  # of time.monotonic, for the whole request, or for its head if a long body follows
     headers: Mapping[str, str]
@@ -140,7 +140,7 @@ class Client:
         method: str,
         path: str,
         obj: Any = None,
-        expect_peer: str | Collection[str] | None = None,
+        expect_peer: str | None = None,
         timeout_s: float = 10.0,
         max_bytes: int = MAX_JSON_BYTES,
         *,
@@ -149,7 +149,7 @@ class Client:
         """Send an object as JSON (bytes unchanged, None as no body); return the JSON response and its sender.
 
         Args:
-            expect_peer: The id that the peer must have, or several of which it must have one.
+            expect_peer: The id that the peer must have.
             timeout_s: For the whole request.
             role: The role that the peer's certificate must have.
 
@@ -190,15 +190,15 @@ class Client:
         """
         stop, deadline = start + len(into), time.monotonic() + timeout_s
         headers = {"Range": f"bytes={start}-{stop - 1}"}
-        request = _Request(address, "GET", path, b"", _ids(expect_peer), None, deadline, headers)
+        request = _Request(address, "GET", path, b"", expect_peer, None, deadline, headers)
 
         def read(response: StreamedResponse) -> None:
             content_range = response.headers.get("content-range", "")
             expected = f"bytes {start}-{stop - 1}/"
             if response.status != 206 or response.length != stop - start or not content_range.startswith(expected):
                 raise ProtocolError(
-                    f"GET {path}: expected status 206 and {stop - start} bytes [{start}, {stop}) from {address}, "
-                    f"got {response.status}, {response.length} bytes, Content-Range {content_range[:80]!r}"
+                    f"expected status 206 and {stop - start} bytes [{start}, {stop}), got {response.status}, "
+                    f"{response.length} bytes, Content-Range {content_range[:80]!r}"
                 )
             response.pace(timeout_s, MIN_BYTES_PER_S)
             _fill(response, into, request.what)
@@ -212,7 +212,7 @@ class Client:
         path: str,
         body: bytes,
         max_bytes: int,
-        expect_peer: str | Collection[str] | None,
+        expect_peer: str | None,
         timeout_s: float,
         role: str | None = None,
     ) -> tuple[bytes, Peer]:
@@ -220,12 +220,12 @@ class Client:
         if method == "POST":
             headers[IDEMPOTENCY_HEADER] = secrets.token_hex(8)  # short: every exchange of a worker carries one
         deadline = time.monotonic() + timeout_s
-        request = _Request(address, method, path, body, _ids(expect_peer), role, deadline, headers)
+        request = _Request(address, method, path, body, expect_peer, role, deadline, headers)
 
         def read(response: StreamedResponse) -> bytes:
             if response.status == 206:
-                raise ProtocolError(f"{method} {path}: expected the whole answer from {address}, got a range of it")
-            return _read_body(response, max_bytes, request)
+                raise ProtocolError("expected the whole answer, got a range of it")
+            return response.read(max_bytes, deadline)
 
         return self._send(request, read)
 
@@ -256,7 +256,7 @@ class Client:
             length = response.headers.get("content-length", "")
             is_length = length.isascii() and length.isdigit() and len(length) <= 18
             if response.status != 204 and (not is_length or "transfer-encoding" in response.headers):
-                raise ProtocolError(f"{request.what}: expected a Content-Length, got {length[:40]!r}")
+                raise ProtocolError(f"expected a Content-Length, got {length[:40]!r}")
             if response.status // 100 != 2:
                 refusal = _refusal(response, request)
                 can_keep = response.can_keep and response.status < 500
@@ -264,8 +264,8 @@ class Client:
             result = read(response)
             can_keep = response.can_keep
             return result, connection.peer
-        except FAULTS as error:
-            raise _fault(request, error) from error
+        except (ProtocolError, *FAULTS) as error:
+            raise _fault(request, response, error) from error
         finally:
             if response is not None:
                 response.close()
@@ -277,9 +277,9 @@ class Client:
     def _check_peer(self, peer: Peer, request: _Request) -> None:
         """Check before each request, on new and pooled connections, that it may be sent to the peer."""
         address = request.address
-        if request.peer_ids is not None and peer.peer_id not in request.peer_ids:
+        if request.expect_peer not in (None, peer.peer_id):
             raise WrongPeerError(
-                f"peer at {address}: expected {', '.join(sorted(request.peer_ids))}, got {peer.peer_id} ({peer.name}). "
+                f"peer at {address}: expected {request.expect_peer}, got {peer.peer_id} ({peer.name}). "
                 "Nothing was sent to it; look up the provider's address again."
             )
         if request.role is not None and not peer.scope.allows(request.role):
@@ -313,18 +313,17 @@ class Client:
         return connection
 
 
-def _ids(expect_peer: str | Collection[str] | None) -> Collection[str] | None:
-    return (expect_peer,) if isinstance(expect_peer, str) else expect_peer
-
-
-def _fault(request: _Request, error: Exception) -> NetworkError:
-    """The NetworkError for an exception of a connection before or within a response."""
+def _fault(request: _Request, response: StreamedResponse | None, error: Exception) -> NetworkError:
     if isinstance(error, TimeoutError):
         return NetworkError(f"{request.what}: no full answer in time. The peer is slow or unreachable; ask another.")
-    if isinstance(error, OSError):  # also where the peer closed the connection before or amid its answer
+    if isinstance(error, ProtocolError):
+        return ProtocolError(f"{request.what}: {error}")
+    if response is not None:
+        text = f"{request.what}: broke off at byte {response.received} of {response.length}: {error}"
+        return ConnectionLostError(text)
+    if isinstance(error, OSError):  # also where the peer closed the connection before its answer
         return ConnectionLostError(_unreachable(request.what, request.address, error))
-    text = f"{type(error).__name__}: {str(error)[:200]}"
-    return ProtocolError(f"{request.what}: expected an HTTP answer, got {text}")
+    return ProtocolError(f"{request.what}: expected an HTTP answer, got {type(error).__name__}: {str(error)[:200]}")
 
 
 def _unreachable(what: str, address: str, error: Exception) -> str:
@@ -337,27 +336,13 @@ def _unreachable(what: str, address: str, error: Exception) -> str:
 def _refusal(response: StreamedResponse, request: _Request) -> RemoteError:
     code, message = "", ""
     try:
-        body = json.loads(_read_body(response, 1 << 16, request))
+        body = json.loads(response.read(1 << 16, request.deadline))
         code, message = str(body["error"])[:80], str(body["message"])[:1000]
-    except ConnectionLostError:
-        raise  # repeated like any lost response
-    except (ValueError, KeyError, TypeError, RecursionError, NetworkError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, ProtocolError) as error:
         message = f"(its explanation cannot be read: {type(error).__name__})"
     wait_s = retry_after_s(response.headers.get("retry-after", ""), time.time()) or 0.0
     text = f"{request.what}: refused with {response.status} {code}: {message}"
     return RemoteError(text, response.status, code, min(_MAX_WAIT_S, wait_s))
-
-
-def _read_body(response: StreamedResponse, max_bytes: int, request: _Request) -> bytes:
-    try:
-        return response.read(max_bytes, request.deadline)
-    except ProtocolError as error:
-        raise ProtocolError(f"{request.what}: {error}") from error
-    except TimeoutError:
-        raise
-    except FAULTS as error:
-        text = f"{request.what}: broke off at byte {response.received} of {response.length}: {error}"
-        raise ConnectionLostError(text) from error
 
 
 def _fill(response: StreamedResponse, into: memoryview, what: str) -> None:

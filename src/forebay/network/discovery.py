@@ -4,19 +4,19 @@ The DHT is open UDP and may contain false addresses; it only says which addresse
 over mutual TLS, signed by the key of its certificate. Dead, lying and expired providers are dropped here.
 
 An announcement costs an attacker one packet, so a search may find a thousand false addresses: one that accepts no
-connection costs a file descriptor here, no thread; one that accepts and then stalls costs a thread until its time-out.
+connection costs a thread 1.5 seconds, one that accepts and then stalls 5 seconds.
 """
 
-import asyncio
 import hashlib
 import json
 import logging
+import queue
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any, Literal, Protocol, TypeVar
 from urllib.parse import quote
 
@@ -34,10 +34,9 @@ MAX_CLAIMS_BYTES = 64 << 10
 MAX_CLAIM_S = 86_400.0  # longer claims are dropped: they would outlive their node
 MAX_ADDRESSES = 4096  # queried in one search
 ASK_TIMEOUT_S = 5.0
-MAX_CONNECTING = 512  # file descriptors of a search
-MAX_ASKING = 32  # threads of a search
+MAX_ASKING = 256  # threads of a search
+MAX_UNTRIED = 32  # addresses that are asked without a first connection
 CONNECT_S = 1.5
-CONNECT_AFTER_GOOD_S = 0.5  # enough for a round trip of half a second
 ANSWER_AFTER_GOOD_S = 1.5
 T = TypeVar("T")
 log = logging.getLogger("forebay.network")
@@ -167,70 +166,45 @@ def find_providers(
 
 def spread(addresses: Sequence[HostPort]) -> list[HostPort]:
     """The addresses without duplicates, round-robin over hosts, so that one host cannot crowd out the others."""
-    num_before: Counter[str] = Counter()
-    turns = []
+    by_host: dict[str, list[HostPort]] = {}
     for address in dict.fromkeys(addresses):
-        turns.append((num_before[address[0]], address))
-        num_before[address[0]] += 1
-    return [address for _, address in sorted(turns, key=lambda item: item[0])]
+        by_host.setdefault(address[0], []).append(address)
+    return [address for turn in zip_longest(*by_host.values()) for address in turn if address is not None]
 
 
 def ask_many(addresses: Sequence[HostPort], ask: Callable[[HostPort], T | None], deadline: float) -> list[T]:
     """Results of `ask` that are not None, in order of arrival; `ask` runs in threads and must have a time-out.
 
-    Returns at `deadline` (of time.monotonic), when all addresses have answered, or soon after the first result.
+    Of many addresses only those are asked that accept a connection. Returns at `deadline` (of time.monotonic), when all
+    addresses have answered, or soon after the first result.
     """
-    if not addresses:
-        return []
 
-    with ThreadPoolExecutor(1) as thread:  # the caller's thread may run an event loop, as in a notebook
-        return thread.submit(asyncio.run, _ask_many(spread(addresses), ask, deadline)).result()
+    def connect_and_ask(address: HostPort) -> T | None:
+        return ask(address) if len(addresses) <= MAX_UNTRIED or _accepts(address) else None
 
-
-async def _ask_many(addresses: Sequence[HostPort], ask: Callable[[HostPort], T | None], deadline: float) -> list[T]:
-    loop = asyncio.get_running_loop()
-    pool = ThreadPoolExecutor(min(MAX_ASKING, len(addresses)), thread_name_prefix="ask")
-    slots = asyncio.Semaphore(MAX_CONNECTING)
-    finished: asyncio.Queue[asyncio.Task[T | None]] = asyncio.Queue()
-    connecting: set[asyncio.Task[T | None]] = set()
-
-    async def connect_and_ask(address: HostPort) -> T | None:
-        if len(addresses) > MAX_ASKING:
-            async with slots:
-                if not await _accepts(address):
-                    return None
-        connecting.discard(asyncio.current_task())
-        return await loop.run_in_executor(pool, ask, address)
-
-    for address in addresses:
-        task = loop.create_task(connect_and_ask(address))
-        task.add_done_callback(finished.put_nowait)
-        connecting.add(task)
     results: list[T] = []
-    end = deadline
+    finished: queue.SimpleQueue[Future[T | None]] = queue.SimpleQueue()
+    pool = ThreadPoolExecutor(min(MAX_ASKING, len(addresses) or 1), thread_name_prefix="ask")
     try:
-        for _ in addresses:
-            task = await asyncio.wait_for(finished.get(), end - time.monotonic())
-            result = None if task.cancelled() else task.result()
+        for address in spread(addresses):
+            pool.submit(connect_and_ask, address).add_done_callback(finished.put)
+        for _ in set(addresses):
+            result = finished.get(timeout=max(0.0, deadline - time.monotonic())).result()
             if result is not None:
                 if not results:
-                    end = min(deadline, time.monotonic() + ANSWER_AFTER_GOOD_S)
-                    loop.call_later(CONNECT_AFTER_GOOD_S, lambda: [task.cancel() for task in list(connecting)])
+                    deadline = min(deadline, time.monotonic() + ANSWER_AFTER_GOOD_S)
                 results.append(result)
-    except TimeoutError:
+    except queue.Empty:
         pass
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     return results
 
 
-async def _accepts(address: HostPort) -> bool:
+def _accepts(address: HostPort) -> bool:
     """Whether a TCP connection to an IP address is accepted within CONNECT_S."""
     try:
-        with socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM) as sock:
-            sock.setblocking(False)
-            async with asyncio.timeout(CONNECT_S):
-                await asyncio.get_running_loop().sock_connect(sock, address)
-            return True
+        socket.create_connection(address, CONNECT_S).close()
+        return True
     except (OSError, OverflowError):  # refused, too late, not a valid address, or no file descriptor
         return False

@@ -62,8 +62,7 @@ _SERIALS = TypeAdapter(dict[str, int])
 class PublishedClaims(NamedTuple):
     """Claims on datasets that accepted publishers signed."""
 
-    claims: list[Claim]  # on the datasets in `publications`; all, if no publisher was demanded
-    publications: dict[str, Publication]  # by dataset id
+    claims: list[Claim]  # all, if no publisher was demanded
     refused: list[str]  # reasons for the other claims
 
 
@@ -166,7 +165,7 @@ def select_published(
         dataset_id: The version that the user named, which may be an older one.
     """
     if not publishers:
-        return PublishedClaims(list(claims), {}, [])
+        return PublishedClaims(list(claims), [])
     identity, good, refused = client.identity, dict[str, Publication](), list[str]()
     assert identity is not None  # claims come from peers of a network
     for claim in claims:
@@ -191,7 +190,7 @@ def select_published(
                     "id (?id= or --id)"
                 )
                 del good[publication.dataset_id]
-    return PublishedClaims([claim for claim in claims if claim.dataset_id in good], good, refused)
+    return PublishedClaims([claim for claim in claims if claim.dataset_id in good], refused)
 
 
 def _update_serials(identity: Identity, publications: Collection[Publication]) -> dict[tuple[str, str], int]:

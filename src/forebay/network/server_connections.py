@@ -23,10 +23,9 @@ from uvicorn.server import ServerState
 
 from forebay.errors import NetworkError
 from forebay.network.app import JSON, ApiError, Metric, counter, gauge
-from forebay.network.limits import ServerLimits, Throttle
+from forebay.network.limits import ReplyCache, RequestTable, ServerLimits, Throttle, decrease
 from forebay.network.peer import Peer
 from forebay.network.pki.identity import Identity
-from forebay.network.usage import ReplyCache, RequestTable, decrease
 from forebay.threads import failures as thread_failures
 
 PIECE_BYTES = 256 << 10
@@ -140,8 +139,7 @@ class PeerProtocol(HttpToolsProtocol):
         self.head_bytes = self.unfinished_bytes = 0
         self.num_messages = 0  # started plus complete
         self.num_active = 0  # requests
-        self.is_lost = False
-        self._lost: asyncio.Future[None] | None = None  # created on demand
+        self.lost: asyncio.Future[None] = core.loop.create_future()  # done when the connection has ended
 
     @property
     def piece_bytes(self) -> int:
@@ -171,16 +169,7 @@ class PeerProtocol(HttpToolsProtocol):
 
     @property
     def is_closing(self) -> bool:
-        return self.is_lost or self.transport.is_closing()
-
-    @property
-    def lost(self) -> asyncio.Future[None]:
-        """Done when the connection has ended."""
-        if self._lost is None:
-            self._lost = self.core.loop.create_future()
-            if self.is_lost:
-                self._lost.set_result(None)
-        return self._lost
+        return self.lost.done() or self.transport.is_closing()
 
     def abort(self) -> None:
         """End the connection now."""
@@ -194,9 +183,8 @@ class PeerProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.is_lost = True
-        if self._lost is not None and not self._lost.done():
-            self._lost.set_result(None)
+        if not self.lost.done():
+            self.lost.set_result(None)
         self.core.connections.remove(self)
 
     def data_received(self, data: bytes) -> None:

@@ -21,19 +21,13 @@ if TYPE_CHECKING:
 _INTERVAL_S = 0.5
 
 _COUNTERS = {
-    "batches": ("batches", "Batches returned to the trainer."),
-    "samples": ("samples", "Samples returned to the trainer."),
-    "tokens": ("tokens", "Tokens returned to the trainer."),
-    "slices_opened": ("slices_opened", "Slices opened."),
-    "busy_s": ("busy_seconds", "Time that the trainer spent between its waits for batches."),
-    "fetched_slices": ("fetched_slices", "Slices fetched from their origin."),
-    "fetched_bytes": ("fetched_bytes", "Bytes of slices fetched from their origin."),
-    "repeated_fetches": ("repeated_fetches", "Slices fetched again after they were evicted."),
-    "refetched_slices": ("refetched_slices", "Slices fetched a second time in an epoch."),
-    "refetched_bytes": ("refetched_bytes", "Bytes of slices fetched a second time in an epoch."),
-    "evicted": ("evicted_slices", "Slices evicted from the cache."),
-    "late": ("late_slices", "Slices that were not cached when a batch needed them."),
-}
+    name: name
+    for name in (
+        "batches", "samples", "tokens", "slices_opened", "fetched_slices", "fetched_bytes", "repeated_fetches",
+        "refetched_slices", "refetched_bytes",
+    )
+} | {"busy_s": "busy_seconds", "evicted": "evicted_slices", "late": "late_slices"}  # fmt: skip
+"""Counts of `Loader.stats()` and the names of their metrics."""
 
 
 def progress(loader: Loader, *, enabled: bool = True) -> Iterator[Batch]:
@@ -45,14 +39,9 @@ def progress(loader: Loader, *, enabled: bool = True) -> Iterator[Batch]:
     """
     done = int(loader.state_dict()["step"])
     bar = tqdm(
-        total=loader.run.num_steps,
-        initial=done,
-        unit="step",
-        unit_scale=True,
-        file=sys.stderr,
-        dynamic_ncols=True,
+        total=loader.run.num_steps, initial=done, unit="step", unit_scale=True, file=sys.stderr, dynamic_ncols=True,
         disable=not enabled or not sys.stderr.isatty(),
-    )
+    )  # fmt: skip
     read_at, before = time.monotonic(), loader.stats()
     with bar:
         for batch in loader:
@@ -104,17 +93,14 @@ class LoaderCollector:
 
         stats, state = self._loader.stats(), self._loader.state_dict()
         names, values = list(self._labels), list(self._labels.values())
-        waits = CounterMetricFamily(
-            "forebay_loader_wait_seconds",
-            "Time that the trainer waited for batches, by cause.",
-            labels=[*names, "cause"],
-        )
+        about = "Time that the trainer waited for batches, by cause."
+        waits = CounterMetricFamily("forebay_loader_wait_seconds", about, labels=[*names, "cause"])
         for cause in CAUSES:
             waits.add_metric([*values, cause], stats[f"{cause}_s"])
         yield waits
-        for key, (name, about) in _COUNTERS.items():
+        for key, name in _COUNTERS.items():
             if key in stats:
-                counter = CounterMetricFamily(f"forebay_loader_{name}", about, labels=names)
+                counter = CounterMetricFamily(f"forebay_loader_{name}", f"Loader.stats()[{key!r}].", labels=names)
                 counter.add_metric(values, stats[key])
                 yield counter
         gauges = {"epoch": state["epoch"], "samples_taken": state["samples_taken"], "step": state["step"]}

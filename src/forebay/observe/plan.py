@@ -1,13 +1,16 @@
 """Plan a run before it starts: bytes, disk, time and memory of a node, with refusals, warnings and advice.
 
 Reads only the sizes of slices. Disk figures follow from the order (the slices that its windows have open,
-`order/windows.py`); times come from a model (`timing.py`); memory is a sum of bounds.
+`order/windows.py`); memory is a sum of bounds. Times come from a model of one node, one link and one cache: slices are
+fetched one after another at full bandwidth, in order of first use, as soon as slices of as many bytes were used for the
+last time; training waits at a step whose slice has not arrived. Latency and other traffic are not modelled.
 """
 
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forebay.cache.eviction import part_bytes
 from forebay.errors import UsageError
@@ -22,7 +25,6 @@ from forebay.load.resources import (
     largest_needs,
     refetched_bytes,
 )
-from forebay.observe.timing import Times, bandwidth_needed, fetches_of, times_of
 from forebay.order.plan import Order, part_of
 from forebay.order.windows import Spans
 from forebay.units import format_bytes, format_rate, format_seconds
@@ -37,9 +39,95 @@ _TOKEN_BYTES = 8
 COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
 COMMON_MEM_BYTES = 4 * 10**9
 _STALL_PART = 0.01  # Of an epoch; less is not reported.
+_HALVINGS = 60
+I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class Fetches:
+    """The fetches of a node, in their order."""
+
+    sizes: I64  # int64 [K], bytes.
+    needed: I64  # int64 [K], the step that waits for each; rising.
+    # [K], steps that must end before there is space for it; rising, and at most `needed` if the cache holds all open
+    # slices.
+    free: I64
+    num_steps: int  # Of training.
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds."""
+
+    first_s: float  # Until the slices of the first step have arrived.
+    stall_s: float  # Total time that training waits after that.
+    total_s: float  # From the start of fetching to the end of training.
+
+
+def fetches_of(spans: Spans, sizes: I64, budget_bytes: int) -> Fetches:
+    """The fetches of a node, one per span; `sizes` [S] of the slices; the budget is at least the spans' peak."""
+    of_span = sizes[spans.slices]
+    by_last = np.argsort(spans.last, kind="stable")
+    ended = np.cumsum(of_span[by_last])
+    over = np.cumsum(of_span) - budget_bytes
+    last_use = np.minimum(np.searchsorted(ended, over, side="left"), max(0, len(ended) - 1))
+    free = np.where(over > 0, spans.last[by_last][last_use] + 1, 0)
+    # Fetches for the same step are merged.
+    starts = np.flatnonzero(np.diff(spans.first, prepend=-1))
+    if not len(starts):
+        return Fetches(of_span, spans.first, free, spans.num_steps)
+    grouped = np.add.reduceat(of_span, starts)
+    return Fetches(grouped, spans.first[starts], np.maximum.reduceat(free, starts), spans.num_steps)
+
+
+def times_of(fetches: Fetches, bytes_per_s: float, step_s: float) -> Times:
+    """The times at a bandwidth, if a step of training takes `step_s`."""
+    arrived = stall = first = 0.0
+    history: list[tuple[int, float]] = [(-1, 0.0)]  # (step, the stall up to it)
+    index = 0
+    for size, needed, free in zip(fetches.sizes.tolist(), fetches.needed.tolist(), fetches.free.tolist()):
+        while index + 1 < len(history) and history[index + 1][0] < free:
+            index += 1
+        free_at = free * step_s + history[index][1] if free else 0.0
+        arrived = max(arrived, free_at) + size / bytes_per_s
+        late = arrived - (needed * step_s + stall)
+        if late > 0:
+            stall += late
+            history.append((needed, stall))
+        if needed == 0:
+            first = stall
+    return Times(first, stall - first, stall + fetches.num_steps * step_s)
+
+
+def bandwidth_needed(fetches: Fetches, step_s: float) -> float | None:
+    """The lowest bandwidth in bytes per second at which training never waits after its first step.
+
+    None if no bandwidth suffices: the cache has no space to prefetch, so each fetch starts when its slice is needed.
+    """
+    later = fetches.needed > 0
+    if not later.any():
+        return 0.0
+    # Time is counted from the start of the first step.
+    sizes, needed = fetches.sizes[later].astype(float), fetches.needed[later] * step_s
+    free = np.minimum(fetches.free[later], fetches.needed[later]) * step_s
+    if bool((free >= needed).any()):
+        return None
+    stops = np.cumsum(sizes)
+    starts = stops - sizes
+
+    def suffices(rate: float) -> bool:
+        return bool((np.maximum.accumulate(free - starts / rate) + stops / rate <= needed * (1 + 1e-12)).all())
+
+    low = high = float(stops[-1] / needed[-1])
+    while not suffices(high):
+        low, high = high, 2 * high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+    return high
+
+
+@dataclass
 class RunPlan:
     """The figures of a run; `refused` has the reasons why it cannot run as requested. None: not known."""
 
@@ -105,17 +193,17 @@ class RunPlan:
 def make_plan(job: RunSpec) -> RunPlan:
     """The plan of a run: figures, refusals, warnings and advice. At most 2 s for 250 000 slices."""
     plan = _figures(job)
-    refused, advice = _refusals(plan)
+    _refuse(plan)
     traffic = None
-    if not refused:
+    if plan.ok:
         chosen = replace(job, lanes=plan.lanes, window=plan.window, cache_bytes=plan.cache_bytes)
         try:
             traffic = check_traffic(chosen, chosen.order(), plan.nodes)
         except UsageError as error:
-            refused = [str(error)]
-    plan = replace(plan, refused=refused)
-    warnings, more = _warnings(plan)
-    return replace(plan, warnings=[*warnings, *([traffic] if traffic else [])], advice=[*advice, *more])
+            plan.refused.append(str(error))
+    _warn(plan)
+    plan.warnings.extend([traffic] if traffic else [])
+    return plan
 
 
 def _figures(job: RunSpec) -> RunPlan:
@@ -128,13 +216,7 @@ def _figures(job: RunSpec) -> RunPlan:
     batch_size = -(-job.global_batch // job.world_size)
     fixed_bytes, sample_bytes = _memory_bytes(job)
     plan = RunPlan(
-        job=job,
-        nodes=nodes,
-        lanes=order.num_lanes,
-        window=order.window_samples,
-        head=order.head_samples,
-        steps_per_epoch=order.steps_per_epoch,
-        disk=disk,
+        job, nodes, order.num_lanes, order.window_samples, order.head_samples, order.steps_per_epoch, disk,
         cache_bytes=cache,
         peak_disk_bytes=min(cache, sum(map(part_bytes, job.slice_bytes.tolist()))),
         fetched_bytes=min(total_bytes, per_epoch * job.epochs) if cache >= total_bytes else per_epoch * job.epochs,
@@ -142,22 +224,20 @@ def _figures(job: RunSpec) -> RunPlan:
         samples_of_rank=_samples_of_rank(job, order),
         first_batch_bytes=_first_bytes(job, order),
         memory_bytes=job.ranks_per_node * (fixed_bytes + sample_bytes * batch_size),
-        largest_batch=None
-        if job.mem_bytes is None
+        largest_batch=None if job.mem_bytes is None
         else max(0, (job.mem_bytes // job.ranks_per_node - fixed_bytes) // sample_bytes),
-    )
-    times: dict[str, Any] = {}
+    )  # fmt: skip
     if job.bandwidth is not None:
-        times["slice_fetch_s"] = float(job.slice_bytes.mean()) / job.bandwidth
-        times["first_batch_s"] = plan.first_batch_bytes / job.bandwidth
+        plan.slice_fetch_s = float(job.slice_bytes.mean()) / job.bandwidth
+        plan.first_batch_s = plan.first_batch_bytes / job.bandwidth
     if job.step_s is not None:
-        times["slice_lasts_s"] = plan.steps_per_epoch * job.step_s / max(1, disk.epoch_slices)
+        plan.slice_lasts_s = plan.steps_per_epoch * job.step_s / max(1, disk.epoch_slices)
         if cache >= disk.open_bytes:
             fetches = fetches_of(_spans_of_epoch(plan, spans), job.slice_bytes, cache)
-            times["needed_bandwidth"] = bandwidth_needed(fetches, job.step_s)
+            plan.needed_bandwidth = bandwidth_needed(fetches, job.step_s)
             if job.bandwidth is not None:
-                times["times"] = times_of(fetches, job.bandwidth, job.step_s)
-    return replace(plan, **times)
+                plan.times = times_of(fetches, job.bandwidth, job.step_s)
+    return plan
 
 
 def _memory_bytes(job: RunSpec) -> tuple[int, int]:
@@ -271,9 +351,8 @@ def format_model(model: dict[str, Any]) -> str:
     )
 
 
-def _refusals(plan: RunPlan) -> tuple[list[str], list[str]]:
-    job, disk = plan.job, plan.disk
-    refused, advice = [], []
+def _refuse(plan: RunPlan) -> None:
+    job, disk, refused = plan.job, plan.disk, plan.refused
     opens = f"{disk.open_slices} slices, {format_bytes(disk.open_bytes)}, are open at once"
     location = f"lanes={plan.lanes}, window={plan.window}"
     for name, size in (("cache", job.cache_bytes), ("disk", job.volume_bytes)):
@@ -304,26 +383,24 @@ def _refusals(plan: RunPlan) -> tuple[list[str], list[str]]:
             "larger batches (--global-batch-size), or fewer ranks."
         )
     if any(text.startswith(("cache:", "disk: expected at least")) for text in refused):
-        advice += _narrower(plan)
-    return refused, advice
+        plan.advice.append(_narrower(plan))
 
 
-def _narrower(plan: RunPlan) -> list[str]:
+def _narrower(plan: RunPlan) -> str:
     """Lanes and a window that fit, if any."""
     job = plan.job
     order, nodes = fit_lanes(replace(job, lanes=None, window=None))
     disk = largest_needs(nodes)[0]
     if job.cache_limit is not None and disk.least_bytes <= job.cache_limit:
-        return [
+        return (
             f"lanes={order.num_lanes}, window={order.window_samples} keep {format_bytes(disk.open_bytes)} open, "
             f"{format_bytes(disk.next_bytes)} with the next windows."
-        ]
-    return [f"No lanes need less than {format_bytes(disk.least_bytes)}: prepare smaller slices (--slice-bytes)."]
+        )
+    return f"No lanes need less than {format_bytes(disk.least_bytes)}: prepare smaller slices (--slice-bytes)."
 
 
-def _warnings(plan: RunPlan) -> tuple[list[str], list[str]]:
-    job, disk, times = plan.job, plan.disk, plan.times
-    warnings, advice = [], []
+def _warn(plan: RunPlan) -> None:
+    job, disk, times, warnings, advice = plan.job, plan.disk, plan.times, plan.warnings, plan.advice
     usual = job.order().num_lanes
     if job.lanes is None and job.window is None and usual != plan.lanes:
         warnings.append(
@@ -353,4 +430,3 @@ def _warnings(plan: RunPlan) -> tuple[list[str], list[str]]:
         )
         if plan.needed_bandwidth is not None:
             advice.append(f"{format_rate(plan.needed_bandwidth)} would suffice to never wait.")
-    return warnings, advice

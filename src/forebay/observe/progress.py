@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from forebay.prepare.run import Progress
 
 LINE_S = 10.0  # Interval of lines where stderr is no terminal.
-_WINDOW_S = 10.0  # Speeds are of the last ten seconds: long enough to be steady, short enough to show a slow file.
 
 
 @contextmanager
@@ -25,43 +23,14 @@ def bar(label: str, total: int | None, unit: str = "B", *, enabled: bool = True)
         yield shown.update
 
 
-class Speed:
-    """Documents and bytes per second over a moving window, and the share of documents retained."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._history: deque[tuple[float, int, int]] = deque()
-
-    def words(self, documents: int, retained: int, size: int) -> str:
-        """`1,234 docs/s, 5.6 MB/s, kept 61.2 %` of the counts up to now; unknown figures are left out.
-
-        The counts of the first call are the work of an earlier run, which does not count as speed.
-        """
-        now = self._clock()
-        self._history.append((now, documents, size))
-        while len(self._history) > 2 and self._history[1][0] <= now - _WINDOW_S:
-            self._history.popleft()
-        then, documents_then, size_then = self._history[0]
-        words = []
-        if now - then > 0.1:
-            rate = (documents - documents_then) / (now - then)
-            if rate:
-                words.append(f"{rate:,.0f} docs/s" if rate >= 10 else f"{rate:.1f} docs/s")
-            if size > size_then:
-                words.append(f"{(size - size_then) / (now - then) / 1e6:,.1f} MB/s")
-        if documents:
-            words.append(f"kept {100 * retained / documents:.1f} %")
-        return ", ".join(words)
-
-
 class PrepareBar:
     """A bar for each stage of `prepare`, created at the stage's first report."""
 
     def __init__(self, *, enabled: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         self._enabled, self._clock = enabled, clock
-        self._stage = ""
         self._bar: Any = None
-        self._speed = Speed(clock)
+        self._first: Any = None
+        self._started_at = 0.0
 
     def __enter__(self) -> PrepareBar:
         return self
@@ -73,14 +42,20 @@ class PrepareBar:
 
     def update(self, progress: Progress) -> None:
         """Show how far a stage is."""
-        if self._bar is None or progress.stage != self._stage or progress.done < self._bar.n:
+        if self._bar is None or progress.stage != self._first.stage or progress.done < self._bar.n:
             self.__exit__()
-            self._stage, self._speed = progress.stage, Speed(self._clock)
+            self._first, self._started_at = progress, self._clock()
             self._bar = _bar(progress.stage, progress.total, progress.unit, self._enabled)
         self._bar.total = progress.total
-        if progress.documents or progress.bytes:
-            words = self._speed.words(progress.documents, progress.documents_kept, progress.bytes)
-            self._bar.set_postfix_str(words, refresh=False)
+        words, elapsed_s = [], self._clock() - self._started_at
+        if elapsed_s > 0.1:  # the counts of the first report are of an earlier run
+            if num := progress.documents - self._first.documents:
+                words.append(f"{num / elapsed_s:,.0f} docs/s")
+            if num := progress.bytes - self._first.bytes:
+                words.append(f"{num / elapsed_s / 1e6:,.1f} MB/s")
+        if progress.documents:
+            words.append(f"kept {100 * progress.documents_kept / progress.documents:.1f} %")
+        self._bar.set_postfix_str(", ".join(words), refresh=False)
         self._bar.update(progress.done - self._bar.n)
 
 

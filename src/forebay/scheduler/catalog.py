@@ -154,7 +154,7 @@ class DatasetFinder:
         """The data nodes that serve a dataset now; of any id if that is ""."""
         claims = find_providers(self._discovery, self.client, self._network_id, name, timeout_s=timeout_s)
         claims = [claim for claim in claims if claim.is_whole and dataset_id in ("", claim.dataset_id)]
-        signed, _, self._unsigned = select_published(self.client, claims, self._publishers, dataset_id)
+        signed, self._unsigned = select_published(self.client, claims, self._publishers, dataset_id)
         return signed
 
     def confirm(self, claims: Sequence[Claim]) -> list[Claim]:

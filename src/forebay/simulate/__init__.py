@@ -4,7 +4,6 @@ Only time, sockets and disks are simulated: the scheduler's `SchedulerCore` gran
 """
 
 from forebay.simulate.leasing import simulate
-from forebay.simulate.record import SimulationResult
-from forebay.simulate.scenario import Scenario
+from forebay.simulate.scenario import Scenario, SimulationResult
 
 __all__ = ["Scenario", "SimulationResult", "simulate"]

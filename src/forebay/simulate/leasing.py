@@ -4,7 +4,6 @@ The scheduler is production's `SchedulerCore` with a journal, which a restart re
 replies, and keeps the record that the result is checked by.
 """
 
-import gc
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -19,10 +18,17 @@ from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event, LeaseCut, LeaseReturned, from_row, to_row
 from forebay.scheduler.jobs import JobSpec
 from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, LeaseGrant
-from forebay.simulate.links import Clock
-from forebay.simulate.nodes import SimNetwork
-from forebay.simulate.record import SimulationResult, UsageRecord, UsedRange
-from forebay.simulate.scenario import Faults, Machine, Scenario, draw, lease_bound
+from forebay.simulate.network import Clock, SimNetwork
+from forebay.simulate.scenario import (
+    Faults,
+    Machine,
+    Scenario,
+    SimulationResult,
+    UsageRecord,
+    UsedRange,
+    draw,
+    lease_bound,
+)
 from forebay.simulate.worker import Worker
 from forebay.worker.scheduler_client import ANSWER_S
 
@@ -36,27 +42,18 @@ _MAX_TIMES = 20.0
 """A simulation that takes so many times its bound is stopped."""
 
 
-def simulate(settings: Scenario, on_progress: Callable[[float], object] = lambda done: None) -> SimulationResult:
+def simulate(settings: Scenario, on_progress: Callable[[int], object] = lambda num: None) -> SimulationResult:
     """Simulate until every sample is acknowledged, or the time limit is reached.
 
-    Equal scenarios give equal results.
-
-    Args:
-        on_progress: Called now and then with the share of the work that is done, 0 to 1.
+    Equal scenarios give equal results. `on_progress` is called with numbers of acknowledged samples.
     """
-    calm_s = lease_bound(settings, draw(settings.model_copy(update={"churn": 0.0}), 1.0).machines).seconds
+    calm_s = max(lease_bound(settings, draw(settings.model_copy(update={"churn": 0.0}), 1.0).machines).values())
     faults = draw(settings, calm_s)
     bound = lease_bound(settings, faults.machines)
-    world = _World(settings, faults)
-    world.every(calm_s / 400, lambda: on_progress(1 - max(0, world.num_remaining) / world.num_samples))
-    until = _MAX_TIMES * (bound.seconds if bound.seconds < float("inf") else calm_s) + 1000.0
-    collects = gc.isenabled()
-    gc.disable()  # it would take a quarter of the time and free next to nothing
-    try:
-        ended = world.clock.run(lambda: world.ended_at is not None, until)
-    finally:
-        if collects:
-            gc.enable()
+    world = _World(settings, faults, on_progress)
+    bound_s = max(bound.values())
+    until = _MAX_TIMES * (bound_s if bound_s < float("inf") else calm_s) + 1000.0
+    ended = world.clock.run(lambda: world.ended_at is not None, until)
     world.close()
     counts = {**world.counts(), "events": world.clock.num_events}
     time_s = world.clock.now if world.ended_at is None else world.ended_at
@@ -137,16 +134,15 @@ class _Scheduler:
 class _World:
     """The machines, the scheduler, the connections between them, and the record."""
 
-    def __init__(self, settings: Scenario, faults: Faults) -> None:
-        self.settings = settings
+    def __init__(self, settings: Scenario, faults: Faults, on_progress: Callable[[int], object]) -> None:
+        self.settings, self.on_progress = settings, on_progress
         self.clock = Clock()
         self.net = SimNetwork(settings, self.clock, faults)
         samples = np.full(settings.slices, settings.samples, np.int64)
         self.record = UsageRecord(samples, settings.epochs)
         self.workers: dict[str, Worker] = {}
         self.ended_at: float | None = None
-        self.num_remaining = int(samples.sum()) * settings.epochs
-        self.num_samples = self.num_remaining
+        self.num_remaining = settings.num_samples
         self._grants: dict[str, tuple[LeaseGrant, int]] = {}  # by lease id: the grant, and the offset on record
         self._closed: list[Worker] = []
         self._chance = self.net.chance("answers")
@@ -244,6 +240,7 @@ class _World:
                 UsedRange(grant.epoch, grant.slice, offset, use.offset, self.clock.now, worker.machine.index)
             )
             self.num_remaining -= use.offset - offset
+            self.on_progress(use.offset - offset)
         if self.num_remaining <= 0 and self.ended_at is None:
             self.ended_at = self.clock.now
 

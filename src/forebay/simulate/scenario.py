@@ -1,17 +1,24 @@
-"""The scenario of a simulation: sizes, machines, links and faults, and a lower bound of the time that it takes.
+"""The scenario of a simulation: sizes, machines, links, faults, a lower bound of its time; its record and result.
 
 A scenario and the code determine the result. Each purpose has a random generator of its own, named by the seed and the
 purpose, so that one more fault of a kind does not change the others.
+
+The record is kept outside the code under test: each sample of each epoch must be acknowledged once, and used once apart
+from wasted uses. What a worker used and could not acknowledge, because it was killed or lost the lease, is wasted.
 """
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from forebay.errors import UsageError
+
+I64 = NDArray[np.int64]
 Share = Annotated[float, Field(ge=0, le=1)]
 Lie = Literal["", "wrong", "silent", "refuse"]
 _LIES: tuple[Lie, ...] = ("wrong", "silent", "refuse")
@@ -63,6 +70,11 @@ class Scenario(BaseModel):
     cache: PositiveInt = 64
     lease_s: PositiveFloat = 30.0
     exchange_s: PositiveFloat = 5.0
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all epochs."""
+        return self.slices * self.samples * self.epochs
 
 
 @dataclass(frozen=True)
@@ -130,24 +142,8 @@ def _machine(scenario: Scenario, index: int, joins_at: float, chance: random.Ran
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Bound:
-    """The seconds that each limit allows for, by name; the largest is the bound."""
-
-    parts: dict[str, float]
-
-    @property
-    def limit(self) -> str:
-        """The name of the limit that sets the bound."""
-        return max(self.parts, key=lambda name: self.parts[name])
-
-    @property
-    def seconds(self) -> float:
-        return self.parts[self.limit]
-
-
-def lease_bound(scenario: Scenario, machines: Sequence[Machine]) -> Bound:
-    """The least time in which the samples of all epochs can be used.
+def lease_bound(scenario: Scenario, machines: Sequence[Machine]) -> dict[str, float]:
+    """The seconds that each limit allows the use of all samples in, by its name; the largest is the bound.
 
     Samples are used at most at the speed of the machines that are alive and can have a slice: a machine once a whole
     slice came through its own link, the k-th machine once k slices were sent. The last sample cannot be used before the
@@ -168,9 +164,9 @@ def lease_bound(scenario: Scenario, machines: Sequence[Machine]) -> Bound:
             num_applied += 1
         k = int(np.searchsorted(filled, time, side="right"))
         supply.append((time, max(0.0, min(rate, float(speeds[k])))))
-    work = float(scenario.slices * scenario.samples * scenario.epochs)
+    work = float(scenario.num_samples)
     sending_s = scenario.slices * scenario.slice_bytes / scenario.origin_up
-    return Bound({"compute": work_done_s(work, supply), "origin": sending_s + 2 * scenario.latency_s})
+    return {"compute": work_done_s(work, supply), "origin": sending_s + 2 * scenario.latency_s}
 
 
 def filling(scenario: Scenario, machines: Sequence[Machine]) -> list[float]:
@@ -191,3 +187,119 @@ def work_done_s(work: float, supply: Sequence[tuple[float, float]]) -> float:
         if rate > 0:
             work -= rate * (stop - start)
     return _NEVER
+
+
+class UsedRange(NamedTuple):
+    """Samples [start, stop) of a slice in an epoch, used by a worker at `time_s`."""
+
+    epoch: int
+    slice_index: int
+    start: int
+    stop: int
+    time_s: float
+    worker: int
+
+
+@dataclass(frozen=True)
+class UsageCheck:
+    """Numbers of samples. `wasted`: used and not acknowledged."""
+
+    samples: int
+    missing: int
+    repeated: int
+    wasted: int
+    examples: tuple[str, ...]  # of missing and repeated samples, at most five
+
+    @property
+    def ok(self) -> bool:
+        """Whether every sample was used exactly once."""
+        return self.missing == self.repeated == 0
+
+
+@dataclass
+class UsageRecord:
+    """The ranges that were used, acknowledged and wasted. `samples`: int64 [S], of each slice."""
+
+    samples: I64
+    epochs: int = 1
+    trained: list[UsedRange] = field(default_factory=list)
+    acknowledged: list[UsedRange] = field(default_factory=list)
+    wasted: list[UsedRange] = field(default_factory=list)
+
+    def check(self) -> UsageCheck:
+        """Compare the ranges with the samples of the dataset."""
+        missing = repeated = 0
+        examples: list[str] = []
+        bases = np.concatenate(([0], np.cumsum(self.samples)))
+        for epoch in range(self.epochs):
+            acknowledged = self._counts(self.acknowledged, epoch)
+            used = self._counts(self.trained, epoch) - self._counts(self.wasted, epoch)
+            lost = np.minimum(acknowledged, used) < 1
+            twice = np.maximum(acknowledged, used) > 1
+            missing += int(lost.sum())
+            repeated += int((np.maximum(acknowledged, used)[twice] - 1).sum())
+            for sample in np.flatnonzero(lost | twice)[:3].tolist():
+                index = int(np.searchsorted(bases, sample, side="right")) - 1
+                position = f"epoch {epoch}, slice {index}, sample {sample - bases[index]}"
+                examples.append(f"{position}: {used[sample]} uses, {acknowledged[sample]} acknowledged")
+        wasted = sum(use.stop - use.start for use in self.wasted)
+        return UsageCheck(int(self.samples.sum()) * self.epochs, missing, repeated, wasted, tuple(examples[:5]))
+
+    def _counts(self, ranges: list[UsedRange], epoch: int) -> I64:
+        """How many ranges contain each sample of an epoch: int64 [samples]."""
+        bases = np.concatenate(([0], np.cumsum(self.samples)))
+        changes = np.zeros(bases[-1] + 1, np.int64)
+        if ranges:
+            rows = np.array([use[:4] for use in ranges], np.int64)
+            rows = rows[rows[:, 0] == epoch]
+            if (rows[:, 2] < 0).any() or (rows[:, 3] > self.samples[rows[:, 1]]).any():
+                raise UsageError("simulate: a use goes beyond its slice. This is an error of the simulated code.")
+            np.add.at(changes, bases[rows[:, 1]] + rows[:, 2], 1)
+            np.add.at(changes, bases[rows[:, 1]] + rows[:, 3], -1)
+        return np.cumsum(changes)[:-1]
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """The figures of a simulation.
+
+    Attributes:
+        time_s: When the last sample was acknowledged, in virtual seconds.
+        origin_bytes: Bytes sent by the origin.
+        counts: Counts of waits, steals, bans and so on, by name.
+        fault: What failed beside `usage`; "" if nothing.
+    """
+
+    scenario: Scenario
+    usage: UsageCheck
+    time_s: float
+    bound: dict[str, float]
+    origin_bytes: float
+    counts: Mapping[str, float] = field(default_factory=dict)
+    fault: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every sample was used exactly once, and the simulation ended."""
+        return self.usage.ok and not self.fault
+
+    @property
+    def origin_ratio(self) -> float:
+        """Bytes that the origin sent, in sizes of the dataset."""
+        return self.origin_bytes / (self.scenario.slices * self.scenario.slice_bytes)
+
+    @property
+    def time_ratio(self) -> float:
+        """Time taken, in lower bounds."""
+        return self.time_s / max(self.bound.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain values: equal for equal scenarios and code."""
+        return {
+            "ok": self.ok, "missing": self.usage.missing, "repeated": self.usage.repeated, "wasted": self.usage.wasted,
+            "origin_ratio": round(self.origin_ratio, 4), "time_ratio": round(self.time_ratio, 4),
+            "samples": self.usage.samples, "time_s": round(self.time_s, 3),
+            "bound_s": round(max(self.bound.values()), 3), "bound": max(self.bound, key=lambda name: self.bound[name]),
+            **{name: round(value, 3) for name, value in self.counts.items()},
+            "fault": self.fault, "examples": list(self.usage.examples), "scenario": self.scenario.model_dump(),
+        }  # fmt: skip

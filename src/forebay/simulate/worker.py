@@ -14,8 +14,8 @@ import numpy as np
 
 from forebay.network.retry import backoff_s
 from forebay.scheduler.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
-from forebay.simulate.nodes import SimFetch, SimNetwork, SimNode
-from forebay.simulate.record import UsageRecord, UsedRange
+from forebay.simulate.network import SimFetch, SimNetwork, SimNode
+from forebay.simulate.scenario import UsageRecord, UsedRange
 from forebay.swarm.members import format_ranges
 from forebay.worker.lease_state import MAX_FETCHES, ActiveLease, LeaseState
 from forebay.worker.scheduler_client import FIRST_WAIT_S, MAX_WAIT_S

@@ -173,7 +173,7 @@ class PeerOrigin(Origin):
             weakref.finalize(self, self.discovery.close)
         try:
             claims = find_providers(self.discovery, self.client, self.identity.network_id, self.name, _FIND_S)
-            claims, _, unsigned = select_published(self.client, claims, self.publishers, self.id)
+            claims, unsigned = select_published(self.client, claims, self.publishers, self.id)
         except (NetworkError, OSError) as error:
             raise TransientError(f"{self.url}: cannot look for peers: {error}") from error
         ids = sorted({claim.dataset_id for claim in claims})

@@ -20,8 +20,7 @@ from forebay.errors import UsageError
 from forebay.load.loader import Loader
 from forebay.load.resources import RunSpec
 from forebay.load.sources import open_dataset
-from forebay.observe.plan import format_plan, make_plan
-from forebay.observe.timing import Fetches, bandwidth_needed, fetches_of, times_of
+from forebay.observe.plan import Fetches, bandwidth_needed, fetches_of, format_plan, make_plan, times_of
 from forebay.order.windows import Spans
 from forebay.units import format_bytes, format_seconds, parse_rate
 from support.origin_server import OriginServer

@@ -9,7 +9,7 @@ import pytest
 
 from forebay.cli.arguments import plain
 from forebay.observe import progress
-from forebay.observe.progress import PrepareBar, Speed
+from forebay.observe.progress import PrepareBar
 from forebay.prepare.run import Progress
 
 
@@ -30,33 +30,15 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_speeds_are_of_the_last_seconds(clock: Clock) -> None:
-    speed = Speed(clock)
-    assert speed.words(5000, 2500, 10**9) == "kept 50.0 %"  # an earlier run did these
-    clock.now += 2
-    assert speed.words(7000, 3000, 10**9 + 5_000_000) == "1,000 docs/s, 2.5 MB/s, kept 42.9 %"
-    clock.now += 100
-    assert speed.words(7100, 3100, 10**9 + 5_000_000) == "1.0 docs/s, kept 43.7 %"
-    clock.now += 5
-    assert speed.words(9100, 3100, 10**9 + 5_000_000) == "20 docs/s, kept 34.1 %"
-
-
-def test_nothing_known_is_nothing_said(clock: Clock) -> None:
-    speed = Speed(clock)
-    assert speed.words(0, 0, 0) == ""
-    clock.now += 1
-    assert speed.words(0, 0, 3_000_000) == "3.0 MB/s"
-
-
 def test_a_bar_shows_them(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with PrepareBar(clock=clock) as bar:
         bar.update(Progress("filter", 0, 100, "B"))
-        bar.update(Progress("filter", 10, 100, "B", 0, 0, 1))
+        bar.update(Progress("filter", 10, 100, "B", 0, 0, 0))
         clock.now += 1
-        bar.update(Progress("filter", 100, 100, "B", 1000, 612, 2_000_001))
+        bar.update(Progress("filter", 100, 100, "B", 1000, 612, 2_000_000))
         bar.update(Progress("slice", 1, 2, " slices"))
     shown = terminal.getvalue()
     assert "1,000 docs/s, 2.0 MB/s, kept 61.2 %" in shown

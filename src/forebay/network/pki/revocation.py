@@ -160,21 +160,15 @@ class Revocations:
 
     def fault(self) -> str | None:
         """Faults of the files, if any."""
-        with self._lock:
-            self._refresh()
-            return "; ".join(self._faults.values()) or None
+        return "; ".join(self._refreshed()._faults.values()) or None
 
     def own(self) -> frozenset[str]:
         """Peer ids in revoked.txt."""
-        with self._lock:
-            self._refresh()
-            return self._own
+        return self._refreshed()._own
 
     def crls(self) -> dict[str, Crl]:
         """The current CRL of each issuer, by its peer id."""
-        with self._lock:
-            self._refresh()
-            return dict(self._crls)
+        return dict(self._refreshed()._crls)
 
     def numbers(self) -> dict[str, int]:
         """The number of the current CRL of each issuer, by its peer id."""
@@ -210,6 +204,11 @@ class Revocations:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             atomic_write(self._folder / f"{crl.issuer}.pem", crl.pem, 0o600)
         return crl
+
+    def _refreshed(self) -> "Revocations":
+        with self._lock:
+            self._refresh()
+        return self
 
     def _is_in_root_crl(self, peer_id: str) -> bool:
         crl = self._crls.get(self.root_id)
