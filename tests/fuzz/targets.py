@@ -60,8 +60,8 @@ from forebay.network.pki.tokens import read_token
 from forebay.network.publications import read_publication
 from forebay.prepare.clean.extract import extract_html
 from forebay.prepare.inputs import read_split, split_files
-from forebay.scheduler import jobs
 from forebay.scheduler.core import SchedulerCore
+from forebay.scheduler.leases import JobSpec
 from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
 from forebay.storage.compression import sniff_compression
 from forebay.swarm.members import MAX_RANGES, parse_ranges
@@ -201,8 +201,8 @@ def exchange(directory: Path, identity: Identity) -> Target:
         "declared_until": {"l1": 16}, "release": ["l2"], "failed": [{"lease_id": "l3", "reason": "r"}], "want": 2,
         "cached": {"0" * 64: "0-15,17"}, "reports": [{"peer_id": "a" * 32, "sha256": "0" * 64, "reason": "r"}],
     }  # fmt: skip
-    spec = jobs.JobSpec("j", "0" * 64, np.full(18, 8, np.int64))
-    return _message(ExchangeRequest, lambda message: SchedulerCore([spec]).exchange("w", message, 0.0), seed, {})
+    spec = JobSpec("j", "0" * 64, np.full(18, 8, np.int64))
+    return _message(ExchangeRequest, lambda message: SchedulerCore(spec).exchange("w", message, 0.0), seed, {})
 
 
 @target

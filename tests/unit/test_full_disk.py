@@ -154,7 +154,7 @@ def test_the_scheduler_s_journal_keeps_its_leases(small_disk: Path) -> None:
     assert (small_disk / JOURNAL_NAME).exists()
     filler.unlink()
     with open_journal(small_disk) as journal:
-        assert grant.lease_id in journal.core.jobs["d"].table.leases
+        assert grant.lease_id in journal.core.table.leases
         assert use(journal, "w", grant, 0, 2).uses[0].offset == 2
 
 

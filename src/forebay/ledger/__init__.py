@@ -7,7 +7,7 @@ file leaves a valid chain; it shows as missing samples.
 Kinds, with their bodies: `job` (always first: dataset, seed, seq_len, samples of each slice, the scheduler's key),
 `worker` (peer id and public key, once each), `uses` (a worker's signed receipt for samples of slices, with its session
 if it runs several), `epoch` (the end of one), `set_aside` and `readmitted` (samples that failed on every worker),
-`paused`, `resumed`, `weights`.
+`paused`, `resumed`.
 
 No network and no cryptography here: callers pass in the functions that sign and verify. Imported by `scheduler`,
 `worker`, `observe` and `cli`.

@@ -1,4 +1,4 @@
-"""The first entry of a ledger: the datasets of the job, the samples of their slices, and the seed of their order."""
+"""The first entry of a ledger: the dataset of the job, the samples of its slices, and the seed of their order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ LEDGER_FORMAT = 2  # In the job entry; absent in format 1, whose samples had ano
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A job. Its slices are numbered through all its datasets; dataset d has those in [bounds[d], bounds[d + 1])."""
+    """A job."""
 
     job_id: str  # The hash of the first entry.
     body: dict[str, Any]
     scheduler: bytes  # The public key, 32 bytes.
     samples: NDArray[np.int64]  # int64 [S], of each slice.
-    dataset_ids: tuple[str, ...]
-    bounds: tuple[int, ...]
+    dataset_id: str
 
     @classmethod
     def of(cls, entry: Entry) -> Job:
@@ -37,51 +36,36 @@ class Job:
                 f"ledger entry 0: expected format {LEDGER_FORMAT}, got {body.get('format', 'none')!r}. It was written "
                 "by another version, which orders samples otherwise. Use that version, or start in a new directory."
             )
-        listed = body.get("datasets") or [body]
-        if not isinstance(listed, list) or not all(isinstance(dataset, dict) for dataset in listed):
-            raise LedgerError("ledger entry 0: expected datasets as a list of objects")
-        parts = [decode_runs(dataset.get("samples_per_slice")) for dataset in listed]
+        if "datasets" in body:
+            raise LedgerError("ledger entry 0: expected one dataset, got several. Use the version that wrote it.")
         try:
             scheduler = bytes.fromhex(str(body.get("scheduler", "")))
         except ValueError:
             raise LedgerError("ledger entry 0: expected the scheduler's key in hex") from None
-        bounds = tuple(np.cumsum([0, *map(len, parts)]).tolist())
-        ids = tuple(str(dataset.get("dataset_id", "")) for dataset in listed)
-        return cls(entry.hash, body, scheduler, np.concatenate(parts), ids, bounds)
+        samples = decode_runs(body.get("samples_per_slice"))
+        return cls(entry.hash, body, scheduler, samples, str(body.get("dataset_id", "")))
 
     @property
     def seed(self) -> int:
         """The seed of the samples' order."""
         return int(self.body.get("seed", 0))
 
-    def dataset_of(self, slice_index: int) -> int:
-        """The index of the dataset that a slice belongs to."""
-        return int(np.searchsorted(self.bounds, slice_index, "right")) - 1
-
-    def slices_of(self, dataset: int) -> slice:
-        """The slices of a dataset."""
-        return slice(self.bounds[dataset], self.bounds[dataset + 1])
-
 
 Asides = dict[tuple[int, int], list[tuple[int, int, int]]]
 """(epoch, slice) to the ranges set aside: (slice, start, stop)."""
 
 
-def apply_aside(entry: Entry, job: Job, aside: Asides, ended: Container[tuple[int, int]]) -> None:
-    """Apply an entry of kind set_aside or readmitted to `aside`. The latter has an epoch, or means all not ended.
-
-    Args:
-        ended: (dataset, epoch) of the epochs that have ended.
+def apply_aside(entry: Entry, job: Job, aside: Asides, ended: Container[int]) -> None:
+    """Apply an entry of kind set_aside or readmitted to `aside`. The latter counts for all epochs but those ended.
 
     Raises:
         LedgerError: If the samples are not in the job.
     """
     index, epoch = entry.body["slice"], entry.body.get("epoch")
-    if type(index) is not int or not 0 <= index < len(job.samples) or type(epoch) not in (int, type(None)):
+    if type(index) is not int or not 0 <= index < len(job.samples):
         raise LedgerError(f"expected counts, got {entry.body}")
     if entry.kind == "readmitted":
-        dataset = job.dataset_of(index)
-        for key in [k for k in aside if k[1] == index and epoch in (None, k[0]) and (dataset, k[0]) not in ended]:
+        for key in [k for k in aside if k[1] == index and k[0] not in ended]:
             del aside[key]
         return
     start, stop = entry.body["start"], entry.body["stop"]

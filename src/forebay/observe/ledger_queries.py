@@ -9,7 +9,7 @@ Cost: 0.1 s for a million uses, besides reading the ledger, and the pages that a
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class BatchShare:
     name: str
     session: str  # The worker's process, if it has several: each numbers its own steps.
     epoch: int
-    slice: int  # Numbered over all datasets of the job.
+    slice: int
     start: int  # Positions in the slice's order of that epoch.
     stop: int
     first_step: int  # Used in one of the worker's steps [first_step, last_step].
@@ -93,10 +93,10 @@ def blame_step(
     step: int,
     *,
     worker: str = "",
-    documents: Mapping[str, Documents] | None = None,
+    documents: Documents | None = None,
     text: bool = True,
 ) -> list[BatchShare]:
-    """The shares of a step of leasing workers. `documents` are of the job's datasets, by id.
+    """The shares of a step of leasing workers. `documents` are of the job's dataset.
 
     Steps are numbered per worker (given by its peer id, a prefix of it, or its name); without one, all workers count.
     """
@@ -110,7 +110,7 @@ def blame_step(
             f"{int(uses['step'][is_mine].max(initial=0))}. Steps count from 1; only acknowledged samples are listed."
         )
     sizes = batch_sizes(uses, before, len(index.sessions))
-    return [_narrowed(index, int(row), before, sizes, step, documents or {}, text) for row in rows]
+    return [_narrowed(index, int(row), before, sizes, step, documents, text) for row in rows]
 
 
 def _workers(index: LedgerIndex, worker: str) -> list[int]:
@@ -142,7 +142,7 @@ def _narrowed(
     before: I64,
     sizes: I64,
     step: int,
-    documents: Mapping[str, Documents],
+    documents: Documents | None,
     text: bool,
 ) -> BatchShare:
     """The samples of one step among those of a use."""
@@ -161,13 +161,12 @@ def _narrowed(
 
 
 def _documents_of(
-    job: Job, documents: Mapping[str, Documents], slice_index: int, samples: Sequence[int], text: bool
+    job: Job, documents: Documents | None, slice_index: int, samples: Sequence[int], text: bool
 ) -> list[DocumentRange]:
-    dataset = job.dataset_of(slice_index)
-    source_documents, seq_len = documents.get(job.dataset_ids[dataset]), job.body.get("seq_len")
-    if source_documents is None or not seq_len or job.body.get("layout", "tokens") != "tokens":
+    seq_len = job.body.get("seq_len")
+    if documents is None or not seq_len or job.body.get("layout", "tokens") != "tokens":
         return []
-    return source_documents.of_samples(slice_index - job.bounds[dataset], samples, int(seq_len), text=text)
+    return documents.of_samples(slice_index, samples, int(seq_len), text=text)
 
 
 def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list[BatchShare]:
@@ -240,7 +239,7 @@ def _block(index: LedgerIndex, first: int, sample_ids: bool, num: int = _BLOCK) 
         "at": pa.array((uses["at"] * 1000).round().astype("int64"), pa.timestamp("ms", "UTC")),
         "worker": pa.array(peers, pa.string()),
         "name": pa.array([index.names.get(peer, "") for peer in peers], pa.string()),
-        "dataset_id": pa.array([job.dataset_ids[job.dataset_of(i)] for i in uses["slice"].tolist()], pa.string()),
+        "dataset_id": pa.array([job.dataset_id] * len(uses), pa.string()),
         **{name: pa.array(uses[name]) for name in _COUNTS},
     }
     if sample_ids:
