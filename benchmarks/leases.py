@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
 from forebay.network.peer import Provider
 from forebay.scheduler.journal import Journal, job_body
 from forebay.scheduler.leases import JobSpec

@@ -42,7 +42,7 @@ from typing import Any
 
 from benchmarks.swarm import HOST, NAME, make_dataset
 from forebay.dataset.reader import open_dataset
-from forebay.ledger.receipts import Used, receipt_message
+from forebay.ledger.chain import Used, receipt_message
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht

@@ -17,7 +17,7 @@ import pytest
 
 from forebay.cli import main
 from forebay.data_node import DataNode
-from forebay.ledger.receipts import Used, receipt_message
+from forebay.ledger.chain import Used, receipt_message
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity
 from forebay.scheduler import proofs, sessions

@@ -22,7 +22,7 @@ pytest.importorskip("libtorrent")
 from forebay.cli import main
 from forebay.data_node import DataNode
 from forebay.errors import StateError
-from forebay.ledger.receipts import Used, receipt_message
+from forebay.ledger.chain import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht

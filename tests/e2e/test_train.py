@@ -23,7 +23,7 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import write_rows_slice
 from forebay.errors import DatasetError, NetworkError, StateError, UsageError
-from forebay.ledger.receipts import Used, receipt_message
+from forebay.ledger.chain import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client, RemoteError

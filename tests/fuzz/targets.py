@@ -43,7 +43,7 @@ from forebay.formats.html import HtmlError
 from forebay.formats.inputs import InputFile, ReadOptions
 from forebay.formats.registry import get_format
 from forebay.formats.report import CheckOptions as DoctorOptions
-from forebay.ledger.receipts import Used, receipt_message
+from forebay.ledger.chain import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
 from forebay.network.app import file_response

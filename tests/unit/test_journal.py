@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from forebay.errors import LedgerError, StateError
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
 from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
 from forebay.peer_id import peer_id_of

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from forebay.errors import LeaseError, UsageError
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
 from forebay.scheduler.leases import IDLE_ASKS_PER_S, JobSpec, LeaseLostError, LeaseTable
 from forebay.scheduler.sessions import LiveLease, SpeedEstimate, WorkerSession
 

@@ -17,9 +17,8 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
-from forebay.ledger.index import LedgerIndex, open_index
-from forebay.ledger.job import encode_runs
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
+from forebay.ledger.index import LedgerIndex, encode_runs, open_index
 from forebay.ledger.writer import Ledger
 from forebay.observe.ledger_queries import blame_step, export_uses, who_saw
 from forebay.observe.steps import is_roster, verify_steps

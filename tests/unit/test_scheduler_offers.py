@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
 from forebay.network.peer import Provider
 from forebay.scheduler.core import ProviderFault, SchedulerCore
 from forebay.scheduler.leases import JobSpec

@@ -13,10 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import ForebayError, LedgerError
-from forebay.ledger.chain import READ_BYTES, Entry, iter_entries
-from forebay.ledger.index import UseColumns
-from forebay.ledger.job import Asides, Job, apply_aside
-from forebay.ledger.receipts import receipt_message, uses_of
+from forebay.ledger.chain import READ_BYTES, Entry, iter_entries, receipt_message, uses_of
+from forebay.ledger.index import Asides, Job, UseColumns, apply_aside
 from forebay.peer_id import peer_id_of
 
 MAX_PROBLEMS = 100

@@ -23,7 +23,7 @@ from typing import Any
 from forebay.errors import LedgerError
 from forebay.files import sync_directory
 from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, entry_before, iter_entries, make_entry
-from forebay.ledger.job import LEDGER_FORMAT
+from forebay.ledger.index import LEDGER_FORMAT
 
 Signer = Callable[[bytes], bytes]
 

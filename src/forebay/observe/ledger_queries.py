@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from forebay.dataset.documents import DocumentRange, Documents
 from forebay.errors import UsageError
 from forebay.files import open_atomic, remove_stale
-from forebay.ledger.index import LedgerIndex
-from forebay.ledger.job import Job
+from forebay.ledger.index import Job, LedgerIndex
 from forebay.order.bijection import derive_key, inverse
 from forebay.order.plan import lease_order
 from forebay.order.shard_windows import receipt

@@ -14,7 +14,7 @@ from forebay.dataset.manifest import Manifest, SliceTable, dataset_id
 from forebay.errors import DatasetError, IntegrityError, LedgerError, NetworkError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.ledger.chain import read_entries
-from forebay.ledger.job import Job
+from forebay.ledger.index import Job
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers, read_claims
 from forebay.network.peer import Provider

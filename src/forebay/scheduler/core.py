@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay.errors import LeaseError, ProtocolError
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
 from forebay.network.peer import Provider
 from forebay.scheduler import events
 from forebay.scheduler.events import Event

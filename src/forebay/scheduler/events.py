@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple, TypeAlias, cast, get_args
 
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
 
 
 class WorkerEnlisted(NamedTuple):

@@ -26,9 +26,8 @@ from typing import Any
 import orjson
 
 from forebay.errors import LeaseError, LedgerError, StateError
-from forebay.ledger.chain import Checkpoint, Entry
-from forebay.ledger.job import encode_runs
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Checkpoint, Entry, Used
+from forebay.ledger.index import encode_runs
 from forebay.ledger.writer import Ledger, Signer
 from forebay.scheduler import events
 from forebay.scheduler.core import SchedulerCore

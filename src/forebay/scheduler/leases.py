@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import LeaseError, UsageError
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
 from forebay.scheduler.free_ranges import FreeRanges, SampleRange
 from forebay.scheduler.sessions import EndedLease, LiveLease, SessionKey, SpeedEstimate, WorkerSession, WorkerSessions
 

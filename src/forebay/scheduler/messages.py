@@ -32,7 +32,7 @@ import orjson
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from forebay.errors import ProtocolError
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
 from forebay.network.addresses import check_url, parse_peer_address
 from forebay.network.messages import Address, Count, LeaseId, Name, Ranges, Seconds, Session, Sha256
 from forebay.network.peer import Provider

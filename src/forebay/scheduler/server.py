@@ -24,7 +24,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from forebay.errors import LeaseError, LedgerError, NetworkError, ProtocolError, StateError, UsageError
-from forebay.ledger.receipts import receipt_message
+from forebay.ledger.chain import receipt_message
 from forebay.network.app import ApiError, JsonResponse, Metric, make_app, peer_of, role, source_of
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery, record_key

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
 from forebay.order.shard_windows import receipt
 from forebay.scheduler.messages import (
     ExchangeReply,
