@@ -297,8 +297,8 @@ def figures_of_others(a: Attacker) -> None:
     for address in a.both:
         for path in ("/metrics", "/v1/status", "/openapi.json"):
             a.ask(address, "GET", path)
-    for path in ("pause", "resume", "readmit", "weights"):
-        a.ask(a.scheduler, "POST", f"/v1/jobs/{NAME}/{path}", {"weights": {NAME: 0.0}} if path == "weights" else {})
+    for path in ("pause", "resume", "readmit"):
+        a.ask(a.scheduler, "POST", f"/v1/job/{path}", {})
     a.ask(a.scheduler, "POST", f"/v1/peers/{a.me.peer_id}/pardon", {})
 
 

@@ -327,10 +327,11 @@ class SchedulerService:
 
     def _check_job(self, peer: Peer, name: str = "") -> None:
         """Refuse another job, and a peer whose certificate does not cover this one."""
-        covers = peer.scope.covers(self.name)
-        if not covers or name not in ("", self.name):
-            shown = self.name if covers else "none for you"
-            raise ApiError(404, "not_found", f"job {name[:80]!r}: this scheduler has {shown}.")
+        if not peer.scope.covers(self.name):
+            text = f"the certificate of {peer.peer_id} does not cover this scheduler's dataset"
+            raise ApiError(403, "not_covered", text)
+        if name not in ("", self.name):
+            raise ApiError(404, "not_found", f"job {name[:80]!r}: this scheduler has {self.name}.")
 
     async def _exchange(self, request: Request, message: ExchangeRequest) -> Response:
         self._check_running()
