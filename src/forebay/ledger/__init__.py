@@ -1,8 +1,8 @@
 """The ledger: which worker used which samples at which step, in a hash chain that shows every change.
 
 A text file of JSON lines, hash-chained and signed. Start at `chain.py` (the format, and what workers sign);
-`writer.py` appends, `verify.py` checks a whole ledger, `index.py` reads it for queries. Only a cut at the end of the file
-leaves a valid chain; it shows as missing samples.
+`writer.py` appends, `verify.py` checks a whole ledger, `index.py` reads it for queries. Only a cut at the end of the
+file leaves a valid chain; it shows as missing samples.
 
 Kinds, with their bodies: `job` (always first: dataset, seed, seq_len, samples of each slice, the scheduler's key),
 `worker` (peer id and public key, once each), `uses` (a worker's signed receipt for samples of slices, with its session

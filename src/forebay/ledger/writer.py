@@ -47,11 +47,7 @@ class Ledger:
 
     @classmethod
     def open(
-        cls,
-        path: Path,
-        signer: Signer,
-        now: Callable[[], float] = time.time,
-        checkpoint: Checkpoint | None = None,
+        cls, path: Path, signer: Signer, now: Callable[[], float] = time.time, checkpoint: Checkpoint | None = None
     ) -> Ledger:
         """Open or create a ledger, check its chain and remove an incomplete last line left by a crash.
 

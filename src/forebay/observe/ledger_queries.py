@@ -88,12 +88,7 @@ def batch_sizes(uses: NDArray[Any], before: I64, num_sessions: int) -> I64:
 
 
 def blame_step(
-    index: LedgerIndex,
-    step: int,
-    *,
-    worker: str = "",
-    documents: Documents | None = None,
-    text: bool = True,
+    index: LedgerIndex, step: int, *, worker: str = "", documents: Documents | None = None, text: bool = True
 ) -> list[BatchShare]:
     """The shares of a step of leasing workers. `documents` are of the job's dataset.
 
@@ -136,13 +131,7 @@ def _part(index: LedgerIndex, row: int, before: I64) -> BatchShare:
 
 
 def _narrowed(
-    index: LedgerIndex,
-    row: int,
-    before: I64,
-    sizes: I64,
-    step: int,
-    documents: Documents | None,
-    text: bool,
+    index: LedgerIndex, row: int, before: I64, sizes: I64, step: int, documents: Documents | None, text: bool
 ) -> BatchShare:
     """The samples of one step among those of a use."""
     share, size = _part(index, row, before), int(sizes[index.uses["session"][row]])
