@@ -74,8 +74,6 @@ class Paced:
         time.sleep({SLICE_S / STEPS})
         return 0.0
     def describe(self): return "sleeps"
-    def to_bytes(self): return b""
-    def from_bytes(self, data): pass
 """
 
 
