@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,95 +84,6 @@ def started_id(ledger: Path) -> str:
         return ""
 
 
-class DatasetFinder:
-    """Finds data nodes in the DHT, and what they serve.
-
-    Args:
-        store: Where the manifests and tables of found datasets are stored.
-        publishers: Peer ids; only datasets that one of them signed count. Without any all do.
-    """
-
-    def __init__(
-        self, network_id: str, discovery: Discovery, client: Client, stopping: threading.Event, store: ManifestStore,
-        publishers: Collection[str] = (),
-    ) -> None:  # fmt: skip
-        self._network_id = network_id
-        self._discovery = discovery
-        self.client = client
-        self._stopping = stopping
-        self.store = store
-        self._publishers = publishers
-        self._unsigned: list[str] = []
-        self._state = ""
-
-    def claims(self, name: str, dataset_id: str, timeout_s: float = ASK_S) -> list[Claim]:
-        """The data nodes that serve a dataset now; of any id if that is ""."""
-        claims = find_providers(self._discovery, self.client, self._network_id, name, timeout_s=timeout_s)
-        claims = [claim for claim in claims if claim.is_whole and dataset_id in ("", claim.dataset_id)]
-        signed, _, self._unsigned = select_published(self.client, claims, self._publishers, dataset_id)
-        return signed
-
-    def confirm(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Of earlier claims, those that their nodes still make."""
-        confirmed = []
-        for claim in claims:
-            try:
-                current = read_claims(self.client, claim.address, claim.name)
-            except (NetworkError, UsageError):
-                continue
-            confirmed += [c for c in current if (c.peer_id, c.dataset_id) == (claim.peer_id, claim.dataset_id)]
-        return confirmed
-
-    def find(self, name: str, dataset_id: str, wait_s: float) -> tuple[str, Manifest, SliceTable, list[Claim]]:
-        """The id and files of a dataset, and its data nodes; waits for a node that sends its manifest.
-
-        Raises:
-            DatasetError: If no node serves it within `wait_s`, or its name stands for several datasets.
-            NetworkError: If no node that claims it sent its manifest within that time.
-        """
-        self._state = "the DHT names none that answers"
-        with log_while_waiting(log, lambda: f"data nodes of {name!r}: {self._state}"):
-            deadline = time.monotonic() + wait_s
-            while True:
-                claims = self._wait_for_claims(name, dataset_id, wait_s, deadline)
-                ids = sorted({claim.dataset_id for claim in claims})
-                if len(ids) != 1:
-                    raise DatasetError(
-                        f"scheduler: dataset {name!r} stands for {len(ids)} datasets: {', '.join(ids)}. "
-                        "Choose one by its id (--id)."
-                    )
-                failures = []
-                for claim in claims:
-                    try:
-                        return ids[0], *self._fetch(claim), claims
-                    except (NetworkError, DatasetError) as error:
-                        failures.append(f"{claim.address}: {error}")
-                        self._state = f"requests for the manifest failed: {'; '.join(failures)}"
-                # The nodes may have died since; others may come.
-                if time.monotonic() >= deadline or self._stopping.wait(RETRY_S):
-                    raise NetworkError(f"scheduler: no provider sent the manifest of {name!r}: {'; '.join(failures)}")
-
-    def _wait_for_claims(self, name: str, dataset_id: str, wait_s: float, deadline: float) -> list[Claim]:
-        while not (claims := self.claims(name, dataset_id, min(ASK_S, wait_s))):
-            if time.monotonic() >= deadline or self._stopping.wait(RETRY_S):
-                raise DatasetError(
-                    f"scheduler: expected a data node of {name!r}"
-                    + (f" with id {dataset_id}" if dataset_id else "")
-                    + f" in network {self._network_id} within {wait_s:g} s, got none: the DHT names no node that "
-                    "serves it. Start one with `forebay serve`, or check the name with `forebay find`."
-                    + "".join(f" Not counted: {reason}" for reason in self._unsigned)
-                )
-        return claims
-
-    def _fetch(self, claim: Claim) -> tuple[Manifest, SliceTable]:
-        base, peer = f"/v1/datasets/{claim.dataset_id}", claim.peer_id
-        manifest = self.client.get_bytes(claim.address, f"{base}/manifest.json", MAX_MANIFEST_BYTES, expect_peer=peer)
-        table = self.client.get_bytes(claim.address, f"{base}/slices.parquet", MAX_TABLE_BYTES, expect_peer=peer)
-        parsed = parse(claim.dataset_id, manifest, table, f"peer {peer}")
-        self.store.put(claim.dataset_id, manifest, table)
-        return parsed
-
-
 class Catalog:
     """The dataset of the job; `find` opens it.
 
@@ -179,6 +91,8 @@ class Catalog:
         name, dataset_id: Of the dataset; the id is "" where the name stands for one.
         seq_len: Tokens of a sample; not used for rows.
         settings: Further fields of `JobSpec`.
+        store: Where the manifest and table are stored.
+        publishers: Peer ids; only datasets that one of them signed count. Without any all do.
     """
 
     spec: JobSpec
@@ -186,33 +100,100 @@ class Catalog:
     table: SliceTable
 
     def __init__(
-        self, name: str, dataset_id: str, seq_len: int, settings: Mapping[str, Any], finder: DatasetFinder,
-        from_urls: FromUrls = "",
+        self, name: str, dataset_id: str, seq_len: int, settings: Mapping[str, Any], network_id: str,
+        discovery: Discovery, client: Client, stopping: threading.Event, store: ManifestStore,
+        publishers: Collection[str] = (), from_urls: FromUrls = "",
     ) -> None:  # fmt: skip
         self.name, self.seq_len, self.claims = name, seq_len, list[Claim]()
-        self._requested_id, self._settings, self._finder, self._from_urls = dataset_id, settings, finder, from_urls
+        self._id, self._settings, self._network_id, self._discovery = dataset_id, settings, network_id, discovery
+        self._client, self._stopping, self._store, self._publishers = client, stopping, store, publishers
+        self._from_urls = from_urls
+        self._unsigned: list[str] = []
+        self._state = "the DHT names none that answers"
 
     def find(self, wait_s: float, started: str) -> None:
-        """Find the dataset; raises as DatasetFinder.find.
+        """Find the dataset; waits for a node that sends its manifest.
 
         Args:
             started: The dataset id of the job, if it was started before: from the store it needs no data node now.
+
+        Raises:
+            DatasetError: If no node serves it within `wait_s`, or its name stands for several datasets.
+            NetworkError: If no node that claims it sent its manifest within that time.
         """
-        is_stored = started and self._requested_id in ("", started)
-        files = self._finder.store.get(started) if is_stored else None
-        if files is not None and files[0].name == self.name:
-            dataset_id, (self.manifest, self.table) = started, files
-        else:
-            found = self._finder.find(self.name, self._requested_id, wait_s)
-            dataset_id, self.manifest, self.table, self.claims = found
+        files = self._store.get(started) if started and self._id in ("", started) else None
+        if files is None or files[0].name != self.name:
+            with log_while_waiting(log, lambda: f"data nodes of {self.name!r}: {self._state}"):
+                started, files = self._search(wait_s)
+        self.manifest, self.table = files
         samples = samples_per_slice(self.table.count, self.seq_len, self.manifest.layout)
         self._bases = samples.cumsum() - samples
-        self.spec = JobSpec(self.name, dataset_id, samples, **self._settings)
+        self.spec = JobSpec(self.name, started, samples, **self._settings)
+
+    def _search(self, wait_s: float) -> tuple[str, tuple[Manifest, SliceTable]]:
+        deadline = time.monotonic() + wait_s
+        while True:
+            claims = self._wait_for_claims(wait_s, deadline)
+            ids = sorted({claim.dataset_id for claim in claims})
+            if len(ids) != 1:
+                raise DatasetError(
+                    f"scheduler: dataset {self.name!r} stands for {len(ids)} datasets: {', '.join(ids)}. "
+                    "Choose one by its id (--id)."
+                )
+            failures = []
+            for claim in claims:
+                try:
+                    files = self._fetch(claim)
+                except (NetworkError, DatasetError) as error:
+                    failures.append(f"{claim.address}: {error}")
+                    self._state = f"requests for the manifest failed: {'; '.join(failures)}"
+                else:
+                    self.claims = claims
+                    return ids[0], files
+            # The nodes may have died since; others may come.
+            if time.monotonic() >= deadline or self._stopping.wait(RETRY_S):
+                raise NetworkError(f"scheduler: no provider sent the manifest of {self.name!r}: {'; '.join(failures)}")
+
+    def _wait_for_claims(self, wait_s: float, deadline: float) -> list[Claim]:
+        while not (claims := self._find_claims(self._id, min(ASK_S, wait_s))):
+            if time.monotonic() >= deadline or self._stopping.wait(RETRY_S):
+                raise DatasetError(
+                    f"scheduler: expected a data node of {self.name!r}"
+                    + (f" with id {self._id}" if self._id else "")
+                    + f" in network {self._network_id} within {wait_s:g} s, got none: the DHT names no node that "
+                    "serves it. Start one with `forebay serve`, or check the name with `forebay find`."
+                    + "".join(f" Not counted: {reason}" for reason in self._unsigned)
+                )
+        return claims
+
+    def _find_claims(self, dataset_id: str, timeout_s: float = ASK_S) -> list[Claim]:
+        """The data nodes that serve the dataset now."""
+        claims = find_providers(self._discovery, self._client, self._network_id, self.name, timeout_s=timeout_s)
+        claims = [claim for claim in claims if claim.is_whole and dataset_id in ("", claim.dataset_id)]
+        signed, _, self._unsigned = select_published(self._client, claims, self._publishers, dataset_id)
+        return signed
+
+    def _fetch(self, claim: Claim) -> tuple[Manifest, SliceTable]:
+        base, peer = f"/v1/datasets/{claim.dataset_id}", claim.peer_id
+        get = partial(self._client.get_bytes, claim.address, expect_peer=peer)
+        manifest, table = (
+            get(f"{base}/manifest.json", MAX_MANIFEST_BYTES),
+            get(f"{base}/slices.parquet", MAX_TABLE_BYTES),
+        )
+        parsed = parse(claim.dataset_id, manifest, table, f"peer {peer}")
+        self._store.put(claim.dataset_id, manifest, table)
+        return parsed
 
     def refresh(self) -> None:
         """Find the data nodes again; where the DHT names none, known ones that answer still count."""
-        claims = self._finder.claims(self.name, self.spec.dataset_id)
-        self.claims = claims or self._finder.confirm(self.claims)
+        self.claims = self._find_claims(self.spec.dataset_id) or [c for c in self.claims if self._is_confirmed(c)]
+
+    def _is_confirmed(self, claim: Claim) -> bool:
+        try:
+            current = read_claims(self._client, claim.address, claim.name)
+        except (NetworkError, UsageError):
+            return False
+        return any((c.peer_id, c.dataset_id) == (claim.peer_id, claim.dataset_id) for c in current)
 
     def origins(self) -> list[Provider]:
         """The data nodes as origins of a swarm: by address, or by the URL that they stand for."""
@@ -246,7 +227,7 @@ class Catalog:
         if provider is None and origins and not self._from_urls and all(origin.is_url for origin in origins):
             return False
         asked = origins if provider is None else [provider]
-        answers = [verify_provider(self._finder.client, other, row, self._from_urls) for other in asked]
+        answers = [verify_provider(self._client, other, row, self._from_urls) for other in asked]
         if True in answers:
             return True
         return None if None in answers or not answers else False
@@ -256,7 +237,7 @@ class Catalog:
         row = self.table.row(index)
         for origin in self.origins():
             try:
-                pieces = read_slice(self._finder.client, origin, row, start, stop, self._from_urls)
+                pieces = read_slice(self._client, origin, row, start, stop, self._from_urls)
                 yield b"".join(bytes(piece) for piece in pieces)
             except NetworkError as error:
                 log.info("cannot read slice for a check: slice=%s origin=%s: %s", row.name, origin.address, error)

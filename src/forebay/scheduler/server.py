@@ -35,7 +35,7 @@ from forebay.network.pki.identity import Identity, verify
 from forebay.network.reachability import ReachabilityChecker
 from forebay.network.server import Server
 from forebay.scheduler import status
-from forebay.scheduler.catalog import Catalog, DatasetFinder, ManifestStore, started_id
+from forebay.scheduler.catalog import Catalog, ManifestStore, started_id
 from forebay.scheduler.core import PendingCheck, SchedulerCore, StaleAttemptError
 from forebay.scheduler.events import Event, PeerBanned, ProviderReported, UsesRecorded, WorkerEnlisted
 from forebay.scheduler.journal import LEDGER_NAME, Journal, job_body, lock_state
@@ -91,9 +91,10 @@ class SchedulerService:
         self._standby = standby
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        store = ManifestStore(self.state_dir)
-        finder = DatasetFinder(identity.network_id, discovery, client, self._stopping, store, publishers)
-        self._catalog = Catalog(name, dataset_id, seq_len, settings, finder, from_urls)
+        self._catalog = Catalog(
+            name, dataset_id, seq_len, settings, identity.network_id, discovery, client, self._stopping,
+            ManifestStore(self.state_dir), publishers, from_urls,
+        )  # fmt: skip
         self._bans = BanLog(identity)
         self._workers: dict[str, status.WorkerUsage] = {}
         self._dialer = ReachabilityChecker(client)
