@@ -132,10 +132,10 @@ def test_a_write_that_fails_leaves_the_roster_as_it_was(tmp_path: Path) -> None:
     large = RunState(state.rules, {}, {"key": "x" * 100_000})
     with pytest.raises(StateError, match=r"cannot write .*roster\.sqlite: database or disk is full"):
         roster.save(large, [LogLine("lost")], run_id)
-    assert roster.config() == {}
+    assert roster.load(Rules(), {}, 0.0, "run")[0].config == {}
     roster._database.execute("PRAGMA max_page_count=1000000")
     roster.save(large, [LogLine("written")], run_id)
-    assert roster.config() == large.config
+    assert roster.load(Rules(), {}, 0.0, "run")[0].config == large.config
     assert roster._database.execute("SELECT text FROM notes").fetchall() == [("written",)]
     roster.close()
 

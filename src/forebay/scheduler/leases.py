@@ -123,11 +123,6 @@ class LeaseTable:
         """Whether every epoch has ended."""
         return self.epoch >= self.epochs
 
-    @property
-    def total_used(self) -> int:
-        """Samples used over all epochs, without those set aside."""
-        return self.used_before + self.used
-
     # Requests of sessions.
 
     def choose(
