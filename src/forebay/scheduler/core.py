@@ -131,8 +131,8 @@ class SchedulerCore:
                 self._emit(events.LeaseCut(lease_id, stop), now)
         self._advance(now)
         grants, wait_s = self._grant(session, request.want, organisation, now)
-        known = tuple(session.leases) if request.known_leases is None else request.known_leases
-        active, lost = self._check_known(session, known, now)
+        lease_ids = tuple(session.leases) if request.known_leases is None else request.known_leases
+        active, lost = self._check_known(session, lease_ids, now)
         done = self.done()
         session.knows_done, session.silent_until = done, now + wait_s
         result = ExchangeResult(
