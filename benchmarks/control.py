@@ -30,7 +30,7 @@ from forebay.data_node import DataNode
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_token_slice
-from forebay.ledger.receipts import Used, receipt_message
+from forebay.ledger.chain import Used, receipt_message
 from forebay.network.app import JsonResponse, Request, Response, make_app
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht

@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
 from forebay.network.peer import Provider
-from forebay.scheduler.jobs import JobSpec
 from forebay.scheduler.journal import Journal, job_body
+from forebay.scheduler.leases import JobSpec
 from forebay.scheduler.messages import ExchangeRequest, LeaseGrant
 
 SAMPLES = 32
@@ -42,12 +42,12 @@ def main() -> None:
     args = parser.parse_args()
     key = Ed25519PrivateKey.generate()
     spec = JobSpec("bench", "1" * 64, np.full(args.slices, SAMPLES, np.int64), lease_s=120.0)
-    bodies = {"bench": job_body(spec, seq_len=8, layout="tokens", scheduler=key.public_key().public_bytes_raw().hex())}
+    body = job_body(spec, seq_len=8, layout="tokens", scheduler=key.public_key().public_bytes_raw().hex())
     with tempfile.TemporaryDirectory() as directory:
         state = Path(directory)
         before = rss()
-        with Journal.open(state, [spec], bodies, key.sign, salt="a") as journal:
-            journal.core.add_origins("1" * 64, [Provider("origin", "10.0.0.1:1", True)], 0.0)
+        with Journal.open(state, spec, body, key.sign, salt="a") as journal:
+            journal.core.add_origins([Provider("origin", "10.0.0.1:1", True)], 0.0)
             held = first_leases(journal, args.workers)
             print(f"memory: {(rss() - before) / 1e6:.0f} MB for {args.slices:,} slices and {args.workers:,} workers")
             run(journal, held, args)
@@ -56,9 +56,9 @@ def main() -> None:
                 for path in state.glob("journal.sqlite*"):
                     path.unlink()
             begun = time.perf_counter()
-            with Journal.open(state, [spec], bodies, key.sign, salt="b") as journal:
-                entries = journal.ledgers["bench"].next_seq
-                leases = len(journal.core.jobs["bench"].table.leases)
+            with Journal.open(state, spec, body, key.sign, salt="b") as journal:
+                entries = journal.ledger.next_seq
+                leases = len(journal.core.table.leases)
             print(f"{name}: {time.perf_counter() - begun:.2f} s, {entries:,} ledger entries, {leases:,} live leases")
     print(f"peak: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB", file=sys.stderr)
 

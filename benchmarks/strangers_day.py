@@ -42,7 +42,7 @@ from typing import Any
 
 from benchmarks.swarm import HOST, NAME, make_dataset
 from forebay.dataset.reader import open_dataset
-from forebay.ledger.receipts import Used, receipt_message
+from forebay.ledger.chain import Used, receipt_message
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.network.dht import LibtorrentDht
@@ -74,8 +74,6 @@ class Paced:
         time.sleep({SLICE_S / STEPS})
         return 0.0
     def describe(self): return "sleeps"
-    def to_bytes(self): return b""
-    def from_bytes(self, data): pass
 """
 
 
@@ -297,8 +295,8 @@ def figures_of_others(a: Attacker) -> None:
     for address in a.both:
         for path in ("/metrics", "/v1/status", "/openapi.json"):
             a.ask(address, "GET", path)
-    for path in ("pause", "resume", "readmit", "weights"):
-        a.ask(a.scheduler, "POST", f"/v1/jobs/{NAME}/{path}", {"weights": {NAME: 0.0}} if path == "weights" else {})
+    for path in ("pause", "resume", "readmit"):
+        a.ask(a.scheduler, "POST", f"/v1/job/{path}", {})
     a.ask(a.scheduler, "POST", f"/v1/peers/{a.me.peer_id}/pardon", {})
 
 

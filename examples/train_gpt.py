@@ -11,7 +11,6 @@ Source of the shape: Radford et al. 2019 (GPT-2).
 from __future__ import annotations
 
 import asyncio
-import io
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from forebay.errors import StateError
 from forebay.worker import WorkerClient, WorkerConfig
 from forebay.worker.config import SIZES
 
@@ -68,7 +66,7 @@ class Gpt(nn.Module):
 class GptTrainer:
     """Trains a Gpt with AdamW, on the accelerator if there is one.
 
-    `step`, `describe`, `to_bytes` and `from_bytes` are what every trainer has (`forebay.worker.trainer.Trainer`);
+    `step` and `describe` are what every trainer has (`forebay.worker.trainer.Trainer`);
     `model`, `optimizer`, `device`, `gradients` and `apply` are for workers that train together (`LockstepTrainer`).
     """
 
@@ -120,23 +118,6 @@ class GptTrainer:
     def describe(self) -> str:
         weights = sum(parameter.numel() for parameter in self.model.parameters())
         return f"a GPT of {weights:,} weights on {self.device}"
-
-    def to_bytes(self) -> bytes:
-        buffer = io.BytesIO()
-        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, buffer)
-        return buffer.getvalue()
-
-    def from_bytes(self, data: bytes) -> None:
-        try:
-            state = torch.load(io.BytesIO(data), map_location=self.device, weights_only=True)
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-        except Exception as error:  # whatever a file of another model or a damaged one makes of it
-            first = str(error).strip().partition("\n")[0]
-            raise StateError(
-                f"checkpoint: expected weights of this model, got others: {first} Set model_size, seq_len and the "
-                "tokenizer as they were, or take another checkpoint_dir."
-            ) from error
 
 
 async def main() -> None:

@@ -17,14 +17,13 @@ import pytest
 
 from forebay.cli import main
 from forebay.data_node import DataNode
-from forebay.ledger.receipts import Used, receipt_message
+from forebay.ledger.chain import Used, receipt_message
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity
 from forebay.scheduler import proofs, sessions
 from forebay.scheduler import server as service
-from forebay.scheduler.checks import PendingCheck
-from forebay.scheduler.core import SchedulerCore
-from forebay.scheduler.jobs import JobSpec
+from forebay.scheduler.core import PendingCheck, SchedulerCore
+from forebay.scheduler.leases import JobSpec
 from forebay.scheduler.messages import ExchangeRequest
 from forebay.scheduler.server import SchedulerService
 from support.attackers import HOST, ask, issue, organisation
@@ -63,7 +62,7 @@ def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, n
     assert ask(evil, scheduler.address, "POST", "/v2/exchange", {"cached": have})[0] == 200
     (session,) = scheduler._open_journal().core.sessions.all.values()
     assert session.cached_bytes == 0
-    (known,) = scheduler._open_journal().core.swarms
+    known = scheduler._open_journal().core.spec.dataset_id
     status, said = ask(evil, scheduler.address, "POST", "/v2/exchange", {"cached": {known: "0-999999999"}})
     assert status == 409 and f"[0, {SLICES})" in said["message"]
 
@@ -83,7 +82,7 @@ def test_what_an_organisation_says_it_has_is_bounded(
     scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "MAX_CACHED_BYTES_PER_ORGANISATION", 2 * SLICES * 8)
-    (known,) = scheduler._open_journal().core.swarms
+    known = scheduler._open_journal().core.spec.dataset_id
     org, said = organisation(network_dir, "acme"), {"cached": {known: f"0-{SLICES - 1}"}}
     for number in range(4):
         assert ask(issue(network_dir, f"m{number}", "worker", by=org), scheduler.address, "POST", "/v2/exchange", said)
@@ -140,9 +139,9 @@ def test_many_certificates_of_one_organisation_starve_nobody(scheduler: Schedule
 
 def test_who_fails_on_a_slice_that_is_good_is_leased_nothing_for_a_while() -> None:
     """Otherwise three workers have the scheduler fetch slices for as long as they like."""
-    core = SchedulerCore([JobSpec("j", "d", np.array([8, 8, 8, 8]), lease_s=10.0, stall_s=40.0)], checks=True)
+    core = SchedulerCore(JobSpec("j", "d", np.array([8, 8, 8, 8]), lease_s=10.0, stall_s=40.0), checks=True)
     for worker in "abc":
-        core.jobs["j"].failures.setdefault(0, {})[worker] = "cannot read"
+        core.failures.setdefault(0, {})[worker] = "cannot read"
     (doubt,) = core.pending_checks()
     assert isinstance(doubt, PendingCheck) and core.resolve(doubt, True, 1.0)
     assert core.pending_checks() == []
@@ -216,7 +215,7 @@ def test_doubts_that_nobody_answers_are_checked_less_and_less_often(
     monkeypatch.setattr(service, "CHECK_EVERY_S", 0.02)
     checked: list[float] = []
     monkeypatch.setattr(scheduler._catalog, "check_slice", lambda *_: checked.append(time.monotonic()))
-    (job,) = scheduler._open_journal().core.jobs.values()
+    job = scheduler._open_journal().core
     with scheduler._lock:
         job.failures[0] = dict.fromkeys("abc", "cannot read")
     until(lambda: len(checked) >= 4)

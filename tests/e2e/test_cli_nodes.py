@@ -94,7 +94,7 @@ def test_an_unknown_name_is_waited_for_aloud_and_not_for_ever(tmp_path: Path, st
         expected = {
             work: ("the scheduler of 'ghost': the DHT names none", "expected an answer within 5 s"),
             schedule: ("data nodes of 'ghost': the DHT names none", "expected a data node of 'ghost'"),
-            held: (f"the scheduler of any job: {address} has not answered yet", address),
+            held: (f"the scheduler: {address} has not answered yet", address),
         }
         for process, (line, error) in expected.items():
             _, said = process.communicate(timeout=scaled(120))

@@ -220,7 +220,7 @@ def test_the_coordinator_hands_out_ranks_and_refuses_a_second_of_the_same_name(
     assert (told["batch_size"], told["dataset_name"], told["seq_len"], told["num_steps"]) == (8, "tiny", 32, 9)
     with pytest.raises(DuplicateWorkerError, match="worker-1"):
         Membership(address, "worker-1").join()
-    assert get(address, "/v1/generation")["world_size"] == 4
+    assert get(address, "/v1/status")["generation"]["world_size"] == 4
     assert "/v1/members/join" in get(address, "/openapi.json")["paths"]
     members[0].leave()
     for member in members[1:]:

@@ -104,7 +104,7 @@ def test_documents_name_errors_roles_and_messages(servers: tuple[dict[str, str],
     roles = {path: door["x-role"] for path, methods in document["paths"].items() for door in methods.values()
              if "x-role" in door}  # fmt: skip
     workers = {"/v2/exchange", *(f"/v1/members/{verb}" for verb in ("join", "ready", "heartbeat", "meet", "leave"))}
-    admins = {f"/v1/jobs/{{name}}/{verb}" for verb in ("pause", "resume", "readmit")}
+    admins = {f"/v1/job/{verb}" for verb in ("pause", "resume", "readmit")}
     admins.add("/v1/peers/{peer_id}/pardon")
     assert roles == {
         path: "worker" if path in workers else "admin"

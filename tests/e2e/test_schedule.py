@@ -21,16 +21,13 @@ pytest.importorskip("libtorrent")
 
 from forebay.cli import main
 from forebay.data_node import DataNode
-from forebay.dataset.import_slices import import_slices
 from forebay.errors import StateError
-from forebay.ledger.receipts import Used, receipt_message
+from forebay.ledger.chain import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, join, verify
-from forebay.scheduler.catalog import JobPlan
-from forebay.scheduler.journal import ledger_path
 from forebay.scheduler.server import SchedulerService
 from support.local_discovery import LocalDiscovery
 from support.nodes import HOST, NAME, Bootstrap, make_dataset, make_network
@@ -130,28 +127,20 @@ def test_a_standby_goes_on_where_a_killed_scheduler_was(tmp_path: Path, stack: E
     assert verify_ledger(tmp_path / "state" / "ledger.jsonl", verify=verify).ok
 
 
-def test_jobs_are_steered_by_administrators_and_each_is_used_once(
+def test_a_job_is_steered_by_administrators_and_used_once(
     tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     homes = make_network(tmp_path, ["data", "scheduler", "admin"], [])
     join(tmp_path / "network", tmp_path / "worker", "worker", scope=Scope(frozenset({"worker"})))
     discovery = LocalDiscovery()
     one = make_dataset(tmp_path / "one", 6, 40)
-    make_dataset(tmp_path / "two", 5, 24)
-    for name in ("manifest.json", "slices.parquet"):
-        (tmp_path / "two" / name).unlink()
-    two = import_slices(tmp_path / "two", "two")
-    node = DataNode(Identity.load(homes["data"]), [one, two], HOST, 0, discovery, ttl_s=30)
+    node = DataNode(Identity.load(homes["data"]), [one], HOST, 0, discovery, ttl_s=30)
     node.start()
     stack.callback(node.stop)
     identity = Identity.load(homes["scheduler"])
-    plans = [
-        JobPlan(NAME, seq_len=SEQ_LEN, priority=1),
-        JobPlan("other", "two", seq_len=SEQ_LEN),
-    ]
 
     def scheduler() -> SchedulerService:
-        return SchedulerService(identity, "", discovery, Client(identity), tmp_path / "state", jobs=plans)
+        return SchedulerService(identity, NAME, discovery, Client(identity), tmp_path / "state", seq_len=SEQ_LEN)
 
     service = scheduler()
     service.start()
@@ -160,14 +149,13 @@ def test_jobs_are_steered_by_administrators_and_each_is_used_once(
         scheduler().start()
     worker = Hand(tmp_path / "worker", stack)
     with pytest.raises(RemoteError) as refused:
-        worker.client.request_json(service.address, "POST", f"/v1/jobs/{NAME}/pause", {})
+        worker.client.request_json(service.address, "POST", "/v1/job/pause", {})
     assert refused.value.status == 403
     steer = ["--scheduler", service.address, "--identity", str(homes["admin"])]
-    assert main(["job", "pause", NAME, *steer]) == 0
+    assert main(["job", "pause", *steer]) == 0
     assert "paused" in capsys.readouterr().out
-    assert [lease["job"] for lease in worker.say(service.address, want=1)["leases"]] == ["other"]
     assert worker.say(service.address, job=NAME, want=1, known_leases=[])["paused"]
-    assert main(["job", "resume", NAME, *steer]) == 0
+    assert main(["job", "resume", *steer]) == 0
     answer = worker.say(service.address, want=1, known_leases=[])
     samples = set()
     while not answer["done"]:
@@ -177,11 +165,10 @@ def test_jobs_are_steered_by_administrators_and_each_is_used_once(
             assert not samples & new
             samples |= new
         answer = worker.say(service.address, leases, want=1, known_leases=[lease["lease_id"] for lease in leases])
-    assert samples == {(NAME, i) for i in range(25)} | {("other", i) for i in range(12)}
+    assert samples == {(NAME, i) for i in range(25)}
     assert main(["status", service.address, "--identity", str(homes["admin"])]) == 0
     out = capsys.readouterr().out
     assert f"{NAME}: done, epoch 1 of 1, 100.0%" in out and "\n  worker  " in out
     service.stop()
-    for path in (ledger_path(tmp_path / "state"), ledger_path(tmp_path / "state", "other")):
-        report = verify_ledger(path, verify=verify)
-        assert report.ok, report
+    report = verify_ledger(service.ledger_path, verify=verify)
+    assert report.ok, report

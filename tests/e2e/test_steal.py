@@ -65,7 +65,7 @@ def test_a_worker_ten_times_slower_does_not_hold_up_the_end(tmp_path: Path) -> N
         stack.callback(service.stop)
         assert node.address in {provider["address"] for provider in service.status()["providers"]}
         # Paused until all are there, so that only the work is measured.
-        client.request_json(service.address, "POST", f"/v1/jobs/{NAME}/pause", {})
+        client.request_json(service.address, "POST", "/v1/job/pause", {})
         workers = [
             Node("work", tmp_path / f"{name}.log", node=str(homes[name]), cache=str(tmp_path / f"cache-{name}"),
                  cache_bytes=1 << 20, pause_s=pause_s, receipt_s=0.1)
@@ -74,7 +74,7 @@ def test_a_worker_ten_times_slower_does_not_hold_up_the_end(tmp_path: Path) -> N
         stack.callback(lambda: [worker.kill() for worker in workers])
         until(lambda: len(service.status()["workers"]) == len(names))
         assert service.status()["samples_used"] == 0
-        client.request_json(service.address, "POST", f"/v1/jobs/{NAME}/resume", {})
+        client.request_json(service.address, "POST", "/v1/job/resume", {})
         began = time.monotonic()
         until(service.is_done)
         seconds = time.monotonic() - began - stood_still_s(began)

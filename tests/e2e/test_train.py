@@ -23,13 +23,13 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import write_rows_slice
 from forebay.errors import DatasetError, NetworkError, StateError, UsageError
-from forebay.ledger.receipts import Used, receipt_message
+from forebay.ledger.chain import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client, RemoteError
 from forebay.network.dht import LibtorrentDht
 from forebay.network.pki.identity import Identity, verify
-from forebay.scheduler.catalog import JobPlan
+from forebay.scheduler import proofs
 from forebay.scheduler.server import SchedulerService
 from forebay.worker.lease_worker import WorkerReport, run_worker
 from support.calibration import scaled
@@ -310,9 +310,10 @@ def test_an_exchange_that_comes_late_takes_nothing_back(world: World) -> None:
     assert service.status()["slices_leased"] == 2
 
 
-def test_a_use_needs_proof_that_its_slice_was_there(world: World) -> None:
+def test_a_use_needs_proof_that_its_slice_was_there(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proofs, "MAX_TOKENS_PER_S", 200.0)
     world.serve("data-1")
-    service = world.scheduler(jobs=[JobPlan(NAME, seq_len=SEQ_LEN, max_tokens_per_s=200.0, stall_s=60.0)])
+    service = world.scheduler(stall_s=60.0)
     client, by = world.client("w1"), world.identity("w1")
 
     def use(lease: dict[str, Any], proof: str | None) -> dict[str, Any]:

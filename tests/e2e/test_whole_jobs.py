@@ -1,4 +1,4 @@
-"""Jobs to their ends by a worker that names none: a slice set aside comes back, receipts are over what was read."""
+"""A job to its end by a worker that names none: a slice set aside comes back, receipts are over what was read."""
 
 from __future__ import annotations
 
@@ -20,44 +20,34 @@ from test_schedule import SEQ_LEN, Hand
 
 from forebay.cli import main
 from forebay.data_node import DataNode
-from forebay.dataset.import_slices import import_slices
 from forebay.ledger.chain import read_entries
 from forebay.ledger.verify import verify_ledger
 from forebay.network.client import Client
 from forebay.network.pki.identity import Identity, revoke, verify
 from forebay.observe.ledger_queries import replay
-from forebay.scheduler.catalog import JobPlan
-from forebay.scheduler.journal import ledger_path
+from forebay.scheduler.journal import LEDGER_NAME
 from forebay.scheduler.server import SchedulerService
 from support.local_discovery import LocalDiscovery
 from support.nodes import HOST, NAME, Bootstrap, make_dataset, make_network
 
 
 @pytest.mark.usefixtures("changes_at_once")
-def test_two_jobs_a_slice_set_aside_and_a_restart_with_no_data_node(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slice_set_aside_and_a_restart_with_no_data_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with ExitStack() as stack:
         bootstrap = Bootstrap(1)
         stack.callback(bootstrap.close)
         homes = make_network(tmp_path, ["data", "scheduler", "one", "two", "three", "four", "worker"], bootstrap.at)
         discovery = LocalDiscovery()
         first = make_dataset(tmp_path / "first", 4, 40)
-        make_dataset(tmp_path / "second", 4, 24)
-        for name in ("manifest.json", "slices.parquet"):
-            (tmp_path / "second" / name).unlink()
-        second = import_slices(tmp_path / "second", "second")
-        node = DataNode(Identity.load(homes["data"]), [first, second], HOST, 0, discovery, ttl_s=30)
+        node = DataNode(Identity.load(homes["data"]), [first], HOST, 0, discovery, ttl_s=30)
         node.start()
         stack.callback(node.stop)
-        plans = [
-            JobPlan(NAME, seq_len=SEQ_LEN, priority=1, max_failures=2),
-            JobPlan("other", "second", seq_len=SEQ_LEN),
-        ]
         identity = Identity.load(homes["scheduler"])
 
         def start() -> SchedulerService:
-            service = SchedulerService(identity, "", discovery, Client(identity), tmp_path / "state", jobs=plans)
+            service = SchedulerService(
+                identity, NAME, discovery, Client(identity), tmp_path / "state", seq_len=SEQ_LEN, max_failures=2
+            )
             stack.callback(service.stop)
             service.start()
             return service
@@ -66,7 +56,7 @@ def test_two_jobs_a_slice_set_aside_and_a_restart_with_no_data_node(
         steer = ["--scheduler", service.address, "--identity", str(homes["scheduler"])]
         liars, hands = ([Hand(homes[name], stack) for name in two] for two in (("three", "four"), ("one", "two")))
         # The scheduler reads it itself: what two workers say of a good slice sets nothing aside.
-        job = service._open_journal().core.jobs[NAME]
+        job = service._open_journal().core
         fail(service.address, liars, node.address)
         until(lambda: not job.failures)
         assert not service.left_out() and not job.reasons
@@ -77,7 +67,7 @@ def test_two_jobs_a_slice_set_aside_and_a_restart_with_no_data_node(
         slices.with_name("away").rename(slices)
         assert main(["status", service.address, "--identity", str(homes["scheduler"])]) == 0
         assert "is set aside: torn" in capsys.readouterr().out
-        assert main(["job", "readmit", NAME, *steer]) == 0
+        assert main(["job", "readmit", *steer]) == 0
         command = [sys.executable, "-m", "forebay", "worker", "--scheduler", service.address, "--identity"]
         command += [str(homes["worker"]), "--cache-dir", str(tmp_path / "cache"), "--batch-size", "2"]
         command += ["--trainer", "count", "--listen", ":0", "--json"]
@@ -87,20 +77,20 @@ def test_two_jobs_a_slice_set_aside_and_a_restart_with_no_data_node(
         assert Identity.load(homes["worker"]).revocations.reason(gone) is None
         done = subprocess.run(command, check=True, capture_output=True, timeout=scaled(60))
         report = json.loads(done.stdout.splitlines()[-1])["report"]
-        assert report["done"] and report["samples"] == 15 + 9
+        assert report["done"] and report["samples"] == 15
         assert Identity.load(homes["worker"]).revocations.reason(gone) is not None
         service.stop()
-        # Not one data node: what the jobs are about is in the state directory.
+        # Not one data node: what the job is about is in the state directory.
         node.stop()
         began = time.monotonic()
         assert start().is_done() and time.monotonic() - began < scaled(2.0)
-    for path in (ledger_path(tmp_path / "state"), ledger_path(tmp_path / "state", "other")):
-        assert verify_ledger(path, verify=verify, replay=replay).ok
-        entries = list(read_entries(path))
-        uses = [entry.body for entry in entries if entry.kind == "uses"]
-        assert uses and all(len(row) == 7 for body in uses for row in body["uses"])
-        assert len({body["session"] for body in uses}) == 1
-    kinds = [entry.kind for entry in read_entries(ledger_path(tmp_path / "state"))]
+    path = tmp_path / "state" / LEDGER_NAME
+    assert verify_ledger(path, verify=verify, replay=replay).ok
+    entries = list(read_entries(path))
+    uses = [entry.body for entry in entries if entry.kind == "uses"]
+    assert uses and all(len(row) == 7 for body in uses for row in body["uses"])
+    assert len({body["session"] for body in uses}) == 1
+    kinds = [entry.kind for entry in entries]
     assert kinds.count("set_aside") == kinds.count("readmitted") == 1
 
 

@@ -44,7 +44,7 @@ from forebay.formats.html import HtmlError
 from forebay.formats.inputs import InputFile, ReadOptions
 from forebay.formats.report import CheckOptions as DoctorOptions
 from forebay.formats.sources import open_source
-from forebay.ledger.receipts import Used, receipt_message
+from forebay.ledger.chain import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
 from forebay.network.app import file_response
@@ -61,8 +61,8 @@ from forebay.network.pki.revocation import parse_crl, read_revoked, sign_crl
 from forebay.network.publications import read_publication
 from forebay.prepare.clean.extract import extract_html
 from forebay.prepare.inputs import read_split, split_files
-from forebay.scheduler import jobs
 from forebay.scheduler.core import SchedulerCore
+from forebay.scheduler.leases import JobSpec
 from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
 from forebay.storage.compression import sniff_compression
 from forebay.swarm.members import MAX_RANGES, parse_ranges
@@ -202,8 +202,8 @@ def exchange(directory: Path, identity: Identity) -> Target:
         "declared_until": {"l1": 16}, "release": ["l2"], "failed": [{"lease_id": "l3", "reason": "r"}], "want": 2,
         "cached": {"0" * 64: "0-15,17"}, "reports": [{"peer_id": "a" * 32, "sha256": "0" * 64, "reason": "r"}],
     }  # fmt: skip
-    spec = jobs.JobSpec("j", "0" * 64, np.full(18, 8, np.int64))
-    return _message(ExchangeRequest, lambda message: SchedulerCore([spec]).exchange("w", message, 0.0), seed, {})
+    spec = JobSpec("j", "0" * 64, np.full(18, 8, np.int64))
+    return _message(ExchangeRequest, lambda message: SchedulerCore(spec).exchange("w", message, 0.0), seed, {})
 
 
 @target

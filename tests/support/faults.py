@@ -342,24 +342,6 @@ class LedgerQuestions(Scenario):
         return {"uses": uses, **{form: content(folder / f"out.{form}") for form in ("jsonl", "parquet")}}
 
 
-class Checkpoint(Scenario):
-    def begin(self, folder: Path) -> None:
-        from forebay.worker.training import write_checkpoint
-
-        write_checkpoint(folder, {"step": 1}, b"1" * 20_000)
-
-    def act(self, folder: Path) -> None:
-        from forebay.worker.training import read_checkpoint, write_checkpoint
-
-        read_checkpoint(folder)
-        write_checkpoint(folder, {"step": 2}, b"2" * 20_000)
-
-    def see(self, folder: Path) -> State:
-        from forebay.worker.training import read_checkpoint
-
-        return {"state": read_checkpoint(folder)}
-
-
 class Shards(Scenario):
     def act(self, folder: Path) -> None:
         import numpy as np
@@ -393,7 +375,7 @@ class Mirror(Scenario):
 SCENARIOS: dict[str, Scenario] = {
     "prepare": Prepare(), "prepare-text": PrepareText(), "convert": Convert(), "convert-force": ConvertForce(),
     "cache": CacheFill(), "import": Import(), "ledger": Ledgers(), "ledger-questions": LedgerQuestions(),
-    "checkpoint": Checkpoint(), "shards": Shards(), "download": Mirror(),
+    "shards": Shards(), "download": Mirror(),
 }  # fmt: skip
 
 

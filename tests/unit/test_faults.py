@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 HARNESS = Path(__file__).parents[1] / "support" / "faults.py"
-SMALL = ("cache", "import", "ledger", "ledger-questions", "checkpoint", "shards", "download", "convert")
+SMALL = ("cache", "import", "ledger", "ledger-questions", "shards", "download", "convert")
 ALL = os.environ.get("FOREBAY_FAULTS") == "all"
 
 

@@ -132,10 +132,10 @@ def test_a_write_that_fails_leaves_the_roster_as_it_was(tmp_path: Path) -> None:
     large = RunState(state.rules, {}, {"key": "x" * 100_000})
     with pytest.raises(StateError, match=r"cannot write .*roster\.sqlite: database or disk is full"):
         roster.save(large, [LogLine("lost")], run_id)
-    assert roster.config() == {}
+    assert roster.load(Rules(), {}, 0.0, "run")[0].config == {}
     roster._database.execute("PRAGMA max_page_count=1000000")
     roster.save(large, [LogLine("written")], run_id)
-    assert roster.config() == large.config
+    assert roster.load(Rules(), {}, 0.0, "run")[0].config == large.config
     assert roster._database.execute("SELECT text FROM notes").fetchall() == [("written",)]
     roster.close()
 
@@ -154,7 +154,7 @@ def test_the_scheduler_s_journal_keeps_its_leases(small_disk: Path) -> None:
     assert (small_disk / JOURNAL_NAME).exists()
     filler.unlink()
     with open_journal(small_disk) as journal:
-        assert grant.lease_id in journal.core.jobs["d"].table.leases
+        assert grant.lease_id in journal.core.table.leases
         assert use(journal, "w", grant, 0, 2).uses[0].offset == 2
 
 

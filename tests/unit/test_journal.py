@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 
 from forebay.errors import LedgerError, StateError
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
 from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger
 from forebay.peer_id import peer_id_of
 from forebay.scheduler import journal as journals
 from forebay.scheduler.events import WorkerEnlisted
-from forebay.scheduler.jobs import JobSpec
 from forebay.scheduler.journal import JOURNAL_NAME, LEDGER_NAME, Journal, job_body
+from forebay.scheduler.leases import JobSpec
 from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, FailedLease, LeaseGrant
 from support.calibration import scaled
 
@@ -47,7 +47,7 @@ def open_journal(
     spec = JobSpec("d", str(changes.pop("dataset_id", "1" * 64)), counts, **settings)  # type: ignore[arg-type]
     body = job_body(spec, **({"seq_len": 8, "layout": "tokens", "scheduler": "00" * 32} | changes))
     salt = f"{time.monotonic_ns():x}"
-    return Journal.open(directory, [spec], {"d": body}, signer, salt=salt, now=lambda: now)
+    return Journal.open(directory, spec, body, signer, salt=salt, now=lambda: now)
 
 
 def say(journal: Journal, worker: str, ask: ExchangeRequest, now: float = 0.0) -> ExchangeResult:
@@ -69,9 +69,8 @@ def use(journal: Journal, worker: str, grant: LeaseGrant, start: int, stop: int)
 def kill(journal: Journal) -> None:
     """What a kill leaves: the files as they are."""
     journal._database.close()
-    for ledger in journal.ledgers.values():
-        os.close(ledger._fd)
-        ledger._fd = -1
+    os.close(journal.ledger._fd)
+    journal.ledger._fd = -1
     os.close(journal._lock)
     journal._lock = -1
 
@@ -88,7 +87,7 @@ def finish(journal: Journal) -> None:
 
 def test_everything_comes_back(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
-        journal.wait(journal.put([WorkerEnlisted("d", WORKER, (b"k" * 32).hex(), "worker")]))
+        journal.wait(journal.put([WorkerEnlisted(WORKER, (b"k" * 32).hex(), "worker")]))
         one = lease(journal, "w")
         use(journal, "w", one, 0, 2)
         other = lease(journal, "v")
@@ -96,14 +95,14 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         before = journal.core.snapshot()
         kill(journal)
     with open_journal(tmp_path, now=500.0) as journal:
-        table = journal.core.jobs["d"].table
+        table = journal.core.table
         assert list(table.leases) == [one.lease_id]
-        assert table.holders.all["w", "s"].deadline == 510.0
-        assert journal.core.snapshot()["jobs"]["d"]["table"] == before["jobs"]["d"]["table"]
-        entries = journal.ledgers["d"].next_seq
+        assert table.sessions.all["w", "s"].deadline == 510.0
+        assert journal.core.snapshot()["table"] == before["table"]
+        entries = journal.ledger.next_seq
         # The receipt whose answer was lost is asked again, and recorded once.
         assert use(journal, "w", one, 0, 2).uses[0].offset == 2
-        assert journal.ledgers["d"].next_seq == entries == 3
+        assert journal.ledger.next_seq == entries == 3
         finish(journal)
     report = verify_ledger(tmp_path / LEDGER_NAME)
     assert report.ok
@@ -115,15 +114,15 @@ def test_a_lost_journal_is_rebuilt_from_the_ledger(tmp_path: Path) -> None:
             grant = lease(journal, "w")
             use(journal, "w", grant, grant.start, grant.start + 1)
             say(journal, "w", ExchangeRequest(session="s", release=(grant.lease_id,)))
-        journal.wait(journal.put(journal.core.pause("d", True)))
-        live = len(journal.core.jobs["d"].table.leases)
-        used = journal.core.jobs["d"].table.total_used
+        journal.wait(journal.put(journal.core.pause(True)))
+        live = len(journal.core.table.leases)
+        used = journal.core.table.used_before + journal.core.table.used
     for path in tmp_path.glob(JOURNAL_NAME + "*"):
         path.unlink()
     with open_journal(tmp_path) as journal:
-        job = journal.core.jobs["d"]
-        assert (job.table.total_used, job.paused, live) == (used, True, 0)
-        journal.wait(journal.put(journal.core.pause("d", False)))
+        job = journal.core
+        assert (job.table.used_before + journal.core.table.used, job.paused, live) == (used, True, 0)
+        journal.wait(journal.put(journal.core.pause(False)))
         finish(journal)
     (tmp_path / JOURNAL_NAME).write_bytes(b"not a database" * 100)
     with open_journal(tmp_path) as journal:
@@ -152,7 +151,7 @@ def test_a_slice_set_aside_is_in_the_ledger_and_stays_so(tmp_path: Path) -> None
     for path in tmp_path.glob(JOURNAL_NAME + "*"):
         path.unlink()
     with open_journal(tmp_path) as journal:
-        assert journal.core.jobs["d"].reasons == {grant.slice: "torn"}
+        assert journal.core.reasons == {grant.slice: "torn"}
         finish(journal)
     assert (
         not verify_ledger(tmp_path / LEDGER_NAME).ok
@@ -185,10 +184,10 @@ def test_killed_between_any_two_steps(tmp_path: Path, step: str, monkeypatch: py
         raise Killed
 
     if step == "before ledger":
-        monkeypatch.setattr(journal.ledgers["d"], "append", die)
+        monkeypatch.setattr(journal.ledger, "append", die)
     elif step == "after ledger":
-        sync = journal.ledgers["d"].sync
-        monkeypatch.setattr(journal.ledgers["d"], "sync", lambda: die(sync()))
+        sync = journal.ledger.sync
+        monkeypatch.setattr(journal.ledger, "sync", lambda: die(sync()))
     else:
         monkeypatch.setattr(journals, "to_row", die)
     with pytest.raises(Killed):
@@ -196,7 +195,7 @@ def test_killed_between_any_two_steps(tmp_path: Path, step: str, monkeypatch: py
     monkeypatch.undo()
     kill(journal)
     with open_journal(tmp_path) as journal:
-        assert journal.core.jobs["d"].table.total_used == (0 if step == "before ledger" else 2)
+        assert journal.core.table.used_before + journal.core.table.used == (0 if step == "before ledger" else 2)
         assert use(journal, "w", grant, 0, 2).uses[0].offset == 2
         finish(journal)
     assert verify_ledger(tmp_path / LEDGER_NAME).ok
@@ -212,7 +211,7 @@ def test_what_could_not_be_written_is_not_answered_then_or_later(
     def full() -> None:
         raise fault
 
-    monkeypatch.setattr(journal.ledgers["d"], "sync", full)
+    monkeypatch.setattr(journal.ledger, "sync", full)
     with pytest.raises(LedgerError, match="no space"):
         use(journal, "w", grant, 0, 2)
     monkeypatch.undo()
@@ -242,7 +241,7 @@ def test_who_waits_together_shares_one_fsync(tmp_path: Path, monkeypatch: pytest
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(syncs) == 1 and journal.ledgers["d"].next_seq == 21
+        assert len(syncs) == 1 and journal.ledger.next_seq == 21
 
 
 CHILD = """
@@ -295,7 +294,7 @@ def test_a_restart_does_not_read_the_whole_ledger(tmp_path: Path) -> None:
     begun = time.perf_counter()
     with open_journal(tmp_path, epochs=2, samples=[8] * num_slices) as journal:
         took_s = time.perf_counter() - begun
-        assert journal.core.jobs["d"].table.total_used == 8 * num_slices
-        assert journal.ledgers["d"].read_bytes < 100_000
+        assert journal.core.table.used_before + journal.core.table.used == 8 * num_slices
+        assert journal.ledger.read_bytes < 100_000
     print(f"restart: {took_s:.2f} s, {entries:,} entries, {num_slices:,} slices")
     assert took_s < scaled(2.0)

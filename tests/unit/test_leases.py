@@ -8,26 +8,31 @@ import numpy as np
 import pytest
 
 from forebay.errors import LeaseError, UsageError
-from forebay.ledger.receipts import Used
-from forebay.scheduler.lease_holders import LiveLease, SpeedEstimate
-from forebay.scheduler.leases import IDLE_ASKS_PER_S, LeaseLostError, LeaseTable
+from forebay.ledger.chain import Used
+from forebay.scheduler.leases import IDLE_ASKS_PER_S, JobSpec, LeaseLostError, LeaseTable
+from forebay.scheduler.sessions import LiveLease, SpeedEstimate, WorkerSession
 
 
 def table(samples: list[int], epochs: int = 1, seed: int = 0, **settings: float) -> LeaseTable:
     settings = {"lease_s": 10.0, "steal_s": 1.0, "stall_s": 40.0, **settings}
-    return LeaseTable(np.array(samples, np.int64), seed=seed, epochs=epochs, **settings)  # type: ignore[arg-type]
+    spec = JobSpec("d", "1" * 64, np.array(samples, np.int64), seed=seed, epochs=epochs, **settings)  # type: ignore[arg-type]
+    return LeaseTable(spec)
 
 
 def grant(leases: LeaseTable, worker: str, lease_id: str, now: float = 0.0) -> LiveLease | None:
-    part = leases.choose(leases.touch((worker, ""), now), lambda index: False, now)
-    return None if part is None else leases.grant(lease_id, worker, "", part, now)
+    part = leases.choose(leases.sessions.touch((worker, ""), now), lambda index: False, now)
+    return None if part is None else leases.grant(lease_id, (worker, ""), part, now)
+
+
+def set_cached(leases: LeaseTable, session: WorkerSession, slices: list[int]) -> None:
+    session.cached = leases.free.replace_cached(session.cached, np.array(slices))
 
 
 def use(leases: LeaseTable, lease: LiveLease, num: int, now: float = 0.0) -> bool:
     used = Used(lease.lease_id, lease.epoch, lease.slice_index, lease.position, lease.position + num, 0)
     if not leases.check_use(lease.worker, used):
         return False
-    leases.touch(lease.key, now)
+    leases.sessions.touch(lease.key, now)
     leases.record(lease.worker, [used], now)
     if leases.is_covered():
         leases.end_epoch()
@@ -41,10 +46,8 @@ def test_affinity_then_what_came_back_then_the_order() -> None:
     use(leases, first, 3)
     leases.release("1")
     cached = next(i for i in range(8) if i != first.slice_index)
-    b = leases.touch(("b", ""), 0.0)
-    leases.set_cached(
-        b, np.array([cached, first.slice_index] if cached < first.slice_index else [first.slice_index, cached])
-    )
+    b = leases.sessions.touch(("b", ""), 0.0)
+    set_cached(leases, b, sorted([cached, first.slice_index]))
     got = grant(leases, "b", "2")
     assert got is not None and got.slice_index == cached
     again = grant(leases, "c", "3")
@@ -53,18 +56,16 @@ def test_affinity_then_what_came_back_then_the_order() -> None:
 
 def test_what_another_worker_has_cached_is_left_to_it_while_others_remain() -> None:
     leases = table([1] * 6)
-    owner = leases.touch(("a", ""), 0.0)
-    leases.set_cached(owner, np.array([0, 1, 2]))
+    owner = leases.sessions.touch(("a", ""), 0.0)
+    set_cached(leases, owner, [0, 1, 2])
     taken = [grant(leases, "b", str(i)) for i in range(5)]
     assert {lease.slice_index for lease in taken[:3] if lease} == {3, 4, 5}
     assert {lease.slice_index for lease in taken[3:] if lease} < {0, 1, 2}
     last = grant(leases, "a", "x")
     assert last is not None and {last.slice_index, *(lease.slice_index for lease in taken if lease)} == set(range(6))
     # One that is gone keeps nothing from others.
-    other = table([1] * 3)
-    other.set_cached(other.touch(("a", ""), 0.0), np.array([0, 1, 2]))
-    other.overdue_leases(100.0)
-    assert other.free.cached_by.max() == 0
+    owner.cached = leases.free.replace_cached(owner.cached, None)
+    assert leases.free.cached_by.max() == 0
 
 
 def test_those_that_only_wait_ask_one_after_another_even_if_they_came_together() -> None:
@@ -74,8 +75,8 @@ def test_those_that_only_wait_ask_one_after_another_even_if_they_came_together()
     while due[0][0] < len(asks):
         now, number = due[0]
         asks[int(now)] += 1
-        leases.touch(("busy", ""), now)
-        wait_s = leases.wait(leases.touch((f"w{number}", ""), now), now)
+        leases.sessions.touch(("busy", ""), now)
+        wait_s = leases.wait(leases.sessions.touch((f"w{number}", ""), now), now)
         assert 0 < wait_s <= 1 + 1.5 * 2000 / IDLE_ASKS_PER_S
         heapq.heapreplace(due, (now + wait_s, number))
     assert asks[0] == 2000 and asks[2:].max() <= IDLE_ASKS_PER_S + 1 and asks[2:].min() >= 0.7 * IDLE_ASKS_PER_S
@@ -125,9 +126,9 @@ def test_the_slowest_is_who_would_finish_last_and_is_cut_at_its_horizon() -> Non
     assert fast is not None and slow is not None
     use(leases, fast, 10, now=1.0)  # has more left, and is ten times as fast
     use(leases, slow, 20, now=20.0)
-    leases.touch(fast.key, 20.0)
+    leases.sessions.touch(fast.key, 20.0)
     assert grant(leases, "idle", "i", now=20.0) is None
-    leases.wait(leases.touch(("idle", ""), 20.0), 20.0)
+    leases.wait(leases.sessions.touch(("idle", ""), 20.0), 20.0)
     assert set(leases.steals) == {"s"}
     # The owner has promised nothing yet: nothing is cut behind its back.
     assert grant(leases, "idle", "i", now=20.5) is None
@@ -148,7 +149,7 @@ def test_a_lease_that_was_not_begun_goes_as_a_whole() -> None:
     begun, waiting = grant(leases, "a", "1"), grant(leases, "a", "2")
     assert begun is not None and waiting is not None
     use(leases, begun, 1, now=5.0)
-    leases.wait(leases.touch(("idle", ""), 5.0), 5.0)
+    leases.wait(leases.sessions.touch(("idle", ""), 5.0), 5.0)
     assert leases.declare(begun, 3) is None
     assert leases.declare(waiting, 0) == 0
     leases.cut("2", 0, 5.0)
@@ -162,7 +163,7 @@ def test_who_lives_and_does_nothing_loses_its_leases() -> None:
     assert lease is not None
     found: list[tuple[str, str]] = []
     for now in range(1, 60):
-        leases.touch(lease.key, float(now))
+        leases.sessions.touch(lease.key, float(now))
         found += leases.overdue_leases(float(now))
         if found:
             break

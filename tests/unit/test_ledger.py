@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import LedgerError
-from forebay.ledger.chain import Entry, read_entries
-from forebay.ledger.job import Job, decode_runs, encode_runs
-from forebay.ledger.receipts import Used, receipt_message
+from forebay.ledger.chain import Entry, Used, read_entries, receipt_message
+from forebay.ledger.index import Job, decode_runs, encode_runs
 from forebay.ledger.verify import cover, verify_ledger
 from forebay.ledger.writer import Ledger
 from forebay.peer_id import peer_id_of

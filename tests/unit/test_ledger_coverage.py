@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from test_ledger import KEY, WORKER, WORKER_KEY, check, sign
 
 from forebay.errors import LedgerError
-from forebay.ledger.chain import Checkpoint, read_entries
+from forebay.ledger.chain import Checkpoint, Used, read_entries, receipt_message
 from forebay.ledger.index import open_index
-from forebay.ledger.receipts import Used, receipt_message
 from forebay.ledger.verify import cover, verify_ledger
 from forebay.ledger.writer import Ledger
 from forebay.observe.ledger_queries import replay

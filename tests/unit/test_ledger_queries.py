@@ -17,11 +17,10 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import UsageError
-from forebay.ledger.index import LedgerIndex, open_index
-from forebay.ledger.job import Job, encode_runs
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
+from forebay.ledger.index import LedgerIndex, encode_runs, open_index
 from forebay.ledger.writer import Ledger
-from forebay.observe.ledger_queries import blame_step, export_uses, is_roster, replay, verify_steps, who_saw
+from forebay.observe.ledger_queries import blame_step, export_uses, is_roster, verify_steps, who_saw
 from forebay.order.plan import lease_order
 from forebay.peer_id import peer_id_of
 
@@ -88,7 +87,7 @@ def test_every_step_of_every_worker_is_found(
     index, seen = job
     documents = Documents(dataset)
     for (name, step), samples in seen.items():
-        (part,) = blame_step(index, step, worker=name, documents={dataset.id: documents})
+        (part,) = blame_step(index, step, worker=name, documents=documents)
         assert part.exact and part.name == name and part.worker == PEERS[name] and part.samples == samples
         tokens = [t for p in part.documents for t in dataset.open_slice(p.slice).tokens[p.start : p.stop].tolist()]
         firsts = [(sample - int(index.job.samples[: part.slice].sum())) * SEQ_LEN for sample in samples]
@@ -170,12 +169,3 @@ def test_the_coordinators_log_is_proved(tmp_path: Path) -> None:
     write_roster(tmp_path / "d", whole[2:])
     assert "expected step 0" in verify_steps(tmp_path / "d").problems[0]
     assert is_roster(tmp_path / "a") and not is_roster(tmp_path / "nothing")
-
-
-def test_several_datasets_number_their_slices_through(tmp_path: Path) -> None:
-    with Ledger.open(tmp_path / "l", sign) as ledger:
-        datasets = [{"dataset_id": name, "samples_per_slice": [[4, 2]]} for name in "ab"]
-        entry = ledger.append("job", {"datasets": datasets, "scheduler": KEY.hex(), "seed": 1})
-    job = Job.of(entry)
-    assert job.bounds == (0, 2, 4) and [job.dataset_of(i) for i in range(4)] == [0, 0, 1, 1]
-    assert replay(job, 0, 2, 0, 4)[1] == replay(job, 1, 2, 0, 4)[1] != replay(job, 0, 1, 0, 4)[1]

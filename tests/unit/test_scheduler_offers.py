@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
 from forebay.network.peer import Provider
-from forebay.scheduler.checks import ProviderFault
-from forebay.scheduler.core import SchedulerCore
-from forebay.scheduler.jobs import JobSpec
+from forebay.scheduler.core import ProviderFault, SchedulerCore
+from forebay.scheduler.leases import JobSpec
 from forebay.scheduler.messages import ExchangeRequest, FailedLease, LeaseGrant
 
 SLICES = 600
@@ -16,8 +15,8 @@ ORIGIN = Provider("origin", "h:1", True)
 
 
 def make_desk(num_slices: int = SLICES) -> SchedulerCore:
-    core = SchedulerCore([JobSpec("x", "x0", np.full(num_slices, 3, np.int64), max_failures=2)])
-    core.add_origins("x0", [ORIGIN], 0.0)
+    core = SchedulerCore(JobSpec("x", "x0", np.full(num_slices, 3, np.int64), max_failures=2))
+    core.add_origins([ORIGIN], 0.0)
     return core
 
 
@@ -41,10 +40,10 @@ def test_while_no_data_node_is_there_only_what_workers_can_give_is_leased() -> N
         found += ask(core, "b", 36.0)
     assert sorted(found) == [7, 300, 599]
     reply, _ = core.exchange("b", ExchangeRequest(want=1), 36.0)
-    assert not reply.leases and 0 < reply.wait_s <= 15 and not reply.done and not core.jobs["x"].reasons
+    assert not reply.leases and 0 < reply.wait_s <= 15 and not reply.done and not core.reasons
     # What it has itself needs nobody.
     assert ask(core, "c", 37.0, cached={"x0": "8-9"}) + ask(core, "c", 37.0) == [8, 9]
-    core.add_origins("x0", [ORIGIN], 38.0)
+    core.add_origins([ORIGIN], 38.0)
     assert len(ask(core, "b", 38.0, want=4)) == 4
 
 
@@ -54,7 +53,7 @@ def test_slices_outlive_an_outage_of_all_their_providers() -> None:
     for turn in range(400):
         now += 1.0
         if turn % 100 < 30:
-            core.add_origins("x0", [ORIGIN], now)
+            core.add_origins([ORIGIN], now)
         core.expire(now)
         for worker in ("a", "b", "c"):
             reply, _ = core.exchange(worker, ExchangeRequest(want=1, known_leases=()), now)
@@ -68,7 +67,7 @@ def test_slices_outlive_an_outage_of_all_their_providers() -> None:
                     core.exchange(worker, ExchangeRequest(release=(grant.lease_id,)), now)
         if core.done():
             break
-    assert core.done() and used == 120 and not core.jobs["x"].reasons
+    assert core.done() and used == 120 and not core.reasons
 
 
 def grant_of(core: SchedulerCore, worker: str, now: float) -> LeaseGrant:
@@ -78,16 +77,16 @@ def grant_of(core: SchedulerCore, worker: str, now: float) -> LeaseGrant:
 
 def test_who_was_only_late_is_avoided_for_a_while_and_banned_for_nobody() -> None:
     core = make_desk(8)
-    core.add_origins("x0", [ORIGIN, Provider("other", "h:2", True)], 0.0)
-    late = [ProviderFault("origin", "x0", index, "no bytes in 5 s", wrong=False) for index in (1, 2)]
+    core.add_origins([ORIGIN, Provider("other", "h:2", True)], 0.0)
+    late = [ProviderFault("origin", index, "no bytes in 5 s", wrong=False) for index in (1, 2)]
     for worker, bad in (("a", late[0]), ("b", late[1])):
         _, happened = core.exchange(worker, ExchangeRequest(), 0.0, faults=[bad])
         assert not happened
         assert [holder.peer_id for holder in grant_of(core, worker, 0.0).providers] == ["other"]
     assert {holder.peer_id for holder in grant_of(core, "c", 0.0).providers} == {"origin", "other"}
     assert {holder.peer_id for holder in grant_of(core, "a", 5.0).providers} == {"origin", "other"}
-    assert core.swarms["x0"].status()["banned"] == [] and not core.reports
-    core.exchange("a", ExchangeRequest(), 5.0, faults=[ProviderFault("nobody", "x0", 1, "late", wrong=False)])
+    assert core.swarm.status()["banned"] == [] and not core.reports
+    core.exchange("a", ExchangeRequest(), 5.0, faults=[ProviderFault("nobody", 1, "late", wrong=False)])
 
 
 def test_a_session_is_remembered_to_have_had_what_it_gave_back() -> None:
@@ -97,4 +96,4 @@ def test_a_session_is_remembered_to_have_had_what_it_gave_back() -> None:
         "a", ExchangeRequest(known_leases=(grant.lease_id,), failed=(FailedLease(grant.lease_id, "torn"),)), 0.0
     )
     session = core.sessions.all["a", ""]
-    assert not session.lease_ids() and ("x", grant.slice) in set(session.leased())
+    assert not session.leases and grant.slice in set(session.leased())

@@ -1,4 +1,4 @@
-"""Settings and who goes before whom, the client, the command line, checkpoints, advice."""
+"""Settings and who goes before whom, the client, the command line, advice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from forebay.errors import StateError, UnknownDatasetError, UsageError
+from forebay.errors import UnknownDatasetError, UsageError
 from forebay.worker import WorkerClient, WorkerConfig
 from forebay.worker.__main__ import main
 from forebay.worker.config import MODEL_SIZES
@@ -158,28 +158,6 @@ def test_a_finished_run_is_not_begun_again_by_chance() -> None:
                 await worker.run_training()
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize("trainer", ["count", GPT], ids=["count", "gpt"])
-def test_a_checkpoint_resumes_the_very_run(corpus: Path, tmp_path: Path, trainer: str) -> None:
-    if trainer == GPT:
-        pytest.importorskip("torch")
-    config = WorkerConfig(
-        dataset_name=str(corpus), tokenizer_name="bytes", seq_len=8, num_steps=6, trainer=trainer, device="cpu"
-    )
-    whole = train(config).losses
-    kept = dataclasses.replace(config, checkpoint_dir=tmp_path / "kept", num_steps=4, checkpoint_steps=3)
-    lines: list[str] = []
-    found = train(kept).losses
-    more = train(dataclasses.replace(kept, num_steps=6), lines)
-    assert found + more.losses == pytest.approx(whole, rel=1e-6)
-    assert (more.steps, more.step) == (2, 6) and lines[0].startswith("resumed at step 4")
-    assert not list((tmp_path / "kept").glob(".*"))
-    with pytest.raises(StateError, match="seq_len"):
-        train(dataclasses.replace(kept, seq_len=16))
-    (tmp_path / "kept" / "checkpoint.zip").write_bytes(b"PK")
-    with pytest.raises(StateError, match="Remove it to start from the first step"):
-        train(kept)
 
 
 def test_out_of_memory_is_told_with_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from forebay.network.peer import Provider
 from forebay.scheduler.core import SchedulerCore
-from forebay.scheduler.jobs import JobSpec
+from forebay.scheduler.leases import JobSpec
 from forebay.scheduler.messages import ExchangeReply, ExchangeRequest, ExchangeResult, Lease
 from forebay.worker.lease_state import ActiveLease, LeaseState
 from support.leases_by_hand import answer
@@ -106,7 +106,7 @@ class World:
         self.chance = random.Random(seed)
         self.now = 0.0
         spec = JobSpec("job", DATASET, np.array(sizes, np.int64), epochs=epochs, lease_s=30.0, steal_s=0.1)
-        self.core = SchedulerCore([spec])
+        self.core = SchedulerCore(spec)
         self.expire()
         self.late: list[tuple[str, ExchangeRequest]] = []
         self.recorded: Counter[tuple[int, int, int]] = Counter()
@@ -114,7 +114,7 @@ class World:
 
     def expire(self) -> None:
         """What a scheduler does every second or so: it says who is there, and forgets who is not."""
-        self.core.add_origins(DATASET, [Provider("origin", "a:1", True)], self.now)
+        self.core.add_origins([Provider("origin", "a:1", True)], self.now)
         self.core.expire(self.now)
 
     def carry(self, worker: Worker) -> None:

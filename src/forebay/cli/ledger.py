@@ -81,32 +81,28 @@ def _blame(args: argparse.Namespace) -> int:
     return 0
 
 
-def _documents(args: argparse.Namespace, index: LedgerIndex) -> dict[str, Documents]:
-    """The documents of the datasets of --dataset, by dataset id."""
+def _documents(args: argparse.Namespace, index: LedgerIndex) -> Documents | None:
+    """The documents of --dataset."""
     from forebay.dataset.documents import Documents
     from forebay.dataset.reader import open_dataset
 
-    documents = {dataset.id: Documents(dataset) for dataset in map(open_dataset, args.dataset or [])}
-    for id, of_dataset in documents.items():
-        if id not in index.job.dataset_ids:
-            raise UsageError(
-                f"blame: {of_dataset.dataset.path} is not a dataset of this job, which has {index.job.dataset_ids}."
-            )
-    return documents
+    if args.dataset is None:
+        return None
+    dataset = open_dataset(args.dataset)
+    if dataset.id != index.job.dataset_id:
+        raise UsageError(f"blame: {dataset.path} is not the dataset of this job, which has {index.job.dataset_id}.")
+    return Documents(dataset)
 
 
 def _blame_document(args: argparse.Namespace) -> int:
     from forebay.ledger.index import open_index
     from forebay.observe.ledger_queries import who_saw
 
-    if not args.dataset:
-        raise UsageError("ledger blame: expected --dataset DIR beside --document, got none.")
     index = open_index(args.file)
-    ranges: list[tuple[int, int, int]] = []
-    for id, documents in _documents(args, index).items():
-        first = index.job.bounds[index.job.dataset_ids.index(id)]
-        for number in documents.find(args.document):
-            ranges += [(first + slice_, start, stop) for slice_, start, stop in documents.token_ranges(number)]
+    documents = _documents(args, index)
+    if documents is None:
+        raise UsageError("ledger blame: expected --dataset DIR beside --document, got none.")
+    ranges = [item for number in documents.find(args.document) for item in documents.token_ranges(number)]
     parts = [part for token_range in ranges for part in who_saw(index, *token_range)]
     if args.json:
         tokens = [{"slice": slice_, "start": start, "stop": stop} for slice_, start, stop in ranges]
@@ -171,7 +167,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--step", type=int, metavar="N", help="step of the worker (this or --document)")
     p.add("--document", metavar="ID", help="source id, or #NUMBER in the dataset (this or --step)")
     p.add("--worker", default="", metavar="NAME", help="its name, or a prefix of its peer id (default: all)")
-    p.add("--dataset", action="append", metavar="DIR", help="the job's dataset; may be repeated (default: none)")
+    p.add("--dataset", metavar="DIR", help="the job's dataset (default: none)")
 
     p = verb("export", _export, "write the uses as a table", verbs)
     p.add("file", type=Path, help="the ledger")

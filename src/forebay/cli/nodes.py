@@ -26,14 +26,14 @@ _MAX_READERS = 10  # lines of a data node's status
 
 
 def _status(args: argparse.Namespace) -> int:
-    from forebay.scheduler.admin_api import lines
+    from forebay.scheduler.status import lines
 
     status, peer = send_request(args, args.address, "/v1/status", timeout_s=args.timeout)
     is_healthy = not status.get("draining")
     if args.json:
         print(json.dumps({"healthy": is_healthy, "peer_id": peer.peer_id, "name": peer.name, **status}))
     else:
-        print("\n".join(lines(status) if "jobs" in status else _node_lines(status)))
+        print("\n".join(lines(status) if "samples_used" in status else _node_lines(status)))
     return 0 if is_healthy else 1
 
 

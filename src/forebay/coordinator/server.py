@@ -270,9 +270,7 @@ class Coordinator:
     def _app(self) -> FastAPI:
         app = make_app("Forebay coordinator", self._metrics)
         get, post = app.get, app.post
-        get("/v1/config", summary="The settings of the run.")(self._read_config)
         post("/v1/config", summary="Propose settings that the coordinator leaves open.")(self._agree)
-        get("/v1/generation", summary="The current generation.")(self._read_generation)
         get("/v1/status", summary="The progress and members of the run.")(self._read_status)
         get("/v1/log", summary="All generations, each with its workers.")(self._read_log)
         for path, kind in REQUESTS.items():
@@ -322,12 +320,6 @@ class Coordinator:
         if (wait_s := bucket.try_take(1.0, time.monotonic())) > 0:
             text = f"certificate of {peer_id}: joins too often. Each join stops all workers at the end of a step."
             raise ApiError(429, "joins_too_often", text, wait_s)
-
-    async def _read_config(self, request: Request) -> Response:
-        return JsonResponse(config_reply(self._state, self.run_id))
-
-    async def _read_generation(self, request: Request) -> Response:
-        return JsonResponse(generation_reply(self._state, self.run_id))
 
     async def _read_status(self, request: Request) -> Response:
         return JsonResponse(self.status())

@@ -31,7 +31,6 @@ CREATE TABLE IF NOT EXISTS generations (
 CREATE TABLE IF NOT EXISTS steps (
     generation INTEGER NOT NULL, start INTEGER NOT NULL, stop INTEGER NOT NULL,
     first_sample INTEGER NOT NULL, count INTEGER NOT NULL);
-CREATE INDEX IF NOT EXISTS steps_by_start ON steps (start);
 CREATE TABLE IF NOT EXISTS gaps (
     generation INTEGER NOT NULL, worker TEXT NOT NULL, rank INTEGER NOT NULL,
     start INTEGER NOT NULL, stop INTEGER NOT NULL);
@@ -149,27 +148,6 @@ class RunStore:
         rows = self._database.execute("SELECT * FROM generations ORDER BY number").fetchall()
         names = ("number", "at", "start_step", "start_sample", "batch_size", "workers")
         return [{**dict(zip(names, row)), "workers": json.loads(row[5])} for row in rows]
-
-    def step(self, step: int) -> dict[str, Any] | None:
-        """The workers of a step and their samples; None if it is not finished."""
-        query = "SELECT * FROM steps WHERE start <= ? AND stop > ? ORDER BY generation DESC LIMIT 1"
-        row = self._database.execute(query, (step, step)).fetchone()
-        if row is None:
-            return None
-        generation, start, _, first, count = row
-        query = "SELECT number, start_step, workers FROM generations WHERE number >= ? ORDER BY number"
-        (_, _, workers), *later = self._database.execute(query, (generation,)).fetchall()
-        if any(start_step <= step for _, start_step, _ in later):
-            return None  # it is being redone
-        names, first = json.loads(workers), first + (step - start) * count
-        share = {"stride": len(names), "count": count // len(names)}
-        parts = [{"worker_id": n, "rank": r, "first_sample": first + r, **share} for r, n in enumerate(names)]
-        return {"step": step, "generation": generation, "first_sample": first, "count": count, "parts": parts}
-
-    def config(self) -> dict[str, Any]:
-        """The settings of the run; empty before it started."""
-        row = self._database.execute("SELECT body FROM state").fetchone()
-        return dict(json.loads(row[0])["config"]) if row else {}
 
     def rows(self) -> list[tuple[int, int, int, int, int]]:
         """Every row of the log: generation, start, stop, first_sample, count."""

@@ -13,10 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import ForebayError, LedgerError
-from forebay.ledger.chain import READ_BYTES, Entry, iter_entries
-from forebay.ledger.index import UseColumns
-from forebay.ledger.job import Asides, Job, apply_aside
-from forebay.ledger.receipts import receipt_message, uses_of
+from forebay.ledger.chain import READ_BYTES, Entry, iter_entries, receipt_message, uses_of
+from forebay.ledger.index import Asides, Job, UseColumns, apply_aside
 from forebay.peer_id import peer_id_of
 
 MAX_PROBLEMS = 100
@@ -34,7 +32,7 @@ class LedgerReport:
 
     ok: bool  # Intact, and every started epoch used every sample once, apart from the share that may be set aside.
     intact: bool  # The chain, the signatures and the receipts are valid.
-    # Of each: epoch, samples, missing, repeated; set_aside if any, dataset if the job has several.
+    # Of each: epoch, samples, missing, repeated; set_aside if any.
     epochs: list[dict[str, int]]
     problems: list[str]
     entries: int = 0
@@ -59,7 +57,7 @@ class _Reading:
     keys: dict[str, bytes] = field(default_factory=dict)
     reached: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
     aside_of: Asides = field(default_factory=dict)
-    ended: set[tuple[int, int]] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
 
     def problem(self, text: str) -> None:
         if len(self.problems) < MAX_PROBLEMS:
@@ -176,7 +174,7 @@ def _read_uses(entry: Entry, reading: _Reading) -> None:
                 f"{use.start}, expected {high}"
             )
         reading.reached[lease] = (low, max(high, use.stop))
-        if (job.dataset_of(use.slice), use.epoch) in reading.ended:
+        if use.epoch in reading.ended:
             reading.problem(f"entry {entry.seq} (uses): slice {use.slice} of epoch {use.epoch}, which had ended")
         if use.digest:
             reading.digests[len(reading.uses)] = use.digest
@@ -189,13 +187,12 @@ def _read_uses(entry: Entry, reading: _Reading) -> None:
 
 
 def _read_epoch(entry: Entry, reading: _Reading) -> None:
-    dataset, epoch = entry.body.get("dataset", 0), entry.body["epoch"]
-    assert reading.job is not None
-    if not (type(epoch) is int and type(dataset) is int and 0 <= dataset < len(reading.job.dataset_ids)):
-        raise LedgerError(f"expected an epoch of a dataset of the job, got {entry.body}")
-    if (dataset, epoch) in reading.ended:
+    epoch = entry.body["epoch"]
+    if type(epoch) is not int or epoch < 0:
+        raise LedgerError(f"expected an epoch, got {entry.body}")
+    if epoch in reading.ended:
         raise LedgerError(f"epoch {epoch} had ended before")
-    reading.ended.add((dataset, epoch))
+    reading.ended.add(epoch)
     reading.reached.clear()
 
 
@@ -204,31 +201,20 @@ def _report(reading: _Reading, job: Job, replay: Replay | None, max_set_aside: f
     epochs: list[dict[str, int]] = []
     missing: list[dict[str, int]] = []
     repeated: list[dict[str, int]] = []
-    for dataset in range(len(job.dataset_ids)):
-        here = job.slices_of(dataset)
-        of = table[(table["slice"] >= here.start) & (table["slice"] < here.stop)]
-        last = int(of["epoch"].max()) if len(of) else -1
-        ended = [epoch for which, epoch in reading.ended if which == dataset]
-        for epoch in range(max([last, *ended], default=-1) + 1):
-            if epoch > reading.entries:
-                reading.problem(f"epoch {epoch} and later: more epochs than entries")
-                break
-            mine = of[of["epoch"] == epoch]
-            aside = [
-                (index - here.start, start, stop)
-                for (other, _), rows in reading.aside_of.items()
-                if other == epoch
-                for index, start, stop in rows
-                if here.start <= index < here.stop
-            ]
-            coverage = cover(job.samples[here], mine["slice"] - here.start, mine["start"], mine["stop"], aside)
-            extra = {"dataset": dataset} if len(job.dataset_ids) > 1 else {}
-            epochs.append({"epoch": epoch, **coverage.counts, **extra})
-            for index, start, stop in coverage.missing[: MAX_PROBLEMS - len(missing)].tolist():
-                missing.append({"epoch": epoch, "slice": here.start + index, "start": start, "stop": stop})
-            for index, start, stop, which in coverage.repeated[: MAX_PROBLEMS - len(repeated)].tolist():
-                interval = {"epoch": epoch, "slice": here.start + index, "start": start, "stop": stop}
-                repeated.append({**interval, "entry": int(mine["seq"][which])})
+    last = int(table["epoch"].max()) if len(table) else -1
+    for epoch in range(max([last, *reading.ended]) + 1):
+        if epoch > reading.entries:
+            reading.problem(f"epoch {epoch} and later: more epochs than entries")
+            break
+        mine = table[table["epoch"] == epoch]
+        aside = [samples for (other, _), rows in reading.aside_of.items() if other == epoch for samples in rows]
+        coverage = cover(job.samples, mine["slice"], mine["start"], mine["stop"], aside)
+        epochs.append({"epoch": epoch, **coverage.counts})
+        for index, start, stop in coverage.missing[: MAX_PROBLEMS - len(missing)].tolist():
+            missing.append({"epoch": epoch, "slice": index, "start": start, "stop": stop})
+        for index, start, stop, which in coverage.repeated[: MAX_PROBLEMS - len(repeated)].tolist():
+            interval = {"epoch": epoch, "slice": index, "start": start, "stop": stop}
+            repeated.append({**interval, "entry": int(mine["seq"][which])})
     if replay is not None:
         _check_samples(reading, job, table, replay)
     intact, few_aside = not reading.problems, True

@@ -17,13 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from forebay.errors import LedgerError
 from forebay.files import sync_directory
 from forebay.ledger.chain import GENESIS, READ_BYTES, Checkpoint, Entry, entry_before, iter_entries, make_entry
-from forebay.ledger.job import LEDGER_FORMAT
+from forebay.ledger.index import LEDGER_FORMAT
 
 Signer = Callable[[bytes], bytes]
 
@@ -47,11 +46,7 @@ class Ledger:
 
     @classmethod
     def open(
-        cls,
-        path: Path,
-        signer: Signer,
-        now: Callable[[], float] = time.time,
-        checkpoint: Checkpoint | None = None,
+        cls, path: Path, signer: Signer, now: Callable[[], float] = time.time, checkpoint: Checkpoint | None = None
     ) -> Ledger:
         """Open or create a ledger, check its chain and remove an incomplete last line left by a crash.
 
@@ -203,7 +198,5 @@ class Ledger:
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()

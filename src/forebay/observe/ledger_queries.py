@@ -14,7 +14,7 @@ Cost: 0.1 s for a million uses, besides reading the ledger, and the pages that a
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,8 +29,7 @@ from forebay.coordinator.store import ROSTER_NAME, RunStore
 from forebay.dataset.documents import DocumentRange, Documents
 from forebay.errors import LedgerError, StateError, UsageError
 from forebay.files import open_atomic, remove_stale
-from forebay.ledger.index import LedgerIndex
-from forebay.ledger.job import Job
+from forebay.ledger.index import Job, LedgerIndex
 from forebay.order.bijection import derive_key, inverse
 from forebay.order.plan import lease_order
 from forebay.order.shard_windows import receipt
@@ -51,7 +50,7 @@ class BatchShare:
     name: str
     session: str  # The worker's process, if it has several: each numbers its own steps.
     epoch: int
-    slice: int  # Numbered over all datasets of the job.
+    slice: int
     start: int  # Positions in the slice's order of that epoch.
     stop: int
     first_step: int  # Used in one of the worker's steps [first_step, last_step].
@@ -98,14 +97,9 @@ def batch_sizes(uses: NDArray[Any], before: I64, num_sessions: int) -> I64:
 
 
 def blame_step(
-    index: LedgerIndex,
-    step: int,
-    *,
-    worker: str = "",
-    documents: Mapping[str, Documents] | None = None,
-    text: bool = True,
+    index: LedgerIndex, step: int, *, worker: str = "", documents: Documents | None = None, text: bool = True
 ) -> list[BatchShare]:
-    """The shares of a step of leasing workers. `documents` are of the job's datasets, by id.
+    """The shares of a step of leasing workers. `documents` are of the job's dataset.
 
     Steps are numbered per worker (given by its peer id, a prefix of it, or its name); without one, all workers count.
     """
@@ -119,7 +113,7 @@ def blame_step(
             f"{int(uses['step'][is_mine].max(initial=0))}. Steps count from 1; only acknowledged samples are listed."
         )
     sizes = batch_sizes(uses, before, len(index.sessions))
-    return [_narrowed(index, int(row), before, sizes, step, documents or {}, text) for row in rows]
+    return [_narrowed(index, int(row), before, sizes, step, documents, text) for row in rows]
 
 
 def _workers(index: LedgerIndex, worker: str) -> list[int]:
@@ -146,7 +140,7 @@ def _part(index: LedgerIndex, row: int, before: I64) -> BatchShare:
 
 
 def _narrowed(
-    index: LedgerIndex, row: int, before: I64, sizes: I64, step: int, documents: Mapping[str, Documents], text: bool
+    index: LedgerIndex, row: int, before: I64, sizes: I64, step: int, documents: Documents | None, text: bool
 ) -> BatchShare:
     """The samples of one step among those of a use."""
     share, size = _part(index, row, before), int(sizes[index.uses["session"][row]])
@@ -164,13 +158,12 @@ def _narrowed(
 
 
 def _documents_of(
-    job: Job, documents: Mapping[str, Documents], slice_index: int, samples: Sequence[int], text: bool
+    job: Job, documents: Documents | None, slice_index: int, samples: Sequence[int], text: bool
 ) -> list[DocumentRange]:
-    dataset = job.dataset_of(slice_index)
-    source_documents, seq_len = documents.get(job.dataset_ids[dataset]), job.body.get("seq_len")
-    if source_documents is None or not seq_len or job.body.get("layout", "tokens") != "tokens":
+    seq_len = job.body.get("seq_len")
+    if documents is None or not seq_len or job.body.get("layout", "tokens") != "tokens":
         return []
-    return source_documents.of_samples(slice_index - job.bounds[dataset], samples, int(seq_len), text=text)
+    return documents.of_samples(slice_index, samples, int(seq_len), text=text)
 
 
 def who_saw(index: LedgerIndex, slice_index: int, start: int, stop: int) -> list[BatchShare]:
@@ -243,7 +236,7 @@ def _block(index: LedgerIndex, first: int, sample_ids: bool, num: int = _BLOCK) 
         "at": pa.array((uses["at"] * 1000).round().astype("int64"), pa.timestamp("ms", "UTC")),
         "worker": pa.array(peers, pa.string()),
         "name": pa.array([index.names.get(peer, "") for peer in peers], pa.string()),
-        "dataset_id": pa.array([job.dataset_ids[job.dataset_of(i)] for i in uses["slice"].tolist()], pa.string()),
+        "dataset_id": pa.array([job.dataset_id] * len(uses), pa.string()),
         **{name: pa.array(uses[name]) for name in _COUNTS},
     }
     if sample_ids:

@@ -2,13 +2,12 @@
 
 from typing import Any, NamedTuple, TypeAlias, cast, get_args
 
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
 
 
 class WorkerEnlisted(NamedTuple):
-    """A worker uses samples of a job for the first time; `key` is its public key in hex."""
+    """A worker uses samples for the first time; `key` is its public key in hex."""
 
-    job: str
     worker: str
     key: str
     name: str
@@ -17,7 +16,6 @@ class WorkerEnlisted(NamedTuple):
 class LeaseGranted(NamedTuple):
     """A worker got samples [start, stop) of a slice."""
 
-    job: str
     lease_id: str
     worker: str
     session: str
@@ -30,7 +28,6 @@ class LeaseGranted(NamedTuple):
 class UsesRecorded(NamedTuple):
     """A session of a worker acknowledged uses; `receipt` is its signature over them in hex."""
 
-    job: str
     worker: str
     uses: tuple[Used, ...]
     receipt: str
@@ -40,7 +37,6 @@ class UsesRecorded(NamedTuple):
 class LeaseCut(NamedTuple):
     """A lease ends at `stop` from now on; the samples behind it are free."""
 
-    job: str
     lease_id: str
     stop: int
 
@@ -48,7 +44,6 @@ class LeaseCut(NamedTuple):
 class LeaseReturned(NamedTuple):
     """A lease ended before its samples did. `reason`: released, unheld, expired, stalled, clutched or failed."""
 
-    job: str
     lease_id: str
     reason: str
 
@@ -56,7 +51,6 @@ class LeaseReturned(NamedTuple):
 class SliceFailed(NamedTuple):
     """A worker could not read a slice."""
 
-    job: str
     slice_index: int
     worker: str
     reason: str
@@ -65,9 +59,8 @@ class SliceFailed(NamedTuple):
 class SliceSetAside(NamedTuple):
     """Samples [start, stop), and all that is returned of their slice, are not leased until it is readmitted."""
 
-    job: str
     epoch: int
-    slice_index: int
+    slice: int
     start: int
     stop: int
     reason: str
@@ -76,31 +69,26 @@ class SliceSetAside(NamedTuple):
 class SliceReadmitted(NamedTuple):
     """A slice that was set aside is leased again."""
 
-    job: str
-    slice_index: int
+    slice: int
 
 
 class EpochEnded(NamedTuple):
-    """An epoch ended: `samples` were used, and `aside` (slice, start, stop) set aside."""
+    """An epoch ended, of which so many samples were used."""
 
-    job: str
     epoch: int
     samples: int
-    aside: tuple[tuple[int, int, int], ...]
 
 
 class JobPaused(NamedTuple):
-    """A job grants no new leases; if not `paused`, it does again."""
+    """The job grants no new leases; if not `paused`, it does again."""
 
-    job: str
     paused: bool
 
 
 class ProviderReported(NamedTuple):
-    """A worker reported that a provider sent wrong bytes of a slice of a dataset."""
+    """A worker reported that a provider sent wrong bytes of a slice."""
 
     peer_id: str
-    dataset_id: str
     slice_index: int
     reporter: str
     reason: str
@@ -110,15 +98,13 @@ class ProviderReported(NamedTuple):
 class SliceCleared(NamedTuple):
     """The scheduler read a slice itself: the workers' failures do not count."""
 
-    job: str
     slice_index: int
 
 
 class PeerBanned(NamedTuple):
-    """The scheduler got wrong bytes of a dataset from a peer; if not `banned`: reports about the peer are void."""
+    """The scheduler got wrong bytes from a peer; if not `banned`: reports about the peer are void."""
 
     peer_id: str
-    dataset_id: str
     banned: bool = True
 
 
@@ -134,7 +120,7 @@ def to_row(event: Event) -> list[Any]:
     """An event as a list of plain values, for JSON."""
     values: list[Any] = [*cast("tuple[Any, ...]", event)]
     if isinstance(event, UsesRecorded):
-        values[2] = [used.to_row() for used in event.uses]
+        values[1] = [used.to_row() for used in event.uses]
     return [_NUMBERS[type(event)], *values]
 
 
@@ -143,8 +129,6 @@ def from_row(row: list[Any]) -> Event:
     number, *values = row
     kind = _KINDS[number]
     if kind is UsesRecorded:
-        values[2] = tuple(Used(*used) for used in values[2])
-    elif kind is EpochEnded:
-        values[3] = tuple(map(tuple, values[3]))
+        values[1] = tuple(Used(*used) for used in values[1])
     event: Event = kind(*values)
     return event

@@ -59,6 +59,15 @@ class FreeRanges:
         self._cursor = 0
         self._deferred: deque[int] = deque()  # fresh slices before the cursor that other workers have cached
 
+    def replace_cached(self, old: CachedSlices | None, indexes: NDArray[np.int64] | None) -> CachedSlices | None:
+        """Count the slices that a worker has cached, int64, rising, in place of those that it had; None: none."""
+        if old is not None:
+            self.cached_by[old.indexes] -= 1
+        if indexes is None:
+            return None
+        self.cached_by[indexes] += 1
+        return CachedSlices(indexes)
+
     def add(self, index: int, start: int, stop: int) -> None:
         """Free a range, and join it with free neighbours."""
         if start >= stop:

@@ -1,10 +1,10 @@
-"""Persistence of the scheduler: ledgers, which are authoritative, and a SQLite file that makes restarts fast.
+"""Persistence of the scheduler: a ledger, which is authoritative, and a SQLite file that makes restarts fast.
 
-An event that proves something is appended to its job's ledger, then all are written to SQLite, then the response is
+An event that proves something is appended to the ledger, then all are written to SQLite, then the response is
 sent. All requests that wait share one fsync. After a kill between any of these, the scheduler loads the last snapshot,
-replays the events that SQLite has beyond it, and then the entries that the ledgers have beyond that; a worker that got
+replays the events that SQLite has beyond it, and then the entries that the ledger has beyond that; a worker that got
 no response repeats its request, and learns that its uses are recorded. Without the SQLite file everything but the live
-leases is restored from the ledgers.
+leases is restored from the ledger.
 
 After a failed write the core in memory is ahead of the disk: no response is sent until the journal is opened again.
 SQLite runs in WAL mode without an fsync of its own: after a loss of power live leases may be missing, nothing else.
@@ -26,20 +26,19 @@ from typing import Any
 import orjson
 
 from forebay.errors import LeaseError, LedgerError, StateError
-from forebay.ledger.chain import Checkpoint, Entry
-from forebay.ledger.job import encode_runs
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Checkpoint, Entry, Used
+from forebay.ledger.index import encode_runs
 from forebay.ledger.writer import Ledger, Signer
 from forebay.scheduler import events
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event, from_row, to_row
-from forebay.scheduler.jobs import JobSpec
+from forebay.scheduler.leases import JobSpec
 
 LEDGER_NAME = "ledger.jsonl"
 JOURNAL_NAME = "journal.sqlite"
 LOCK_NAME = "lock"
 SNAPSHOT_EVENTS = 20_000  # after so many events a snapshot replaces them
-VERSION = 6
+VERSION = 7
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -48,7 +47,7 @@ CREATE TABLE IF NOT EXISTS batches (number INTEGER PRIMARY KEY, events BLOB NOT 
 _SET_META = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 # Faults of the disk (full, unreadable, read-only): the contents of the file may be intact.
 _DISK_FAULTS = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-_IDENTITY = ("name", "dataset_id", "datasets", "layout", "seq_len", "seed", "samples_per_slice", "scheduler")
+_IDENTITY = ("name", "dataset_id", "layout", "seq_len", "seed", "samples_per_slice", "scheduler")
 
 
 def job_body(spec: JobSpec, **fields: Any) -> dict[str, Any]:
@@ -74,11 +73,11 @@ class Journal:
     """
 
     def __init__(
-        self, core: SchedulerCore, ledgers: dict[str, Ledger], database: sqlite3.Connection, lock: int
+        self, core: SchedulerCore, ledger: Ledger, job_id: str, database: sqlite3.Connection, lock: int
     ) -> None:
         self.core = core
-        self.ledgers = ledgers
-        self.job_ids = {name: ledger.first.hash for name, ledger in ledgers.items() if ledger.first is not None}
+        self.ledger = ledger
+        self.job_id = job_id
         self.broken = ""
         self._database = database
         self._lock = lock
@@ -91,21 +90,20 @@ class Journal:
 
     @classmethod
     def open(
-        cls, state_dir: Path, specs: Sequence[JobSpec], bodies: Mapping[str, dict[str, Any]], signer: Signer, *,
-        salt: str = "", ttl_s: float = 30.0, checks: bool = False, lock: int | None = None,
-        now: Callable[[], float] = time.monotonic,
+        cls, state_dir: Path, spec: JobSpec, body: Mapping[str, Any], signer: Signer, *, salt: str = "",
+        ttl_s: float = 30.0, checks: bool = False, lock: int | None = None, now: Callable[[], float] = time.monotonic,
     ) -> Journal:  # fmt: skip
-        """Open the state of the jobs, or create it.
+        """Open the state of a job, or create it.
 
         Args:
-            bodies: Of each job, from `job_body`; they identify the job.
+            body: From `job_body`; it identifies the job.
             salt, checks, ttl_s: See SchedulerCore.
             lock: From `lock_state`, if the caller has it already; `close` releases it.
             now: The clock of deadlines; it may start again with the process.
 
         Raises:
-            StateError: If the directory has another job of that name, or another scheduler runs on it.
-            LedgerError: If a ledger is corrupt.
+            StateError: If the directory has another job, or another scheduler runs on it.
+            LedgerError: If the ledger is corrupt.
         """
         state_dir = Path(state_dir)
         lock = lock_state(state_dir) if lock is None else lock
@@ -114,18 +112,14 @@ class Journal:
             try:
                 database = _open_database(state_dir / JOURNAL_NAME)
                 stack.callback(database.close)
-                marks = _read_meta(database, "checkpoints")
-                ledgers: dict[str, Ledger] = {}
-                for number, spec in enumerate(specs):
-                    path = ledger_path(state_dir, spec.name if number else "")
-                    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    checkpoint = Checkpoint.from_json(marks.get(spec.name))
-                    ledger = ledgers[spec.name] = Ledger.open(path, signer, checkpoint=checkpoint)
-                    stack.callback(ledger.close)
-                    first = ledger.first or ledger.append("job", dict(bodies[spec.name]))
-                    _check_same_job(first, bodies[spec.name], path)
-                journal = cls(SchedulerCore(specs, salt=salt, ttl_s=ttl_s, checks=checks), ledgers, database, lock)
-                journal._recover(marks, now())
+                checkpoint = Checkpoint.from_json(_read_meta(database, "checkpoint"))
+                ledger = Ledger.open(state_dir / LEDGER_NAME, signer, checkpoint=checkpoint)
+                stack.callback(ledger.close)
+                first = ledger.first or ledger.append("job", dict(body))
+                _check_same_job(first, body, ledger.path)
+                core = SchedulerCore(spec, salt=salt, ttl_s=ttl_s, checks=checks)
+                journal = cls(core, ledger, first.hash, database, lock)
+                journal._recover(checkpoint, now())
             except (sqlite3.Error, OSError) as error:
                 raise StateError(f"journal in {state_dir}: cannot be opened: {error}. Is the disk full?") from error
             stack.pop_all()
@@ -133,40 +127,31 @@ class Journal:
 
     # Recovery.
 
-    def _recover(self, marks: Mapping[str, Any], now: float) -> None:
-        """Apply the snapshot, later events from SQLite, later entries of the ledgers, and what is due after them."""
+    def _recover(self, checkpoint: Checkpoint | None, now: float) -> None:
+        """Apply the snapshot, later events from SQLite, later entries of the ledger, and what is due after them."""
         state = _read_meta(self._database, "state")
-        applied: dict[str, int] = state.get("applied", {})
-        is_ahead = any(applied.get(name, 0) > ledger.next_seq for name, ledger in self.ledgers.items())
-        if state.get("jobs") == self.job_ids and not is_ahead:
+        applied = state.get("applied", 0)
+        if state.get("job") == self.job_id and applied <= self.ledger.next_seq:
             if snapshot := _read_meta(self._database, "snapshot"):
                 self.core.restore(snapshot)
             for (rows,) in self._database.execute("SELECT events FROM batches ORDER BY number"):
                 for row in orjson.loads(rows):
                     self.core.apply(from_row(row))
-        else:  # the database is of other jobs, or of another ledger
+        else:  # the database is of another job, or of another ledger
             self._database.execute("DELETE FROM batches")
-            applied = {}
-        for name, ledger in self.ledgers.items():
-            self._catch_up(name, ledger, applied.get(name, 1), Checkpoint.from_json(marks.get(name)), now)
-        due = [event for name in self.ledgers for event in self.core.advance(name, now)]
-        self.core.extend_all(now)
+            applied = 1
+        for entry in self.ledger.entries(applied, checkpoint) if applied < self.ledger.next_seq else ():
+            try:
+                for event in _events_of(entry):
+                    self.core.apply(event, now)
+            except (LeaseError, KeyError, TypeError, ValueError) as error:
+                raise LedgerError(f"ledger {self.ledger.path}, entry {entry.seq} ({entry.kind}): {error}") from error
+        due = self.core.advance(now)
+        self.core.table.extend_all(now)
         # A snapshot now: the next start replays little.
         self._pending = _PendingWrite(due, self.core.snapshot(), len(due))
         self._put = 1
         self.wait(self._put)
-
-    def _catch_up(self, name: str, ledger: Ledger, start: int, checkpoint: Checkpoint | None, now: float) -> None:
-        if ledger.next_seq <= start:
-            return
-        for entry in ledger.entries(start, checkpoint):
-            try:
-                for event in _events_of(name, entry):
-                    if isinstance(event, events.EpochEnded) and self.core.jobs[name].due_end() is None:
-                        raise LeaseError(f"epoch {event.epoch} ends before its samples are used")
-                    self.core.apply(event, now)
-            except (LeaseError, KeyError, TypeError, ValueError) as error:
-                raise LedgerError(f"ledger {ledger.path}, entry {entry.seq} ({entry.kind}): {error}") from error
 
     # Writing.
 
@@ -217,20 +202,17 @@ class Journal:
             try:
                 self._write(pending)
             except Exception as error:  # whatever it is: these events are not on disk, and no later ones may be
-                folder = next(iter(self.ledgers.values())).path.parent
-                self.broken = f"journal in {folder}: cannot write: {error}. If its disk is full, free some space."
+                self.broken = (
+                    f"journal of {self.ledger.path}: cannot write: {error}. If the disk is full, free some space."
+                )
                 raise LedgerError(self.broken) from error
             self._durable = upto
 
     def _write(self, pending: _PendingWrite) -> None:
-        touched: set[str] = set()
-        for event in pending.events:
-            for kind, body in self._entries_of(event):
-                name = getattr(event, "job", "")
-                self.ledgers[name].append(kind, body, sync=False)
-                touched.add(name)
-        for name in touched:
-            self.ledgers[name].sync()
+        entries = [entry for event in pending.events if (entry := _entry_of(event)) is not None]
+        for kind, body in entries:
+            self.ledger.append(kind, body, sync=False)
+        self.ledger.sync()
         execute = self._database.execute
         with self._database:  # commits, or rolls back: also where the commit fails
             execute("BEGIN")
@@ -240,30 +222,10 @@ class Journal:
             if later := pending.events[pending.upto :]:
                 rows = orjson.dumps([to_row(event) for event in later])
                 execute("INSERT INTO batches (events) VALUES (?)", (rows,))
-            if touched or pending.snapshot is not None:
-                applied = {name: ledger.next_seq for name, ledger in self.ledgers.items()}
-                state = {"version": VERSION, "jobs": self.job_ids, "applied": applied}
-                marks = {name: ledger.checkpoint().to_json() for name, ledger in self.ledgers.items()}
+            if entries or pending.snapshot is not None:
+                state = {"version": VERSION, "job": self.job_id, "applied": self.ledger.next_seq}
                 execute(_SET_META, ("state", orjson.dumps(state)))
-                execute(_SET_META, ("checkpoints", orjson.dumps(marks)))
-
-    def _entries_of(self, event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The kind and body of the ledger entry of an event; none for an event that proves nothing."""
-        match event:
-            case events.WorkerEnlisted(_, worker, key, name):
-                yield "worker", {"worker": worker, "key": key, "name": name}
-            case events.UsesRecorded(_, worker, uses, receipt, session):
-                body = {"worker": worker, "uses": [used.to_row() for used in uses], "receipt": receipt}
-                yield "uses", {**body, "session": session} if session else body
-            case events.EpochEnded(_, epoch, num_samples, _):
-                yield "epoch", {"epoch": epoch, "dataset": 0, "samples": num_samples}
-            case events.SliceSetAside(_, epoch, index, start, stop, reason):
-                samples_aside = {"epoch": epoch, "slice": index, "start": start, "stop": stop}
-                yield "set_aside", {**samples_aside, "reason": reason[:300]}
-            case events.SliceReadmitted(_, index):
-                yield "readmitted", {"slice": index}
-            case events.JobPaused(_, paused):
-                yield "paused" if paused else "resumed", {}
+                execute(_SET_META, ("checkpoint", orjson.dumps(self.ledger.checkpoint().to_json())))
 
     def close(self) -> None:
         """Write what is pending and close every file. May be repeated."""
@@ -272,8 +234,7 @@ class Journal:
         with contextlib.suppress(LedgerError):
             self.wait(self._put)
         self._database.close()
-        for ledger in self.ledgers.values():
-            ledger.close()
+        self.ledger.close()
         os.close(self._lock)
         self._lock = -1
 
@@ -282,11 +243,6 @@ class Journal:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def ledger_path(state_dir: Path, job: str = "") -> Path:
-    """The file of a job's ledger; "" is the scheduler's first job."""
-    return state_dir / "jobs" / job / LEDGER_NAME if job else state_dir / LEDGER_NAME
 
 
 def lock_state(state_dir: Path) -> int:
@@ -348,22 +304,39 @@ def _check_same_job(first: Entry, body: Mapping[str, Any], path: Path) -> None:
             )
 
 
-def _events_of(job: str, entry: Entry) -> Iterator[Event]:
+def _entry_of(event: Event) -> tuple[str, dict[str, Any]] | None:
+    """The kind and body of the ledger entry of an event; None for an event that proves nothing."""
+    match event:
+        case events.WorkerEnlisted():
+            return "worker", event._asdict()
+        case events.UsesRecorded(worker, uses, receipt, session):
+            body = {"worker": worker, "uses": [used.to_row() for used in uses], "receipt": receipt}
+            return "uses", {**body, "session": session} if session else body
+        case events.EpochEnded():
+            return "epoch", event._asdict()
+        case events.SliceSetAside():
+            return "set_aside", event._asdict() | {"reason": event.reason[:300]}
+        case events.SliceReadmitted():
+            return "readmitted", event._asdict()
+        case events.JobPaused(paused):
+            return "paused" if paused else "resumed", {}
+    return None
+
+
+def _events_of(entry: Entry) -> Iterator[Event]:
     body = entry.body
     match entry.kind:
         case "worker":
-            yield events.WorkerEnlisted(job, str(body["worker"]), str(body["key"]), str(body.get("name", "")))
+            yield events.WorkerEnlisted(str(body["worker"]), str(body["key"]), str(body.get("name", "")))
         case "uses":
             uses = tuple(Used.from_row(row) for row in body["uses"])
-            yield events.UsesRecorded(
-                job, str(body["worker"]), uses, str(body["receipt"]), str(body.get("session", ""))
-            )
+            yield events.UsesRecorded(str(body["worker"]), uses, str(body["receipt"]), str(body.get("session", "")))
         case "epoch":
-            yield events.EpochEnded(job, int(body["epoch"]), int(body["samples"]), ())
+            yield events.EpochEnded(int(body["epoch"]), int(body["samples"]))
         case "set_aside":
             epoch, index, start, stop = (int(body[key]) for key in ("epoch", "slice", "start", "stop"))
-            yield events.SliceSetAside(job, epoch, index, start, stop, str(body["reason"]))
+            yield events.SliceSetAside(epoch, index, start, stop, str(body["reason"]))
         case "readmitted":
-            yield events.SliceReadmitted(job, int(body["slice"]))
+            yield events.SliceReadmitted(int(body["slice"]))
         case "paused" | "resumed":
-            yield events.JobPaused(job, entry.kind == "paused")
+            yield events.JobPaused(entry.kind == "paused")

@@ -4,31 +4,33 @@ Pure: no clock, disk or network; every method takes `now`. The guarantee: in an 
 whatever workers join, stall, crash, lie or come back. No sample is in two live leases, a use starts exactly where its
 lease stands, and the epoch ends only when every sample is used or set aside.
 
-A lease covers samples [start, stop) of a slice. It may be cut while it is live, for an idle worker: its holder declares
-in each exchange a limit that it does not pass before it has the response, and the cut is made then, at the limit or
-behind it. So no worker uses samples behind a cut.
+A lease covers samples [start, stop) of a slice. It may be cut while it is live, for an idle worker: its session
+declares in each exchange a limit that it does not pass before it has the response, and the cut is made then, at the
+limit or behind it. So no worker uses samples behind a cut.
 
 Cost: independent of the numbers of slices and workers, except at the start of an epoch. Memory: some 25 bytes a slice,
 1.5 KB a worker with two leases.
 """
 
 import math
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import LeaseError, UsageError
-from forebay.ledger.receipts import Used
-from forebay.scheduler.free_ranges import CachedSlices, FreeRanges, SampleRange
-from forebay.scheduler.lease_holders import EndedLease, HolderKey, LeaseHolder, LeaseHolders, LiveLease, SpeedEstimate
+from forebay.ledger.chain import Used
+from forebay.scheduler.free_ranges import FreeRanges, SampleRange
+from forebay.scheduler.sessions import EndedLease, LiveLease, SessionKey, SpeedEstimate, WorkerSession, WorkerSessions
 
-MAX_VICTIMS = 8  # of the holders that would finish last, so many are considered for a steal
+MAX_VICTIMS = 8  # of the sessions that would finish last, so many are considered for a steal
 MAX_ENDED = 32_768  # ended leases that are remembered, to answer repeated uses
-# How often waiting holders may ask, all together: those for which a lease is to be cut, and the others.
+# How often waiting sessions may ask, all together: those for which a lease is to be cut, and the others.
 STEALING_ASKS_PER_S = 400.0
 IDLE_ASKS_PER_S = 80.0
 IDLE_TICK_S = 0.25  # the others ask at multiples of it: one wake-up for each ask would cost three times the CPU
@@ -40,84 +42,65 @@ class LeaseLostError(LeaseError):
     """The lease is not live: it expired, was released, or never was this worker's."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedSteal:
-    """A lease is to be cut at `target`, for an idle holder."""
+@dataclass(frozen=True)
+class JobSpec:
+    """A job: a dataset, and how its samples are leased.
+
+    Args:
+        name: Of the dataset, and of the job.
+        samples: int64 [S], the samples of each slice.
+        seed: Determines the order of slices and samples.
+        epochs: How many times every sample is used.
+        lease_s: How long a lease lives without contact.
+        stall_s: A worker that acknowledges nothing for so long loses its leases, even if it is alive.
+        max_failures: A slice that so many different workers could not read is set aside.
+        steal_s: Leases are cut for an idle worker only if their worker would need longer than this.
+    """
+
+    name: str
+    dataset_id: str
+    samples: NDArray[np.int64]
+    seed: int = 0
+    epochs: int = 1
+    lease_s: float = 30.0
+    stall_s: float = 600.0
+    max_failures: int = 3
+    steal_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if min(self.max_failures, self.epochs) < 1 or min(self.lease_s, self.stall_s) <= 0:
+            raise UsageError(f"job {self.name}: expected max_failures and epochs from 1, lease_s and stall_s above 0.")
+
+
+class PlannedSteal(NamedTuple):
+    """A lease is to be cut at `target`, for an idle session."""
 
     lease_id: str
     target: int
-    thief: HolderKey
     planned_at: float
 
 
-def plan_steal(
-    holders: LeaseHolders, thief: LeaseHolder, steals: dict[str, PlannedSteal], steal_s: float, now: float
-) -> PlannedSteal | None:
-    """The best part of another holder's leases for an idle one; None if no holder has enough left.
-
-    Args:
-        steals: The planned ones, by lease id.
-        steal_s: A holder that needs no longer than this for all it has is spared.
-    """
-    speed = holders.speed_of(thief)
-
-    def is_spared(holder: LeaseHolder) -> bool:
-        return holder.key == thief.key or any(lease_id in steals for lease_id in holder.leases)
-
-    # Spared holders do not count as considered: else, with many idle, only MAX_VICTIMS could steal at once.
-    for victim in islice(holders.slowest(is_spared), MAX_VICTIMS):
-        victims_speed, remaining = holders.speed_of(victim), victim.remaining
-        if remaining / victims_speed <= steal_s:
-            continue
-        share = remaining * speed / (speed + victims_speed)
-        # The newest lease that may go as a whole: not started, not the only one, not much more than the fair share.
-        unstarted = [] if len(victim.leases) < 2 else [x for x in victim.leases.values() if not x.is_started]
-        if fitting := [lease for lease in unstarted if lease.remaining <= 1.5 * share]:
-            lease = fitting[-1]
-            target = lease.start
-        else:
-            lease = max(victim.leases.values(), key=lambda lease: lease.remaining)
-            target = max(lease.start, lease.stop - math.ceil(min(share, lease.remaining - 1)))
-        if max(lease.position, lease.declared_until, target) < lease.stop:
-            return PlannedSteal(lease.lease_id, target, thief.key, now)
-    return None
-
-
 class LeaseTable:
-    """The leases of one dataset over its epochs.
+    """The leases of one dataset over its epochs."""
 
-    Args:
-        samples_per_slice: int64 [S]; a slice of 0 samples counts as used from the start.
-        seed: Determines the order of slices.
-        epochs: How many times every sample is used.
-        lease_s: How long a holder's leases live without contact.
-        stall_s: How long they live without a use.
-        steal_s: A holder that would finish sooner than this is not stolen from.
-    """
-
-    def __init__(
-        self, samples_per_slice: NDArray[np.int64], *, seed: int, epochs: int, lease_s: float, stall_s: float = 600.0,
-        steal_s: float = 2.0,
-    ) -> None:  # fmt: skip
-        if len(samples_per_slice) == 0 or int(samples_per_slice.sum()) == 0:
+    def __init__(self, spec: JobSpec) -> None:
+        if len(spec.samples) == 0 or int(spec.samples.sum()) == 0:
             raise UsageError(
                 "scheduler: expected a dataset with at least one sample, got none. "
                 "Every slice may be shorter than seq_len: choose a smaller seq_len."
             )
-        if epochs < 1 or lease_s <= 0 or stall_s <= 0:
-            raise UsageError(f"scheduler: expected epochs, lease_s, stall_s > 0, got {epochs}, {lease_s}, {stall_s}.")
-        self.samples = samples_per_slice.astype(np.int64)
+        self.samples = spec.samples.astype(np.int64)
         self.num_samples = int(self.samples.sum())
-        self.epochs, self.lease_s, self.stall_s, self.steal_s = epochs, lease_s, stall_s, steal_s
-        self.holders = LeaseHolders()
+        self.epochs, self.lease_s, self.stall_s, self.steal_s = spec.epochs, spec.lease_s, spec.stall_s, spec.steal_s
+        self.sessions = WorkerSessions(spec.lease_s)
         self.leases: dict[str, LiveLease] = {}
         self.aside: dict[int, list[SampleRange]] = {}
         self.ended: OrderedDict[str, EndedLease] = OrderedDict()
         self.steals: dict[str, PlannedSteal] = {}
-        self.waiting: set[HolderKey] = set()
-        self.idle: dict[HolderKey, float] = {}  # those of them without leases, and when they last asked, latest last
-        self.next_ask = -math.inf  # when the last of the waiting holders without a steal was told to ask again
-        self.free = FreeRanges(self.samples, seed)
+        self.waiting: set[SessionKey] = set()
+        self.idle: dict[SessionKey, float] = {}  # those of them without leases, and when they last asked, latest last
+        self.next_ask = -math.inf  # when the last of the waiting sessions without a steal was told to ask again
+        self.free = FreeRanges(self.samples, spec.seed)
         self.used_before = 0  # samples of earlier epochs
         self.start_epoch(0)
 
@@ -128,9 +111,9 @@ class LeaseTable:
         self.epoch, self.used, self.leased, self.num_aside = epoch, 0, 0, 0
         self.used_of: NDArray[np.int64] = np.zeros(len(self.samples), np.int64)
         self.num_used_slices = int((self.samples == 0).sum())
-        for holder in self.holders.all.values():
-            if holder.cached is not None:
-                holder.cached.cursor = 0
+        for session in self.sessions.all.values():
+            if session.cached is not None:
+                session.cached.cursor = 0
         for index in list(self.aside):
             del self.aside[index]
             self.set_aside(index)
@@ -140,63 +123,80 @@ class LeaseTable:
         """Whether every epoch has ended."""
         return self.epoch >= self.epochs
 
-    @property
-    def total_used(self) -> int:
-        """Samples used over all epochs, without those set aside."""
-        return self.used_before + self.used
-
-    # Requests of holders.
-
-    def touch(self, key: HolderKey, now: float) -> LeaseHolder:
-        """Extend a holder's leases by `lease_s` from now."""
-        return self.holders.touch(key, self.lease_s, now)
+    # Requests of sessions.
 
     def choose(
-        self, holder: LeaseHolder, is_avoided: Callable[[int], bool], now: float,
+        self, session: WorkerSession, is_avoided: Callable[[int], bool], now: float,
         offered: NDArray[np.bool_] | None = None,
     ) -> SampleRange | None:  # fmt: skip
-        """The range that a holder should get next; None if there is none now. See `FreeRanges.choose`.
+        """The range that a session should get next; None if there is none now. See `FreeRanges.choose`.
 
-        While a holder is idle, those that have leases get no more; else they would take back what was cut from them.
+        While a session is idle, those that have leases get no more; else they would take back what was cut from them.
         """
         newest = next(reversed(self.idle.values()), -math.inf)
-        if self.done or (holder.leases and now - newest <= 2 * LONG_WAIT_S):
+        if self.done or (session.leases and now - newest <= 2 * LONG_WAIT_S):
             return None
-        return self.free.choose(holder.cached, is_avoided, offered)
+        return self.free.choose(session.cached, is_avoided, offered)
 
-    def wait(self, holder: LeaseHolder, now: float) -> float:
-        """Record that a holder waits, and plan a steal for an idle one. Seconds until it should ask again."""
-        self.waiting.add(holder.key)
-        if not holder.leases:
-            self.idle.pop(holder.key, None)
-            self.idle[holder.key] = now
-        if holder.steals_from not in self.steals:
-            steal = None if holder.leases else plan_steal(self.holders, holder, self.steals, self.steal_s, now)
-            holder.steals_from = steal.lease_id if steal is not None else None
+    def wait(self, session: WorkerSession, now: float) -> float:
+        """Record that a session waits, and plan a steal for an idle one. Seconds until it should ask again."""
+        self.waiting.add(session.key)
+        if not session.leases:
+            self.idle.pop(session.key, None)
+            self.idle[session.key] = now
+        if session.steals_from not in self.steals:
+            steal = None if session.leases else self._plan_steal(session, now)
+            session.steals_from = steal.lease_id if steal is not None else None
             if steal is not None:
                 self.steals[steal.lease_id] = steal
         min_s = min(LONG_WAIT_S, self.lease_s / 4)
-        if holder.steals_from is not None:
+        if session.steals_from is not None:
             # The longer it waits the less often it asks: its victim may have died.
-            waited_s = min((now - self.steals[holder.steals_from].planned_at) / 4, 2 * LONG_WAIT_S)
+            waited_s = min((now - self.steals[session.steals_from].planned_at) / 4, 2 * LONG_WAIT_S)
             wait_s = max(min(SHORT_WAIT_S, self.lease_s / 4), waited_s, len(self.steals) / STEALING_ASKS_PER_S)
             return min(wait_s, self.lease_s / 2)
         max_s = max(min_s, 1.5 * len(self.waiting) / IDLE_ASKS_PER_S)
-        # A few at each tick, so that holders that came together do not all ask together again.
+        # A few at each tick, so that sessions that came together do not all ask together again.
         self.next_ask = min(max(self.next_ask + 1 / IDLE_ASKS_PER_S, now + min_s), now + max_s)
         wait_s = max(self.next_ask // IDLE_TICK_S * IDLE_TICK_S - now, min_s)
-        return min(wait_s, self.lease_s / 2 if holder.leases else 4 * self.lease_s)
+        return min(wait_s, self.lease_s / 2 if session.leases else 4 * self.lease_s)
 
-    def stop_waiting(self, holder: LeaseHolder) -> None:
-        """A holder has samples to use, or is gone: no lease has to be cut for it."""
-        self.waiting.discard(holder.key)
-        self.idle.pop(holder.key, None)
-        if holder.steals_from is not None:
-            self.steals.pop(holder.steals_from, None)
-            holder.steals_from = None
+    def _plan_steal(self, thief: WorkerSession, now: float) -> PlannedSteal | None:
+        """The best part of another session's leases for an idle one; None if no session has enough left."""
+        sessions = self.sessions
+        speed = sessions.speed_of(thief)
+
+        def is_spared(session: WorkerSession) -> bool:
+            return session.key == thief.key or any(lease_id in self.steals for lease_id in session.leases)
+
+        # Spared sessions do not count as considered: else, with many idle, only MAX_VICTIMS could steal at once.
+        for victim in islice(sessions.slowest(is_spared), MAX_VICTIMS):
+            victims_speed, remaining = sessions.speed_of(victim), victim.remaining
+            if remaining / victims_speed <= self.steal_s:
+                continue
+            share = remaining * speed / (speed + victims_speed)
+            # The newest lease that may go as a whole: not started, not the only one, not much more than the fair share.
+            unstarted = [] if len(victim.leases) < 2 else [x for x in victim.leases.values() if not x.is_started]
+            if fitting := [lease for lease in unstarted if lease.remaining <= 1.5 * share]:
+                lease = fitting[-1]
+                target = lease.start
+            else:
+                lease = max(victim.leases.values(), key=lambda lease: lease.remaining)
+                target = max(lease.start, lease.stop - math.ceil(min(share, lease.remaining - 1)))
+            if max(lease.position, lease.declared_until, target) < lease.stop:
+                return PlannedSteal(lease.lease_id, target, now)
+        return None
+
+    def stop_waiting(self, session: WorkerSession) -> None:
+        """A session has samples to use, or is gone: no lease has to be cut for it."""
+        self.waiting.discard(session.key)
+        self.idle.pop(session.key, None)
+        if session.steals_from is not None:
+            self.steals.pop(session.steals_from, None)
+            session.steals_from = None
 
     def declare(self, lease: LiveLease, until: int) -> int | None:
-        """The holder uses nothing from `until` on before it has the response. Where to cut its lease now; None: no."""
+        """The session uses nothing from `until` on before it has the response. Where to cut its lease now; None: no."""
         lease.declared_until = max(lease.declared_until, min(until, lease.stop))
         steal = self.steals.get(lease.lease_id)
         if steal is None:
@@ -237,19 +237,19 @@ class LeaseTable:
 
     # Changes; the journal replays them.
 
-    def grant(self, lease_id: str, worker: str, session: str, samples: SampleRange, now: float) -> LiveLease:
+    def grant(self, lease_id: str, key: SessionKey, samples: SampleRange, now: float) -> LiveLease:
         """Lease a free range."""
         index, start, stop = samples
         self.free.take(index, start, stop)
-        lease = LiveLease(lease_id, worker, session, self.epoch, index, start, stop, start, start, now)
-        holder = self.touch((worker, session), now)
-        if not holder.leases:
-            holder.progress_at = now
-            holder.speed.start(now)
-        self.leases[lease_id] = holder.leases[lease_id] = lease
+        lease = LiveLease(lease_id, key, self.epoch, index, start, stop, start, start, now)
+        session = self.sessions.touch(key, now)
+        if not session.leases:
+            session.progress_at = now
+            session.speed.start(now)
+        self.leases[lease_id] = session.leases[lease_id] = lease
         self.leased += stop - start
-        self.stop_waiting(holder)
-        self.holders.update_finish(holder, now)
+        self.stop_waiting(session)
+        self.sessions.update_finish(session, now)
         return lease
 
     def record(self, worker: str, uses: Iterable[Used], now: float) -> None:
@@ -260,7 +260,7 @@ class LeaseTable:
         Raises:
             LeaseError: If a sample is used again: the record is of another job, or corrupt.
         """
-        progress: dict[HolderKey, int] = {}
+        progress: dict[SessionKey, int] = {}
         for used in uses:
             lease = self.leases.get(used.lease_id)
             if lease is None:
@@ -276,15 +276,15 @@ class LeaseTable:
             if lease.position == lease.stop:
                 self._end(lease)
         for key, num_samples in progress.items():
-            holder = self.holders.all[key]
-            holder.progress_at = now
-            holder.speed.add(num_samples, now)
-            if not holder.leases:
-                holder.speed.since = None
-            if (speed := holder.speed.value) is not None:
-                mean = self.holders.mean_speed
-                self.holders.mean_speed = speed if mean is None else 0.98 * mean + 0.02 * speed
-            self.holders.update_finish(holder, now)
+            session = self.sessions.all[key]
+            session.progress_at = now
+            session.speed.add(num_samples, now)
+            if not session.leases:
+                session.speed.since = None
+            if (speed := session.speed.value) is not None:
+                mean = self.sessions.mean_speed
+                self.sessions.mean_speed = speed if mean is None else 0.98 * mean + 0.02 * speed
+            self.sessions.update_finish(session, now)
 
     def _record_unknown(self, worker: str, used: Used) -> None:
         if used.epoch != self.epoch or not 0 <= used.slice < len(self.samples):
@@ -325,7 +325,7 @@ class LeaseTable:
         self.steals.pop(lease_id, None)
         if lease.remaining == 0:
             self._end(lease)
-        self.holders.update_finish(self.holders.all[lease.key], now)
+        self.sessions.update_finish(self.sessions.all[lease.key], now)
 
     def release(self, lease_id: str) -> None:
         """End a lease: its unused samples are free again, or set aside with their slice."""
@@ -341,9 +341,7 @@ class LeaseTable:
     def _end(self, lease: LiveLease) -> None:
         del self.leases[lease.lease_id]
         self.steals.pop(lease.lease_id, None)
-        holder = self.holders.all.get(lease.key)
-        if holder is not None:
-            holder.leases.pop(lease.lease_id, None)
+        del self.sessions.all[lease.key].leases[lease.lease_id]
         used = (lease.worker, lease.epoch, lease.slice_index, lease.start, lease.position)
         self._remember(lease.lease_id, EndedLease(*used, lease.position == lease.stop))
 
@@ -365,15 +363,6 @@ class LeaseTable:
             self.num_aside -= samples[2] - samples[1]
             self.free.add(*samples)
 
-    def ranges_aside(self) -> tuple[SampleRange, ...]:
-        """The ranges set aside, rising, adjacent ones joined."""
-        joined: list[SampleRange] = []
-        for index, start, stop in sorted(samples for ranges in self.aside.values() for samples in ranges):
-            if joined and joined[-1][0] == index and joined[-1][2] == start:
-                start = joined.pop()[1]
-            joined.append((index, start, stop))
-        return tuple(joined)
-
     def is_covered(self) -> bool:
         """Whether the epoch can end: every sample is used or set aside."""
         return not self.done and self.used + self.num_aside == self.num_samples
@@ -386,45 +375,70 @@ class LeaseTable:
     # Time.
 
     def overdue_leases(self, now: float) -> list[tuple[str, str]]:
-        """The leases to take back, each with the reason. Removes holders whose deadline passed."""
+        """The leases to take back, each with the reason."""
         overdue: list[tuple[str, str]] = []
-        for holder, is_expired in self.holders.due(now, self.stall_s / 4):
-            if is_expired:
-                overdue += [(lease_id, "expired") for lease_id in holder.leases]
-                self.stop_waiting(holder)
-                self.set_cached(holder, None)
-                holder.leases.clear()
-                del self.holders.all[holder.key]
-            elif holder.leases and now - holder.progress_at >= self.stall_s:
-                overdue += [(lease_id, "stalled") for lease_id in holder.leases]
-            else:
-                # A lease that an idle holder waits for, and that its own neither starts nor lets be cut.
-                overdue += [
-                    (lease.lease_id, "clutched")
-                    for lease in holder.leases.values()
-                    if lease.lease_id in self.steals and now - lease.progress_at >= self.stall_s
-                ]
-        return overdue
-
-    def set_cached(self, holder: LeaseHolder, cached: NDArray[np.int64] | None) -> None:
-        """The slices that a holder has cached, int64, rising; None: none."""
-        if holder.cached is not None:
-            self.free.cached_by[holder.cached.indexes] -= 1
-        holder.cached = CachedSlices(cached) if cached is not None else None
-        if cached is not None:
-            self.free.cached_by[cached] += 1
+        for session in self.sessions.all.values():
+            if session.deadline <= now:
+                overdue += [(lease_id, "expired") for lease_id in session.leases]
+                self.stop_waiting(session)
+            elif session.leases and now - session.progress_at >= self.stall_s:
+                overdue += [(lease_id, "stalled") for lease_id in session.leases]
+        # A lease that an idle session waits for, and that its own neither starts nor lets be cut.
+        clutched = (i for i in self.steals if now - self.leases[i].progress_at >= self.stall_s)
+        return overdue + [(lease_id, "clutched") for lease_id in clutched]
 
     def extend_all(self, now: float) -> None:
-        """Give every holder a whole term from now: after an outage of the scheduler."""
-        self.holders.mean_speed = None
-        for key in list(self.holders.all):
-            holder = self.touch(key, now)
-            holder.progress_at, holder.speed = now, SpeedEstimate()
-            if holder.leases:
-                holder.speed.start(now)
-            self.holders.update_finish(holder, now)
+        """Give every session a whole term from now: after an outage of the scheduler."""
+        self.sessions.mean_speed = None
+        for key, session in self.sessions.all.items():
+            self.sessions.touch(key, now)
+            session.progress_at, session.speed = now, SpeedEstimate()
+            if session.leases:
+                session.speed.start(now)
+            self.sessions.update_finish(session, now)
         for lease in self.leases.values():
             lease.progress_at = now
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state that replaying all events gives, as plain values."""
+        return {
+            "epoch": self.epoch,
+            "before": self.used_before,
+            "used": _pack(self.used_of),
+            "fresh": _pack(self.free.fresh),
+            "returned": [[i, start, stop] for (i, start), stop in self.free.returned.items()],
+            "aside": [[i, ranges] for i, ranges in self.aside.items()],
+            "leases": [[x.lease_id, x.key, x.slice_index, x.start, x.stop, x.position] for x in self.leases.values()],
+            "ended": [[i, *ended] for i, ended in self.ended.items()],
+        }
+
+    def restore(self, saved: dict[str, Any], now: float) -> None:
+        """Put a snapshot into a new table."""
+        self.used_before = saved["before"]
+        if saved["epoch"] > 0:
+            self.start_epoch(saved["epoch"])
+        self.used_of = _unpack(saved["used"], np.int64)
+        self.used = int(self.used_of.sum())
+        self.num_used_slices = int((self.used_of == self.samples).sum())
+        self.free.fresh = _unpack(saved["fresh"], np.bool_)
+        for samples in saved["returned"]:
+            self.free.add(*samples)
+        self.aside = {index: [(i, a, b) for i, a, b in ranges] for index, ranges in saved["aside"]}
+        self.num_aside = sum(stop - start for ranges in self.aside.values() for _, start, stop in ranges)
+        for lease_id, key, index, start, stop, position in saved["leases"]:
+            session = self.sessions.touch(tuple(key), now)
+            lease = LiveLease(lease_id, session.key, self.epoch, index, start, stop, position, position, now)
+            self.leases[lease_id] = session.leases[lease_id] = lease
+            self.leased += lease.remaining
+        self.ended.update((lease_id, EndedLease(*values)) for lease_id, *values in saved["ended"])
+
+
+def _pack(array: NDArray[Any]) -> str:
+    return zlib.compress(array.tobytes(), 1).hex()
+
+
+def _unpack(packed: str, dtype: type[Any]) -> NDArray[Any]:
+    return np.frombuffer(zlib.decompress(bytes.fromhex(packed)), dtype).copy()
 
 
 def _is_inside(used: Used, start: int, stop: int, lease: LiveLease | EndedLease) -> bool:

@@ -32,7 +32,7 @@ import orjson
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from forebay.errors import ProtocolError
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
 from forebay.network.addresses import check_url, parse_peer_address
 from forebay.network.messages import Address, Count, LeaseId, Name, Ranges, Seconds, Session, Sha256
 from forebay.network.peer import Provider
@@ -109,7 +109,7 @@ class ExchangeRequest(_Message):
     """One exchange of one session of a worker.
 
     Args:
-        job: The job's name; "" accepts leases of any job.
+        job: The job's name, which is its dataset's; "" is the scheduler's.
         session: One process of a peer; leases belong to a session.
         attempt: Rises with each attempt of an exchange. 0: not numbered.
         address: host:port where this worker serves its cached slices; "" if it does not.
@@ -192,7 +192,7 @@ class LeaseGrant(_Reply):
 class Lease(LeaseGrant):
     """A grant with what a worker has to know of its slice; `job_id` is the ledger's.
 
-    `sample_base` + sample is the global id. `dataset` is not sent where it is the job's name.
+    `sample_base` + sample is the global id.
     """
 
     job_id: str
@@ -205,7 +205,6 @@ class Lease(LeaseGrant):
     layout: str
     dtype: str
     vocab_size: Count
-    dataset: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -234,14 +233,11 @@ class ExchangeResult(_Reply):
 
 
 def _checked_leases(leases: tuple[Lease, ...]) -> tuple[Lease, ...]:
-    """Check the leases' ranges, fill in `dataset`, and drop providers with invalid addresses."""
+    """Check the leases' ranges, and drop providers with invalid addresses."""
     for lease in leases:
         if not lease.start < lease.stop <= lease.count:
             raise ValueError(f"expected samples of a slice, got [{lease.start}, {lease.stop}) of {lease.count}")
-    return tuple(
-        replace(lease, dataset=lease.dataset or lease.job, providers=tuple(_usable(lease.providers)))
-        for lease in leases
-    )
+    return tuple(replace(lease, providers=tuple(_usable(lease.providers))) for lease in leases)
 
 
 def _usable(providers: Iterable[Provider]) -> Iterator[Provider]:

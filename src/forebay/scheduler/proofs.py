@@ -9,23 +9,23 @@ import hmac
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from forebay.network.app import ApiError
 from forebay.network.peer import Peer
 from forebay.network.pki.identity import Identity
-from forebay.scheduler.catalog import Catalog, JobPlan
+from forebay.scheduler.catalog import Catalog
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.messages import UseMessage, is_checked, proof_of, range_of
+
+MAX_TOKENS_PER_S = 1e8  # of one lease; uses that claim more are refused until so much time has passed
 
 
 class ProofChecker:
     """Checks the proofs of a request. Its choice of leases is the same after a restart, and unknown to workers."""
 
-    def __init__(
-        self, identity: Identity, plans: Mapping[str, JobPlan], catalog: Catalog, lock: threading.Lock
-    ) -> None:
-        self._identity, self._plans, self._catalog, self._lock = identity, plans, catalog, lock
+    def __init__(self, identity: Identity, catalog: Catalog, lock: threading.Lock) -> None:
+        self._identity, self._catalog, self._lock = identity, catalog, lock
         self._secret = hashlib.sha256(identity.sign(b"forebay/1 checks of leases")).digest()
         self._num_proven = Counter[str]()  # by peer: proofs that were checked and valid
 
@@ -33,19 +33,18 @@ class ProofChecker:
         """Raise ApiError for a first use without a proof that the worker has its slice, and for a use too soon."""
         now = time.monotonic()
         for use in {use.lease_id: use for use in reversed(uses)}.values():
-            job = core.find(use.lease_id)
-            lease = job.table.leases.get(use.lease_id) if job is not None else None
-            if job is None or lease is None or lease.worker != peer.peer_id or lease.position > lease.start:
+            lease = core.table.leases.get(use.lease_id)
+            if lease is None or lease.worker != peer.peer_id or lease.position > lease.start:
                 continue  # the core refuses it, or its proof was accepted before
-            plan, subject = self._plans[job.name], f"uses of lease {use.lease_id}"
-            tokens = (use.stop - use.start) * plan.seq_len
-            if (wait_s := tokens / plan.max_tokens_per_s - (now - lease.progress_at)) > 0:
+            subject = f"uses of lease {use.lease_id}"
+            tokens = (use.stop - use.start) * self._catalog.seq_len
+            if (wait_s := tokens / MAX_TOKENS_PER_S - (now - lease.progress_at)) > 0:
                 raise ApiError(429, "too_fast", f"{subject}: {tokens:,} tokens too soon", wait_s)
             if not use.proof:
                 raise ApiError(400, "no_proof", f"{subject}: expected a proof that the worker has its slice")
             if not is_checked(self._secret, use.lease_id, self._num_proven[peer.peer_id]):
                 continue
-            is_valid = await asyncio.to_thread(self._is_valid, job.dataset_id, lease.slice_index, use, peer.peer_id)
+            is_valid = await asyncio.to_thread(self._is_valid, lease.slice_index, use, peer.peer_id)
             if is_valid is False:
                 with self._lock:
                     core.bar(peer.peer_id, time.monotonic())
@@ -53,12 +52,11 @@ class ProofChecker:
                 raise ApiError(403, "false_proof", f"{subject}: the proof does not match its slice's bytes")
             self._num_proven[peer.peer_id] += is_valid is True
 
-    def _is_valid(self, dataset_id: str, index: int, use: UseMessage, peer_id: str) -> bool | None:
+    def _is_valid(self, index: int, use: UseMessage, peer_id: str) -> bool | None:
         """Whether a proof matches a slice's bytes, as an origin sends them; None: none answers now."""
-        row = self._catalog.slice_info(dataset_id, index)
-        assert row is not None
+        row = self._catalog.table.row(index)
         is_valid = None
-        for data in self._catalog.read_range(dataset_id, index, *range_of(use.lease_id, peer_id, row.bytes)):
+        for data in self._catalog.read_range(index, *range_of(use.lease_id, peer_id, row.bytes)):
             is_valid = hmac.compare_digest(use.proof, proof_of(use.lease_id, peer_id, data))
             if is_valid:  # else the origin may be corrupt, or lie
                 break

@@ -1,4 +1,4 @@
-"""The scheduler as a FastAPI application: finds datasets by name, answers workers' exchanges, keeps the ledgers.
+"""The scheduler as a FastAPI application: finds a dataset by name, answers workers' exchanges, keeps the ledger.
 
 It sends no payload: a lease has a slice's hash and the addresses of its providers. The caller's identity is that of its
 TLS certificate; a lease belongs to the peer that got it, and a receipt counts only with that peer's signature. All
@@ -19,26 +19,26 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import FastAPI, Request, Response
 
 from forebay.errors import LeaseError, LedgerError, NetworkError, ProtocolError, StateError, UsageError
-from forebay.ledger.receipts import receipt_message
+from forebay.ledger.chain import receipt_message
 from forebay.network.app import ApiError, JsonResponse, Metric, make_app, peer_of, role, source_of
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery, record_key
 from forebay.network.limits import ServerLimits
-from forebay.network.messages import STALE_ATTEMPT
+from forebay.network.messages import STALE_ATTEMPT, ReadmitRequest
 from forebay.network.peer import Peer
 from forebay.network.pki.identity import Identity, verify
 from forebay.network.reachability import ReachabilityChecker
 from forebay.network.server import Server
-from forebay.scheduler import admin_api as status
-from forebay.scheduler.catalog import Catalog, DatasetFinder, JobPlan, ManifestStore, origins_of, started_jobs
-from forebay.scheduler.core import SchedulerCore, StaleAttemptError
+from forebay.scheduler import status
+from forebay.scheduler.catalog import Catalog, ManifestStore, started_id
+from forebay.scheduler.core import PendingCheck, SchedulerCore, StaleAttemptError
 from forebay.scheduler.events import Event, PeerBanned, ProviderReported, UsesRecorded, WorkerEnlisted
-from forebay.scheduler.journal import Journal, job_body, ledger_path, lock_state
+from forebay.scheduler.journal import LEDGER_NAME, Journal, job_body, lock_state
 from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
 from forebay.scheduler.proofs import ProofChecker
 from forebay.scheduler.sessions import MAX_SESSIONS_PER_PEER
@@ -60,27 +60,28 @@ log = logging.getLogger(__name__)
 
 
 class SchedulerService:
-    """Schedules jobs in lease mode. `start` it once; `stop` may be repeated.
+    """Schedules one job in lease mode. `start` it once; `stop` may be repeated.
 
     Args:
-        name: The name of a single job and its dataset; not used with `jobs`.
-        state_dir: Has the ledgers and the journal; the same directory resumes the jobs.
+        name: The name of the dataset, and of the job.
+        state_dir: Has the ledger and the journal; the same directory resumes the job.
         port: 0 takes a free port; see `address`.
-        dataset_id: The single job's dataset, where the name stands for several.
-        jobs: Several jobs, or mixtures.
-        wait_s: How long `start` waits for a provider of each dataset.
+        dataset_id: The dataset's, where the name stands for several.
+        seq_len: Tokens of a sample; not used for rows.
+        wait_s: How long `start` waits for a provider of the dataset.
         rediscover_s: Interval at which providers are looked up.
-        publishers: Peer ids; only datasets that one of them signed are scheduled. Without any all are.
+        publishers: Peer ids; a dataset is only scheduled if one of them signed it. Without any all are.
         standby: `start` waits until the scheduler that runs on the state directory stops or dies.
-        settings: Further fields of the single job's `JobPlan`: seq_len, epochs, seed, lease_s, steal_s.
+        settings: Further fields of `JobSpec`: epochs, seed, lease_s, stall_s, steal_s, max_failures.
     """
 
     def __init__(
         self, identity: Identity, name: str, discovery: Discovery, client: Client, state_dir: str | Path,
-        host: str = "127.0.0.1", port: int = 0, *, dataset_id: str | None = None, jobs: Sequence[JobPlan] = (),
-        wait_s: float = 30.0, rediscover_s: float = 5.0, standby: bool = False, publishers: Collection[str] = (),
+        host: str = "127.0.0.1", port: int = 0, *, dataset_id: str = "", seq_len: int = 1024, wait_s: float = 30.0,
+        rediscover_s: float = 5.0, standby: bool = False, publishers: Collection[str] = (),
         limits: ServerLimits = LIMITS, from_urls: FromUrls = "", **settings: Any,
     ) -> None:  # fmt: skip
+        self.name = name
         self.identity = identity
         self.state_dir = Path(state_dir)
         self.waiting = threading.Event()
@@ -90,16 +91,14 @@ class SchedulerService:
         self._standby = standby
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        store = ManifestStore(self.state_dir)
-        finder = DatasetFinder(identity.network_id, discovery, client, self._stopping, store, publishers)
-        jobs = jobs or [JobPlan(name, dataset_id=dataset_id or "", **settings)]
-        self._catalog = Catalog(jobs, finder, from_urls)
-        self.plans = self._catalog.plans
-        self.name = next(iter(self.plans))
+        self._catalog = Catalog(
+            name, dataset_id, seq_len, settings, identity.network_id, discovery, client, self._stopping,
+            ManifestStore(self.state_dir), publishers, from_urls,
+        )  # fmt: skip
         self._bans = BanLog(identity)
         self._workers: dict[str, status.WorkerUsage] = {}
         self._dialer = ReachabilityChecker(client)
-        self._proofs = ProofChecker(identity, self.plans, self._catalog, self._lock)
+        self._proofs = ProofChecker(identity, self._catalog, self._lock)
         self._num_exchanges, self._core_s = 0, 0.0
         self._over_from = 0.0
         self._journal: Journal | None = None
@@ -120,15 +119,15 @@ class SchedulerService:
 
     @property
     def ledger_path(self) -> Path:
-        """The ledger of the first job."""
-        return ledger_path(self.state_dir)
+        """The file of the ledger."""
+        return self.state_dir / LEDGER_NAME
 
     def is_done(self) -> bool:
-        """Whether every sample of every epoch of every job is used, or set aside."""
+        """Whether every sample of every epoch is used, or set aside."""
         return self._open_journal().core.done()
 
     def is_over(self) -> bool:
-        """Whether all jobs are done and every live worker knows it.
+        """Whether the job is done and every live worker knows it.
 
         A worker that sends nothing for a lease's term is not alive. Workers of which this scheduler learnt from the
         journal only have END_S to send a request.
@@ -137,22 +136,21 @@ class SchedulerService:
             now, core = time.monotonic(), self._open_journal().core
             return core.done() and now >= self._over_from and core.all_know_done(now, QUIET_S)
 
-    def left_out(self) -> list[str]:
-        """For each job with unused samples a line about what was set aside."""
+    def left_out(self) -> str:
+        """A line about unused samples and what was set aside; "" if all are used."""
         with self._lock:
-            jobs = [status.job_status(job) for job in self._open_journal().core.jobs.values()]
-        return [status.left_out_line(job) for job in jobs if job["num_left_out"]]
+            job = status.job_status(self._open_journal().core)
+        return status.left_out_line(job) if job["num_left_out"] else ""
 
     def start(self) -> None:
-        """Find the datasets, open or resume the jobs, serve and announce them.
+        """Find the dataset, open or resume the job, serve and announce it.
 
         Raises:
-            DatasetError: If no node serves a dataset, or its name stands for several.
+            DatasetError: If no node serves the dataset, or its name stands for several.
             StateError: If the state directory holds another job, or another scheduler runs on it.
             NetworkError: If the port is taken or no provider can be read.
         """
-        paths = {name: ledger_path(self.state_dir, name if number else "") for number, name in enumerate(self.plans)}
-        self._catalog.find(self._wait_s, started_jobs(paths))
+        self._catalog.find(self._wait_s, started_id(self.ledger_path))
         lock = self._lock_state()
         if lock is None:
             return
@@ -161,18 +159,17 @@ class SchedulerService:
             self._journal = self._read_journal(lock)
             if self.is_done():
                 self._over_from = time.monotonic() + END_S
-            for dataset_id, swarm in self._journal.core.swarms.items():
-                self._bans.mark_recorded(dataset_id, swarm.status()["banned"])
+            self._bans.mark_recorded(self._catalog.spec.dataset_id, self._journal.core.swarm.status()["banned"])
             self._add_origins()
             self._server.start()
             self._announce()
         except BaseException:
             self.stop()
             raise
-        log.info("scheduler started: address=%s jobs=%s", self.address, ",".join(self.plans))
+        log.info("scheduler started: address=%s job=%s", self.address, self.name)
 
     def _addresses(self) -> list[str]:
-        return [claim.address for claim in self._catalog.all_claims()]
+        return [claim.address for claim in self._catalog.claims]
 
     def _lock_state(self) -> int | None:
         """The lock of the state directory; None if stopped while waiting for it."""
@@ -187,11 +184,14 @@ class SchedulerService:
                 return None
 
     def _read_journal(self, lock: int) -> Journal:
-        specs, key = list(self._catalog.specs.values()), self.identity.public_key.hex()
-        bodies = {spec.name: job_body(spec, scheduler=key, **self._catalog.ledger_fields(spec.name)) for spec in specs}
+        catalog = self._catalog
+        body = job_body(
+            catalog.spec, seq_len=catalog.seq_len, layout=catalog.manifest.layout,
+            scheduler=self.identity.public_key.hex(),
+        )  # fmt: skip
         # The salt: lease ids differ from those of earlier processes.
         return Journal.open(
-            self.state_dir, specs, bodies, self.identity.sign, salt=secrets.token_hex(4), lock=lock,
+            self.state_dir, catalog.spec, body, self.identity.sign, salt=secrets.token_hex(4), lock=lock,
             ttl_s=max(ORIGIN_TTL_S, 3 * self._rediscover_s), checks=True,
         )  # fmt: skip
 
@@ -217,19 +217,15 @@ class SchedulerService:
     # Background tasks.
 
     def _announce(self) -> None:
-        for name in self.plans:
-            key = record_key(self.identity.network_id, "scheduler", name)
-            self._discovery.announce(key, self._server.port)
+        self._discovery.announce(record_key(self.identity.network_id, "scheduler", self.name), self._server.port)
 
     def _add_origins(self) -> None:
-        core, now = self._open_journal().core, time.monotonic()
-        for dataset_id, claims in self._catalog.claims.items():
-            core.add_origins(dataset_id, origins_of(claims), now)
+        self._open_journal().core.add_origins(self._catalog.origins(), time.monotonic())
 
     async def _run_discovery(self) -> None:
         interval_s = self._rediscover_s
         while True:
-            await asyncio.sleep(interval_s if all(self._catalog.claims.values()) else min(0.2, interval_s))
+            await asyncio.sleep(interval_s if self._catalog.claims else min(0.2, interval_s))
             try:
                 await asyncio.to_thread(self._announce)
                 await asyncio.to_thread(self._catalog.refresh)
@@ -239,7 +235,7 @@ class SchedulerService:
                 self._add_origins()
 
     async def _run_expiry(self) -> None:
-        interval_s = min(1.0, min(plan.lease_s for plan in self.plans.values()) / 4)
+        interval_s = min(1.0, self._catalog.spec.lease_s / 4)
         while True:
             await asyncio.sleep(interval_s)
             try:
@@ -258,27 +254,27 @@ class SchedulerService:
 
     async def _run_checks(self) -> None:
         """Read slices that several workers could not, before one is set aside or a peer is banned."""
-        retries: dict[tuple[str, int, str], tuple[float, float]] = {}  # when, and after how long a wait
+        retries: dict[PendingCheck, tuple[float, float]] = {}  # when, and after how long a wait
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
             with self._lock:
                 checks = [] if self._open_journal().broken else self._open_journal().core.pending_checks()
-            keys = [(check.dataset_id, check.index, check.peer.peer_id if check.peer else "") for check in checks]
-            retries = {key: retries[key] for key in keys if key in retries}
-            for key, check in zip(keys, checks):
-                retry_at, wait_s = retries.get(key, (0.0, CHECK_EVERY_S))
+            retries = {check: retries[check] for check in checks if check in retries}
+            for check in checks:
+                retry_at, wait_s = retries.get(check, (0.0, CHECK_EVERY_S))
                 if time.monotonic() < retry_at:
                     continue
-                is_good = await asyncio.to_thread(self._catalog.check_slice, check.dataset_id, check.index, check.peer)
+                is_good = await asyncio.to_thread(self._catalog.check_slice, check.index, check.peer)
                 if is_good is None:
                     wait_s = min(2 * wait_s, MAX_CHECK_WAIT_S)
-                    retries[key] = time.monotonic() + wait_s, wait_s
+                    retries[check] = time.monotonic() + wait_s, wait_s
                     continue
                 change = partial(SchedulerCore.resolve, check=check, is_good=is_good, now=time.monotonic())
                 for event in await self._change(change):
                     log.warning("checked: %s", event)
                     if isinstance(event, PeerBanned) and event.banned:
-                        self._bans.record(event.dataset_id, [event.peer_id], self.identity.peer_id, "wrong bytes")
+                        dataset_id = self._catalog.spec.dataset_id
+                        self._bans.record(dataset_id, [event.peer_id], self.identity.peer_id, "wrong bytes")
 
     async def _wait_written(self, journal: Journal, ticket: int) -> None:
         """Wait until all that was put up to a ticket is on disk: one commit at a time, for all that wait meanwhile.
@@ -313,14 +309,15 @@ class SchedulerService:
         post("/v2/exchange", openapi_extra=role("worker"), response_model=ExchangeReply, summary=summary)(
             self._exchange
         )
-        get("/v1/job", summary="A job's data and settings; without a name the first.")(self._read_job)
-        get("/v1/jobs", summary="The progress of each job.")(self._read_jobs)
-        get("/v1/status", summary="The progress of each job, its workers and providers.")(self._read_status)
-        status.add_job_routes(app, self._administer)
-        pardon = app.post(
-            "/v1/peers/{peer_id}/pardon", openapi_extra=role("admin"), summary="Drop reports about a peer."
+        get("/v1/job", summary="The job's data and settings.")(self._read_job)
+        get("/v1/status", summary="The progress of the job, its workers and providers.")(self._read_status)
+        admin = partial(app.post, openapi_extra=role("admin"))
+        admin("/v1/job/pause", summary="Grant no new leases.")(self._pause)
+        admin("/v1/job/resume", summary="Grant leases again.")(self._resume)
+        admin("/v1/job/readmit", summary="Lease slices again that were set aside; all, if none are named.")(
+            self._readmit
         )
-        pardon(self._pardon)
+        admin("/v1/peers/{peer_id}/pardon", summary="Drop reports about a peer.")(self._pardon)
         for error in (LeaseError, UsageError, LedgerError):
             app.add_exception_handler(error, _error_response)
         return app
@@ -329,19 +326,20 @@ class SchedulerService:
         if self._stopping.is_set():
             raise ApiError(503, "stopping", "this scheduler is stopping; repeat the request after its restart.", 1.0)
 
-    def _covers(self, peer: Peer, job: str) -> bool:
-        return peer.scope.covers(self.plans[job].dataset_name)
-
-    def _check_visible(self, peer: Peer, name: str) -> None:
-        """Refuse a job that does not exist, or that the peer's certificate does not cover."""
-        if name not in self.plans or not self._covers(peer, name):
-            names = ", ".join(job for job in self.plans if self._covers(peer, job))
-            raise ApiError(404, "not_found", f"job {name[:80]!r}: this scheduler has {names or 'none for you'}.")
+    def _check_job(self, peer: Peer, name: str = "") -> None:
+        """Refuse another job, and a peer whose certificate does not cover this one."""
+        if not peer.scope.covers(self.name):
+            text = f"the certificate of {peer.peer_id} does not cover this scheduler's dataset"
+            raise ApiError(403, "not_covered", text)
+        if name not in ("", self.name):
+            raise ApiError(404, "not_found", f"job {name[:80]!r}: this scheduler has {self.name}.")
 
     async def _exchange(self, request: Request, message: ExchangeRequest) -> Response:
         self._check_running()
         peer = peer_of(request)
-        self._check_scope(peer, message)
+        self._check_job(peer, message.job)
+        if message.uses and message.job_id != self._open_journal().job_id:
+            raise ApiError(400, "bad_request", "job_id: expected that of this scheduler's job")
         if message.uses:
             try:
                 verify(peer.public_key, receipt_message(message.job_id, message.uses), bytes.fromhex(message.signature))
@@ -369,31 +367,15 @@ class SchedulerService:
             self._count(peer, message, new, now)
             self._num_exchanges += 1
             self._core_s += time.perf_counter() - started
-        leases = tuple(self._catalog.describe(grant, journal.job_ids[grant.job]) for grant in result.leases)
+        leases = tuple(self._catalog.describe(grant, journal.job_id) for grant in result.leases)
         await self._wait_written(journal, ticket)
         return JsonResponse(ExchangeReply(**{**vars(result), "leases": leases}).to_json())
 
-    def _check_scope(self, peer: Peer, message: ExchangeRequest) -> None:
-        if message.job:
-            self._check_visible(peer, message.job)
-        for name in self.plans if not message.job else ():
-            if not self._covers(peer, name):
-                text = f"the certificate of {peer.peer_id} does not cover the datasets of job {name!r}"
-                raise ApiError(403, "not_covered", text)
-        if message.uses and message.job_id not in self._open_journal().job_ids.values():
-            raise ApiError(400, "bad_request", "job_id: expected that of one of this scheduler's jobs")
-
     def _enlist(self, journal: Journal, peer: Peer, message: ExchangeRequest) -> list[Event]:
         """The event that puts a worker's key into the ledger before its first receipt: the ledger alone proves it."""
-        if not message.uses:
+        if not message.uses or peer.peer_id in journal.core.enlisted:
             return []
-        name = next(name for name, job_id in journal.job_ids.items() if job_id == message.job_id)
-        job = journal.core.jobs[name]
-        if any(journal.core.find(use.lease_id) not in (None, job) for use in message.uses):
-            raise ApiError(400, "bad_request", "uses: expected all of them under leases of the job of job_id")
-        if peer.peer_id in job.enlisted:
-            return []
-        return [WorkerEnlisted(name, peer.peer_id, peer.public_key.hex(), peer.name)]
+        return [WorkerEnlisted(peer.peer_id, peer.public_key.hex(), peer.name)]
 
     def _count(self, peer: Peer, message: ExchangeRequest, new: Sequence[Event], now: float) -> None:
         if peer.peer_id not in self._workers:
@@ -403,55 +385,57 @@ class SchedulerService:
         for event in new:
             if isinstance(event, UsesRecorded):
                 num = sum(used.stop - used.start for used in event.uses)
-                usage.add(num, num * self.plans[event.job].seq_len, now)
+                usage.add(num, num * self._catalog.seq_len, now)
             elif isinstance(event, ProviderReported):
-                sha256 = self._catalog.sha256(event.dataset_id, event.slice_index)
+                sha256 = self._catalog.table.row(event.slice_index).sha256
                 log.warning("%s reports %s for slice %s: %s", event.reporter, event.peer_id, sha256, event.reason)
                 details = {"peer": event.peer_id, "slice": sha256, "by": event.reporter, "reason": event.reason}
                 self.identity.record_event("bad_provider", **details)
 
     # Status and administration.
 
-    async def _read_job(self, request: Request, name: Annotated[str, Query(max_length=200)] = "") -> Response:
-        name = name or next((n for n in self.plans if self._covers(peer_of(request), n)), self.name)
-        self._check_visible(peer_of(request), name)
-        return JsonResponse(self._catalog.describe_job(name, self._open_journal().job_ids[name]))
-
-    async def _read_jobs(self, request: Request) -> Response:
-        return JsonResponse({"jobs": self._status_for(peer_of(request))["jobs"]})
+    async def _read_job(self, request: Request) -> Response:
+        self._check_job(peer_of(request))
+        return JsonResponse(self._catalog.describe_job(self._open_journal().job_id))
 
     async def _read_status(self, request: Request) -> Response:
-        return JsonResponse(self._status_for(peer_of(request)))
-
-    def _status_for(self, peer: Peer) -> dict[str, Any]:
-        """The status without jobs that a certificate does not cover; workers and reports are for administrators."""
-        full = self.status()
-        jobs = [job for job in full["jobs"] if self._covers(peer, job["name"])]
-        if not peer.scope.allows("admin"):
-            full |= {"workers": {}, "bad_providers": []}
-        return full if len(jobs) == len(full["jobs"]) else {"jobs": jobs, "done": full["done"], "workers": {}}
+        """The status; workers and reports are for administrators."""
+        peer = peer_of(request)
+        self._check_job(peer)
+        return JsonResponse(
+            self.status() | ({} if peer.scope.allows("admin") else {"workers": {}, "bad_providers": []})
+        )
 
     def status(self) -> dict[str, Any]:
-        """The progress of the jobs; samples count over all epochs. It has the first job's figures at the top, too."""
+        """The progress of the job; samples count over all epochs."""
         with self._lock:
             return status.full_status(self._open_journal().core, self._workers, self._catalog, time.monotonic())
 
     def _metrics(self) -> list[Metric]:
         with self._lock:
-            jobs = [status.job_status(job) for job in self._open_journal().core.jobs.values()]
-            return status.metrics(jobs, len(self._workers), self._num_exchanges, self._core_s)
+            job = status.job_status(self._open_journal().core)
+            return status.metrics(job, len(self._workers), self._num_exchanges, self._core_s)
 
     async def _administer(
-        self, request: Request, name: str, verb: str, change: Callable[[SchedulerCore], list[Event]]
+        self, request: Request, verb: str, change: Callable[[SchedulerCore], list[Event]]
     ) -> Response:
         self._check_running()
         peer = peer_of(request)
-        self._check_visible(peer, name)
+        self._check_job(peer)
         if await self._change(change):
-            self.identity.record_event(verb, job=name, by=peer.peer_id)
-        log.warning("job %s: %s by %s", name, verb, peer.peer_id)
+            self.identity.record_event(verb, job=self.name, by=peer.peer_id)
+        log.warning("job %s: %s by %s", self.name, verb, peer.peer_id)
         with self._lock:
-            return JsonResponse(status.job_status(self._open_journal().core.jobs[name]))
+            return JsonResponse(status.job_status(self._open_journal().core))
+
+    async def _pause(self, request: Request) -> Response:
+        return await self._administer(request, "pause", lambda core: core.pause(True))
+
+    async def _resume(self, request: Request) -> Response:
+        return await self._administer(request, "resume", lambda core: core.pause(False))
+
+    async def _readmit(self, request: Request, message: ReadmitRequest) -> Response:
+        return await self._administer(request, "readmit", lambda core: core.readmit(message.slices))
 
     async def _pardon(self, request: Request, peer_id: str) -> Response:
         self._check_running()

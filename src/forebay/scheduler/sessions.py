@@ -1,17 +1,17 @@
-"""The sessions of workers: what they have cached and serve to others, and how many leases their peers may have."""
+"""The sessions of workers: their leases, speed and caches, and how many leases their peers may have."""
 
 import heapq
+import math
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.network.peer import Provider
-from forebay.scheduler.free_ranges import contains
-from forebay.scheduler.lease_holders import HolderKey, LeaseHolder
-from forebay.scheduler.leases import LeaseTable
+from forebay.scheduler.free_ranges import CachedSlices, FreeRanges, contains
 from forebay.swarm.steering import Swarm
 
 MAX_SESSIONS_PER_PEER = 256
@@ -19,7 +19,76 @@ MAX_SESSIONS_PER_PEER = 256
 MAX_CACHED_BYTES_PER_PEER, MAX_CACHED_BYTES_PER_ORGANISATION = 16 << 20, 256 << 20
 FIRST_LEASES_PER_PEER = 32
 MAX_LEASES_PER_PEER = 256
+MEMORY_S = 30.0  # the weight of an older measurement falls to 1/e in this time
+SHORTEST_S = 0.01  # intervals below this count as this long
 _NUM_RECENT = 32  # former leases of a session that are remembered, for its reports about their providers
+
+
+@dataclass(slots=True)
+class SpeedEstimate:
+    """Samples a second as an exponentially weighted mean; None before the first measurement."""
+
+    value: float | None = None
+    since: float | None = None  # when the work began that the next measurement is of; None while there is none
+
+    def start(self, now: float) -> None:
+        """The session has samples to use from now on."""
+        if self.since is None:
+            self.since = now
+
+    def add(self, num_samples: int, now: float) -> None:
+        """Add a measurement: samples acknowledged since the last one."""
+        since, self.since = self.since, now
+        if since is None:
+            return
+        lasted = max(now - since, SHORTEST_S)
+        keep = math.exp(-lasted / MEMORY_S) if self.value is not None else 0.0
+        self.value = keep * (self.value or 0.0) + (1.0 - keep) * (num_samples / lasted)
+
+
+SessionKey: TypeAlias = tuple[str, str]
+"""(worker, name of the session)"""
+
+
+@dataclass(slots=True)
+class LiveLease:
+    """The exclusive use of samples [position, stop) of a slice; those from `start` on are used and recorded.
+
+    `declared_until` is the highest limit that the worker declared: all samples before it may be in use.
+    """
+
+    lease_id: str
+    key: SessionKey
+    epoch: int
+    slice_index: int
+    start: int
+    stop: int
+    position: int
+    declared_until: int
+    progress_at: float = 0.0
+
+    @property
+    def worker(self) -> str:
+        return self.key[0]
+
+    @property
+    def remaining(self) -> int:
+        return self.stop - self.position
+
+    @property
+    def is_started(self) -> bool:
+        return max(self.position, self.declared_until) > self.start
+
+
+class EndedLease(NamedTuple):
+    """A lease that ended: [start, reached) of its slice was used under it; `is_complete`: it was used to its stop."""
+
+    worker: str
+    epoch: int
+    slice_index: int
+    start: int
+    reached: int
+    is_complete: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -27,144 +96,162 @@ class WorkerSession:
     """One process of a worker.
 
     Attributes:
+        deadline: When its leases expire.
+        progress_at: When it last acknowledged samples, or got its first lease.
+        cached: The slices it has; None if it did not say so yet.
+        steals_from: The lease that is to be cut for it.
+        finish_at: When it will have used all its leases, by its speed.
         attempt: The latest attempt of an exchange that was answered.
-        cached: Dataset id to the slices it has, int64, rising.
-        holders: Job to its table, and this session's lease holder there.
-        announced_at: Dataset id to when the swarm was last updated.
-        recent: (job, slice) of its last leases.
+        announced_at: When the swarm was last updated.
+        recent: Slices of its last leases.
         requested_at: Time of its last request. `silent_until`: when it was told to ask again.
         knows_done: The last response said that nothing is left to lease.
     """
 
-    key: HolderKey
+    key: SessionKey
     deadline: float
+    progress_at: float
+    leases: dict[str, LiveLease] = field(default_factory=dict)
+    speed: SpeedEstimate = field(default_factory=SpeedEstimate)
+    cached: CachedSlices | None = None
+    steals_from: str | None = None
+    finish_at: float = 0.0
     address: str = ""
-    attempt: int = 0
-    cached: dict[str, NDArray[np.int64]] = field(default_factory=dict)
-    holders: dict[str, tuple[LeaseTable, LeaseHolder]] = field(default_factory=dict)
-    announced_at: dict[str, float] = field(default_factory=dict)
-    recent: deque[tuple[str, int]] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
-    requested_at: float = 0.0
-    silent_until: float = 0.0
-    knows_done: bool = False
     organisation: str = ""
+    attempt: int = 0
+    announced_at: float | None = None
+    recent: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
+    requested_at: float = -math.inf
+    silent_until: float = -math.inf
+    knows_done: bool = False
 
     @property
     def cached_bytes(self) -> int:
-        return sum(indexes.nbytes for indexes in self.cached.values())
+        return 0 if self.cached is None else self.cached.indexes.nbytes
 
-    def num_leases(self) -> int:
-        return sum(len(holder.leases) for _, holder in self.holders.values())
+    @property
+    def remaining(self) -> int:
+        """Samples of all its leases."""
+        return sum(lease.remaining for lease in self.leases.values())
 
-    def lease_ids(self) -> list[str]:
-        return [lease_id for _, holder in self.holders.values() for lease_id in holder.leases]
-
-    def leased(self) -> Iterator[tuple[str, int]]:
-        """(job, slice) of its live and recent leases."""
+    def leased(self) -> Iterator[int]:
+        """The slices of its live and recent leases."""
         yield from self.recent
-        for job, (_, holder) in self.holders.items():
-            yield from ((job, lease.slice_index) for lease in holder.leases.values())
+        yield from (lease.slice_index for lease in self.leases.values())
 
-    def find_job(self, lease_id: str) -> str | None:
-        """The job of one of its live leases."""
-        return next((job for job, (_, holder) in self.holders.items() if lease_id in holder.leases), None)
-
-    def has_cached(self, dataset_id: str, index: int) -> bool:
+    def has_cached(self, index: int) -> bool:
         """Whether it reported a slice as cached."""
-        cached = self.cached.get(dataset_id)
-        return cached is not None and contains(cached, index)
+        return self.cached is not None and contains(self.cached.indexes, index)
 
 
 class WorkerSessions:
-    """The sessions that sent requests lately, and their memberships in the swarms."""
+    """The sessions that sent requests lately or have leases, in the order of their finish. O(log n) a call."""
 
-    def __init__(self, swarms: dict[str, Swarm], timeout_s: float) -> None:
-        self.all: dict[HolderKey, WorkerSession] = {}
-        self.of_peer: dict[str, set[HolderKey]] = {}
-        self._swarms = swarms
-        self._timeout_s = timeout_s
-        self._cached_bytes: Counter[str] = Counter()  # by organisation
-        self._due: list[tuple[float, HolderKey]] = []
-        # (dataset, peer) to the session that shares: a peer is in a swarm once, by its first session.
-        self._sharing: dict[tuple[str, str], HolderKey] = {}
+    def __init__(self, lease_s: float) -> None:
+        self.all: dict[SessionKey, WorkerSession] = {}
+        self.of_peer: dict[str, set[SessionKey]] = {}
+        self.mean_speed: float | None = None
+        self._lease_s = lease_s
+        self._finish: list[tuple[float, SessionKey]] = []
 
-    def touch(self, key: HolderKey, now: float) -> WorkerSession:
-        """The session, created if need be; its deadline and those of its leases are extended."""
+    def touch(self, key: SessionKey, now: float) -> WorkerSession:
+        """The session, created if need be, its deadline moved."""
         session = self.all.get(key)
         if session is None:
-            session = self.all[key] = WorkerSession(key, now + self._timeout_s)
+            session = self.all[key] = WorkerSession(key, now + self._lease_s, now)
             self.of_peer.setdefault(key[0], set()).add(key)
-            heapq.heappush(self._due, (session.deadline, key))
-        session.deadline = max(session.deadline, now + self._timeout_s)
-        session.requested_at = max(session.requested_at, now)
-        for table, holder in session.holders.values():
-            holder.deadline = max(holder.deadline, now + table.lease_s)
+        session.deadline = max(session.deadline, now + self._lease_s)
         return session
 
     def num_leases(self, peer_id: str) -> int:
         """Leases of all sessions of a peer."""
-        return sum(self.all[key].num_leases() for key in self.of_peer.get(peer_id, ()))
+        return sum(len(self.all[key].leases) for key in self.of_peer.get(peer_id, ()))
 
-    def update_cached(
-        self, session: WorkerSession, address: str, cached: dict[str, NDArray[np.int64]], now: float, organisation: str
+    def remove_silent(self, now: float) -> list[WorkerSession]:
+        """Remove and return the sessions without a request for five terms; their leases were taken back before."""
+        silent = [s for s in self.all.values() if s.deadline + 4 * self._lease_s <= now and not s.leases]
+        for session in silent:
+            del self.all[session.key]
+            keys = self.of_peer[session.key[0]]
+            keys.discard(session.key)
+            if not keys:
+                del self.of_peer[session.key[0]]
+        return silent
+
+    def update_finish(self, session: WorkerSession, now: float) -> None:
+        """Recompute `finish_at`, after a change of the session's leases or speed."""
+        session.finish_at = now + session.remaining / self.speed_of(session)
+        if session.leases:
+            heapq.heappush(self._finish, (-session.finish_at, session.key))
+            if len(self._finish) > 64 + 4 * len(self.all):
+                self._finish = [(-other.finish_at, key) for key, other in self.all.items() if other.leases]
+                heapq.heapify(self._finish)
+
+    def speed_of(self, session: WorkerSession) -> float:
+        """Samples a second; the mean of the others where it is unknown; above 0."""
+        return max(session.speed.value or self.mean_speed or 1.0, 1e-9)
+
+    def slowest(self, skip: Callable[[WorkerSession], bool]) -> Iterator[WorkerSession]:
+        """The sessions that have leases, the last to finish first, without those to skip."""
+        popped: dict[SessionKey, tuple[float, SessionKey]] = {}
+        try:
+            while self._finish:
+                item = heapq.heappop(self._finish)
+                session = self.all.get(item[1])
+                # An entry is stale once something happened to its session; a newer one is in the heap.
+                if session is None or not session.leases or -item[0] != session.finish_at or session.key in popped:
+                    continue
+                popped[session.key] = item
+                if not skip(session):
+                    yield session
+        finally:
+            for item in popped.values():
+                heapq.heappush(self._finish, item)
+
+
+class SessionCaches:
+    """What sessions have cached and serve to others; a peer is in the swarm once, by its first session."""
+
+    def __init__(self, sessions: WorkerSessions, free: FreeRanges, swarm: Swarm) -> None:
+        self._sessions, self._free, self._swarm = sessions, free, swarm
+        self._bytes: Counter[str] = Counter()  # by organisation
+        self._sharing: dict[str, SessionKey] = {}  # peer to the session by which it is in the swarm
+
+    def update(
+        self, session: WorkerSession, address: str, organisation: str, cached: NDArray[np.int64] | None, now: float
     ) -> None:
-        """Store what a session has cached and where it serves that, and update the swarms."""
-        is_moved = address != session.address
-        session.address = address
-        self._cached_bytes[session.organisation] -= session.cached_bytes
-        session.organisation = organisation
-        of_organisation = self._cached_bytes[organisation] if organisation else 0
-        for dataset_id, indexes in cached.items():
-            others = sum(array.nbytes for name, array in session.cached.items() if name != dataset_id)
-            others += sum(self.all[key].cached_bytes for key in self.of_peer[session.key[0]] if key != session.key)
-            size = others + indexes.nbytes
-            is_too_much = size > MAX_CACHED_BYTES_PER_PEER or of_organisation + size > MAX_CACHED_BYTES_PER_ORGANISATION
-            session.cached[dataset_id] = indexes[:0].copy() if is_too_much else indexes
-        self._cached_bytes[organisation] += session.cached_bytes
-        for dataset_id, indexes in session.cached.items():
-            announced_at = session.announced_at.get(dataset_id)
-            if is_moved or announced_at is None or dataset_id in cached:
-                self._share(session, dataset_id, indexes, now)
-            elif now - announced_at > self._swarms[dataset_id].ttl_s / 3:
-                self._share(session, dataset_id, None, now)
-
-    def remove_share(self, dataset_id: str, peer_id: str) -> None:
-        """A swarm removed a peer: with its next request all that it has is announced again."""
-        key = self._sharing.pop((dataset_id, peer_id), None)
-        if key is not None and key in self.all:
-            self.all[key].announced_at.pop(dataset_id, None)
-
-    def _share(self, session: WorkerSession, dataset_id: str, cached: NDArray[np.int64] | None, now: float) -> None:
-        peer_id = session.key[0]
-        if self._sharing.setdefault((dataset_id, peer_id), session.key) != session.key:
-            return
-        swarm = self._swarms[dataset_id]
-        flags: NDArray[np.bool_] | None = None
+        """Store what a session has cached (None: as before) and where it serves that, and update the swarm."""
+        is_moved, worker = address != session.address, session.key[0]
+        self._bytes[session.organisation] -= session.cached_bytes
+        session.address, session.organisation = address, organisation
         if cached is not None:
-            flags = np.zeros(swarm.num_slices, np.bool_)
-            flags[cached] = True
-        swarm.join(Provider(peer_id, session.address, False), flags, now)
-        session.announced_at[dataset_id] = now
+            others = (self._sessions.all[key] for key in self._sessions.of_peer[worker] if key != session.key)
+            size = cached.nbytes + sum(other.cached_bytes for other in others)
+            of_organisation = self._bytes[organisation] if organisation else 0
+            if size > MAX_CACHED_BYTES_PER_PEER or of_organisation + size > MAX_CACHED_BYTES_PER_ORGANISATION:
+                cached = cached[:0].copy()
+            session.cached = self._free.replace_cached(session.cached, cached)
+        self._bytes[organisation] += session.cached_bytes
+        if session.cached is None or self._sharing.setdefault(worker, session.key) != session.key:
+            return
+        is_new = is_moved or session.announced_at is None or cached is not None
+        if is_new or now - (session.announced_at or 0.0) > self._swarm.ttl_s / 3:
+            flags = np.zeros(self._swarm.num_slices, np.bool_)
+            flags[session.cached.indexes] = True
+            self._swarm.join(Provider(worker, address, False), flags if is_new else None, now)
+            session.announced_at = now
 
     def expire(self, now: float) -> None:
-        """Remove the sessions that were silent for long; their leases expired before."""
-        while self._due and self._due[0][0] <= now:
-            _, key = heapq.heappop(self._due)
-            session = self.all.get(key)
-            if session is None:
-                continue
-            if session.deadline > now:
-                heapq.heappush(self._due, (session.deadline, key))
-                continue
-            del self.all[key]
-            self._cached_bytes[session.organisation] -= session.cached_bytes
-            self.of_peer[key[0]].discard(key)
-            if not self.of_peer[key[0]]:
-                del self.of_peer[key[0]]
-            for dataset_id in session.announced_at:
-                if self._sharing.get((dataset_id, key[0])) == key:
-                    del self._sharing[dataset_id, key[0]]
-                    self._swarms[dataset_id].leave(key[0])
+        """Remove the sessions that are silent, and the peers of which the swarm has not heard."""
+        for session in self._sessions.remove_silent(now):
+            self._bytes[session.organisation] -= session.cached_bytes
+            self._free.replace_cached(session.cached, None)
+            if self._sharing.get(worker := session.key[0]) == session.key:
+                del self._sharing[worker]
+                self._swarm.leave(worker)
+        for peer_id in self._swarm.expire(now):  # with its next request all that it has is announced again
+            if (key := self._sharing.pop(peer_id, None)) is not None and key in self._sessions.all:
+                self._sessions.all[key].announced_at = None
 
 
 @dataclass(slots=True)

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import LeaseError
-from forebay.scheduler.checks import ProviderFault
-from forebay.scheduler.core import SchedulerCore
+from forebay.scheduler.core import ProviderFault, SchedulerCore
 from forebay.scheduler.events import Event, LeaseCut, LeaseReturned, from_row, to_row
-from forebay.scheduler.jobs import JobSpec
+from forebay.scheduler.leases import JobSpec
 from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, LeaseGrant
 from forebay.simulate.network import Clock, SimNetwork
 from forebay.simulate.scenario import (
@@ -82,16 +81,16 @@ class _Scheduler:
         self.add_origins()
 
     def _replayed(self) -> SchedulerCore:
-        core = SchedulerCore([self._spec], salt=f"{self.starts}-")
+        core = SchedulerCore(self._spec, salt=f"{self.starts}-")
         for row in json.loads(json.dumps(self._rows)):
             core.apply(from_row(row), self._net.clock.now)
-        core.extend_all(self._net.clock.now)  # the outage was not the workers' fault
+        core.table.extend_all(self._net.clock.now)  # the outage was not the workers' fault
         return core
 
     def add_origins(self) -> None:
         """Add the data nodes, as discovery does."""
         if self.is_up:
-            self.core.add_origins(_DATASET, [self._net.origin.provider], self._net.clock.now)
+            self.core.add_origins([self._net.origin.provider], self._net.clock.now)
 
     def expire(self) -> None:
         """Take back what is overdue, as the service does every second."""
@@ -105,7 +104,7 @@ class _Scheduler:
             LeaseError: As SchedulerCore.
         """
         if (reply := self._repeat(peer_id, ask)) is None:
-            faults = [ProviderFault(r.peer_id, _DATASET, int(r.sha256, 16), r.reason, r.wrong) for r in ask.reports]
+            faults = [ProviderFault(r.peer_id, int(r.sha256, 16), r.reason, r.wrong) for r in ask.reports]
             reply, events = self.core.exchange(peer_id, ask, self._net.clock.now, faults=faults)
             self._keep(events)
             self._replies[peer_id, ask.session] = ask.attempt, reply
@@ -252,8 +251,7 @@ class _World:
             for lease in worker.all_leases:
                 grant = lease.grant
                 offset = self._grants[grant.lease_id][1]
-                job = self.scheduler.core.find(grant.lease_id)
-                is_lost = lease.ended or job is None or grant.lease_id not in job.table.leases
+                is_lost = lease.ended or grant.lease_id not in self.scheduler.core.table.leases
                 if lease.used > offset and (is_lost or not worker.alive):
                     self.record.wasted.append(
                         UsedRange(grant.epoch, grant.slice, offset, lease.used, self.clock.now, worker.machine.index)
@@ -272,7 +270,7 @@ class _World:
         """Counts of events, by name."""
         workers = [*self._closed, *self.workers.values()]
         lost = sum(use.stop - use.start for use in self.record.wasted if f"worker-{use.worker}" in self.workers)
-        banned = self.scheduler.core.swarms[_DATASET].status()["banned"]
+        banned = self.scheduler.core.swarm.status()["banned"]
         lived_s = sum(min(self.clock.now, w.machine.dies_at) - w.machine.joins_at for w in workers)
         return {
             "wait_share": sum(w.state.counts.waited_s for w in workers) / max(1e-9, lived_s),

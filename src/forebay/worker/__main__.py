@@ -37,8 +37,6 @@ _HELP = {
     "trainer": "count (NumPy), or FILE.py:NAME, a class of your program (count)",
     "learning_rate": "AdamW's (0.001)",
     "device": "cpu, cuda, … (the accelerator if there is one)",
-    "checkpoint_dir": "directory of the checkpoint, which is resumed",
-    "checkpoint_steps": "between two checkpoints (1000)",
     "worker_id": "identifies this worker to the coordinator, also after a restart",
     "coordinator": "host:port or URL (FOREBAY_COORDINATOR, or 127.0.0.1:8000)",
     "identity": "this node's directory, for a coordinator with mutual TLS",

@@ -70,7 +70,7 @@ class WorkerConfig:
         tokenizer_name: In place of the dataset's own.
         batch_size: Samples of this worker's step.
         seq_len: Tokens of a sample. Not given, it is the dataset's own, and 32 for dummies.
-        num_steps: Steps of the run, those before a resumed checkpoint included.
+        num_steps: Steps of the run.
         model_size: "tiny", "small" or "medium".
         worker_id: Identifies this worker to the coordinator, also after a restart; None: one is generated.
         coordinator: "host:port" or an http(s) URL; None is the environment's FOREBAY_COORDINATOR, or 127.0.0.1:8000.
@@ -86,8 +86,6 @@ class WorkerConfig:
         trainer: "count" (NumPy: which token follows which), or FILE.py:NAME, a class of your program, such as
             examples/train_gpt.py:GptTrainer.
         device: Of the model, for FILE.py:NAME; None: its choice.
-        checkpoint_dir: Directory of the checkpoint, which is resumed; None: none is written.
-        checkpoint_steps: Steps between two checkpoints; one is also written at the end.
         timeout_s: How long to wait for a coordinator or a peer that does not respond.
 
     Raises:
@@ -113,8 +111,6 @@ class WorkerConfig:
     learning_rate: float = 1e-3
     trainer: str = "count"
     device: str | None = None
-    checkpoint_dir: str | Path | None = None
-    checkpoint_steps: int = 1000
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -124,7 +120,7 @@ class WorkerConfig:
         if check_trainer(self.trainer) == "none":
             raise UsageError("trainer: expected 'count' or FILE.py:NAME, got 'none'.")
         check_choice("streaming", self.streaming, (None, True, False))
-        for name in ("batch_size", "seq_len", "num_steps", "checkpoint_steps"):
+        for name in ("batch_size", "seq_len", "num_steps"):
             if getattr(self, name) is None:
                 raise UsageError(f"{name}: expected an integer from 1, got None. Leave it out for its default.")
             check_integer(name, getattr(self, name), 1)

@@ -64,10 +64,9 @@ class DistributedRun:
         self.generation: Generation | None = None
         self._ended = threading.Event()
         self._holds_state, self._num_failures = False, 0
-        step, samples = training.progress()
         self.membership = Membership(
             config.resolved_coordinator(), config.worker_id, settings=shared_settings(config),
-            identity=_load_identity(config), lockstep=self.lockstep, step=step, samples=samples,
+            identity=_load_identity(config), lockstep=self.lockstep,
             patience_s=config.timeout_s, on_note=training.log,
         )  # fmt: skip
 
@@ -78,7 +77,6 @@ class DistributedRun:
             SupervisedThread(self._leave_when_stopped, "leave when stopped", stopping=self._ended).start()
             try:
                 training.apply_config(merge_settings(training.config, membership.agree()))
-                training.resume()
                 training.start()  # The model is made before others wait for this worker.
                 generation: Generation = membership.join()
                 training.start()
@@ -185,7 +183,7 @@ class DistributedRun:
         training = self.training
         training.close_batches()
         training.log(f"reading on from step {step if step < start_step else 0} to {start_step}, where the others are")
-        if step > start_step:  # of a checkpoint that is ahead of the run
+        if step > start_step:  # it is ahead of the run
             step = 0
             training.data.rewind()
         for first, stop, world_size in self.membership.past():

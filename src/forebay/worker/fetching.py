@@ -74,10 +74,10 @@ class CacheIndex:
             if indexes.get(lease.sha256) == lease.slice:
                 return
             indexes[lease.sha256] = lease.slice
-            self.sizes[lease.sha256] = lease.bytes, lease.dataset
+            self.sizes[lease.sha256] = lease.bytes, lease.job
         with (self._cache.directory / f"{lease.dataset_id}.known").open("ab", 0) as file:
             # The line feed first: it ends a line that a kill may have torn.
-            name = f"\n= {lease.dataset}" if not file.tell() else ""
+            name = f"\n= {lease.job}" if not file.tell() else ""
             file.write(f"{name}\n{lease.slice} {lease.bytes} {lease.sha256}\n".encode())
 
     def changes(self, everything: bool = False) -> dict[str, str]:

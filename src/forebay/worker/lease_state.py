@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.ledger.receipts import Used
+from forebay.ledger.chain import Used
 from forebay.order.shard_windows import receipt
 from forebay.scheduler.messages import (
     ExchangeReply,
@@ -222,18 +222,14 @@ class LeaseState:
         if last:
             for lease in self._leases.values():
                 lease.ended = lease.ended or lease.used < lease.stop
-        job_id, uses = self._uses()
-        reported = {use.lease_id for use in uses}
-        # Uses of a lease are acknowledged before it is released; of another job that takes another request.
-        ended = {
-            i: lease for i, lease in self._leases.items() if lease.ended and (i in reported or lease.is_acknowledged)
-        }
+        used = [lease for lease in self._leases.values() if not lease.is_acknowledged]
+        ended = {lease_id: lease for lease_id, lease in self._leases.items() if lease.ended}
         declared_until = self._declare()
         self._awaits_reply = True
         return ExchangeRequest(
             known_leases=tuple(self._leases),
-            job_id=job_id,
-            uses=uses,
+            job_id=used[0].grant.job_id if used else "",
+            uses=tuple(lease.unacknowledged() for lease in used),
             declared_until=declared_until,
             release=tuple(lease_id for lease_id, lease in ended.items() if not lease.reason),
             failed=tuple(FailedLease(lease_id, lease.reason) for lease_id, lease in ended.items() if lease.reason),
@@ -311,12 +307,6 @@ class LeaseState:
         if size := max((lease.grant.bytes for lease in self._leases.values()), default=0):
             num_fitting = (self._max_bytes - sum(lease.grant.bytes for lease in unspent)) // size
         return max(0 if unspent else 1, min(MAX_LEASES, self._capacity() - len(unspent), num_fitting))
-
-    def _uses(self) -> tuple[str, tuple[UseMessage, ...]]:
-        """What is used and not on record, of one job, and that job's id: a receipt is one signature of one job."""
-        used = [lease for lease in self._leases.values() if not lease.is_acknowledged]
-        job_id = used[0].grant.job_id if used else ""
-        return job_id, tuple(lease.unacknowledged() for lease in used if lease.grant.job_id == job_id)
 
     def _declare(self) -> dict[str, int]:
         """How far each lease may be used before the reply: together, what is used until the next request is due.

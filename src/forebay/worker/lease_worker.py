@@ -23,7 +23,7 @@ from typing import Any
 
 from forebay.cache.cache import SliceCache
 from forebay.errors import ForebayError, UsageError
-from forebay.ledger.receipts import receipt_message
+from forebay.ledger.chain import receipt_message
 from forebay.network.client import Client
 from forebay.network.discovery import Discovery
 from forebay.network.limits import Throttle

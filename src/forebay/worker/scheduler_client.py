@@ -6,7 +6,6 @@ A scheduler must have a certificate with the role scheduler, wherever its addres
 import logging
 import threading
 import time
-import urllib.parse
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +38,7 @@ class SchedulerClient:
     must be the same one. Without a fixed address it is found in the DHT.
 
     Args:
-        name: The job's; "" takes leases of any job, and needs an address.
+        name: The job's; "" takes any, and needs an address.
         attempt: Number of the last attempt of an earlier run; a delayed older attempt is then refused.
     """
 
@@ -60,7 +59,7 @@ class SchedulerClient:
         self._peer_id: str | None = None
         self._job_id: str | None = None
         self._reason = "no request was sent yet"
-        self._subject = f"the scheduler of {self.name!r}" if self.name else "the scheduler of any job"
+        self._subject = f"the scheduler of {self.name!r}" if self.name else "the scheduler"
 
     def exchange(self, body: dict[str, Any], patience_s: float | None = None) -> dict[str, Any]:
         """One exchange, repeated with back-off while the scheduler is unreachable; a long wait is logged with a cause.
@@ -136,11 +135,10 @@ class SchedulerClient:
     def _is_ours(self, address: str) -> bool:
         """Whether the scheduler of this name answers there: the pinned one, or else a certified one."""
         self._reason = f"{address} has not answered yet"
-        path = f"/v1/job?name={urllib.parse.quote(self.name, safe='')}" if self.name else "/v1/jobs"
         try:
             # The DHT may name peers that are not certified as schedulers; they get no request.
             answer, peer = self.client.request_json(
-                address, "GET", path, None, self._peer_id, 3.0, MAX_JOB_BYTES, role=_ROLE
+                address, "GET", "/v1/job", None, self._peer_id, 3.0, MAX_JOB_BYTES, role=_ROLE
             )
         except NetworkError as error:
             self._reason = str(error)
@@ -148,8 +146,8 @@ class SchedulerClient:
         if not isinstance(answer, dict) or (self.name and answer.get("name") != self.name):
             self._reason = f"{address} answers for another job"
             return False
-        if self.name and self._job_id not in (None, answer.get("job_id")):
-            self._reason = f"{address} has started another job of this name"
+        if self._job_id not in (None, answer.get("job_id")):
+            self._reason = f"{address} has started another job"
             return False
         self._peer_id, self._job_id = peer.peer_id, str(answer.get("job_id"))
         return True

@@ -2,10 +2,8 @@
 
 import functools
 import importlib.util
-import io
 import os
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.errors import NetworkError, StateError, UsageError
+from forebay.errors import NetworkError, UsageError
 
 IGNORE_INDEX = -100
 TRAINERS = ("auto", "count", "none")
@@ -38,14 +36,6 @@ class Trainer(Protocol):
 
     def describe(self) -> str:
         """The model in one line, for logs."""
-        ...
-
-    def to_bytes(self) -> bytes:
-        """The model's state, for `from_bytes` of a trainer of the same arguments."""
-        ...
-
-    def from_bytes(self, data: bytes) -> None:
-        """Load a state. StateError if it is of another model."""
         ...
 
 
@@ -95,26 +85,6 @@ class CountTrainer:
     def describe(self) -> str:
         """See Trainer."""
         return "counts which token follows which"
-
-    def to_bytes(self) -> bytes:
-        """See Trainer."""
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, pairs=self._pairs, contexts=self._contexts)
-        return buffer.getvalue()
-
-    def from_bytes(self, data: bytes) -> None:
-        """See Trainer."""
-        try:
-            with np.load(io.BytesIO(data)) as arrays:
-                pairs, contexts = arrays["pairs"], arrays["contexts"]
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise StateError(f"checkpoint: expected counts, got {error}. Take another checkpoint_dir.") from error
-        if pairs.shape != self._pairs.shape:
-            raise StateError(
-                f"checkpoint: expected counts of {len(self._contexts)} tokens, got {len(contexts)}. "
-                "Set the tokenizer as it was, or take another checkpoint_dir."
-            )
-        self._pairs, self._contexts = pairs, contexts
 
 
 def share_processors() -> None:

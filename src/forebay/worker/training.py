@@ -1,53 +1,22 @@
-"""One worker's run: data, a trainer, and steps until all are done or it is stopped; its checkpoints."""
+"""One worker's run: data, a trainer, and steps until all are done or it is stopped."""
 
-import json
 import math
 import threading
 import time
-import zipfile
 from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from forebay.errors import StateError, UsageError
-from forebay.files import open_atomic, remove_stale
 from forebay.load.batch import Batch
 from forebay.worker.batches import Batches, DummyDataset
 from forebay.worker.config import WorkerConfig
 from forebay.worker.hub_data import create_huggingface_dataset
 from forebay.worker.trainer import Integers, Trainer, trainer_class
 
-CHECKPOINT = "checkpoint.zip"
 PROGRESS_S = 2.0
 Log = Callable[[str], None]
 OnStep = Callable[[int, Batch, float], None]
-
-
-def write_checkpoint(directory: Path, state: dict[str, Any], trainer: bytes) -> None:
-    """Write `state` (plain JSON values) and a trainer's bytes as one zip file, which replaces the earlier one."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with open_atomic(directory / CHECKPOINT) as file, zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("state.json", json.dumps(state))
-        archive.writestr("trainer.bin", trainer)
-
-
-def read_checkpoint(directory: Path) -> tuple[dict[str, Any], bytes] | None:
-    """The state and the trainer's bytes, or None without a checkpoint; StateError if it is damaged."""
-    path = directory / CHECKPOINT
-    remove_stale(directory)
-    if not path.exists():
-        return None
-    try:
-        with zipfile.ZipFile(path) as archive:
-            state = json.loads(archive.read("state.json"))
-            if not isinstance(state, dict):
-                raise ValueError(f"expected an object, got {type(state).__name__}")
-            return state, archive.read("trainer.bin")
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise StateError(
-            f"checkpoint {path}: cannot be read: {error}. Remove it to start from the first step."
-        ) from error
 
 
 @dataclass
@@ -55,7 +24,7 @@ class TrainingReport:
     """What a worker did.
 
     Attributes:
-        steps: Taken by this worker; `step` counts those of the run, also before a resumed checkpoint and by others.
+        steps: Taken by this worker; `step` counts those of the run, also by others.
         samples, tokens: Of this worker's batches.
         losses: Of each step, in nats a token, before it was learnt; over all workers where they train together.
         first_batch_s: From the start of the run to the first batch.
@@ -145,7 +114,6 @@ class Training:
 
     def run(self) -> TrainingReport:
         """Train alone to the end, or until `stop`; OutOfMemoryError if a step does not fit its device."""
-        self.resume()
         self.start()
         self.set_rank(0, 1)
         while self.step < self.config.num_steps and not self.stop.is_set():
@@ -197,11 +165,11 @@ class Training:
             raise
 
     def record_step(self, batch: Batch, loss: float) -> None:
-        """Count a step; log the progress and write a checkpoint if they are due."""
+        """Count a step, and log the progress if it is due."""
         if not math.isfinite(loss):
             raise StateError(
                 f"step {self.step}: expected a finite loss, got {loss}. Use a smaller learning_rate than "
-                f"{self.config.learning_rate:g}, or go back to an earlier checkpoint."
+                f"{self.config.learning_rate:g}."
             )
         report = self.report
         report.steps += 1
@@ -220,8 +188,6 @@ class Training:
             self._log_progress()
         if self.on_step is not None:
             self.on_step(report.step - 1, batch, loss)
-        if report.step % self.config.checkpoint_steps == 0 and report.step < self.config.num_steps:
-            self.save()
 
     def _log_progress(self, prefix: str = "") -> None:
         report = self.report
@@ -232,11 +198,9 @@ class Training:
         )
 
     def finish(self) -> TrainingReport:
-        """Write the last checkpoint; returns the report."""
+        """Log the end; returns the report."""
         self.close_batches()
         self.report.finished = self.step >= self.config.num_steps
-        if self.report.steps:
-            self.save()
         self._log_progress("done: " if self.report.finished else "stopped: ")
         return self.report
 
@@ -250,42 +214,6 @@ class Training:
         """Close the data. May be called twice."""
         self.close_batches()
         self.data.close()
-
-    def save(self) -> None:
-        """Write a checkpoint, if there is a directory for it and this is rank 0."""
-        if self.config.checkpoint_dir is not None and not self.report.rank:
-            state = {"step": self.step, "samples_taken": self.samples_taken, "data": self.data.state_dict()}
-            write_checkpoint(Path(self.config.checkpoint_dir), state, self.trainer.to_bytes())
-
-    def resume(self) -> None:
-        """Load the checkpoint, if there is one and no step was taken yet."""
-        checkpoint = self._read_checkpoint()
-        if checkpoint is not None:
-            state, trainer = checkpoint
-            self.data.load_state_dict(state["data"])
-            self.trainer.from_bytes(trainer)
-            self.report.step, self.samples_taken = state["step"], state["samples_taken"]
-            self.log(f"resumed at step {self.step} from {self.config.checkpoint_dir}")
-
-    def progress(self) -> tuple[int, int]:
-        """Steps done, and samples of all ranks that they took; before the first step those of the checkpoint."""
-        checkpoint = self._read_checkpoint()
-        return (self.step, self.samples_taken) if checkpoint is None else (
-            checkpoint[0]["step"], checkpoint[0]["samples_taken"]
-        )  # fmt: skip
-
-    def _read_checkpoint(self) -> tuple[dict[str, Any], bytes] | None:
-        if self.config.checkpoint_dir is None or self.step:
-            return None
-        checkpoint = read_checkpoint(Path(self.config.checkpoint_dir))
-        if checkpoint is not None:
-            counts = [checkpoint[0].get(name) for name in ("step", "samples_taken")]
-            if not all(type(count) is int and count >= 0 for count in counts) or "data" not in checkpoint[0]:
-                raise StateError(
-                    f"checkpoint in {self.config.checkpoint_dir}: expected a step and a position, got "
-                    f"{sorted(checkpoint[0])}. Take another checkpoint_dir."
-                )
-        return checkpoint
 
 
 class OutOfMemoryError(UsageError, RuntimeError):

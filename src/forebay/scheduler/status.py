@@ -1,0 +1,143 @@
+"""The scheduler's status, as JSON, metrics and lines for a terminal."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from forebay.network.app import Metric, counter, gauge
+from forebay.scheduler.catalog import Catalog
+from forebay.scheduler.core import SchedulerCore
+
+RATE_SPAN_S = 30.0  # a worker's rate is its mean over this time
+MAX_WORKERS_SHOWN = 1000
+
+
+@dataclass(slots=True)
+class WorkerUsage:
+    """What a worker used since this scheduler started."""
+
+    name: str
+    seen_at: float
+    samples: int = 0
+    tokens: int = 0
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))  # (time, tokens)
+
+    def add(self, samples: int, tokens: int, now: float) -> None:
+        self.samples += samples
+        self.tokens += tokens
+        self.recent.append((now, tokens))
+
+    def rate(self, now: float) -> float:
+        """Tokens a second over the last RATE_SPAN_S."""
+        recent = [(used_at, tokens) for used_at, tokens in self.recent if used_at > now - RATE_SPAN_S]
+        if len(recent) < 2:
+            return 0.0
+        return sum(tokens for _, tokens in recent[1:]) / max(0.1, now - recent[0][0])
+
+
+def job_status(core: SchedulerCore) -> dict[str, Any]:
+    """The progress of the job; samples count over all epochs, slices in this one."""
+    state, table, spec = "paused" if core.paused else "running", core.table, core.spec
+    if core.done():
+        state = "incomplete" if core.num_left_out else "done"
+    return {
+        "name": spec.name, "dataset_id": spec.dataset_id, "state": state, "epoch": table.epoch,
+        "epochs": spec.epochs, "samples_used": table.used_before + table.used, "samples_leased": table.leased,
+        "num_samples": spec.epochs * table.num_samples, "num_slices": len(table.samples),
+        "slices_used": len(table.samples) if table.done else table.num_used_slices,
+        "slices_leased": len(table.leases), "idle": len(table.waiting), "num_left_out": core.num_left_out,
+        "set_aside": [{"slice": index, "reason": reason} for index, reason in sorted(core.reasons.items())],
+        "done": core.done() and not core.num_left_out,
+    }  # fmt: skip
+
+
+def left_out_line(job: Mapping[str, Any]) -> str:
+    """Why a job is incomplete: its slices that were set aside."""
+    asides = job["set_aside"]
+    slices = ", ".join(str(aside["slice"]) for aside in asides[:20]) + (", …" if len(asides) > 20 else "")
+    reasons = "; ".join(dict.fromkeys(aside["reason"] for aside in asides[:20]))
+    return f"job {job['name']!r}: expected every sample to be used, got {job['num_left_out']:,} unused" + (
+        f", of slices set aside: {slices} ({reasons})" if asides else ""
+    )
+
+
+def full_status(
+    core: SchedulerCore, workers: Mapping[str, WorkerUsage], catalog: Catalog, now: float
+) -> dict[str, Any]:
+    """The response to `GET /v1/status`; the workers are those seen last, at most MAX_WORKERS_SHOWN."""
+    latest = sorted(workers.items(), key=lambda item: item[1].seen_at, reverse=True)[:MAX_WORKERS_SHOWN]
+    return {
+        **job_status(core),
+        "workers": {
+            peer_id: {
+                "name": usage.name, "samples": usage.samples, "last_seen_s": round(now - usage.seen_at, 3),
+                "tokens_per_s": round(usage.rate(now), 1), "leases": core.sessions.num_leases(peer_id),
+            }
+            for peer_id, usage in latest
+        },
+        "providers": [{"peer_id": claim.peer_id, "address": claim.address} for claim in catalog.claims],
+        "bad_providers": [
+            {
+                "peer_id": peer_id, "sha256": catalog.table.row(index).sha256, "reports": len(reporters),
+                "reason": next(iter(reporters.values()))[0],
+            }
+            for (peer_id, index), reporters in core.reports.items()
+        ],
+    }  # fmt: skip
+
+
+def metrics(job: Mapping[str, Any], num_workers: int, exchanges: int, cpu_s: float) -> list[Metric]:
+    """The figures of `GET /metrics`, from the status of the job."""
+
+    def of_job(name: str, about: str, value: int) -> Metric:
+        return gauge(f"forebay_job_{name}", about, {job["name"]: float(value)}, "job")
+
+    return [
+        of_job("samples_used", "Samples used, over all epochs.", job["samples_used"]),
+        of_job("samples", "Samples of all epochs.", job["num_samples"]),
+        of_job("leases", "Live leases.", job["slices_leased"]),
+        of_job("idle", "Workers that wait for a lease.", job["idle"]),
+        of_job("set_aside", "Slices set aside.", len(job["set_aside"])),
+        gauge("forebay_workers", "Workers seen since the start.", float(num_workers)),
+        counter("forebay_exchanges_total", "Exchanges answered.", float(exchanges)),
+        counter("forebay_core_seconds_total", "Seconds spent in the scheduler's core.", cpu_s),
+    ]
+
+
+def job_line(job: Mapping[str, Any]) -> str:
+    """The progress of a job as a line."""
+    share = job["samples_used"] / max(1, job["num_samples"])
+    line = (
+        f"{job['name']}: {job['state']}, epoch {min(job['epoch'] + 1, job['epochs'])} of {job['epochs']}, "
+        f"{share:.1%} ({job['samples_used']:,} of {job['num_samples']:,} samples)"
+    )
+    if job["num_left_out"]:
+        line += f"; {job['num_left_out']:,} samples of slices set aside were not used"
+    if job["state"] not in ("done", "incomplete"):
+        line += f"; {_count(job['slices_leased'], 'lease')}, {_count(job['idle'], 'worker')} idle"
+    return line
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def lines(status: Mapping[str, Any]) -> Iterator[str]:
+    """The status for a terminal."""
+    yield job_line(status)
+    for aside in status["set_aside"]:
+        yield f"  slice {aside['slice']} is set aside: {aside['reason']}"
+    workers = status["workers"]
+    if workers:
+        yield f"{_count(len(workers), 'worker')}, with what they used since this scheduler started:"
+        width = max(8, *(len(worker["name"] or peer_id) for peer_id, worker in workers.items()))
+        yield f"  {'name':<{width}}  {'tokens/s':>12}  {'samples':>14}  leases  last seen"
+    for peer_id, worker in workers.items():
+        yield (
+            f"  {worker['name'] or peer_id:<{width}}  {worker['tokens_per_s']:>12,.0f}  {worker['samples']:>14,}  "
+            f"{worker['leases']:>6}  {worker['last_seen_s']:,.0f} s ago"
+        )
+    for provider in status["bad_providers"]:
+        count = _count(provider["reports"], "report")
+        yield f"provider {provider['peer_id']} sent wrong bytes ({count}): {provider['reason']}"
