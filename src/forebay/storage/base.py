@@ -184,11 +184,7 @@ def read_small(
 
 
 def head_object(
-    origin: ObjectOrigin,
-    name: str,
-    *,
-    timeout_s: float = 300.0,
-    stop: threading.Event | None = None,
+    origin: ObjectOrigin, name: str, *, timeout_s: float = 300.0, stop: threading.Event | None = None
 ) -> ObjectMeta:
     """Return size and ETag of an object; retries for `timeout_s`, or until `stop` is set. Errors as of `read_small`."""
     sleep = time.sleep if stop is None else stop.wait
@@ -196,12 +192,7 @@ def head_object(
 
 
 def _retry(
-    attempt: Callable[[], _T],
-    origin: Origin,
-    name: str,
-    *,
-    timeout_s: float,
-    sleep: Callable[[float], object],
+    attempt: Callable[[], _T], origin: Origin, name: str, *, timeout_s: float, sleep: Callable[[float], object]
 ) -> _T:
     began, answers = time.monotonic(), ["no response yet"]
     while True:

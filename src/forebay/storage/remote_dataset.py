@@ -75,11 +75,7 @@ def read_remote(origin: Origin, expected_id: str | None = None) -> RemoteDataset
 
 
 def verify_files(
-    origin: Origin,
-    files: Iterable[ListedFile],
-    *,
-    workers: int = 8,
-    on_progress: Callable[[int], object] | None = None,
+    origin: Origin, files: Iterable[ListedFile], *, workers: int = 8, on_progress: Callable[[int], object] | None = None
 ) -> VerifyReport:
     """Hash every listed file behind an origin. `on_progress` is called with the bytes of each, from one thread."""
     names: dict[FileState, list[str]] = {"": [], "changed": [], "missing": []}

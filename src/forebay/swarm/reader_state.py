@@ -40,13 +40,7 @@ class SwarmReaderState:
     """
 
     def __init__(
-        self,
-        now: float,
-        *,
-        session: str = "",
-        address: str = "",
-        downloads: int = 4,
-        patience_s: float = 120.0,
+        self, now: float, *, session: str = "", address: str = "", downloads: int = 4, patience_s: float = 120.0
     ) -> None:
         self.missing: dict[int, float] = {}  # slices that are not being downloaded, and when they were requested first
         self.running: dict[int, float] = {}  # the same of those that are being downloaded

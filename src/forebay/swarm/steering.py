@@ -51,13 +51,7 @@ class Swarm:
     """
 
     def __init__(
-        self,
-        num_slices: int,
-        *,
-        ttl_s: float = 30.0,
-        slots: int = 4,
-        origin_slots: int = 8,
-        checks: bool = False,
+        self, num_slices: int, *, ttl_s: float = 30.0, slots: int = 4, origin_slots: int = 8, checks: bool = False
     ) -> None:
         if num_slices < 0 or not (ttl_s > 0 and slots > 0 and origin_slots > 0):
             raise UsageError(f"swarm: expected positive numbers, got {num_slices=} {ttl_s=} {slots=} {origin_slots=}")
