@@ -168,9 +168,7 @@ class Swarm:
         """The asker has the slice, verified, from the provider that it was sent to."""
         done = self._downloads.get((asker, index))
         if done is not None and done.holder in self._providers:
-            took_s = max(now - done.since, 1e-6)
-            self._downloads.add_duration(took_s)
-            self._members.gave(done.holder, took_s)
+            self._downloads.add_duration(max(now - done.since, 1e-6))
             self._penalties.gave(asker, done.holder)
             self._counts["finished"] += 1
         self.gained(asker, index, now)
