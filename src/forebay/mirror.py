@@ -200,9 +200,9 @@ def _mirror(
         names = sorted(listed_files(dataset.manifest).items())
         for name, sha256 in [*names, (TABLE_FILE, dataset.manifest.table_sha256), (MANIFEST_FILE, dataset.id)]:
             data = files[name] if name in files else read_small(dataset.origin, name, _MAX_FILE_BYTES)
-            if (found := hashlib.sha256(data).hexdigest()) != sha256:
+            if (actual := hashlib.sha256(data).hexdigest()) != sha256:
                 raise DatasetError(
-                    f"{dataset.origin.url}/{name}: expected sha256 {sha256}, got {found}. Publish it again."
+                    f"{dataset.origin.url}/{name}: expected sha256 {sha256}, got {actual}. Publish it again."
                 )
             target.write(name, data, sha256)
     return MirrorReport(

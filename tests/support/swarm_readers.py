@@ -17,10 +17,9 @@ from forebay.simulate.links import Clock
 from forebay.simulate.nodes import SimFetch, SimNetwork, SimNode
 from forebay.simulate.record import SimulationResult, UsageCheck
 from forebay.simulate.scenario import Bound, Faults, Machine, Scenario, draw
-from forebay.swarm.reader_state import Body, SwarmReaderState
+from forebay.swarm.reader_state import REQUEST_TIMEOUT_S, Body, SwarmReaderState
 from forebay.swarm.steering import Swarm
 from forebay.swarm.tracker import steer
-from forebay.swarm.tracker_client import REQUEST_TIMEOUT_S
 
 
 class Reader:

@@ -61,7 +61,7 @@ class WebOrigin(ObjectOrigin):
     Args:
         headers: Sent to the URL's own host only, not to the targets of redirects.
         same_host: Refuse redirects to other hosts.
-        untrusted: The URL came from the network (see `url_policy`): proxies of the environment are not used. `public`:
+        untrusted: The URL came from the network: proxies of the environment are not used. `public`:
             connect to addresses of the public internet only, also after redirects, and refuse redirects to http.
     """
 

@@ -28,9 +28,8 @@ from forebay.storage.peer_dataset import PeerOrigin
 from forebay.storage.peer_source import PeerSource
 from forebay.storage.transfer_state import PoolTransfer, Transfer, TransferCancelledError
 from forebay.storage.transfers import Transfers
-from forebay.swarm.reader_state import Body, Flags, SwarmReaderState
+from forebay.swarm.reader_state import Body, Flags, SwarmReaderState, TrackerClient
 from forebay.swarm.share import SharedDataset, SliceIndex, SliceShare
-from forebay.swarm.tracker_client import TrackerClient
 from forebay.threads import SupervisedThread
 
 log = logging.getLogger("forebay.swarm")
