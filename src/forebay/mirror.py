@@ -276,8 +276,9 @@ def _copy_slices(
                 transfer, error = ended.get(timeout=_POLL_S)
             except queue.Empty:
                 for transfer, reported in running.items():
-                    running[transfer] = transfer.received
-                    on_progress(running[transfer] - reported)
+                    if (received := transfer.received) != reported:
+                        running[transfer] = received
+                        on_progress(received - reported)
                 continue
             if error is not None:
                 raise error
