@@ -30,7 +30,7 @@ from forebay.data_node import DataNode
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_token_slice
-from forebay.mirror.dataset import mirror_by_swarm
+from forebay.mirror import mirror_by_swarm
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.network.limits import Throttle

@@ -27,7 +27,7 @@ from forebay.network.http import CHUNK_BYTES
 from forebay.network.limits import ServerLimits
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.network.server import Server
-from forebay.storage.peer_source import read_by_hash
+from forebay.storage.peer_source import PeerSource
 
 NUM_BYTES = 200 << 20
 CROWD_BYTES = 32 << 20  # for each of many clients
@@ -87,7 +87,7 @@ def _take(node: str, port: int, out: str, pace_s: float, door: Connection) -> No
             file.seek(0)
             into = Slow() if pace_s else file
             try:
-                for piece in read_by_hash(client, f"127.0.0.1:{port}", None, "x", 0, CROWD_BYTES, 600, "x"):
+                for piece in PeerSource(client, None, f"127.0.0.1:{port}", str, 600).read("x", 0, CROWD_BYTES):
                     for at in range(0, len(piece), CHUNK_BYTES):
                         into.write(piece[at : at + CHUNK_BYTES])
             except NetworkError:  # the slow one is cut when all others are done
@@ -181,7 +181,7 @@ def measure(rounds: int = 5) -> list[Figure]:
 
         def ours() -> None:
             with out.open("wb") as file:
-                for piece in read_by_hash(client, f"127.0.0.1:{servers[0][2]}", None, "x", 0, NUM_BYTES, 20, "x"):
+                for piece in PeerSource(client, None, f"127.0.0.1:{servers[0][2]}", str, 20).read("x", 0, NUM_BYTES):
                     file.write(piece)
 
         def plain() -> None:

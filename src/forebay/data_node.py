@@ -30,7 +30,7 @@ from forebay.network.peer import Peer, Provider
 from forebay.network.pki.identity import Identity
 from forebay.network.publications import SIGNATURE_NAME
 from forebay.storage.base import Origin, read_small
-from forebay.storage.remote_dataset import RemoteDataset
+from forebay.storage.origins import RemoteDataset
 from forebay.swarm.share import SharedDataset, SliceFile, SliceServer
 
 _MAX_SMALL_BYTES = 1 << 30

@@ -63,6 +63,9 @@ class Slow:
     def cancel(self):
         self.stopped.set()
 
+    def wait(self, timeout):
+        return self.done.wait(timeout)
+
     def on_done(self, call):
         with self.lock:
             if not self.done.is_set():

@@ -203,7 +203,7 @@ def test_a_name_of_two_datasets_is_told_and_never_mixed(tmp_path: Path, make_ide
         with pytest.raises(UsageError, match="expected one dataset of this name"):  # what a Loader reads from
             PeerOrigin(seeker, NAME, discovery=table).sources()
         chosen = PeerOrigin(seeker, NAME, discovery=table, expected_id=datasets[1].id)
-        assert [source.claim.dataset_id for source in chosen.sources()] == [datasets[1].id]
+        assert [source.dataset_id for source in chosen.sources()] == [datasets[1].id]
 
 
 def forge(node: LibtorrentDht, key: bytes, ports: range) -> None:

@@ -118,7 +118,7 @@ def test_a_remote_dataset_is_read_from_the_honest_one(
 
 
 def _peer_in(url: str) -> str:
-    return url.partition("#")[2].partition("@")[0]
+    return url.partition("//")[2].partition("@")[0]
 
 
 def _announce(table: LocalDiscovery, reader: Identity, liar: Liar) -> None:

@@ -18,8 +18,7 @@ from forebay.errors import UsageError
 from forebay.load.loader import Loader
 from forebay.network.addresses import parse_address
 from forebay.network.pki.identity import Identity, create_network, join
-from forebay.storage.origins import open_remote
-from forebay.storage.remote_dataset import RemoteDataset
+from forebay.storage.origins import RemoteDataset, open_remote
 from support.calibration import scaled
 from support.feeding import _processes, lines_of, make_dataset, read, steps_of
 from support.local_discovery import LocalDiscovery

@@ -16,14 +16,13 @@ from forebay.cache.cache import SliceCache
 from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.errors import NetworkError, UsageError
-from forebay.mirror.dataset import mirror_by_swarm
+from forebay.mirror import mirror_by_swarm
 from forebay.network.access import AccessPolicy
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client, RemoteError
 from forebay.network.peer import Scope
 from forebay.network.pki.identity import Identity, create_network, join
-from forebay.storage.origins import open_remote
-from forebay.storage.remote_dataset import RemoteDataset
+from forebay.storage.origins import RemoteDataset, open_remote
 from forebay.storage.targets import open_target
 from forebay.swarm.reader import Provider, SwarmMember, SwarmReader
 from forebay.swarm.share import SliceShare

@@ -39,6 +39,9 @@ class FakeTransfer:
         else:
             self.callbacks.append(callback)
 
+    def wait(self, timeout: float) -> bool:
+        return self.done.wait(timeout)
+
     def cancel(self) -> None:
         if not self.deaf:
             self.end(NetworkError("cancelled"))

@@ -26,7 +26,7 @@ MIB = 1 << 20
 SHA256 = re.compile(r"[0-9a-f]{64}(\.part)?")
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["forebay.load.loader", "forebay.storage.remote_dataset", "forebay.storage.http"])
+_processes.set_forkserver_preload(["forebay.load.loader", "forebay.storage.origins", "forebay.storage.http"])
 
 
 def make_dataset(folder: Path, slices: int, samples: int, seq_len: int) -> Path:

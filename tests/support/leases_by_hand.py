@@ -10,7 +10,7 @@ from typing import Any
 from forebay.cache.cache import SliceCache
 from forebay.network.client import Client
 from forebay.scheduler.messages import ExchangeReply
-from forebay.storage.url_policy import FromUrls
+from forebay.storage.peer_source import FromUrls
 from forebay.worker.fetching import CacheIndex, SliceFetcher
 from forebay.worker.lease_buffer import LeaseBuffer
 from forebay.worker.lease_state import ActiveLease, LeaseState

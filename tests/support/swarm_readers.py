@@ -15,10 +15,9 @@ from forebay.network.messages import SwarmRequest
 from forebay.network.peer import Provider
 from forebay.simulate.network import Clock, SimFetch, SimNetwork, SimNode
 from forebay.simulate.scenario import Faults, Machine, Scenario, SimulationResult, UsageCheck, draw
-from forebay.swarm.reader_state import Body, SwarmReaderState
+from forebay.swarm.reader_state import REQUEST_TIMEOUT_S, Body, SwarmReaderState
 from forebay.swarm.steering import Swarm
 from forebay.swarm.tracker import steer
-from forebay.swarm.tracker_client import REQUEST_TIMEOUT_S
 
 
 class Reader:

@@ -20,7 +20,7 @@ from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import NetworkError, ProtocolError, UsageError
-from forebay.mirror.dataset import mirror, mirror_by_swarm
+from forebay.mirror import mirror, mirror_by_swarm
 from forebay.network.addresses import check_url, is_public
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, read_claims, record_key
@@ -29,8 +29,8 @@ from forebay.network.pki.identity import Identity, join
 from forebay.storage.base import Origin, PermanentError, Timeouts
 from forebay.storage.http import check_redirect
 from forebay.storage.origins import open_remote
+from forebay.storage.peer_source import open_untrusted_origin
 from forebay.storage.targets import open_target
-from forebay.storage.url_policy import open_untrusted_origin
 from support.calibration import scaled
 from support.leases_by_hand import FetchingWorker
 from support.local_discovery import LocalDiscovery

@@ -20,7 +20,7 @@ from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.dataset.reader import open_dataset, verify_dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import NetworkError, UsageError
-from forebay.mirror.dataset import mirror
+from forebay.mirror import mirror
 from forebay.storage.origins import open_remote
 from forebay.storage.targets import BucketTarget, FolderTarget, open_target
 from support.origin_server import OriginServer

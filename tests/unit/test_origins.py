@@ -17,7 +17,7 @@ from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import write_token_slice
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
 from forebay.network.pki.identity import Identity
-from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError, read_small
+from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError, head_object, read_small
 from forebay.storage.origins import open_origin, open_remote
 from forebay.storage.peer_dataset import PeerOrigin
 from forebay.storage.transfers import Transfers
@@ -147,8 +147,14 @@ def test_nobody_listens(server: OriginServer) -> None:
     origin = open_origin(f"{server.url}/data", timeouts=QUICK)
     server.close()
     waits: list[float] = []
+
+    class Stop:
+        def wait(self, seconds: float) -> bool:
+            waits.append(seconds)
+            return len(waits) == 5
+
     with pytest.raises(NetworkError, match=rf"127.0.0.1:{server.port}.*[0-9]+ attempts in .* s") as caught:
-        read_small(origin, "manifest.json", 100, sleep=waits.append)
+        head_object(origin, "manifest.json", stop=Stop())  # type: ignore[arg-type]
     assert not isinstance(caught.value, TransientError)
     planned = [0.25, 0.5, 1, 2, 4]
     assert len(waits) >= len(planned) and all(most / 2 <= wait <= most * 1.5 for wait, most in zip(waits, planned))

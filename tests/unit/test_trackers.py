@@ -22,7 +22,7 @@ from forebay.network.peer import Provider
 from forebay.network.pki.identity import Identity, create_network, join
 from forebay.storage.base import TransientError
 from forebay.swarm.reader import SwarmReader
-from forebay.swarm.tracker_client import TrackerClient
+from forebay.swarm.reader_state import TrackerClient
 from support.calibration import scaled
 from support.local_discovery import LocalDiscovery
 from support.rude_peer import Asked, RudePeer, http

@@ -264,7 +264,7 @@ def test_cancel_and_resume(server: OriginServer, tmp_path: Path) -> None:
         while moved.received < 1_500_000:
             time.sleep(0.005)
         moved.cancel()
-        assert moved.done.is_set() and isinstance(moved.error, TransferCancelledError)
+        assert moved.wait(0) and isinstance(moved.error, TransferCancelledError)
         left = part.read_bytes()
         moved.cancel()
         time.sleep(0.1)
@@ -282,7 +282,7 @@ def test_close(server: OriginServer, tmp_path: Path) -> None:
     transfers = Transfers(4, **QUICK)
     moved = transfers.start(INFO, tmp_path / "part", [open_origin(server.url, timeouts=Timeouts(0.2, 0.2))])
     transfers.close()
-    assert moved.done.is_set() and isinstance(moved.error, TransferCancelledError)
+    assert moved.wait(0) and isinstance(moved.error, TransferCancelledError)
     transfers.close()
     with pytest.raises(UsageError, match="closed"):
         transfers.start(INFO, tmp_path / "part2", [open_origin(server.url)])

@@ -14,7 +14,6 @@ from forebay.dataset.slices import write_token_slice
 from forebay.errors import NetworkError
 from forebay.storage.base import Timeouts
 from forebay.storage.origins import open_remote
-from forebay.storage.remote_dataset import verify_files
 from support.origin_server import OriginServer
 
 
@@ -65,10 +64,9 @@ def test_an_origin_that_is_gone_is_no_verdict(served, monkeypatch: pytest.Monkey
     _, server = served
     dataset = open_remote(server.url, timeouts=Timeouts(connect_s=1, stall_s=0.05))
     server.faults.black_hole = True
-    monkeypatch.setattr("forebay.storage.remote_dataset._MAX_WAIT_S", 0.01)
-    row = dataset.table.row(0)
+    monkeypatch.setattr("forebay.storage.origins._MAX_WAIT_S", 0.01)
     with pytest.raises(NetworkError, match="broke off"):
-        verify_files(dataset.origin, [(row.name, row.bytes, row.sha256)])
+        dataset.verify()
 
 
 def test_every_kind_is_inspected(served, tmp_path: Path, capsys) -> None:

@@ -431,7 +431,7 @@ class SliceDownloads(dict[int, SliceDownload]):
             self.cancel(key)
         deadline = time.monotonic() + _CLOSE_S
         for download in self.values():
-            download.transfer.done.wait(max(0.0, deadline - time.monotonic()))
+            download.transfer.wait(max(0.0, deadline - time.monotonic()))
         self.clear()
 
     def _commit(self, key: int, download: SliceDownload) -> None:

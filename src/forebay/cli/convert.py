@@ -102,7 +102,7 @@ def _print_report(report: Report) -> None:
 
 
 def _mirror_shards(args: argparse.Namespace) -> int:
-    from forebay.mirror.shards import mirror_shards
+    from forebay.mirror import mirror_shards
     from forebay.observe.progress import bar
 
     name = hashlib.sha256(f"{args.source} {args.target}".encode()).hexdigest()[:16]
@@ -121,8 +121,7 @@ def _mirror_shards(args: argparse.Namespace) -> int:
 
 
 def _mirror(args: argparse.Namespace) -> int:
-    from forebay.mirror.dataset import mirror, mirror_by_swarm
-    from forebay.mirror.shards import holds_shards
+    from forebay.mirror import holds_shards, mirror, mirror_by_swarm
     from forebay.observe.progress import bar
     from forebay.storage.origins import open_remote
     from forebay.storage.targets import open_target

@@ -26,7 +26,7 @@ from forebay.order.bijection import derive_key, permute
 from forebay.order.plan import samples_per_slice
 from forebay.order.run import assign_owners
 from forebay.storage.base import Origin, read_small
-from forebay.storage.remote_dataset import RemoteDataset
+from forebay.storage.origins import RemoteDataset
 
 Array: TypeAlias = NDArray[Any]
 I64 = NDArray[np.int64]

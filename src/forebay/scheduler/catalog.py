@@ -26,8 +26,7 @@ from forebay.scheduler.core import ProviderFault
 from forebay.scheduler.leases import JobSpec
 from forebay.scheduler.messages import Lease, LeaseGrant, ProviderReport
 from forebay.scheduler.sessions import WorkerSession
-from forebay.storage.peer_source import read_slice, verify_provider
-from forebay.storage.url_policy import FromUrls
+from forebay.storage.peer_source import FromUrls, read_slice, verify_provider
 
 DIRECTORY = "datasets"
 MAX_MANIFEST_BYTES = 16 << 20

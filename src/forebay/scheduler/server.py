@@ -42,7 +42,7 @@ from forebay.scheduler.journal import LEDGER_NAME, Journal, job_body, lock_state
 from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
 from forebay.scheduler.proofs import ProofChecker
 from forebay.scheduler.sessions import MAX_SESSIONS_PER_PEER
-from forebay.storage.url_policy import FromUrls
+from forebay.storage.peer_source import FromUrls
 from forebay.swarm.tracker import BanLog
 
 ORIGIN_TTL_S = 20.0  # a data node that died is named for so long

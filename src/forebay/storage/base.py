@@ -129,14 +129,9 @@ def retry_transient(attempt: Callable[[], _T], tries: int, max_wait_s: float) ->
 
 
 def read_range(
-    origin: Origin,
-    name: str,
-    start: int,
-    stop: int,
-    receive: Callable[[memoryview], object],
-    tries: int,
+    origin: Origin, name: str, start: int, stop: int, receive: Callable[[memoryview], object], tries: int,
     max_wait_s: float,
-) -> None:
+) -> None:  # fmt: skip
     """Pass bytes [start, stop) of an object to `receive(chunk)`, in order; a cut connection is resumed.
 
     Errors as of Origin.read: the last TransientError after `tries` attempts without a byte.
@@ -157,14 +152,7 @@ def read_range(
             time.sleep(min(max_wait_s, backoff_s(failures, _FIRST_WAIT_S, max_wait_s, error.wait_s)))
 
 
-def read_small(
-    origin: Origin,
-    name: str,
-    max_bytes: int,
-    *,
-    start: int | None = None,
-    sleep: Callable[[float], object] = time.sleep,
-) -> bytes:
+def read_small(origin: Origin, name: str, max_bytes: int, *, start: int | None = None) -> bytes:
     """Return a small object, or with `start` the `max_bytes` bytes from there on; retries for 25 s.
 
     Raises:
@@ -175,38 +163,26 @@ def read_small(
     def attempt() -> bytes:
         if start is None:
             return origin.get(name, max_bytes)
-        data = b"".join(map(bytes, origin.read(name, start, start + max_bytes)))
+        data = b"".join(origin.read(name, start, start + max_bytes))
         if len(data) < max_bytes:
             raise TransientError(f"{name} broke off after {len(data)} of {max_bytes} bytes")
         return data
 
-    return _retry(attempt, origin, name, timeout_s=25.0, sleep=sleep)
+    return _retry(attempt, f"{name} from {origin.url}", 25.0)
 
 
 def head_object(
-    origin: ObjectOrigin,
-    name: str,
-    *,
-    timeout_s: float = 300.0,
-    stop: threading.Event | None = None,
+    origin: ObjectOrigin, name: str, *, timeout_s: float = 300.0, stop: threading.Event | None = None
 ) -> ObjectMeta:
     """Return size and ETag of an object; retries for `timeout_s`, or until `stop` is set. Errors as of `read_small`."""
-    sleep = time.sleep if stop is None else stop.wait
-    return _retry(lambda: origin.head(name), origin, name, timeout_s=timeout_s, sleep=sleep)
+    return _retry(lambda: origin.head(name), f"{name} from {origin.url}", timeout_s, stop)
 
 
-def _retry(
-    attempt: Callable[[], _T],
-    origin: Origin,
-    name: str,
-    *,
-    timeout_s: float,
-    sleep: Callable[[float], object],
-) -> _T:
-    began, answers = time.monotonic(), ["no response yet"]
+def _retry(attempt: Callable[[], _T], what: str, timeout_s: float, stop: threading.Event | None = None) -> _T:
+    began, answers, stop = time.monotonic(), ["no response yet"], stop or threading.Event()
     while True:
         try:
-            with log_while_waiting(log, lambda: f"{name} from {origin.url}: {answers[-1]}"):
+            with log_while_waiting(log, lambda: f"{what}: {answers[-1]}"):
                 return attempt()
         except PermanentError as error:
             raise DatasetError(f"{error}. Check the URL, the name and the credentials.") from error
@@ -215,10 +191,10 @@ def _retry(
             answers.append(str(error))
             pause_s = backoff_s(tries, _FIRST_WAIT_S, min(15.0, timeout_s / 4), error.wait_s)
             elapsed_s = time.monotonic() - began
-            if elapsed_s + pause_s >= timeout_s or sleep(pause_s):
+            if elapsed_s + pause_s >= timeout_s or stop.wait(pause_s):
                 raise NetworkError(
-                    f"{name} from {origin.url}: no answer after {tries} attempts in {elapsed_s:.1f} s; the last: "
-                    f"{error}. Check the network and the endpoint."
+                    f"{what}: no answer after {tries} attempts in {elapsed_s:.1f} s; the last: {error}. Check the "
+                    "network and the endpoint."
                 ) from error
 
 

@@ -4,6 +4,8 @@ Cost: urllib3 parses headers in Python (0.1 ms per request). In return, every wa
 and a body goes from the socket into one reused buffer.
 """
 
+from __future__ import annotations
+
 import base64
 import re
 import socket
@@ -11,7 +13,8 @@ import ssl
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Literal
 from urllib.request import getproxies, proxy_bypass  # only the environment's settings, not its client
 
@@ -58,7 +61,7 @@ class WebOrigin(ObjectOrigin):
     Args:
         headers: Sent to the URL's own host only, not to the targets of redirects.
         same_host: Refuse redirects to other hosts.
-        untrusted: The URL came from the network (see `url_policy`): proxies of the environment are not used. `public`:
+        untrusted: The URL came from the network: proxies of the environment are not used. `public`:
             connect to addresses of the public internet only, also after redirects, and refuse redirects to http.
     """
 
@@ -82,7 +85,7 @@ class WebOrigin(ObjectOrigin):
             pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
             self._headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
         self._same_host, self._untrusted = same_host, untrusted
-        self._pool = _Pool(timeouts or Timeouts(), untrusted)
+        self._timeouts, self._idle = timeouts or Timeouts(), ConnectionPool(keep_s=_KEEP_IDLE_S)
         self._redirects: dict[str, tuple[str, float]] = {}  # target and deadline by name
 
     def head(self, name: str) -> ObjectMeta:
@@ -122,7 +125,8 @@ class WebOrigin(ObjectOrigin):
                 raise TransientError(f"{what}: the body ended at byte {len(data)} of {length}")
             return bytes(data), response.answer.headers
 
-    def _open(self, name: str, request_headers: Mapping[str, str], address: str = "") -> "_Response":
+    @contextmanager
+    def _open(self, name: str, request_headers: Mapping[str, str], address: str = "") -> Iterator[_Response]:
         """Send a GET and follow redirects."""
         own = self._base._replace(path=f"{self._base.path}/{urllib.parse.quote(name)}")
         address = address or urllib.parse.urlunsplit(own)
@@ -132,18 +136,19 @@ class WebOrigin(ObjectOrigin):
         for _ in range(_MAX_REDIRECTS + 1):
             headers = {"User-Agent": "forebay", "Accept-Encoding": "identity", **request_headers}
             headers |= self._headers if _host(target) == _host(address) else {}
-            response = self._pool.request(target, headers, self.url)
-            answer = response.answer
-            if answer.status in (200, 206):
-                if target != address:
-                    if len(self._redirects) >= _MAX_STORED_REDIRECTS:
-                        self._redirects.clear()
-                    self._redirects[name] = (target, time.monotonic() + _REDIRECT_TTL_S)
-                response.what = f"{self.url}/{name}".rstrip("/")
-                return response
-            location = answer.headers.get("Location")
-            error = _status_error(f"{self.url}/{name}", answer)
-            response.close()
+            response = self._send(target, headers)
+            answer, response.what = response.answer, f"{self.url}/{name}".rstrip("/")
+            try:
+                if answer.status in (200, 206):
+                    if target != address:
+                        if len(self._redirects) >= _MAX_STORED_REDIRECTS:
+                            self._redirects.clear()
+                        self._redirects[name] = (target, time.monotonic() + _REDIRECT_TTL_S)
+                    yield response
+                    return
+                location, error = answer.headers.get("Location"), _status_error(f"{self.url}/{name}", answer)
+            finally:
+                self._close(response)
             if answer.status in (301, 302, 303, 307, 308) and location:
                 target = _join_url(target, location, error)
                 if self._same_host and _host(target) != _host(address):
@@ -155,6 +160,80 @@ class WebOrigin(ObjectOrigin):
                 raise error
             check_redirect(address, target, https_only=self._untrusted == "public")
         raise PermanentError(f"{self.url}/{name}: more than {_MAX_REDIRECTS} redirects")
+
+    def _send(self, target: str, headers: dict[str, str]) -> _Response:
+        """Send a GET and read the head of the response; repeat it if a persistent connection was closed."""
+        parts = urllib.parse.urlsplit(target)
+        path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
+        stall_s = self._timeouts.stall_s
+        while True:
+            connection = self._idle.acquire(_host(target))
+            is_reused = connection is not None
+            connection = connection or self._connection(parts)
+            connection.key = _host(target)
+            try:
+                if not is_reused:
+                    connection.timeout = self._timeouts.connect_s
+                    connection.connect()
+                if connection.proxy is not None and parts.scheme == "http":
+                    path, headers = target, {**headers, **_proxy_headers(connection.proxy)}
+                deadline = time.monotonic() + stall_s
+                answer = exchange(connection, "GET", path, headers, None, deadline, _MAX_HEAD_BYTES)
+                return _Response(connection, answer, stall_s)
+            except ssl.SSLCertVerificationError as error:
+                connection.close()
+                raise PermanentError(f"{self.url}: its certificate is not trusted: {error.verify_message}") from error
+            except BlockedAddressError as error:
+                raise PermanentError(f"{self.url}: {error}") from error
+            except (*FAULTS, ValueError, ProtocolError) as error:
+                connection.close()
+                if is_reused and not isinstance(error, (TimeoutError, ProtocolError)):
+                    continue
+                location = f"{connection.host}:{connection.port}"
+                text = f"{self.url}: cannot be reached at {location}: {type(error).__name__}: {error}"
+                if isinstance(error, TimeoutError):
+                    waited_s = self._timeouts.connect_s if connection.sock is None else stall_s
+                    text = f"{self.url}: no answer from {location} in {waited_s:g} s"
+                raise TransientError(text) from error
+            except BaseException:
+                connection.close()
+                raise
+
+    def _close(self, response: _Response) -> None:
+        """Keep the connection if the body was read to its end, else close it."""
+        connection, can_keep = response.connection, response.answer.can_keep
+        response.answer.close()
+        if can_keep:
+            self._idle.release(connection.key, connection)
+        else:
+            connection.close()
+
+    def _connection(self, parts: urllib.parse.SplitResult) -> Connection:
+        try:
+            host, port = parts.hostname or "", parts.port
+        except ValueError as error:
+            raise PermanentError(f"{parts.scheme}: no such address: {error}") from error
+        if not is_host(host):
+            raise PermanentError(f"{parts.scheme}://{host[:300]}: expected a host name")
+        proxy = None if self._untrusted else _proxy_of(parts)
+        peer_host, peer_port = (proxy.host or "", proxy.port) if proxy else (host, port)
+        config = ProxyConfig(None, False, None, None) if proxy else None
+        connection: Connection
+        if parts.scheme != "https":
+            connection = PlainConnection(peer_host, peer_port or 80, proxy=proxy, proxy_config=config)
+        else:
+            peer_port = peer_port or (443 if proxy is None else 80)
+            connection = TlsConnection(
+                peer_host, peer_port, ssl_context=self._context, proxy=proxy, proxy_config=config
+            )
+            if proxy is not None:
+                connection.set_tunnel(host, port or 443, _proxy_headers(proxy), proxy.scheme or "http")
+        connection.public_only = self._untrusted == "public"
+        return connection
+
+    @cached_property
+    def _context(self) -> ssl.SSLContext:
+        return bounded_context(ssl.create_default_context())
 
     def _check_range(self, name: str, answer: StreamedResponse, start: int, stop: int) -> int:
         """Return how many bytes of the body come before `start`: 0, unless the server ignores ranges."""
@@ -172,15 +251,13 @@ class WebOrigin(ObjectOrigin):
         return 0
 
 
-class _Response(AbstractContextManager["_Response"]):
+class _Response:
     """The response to a GET, with its connection; the body is read through one buffer. A dripping server is a fault."""
 
-    def __init__(
-        self, pool: "_Pool", connection: Connection, answer: StreamedResponse, what: str, stall_s: float
-    ) -> None:
-        self.answer = answer
-        self.what = what
-        self._pool, self._connection, self._stall_s = pool, connection, stall_s
+    what = ""
+
+    def __init__(self, connection: Connection, answer: StreamedResponse, stall_s: float) -> None:
+        self.connection, self.answer, self._stall_s = connection, answer, stall_s
         self._buffer: memoryview | None = None
 
     def read_chunk(self, max_bytes: int) -> memoryview:
@@ -200,95 +277,6 @@ class _Response(AbstractContextManager["_Response"]):
         except (*FAULTS, ValueError) as error:
             raise TransientError(f"{self.what}: the connection failed: {type(error).__name__}: {error}") from error
         return self._buffer[:filled]
-
-    def close(self) -> None:
-        """Keep the connection if the body was read to its end, else close it."""
-        can_keep = self.answer.can_keep
-        self.answer.close()
-        self._pool.put_back(self._connection, can_keep)
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-class _Pool:
-    """Persistent connections by scheme and host, through the proxies of the environment."""
-
-    def __init__(self, timeouts: Timeouts, untrusted: str) -> None:
-        self._timeouts = timeouts
-        self._untrusted = untrusted
-        self._idle = ConnectionPool(keep_s=_KEEP_IDLE_S)
-        self._context: ssl.SSLContext | None = None
-
-    def request(self, target: str, headers: dict[str, str], what: str) -> _Response:
-        """Send a GET and read the head of the response; repeat it if a persistent connection was closed."""
-        parts = urllib.parse.urlsplit(target)
-        path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
-        key, stall_s = _host(target), self._timeouts.stall_s
-        while True:
-            connection = self._idle.acquire(key)
-            is_reused = connection is not None
-            connection = connection or self._make(parts)
-            connection.key = key
-            try:
-                if not is_reused:
-                    connection.timeout = self._timeouts.connect_s
-                    connection.connect()
-                if connection.proxy is not None and parts.scheme == "http":
-                    path, headers = target, {**headers, **_proxy_headers(connection.proxy)}
-                deadline = time.monotonic() + stall_s
-                answer = exchange(connection, "GET", path, headers, None, deadline, _MAX_HEAD_BYTES)
-                return _Response(self, connection, answer, what, stall_s)
-            except ssl.SSLCertVerificationError as error:
-                connection.close()
-                raise PermanentError(f"{what}: its certificate is not trusted: {error.verify_message}") from error
-            except BlockedAddressError as error:
-                raise PermanentError(f"{what}: {error}") from error
-            except (*FAULTS, ValueError, ProtocolError) as error:
-                connection.close()
-                if is_reused and not isinstance(error, (TimeoutError, ProtocolError)):
-                    continue
-                location = f"{connection.host}:{connection.port}"
-                text = f"{what}: cannot be reached at {location}: {type(error).__name__}: {error}"
-                if isinstance(error, TimeoutError):
-                    waited_s = self._timeouts.connect_s if connection.sock is None else stall_s
-                    text = f"{what}: no answer from {location} in {waited_s:g} s"
-                raise TransientError(text) from error
-            except BaseException:
-                connection.close()
-                raise
-
-    def put_back(self, connection: Connection, can_keep: bool) -> None:
-        """Keep a connection for another request, or close it."""
-        if can_keep:
-            self._idle.release(connection.key, connection)
-        else:
-            connection.close()
-
-    def _make(self, parts: urllib.parse.SplitResult) -> Connection:
-        try:
-            host, port = parts.hostname or "", parts.port
-        except ValueError as error:
-            raise PermanentError(f"{parts.scheme}: no such address: {error}") from error
-        if not is_host(host):
-            raise PermanentError(f"{parts.scheme}://{host[:300]}: expected a host name")
-        proxy = None if self._untrusted else _proxy_of(parts)
-        peer_host, peer_port = (proxy.host or "", proxy.port) if proxy else (host, port)
-        config = ProxyConfig(None, False, None, None) if proxy else None
-        connection: Connection
-        if parts.scheme != "https":
-            connection = PlainConnection(peer_host, peer_port or 80, proxy=proxy, proxy_config=config)
-        else:
-            if self._context is None:
-                self._context = bounded_context(ssl.create_default_context())
-            peer_port = peer_port or (443 if proxy is None else 80)
-            connection = TlsConnection(
-                peer_host, peer_port, ssl_context=self._context, proxy=proxy, proxy_config=config
-            )
-            if proxy is not None:
-                connection.set_tunnel(host, port or 443, _proxy_headers(proxy), proxy.scheme or "http")
-        connection.public_only = self._untrusted == "public"
-        return connection
 
 
 def _version(answer: StreamedResponse) -> str:

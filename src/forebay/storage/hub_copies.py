@@ -24,15 +24,7 @@ from huggingface_hub import constants
 from forebay.errors import DownloadError, ForebayError, IntegrityError, PrepareError
 from forebay.files import atomic_write, commit_files
 from forebay.storage import locks
-from forebay.storage.hub import (
-    API_TRIES,
-    HubFile,
-    HubRepo,
-    fetch_range,
-    find_repo,
-    hub_endpoint,
-    missing_packages,
-)
+from forebay.storage.hub import API_TRIES, HubFile, HubRepo, fetch_range, find_repo, hub_endpoint, missing_packages
 from forebay.storage.hub_splits import PREFIX, find_split, parse_url
 
 _NUM_THREADS = 4

@@ -1,25 +1,43 @@
 """Open an origin or a dataset by its URL: the one list of URL schemes.
 
-The module of a scheme is imported when a URL needs it, as most need packages of an extra.
+The module of a scheme is imported when a URL needs it, as most need packages of an extra. Of a remote dataset, manifest
+and table are read and verified, slices are not copied; `verify` hashes them with 256 KiB of memory per connection.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
-from forebay.errors import UsageError
-from forebay.storage.base import Origin, PathOrigin, Timeouts
-from forebay.storage.remote_dataset import RemoteDataset, read_remote
+from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable, dataset_id
+from forebay.dataset.reader import Dataset, VerifyReport, check_totals, listed_files, local_path
+from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
+from forebay.storage.base import (
+    Origin,
+    PathOrigin,
+    PermanentError,
+    Timeouts,
+    TransientError,
+    read_range,
+    read_small,
+    retry_transient,
+)
 
 if TYPE_CHECKING:
     from forebay.network.discovery import Discovery
     from forebay.network.pki.identity import Identity
-    from forebay.storage.url_policy import FromUrls
+    from forebay.storage.peer_source import FromUrls
 
 _SCHEMES = (
     "a directory, file://, http(s)://, s3://, r2://, gs://, az://, hf://datasets/OWNER/NAME, forebay://NETWORK/NAME"
 )
+_MAX_SMALL_BYTES = 1 << 30
+_MAX_TRIES = 5  # without a byte
+_MAX_WAIT_S = 4.0
+ListedFile: TypeAlias = "tuple[str, int | None, str]"  # name, bytes (None: unknown, and small), sha256 in hex
 
 
 def open_origin(
@@ -47,11 +65,8 @@ def open_origin(
     """
     text = str(url)
     timeouts = timeouts or Timeouts()
-    scheme = text.partition("://")[0].lower() if "://" in text else ""
-    match scheme:
+    match text.partition("://")[0].lower() if "://" in text else "":
         case "" | "file":
-            from forebay.dataset.reader import local_path
-
             return PathOrigin(local_path(text).absolute())
         case "http" | "https":
             from forebay.storage.http import WebOrigin
@@ -97,4 +112,89 @@ def open_remote(
     origin = open_origin(
         url, identity=identity, dataset_id=dataset_id, discovery=discovery, timeouts=timeouts, from_urls=from_urls
     )
-    return read_remote(origin, dataset_id)
+    return _read_remote(origin, dataset_id)
+
+
+def _read_remote(origin: Origin, expected_id: str | None) -> RemoteDataset:
+    data = read_small(origin, MANIFEST_FILE, MAX_MANIFEST_BYTES)
+    id = dataset_id(data)
+    if expected_id is not None and id != expected_id:
+        raise DatasetError(
+            f"{origin.url}: expected the dataset {expected_id}, got {id}. Its data differ. "
+            "Check the URL, or ask for the id that is there."
+        )
+    manifest = Manifest.from_json(data)
+    table_data = read_small(origin, TABLE_FILE, _MAX_SMALL_BYTES)
+    if (table_sha256 := hashlib.sha256(table_data).hexdigest()) != manifest.table_sha256:
+        raise DatasetError(
+            f"{origin.url}: expected a {TABLE_FILE} with sha256 {manifest.table_sha256}, got {table_sha256}. "
+            "Publish it again."
+        )
+    table = SliceTable.from_parquet(table_data)
+    check_totals(manifest, table)
+    return RemoteDataset(origin, manifest, table, id)
+
+
+class RemoteDataset(Dataset):
+    """A dataset behind an origin. A Loader or a mirror downloads its slices; they cannot be opened here."""
+
+    def __init__(self, origin: Origin, manifest: Manifest, table: SliceTable, id: str) -> None:
+        super().__init__(Path(origin.url), manifest, table, id)
+        self.origin = origin
+
+    def __repr__(self) -> str:
+        return f"RemoteDataset({self.name!r}, id={self.id[:12]}…, slices={self.num_slices}, url={self.origin.url!r})"
+
+    def slice_path(self, index: int) -> NoReturn:
+        """Raise UsageError: a slice of a remote dataset has no local file."""
+        raise UsageError(
+            f"slice {index} of {self.origin.url}: expected a dataset in a local directory, got a remote one. "
+            "Open it with a Loader, which fetches and verifies slices, or copy it here first."
+        )
+
+    open_slice = slice_path
+
+    def verify(self, on_progress: Callable[[int], None] | None = None, workers: int | None = None) -> VerifyReport:
+        """Read and hash every slice and listed file without storing them. See `Dataset.verify`."""
+        table, on_progress = self.table, on_progress or (lambda num_bytes: None)
+        files: list[ListedFile] = [(name, None, sha) for name, sha in sorted(listed_files(self.manifest).items())]
+        hashes = [row.tobytes().hex() for row in table.sha256]
+        files += zip(table.names.to_pylist(), table.bytes.tolist(), hashes)
+        names: dict[str, list[str]] = {"": [], "changed": [], "missing": []}
+        with ThreadPoolExecutor(workers or 8) as pool:
+            for (name, size, _), state in zip(files, pool.map(self._state_of, files)):
+                names[state].append(name)
+                on_progress(size or 0)
+        changed, missing = names["changed"], names["missing"]
+        return VerifyReport(not changed and not missing, sorted([*changed, *missing]), changed, missing)
+
+    def _state_of(self, file: ListedFile) -> str:
+        """The best state of a file at any source: "", "changed" or "missing"."""
+        states = set[str]()
+        for source in self.origin.sources():
+            states.add(_state_at(source, *file))
+            if "" in states:
+                return ""
+        return "changed" if "changed" in states else "missing"
+
+
+def _state_at(source: Origin, name: str, size: int | None, sha256: str) -> str:
+    digest = hashlib.sha256()
+    try:
+        if size is None:
+            digest.update(retry_transient(lambda: source.get(name, _MAX_SMALL_BYTES), _MAX_TRIES, _MAX_WAIT_S))
+        else:
+            read_range(source, name, 0, size, digest.update, _MAX_TRIES, _MAX_WAIT_S)
+        return "" if digest.hexdigest() == sha256 else "changed"
+    except PermanentError:
+        try:  # It exists, but is shorter, if some bytes can be read.
+            return "changed" if any(True for _ in source.read(name, 0, 1)) else "missing"
+        except NetworkError:
+            return "missing"
+    except ProtocolError:
+        return "changed"
+    except TransientError as error:
+        raise NetworkError(
+            f"{name} from {source.url}: broke off {_MAX_TRIES} times; the last: {error}. "
+            "Check the network and the endpoint."
+        ) from error

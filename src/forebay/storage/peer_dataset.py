@@ -1,7 +1,6 @@
 """A dataset that peers of a network announce by name: found by discovery, read by hash over mutual TLS.
 
-Each peer is a source of its own, so that the fastest is asked first, and a liar is known by its id. A body comes in
-requests of 2 MiB over one connection.
+Each peer is a source of its own, so that the fastest is asked first, and a liar is known by its id.
 """
 
 import hashlib
@@ -11,27 +10,35 @@ import threading
 import time
 import urllib.parse
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, Manifest, SliceTable
+from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FILE, Manifest, SliceTable
 from forebay.errors import NetworkError, ProtocolError, UsageError, install_command
 from forebay.network.client import Client
 from forebay.network.discovery import Claim, Discovery, find_providers
 from forebay.network.pki.identity import Identity
 from forebay.network.publications import select_published
-from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError
-from forebay.storage.peer_source import classify_error, read_by_hash
-from forebay.storage.remote_dataset import read_remote
-from forebay.storage.url_policy import FromUrls, UnusableOrigin, check_from_urls, open_untrusted_origin
+from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError, read_small
+from forebay.storage.peer_source import (
+    REQUEST_BYTES,
+    FromUrls,
+    PeerSource,
+    UnusableOrigin,
+    check_from_urls,
+    open_untrusted_origin,
+)
 
 log = logging.getLogger("forebay.storage")
 _FIND_S = 10.0
 _MAX_AGE_S = 15.0
+_MAX_TABLE_BYTES = 1 << 30
+_T = TypeVar("_T")
 
 
 class PeerOrigin(Origin):
@@ -41,7 +48,7 @@ class PeerOrigin(Origin):
         expected_id: None: the id that all peers of this name claim.
         discovery: None: the network's DHT, joined at the first look-up. Else the caller closes it.
         publishers: Peer ids; if given, only datasets signed by one of them count.
-        from_urls: Which URLs of peers are read (see `url_policy`).
+        from_urls: Which URLs of peers are read.
     """
 
     signed_urls: Collection[str] = ()
@@ -86,9 +93,13 @@ class PeerOrigin(Origin):
                 # Peers with all slices come first; web servers and buckets that peers name, last.
                 peers = sorted(claims, key=lambda claim: not claim.is_whole)
                 self._opened = {url: self._open_url(url) for url in sorted({claim.url for claim in claims} - {""})}
-                self._sources = [*(PeerSource(self, claim) for claim in peers), *self._opened.values()]
+                self._sources = [*map(self._source, peers), *self._opened.values()]
                 self._sources_of = claims
             return list(self._sources)
+
+    def _source(self, claim: Claim) -> PeerSource:
+        stall_s = self.timeouts.stall_s
+        return PeerSource(self.client, claim.peer_id, claim.address, self.sha256_of, stall_s, claim.dataset_id)
 
     def claims(self, max_age_s: float) -> list[Claim]:
         """Return who serves it or a part of it, as of `max_age_s` ago at most; TransientError if no peer does."""
@@ -122,29 +133,31 @@ class PeerOrigin(Origin):
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         """Read from the first peer that has the slice. See Origin; a transfer requests from each peer itself."""
-        faults: list[NetworkError] = []
-        for source in self.sources():
-            try:
-                for data in source.read(name, start, stop):
-                    start += len(data)
-                    yield data
-                return
-            except NetworkError as error:
-                faults.append(error)
-        raise _choose_error(faults, f"{self.url}: no peer has {name}")
+        for first in range(start, stop, REQUEST_BYTES):
+            last = min(first + REQUEST_BYTES, stop)
+            yield memoryview(self._ask(lambda source: b"".join(source.read(name, first, last)), name))  # noqa: B023
 
     def get(self, name: str, max_bytes: int) -> bytes:
         """Return a small file of the dataset; manifest and table are verified. See Origin."""
+
+        def get_valid(source: Origin) -> bytes:
+            data = source.get(name, max_bytes)
+            if self.id is not None and not self._is_valid(name, data, self.id):
+                raise ProtocolError(f"{source.url}: its {name} is not that of the dataset {self.id}")
+            return data
+
+        return self._ask(get_valid, name)
+
+    def _ask(self, request: Callable[[Origin], _T], name: str) -> _T:
+        """The first response of a source; else the last transient error, or the last one."""
         faults: list[NetworkError] = []
         for source in self.sources():
             try:
-                data = source.get(name, max_bytes)
-                if self.id is not None and not self._is_valid(name, data, self.id):
-                    raise ProtocolError(f"{source.url}: its {name} is not that of the dataset {self.id}")
-                return data
+                return request(source)
             except NetworkError as error:
                 faults.append(error)
-        raise _choose_error(faults, f"{self.url}: no peer serves it now")
+        transient = [fault for fault in faults if isinstance(fault, TransientError)]
+        raise (transient or faults or [TransientError(f"{self.url}: no peer has {name}")])[-1]
 
     def _is_valid(self, name: str, data: bytes, dataset_id: str) -> bool:
         """Whether a file belongs to the dataset: the manifest by its id, the table by the manifest."""
@@ -158,7 +171,8 @@ class PeerOrigin(Origin):
         with self._lock:
             table = self._table
         if table is None:
-            table = read_remote(self, self.id).table
+            read_small(self, MANIFEST_FILE, MAX_MANIFEST_BYTES)  # has the hash of the table
+            table = SliceTable.from_parquet(read_small(self, TABLE_FILE, _MAX_TABLE_BYTES))
             with self._lock:
                 self._table = table
         index: int = pc.index(table.names, pa.scalar(name)).as_py()
@@ -189,33 +203,6 @@ class PeerOrigin(Origin):
             other += "".join(f"; not counted: {reason}" for reason in unsigned)
             raise TransientError(f"{self.url}: no peer serves {self.id or 'a dataset of this name'} now{other}")
         return claims
-
-
-class PeerSource(Origin):
-    """One peer that serves a dataset."""
-
-    def __init__(self, origin: PeerOrigin, claim: Claim) -> None:
-        self.url = f"{origin.url}#{claim.peer_id}@{claim.address}"
-        self.claim = claim
-        self._origin = origin
-
-    def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
-        origin, claim = self._origin, self.claim
-        sha256, stall_s = origin.sha256_of(name), origin.timeouts.stall_s
-        yield from read_by_hash(origin.client, claim.address, claim.peer_id, sha256, start, stop, stall_s, self.url)
-
-    def get(self, name: str, max_bytes: int) -> bytes:
-        client, claim, stall_s = self._origin.client, self.claim, self._origin.timeouts.stall_s
-        path = f"/v1/datasets/{claim.dataset_id}/{urllib.parse.quote(name)}"
-        try:
-            return client.get_bytes(claim.address, path, max_bytes, claim.peer_id, stall_s)
-        except NetworkError as error:
-            raise classify_error(self.url, error) from error
-
-
-def _choose_error(faults: list[NetworkError], text: str) -> NetworkError:
-    transient = [fault for fault in faults if isinstance(fault, TransientError)]
-    return (transient or faults or [TransientError(text)])[-1]
 
 
 def open_peers(

@@ -1,100 +1,110 @@
-"""Read slices by hash from one peer: as a source of a transfer, or to check what a provider serves."""
+"""Sources that the network names: peers that send slices by hash, and URLs that data nodes claim.
+
+A URL is opened only if the reader allowed it or the dataset's publisher signed it, and without credentials, options or
+proxies of the reader.
+"""
 
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+import urllib.parse
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from forebay.dataset.manifest import SliceInfo
-from forebay.errors import NetworkError, ProtocolError
+from forebay.errors import NetworkError, ProtocolError, UsageError
+from forebay.network.addresses import check_url
 from forebay.network.client import Client, RemoteError, TruncatedBodyError, WrongPeerError
 from forebay.network.peer import Provider, node_of
-from forebay.storage.base import Origin, PermanentError, TransientError
-from forebay.storage.url_policy import FromUrls, open_untrusted_origin
+from forebay.storage.base import Origin, PermanentError, Timeouts, TransientError
+from forebay.storage.http import WebOrigin
 
 REQUEST_BYTES = 2 << 20
 STALL_S = 10.0
 MIN_BYTES_PER_S = 1 << 20  # of a check, which others wait for
 log = logging.getLogger("forebay.network")
-OnFault = Callable[[NetworkError], object]
+FromUrls: TypeAlias = Literal["", "public", "any"]
+"""Which URLs of peers a reader opens: none; https and public buckets at public addresses; or also http and addresses
+inside its own network."""
 
 
 @dataclass(eq=False)
-class ProviderSource(Origin):
-    """One slice at one peer; the name of the slice is ignored.
+class PeerSource(Origin):
+    """A peer that sends slices; a body comes in requests of 2 MiB over one connection.
 
     Args:
-        peer_id: Expected at `address`, `host:port`.
+        peer_id: Expected at `address`, `host:port`; None: any.
+        sha256_of: Returns the hash of a slice by its name.
         stall_s: A wait of so long, or less than 4 KiB/s during it, is a fault.
-        on_fault: Called with each failed request, from the requesting thread.
+        dataset_id: Whose small files `get` returns.
+        on_fault: Called with each failed request of a slice, from the requesting thread.
         once: Do not try again after a transient fault, as there are other sources.
     """
 
     client: Client
-    peer_id: str
+    peer_id: str | None
     address: str
-    sha256: str
-    stall_s: float
-    on_fault: OnFault | None = None
+    sha256_of: Callable[[str], str]
+    stall_s: float = STALL_S
+    dataset_id: str = ""
+    on_fault: Callable[[NetworkError], object] | None = None
     once: bool = False
 
     def __post_init__(self) -> None:
         self.url = f"forebay-peer://{self.peer_id}@{self.address}"
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
+        path, buffer = f"/v1/slices/{self.sha256_of(name)}", memoryview(bytearray(min(REQUEST_BYTES, stop - start)))
+        while start < stop:
+            chunk, fault = buffer[: stop - start], None
+            try:
+                self.client.read_range(self.address, path, chunk, start, self.peer_id, timeout_s=self.stall_s)
+            except NetworkError as error:
+                chunk, fault = chunk[: error.received if isinstance(error, TruncatedBodyError) else 0], error
+            if len(chunk):
+                yield chunk
+            start += len(chunk)
+            if fault is not None:
+                converted = _classify_error(self.url, fault)
+                if self.on_fault is not None:
+                    self.on_fault(converted)
+                if self.once and isinstance(converted, TransientError):
+                    raise PermanentError(str(converted)) from converted
+                raise converted
+
+    def get(self, name: str, max_bytes: int) -> bytes:
+        path = f"/v1/datasets/{self.dataset_id}/{urllib.parse.quote(name)}"
         try:
-            yield from read_by_hash(
-                self.client, self.address, self.peer_id, self.sha256, start, stop, self.stall_s, self.url
-            )
+            return self.client.get_bytes(self.address, path, max_bytes, self.peer_id, self.stall_s)
         except NetworkError as error:
-            if self.on_fault is not None:
-                self.on_fault(error)
-            if self.once and isinstance(error, TransientError):
-                raise PermanentError(str(error)) from error
-            raise
+            raise _classify_error(self.url, error) from error
 
 
-def read_by_hash(
-    client: Client, address: str, peer_id: str | None, sha256: str, start: int, stop: int, stall_s: float, url: str
-) -> Iterator[memoryview]:
-    """Yield bytes [start, stop) of a slice, in requests of 2 MiB over one connection. Errors as of Origin."""
-    buffer = memoryview(bytearray(min(REQUEST_BYTES, stop - start)))
-    while start < stop:
-        chunk, fault = buffer[: stop - start], None
-        try:
-            client.read_range(address, f"/v1/slices/{sha256}", chunk, start, peer_id, timeout_s=stall_s)
-        except TruncatedBodyError as error:
-            chunk, fault = chunk[: error.received], error
-        except NetworkError as error:
-            raise classify_error(url, error) from error
-        if len(chunk):
-            yield chunk
-        start += len(chunk)
-        if fault is not None:
-            raise classify_error(url, fault) from fault
-
-
-def classify_error(url: str, error: NetworkError) -> NetworkError:
-    """Return an error of the client as TransientError or PermanentError; a ProtocolError is returned as it is."""
+def _classify_error(url: str, error: NetworkError) -> NetworkError:
+    """Return an error of the client, or a TransientError or PermanentError that it causes."""
     if isinstance(error, (ProtocolError, PermanentError, TransientError)):
         return error
     text = f"{url}: {error}"
-    if not isinstance(error, RemoteError):
-        return PermanentError(text) if isinstance(error, WrongPeerError) else TransientError(text)
-    if error.status < 500 and error.status != 429:
-        return PermanentError(text)
-    return TransientError(text, wait_s=error.wait_s, throttled=error.status in (429, 503))
+    converted: NetworkError = TransientError(text)
+    if isinstance(error, WrongPeerError):
+        converted = PermanentError(text)
+    elif isinstance(error, RemoteError):
+        is_busy = error.status in (429, 503)
+        is_final = error.status < 500 and not is_busy
+        converted = PermanentError(text) if is_final else TransientError(text, wait_s=error.wait_s, throttled=is_busy)
+    converted.__cause__ = error
+    return converted
 
 
 def read_slice(
     client: Client, provider: Provider, info: SliceInfo, start: int, stop: int, from_urls: FromUrls = ""
 ) -> Iterator[memoryview]:
     """Yield bytes [start, stop) of a slice from a provider, not verified. Errors as of Origin."""
+    source: Origin = PeerSource(client, node_of(provider.peer_id), provider.address, lambda name: info.sha256, STALL_S)
     if provider.is_url:
-        return open_untrusted_origin(provider.address, from_urls).read(info.name, start, stop)
-    peer_id, address = node_of(provider.peer_id), provider.address
-    return read_by_hash(client, address, peer_id, info.sha256, start, stop, STALL_S, address)
+        source = open_untrusted_origin(provider.address, from_urls)
+    return source.read(info.name, start, stop)
 
 
 def verify_provider(client: Client, provider: Provider, info: SliceInfo, from_urls: FromUrls = "") -> bool | None:
@@ -112,3 +122,55 @@ def verify_provider(client: Client, provider: Provider, info: SliceInfo, from_ur
         log.info("check of slice %s: %s is unreachable: %s", info.sha256[:12], provider.address, error)
         return None
     return digest.hexdigest() == info.sha256
+
+
+def check_from_urls(value: str) -> None:
+    """Raise UsageError if the value is no FromUrls."""
+    if value not in ("", "public", "any"):
+        raise UsageError(f"from_urls: expected '', 'public' or 'any', got {value!r}.")
+
+
+def open_untrusted_origin(
+    url: str, from_urls: FromUrls, *, signed: Collection[str] = (), timeouts: Timeouts | None = None
+) -> Origin:
+    """Return the web server or public bucket at a URL from the network, not connected yet.
+
+    Addresses outside the public internet are refused when it connects, also after a redirect; `any` allows them. A
+    bucket is read over https without a signature: `s3://` at AWS, `gs://` at Google. URLs in `signed`, by the dataset's
+    publisher, are allowed like `public`.
+
+    Raises:
+        PermanentError: If `from_urls` does not allow the URL.
+    """
+    parts = check_url(url)
+    if not from_urls and url not in signed:
+        raise PermanentError(
+            f"{url}: expected permission to open a URL that a peer named, got none. To allow it, give "
+            "--from-urls public (https and public buckets) or --from-urls any (also http and private addresses)."
+        )
+    if parts.scheme == "http" and from_urls != "any":
+        raise PermanentError(f"{url}: expected https, got http. Allow it with --from-urls any.")
+    host, path = parts.netloc, urllib.parse.quote(urllib.parse.unquote(parts.path))
+    match parts.scheme:
+        case "s3":
+            url = f"https://{host}.s3.amazonaws.com{path}"
+        case "gs":
+            url = f"https://storage.googleapis.com/{host}{path}"
+        case "az":
+            raise PermanentError(f"{url}: expected a URL with an account, which az:// has not. Serve its https URL.")
+    origin = WebOrigin(url, timeouts=timeouts, untrusted="any" if from_urls == "any" else "public")
+    origin.url = parts.geturl()  # the name of the source in the network
+    return origin
+
+
+class UnusableOrigin(Origin):
+    """A source that cannot be opened; each request raises the reason."""
+
+    def __init__(self, url: str, reason: NetworkError) -> None:
+        self.url = url
+        self.reason = reason
+
+    def read(self, *_: Any, **__: Any) -> NoReturn:
+        raise PermanentError(str(self.reason)) from self.reason
+
+    get = read

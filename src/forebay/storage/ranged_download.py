@@ -1,14 +1,13 @@
 """Downloads one large object in many ranges; it gets its final name when it is complete.
 
 A broken range is resumed where it broke; after a kill, complete pieces are kept (`part_file.PartFile`). The ETag is
-pinned, so ranges of two versions never meet in one file.
+pinned: ranges of two versions never meet in one file, and an object that changes meanwhile is an error.
 
 Memory: 8 MiB, and 2 MiB per worker for a bucket or 0.5 MiB for a web server (measured: 60 MiB at 32 workers), plus 500
 bytes per piece of 8 MiB (13 MB for 215 GB).
 """
 
 import hashlib
-import logging
 import shutil
 import threading
 import time
@@ -18,18 +17,9 @@ from pathlib import Path
 from typing import Literal
 
 from forebay.dataset.manifest import SliceInfo
-from forebay.errors import NetworkError, UsageError
+from forebay.errors import UsageError
 from forebay.files import commit_files
-from forebay.storage.base import (
-    ChangedError,
-    ObjectMeta,
-    ObjectOrigin,
-    Origin,
-    PermanentError,
-    Timeouts,
-    as_object_origin,
-    head_object,
-)
+from forebay.storage.base import ObjectOrigin, Origin, Timeouts, as_object_origin, head_object
 from forebay.storage.locks import try_acquire
 from forebay.storage.origins import open_origin
 from forebay.storage.part_file import Check, SizeCheck
@@ -37,16 +27,14 @@ from forebay.storage.transfers import PIECE_BYTES, Transfers
 
 MAX_WORKERS = 32
 _MIN_CHUNK_BYTES, _MAX_DEFAULT_CHUNK_BYTES = 1 << 16, 64 << 20
-_MAX_RESTARTS = 3
 _PROGRESS_S = 0.1
 Workers = int | Literal["all"] | None
 Progress = Callable[[int, int], object]  # Called with the bytes received and the size.
-log = logging.getLogger("forebay.storage")
 
 
 @dataclass(frozen=True)
 class DownloadPlan:
-    """`num_ranges` requests of `chunk_bytes`, `workers` at once; after a kill, pieces of `piece_bytes` are kept."""
+    """`num_ranges` requests of `chunk_bytes`, `workers` at once; pieces of `piece_bytes` survive a kill."""
 
     num_bytes: int
     chunk_bytes: int
@@ -155,79 +143,35 @@ def download_object(
     on_progress: Progress | None = None,
 ) -> DownloadResult:
     """`download_large_file` for a caller with a lock of its own, and with a check of the content."""
-    for num_restarts in range(_MAX_RESTARTS + 1):
-        meta = head_object(origin, name, timeout_s=timeout_s, stop=stop)
-        plan = plan_download(meta.bytes, chunk_size, max_workers)
-        part = _part_path(tmp_dir, path.name, meta)
-        check = SizeCheck() if make_check is None else make_check(plan)
-        try:
-            began = time.monotonic()
-            fetched, retries = (
-                _download_part(origin, name, meta, part, plan, check, timeout_s, stop, on_progress)
-                if meta.bytes
-                else (part.write_bytes(b""), 0)
-            )
-            break
-        except ChangedError as error:
-            if num_restarts == _MAX_RESTARTS:
-                raise
-            log.warning("%s; downloading the new version from the start", error)
-    _commit(part, path)
-    return DownloadResult(path, meta.bytes, fetched, time.monotonic() - began, retries)
-
-
-def _part_path(folder: Path, name: str, meta: ObjectMeta) -> Path:
-    """Return the partial file for one version of an object; delete those of other versions."""
+    stop, on_progress = stop or threading.Event(), on_progress or (lambda received, size: None)
+    meta = head_object(origin, name, timeout_s=timeout_s, stop=stop)
+    plan = plan_download(meta.bytes, chunk_size, max_workers)
     key = hashlib.blake2b(f"{meta.bytes} {meta.etag}".encode(), digest_size=6).hexdigest()
-    part = folder / f".{name}.{key}.part"
-    for other in folder.glob(f".{name}.*.part"):
+    part = tmp_dir / f".{path.name}.{key}.part"
+    for other in tmp_dir.glob(f".{path.name}.*.part"):  # of other versions
         if other != part:
             other.unlink(missing_ok=True)
-    return part
-
-
-def _download_part(
-    origin: ObjectOrigin,
-    name: str,
-    meta: ObjectMeta,
-    part: Path,
-    plan: DownloadPlan,
-    check: Check,
-    timeout_s: float,
-    stop: threading.Event | None,
-    on_progress: Progress | None,
-) -> tuple[int, int]:
-    """Download one version of an object, verified and synced; return bytes fetched and retries."""
-    with Transfers(
-        plan.workers, plan.piece_bytes, timeout_s=timeout_s, tries=1, max_backoff_s=min(15.0, timeout_s / 4)
-    ) as transfers:
-        info, pinned = SliceInfo(0, name, meta.bytes, "", 0, 0), _PinnedOrigin(origin, meta.etag)
-        transfer = transfers.start(info, part, [pinned], range_bytes=plan.chunk_bytes, check=check)
-        bytes_before = transfer.received
-        while not transfer.wait(_PROGRESS_S):
-            if on_progress is not None:
+    check = SizeCheck() if make_check is None else make_check(plan)
+    began, fetched, retries = time.monotonic(), 0, 0
+    if not meta.bytes:
+        part.write_bytes(b"")
+    else:
+        with Transfers(
+            plan.workers, plan.piece_bytes, timeout_s=timeout_s, tries=1, max_backoff_s=min(15.0, timeout_s / 4)
+        ) as transfers:
+            info, pinned = SliceInfo(0, name, meta.bytes, "", 0, 0), _PinnedOrigin(origin, meta.etag)
+            transfer = transfers.start(info, part, [pinned], range_bytes=plan.chunk_bytes, check=check)
+            fetched = meta.bytes - transfer.received
+            while not transfer.wait(_PROGRESS_S):
                 on_progress(transfer.received, meta.bytes)
-            if stop is not None and stop.is_set():
-                transfer.cancel()
-        if transfer.error is not None:
-            raise _change_error(origin, name, meta, transfer.error) or transfer.error
-        if on_progress is not None:
+                if stop.is_set():
+                    transfer.cancel()
+            if transfer.error is not None:
+                raise transfer.error
             on_progress(meta.bytes, meta.bytes)
-        return meta.bytes - bytes_before, transfers.stats()["retries"]
-
-
-def _change_error(origin: ObjectOrigin, name: str, meta: ObjectMeta, error: Exception) -> ChangedError | None:
-    """Return a ChangedError if the object changed; a request beyond the end of a shorter one raises PermanentError."""
-    if isinstance(error.__cause__, ChangedError):
-        return error.__cause__
-    if isinstance(error.__cause__, PermanentError):
-        try:
-            now = origin.head(name)
-        except NetworkError:
-            return None
-        if now != meta:
-            return ChangedError(f"{origin.url}/{name} changed while it was read: expected {meta}, got {now}")
-    return None
+            retries = transfers.stats()["retries"]
+    _commit(part, path)
+    return DownloadResult(path, meta.bytes, fetched, time.monotonic() - began, retries)
 
 
 def _commit(part: Path, path: Path) -> None:
@@ -249,9 +193,7 @@ class _PinnedOrigin(Origin):
     """One version of the objects of an origin."""
 
     def __init__(self, origin: ObjectOrigin, etag: str) -> None:
-        self._origin = origin
-        self._etag = etag
-        self.url = origin.url
+        self._origin, self._etag, self.url = origin, etag, origin.url
 
     def read(self, name: str, start: int, stop: int) -> Iterator[memoryview]:
         return self._origin.read(name, start, stop, self._etag)

@@ -8,14 +8,16 @@ the connections are in `transfers.py`.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from abc import ABC, abstractmethod
 from bisect import insort
 from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent import futures
+from concurrent.futures import Future, InvalidStateError
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import IntegrityError, NetworkError, ProtocolError
@@ -27,8 +29,7 @@ _MIN_SAMPLE_BYTES = 64 << 10  # shorter responses say nothing about speed
 LOOKUP_INTERVAL_S = 15.0
 log = logging.getLogger("forebay.storage")
 OnSourceFault = Callable[[Origin, str], None]
-Backoff: TypeAlias = Callable[[int], float]
-"""Seconds to wait after so many consecutive faults, from 1."""
+Backoff: TypeAlias = Callable[[int], float]  # seconds to wait after so many consecutive faults, from 1
 
 
 @dataclass(eq=False)
@@ -47,7 +48,6 @@ class SourceStats:
     avoid_until: float = 0.0
 
     def record_speed(self, num_bytes: int, seconds: float) -> None:
-        """Record the speed of a response."""
         if num_bytes >= _MIN_SAMPLE_BYTES:
             speed = num_bytes / max(seconds, 1e-6)
             self.speed = speed if self.speed is None else self.speed + _NEW_WEIGHT * (speed - self.speed)
@@ -97,22 +97,17 @@ def choose_source(sources: Iterable[SourceStats], now: float) -> tuple[SourceSta
 class TransferCancelledError(NetworkError):
     """A transfer was cancelled by the process that started it."""
 
-    @classmethod
-    def of(cls, info: SliceInfo) -> TransferCancelledError:
-        """Return the error for a cancelled transfer of this slice."""
-        return cls(f"{info.name}: the transfer was cancelled; the downloaded bytes are kept and resumed")
+    def __init__(self, info: SliceInfo) -> None:
+        super().__init__(f"{info.name}: the transfer was cancelled; the downloaded bytes are kept and resumed")
 
 
 class Transfer(ABC):
-    """The download of one slice into a partial file."""
+    """The download of one slice into the partial file `part`; after its end, nothing is written to it."""
 
     def __init__(self, info: SliceInfo, part: Path) -> None:
         self.info = info
         self.part = part
-        self.done = threading.Event()  # set at the end; nothing is written to `part` after it
-        self.error: Exception | None = None  # None at the end: `part` is verified, synced and has `info.bytes` bytes
-        self._callbacks: list[Callable[[Transfer], object]] = []
-        self._lock = threading.Lock()
+        self._end_state: Future[None] = Future()
 
     @property
     @abstractmethod
@@ -123,30 +118,23 @@ class Transfer(ABC):
     def cancel(self) -> None:
         """End the transfer soon; the partial file is kept. No effect after the end."""
 
+    @property
+    def error(self) -> Exception | None:
+        """None after the end: `part` is verified, synced and has `info.bytes` bytes."""
+        return cast(Exception | None, self._end_state.exception()) if self._end_state.done() else None
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end; False after `timeout` seconds."""
-        return self.done.wait(timeout)
+        return bool(futures.wait([self._end_state], timeout).done)
 
     def on_done(self, callback: Callable[[Transfer], object]) -> None:
         """Call `callback` once at the end, in another thread; at once, in this one, if it has ended."""
-        with self._lock:
-            if not self.done.is_set():
-                self._callbacks.append(callback)
-                return
-        callback(self)
+        self._end_state.add_done_callback(lambda _: callback(self))
 
     def finish(self, error: Exception | None) -> None:
         """End the transfer. Only the first call has an effect."""
-        with self._lock:
-            if self.done.is_set():
-                return
-            self.error = error
-            self.done.set()
-        for callback in self._callbacks:
-            try:
-                callback(self)
-            except Exception:
-                log.exception("%s: a callback for the end of the transfer failed", self.info.name)
+        with suppress(InvalidStateError):
+            self._end_state.set_exception(error) if error is not None else self._end_state.set_result(None)
 
 
 class PoolTransfer(Transfer):
@@ -175,8 +163,7 @@ class PoolTransfer(Transfer):
         self.liars: set[str] = set()
         self.only_source: str | None = None  # the one allowed after bytes of several sources failed verification
         self.is_looking_up = False
-        self.looked_up_at = float("-inf")
-        self.lookup_not_before = 0.0
+        self.next_lookup_at = 0.0
         self.lookup_tries = 0
         self.has_ended = False
         self.attempts = 0  # that failed
@@ -189,19 +176,17 @@ class PoolTransfer(Transfer):
         return self.file.received
 
     def cancel(self) -> None:
-        self._end(self, TransferCancelledError.of(self.info))
+        self._end(self, TransferCancelledError(self.info))
 
-    def needs_lookup(self, now: float) -> bool:
-        """Whether its sources are to be looked up, now or at `lookup_not_before`."""
-        is_stale = now - self.looked_up_at >= LOOKUP_INTERVAL_S
-        return is_stale and not self.is_looking_up and bool(self.pending or not self.sources)
+    @property
+    def needs_lookup(self) -> bool:
+        """Whether its sources are to be looked up at `next_lookup_at`."""
+        return not self.is_looking_up and bool(self.pending or not self.sources)
 
     def remaining_sources(self) -> list[SourceStats]:
-        """Return the sources that neither refused nor lied."""
         return [source for url, source in self.sources.items() if url not in self.refused]
 
     def allowed_sources(self) -> list[SourceStats]:
-        """Return the sources to request from now."""
         return [source for source in self.remaining_sources() if self.only_source in (None, source.origin.url)]
 
     def return_range(self, byte_range: ByteRange, not_before: float) -> None:
@@ -218,8 +203,7 @@ class PoolTransfer(Transfer):
             ProtocolError: If it was too long.
         """
         url, start, stop = source.origin.url, byte_range.offset, byte_range.stop
-        body = self.origin_of[url].read(self.info.name, start, stop)
-        try:
+        with closing(cast(Generator[memoryview], self.origin_of[url].read(self.info.name, start, stop))) as body:
             for data in body:
                 if len(data) > stop - byte_range.offset:
                     raise ProtocolError(f"{url}: expected {stop - start} bytes, got more")
@@ -229,9 +213,6 @@ class PoolTransfer(Transfer):
                 self.last_byte_at = time.monotonic()
                 if byte_range.offset < stop:
                     on_data(self)
-        finally:
-            if isinstance(body, Generator):
-                body.close()
         if byte_range.offset < stop:
             raise TransientError(f"the body ended at byte {byte_range.offset - start} of {stop - start}")
 
@@ -261,7 +242,6 @@ class PoolTransfer(Transfer):
         }
 
     def no_source_error(self) -> NetworkError:
-        """Return the error for a transfer whose sources all refused or lied."""
         kind = IntegrityError if self.liars else NetworkError
         return kind(
             f"{self._name()}: expected {self.info.bytes} bytes that verify, got none from {len(self.refused)} sources. "
@@ -269,7 +249,6 @@ class PoolTransfer(Transfer):
         )
 
     def timeout_error(self, now: float) -> NetworkError:
-        """Return the error for a transfer that received nothing for too long."""
         return NetworkError(
             f"{self._name()}: got {self.file.received} of {self.info.bytes} bytes, then none for "
             f"{now - self.last_byte_at:.1f} s: {self.attempts} failed attempts in {now - self.began_at:.1f} s. "

@@ -24,7 +24,7 @@ from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, PermanentError, TransientError
 from forebay.storage.part_file import MIN_PIECE_BYTES, ByteRange, Check, PartFile, Sha256Check, disk_error
-from forebay.storage.transfer_state import OnSourceFault, PoolTransfer, SourceStats, choose_source
+from forebay.storage.transfer_state import LOOKUP_INTERVAL_S, OnSourceFault, PoolTransfer, SourceStats, choose_source
 from forebay.threads import SupervisedThread
 
 PIECE_BYTES = 8 << 20  # the longest request by default
@@ -175,11 +175,11 @@ class Transfers(AbstractContextManager["Transfers"]):
         """Return the next job, or when to look for one again. With the lock held."""
         soonest = float("inf")
         for transfer in self._active:
-            if transfer.needs_lookup(now):
-                if transfer.lookup_not_before <= now:
+            if transfer.needs_lookup:
+                if transfer.next_lookup_at <= now:
                     transfer.is_looking_up = True
                     return (transfer, None, None), soonest
-                soonest = min(soonest, transfer.lookup_not_before)
+                soonest = min(soonest, transfer.next_lookup_at)
             allowed = transfer.allowed_sources()
             for index, byte_range in enumerate(transfer.pending if allowed else ()):
                 if byte_range.not_before > now:
@@ -211,18 +211,17 @@ class Transfers(AbstractContextManager["Transfers"]):
             now = time.monotonic()
             transfer.is_looking_up = False
             for url, origin in origin_of.items():
-                transfer.sources[url] = source = self._sources.setdefault(
-                    url, SourceStats(origin, float(self.connections))
-                )
-                transfer.origin_of[url] = source.origin = origin
+                stats = self._sources.setdefault(url, SourceStats(origin, float(self.connections)))
+                transfer.sources[url] = stats
+                transfer.origin_of[url] = stats.origin = origin
             if origin_of:
-                transfer.looked_up_at = now
+                transfer.next_lookup_at = now + LOOKUP_INTERVAL_S
                 transfer.lookup_tries = 0
                 self._changed.notify_all()
                 return
             transfer.lookup_tries += 1
             transfer.attempts += 1
-            transfer.lookup_not_before = now + self._backoff(transfer.lookup_tries)
+            transfer.next_lookup_at = now + self._backoff(transfer.lookup_tries)
         if self._is_timed_out(transfer, transfer.lookup_tries, now):
             self._end(transfer, transfer.timeout_error(now), fault)
 
@@ -326,18 +325,13 @@ class Transfers(AbstractContextManager["Transfers"]):
         transfer.report_source(url, reason)
 
     def _restart(self, transfer: PoolTransfer, only_source: str | None) -> None:
-        log.warning(
-            "%s: its bytes did not verify, fetching it again from %s", transfer.info.name, only_source or "all sources"
-        )
+        log.warning("%s did not verify, fetching it again from %s", transfer.info.name, only_source or "all sources")
         with self._changed:
             transfer.only_source = only_source
         self._discard(transfer, [(0, transfer.info.bytes)])
 
     def _discard(self, transfer: PoolTransfer, ranges: list[tuple[int, int]]) -> None:
-        try:
-            transfer.file.forget(ranges)
-        except OSError as error:
-            return self._end(transfer, error)
+        transfer.file.forget(ranges)
         with self._changed:
             transfer.pending = [item for item in transfer.file.ranges if item.offset < item.stop]
             self._changed.notify_all()

@@ -54,7 +54,6 @@ def parse_ranges(text: object, stop: int) -> NDArray[np.int64]:
 
 
 _FIRST_ROWS = 64
-_NEW_WEIGHT = 0.3
 
 
 class Members:
@@ -73,12 +72,9 @@ class Members:
         self.gives = self.is_origin = np.zeros(0, np.bool_)
         self.uploads = self.slots = np.zeros(0, np.int32)
         self._seen_at = np.zeros(0)
-        self._speed = np.zeros(0)
-        self._mean_speed: float | None = None  # None: to be computed again
         self._grow(_FIRST_ROWS)
 
     def row(self, peer_id: str) -> int:
-        """The row of a member."""
         return self._rows[peer_id]
 
     def add(self, peer_id: str, *, is_origin: bool, gives: bool) -> None:
@@ -90,7 +86,6 @@ class Members:
         self._rows[peer_id] = row
         self.is_origin[row], self.gives[row] = is_origin, gives
         self.uploads[row] = 0
-        self._speed[row] = np.nan
 
     def remove(self, peer_id: str) -> None:
         """Remove a member and free its row."""
@@ -99,14 +94,11 @@ class Members:
         self.ids[row] = ""
         self.is_origin[row] = self.gives[row] = False
         self.slots[row] = 0
-        self._speed[row] = np.nan
-        self._mean_speed = None
         self._free.append(row)
 
     def touch(self, peer_id: str, now: float) -> None:
         """The member sent a message."""
-        row = self._rows[peer_id]
-        self._seen_at[row] = now
+        self._seen_at[self._rows[peer_id]] = now
 
     def silent_since(self, time_s: float) -> list[int]:
         """Rows of the members that sent nothing since a time."""
@@ -142,25 +134,8 @@ class Members:
         return np.unpackbits(column, count=self.num_slices, bitorder="little").astype(np.bool_)
 
     def by_load(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows by the end of one more upload, the soonest first; then by number."""
-        if len(rows) < 2:
-            return rows
-        durations = (self.uploads[rows] + 1) / self._speeds_of(self._speed[rows])
-        return rows[np.lexsort((rows, durations))]
-
-    def gave(self, peer_id: str, took_s: float) -> None:
-        """The member uploaded a slice in `took_s` seconds."""
-        row = self._rows[peer_id]
-        speed = max(1, int(self.uploads[row])) / took_s
-        before = self._speed[row]
-        self._speed[row] = speed if np.isnan(before) else before + _NEW_WEIGHT * (speed - before)
-        self._mean_speed = None
-
-    def _speeds_of(self, measured: NDArray[np.float64]) -> NDArray[np.float64]:
-        if self._mean_speed is None:
-            speeds = self._speed[~np.isnan(self._speed)]
-            self._mean_speed = float(speeds.mean()) if len(speeds) else 1.0
-        return np.where(np.isnan(measured), self._mean_speed, measured)
+        """Rows by the number of uploads, the fewest first; then by number."""
+        return rows[np.lexsort((rows, self.uploads[rows]))]
 
     def _write(self, row: int, have: NDArray[np.bool_]) -> None:
         new = np.packbits(have, bitorder="little")
@@ -180,10 +155,9 @@ class Members:
         bits[:, :before] = self._bits
         self._bits = bits
         more = num_rows - before
-        for name in ("gives", "is_origin", "uploads", "slots", "_seen_at", "_speed"):
+        for name in ("gives", "is_origin", "uploads", "slots", "_seen_at"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(more, old.dtype)]))
-        self._speed[before:] = np.nan
         self.ids += [""] * more
         self._free = list(range(num_rows - 1, before - 1, -1))
 

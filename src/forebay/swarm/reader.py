@@ -23,14 +23,13 @@ from forebay.network.limits import Throttle
 from forebay.network.peer import Provider, node_of
 from forebay.network.reachability import advertised_host
 from forebay.storage.base import Origin, read_small
+from forebay.storage.origins import RemoteDataset
 from forebay.storage.peer_dataset import PeerOrigin
-from forebay.storage.peer_source import ProviderSource
-from forebay.storage.remote_dataset import RemoteDataset
+from forebay.storage.peer_source import PeerSource
 from forebay.storage.transfer_state import PoolTransfer, Transfer, TransferCancelledError
 from forebay.storage.transfers import Transfers
-from forebay.swarm.reader_state import Body, Flags, SwarmReaderState
+from forebay.swarm.reader_state import Body, Flags, SwarmReaderState, TrackerClient
 from forebay.swarm.share import SharedDataset, SliceIndex, SliceShare
-from forebay.swarm.tracker_client import TrackerClient
 from forebay.threads import SupervisedThread
 
 log = logging.getLogger("forebay.swarm")
@@ -50,7 +49,7 @@ class SwarmTransfer(Transfer):
     @property
     def received(self) -> int:
         current = self.current
-        return self.info.bytes if self.done.is_set() and self.error is None else current.received if current else 0
+        return self.info.bytes if self.wait(0) and self.error is None else current.received if current else 0
 
     def cancel(self) -> None:
         self._reader.cancel(self)
@@ -108,7 +107,7 @@ class SwarmReader:
                 self._state.want(index, self._clock())
                 self._changed.notify_all()
                 return transfer
-        transfer.finish(TransferCancelledError.of(transfer.info))
+        transfer.finish(TransferCancelledError(transfer.info))
         return transfer
 
     def cancel(self, transfer: SwarmTransfer) -> None:
@@ -123,7 +122,7 @@ class SwarmReader:
         if current is not None:
             current.cancel()
         elif is_waiting:
-            transfer.finish(TransferCancelledError.of(transfer.info))
+            transfer.finish(TransferCancelledError(transfer.info))
 
     def stats(self) -> dict[str, Any]:
         """Return slices by origin, failures, and the figures of the transfers."""
@@ -143,7 +142,7 @@ class SwarmReader:
             self._changed.notify_all()
         self._transfers.close()
         for transfer in waiting:
-            transfer.finish(TransferCancelledError.of(transfer.info))
+            transfer.finish(TransferCancelledError(transfer.info))
         self._thread.join(2.0)
 
     def _run(self) -> None:
@@ -207,7 +206,7 @@ class SwarmReader:
 
     def _source(self, provider: Provider, info: SliceInfo) -> Origin:
         if not provider.is_url:
-            return ProviderSource(self._client, node_of(provider.peer_id), provider.address, info.sha256, 10.0)
+            return PeerSource(self._client, node_of(provider.peer_id), provider.address, lambda name: info.sha256)
         if self._open_url is None:
             raise ProtocolError(f"swarm: expected a peer, got the URL {provider.address}")
         return self._open_url(provider.address)
@@ -217,7 +216,7 @@ class SwarmReader:
         transfer.current = None
         if is_cancelled or SwarmReaderState.is_final(error):
             # Before the tracker hears of it, so that the slice can be served by then.
-            transfer.finish(TransferCancelledError.of(transfer.info) if error is not None and is_cancelled else error)
+            transfer.finish(TransferCancelledError(transfer.info) if error is not None and is_cancelled else error)
         else:
             log.info("slice %s from %s: %s", transfer.info.name, provider.address, error)
         with self._changed:

@@ -1,22 +1,31 @@
-"""A reader of a swarm as a state machine: the requests to the tracker, and what follows from its replies.
+"""The reading side of a swarm without threads: a reader as a state machine, and the choice of its tracker.
 
-Pure: no socket, thread or clock. `SwarmReader` drives it from threads, `tests/sim` in virtual time. One request is
-active at a time: `request`, then `receive` or `unanswered`; a driver calls one method at a time. The tracker names the
-providers; the driver verifies the bytes, and reports the result with `ended`.
+`SwarmReaderState` is pure: no socket or clock. `SwarmReader` drives it from threads, `tests/sim` in virtual time: one
+request at a time, `request`, then `receive` or `unanswered`. The driver verifies the bytes and reports with `ended`.
+
+`TrackerClient` asks the data nodes of a dataset, then members that share; when one dies, the next. All readers that
+find the same trackers choose the same one, so the swarm is not split: the first by a hash of dataset, day and tracker,
+which the choice of a key cannot influence. A malicious tracker can waste time only.
 """
 
+import hashlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from forebay.errors import IntegrityError, NetworkError, ProtocolError
-from forebay.network.messages import MAX_SWARM_ITEMS, SwarmReply
-from forebay.network.peer import Provider
+from forebay.errors import ForebayError, IntegrityError, NetworkError, ProtocolError
+from forebay.network.addresses import check_url, parse_peer_address
+from forebay.network.client import Client, RemoteError
+from forebay.network.messages import MAX_SWARM_ITEMS, ProviderReply, SwarmReply
+from forebay.network.peer import Provider, node_of
 from forebay.storage.base import PermanentError
 from forebay.swarm.members import format_ranges
-from forebay.swarm.tracker_client import provider_of
 
 MAX_WANTED = 4096
 """Missing slices in one request."""
@@ -25,8 +34,24 @@ _HAVE_S = 10.0
 _UNANSWERED_S = 0.5
 _REFUSED_S = 10.0
 
+REQUEST_TIMEOUT_S = 10.0
+_HOME_S = 30.0  # between look-ups for a data node while a member is the tracker
+_RETRY_S = 3.0  # until the next look-up after an empty one
+_DEAD_S = 30.0  # how long a tracker that did not respond is not asked
+_OVERLOADED_S = 1.0
+_DAY_S = 86_400.0
+_MAX_SHARERS_PER_REPLY, _MAX_SHARERS = 16, 256
+_MAX_REPLY_BYTES = 1 << 20
+log = logging.getLogger("forebay.swarm")
+
 Body: TypeAlias = dict[str, Any]
 Flags: TypeAlias = NDArray[np.bool_]
+
+
+def provider_of(reply: ProviderReply) -> Provider:
+    """Return the provider that a reply names; ProtocolError if its address is neither `host:port` nor a URL."""
+    (check_url if "://" in reply.address else parse_peer_address)(reply.address)
+    return Provider(reply.member[:2048], reply.address, reply.is_origin)
 
 
 class SwarmReaderState:
@@ -40,13 +65,7 @@ class SwarmReaderState:
     """
 
     def __init__(
-        self,
-        now: float,
-        *,
-        session: str = "",
-        address: str = "",
-        downloads: int = 4,
-        patience_s: float = 120.0,
+        self, now: float, *, session: str = "", address: str = "", downloads: int = 4, patience_s: float = 120.0
     ) -> None:
         self.missing: dict[int, float] = {}  # slices that are not being downloaded, and when they were requested first
         self.running: dict[int, float] = {}  # the same of those that are being downloaded
@@ -194,3 +213,116 @@ class SwarmReaderState:
             return started, sharers, 0.0
         wait_s = min(10.0, max(0.02, message.wait_s))
         return started, sharers, wait_s if self._asks_for_more else max(wait_s, BUSY_S)
+
+
+class TrackerClient:
+    """The trackers of one dataset. For one thread.
+
+    `find` looks up trackers, origins first. `own`: this node's tracker, used if there is no other; None if it does not
+    share.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        dataset_id: str,
+        find: Callable[[], Iterable[Provider]],
+        own: Provider | None,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.num_lost = 0  # trackers that stopped responding
+        self.current: Provider | None = None  # the last one that responded
+        self._client, self._dataset_id, self._find, self._own, self._clock = client, dataset_id, find, own, clock
+        self._now, self._day = now, 0
+        self._looked_up_at = float("-inf")
+        self._was_alone = True  # no other tracker was found so far
+        self._ranked: list[Provider] = []
+        self._sharers: dict[str, Provider] = {}  # by address
+        self._dead: dict[str, float] = {}  # until when, by address
+
+    def add_sharers(self, sharers: Iterable[Provider]) -> None:
+        """Add members that can be asked if no other tracker responds: 16 per reply, the last 256 in all."""
+        for sharer in itertools.islice(sharers, _MAX_SHARERS_PER_REPLY):
+            self._sharers.pop(sharer.address, None)
+            self._sharers[sharer.address] = sharer
+        while len(self._sharers) > _MAX_SHARERS:
+            del self._sharers[next(iter(self._sharers))]
+
+    def drop_current(self) -> None:
+        """Ask the next tracker from now on: the response of the current one was malformed."""
+        if self._ranked and self._ranked[0] == self.current:
+            self._drop_first()
+
+    def request(self, body: dict[str, Any], introduce: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+        """Return the response of the first tracker that sends one; None if no tracker does.
+
+        `introduce` completes the request for a tracker that does not know this member.
+        """
+        now = self._clock()
+        is_home_due = bool(self._ranked) and not self._ranked[0].is_origin and now - self._looked_up_at > _HOME_S
+        if not self._ranked or is_home_due or int(self._now() // _DAY_S) != self._day:
+            self._look_up(now)
+        elif not self._ranked[0].is_origin:
+            self._rank(self._ranked)
+        while self._ranked:
+            reply = self._post(self._ranked[0], body, REQUEST_TIMEOUT_S)
+            if reply is not None:
+                self.current = self._ranked[0]
+                return reply
+            self._drop_first()
+            introduce(body)
+        return None
+
+    def leave(self, body: dict[str, Any]) -> None:
+        """Tell the current tracker that this member leaves."""
+        if self._ranked:
+            self._post(self._ranked[0], {**body, "leave": True}, 1.0)
+
+    def _drop_first(self) -> None:
+        lost, now = self._ranked.pop(0), self._clock()
+        self.num_lost += 1
+        self._sharers.pop(lost.address, None)
+        self._dead = {address: until for address, until in self._dead.items() if until > now}
+        self._dead[lost.address] = now + _DEAD_S
+
+    def _look_up(self, now: float) -> None:
+        self._looked_up_at = now
+        trackers: list[Provider] = []
+        try:
+            trackers = list(self._find())
+        except (ForebayError, OSError) as error:
+            log.info("swarm of %s: no tracker was found: %s", self._dataset_id[:12], error)
+        is_alone = not trackers and not self._sharers
+        if is_alone:
+            self._looked_up_at = now - _HOME_S + _RETRY_S
+        # The others do not know a new member yet, which would wait for them if it asked itself.
+        if self._own is not None and (is_alone or not self._was_alone):
+            trackers.append(self._own)
+        self._rank(trackers)
+        self._was_alone = self._was_alone and is_alone
+
+    def _rank(self, trackers: Sequence[Provider]) -> None:
+        by_address = {**self._sharers, **{tracker.address: tracker for tracker in trackers}}
+        now = self._clock()
+        alive = [tracker for tracker in by_address.values() if self._dead.get(tracker.address, 0.0) <= now]
+        self._day = int(self._now() // _DAY_S)
+
+        def rank(tracker: Provider) -> tuple[bool, bytes, str]:
+            text = f"forebay/2 tracker\n{self._dataset_id}\n{self._day}\n{node_of(tracker.peer_id)}"
+            return not tracker.is_origin, hashlib.sha256(text.encode()).digest(), tracker.address
+
+        self._ranked = sorted(alive, key=rank)
+
+    def _post(self, tracker: Provider, body: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
+        path = f"/v1/swarm/{self._dataset_id}"
+        try:
+            reply, _ = self._client.request_json(
+                tracker.address, "POST", path, body, node_of(tracker.peer_id), timeout_s, _MAX_REPLY_BYTES
+            )
+        except NetworkError as error:
+            log.info("swarm of %s: tracker %s: %s", self._dataset_id[:12], tracker.address, error)
+            if isinstance(error, RemoteError) and error.status in (429, 503):
+                return {"wait_s": max(_OVERLOADED_S, error.wait_s)}
+            return None
+        return reply if isinstance(reply, dict) else None

@@ -51,13 +51,7 @@ class Swarm:
     """
 
     def __init__(
-        self,
-        num_slices: int,
-        *,
-        ttl_s: float = 30.0,
-        slots: int = 4,
-        origin_slots: int = 8,
-        checks: bool = False,
+        self, num_slices: int, *, ttl_s: float = 30.0, slots: int = 4, origin_slots: int = 8, checks: bool = False
     ) -> None:
         if num_slices < 0 or not (ttl_s > 0 and slots > 0 and origin_slots > 0):
             raise UsageError(f"swarm: expected positive numbers, got {num_slices=} {ttl_s=} {slots=} {origin_slots=}")
@@ -174,9 +168,7 @@ class Swarm:
         """The asker has the slice, verified, from the provider that it was sent to."""
         done = self._downloads.get((asker, index))
         if done is not None and done.holder in self._providers:
-            took_s = max(now - done.since, 1e-6)
-            self._downloads.add_duration(took_s)
-            self._members.gave(done.holder, took_s)
+            self._downloads.add_duration(max(now - done.since, 1e-6))
             self._penalties.gave(asker, done.holder)
             self._counts["finished"] += 1
         self.gained(asker, index, now)

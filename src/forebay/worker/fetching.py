@@ -25,9 +25,8 @@ from forebay.network.peer import Provider
 from forebay.network.retry import backoff_s
 from forebay.scheduler.messages import Lease, prove
 from forebay.storage.base import Origin, TransientError
-from forebay.storage.peer_source import ProviderSource
+from forebay.storage.peer_source import FromUrls, PeerSource, open_untrusted_origin
 from forebay.storage.transfers import Transfers
-from forebay.storage.url_policy import FromUrls, open_untrusted_origin
 from forebay.swarm.members import format_ranges
 from forebay.threads import SupervisedThread
 from forebay.worker.lease_buffer import LeaseBuffer
@@ -289,15 +288,15 @@ class SliceFetcher:
             elif isinstance(error, TransientError) and not error.throttled:
                 self._reject(grant, source, str(error), wrong=False, final=False)
 
-        source = ProviderSource(
-            self._client, provider.peer_id, provider.address, grant.sha256, _STALL_S, on_fault,
+        source = PeerSource(
+            self._client, provider.peer_id, provider.address, lambda name: grant.sha256, _STALL_S, on_fault=on_fault,
             once=not provider.is_origin,
         )  # fmt: skip
         return source
 
     def _reject(self, grant: Lease, source: Origin, reason: str, wrong: bool = True, final: bool = True) -> None:
         """Report a source to the scheduler, once; if `final`, it is not asked for this slice again."""
-        name = source.peer_id if isinstance(source, ProviderSource) else source.url
+        name = source.peer_id or "" if isinstance(source, PeerSource) else source.url
         with self._lock:
             reported = self._reported.get((name, grant.sha256))
             if reported is not None and reported >= final:

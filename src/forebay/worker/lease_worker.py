@@ -32,7 +32,7 @@ from forebay.network.reachability import advertised_host
 from forebay.network.revocation_sync import TrustWatch
 from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
 from forebay.storage.locks import Lock, try_acquire
-from forebay.storage.url_policy import FromUrls, check_from_urls
+from forebay.storage.peer_source import FromUrls, check_from_urls
 from forebay.swarm.share import SliceShare
 from forebay.threads import SupervisedThread
 from forebay.worker.consumer import Consumer, OnBatch, WorkerReport
@@ -88,7 +88,7 @@ class LeaseSettings:
         share: `host:port` where other workers get cached slices, 0 for a free port, `0.0.0.0` or no host for every
             address of this machine; None: nowhere.
         upload_bytes_per_s: Limit of what is sent to other workers.
-        from_urls: Which URLs that data nodes stand for are read: none, `public` or `any` (see storage.url_policy).
+        from_urls: Which URLs that data nodes stand for are read: none, `public` or `any` (see storage.peer_source).
     """
 
     name: str

@@ -1,17 +1,22 @@
-"""Copy a dataset from any origin to a directory or a bucket: verified, resumable, complete or a range of slices.
+"""Copy a dataset or token shards to a directory or a bucket: verified, resumable, complete or in part.
 
 Slices come first, then small files, the table, and last the manifest, so a copy with a manifest is complete. Bytes are
-verified before they get their final names. Existing files are hashed (in a bucket: compared by their recorded hash)
-and skipped; a slice that a kill broke off resumes with its complete pieces. A mirror may join the swarm and serve its
-slices meanwhile.
+verified before they get their final names. Existing slices are hashed (in a bucket: compared by their recorded hash)
+and skipped; one that a kill broke off resumes with its complete pieces. A mirror may join the swarm and serve its
+slices meanwhile. Of an existing shard every sample is compared with its id; in a bucket its size counts.
 
-Disk: the slices being downloaded (four and 1 GiB at most, or one larger), beside the target or in a temporary
-directory. Memory: that of the transfers (`connections` x 256 KiB), and 32 MiB per upload to a bucket.
+Disk: the slices being downloaded (four and 1 GiB at most, or one larger) or one shard, beside the target or in a
+temporary directory. Memory: that of the transfers (`connections` x 256 KiB), and 32 MiB per upload to a bucket.
 """
 
+import contextlib
 import functools
 import hashlib
+import logging
 import queue
+import shutil
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +28,13 @@ import numpy as np
 
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, dataset_id
 from forebay.dataset.reader import listed_files
-from forebay.errors import DatasetError, UsageError
-from forebay.storage.base import read_small
-from forebay.storage.remote_dataset import RemoteDataset
-from forebay.storage.targets import FolderTarget, Target
+from forebay.dataset.slices import hash_file
+from forebay.errors import DatasetError, IntegrityError, UsageError
+from forebay.load.shard_folder import ShardFolder
+from forebay.storage.base import ObjectMeta, as_object_origin, head_object, read_small
+from forebay.storage.origins import RemoteDataset, open_origin
+from forebay.storage.ranged_download import Workers
+from forebay.storage.targets import FolderTarget, Target, open_target
 from forebay.storage.transfer_state import Transfer
 from forebay.storage.transfers import Transfers
 
@@ -38,6 +46,7 @@ _MAX_CHECKS = 16
 _MAX_FILE_BYTES = 1 << 30
 OnProgress = Callable[[int], object]
 Fetch = Callable[[SliceInfo, Path], Transfer]
+log = logging.getLogger("forebay.mirror")
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,6 @@ class MirrorReport:
     Attributes:
         id: Of the dataset.
         copied, skipped: Slices of the range that were downloaded, and that existed.
-        copied_bytes, skipped_bytes: Their bytes.
         missing: Slices outside the range that do not exist in the target.
         complete: The target has the complete dataset with its manifest.
     """
@@ -64,6 +72,21 @@ class MirrorReport:
     complete: bool
 
 
+@dataclass(frozen=True)
+class ShardMirrorReport:
+    """The result of a mirror of shards. Lists are of shard indexes; `missing` are not in the target."""
+
+    source: str
+    target: str
+    shards: int  # of the source
+    copied: list[int]
+    skipped: list[int]  # they existed
+    copied_bytes: int
+    skipped_bytes: int
+    missing: list[int]
+    complete: bool
+
+
 def mirror(
     dataset: RemoteDataset,
     target: Target,
@@ -71,7 +94,7 @@ def mirror(
     start: int = 0,
     stop: int | None = None,
     connections: int = 16,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = lambda _: None,
 ) -> MirrorReport:
     """Copy slices [start, stop) and, when all slices exist, the files that complete the dataset.
 
@@ -85,7 +108,7 @@ def mirror(
         NetworkError: If a slice cannot be downloaded. The copied ones are kept; the next run resumes.
     """
 
-    def copy(absent: list[SliceInfo], present: list[SliceInfo], on_progress: OnProgress) -> None:
+    def copy(absent: list[SliceInfo], present: list[SliceInfo]) -> None:
         with Transfers(connections) as transfers:
             fetch = functools.partial(transfers.start, origins=[dataset.origin])
             _copy_slices(target, absent, fetch, lambda row: None, _MAX_SLICES, _MAX_BYTES, on_progress)
@@ -103,7 +126,7 @@ def mirror_by_swarm(
     connections: int = 16,
     upload_bytes_per_s: float | None = None,
     linger_s: float = 60.0,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress = lambda _: None,
 ) -> tuple[MirrorReport, dict[str, Any]]:
     """Like `mirror`, from a swarm to a directory; also returns the figures of the swarm.
 
@@ -125,14 +148,14 @@ def mirror_by_swarm(
         dataset, files, is_present.copy, share=share, throttle=throttle, connections=connections
     ) as member:
 
-        def copy(absent: list[SliceInfo], present: list[SliceInfo], on_progress: OnProgress) -> None:
+        def copy(absent: list[SliceInfo], present: list[SliceInfo]) -> None:
             for row in present:
                 serve(row)
             fetch: Fetch = lambda row, part: member.reader.fetch(row.index, part)  # noqa: E731
-            _copy_slices(target, absent, fetch, serve, _MAX_SWARM_SLICES, None, on_progress)
+            _copy_slices(target, absent, fetch, serve, _MAX_SWARM_SLICES, sys.maxsize, on_progress)
 
         report = _mirror(dataset, target, start, stop, on_progress, copy, member.files)
-        deadline = time.monotonic() + (linger_s if share else 0.0)
+        deadline = time.monotonic() + linger_s
         sent, sent_at = -1, time.monotonic()
         while member.share is not None and time.monotonic() < min(deadline, sent_at + _IDLE_S):
             if sent != member.share.bytes_sent:
@@ -147,8 +170,8 @@ def _mirror(
     target: Target,
     start: int,
     stop: int | None,
-    on_progress: OnProgress | None,
-    copy: Callable[[list[SliceInfo], list[SliceInfo], OnProgress], None],
+    on_progress: OnProgress,
+    copy: Callable[[list[SliceInfo], list[SliceInfo]], None],
     files: Mapping[str, bytes],
 ) -> MirrorReport:
     """Mirror a dataset: `copy` is called with absent and present slices; `files` are small files known already."""
@@ -161,24 +184,25 @@ def _mirror(
             f"{target.url}: expected no dataset, or the dataset {dataset.id}, got {dataset_id(manifest)}. "
             "Choose another target."
         )
-    on_progress = on_progress or (lambda _: None)
     absent: list[SliceInfo] = []
     skipped: list[SliceInfo] = []
     for row, is_present in _check_slices(target, map(dataset.table.row, range(start, stop)), verify=True):
         (skipped if is_present else absent).append(row)
         on_progress(row.bytes if is_present else 0)
-    _check_room(target, absent)
-    copy(absent, skipped, on_progress)
+    if (free := target.free_bytes()) is not None:
+        parts = [target.part_path(row.name) for row in absent]
+        free += sum(part.stat().st_blocks * 512 for part in parts if part.exists())
+        _check_room(target.url, sum(row.bytes for row in absent), free)
+    copy(absent, skipped)
     outside = map(dataset.table.row, [*range(start), *range(stop, dataset.num_slices)])
     missing = sum(not is_present for _, is_present in _check_slices(target, outside, verify=False))
     if not missing:
         names = sorted(listed_files(dataset.manifest).items())
         for name, sha256 in [*names, (TABLE_FILE, dataset.manifest.table_sha256), (MANIFEST_FILE, dataset.id)]:
             data = files[name] if name in files else read_small(dataset.origin, name, _MAX_FILE_BYTES)
-            found_sha256 = hashlib.sha256(data).hexdigest()
-            if found_sha256 != sha256:
+            if (actual := hashlib.sha256(data).hexdigest()) != sha256:
                 raise DatasetError(
-                    f"{dataset.origin.url}/{name}: expected sha256 {sha256}, got {found_sha256}. Publish it again."
+                    f"{dataset.origin.url}/{name}: expected sha256 {sha256}, got {actual}. Publish it again."
                 )
             target.write(name, data, sha256)
     return MirrorReport(
@@ -187,16 +211,12 @@ def _mirror(
     )  # fmt: skip
 
 
-def _check_room(target: Target, rows: list[SliceInfo]) -> None:
-    free, needed = target.free_bytes(), sum(row.bytes for row in rows)
-    if free is not None:
-        parts = [target.part_path(row.name) for row in rows]
-        free += sum(part.stat().st_blocks * 512 for part in parts if part.exists())
-        if needed > free:
-            raise UsageError(
-                f"{target.url}: expected room for {needed} bytes, got {free}. "
-                f"Free {needed - free} bytes, copy fewer slices (--slices A:B), or choose another disk."
-            )
+def _check_room(folder: object, needed: int, free: int) -> None:
+    if needed > free:
+        raise UsageError(
+            f"{folder}: expected room for {needed} bytes, got {free}. Nothing was copied. "
+            f"Free {needed - free} bytes, copy less (--slices A:B), or choose another disk."
+        )
 
 
 def _check_slices(target: Target, rows: Iterable[SliceInfo], *, verify: bool) -> Iterator[tuple[SliceInfo, bool]]:
@@ -212,7 +232,7 @@ def _copy_slices(
     fetch: Fetch,
     on_commit: Callable[[SliceInfo], object],
     max_slices: int,
-    max_bytes: int | None,
+    max_bytes: int,
     on_progress: OnProgress,
 ) -> None:
     """Download and commit slices, several at once, started in order.
@@ -229,9 +249,7 @@ def _copy_slices(
                 target.commit(transfer.info.name, transfer.part, transfer.info.sha256)
                 on_commit(transfer.info)
         except OSError as fault:
-            error = UsageError(
-                f"{target.url}: cannot write {transfer.info.name}: {fault}. Check the directory and its disk."
-            )
+            error = UsageError(f"{target.url}: cannot write {transfer.info.name}: {fault}. Check the disk.")
         except Exception as fault:  # noqa: BLE001 - raised below
             error = fault
         ended.put((transfer, error))
@@ -248,7 +266,7 @@ def _copy_slices(
     with ThreadPoolExecutor(_MAX_SLICES) as pool:
         while waiting or running:
             while waiting and len(running) < max_slices and (
-                not running or max_bytes is None or num_bytes + waiting[-1].bytes <= max_bytes
+                not running or num_bytes + waiting[-1].bytes <= max_bytes
             ):  # fmt: skip
                 row = waiting.pop()
                 transfer = fetch(row, target.part_path(row.name))
@@ -266,3 +284,104 @@ def _copy_slices(
                 raise error
             num_bytes -= transfer.info.bytes
             on_progress(transfer.info.bytes - running.pop(transfer))
+
+
+def holds_shards(source: str) -> bool:
+    """Whether a source has shards, and no dataset of slices."""
+    origin = open_origin(source)
+    if not hasattr(origin, "head"):
+        return False
+    for name, is_of_shards in ((MANIFEST_FILE, False), ("train_000000.npy", True)):
+        with contextlib.suppress(DatasetError):
+            head_object(as_object_origin(origin), name)
+            return is_of_shards
+    names: Any = getattr(origin, "names", None)
+    return names is not None and any(name.endswith(".npy") for name in names("train_"))
+
+
+def mirror_shards(
+    source: str,
+    destination: str,
+    *,
+    temporary: Path,
+    shards: slice | None = None,
+    max_workers: Workers = None,
+    on_progress: OnProgress = lambda _: None,
+) -> ShardMirrorReport:
+    """Copy shards; those that the destination has are skipped.
+
+    Args:
+        destination: A directory, `s3://`, `r2://` (with `R2_DATASET_WRITE_*`), `gs://` or `az://`.
+        temporary: A directory of its own with room for one shard; on the disk of a destination directory.
+        shards: Indexes to copy; by default all.
+        on_progress: Called with the bytes copied or skipped since the last call.
+    """
+    origin = open_origin(source)
+    folder = ShardFolder(origin, temporary, max_workers=max_workers)
+    if origin.url in (destination, str(Path(destination).absolute())):
+        raise UsageError(f"mirror: expected another target than the source {origin.url}. Name one.")
+    target = open_target(destination, temporary / "upload")
+    try:
+        available = folder.indexes()
+        selected = available
+        if shards is not None:
+            selected = list(range(shards.start or 0, available[-1] + 1 if shards.stop is None else shards.stop))
+        if not selected or not set(selected) <= set(available):
+            raise UsageError(f"shards: expected some of {available[0]} to {available[-1]}, got {selected[:20]}.")
+        heads = {index: folder.heads(index) for index in available}
+        sizes = {index: sum(head.bytes for head in pair.values()) for index, pair in heads.items()}
+        skipped = [index for index in selected if _is_verified(folder, target, index, heads[index])]
+        absent = [index for index in selected if index not in set(skipped)]
+        folder.clean(set(absent))
+        on_progress(sum(sizes[index] for index in skipped))
+        waiting = [sizes[index] for index in absent]
+        needed = sum(waiting) if isinstance(target, FolderTarget) else max(waiting, default=0)
+        _check_room(folder.folder, needed, shutil.disk_usage(folder.folder).free + sum(map(folder.on_disk, absent)))
+        for index in absent:
+            _copy_shard(folder, target, index, sizes[index], on_progress)
+        missing = [index for index in available if index not in selected and not _contains(target, heads[index])]
+        return ShardMirrorReport(
+            origin.url, target.url, len(available), absent, skipped, sum(waiting), sum(sizes[i] for i in skipped),
+            missing, not missing,
+        )  # fmt: skip
+    finally:
+        target.close()
+        with contextlib.suppress(OSError):
+            temporary.rmdir()
+
+
+def _contains(target: Target, heads: Mapping[str, ObjectMeta]) -> bool:
+    return all(target.contains(name, head.bytes, None) for name, head in heads.items())
+
+
+def _is_verified(folder: ShardFolder, target: Target, index: int, heads: Mapping[str, ObjectMeta]) -> bool:
+    """Whether the target has a shard; in a directory its samples are checked."""
+    if not _contains(target, heads):
+        return False
+    if isinstance(target, FolderTarget):
+        try:
+            folder.check(index, *(target.folder / name for name in heads))
+        except (DatasetError, IntegrityError) as error:
+            log.warning("%s Copying it again", error)
+            return False
+    return True
+
+
+def _copy_shard(folder: ShardFolder, target: Target, index: int, num_bytes: int, on_progress: OnProgress) -> None:
+    reported = 0
+
+    def report(received: int, total: int) -> None:
+        nonlocal reported
+        on_progress(received - reported)
+        reported = received
+
+    files, _ = folder.obtain(index, stop=threading.Event(), on_progress=report)
+    # The ids first, as a copy: a kill then leaves a complete shard here, and no tokens without ids there.
+    copy = target.part_path(files.ids.name)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(files.ids, copy)
+    for name, part in ((files.ids.name, copy), (files.tokens.name, files.tokens)):
+        target.commit(name, part, hash_file(part))
+    folder.remove(index)
+    on_progress(num_bytes - reported)
+    log.info("shard %d copied to %s", index, target.url)
