@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import forebay
-from forebay.convert.convert import convert
+from forebay.convert import convert
 from forebay.formats.conversion import ConvertOptions
 
 RANKS = 3

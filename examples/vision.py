@@ -2,13 +2,12 @@
 
     python examples/vision.py [IMAGES…]
 
-IMAGES: two idx files as MNIST has them, a .npz, or a folder of classes (which needs pillow). Without, drawn here. The
-same from the command line: forebay convert 'mnist/train-*' ds --to safetensors --set tensors.images=f16
+IMAGES: a .npz of images and labels, or a folder of classes (which needs pillow). Without, drawn here. The
+same from the command line: forebay convert mnist.npz ds --to safetensors --set tensors.images=f16
 """
 
 from __future__ import annotations
 
-import struct
 import sys
 import tempfile
 from pathlib import Path
@@ -16,21 +15,19 @@ from pathlib import Path
 import numpy as np
 
 import forebay
-from forebay.convert.convert import convert
+from forebay.convert import convert
 from forebay.formats.conversion import ConvertOptions
 
 
 def draw(folder: Path, num_images: int = 2000) -> Path:
-    """Idx files of images in which one of four bars is lit, under noise."""
+    """A .npz of images in which one of four bars is lit, under noise."""
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 4, num_images).astype(np.uint8)
-    images = rng.integers(0, 120, (num_images, 12, 12), dtype=np.uint8)
+    images = rng.integers(0, 120, (num_images, 1, 12, 12), dtype=np.uint8)
     for image, label in zip(images, labels):
-        image[:, 3 * label : 3 * label + 3] += 100
-    for name, values in (("images-idx3-ubyte", images), ("labels-idx1-ubyte", labels)):
-        head = bytes([0, 0, 8, values.ndim]) + struct.pack(f">{values.ndim}I", *values.shape)
-        (folder / f"train-{name}").write_bytes(head + values.tobytes())
-    return folder / "train-*"
+        image[..., 3 * label : 3 * label + 3] += 100
+    np.savez(folder / "drawn.npz", images=images, labels=labels)
+    return folder / "drawn.npz"
 
 
 def main(inputs: list[str]) -> None:

@@ -31,7 +31,7 @@ if [ "${1:-}" = all ]; then
   retry install -c scripts/constraints.txt -e '.[dev,torch,hf]' accelerate jax lightning mwparserfromhell schemathesis torchdata
   (
     make_venv "$VENV/peers"
-    retry install -c scripts/constraints.txt litdata 'mosaicml-streaming>=0.13' torch zstd
+    retry install -c scripts/constraints.txt 'mosaicml-streaming>=0.13' torch zstd
   )
   if ! PATH="$PATH:/usr/sbin" command -v nft >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     retry apt-get update -qq && retry apt-get install -y -qq nftables iproute2 || echo "setup: nftables did not install" >&2

@@ -35,7 +35,7 @@ def write(ask: dict[str, Any]) -> dict[str, Any]:
         peers.PEERS[ask["format"]].write(corpus, out)
     else:
         from forebay import __version__
-        from forebay.convert.convert import convert
+        from forebay.convert import convert
         from forebay.formats.conversion import ConvertOptions
 
         versions_text = f"forebay {__version__}"

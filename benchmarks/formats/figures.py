@@ -1,6 +1,6 @@
 """The same documents in each format: read in order, one read at random, size.
 
-Text formats are read by the readers that `prepare` uses, and give text, which is yet to be tokenized; MDS, LitData,
+Text formats are read by the readers that `prepare` uses, and give text, which is yet to be tokenized; MDS,
 Megatron and slices give tokens, read by the readers that the loader uses. Every speed is in megabytes of the corpus's
 text a second, so that they compare. For a document at random a format that has no index of its own (JSONL, tar,
 TFRecord) gets one, made by one pass, which is a column of its own. Files lie in the page cache: what is compared is
@@ -346,7 +346,7 @@ def _write_others(to: str) -> Callable[[Corpus, Path], object]:
     """The slices, converted by `forebay convert`."""
 
     def write(corpus: Corpus, path: Path) -> None:
-        from forebay.convert.convert import convert
+        from forebay.convert import convert
         from forebay.formats.conversion import ConvertOptions
 
         slices = path / "slices"

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from forebay.convert.convert import convert
+from forebay.convert import convert
 from forebay.dataset.manifest import SliceInfo, SliceTable
 from forebay.dataset.parquet_pages import read_footer
 from forebay.errors import DatasetError

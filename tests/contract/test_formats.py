@@ -15,25 +15,22 @@ from typing import Any
 
 import google_crc32c
 import numpy as np
-import py7zr
 import pyarrow as pa
-import pyarrow.orc
 import pyarrow.parquet as pq
 import pytest
 
-from forebay.convert.convert import convert, written_formats
-from forebay.convert.sources import open_table, open_tokens
+from forebay.convert import convert, written_formats
 from forebay.errors import ForebayError, UsageError
-from forebay.formats.base import Format
+from forebay.formats.base import Format, format_names, formats, get_format
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenPart, TokenSource
 from forebay.formats.detect import detect
 from forebay.formats.inputs import InputFile, ReadOptions
-from forebay.formats.registry import format_names, formats, get_format
 from forebay.formats.report import Report
+from forebay.formats.sources import open_table, open_tokens
 from forebay.formats.tfrecord import masked
 from forebay.formats.token_stream import TokenDigest
 from forebay.prepare.inputs import read_split, split_files
-from support.foreign_datasets import write_litdata, write_mds
+from support.foreign_datasets import write_mds, write_saved
 
 OPERATIONS = ("read_text", "open_rows", "open_tokens", "check")
 TEXTS = [f"document number {i}, with some words" for i in range(6)]
@@ -130,21 +127,9 @@ def posts() -> bytes:
     return f'<?xml version="1.0"?>\n<posts>\n{rows}</posts>\n'.encode()
 
 
-def seven_zip() -> bytes:
-    def write(file: io.BytesIO) -> None:
-        with py7zr.SevenZipFile(file, "w") as archive:
-            archive.writestr(posts(), "Posts.xml")
-
-    return buffered(write)
-
-
 def npy(shape: str | None = None) -> bytes:
     data = buffered(lambda file: np.save(file, TOKENS))
     return data if shape is None else data.replace(b"(600,), }" + b" " * (len(shape) - 6), f"({shape}, }}".encode())
-
-
-def idx(rows: int = 4) -> bytes:
-    return b"\0\0\x08\x03" + struct.pack(">3I", rows, 2, 3) + bytes(range(24))
 
 
 TABLE = pa.table({"text": TEXTS, "n": pa.array(range(6), pa.int64())})
@@ -165,7 +150,6 @@ def arrow(write: Callable[..., Any]) -> bytes:
 
 
 PARQUET = buffered(lambda file: pq.write_table(TABLE, file, write_page_checksum=True))
-ORC = buffered(lambda file: pyarrow.orc.write_table(TABLE, file))
 
 
 def written(name: str, folder: Path) -> dict[str, bytes]:
@@ -197,13 +181,11 @@ PLAIN: dict[str, Sample] = {
     "parquet": Sample(
         {"a.parquet": PARQUET}, TEXTS, step=7, hostile={"a.parquet": PARQUET[:-8] + b"\xff\xff\xff\x7fPAR1"}
     ),
-    "orc": Sample({"a.orc": ORC}, TEXTS, step=5, hostile={"a.orc": ORC[:-1] + b"\xff"}),
     "arrow": Sample({"a.arrow": arrow(pa.ipc.new_file)}, TEXTS, step=7, is_exact=False),
     "warc": Sample({"a.warc": warc("response")}, TEXTS, is_exact=False, hostile={"a.warc": warc("response", BIG)}),
     "wet": Sample({"a.wet": warc("conversion")}, TEXTS, is_exact=False, hostile={"a.wet": warc("conversion", BIG)}),
     "wikipedia": Sample({"a-articles.xml": wikipedia()}, [f"T{i}\n\n{text}" for i, text in enumerate(TEXTS)]),
     "stackexchange": Sample({"posts.xml": posts()}, TEXTS),
-    "7z": Sample({"a.7z": seven_zip()}, TEXTS, step=40),
     "reddit": Sample(
         {
             "a": b"".join(
@@ -223,15 +205,14 @@ PLAIN: dict[str, Sample] = {
         hostile={"a.bin": struct.pack("<256i", 20240520, 1, (1 << 31) - 1, *[0] * 253) + TOKENS.tobytes()},
     ),
     "raw tokens": Sample({"a.u16": TOKENS.tobytes()}, step=31, dtype="uint16"),
-    "idx": Sample({"a-images": idx()}, hostile={"a-images": idx((1 << 32) - 1)}),
     "images": Sample({"a.png": PNG}),
     "safetensors": Sample(
         {"a.safetensors": len(SAFETENSORS).to_bytes(8, "little") + SAFETENSORS + bytes(12)},
         hostile={"a.safetensors": (1 << 40).to_bytes(8, "little") + SAFETENSORS + bytes(12)},
     ),
 }
-WRITTEN = {"forebay": "safetensors", "saved arrow": "arrow", "bin": "bin", "ds": "ds", "megatron": "megatron"}
-FOREIGN = {"mds": write_mds, "litdata": write_litdata}
+WRITTEN = {"forebay": "safetensors", "bin": "bin", "ds": "ds", "megatron": "megatron"}
+FOREIGN = {"mds": write_mds, "saved arrow": write_saved}
 ONLY_WRITTEN = ("feather",)
 HASHED = ("forebay",)
 

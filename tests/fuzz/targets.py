@@ -33,16 +33,17 @@ from cryptography.hazmat.primitives import serialization
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import Response
 
-from forebay.convert.convert import convert, open_source, written_formats
+from forebay.convert import convert, written_formats
 from forebay.dataset.manifest import Manifest, SliceInfo, SliceTable
 from forebay.dataset.slices import open_slice, write_token_slice
-from forebay.doctor.examine import examine
+from forebay.doctor import examine
 from forebay.errors import ForebayError
+from forebay.formats.base import get_format
 from forebay.formats.conversion import ConvertOptions, TokenSource
 from forebay.formats.html import HtmlError
 from forebay.formats.inputs import InputFile, ReadOptions
-from forebay.formats.registry import get_format
 from forebay.formats.report import CheckOptions as DoctorOptions
+from forebay.formats.sources import open_source
 from forebay.ledger.receipts import Used, receipt_message
 from forebay.ledger.verify import verify_ledger
 from forebay.ledger.writer import Ledger

@@ -1,7 +1,6 @@
-"""Run by an interpreter that has others' libraries, not by pytest: `write DIR` and `read KIND PATH`, JSON on stdout.
+"""Run by an interpreter that has others' libraries, not by pytest: `write DIR`, JSON on stdout.
 
-The documents are the golden stream's. `write` makes what each library that is there writes; `read` gives the samples
-that a library finds in what Forebay wrote. A library that is missing is said to be: {"missing": name}.
+It makes what each library that is there writes. A library that is missing is said to be: {"missing": name}.
 """
 
 from __future__ import annotations
@@ -17,44 +16,6 @@ import numpy as np
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "foreign" / "stream.json").read_text())
 DOCUMENTS = np.split(np.array(GOLDEN["tokens"]), np.cumsum(GOLDEN["lengths"])[:-1])
-
-
-def bare_i32(i: int) -> Any:
-    import torch
-
-    return torch.tensor(DOCUMENTS[i], dtype=torch.int32)
-
-
-def bare_u16(i: int) -> Any:
-    return DOCUMENTS[i].astype(np.uint16)
-
-
-def as_dict(i: int) -> Any:
-    return {"text": f"document {i}", "input_ids": DOCUMENTS[i].astype(np.int64), "id": i}
-
-
-def as_tuple(i: int) -> Any:
-    return (f"document {i}", bare_i32(i))
-
-
-def write_litdata(out: Path) -> None:
-    from litdata.streaming import Cache
-    from litdata.streaming.item_loader import TokensLoader
-
-    whole = {"compression": "zstd", "compression_level": "chunk"}
-    for name, make, settings in [
-        ("litdata_tokens", bare_i32, {"item_loader": TokensLoader(), "chunk_bytes": 900}),
-        ("litdata_tokens_u16", bare_u16, {"item_loader": TokensLoader(), "chunk_bytes": 500}),
-        ("litdata_tokens_zstd", bare_i32, {"item_loader": TokensLoader(), "chunk_bytes": 900, **whole}),
-        ("litdata_dict", as_dict, {"chunk_size": 9}),
-        ("litdata_dict_zstd", as_dict, {"chunk_size": 9, **whole}),
-        ("litdata_tuple", as_tuple, {"chunk_size": 9}),
-    ]:
-        cache = Cache(str(out / name), **settings)
-        for i in range(len(DOCUMENTS)):
-            cache._add_item(i, make(i))
-        cache.done()
-        cache.merge(1)
 
 
 def streaming() -> Any:
@@ -79,35 +40,10 @@ def write_arrow(out: Path) -> None:
     rows.save_to_disk(str(out / "arrow_i64"), num_shards=2)
 
 
-def read_litdata(path: str) -> Any:
-    from litdata import StreamingDataset
-    from litdata.streaming.item_loader import TokensLoader
-
-    is_bare = '"TokensLoader"' in (Path(path) / "index.json").read_text()
-    dataset = StreamingDataset(path, item_loader=TokensLoader(block_size=1) if is_bare else None)
-    items = [dataset[i] for i in range(len(dataset))]
-    if is_bare:
-        return [[int(item[0]) for item in items]]
-    return [np.asarray(item["input_ids"] if isinstance(item, dict) else item[0]).tolist() for item in items]
-
-
-def read_mds(path: str) -> Any:
-    dataset = streaming().StreamingDataset(local=path, shuffle=False, batch_size=1)
-    return [dataset[i]["tokens"].tolist() for i in range(len(dataset))]
-
-
-def read_arrow(path: str) -> Any:
-    from datasets import load_from_disk
-
-    return load_from_disk(path)["input_ids"][:]
-
-
 def main() -> Any:
-    what, *given = sys.argv[1:]
-    if what == "read":
-        return {"rows": {"litdata": read_litdata, "mds": read_mds, "arrow": read_arrow}[given[0]](given[1])}
+    _, *given = sys.argv[1:]
     missing = []
-    for write in (write_litdata, write_mds, write_arrow):
+    for write in (write_mds, write_arrow):
         try:
             write(Path(given[0]))
         except (ImportError, RuntimeError, AttributeError) as error:  # There, and not fit for what is beside it.

@@ -139,18 +139,15 @@ def write_texts(directory: Path) -> None:
 
 
 def write_rows(directory: Path) -> None:
-    """Inputs of `forebay convert`: train.parquet, mnist/, photos/, chats.jsonl, shards/, train.bin."""
+    """Inputs of `forebay convert`: train.parquet, mnist.npz, photos/, chats.jsonl, shards/, train.bin."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from PIL import Image
 
     chance = np.random.default_rng(2)
     pq.write_table(pa.table({"x": chance.random(50), "y": list(range(50))}), directory / "train.parquet")
-    (directory / "mnist").mkdir()
-    images, labels = chance.integers(0, 256, (20, 28, 28), np.uint8), chance.integers(0, 10, 20, np.uint8)
-    for name, array, magic in [("train-images-idx3-ubyte", images, 2051), ("train-labels-idx1-ubyte", labels, 2049)]:
-        head = np.array([magic, *array.shape], ">u4").tobytes()
-        (directory / "mnist" / name).write_bytes(head + array.tobytes())
+    images, labels = chance.integers(0, 256, (20, 1, 28, 28), np.uint8), chance.integers(0, 10, 20, np.uint8)
+    np.savez(directory / "mnist.npz", images=images, labels=labels)
     for label in ("cat", "dog"):
         (directory / "photos" / label).mkdir(parents=True)
         for i in range(3):

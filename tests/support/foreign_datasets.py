@@ -1,4 +1,4 @@
-"""Datasets as MosaicML Streaming and LitData write them, of documents of uint16 tokens."""
+"""Datasets as MosaicML Streaming and `datasets` write them, of documents of uint16 tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 
 def _block(samples: Sequence[bytes], settings: bytes = b"") -> bytes:
@@ -36,18 +37,12 @@ def write_mds(folder: Path, documents: Sequence[np.ndarray]) -> Path:
     return folder
 
 
-def write_litdata(folder: Path, documents: Sequence[np.ndarray]) -> Path:
-    """One chunk for the TokensLoader; each document an item."""
-    raw = _block([tokens.astype("<u2").tobytes() for tokens in documents])
+def write_saved(folder: Path, documents: Sequence[np.ndarray]) -> Path:
+    """One file of one batch, as save_to_disk; each document a row."""
+    table = pa.table({"input_ids": pa.array([tokens.tolist() for tokens in documents], pa.list_(pa.uint16()))})
     folder.mkdir()
-    (folder / "chunk-0-0.bin").write_bytes(raw)
-    chunk = {
-        "chunk_bytes": len(raw), "chunk_size": len(documents), "dim": sum(map(len, documents)),
-        "filename": "chunk-0-0.bin",
-    }  # fmt: skip
-    config = {
-        "compression": None, "data_format": ["no_header_numpy:5"], "encryption": None, "item_loader": "TokensLoader",
-        "data_spec": json.dumps([1, {"type": None, "context": None, "children_spec": []}]),
-    }  # fmt: skip
-    (folder / "index.json").write_text(json.dumps({"chunks": [chunk], "config": config, "updated_at": "1"}))
+    with pa.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
     return folder

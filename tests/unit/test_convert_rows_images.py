@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from forebay.convert.convert import convert
-from forebay.convert.sources import open_table
+from forebay.convert import convert
 from forebay.dataset.reader import open_dataset
 from forebay.errors import DatasetError, MissingPackageError, UsageError
 from forebay.formats.conversion import ConvertOptions
 from forebay.formats.images import decode
+from forebay.formats.sources import open_table
 from forebay.load.loader import Loader
 
 pytest.importorskip("PIL", reason="pillow is not installed")
@@ -86,7 +86,7 @@ def test_what_is_damaged_is_kept_aside(tmp_path: Path) -> None:
     assert all(row["reason"] for row in aside)
     assert any("2 images were rejected" in note for note in report.written.notes)
     dataset = open_dataset(tmp_path / "ds")
-    assert dataset.verify().ok and dataset.manifest.lineage["converted"]["aside"] == 2
+    assert dataset.verify().ok and dataset.manifest.lineage["converted"]["rejected"] == 2
     assert rows_of(tmp_path / "ds")["labels"].tolist() == [0] * 3 + [1] * 3 + [2] * 4
 
 

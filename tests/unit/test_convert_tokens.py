@@ -19,16 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.cli import main
-from forebay.convert.convert import convert, open_source
-from forebay.convert.sources import open_tokens
+from forebay.convert import convert
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.reader import open_dataset
 from forebay.dataset.slices import write_rows_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.formats import open_external
+from forebay.formats.base import get_format, names_with
 from forebay.formats.conversion import ConvertOptions, TokenPart, TokenSource
-from forebay.formats.registry import get_format, names_with
 from forebay.formats.shard_writer import write_shards
+from forebay.formats.sources import open_source, open_tokens
 from forebay.formats.token_stream import TokenDigest, build_stream, documents, slices_of
 from support.calibration import scaled
 
@@ -80,7 +80,7 @@ def test_slices_are_the_stream_however_it_was_cut(source: TokenSource, size: int
 
 
 @settings(max_examples=60, deadline=None)
-@given(streams(), st.sampled_from(["megatron", "arrow", "safetensors"]), st.integers(60, 400))
+@given(streams(), st.sampled_from(["megatron", "safetensors"]), st.integers(60, 400))
 def test_every_sink_keeps_every_document(
     tmp_path_factory: pytest.TempPathFactory, source: TokenSource, to: str, size: int
 ) -> None:
@@ -94,57 +94,7 @@ def test_every_sink_keeps_every_document(
     assert rows(open_source(folder / "out", ConvertOptions(), "bin")) == rows(build_stream(source, options, "rows"))
 
 
-LITDATA = sorted(path.name for path in GOLDEN.glob("litdata_*"))
-
-
-@pytest.mark.parametrize("name", LITDATA)
-def test_what_litdata_wrote_is_read(name: str) -> None:
-    source = open_tokens(GOLDEN / name, ConvertOptions())
-    assert source is not None and source.format == "litdata"
-    assert rows(source) == DOCUMENTS
-    assert source.dtype == ("U16" if name.endswith("u16") else "U32")
-    assert open_source(GOLDEN / name / "index.json", ConvertOptions()).format == "litdata"
-
-
-@pytest.mark.parametrize("name", LITDATA)
-def test_a_damaged_chunk_says_so_or_reads_as_tokens(name: str, tmp_path: Path) -> None:
-    """Nothing but a DatasetError ever comes of it."""
-    noise = np.random.default_rng(3)
-    folder = tmp_path / name
-    folder.mkdir()
-    for path in (GOLDEN / name).iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    victim = sorted(folder.glob("chunk-*"))[0]
-    data = victim.read_bytes()
-    for _ in range(25):
-        at = int(noise.integers(0, min(len(data), 120)))
-        victim.write_bytes(data[:at] + bytes([int(noise.integers(0, 256))]) + data[at + 1 :])
-        try:
-            rows(open_tokens(folder, ConvertOptions()))
-        except DatasetError as error:
-            assert str(victim) in str(error)
-    victim.write_bytes(data[:-3])
-    with pytest.raises(DatasetError, match=victim.name):
-        rows(open_tokens(folder, ConvertOptions()))
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        b'{"chunks": 1, "data_format": 2',
-        b'{"chunks": [], "config": {"data_format": [], "data_spec": "[1]"}}',
-        b'{"chunks": [{"filename": "../x", "chunk_bytes": 1, "chunk_size": 1}], "config": {"data_format": '
-        b'["no_header_numpy:5"], "data_spec": "[1, {\\"children_spec\\": []}]", "item_loader": "TokensLoader"}}',
-        b'{"chunks": [], "config": {"data_format": ["str"], "data_spec": "[1, {\\"children_spec\\": []}]"}}',
-    ],
-)
-def test_an_index_that_is_none_is_refused(index: bytes, tmp_path: Path) -> None:
-    (tmp_path / "index.json").write_bytes(index)
-    with pytest.raises(DatasetError, match=r"index\.json"):
-        open_tokens(tmp_path, ConvertOptions())
-
-
-@pytest.mark.parametrize("came", ["megatron_u16", "mds_zstd", "litdata_dict", "arrow"])
+@pytest.mark.parametrize("came", ["megatron_u16", "mds_zstd", "arrow"])
 @pytest.mark.parametrize("to", sorted(names_with("write_tokens")))
 def test_from_any_format_to_any_other(came: str, to: str, tmp_path: Path) -> None:
     report = convert(GOLDEN / came, tmp_path / "out", to, SMALL)
@@ -210,9 +160,8 @@ def test_a_token_that_does_not_fit_is_named_with_its_place(tmp_path: Path) -> No
     with pytest.raises(UsageError, match=r"65535 .* 70000 at token 3, after 1 documents\. .*uint32"):
         convert(source, tmp_path / "out", "bin", ConvertOptions(dtype="U16"))
     high = held([1, 1 << 31], [2], [], "U32")
-    for to in ("megatron", "arrow"):
-        with pytest.raises(UsageError, match="2147483648 at token 1"):
-            convert(high, tmp_path / "out", to, ConvertOptions())
+    with pytest.raises(UsageError, match="2147483648 at token 1"):
+        convert(high, tmp_path / "out", "megatron", ConvertOptions())
     assert convert(high, tmp_path / "out", "safetensors", ConvertOptions()).num_bytes
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -226,7 +175,7 @@ def test_where_documents_end_must_be_known(tmp_path: Path) -> None:
     convert(source, tmp_path / "three", "megatron", ConvertOptions(seq_len=3))
     assert rows(open_tokens(tmp_path / "three", ConvertOptions())) == [[5, 6, 9], [7, 9, 9], [8]]
     open_end = held([1, 2, 3, 4], [3], [])
-    report = convert(open_end, tmp_path / "end", "arrow", ConvertOptions())
+    report = convert(open_end, tmp_path / "end", "megatron", ConvertOptions())
     assert rows(open_tokens(tmp_path / "end", ConvertOptions())) == [[1, 2, 3], [4]]
     assert report.written.notes == ("the last 1 tokens end no document of the source: they were given an end",)
     assert convert(open_end, tmp_path / "ours", "safetensors", ConvertOptions()).written.num_documents == 1
@@ -240,7 +189,7 @@ def test_nothing_is_left_of_what_failed_or_was_killed(tmp_path: Path) -> None:
         convert(GOLDEN / "arrow", tmp_path / "out", "megatron", ConvertOptions(on_progress=fail))
     assert not list(tmp_path.iterdir())
     script = (
-        "import os, sys; from forebay.convert.convert import convert\n"
+        "import os, sys; from forebay.convert import convert\n"
         "from forebay.formats.conversion import ConvertOptions\n"
         f"convert({str(GOLDEN / 'mds_zstd')!r}, {str(tmp_path / 'out')!r}, 'safetensors',"
         " ConvertOptions(on_progress=lambda n: os.kill(os.getpid(), 9)))"

@@ -21,7 +21,7 @@ from forebay.order.bijection import derive_key
 from forebay.stream import TextStream
 from forebay.stream.documents import ShuffleBuffer
 from forebay.stream.hub import records_of
-from forebay.stream.state import pack_texts, pack_tokens, unpack_texts, unpack_tokens
+from forebay.stream.state import StreamState
 
 EOS = 256
 TEXTS = [f"document {i} " + "ab" * (i * 7 % 19) for i in range(60)]
@@ -159,7 +159,7 @@ def test_a_buffer_loses_nothing_and_resumes(lengths: list[int], size: int, most:
             buffer.push(text)
             while buffer.full:
                 if len(out) == interrupt:
-                    buffer = ShuffleBuffer(size, most, key, buffer.draws, unpack_texts(pack_texts(buffer.texts)))
+                    buffer = ShuffleBuffer(size, most, key, buffer.draws, buffer.texts)
                 out.append(buffer.pop())
             assert len(buffer) <= size
         while len(buffer):
@@ -183,13 +183,18 @@ def test_any_document_may_come_next() -> None:
 
 
 def test_packed_tokens_and_texts() -> None:
-    tokens = np.array([0, 1, 65535, 1 << 31], np.uint32)
-    assert unpack_tokens(pack_tokens(tokens), np.uint32).tolist() == tokens.tolist()
-    texts = (b"", "ü".encode(), b"x" * 1000)
-    assert unpack_texts(pack_texts(texts)) == texts and unpack_texts(pack_texts(())) == ()
-    for damaged in (None, "", "!", "YQ==", pack_tokens(tokens[:1])[:-4], pack_tokens(np.array([7], np.uint32))):
+    texts, tokens = (b"", "ü".encode(), b"x" * 1000), np.array([0, 1, 65535, 1 << 31], np.uint32)
+    state = StreamState(buffered=texts, tokens=tokens).to_dict({})
+    loaded = StreamState.from_dict(json.loads(json.dumps(state)), {}, np.uint32)
+    assert loaded.buffered == texts and loaded.tokens.tolist() == tokens.tolist()
+    for changes in (
+        {"buffer": state["pending"]},
+        {"pending": state["buffer"]},
+        {"lengths": [1001]},
+        {"buffer": "YQ=="},
+    ):
         with pytest.raises(StateError):
-            unpack_texts(damaged)
+            StreamState.from_dict({**state, **changes}, {}, np.uint32)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from forebay.convert.convert import check_output, convert, format_named, open_source, written_formats
+    from forebay.convert import check_output, convert, format_named, written_formats
     from forebay.formats.conversion import TokenSource
+    from forebay.formats.sources import open_source
     from forebay.observe.progress import bar
     from forebay.storage.listing import Skipped, count_reasons, describe_skipped
 

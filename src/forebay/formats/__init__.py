@@ -1,6 +1,6 @@
 """File formats, one module each: what a file is, and how its text, tokens or rows are read, written and checked.
 
-`registry` lists them, `detect` says which one a file is of, `open_external` opens the tokens of other tools in place.
+`base` lists them, `detect` says which one a file is of, `open_external` opens the tokens of other tools in place.
 `base.Format` is what a format can do; nothing else in Forebay parses a file format.
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 
 from forebay.dataset.manifest import MANIFEST_FILE
 from forebay.errors import DatasetError, UsageError
-from forebay.formats.blocks import INDEX_FILE
+from forebay.formats.base import formats, get_format
 from forebay.formats.detect import detect
 from forebay.formats.external import ExternalDataset, reading
+from forebay.formats.mds import INDEX_FILE
 from forebay.formats.megatron import MegatronDataset, is_index, pair_of
-from forebay.formats.registry import formats, get_format
 from forebay.formats.saved_arrow import STATE_FILE
 from forebay.formats.vectors import HEADERS, IDS_PREFIX, RAW_SUFFIXES, VectorDataset, has_header, ids_of
 
@@ -31,7 +31,7 @@ def dataset_format(folder: Path) -> str:
 
 
 def open_external(path: str | Path, *, dtype: Any = None, column: str | None = None) -> ExternalDataset | None:
-    """Open what another tool wrote: Megatron, MDS, LitData, .npy, headerless or llm.c .bin, saved Hugging Face data.
+    """Open what another tool wrote: Megatron, MDS, .npy, headerless or llm.c .bin, saved Hugging Face data.
 
     Args:
         path: A directory, one file, a pattern (`data/train_*.npy`), or the name that Megatron's two files share.

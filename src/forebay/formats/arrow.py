@@ -12,22 +12,22 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.ipc
 
-from forebay.errors import CorruptInputError, DatasetError
+from forebay.errors import CorruptInputError
 from forebay.formats.arrow_ipc import check_blocks, check_stream, checked_stream
 from forebay.formats.base import Format
 from forebay.formats.columns import ColumnFormat, checked_rows, with_lists
-from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
+from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.external import ExternalDataset
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions, open_input, open_stored
 from forebay.formats.records import Record
 from forebay.formats.report import Report, check_external
-from forebay.formats.saved_arrow import SavedDataset, files_of, write_saved_dataset
+from forebay.formats.saved_arrow import SavedDataset, files_of
 from forebay.formats.tables import write_parts
 from forebay.storage.listing import is_saved_dataset
 
 
 class Arrow(ColumnFormat):
-    """Arrow IPC files and streams; written from tokens, a dataset as save_to_disk writes it."""
+    """Arrow IPC files and streams."""
 
     name = "arrow"
     title = "Arrow"
@@ -55,9 +55,6 @@ class Arrow(ColumnFormat):
         groups = range(split.start, split.stop or reader.num_record_batches) if is_file else ()
         for start, batch in ((i, reader.get_batch(i)) for i in groups) if is_file else ((-1, b) for b in reader):
             yield from ((-1 if i else start, row) for i, row in enumerate(checked_rows(batch, keys, checked)))
-
-    def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
-        return write_saved_dataset(source, out, options)
 
 
 class Feather(Format):
@@ -88,12 +85,7 @@ class SavedArrow(Format):
         return Arrow().open_rows(files_of(paths[0]), options)
 
     def check(self, path: Path, report: Report) -> None:
-        try:
-            dataset = SavedDataset(path)
-        except DatasetError as error:
-            report.add_finding("index-mismatch", "index", str(error))
-            return
-        check_external(report, dataset)
+        check_external(report, lambda: SavedDataset(path))
 
 
 @contextmanager

@@ -1,12 +1,15 @@
-"""What a file format is: a class with a name, suffixes and the operations that it supports.
+"""What a file format is: a class with a name, suffixes and the operations that it supports; and every format by name.
 
-A new format is a subclass of `Format` in a file of its own, and one line: in `registry.BUILT_IN`, or under the entry
-point group `forebay.formats` of another package. docs/how-to/extend.md shows an example.
+A new format is a subclass of `Format` in a file of its own, and one line: in `BUILT_IN`, or under the entry point group
+`forebay.formats` of another package. docs/how-to/extend.md shows an example. A format is imported when it is first
+used. Detection asks them in the order of `BUILT_IN`, those of other packages last, by name.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from forebay.errors import UsageError
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
@@ -14,13 +17,41 @@ from forebay.formats.external import ExternalDataset
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record
 from forebay.formats.report import Report
+from forebay.plugins import load_plugin, plugins
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _optional(method: F) -> F:
-    method.is_optional = True  # type: ignore[attr-defined]
-    return method
+ENTRY_POINTS = "forebay.formats"
+BUILT_IN = {
+    "megatron": "megatron:Megatron",
+    "npy": "npy:Npy",
+    "npz": "npy:Npz",
+    "llm.c": "raw_tokens:LlmC",
+    "parquet": "parquet:Parquet",
+    "arrow": "arrow:Arrow",
+    "safetensors": "safetensors:SafeTensors",
+    "images": "images:Images",
+    "tfrecord": "tfrecord:TFRecord",
+    "webdataset": "webdataset:WebDataset",
+    "warc": "warc:Warc",
+    "wet": "warc:Wet",
+    "wikipedia": "wikipedia:Wikipedia",
+    "stackexchange": "stackexchange:StackExchange",
+    "reddit": "reddit:Reddit",
+    "api": "json:ApiRequest",
+    "jsonl": "jsonl:Jsonl",
+    "json": "json:Json",
+    "html": "html:Html",
+    "raw tokens": "raw_tokens:RawTokens",
+    "csv": "csv:Csv",
+    "text": "text:Text",
+    "lines": "text:Lines",
+    "bin": "raw_tokens:Bin",
+    "ds": "raw_tokens:Ds",
+    "feather": "arrow:Feather",
+    "forebay": "safetensors:ForebayDataset",
+    "mds": "mds:Mds",
+    "saved arrow": "arrow:SavedArrow",
+}
+"""Module (of this package) and class of each built-in format."""
 
 
 class Format:
@@ -50,7 +81,6 @@ class Format:
         """Yield `(start, stop, bytes)` of the splits of an uncompressed file; by default it is one."""
         yield 0, 0, file.bytes
 
-    @_optional
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         """Yield the documents of a split, in order.
 
@@ -59,7 +89,6 @@ class Format:
         """
         raise self._unsupported("read as text")
 
-    @_optional
     def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> ExternalDataset:
         """Open the tokens of a directory or file in place.
 
@@ -69,29 +98,60 @@ class Format:
         """
         raise self._unsupported("opened as tokens")
 
-    @_optional
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         """Open files as a table, one after another."""
         raise self._unsupported("read as a table")
 
-    @_optional
     def write_tokens(self, source: TokenSource, out: Path, options: ConvertOptions) -> Written:
         """Write a stream of tokens to `out`, which does not exist yet: a file or a directory."""
         raise self._unsupported("written from tokens")
 
-    @_optional
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         """Write a table to `out`, which does not exist yet: one file if it has a suffix, else a directory."""
         raise self._unsupported("written from a table")
 
-    @_optional
     def check(self, path: Path, report: Report) -> None:
         """Add to a report what a file or directory holds and what is wrong with it; nothing is changed."""
         raise self._unsupported("checked")
 
     def supports(self, operation: str) -> bool:
         """Return whether the format has an operation: `read_text`, `write_rows` …"""
-        return not getattr(getattr(type(self), operation), "is_optional", False)
+        return getattr(type(self), operation) is not getattr(Format, operation)
 
     def _unsupported(self, what: str) -> UsageError:
         return UsageError(f"format {self.name}: expected one that can be {what}, got one that cannot. Name another.")
+
+
+def format_names() -> tuple[str, ...]:
+    """Return the names of all formats, in the order of detection."""
+    return (*BUILT_IN, *sorted(plugins(ENTRY_POINTS).keys() - BUILT_IN.keys()))
+
+
+@cache
+def get_format(name: str) -> Format:
+    """Return a format by name. Raises UsageError if there is none, or it cannot be loaded."""
+    if name in BUILT_IN:
+        module, _, attribute = BUILT_IN[name].partition(":")
+        created: Format = getattr(import_module(f"forebay.formats.{module}"), attribute)()
+        return created
+    if name not in plugins(ENTRY_POINTS):
+        raise UsageError(f"format: expected one of {', '.join(format_names())}, got {name!r}.")
+    plugin = load_plugin(ENTRY_POINTS, name)()
+    if not isinstance(plugin, Format) or plugin.name != name:
+        raise UsageError(
+            f"format {name}: expected a forebay.formats.base.Format of that name, got {type(plugin).__name__} "
+            f"{getattr(plugin, 'name', '')!r}. Fix or uninstall its package."
+        )
+    return plugin
+
+
+def formats(operation: str = "") -> Iterator[Format]:
+    """Yield all formats, in the order of detection; only those with an operation (`read_text` …) if one is named."""
+    for name in format_names():
+        if not operation or get_format(name).supports(operation):
+            yield get_format(name)
+
+
+def names_with(operation: str) -> tuple[str, ...]:
+    """Return the names of the formats that support an operation."""
+    return tuple(entry.name for entry in formats(operation))

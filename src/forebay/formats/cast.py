@@ -50,14 +50,7 @@ def name_of_dtype(dtype: np.dtype[Any]) -> str:
     raise UsageError(f"type of a tensor: expected booleans, integers or floats of at most 64 bits, got {dtype}.")
 
 
-def cast(
-    values: Array,
-    to: str,
-    name: str,
-    *,
-    source: str | None = None,
-    first_row: int = 0,
-) -> dict[str, Array]:
+def cast(values: Array, to: str, name: str, *, source: str | None = None, first_row: int = 0) -> dict[str, Array]:
     """A tensor's rows in another type, by name: the values [N, …] and, if they are quantized, `<name>.scale` F32 [N].
 
     `to` and `source` are SafeTensors' names of types (or `q8`), `source` by default the array's; BF16 comes as bits.
@@ -106,7 +99,6 @@ def _same(changed: Array, values: Array) -> NDArray[np.bool_]:
 
 
 def _between_floats(values: Array, to: str, name: str, first_row: int) -> Array:
-    """To the nearest float of another width, ties to even."""
     with np.errstate(over="ignore", invalid="ignore"):
         changed = narrow_bf16(values) if to == "BF16" else values.astype(DTYPES[to])
     over = np.isfinite(values) & np.isinf(widen_bf16(changed) if to == "BF16" else changed)

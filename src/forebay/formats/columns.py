@@ -1,4 +1,4 @@
-"""What Parquet, Arrow and ORC share: documents and rows of batches, tensors as lists, the check.
+"""What Parquet and Arrow share: documents and rows of batches, tensors as lists, the check.
 
 Hides: which columns are read (those that the options name), how many rows are in memory at a time, and that the offsets
 and indexes of a damaged file could point anywhere in memory. Memory is about 8 MiB of rows and one batch.
@@ -31,7 +31,7 @@ _SHOWN_COLUMNS = 12
 
 
 class ColumnFormat(Format):
-    """A format of tables whose rows come in groups: row groups, stripes or batches."""
+    """A format of tables whose rows come in groups: row groups or batches."""
 
     title: ClassVar[str]  # As in messages.
 
@@ -82,7 +82,9 @@ class ColumnFormat(Format):
                     else:
                         yield to_record(number, row, options, start=start)
         except READ_ERRORS as error:
-            yield self._problem(number + 1, error)
+            is_clear = isinstance(error, CorruptInputError)
+            problem = str(error) if is_clear else f"damaged {self.title}: {error_text(error)}"
+            yield Record(number + 1, problem=problem, location=f"row {number + 1}")
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         schemas = []
@@ -112,14 +114,7 @@ class ColumnFormat(Format):
         except (*READ_ERRORS, MemoryError) as error:
             evidence = f"expected {self.title} that reads, got: {error_text(error)}"
             report.add_finding("damaged", f"row {num_rows} or after", evidence)
-        report.metadata["rows"] = num_rows
-        if not report.findings and not num_rows:
-            report.add_finding("empty", "byte 0", "expected rows, got none")
-
-    def _problem(self, number: int, error: Exception) -> Record:
-        is_clear = isinstance(error, CorruptInputError)
-        problem = str(error) if is_clear else f"damaged {self.title}: {error_text(error)}"
-        return Record(number, problem=problem, location=f"row {number}")
+        report.add_count("rows", num_rows)
 
     def _read_batches(self, paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         for path in paths:

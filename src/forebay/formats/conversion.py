@@ -23,6 +23,11 @@ U64 = NDArray[np.uint64]
 _log = logging.getLogger("forebay.convert")
 
 
+def _log_skipped(skipped: Sequence[Skipped]) -> None:
+    for line in describe_skipped(skipped):
+        _log.warning("convert: %s", line)
+
+
 @dataclass(frozen=True)
 class TokenPart:
     """A run of a stream of tokens.
@@ -105,7 +110,7 @@ class ConvertOptions:
         tensors: Types to write, by column: `{"images": "f16"}`.
         resize: (height, width) of images.
         on_progress: Called with tokens or rows written since the last call.
-        on_skipped: Called with the files of a directory that are left out; without it they are logged.
+        on_skipped: Called with the files of a directory that are left out; by default they are logged.
     """
 
     dtype: str | None = None
@@ -118,21 +123,8 @@ class ConvertOptions:
     compress: str = ""
     tensors: Mapping[str, str] = field(default_factory=dict)
     resize: tuple[int, int] | None = None
-    on_progress: Callable[[int], None] | None = None
-    on_skipped: Callable[[Sequence[Skipped]], None] | None = None
-
-    def advance(self, count: int) -> None:
-        """Report progress."""
-        if self.on_progress is not None:
-            self.on_progress(count)
-
-    def report_skipped(self, skipped: Sequence[Skipped]) -> None:
-        """Report files that are left out."""
-        if self.on_skipped is not None:
-            self.on_skipped(skipped)
-            return
-        for line in describe_skipped(skipped):
-            _log.warning("convert: %s", line)
+    on_progress: Callable[[int], None] = lambda count: None
+    on_skipped: Callable[[Sequence[Skipped]], None] = _log_skipped
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,6 @@ class Csv(Format):
 
 
 def _decoded_lines(split: InputSplit, options: ReadOptions, problems: list[str]) -> Iterator[str]:
-    """Lines as text; in place of one that is too long or cut off an empty one, and its problem in `problems`."""
     for _, line, problem in split_lines(split, options):
         if problem:
             problems.append(problem)

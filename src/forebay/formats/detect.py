@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
+from forebay.formats.base import formats, get_format
 from forebay.formats.external import reading
-from forebay.formats.registry import formats, get_format
 from forebay.storage.compression import COMPRESSIONS, sniff_compression, unpacked_head
 
 HEAD_BYTES = 4096
@@ -75,8 +75,6 @@ def _detected(head: bytes, compression: str, name: str) -> Detection:
     if problem:
         return Detection("", compression, problem.partition(". ")[0], problem)
     by_content = [entry.name for entry in formats() if entry.sniff(head)]
-    if by_name == RAW_TOKENS:
-        by_content = [format for format in by_content if format != "idx"]  # Tokens may begin with its four bytes.
     if by_content:
         return Detection(by_name if by_name in by_content else by_content[0], compression, "its first bytes")
     is_zip = head.startswith(b"PK\x03\x04")

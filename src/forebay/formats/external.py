@@ -1,12 +1,9 @@
 """Datasets in the formats of other tools, opened in place as Forebay's own are: read-only, nothing is converted.
 
-Hides that a slice need not be a file. A slice here is a run of at most 64 Mi tokens of one file or shard, so that
-order, windows and leases work on a token file of any size. The maps of files are shared by their slices.
-
-Identity: these formats hold no hash of every byte, and hashing terabytes when opening takes too long. So a slice's
-`sha256` is the hash of its file's fingerprint (size, and up to 16 pieces of 4 KiB at even distances, fewer
-where there are many files) and its place; the id is the hash of the format, type, counts and those. Names and paths
-are not in it: a copy elsewhere has the same id. A change between the pieces goes unseen by the id.
+A slice is a run of at most 64 Mi tokens of one file or shard; slices share the maps of files. Hashing terabytes when
+opening takes too long, so a slice's `sha256` is that of its file's fingerprint (size, and up to 16 pieces of 4 KiB at
+even distances, fewer where there are many files) and its place; the id is the hash of the format, type, counts and
+those. Names and paths are not in it. A change between the pieces goes unseen by the id.
 """
 
 import hashlib
@@ -207,7 +204,6 @@ class ExternalDataset(Dataset, ABC):
         return fingerprint(self.files[file], len(self.files))
 
     def _check_part(self, part: ExternalSlice, tokens: NDArray[Any]) -> str:
-        """What only reading all of a part can show: empty, or `changed`."""
         return ""
 
     def _checked(self, part: ExternalSlice, tokens: NDArray[Any], document_ends: U64) -> Slice:

@@ -18,8 +18,7 @@ from forebay.formats.text import BOM, read_document
 _BLANK_LINES = re.compile(r"\n{3,}")
 _MAX_ATTRIBUTES = 1000
 _MAX_REPEATED = 1000
-_MAX_INDENTED = 16
-"""Blanks that may indent nested lists, for each byte of HTML."""
+_MAX_INDENTED = 16  # Blanks that may indent nested lists, for each byte of HTML.
 _MAX_GROWTH = 8
 _SLASH = ord("/")
 _SCAN = re.compile(

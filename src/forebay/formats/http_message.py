@@ -106,10 +106,6 @@ def _unpack(body: bytes, encodings: str, max_bytes: int) -> tuple[bytes, str]:
     return body, ""
 
 
-def _gzip(body: bytes, limit: int) -> bytes:
-    return zlib.decompressobj(47).decompress(body, limit)
-
-
 def _deflate(body: bytes, limit: int) -> bytes:
     try:
         return zlib.decompressobj().decompress(body, limit)
@@ -125,8 +121,7 @@ def _zstd(body: bytes, limit: int) -> bytes:
 
 
 _DECODERS: dict[str, Callable[[bytes, int], bytes]] = {
-    "gzip": _gzip,
-    "x-gzip": _gzip,
+    **dict.fromkeys(("gzip", "x-gzip"), lambda body, limit: zlib.decompressobj(47).decompress(body, limit)),
     "deflate": _deflate,
     "zstd": _zstd,
 }

@@ -15,7 +15,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,26 +69,14 @@ class Images(Format):
 
         def read() -> Iterator[pa.RecordBatch]:
             rows: Iterator[dict[str, Any]] = (
-                {
-                    "image": path.read_bytes(),
-                    **({"label": labels[parts[0]]} if classes else {}),
-                    "path": path.relative_to(folder).as_posix(),
-                }
+                {"image": path.read_bytes(), "path": path.relative_to(folder).as_posix()}
+                | ({"label": labels[parts[0]]} if classes else {})
                 for path, parts in zip(paths, owners)
             )
             batches = batched(rows, lambda row: len(row["image"]), BATCH_BYTES, len(paths))
             return map(functools.partial(pa.RecordBatch.from_pylist, schema=schema), batches)
 
         return TableSource(self.name, schema, len(paths), read, {"classes": classes} if classes else {})
-
-
-@dataclass(frozen=True)
-class RejectedImage:
-    """A row that is not in the result: its number, its name, and the reason."""
-
-    row: int
-    name: str
-    reason: str
 
 
 def is_image(head: bytes) -> bool:
@@ -98,33 +86,27 @@ def is_image(head: bytes) -> bool:
     return _BMP.match(head) is not None or _NETPBM.match(head) is not None
 
 
-def with_images(source: TableSource, options: ConvertOptions, rejected: list[RejectedImage]) -> TableSource:
+def with_images(source: TableSource, options: ConvertOptions, rejected: list[dict[str, Any]]) -> TableSource:
     """Return the table with its encoded images as arrays; as it is if it has none.
 
     Columns `image` and `label` become `images` and `labels`. How many rows there are is known once all are decoded.
-    `rejected` becomes the rows that the last reading left out; complete at its end.
+    `rejected` becomes the row, name and reason of those that the last reading left out; complete at its end.
     """
     source = unwrap_images(source)
     column = image_column(source)
     if column is None:
         return source
     attempts = (decode(blob, None, options) for batch in source.batches() for blob in batch.column(column).to_pylist())
-    reason = ""
+    image: Any = "no rows"
     for image in attempts:
         if not isinstance(image, str):
             break
-        reason = reason or image
     else:
-        raise DatasetError(f"column {column!r}: expected images, got none that can be decoded: {reason}.")
+        raise DatasetError(f"column {column!r}: expected images, got none that can be decoded: {image}.")
     shape = image.shape
-    schema = pa.schema(
-        [
-            field_of("images", np.dtype(np.uint8), shape)
-            if field.name == column
-            else pa.field(_NAMES.get(field.name, field.name), field.type)
-            for field in source.schema
-        ]
-    )
+    images_field = field_of("images", np.dtype(np.uint8), shape)
+    others = [pa.field(_NAMES.get(field.name, field.name), field.type) for field in source.schema]
+    schema = pa.schema([images_field if f.name == column else other for f, other in zip(source.schema, others)])
 
     def decoded(pool: ThreadPoolExecutor, batch: pa.RecordBatch, first: int) -> pa.RecordBatch:
         """A batch with images in place of the column; those that cannot be decoded are `rejected`."""
@@ -134,7 +116,7 @@ def with_images(source: TableSource, options: ConvertOptions, rejected: list[Rej
         for i, image in enumerate(images):
             name = names[i] or f"row {first + i}"
             if isinstance(image, str):
-                rejected.append(RejectedImage(first + i, name, image))
+                rejected.append({"row": first + i, "name": name, "reason": image})
             elif image.shape != shape:
                 raise DatasetError(
                     f"{name}: expected an image of {shape[1]} x {shape[2]} (height x width) as the first, got "
@@ -180,7 +162,13 @@ def image_column(source: TableSource) -> str | None:
 
 def unwrap_images(source: TableSource) -> TableSource:
     """Return the table with columns of {bytes, path}, as Hugging Face stores images, as their bytes alone."""
-    wrapped = [field.name for field in source.schema if _is_wrapped(field.type)]
+    wrapped = [
+        field.name
+        for field in source.schema
+        if pa.types.is_struct(field.type)
+        and {part.name for part in field.type.fields} == {"bytes", "path"}
+        and is_bytes(field.type.field("bytes").type)
+    ]
     if not wrapped:
         return source
     fields = [pa.field(f.name, pa.binary()) if f.name in wrapped else f for f in source.schema]
@@ -191,12 +179,6 @@ def unwrap_images(source: TableSource) -> TableSource:
             for name, column in zip(batch.schema.names, batch.columns)
         ],
     )
-
-
-def _is_wrapped(kind: Any) -> bool:
-    if not pa.types.is_struct(kind) or {kind.field(i).name for i in range(kind.num_fields)} != {"bytes", "path"}:
-        return False
-    return is_bytes(kind.field("bytes").type)
 
 
 def decode(blob: bytes | None, channels: int | None, options: ConvertOptions) -> NDArray[np.uint8] | str:

@@ -16,12 +16,10 @@ from forebay.storage.compression import MAX_WINDOW_BYTES, MIN_UNPACKED_BYTES, Ch
 SPLIT_BYTES = 16 << 20
 GROUP_BYTES = 8 << 20
 GROUP_FILES = 1024
-MAX_INPUT_BYTES = 64 << 40
-"""A larger size is refused: a server may claim any."""
-MAX_SPLITS = 100_000
-"""Splits of one file, at most."""
+MAX_INPUT_BYTES = 64 << 40  # A larger size is refused: a server may claim any.
+MAX_SPLITS = 100_000  # Splits of one file, at most.
 RESERVED_COLUMNS = frozenset(
-    "place id url html text where text_bytes language language_score perplexity".split()  # noqa: SIM905 - a set
+    ("place", "id", "url", "html", "text", "where", "text_bytes", "language", "language_score", "perplexity")
 )
 """Columns that readers, stages and tasks make; fields of the input may not take their names."""
 _BUFFER_BYTES = 256 << 10

@@ -22,29 +22,13 @@ import pyarrow as pa
 import zstandard
 
 from forebay.errors import CorruptInputError, DatasetError, ForebayError, UsageError
+from forebay.formats import tables
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.detect import HEAD_BYTES
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record, batched, has_surrogate, shown, shown_text, to_record
 from forebay.formats.report import Report
-from forebay.formats.tables import (
-    BATCH_BYTES,
-    BATCH_ROWS,
-    Encoded,
-    Rows,
-    contains,
-    flatten,
-    infer_schema,
-    is_beyond_json,
-    is_bytes,
-    open_for_check,
-    open_unpacked,
-    refuse_columns,
-    rows_batch,
-    tensor_shape,
-    write_parts,
-)
 from forebay.formats.text import BOM, split_bytes, split_lines
 
 _ADVICE = "Write --to parquet, or leave the column out."
@@ -83,7 +67,7 @@ class Jsonl(Format):
                 yield parse_line(index, line, options, offset, offset)
 
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
-        schema = infer_schema(_line_batches(paths))
+        schema = tables.infer_schema(_line_batches(paths))
         if schema is None:
             raise DatasetError(f"{paths[0]}: expected lines of JSON, got none.")
         columns = schema
@@ -91,24 +75,26 @@ class Jsonl(Format):
             self.name,
             columns,
             None,
-            lambda: (rows_batch(rows, columns, location) for location, rows, _ in _line_batches(paths)),
+            lambda: (tables.rows_batch(rows, columns, location) for location, rows, _ in _line_batches(paths)),
         )
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         """`compress`: zstd, gzip or nothing, or as the suffix of `out` says."""
-        refuse_columns(
+        tables.refuse_columns(
             source.schema,
-            lambda kind: not contains(kind, lambda inner: is_bytes(inner) or is_beyond_json(inner)),
+            lambda kind: (
+                not tables.contains(kind, lambda inner: tables.is_bytes(inner) or tables.is_beyond_json(inner))
+            ),
             "JSONL",
             _ADVICE,
         )
         compressor, suffix = _compressor(out, options)
-        return write_parts(
+        return tables.write_parts(
             source,
             out,
             options,
             ".jsonl" + suffix,
-            lambda file, row: Encoded(file, _json_lines, row),
+            lambda file, row: tables.Encoded(file, _json_lines, row),
             compressor=compressor,
         )
 
@@ -116,7 +102,7 @@ class Jsonl(Format):
         """Parse every line, or of a large file the first ones."""
         num_lines = offset = 0
         try:
-            with open_for_check(path, report) as file:
+            with tables.open_for_check(path, report) as file:
                 while (line := file.readline(_MAX_LINE)) and not report.is_enough(offset):
                     num_lines += bool(line.strip())
                     if line.strip() and (problem := parse_json(line if offset else line.removeprefix(BOM))[1]):
@@ -126,9 +112,7 @@ class Jsonl(Format):
         except ForebayError as error:
             report.add_finding("truncated", f"byte {offset}", str(error))
         report.read_bytes = offset
-        report.metadata["lines"] = num_lines
-        if not num_lines and not report.findings:
-            report.add_finding("empty", "byte 0", "expected lines, got none")
+        report.add_count("lines", num_lines)
 
 
 def parse_line(index: int, line: bytes, options: ReadOptions, offset: int = 0, start: int = -1) -> Record:
@@ -180,10 +164,12 @@ def object_record(index: int, value: object, options: ReadOptions, location: str
     return record
 
 
-def _line_batches(paths: Sequence[Path]) -> Iterator[tuple[str, Rows, int]]:
+def _line_batches(paths: Sequence[Path]) -> Iterator[tuple[str, tables.Rows, int]]:
     for path in paths:
-        with closing(open_unpacked(path)) as file:
-            for batch in batched(_numbered_lines(file, path), lambda entry: len(entry[1]), BATCH_BYTES, BATCH_ROWS):
+        with closing(tables.open_unpacked(path)) as file:
+            for batch in batched(
+                _numbered_lines(file, path), lambda entry: len(entry[1]), tables.BATCH_BYTES, tables.BATCH_ROWS
+            ):
                 rows = [_parse_row(line, path, number) for number, line in batch]
                 yield f"{path}, line {batch[0][0]}", rows, sum(len(line) for _, line in batch)
 
@@ -225,8 +211,7 @@ def _json_lines(batch: pa.RecordBatch, first_row: int) -> bytes:
 
 
 def _json_values(name: str, column: pa.Array, first_row: int) -> list[Any]:
-    """Values as Python has them; tensors as nested lists."""
-    counts, leaves = flatten(column)
+    counts, leaves = tables.flatten(column)
     if pa.types.is_floating(leaves.type):
         infinite = np.flatnonzero(~np.isfinite(leaves.drop_null().to_numpy(zero_copy_only=False)))
         if len(infinite):
@@ -234,7 +219,7 @@ def _json_values(name: str, column: pa.Array, first_row: int) -> list[Any]:
             raise DatasetError(
                 f"JSONL: expected finite numbers, got another ({name}, row {first_row + row}). {_ADVICE}"
             )
-    shape = tensor_shape(column.type)
+    shape = tables.tensor_shape(column.type)
     if shape is not None and not column.null_count and not leaves.null_count:
         nested: list[Any] = leaves.to_numpy(zero_copy_only=False).reshape(len(column), *shape).tolist()
         return nested

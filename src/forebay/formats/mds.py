@@ -1,13 +1,12 @@
 """MosaicML's MDS, version 2: index.json and shards, raw or compressed, of which one column is tokens.
 
-A shard is a block (see `formats.blocks`) whose settings are JSON. A column of tokens is `bytes`, or an `ndarray` whose
+A shard, little endian: u32 n samples, u32 offsets [n + 1] from its first byte, settings in JSON, the samples. A sample:
+u32 size of each column that has no fixed size, then the columns. A column of tokens is `bytes`, or an `ndarray` whose
 encoding names its type: u8 (dimensions << 2 | log2 of a size's bytes) and the sizes unless named, the values.
 Source: mosaicml-streaming 0.10, streaming/base/format/mds.
 
-Where one column alone has no fixed size, the offsets tell where the tokens are, and 4 bytes a sample are read when
-opening. One sample is one document; one shard one
-slice. A raw shard whose only column is an `ndarray` of fixed type and shape is a view of the map; any other is copied
-when its slice opens (and decompressed, and its hash checked), about the size of its tokens in memory.
+One sample is one document; one shard one slice. A raw shard whose only column is an `ndarray` of fixed type and shape
+is a view of the map; any other is copied, and its hash checked. Every offset and size is checked before it is used.
 """
 
 import hashlib
@@ -15,54 +14,65 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from forebay.errors import DatasetError, UsageError
-from forebay.formats import blocks
+from forebay.formats import external
 from forebay.formats.base import Format
-from forebay.formats.blocks import (
-    I64,
-    INDEX_FILE,
-    MAX_BLOCK_BYTES,
-    Block,
-    damaged,
-    inflate,
-    is_size,
-    read_offsets,
-)
-from forebay.formats.external import (
-    U64,
-    ExternalDataset,
-    ExternalSlice,
-    as_tokens,
-    common_dtype,
-    file_size,
-    fingerprint,
-    map_file,
-    read_head,
-    reading,
-    shown_name,
-    token_dtype,
-)
 from forebay.formats.report import Report, check_external
-from forebay.storage.compression import check_unpacked, limit_large_blocks
+from forebay.storage.compression import bounded_unpack, check_unpacked, limit_large_blocks
 
-_NAMES = ("tokens", "input_ids")
-_RECORD_BYTES = 4 + 4 + 9  # Of a sample: an offset, a size, a shape of at most 8 bytes and the byte before it.
-_VALUES = ("uint8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+INDEX_FILE = "index.json"
+_MAX_INDEX_BYTES = 1 << 30
+_MAX_SHARD_BYTES = (1 << 32) - 1  # Offsets are u32.
 _MAX_SAMPLES = 1 << 20  # Of a compressed shard of few bytes.
+_VALUES = ("uint8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+I64 = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A shard's file: raw or compressed."""
+def _inside(name: str) -> str:
+    if "\\" in name or not name.isprintable() or any(part in ("", ".", "..") for part in name.split("/")):
+        raise ValueError(f"a file inside the directory, not {name!r}")
+    return name
 
-    path: Path
-    num_bytes: int
-    hashes: dict[str, str]
+
+class ShardFile(BaseModel, strict=True):
+    """A shard's file, raw or compressed, as the index lists it."""
+
+    basename: Annotated[str, AfterValidator(_inside)]
+    bytes: Annotated[int, Field(ge=0, le=_MAX_SHARD_BYTES)]
+    hashes: dict[str, str] | None = None
+
+    @property
+    def hash_name(self) -> str:
+        """The first of its hashes that hashlib has, or ""."""
+        available = hashlib.algorithms_guaranteed
+        return next((name for name in self.hashes or () if name in available and "shake" not in name), "")
+
+
+class MdsShard(BaseModel, strict=True):
+    """One entry of the index."""
+
+    format: Literal["mds"]
+    version: Literal[2]
+    column_names: list[str]
+    column_encodings: list[str]
+    column_sizes: list[Annotated[int, Field(ge=0, le=_MAX_SHARD_BYTES)] | None]
+    samples: Annotated[int, Field(ge=0, le=_MAX_SHARD_BYTES // 4)]
+    raw_data: ShardFile
+    zip_data: ShardFile | None = None
+    compression: str | None = None
+
+
+class MdsIndex(BaseModel, strict=True):
+    """index.json."""
+
+    version: Literal[2]
+    shards: Annotated[list[MdsShard], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -74,28 +84,12 @@ class TokenColumn:
     kind: np.dtype[Any]  # Type of a token.
     length: int | None  # Tokens in a sample, where fixed.
     index: int  # Among all columns.
-    sizes: tuple[int | None, ...]  # Bytes of each column, None where each sample says it.
+    sizes: list[int | None]  # Bytes of each column, None where each sample says it.
 
     @property
     def has_header(self) -> bool:
         """Whether each value begins with its type or shape."""
         return self.encoding.startswith("ndarray") and self.length is None
-
-
-@dataclass(frozen=True)
-class MdsShard:
-    """One entry of the index, checked."""
-
-    samples: int
-    raw: Stored
-    zipped: Stored | None
-    compression: str
-    column: TokenColumn
-
-    @property
-    def files(self) -> tuple[Stored | None, ...]:
-        """The files that may hold its samples."""
-        return self.raw, self.zipped
 
 
 class Mds(Format):
@@ -104,148 +98,180 @@ class Mds(Format):
     name = "mds"
 
     def is_dataset(self, folder: Path) -> bool:
-        return blocks.is_index(folder, b'"shards"')
+        """By the first 4 KiB and the last 64 of index.json."""
+        index = folder / INDEX_FILE
+        if not index.is_file():
+            return False
+        head = external.read_head(index, 4096).lstrip()
+        return head[:1] == b"{" and b'"shards"' in head + external.read_tail(index, 1 << 16)
 
-    def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> ExternalDataset:
+    def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> external.ExternalDataset:
         return MdsDataset(path, dtype, column)
 
     def check(self, path: Path, report: Report) -> None:
-        try:
-            check_external(report, MdsDataset(path, report.options.dtype))
-        except UsageError as error:
-            report.add_finding("unclear", "index", str(error))
-        except DatasetError as error:
-            report.add_finding("index-mismatch", "index", str(error))
+        check_external(report, lambda: MdsDataset(path, report.options.dtype))
 
 
-class MdsDataset(ExternalDataset):
+class MdsDataset(external.ExternalDataset):
     """The shards of one directory, in the index's order."""
 
     def __init__(self, path: Path, dtype: Any = None, column: str | None = None) -> None:
-        self._shards = shards = read_index(path, dtype, column)
-        if not shards:
-            raise DatasetError(f"{path / INDEX_FILE}: expected at least one shard, got none.")
+        self._folder, self._shards = path, _read_index(path / INDEX_FILE)
+        self._column = _find_column(path / INDEX_FILE, self._shards, dtype, column)
         with ThreadPoolExecutor(16) as pool:
-            counts = list(pool.map(_count, shards))
-            marks = list(pool.map(lambda shard: fingerprint(file_of(shard).path, len(shards)), shards))
+            counts = list(pool.map(self._count, self._shards))
+            marks = list(
+                pool.map(lambda shard: external.fingerprint(self._find(shard)[0], len(self._shards)), self._shards)
+            )
+        files = [path / shard.raw_data.basename for shard in self._shards]
         parts = [
-            ExternalSlice(i, shown_name(path, shard.raw.path), 0, count, shard.samples, file_of(shard).num_bytes)
-            for i, (shard, count) in enumerate(zip(shards, counts))
+            external.ExternalSlice(
+                i, external.shown_name(path, file), 0, count, shard.samples, self._find(shard)[1].bytes
+            )
+            for i, (file, shard, count) in enumerate(zip(files, self._shards, counts))
         ]
-        encodings = sorted({shard.column.encoding for shard in shards})
-        settings = {"column": shards[0].column.name, "encodings": encodings}
-        files = [shard.raw.path for shard in shards]
-        super().__init__(
-            path, "mds", common_dtype(path, (shard.column.kind for shard in shards)), files, marks, parts, settings
-        )
+        settings = {"column": self._column.name, "encodings": [self._column.encoding]}
+        super().__init__(path, "mds", external.common_dtype(path, [self._column.kind]), files, marks, parts, settings)
+
+    def _find(self, shard: MdsShard) -> tuple[Path, ShardFile]:
+        for file in (shard.raw_data, shard.zip_data):
+            if file is not None and (path := self._folder / file.basename).is_file():
+                return path, file
+        path = self._folder / shard.raw_data.basename
+        raise DatasetError(f"{path}: expected it, or its compressed form, got neither. Fetch it again.")
 
     def _exists(self, file: int) -> bool:
-        return any(stored is not None and stored.path.is_file() for stored in self._shards[file].files)
+        shard = self._shards[file]
+        return any(f is not None and (self._folder / f.basename).is_file() for f in (shard.raw_data, shard.zip_data))
 
     def _mark(self, file: int) -> bytes:
-        stored = file_of(self._shards[file])
-        check_hashes(stored)
-        return fingerprint(stored.path, len(self.files))
+        path, stored = self._find(self._shards[file])
+        _check_hash(path, stored)
+        return external.fingerprint(path, len(self.files))
 
     def _hash_checks(self) -> tuple[str, ...]:
-        files = [file_of(shard) for i, shard in enumerate(self._shards) if self._exists(i)]
-        names = [_hash_of(stored) for stored in files]
+        names = [self._find(shard)[1].hash_name for i, shard in enumerate(self._shards) if self._exists(i)]
         return (f"{' and '.join(sorted(set(names)))} of every shard",) if names and all(names) else ()
 
-    def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
-        shard, kind = self._shards[part.file], self._shards[part.file].column.kind
-        stored = file_of(shard)
-        is_raw = stored is shard.raw
-        memory = self._map(stored.path, stored.num_bytes) if is_raw else np.frombuffer(decompress(shard), np.uint8)
-        block = _block(shard, memory)
-        begins, stops = _places(shard, block)
-        if not is_raw or len(shard.column.sizes) > 1 or shard.column.length is None:
-            check_hashes(stored)
-        documents = np.cumsum((stops - begins) // kind.itemsize).astype(np.uint64)
-        return as_tokens(block.values(begins, stops).view(kind), shard.raw.path), documents
+    def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
+        shard, column = self._shards[part.file], self._column
+        path, stored = self._find(shard)
+        is_raw = stored is shard.raw_data
+        memory = self._map(path, stored.bytes) if is_raw else _decompress(path, shard)
+        begins, stops = self._locate(path, shard, memory)
+        if not is_raw or len(column.sizes) > 1 or column.length is None:
+            _check_hash(path, stored)
+        if not len(begins):
+            values = memory[:0]
+        elif (begins[1:] == stops[:-1]).all():
+            values = memory[int(begins[0]) : int(stops[-1])]
+        else:
+            values = np.concatenate([memory[a:b] for a, b in zip(begins.tolist(), stops.tolist())])
+        document_ends = np.cumsum((stops - begins) // column.kind.itemsize).astype(np.uint64)
+        return external.as_tokens(values.view(column.kind), path), document_ends
 
-
-def read_index(folder: Path, dtype: Any = None, column: str | None = None) -> list[MdsShard]:
-    """Return the shards that index.json lists."""
-    path, index = folder / INDEX_FILE, blocks.read_index(folder)
-    if index.get("version") != 2 or not isinstance(index.get("shards"), list):
-        raise DatasetError(f"{path}: expected MosaicML's index of version 2, with shards, got another. Write it again.")
-    shards = [_shard(path, i, entry, dtype, column) for i, entry in enumerate(index["shards"])]
-    if len({shard.column.name for shard in shards}) > 1:
-        raise DatasetError(f"{path}: expected the same columns in every shard, got others.")
-    return shards
-
-
-def _shard(path: Path, i: int, entry: Any, dtype: Any, column: str | None) -> MdsShard:
-    def invalid(expected: str, got: object) -> DatasetError:
-        return DatasetError(f"{path}: expected {expected} of shard {i}, got {str(got)[:200]}. Write or fetch it again.")
-
-    if not isinstance(entry, dict) or entry.get("format") != "mds" or entry.get("version") != 2:
-        raise invalid("format 'mds' and version 2", entry)
-    columns = tuple(entry.get(f"column_{what}") for what in ("names", "encodings", "sizes"))
-    if not all(isinstance(value, list) for value in columns) or len({len(value) for value in columns}) != 1:  # type: ignore[arg-type]
-        raise invalid("column_names, _encodings and _sizes of one length", columns)
-    names, encodings, sizes = columns
-    assert names is not None and encodings is not None and sizes is not None
-    if not all(isinstance(value, str) for value in [*names, *encodings]):
-        raise invalid("column_names and _encodings of strings", columns)
-    if not all(value is None or is_size(value) for value in sizes):
-        raise invalid("column_sizes of numbers or null", sizes)
-    samples, compression = entry.get("samples"), entry.get("compression")
-    if not isinstance(samples, int) or not is_size(samples, MAX_BLOCK_BYTES // 4):
-        raise invalid("samples: a number", samples)
-    raw, zipped = (_stored(path.parent, entry.get(key)) for key in ("raw_data", "zip_data"))
-    if raw is None or (entry.get("zip_data") is not None and zipped is None):
-        raise invalid(
-            "raw_data and zip_data of basename (inside the directory), bytes and hashes", entry.get("raw_data")
+    def _count(self, shard: MdsShard) -> int:
+        """The number of a shard's tokens, from its offsets where these tell, else from its samples."""
+        column, (path, stored) = self._column, self._find(shard)
+        if external.file_size(path) != stored.bytes:
+            raise DatasetError(
+                f"{path}: expected {stored.bytes} bytes, got {external.file_size(path)}. Fetch it again."
+            )
+        if column.length is not None:
+            return shard.samples * column.length
+        width, is_raw = column.kind.itemsize, stored is shard.raw_data
+        if not is_raw or [i for i, size in enumerate(column.sizes) if size is None] != [column.index]:
+            with limit_large_blocks(0 if is_raw else shard.raw_data.bytes):
+                begins, stops = self._locate(
+                    path, shard, external.map_file(path) if is_raw else _decompress(path, shard)
+                )
+                return int((stops - begins).sum()) // width
+        head = external.read_head(path, 4 * (shard.samples + 2))
+        values = (
+            np.diff(_offsets(path, head, shard.samples, stored.bytes)) - 4 - sum(size or 0 for size in column.sizes)
         )
-    if zipped is not None and (not isinstance(compression, str)):
-        raise invalid("compression: a name", compression)
-    # The reference takes a size of 0 for none.
-    token_column = _column(path, names, encodings, tuple(size or None for size in sizes), dtype, column)
-    return MdsShard(samples, raw, zipped, str(compression or "").partition(":")[0], token_column)
+        if column.has_header:
+            values = _without_header(values, width)
+        if len(values) and (int(values.min()) < 0 or bool((values % width).any())):
+            raise _damaged(path, f"whole tokens {column.kind} in every sample", "others")
+        return int(values.sum()) // width
+
+    def _locate(self, path: Path, shard: MdsShard, memory: external.Bytes8) -> tuple[I64, I64]:
+        """Where the tokens of each sample begin and end in a shard's bytes."""
+        column = self._column
+        offsets = _offsets(path, memory, shard.samples, len(memory))
+        size_at, limits = offsets[:-1], offsets[1:]
+        begins = stops = size_at + 4 * column.sizes.count(None)
+        for size in column.sizes[: column.index + 1]:
+            begins = stops
+            if size is None:
+                if (size_at + 4 > limits).any():
+                    raise _damaged(path, "the sizes of its columns in every sample", "fewer bytes")
+                sizes = sum(memory[size_at + k].astype(np.int64) << 8 * k for k in range(4))
+                size_at, stops = size_at + 4, begins + sizes
+            else:
+                stops = begins + size
+        if (stops > limits).any():
+            raise _damaged(path, f"column {column.name} inside its sample", "one beyond")
+        if column.has_header and len(begins):
+            if (begins >= stops).any():
+                raise _damaged(path, "a shape before the tokens of every sample", "none")
+            shapes = memory[begins].astype(np.int64)
+            if (shapes >> 2 != 1).any():
+                raise _damaged(path, "vectors of tokens", f"{int(shapes.max()) >> 2} dimensions")
+            begins = begins + 1 + (1 << (shapes & 3))
+        if (begins > stops).any() or ((stops - begins) % column.kind.itemsize).any():
+            raise _damaged(path, f"whole tokens {column.kind} in every sample", "others")
+        return begins, stops
 
 
-def _stored(folder: Path, entry: Any) -> Stored | None:
-    if not isinstance(entry, dict):
-        return None
-    path = blocks.path_inside(folder, entry.get("basename"))
-    num_bytes, hashes = entry.get("bytes"), entry.get("hashes") or {}
-    if path is None or not isinstance(num_bytes, int) or not is_size(num_bytes) or not isinstance(hashes, dict):
-        return None
-    return Stored(path, num_bytes, {str(k): str(v) for k, v in hashes.items()})
-
-
-def _column(
-    path: Path, names: list[str], encodings: list[str], sizes: tuple[int | None, ...], dtype: Any, column: str | None
-) -> TokenColumn:
-    arrays = [n for n, e in zip(names, encodings) if e.split(":")[0] == "ndarray"]
-    chosen = (
-        [column] if column is not None else [n for n in _NAMES if n in names] or (arrays if len(arrays) == 1 else [])
-    )
-    if not chosen or chosen[0] not in names:
+def _read_index(path: Path) -> list[MdsShard]:
+    if external.file_size(path) > _MAX_INDEX_BYTES:
+        raise DatasetError(f"{path}: expected at most {_MAX_INDEX_BYTES} bytes, got {external.file_size(path)}.")
+    try:
+        return MdsIndex.model_validate_json(external.read_head(path, _MAX_INDEX_BYTES)).shards
+    except ValidationError as error:
+        fault = error.errors()[0]
+        location = ".".join(map(str, fault["loc"])) or "it"
         raise DatasetError(
-            f"{path}: expected a column of tokens ({column or ' or '.join(_NAMES)}), got "
+            f"{path}: expected MosaicML's index of version 2, got {location}: {fault['msg']}. Write or fetch it again."
+        ) from error
+
+
+def _find_column(path: Path, shards: list[MdsShard], dtype: Any, column: str | None) -> TokenColumn:
+    names, encodings, sizes = shards[0].column_names, shards[0].column_encodings, shards[0].column_sizes
+    if not len(names) == len(encodings) == len(sizes) or any(
+        (shard.column_names, shard.column_encodings, shard.column_sizes) != (names, encodings, sizes)
+        for shard in shards
+    ):
+        raise DatasetError(f"{path}: expected the same columns, with an encoding and size each, in every shard.")
+    arrays = [name for name, encoding in zip(names, encodings) if encoding.split(":")[0] == "ndarray"]
+    candidates = [name for name in reversed(external.TOKEN_COLUMNS) if name in names] or (
+        arrays if len(arrays) == 1 else []
+    )
+    chosen = column if column is not None else next(iter(candidates), "")
+    if chosen not in names:
+        raise DatasetError(
+            f"{path}: expected a column of tokens ({column or ' or '.join(external.TOKEN_COLUMNS)}), got "
             f"{', '.join(f'{n}: {e}' for n, e in zip(names, encodings))[:500]}. Say column=…, or tokenize text first "
             "with `forebay prepare`."
         )
-    index = names.index(chosen[0])
-    kind, length = _encoding(path, chosen[0], encodings[index], dtype)
+    index = names.index(chosen)
+    kind, length = _parse_encoding(path, chosen, encodings[index], dtype)
     if length is not None and sizes[index] != length * kind.itemsize:
-        raise DatasetError(
-            f"{path}: expected {length * kind.itemsize} bytes of column {chosen[0]}, got {sizes[index]}."
-        )
-    return TokenColumn(chosen[0], encodings[index], kind, length, index, sizes)
+        raise DatasetError(f"{path}: expected {length * kind.itemsize} bytes of column {chosen}, got {sizes[index]}.")
+    # The reference takes a size of 0 for none.
+    return TokenColumn(chosen, encodings[index], kind, length, index, [size or None for size in sizes])
 
 
-def _encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[np.dtype[Any], int | None]:
+def _parse_encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[np.dtype[Any], int | None]:
     what, *rest = encoding.split(":")
     if what == "bytes" and not rest:
         if dtype is None:
             raise UsageError(
                 f"{path}: column {name} is bytes, of no known type. Say it: dtype='int64' (LLM Foundry's), 'uint16' …"
             )
-        return token_dtype(dtype), None
+        return external.token_dtype(dtype), None
     if what != "ndarray" or len(rest) not in (1, 2) or rest[0] not in _VALUES:
         raise DatasetError(f"{path}: expected column {name} of integers (ndarray:uint16 or bytes), got {encoding!r}.")
     kind = np.dtype(rest[0]).newbyteorder("<")
@@ -257,78 +283,46 @@ def _encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[np.dtyp
     return kind, math.prod(map(int, shape))
 
 
-def decompress(shard: MdsShard) -> bytes:
-    """Return the raw bytes of a compressed shard, of exactly the index's size."""
-    assert shard.zipped is not None
-    check_unpacked(shard.zipped.path, shard.zipped.num_bytes, shard.raw.num_bytes + 1)
-    if shard.samples > max(_MAX_SAMPLES, shard.zipped.num_bytes):  # Empty ones: each costs memory here.
-        raise DatasetError(f"{shard.zipped.path}: expected at most {_MAX_SAMPLES} samples, got {shard.samples}.")
-    data = read_head(shard.zipped.path, shard.zipped.num_bytes + 1)
-    if len(data) != shard.zipped.num_bytes:
-        raise DatasetError(
-            f"{shard.zipped.path}: expected {shard.zipped.num_bytes} bytes, got {len(data)}. Fetch it again."
-        )
-    return inflate(shard.zipped.path, data, shard.compression, shard.raw.num_bytes)
+def _decompress(path: Path, shard: MdsShard) -> external.Bytes8:
+    """The raw bytes of a compressed shard, of exactly the index's size."""
+    assert shard.zip_data is not None
+    packed, size = shard.zip_data.bytes, shard.raw_data.bytes
+    check_unpacked(path, packed, size + 1)
+    if shard.samples > max(_MAX_SAMPLES, packed):  # Empty ones: each costs memory here.
+        raise DatasetError(f"{path}: expected at most {_MAX_SAMPLES} samples, got {shard.samples}.")
+    data = external.read_head(path, packed + 1)
+    if len(data) != packed:
+        raise DatasetError(f"{path}: expected {packed} bytes, got {len(data)}. Fetch it again.")
+    raw = bounded_unpack(data, (shard.compression or "").partition(":")[0], size + 1, path)
+    if len(raw) != size:
+        raise _damaged(path, f"{size} bytes once decompressed", f"{len(raw)} or more")
+    return np.frombuffer(raw, np.uint8)
 
 
-def check_hashes(stored: Stored) -> None:
-    """Compare a file with the first of the index's hashes that hashlib has. Raises DatasetError if they differ."""
-    name = _hash_of(stored)
-    if not name:
-        return
-    with reading(stored.path), stored.path.open("rb") as file:
-        digest = hashlib.file_digest(file, name).hexdigest()
-    if digest != stored.hashes[name]:
-        raise DatasetError(f"{stored.path}: expected {name} {stored.hashes[name]}, got {digest}. Fetch it again.")
+def _check_hash(path: Path, stored: ShardFile) -> None:
+    if name := stored.hash_name:
+        with external.reading(path), path.open("rb") as file:
+            digest = hashlib.file_digest(file, name).hexdigest()
+        if digest != (stored.hashes or {})[name]:
+            raise DatasetError(f"{path}: expected {name} {(stored.hashes or {})[name]}, got {digest}. Fetch it again.")
 
 
-def _hash_of(stored: Stored) -> str:
-    return next((name for name in stored.hashes if name in hashlib.algorithms_guaranteed and "shake" not in name), "")
-
-
-def file_of(shard: MdsShard) -> Stored:
-    """Return the file of a shard that exists, raw before compressed. Raises DatasetError if neither is."""
-    for stored in shard.files:
-        if stored is not None and stored.path.is_file():
-            return stored
-    raise DatasetError(f"{shard.raw.path}: expected it, or its compressed form, got neither. Fetch it again.")
-
-
-def _count(shard: MdsShard) -> int:
-    """The number of a shard's tokens, from its offsets where these tell, else from its samples."""
-    column, stored = shard.column, file_of(shard)
-    if file_size(stored.path) != stored.num_bytes:
-        raise DatasetError(
-            f"{stored.path}: expected {stored.num_bytes} bytes, got {file_size(stored.path)}. Fetch it again."
-        )
-    if column.length is not None:
-        return shard.samples * column.length
-    width, is_raw = column.kind.itemsize, stored is shard.raw
-    if not is_raw or [i for i, size in enumerate(column.sizes) if size is None] != [column.index]:
-        with limit_large_blocks(0 if is_raw else shard.raw.num_bytes):
-            memory = map_file(stored.path) if is_raw else np.frombuffer(decompress(shard), np.uint8)
-            begins, stops = _places(shard, _block(shard, memory))
-            return int((stops - begins).sum()) // width
-    head = read_head(stored.path, 4 * (shard.samples + 2))
-    offsets = read_offsets(stored.path, head, shard.samples, shard.raw.num_bytes, has_settings=True)
-    values = np.diff(offsets) - 4 - sum(size or 0 for size in column.sizes)
-    if column.has_header:
-        values = _without_header(values, width)
-    if len(values) and (int(values.min()) < 0 or bool((values % width).any())):
-        raise damaged(stored.path, f"whole tokens {column.kind} in every sample", "others")
-    return int(values.sum()) // width
-
-
-def _block(shard: MdsShard, memory: Any) -> Block:
-    path = shard.raw.path
-    return Block(path, memory, read_offsets(path, memory, shard.samples, len(memory), has_settings=True))
+def _offsets(path: Path, head: Any, samples: int, num_bytes: int) -> I64:
+    """Where each sample of a shard begins, and the end: int64 [n + 1], rising from after the offsets to its end."""
+    begin = 4 * (samples + 2)
+    if len(head) < begin:
+        raise _damaged(path, f"offsets of {samples} samples", f"{len(head)} bytes")
+    numbers = np.frombuffer(head, "<u4", samples + 2).astype(np.int64)
+    offsets = numbers[1:]
+    if numbers[0] != samples:
+        raise _damaged(path, f"{samples} samples, as its index says", str(numbers[0]))
+    if offsets[0] < begin or offsets[-1] != num_bytes or (np.diff(offsets) < 0).any():
+        raise _damaged(path, f"samples from byte {begin} to {num_bytes}", f"{offsets[0]} to {offsets[-1]}")
+    return offsets
 
 
 def _without_header(values: I64, width: int) -> I64:
-    """Bytes of the values of one-dimensional arrays, given those with the shape before them; -1 where none fits.
-
-    The byte of dimensions, and 1, 2, 4 or 8 of the size, the fewest that hold it: so one of the four fits.
-    """
+    """Bytes of the values, given those with the shape before them: 1 byte and 1, 2, 4 or 8, the fewest; or -1."""
     sizes = np.full(len(values), -1, np.int64)
     for size_bytes in (1, 2, 4, 8):
         remaining = values - 1 - size_bytes
@@ -339,14 +333,5 @@ def _without_header(values: I64, width: int) -> I64:
     return sizes
 
 
-def _places(shard: MdsShard, block: Block) -> tuple[I64, I64]:
-    column, kind = shard.column, shard.column.kind
-    begins, stops = block.column(column.index, column.sizes, column.name)
-    if column.has_header:
-        shapes = block.numbers(begins, 1, stops)
-        if (shapes >> 2 != 1).any():
-            raise damaged(block.path, "vectors of tokens", f"{int(shapes.max()) >> 2} dimensions")
-        begins = begins + 1 + (1 << (shapes & 3))
-    if (begins > stops).any() or ((stops - begins) % kind.itemsize).any():
-        raise damaged(block.path, f"whole tokens {kind} in every sample", "others")
-    return begins, stops
+def _damaged(path: Path, expected: str, got: str) -> DatasetError:
+    return DatasetError(f"{path}: expected {expected}, got {got}. It is damaged; fetch it again.")

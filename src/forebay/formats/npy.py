@@ -1,10 +1,7 @@
-"""Arrays as rows: NumPy's .npy and .npz, and the idx files of MNIST.
+"""Arrays as rows: NumPy's .npy and .npz.
 
 Arrays of several files go side by side, each a column by its file's name. They are read as streams: none is in memory
 as a whole. Pickled objects are never loaded.
-
-Source of idx: Y. LeCun's page on MNIST: two zero bytes, a type, the number of dimensions, each dimension in 4 bytes,
-values, all big-endian.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ import math
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,12 +23,9 @@ from forebay.errors import DatasetError, UsageError
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.raw_tokens import RawTokens
-from forebay.formats.tables import BATCH_BYTES, Array, batch_of, field_of, open_unpacked, rows_at_once
+from forebay.formats.tables import BATCH_BYTES, Array, batch_of, field_of, rows_at_once
 from forebay.formats.vectors import NPY_MAGIC, read_header
 from forebay.storage.compression import check_unpacked
-
-_IDX_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-_IDX_NAMES = {1: "labels", 2: "values"}
 
 _READ_ERRORS = (OSError, EOFError, RuntimeError, NotImplementedError, zlib.error, zipfile.BadZipFile)
 """What files and members of archives raise that are damaged, encrypted, or of an unknown compression."""
@@ -51,7 +45,7 @@ class Npy(RawTokens):
     def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
         """`column` chooses some of the files: `x_train,y_train`."""
         stacks = [open_array(path, path.stem, partial(path.open, "rb"), path.stat().st_size) for path in paths]
-        return table_of_arrays(self.name, choose_arrays(stacks, options.column))
+        return table_of_arrays(self.name, stacks, options.column)
 
 
 class Npz(Format):
@@ -79,41 +73,12 @@ class Npz(Format):
             check_unpacked(f"{path}, {member.filename}", member.compress_size, member.file_size)
             name = member.filename.removesuffix(".npy")
             arrays.append(open_array(path, name, partial(_open_member, path, member.filename), member.file_size))
-        return table_of_arrays(self.name, choose_arrays(arrays, options.column))
+        return table_of_arrays(self.name, arrays, options.column)
 
 
 def _open_member(path: Path, name: str) -> Any:
     with zipfile.ZipFile(path) as archive:
         return archive.open(name)  # Keeps the file open until it is closed itself.
-
-
-class Idx(Format):
-    """MNIST's files of images and labels; images of one channel, [N, H, W], become [N, 1, H, W]."""
-
-    name = "idx"
-
-    def sniff(self, head: bytes) -> bool:
-        return len(head) >= 8 and head[:2] == b"\0\0" and head[2] in _IDX_TYPES and 1 <= head[3] <= 8
-
-    def open_rows(self, paths: Sequence[Path], options: ConvertOptions) -> TableSource:
-        return table_of_arrays(self.name, [self._open(path) for path in paths])
-
-    def _open(self, path: Path) -> ArrayFile:
-        with closing(open_unpacked(path)) as file:
-            head = file.read(4)
-            if not self.sniff(head + b"\0" * 4):
-                raise DatasetError(f"{path}: expected an idx file, got one that begins with {head.hex(' ')}.")
-            sizes = file.read(4 * head[3])
-        if len(sizes) < 4 * head[3]:
-            raise DatasetError(
-                f"{path}: expected {head[3]} dimensions, got {len(sizes)} bytes: it is cut. Fetch it again."
-            )
-        dimensions = [int(n) for n in np.frombuffer(sizes, ">u4")]
-        rows, *shape = dimensions
-        name = _IDX_NAMES.get(len(dimensions), "images")
-        shape = [1, *shape] if len(shape) == 2 else shape
-        start, dtype = 4 + 4 * head[3], np.dtype(_IDX_TYPES[head[2]])
-        return ArrayFile(name, path, partial(open_unpacked, path), start, dtype, rows, tuple(shape))
 
 
 @dataclass(frozen=True)
@@ -158,17 +123,12 @@ def open_array(path: Path, name: str, opener: Callable[[], AbstractContextManage
     return ArrayFile(name, path, opener, start, dtype, shape[0], shape[1:])
 
 
-def choose_arrays(arrays: list[ArrayFile], columns: str | None) -> list[ArrayFile]:
-    """Return the arrays that `columns` names: `x_train,y_train`; all without it."""
+def table_of_arrays(format_name: str, arrays: list[ArrayFile], columns: str | None) -> TableSource:
+    """Return arrays of as many rows side by side as a table; those that `columns` names: `x_train,y_train`."""
     names = [name for name in (columns or "").split(",") if name]
-    missing = set(names) - {array.name for array in arrays}
-    if missing:
+    if missing := set(names) - {array.name for array in arrays}:
         raise UsageError(f"--set column: expected some of {[array.name for array in arrays]}, got {sorted(missing)}.")
-    return [array for array in arrays if not names or array.name in names]
-
-
-def table_of_arrays(format_name: str, arrays: list[ArrayFile]) -> TableSource:
-    """Return arrays of as many rows side by side as a table."""
+    arrays = [array for array in arrays if not names or array.name in names]
     sizes = {array.name: array.rows for array in arrays}
     if not arrays or len(sizes) < len(arrays) or len(set(sizes.values())) > 1:
         got = ", ".join(f"{array.name} {array.rows} ({array.path.name})" for array in arrays)[:500]

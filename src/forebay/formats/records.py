@@ -15,8 +15,7 @@ T = TypeVar("T")
 PROMPT_MARK, RESPONSE_MARK = "\ufdd0", "\ufdd1"
 """What begins a turn of a conversation whose tokens are masked (a prompt), or learnt (a response), inside `text`.
 Unicode reserves these noncharacters for internal use; readers remove them from what they read."""
-SHOWN_CHARS = 200
-"""Of a malformed record."""
+SHOWN_CHARS = 200  # Of a malformed record.
 _LEARNT_ROLES = ("assistant", "gpt", "model", "bot")
 
 

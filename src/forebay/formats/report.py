@@ -3,7 +3,7 @@
 A format's `check` fills a `Report`: metadata, findings, and the tokens, whose ids are compared with the vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from forebay.dataset.reader import Dataset
 from forebay.dataset.slices import Slice, check_document_ends
-from forebay.errors import DatasetError
+from forebay.errors import DatasetError, UsageError
 from forebay.formats.external import TOKEN_COLUMNS, ExternalDataset
 
 _MAX_FINDINGS = 1000  # Of one file or dataset.
@@ -111,6 +111,12 @@ class Report:
             evidence = f"{location}: expected ids below {bound}, got {int(tokens[first])}"
             self.add_finding("vocabulary-overflow", f"token {start + first}", evidence)
 
+    def add_count(self, unit: str, count: int) -> None:
+        """Add how many lines, rows, records … there are; none is a finding where nothing else is wrong."""
+        self.metadata[unit] = count
+        if not count and not self.findings:
+            self.add_finding("empty", "byte 0", f"expected {unit}, got none")
+
     def is_enough(self, read_bytes: int) -> bool:
         """Return whether so many bytes are more than the options allow to read; the check is then one of a part."""
         if self.options.full or read_bytes <= self.options.max_bytes:
@@ -125,20 +131,18 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
-        return {
-            "path": str(self.path),
-            "kind": self.kind,
-            "ok": self.ok,
-            "depth": self.depth,
-            "facts": self.metadata,
-            "findings": [{**asdict(finding), "advice": finding.advice} for finding in self.findings],
-            "read_bytes": self.read_bytes,
-            "total_bytes": self.total_bytes,
-        }
+        findings = [{**asdict(finding), "advice": finding.advice} for finding in self.findings]
+        values = {name: getattr(self, name) for name in ("kind", "ok", "depth", "read_bytes", "total_bytes")}
+        return {"path": str(self.path), **values, "facts": self.metadata, "findings": findings}
 
 
-def check_external(report: Report, dataset: ExternalDataset) -> None:
-    """Add to a report what an open external dataset holds: what contradicts its index and hashes, then its tokens."""
+def check_external(report: Report, open_dataset: Callable[[], ExternalDataset]) -> None:
+    """Add to a report what an external dataset holds: what contradicts its index and hashes, then its tokens."""
+    try:
+        dataset = open_dataset()
+    except (UsageError, DatasetError) as error:
+        report.add_finding("unclear" if isinstance(error, UsageError) else "index-mismatch", "index", str(error))
+        return
     m = dataset.manifest
     report.total_bytes = m.bytes
     report.metadata.update(dtype=m.dtype, tokens=m.tokens, documents=m.documents, files=len(dataset.files))
@@ -171,7 +175,7 @@ def check_slices(report: Report, dataset: Dataset) -> None:
 
 
 def choose_slices(num_slices: int, num_bytes: int, report: Report) -> Iterator[int]:
-    """Yield the slices to read: all, or some at even distances within the bound of the options."""
+    """Yield the slices (or windows) to read: all, or some at even distances within the bound of the options."""
     if num_slices < 3 or not report.is_enough(num_bytes):
         yield from range(num_slices)
         return

@@ -27,22 +27,12 @@ from forebay.dataset.reader import listed_files, open_dataset, verify_dataset
 from forebay.dataset.slices import Slice, hash_file, open_slice, write_rows_slice, write_token_slice
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write
+from forebay.formats import tables
 from forebay.formats.base import Format
-from forebay.formats.cast import QUANTIZED, SCALE_SUFFIX, cast, dtype_name, name_of_dtype
+from forebay.formats.cast import QUANTIZED, cast, dtype_name, name_of_dtype
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
-from forebay.formats.images import RejectedImage, with_images
+from forebay.formats.images import with_images
 from forebay.formats.report import Report, add_slice, check_slices
-from forebay.formats.tables import (
-    DTYPE_KEY,
-    TableDigest,
-    batch_of,
-    column_of,
-    field_of,
-    flatten,
-    is_number,
-    leaf_type,
-    rows_at_once,
-)
 from forebay.formats.token_stream import TokenStream, build_stream, slices_of
 
 Array: TypeAlias = NDArray[Any]
@@ -80,7 +70,15 @@ class SafeTensors(Format):
             own = {name: _slice_field(opened, name) for name in sorted(opened.tensors)}
             fields = fields or own
             for name in sorted(fields.keys() | own.keys()):
-                fields[name] = _common_field(fields.get(name), own.get(name), name, path, paths[0])
+                first, second = fields.get(name), own.get(name)
+                if first is not None and second is not None and _are_vectors(first.type, second.type):
+                    fields[name] = first if first == second else pa.field(name, pa.list_(first.type.value_type))
+                elif first != second:
+                    got = [f.type if f is not None else "none" for f in (first, second)]
+                    raise DatasetError(
+                        f"{path}: expected tensor {name!r} as {got[0]}, as in {paths[0]}, got {got[1]}. Convert "
+                        "them as two tables."
+                    )
         schema = pa.schema(list(fields.values()))
         return TableSource(self.name, schema, num_rows, lambda: _read_batches(paths, schema), metadata or {})
 
@@ -102,7 +100,7 @@ class SafeTensors(Format):
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         """A dataset of layout `rows`."""
-        rejected: list[RejectedImage] = []
+        rejected: list[dict[str, Any]] = []
         table = with_images(source, options, rejected)
         columns, left_out = _columns(table.schema, options)
         (out / "slices").mkdir(parents=True)
@@ -114,23 +112,31 @@ class SafeTensors(Format):
             first_row += batch.num_rows
             if batch.num_rows:
                 writer.add(tensors)
-                options.advance(batch.num_rows)
+                options.on_progress(batch.num_rows)
         writer.flush()
         if not writer.infos:
             raise DatasetError(f"{source.format}: expected rows, got none.")
-        notes = (
-            [f"left out, being no numbers: {', '.join(left_out)}; --to parquet or jsonl keeps them"] if left_out else []
-        )
+        notes = []
+        if left_out:
+            notes.append(f"left out, being no numbers: {', '.join(left_out)}; --to parquet or jsonl keeps them")
         files = [Path(info.name) for info in writer.infos]
         if rejected:
-            lines = [orjson.dumps({"row": r.row, "name": r.name, "reason": r.reason}) + b"\n" for r in rejected]
-            atomic_write(out / REJECTS_FILE, b"".join(lines))
+            atomic_write(out / REJECTS_FILE, b"".join(orjson.dumps(row) + b"\n" for row in rejected))
             notes.append(
                 f"{len(rejected)} images were rejected, with the reasons in {REJECTS_FILE}; the first: "
-                f"{rejected[0].reason}"
+                f"{rejected[0]['reason']}"
             )
             files.append(Path(REJECTS_FILE))
-        lineage = _lineage(table, columns, writer, left_out, len(rejected), options)
+        first = open_slice(out / writer.infos[0].name)
+        converted = {
+            "format": table.format,
+            "tensors": {name: [first.dtypes[name], *a.shape[1:]] for name, a in sorted(first.tensors.items())},
+            "changed": {c.name: [c.kind, c.to] for c in columns if c.kind != c.to},
+            "left_out": left_out,
+            "rejected": len(rejected),
+            "classes": table.metadata.get("classes"),
+        }
+        lineage = {"converted": {key: value for key, value in converted.items() if value}}
         slices = SliceTable.from_rows(writer.infos)
         atomic_write(out / TABLE_FILE, slices.to_parquet())
         manifest = Manifest.of(slices, lineage, name=options.name or out.name, layout="rows", eos_id=options.eos_id)
@@ -209,13 +215,11 @@ class _Column:
 
 @dataclass
 class _Writer:
-    """Rows that wait, and the slices that were written."""
-
     out: Path
     options: ConvertOptions
     kinds: dict[str, str]
     infos: list[SliceInfo] = field(default_factory=list)
-    digest: TableDigest = field(default_factory=TableDigest)
+    digest: tables.TableDigest = field(default_factory=tables.TableDigest)
     _waiting: list[dict[str, Array]] = field(default_factory=list)
     _rows: int = 0
 
@@ -239,19 +243,21 @@ class _Writer:
         name = f"slices/{len(self.infos):06d}.safetensors"
         size, sha256 = write_rows_slice(self.out / name, tensors, self.kinds)
         self.infos.append(SliceInfo(len(self.infos), name, size, sha256, self._rows, 0))
-        fields = [field_of(n, a.dtype, a.shape[1:], self.kinds.get(n, "")) for n, a in sorted(tensors.items())]
-        self.digest.add(batch_of(tensors, pa.schema(fields)))
+        fields = [tables.field_of(n, a.dtype, a.shape[1:], self.kinds.get(n, "")) for n, a in sorted(tensors.items())]
+        self.digest.add(tables.batch_of(tensors, pa.schema(fields)))
         self._waiting, self._rows = [], 0
 
 
 def _columns(schema: pa.Schema, options: ConvertOptions) -> tuple[list[_Column], list[str]]:
     columns, left_out = [], []
     for column in schema:
-        leaf = leaf_type(column.type)
-        if not is_number(leaf):
+        leaf = tables.leaf_type(column.type)
+        if not tables.is_number(leaf):
             left_out.append(column.name)
             continue
-        kind = (column.metadata or {}).get(DTYPE_KEY, b"").decode() or name_of_dtype(np.dtype(leaf.to_pandas_dtype()))
+        kind = (column.metadata or {}).get(tables.DTYPE_KEY, b"").decode() or name_of_dtype(
+            np.dtype(leaf.to_pandas_dtype())
+        )
         to = dtype_name(options.tensors[column.name]) if column.name in options.tensors else kind
         pad = _IGNORED if column.name == "labels" else (options.eos_id or 0) if column.name == "input_ids" else 0
         columns.append(_Column(column.name, kind, to, width=options.seq_len, pad=pad))
@@ -277,7 +283,7 @@ def _tensors(batch: pa.RecordBatch, columns: Sequence[_Column], first_row: int) 
 
 def _array(values: pa.Array, column: _Column, first_row: int) -> tuple[Array, NDArray[np.uint8] | None]:
     """Rows as an array [N, …], and where it is no padding, if rows may be padded."""
-    counts, leaves = flatten(values)
+    counts, leaves = tables.flatten(values)
     gaps = np.flatnonzero(counts < 0)
     if len(gaps) or leaves.null_count:
         row = f"row {first_row + int(gaps[0])}" if len(gaps) else f"row {first_row} or after"
@@ -286,8 +292,9 @@ def _array(values: pa.Array, column: _Column, first_row: int) -> tuple[Array, ND
             "values: fill or drop the column, or write --to parquet or jsonl."
         )
     flat = leaves.to_numpy(zero_copy_only=False)
-    if _is_vector(values.type) and column.width is not None:
-        return _padded(flat, counts, column, first_row)
+    is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
+    if column.width is not None and is_list and not pa.types.is_nested(values.type.value_type):
+        return _padded(flat, counts, column, column.width, first_row)
     shape = _row_shape(values, column, first_row)
     if column.shape is None:
         column.shape = shape
@@ -296,16 +303,11 @@ def _array(values: pa.Array, column: _Column, first_row: int) -> tuple[Array, ND
     return flat.reshape(len(values), *shape), None
 
 
-def _is_vector(kind: Any) -> bool:
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return bool(is_list and not pa.types.is_nested(kind.value_type))
-
-
 def _row_shape(values: pa.Array, column: _Column, first_row: int) -> tuple[int, ...]:
     kind = values.type
     if isinstance(kind, pa.FixedShapeTensorType):
         return tuple(kind.shape)
-    if leaf_type(kind) == kind:
+    if tables.leaf_type(kind) == kind:
         return ()
     if pa.types.is_fixed_size_list(kind):
         return (kind.list_size, *_row_shape(values.flatten(), column, first_row))
@@ -317,9 +319,8 @@ def _row_shape(values: pa.Array, column: _Column, first_row: int) -> tuple[int, 
 
 
 def _padded(
-    flat: Array, counts: NDArray[np.int64], column: _Column, first_row: int
-) -> tuple[Array, NDArray[np.uint8] | None]:
-    width = column.width or 0
+    flat: Array, counts: NDArray[np.int64], column: _Column, width: int, first_row: int
+) -> tuple[Array, NDArray[np.uint8]]:
     over = np.flatnonzero(counts > width)
     if len(over):
         raise DatasetError(
@@ -342,39 +343,14 @@ def _ragged(column: _Column, expected: tuple[int, ...], got: tuple[int, ...], ro
     )
 
 
-def _lineage(
-    table: TableSource,
-    columns: Sequence[_Column],
-    writer: _Writer,
-    left_out: list[str],
-    num_rejected: int,
-    options: ConvertOptions,
-) -> dict[str, Any]:
-    first = open_slice(writer.out / writer.infos[0].name)
-    changed = {c.name: {"from": c.kind, "to": first.dtypes[c.name]} for c in columns if c.kind != c.to}
-    for column in columns:
-        if column.to == QUANTIZED:
-            changed[column.name] |= {"scale": column.name + SCALE_SUFFIX, "per": "row", "error": "at most scale / 2"}
-    extra = {
-        "changed": changed,
-        "left_out": left_out,
-        "aside": num_rejected,
-        "classes": table.metadata.get("classes"),
-    }
-    tensors = {name: [first.dtypes[name], *array.shape[1:]] for name, array in sorted(first.tensors.items())}
-    return {"converted": {"format": table.format, "tensors": tensors, **{k: v for k, v in extra.items() if v}}}
-
-
 def _manifest(
     stream: TokenStream, options: ConvertOptions, out: Path, table: SliceTable, files: dict[str, str]
 ) -> Manifest:
     metadata = stream.source.metadata
     eos_id = options.eos_id if options.eos_id is not None else metadata.get("eos_id")
     vocab_size = int(metadata.get("vocab_size", 0))
-    converted: dict[str, Any] = {
-        "format": stream.source.format,
-        **{key: metadata[key] for key in ("name", "id") if key in metadata},
-    }
+    origin = {key: metadata[key] for key in ("name", "id") if key in metadata}
+    converted: dict[str, Any] = {"format": stream.source.format, **origin}
     return Manifest.of(
         table,
         {"converted": converted, "files": files},
@@ -389,9 +365,8 @@ def _manifest(
 
 def _copy_tokenizer(source: TokenSource, out: Path) -> dict[str, str]:
     dataset = source.dataset
-    if dataset is None or _TOKENIZER_FILE not in listed_files(dataset.manifest):
-        return {}
-    if not (dataset.path / _TOKENIZER_FILE).is_file():
+    is_listed = dataset is not None and _TOKENIZER_FILE in listed_files(dataset.manifest)
+    if dataset is None or not is_listed or not (dataset.path / _TOKENIZER_FILE).is_file():
         return {}
     shutil.copyfile(dataset.path / _TOKENIZER_FILE, out / _TOKENIZER_FILE)
     return {_TOKENIZER_FILE: hash_file(out / _TOKENIZER_FILE)}
@@ -399,29 +374,20 @@ def _copy_tokenizer(source: TokenSource, out: Path) -> dict[str, str]:
 
 def _slice_field(opened: Slice, name: str) -> pa.Field:
     array, kind = opened.tensors[name], opened.dtypes[name]
-    field = field_of(name, array.dtype, array.shape[1:])
-    return field.with_metadata({DTYPE_KEY: kind.encode()}) if kind in _BITS else field
+    field = tables.field_of(name, array.dtype, array.shape[1:])
+    return field.with_metadata({tables.DTYPE_KEY: kind.encode()}) if kind in _BITS else field
 
 
-def _common_field(first: pa.Field | None, second: pa.Field | None, name: str, path: Path, before: Path) -> pa.Field:
-    if first == second and first is not None:
-        return first
-    if first is not None and second is not None:
-        values = [f.type.value_type if not pa.types.is_integer(f.type) else f.type for f in (first, second)]
-        vectors = all(pa.types.is_list(f.type) or len(getattr(f.type, "shape", ())) == 1 for f in (first, second))
-        if vectors and values[0] == values[1] and pa.types.is_integer(values[0]):
-            return pa.field(name, pa.list_(values[0]))
-    got = [f.type if f is not None else "none" for f in (first, second)]
-    raise DatasetError(
-        f"{path}: expected tensor {name!r} as {got[0]}, as in {before}, got {got[1]}. Convert them as two tables."
-    )
+def _are_vectors(first: Any, second: Any) -> bool:
+    is_vector = all(pa.types.is_list(kind) or len(getattr(kind, "shape", ())) == 1 for kind in (first, second))
+    return bool(is_vector and first.value_type == second.value_type and pa.types.is_integer(first.value_type))
 
 
 def _read_batches(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     for path in paths:
         opened = open_slice(path)
         size = sum(array.nbytes for array in opened.tensors.values())
-        step = rows_at_once(size / max(1, opened.num_rows))
+        step = tables.rows_at_once(size / max(1, opened.num_rows))
         for start in range(0, opened.num_rows, step):
             rows = {name: array[start : start + step] for name, array in opened.tensors.items()}
             yield pa.record_batch([_slice_column(rows[field.name], field) for field in schema], schema=schema)
@@ -429,7 +395,7 @@ def _read_batches(paths: Sequence[Path], schema: pa.Schema) -> Iterator[pa.Recor
 
 def _slice_column(rows: Array, field: pa.Field) -> pa.Array:
     if not pa.types.is_list(field.type):
-        return column_of(rows, field)
+        return tables.column_of(rows, field)
     width = math.prod(rows.shape[1:])
     offsets = np.arange(len(rows) + 1, dtype=np.int32) * np.int32(width)
     values = pa.array(np.ascontiguousarray(rows).reshape(-1))

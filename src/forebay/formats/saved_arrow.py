@@ -7,7 +7,6 @@ Its rows are documents, and its batches are small: those of a file are joined in
 tokens; a slice of one batch of 2- or 4-byte numbers is a view of the map, any other is copied when it opens.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 from numpy.typing import NDArray
 
-from forebay.errors import DatasetError, UsageError
-from forebay.formats.conversion import ConvertOptions, TokenSource, Written
+from forebay.errors import DatasetError
 from forebay.formats.external import (
     MAX_COPIED_TOKENS,
     TOKEN_COLUMNS,
@@ -34,14 +32,10 @@ from forebay.formats.external import (
     shown_name,
     unreadable,
 )
-from forebay.formats.records import batched
 from forebay.formats.tables import is_list
-from forebay.formats.token_stream import build_stream, documents
 
 STATE_FILE = "state.json"
 _MAX_STATE_BYTES = 64 << 20
-_MAX_LENGTH = (1 << 31) - 1
-_ROWS = 1000  # Of a record batch, as `datasets` writes them.
 
 
 class SavedDataset(ExternalDataset):
@@ -140,53 +134,3 @@ def _join(counts: list[int]) -> Iterator[tuple[int, int]]:
             if total:
                 yield first, i + 1
             first, total = i + 1, 0
-
-
-def write_saved_dataset(source: TokenSource, out: Path, options: ConvertOptions) -> Written:
-    """Write a dataset as save_to_disk does: files of about `slice_bytes`."""
-    stream = build_stream(source, options, "rows", signed=True)
-    kind, name = ("uint16" if stream.dtype == "U16" else "int32"), options.column or "input_ids"
-    features = {name: {"feature": {"dtype": kind, "_type": "Value"}, "_type": "Sequence"}}
-    schema = pa.schema(
-        [pa.field(name, pa.list_(pa.type_for_alias(kind)))],
-        metadata={"huggingface": json.dumps({"info": {"features": features}})},
-    )
-    out.mkdir()
-    written: list[Path] = []
-    for group in batched(documents(stream.parts()), lambda tokens: tokens.nbytes + 4, options.slice_bytes, _MAX_LENGTH):
-        written.append(out / f"{len(written):05d}.arrow")
-        with pa.OSFile(str(written[-1]), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-            for start in range(0, len(group), _ROWS):
-                writer.write_batch(_list_batch(group[start : start + _ROWS], schema))
-    names = [f"data-{i:05d}-of-{len(written):05d}.arrow" for i in range(len(written))]
-    for path, final in zip(written, names):
-        path.rename(out / final)
-    state: dict[str, Any] = {
-        "_data_files": [{"filename": final} for final in names],
-        "_fingerprint": stream.digest.tokens[:16],
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": None,
-    }
-    info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
-    (out / "dataset_info.json").write_text(json.dumps(info, indent=2))
-    (out / "state.json").write_text(json.dumps(state, indent=2))
-    paths = (*map(Path, names), Path("dataset_info.json"), Path("state.json"))
-    return stream.written(paths, stream.num_documents)
-
-
-def _list_batch(group: list[NDArray[Any]], schema: Any) -> Any:
-    offsets = np.cumsum([0, *map(len, group)], dtype=np.int64)
-    if int(offsets[-1]) > _MAX_LENGTH:
-        raise UsageError(
-            f"arrow: expected at most {_MAX_LENGTH} tokens in {len(group)} rows, got {int(offsets[-1])}. Give "
-            "--seq-len N."
-        )
-    kind = schema.field(0).type
-    values = np.concatenate(group)
-    flat = pa.array(values if kind.value_type == pa.uint16() else values.view(np.int32))
-    return pa.record_batch(
-        [pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat, type=kind)], schema=schema
-    )

@@ -96,7 +96,6 @@ def write_shards(
 
 
 def _samples(pieces: Iterable[NDArray[Any]], kind: np.dtype[Any], seq_len: int, out: Path) -> Iterator[NDArray[Any]]:
-    """Blocks of whole samples [N, seq_len]."""
     limit = np.iinfo(kind).max
     pending = np.empty(0, kind)
     step = max(1, _BLOCK_BYTES // (seq_len * kind.itemsize)) * seq_len

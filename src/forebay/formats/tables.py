@@ -276,7 +276,7 @@ def write_parts(
                     part.write(pending)
                     for batch in pending.to_batches():
                         digest.add(batch)
-                    options.advance(pending.num_rows)
+                    options.on_progress(pending.num_rows)
                     pending = next(pieces, None)
             finally:
                 part.close()  # Also after an error: a writer that is let go of would write on.

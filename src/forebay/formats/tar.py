@@ -48,7 +48,6 @@ class Member:
 
 
 def _kind(name: str) -> tuple[str, str]:
-    """The kind of a member and its compression, by its suffixes."""
     parts = name.rpartition("/")[2].lower().split(".")[1:]
     compression = COMPRESSIONS.get("." + parts[-1], "") if parts else ""
     if compression:
@@ -152,7 +151,6 @@ class TarReader:
         return Member(name, offset, text)
 
     def _apply_extension(self, flag: bytes, body: bytes) -> None:
-        """Keep the name and size that an extension header has for the next member."""
         if flag == b"L":
             self._long_name = body.rstrip(b"\0").decode("utf-8", "replace")
         elif flag == b"x":
@@ -184,7 +182,6 @@ class TarReader:
 
 
 def _parse_header(header: bytes) -> tarfile.TarInfo | None:
-    """A header's fields, None if its checksum or size is wrong."""
     try:
         info = tarfile.TarInfo.frombuf(header, "utf-8", "replace")
     except tarfile.HeaderError:

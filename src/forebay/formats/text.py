@@ -10,15 +10,7 @@ from typing import BinaryIO
 from forebay.errors import CorruptInputError, UnreadableInputError
 from forebay.formats.base import Format
 from forebay.formats.detect import find_encoding
-from forebay.formats.inputs import (
-    MAX_SPLITS,
-    SPLIT_BYTES,
-    InputFile,
-    InputSplit,
-    ReadOptions,
-    open_input,
-    skip_to,
-)
+from forebay.formats.inputs import MAX_SPLITS, SPLIT_BYTES, InputFile, InputSplit, ReadOptions, open_input, skip_to
 from forebay.formats.records import SHOWN_CHARS, Record, shown, strip_turn_marks
 
 BOM = b"\xef\xbb\xbf"

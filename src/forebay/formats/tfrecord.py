@@ -1,12 +1,10 @@
 """TFRecord files of tf.train.Example and SequenceExample, without TensorFlow.
 
-Hides the framing with its checksums and the wire format of the messages. A record whose data is damaged is skipped; a
-damaged length ends the file, since nothing tells where the next record begins.
+A record whose data is damaged is skipped; a damaged length ends the file, since nothing tells where the next begins.
 
 As a table each feature is a column. A feature that has one value in every record of the first 64 MiB is a number (or
-text, or bytes), any other a list; lists have no shape, so a tensor comes back flat. Written: text and bytes become a
-BytesList, integers and booleans an Int64List, floats a FloatList (F64 must fit F32). A missing
-value is no feature at all. Numbers of a list are decoded at once, about 2 ns a byte.
+text, or bytes), any other a flat list. Written: text and bytes become a BytesList, integers and booleans an Int64List,
+floats a FloatList (F64 must fit F32); a missing value is no feature.
 
 Source: tensorflow/core/lib/io/record_writer and core/example/{example,feature}.proto; the mask of checksums (rotate
 right by 15, add 0xa282ead8) is that of core/lib/hash/crc32c.
@@ -25,6 +23,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.errors import CorruptInputError, DatasetError, PrepareError, install_command
+from forebay.formats import tables
 from forebay.formats.base import Format
 from forebay.formats.cast import cast
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
@@ -32,21 +31,6 @@ from forebay.formats.images import unwrap_images
 from forebay.formats.inputs import InputSplit, ReadOptions, open_input, skip_to
 from forebay.formats.records import Record, batched, shown, to_record
 from forebay.formats.report import Report
-from forebay.formats.tables import (
-    BATCH_BYTES,
-    BATCH_ROWS,
-    INFERRED_BYTES,
-    Encoded,
-    flatten,
-    is_number,
-    leaf_type,
-    list_column,
-    open_for_check,
-    open_unpacked,
-    refuse_columns,
-    split_values,
-    write_parts,
-)
 
 _STEP = 1 << 20
 _MASK = 0xA282EAD8
@@ -68,15 +52,13 @@ class TFRecord(Format):
     suffixes = (".tfrecord", ".tfrecords", ".tfrec")
 
     def sniff(self, head: bytes) -> bool:
-        """By the checksum of the first length, computed here as the package for it may be missing."""
+        """By the checksum of the first length, if the package for it is installed."""
         if len(head) < 16 or int.from_bytes(head[:8], "little") >= 1 << 40 or not any(head[:12]):
             return False
-        crc = 0xFFFFFFFF
-        for byte in head[:8]:
-            crc ^= byte
-            for _ in range(8):
-                crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-        return masked(crc ^ 0xFFFFFFFF) == int.from_bytes(head[8:12], "little")
+        try:
+            return masked(crc32c()(head[:8])) == int.from_bytes(head[8:12], "little")
+        except PrepareError:
+            return False
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         with open_input(split.files[0], options) as file:
@@ -106,7 +88,7 @@ class TFRecord(Format):
                 if kind == _BYTES and name not in binary and not all(map(_is_text, values)):
                     binary.add(name)
             size += num_bytes
-            if size >= INFERRED_BYTES:
+            if size >= tables.INFERRED_BYTES:
                 break
         if not kinds:
             raise DatasetError(f"{paths[0]}: expected Examples with features, got none.")
@@ -115,14 +97,16 @@ class TFRecord(Format):
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         source = unwrap_images(source)
-        refuse_columns(source.schema, _fits, "TFRecord", "Write --to parquet, or leave the column out.")
+        tables.refuse_columns(source.schema, _fits, "TFRecord", "Write --to parquet, or leave the column out.")
         encode = partial(_encoded, checksum=crc32c())
-        return write_parts(source, out, options, ".tfrecord", lambda file, row: Encoded(file, encode, row))
+        return tables.write_parts(
+            source, out, options, ".tfrecord", lambda file, row: tables.Encoded(file, encode, row)
+        )
 
     def check(self, path: Path, report: Report) -> None:
         """Compare the checksums of every record, or of as many as the options allow."""
         num_records = 0
-        with open_for_check(path, report) as file:
+        with tables.open_for_check(path, report) as file:
             for offset, data, problem in frames(file, _MAX_RECORD_BYTES, 0):
                 if problem:
                     report.add_finding("truncated" if "file ends" in problem else "damaged", f"byte {offset}", problem)
@@ -131,9 +115,7 @@ class TFRecord(Format):
                 report.read_bytes = offset + 16 + len(data)
                 if report.is_enough(report.read_bytes):
                     break
-        report.metadata["records"] = num_records
-        if not num_records and not report.findings:
-            report.add_finding("empty", "byte 0", "expected records, got none")
+        report.add_count("records", num_records)
 
 
 def crc32c() -> Callable[[bytes], int]:
@@ -316,7 +298,7 @@ def _varint(number: int) -> bytes:
 
 def _records(paths: Sequence[Path]) -> Iterator[tuple[str, _Row, int]]:
     for path in paths:
-        with closing(open_unpacked(path)) as file:
+        with closing(tables.open_unpacked(path)) as file:
             for offset, data, problem in frames(file, _MAX_RECORD_BYTES, 0):
                 location = f"{path}, byte {offset}"
                 if problem:
@@ -344,7 +326,7 @@ def _is_text(value: bytes) -> bool:
 
 
 def _read_batches(paths: Sequence[Path], schema: pa.Schema, kinds: dict[str, int]) -> Iterator[pa.RecordBatch]:
-    for records in batched(_records(paths), lambda record: record[2], BATCH_BYTES, BATCH_ROWS):
+    for records in batched(_records(paths), lambda record: record[2], tables.BATCH_BYTES, tables.BATCH_ROWS):
         for location, row, _ in records:
             for name, (kind, values) in row.items():
                 if kinds.get(name) != kind or (len(values) != 1 and not pa.types.is_list(schema.field(name).type)):
@@ -365,9 +347,9 @@ def _batch(rows: list[_Row], schema: pa.Schema, location: str) -> pa.RecordBatch
 def _column(rows: list[_Row], field: pa.Field) -> pa.Array:
     features = [row[field.name][1] if field.name in row else None for row in rows]
     if pa.types.is_list(field.type):
-        return list_column(features, field.type)
+        return tables.list_column(features, field.type)
     values = [None if feature is None else feature[0] for feature in features]
-    return pa.array(values, field.type if is_number(field.type) else pa.binary()).cast(field.type)
+    return pa.array(values, field.type if tables.is_number(field.type) else pa.binary()).cast(field.type)
 
 
 def _encoded(batch: pa.RecordBatch, first_row: int, checksum: Callable[[bytes], int]) -> bytes:
@@ -386,7 +368,7 @@ def _encoded(batch: pa.RecordBatch, first_row: int, checksum: Callable[[bytes], 
 
 
 def _fits(kind: Any) -> bool:
-    return is_number(leaf := leaf_type(kind)) or _is_blob(leaf)
+    return tables.is_number(leaf := tables.leaf_type(kind)) or _is_blob(leaf)
 
 
 def _is_blob(kind: Any) -> bool:
@@ -395,23 +377,22 @@ def _is_blob(kind: Any) -> bool:
 
 
 def _features(name: str, column: pa.Array, first_row: int) -> list[bytes | None]:
-    """The message of each row; None where it is missing."""
-    counts, leaves = flatten(column)
+    counts, leaves = tables.flatten(column)
     if leaves.null_count:
         raise DatasetError(f"TFRecord: expected no gaps in lists of {name!r}, got some (row {first_row} or after).")
     kind = leaves.type
     if _is_blob(kind):
-        rows = split_values(leaves.cast(pa.large_binary()).to_pylist(), counts)
+        rows = tables.split_values(leaves.cast(pa.large_binary()).to_pylist(), counts)
         return [None if row is None else _field(1, b"".join(_field(1, blob) for blob in row)) for row in rows]
     values = leaves.to_numpy(zero_copy_only=False)
     if pa.types.is_floating(kind):
-        rows = split_values(_singles(values, name, first_row).astype("<f4"), counts)
+        rows = tables.split_values(_singles(values, name, first_row).astype("<f4"), counts)
         return [None if row is None else _field(2, _packed(row.tobytes())) for row in rows]
     data, stops = varints(cast(values, "I64", name, first_row=first_row)[name])
     edges = np.concatenate([[0], stops])
     stops = np.cumsum(np.maximum(counts, 0))
     sizes = np.where(counts < 0, -1, edges[stops] - edges[stops - np.maximum(counts, 0)])
-    return [None if row is None else _field(3, _packed(row)) for row in split_values(data, sizes)]
+    return [None if row is None else _field(3, _packed(row)) for row in tables.split_values(data, sizes)]
 
 
 def _singles(values: NDArray[Any], name: str, first_row: int) -> NDArray[Any]:

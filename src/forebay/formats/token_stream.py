@@ -103,19 +103,9 @@ class TokenStream:
     notes: list[str] = field(default_factory=list)
     digest: TokenDigest = field(default_factory=TokenDigest)
 
-    @property
-    def num_documents(self) -> int:
-        """Ends that were written, once all is read."""
-        return self.digest.num_documents
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a token as written."""
-        return TOKEN_DTYPES[self.dtype].itemsize
-
     def written(self, files: Sequence[Path], num_rows: int | None = None) -> Written:
         """Return the result of writing, once all parts were read."""
-        tokens, documents = self.source.num_tokens, self.num_documents
+        tokens, documents = self.source.num_tokens, self.digest.num_documents
         return Written(tuple(files), tokens, num_rows, documents, self.digest.text, tuple(self.notes))
 
     def parts(self) -> Iterator[TokenPart]:
@@ -129,7 +119,7 @@ class TokenStream:
                 len(tokens) - int(part.document_ends[-1]) if len(part.document_ends) else after_end + len(tokens)
             )
             digest.add(part)
-            self.options.advance(len(tokens))
+            self.options.on_progress(len(tokens))
             yield part
         if digest.num_tokens != self.source.num_tokens:
             raise DatasetError(
@@ -180,11 +170,7 @@ class TokenStream:
 
 
 def build_stream(
-    source: TokenSource,
-    options: ConvertOptions,
-    boundaries: Literal["keep", "rows", "none"],
-    *,
-    signed: bool = False,
+    source: TokenSource, options: ConvertOptions, boundaries: Literal["keep", "rows", "none"], *, signed: bool = False
 ) -> TokenStream:
     """Resolve how a source is written.
 
@@ -216,18 +202,19 @@ def build_stream(
 
 def slices_of(stream: TokenStream, slice_bytes: int) -> Iterator[TokenPart]:
     """Yield the stream in slices, as large as fits in `slice_bytes` with their ends."""
-    size = max(1, (slice_bytes - TOKEN_HEADER_BYTES) // stream.itemsize)
+    itemsize = TOKEN_DTYPES[stream.dtype].itemsize
+    size = max(1, (slice_bytes - TOKEN_HEADER_BYTES) // itemsize)
     pending: list[TokenPart] = []
     count = 0
     for part in stream.parts():
         pending.append(part)
         count += len(part.tokens)
         while count >= size + 1:  # One more, so that no end at the border is still to come.
-            first, rest = _cut(_joined(pending), size, stream.itemsize, slice_bytes)
+            first, rest = _cut(_joined(pending), size, itemsize, slice_bytes)
             yield first
             pending, count = [rest], len(rest.tokens)
     while pending and (count or len(pending[-1].document_ends)):
-        first, rest = _cut(_joined(pending), size, stream.itemsize, slice_bytes)
+        first, rest = _cut(_joined(pending), size, itemsize, slice_bytes)
         yield first
         pending, count = ([rest], len(rest.tokens)) if len(rest.tokens) else ([], 0)
 

@@ -1,14 +1,10 @@
 """One vector of tokens a file: .npy, headerless .bin (nanoGPT), llm.c's .bin, Templar's shards with sample ids.
 
-Hides which of these a file is: its first bytes decide, never its suffix, as shards named .npy without a NumPy header
-exist, and a header read as tokens puts 64 of them before the first. A file without a header is of the type that the
-caller names; with sample ids beside it, U32 if every second 16-bit half is below 16 (ids below 2**20), else U16.
+The first bytes decide which of these a file is, never its suffix: shards named .npy without a NumPy header exist.
 
-Sample ids are in `sample_ids*` beside the tokens (`sample_ids_000003` for `train_000003`, `sample_ids_anneal_000000`
-for `anneal_000000`, `sample_ids` for `tokens`), raw u64 or .npy. The id of a sample is the 8-byte BLAKE2b of its
-tokens' bytes, as a little-endian integer. With ids, a file is a whole number of samples, and some of them are checked
-when opening, all by `verify`. Tokens are views of the map; files are cut into slices of at most 64 Mi tokens, at a
-sample's end.
+Sample ids are in `sample_ids*` beside the tokens (`sample_ids_000003` for `train_000003`, `sample_ids` for `tokens`),
+raw u64 or .npy: the 8-byte BLAKE2b of a sample's bytes, little endian. With ids, a file is a whole number of samples,
+and some of them are checked when opening, all by `verify`. Tokens are views of the map.
 """
 
 import hashlib
@@ -24,21 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError, UsageError
+from forebay.formats import external
 from forebay.formats.detect import detect
-from forebay.formats.external import (
-    MAX_COPIED_TOKENS,
-    MAX_TOKENS,
-    U64,
-    ExternalDataset,
-    ExternalSlice,
-    as_tokens,
-    common_dtype,
-    file_size,
-    fingerprints,
-    read_head,
-    shown_name,
-    token_dtype,
-)
 
 NPY_MAGIC = b"\x93NUMPY"
 LLMC_TYPES = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
@@ -65,35 +48,35 @@ class Vector:
     file_bytes: int  # Of the whole file: offset + count * itemsize.
 
 
-class VectorDataset(ExternalDataset):
+class VectorDataset(external.ExternalDataset):
     """Files of tokens as one dataset, in the order given."""
 
     def __init__(self, path: Path, files: Sequence[Path], dtype: Any = None) -> None:
         self._ids = [ids_of(file) for file in files]
         self._vectors = [_tokens_of(file, ids, dtype) for file, ids in zip(files, self._ids)]
         lengths = {_sample_tokens(vector, ids) for vector, ids in zip(self._vectors, self._ids)}
-        stored = common_dtype(path, (vector.kind for vector in self._vectors))
+        stored = external.common_dtype(path, (vector.kind for vector in self._vectors))
         if len(lengths) != 1:
             got = ", ".join(sorted(map(str, lengths)))
             raise DatasetError(
                 f"{path}: expected files of one length of sample, got {got}. Open them as datasets of their own."
             )
         self.seq_len = lengths.pop()  # Tokens of a sample, where sample ids tell it; else None.
-        parts: list[ExternalSlice] = []
+        parts: list[external.ExternalSlice] = []
         for file, vector in enumerate(self._vectors):
-            limit = MAX_TOKENS if vector.kind.itemsize in (2, 4) else MAX_COPIED_TOKENS
+            limit = external.MAX_TOKENS if vector.kind.itemsize in (2, 4) else external.MAX_COPIED_TOKENS
             step = max(1, limit // self.seq_len) * self.seq_len if self.seq_len else limit
             for k, start in enumerate(range(0, vector.count, step)):
                 count = min(step, vector.count - start)
-                name = f"{shown_name(path, vector.path)}#{k:05d}"
-                parts.append(ExternalSlice(file, name, start, count, 0, count * vector.kind.itemsize))
-        marks = fingerprints(files)
+                name = f"{external.shown_name(path, vector.path)}#{k:05d}"
+                parts.append(external.ExternalSlice(file, name, start, count, 0, count * vector.kind.itemsize))
+        marks = external.fingerprints(files)
         super().__init__(path, "vector", stored, list(files), marks, parts, {"seq_len": self.seq_len})
         for vector, ids in zip(self._vectors, self._ids):
             if ids is not None and self.seq_len:
                 self._check_spots(vector, ids, self.seq_len)
 
-    def sample_ids(self, part: ExternalSlice) -> U64 | None:
+    def sample_ids(self, part: external.ExternalSlice) -> external.U64 | None:
         """Return the sample ids of a slice, a view of their file: U64 [count // seq_len]; None if there are none."""
         ids = self._ids[part.file]
         if ids is None or not self.seq_len:
@@ -101,9 +84,11 @@ class VectorDataset(ExternalDataset):
         first = part.start // self.seq_len
         return self._view(ids, first, first + part.count // self.seq_len)
 
-    def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
+    def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
         vector = self._vectors[part.file]
-        return as_tokens(self._view(vector, part.start, part.start + part.count), vector.path), np.empty(0, np.uint64)
+        return external.as_tokens(self._view(vector, part.start, part.start + part.count), vector.path), np.empty(
+            0, np.uint64
+        )
 
     def _view(self, vector: Vector, start: int, stop: int) -> NDArray[Any]:
         width = vector.kind.itemsize
@@ -129,7 +114,7 @@ class VectorDataset(ExternalDataset):
     def _hash_checks(self) -> tuple[str, ...]:
         return ("BLAKE2b of every sample against its id",) if all(ids is not None for ids in self._ids) else ()
 
-    def _check_part(self, part: ExternalSlice, tokens: NDArray[Any]) -> str:
+    def _check_part(self, part: external.ExternalSlice, tokens: NDArray[Any]) -> str:
         ids = self.sample_ids(part)
         if ids is None or not self.seq_len:
             return ""
@@ -197,14 +182,14 @@ def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
             )
         return vector
     if dtype is not None:
-        return _raw(path, token_dtype(dtype))
-    if ids is not None and file_size(path) < 2 * ids.count:
+        return _raw(path, external.token_dtype(dtype))
+    if ids is not None and external.file_size(path) < 2 * ids.count:
         raise DatasetError(
             f"{path}: expected at least one token for each of {ids.count} ids in {ids.path.name}, got "
-            f"{file_size(path)} bytes. It is truncated; fetch it again."
+            f"{external.file_size(path)} bytes. It is truncated; fetch it again."
         )
-    guess = _guess(path) if ids is not None else None
-    if guess is not None:
+    head = np.frombuffer(external.read_head(path, 1 << 16), np.uint8)
+    if ids is not None and (guess := guess_dtype(head[: len(head) & ~3])) is not None:
         return _raw(path, guess)
     raise UsageError(
         f"{path}: tokens without a header, of no known type. Give dtype='uint16' or --set input_dtype=uint16 "
@@ -212,17 +197,16 @@ def _tokens_of(path: Path, ids: Vector | None, dtype: Any) -> Vector:
     )
 
 
-def _guess(path: Path) -> np.dtype[Any] | None:
-    """The type of headerless tokens, by their first 64 KiB; None where these do not tell."""
-    head = read_head(path, 1 << 16)
-    halves = np.frombuffer(head[: len(head) & ~3], "<u2")
+def guess_dtype(head: external.Bytes8) -> np.dtype[Any] | None:
+    """Return the type of headerless tokens, by their first bytes, a multiple of 4; None where these do not tell."""
+    halves = head.view("<u2")
     if len(halves) and int(halves[1::2].max()) >= 16:
         return np.dtype("<u2")
     return np.dtype("<u4") if len(halves) and int(halves[::2].max()) >= 16 else None
 
 
 def _raw(path: Path, kind: np.dtype[Any], num_bytes: int | None = None) -> Vector:
-    size = file_size(path) if num_bytes is None else num_bytes
+    size = external.file_size(path) if num_bytes is None else num_bytes
     if size % kind.itemsize:
         raise DatasetError(
             f"{path}: expected a whole number of {kind.itemsize}-byte numbers, got {size} bytes. "
@@ -232,7 +216,7 @@ def _raw(path: Path, kind: np.dtype[Any], num_bytes: int | None = None) -> Vecto
 
 
 def _llmc(path: Path) -> Vector:
-    head, size = read_head(path, LLMC_HEADER_BYTES), file_size(path)
+    head, size = external.read_head(path, LLMC_HEADER_BYTES), external.file_size(path)
     kind = np.dtype(LLMC_TYPES[int.from_bytes(head[:4], "little")][1])
     count = int.from_bytes(head[8:12], "little")
     if size != LLMC_HEADER_BYTES + count * kind.itemsize:
@@ -245,14 +229,14 @@ def _llmc(path: Path) -> Vector:
 
 def vector_in(path: Path, num_bytes: int, dtype: Any = None) -> Vector:
     """Return the vector in the first `num_bytes` of a file, which may still be missing: NumPy's, or raw of a type."""
-    if read_head(path, len(NPY_MAGIC)) == NPY_MAGIC:
+    if external.read_head(path, len(NPY_MAGIC)) == NPY_MAGIC:
         return _npy(path, num_bytes)
-    return _raw(path, token_dtype(dtype), num_bytes)
+    return _raw(path, external.token_dtype(dtype), num_bytes)
 
 
 def _npy(path: Path, num_bytes: int | None = None) -> Vector:
-    head = read_head(path, 12 + MAX_HEADER_BYTES)
-    size = file_size(path) if num_bytes is None else num_bytes
+    head = external.read_head(path, 12 + MAX_HEADER_BYTES)
+    size = external.file_size(path) if num_bytes is None else num_bytes
     file = io.BytesIO(head)
     try:
         shape, _, dtype = read_header(file)

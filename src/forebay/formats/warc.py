@@ -1,12 +1,9 @@
 """Crawls: WARC, WET and ARC files as documents.
 
-Hides the framing of records (lengths, gzip members, line ends), HTTP's transfer and content encodings, and damage. The
-framing is our own, because fastwarc and warcio lose good records of damaged archives and read no ARC; fastwarc is 2.7
-times as fast (docs/explanation/decisions/0004-html-extraction.md). Where a record's length and the beginning of the
-next record disagree, the beginning decides; after a damaged gzip member reading continues at the next. Memory: the
-largest record, at most max_document_bytes, and 1 MiB.
-
-Requests, metadata, revisits, DNS, images and responses of a status other than 200 are not documents and not counted.
+The framing is our own, because fastwarc and warcio lose good records of damaged archives and read no ARC
+(docs/explanation/decisions/0004-html-extraction.md). Where a record's length and the beginning of the next record
+disagree, the beginning decides; after a damaged gzip member reading continues at the next. Memory: the largest record,
+at most max_document_bytes, and 1 MiB. Requests, metadata, revisits, DNS, images and other statuses are no documents.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ class Warc(Format):
             for raw in read_raw(file, options):
                 reason = yield from _document(raw, index, options, budget)
                 has_document = has_document or not reason
-                if reason and (reason in reasons or len(reasons) < 100):
+                if reason and len(reasons) < 100:
                     reasons[reason] += 1
                 index += 1
             if not has_document:
@@ -161,7 +158,6 @@ class _ArcHead:
 
 
 def _begins(data: bytes | bytearray, start: int = 0) -> bool:
-    """Whether a record begins there."""
     if _WARC.match(data, start):
         return True
     line = _ARC.match(data, start)
@@ -182,8 +178,7 @@ class _Damage:
     unsound: int = -1
 
 
-_Chunk = tuple[int, bytes] | _Damage
-"""The offset of a gzip member (-1: no gzip) and bytes of it, or damage."""
+_Chunk = tuple[int, bytes] | _Damage  # The offset of a gzip member (-1: no gzip) and bytes of it, or damage.
 
 
 class _Archive:
@@ -246,14 +241,12 @@ class _Archive:
         return f"byte {offset}" if here == start else f"byte {offset}, unpacked {here - start}"
 
     def _skip_damage(self) -> str:
-        """Continue after the damage; return what was damaged."""
         assert self._damage is not None
         reason, self._damage, self._is_reported = self._damage.reason, None, False
         self._offset = len(self._data)
         return reason
 
     def _take(self, size: int) -> bytes:
-        """Return the next `size` bytes, or as many as remain."""
         self._need(size)
         data = bytes(memoryview(self._data)[self._offset : self._offset + size])
         self._offset += len(data)
@@ -365,7 +358,6 @@ def _headers(head: bytes) -> dict[str, str]:
 
 
 def _plain(stream: BinaryIO) -> Iterator[_Chunk]:
-    """The bytes of a stream that is read as it is."""
     try:
         while data := stream.read(_UNPACKED):
             yield -1, data

@@ -2,11 +2,8 @@
 
 A member's column is what stands between that dot and the last: `0001.depth.npy` is a row of `depth`. A suffix alone
 has the name that is usual: `txt` is `text`, `cls` is `label`, an image is `image`, the fields of `json` are columns of
-their own, any other suffix is the column's name. `__key__` is the sample's name.
-
-Written, text is `<column>.txt`, an image or other bytes `<column>.jpg` and the like by what it begins with (else
-`.bin`), lists and tensors of numbers `<column>.npy`, a `label` is `cls`, all else stands in `json`. Columns `text` and
-`image` are `txt` and `jpg` alone. The sample's name is that of column `__key__`, else the row's number.
+their own, any other suffix is the column's name. `__key__` is the sample's name, else the row's number. Written, bytes
+are `<column>.jpg` and the like by what they begin with (else `.bin`), lists and tensors of numbers `<column>.npy`.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ import orjson
 import pyarrow as pa
 
 from forebay.errors import CorruptInputError, DatasetError, UsageError
+from forebay.formats import tables
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource, Written
 from forebay.formats.images import unwrap_images
@@ -33,27 +31,6 @@ from forebay.formats.inputs import InputSplit, ReadOptions, open_input, skip_to
 from forebay.formats.jsonl import parse_line
 from forebay.formats.records import SHOWN_CHARS, Record, batched
 from forebay.formats.report import Report
-from forebay.formats.tables import (
-    BATCH_BYTES,
-    BATCH_ROWS,
-    Array,
-    Rows,
-    column_of,
-    contains,
-    field_of,
-    flatten,
-    infer_schema,
-    is_beyond_json,
-    is_number,
-    list_column,
-    open_for_check,
-    open_unpacked,
-    refuse_columns,
-    rows_batch,
-    split_values,
-    tensor_shape,
-    write_parts,
-)
 from forebay.formats.tar import Member, TarReader
 from forebay.formats.text import BOM, document_of
 from forebay.formats.vectors import read_header
@@ -100,16 +77,19 @@ class WebDataset(Format):
             raise UsageError(
                 f"WebDataset: expected names of columns that can be in a file's name, got {invalid}. Rename them."
             )
-        refuse_columns(
-            source.schema, lambda kind: not contains(kind, is_beyond_json), "WebDataset", "Write --to parquet instead."
+        tables.refuse_columns(
+            source.schema,
+            lambda kind: not tables.contains(kind, tables.is_beyond_json),
+            "WebDataset",
+            "Write --to parquet instead.",
         )
-        return write_parts(source, out, options, ".tar", _TarPart)
+        return tables.write_parts(source, out, options, ".tar", _TarPart)
 
     def check(self, path: Path, report: Report) -> None:
         """Read every header, or as many as the options allow."""
         num_members = num_samples = 0
         key = ""
-        with open_for_check(path, report) as file:
+        with tables.open_for_check(path, report) as file:
             members = TarReader(file, ReadOptions(max_document_bytes=1 << 62), kinds=())
             for member in members:
                 if member.problem:
@@ -122,9 +102,8 @@ class WebDataset(Format):
                 if report.is_enough(member.offset):
                     break
         report.read_bytes = members.offset
-        report.metadata.update(members=num_members, samples=num_samples)
-        if not num_members and not report.findings:
-            report.add_finding("empty", "byte 0", "expected members, got none")
+        report.add_count("members", num_members)
+        report.metadata["samples"] = num_samples
 
 
 def _bounded_sample(group: Iterator[Member], options: ReadOptions) -> list[Member]:
@@ -176,14 +155,14 @@ def _named(record: Record, name: str, location: str) -> Record:
 def _open_samples(paths: Sequence[Path]) -> TableSource:
     arrays: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
 
-    def plain_batches() -> Iterator[tuple[str, Rows, int]]:
+    def plain_batches() -> Iterator[tuple[str, tables.Rows, int]]:
         for location, rows, size in _batches(paths):
             for name, value in itertools.chain.from_iterable(row.items() for row in rows):
                 if isinstance(value, np.ndarray):
                     arrays.setdefault(name, set()).add((value.dtype.str, value.shape))
             yield location, [_without_arrays(row) for row in rows], size
 
-    plain = infer_schema(plain_batches())
+    plain = tables.infer_schema(plain_batches())
     if plain is None:
         raise DatasetError(f"{paths[0]}: expected samples, got none.")
     columns = pa.schema([field for field in plain if field.name not in arrays])
@@ -199,7 +178,7 @@ def _without_arrays(row: dict[str, Any], arrays: Container[str] = ()) -> dict[st
 def _array_field(name: str, kinds: set[tuple[str, tuple[int, ...]]], path: Path) -> pa.Field:
     types, shapes = {kind for kind, _ in kinds}, {shape for _, shape in kinds}
     if len(types) == 1 and len(shapes) == 1:
-        return field_of(name, np.dtype(types.pop()).newbyteorder("="), shapes.pop())
+        return tables.field_of(name, np.dtype(types.pop()).newbyteorder("="), shapes.pop())
     if len(types) == 1 and all(len(shape) == 1 for shape in shapes):
         return pa.field(name, pa.list_(pa.from_numpy_dtype(np.dtype(types.pop()).newbyteorder("="))))
     raise DatasetError(f"{path}: expected arrays {name!r} of one type and shape, got {str(sorted(kinds))[:200]}.")
@@ -209,7 +188,7 @@ def _read(paths: Sequence[Path], plain: pa.Schema, tensors: list[pa.Field]) -> I
     schema = pa.schema([*plain, *tensors])
     for location, rows, _ in _batches(paths):
         names = {field.name for field in tensors}
-        first = rows_batch([_without_arrays(row, names) for row in rows], plain, location)
+        first = tables.rows_batch([_without_arrays(row, names) for row in rows], plain, location)
         extra = {name for row in rows for name, value in row.items() if isinstance(value, np.ndarray)} - names
         if extra:
             raise DatasetError(f"{location} and after: expected columns {schema.names}, got arrays {sorted(extra)}.")
@@ -223,25 +202,25 @@ def _array_column(values: list[Any], field: pa.Field, location: str) -> pa.Array
     try:
         if not pa.types.is_list(field.type):
             stacked = np.stack(values)
-            if field_of(field.name, stacked.dtype.newbyteorder("="), stacked.shape[1:]).type != field.type:
+            if tables.field_of(field.name, stacked.dtype.newbyteorder("="), stacked.shape[1:]).type != field.type:
                 raise ValueError(f"{stacked.dtype} {list(stacked.shape[1:])}")
-            return column_of(stacked.astype(stacked.dtype.newbyteorder("="), copy=False), field)
-        return list_column(values, field.type)
+            return tables.column_of(stacked.astype(stacked.dtype.newbyteorder("="), copy=False), field)
+        return tables.list_column(values, field.type)
     except (ValueError, TypeError, pa.ArrowException) as error:
         raise DatasetError(
             f"{location} and after: expected arrays {field.name!r} of {field.type}, got: {error}."
         ) from error
 
 
-def _batches(paths: Sequence[Path]) -> Iterator[tuple[str, Rows, int]]:
+def _batches(paths: Sequence[Path]) -> Iterator[tuple[str, tables.Rows, int]]:
     for path in paths:
         samples = _samples(path)
-        for batch in batched(samples, lambda sample: sample[2], BATCH_BYTES, BATCH_ROWS):
+        for batch in batched(samples, lambda sample: sample[2], tables.BATCH_BYTES, tables.BATCH_ROWS):
             yield batch[0][0], [row for _, row, _ in batch], sum(size for _, _, size in batch)
 
 
 def _samples(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
-    with closing(open_unpacked(path)) as file:
+    with closing(tables.open_unpacked(path)) as file:
         archive = TarReader(file, ReadOptions(max_document_bytes=_MAX_MEMBER_BYTES))
         for key, group in itertools.groupby(archive, lambda member: member.key):
             sample: list[Member] = []
@@ -303,7 +282,7 @@ def _decoded(name: str, suffix: str, data: bytes) -> Iterator[tuple[str, Any]]:
         yield name or ("image" if suffix in IMAGES else suffix or "data"), data
 
 
-def _array(data: bytes) -> Array:
+def _array(data: bytes) -> tables.Array:
     """An array in NumPy's format, of exactly the size that its header says; a view."""
     file = io.BytesIO(data)
     shape, fortran, dtype = read_header(file)
@@ -347,7 +326,6 @@ class _TarPart:
 
 
 def _member(name: str, value: Any) -> tuple[str, bytes] | None:
-    """Suffixes and data; None for a value that goes into the JSON."""
     match value:
         case str():
             return "txt" if name == "text" else f"{name}.txt", value.encode()
@@ -365,14 +343,14 @@ def _member(name: str, value: Any) -> tuple[str, bytes] | None:
 
 def _values(name: str, column: pa.Array, first_row: int) -> list[Any]:
     """Lists and tensors of numbers as arrays; all else as Python has it."""
-    counts, leaves = flatten(column)
+    counts, leaves = tables.flatten(column)
     kind = leaves.type
-    shape = tensor_shape(column.type)
+    shape = tables.tensor_shape(column.type)
     inner = getattr(column.type, "value_type", None)
-    if is_number(kind) and (shape is not None or (inner is not None and inner == kind)):
+    if tables.is_number(kind) and (shape is not None or (inner is not None and inner == kind)):
         if leaves.null_count:
             raise DatasetError(f"WebDataset: expected no gaps in {name!r}, got some (row {first_row} or after).")
-        rows = split_values(leaves.to_numpy(zero_copy_only=False), counts)
+        rows = tables.split_values(leaves.to_numpy(zero_copy_only=False), counts)
         return [row if row is None or shape is None else row.reshape(shape) for row in rows]
     plain: list[Any] = (column.cast(pa.float32()) if pa.types.is_float16(column.type) else column).to_pylist()
     if pa.types.is_floating(kind) and not np.isfinite(leaves.drop_null().to_numpy(zero_copy_only=False)).all():

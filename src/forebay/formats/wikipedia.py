@@ -1,11 +1,8 @@
 """Wikipedia and other MediaWiki dumps (`pages-articles.xml`, also `.bz2` in many streams) as documents.
 
-Hides: XML, revisions, namespaces and redirects. One revision of one page is in memory at a time, at most twice
-`max_document_bytes` and 1 MiB. Each page is parsed alone, so that damage costs a page. Entities are not expanded:
-dumps have none.
-
-Option: `namespaces` (default `[0]`; `[]` is all). A page of several revisions is its last one; redirects are no
-documents.
+One revision of one page is in memory at a time, at most twice `max_document_bytes` and 1 MiB. Each page is parsed
+alone, so that damage costs a page. Entities are not expanded: dumps have none. A page of several revisions is its last
+one; redirects are no documents. Option: `namespaces` (default `[0]`; `[]` is all).
 """
 
 import re
@@ -99,10 +96,7 @@ def _read_file(
 
 
 def _pages(stream: BinaryIO, offset: int, site: _Site, limit: int) -> Iterator[_Page]:
-    """The pages from an offset on, whatever damage stands between them; of each at most `limit` bytes.
-
-    Text holds no `<`: each mark is where an element begins or ends.
-    """
+    """The pages from an offset on, whatever damage stands between; of each at most `limit` bytes. Text holds no `<`."""
     pending, start, end = bytearray(), -1 if offset else -2, offset  # start -2: the head, -1: between pages
     revision, too_large = -1, False
     for part in _parts(stream, offset):
@@ -138,7 +132,6 @@ def _pages(stream: BinaryIO, offset: int, site: _Site, limit: int) -> Iterator[_
 
 
 def _parts(stream: BinaryIO, offset: int) -> Iterator[_Page]:
-    """The stream in parts that end before each mark; the damage that ends it."""
     pending, ended = b"", False
     while not ended:
         failure = ""

@@ -1,12 +1,9 @@
 """Wikitext to plain text.
 
-Hides MediaWiki's markup. Templates, tables, references, files and categories are left out (a few templates that only
-dress up their text keep it); links keep what a reader sees; headings with nothing below them go. What is opened and
-never closed loses its markers and keeps its text, as MediaWiki shows it.
-
-The innermost links, templates and tables are replaced until nothing changes, at most `MAX_DEPTH` times. No expression
-looks past the next bracket of its kind, so that each pass is linear in any input. Not mwparserfromhell: it finds as
-many words, takes longer, and is not linear on hostile text.
+Templates, tables, references, files and categories are left out (a few templates that only dress up their text keep
+it); links keep what a reader sees; headings with nothing below them go. The innermost links, templates and tables are
+replaced until nothing changes, at most `MAX_DEPTH` times. No expression looks past the next bracket of its kind, so
+that each pass is linear in any input (mwparserfromhell is not).
 """
 
 import html
@@ -18,8 +15,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-MAX_DEPTH = 40
-"""What is nested deeper is text."""
+MAX_DEPTH = 40  # What is nested deeper is text.
 FILES_AND_CATEGORIES = _words(
     "file image media category datei bild kategorie fichier catégorie archivo imagen categoría immagine categoria "
     "ficheiro imagem bestand afbeelding plik grafika файл изображение категория ファイル 画像 文件 分类 fil kategori"

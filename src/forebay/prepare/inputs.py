@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forebay.errors import CorruptInputError, ForebayError, PrepareError, UnreadableInputError, UsageError
-from forebay.formats.base import Format
+from forebay.formats.base import Format, get_format, names_with
 from forebay.formats.detect import HEAD_BYTES, detect, format_of_suffix
 from forebay.formats.inputs import (
     GROUP_BYTES,
@@ -30,7 +30,6 @@ from forebay.formats.inputs import (
     open_stored,
 )
 from forebay.formats.records import Record
-from forebay.formats.registry import get_format, names_with
 from forebay.network.retry import log_while_waiting
 from forebay.prepare.read.hub import HUB, library_source, source_at
 from forebay.storage.hub import HubReadError

@@ -7,17 +7,18 @@ buffer's `max_bytes` of UTF-8 and the largest document, plus 40 bytes a document
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError
-from forebay.formats.records import Record
 from forebay.order.bijection import random_words
 from forebay.prepare.tokenize.encoders import Encoder, make_encoder
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
-from forebay.stream.records import Reading
+from forebay.stream.hub import ObjectReading
+from forebay.stream.records import FileReading
 
 FIRST_BYTES, MAX_BYTES = 64 << 10, 1 << 20
 """Text encoded at a time: little at first, for an early first batch; then twice as much each time, up to the most."""
@@ -90,29 +91,18 @@ class ShuffleBuffer:
         return text
 
 
+@dataclass
 class DocumentSequence:
-    """The documents of an epoch that a rank encodes, in the order in which it does.
+    """The documents of an epoch that a rank encodes, in the order in which it does."""
 
-    Args:
-        reading: The records.
-        buffer: Mixes them.
-        counts: Grows by each malformed record.
-        malformed: Becomes the first 1000 of these.
-        share: (rank, world size): every world-size-th record from number `rank` on.
-        records: Sound ones read before.
-    """
+    reading: FileReading | ObjectReading
+    buffer: ShuffleBuffer
+    counts: dict[str, int]  # Grows by each malformed record.
+    malformed: list[Malformed]  # Becomes the first 1000 of these.
+    share: tuple[int, int]  # (rank, world size): every world-size-th record from number `rank` on.
+    records: int  # Sound ones read before.
 
-    def __init__(
-        self,
-        reading: Reading,
-        buffer: ShuffleBuffer,
-        counts: dict[str, int],
-        malformed: list[Malformed],
-        share: tuple[int, int],
-        records: int,
-    ) -> None:
-        self.reading, self.buffer, self.counts, self.records = reading, buffer, counts, records
-        self._malformed, self._share = malformed, share
+    def __post_init__(self) -> None:
         self._texts = self._mixed()
 
     def take(self, num_bytes: int) -> list[bytes]:
@@ -139,7 +129,7 @@ class DocumentSequence:
             yield self.buffer.pop()
 
     def _sound(self) -> Iterator[bytes]:
-        rank, world_size = self._share
+        rank, world_size = self.share
         for record, name in self.reading:
             problem = record.problem
             if record.html and not problem:
@@ -156,12 +146,9 @@ class DocumentSequence:
                 if (self.records - 1) % world_size == rank:
                     yield text
             elif problem != "blank":
-                self._add_malformed(record, name, problem)
-
-    def _add_malformed(self, record: Record, name: str, problem: str) -> None:
-        self.counts["malformed"] += 1
-        if len(self._malformed) < MAX_MALFORMED:
-            self._malformed.append(Malformed(name, record.location, problem))
+                self.counts["malformed"] += 1
+                if len(self.malformed) < MAX_MALFORMED:
+                    self.malformed.append(Malformed(name, record.location, problem))
 
 
 class TextEncoder:
@@ -169,25 +156,23 @@ class TextEncoder:
 
     def __init__(self, tokenizer: TokenizerFile) -> None:
         self._tokenizer = tokenizer
-        self._encoder: Encoder | None = None
         self.next_bytes = FIRST_BYTES  # How much text to bring next.
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return make_encoder(self._tokenizer.data, self._tokenizer.kind)
 
     def encode(self, texts: list[bytes], counts: dict[str, int]) -> NDArray[Any]:
         """Return the tokens, in the tokenizer's type [T]; `counts` grows by what they were."""
-        if self._encoder is None:
-            self._encoder = make_encoder(self._tokenizer.data, self._tokenizer.kind)
         self.next_bytes = min(2 * self.next_bytes, MAX_BYTES)
-        dtype = self._tokenizer.numpy_dtype
-        before, after = (
-            np.array([] if token is None else [token], dtype)
-            for token in (self._tokenizer.bos_id, self._tokenizer.eos_id)
-        )
-        parts: list[NDArray[Any]] = [np.zeros(0, dtype)]
+        tokenizer, dtype = self._tokenizer, self._tokenizer.numpy_dtype
+        before, after = ([] if token is None else [token] for token in (tokenizer.bos_id, tokenizer.eos_id))
+        parts: list[Any] = [np.zeros(0, dtype)]
         for ids in self._encoder.encode([text.decode() for text in texts if text]):
             parts += (before, ids, after)
-        tokens = np.concatenate(parts, dtype=dtype, casting="unsafe")
+        tokens: NDArray[Any] = np.concatenate(parts, dtype=dtype, casting="unsafe")
         counts["documents"] += len(texts)
-        counts["empty"] += sum(not text for text in texts)
+        counts["empty"] += texts.count(b"")
         counts["text_bytes"] += sum(map(len, texts))
         counts["tokens"] += len(tokens)
         return tokens

@@ -12,7 +12,9 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -24,7 +26,7 @@ from forebay.prepare.inputs import resolve_format
 from forebay.prepare.read.hub import open_with_library, source_at
 from forebay.storage.hub_copies import HubCopy
 from forebay.storage.hub_splits import PREFIX, HubSplit, find_split
-from forebay.stream.records import FileReading, Records, check_position
+from forebay.stream.records import FileReading, FileRecords, check_position
 
 HUB = "hf:"
 RUN_FILES = 1000
@@ -33,7 +35,10 @@ _ROWS = 256  # Read together by index: 0.3 us a row from Arrow where one by one 
 
 
 def records_of(dataset: Any, options: ReadOptions) -> Records:
-    """A dataset object, `hf:NAME[/CONFIG][:SPLIT]` (a directory as NAME) or a copy of one, as records."""
+    """Return the records of a dataset object, of `hf:NAME[/CONFIG][:SPLIT]` (a directory as NAME) or of a copy of one.
+
+    Raises UsageError for an object that cannot be read again from a position.
+    """
     if isinstance(dataset, str):
         url = dataset if dataset.startswith(PREFIX) else PREFIX + dataset.removeprefix(HUB)
         dataset = find_split(url) or open_with_library(url)
@@ -45,12 +50,11 @@ def records_of(dataset: Any, options: ReadOptions) -> Records:
             "stream: expected a whole dataset, got one rank's part of it (split_dataset_by_node). Give the whole: "
             "ranks part it here."
         )
-    if library == "streaming":
-        return ObjectRecords(dataset, options, lambda start: _by_index(dataset, int(dataset.size), start), "index")
     if library == "datasets" and hasattr(dataset, "column_names") and hasattr(dataset, "__len__"):
-        return ObjectRecords(dataset, options, lambda start: _by_rows(dataset, start), "index")
-    if isinstance(dataset, Sequence):
-        return ObjectRecords(dataset, options, lambda start: _by_index(dataset, len(dataset), start), "index")
+        return ObjectRecords(dataset, options, partial(_by_rows, dataset), "index")
+    if library == "streaming" or isinstance(dataset, Sequence):
+        size = int(dataset.size) if library == "streaming" else len(dataset)
+        return ObjectRecords(dataset, options, lambda start: (dataset[i] for i in range(start, size)), "index")
     if library == "datasets" and hasattr(dataset, "state_dict"):
         _check_not_shuffled(dataset)
         return ObjectRecords(dataset, options, lambda start: iter(dataset), "own")
@@ -61,7 +65,7 @@ def records_of(dataset: Any, options: ReadOptions) -> Records:
             "stream: expected an iterable that can be read again, got an iterator, which can be read once. Give the "
             "dataset, not iter(dataset)."
         )
-    return ObjectRecords(dataset, options, lambda start: _skip_to(dataset, start), "replay")
+    return ObjectRecords(dataset, options, partial(_skip_to, dataset), "replay")
 
 
 class HubRecords:
@@ -75,7 +79,7 @@ class HubRecords:
         self.identity = split.url
 
     def open(self, epoch: int, key: bytes | None, position: Any = None) -> FileReading:
-        """As of `Records`; with a key the files come in another order within each run of `RUN_FILES`."""
+        """As `FileRecords.open`; with a key the files come in another order within each run of `RUN_FILES`."""
 
         def open_source(index: int) -> InputFile | None:
             if key is not None:
@@ -101,8 +105,13 @@ class ObjectRecords:
         self.identity = f"{type(dataset).__module__}.{type(dataset).__name__}:{size if isinstance(size, int) else '?'}"
 
     def open(self, epoch: int, key: bytes | None, position: Any = None) -> ObjectReading:
-        """As of `Records`; the order is the object's own, which is given the epoch if it takes one."""
-        number, state = (0, None) if position is None else _check_object_position(position)
+        """As `FileRecords.open`; the order is the object's own, which is given the epoch if it takes one."""
+        position = [0, None] if position is None else position
+        if not isinstance(position, list) or len(position) != 2 or type(position[0]) is not int or position[0] < 0:
+            raise StateError(
+                f"stream state: expected a record's number and a dataset's state, got {str(position)[:80]}."
+            )
+        number, state = position
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         if self.kind == "own":
@@ -111,18 +120,14 @@ class ObjectRecords:
         return ObjectReading(self, number, state)
 
 
-def _check_object_position(position: Any) -> tuple[int, Any]:
-    if not isinstance(position, list) or len(position) != 2 or type(position[0]) is not int or position[0] < 0:
-        raise StateError(f"stream state: expected a record's number and a dataset's state, got {str(position)[:80]}.")
-    return position[0], position[1]
-
-
+@dataclass
 class ObjectReading:
     """Rows of a dataset object from a number on; the position is that number, and the dataset's own state or None."""
 
-    def __init__(self, records: ObjectRecords, number: int, state: Any) -> None:
-        self._records, self._number, self._state = records, number, state
-        self._started = False
+    _records: ObjectRecords
+    _number: int
+    _state: Any
+    _started: bool = False
 
     def position(self) -> list[Any]:
         if self._records.kind == "own" and self._started:
@@ -170,10 +175,6 @@ def _record(number: int, row: Any, options: ReadOptions) -> Record:
     return Record(number, problem=problem, location=location) if problem else to_record(number, row, options, location)
 
 
-def _by_index(dataset: Any, size: int, start: int) -> Iterator[Any]:
-    return (dataset[index] for index in range(start, size))
-
-
 def _by_rows(dataset: Any, start: int) -> Iterator[Any]:
     for first in range(start, len(dataset), _ROWS):
         columns = dataset[first : first + _ROWS]
@@ -201,3 +202,6 @@ def _check_not_shuffled(dataset: Any) -> None:
                 "contents its state does not hold. Leave out .shuffle(); shuffle_buffer does it here, exactly."
             )
         examples, depth = getattr(examples, "ex_iterable", None), depth + 1
+
+
+Records: TypeAlias = FileRecords | HubRecords | ObjectRecords

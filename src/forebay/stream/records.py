@@ -1,4 +1,4 @@
-"""Where documents come from: the `Records` seam, and files of every format that `prepare.read` knows.
+"""Documents of files of every format that `prepare` reads, in an order that the key of an epoch fixes.
 
 Hides: which file of an epoch comes when, and how reading goes on where it stopped: at the very record in JSONL, lines,
 tar and TFRecord (compressed: after unpacking what stands before it), at the row group in Parquet, at the batch in
@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,41 +29,16 @@ _log = logging.getLogger("forebay.stream")
 _START = (0, 0, -1, 0, 0)
 
 
-class Reading(Protocol):
-    """One pass over the records of an epoch, from some place on."""
-
-    def __iter__(self) -> Iterator[tuple[Record, str]]:
-        """Each record, and the name of what holds it; those with a problem too. Once."""
-        ...
-
-    def position(self) -> Any:
-        """Return plain JSON from which `Records.open` continues with the record after the last one yielded."""
-        ...
-
-
-class Records(Protocol):
-    """Documents in an order that the key of an epoch fixes, readable from any position that was reached."""
-
-    @property
-    def identity(self) -> str:
-        """What two machines must agree on for a place to mean the same."""
-        ...
-
-    def open(self, epoch: int, key: bytes | None, position: Any = None) -> Reading:
-        """An epoch's records, from a place or from the beginning. `key` None: in the order of the files."""
-        ...
-
-
 class FileRecords:
     """The records of files: paths, directories, globs, URLs. What is left out of a directory is logged.
 
-    No file is read whole to know it: its identity is its format, its size and its first 4 KiB.
+    `identity`, which two machines must share for a position to mean the same, is that of each file's format, size and
+    first 4 KiB.
     """
 
-    def __init__(self, inputs: Sequence[str | Path] | str | Path, options: ReadOptions) -> None:
-        names = [inputs] if isinstance(inputs, str | Path) else list(inputs)
+    def __init__(self, inputs: Sequence[str | Path], options: ReadOptions) -> None:
         self._options = options
-        listed = find_inputs([path for name in names for path in _expand(name)], options)
+        listed = find_inputs([path for name in inputs for path in _expand(name)], options)
         for line in describe_skipped(listed.skipped):
             _log.warning("stream: %s", line)
         self._files = listed.files
@@ -71,7 +46,7 @@ class FileRecords:
         self.identity = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
     def open(self, epoch: int, key: bytes | None, position: Any = None) -> FileReading:
-        """As `Records` says; with a key the files of each epoch come in another order."""
+        """Open an epoch's records from a position, or from the beginning; a key fixes the order of the files."""
         order = np.arange(len(self._files), dtype=np.uint64)
         if key is not None:
             order = permute(order, len(order), key)
@@ -84,8 +59,8 @@ class FileRecords:
 class FileReading:
     """The records of some sources, one source after the other; `source_at(index)` is None after the last.
 
-    Its place is five integers: the source; the piece of it; where in the piece to begin (-1: at its beginning) and the
-    number of the record there; how many records from there on were read.
+    Its position is five integers: the source; the piece of it; where in the piece to begin (-1: at its beginning) and
+    the number of the record there; how many records from there on were read.
     """
 
     _source_at: Callable[[int], InputFile | None]
@@ -93,6 +68,7 @@ class FileReading:
     _position: tuple[int, int, int, int, int]
 
     def position(self) -> list[int]:
+        """Return plain JSON from which `open` continues with the record after the last one yielded."""
         return list(self._position)
 
     def __iter__(self) -> Iterator[tuple[Record, str]]:
@@ -113,19 +89,16 @@ class FileReading:
                         continue
                     self._position = (index, number, start, first, num_read)
                     if record.problem and not record.location:
-                        record = replace(record, location=_location(first + num_read - 1, number))
+                        location = f"record {first + num_read - 1}" + (f" of piece {number}" if number else "")
+                        record = replace(record, location=location)
                     yield record, source.name
                 number, start, first, num_read = number + 1, -1, 0, 0
             index, number = index + 1, 0
         self._position = (index, *_START[1:])
 
 
-def _location(number: int, piece: int) -> str:
-    return f"record {number}" + (f" of piece {piece}" if piece else "")
-
-
 def check_position(position: Any, sources: int | None = None) -> tuple[int, int, int, int, int]:
-    """The place of a FileReading as it came from JSON; None: the beginning. `sources`: how many there are, if known."""
+    """Return the position of a FileReading from JSON; None: the beginning. `sources`: how many there are, if known."""
     if position is None:
         return _START
     if not isinstance(position, list) or len(position) != 5 or not all(type(n) is int for n in position):
@@ -137,12 +110,11 @@ def check_position(position: Any, sources: int | None = None) -> tuple[int, int,
     return index, number, start, first, num_read
 
 
-def _expand(name: str | Path) -> Iterator[str | Path]:
+def _expand(name: str | Path) -> Sequence[str | Path]:
     text = str(name)
     if "://" in text or not glob.has_magic(text) or Path(text).exists():
-        yield name
-        return
+        return [name]
     matches = sorted(glob.glob(text, recursive=True))  # noqa: PTH207 - an absolute pattern is none for Path.glob
     if not matches:
         raise UsageError(f"stream: expected files that match {text!r}, got none. Check the pattern.")
-    yield from matches
+    return matches

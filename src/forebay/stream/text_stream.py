@@ -1,14 +1,8 @@
 """Text as it lies on disk or on the hub, tokenized while it is streamed: batches without a dataset of ours.
 
-    for batch in forebay.TextStream("corpus/*.jsonl.zst", tokenizer="gpt2", seq_len=2048, batch_size=8): ...
-
 Documents are mixed in a buffer, encoded, joined with EOS between them, and cut into samples of seq_len tokens, whose
-labels are the next tokens. Prefer a dataset (`forebay prepare`, then `Loader`) where the text is read more than once:
-it costs no tokenizing while training, mixes the whole and not a buffer, and its state is a few bytes.
-
-Memory: the shuffle buffer (`shuffle_buffer` documents, at most `buffer_bytes` and one document), one document as
-its format holds it (at most `max_document_bytes`, 32 MiB), 1 MiB of text being encoded (100 MB in the tokenizers
-library, 200 MB in gigatoken) and prefetch + 2 batches.
+labels are the next tokens. Memory: the shuffle buffer (`shuffle_buffer` documents, at most `buffer_bytes` and one
+document), one document as its format holds it, 1 MiB of text being encoded and prefetch + 2 batches.
 """
 
 from __future__ import annotations
@@ -29,8 +23,8 @@ from forebay.order.bijection import derive_key
 from forebay.order.step_index import check_integer
 from forebay.prepare.tokenize.tokenizers import TokenizerFile, load_tokenizer
 from forebay.stream.documents import DocumentSequence, Malformed, ShuffleBuffer, TextEncoder
-from forebay.stream.hub import HUB, records_of
-from forebay.stream.records import FileRecords, Records
+from forebay.stream.hub import HUB, Records, records_of
+from forebay.stream.records import FileRecords
 from forebay.stream.state import StreamState
 
 _HUB_URL = "hf://datasets/"
@@ -42,11 +36,9 @@ class TextStream:
     Iterating goes on from the stream's state and ends after the last epoch; leaving the loop early and iterating again
     goes on with the next batch. One iteration at a time. Same arguments, same batches, on any machine.
 
-    With partition "samples" every rank reads and encodes everything, forms the same samples, and takes those of number
-    rank, rank + world_size, … of each global batch: the global batch of a step is the same for every world size, all
-    ranks have as many steps, and the state of any rank may be loaded by any rank of any world. With "records" a rank
-    encodes the records of number rank, rank + world_size, … alone: 1/world_size of the work, but its state is its own
-    rank's, and ranks may come to an epoch's end some steps apart (set `epochs=None` where they wait for each other).
+    With partition "samples" every rank reads and encodes everything and takes its samples of each global batch: the
+    state of any rank may be loaded by any rank of any world. With "records" a rank encodes every world_size-th record:
+    1/world_size of the work, but its state is its own rank's, and ranks may end an epoch some steps apart.
 
     Args:
         inputs: Paths, directories, globs, URLs, of any format that `forebay prepare` reads, compressed or not; or
@@ -107,14 +99,24 @@ class TextStream:
         check_integer("shuffle_start", shuffle_start, 0)
         check_choice("partition", partition, ("samples", "records"))
         self.rank, self.world_size = rank_of_world(rank, world_size)
-        self._global_batch = _global_batch(batch_size, global_batch_size, self.world_size, partition)
+        check_integer("global_batch_size", global_batch_size, 1)
+        self._global_batch = batch_sizes(batch_size, global_batch_size, self.world_size).largest
+        if partition == "records" and self._global_batch < self.world_size:
+            raise UsageError(
+                f"global_batch_size: expected a sample or more for each of {self.world_size} ranks where they part the "
+                f"records, got {self._global_batch}."
+            )
         self.tokenizer = load_tokenizer(tokenizer, eos=eos, bos=bos) if isinstance(tokenizer, str) else tokenizer
         self.seq_len, self.partition, self.seed = seq_len, partition, int(seed)
         self._dtype = token_dtype(dtype, self.tokenizer.dtype, self.tokenizer.vocab_size)
         self._shuffle_buffer, self._shuffle_start, self._buffer_bytes = shuffle_buffer, shuffle_start, buffer_bytes
         self._epochs, self._drop_last, self._prefetch = epochs, bool(drop_last), prefetch
         self._text_key = text_key
-        self._records = _open_records(inputs, ReadOptions(text_key=text_key, format=format))
+        options, paths = ReadOptions(text_key=text_key, format=format), inputs
+        if isinstance(inputs, str | Path):
+            paths = [] if str(inputs).startswith((HUB, _HUB_URL)) else [inputs]
+        is_files = isinstance(paths, Sequence) and paths and all(isinstance(path, str | Path) for path in paths)
+        self._records: Records = FileRecords(paths, options) if is_files else records_of(inputs, options)
         self._encoder = TextEncoder(self.tokenizer)
         self.position = StreamState(tokens=np.zeros(0, self.tokenizer.numpy_dtype))
         self._malformed: list[Malformed] = []
@@ -125,11 +127,6 @@ class TextStream:
     def vocab_size(self) -> int:
         """Every token id is below it."""
         return self.tokenizer.vocab_size
-
-    @property
-    def effective_batch_size(self) -> int:
-        """Samples of all ranks' batches together."""
-        return self._global_batch
 
     @property
     def malformed(self) -> tuple[Malformed, ...]:
@@ -214,11 +211,10 @@ class TextStream:
             "seed": self.seed,
             "shuffle_buffer": self._shuffle_buffer,
             "buffer_bytes": self._buffer_bytes,
+            "shuffle_start": self._shuffle_start,
             "drop_last": self._drop_last,
             "partition": self.partition,
         }
-        if self._shuffle_start is not None:
-            fields["shuffle_start"] = self._shuffle_start
         if self.partition == "records":
             fields.update(rank=self.rank, world_size=self.world_size)
         return fields
@@ -255,9 +251,15 @@ class TextStream:
             num_tokens = len(state.tokens) - state.offset
             count = min(size, num_tokens // self.seq_len)
             if not count or (self._drop_last and count < size):
+                advice = "Ask for shorter samples or smaller batches."
+                for record in self._malformed[:1]:
+                    advice = (
+                        f"{documents.counts['malformed']} records were skipped, the first at {record.location} of "
+                        f"{record.name}: {record.problem}. Name the column of text (text_key), or look at the file."
+                    )
                 raise DatasetError(
                     f"stream: expected at least one batch an epoch, got {num_tokens} tokens of {state.records} records "
-                    f"for {size} samples of {self.seq_len}. {self._advice(documents.counts)}"
+                    f"for {size} samples of {self.seq_len}. {advice}"
                 )
             batch = self._batch(state, count)
             tail = num_tokens - count * self.seq_len
@@ -275,15 +277,6 @@ class TextStream:
                     offset=state.offset + count * self.seq_len,
                 )
             yield batch, state
-
-    def _advice(self, counts: dict[str, int]) -> str:
-        if not self._malformed:
-            return "Ask for shorter samples or smaller batches."
-        first = self._malformed[0]
-        return (
-            f"{counts['malformed']} records were skipped, the first at {first.location} of {first.name}: "
-            f"{first.problem}. Name the column with the text (text_key), or look at the file."
-        )
 
     def _fill(self, state: StreamState, documents: DocumentSequence, required: int) -> StreamState:
         parts = [state.tokens[state.offset :]]
@@ -317,23 +310,3 @@ class TextStream:
             ids = ids * self.world_size + self.rank
         inputs, labels = buffer[:, :-1], buffer[:, 1:]
         return Batch(inputs, labels, ids, state.epoch, state.step, run_step=state.run_step)
-
-
-def _open_records(inputs: Any, options: ReadOptions) -> Records:
-    paths = [inputs] if isinstance(inputs, str | Path) else inputs
-    if isinstance(inputs, str) and inputs.startswith((HUB, _HUB_URL)):
-        return records_of(inputs, options)
-    if isinstance(paths, Sequence) and paths and all(isinstance(path, str | Path) for path in paths):
-        return FileRecords(paths, options)
-    return records_of(inputs, options)
-
-
-def _global_batch(batch_size: int | None, global_batch_size: int | None, world_size: int, partition: str) -> int:
-    check_integer("global_batch_size", global_batch_size, 1)
-    size = batch_sizes(batch_size, global_batch_size, world_size).largest
-    if partition == "records" and size < world_size:
-        raise UsageError(
-            f"global_batch_size: expected a sample or more for each of {world_size} ranks where they part the records, "
-            f"got {size}."
-        )
-    return size

@@ -11,17 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forebay.convert import convert as module
-from forebay.convert.convert import convert
+from forebay.convert import convert
 from forebay.errors import UsageError
 from forebay.formats.conversion import ConvertOptions
 
 RUN = """
 import os, signal, sys
 from pathlib import Path
-from forebay.convert import convert as module
+from forebay import convert as module
 from forebay.formats.conversion import ConvertOptions
-folder, exchanges, moment = Path(sys.argv[1]), sys.argv[2] == "True", int(sys.argv[3])
+folder, moment = Path(sys.argv[1]), int(sys.argv[2])
 real, calls = Path.rename, []
 def rename(self, target):
     calls.append(target)
@@ -33,8 +32,6 @@ def removed(path, ignore_errors=False):
 Path.rename = rename
 if moment == 0:
     module._remove = module.shutil.rmtree = removed
-if not exchanges:
-    module._exchange = lambda first, second: False
 module.convert(folder / "t.npy", folder / "out", "safetensors", ConvertOptions(), force=True)
 """
 
@@ -56,10 +53,7 @@ def held(folder: Path) -> str:
     return "new"
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_the_old_output_is_replaced_and_removed(folder: Path, exchanges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not exchanges:
-        monkeypatch.setattr(module, "_exchange", lambda first, second: False)
+def test_the_old_output_is_replaced_and_removed(folder: Path) -> None:
     convert(folder / "t.npy", folder / "out", "safetensors", ConvertOptions(), force=True)
     assert held(folder) == "new"
     assert sorted(path.name for path in folder.iterdir()) == ["out", "t.npy"]
@@ -77,7 +71,6 @@ def test_each_rename_may_fail(folder: Path, failing: set[int], monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", rename)
-        patch.setattr(module, "_exchange", lambda first, second: False)
         with pytest.raises(OSError, match="injected"):
             convert(folder / "t.npy", folder / "out", "safetensors", ConvertOptions(), force=True)
     with pytest.raises(UsageError, match="path that is free"):  # The next run gives the old one its name again.
@@ -86,12 +79,10 @@ def test_each_rename_may_fail(folder: Path, failing: set[int], monkeypatch: pyte
     assert sorted(path.name for path in folder.iterdir()) == ["out", "t.npy"]
 
 
-@pytest.mark.parametrize(
-    ("exchanges", "moment", "left"), [(False, 1, "old"), (False, 2, "old"), (False, 0, "new"), (True, 0, "new")]
-)
-def test_a_kill_at_any_moment(folder: Path, exchanges: bool, moment: int, left: str) -> None:
+@pytest.mark.parametrize(("moment", "left"), [(1, "old"), (2, "old"), (0, "new")])
+def test_a_kill_at_any_moment(folder: Path, moment: int, left: str) -> None:
     """Before each rename, and (0) before the old output is removed."""
-    command = [sys.executable, "-c", RUN, str(folder), str(exchanges), str(moment)]
+    command = [sys.executable, "-c", RUN, str(folder), str(moment)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
     with pytest.raises(UsageError, match="path that is free"):

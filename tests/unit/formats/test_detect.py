@@ -18,15 +18,14 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from forebay.convert.convert import open_source
-from forebay.doctor import examine
-from forebay.doctor.examine import kind_of
+from forebay.doctor import examine, kind_of
 from forebay.errors import DatasetError, PrepareError, UsageError
+from forebay.formats.base import format_names
 from forebay.formats.conversion import ConvertOptions as ConvertOptions
 from forebay.formats.detect import detect
 from forebay.formats.inputs import ReadOptions
-from forebay.formats.registry import format_names
 from forebay.formats.report import CheckOptions
+from forebay.formats.sources import open_source
 from forebay.prepare.inputs import find_inputs, text_formats
 from forebay.stream.records import FileRecords
 
@@ -130,10 +129,10 @@ def test_a_file_is_the_same_to_all(name: str, tmp_path: Path) -> None:
     sources = {Path(one.path).name: one for one in find_inputs(tmp_path, ReadOptions()).files}
     if expected in text_formats():
         assert sources[name].format == expected and sources[name].compression == found.compression
-        assert FileRecords(path, ReadOptions())._files[0].format == expected
+        assert FileRecords([path], ReadOptions())._files[0].format == expected
     else:
         assert name not in sources
-        for opens in (find_inputs, FileRecords):
+        for opens in (find_inputs, lambda path, options: FileRecords([path], options)):
             with pytest.raises(PrepareError, match=expected or "expected one of"):
                 opens(path, ReadOptions())
 
@@ -158,7 +157,7 @@ def test_a_failed_download_is_an_error_that_says_so(suffix: str, data: bytes, sa
     path = tmp_path / f"data{suffix}"
     path.write_bytes(data)
     (tmp_path / "beside.jsonl").write_bytes(LINE)
-    for opens in (find_inputs, FileRecords):
+    for opens in (find_inputs, lambda path, options: FileRecords([path], options)):
         with pytest.raises(PrepareError, match=says):
             opens(path, ReadOptions())
     (skipped,) = find_inputs(tmp_path, ReadOptions()).skipped

@@ -18,9 +18,10 @@ import pyarrow as pa
 import pytest
 import zstandard
 
-from forebay.convert.convert import convert, open_source
+from forebay.convert import convert
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.conversion import ConvertOptions
+from forebay.formats.sources import open_source
 from forebay.storage.compression import bounded_unpack, check_unpacked, max_unpacked
 
 GIB = 1 << 30
@@ -30,8 +31,8 @@ CHILD = """
 import json, resource, sys
 from pathlib import Path
 from forebay.cli import main
-import forebay.convert.convert, forebay.formats.registry, forebay.doctor.examine, forebay.load.sources
-[*forebay.formats.registry.formats()]
+import forebay.convert, forebay.formats.base, forebay.doctor, forebay.load.sources
+[*forebay.formats.base.formats()]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 codes = [main(argv) for argv in json.loads(sys.argv[1])]
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -65,16 +66,6 @@ def mds(folder: Path, packed: bytes, compression: str, samples: int = 1000, clai
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [entry]}))
 
 
-def litdata(folder: Path, data: bytes, level: str | None, items: int = 10, claimed: int = GIB) -> None:
-    folder.mkdir()
-    (folder / "chunk-0-0.bin").write_bytes(data)
-    spec = json.dumps([1, {"type": None, "context": None, "children_spec": []}])
-    config = {"compression": "zstd", "compression_level": level, "data_format": ["no_header_numpy:5"]}
-    config |= {"data_spec": spec, "item_loader": "PyTreeLoader"}
-    chunk = {"chunk_bytes": claimed, "chunk_size": items, "dim": None, "filename": "chunk-0-0.bin"}
-    (folder / "index.json").write_text(json.dumps({"chunks": [chunk], "config": config}))
-
-
 def npy(shape: tuple[int, ...], dtype: str) -> bytes:
     head = repr({"descr": dtype, "fortran_order": False, "shape": shape}).encode()
     head += b" " * (-(len(head) + 11) % 64) + b"\n"
@@ -102,7 +93,6 @@ def test_small_files_do_not_take_gigabytes(tmp_path: Path, zeros: bytes) -> None
         ),
         "mds_snappy": lambda path: mds(path, b"\xff\xff\xff\xff\x0f" + bytes(100), "snappy", claimed=(1 << 32) - 1),
         "mds_samples": lambda path: mds(path, zstandard.compress(bytes(100 << 20)), "zstd", 25 << 20, 100 << 20),
-        "litdata": lambda path: litdata(path, zeros, None),
         "bomb.npz": npz,
         "rows.npy": lambda path: path.write_bytes(npy((10, 10**12), "<f8")) and None,
         "array.tar": lambda path: tar(path, [("a.npy", npy((10**11,), "<f8"))]),

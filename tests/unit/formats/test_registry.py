@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forebay.errors import UsageError
-from forebay.formats import registry
+from forebay.formats import base as registry
 from forebay.formats.detect import detect
 from forebay.formats.inputs import ReadOptions
 from forebay.plugins import plugins

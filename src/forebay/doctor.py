@@ -1,7 +1,7 @@
-"""Examines paths: which formats there are, and what is wrong with each file or dataset.
+"""Finds what training-data files are, what is wrong with them, and what to do about it.
 
-Hides how much is read: 256 MiB of each file or dataset by default, less where there are many (1 GiB of all, at least
-4 MiB of each).
+Formats are detected by content; a suffix counts only where the content says nothing. Nothing is changed. By default 256
+MiB of each file or dataset are read, less where there are many (1 GiB of all, at least 4 MiB of each).
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,13 @@ from pathlib import Path
 
 from forebay.errors import DatasetError
 from forebay.formats import dataset_format
+from forebay.formats.base import get_format, names_with
 from forebay.formats.detect import RAW_TOKENS, ZIP_ARCHIVE, detect, format_of_suffix
 from forebay.formats.megatron import is_index
-from forebay.formats.registry import get_format, names_with
-from forebay.formats.report import CheckOptions, Report
+from forebay.formats.report import CheckOptions, Finding, Report
 from forebay.formats.vectors import IDS_PREFIX, ids_of
+
+__all__ = ["CheckOptions", "Finding", "Report", "examine"]
 
 _ALL_BYTES = 1 << 30
 _MIN_BYTES = 4 << 20
@@ -38,7 +40,6 @@ def examine(paths: Sequence[Path], options: CheckOptions) -> list[Report]:
 
 
 def _find_files(path: Path, options: CheckOptions) -> Iterator[tuple[Path, str]]:
-    """The files and datasets at a path with their formats, by name."""
     if path.is_dir():
         yield from _find_in_directory(path, options)
     elif path.is_file():

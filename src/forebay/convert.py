@@ -1,15 +1,13 @@
 """Converts one format to another: opens the source, writes it, reads the result again, compares, and renames it.
 
 Hides that the output never exists half written: it is written in a directory beside it, `.<name>.converting`, under a
-lock; what a killed run left there is removed by the next. An output that is replaced is exchanged with the new one in
-one step where the system can, else moved to `<name>.replaced-<id>` beside it and back on failure; if a kill left only
-that, the next conversion restores it. A conversion is one pass of writing and one of verifying; its memory is that of
-a piece and, for formats with an index in every file, of one file.
+lock; what a killed run left there is removed by the next. An output that is replaced is moved to `<name>.replaced-<id>`
+beside it, and back on failure; if a kill left only that, the next conversion restores it. A conversion is one pass of
+writing and one of verifying; its memory is that of a piece and, for formats with an index in every file, of one file.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shutil
@@ -21,15 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import pyarrow as pa
 
-from forebay.convert import sources
-from forebay.convert.sources import needs_table, open_table, open_tokens, table_of_tokens
 from forebay.dataset.manifest import TOKEN_DTYPES
 from forebay.errors import DatasetError, UsageError
 from forebay.files import sync_directory, sync_file
+from forebay.formats.base import get_format, names_with
 from forebay.formats.conversion import ConvertOptions, TableSource, TokenSource, Written
-from forebay.formats.registry import get_format, names_with
+from forebay.formats.sources import naming_source, needs_table, open_source, open_table, open_tokens, table_of_tokens
 from forebay.formats.tables import TableDigest
 from forebay.formats.token_stream import TokenDigest, build_stream
 from forebay.storage.locks import try_acquire
@@ -52,24 +48,10 @@ class ConversionReport:
 
     def to_json(self) -> dict[str, Any]:
         """As the attributes say."""
-        return {
-            "source": self.source,
-            "to": self.to,
-            "out": str(self.out),
-            "files": len(self.written.files),
-            "bytes": self.num_bytes,
-            "tokens": self.written.num_tokens,
-            "documents": self.written.num_documents,
-            "rows": self.written.num_rows,
-            "digest": self.written.digest,
-            "notes": list(self.written.notes),
-        }
-
-
-def open_source(path: str | Path, options: ConvertOptions, to: str | None = None) -> TokenSource | TableSource:
-    """Open what is at a path, as format `to` needs it: tokens or a table. Without `to`, tokens if there are any."""
-    with _naming(path):
-        return sources.open_source(path, options, to)
+        written, names = self.written, ("tokens", "documents", "rows")
+        counts = {name: getattr(written, f"num_{name}") for name in names}
+        result = {"source": self.source, "to": self.to, "out": str(self.out), "files": len(written.files)}
+        return {**result, "bytes": self.num_bytes, **counts, "digest": written.digest, "notes": list(written.notes)}
 
 
 def format_named(to: str) -> str:
@@ -103,13 +85,18 @@ def convert(
     target = Path(out)
     source = open_source(path, options, to) if isinstance(path, (str, Path)) else path
     check_output(path, target, force)
-    with _naming(path if isinstance(path, (str, Path)) else source.format), _stage(target) as stage:
+    with naming_source(path if isinstance(path, (str, Path)) else source.format), _stage(target) as stage:
         check_output(path, target, force)  # Again: what a killed run moved away may be back.
         staged = stage / target.name
         if isinstance(source, TokenSource) and needs_table(to, options):
             written = _write_as_table(source, staged, to, options)
         elif isinstance(source, TokenSource):
-            _check_free_space(source, target, options)
+            needed = source.num_tokens * TOKEN_DTYPES[options.dtype or source.dtype].itemsize
+            if needed > (free := shutil.disk_usage(target.parent).free):
+                raise UsageError(
+                    f"{target.parent}: expected space for {source.num_tokens} tokens, {needed} bytes, got {free} free. "
+                    "Free some space, or choose another directory."
+                )
             if options.compress:
                 raise UsageError(f"--set compress: expected it for a table, got tokens, to write {to}. Leave it out.")
             written = get_format(to).write_tokens(source, staged, options)
@@ -117,7 +104,8 @@ def convert(
         else:
             written = get_format(to).write_rows(source, staged, options)
             verify_table(source, staged, written, options)
-        _sync(staged)
+        for file in [staged, *staged.rglob("*")]:
+            sync_file(file)
         num_bytes = sum((staged / name).stat().st_size for name in written.files)
         _commit(staged, target)
     left_out = source.metadata.get("left_out", ()) if isinstance(source, TokenSource) else ()
@@ -127,12 +115,12 @@ def convert(
 
 
 def _write_as_table(source: TokenSource, staged: Path, to: str, options: ConvertOptions) -> Written:
-    stream = build_stream(source, replace(options, on_progress=None), "rows")
+    stream = build_stream(source, replace(options, on_progress=lambda count: None), "rows")
     table = table_of_tokens(replace(source, dtype=stream.dtype, parts=stream.parts), options.column or "input_ids")
     written = get_format(to).write_rows(table, staged, options)
     verify_table(table, staged, written, options)
     notes = (*written.notes, *stream.notes)
-    return replace(written, num_tokens=stream.source.num_tokens, num_documents=stream.num_documents, notes=notes)
+    return replace(written, num_tokens=stream.source.num_tokens, num_documents=stream.digest.num_documents, notes=notes)
 
 
 def _verify_tokens(staged: Path, written: Written, options: ConvertOptions, dtype: str) -> None:
@@ -140,7 +128,7 @@ def _verify_tokens(staged: Path, written: Written, options: ConvertOptions, dtyp
     digest = TokenDigest()
     for part in output.parts() if output is not None else ():
         digest.add(part)
-        options.advance(len(part.tokens))
+        options.on_progress(len(part.tokens))
     got = (digest.num_tokens, digest.num_documents, digest.text)
     if got != (written.num_tokens, written.num_documents, written.digest):
         raise DatasetError(
@@ -158,7 +146,7 @@ def verify_table(source: TableSource, out: Path, written: Written, options: Conv
     digest = TableDigest()
     for batch in output.batches() if output is not None else ():
         digest.add(batch)
-        options.advance(batch.num_rows)
+        options.on_progress(batch.num_rows)
     expected: dict[str, str] = orjson.loads(written.digest)
     got = digest.columns()
     differing = sorted(name for name in expected if got.get(name) != expected[name])
@@ -183,25 +171,6 @@ def check_output(path: object, out: Path, force: bool) -> None:
         )
     if not out.parent.is_dir():
         out.parent.mkdir(parents=True)
-
-
-def _check_free_space(source: TokenSource, out: Path, options: ConvertOptions) -> None:
-    needed = source.num_tokens * TOKEN_DTYPES[options.dtype or source.dtype].itemsize
-    if needed > (free := shutil.disk_usage(out.parent).free):
-        raise UsageError(
-            f"{out.parent}: expected space for {source.num_tokens} tokens, {needed} bytes, got {free} free. "
-            "Free some space, or choose another directory."
-        )
-
-
-@contextmanager
-def _naming(path: object) -> Iterator[None]:
-    """Raise errors of the libraries that read and write as one that names the source."""
-    try:
-        yield
-    except (pa.ArrowException, MemoryError, OverflowError) as error:
-        what = "more than fits into memory" if isinstance(error, MemoryError) else str(error).strip().rstrip(".")
-        raise DatasetError(f"{path}: expected data that can be converted, got {what[:300]}. Check the file.") from error
 
 
 @contextmanager
@@ -229,7 +198,7 @@ def _commit(staged: Path, out: Path) -> None:
     """Give the new output its name. At every moment the old or the new one has it, or the old one is beside it."""
     if not os.path.lexists(out):
         staged.rename(out)
-    elif not _exchange(staged, out):  # After an exchange the old one is in the stage, and is removed with it.
+    else:
         old = out.with_name(f"{out.name}.replaced-{uuid.uuid4().hex}")
         out.rename(old)
         try:
@@ -240,22 +209,6 @@ def _commit(staged: Path, out: Path) -> None:
         sync_directory(out.parent)
         _remove(old)
     sync_directory(out.parent)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two names in one step; False where the system or file system cannot (Linux can, on most)."""
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:
-        return False
-    at_cwd, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of <fcntl.h> and <linux/fs.h>.
-    return bool(rename(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0)
-
-
-def _sync(staged: Path) -> None:
-    paths = [staged, *staged.rglob("*")] if staged.is_dir() else [staged]
-    for path in paths:
-        sync_file(path)
 
 
 def _remove(path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Datasets from one format to another: counted, verified, bounded in memory."""
