@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+try:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+except ImportError:
+    sys.exit("hf_trainer: transformers is not installed. Run: pip install transformers accelerate torch")
 
 from forebay.load.torch import DataLoader, dataloader
 

@@ -13,7 +13,10 @@ from pathlib import Path
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
-import jax
+try:
+    import jax
+except ImportError:
+    sys.exit("jax_train: jax is not installed. Run: pip install jax")
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec

@@ -13,7 +13,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning
+try:
+    import lightning
+except ImportError:
+    sys.exit("lightning_module: lightning is not installed. Run: pip install lightning")
 import torch
 from torch import nn
 
