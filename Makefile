@@ -23,7 +23,7 @@ lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(PY) scripts/check_names.py src
+	$(PY) scripts/check_names.py src benchmarks examples
 
 test: lint
 	$(PY) -m pytest -n 3 --dist loadgroup

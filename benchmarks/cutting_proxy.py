@@ -45,7 +45,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.swarm import HOST, NAME, _Known, make_dataset
+from benchmarks.swarm import HOST, NAME, FixedDiscovery, make_dataset
 from forebay.data_node import DataNode
 from forebay.dataset.reader import open_dataset
 from forebay.ledger.verify import verify_ledger
@@ -71,7 +71,7 @@ WHENS = ("start", "running")
 TAKES = (
     "hash"  # takes work from a queue: what is raised between that and its handler loses the work, and nothing real is
 )
-_begun = threading.Event()  # in a process of a job: it worked once
+_has_worked = threading.Event()  # in a process of a job: it worked once
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
     ["forebay.worker.lease_worker", "forebay.scheduler.server", "forebay.data_node", __name__]
@@ -190,9 +190,9 @@ class Injection:
         if self._is_due(name):
             if self.when == "start":
                 raise InjectedError(name)
-            at = ctypes.c_ulong(threading.get_ident())
-            raise_there = ctypes.pythonapi.PyThreadState_SetAsyncExc
-            threading.Timer(0.5, raise_there, (at, ctypes.py_object(InjectedError))).start()
+            thread_id = ctypes.c_ulong(threading.get_ident())
+            raise_in_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc
+            threading.Timer(0.5, raise_in_thread, (thread_id, ctypes.py_object(InjectedError))).start()
         return target()
 
     async def _await(self, body: Callable[[], Awaitable[None]], name: str) -> None:
@@ -205,7 +205,7 @@ class Injection:
         raise InjectedError(name)
 
 
-def _child(role: Callable[..., Any], log: Path, injection: Injection | None, told: Connection, **settings: Any) -> None:
+def _child(role: Callable[..., Any], log: Path, injection: Injection | None, pipe: Connection, **settings: Any) -> None:
     """A process of its own: its log, its signals, what it reports at its end."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 2)
@@ -217,16 +217,16 @@ def _child(role: Callable[..., Any], log: Path, injection: Injection | None, tol
     if injection is not None:
         injection.install()
     try:
-        report = role(told=told, stop=stop, **settings)
+        report = role(pipe=pipe, stop=stop, **settings)
     except BaseException:
-        told.send({"error": traceback.format_exc(), "begun": _begun.is_set()})  # the log's disk may be full
+        pipe.send({"error": traceback.format_exc(), "has_worked": _has_worked.is_set()})  # the log's disk may be full
         os._exit(1)
-    told.send({"report": report, "entered": dict(injection.entered) if injection else {}})
+    pipe.send({"report": report, "entered": dict(injection.entered) if injection else {}})
     os._exit(0)  # without the interpreter's end: threads of libraries
 
 
-def _discovery(identity: Identity, known: str) -> Discovery:
-    return _Known(known) if known else LibtorrentDht(HOST, 0, list(identity.bootstrap))
+def _discovery(identity: Identity, address: str) -> Discovery:
+    return FixedDiscovery(address) if address else LibtorrentDht(HOST, 0, list(identity.bootstrap))
 
 
 def _wait(stop: threading.Event) -> None:
@@ -236,25 +236,25 @@ def _wait(stop: threading.Event) -> None:
         pass
 
 
-def _serve(told: Connection, stop: threading.Event, node: str, data: str, known: str) -> dict[str, Any]:
+def _serve(pipe: Connection, stop: threading.Event, node: str, data: str, data_address: str) -> dict[str, Any]:
     identity = Identity.load(node)
-    with DataNode(identity, [open_dataset(data)], HOST, 0, _discovery(identity, known), ttl_s=3.0) as served:
-        told.send(served.address)
+    with DataNode(identity, [open_dataset(data)], HOST, 0, _discovery(identity, data_address), ttl_s=3.0) as served:
+        pipe.send(served.address)
         _wait(stop)
         return {"bytes_sent": served.status()["bytes_sent"]}
 
 
 def _schedule(
-    told: Connection, stop: threading.Event, node: str, state: str, known: str, port: int, epochs: int
+    pipe: Connection, stop: threading.Event, node: str, state: str, data_address: str, port: int, epochs: int
 ) -> dict[str, Any]:
     identity = Identity.load(node)
     service = SchedulerService(
-        identity, NAME, _discovery(identity, known), Client(identity), state, HOST, port, seq_len=SEQ_LEN,
+        identity, NAME, _discovery(identity, data_address), Client(identity), state, HOST, port, seq_len=SEQ_LEN,
         epochs=epochs, lease_s=LEASE_S, steal_s=0.2, rediscover_s=0.5,
     )  # fmt: skip
     service.start()
-    _begun.set()
-    told.send(service.address)
+    _has_worked.set()
+    pipe.send(service.address)
     _wait(stop)
     is_done = service.is_done()
     service.stop()
@@ -262,27 +262,30 @@ def _schedule(
 
 
 def _work(
-    told: Connection, stop: threading.Event, node: str, known: str, cache: str, scheduler: str, share: bool,
+    pipe: Connection, stop: threading.Event, node: str, data_address: str, cache: str, scheduler: str, share: bool,
     patience_s: float,
 ) -> dict[str, Any]:  # fmt: skip
     identity = Identity.load(node)
 
     def train(batch: object, ids: object) -> None:
-        _begun.set()
+        _has_worked.set()
         time.sleep(PAUSE_S)
 
     report = run_worker(
-        identity, NAME, scheduler=scheduler or None, discovery=None if known else _discovery(identity, known),
-        cache_dir=cache, cache_bytes=4 * SLICE_BYTES, batch_size=BATCH, trainer="none", receipt_s=0.2, stop=stop,
+        identity, NAME, scheduler=scheduler or None,
+        discovery=None if data_address else _discovery(identity, data_address), cache_dir=cache,
+        cache_bytes=4 * SLICE_BYTES, batch_size=BATCH, trainer="none", receipt_s=0.2, stop=stop,
         share=f"{HOST}:0" if share else None, patience_s=patience_s, on_batch=train,
     )  # fmt: skip
     return asdict(report)
 
 
-def _read(told: Connection, stop: threading.Event, node: str, known: str, data: str, cache: str) -> dict[str, Any]:
+def _read(
+    pipe: Connection, stop: threading.Event, node: str, data_address: str, data: str, cache: str
+) -> dict[str, Any]:
     """A loader over two epochs, by the network with a swarm; or, without a cache, of files that are here."""
     identity = Identity.load(node)
-    dataset = open_remote(f"forebay://bench/{NAME}", identity=node, discovery=_discovery(identity, known))
+    dataset = open_remote(f"forebay://bench/{NAME}", identity=node, discovery=_discovery(identity, data_address))
     ids: Counter[int] = Counter()
     settings = {"cache_dir": cache, "share": True} if cache else {}
     with Loader(
@@ -306,31 +309,31 @@ class Node:
     def __init__(self, role: Callable[..., Any], log: Path, injection: Injection | None, **settings: Any) -> None:
         self.role, self.log, self.injection, self.settings = role, log, injection, settings
         self.is_second = False
-        self._told, theirs = _processes.Pipe(duplex=False)
+        self._pipe, theirs = _processes.Pipe(duplex=False)
         self.process: ForkServerProcess = _processes.Process(
             target=_child, args=(role, log, injection, theirs), kwargs=settings, daemon=True
         )
         self.process.start()
         theirs.close()
 
-    def hear(self, timeout_s: float) -> Any:
+    def receive(self, timeout_s: float) -> Any:
         """What it says next; RuntimeError if it ends before, or says nothing."""
         try:
-            if self._told.poll(timeout_s):
-                return self._told.recv()
+            if self._pipe.poll(timeout_s):
+                return self._pipe.recv()
         except EOFError:
             pass
         raise RuntimeError(f"{self.log.name}: expected a word within {timeout_s:.0f} s, got none")
 
     def last_words(self) -> dict[str, Any]:
         """Why it ended with 1, and whether it ever worked."""
-        said = self.hear(5.0)
-        return dict(said if isinstance(said, dict) else self.hear(5.0))
+        message = self.receive(5.0)
+        return dict(message if isinstance(message, dict) else self.receive(5.0))
 
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
-        self._told.close()
+        self._pipe.close()
 
     def again(self) -> Node:
         """The same on what it left."""
@@ -348,9 +351,9 @@ class Node:
     def end(self) -> dict[str, Any]:
         """Has a server stop: what it reports."""
         self.process.terminate()
-        said = self.hear(30.0)
+        message = self.receive(30.0)
         self.process.join(10.0)
-        return dict(said)
+        return dict(message)
 
 
 # Jobs.
@@ -418,7 +421,7 @@ class Bench:
             join(folder / "network", home, name)
         make_dataset(folder / "dataset", SLICES, SLICE_BYTES)
         self.samples = SLICES * (SLICE_BYTES // 2 // SEQ_LEN)
-        self._known = "" if with_dht else f"{HOST}:1"
+        self._fixed_address = "" if with_dht else f"{HOST}:1"
         self._data: Node | None = None
         self._data_at = ""
 
@@ -435,9 +438,9 @@ class Bench:
             self._data.kill()
         self._data = Node(
             _serve, self.folder / "data.log", injection, node=str(self.homes["data"]),
-            data=str(self.folder / "dataset"), known=self._known,
+            data=str(self.folder / "dataset"), data_address=self._fixed_address,
         )  # fmt: skip
-        self._data_at = self._data.hear(30.0)
+        self._data_at = self._data.receive(30.0)
         return self._data
 
     def read(self, injection: Injection, deadline_s: float, cache: str) -> Outcome:
@@ -447,14 +450,14 @@ class Bench:
         folder, outcome, began = self.folder / "reading", Outcome(), time.monotonic()
         shutil.rmtree(folder, ignore_errors=True)
         node = Node(
-            _read, self.folder / "reader.log", injection, node=str(self.homes["worker0"]), known=self._data_at,
+            _read, self.folder / "reader.log", injection, node=str(self.homes["worker0"]), data_address=self._data_at,
             data=str(self.folder / "dataset"), cache=cache and str(folder),
         )  # fmt: skip
         try:
-            said = node.hear(deadline_s)
-            outcome.entered["reader"] = said.get("entered", {})
-            if "error" in said or not said["report"]["done"] or said["report"]["samples"] != self.samples:
-                outcome.faults.append(f"reader: {said}"[-2000:])
+            message = node.receive(deadline_s)
+            outcome.entered["reader"] = message.get("entered", {})
+            if "error" in message or not message["report"]["done"] or message["report"]["samples"] != self.samples:
+                outcome.faults.append(f"reader: {message}"[-2000:])
         except RuntimeError as error:
             outcome.faults.append(str(error))
         outcome.seconds = time.monotonic() - began
@@ -491,7 +494,7 @@ class _Job:
     ) -> None:  # fmt: skip
         self.plan, self.folder, self.deadline_s = plan, folder, deadline_s
         self.proxies: list[CuttingProxy] = []
-        known, at, self.nodes = "", "", dict[str, Node]()
+        data_address, scheduler_address, self.nodes = "", "", dict[str, Node]()
 
         def proxy(target: str, rate: float) -> str:
             self.proxies.append(CuttingProxy(target, chance, rate))
@@ -499,21 +502,22 @@ class _Job:
             return self.proxies[-1].address
 
         stack.callback(lambda: [node.kill() for node in self.nodes.values() if node.process.is_alive()])
-        if bench._known:
-            known = proxy(bench._data_at, plan.data_cut_rate)
+        if bench._fixed_address:
+            data_address = proxy(bench._data_at, plan.data_cut_rate)
         self.nodes["scheduler"] = scheduler = Node(
             _schedule, folder / "scheduler.log", injections.get("scheduler"), node=str(bench.homes["scheduler"]),
-            state=str(folder / "state"), known=known, port=0, epochs=epochs,
+            state=str(folder / "state"), data_address=data_address, port=0, epochs=epochs,
         )  # fmt: skip
         self.began = time.monotonic()
-        address = scheduler.hear(deadline_s)
+        address = scheduler.receive(deadline_s)
         scheduler.settings["port"] = parse_address(address)[1]
-        if bench._known:
-            at = proxy(address, plan.cut_rate)
+        if bench._fixed_address:
+            scheduler_address = proxy(address, plan.cut_rate)
         for i in range(plan.workers):
             self.nodes[f"worker{i}"] = Node(
                 _work, folder / f"worker{i}.log", injections.get(f"worker{i}"), node=str(bench.homes[f"worker{i}"]),
-                known=known, cache=str(folder / f"cache{i}"), scheduler=at, share=plan.share, patience_s=deadline_s,
+                data_address=data_address, cache=str(folder / f"cache{i}"), scheduler=scheduler_address,
+                share=plan.share, patience_s=deadline_s,
             )  # fmt: skip
 
     def run(self, calm_s: float, outcome: Outcome) -> float:
@@ -522,8 +526,8 @@ class _Job:
 
         def add(share: float | None, first: Callable[[], object], after_s: float, then: Callable[[], object]) -> None:
             if share is not None:
-                at = self.began + share * calm_s
-                events.extend([(at, first), (at + after_s, then)])
+                time_s = self.began + share * calm_s
+                events.extend([(time_s, first), (time_s + after_s, then)])
 
         add(plan.kill_worker, lambda: self._kill("worker0"), plan.away_s, lambda: self._start("worker0"))
         add(plan.kill_scheduler, lambda: self._kill("scheduler"), plan.away_s, lambda: self._start("scheduler"))
@@ -552,9 +556,9 @@ class _Job:
         """What a supervisor of services does: who could not begin, as its disk was full, is started again."""
         for name in self.full_once:
             if self.nodes[name].process.exitcode == 1 and name not in self.errors:
-                said = self.nodes[name].last_words()
-                if said["begun"]:
-                    self.errors[name] = said["error"]
+                message = self.nodes[name].last_words()
+                if message["has_worked"]:
+                    self.errors[name] = message["error"]
                     continue
                 time.sleep(0.2)
                 self.nodes[name] = self.nodes[name].again()
@@ -595,10 +599,10 @@ class _Job:
                 (self.folder / f"{name}.error").write_text(error)
                 outcome.faults.append(f"{name} ended with {code}: {error.strip().rpartition(chr(10))[2]}")
                 continue
-            said = node.hear(5.0)
-            outcome.entered[name] = said["entered"]
-            outcome.wasted += said["report"]["wasted"]
-            if not said["report"]["done"]:
+            message = node.receive(5.0)
+            outcome.entered[name] = message["entered"]
+            outcome.wasted += message["report"]["wasted"]
+            if not message["report"]["done"]:
                 outcome.faults.append(f"{name} ended before the job was done")
         for proxy in self.proxies:
             outcome.cuts += proxy.cuts
@@ -607,10 +611,10 @@ class _Job:
         scheduler, outcome.restarts = self.nodes["scheduler"], self.restarts
         try:
             if scheduler.is_second:
-                scheduler.hear(20.0)
-            said = scheduler.end()
-            outcome.entered["scheduler"] = said["entered"]
-            if not said["report"]["done"]:
+                scheduler.receive(20.0)
+            message = scheduler.end()
+            outcome.entered["scheduler"] = message["entered"]
+            if not message["report"]["done"]:
                 outcome.faults.append("the scheduler says that the job is not done")
         except (RuntimeError, OSError) as error:
             outcome.faults.append(f"scheduler: {error}")
@@ -619,25 +623,25 @@ class _Job:
 def _prove(folder: Path, samples: int, epochs: int, outcome: Outcome) -> None:
     """The ledger has every sample of every epoch once; a cache has right bytes only."""
     report = verify_ledger(folder / "state" / "ledger.jsonl", verify=verify)
-    told = [(one["epoch"], one["samples"], one["missing"], one["repeated"]) for one in report.epochs]
-    if not report.ok or told != [(epoch, samples, 0, 0) for epoch in range(epochs)]:
+    epoch_counts = [(epoch["epoch"], epoch["samples"], epoch["missing"], epoch["repeated"]) for epoch in report.epochs]
+    if not report.ok or epoch_counts != [(epoch, samples, 0, 0) for epoch in range(epochs)]:
         outcome.faults.append(f"ledger: {report}"[:2000])
     for path in folder.glob("cache*/*"):
         if re.fullmatch("[0-9a-f]{64}", path.name) and hashlib.sha256(path.read_bytes()).hexdigest() != path.name:
             outcome.faults.append(f"cache: {path} has other bytes")
 
 
-def run_seeds(folder: Path, seeds: range, say: Callable[[str], object] = print) -> dict[str, Any]:
+def run_seeds(folder: Path, seeds: range, log: Callable[[str], object] = print) -> dict[str, Any]:
     """Part one: figures over all seeds, and the faults of each that had any."""
     bench, ratios, calm_s = Bench(folder), list[float](), 0.0
     cuts, faults, counts = Counter[str](), dict[int, list[str]](), Counter[str]()
     try:
         for number, seed in enumerate(seeds):
             if number % CALIBRATED_FOR == 0:
-                calm = [bench.run(-1 - i, Plan(), 120.0) for i in range(2)]
-                if wrong := [fault for one in calm for fault in one.faults]:
+                calm_jobs = [bench.run(-1 - i, Plan(), 120.0) for i in range(2)]
+                if wrong := [fault for job in calm_jobs for fault in job.faults]:
                     raise RuntimeError(f"an undisturbed job failed: {wrong}")
-                calm_s = statistics.median(one.seconds for one in calm)
+                calm_s = statistics.median(job.seconds for job in calm_jobs)
             plan = Plan.of(seed)
             done = bench.run(seed, plan, DEADLINE * calm_s, calm_s)
             ratios.append(done.seconds / calm_s)
@@ -649,7 +653,7 @@ def run_seeds(folder: Path, seeds: range, say: Callable[[str], object] = print) 
                 counts[name] += getattr(plan, name) is not None
             if done.faults:
                 faults[seed] = done.faults
-            say(f"seed {seed:4d}  {done.seconds:6.2f} s ({ratios[-1]:4.1f} x)  {sum(done.cuts.values()):4d} cuts  "
+            log(f"seed {seed:4d}  {done.seconds:6.2f} s ({ratios[-1]:4.1f} x)  {sum(done.cuts.values()):4d} cuts  "
                 f"{'; '.join(done.faults) or 'ok'}")  # fmt: skip
     finally:
         bench.close()
@@ -663,7 +667,7 @@ def run_seeds(folder: Path, seeds: range, say: Callable[[str], object] = print) 
 # Part two.
 
 
-def run_tasks(folder: Path, only: str = "", say: Callable[[str], object] = print) -> dict[str, Any]:
+def run_tasks(folder: Path, only: str = "", log: Callable[[str], object] = print) -> dict[str, Any]:
     """Part two: each background task of each process raises once, at its start and while it runs."""
     bench, faults, rows = Bench(folder, with_dht=True), dict[str, list[str]](), 0
     roles = ("data", "scheduler", "worker0")
@@ -699,7 +703,7 @@ def run_tasks(folder: Path, only: str = "", say: Callable[[str], object] = print
                 done = disturbed(number, role, Injection(task, when), calm().seconds)
             if done.faults:
                 faults[what] = done.faults
-            say(f"{what:44} {done.seconds:6.2f} s  {'; '.join(done.faults) or 'ok'}")
+            log(f"{what:44} {done.seconds:6.2f} s  {'; '.join(done.faults) or 'ok'}")
         for cache in ("cache", ""):
             still = bench.read(Injection(), 120.0, cache)
             for task, when in [(task, when) for task in sorted(still.entered["reader"]) for when in WHENS]:
@@ -711,7 +715,7 @@ def run_tasks(folder: Path, only: str = "", say: Callable[[str], object] = print
                     done = bench.read(Injection(task, when), 1.5 * still.seconds + TASK_S, cache)
                     if done.faults:
                         faults[what] = done.faults
-                    say(f"{what:44} {done.seconds:6.2f} s  {'; '.join(done.faults) or 'ok'}")
+                    log(f"{what:44} {done.seconds:6.2f} s  {'; '.join(done.faults) or 'ok'}")
     finally:
         bench.close()
     return {"tasks": rows, "calm_s": round(first.seconds, 2), "failed": faults}

@@ -1,7 +1,7 @@
-"""What a ledger costs: `python benchmarks/ledger.py [--entries 1000000] [--dir DIR]`; prints a line a figure.
+"""Costs of a ledger: `python benchmarks/ledger.py [--entries 1000000] [--dir DIR]`.
 
-The ledger: 250 000 slices of 16 384 samples, 1 000 workers, entries of one use each; entries are made without
-signatures (another line tells what those cost), so that making them takes a minute.
+The ledger: 250 000 slices of 16 384 samples, 1 000 workers, entries of one use each. Entries are not signed, so that
+writing them takes a minute; the cost of signed entries is measured apart.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def unsigned(message: bytes) -> bytes:
 
 @contextmanager
 def timed(what: str, per: int = 0) -> Iterator[None]:
-    begun = time.perf_counter()
+    started = time.perf_counter()
     yield
-    taken = time.perf_counter() - begun
-    print(f"{what:<58} {taken:8.3f} s" + (f"  {1e6 * taken / per:8.1f} us each" if per else ""), flush=True)
+    elapsed_s = time.perf_counter() - started
+    print(f"{what:<58} {elapsed_s:8.3f} s" + (f"  {1e6 * elapsed_s / per:8.1f} us each" if per else ""), flush=True)
 
 
 def make(path: Path, entries: int) -> None:

@@ -1,7 +1,7 @@
 """Loader tokens/s against a bare NumPy gather-and-cast of the same bytes in the same order.
 
-The yardstick knows every slice and offset beforehand, writes into one buffer, and makes nothing else: it is the
-least that any loader must do. Both run in one process, in turns; ratios are of medians.
+The yardstick knows every slice and offset in advance and writes into one buffer: the least work that any loader can
+do. Both run in one process, in turns; ratios are of medians.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def make_dataset(folder: Path) -> None:
     rng = np.random.default_rng(0)
     for i in range(NUM_SLICES):
         tokens = rng.integers(0, 50_000, SLICE_TOKENS).astype(np.uint16)
-        ends = np.arange(1000, SLICE_TOKENS + 1, 1000, dtype=np.uint64)
-        ends[-1] = SLICE_TOKENS
-        write_token_slice(folder / f"{i:06d}.safetensors", tokens, ends)
+        document_ends = np.arange(1000, SLICE_TOKENS + 1, 1000, dtype=np.uint64)
+        document_ends[-1] = SLICE_TOKENS
+        write_token_slice(folder / f"{i:06d}.safetensors", tokens, document_ends)
     import_slices(folder, "benchmark")
 
 
@@ -58,8 +58,8 @@ def measure(rounds: int = 7) -> list[Figure]:
         for _ in range(2):
             bare()
         costs = interleaved(rounds, bare, lambda: loader(0), lambda: loader(2))
-    wall = [median([one.wall_s for one in mine]) for mine in costs]
-    cpu = [median([one.cpu_s for one in mine]) for mine in costs]
+    wall = [median([cost.wall_s for cost in row]) for row in costs]
+    cpu = [median([cost.cpu_s for cost in row]) for row in costs]
     total = plan.order.num_samples * SEQ_LEN
     return [
         Figure("bare gather and cast", total / wall[0], "tokens/s"),

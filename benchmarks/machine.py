@@ -105,13 +105,13 @@ def bench_loader(
     bare()
     loader()
     source, target = np.ones(_COPY_BYTES, np.uint8), np.empty(_COPY_BYTES, np.uint8)
-    what: list[Callable[[], object]] = [
+    functions: list[Callable[[], object]] = [
         bare, loader, lambda: np.copyto(target, source), lambda: hashlib.sha256(source.data).digest(),
     ]  # fmt: skip
-    times: list[list[float]] = [[] for _ in what]
+    times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
-        for mine, function in zip(times, what):
-            mine.append(_seconds(function))
+        for own_times, function in zip(times, functions):
+            own_times.append(_seconds(function))
     bare_s, loader_s, copy_s, hash_s = map(statistics.median, times)
     resume_s, seek_s = _resume(dataset, seq_len, batch_size)
     cold = _forget(dataset)
@@ -154,7 +154,7 @@ def table(report: BenchReport) -> str:
         ("  process start to first batch", f"{report.first_batch_s * 1e3:>12,.0f} ms", ""),
         ("  resumed in mid-epoch, next batch", f"{report.resume_s * 1e3:>12,.1f} ms", ""),
     ]
-    return "\n".join(f"{name:<36} {value:<26} {note}".rstrip() for name, value, note in rows)
+    return "\n".join(f"{name:<36} {value:<26} {comment}".rstrip() for name, value, comment in rows)
 
 
 def _seconds(function: Callable[[], object]) -> float:

@@ -1,16 +1,15 @@
-"""A step of 15 trillion tokens in 250 000 slices: how long to find its samples, how many a second, and in what memory.
+"""A step of 15 trillion tokens in 250 000 slices: time to find its samples, samples a second, memory.
 
-Cold: the first step asked of an epoch (the slices are permuted). Warm: any later one.
+Cold: the first step requested of an epoch (the slices are permuted). Warm: any later one.
 """
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.measure import Figure, percentile, show
+from benchmarks.measure import Figure, percentile, rss_bytes, show
 from forebay.order.plan import Order, samples_per_slice
 from forebay.order.run import BatchSizes, Run, Weights
 
@@ -20,16 +19,12 @@ SEQ_LEN = 2048
 GLOBAL_BATCH = 1024
 
 
-def _rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 def _run_figures(counts: np.ndarray, rounds: int = 60) -> list[Figure]:
-    """Samples a second of a run read in blocks, one process that takes whole global batches of 8. CPU seconds."""
-    one = Run([Order(counts, 0, 8)], BatchSizes.of(8), epochs=None)
-    two = Run([Order(counts, seed, 8) for seed in (0, 1)], BatchSizes.of(8), weights=Weights(((0, (3, 1)),)))
+    """Samples a CPU second of a run read in blocks by one process, in global batches of 8."""
+    single = Run([Order(counts, 0, 8)], BatchSizes.of(8), epochs=None)
+    mixture = Run([Order(counts, seed, 8) for seed in (0, 1)], BatchSizes.of(8), weights=Weights(((0, (3, 1)),)))
     figures = []
-    for name, run, block in (("run", one, 4096), ("run", one, 16384), ("mixture", two, 16384)):
+    for name, run, block in (("run", single, 4096), ("run", single, 16384), ("mixture", mixture, 16384)):
         steps, spent = block // 8, []
         for start in range(10**8, 10**8 + rounds * steps, steps):  # Beyond the head.
             began = time.thread_time()
@@ -42,9 +37,9 @@ def _run_figures(counts: np.ndarray, rounds: int = 60) -> list[Figure]:
 
 def measure(cold_rounds: int = 100, warm_rounds: int = 2000) -> list[Figure]:
     """The figures. Takes a few seconds."""
-    np.arange(10, dtype=np.uint64)
+
     counts = samples_per_slice(np.full(NUM_SLICES, TOKENS_PER_SLICE), SEQ_LEN)
-    before = _rss_bytes()
+    before = rss_bytes()
     order = Order(counts, 0, GLOBAL_BATCH)
     steps = np.random.default_rng(0).integers(0, order.steps_per_epoch - 1, warm_rounds).tolist()
 
@@ -55,7 +50,7 @@ def measure(cold_rounds: int = 100, warm_rounds: int = 2000) -> list[Figure]:
 
     cold = [timed(epoch, steps[epoch]) for epoch in range(cold_rounds)]
     warm = [timed(cold_rounds, step) for step in [0, *steps]][1:]
-    grown = _rss_bytes() - before
+    grown = rss_bytes() - before
     total = order.num_samples * SEQ_LEN
     return [
         Figure("order tokens", total, "tokens", f"{NUM_SLICES} slices, {order.num_lanes} lanes"),

@@ -52,22 +52,24 @@ def serve(connection: socket.socket, folder: Path, pace: Pace) -> None:
             connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
             continue
         size = path.stat().st_size
-        asked = re.search(rb"[Rr]ange: *bytes=(\d+)-(\d+)", head)
-        at, stop = (int(asked[1]), min(size, int(asked[2]) + 1)) if asked else (0, size)
-        status = b"206 Partial Content\r\nContent-Range: bytes %d-%d/%d" % (at, stop - 1, size) if asked else b"200 OK"
-        told = b'HTTP/1.1 %s\r\nETag: "%x"\r\nLast-Modified: %s\r\nContent-Length: %d\r\n\r\n'
-        connection.sendall(told % (status, size, _DATE, stop - at))
+        match = re.search(rb"[Rr]ange: *bytes=(\d+)-(\d+)", head)
+        start, stop = (int(match[1]), min(size, int(match[2]) + 1)) if match else (0, size)
+        status = (
+            b"206 Partial Content\r\nContent-Range: bytes %d-%d/%d" % (start, stop - 1, size) if match else b"200 OK"
+        )
+        head_format = b'HTTP/1.1 %s\r\nETag: "%x"\r\nLast-Modified: %s\r\nContent-Length: %d\r\n\r\n'
+        connection.sendall(head_format % (status, size, _DATE, stop - start))
         if not head.startswith(b"HEAD"):
-            _send(connection, path, at, stop, pace)
+            _send(connection, path, start, stop, pace)
 
 
-def _send(connection: socket.socket, path: Path, at: int, stop: int, pace: Pace) -> None:
+def _send(connection: socket.socket, path: Path, offset: int, stop: int, pace: Pace) -> None:
     with path.open("rb") as file:
-        while at < stop:
-            step = min(stop - at, _PACED_STEP if pace.rate else _STEP)
-            sent = os.sendfile(connection.fileno(), file.fileno(), at, step)
+        while offset < stop:
+            step = min(stop - offset, _PACED_STEP if pace.rate else _STEP)
+            sent = os.sendfile(connection.fileno(), file.fileno(), offset, step)
             pace.wait(sent)
-            at += sent
+            offset += sent
 
 
 def main(folder: str, rate: str, nice: str) -> None:

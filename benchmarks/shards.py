@@ -60,19 +60,19 @@ def plain(port: int, name: str, size: int, out: Path, connections: int) -> None:
     """Receive and write, nothing else."""
     with out.open("wb") as file:
 
-        def one(at: int, stop: int) -> None:
-            with socket.create_connection(("127.0.0.1", port)) as door:
-                door.sendall(b"GET /%s HTTP/1.1\r\nRange: bytes=%d-%d\r\n\r\n" % (name.encode(), at, stop - 1))
+        def receive_part(offset: int, stop: int) -> None:
+            with socket.create_connection(("127.0.0.1", port)) as sock:
+                sock.sendall(b"GET /%s HTTP/1.1\r\nRange: bytes=%d-%d\r\n\r\n" % (name.encode(), offset, stop - 1))
                 buffer, head = memoryview(bytearray(256 << 10)), b""
                 while b"\r\n\r\n" not in head:
-                    head += door.recv(1)
-                while at < stop:
-                    got = door.recv_into(buffer[: stop - at])
-                    os.pwrite(file.fileno(), buffer[:got], at)
-                    at += got
+                    head += sock.recv(1)
+                while offset < stop:
+                    count = sock.recv_into(buffer[: stop - offset])
+                    os.pwrite(file.fileno(), buffer[:count], offset)
+                    offset += count
 
         edges = [size * k // connections for k in range(connections + 1)]
-        threads = [threading.Thread(target=one, args=pair) for pair in itertools.pairwise(edges)]
+        threads = [threading.Thread(target=receive_part, args=pair) for pair in itertools.pairwise(edges)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -84,7 +84,7 @@ def measure_download(folder: Path, rounds: int) -> list[Figure]:
     name, out = "train_000000.npy", folder / "out"
     size = (folder / "shards" / name).stat().st_size
     ids = folder / "shards" / "sample_ids_000000.npy"
-    taken: dict[str, list[tuple[float, float, float]]] = {}
+    costs_by_case: dict[str, list[tuple[float, float, float]]] = {}
     with server(folder / "shards") as (process, port):
         web, bucket = f"http://127.0.0.1:{port}", f"s3://b/p?endpoint=http://127.0.0.1:{port}&skip_signature=true"
 
@@ -98,25 +98,27 @@ def measure_download(folder: Path, rounds: int) -> list[Figure]:
             "plain socket": lambda: plain(port, name, size, out, CONNECTIONS),
             "download, http": lambda: download_large_file(web, name, out, max_workers=CONNECTIONS),
             "download, bucket": lambda: download_large_file(bucket, name, out, max_workers=CONNECTIONS),
-            "judging": lambda: SampleCheck(0, ids, size, _SEQ_LEN).finish(folder / "shards" / name),
+            "checking": lambda: SampleCheck(0, ids, size, _SEQ_LEN).finish(folder / "shards" / name),
         }
         for _ in range(rounds):
-            for case, do in cases.items():
+            for case, act in cases.items():
                 out.unlink(missing_ok=True)
                 began = time.perf_counter(), cpu_s(), process_cpu_s(process.pid)
-                do()
+                act()
                 now = time.perf_counter(), cpu_s(), process_cpu_s(process.pid)
-                taken.setdefault(case, []).append((now[0] - began[0], now[1] - began[1], now[2] - began[2]))
+                costs_by_case.setdefault(case, []).append((now[0] - began[0], now[1] - began[1], now[2] - began[2]))
     figures, cpu = [], {}
-    wall = {case: median([one[0] for one in costs]) for case, costs in taken.items()}
-    for case, costs in taken.items():
-        cpu[case], there = (median([one[k] for one in costs]) / size * 1e9 for k in (1, 2))
-        note = f"{cpu[case]:.2f} CPU s/GB, server {there:.2f}; best {size / min(one[0] for one in costs) / 1e9:.2f}"
-        figures.append(Figure(case, size / wall[case] / 1e9, "GB/s", note))
+    wall = {case: median([cost[0] for cost in costs]) for case, costs in costs_by_case.items()}
+    for case, costs in costs_by_case.items():
+        cpu[case], server_cpu = (median([cost[k] for cost in costs]) / size * 1e9 for k in (1, 2))
+        detail = (
+            f"{cpu[case]:.2f} CPU s/GB, server {server_cpu:.2f}; best {size / min(cost[0] for cost in costs) / 1e9:.2f}"
+        )
+        figures.append(Figure(case, size / wall[case] / 1e9, "GB/s", detail))
     for case in ("download, http", "download, bucket"):
         figures.append(Figure(f"{case}/plain socket", wall["plain socket"] / wall[case], "x speed"))
-    cost = cpu["download, bucket"] + cpu["judging"]
-    figures.append(Figure("fetched and judged", cost, "CPU s/GB", "without TLS"))
+    cost = cpu["download, bucket"] + cpu["checking"]
+    figures.append(Figure("fetched and checked", cost, "CPU s/GB", "without TLS"))
     figures.append(Figure("cores for 215 GB in 20 min", cost * SHARD_BYTES_PER_S / 1e9, "cores"))
     return figures
 
@@ -128,11 +130,11 @@ def measure_steps(folder: Path, rate: float, seconds: float) -> list[Figure]:
     figures = []
     for kind, step in steps.items():
         on, off = _alternate(folder, rate, seconds, step)
-        told = f"n={len(on)}; p99 {percentile(on, 99) * 1e3:.1f} ms with, {percentile(off, 99) * 1e3:.1f} without"
+        detail = f"n={len(on)}; p99 {percentile(on, 99) * 1e3:.1f} ms with, {percentile(off, 99) * 1e3:.1f} without"
         words = f"{kind} step at {rate / 1e6:.0f} MB/s" if rate else f"{kind} step, no limit"
         for percent in (50, 90, 99):
             ratio = percentile(on, percent) / percentile(off, percent)
-            figures.append(Figure(f"{words}, p{percent}", ratio, "x without", told if percent == 99 else ""))
+            figures.append(Figure(f"{words}, p{percent}", ratio, "x without", detail if percent == 99 else ""))
     return figures
 
 
@@ -158,7 +160,7 @@ def _alternate(
     folder: Path, rate: float, seconds: float, step: Callable[[], object]
 ) -> tuple[list[float], list[float]]:
     """Seconds of the steps with and without."""
-    taken: tuple[list[float], list[float]] = ([], [])
+    step_times: tuple[list[float], list[float]] = ([], [])
 
     def window(into: list[float] | None, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -175,23 +177,23 @@ def _alternate(
         with SharedShardedDatasetManager(
             _SEQ_LEN, url=url, folder=home, num_shards=_SHARDS, steps_per_shard=1
         ) as shards:
-            at, end = 0, time.monotonic() + seconds
-            shards.at_step(at)
+            step_index, end = 0, time.monotonic() + seconds
+            shards.at_step(step_index)
             while time.monotonic() < end:
-                coming = shards.upcoming_dataset
-                assert coming is not None
-                if coming.files is not None:
-                    at += 1
-                    shards.at_step(at)
+                upcoming = shards.upcoming_dataset
+                assert upcoming is not None
+                if upcoming.files is not None:
+                    step_index += 1
+                    shards.at_step(step_index)
                     while shards.upcoming_dataset is None or not shards.upcoming_dataset.received:
                         step()
                 window(None, 0.05)
-                window(taken[0], 0.3)
+                window(step_times[0], 0.3)
                 process.send_signal(signal.SIGSTOP)
                 window(None, 0.05)
-                window(taken[1], 0.3)
+                window(step_times[1], 0.3)
                 process.send_signal(signal.SIGCONT)
-    return taken
+    return step_times
 
 
 def make_shards(folder: Path) -> None:

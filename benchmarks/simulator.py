@@ -71,19 +71,20 @@ def make_dataset(folder: Path, settings: Scenario) -> int:
     return (folder / "slices" / "000000.safetensors").stat().st_size
 
 
-def work(told: dict[str, Any]) -> None:
+def work(settings: dict[str, Any]) -> None:
     """One worker: begins when a line comes in."""
-    identity = Identity.load(told["node"])
+    identity = Identity.load(settings["node"])
     print("ready", flush=True)
     sys.stdin.readline()
     report = run_worker(
-        identity, NAME, scheduler=told["scheduler"], cache_dir=told["cache"], cache_bytes=told["cache_bytes"],
-        batch_size=told["batch"], trainer="none", receipt_s=2 * told["exchange_s"],
-        share=f"{HOST}:0", upload_bytes_per_s=told["up"],
-        on_batch=lambda batch, ids: time.sleep(len(ids) / told["speed"]),
+        identity, NAME, scheduler=settings["scheduler"], cache_dir=settings["cache"],
+        cache_bytes=settings["cache_bytes"], batch_size=settings["batch"], trainer="none",
+        receipt_s=2 * settings["exchange_s"],
+        share=f"{HOST}:0", upload_bytes_per_s=settings["up"],
+        on_batch=lambda batch, ids: time.sleep(len(ids) / settings["speed"]),
     )  # fmt: skip
-    facts = {"samples": report.samples, "fetched": report.slices_fetched, "wasted": report.wasted}
-    print(json.dumps({**facts, "wait_share": report.wait_share}), flush=True)
+    counts = {"samples": report.samples, "fetched": report.slices_fetched, "wasted": report.wasted}
+    print(json.dumps({**counts, "wait_share": report.wait_share}), flush=True)
 
 
 def run_real(settings: Scenario, folder: Path, data: Path) -> dict[str, float]:
@@ -106,13 +107,13 @@ def run_real(settings: Scenario, folder: Path, data: Path) -> dict[str, float]:
         stack.callback(service.stop)
         workers = []
         for machine in draw(settings, 1.0).machines:
-            told = {
+            worker_settings = {
                 "node": str(folder / f"worker-{machine.index}"), "cache": str(folder / f"cache-{machine.index}"),
                 "cache_bytes": settings.cache * settings.slice_bytes, "scheduler": service.address,
                 "batch": settings.batch, "exchange_s": settings.exchange_s,
                 "speed": machine.speed, "up": machine.up,
             }  # fmt: skip
-            command = [sys.executable, "-m", "benchmarks.simulator", "--worker", json.dumps(told)]
+            command = [sys.executable, "-m", "benchmarks.simulator", "--worker", json.dumps(worker_settings)]
             workers.append(stack.enter_context(
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             ))  # fmt: skip
@@ -161,12 +162,12 @@ def main() -> None:
         data = Path(name) / "dataset"
         make_dataset(data, settings)
         result = simulate(settings)
-        told = {**result.counts, "origin": result.origin_ratio, "wasted": result.usage.wasted}
+        simulated = {**result.counts, "origin": result.origin_ratio, "wasted": result.usage.wasted}
         for run in range(args.runs):
             real = run_real(settings, Path(name) / f"run-{run}", data)
             ratios.append(real["time_s"] / result.time_s)
-            facts = ", ".join(f"{name} {real[name]:.3g} ({told[name]:.3g})" for name in SHOWN)
-            print(f"{run:>4}{real['time_s']:>9.2f}{result.time_s:>13.2f}{ratios[-1]:>8.3f}   {facts}", flush=True)
+            comparison = ", ".join(f"{name} {real[name]:.3g} ({simulated[name]:.3g})" for name in SHOWN)
+            print(f"{run:>4}{real['time_s']:>9.2f}{result.time_s:>13.2f}{ratios[-1]:>8.3f}   {comparison}", flush=True)
     median = float(np.median(ratios))
     verdict = "within" if abs(median - 1) <= GOAL else "NOT within"
     print(f"median of real / simulated: {median:.3f}, {verdict} {GOAL:.0%}")

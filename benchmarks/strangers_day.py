@@ -83,12 +83,16 @@ class Paced:
 class Attacker:
     """A member's certificate, what it knows of the others, and what it was answered."""
 
-    def __init__(self, facts: dict[str, Any]) -> None:
-        self.me = Identity.load(facts["node"])
-        self.scheduler, self.data = facts["scheduler"], facts["data"]
-        self.folder = Path(facts["folder"])
-        self.others: list[str] = facts["others"]  # peer ids
-        self.dataset_id, self.hashes, self.num_slices = facts["dataset_id"], facts["hashes"], len(facts["hashes"])
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.me = Identity.load(settings["node"])
+        self.scheduler, self.data = settings["scheduler"], settings["data"]
+        self.folder = Path(settings["folder"])
+        self.others: list[str] = settings["others"]  # peer ids
+        self.dataset_id, self.hashes, self.num_slices = (
+            settings["dataset_id"],
+            settings["hashes"],
+            len(settings["hashes"]),
+        )
         self.counts: dict[str, Counter[str]] = {}
         self.stop = threading.Event()
         self._lock = threading.Lock()
@@ -114,14 +118,14 @@ class Attacker:
     def ask(self, address: str, method: str, path: str, body: Any = None, **headers: str) -> Any:
         """A request on a connection of its own: status and body."""
         try:
-            status, said = ask(self.me, address, method, path, body, **headers)
+            status, answer = ask(self.me, address, method, path, body, **headers)
         except TimeoutError:
             self.count("no answer in 20 s")
         except (OSError, http.client.HTTPException):
             self.count(ENDED)
         else:
             self.count(status)
-            return status, said
+            return status, answer
         return 0, None
 
     def exchange(self, **body: Any) -> Any:
@@ -130,31 +134,31 @@ class Attacker:
     def swarm(self, **body: Any) -> Any:
         return self.ask(self.data, "POST", f"/v1/swarm/{self.dataset_id}", body)
 
-    def say(self, address: str, *requests: bytes) -> None:
+    def send_all(self, address: str, *requests: bytes) -> None:
         """Requests on one connection, one after the other."""
         with connection(self.me, address) as sock:
-            found = answers(sock, *requests)
-        for answer in found:
+            responses = answers(sock, *requests)
+        for answer in responses:
             self.count(answer.status)
-        if len(found) < len(requests):
+        if len(responses) < len(requests):
             self.count(ENDED)
 
     def hold(self, address: str, num: int, first: bytes, drip: bytes = b"") -> None:
         """Connections that send something and read nothing, for HOLD_S; `drip`: sent on each every half second."""
         with contextlib.ExitStack() as stack:
-            held: list[ssl.SSLSocket] = []
+            opened: list[ssl.SSLSocket] = []
             for _ in range(num):
                 try:
-                    held.append(stack.enter_context(connection(self.me, address)))
-                    held[-1].sendall(first)
+                    opened.append(stack.enter_context(connection(self.me, address)))
+                    opened[-1].sendall(first)
                 except OSError:
                     self.count(ENDED)
             until = time.monotonic() + HOLD_S
             while time.monotonic() < until and not self.stop.wait(0.5):
-                for sock in held if drip else ():
+                for sock in opened if drip else ():
                     with contextlib.suppress(OSError):
                         sock.sendall(drip)
-            self.count("known_leases", len(held))
+            self.count("connections held", len(opened))
 
     @property
     def both(self) -> tuple[str, str]:
@@ -162,8 +166,8 @@ class Attacker:
 
     def leases(self, session: str, want: int = 4) -> list[dict[str, Any]]:
         """Leases of this member, as many as it gets."""
-        status, said = self.exchange(session=session, want=want)
-        return list(said["leases"]) if status == 200 else []
+        status, answer = self.exchange(session=session, want=want)
+        return list(answer["leases"]) if status == 200 else []
 
 
 def traps(a: Attacker) -> None:
@@ -183,7 +187,7 @@ def addresses_inside(a: Attacker) -> None:
 
 
 def invented_members(a: Attacker) -> None:
-    """Failures of members that nobody has."""
+    """Failures reported of members that do not exist."""
     a.swarm(failed=[{"index": 0, "member": f"{i}{'x' * 290}", "wrong": i % 2 == 0} for i in range(1024)])
 
 
@@ -210,13 +214,13 @@ def swarm_sessions(a: Attacker) -> None:
 
 def accusations(a: Attacker) -> None:
     """Everybody is accused of wrong bytes, again and again."""
-    for peer_id in [*a.others, *(f"nobody{i}" for i in range(64))]:
+    for peer_id in [*a.others, *(f"unknown{i}" for i in range(64))]:
         a.swarm(failed=[{"index": i, "member": peer_id, "wrong": True} for i in range(min(64, a.num_slices))])
     leased = a.leases("s5", 2)
     for lease in leased:
-        bad = [{"peer_id": peer_id, "sha256": lease["sha256"], "reason": "r" * 300} for peer_id in a.others]
-        a.exchange(session="s5", reports=bad, known_leases=[one["lease_id"] for one in leased])
-    a.exchange(session="s5", reports=[{"peer_id": f"nobody{i}", "sha256": a.hashes[0]} for i in range(64)])
+        reports = [{"peer_id": peer_id, "sha256": lease["sha256"], "reason": "r" * 300} for peer_id in a.others]
+        a.exchange(session="s5", reports=reports, known_leases=[other["lease_id"] for other in leased])
+    a.exchange(session="s5", reports=[{"peer_id": f"unknown{i}", "sha256": a.hashes[0]} for i in range(64)])
 
 
 def slow_readers(a: Attacker) -> None:
@@ -273,21 +277,21 @@ def endless(a: Attacker) -> None:
                     a.count("took all")
                 except OSError:
                     a.count(ENDED)
-        a.say(address, b"POST /v2/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+        a.send_all(address, b"POST /v2/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
 
 
 def names_in_heads(a: Attacker) -> None:
     """Line ends in paths and keys."""
-    bad = "manifest.json%0d%0aX-Evil:%201%0d%0a%0d%0a"
+    injected = "manifest.json%0d%0aX-Evil:%201%0d%0a%0d%0a"
     for path in (
-        f"/v1/datasets/{a.dataset_id}/{bad}",
-        f"/v1/slices/{bad}",
-        f"/{bad}",
+        f"/v1/datasets/{a.dataset_id}/{injected}",
+        f"/v1/slices/{injected}",
+        f"/{injected}",
         "/../../etc/passwd",
         "/v1/..%2f",
     ):
         for address in a.both:
-            a.say(address, request("GET", path, Idempotency_Key=bad))
+            a.send_all(address, request("GET", path, Idempotency_Key=injected))
 
 
 def figures_of_others(a: Attacker) -> None:
@@ -305,7 +309,7 @@ def large_messages(a: Attacker) -> None:
     a.ask(a.scheduler, "POST", "/v2/exchange", "x" * 1_000_000)
     for body in (b"[" * 1_000_000, b'{"known_leases": [' + b'"a",' * 240_000 + b'"a"]}', b"x" * 1_100_000):
         head = f"POST /v2/exchange HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        a.say(a.scheduler, head + body)
+        a.send_all(a.scheduler, head + body)
 
 
 def invented_datasets(a: Attacker) -> None:
@@ -318,39 +322,39 @@ def scheduler_sessions(a: Attacker) -> None:
     """More sessions than a certificate may have, each of which has everything."""
     with connection(a.me, a.scheduler) as sock:
         have = {a.dataset_id: f"0-{a.num_slices - 1}"}
-        said = [request("POST", "/v2/exchange", {"session": f"s{i}", "cached": have}) for i in range(300)]
-        for answer in answers(sock, *said):
+        messages = [request("POST", "/v2/exchange", {"session": f"s{i}", "cached": have}) for i in range(300)]
+        for answer in answers(sock, *messages):
             a.count(answer.status)
 
 
 def failures(a: Attacker) -> None:
     """Leases taken and given back as broken."""
     leased = a.leases("s6")
-    a.exchange(session="s6", failed=[{"lease_id": one["lease_id"], "reason": "broken"} for one in leased])
+    a.exchange(session="s6", failed=[{"lease_id": lease["lease_id"], "reason": "broken"} for lease in leased])
 
 
 def receipts(a: Attacker) -> None:
     """Uses without proof, with a false one, of others' leases, with others' signatures; each again."""
     leased = a.leases("s7", 2)
-    for lease in [*leased, *({**one, "lease_id": "1"} for one in leased)]:
-        place = {"epoch": lease["epoch"], "slice": lease["slice"], "start": lease["start"], "stop": lease["start"] + 8}
-        used = Used(lease["lease_id"], *place.values(), 1)
+    for lease in [*leased, *({**other, "lease_id": "1"} for other in leased)]:
+        span = {"epoch": lease["epoch"], "slice": lease["slice"], "start": lease["start"], "stop": lease["start"] + 8}
+        used = Used(lease["lease_id"], *span.values(), 1)
         good = a.me.sign(receipt_message(lease["job_id"], [used])).hex()
         for proof, signature in (("", good), ("00" * 6, "00" * 64), ("00" * 6, good), ("00" * 6, good)):
-            use = {"lease_id": lease["lease_id"], **place, "step": 1, "proof": proof}
-            held = [one["lease_id"] for one in leased]
-            a.exchange(session="s7", job_id=lease["job_id"], uses=[use], signature=signature, known_leases=held)
+            use = {"lease_id": lease["lease_id"], **span, "step": 1, "proof": proof}
+            lease_ids = [other["lease_id"] for other in leased]
+            a.exchange(session="s7", job_id=lease["job_id"], uses=[use], signature=signature, known_leases=lease_ids)
 
 
 def keys_of_others(a: Attacker) -> None:
     """Idempotency-Keys that others may have used, and more of them than are kept."""
     keys = ["k", "0" * 16, "1", "x" * 65, *(f"{i:016x}" for i in range(200))]
     for address, path in ((a.scheduler, "/v2/exchange"), (a.data, f"/v1/swarm/{a.dataset_id}")):
-        a.say(address, *(request("POST", path, {}, Idempotency_Key=key) for key in keys))
+        a.send_all(address, *(request("POST", path, {}, Idempotency_Key=key) for key in keys))
 
 
 def crls(a: Attacker) -> None:
-    """CRLs of nobody, of a network of its own, of a megabyte."""
+    """CRLs without an issuer, of another network, of a megabyte."""
     own = a.folder / "own-network"
     if not own.exists():
         create_network(own, "own")
@@ -358,7 +362,7 @@ def crls(a: Attacker) -> None:
     for pem in (b"a list", b"x" * 1_000_000, signed, signed):
         head = f"POST /v1/crls HTTP/1.1\r\nHost: x\r\nContent-Length: {len(pem)}\r\n\r\n".encode()
         for address in a.both:
-            a.say(address, head + pem)
+            a.send_all(address, head + pem)
     a.ask(a.scheduler, "GET", "/v1/crls/" + "a" * 32)
 
 
@@ -406,11 +410,15 @@ def hoard(a: Attacker) -> None:
     """Half of the leases that it gets, held and not used, their horizons at their ends: nothing may be cut off them."""
     leases: dict[str, dict[str, int]] = {"s0": {}}
     for _ in range(20):
-        for session, held in leases.items():
-            status, said = a.exchange(session=session, want=16, known_leases=list(held), declared_until=held)
+        for session, stops_by_lease in leases.items():
+            status, answer = a.exchange(
+                session=session, want=16, known_leases=list(stops_by_lease), declared_until=stops_by_lease
+            )
             if status == 200:
-                stops = {lease["lease_id"]: lease["stop"] for lease in said["leases"]}
-                leases[session] = {lease: held[lease] for lease in said["active"] if lease in held} | stops
+                stops = {lease["lease_id"]: lease["stop"] for lease in answer["leases"]}
+                leases[session] = {
+                    lease: stops_by_lease[lease] for lease in answer["active"] if lease in stops_by_lease
+                } | stops
         a.count("leases held", sum(map(len, leases.values())))
         if a.stop.wait(1.0):
             return
@@ -503,10 +511,10 @@ LEFT_OUT = {
 """Tests of attacks that are not run here, by a part of their names, and why."""
 
 
-def _attack(facts: dict[str, Any]) -> None:
+def _attack(settings: dict[str, Any]) -> None:
     """The attacker's process: until its standard input ends."""
     os.nice(10)
-    a = Attacker(facts)
+    a = Attacker(settings)
     names, turn, lock = sorted(ATTACKS), 0, threading.Lock()
     random.Random(1).shuffle(names)
     names.sort(key=lambda name: name not in ("accusations", "failures", "receipts"))  # while it still gets leases
@@ -596,15 +604,16 @@ class World:
                 env=os.environ | {"FOREBAY_EXIT_ON_STDIN_CLOSE": "1"},
             )
 
-    def run(self, name: str, with_attacker: bool, limit_s: float, say: Callable[[str], object]) -> Day:
+    def run(self, name: str, with_attacker: bool, limit_s: float, log: Callable[[str], object]) -> Day:
         """The job once, in a folder of this name."""
         folder, day, nodes = self.folder / name, Day(), dict[str, subprocess.Popen[str]]()
         folder.mkdir()
         attacker: subprocess.Popen[str] | None = None
         with socket.create_server((HOST, 0)) as free:
-            at = f"{HOST}:{free.getsockname()[1]}"
+            scheduler_address = f"{HOST}:{free.getsockname()[1]}"
         schedule = [
-            "scheduler", NAME, "--listen", at, "--state", str(folder / "state"), "--seq-len", str(SEQ_LEN),
+            "scheduler", NAME, "--listen", scheduler_address, "--state", str(folder / "state"),
+            "--seq-len", str(SEQ_LEN),
             "--epochs", str(self.epochs), "--lease-timeout", str(LEASE_S), "--idle-timeout", str(STALL_S),
         ]  # fmt: skip
         try:
@@ -615,25 +624,26 @@ class World:
             nodes["standby"] = self._start(folder / "standby.log", *schedule, "--standby", node="scheduler")
             _up(nodes["standby"])
             if with_attacker:
-                attacker = self._start_attacker(folder, at, data_at)
+                attacker = self._start_attacker(folder, scheduler_address, data_at)
             began, steps = time.monotonic(), _Steps()
             for i in range(self.workers):
                 nodes[f"worker{i}"] = self._start(
-                    folder / f"worker{i}.log", "worker", NAME, "--scheduler", at, "--batch-size", str(BATCH),
+                    folder / f"worker{i}.log", "worker", NAME, "--scheduler", scheduler_address,
+                    "--batch-size", str(BATCH),
                     "--cache-dir", str(folder / f"cache{i}"), "--cache-bytes", str(16 * SLICE_BYTES), "--trainer",
                     f"{self.folder / 'paced.py'}:Paced", node=f"worker{i}",
                 )  # fmt: skip
             lines = {who: _Lines(node) for who, node in nodes.items() if who.startswith("worker")}
-            self._watch(nodes, lines, day, began, limit_s, say)
+            self._watch(nodes, lines, day, began, limit_s, log)
             day.step_ms = round(steps.end(), 2)
             if attacker is not None:
-                said, _ = attacker.communicate("", timeout=60.0)
-                day.attacks, day.attacker_cpu_s = json.loads(said)["counts"], json.loads(said)["cpu_s"]
+                output, _ = attacker.communicate("", timeout=60.0)
+                day.attacks, day.attacker_cpu_s = json.loads(output)["counts"], json.loads(output)["cpu_s"]
             for who, node in nodes.items():
                 if node.poll() is None:
                     node.terminate()
                 day.exits[who] = node.wait(60.0)
-            reports = [line["report"] for one in lines.values() for line in one.end() if "report" in line]
+            reports = [line["report"] for reader in lines.values() for line in reader.end() if "report" in line]
             day.wasted = sum(report["wasted"] for report in reports)
             day.wait_share = round(sum(report["wait_share"] for report in reports) / max(1, len(reports)), 3)
         finally:
@@ -641,7 +651,7 @@ class World:
                 if node.poll() is None:
                     node.kill()
                 node.communicate()
-        self._judge(folder, day)
+        self._check(folder, day)
         return day
 
     def _start_attacker(self, folder: Path, scheduler: str, data: str) -> subprocess.Popen[str]:
@@ -649,13 +659,13 @@ class World:
         with Client(identity) as client:
             job = client.request_json(scheduler, "GET", "/v1/job")[0]
         dataset = open_dataset(self.folder / "data")
-        facts = {
+        settings = {
             "node": str(identity.node_dir), "scheduler": scheduler, "data": data, "folder": str(folder),
             "others": [home.peer_id for name, home in self.homes.items() if name != "attacker"],
             "dataset_id": job["dataset_id"],
             "hashes": [dataset.table.row(i).sha256 for i in range(dataset.num_slices)],
         }  # fmt: skip
-        (folder / "facts.json").write_text(json.dumps(facts))
+        (folder / "facts.json").write_text(json.dumps(settings))
         with (folder / "attacker.log").open("a") as errors:
             return subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.strangers_day", "--attack", str(folder / "facts.json")],
@@ -665,10 +675,10 @@ class World:
 
     def _watch(
         self, nodes: dict[str, subprocess.Popen[str]], lines: dict[str, _Lines], day: Day, began: float,
-        limit_s: float, say: Callable[[str], object],
+        limit_s: float, log: Callable[[str], object],
     ) -> None:  # fmt: skip
         """Until every worker has ended: the peaks of memory, and the scheduler's end at half time."""
-        total, told = self.num_slices * STEPS * BATCH * self.epochs, 0.0
+        total, last_log_s = self.num_slices * STEPS * BATCH * self.epochs, 0.0
         while any(nodes[who].poll() is None for who in lines):
             now = time.monotonic() - began
             if now > limit_s:
@@ -677,17 +687,17 @@ class World:
             for who, node in nodes.items():
                 if (peak := _peak_mb(node.pid)) and node.poll() is None:
                     day.peaks_mb[who] = round(peak, 1)
-            used = sum(one.samples for one in lines.values())
-            if now - told >= 15.0:
-                told = now
-                say(f"  {now:5.0f} s  {used / total:6.1%}  {json.dumps(day.peaks_mb)}")
+            used = sum(reader.samples for reader in lines.values())
+            if now - last_log_s >= 15.0:
+                last_log_s = now
+                log(f"  {now:5.0f} s  {used / total:6.1%}  {json.dumps(day.peaks_mb)}")
             if used >= total / 2 and nodes["scheduler"].poll() is None:
                 nodes["scheduler"].send_signal(signal.SIGKILL)
-                say(f"  {now:5.0f} s  the scheduler is killed")
+                log(f"  {now:5.0f} s  the scheduler is killed")
             time.sleep(0.25)
         day.seconds = time.monotonic() - began
 
-    def _judge(self, folder: Path, day: Day) -> None:
+    def _check(self, folder: Path, day: Day) -> None:
         expected = {who: -signal.SIGKILL if who == "scheduler" else 0 for who in day.exits}
         day.faults += [f"{who} ended with {code}" for who, code in day.exits.items() if code != expected[who]]
         for who in ("data", "scheduler", "standby"):
@@ -732,7 +742,7 @@ class _Lines:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.samples = 0
-        self._found: list[dict[str, Any]] = []
+        self._reports: list[dict[str, Any]] = []
         self._process = process
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -740,14 +750,14 @@ class _Lines:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            said = json.loads(line)
-            self.samples = said.get("samples", self.samples)
-            if "report" in said:
-                self._found.append(said)
+            message = json.loads(line)
+            self.samples = message.get("samples", self.samples)
+            if "report" in message:
+                self._reports.append(message)
 
     def end(self) -> list[dict[str, Any]]:
         self._thread.join(10.0)
-        return self._found
+        return self._reports
 
 
 def _up(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -761,20 +771,20 @@ def _up(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 def _peak_mb(pid: int) -> float:
     with contextlib.suppress(OSError):
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-        return int(found[1]) * 1024 / 1e6 if found else 0.0
+        match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        return int(match[1]) * 1024 / 1e6 if match else 0.0
     return 0.0
 
 
-def run(folder: Path, minutes: float, say: Callable[[str], object] = print) -> dict[str, Any]:
+def run(folder: Path, minutes: float, log: Callable[[str], object] = print) -> dict[str, Any]:
     """Both runs, and what they came to."""
     world = World(folder, minutes)
     try:
-        say("without the attacker")
+        log("without the attacker")
         limit_s = 60.0 + 240.0 * minutes
-        alone = world.run("alone", False, limit_s, say)
-        say("with the attacker")
-        beside = world.run("beside", True, limit_s, say)
+        alone = world.run("alone", False, limit_s, log)
+        log("with the attacker")
+        beside = world.run("beside", True, limit_s, log)
     finally:
         world.close()
     raw = beside.seconds / alone.seconds if alone.seconds else float("inf")
@@ -791,24 +801,24 @@ def run(folder: Path, minutes: float, say: Callable[[str], object] = print) -> d
     }
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(results: dict[str, Any]) -> None:
     print(f"\n{'':24}{'alone':>12}{'beside':>12}")
-    days = [found["alone"], found["beside"]]
-    print(f"{'seconds':24}" + "".join(f"{day['seconds']:12.1f}" for day in days) + f"   ratio {found['raw_ratio']}")
+    days = [results["alone"], results["beside"]]
+    print(f"{'seconds':24}" + "".join(f"{day['seconds']:12.1f}" for day in days) + f"   ratio {results['raw_ratio']}")
     print(f"{'a step alone, ms':24}" + "".join(f"{day['step_ms']:12.2f}" for day in days) + "   without a network")
-    print(f"{'ratio':24}{'':12}{found['ratio']:12.3f}   without what the machine was slower by")
+    print(f"{'ratio':24}{'':12}{results['ratio']:12.3f}   without what the machine was slower by")
     print(f"{'workers waited':24}" + "".join(f"{day['wait_share']:12.1%}" for day in days))
     for who in ("scheduler", "standby", "data"):
         print(f"{who + ', peak MB':24}" + "".join(f"{day['peaks_mb'].get(who, 0.0):12.1f}" for day in days))
     print(f"{'samples wasted':24}" + "".join(f"{day['wasted']:12}" for day in days))
-    attacks = found["beside"]["attacks"]
+    attacks = results["beside"]["attacks"]
     kinds = sorted({kind for counts in attacks.values() for kind in counts} - {"rounds"})
     print(f"\n{'attack':20}{'rounds':>7}  answers")
     for name, counts in attacks.items():
-        told = ", ".join(f"{kind}: {counts[kind]:,}" for kind in kinds if kind in counts)
-        print(f"{name:20}{counts.get('rounds', 0):7}  {told}")
-    print("left out: " + "; ".join(f"{name} ({why})" for name, why in LEFT_OUT.items()))
-    for fault in found["faults"]:
+        counts_text = ", ".join(f"{kind}: {counts[kind]:,}" for kind in kinds if kind in counts)
+        print(f"{name:20}{counts.get('rounds', 0):7}  {counts_text}")
+    print("left out: " + "; ".join(f"{name} ({reason})" for name, reason in LEFT_OUT.items()))
+    for fault in results["faults"]:
         print(f"FAILED {fault}")
 
 
@@ -825,10 +835,10 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(exist_ok=True)
-        found = run(folder, args.minutes)
-    _show(found)
-    print(json.dumps(found))
-    return 1 if found["faults"] else 0
+        results = run(folder, args.minutes)
+    _show(results)
+    print(json.dumps(results))
+    return 1 if results["faults"] else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One data node and many worker processes that all want everything: `python -m benchmarks.swarm`.
 
 What leaves the origin, in times the dataset; with the origin's upload capped, how long until all have all, in times
-what sending the data out once takes; the same without steering (each asks whoever has a slice, at random); and with the
+what sending the data out once takes; the same without steering (each asks a random holder of a slice); and with the
 data node killed as soon as every slice is out. All on loopback, over mutual TLS; `--json FILE` keeps the figures.
 """
 
@@ -62,9 +62,9 @@ class Round:
     time_ratio: float | None
     from_origins: int
     from_peers: int
-    most_of_one: int
+    max_from_origin: int
     failed: int
-    whole: int
+    num_verified: int
 
 
 class FreeForAll(Swarm):
@@ -72,14 +72,16 @@ class FreeForAll(Swarm):
 
     chance = random.Random(0)
 
-    def assign(self, asker: str, wanted: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
+    def assign(self, asker: str, missing: NDArray[np.int64], num: int, now: float) -> list[Assignment]:
         """See Swarm."""
-        given = []
-        for index in self.chance.sample(wanted.tolist(), min(num, len(wanted))):
-            others = [one for one in self._providers.values() if one.peer_id != asker and one.address]
-            having = [one for one in others if one.is_origin or self._members.slices_of(one.peer_id)[index]]
-            given += [Assignment(index, self.chance.choice(having))] if having else []
-        return given
+        assignments = []
+        for index in self.chance.sample(missing.tolist(), min(num, len(missing))):
+            others = [member for member in self._providers.values() if member.peer_id != asker and member.address]
+            providers = [
+                member for member in others if member.is_origin or self._members.slices_of(member.peer_id)[index]
+            ]
+            assignments += [Assignment(index, self.chance.choice(providers))] if providers else []
+        return assignments
 
 
 def make_dataset(folder: Path, num_slices: int, slice_bytes: int) -> None:
@@ -133,7 +135,9 @@ def run_round(
 
 def _watch(nest: subprocess.Popen[str], folder: Path, kill: bool, cap: float | None, deadline: float) -> Round:
     assert nest.stdin is not None and nest.stdout is not None
-    up = json.loads(nest.stdout.readline())
+    up = json.loads(nest.stdout.readline() or "null")
+    if up is None:
+        raise RuntimeError("swarm: expected a data node, got none; the error is above")
     nest.stdin.write("go\n")
     nest.stdin.flush()
     status: dict[str, Any] = {}
@@ -156,19 +160,24 @@ def _watch(nest: subprocess.Popen[str], folder: Path, kill: bool, cap: float | N
         members=len(reports), dataset_bytes=num_bytes, origin_ratio=round(status["bytes_sent"] / num_bytes, 4),
         complete_s=round(complete_s, 3), time_ratio=round(complete_s * cap / num_bytes, 3) if cap else None,
         from_origins=sum(origins), from_peers=sum(report["swarm"]["from_peers"] for report in reports),
-        most_of_one=max(origins), failed=sum(report["swarm"]["failed"] for report in reports),
-        whole=sum(report["complete"] and report["verified"] for report in reports),
+        max_from_origin=max(origins), failed=sum(report["swarm"]["failed"] for report in reports),
+        num_verified=sum(report["complete"] and report["verified"] for report in reports),
     )  # fmt: skip
 
 
 def _nest(settings: dict[str, Any]) -> None:
     """Forks the node and the members, before there is any thread: one start of the interpreter for all."""
     folder = Path(settings["folder"])
-    heard, say = os.pipe()
+    reader, writer = os.pipe()
     node_pid = os.fork()
     if node_pid == 0:
-        _be_node(folder, settings, say)
-    up = json.loads(os.read(heard, 4096))
+        try:
+            _be_node(folder, settings, writer)
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    os.close(writer)
+    up = json.loads(os.read(reader, 4096))
     waiting, go = os.pipe()
     # Who has everything while nobody else has asked yet may leave, and takes its copies along.
     all_joined = multiprocessing.get_context("fork").Barrier(settings["members"])
@@ -191,18 +200,18 @@ def _nest(settings: dict[str, Any]) -> None:
     os.kill(node_pid, signal.SIGKILL)
 
 
-def _be_node(folder: Path, settings: dict[str, Any], say: int) -> None:
+def _be_node(folder: Path, settings: dict[str, Any], writer: int) -> None:
     throttle = Throttle(settings["cap"]) if settings["cap"] else None
     dataset = open_remote(settings["origin"]) if settings["origin"] else open_dataset(folder / "data")
     node = DataNode(Identity.load(folder / "origin"), [dataset], HOST, 0, None, throttle=throttle)
     node.start()
     if not settings["steered"]:
-        node.tracker.swarm_of(dataset.id).__class__ = FreeForAll
-    os.write(say, json.dumps({"address": node.address, "bytes": int(dataset.table.bytes.sum())}).encode())
+        node.tracker._tracked[dataset.id].swarm.__class__ = FreeForAll
+    os.write(writer, json.dumps({"address": node.address, "bytes": int(dataset.table.bytes.sum())}).encode())
     signal.pause()
 
 
-class _Known:
+class FixedDiscovery:
     """A Discovery of one address."""
 
     def __init__(self, address: str) -> None:
@@ -219,26 +228,26 @@ class _Known:
         """See Discovery."""
 
 
-def _be_member(folder: Path, number: int, address: str, waiting: int, join: Callable[[], object]) -> None:
+def _be_member(folder: Path, number: int, address: str, waiting: int, wait_for_all: Callable[[], object]) -> None:
     out = folder / f"out{number}"
     dataset = open_remote(
         f"forebay://bench/{NAME}", identity=folder / f"member{number}",
-        discovery=_Known(address), from_urls="any",
+        discovery=FixedDiscovery(address), from_urls="any",
     )  # fmt: skip
     target = open_target(out, folder)
     os.read(waiting, 1)
-    began, had, complete_s = time.monotonic(), 0, 0.0
+    began, received, complete_s = time.monotonic(), 0, 0.0
 
     def advance(num_bytes: int) -> None:
-        nonlocal had, complete_s
-        if not had:
-            join()
-        had, complete_s = had + num_bytes, time.monotonic() - began
+        nonlocal received, complete_s
+        if not received:
+            wait_for_all()
+        received, complete_s = received + num_bytes, time.monotonic() - began
 
     report, figures = mirror_by_swarm(dataset, target, share=True, on_progress=advance, linger_s=30.0)
     verified = open_dataset(out).verify(workers=1).ok
-    said = {**asdict(report), "complete_s": complete_s, "verified": verified, "swarm": figures}
-    os.write(1, (json.dumps(said) + "\n").encode())
+    message = {**asdict(report), "complete_s": complete_s, "verified": verified, "swarm": figures}
+    os.write(1, (json.dumps(message) + "\n").encode())
     os._exit(0)
 
 
@@ -261,15 +270,15 @@ def main() -> int:
         "free for all, capped": {"cap": args.cap, "steered": False},
         "killed when every slice was out, capped": {"cap": args.cap, "kill": True},
     }  # fmt: skip
-    found = {}
+    rounds_done = {}
     for name, settings in rounds.items():
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = run_round(
+            rounds_done[name] = run_round(
                 Path(folder), members=args.members, num_slices=args.slices, slice_bytes=args.slice_bytes, **settings
             )
-        print(f"{name:42} {json.dumps(asdict(found[name]))}", flush=True)
+        print(f"{name:42} {json.dumps(asdict(rounds_done[name]))}", flush=True)
     if args.json:
-        args.json.write_text(json.dumps({name: asdict(one) for name, one in found.items()}, indent=1))
+        args.json.write_text(json.dumps({name: asdict(result) for name, result in rounds_done.items()}, indent=1))
     return 0
 
 

@@ -34,7 +34,7 @@ CROWD_BYTES = 32 << 20  # for each of many clients
 PIECE = 1 << 20
 
 
-def _serve_forebay(node: str, path: str, door: Connection) -> None:
+def _serve_forebay(node: str, path: str, pipe: Connection) -> None:
     app = make_app("benchmark")
 
     @app.get("/v1/slices/{sha256}")
@@ -43,15 +43,15 @@ def _serve_forebay(node: str, path: str, door: Connection) -> None:
 
     server = Server(app, Identity.load(node), "127.0.0.1", 0, limits=ServerLimits(connections_per_peer=256))
     server.start()
-    door.send(server.port)
-    door.recv()
+    pipe.send(server.port)
+    pipe.recv()
     server.close()
 
 
-def _serve_plain(node: str, path: str, door: Connection) -> None:
+def _serve_plain(node: str, path: str, pipe: Connection) -> None:
     context = Identity.load(node).server_context()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        door.send(listener.getsockname()[1])
+        pipe.send(listener.getsockname()[1])
         while True:
             accepted, _ = listener.accept()
             with context.wrap_socket(accepted, server_side=True) as tls, Path(path).open("rb") as file:
@@ -71,7 +71,7 @@ def _receive_plain(identity: Identity, port: int, out: Path, order: bytes = b"g"
             file.write(buffer[:count])
 
 
-def _take(node: str, port: int, out: str, pace_s: float, door: Connection) -> None:
+def _download(node: str, port: int, out: str, pace_s: float, pipe: Connection) -> None:
     """A client in a process of its own: downloads when told, says how long it took; with `pace_s` it reads slowly."""
 
     class Slow(io.RawIOBase):
@@ -81,19 +81,19 @@ def _take(node: str, port: int, out: str, pace_s: float, door: Connection) -> No
 
     identity = Identity.load(node)
     with Client(identity) as client, Path(out).open("wb") as file:
-        door.send("ready")
-        while door.recv() == "go":
-            begun = time.perf_counter()
+        pipe.send("ready")
+        while pipe.recv() == "go":
+            started = time.perf_counter()
             file.seek(0)
             into = Slow() if pace_s else file
             try:
                 for piece in PeerSource(client, None, f"127.0.0.1:{port}", str, 600).read("x", 0, CROWD_BYTES):
-                    for at in range(0, len(piece), CHUNK_BYTES):
-                        into.write(piece[at : at + CHUNK_BYTES])
+                    for offset in range(0, len(piece), CHUNK_BYTES):
+                        into.write(piece[offset : offset + CHUNK_BYTES])
             except NetworkError:  # the slow one is cut when all others are done
-                door.send(0.0)
+                pipe.send(0.0)
                 return
-            door.send(time.perf_counter() - begun)
+            pipe.send(time.perf_counter() - started)
 
 
 def _together(folder: Path, nodes: list[Path], port: int, num: int, slow: bool = False) -> tuple[float, float]:
@@ -101,27 +101,27 @@ def _together(folder: Path, nodes: list[Path], port: int, num: int, slow: bool =
     spawn = multiprocessing.get_context("spawn")
     clients = []
     for i in range(num + slow):
-        here, there = spawn.Pipe()
-        arguments = (str(nodes[i % len(nodes)]), port, str(folder / "void" / str(i)), 0.5 * (i == num), there)
-        process = spawn.Process(target=_take, args=arguments, daemon=True)
+        ours, theirs = spawn.Pipe()
+        arguments = (str(nodes[i % len(nodes)]), port, str(folder / "void" / str(i)), 0.5 * (i == num), theirs)
+        process = spawn.Process(target=_download, args=arguments, daemon=True)
         process.start()
-        clients.append((process, here))
-    for _, here in clients:
-        here.recv()
-    for _, here in reversed(clients):
-        here.send("go")
-    begun = time.perf_counter()
-    each = [here.recv() for _, here in clients[:num]]
-    wall_s = time.perf_counter() - begun
-    for process, here in clients[:num]:
-        here.send("stop")
+        clients.append((process, ours))
+    for _, ours in clients:
+        ours.recv()
+    for _, ours in reversed(clients):
+        ours.send("go")
+    started = time.perf_counter()
+    each = [ours.recv() for _, ours in clients[:num]]
+    wall_s = time.perf_counter() - started
+    for process, ours in clients[:num]:
+        ours.send("stop")
         process.join(20)
     for process, _ in clients[num:]:
         process.kill()
     return wall_s, median(each)
 
 
-def measure_crowd(num: int = 16, most: int = 64) -> list[Figure]:
+def measure_crowd(num: int = 16, num_stuck: int = 64) -> list[Figure]:
     """Many clients at one data node, a slow one among them; its memory with `most` of them."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
@@ -133,32 +133,32 @@ def measure_crowd(num: int = 16, most: int = 64) -> list[Figure]:
             join(folder / "network", node, node.name)
         source = folder / "slice"
         source.write_bytes(np.random.default_rng(0).bytes(NUM_BYTES))
-        here, there = spawn.Pipe()
-        process = spawn.Process(target=_serve_forebay, args=(str(nodes[0]), str(source), there), daemon=True)
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=_serve_forebay, args=(str(nodes[0]), str(source), theirs), daemon=True)
         process.start()
-        port, seen = here.recv(), psutil.Process(process.pid)
+        port, server = ours.recv(), psutil.Process(process.pid)
         alone, _ = _together(folder, nodes[1:], port, 1)
         crowd, _ = _together(folder, nodes[1:], port, num)
         beside, _ = _together(folder, nodes[1:], port, num, slow=True)
-        held = []
+        connections = []
         taker = Identity.load(nodes[1])
-        for i in range(most):
+        for i in range(num_stuck):
             tls = Identity.load(nodes[1 + i % 4]).client_context() if i < 4 else taker.client_context()
             sock = tls.wrap_socket(socket.create_connection(("127.0.0.1", port)))
             sock.sendall(f"GET /v1/slices/x HTTP/1.1\r\nRange: bytes=0-{NUM_BYTES - 1}\r\n\r\n".encode())
-            held.append(sock)
+            connections.append(sock)
         time.sleep(1.0)  # all of them are being sent to, and read nothing
-        rss, threads = seen.memory_info().rss, seen.num_threads()
-        for sock in held:
+        rss, threads = server.memory_info().rss, server.num_threads()
+        for sock in connections:
             sock.close()
-        here.send("stop")
+        ours.send("stop")
         process.join(20)
     rate = num * CROWD_BYTES / crowd / 1e6
     return [
         Figure("one client", CROWD_BYTES / alone / 1e6, "MB/s"),
         Figure(f"{num} clients together", rate, "MB/s", f"{rate / (CROWD_BYTES / alone / 1e6):.2f} of one client's"),
         Figure("slow reader beside them", crowd / beside, "x speed", "of the others, with it"),
-        Figure(f"memory with {most} stuck", rss / 1e6, "MB", f"{threads} threads"),
+        Figure(f"memory with {num_stuck} stuck", rss / 1e6, "MB", f"{threads} threads"),
     ]
 
 
@@ -174,10 +174,10 @@ def measure(rounds: int = 5) -> list[Figure]:
         source.write_bytes(np.random.default_rng(0).bytes(NUM_BYTES))
         servers = []
         for serve in (_serve_forebay, _serve_plain):
-            here, there = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(str(nodes[0]), str(source), there), daemon=True)
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=serve, args=(str(nodes[0]), str(source), theirs), daemon=True)
             process.start()
-            servers.append((process, here, here.recv()))
+            servers.append((process, ours, ours.recv()))
 
         def ours() -> None:
             with out.open("wb") as file:
@@ -192,9 +192,9 @@ def measure(rounds: int = 5) -> list[Figure]:
             assert pid is not None
             began = time.perf_counter(), cpu_s() + process_cpu_s(pid)
             transfer()
-            taken = time.perf_counter() - began[0], cpu_s() + process_cpu_s(pid) - began[1]
+            costs = time.perf_counter() - began[0], cpu_s() + process_cpu_s(pid) - began[1]
             assert out.stat().st_size == NUM_BYTES
-            return taken
+            return costs
 
         with Client(taker) as client:
             pairs = [(timed(0, ours), timed(1, plain)) for _ in range(rounds + 1)][1:]

@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+try:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+except ImportError:
+    sys.exit("hf_trainer: transformers is not installed. Run: pip install transformers accelerate torch")
 
 from forebay.load.torch import DataLoader, dataloader
 
@@ -63,10 +67,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         dataset, out = Path(directory) / "dataset", Path(directory) / "out"
         subprocess.run([*PREPARE, "--out", dataset], check=True, stdout=subprocess.DEVNULL)
-        whole = train(dataset, out, 6, None)
+        unbroken = train(dataset, out, 6, None)
         resumed = train(dataset, out, 6, out / "checkpoint-3")
-        print(f"losses {whole}; from step 3 on again {resumed[-3:]}")
-        if max(abs(a - b) for a, b in zip(whole[3:], resumed[-3:])) > 1e-3:
+        print(f"losses {unbroken}; from step 3 on again {resumed[-3:]}")
+        if max(abs(a - b) for a, b in zip(unbroken[3:], resumed[-3:])) > 1e-3:
             sys.exit("resumed, the run went another way")
 
 

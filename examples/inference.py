@@ -80,9 +80,9 @@ def main() -> None:
             for rank in range(RANKS)
             for line in (folder / f"outputs-{rank}.jsonl").read_text().splitlines()
         ]
-        found = {row["sample"]: row["output"] for row in rows}
+        outputs = {row["sample"]: row["output"] for row in rows}
         print(f"{len(rows)} outputs of {INPUTS} inputs; rank 1 was killed when {done} of all samples were taken")
-        if len(rows) != INPUTS or found != {index: sum(prompt) for index, prompt in enumerate(prompts)}:
+        if len(rows) != INPUTS or outputs != {index: sum(prompt) for index, prompt in enumerate(prompts)}:
             sys.exit("an input has no output, two, or a wrong one")
 
 

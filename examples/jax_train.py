@@ -13,7 +13,10 @@ from pathlib import Path
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
-import jax
+try:
+    import jax
+except ImportError:
+    sys.exit("jax_train: jax is not installed. Run: pip install jax")
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -29,9 +32,9 @@ def step(weights: jax.Array, inputs: jax.Array, labels: jax.Array) -> tuple[jax.
 
     def loss_of(weights: jax.Array) -> jax.Array:
         scores = jax.nn.log_softmax(weights[inputs])
-        known = labels >= 0  # -100: there is no next token.
+        has_label = labels >= 0  # -100: there is no next token.
         picked = jnp.take_along_axis(scores, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
-        return -(picked * known).sum() / known.sum()
+        return -(picked * has_label).sum() / has_label.sum()
 
     loss, gradient = jax.value_and_grad(loss_of)(weights)
     return weights - 30 * gradient, loss

@@ -13,7 +13,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning
+try:
+    import lightning
+except ImportError:
+    sys.exit("lightning_module: lightning is not installed. Run: pip install lightning")
 import torch
 from torch import nn
 
@@ -60,11 +63,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         dataset, checkpoint = Path(directory) / "dataset", Path(directory) / "last.ckpt"
         subprocess.run([*PREPARE, "--out", dataset], check=True, stdout=subprocess.DEVNULL)
-        whole = fit(dataset, STEPS, None, None)
+        unbroken = fit(dataset, STEPS, None, None)
         before = fit(dataset, SAVED_AT, None, checkpoint)
         after = fit(dataset, STEPS, checkpoint, None)
-        print(f"{len(before)} batches, and {len(after)} after a resume in mid-epoch, of {len(whole)}")
-        if before + after != whole:
+        print(f"{len(before)} batches, and {len(after)} after a resume in mid-epoch, of {len(unbroken)}")
+        if before + after != unbroken:
             sys.exit("resumed, the run saw other batches")
 
 

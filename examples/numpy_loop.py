@@ -27,8 +27,8 @@ def main(inputs: list[str]) -> None:
         loader = forebay.Loader(dataset, **SETTINGS)
         for _ in range(2):
             for batch in loader:
-                known = batch.labels >= 0  # -100: there is no next token.
-                pairs = batch.inputs[known], batch.labels[known]
+                has_label = batch.labels >= 0  # -100: there is no next token.
+                pairs = batch.inputs[has_label], batch.labels[has_label]
                 losses.append(-np.log(counts[pairs] / counts[pairs[0]].sum(-1)).mean())
                 np.add.at(counts, pairs, 1)
                 if batch.step == len(loader) // 2:

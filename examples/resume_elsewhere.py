@@ -42,11 +42,11 @@ def main(inputs: list[str]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         dataset = Path(directory) / "dataset"
         prepare_dataset(inputs or [__file__, forebay.__file__], dataset, tokenizer="bytes", slice_bytes=4096)
-        whole, _ = global_batches(dataset, world_size=1, state=None, steps=None)
-        before, state = global_batches(dataset, world_size=3, state=None, steps=len(whole) // 2)
+        unbroken, _ = global_batches(dataset, world_size=1, state=None, steps=None)
+        before, state = global_batches(dataset, world_size=3, state=None, steps=len(unbroken) // 2)
         after, _ = global_batches(dataset, world_size=2, state=state, steps=None)
         print(f"{len(before)} steps on 3 ranks, then {len(after)} on 2; state: {state['samples_taken']} samples taken")
-        if before + after != whole:
+        if before + after != unbroken:
             sys.exit("the batches differ from those of one rank that never stopped")
         print("the same global batches as one rank that never stopped")
 

@@ -28,8 +28,8 @@ def write_chats(path: Path, num_chats: int = 600) -> Path:
     with path.open("w") as file:
         for index in range(num_chats):
             question = asked[index % len(asked)]
-            said = [("user", f"{index}: {question}"), ("assistant", ANSWERS[question])]
-            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in said]}) + "\n")
+            turns = [("user", f"{index}: {question}"), ("assistant", ANSWERS[question])]
+            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
     return path
 
 
@@ -42,12 +42,12 @@ def main(inputs: list[str]) -> None:
         losses, learnt, tokens = [], 0, 0
         for batch in forebay.Loader(dataset, batch_size=32, seed=1, epochs=2):
             # Labels stand at their token's own place, as models of Hugging Face want them: the model shifts.
-            before, wanted = batch.inputs[:, :-1], batch.labels[:, 1:]
-            known = wanted >= 0
-            pairs = before[known], wanted[known]
+            before, targets = batch.inputs[:, :-1], batch.labels[:, 1:]
+            is_learnt = targets >= 0
+            pairs = before[is_learnt], targets[is_learnt]
             losses.append(-np.log(counts[pairs] / counts[pairs[0]].sum(-1)).mean())
             np.add.at(counts, pairs, 1)
-            learnt += int(known.sum())
+            learnt += int(is_learnt.sum())
             tokens += int(batch.tensors["attention_mask"].sum())
         print(f"{learnt} of {tokens} tokens are learnt; loss {losses[0]:.2f} at first, {losses[-1]:.2f} at last")
         if not 0 < learnt < tokens or losses[-1] >= losses[0]:

@@ -62,7 +62,7 @@ def launch(ranks: int, dataset: Path, checkpoint: Path) -> None:
     settings = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(dataset), str(checkpoint)]
     started = [subprocess.Popen(command, env=os.environ | settings | {"RANK": str(i)}) for i in range(ranks)]
-    if sum(one.wait() for one in started):
+    if sum(process.wait() for process in started):
         sys.exit("a rank failed")
 
 

@@ -5,7 +5,7 @@ Usage: python scripts/check_names.py [PATH ...]   (default: src docs README.md)
 Reports, with what to use instead:
 - names that the code defines (functions, classes, arguments, variables, attributes) and that are on the list below;
 - exceptions whose names do not end in Error;
-- two public classes of one name in the package;
+- two public classes of one name in the package (`src`);
 - command line options, and words in string literals, docstrings and documents, that are on the lists below.
 
 A line that ends in `# name: REASON` is exempt.
@@ -175,7 +175,7 @@ def main(arguments: list[str]) -> int:
     for file in files:
         of_file: dict[str, list[int]] = {}
         complaints += check(file, of_file)
-        for name, lines in of_file.items():
+        for name, lines in of_file.items() if "src" in file.parts else ():
             classes[name] += [f"{file}:{line}" for line in lines]
     for name, locations in sorted(classes.items()):
         if len(locations) > 1:

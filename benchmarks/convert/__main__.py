@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import time
@@ -20,11 +19,10 @@ from typing import Any
 
 from benchmarks.convert import corpus
 from benchmarks.convert.peers import PEERS
-from benchmarks.loading.__main__ import place
 from benchmarks.loading.fleet import ROOT, NotMeasuredError, clean_environment, folder_of_peers
-from benchmarks.measure import Figure, median, show
+from benchmarks.measure import Figure, median, show, working_folder
 
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 
 
 def ask(name: str, who: str, folder: Path, **what: Any) -> dict[str, Any]:
@@ -37,15 +35,15 @@ def ask(name: str, who: str, folder: Path, **what: Any) -> dict[str, Any]:
     python = folder_of_peers() / group / "bin/python" if group else Path(sys.executable)
     if not python.exists():
         raise NotMeasuredError(f"no {python}; run scripts/peers.sh interop")
-    told = json.dumps({"format": name, "who": who, **what})
+    request_json = json.dumps({"format": name, "who": who, **what})
     with (folder / f"{name}-{who}.log").open("ab") as log:
         try:
             done = subprocess.run(
-                [str(python), "-m", "benchmarks.convert.child", told], cwd=ROOT, env=clean_environment(),
-                stdout=subprocess.PIPE, stderr=log, timeout=PATIENCE_S,
+                [str(python), "-m", "benchmarks.convert.child", request_json], cwd=ROOT, env=clean_environment(),
+                stdout=subprocess.PIPE, stderr=log, timeout=TIMEOUT_S,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
-            raise NotMeasuredError(f"no answer in {PATIENCE_S:.0f} s") from error
+            raise NotMeasuredError(f"no answer in {TIMEOUT_S:.0f} s") from error
     if not done.stdout:
         raise NotMeasuredError(f"its process ended with {done.returncode}; see {name}-{who}.log")
     answer: dict[str, Any] = json.loads(done.stdout)
@@ -60,29 +58,29 @@ def written(name: str, data: Path, folder: Path, rounds: int, num_bytes: int) ->
         "forebay convert": {"who": "ours", "out": str(folder / f"{name}-ours")},
         PEERS[name].label: {"who": "peer", "out": str(folder / f"{name}-peer")},
     }
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-    lost: dict[str, str] = {}
+    runs_by_way: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    errors: dict[str, str] = {}
     for _ in range(rounds):
-        for way, what in ways.items():
-            if way in lost:
+        for way, request in ways.items():
+            if way in errors:
                 continue
             try:
-                found[way].append(ask(name, folder=folder, do="write", corpus=str(data), **what))
+                runs_by_way[way].append(ask(name, folder=folder, do="write", corpus=str(data), **request))
             except NotMeasuredError as error:
-                lost[way] = str(error)
+                errors[way] = str(error)
     figures = []
-    for way, runs in found.items():
-        if way in lost:
-            figures.append(Figure(f"{name}: {way}", math.nan, "", f"not measured: {lost[way]}"))
+    for way, runs in runs_by_way.items():
+        if way in errors:
+            figures.append(Figure.missing(f"{name}: {way}", errors[way]))
             continue
         cpu, wall = (median([run[key] for run in runs]) / num_bytes * 1e9 for key in ("cpu_s", "wall_s"))
         figures.append(
             Figure(f"{name}: {way}", cpu, "CPU s/GB", f"{wall:.3g} s/GB of the clock, {runs[0]['versions']}")
         )
-    theirs = found[PEERS[name].label]
+    theirs = runs_by_way[PEERS[name].label]
     for way in list(ways)[:2]:
-        if theirs and found[way] and way not in lost:
-            ratio = median([a["cpu_s"] / b["cpu_s"] for a, b in zip(found[way], theirs)])
+        if theirs and runs_by_way[way] and way not in errors:
+            ratio = median([a["cpu_s"] / b["cpu_s"] for a, b in zip(runs_by_way[way], theirs)])
             figures.append(Figure(f"{name}: {way}, of the library's CPU", ratio, "x"))
     return figures
 
@@ -97,7 +95,7 @@ def looked_up(name: str, data: Path, folder: Path, rounds: int) -> list[Figure]:
             out = str(folder / f"{name}-ours")
             runs = [ask(name, who, folder, do="read", corpus=str(data), out=out, seconds=1.5) for _ in range(rounds)]
         except NotMeasuredError as error:
-            figures.append(Figure(f"{name}, read by {label}", math.nan, "", f"not measured: {error}"))
+            figures.append(Figure.missing(f"{name}, read by {label}", error))
             continue
         unit, speed = runs[0]["unit"], median([r["tokens"] / r["wall_s"] for r in runs])
         figures += [
@@ -109,16 +107,16 @@ def looked_up(name: str, data: Path, folder: Path, rounds: int) -> list[Figure]:
     return figures
 
 
-def main(given: Sequence[str]) -> int:
-    """Measure what was asked for."""
+def main(argv: Sequence[str]) -> int:
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("formats", nargs="*", metavar="FORMAT", choices=[[], *PEERS], help=", ".join(PEERS))
     parser.add_argument("--tokens", type=float, default=200e6, help="of the corpus (200e6)")
     parser.add_argument("--rounds", type=int, default=3, help="how often each is measured, in turns (3)")
     parser.add_argument("--folder", type=Path, help="keep the corpus and the formats here (a temporary folder)")
-    wanted = parser.parse_args(given)
-    with place(wanted.folder) as folder:
-        data = corpus.make(folder, int(wanted.tokens))
+    args = parser.parse_args(argv)
+    with working_folder(args.folder) as folder:
+        data = corpus.make(folder, int(args.tokens))
         own = folder / f"{data.name}-forebay"
         if not own.exists():
             from benchmarks.convert.peers import write_safetensors
@@ -126,15 +124,11 @@ def main(given: Sequence[str]) -> int:
 
             write_safetensors(data, own)
             import_slices(own, "benchmark")
-        for name in wanted.formats or PEERS:
+        for name in args.formats or PEERS:
             began = time.perf_counter()
-            figures = written(name, data, folder, wanted.rounds, 2 * int(wanted.tokens))
-            figures += looked_up(name, data, folder, wanted.rounds)
-            if there := [figure for figure in figures if not math.isnan(figure.value)]:
-                show(f"{name}: {wanted.tokens / 1e6:.0f} M tokens U16", there)
-            for figure in figures:
-                if math.isnan(figure.value):
-                    print(f"  {figure.name}: {figure.note}")
+            figures = written(name, data, folder, args.rounds, 2 * int(args.tokens))
+            figures += looked_up(name, data, folder, args.rounds)
+            show(f"{name}: {args.tokens / 1e6:.0f} M tokens U16", figures)
             print(f"({name}: {time.perf_counter() - began:.0f} s, {time.strftime('%Y-%m-%d')})", flush=True)
     return 0
 

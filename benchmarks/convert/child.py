@@ -29,7 +29,7 @@ def write(ask: dict[str, Any]) -> dict[str, Any]:
     corpus, out = Path(ask["corpus"]), Path(ask["out"])
     shutil.rmtree(out, ignore_errors=True)
     if ask["who"] == "peer":
-        told = peers.versions(ask["format"])
+        versions_text = peers.versions(ask["format"])
         _warm(ask["format"], corpus)
         wall, cpu = time.perf_counter(), family_cpu_s()
         peers.PEERS[ask["format"]].write(corpus, out)
@@ -38,11 +38,16 @@ def write(ask: dict[str, Any]) -> dict[str, Any]:
         from forebay.convert import convert
         from forebay.formats.conversion import ConvertOptions
 
-        told = f"forebay {__version__}"
+        versions_text = f"forebay {__version__}"
         wall, cpu = time.perf_counter(), family_cpu_s()
         convert(corpus.parent / f"{corpus.name}-forebay", out, ask["format"], ConvertOptions())
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    return {"wall_s": time.perf_counter() - wall, "cpu_s": family_cpu_s() - cpu, "versions": told, "bytes": size}
+    return {
+        "wall_s": time.perf_counter() - wall,
+        "cpu_s": family_cpu_s() - cpu,
+        "versions": versions_text,
+        "bytes": size,
+    }
 
 
 def _warm(name: str, corpus: Path) -> None:
@@ -54,9 +59,9 @@ def _warm(name: str, corpus: Path) -> None:
 
 def read(ask: dict[str, Any]) -> dict[str, Any]:
     """Items one after another for some seconds, and by number at random; they are what was written."""
-    place, corpus = Path(ask["out"]), Path(ask["corpus"])
+    path, corpus = Path(ask["out"]), Path(ask["corpus"])
     began = time.perf_counter()
-    reader = peers.PEERS[ask["format"]].read(place) if ask["who"] == "peer" else _ours(place)
+    reader = peers.PEERS[ask["format"]].read(path) if ask["who"] == "peer" else _ours(path)
     opened = time.perf_counter() - began
     _check(reader, corpus)
     tokens = number = 0
@@ -78,19 +83,21 @@ def read(ask: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ours(place: Path) -> peers.Reader:
+def _ours(path: Path) -> peers.Reader:
     """Documents of an open dataset: its slices, mapped, and where each document begins."""
     from forebay import open_dataset
 
-    dataset = open_dataset(place)
+    dataset = open_dataset(path)
     slices = [dataset.open_slice(index) for index in range(dataset.num_slices)]
-    ends = [one.document_ends for one in slices]
-    firsts = np.cumsum([0, *map(len, ends)]).tolist()
+    document_ends = [item.document_ends for item in slices]
+    firsts = np.cumsum([0, *map(len, document_ends)]).tolist()
 
     def get(number: int) -> Any:
-        at = bisect_right(firsts, number) - 1
-        own = number - firsts[at]
-        return slices[at].tokens[int(ends[at][own - 1]) if own else 0 : int(ends[at][own])]
+        slice_index = bisect_right(firsts, number) - 1
+        own = number - firsts[slice_index]
+        return slices[slice_index].tokens[
+            int(document_ends[slice_index][own - 1]) if own else 0 : int(document_ends[slice_index][own])
+        ]
 
     return peers.Reader(firsts[-1], get)
 
@@ -98,22 +105,22 @@ def _ours(place: Path) -> peers.Reader:
 def _check(reader: peers.Reader, corpus: Path) -> None:
     from benchmarks.convert.corpus import load
 
-    tokens, ends = load(corpus)
+    tokens, document_ends = load(corpus)
     for number in (0, 1, reader.count // 2):
         if reader.unit == "document":
-            wanted = tokens[int(ends[number - 1]) if number else 0 : int(ends[number])]
+            expected = tokens[int(document_ends[number - 1]) if number else 0 : int(document_ends[number])]
         else:
-            wanted = tokens[number * peers.BLOCK : (number + 1) * peers.BLOCK]
+            expected = tokens[number * peers.BLOCK : (number + 1) * peers.BLOCK]
             if number > 1:
                 continue  # Blocks begin anew with each chunk.
-        assert np.array_equal(np.asarray(reader.get(number)).astype(np.int64), wanted), f"item {number} differs"
+        assert np.array_equal(np.asarray(reader.get(number)).astype(np.int64), expected), f"item {number} differs"
 
 
-def main(given: str) -> None:
+def main(request_json: str) -> None:
     """Do what is asked."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    ask = json.loads(given)
+    ask = json.loads(request_json)
     try:
         answer = {"write": write, "read": read}[ask["do"]](ask)
     except Exception as error:

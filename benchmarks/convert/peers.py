@@ -43,16 +43,16 @@ class Peer:
 
 def _runs(corpus: Path) -> Iterator[tuple[Any, Any]]:
     """Tokens and document ends within them, a shard's worth at a time."""
-    tokens, ends = load(corpus)
-    for first in range(0, len(ends), SHARD_DOCUMENTS):
-        last = min(first + SHARD_DOCUMENTS, len(ends))
-        start = int(ends[first - 1]) if first else 0
-        yield tokens[start : int(ends[last - 1])], ends[first:last] - start
+    tokens, document_ends = load(corpus)
+    for first in range(0, len(document_ends), SHARD_DOCUMENTS):
+        last = min(first + SHARD_DOCUMENTS, len(document_ends))
+        start = int(document_ends[first - 1]) if first else 0
+        yield tokens[start : int(document_ends[last - 1])], document_ends[first:last] - start
 
 
 def _documents(corpus: Path) -> Iterator[Any]:
-    tokens, ends = load(corpus)
-    return (tokens[start:stop] for start, stop in pairwise([0, *ends.tolist()]))
+    tokens, document_ends = load(corpus)
+    return (tokens[start:stop] for start, stop in pairwise([0, *document_ends.tolist()]))
 
 
 def write_megatron(corpus: Path, out: Path) -> None:
@@ -66,10 +66,10 @@ def write_megatron(corpus: Path, out: Path) -> None:
     builder.finalize(str(out / "peer_text_document.idx"))
 
 
-def read_megatron(place: Path) -> Reader:
+def read_megatron(path: Path) -> Reader:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    (index,) = place.glob("*.idx")
+    (index,) = path.glob("*.idx")
     dataset = IndexedDataset(str(index.with_suffix("")))
     return Reader(len(dataset), dataset.__getitem__)
 
@@ -80,8 +80,8 @@ def write_parquet(corpus: Path, out: Path) -> None:
 
     schema = pa.schema([("input_ids", pa.list_(pa.uint16()))])
     out.mkdir()
-    for number, (tokens, ends) in enumerate(_runs(corpus)):
-        offsets = pa.array(np.append(0, ends).astype(np.int32))
+    for number, (tokens, document_ends) in enumerate(_runs(corpus)):
+        offsets = pa.array(np.append(0, document_ends).astype(np.int32))
         rows = pa.ListArray.from_arrays(offsets, pa.array(tokens))
         table = pa.Table.from_arrays([rows], schema=schema)
         pq.write_table(
@@ -93,8 +93,8 @@ def write_safetensors(corpus: Path, out: Path) -> None:
     from safetensors.numpy import save_file
 
     out.mkdir()
-    for number, (tokens, ends) in enumerate(_runs(corpus)):
-        tensors = {"tokens": np.ascontiguousarray(tokens), "document_ends": ends.astype(np.uint64)}
+    for number, (tokens, document_ends) in enumerate(_runs(corpus)):
+        tensors = {"tokens": np.ascontiguousarray(tokens), "document_ends": document_ends.astype(np.uint64)}
         save_file(tensors, out / f"{number:05d}.safetensors")
 
 

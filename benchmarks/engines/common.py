@@ -22,11 +22,11 @@ def need(module: str, install: str):
     try:
         return __import__(module)
     except ImportError:
-        say({"skipped": f"{module} is not installed: pip install {install}"})
+        emit({"skipped": f"{module} is not installed: pip install {install}"})
         sys.exit(0)
 
 
-def say(record: dict) -> None:
+def emit(record: dict) -> None:
     print(json.dumps(record), flush=True)
 
 
@@ -69,7 +69,7 @@ class Child:
             raise RuntimeError(f"child ended with {self.process.wait()}: {self.process.args[2:]}")
         return json.loads(text)
 
-    def tell(self, record: dict) -> None:
+    def send(self, record: dict) -> None:
         self.process.stdin.write(json.dumps(record) + "\n")
         self.process.stdin.flush()
 
@@ -111,11 +111,11 @@ def bulk_record(size: int, seconds: float, sender: float, receiver: float, intac
 
 def wait_for_size(path: Path, size: int, limit: float = 120) -> int:
     """Wait until a growing file has so many bytes on disk."""
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        held = path.stat().st_size if path.exists() else 0
-        if held >= size:
-            return held
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        current = path.stat().st_size if path.exists() else 0
+        if current >= size:
+            return current
         time.sleep(0.002)
     raise TimeoutError(f"{path} never reached {size} bytes")
 

@@ -68,7 +68,7 @@ def serve_threaded(path: Path, context: ssl.SSLContext, members: set[str]) -> No
         daemon_threads = True
 
         def finish_request(self, request, address):
-            # In the connection's own thread, so that a slow handshake stops nobody else.
+            # In the connection's own thread, so that a slow handshake delays no other.
             with context.wrap_socket(request, server_side=True) as secure:
                 Handler(secure, address, self)
 
@@ -76,7 +76,7 @@ def serve_threaded(path: Path, context: ssl.SSLContext, members: set[str]) -> No
             pass
 
     server = Server(("127.0.0.1", 0), Handler)
-    common.say({"port": server.server_address[1]})
+    common.emit({"port": server.server_address[1]})
     server.serve_forever()
 
 
@@ -104,7 +104,7 @@ async def serve_asyncio(path: Path, context: ssl.SSLContext, members: set[str]) 
             writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
-    common.say({"port": server.sockets[0].getsockname()[1]})
+    common.emit({"port": server.sockets[0].getsockname()[1]})
     await server.serve_forever()
 
 
@@ -128,7 +128,7 @@ def serve_uvicorn(path: Path, home: Path, who: str) -> None:
     class Server(uvicorn.Server):
         async def startup(self, sockets=None):
             await super().startup(sockets)
-            common.say({"port": self.servers[0].sockets[0].getsockname()[1]})
+            common.emit({"port": self.servers[0].sockets[0].getsockname()[1]})
 
     config = uvicorn.Config(
         application,
@@ -158,12 +158,12 @@ def serve(args) -> None:
 
 
 def connect(home: Path, port: int, who: str | None, pin: str | None) -> http.client.HTTPSConnection:
-    """Speak to the pinned peer or to nobody: its key is checked before a request is sent."""
+    """Connect, and check the pinned key before a request is sent."""
     context = common.tls(home, who, server=False)
     connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=60)
     connection.connect()
-    found = common.peer_id(connection.sock.getpeercert(True))
-    if pin and found != pin:
+    peer = common.peer_id(connection.sock.getpeercert(True))
+    if pin and peer != pin:
         connection.close()
         raise PermissionError("another peer answered than the one expected")
     return connection
@@ -194,19 +194,19 @@ def receive(args) -> None:
     """Fetch the whole file from the given ports in turn, each going on where the last one broke."""
     home = common.certificates(args.dir)
     began, cpu = time.perf_counter(), common.own_cpu()
-    done, kept = 0, []
+    done, received = 0, []
     with args.file.open("wb", buffering=0) as out:
         for port, peer in zip(args.ports, MEMBERS):
             connection = connect(home, port, "d", (home / f"{peer}.id").read_text())
             got = fetch(connection, out, done, args.size)
-            kept.append(got)
+            received.append(got)
             done += got
             cipher = connection.sock.cipher()[0] if connection.sock else None
             connection.close()
             if done == args.size:
                 break
     record = {"seconds": time.perf_counter() - began, "cpu": common.own_cpu() - cpu}
-    common.say(record | {"bytes": kept, "cipher": cipher})
+    common.emit(record | {"bytes": received, "cipher": cipher})
 
 
 def bulk(args) -> dict:
@@ -239,13 +239,13 @@ def kill(args) -> dict:
         ports = [first.line()["port"], second.line()["port"]]
         arguments = ("_receive", "--dir", args.dir, "--file", out, "--size", args.size, "--ports", *ports)
         with common.children(arguments) as (receiver,):
-            held = common.wait_for_size(out, args.size * 4 // 10)
+            bytes_at_kill = common.wait_for_size(out, args.size * 4 // 10)
             first.kill()
             got = receiver.line()
     finished = common.same(data, out)
     out.unlink()
     return {
-        "held_at_kill": round(held / args.size, 3),
+        "held_at_kill": round(bytes_at_kill / args.size, 3),
         "kept": round(got["bytes"][0] / args.size, 3),
         "downloaded": round(sum(got["bytes"]) / args.size, 3),
         "finished": finished,
@@ -267,7 +267,7 @@ def worker(args) -> None:
                 connection = connect(home, port, args.who, None)
                 assert fetch(connection, out, first, end) == end - first
                 connection.close()
-            common.say({"done": True})
+            common.emit({"done": True})
 
 
 def fanout(args) -> dict:
@@ -294,7 +294,7 @@ def fanout(args) -> dict:
                     rounds.append([[[ports[j], cut[j], cut[j + 1]]] for j in other])
             for orders in rounds:
                 for receiver, order in zip(receivers, orders):
-                    receiver.tell({"fetch": order})
+                    receiver.send({"fetch": order})
                 for receiver in receivers:
                     receiver.line()
             seconds = time.perf_counter() - began
@@ -350,7 +350,7 @@ def main() -> None:
     if args.what in steps:
         steps[args.what](args)
     else:
-        common.say(globals()[args.what](args))
+        common.emit(globals()[args.what](args))
 
 
 if __name__ == "__main__":

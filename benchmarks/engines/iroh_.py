@@ -26,8 +26,8 @@ async def endpoint(iroh):
 async def serve(args) -> None:
     iroh = common.need("iroh", "iroh")
     node = await endpoint(iroh)
-    here = [address for address in node.bound_sockets() if address.startswith("127.")]
-    common.say({"key": node.id().to_bytes().hex(), "at": here})
+    addresses = [address for address in node.bound_sockets() if address.startswith("127.")]
+    common.emit({"key": node.id().to_bytes().hex(), "at": addresses})
 
     async def answer(incoming) -> None:
         try:
@@ -57,14 +57,14 @@ async def receive(args) -> None:
     iroh = common.need("iroh", "iroh")
     node = await endpoint(iroh)
     began, cpu = time.perf_counter(), common.own_cpu()
-    done, kept, broke_s = 0, [], None
+    done, received, broke_s = 0, [], None
     with args.file.open("wb", buffering=0) as out:
         for provider in args.providers:
-            key, at = provider.split("@")
-            address = iroh.EndpointAddr(iroh.EndpointId.from_bytes(bytes.fromhex(key)), None, [at])
+            key, address = provider.split("@")
+            endpoint_address = iroh.EndpointAddr(iroh.EndpointId.from_bytes(bytes.fromhex(key)), None, [address])
             got, last = 0, time.perf_counter()
             try:
-                connection = await node.connect(address, NAME)
+                connection = await node.connect(endpoint_address, NAME)
                 stream = await connection.open_bi()
                 await stream.send().write_all(done.to_bytes(8, "big"))
                 incoming = stream.recv()
@@ -78,15 +78,15 @@ async def receive(args) -> None:
                 connection.close(0, b"done")
             except iroh.IrohError:
                 broke_s = round(time.perf_counter() - last, 1)
-            kept.append(got)
+            received.append(got)
             done += got
             if done == args.size:
                 break
     seconds = time.perf_counter() - began
-    common.say({"seconds": seconds, "cpu": common.own_cpu() - cpu, "bytes": kept, "noticed_s": broke_s})
+    common.emit({"seconds": seconds, "cpu": common.own_cpu() - cpu, "bytes": received, "noticed_s": broke_s})
 
 
-def place(ready: dict) -> str:
+def provider_of(ready: dict) -> str:
     return f"{ready['key']}@{ready['at'][0]}"
 
 
@@ -96,7 +96,7 @@ def bulk(args) -> dict:
     with common.children(("_serve", "--file", data)) as (sender,):
         ready = sender.line()
         before = sender.cpu()
-        with common.children(("_receive", "--file", out, "--size", args.size, "--providers", place(ready))) as (
+        with common.children(("_receive", "--file", out, "--size", args.size, "--providers", provider_of(ready))) as (
             receiver,
         ):
             got = receiver.line()
@@ -111,15 +111,17 @@ def kill(args) -> dict:
     out = args.dir / "iroh-out.bin"
     out.unlink(missing_ok=True)
     with common.children(("_serve", "--file", data), ("_serve", "--file", data)) as (first, second):
-        places = [place(first.line()), place(second.line())]
-        with common.children(("_receive", "--file", out, "--size", args.size, "--providers", *places)) as (receiver,):
-            held = common.wait_for_size(out, args.size * 4 // 10)
+        providers = [provider_of(first.line()), provider_of(second.line())]
+        with common.children(("_receive", "--file", out, "--size", args.size, "--providers", *providers)) as (
+            receiver,
+        ):
+            bytes_at_kill = common.wait_for_size(out, args.size * 4 // 10)
             first.kill()
             got = receiver.line()
     finished = common.same(data, out)
     out.unlink()
     return {
-        "held_at_kill": round(held / args.size, 3),
+        "held_at_kill": round(bytes_at_kill / args.size, 3),
         "kept": round(got["bytes"][0] / args.size, 3),
         "downloaded": round(sum(got["bytes"]) / args.size, 3),
         "noticed_after_s": got["noticed_s"],
@@ -132,7 +134,7 @@ def strangers(args) -> dict:
     data = common.dataset(args.dir, args.size)
     out = args.dir / "iroh-out.bin"
     with common.children(("_serve", "--file", data, "--allow", "00" * 32)) as (sender,):
-        arguments = ("_receive", "--file", out, "--size", args.size, "--providers", place(sender.line()))
+        arguments = ("_receive", "--file", out, "--size", args.size, "--providers", provider_of(sender.line()))
         with common.children(arguments) as (receiver,):
             return {"unlisted key (list checked by our code)": receiver.line()["bytes"][0]}
 
@@ -151,7 +153,7 @@ def main() -> None:
     if args.what in steps:
         asyncio.run(steps[args.what](args))
     else:
-        common.say(globals()[args.what](args))
+        common.emit(globals()[args.what](args))
 
 
 if __name__ == "__main__":

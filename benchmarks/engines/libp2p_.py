@@ -42,7 +42,7 @@ async def serve(args) -> None:
 
     async with host.run(listen_addrs=[address]):
         host.set_stream_handler(NAME, answer)
-        common.say({"at": next(str(a) for a in host.get_addrs() if "127.0.0.1" in str(a))})
+        common.emit({"at": next(str(a) for a in host.get_addrs() if "127.0.0.1" in str(a))})
         await trio.sleep_forever()
 
 
@@ -53,7 +53,7 @@ async def receive(args) -> None:
     host, address = new_host()
     async with host.run(listen_addrs=[address]):
         began, cpu = time.perf_counter(), common.own_cpu()
-        done, kept = 0, []
+        done, received = 0, []
         with args.file.open("wb", buffering=0) as out:
             for provider in args.providers:
                 got = 0
@@ -69,12 +69,12 @@ async def receive(args) -> None:
                         out.write(piece)
                         got += len(piece)
                 except Exception as error:
-                    common.say({"broke": type(error).__name__})
-                kept.append(got)
+                    common.emit({"broke": type(error).__name__})
+                received.append(got)
                 done += got
                 if done == args.size:
                     break
-        common.say({"seconds": time.perf_counter() - began, "cpu": common.own_cpu() - cpu, "bytes": kept})
+        common.emit({"seconds": time.perf_counter() - began, "cpu": common.own_cpu() - cpu, "bytes": received})
 
 
 def finish(receiver) -> dict:
@@ -87,9 +87,9 @@ def bulk(args) -> dict:
     data = common.dataset(args.dir, args.size)
     out = args.dir / "libp2p-out.bin"
     with common.children(("_serve", "--file", data)) as (sender,):
-        at = sender.line()["at"]
+        address = sender.line()["at"]
         before = sender.cpu()
-        with common.children(("_receive", "--file", out, "--size", args.size, "--providers", at)) as (receiver,):
+        with common.children(("_receive", "--file", out, "--size", args.size, "--providers", address)) as (receiver,):
             got = finish(receiver)
         spent = sender.cpu() - before
     intact = common.same(data, out)
@@ -102,15 +102,17 @@ def kill(args) -> dict:
     out = args.dir / "libp2p-out.bin"
     out.unlink(missing_ok=True)
     with common.children(("_serve", "--file", data), ("_serve", "--file", data)) as (first, second):
-        places = [first.line()["at"], second.line()["at"]]
-        with common.children(("_receive", "--file", out, "--size", args.size, "--providers", *places)) as (receiver,):
-            held = common.wait_for_size(out, args.size * 4 // 10)
+        addresses = [first.line()["at"], second.line()["at"]]
+        with common.children(("_receive", "--file", out, "--size", args.size, "--providers", *addresses)) as (
+            receiver,
+        ):
+            bytes_at_kill = common.wait_for_size(out, args.size * 4 // 10)
             first.kill()
             got = finish(receiver)
     finished = common.same(data, out)
     out.unlink()
     return {
-        "held_at_kill": round(held / args.size, 3),
+        "held_at_kill": round(bytes_at_kill / args.size, 3),
         "kept": round(got["bytes"][0] / args.size, 3),
         "downloaded": round(sum(got["bytes"]) / args.size, 3),
         "finished": finished,
@@ -121,8 +123,8 @@ def strangers(args) -> dict:
     data = common.dataset(args.dir, args.size)
     out = args.dir / "libp2p-out.bin"
     with common.children(("_serve", "--file", data, "--refuse")) as (sender,):
-        at = sender.line()["at"]
-        with common.children(("_receive", "--file", out, "--size", args.size, "--providers", at)) as (receiver,):
+        address = sender.line()["at"]
+        with common.children(("_receive", "--file", out, "--size", args.size, "--providers", address)) as (receiver,):
             return {"unlisted key (list checked by our code)": finish(receiver)["bytes"][0]}
 
 
@@ -137,20 +139,20 @@ async def dht(args) -> dict:
     from libp2p.tools.anyio_service.context import background_trio_service
     from multiaddr import Multiaddr
 
-    count, provided, found, missing = 20, [], [], 0
+    count, provide_ms, find_ms, missing = 20, [], [], 0
     async with contextlib.AsyncExitStack() as stack:
         hosts, tables = [], []
         for _ in range(count):
             host, address = new_host()
             await stack.enter_async_context(host.run(listen_addrs=[address]))
             if hosts:
-                at = next(str(a) for a in hosts[0].get_addrs() if "127.0.0.1" in str(a))
-                await host.connect(info_from_p2p_addr(Multiaddr(at)))
+                peer_address = next(str(a) for a in hosts[0].get_addrs() if "127.0.0.1" in str(a))
+                await host.connect(info_from_p2p_addr(Multiaddr(peer_address)))
             table = KadDHT(host, DHTMode.SERVER, protocol_prefix="/benchmark")
             for other in hosts:
                 with contextlib.suppress(Exception):
-                    at = next(str(a) for a in other.get_addrs() if "127.0.0.1" in str(a))
-                    peer = info_from_p2p_addr(Multiaddr(at))
+                    peer_address = next(str(a) for a in other.get_addrs() if "127.0.0.1" in str(a))
+                    peer = info_from_p2p_addr(Multiaddr(peer_address))
                     host.get_peerstore().add_addrs(peer.peer_id, peer.addrs, 3600)
                     await table.routing_table.add_peer(peer.peer_id)
             await stack.enter_async_context(background_trio_service(table))
@@ -161,16 +163,16 @@ async def dht(args) -> dict:
             key = "1220" + hashlib.sha256(f"network/name-{number}".encode()).hexdigest()
             began = time.perf_counter()
             await tables[(number + 9) % count].provide(key)
-            provided.append((time.perf_counter() - began) * 1000)
+            provide_ms.append((time.perf_counter() - began) * 1000)
             began = time.perf_counter()
             providers = await tables[(number + 15) % count].find_providers(key)
-            found.append((time.perf_counter() - began) * 1000)
+            find_ms.append((time.perf_counter() - began) * 1000)
             missing += hosts[(number + 9) % count].get_id() not in {p.peer_id for p in providers}
-        common.say(
+        common.emit(
             {
                 "nodes": count,
-                "provide, median / max ms": f"{statistics.median(provided):.0f} / {max(provided):.0f}",
-                "find_providers, median / max ms": f"{statistics.median(found):.0f} / {max(found):.0f}",
+                "provide, median / max ms": f"{statistics.median(provide_ms):.0f} / {max(provide_ms):.0f}",
+                "find_providers, median / max ms": f"{statistics.median(find_ms):.0f} / {max(find_ms):.0f}",
                 "not found, of 5": missing,
                 "life of a provider record": "a constant in the engine, 48 h; republished each 22 h",
             }
@@ -196,7 +198,7 @@ def main() -> None:
 
         trio.run(steps[args.what], args)
     else:
-        common.say(globals()[args.what](args))
+        common.emit(globals()[args.what](args))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def add(lt, session, args, folder: Path, who: str):
     parameters.flags &= ~lt.torrent_flags.auto_managed
     parameters.flags |= lt.torrent_flags.paused
     handle = session.add_torrent(parameters)
-    if args.variant == "ssl" and who != "nobody":
+    if args.variant == "ssl" and who != "none":
         home = common.certificates(args.dir)
         (home / "dh.pem").write_text(DH)
         handle.set_ssl_certificate(str(home / f"{who}.crt"), str(home / f"{who}.key"), str(home / "dh.pem"), "")
@@ -88,9 +88,9 @@ def seed(args) -> None:
         time.sleep(0.02)
     if args.super:
         handle.set_flags(lt.torrent_flags.super_seeding)
-    common.say({"port": listen_port(session, args.variant == "ssl")})
+    common.emit({"port": listen_port(session, args.variant == "ssl")})
     for _ in sys.stdin:
-        common.say({"sent": handle.status().total_payload_upload})
+        common.emit({"sent": handle.status().total_payload_upload})
 
 
 def leech(args) -> None:
@@ -103,7 +103,7 @@ def leech(args) -> None:
     handle = add(lt, session, args, args.folder, args.who)
     while handle.status().state in (lt.torrent_status.checking_files, lt.torrent_status.checking_resume_data):
         time.sleep(0.02)
-    common.say({"port": listen_port(session, args.variant == "ssl")})
+    common.emit({"port": listen_port(session, args.variant == "ssl")})
     ports = json.loads(sys.stdin.readline())["ports"]
     began, cpu = time.perf_counter(), common.own_cpu()
     asked, reported = 0.0, False
@@ -114,12 +114,12 @@ def leech(args) -> None:
             for port in ports:
                 handle.connect_peer(("127.0.0.1", port))
         if args.report and not reported and status.total_wanted_done >= args.size * 4 // 10:
-            common.say({"held": status.total_wanted_done})
+            common.emit({"held": status.total_wanted_done})
             reported = True
         time.sleep(0.005)
     status = handle.status()
     errors = sorted({a.message() for a in session.pop_alerts() if "ssl" in a.message().lower()})
-    common.say(
+    common.emit(
         {
             "seconds": time.perf_counter() - began,
             "cpu": common.own_cpu() - cpu,
@@ -162,7 +162,7 @@ def bulk(args) -> dict:
         port = seeder.line()["port"]
         leecher.line()
         before = seeder.cpu()
-        leecher.tell({"ports": [port]})
+        leecher.send({"ports": [port]})
         got = leecher.line()
         spent = seeder.cpu() - before
         intact = got["finished"] and common.same(data, folder / data.name)
@@ -180,14 +180,14 @@ def kill(args) -> dict:
     with common.children(*seeders, receiver) as (first, second, leecher):
         ports = [first.line()["port"], second.line()["port"]]
         leecher.line()
-        leecher.tell({"ports": ports})
-        held = leecher.line()["held"]
+        leecher.send({"ports": ports})
+        bytes_at_kill = leecher.line()["held"]
         first.kill()
         got = leecher.line()
         finished = got["finished"] and common.same(data, folder / data.name)
     clean(folder)
     return {
-        "held_at_kill": round(held / args.size, 3),
+        "held_at_kill": round(bytes_at_kill / args.size, 3),
         "downloaded": round(got["downloaded"] / args.size, 3),
         "seconds": round(got["seconds"], 2),
         "finished": finished,
@@ -212,13 +212,13 @@ def fanout(args) -> dict:
             port = seeder.line()["port"]
             ports = [leecher.line()["port"] for leecher in leechers]
             for own, leecher in zip(ports, leechers):
-                leecher.tell({"ports": [port, *(other for other in ports if other != own)]})
-            got = [leecher.line() for leecher in leechers]
-            seeder.tell({})
+                leecher.send({"ports": [port, *(other for other in ports if other != own)]})
+            records = [leecher.line() for leecher in leechers]
+            seeder.send({})
             sent = seeder.line()["sent"]
         result[mode] = round(sent / args.size, 3)
-        result[f"{mode}_s"] = round(max(one["seconds"] for one in got), 2)
-        result[f"{mode}_finished"] = sum(one["finished"] for one in got)
+        result[f"{mode}_s"] = round(max(record["seconds"] for record in records), 2)
+        result[f"{mode}_finished"] = sum(record["finished"] for record in records)
         for folder in folders:
             clean(folder)
     return result
@@ -229,7 +229,7 @@ def strangers(args) -> dict:
     args.variant = "ssl"
     data = prepare(args)
     folder = args.dir / "lt-out"
-    cases = {"member": "d", "no certificate": "nobody", "another root": "stranger", "unlisted key": "unlisted"}
+    cases = {"member": "d", "no certificate": "none", "another root": "stranger", "unlisted key": "unlisted"}
     result = {}
     sender = ("_seed", *arguments_for(args, "--file", data, "--who", "a"))
     with common.children(sender) as (seeder,):
@@ -240,7 +240,7 @@ def strangers(args) -> dict:
                 leecher,
             ):
                 leecher.line()
-                leecher.tell({"ports": [port]})
+                leecher.send({"ports": [port]})
                 got = leecher.line()
             result[case] = f"{got['downloaded']} {got['errors']}" if got["errors"] else got["downloaded"]
     clean(folder)
@@ -276,8 +276,8 @@ def dht(args) -> dict:
         while time.perf_counter() < end:
             session.wait_for_alert(50)
             for alert in session.pop_alerts():
-                if isinstance(alert, kind) and (found := right(alert)):
-                    return found
+                if isinstance(alert, kind) and (value := right(alert)):
+                    return value
         return None
 
     first = f"127.0.1.1:{args.port}"
@@ -289,13 +289,13 @@ def dht(args) -> dict:
             session.pop_alerts()
 
     def figures(values: list[float]) -> str:
-        known = [value * 1000 for value in values if value is not None]
-        missing = len(values) - len(known)
-        text = f"{statistics.median(known):.1f} / {max(known):.1f}" if known else "none"
+        found_ms = [value * 1000 for value in values if value is not None]
+        missing = len(values) - len(found_ms)
+        text = f"{statistics.median(found_ms):.1f} / {max(found_ms):.1f}" if found_ms else "none"
         return text + (f", {missing} of {len(values)} not found" if missing else "")
 
     # Provider records: three providers a name, asked for by a node that announced nothing.
-    seen, looked, held = [], [], []
+    seen, looked, providers_seen = [], [], []
     for number in range(10):
         key = lt.sha1_hash(hashlib.sha1(f"network/name-{number}/{os.urandom(4)}".encode()).digest())
         drain()
@@ -304,17 +304,17 @@ def dht(args) -> dict:
         for step, session in enumerate(providers):
             session.dht_announce(key, 20000 + number * 10 + step, 0)
         asker = nodes[(number + 11) % count]
-        peers, found = set(), None
+        peers, first_reply_s = set(), None
         while len(peers) < 3 and time.perf_counter() - began < 15:
             asked = time.perf_counter()
             asker.dht_get_peers(key)
             reply = wait(asker, lt.dht_get_peers_reply_alert, lambda a, key=key: a.peers(), 0.5)
             if reply:
-                found = time.perf_counter() - asked
+                first_reply_s = time.perf_counter() - asked
                 peers.update(map(tuple, reply))
         seen.append(time.perf_counter() - began if len(peers) == 3 else None)
-        looked.append(found)
-        held.append(len(peers))
+        looked.append(first_reply_s)
+        providers_seen.append(len(peers))
 
     # The same address with three ports: are they three providers?
     key = lt.sha1_hash(os.urandom(20))
@@ -352,7 +352,7 @@ def dht(args) -> dict:
         "nodes": count,
         "announce until 3 of 3 providers seen, median / max ms": figures(seen),
         "get_peers first reply, median / max ms": figures(looked),
-        "providers found of 3, worst": min(held),
+        "providers found of 3, worst": min(providers_seen),
         "ports kept for one address, of 3": len(ports),
         "signed put, median / max ms": figures(puts),
         "signed get, median / max ms": figures(gets),
@@ -379,7 +379,7 @@ def main() -> None:
     if args.what in steps:
         steps[args.what](args)
     else:
-        common.say(globals()[args.what](args))
+        common.emit(globals()[args.what](args))
         os._exit(0)  # twenty sessions take a while to say goodbye
 
 

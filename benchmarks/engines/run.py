@@ -46,11 +46,11 @@ def measure(python: dict, folder: str, script: str, variant: str | None, what: s
     command += ["--variant", variant] if variant else []
     command += ["--size", str(size)] if size else []
     try:
-        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=180)
+        result = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=180)
     except subprocess.TimeoutExpired:
         return {"failed": "no answer in 180 s"}
-    lines = done.stdout.splitlines()
-    return json.loads(lines[-1]) if lines else {"failed": (done.stderr.splitlines() or ["no output"])[-1]}
+    lines = result.stdout.splitlines()
+    return json.loads(lines[-1]) if lines else {"failed": (result.stderr.splitlines() or ["no output"])[-1]}
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--dir", default="/dev/shm/engines")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    python = dict(one.split("=", 1) for one in args.python)
+    python = dict(record.split("=", 1) for record in args.python)
     runs: dict[tuple, list[dict]] = {engine: [] for engine in BULK}
     for _ in range(args.repeats):
         base = None
@@ -74,16 +74,16 @@ def main() -> None:
     print("| engine | MB | MB/s | CPU-s/GB sender | receiver | speed ratio | CPU ratio | intact |")
     print("|---|---|---|---|---|---|---|---|")
     for (script, variant, size), records in runs.items():
-        good = [one for one in records if "mb_s" in one]
+        good = [record for record in records if "mb_s" in record]
         name = f"{script.rstrip('_')} {variant or ''}".strip()
         if not good:
             print(f"| {name} | {size // MB} | {records[-1]} | | | | | |")
             continue
         keys = ("mb_s", "cpu_send", "cpu_recv", "speed_ratio", "cpu_ratio")
-        cells = [f"{statistics.median(one[key] for one in good):.2f}" for key in keys]
-        speeds = [one["mb_s"] for one in good]
+        cells = [f"{statistics.median(record[key] for record in good):.2f}" for key in keys]
+        speeds = [record["mb_s"] for record in good]
         cells[0] = f"{float(cells[0]):.0f} ({min(speeds):.0f} to {max(speeds):.0f})"
-        intact = f"{sum(one['intact'] for one in good)}/{len(records)}"
+        intact = f"{sum(record['intact'] for record in good)}/{len(records)}"
         print(f"| {name} | {size // MB} | {' | '.join(cells)} | {intact} |")
     for script, variant, what, size in OTHERS:
         record = measure(python, args.dir, script, variant, what, size)

@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
     print(
-        json.dumps([one.to_json() for one in figures])
+        json.dumps([figure.to_json() for figure in figures])
         if args.json
         else table(figures, make_corpus(args.bytes).num_bytes)
     )

@@ -46,7 +46,7 @@ class Corpus:
 
     texts: list[str]
     tokens: NDArray[np.uint16]
-    ends: NDArray[np.uint64]  # Of documents, exclusive.
+    document_ends: NDArray[np.uint64]  # Of documents, exclusive.
 
     @property
     def num_bytes(self) -> int:
@@ -70,7 +70,7 @@ class FormatFigures:
     index_s: float | None = None
     random_p50_s: float | None = None
     random_p99_s: float | None = None
-    note: str = ""
+    gives: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, by name."""
@@ -84,7 +84,7 @@ class _Kind:
     index: Callable[[Path], Get]
     read: Callable[[Path], int] | None = None  # By default prepare's reader; how many documents.
     needs: str = ""
-    note: str = "text"
+    gives: str = "text"
 
 
 def make_corpus(num_bytes: int, seed: int = 0) -> Corpus:
@@ -99,10 +99,10 @@ def make_corpus(num_bytes: int, seed: int = 0) -> Corpus:
         np.int64
     )
     drawn = np.cumsum(lengths)
-    ends = np.append(drawn[drawn < num_tokens], num_tokens).astype(np.uint64)
-    bounds = np.concatenate([[0], ends]).astype(np.int64).tolist()
+    document_ends = np.append(drawn[drawn < num_tokens], num_tokens).astype(np.uint64)
+    bounds = np.concatenate([[0], document_ends]).astype(np.int64).tolist()
     texts = [" ".join([words[t] for t in tokens[a:b]]) for a, b in zip(bounds, bounds[1:])]  # noqa: RUF007 - a list's slices
-    return Corpus(texts, tokens, ends)
+    return Corpus(texts, tokens, document_ends)
 
 
 def bench_formats(
@@ -128,7 +128,7 @@ def bench_formats(
         raise UsageError(f"formats: expected some of {', '.join(FORMATS)}, got {', '.join(unknown)}.")
     corpus = make_corpus(num_bytes)
     kinds = [kind for kind in _KINDS if not only or kind.name in only]
-    found: dict[str, FormatFigures] = {}
+    results: dict[str, FormatFigures] = {}
     best: dict[str, float] = {}
     usable = []
     for kind in kinds:
@@ -137,12 +137,12 @@ def bench_formats(
         try:
             kind.write(corpus, path)
         except ImportError:
-            found[kind.name] = FormatFigures(kind.name, note=f"not measured: {kind.needs} is not installed")
+            results[kind.name] = FormatFigures(kind.name, gives=f"not measured: {kind.needs} is not installed")
             continue
         except Exception as error:
             if not kind.needs:  # Else another's package, which does not work here.
                 raise
-            found[kind.name] = FormatFigures(kind.name, note=f"not measured: {kind.needs}: {error}")
+            results[kind.name] = FormatFigures(kind.name, gives=f"not measured: {kind.needs}: {error}")
             continue
         usable.append(kind)
     for _ in range(rounds):
@@ -151,24 +151,24 @@ def bench_formats(
             number = (kind.read or _read_by_prepare)(folder / kind.name)
             best[kind.name] = min(best.get(kind.name, 1e9), time.perf_counter() - began)
             assert number == len(corpus.texts), f"{kind.name}: {number} of {len(corpus.texts)} documents"
-    asked = np.random.default_rng(1).integers(0, len(corpus.texts), samples).tolist()
+    numbers = np.random.default_rng(1).integers(0, len(corpus.texts), samples).tolist()
     for kind in usable:
         path = folder / kind.name
         began = time.perf_counter()
         get = kind.index(path)
         index_s = time.perf_counter() - began
-        spent = np.percentile(_seconds(get, asked), [50, 99])
+        spent = np.percentile(_seconds(get, numbers), [50, 99])
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        found[kind.name] = FormatFigures(
+        results[kind.name] = FormatFigures(
             kind.name,
             size,
             corpus.num_bytes / best[kind.name] / 1e6,
             index_s,
             float(spent[0]),
             float(spent[1]),
-            kind.note,
+            kind.gives,
         )
-    return [found[kind.name] for kind in kinds]
+    return [results[kind.name] for kind in kinds]
 
 
 def table(figures: Sequence[FormatFigures], text_bytes: int) -> str:
@@ -176,13 +176,18 @@ def table(figures: Sequence[FormatFigures], text_bytes: int) -> str:
     lines = [
         f"{'format':<16}{'size':>10}{'of text':>9}{'read MB/s':>11}{'index ms':>10}{'p50 us':>9}{'p99 us':>9}  gives"
     ]
-    for one in figures:
-        if one.parse_mb_per_s is None or one.index_s is None or one.random_p50_s is None or one.random_p99_s is None:
-            lines.append(f"{one.name:<16}{one.note}")
+    for figure in figures:
+        if (
+            figure.parse_mb_per_s is None
+            or figure.index_s is None
+            or figure.random_p50_s is None
+            or figure.random_p99_s is None
+        ):
+            lines.append(f"{figure.name:<16}{figure.gives}")
             continue
-        size = f"{one.file_bytes / 1e6:>7.1f} MB{one.file_bytes / text_bytes:>9.2f}"
-        times = f"{one.index_s * 1e3:>10.1f}{one.random_p50_s * 1e6:>9.1f}{one.random_p99_s * 1e6:>9.1f}"
-        lines.append(f"{one.name:<16}{size}{one.parse_mb_per_s:>11,.0f}{times}  {one.note}")
+        size = f"{figure.file_bytes / 1e6:>7.1f} MB{figure.file_bytes / text_bytes:>9.2f}"
+        times = f"{figure.index_s * 1e3:>10.1f}{figure.random_p50_s * 1e6:>9.1f}{figure.random_p99_s * 1e6:>9.1f}"
+        lines.append(f"{figure.name:<16}{size}{figure.parse_mb_per_s:>11,.0f}{times}  {figure.gives}")
     return "\n".join(lines)
 
 
@@ -205,9 +210,9 @@ def _read_by_prepare(path: Path) -> int:
     from forebay.prepare.inputs import find_inputs, read_split, split_files
 
     options = ReadOptions()
-    found = find_inputs(path, options)
+    inputs = find_inputs(path, options)
     return sum(
-        1 for piece in split_files(found.files, options) for record in read_split(piece, options) if not record.problem
+        1 for piece in split_files(inputs.files, options) for record in read_split(piece, options) if not record.problem
     )
 
 
@@ -223,8 +228,8 @@ def _index_jsonl(path: Path) -> Get:
     import orjson
 
     data, starts = _map(path / "a.jsonl"), [0]
-    while (at := data.find(b"\n", starts[-1])) >= 0:
-        starts.append(at + 1)
+    while (newline := data.find(b"\n", starts[-1])) >= 0:
+        starts.append(newline + 1)
     return lambda number: orjson.loads(data[starts[number] : starts[number + 1]])["text"]
 
 
@@ -274,9 +279,9 @@ def _write_tar(corpus: Corpus, path: Path) -> None:
 
 def _index_tar(path: Path) -> Get:
     with tarfile.open(path / "a.tar") as archive:
-        places = [(member.offset_data, member.offset_data + member.size) for member in archive]
+        spans = [(member.offset_data, member.offset_data + member.size) for member in archive]
     data = _map(path / "a.tar")
-    return lambda number: data[places[number][0] : places[number][1]].decode()
+    return lambda number: data[spans[number][0] : spans[number][1]].decode()
 
 
 # --- TFRecord
@@ -310,26 +315,28 @@ def _field(number: int, data: bytes) -> bytes:
 def _index_tfrecord(path: Path) -> Get:
     from forebay.formats.tfrecord import parse_example
 
-    data, places, at = _map(path / "a.tfrecord"), [], 0
-    while at < len(data):
-        stop = at + 12 + int.from_bytes(data[at : at + 8], "little")
-        places.append((at + 12, stop))
-        at = stop + 4
-    return lambda number: parse_example(data[places[number][0] : places[number][1]])["text"]
+    data, spans, offset = _map(path / "a.tfrecord"), [], 0
+    while offset < len(data):
+        stop = offset + 12 + int.from_bytes(data[offset : offset + 8], "little")
+        spans.append((offset + 12, stop))
+        offset = stop + 4
+    return lambda number: parse_example(data[spans[number][0] : spans[number][1]])["text"]
 
 
 # --- Slices
 
 
 def _write_slices(corpus: Corpus, path: Path) -> None:
-    ends = corpus.ends.astype(np.int64)
+    document_ends = corpus.document_ends.astype(np.int64)
     start = first = 0
     for index in range(max(1, -(-len(corpus.tokens) // _SLICE_TOKENS))):
-        last = int(np.searchsorted(ends, (index + 1) * _SLICE_TOKENS, "right"))
-        last = max(first + 1, last) if (index + 1) * _SLICE_TOKENS < len(corpus.tokens) else len(ends)
-        stop = int(ends[last - 1])
+        last = int(np.searchsorted(document_ends, (index + 1) * _SLICE_TOKENS, "right"))
+        last = max(first + 1, last) if (index + 1) * _SLICE_TOKENS < len(corpus.tokens) else len(document_ends)
+        stop = int(document_ends[last - 1])
         write_token_slice(
-            path / f"{index:06d}.safetensors", corpus.tokens[start:stop], (ends[first:last] - start).astype(np.uint64)
+            path / f"{index:06d}.safetensors",
+            corpus.tokens[start:stop],
+            (document_ends[first:last] - start).astype(np.uint64),
         )
         start, first = stop, last
     import_slices(path, "corpus")
@@ -352,8 +359,8 @@ def _write_others(to: str) -> Callable[[Corpus, Path], object]:
 
 
 def _open_tokens(path: Path) -> Dataset:
-    found = open_external(path / "converted") if (path / "converted").exists() else None
-    return found or open_dataset(path)
+    converted = open_external(path / "converted") if (path / "converted").exists() else None
+    return converted or open_dataset(path)
 
 
 def _index_tokens(path: Path) -> Get:
@@ -363,9 +370,9 @@ def _index_tokens(path: Path) -> Get:
 
     def get(number: int) -> Any:
         index = int(np.searchsorted(firsts, number, "right")) - 1
-        one, at = slices[index], number - int(firsts[index])
-        start = int(one.document_ends[at - 1]) if at else 0
-        return one.tokens[start : int(one.document_ends[at])].astype(np.int64)
+        data, document = slices[index], number - int(firsts[index])
+        start = int(data.document_ends[document - 1]) if document else 0
+        return data.tokens[start : int(data.document_ends[document])].astype(np.int64)
 
     return get
 
@@ -373,10 +380,10 @@ def _index_tokens(path: Path) -> Get:
 def _read_tokens(path: Path) -> int:
     dataset, number = _open_tokens(path), 0
     for index in range(dataset.num_slices):
-        one = dataset.open_slice(index)
+        data = dataset.open_slice(index)
         start = 0
-        for end in one.document_ends.tolist():
-            one.tokens[start:end].astype(np.int64)
+        for end in data.document_ends.tolist():
+            data.tokens[start:end].astype(np.int64)
             start, number = end, number + 1
     return number
 
@@ -388,7 +395,7 @@ _KINDS = (
     _Kind("arrow", _write_arrow, _index_arrow),
     _Kind("webdataset", _write_tar, _index_tar),
     _Kind("tfrecord", _write_tfrecord, _index_tfrecord, needs="google-crc32c"),
-    _Kind("megatron", _write_others("megatron"), _index_tokens, _read_tokens, note="tokens"),
-    _Kind("slices", _write_slices, _index_tokens, _read_tokens, note="tokens"),
+    _Kind("megatron", _write_others("megatron"), _index_tokens, _read_tokens, gives="tokens"),
+    _Kind("slices", _write_slices, _index_tokens, _read_tokens, gives="tokens"),
 )
 FORMATS = tuple(kind.name for kind in _KINDS)

@@ -12,22 +12,20 @@ the environment of `datasets` in .venv-peers-loaders/hf, or where FOREBAY_LOADER
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.hub import corpus, parts
-from benchmarks.hub.served import Served
-from benchmarks.loading.__main__ import place
-from benchmarks.measure import show
+from benchmarks.measure import show, working_folder
+from benchmarks.server_process import ServerProcess
 
 PARTS = ("stream", "resume", "ranks")
 
 
-def arguments(given: Sequence[str]) -> argparse.Namespace:
-    """What was asked for."""
+def arguments(arguments_list: Sequence[str]) -> argparse.Namespace:
+    """The parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", choices=[[], *PARTS], help=", ".join(PARTS))
     parser.add_argument("--files", type=int, default=8, help="of the repository (8)")
@@ -37,15 +35,15 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--subjects", default="stream,datasets,guide,datasets+,collected", help="for stream, by commas")
     parser.add_argument("--networks", default=",".join(parts.NETWORKS), help="for stream, by commas")
     parser.add_argument("--folder", type=Path, help="keep the repository here (a temporary folder)")
-    found = parser.parse_args(given)
-    found.parts = found.parts or list(PARTS)
-    return found
+    args = parser.parse_args(arguments_list)
+    args.parts = args.parts or list(PARTS)
+    return args
 
 
-def main(given: Sequence[str]) -> int:
-    """Measure what was asked for."""
-    ask = arguments(given)
-    with place(ask.folder) as folder:
+def main(arguments_list: Sequence[str]) -> int:
+    """Run the requested parts."""
+    ask = arguments(arguments_list)
+    with working_folder(ask.folder) as folder:
         for part in ask.parts:
             began = time.perf_counter()
             files, size = (4, 4_000_000) if part == "ranks" else (ask.files, ask.mb * 1_000_000)
@@ -54,14 +52,10 @@ def main(given: Sequence[str]) -> int:
             print(
                 f"{part}: {files} Parquet files, {stored / 1e6:.0f} MB, {files * size / 1e6:.0f} MB of text", flush=True
             )
-            with Served(directory) as hub:
+            with ServerProcess(directory, "hub") as hub:
                 measured = {"stream": parts.stream, "resume": parts.resume, "ranks": parts.ranks}[part]
                 for title, figures in measured(hub, folder, ask):
-                    if there := [figure for figure in figures if not math.isnan(figure.value)]:
-                        show(title, there)
-                    for figure in figures:
-                        if math.isnan(figure.value):
-                            print(f"  {figure.name}: {figure.note}")
+                    show(title, figures)
                     sys.stdout.flush()
             print(f"({part}: {time.perf_counter() - began:.0f} s, {time.strftime('%Y-%m-%d')})", flush=True)
     return 0

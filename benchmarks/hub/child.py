@@ -34,17 +34,17 @@ class _Taken:
         self._feed, self._batches, self._ask = feed, batches, ask
         self.number, self.tokens = 0, 0
         self.names: list[str] = []
-        self._note(first)
+        self._record(first)
 
     def take(self, stop: int, until: float) -> bool:
         """Batches up to that number, or until a moment; whether the moment did not come first."""
         while self.number < stop and (batch := next(self._batches, None)) is not None:
-            self._note(batch)
+            self._record(batch)
             if time.perf_counter() > until:
                 return False
         return True
 
-    def _note(self, batch: Any) -> None:
+    def _record(self, batch: Any) -> None:
         first, mark = batch[0] if isinstance(batch, tuple | list) else batch, self._ask.get("mark") or 0
         self.number += 1
         self.tokens += int(np.prod(first.shape))
@@ -54,13 +54,13 @@ class _Taken:
             Path(self._ask["save"]).write_bytes(pickle.dumps(self._feed.state()))
 
 
-def main(given: str) -> None:
+def main(request_json: str) -> None:
     """Open, load a state if one is named, take batches as asked, write the state at `mark` batches."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    ask = json.loads(given)
+    ask = json.loads(request_json)
 
-    def tell(**what: Any) -> None:
+    def send(**what: Any) -> None:
         out.write(json.dumps(what) + "\n")
 
     feed = SUBJECTS[ask["subject"]].open(ask["tokenizer"], ask["shuffle"], ask.get("rank", 0), ask.get("world", 1))
@@ -69,14 +69,14 @@ def main(given: str) -> None:
         feed.load(pickle.loads(Path(ask["load"]).read_bytes()))
     batches = iter(feed)
     batch = next(batches)
-    tell(first_s=time.perf_counter() - opened, cpu_s=cpu_s())
-    found = _Taken(feed, batches, batch, ask)
-    found.take(ask.get("warm", 0) + 1, math.inf)
-    wall, cpu, before = time.perf_counter(), cpu_s(), found.tokens
-    ended = found.take(ask.get("stop") or 1 << 60, wall + (ask.get("seconds") or math.inf))
-    tell(
-        tokens=found.tokens - before, all_tokens=found.tokens, rows=found.tokens // ask["seq_len"],
-        wall_s=time.perf_counter() - wall, cpu_s=cpu_s() - cpu, names=found.names, ended=ended, batches=found.number,
+    send(first_s=time.perf_counter() - opened, cpu_s=cpu_s())
+    taken = _Taken(feed, batches, batch, ask)
+    taken.take(ask.get("warm", 0) + 1, math.inf)
+    wall, cpu, before = time.perf_counter(), cpu_s(), taken.tokens
+    ended = taken.take(ask.get("stop") or 1 << 60, wall + (ask.get("seconds") or math.inf))
+    send(
+        tokens=taken.tokens - before, all_tokens=taken.tokens, rows=taken.tokens // ask["seq_len"],
+        wall_s=time.perf_counter() - wall, cpu_s=cpu_s() - cpu, names=taken.names, ended=ended, batches=taken.number,
     )  # fmt: skip
     out.close()
     os._exit(0)  # Threads that read ahead are not waited for: nothing is lost.

@@ -52,14 +52,14 @@ def _pool() -> list[str]:
 
 def _write(path: Path, number: int, pool: list[str], chance: random.Random, num_bytes: int) -> None:
     texts: list[str] = []
-    left = num_bytes
-    while left > 0:
-        most, parts = int(chance.expovariate(1 / _MEAN_BYTES)) + 200, []
-        while most > 0:
-            parts.append(chance.choice(pool)[:most])
-            most -= len(parts[-1]) + 2
+    remaining = num_bytes
+    while remaining > 0:
+        max_chars, parts = int(chance.expovariate(1 / _MEAN_BYTES)) + 200, []
+        while max_chars > 0:
+            parts.append(chance.choice(pool)[:max_chars])
+            max_chars -= len(parts[-1]) + 2
         texts.append("\n\n".join(parts))
-        left -= len(texts[-1].encode())
+        remaining -= len(texts[-1].encode())
     rows = len(texts)
     columns = {
         "text": texts,

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hub.served import Served
 from benchmarks.hub.subjects import SEQ_LEN, SUBJECTS
 from benchmarks.loading.fleet import ROOT, NotMeasuredError, clean_environment, folder_of_peers
+from benchmarks.server_process import ServerProcess
 
-PATIENCE_S = 240.0
+TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Run:
     to the first batch and to the end."""
 
     first_s: float
-    begun: dict[str, Any]
-    done: dict[str, Any]
+    first_line: dict[str, Any]
+    last_line: dict[str, Any]
     sent_first: dict[str, int]
     sent: dict[str, int]
 
 
 def run(
     name: str,
-    hub: Served,
+    hub: ServerProcess,
     folder: Path,
     *,
     delay_s: float = 0.0,
@@ -45,13 +45,15 @@ def run(
     Raises:
         NotMeasuredError: If the subject gives no figure.
     """
-    hub.limit(delay_s, bytes_per_s)
+    hub.limit(delay_s=delay_s, all_bytes_per_s=bytes_per_s)
     group = SUBJECTS[name].group
     python = folder_of_peers() / group / "bin/python" if group else Path(sys.executable)
     if not python.exists():
         raise NotMeasuredError(f"no {python}; run scripts/peers.sh interop")
     tokenizer = hub.folder / "models/gpt2"
-    told = json.dumps({"subject": name, "tokenizer": str(tokenizer), "shuffle": shuffle, "seq_len": SEQ_LEN, **ask})
+    request_json = json.dumps(
+        {"subject": name, "tokenizer": str(tokenizer), "shuffle": shuffle, "seq_len": SEQ_LEN, **ask}
+    )
     environment = clean_environment(
         HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0", HF_HUB_DISABLE_XET="1", HF_HUB_DISABLE_TELEMETRY="1",
         HF_HOME=str(folder / "hf-home"),
@@ -59,14 +61,14 @@ def run(
     began = time.perf_counter()
     with (folder / f"{name}.log").open("ab") as log:
         child = subprocess.Popen(
-            [str(python), "-m", "benchmarks.hub.child", told], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
-            stderr=log, bufsize=0,
+            [str(python), "-m", "benchmarks.hub.child", request_json], cwd=ROOT, env=environment,
+            stdout=subprocess.PIPE, stderr=log, bufsize=0,
         )  # fmt: skip
     try:
-        begun = _line(child, name, folder)
+        first_line = _line(child, name, folder)
         first_s, sent_first = time.perf_counter() - began, hub.sent()
-        done = _line(child, name, folder)
-        return Run(first_s, begun, done, sent_first, hub.sent())
+        last_line = _line(child, name, folder)
+        return Run(first_s, first_line, last_line, sent_first, hub.sent())
     finally:
         child.kill()
         child.wait()
@@ -76,11 +78,11 @@ def run(
 
 def _line(child: subprocess.Popen[bytes], name: str, folder: Path) -> dict[str, Any]:
     assert child.stdout is not None
-    if not select.select([child.stdout], [], [], PATIENCE_S)[0]:
-        raise NotMeasuredError(f"no batch in {PATIENCE_S:.0f} s")
+    if not select.select([child.stdout], [], [], TIMEOUT_S)[0]:
+        raise NotMeasuredError(f"no batch in {TIMEOUT_S:.0f} s")
     line = child.stdout.readline()
     if not line:
         last = (folder / f"{name}.log").read_text(errors="replace").strip().splitlines()[-1:]
         raise NotMeasuredError(f"its process ended: {''.join(last)[:160]}")
-    found: dict[str, Any] = json.loads(line)
-    return found
+    answer: dict[str, Any] = json.loads(line)
+    return answer

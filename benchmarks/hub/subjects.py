@@ -90,8 +90,8 @@ class DatasetsFeed:
         eos = coder.eos_token_id
 
         def packed(rows: dict[str, list[str]]) -> dict[str, Any]:
-            found = coder(rows["text"], return_attention_mask=False)["input_ids"]
-            ids = np.fromiter((token for document in found for token in (*document, eos)), np.int64)
+            token_ids = coder(rows["text"], return_attention_mask=False)["input_ids"]
+            ids = np.fromiter((token for document in token_ids for token in (*document, eos)), np.int64)
             return {"input_ids": list(ids[: len(ids) // SEQ_LEN * SEQ_LEN].reshape(-1, SEQ_LEN))}
 
         self.dataset = load_dataset(NAME, split="train", streaming=True, columns=["text"])
@@ -127,8 +127,8 @@ class CollectedFeed:
         dataset = load_dataset(NAME, split="train", streaming=True).shuffle(seed=42, buffer_size=shuffle)
         rows, self.batches = [], []
         for row in dataset.shard(num_shards=world, index=rank):
-            found = coder(row["text"], truncation=True, max_length=SEQ_LEN, padding="max_length")["input_ids"]
-            rows.append(torch.tensor(found))
+            token_ids = coder(row["text"], truncation=True, max_length=SEQ_LEN, padding="max_length")["input_ids"]
+            rows.append(torch.tensor(token_ids))
             if len(rows) == BATCH:
                 self.batches.append(torch.stack(rows))
                 rows = []

@@ -1,36 +1,33 @@
-"""The loader beside its peers, and in the end one table: `python -m benchmarks.loading [PART…]`.
+"""The loader beside its peers: `python -m benchmarks.loading [PART…]`.
 
     speed    tokens a second in one process
-    torch    the same with two helper processes: torch's DataLoader, or what the peer has in its place
+    torch    the same with two helper processes: torch's DataLoader, or the peer's own
     cold     from starting an interpreter to the first batch
-    resume   going on in mid-epoch in a fresh process
-    elastic  another world size in mid-epoch
+    resume   a state loaded in mid-epoch by a fresh process
+    elastic  a change of world size in mid-epoch
 
-Without names all: half an hour for the 200 M tokens on two cores. scripts/peers.sh loaders makes the peers'
-environments in .venv-peers-loaders, or where FOREBAY_LOADER_PEERS says.
+All parts by default: half an hour for 200 M tokens on two cores. scripts/peers.sh loaders installs the peers in
+.venv-peers-loaders; set FOREBAY_LOADER_PEERS to use another folder.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.loading import cold, corpus, elastic, fleet, peers, resume, speed
-from benchmarks.measure import Figure, show
+from benchmarks.measure import Figure, show, working_folder
 
 PARTS = ("speed", "torch", "cold", "resume", "elastic")
 
 
-def arguments(given: Sequence[str]) -> argparse.Namespace:
-    """What was asked for."""
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
     parser.add_argument("--tokens", type=float, default=200e6, help="of the corpus (200e6)")
@@ -38,32 +35,21 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, for speeds (2)")
     parser.add_argument("--peers", default=",".join(peers.NAMES), help="names, by commas")
     parser.add_argument("--folder", type=Path, help="keep the corpus and the peers' formats here (a temporary folder)")
-    found = parser.parse_args(given)
-    found.peers = found.peers.split(",")
-    for what, names, known in (("part", found.parts, PARTS), ("peer", found.peers, peers.NAMES)):
-        if unknown := [name for name in names if name not in known]:
-            parser.error(f"{what}: expected {', '.join(known)}; got {', '.join(unknown)}")
-    found.parts = found.parts or list(PARTS)
-    return found
+    args = parser.parse_args(argv)
+    args.peers = args.peers.split(",")
+    for what, names, allowed in (("part", args.parts, PARTS), ("peer", args.peers, peers.NAMES)):
+        if unknown := [name for name in names if name not in allowed]:
+            parser.error(f"{what}: expected {', '.join(allowed)}; got {', '.join(unknown)}")
+    args.parts = args.parts or list(PARTS)
+    return args
 
 
 def prepare_peers() -> None:
-    """Make the peers' environments, unless a place of them is named."""
+    """Install the peers, unless FOREBAY_LOADER_PEERS names their folder."""
     if "FOREBAY_LOADER_PEERS" not in os.environ:
-        made = subprocess.run(["bash", str(fleet.ROOT / "scripts/peers.sh"), "loaders"], cwd=fleet.ROOT)
-        if made.returncode:
+        result = subprocess.run(["bash", str(fleet.ROOT / "scripts/peers.sh"), "loaders"], cwd=fleet.ROOT)
+        if result.returncode:
             print("benchmarks: not all peers could be installed; those are left out", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def place(folder: Path | None) -> Iterator[Path]:
-    """The folder that is named, or one that goes afterwards."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder.resolve()
-        return
-    with tempfile.TemporaryDirectory(prefix="forebay-loading-") as name:
-        yield Path(name)
 
 
 def measure(ask: argparse.Namespace, folder: Path) -> None:
@@ -91,23 +77,20 @@ def measure(ask: argparse.Namespace, folder: Path) -> None:
         "elastic": changed,
     }
     for name in ask.parts:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         figures = parts[name]()
         title = f"{name}: {ask.tokens / 1e6:.0f} M tokens, seq_len {corpus.SEQ_LEN}, batch 8, shuffled"
         if name == "elastic":
             title = f"elastic: {elastic.NUM_SAMPLES} samples, global batch {elastic.GLOBAL_BATCH}, shuffled"
-        show(title, [figure for figure in figures if not math.isnan(figure.value)])
-        for figure in figures:
-            if math.isnan(figure.value):
-                print(f"  {figure.name}: {figure.note}")
-        print(f"({name}: {time.perf_counter() - begun:.0f} s, {time.strftime('%Y-%m-%d')})", flush=True)
+        show(title, figures)
+        print(f"({name}: {time.perf_counter() - started:.0f} s, {time.strftime('%Y-%m-%d')})", flush=True)
 
 
-def main(given: Sequence[str]) -> int:
-    """Measure what was asked for."""
-    ask = arguments(given)
+def main(argv: Sequence[str]) -> int:
+    """Run the requested parts."""
+    ask = arguments(argv)
     prepare_peers()
-    with place(ask.folder) as folder:
+    with working_folder(ask.folder) as folder:
         measure(ask, folder)
     return 0
 

@@ -26,16 +26,16 @@ _LOOK_EVERY = 8  # Batches between two looks at the clock.
 
 def family_cpu_s() -> float:
     """Processor seconds of this process and all that it started, those that still live included."""
-    total, found = cpu_s(), [os.getpid()]
-    while found:
-        pid = found.pop()
+    total, pids = cpu_s(), [os.getpid()]
+    while pids:
+        pid = pids.pop()
         try:
             tasks = list(Path(f"/proc/{pid}/task").iterdir())
-            children = [int(one) for task in tasks for one in (task / "children").read_text().split()]
-            total += sum(process_cpu_s(one) for one in children)
+            children = [int(child_pid) for task in tasks for child_pid in (task / "children").read_text().split()]
+            total += sum(process_cpu_s(child_pid) for child_pid in children)
         except (FileNotFoundError, ProcessLookupError, IndexError):
             continue
-        found += children
+        pids += children
     return total
 
 
@@ -57,7 +57,7 @@ class Child:
             self.peer.write(corpora.load(self.folder), self.data)
             done.touch()
         size = sum(path.stat().st_size for path in self.data.rglob("*") if path.is_file())
-        return {"versions": self.peer.versions(), "bytes": size, "label": self.peer.LABEL, "note": self.peer.NOTE}
+        return {"versions": self.peer.versions(), "bytes": size, "label": self.peer.LABEL, "detail": self.peer.DETAIL}
 
     def open(self, **ask: Any) -> dict[str, Any]:
         began = time.perf_counter()
@@ -75,8 +75,8 @@ class Child:
             if index is not None:
                 expected = corpus.records(index, index + 1)[0][: len(row)]
                 assert np.array_equal(row.astype(np.int64), expected), f"sample {index} has other tokens"
-        known = sum(int(name) in names for name in corpora.name_rows(rows))
-        return {"known": known, "rows": len(rows), "dtype": str(rows.dtype), "width": int(rows.shape[1])}
+        num_known = sum(int(name) in names for name in corpora.name_rows(rows))
+        return {"known": num_known, "rows": len(rows), "dtype": str(rows.dtype), "width": int(rows.shape[1])}
 
     def run(self, seconds: float, cast: bool) -> dict[str, Any]:
         """Batches for so many seconds, after a tenth of them which are not counted (workers have made some ahead)."""
@@ -115,7 +115,7 @@ class Child:
                 Path(f"{out}.{len(ids)}").write_bytes(pickle.dumps(self.feed.state()))
             if len(ids) == stop:
                 break
-        np.savez(f"{out}.npz", ids=np.concatenate(ids or [np.empty(0, np.uint64)]), sizes=[len(one) for one in ids])
+        np.savez(f"{out}.npz", ids=np.concatenate(ids or [np.empty(0, np.uint64)]), sizes=[len(names) for names in ids])
         return {"batches": len(ids)}
 
     def resume(self, state: str | None, **ask: Any) -> dict[str, Any]:

@@ -36,8 +36,8 @@ def measure(corpus: Path, entries: Sequence[Entry], rounds: int) -> list[Figure]
     for entry in entries:
         title = f"cold to first batch: {entry.label}"
         if "cold" in entry.failed or entry.name not in wall:
-            why = entry.failed.get("cold") or entry.failed.get("writing", "no answer")
-            figures.append(Figure(title, float("nan"), "s", f"not measured: {why}"))
+            reason = entry.failed.get("cold") or entry.failed.get("writing", "no answer")
+            figures.append(Figure.missing(title, reason))
             continue
         took, ours = median(wall[entry.name]), wall.get("forebay")
         against = f"  ours {took / median(ours):5.1f}x sooner" if ours and entry.name != "forebay" else ""

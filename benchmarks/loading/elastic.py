@@ -48,13 +48,13 @@ def measure(corpus: Path, entries: Sequence[Entry], scratch: Path) -> list[Figur
         try:
             figures.append(_compare(title, entry, corpus, scratch))
         except NotMeasuredError as error:
-            figures.append(Figure(title, float("nan"), "equal", f"not measured: {error}"))
+            figures.append(Figure.missing(title, error))
     return figures
 
 
 def _compare(title: str, entry: Entry, corpus: Path, scratch: Path) -> Figure:
     third = NUM_SAMPLES // GLOBAL_BATCH // len(WORLDS)
-    whole = Epoch(_phase(entry, corpus, scratch, WORLDS[0], None, None))
+    unchanged = Epoch(_phase(entry, corpus, scratch, WORLDS[0], None, None))
     batches: list[collections.Counter[int]] = []
     state = None
     for i, world in enumerate(WORLDS):
@@ -62,16 +62,17 @@ def _compare(title: str, entry: Entry, corpus: Path, scratch: Path) -> Figure:
         batches += _phase(entry, corpus, scratch, world, state, stop)
         state = scratch / f"{entry.name}-{world}-0.{third}"
     changed = Epoch(batches)
-    equal = sum(a == b for a, b in zip(whole.batches, changed.batches))
-    lost = len(whole.samples.keys() - changed.samples.keys())
-    more = (changed.samples - whole.samples).total()
-    kept = scratch / f"{entry.name}-{WORLDS[0]}-0.{third}"
-    note = f"of {len(whole.batches)}; {lost} samples lost, {more} repeated; state {kept.stat().st_size} bytes pickled"
-    left = NUM_SAMPLES - len(whole.samples)
-    if left or whole.samples.total() > len(whole.samples):
-        again = whole.samples.total() - len(whole.samples)
-        note += f"; without any change it leaves out {left} and repeats {again}"
-    return Figure(title, equal, "equal", f"{note}; {entry.elastic}")
+    equal = sum(a == b for a, b in zip(unchanged.batches, changed.batches))
+    lost = len(unchanged.samples.keys() - changed.samples.keys())
+    repeated = (changed.samples - unchanged.samples).total()
+    state_file = scratch / f"{entry.name}-{WORLDS[0]}-0.{third}"
+    detail = f"of {len(unchanged.batches)}; {lost} samples lost, {repeated} repeated"
+    detail += f"; state {state_file.stat().st_size} bytes pickled"
+    num_left_out = NUM_SAMPLES - len(unchanged.samples)
+    if num_left_out or unchanged.samples.total() > len(unchanged.samples):
+        repeated_unchanged = unchanged.samples.total() - len(unchanged.samples)
+        detail += f"; without any change it leaves out {num_left_out} and repeats {repeated_unchanged}"
+    return Figure(title, equal, "equal", f"{detail}; {entry.elastic}")
 
 
 def _phase(
@@ -84,9 +85,9 @@ def _phase(
     with contextlib.ExitStack() as stack:
         ranks = []
         for rank in range(world):
-            place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-            place |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            ranks.append(stack.enter_context(Process(entry.name, corpus, **place)))
+            environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+            environment |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            ranks.append(stack.enter_context(Process(entry.name, corpus, **environment)))
         for rank, process in enumerate(ranks):
             ask = {"batch": GLOBAL_BATCH // world, "rank": rank, "world": world}
             process.send("restore", state=str(state) if state else None, **ask)
@@ -95,11 +96,11 @@ def _phase(
         for process in ranks:
             process.receive()
             process.receive()
-    found: list[collections.Counter[int]] = []
+    batches: list[collections.Counter[int]] = []
     for rank in range(world):
-        told = np.load(scratch / f"{entry.name}-{world}-{rank}.npz")
-        for step, ids in enumerate(np.split(told["ids"], np.cumsum(told["sizes"])[:-1])):
-            if step == len(found):
-                found.append(collections.Counter())
-            found[step].update(ids.tolist())
-    return found
+        saved = np.load(scratch / f"{entry.name}-{world}-{rank}.npz")
+        for step, ids in enumerate(np.split(saved["ids"], np.cumsum(saved["sizes"])[:-1])):
+            if step == len(batches):
+                batches.append(collections.Counter())
+            batches[step].update(ids.tolist())
+    return batches

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.loading import peers
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 _SETS = {"hf_map": "hf", "hf_stream": "hf", "mosaic": "mosaic", "bare": "", "bare_take": "", "forebay": ""}
 """Peers that do not share the general environment: their versions of common libraries conflict. "": our own."""
 
@@ -72,15 +72,15 @@ class Process:
             self.child.stdin.write(json.dumps({"do": do, **what}).encode() + b"\n")
             self.child.stdin.flush()
 
-    def receive(self, patience_s: float = PATIENCE_S) -> dict[str, Any]:
+    def receive(self, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """The answer.
 
         Raises:
             NotMeasuredError: If it is an error, none comes in time, or the process ended.
         """
         assert self.child.stdout is not None
-        if not select.select([self.child.stdout], [], [], patience_s)[0]:
-            raise NotMeasuredError(f"no answer in {patience_s:.0f} s")
+        if not select.select([self.child.stdout], [], [], timeout_s)[0]:
+            raise NotMeasuredError(f"no answer in {timeout_s:.0f} s")
         line = self.child.stdout.readline()
         if not line:
             raise NotMeasuredError(f"its process ended with {self.child.wait()}; see {self.name}.log")
@@ -119,7 +119,7 @@ class Entry:
 
     name: str
     label: str
-    note: str = ""
+    detail: str = ""
     versions: str = ""
     stored_bytes: int = 0
     state: bool = False
@@ -135,11 +135,11 @@ def prepare(names: Sequence[str], corpus: Path) -> list[Entry]:
         entries.append(entry)
         try:
             with Process(name, corpus) as process:
-                told, offers = process.ask("write"), process.ask("offers")
+                written, offers = process.ask("write"), process.ask("offers")
         except NotMeasuredError as error:
             entry.failed["writing"] = str(error)
             print(f"  {entry.label}: not measured: {error}", file=sys.stderr)
             continue
-        entry.versions, entry.stored_bytes, entry.note = told["versions"], told["bytes"], told["note"]
+        entry.versions, entry.stored_bytes, entry.detail = written["versions"], written["bytes"], written["detail"]
         entry.state, entry.elastic = offers["state"], offers["elastic"]
     return entries

@@ -24,7 +24,7 @@ BATCH = 8
 
 
 @dataclass
-class Found:
+class Results:
     """By peer and mark; mark 0 is the epoch's begin, with no state."""
 
     answers: dict[tuple[str, int], list[dict[str, float]]] = field(default_factory=dict)
@@ -36,54 +36,56 @@ def measure(corpus: Path, entries: Sequence[Entry], rounds: int, scratch: Path) 
     """The figures: seconds, and in the note exactness and the size of the state."""
     steps = -(-corpora.load(corpus).num_samples // BATCH)
     marks = [max(1, int(steps * fraction)) for fraction in FRACTIONS]
-    able, found = [entry for entry in entries if entry.state and "writing" not in entry.failed], Found()
+    able, results = [entry for entry in entries if entry.state and "writing" not in entry.failed], Results()
     for entry in able:
         try:
             _walk(corpus, entry, marks, scratch)
             for mark in marks:
-                found.verdicts[entry.name, mark] = _exactness(corpus, entry, mark, scratch)
+                results.verdicts[entry.name, mark] = _exactness(corpus, entry, mark, scratch)
         except NotMeasuredError as error:
             entry.failed["resume"] = str(error)
-    _time(corpus, [entry for entry in able if "resume" not in entry.failed], marks, rounds, scratch, found)
+    _time(corpus, [entry for entry in able if "resume" not in entry.failed], marks, rounds, scratch, results)
     return [
-        _figure(f"resume at {fraction:.0%}: {entry.label}", entry, mark, found)
+        _figure(f"resume at {fraction:.0%}: {entry.label}", entry, mark, results)
         for entry in entries
         if entry.name not in YARDSTICKS
         for fraction, mark in zip(FRACTIONS, marks)
     ]
 
 
-def _time(corpus: Path, entries: Sequence[Entry], marks: list[int], rounds: int, scratch: Path, found: Found) -> None:
+def _time(
+    corpus: Path, entries: Sequence[Entry], marks: list[int], rounds: int, scratch: Path, results: Results
+) -> None:
     for turn in range(rounds + 1):  # The first warms the page cache and is not counted.
         for mark in (0, *marks):
             for entry in entries:
-                if (entry.name, mark) in found.stuck:
+                if (entry.name, mark) in results.stuck:
                     continue
                 state = str(scratch / f"{entry.name}.{mark}") if mark else None
                 try:
                     with Process(entry.name, corpus) as process:
                         answer = process.ask("resume", state=state)
                 except NotMeasuredError as error:
-                    found.stuck[entry.name, mark] = str(error)
+                    results.stuck[entry.name, mark] = str(error)
                     continue
                 if turn:
-                    found.answers.setdefault((entry.name, mark), []).append(answer)
+                    results.answers.setdefault((entry.name, mark), []).append(answer)
 
 
-def _figure(title: str, entry: Entry, mark: int, found: Found) -> Figure:
-    mine, fresh = found.answers.get((entry.name, mark)), found.answers.get((entry.name, 0))
-    verdict = found.verdicts.get((entry.name, mark), "")
-    if not mine or not fresh:
-        why = found.stuck.get((entry.name, mark)) or entry.failed.get("resume") or entry.failed.get("writing")
-        why = "; ".join(filter(None, [f"not measured: {why}" if why else "not offered", verdict]))
-        return Figure(title, float("nan"), "s", why)
+def _figure(title: str, entry: Entry, mark: int, results: Results) -> Figure:
+    resumed, fresh = results.answers.get((entry.name, mark)), results.answers.get((entry.name, 0))
+    verdict = results.verdicts.get((entry.name, mark), "")
+    if not resumed or not fresh:
+        reason = results.stuck.get((entry.name, mark)) or entry.failed.get("resume") or entry.failed.get("writing")
+        reason = "; ".join(filter(None, [f"not measured: {reason}" if reason else "not offered", verdict]))
+        return Figure(title, float("nan"), "s", reason)
     seconds, first, opening = (
         median([answer[name] for answer in answers])
-        for answers, name in ((mine, "first_s"), (fresh, "first_s"), (fresh, "open_s"))
+        for answers, name in ((resumed, "first_s"), (fresh, "first_s"), (fresh, "open_s"))
     )
-    note = f"{verdict}; an epoch's first batch {first:.4f} s, opening {opening:.2f} s"
-    note += f", state {mine[0]['state_bytes']} bytes"
-    return Figure(title, seconds, "s", note)
+    detail = f"{verdict}; an epoch's first batch {first:.4f} s, opening {opening:.2f} s"
+    detail += f", state {resumed[0]['state_bytes']} bytes"
+    return Figure(title, seconds, "s", detail)
 
 
 def _walk(corpus: Path, entry: Entry, marks: list[int], scratch: Path) -> None:
@@ -93,14 +95,14 @@ def _walk(corpus: Path, entry: Entry, marks: list[int], scratch: Path) -> None:
 
 
 def _exactness(corpus: Path, entry: Entry, mark: int, scratch: Path) -> str:
-    whole = np.load(scratch / f"{entry.name}.npz")
+    unbroken = np.load(scratch / f"{entry.name}.npz")
     with Process(entry.name, corpus) as process:
         process.ask("restore", state=str(scratch / f"{entry.name}.{mark}"))
         process.ask("walk", marks=[], out=str(scratch / f"{entry.name}-rest"))
     rest = np.load(scratch / f"{entry.name}-rest.npz")
-    expected = whole["ids"][int(whole["sizes"][:mark].sum()) :]
-    if np.array_equal(rest["ids"], expected) and np.array_equal(rest["sizes"], whole["sizes"][mark:]):
+    expected = unbroken["ids"][int(unbroken["sizes"][:mark].sum()) :]
+    if np.array_equal(rest["ids"], expected) and np.array_equal(rest["sizes"], unbroken["sizes"][mark:]):
         return "exact"
-    wanted, got = collections.Counter(expected.tolist()), collections.Counter(rest["ids"].tolist())
-    lost, more = (wanted - got).total(), (got - wanted).total()
-    return f"{lost} samples lost, {more} repeated" if lost or more else "same samples, another order"
+    expected_counts, actual_counts = collections.Counter(expected.tolist()), collections.Counter(rest["ids"].tolist())
+    lost, repeated = (expected_counts - actual_counts).total(), (actual_counts - expected_counts).total()
+    return f"{lost} samples lost, {repeated} repeated" if lost or repeated else "same samples, another order"

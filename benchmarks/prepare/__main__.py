@@ -1,6 +1,6 @@
 """Every part of preparation beside its peers, and in the end one table of ratios beside what they should be.
 
-    python -m benchmarks.prepare [whole] [filters] [dedup] [tokens] [clean] [extract] [formats]
+    python -m benchmarks.prepare [whole] [filters] [dedup] [tokens] [clean] [extract]
 
 Without names all, in less than ten minutes on two cores. Peers run with the interpreter in FOREBAY_PEERS; without it
 scripts/peers.sh makes .venv-peers. Real text is found by FOREBAY_TEST_DATA.
@@ -37,15 +37,15 @@ def prepare_peers() -> None:
     if "FOREBAY_PEERS" in os.environ:
         return
     folder = ROOT / ".venv-peers"
-    made = subprocess.run(["bash", str(ROOT / "scripts/peers.sh")], env={**os.environ, "PEERS": str(folder)})
-    if made.returncode:
+    result = subprocess.run(["bash", str(ROOT / "scripts/peers.sh")], env={**os.environ, "PEERS": str(folder)})
+    if result.returncode:
         print("benchmarks: the peers could not be installed; what needs them is left out", file=sys.stderr)
     os.environ["FOREBAY_PEERS"] = str(folder / "bin/python")
 
 
 def parts() -> dict[str, Callable[[], Sequence[Figure]]]:
     """What can be measured, by name. Imported late: the modules read FOREBAY_PEERS when they are."""
-    from benchmarks.prepare import clean, dedup, extract, filters, formats, tokens, whole
+    from benchmarks.prepare import clean, dedup, extract, filters, tokens, whole
 
     def plain(main: Callable[[], object]) -> Callable[[], Sequence[Figure]]:
         def run() -> Sequence[Figure]:
@@ -61,7 +61,6 @@ def parts() -> dict[str, Callable[[], Sequence[Figure]]]:
         "tokens": lambda: tokens.measure(rounds=2),
         "clean": plain(clean.main),
         "extract": plain(extract.main),
-        "formats": plain(formats.main),
     }
 
 
@@ -71,23 +70,23 @@ def print_table(figures: Sequence[Figure]) -> None:
     print(f"\n{'In the end':<{width + 2}}{'measured':>10} {'unit':<10}{'target':>10}")
     for figure in figures:
         target = TARGETS.get(figure.name)
-        told = f"{target:>10g}  {'reached' if figure.value >= target else 'MISSED'}" if target else f"{'':>10}"
-        print(f"  {figure.name:<{width}}{figure.value:>10.4g} {figure.unit:<10}{told}  {figure.note}".rstrip())
+        verdict = f"{target:>10g}  {'reached' if figure.value >= target else 'MISSED'}" if target else f"{'':>10}"
+        print(f"  {figure.name:<{width}}{figure.value:>10.4g} {figure.unit:<10}{verdict}  {figure.note}".rstrip())
 
 
 def main(names: Sequence[str]) -> int:
     """Measure, and print the table; 1 if a target is missed, 2 for a name that is none."""
     prepare_peers()
-    known = parts()
-    if unknown := [name for name in names if name not in known]:
-        print(f"benchmarks: expected {', '.join(known)}; got {', '.join(unknown)}", file=sys.stderr)
+    available = parts()
+    if unknown := [name for name in names if name not in available]:
+        print(f"benchmarks: expected {', '.join(available)}; got {', '.join(unknown)}", file=sys.stderr)
         return 2
     figures: list[Figure] = []
-    for name in names or known:
-        begun = time.perf_counter()
+    for name in names or available:
+        started = time.perf_counter()
         print(f"\n== {name}", flush=True)
-        figures += known[name]()
-        print(f"({name}: {time.perf_counter() - begun:.0f} s)", flush=True)
+        figures += available[name]()
+        print(f"({name}: {time.perf_counter() - started:.0f} s)", flush=True)
     if figures:
         print_table(figures)
     return int(any(figure.value < TARGETS.get(figure.name, 0) for figure in figures))

@@ -84,8 +84,8 @@ def measure(rounds: int = 3) -> list[Figure]:
 
         costs = interleaved(rounds, ours, bare)
         size = text.stat().st_size
-    wall = [median([one.wall_s for one in mine]) for mine in costs]
-    cpu = [median([one.cpu_s for one in mine]) for mine in costs]
+    wall = [median([cost.wall_s for cost in row]) for row in costs]
+    cpu = [median([cost.cpu_s for cost in row]) for row in costs]
     return [
         Figure("tokenizers alone", size / cpu[1] / 1e6, "MB/CPU s", f"{wall[1]:.1f} s wall"),
         Figure("forebay prepare", size / cpu[0] / 1e6, "MB/CPU s", f"{wall[0]:.1f} s wall, one worker"),

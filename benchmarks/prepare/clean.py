@@ -90,8 +90,8 @@ print(json.dumps(found))
 
 
 def data() -> Path:
-    given = os.environ.get("FOREBAY_TEST_DATA")
-    return Path(given) if given else Path(__file__).parents[2] / "../shared/data"
+    test_data = os.environ.get("FOREBAY_TEST_DATA")
+    return Path(test_data) if test_data else Path(__file__).parents[2] / "../shared/data"
 
 
 def corpora(folder: Path) -> dict[str, list[str]]:
@@ -144,8 +144,8 @@ def peers(texts: Sequence[str], words: Sequence[str]) -> dict[str, float | str]:
     if done.returncode:
         print(f"peers failed: {done.stderr[-500:]}")
         return {}
-    found: dict[str, float | str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    speeds: dict[str, float | str] = json.loads(done.stdout.splitlines()[-1])
+    return speeds
 
 
 def row(name: str, value: float | str, ours: float = 0.0) -> None:

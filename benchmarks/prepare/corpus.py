@@ -52,15 +52,15 @@ def make_corpus(path: Path, num_bytes: int, seed: int = 0) -> int:
     """
     pool = passages(data_folder())
     chance = random.Random(seed)
-    made: list[str] = []
+    documents: list[str] = []
     written = 0
     with path.open("w", encoding="utf-8") as file:
         while written < num_bytes:
             draw = chance.random()
-            if made and draw < DUPLICATES:
-                text = chance.choice(made)
-            elif made and draw < DUPLICATES + NEAR_DUPLICATES:
-                words = chance.choice(made).split(" ")
+            if documents and draw < DUPLICATES:
+                text = chance.choice(documents)
+            elif documents and draw < DUPLICATES + NEAR_DUPLICATES:
+                words = chance.choice(documents).split(" ")
                 for _ in range(max(1, len(words) // 150)):
                     words[chance.randrange(len(words))] = chance.choice(["mill", "race", "wheel", "water"])
                 text = " ".join(words)
@@ -71,7 +71,7 @@ def make_corpus(path: Path, num_bytes: int, seed: int = 0) -> int:
                     for i in range(chance.randint(3, 15))
                 ]
                 text = "\n\n".join(run)[: chance.randint(2000, 12000)]
-            if len(made) < 20_000:
-                made.append(text)
-            written += file.write(json.dumps({"id": f"doc-{len(made)}-{written}", "text": text}) + "\n")
-    return len(made)
+            if len(documents) < 20_000:
+                documents.append(text)
+            written += file.write(json.dumps({"id": f"doc-{len(documents)}-{written}", "text": text}) + "\n")
+    return len(documents)

@@ -88,8 +88,8 @@ print(json.dumps(found))
 
 def corpus(megabytes: int) -> list[str]:
     """Documents of about 3 KB: English books if the test data is there, else words drawn by a Zipf-like law."""
-    given = os.environ.get("FOREBAY_TEST_DATA")
-    folder = (Path(given) if given else Path(__file__).parents[2] / "../shared/data") / "books/gutenberg_en"
+    test_data = os.environ.get("FOREBAY_TEST_DATA")
+    folder = (Path(test_data) if test_data else Path(__file__).parents[2] / "../shared/data") / "books/gutenberg_en"
     text = "".join(path.read_text("utf-8", "replace") for path in sorted(folder.glob("*.txt")))
     if not text:
         rng = np.random.default_rng(0)
@@ -110,11 +110,11 @@ def seconds_a_byte(texts: Sequence[str], rounds: int = 3) -> dict[str, float]:
         for _ in texts:
             kernels.take_lowest(shingles, len(shingles), factors, terms, lowest)
 
-    found = {}
+    results = {}
     for name, run in (("text", lambda: METHOD.sign_texts(column)), ("hashes", alone)):
         run()
-        found[name] = min(cpu(run) for _ in range(rounds)) / pc.sum(pc.binary_length(column)).as_py()
-    return found
+        results[name] = min(cpu(run) for _ in range(rounds)) / pc.sum(pc.binary_length(column)).as_py()
+    return results
 
 
 def cpu(run: Callable[[], object]) -> float:
@@ -182,20 +182,25 @@ def print_steps(documents: int = 200_000) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         signing = cpu(lambda: _sign(folder / "part", texts, config))
-        signed = sum(path.stat().st_size for path in folder.iterdir())
-        peak = 0
+        signed_bytes = sum(path.stat().st_size for path in folder.iterdir())
+        peak_bytes = 0
 
         def run(function: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
-            nonlocal peak
+            nonlocal peak_bytes
             done = [function(task, 0) for task in tasks]
-            peak = max(peak, sum(path.stat().st_size for path in (folder / "out").iterdir()))
+            peak_bytes = max(peak_bytes, sum(path.stat().st_size for path in (folder / "out").iterdir()))
             return done
 
-        spent = cpu(lambda: deduplicate([str(folder / "part")], config, folder / "out", run))
-        kept = sum(path.stat().st_size for path in (folder / "out").iterdir())
+        cpu_used = cpu(lambda: deduplicate([str(folder / "part")], config, folder / "out", run))
+        final_bytes = sum(path.stat().st_size for path in (folder / "out").iterdir())
     print(f"\nAfter the signatures, {documents} documents, a fifth of them copies (exact, then 14 bands of 8)")
-    print(f"{'sort, merge, settle':40}{documents / spent:10.0f} documents/s, one core ({spent / signing:.2f}x signing)")
-    for what, size in (("signatures on disk", signed), ("steps' files at their most", peak), ("what stays", kept)):
+    ratio = cpu_used / signing
+    print(f"{'sort, merge, resolve':40}{documents / cpu_used:10.0f} documents/s, one core ({ratio:.2f}x signing)")
+    for what, size in (
+        ("signatures on disk", signed_bytes),
+        ("steps' files at their most", peak_bytes),
+        ("what stays", final_bytes),
+    ):
         print(f"{what:40}{size / documents:10.1f} bytes a document")
 
 
@@ -211,7 +216,7 @@ SHAPES = ((14, 8), (16, 7), (20, 5))
 def measure_curve(pairs: int = 4000) -> list[tuple[float, list[tuple[float, float]]]]:
     """[(J, [(theory, measured) by shape])]: the share of pairs of known similarity that meet in a band."""
     rng = np.random.default_rng(1)
-    found = []
+    results = []
     for percent in (40, 50, 55, 60, 65, 70, 75, 80, 85, 90, 95):
         shingles = 180
         shared = round(2 * shingles * percent / (100 + percent))
@@ -226,8 +231,8 @@ def measure_curve(pairs: int = 4000) -> list[tuple[float, list[tuple[float, floa
             signatures = MinHash(bands, rows).sign_texts(text_column(offsets, data))
             met = float((signatures[::2] == signatures[1::2]).any(axis=1).mean())
             row.append((1 - (1 - jaccard**rows) ** bands, met))
-        found.append((jaccard, row))
-    return found
+        results.append((jaccard, row))
+    return results
 
 
 def print_curve(curve: Sequence[tuple[float, list[tuple[float, float]]]]) -> None:
@@ -241,7 +246,7 @@ def draw_curve(curve: Sequence[tuple[float, list[tuple[float, float]]]], path: P
     """Theory as lines, what was measured as dots."""
     colours = ("#0b6e99", "#c2571a", "#5b7f1e")
 
-    def at(x: float, y: float) -> tuple[float, float]:
+    def to_point(x: float, y: float) -> tuple[float, float]:
         return round(50 + (x - 0.3) / 0.7 * 520, 1), round(290 - y * 260, 1)
 
     parts = [
@@ -249,21 +254,21 @@ def draw_curve(curve: Sequence[tuple[float, list[tuple[float, float]]]], path: P
         '<rect width="600" height="340" fill="#fff"/>',
     ]
     for tick in range(0, 11, 2):
-        (x0, y), (x1, _) = at(0.3, tick / 10), at(1, 0)
+        (x0, y), (x1, _) = to_point(0.3, tick / 10), to_point(1, 0)
         parts.append(
             f'<path d="M{x0} {y}H{x1}" stroke="#ddd"/><text x="42" y="{y + 4}" text-anchor="end">{tick / 10}</text>'
         )
     for tick in range(3, 11):
-        x, y = at(tick / 10, 0)
+        x, y = to_point(tick / 10, 0)
         parts.append(f'<text x="{x}" y="{y + 18}" text-anchor="middle">{tick / 10}</text>')
     parts.append('<text x="310" y="332" text-anchor="middle">Jaccard similarity of the sets of 5-grams</text>')
     for k, (bands, rows) in enumerate(SHAPES):
         line = " ".join(
-            f"{x},{y}" for x, y in (at(j / 200, 1 - (1 - (j / 200) ** rows) ** bands) for j in range(60, 201))
+            f"{x},{y}" for x, y in (to_point(j / 200, 1 - (1 - (j / 200) ** rows) ** bands) for j in range(60, 201))
         )
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colours[k]}" stroke-width="1.5"/>')
         for jaccard, row in curve:
-            x, y = at(jaccard, row[k][1])
+            x, y = to_point(jaccard, row[k][1])
             parts.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colours[k]}"/>')
         parts.append(f'<text x="64" y="{46 + 18 * k}" fill="{colours[k]}">{bands} bands of {rows}</text>')
     parts.append('<text x="64" y="104" fill="#555">lines: theory; dots: measured</text></svg>')

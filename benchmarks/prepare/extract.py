@@ -79,9 +79,9 @@ def words(text: str) -> Counter[str]:
     return Counter(re.findall(r"\w+", text.lower()))
 
 
-def f1(found: str, gold: str) -> tuple[float, float, float]:
+def f1(text: str, gold: str) -> tuple[float, float, float]:
     """Precision, recall and F1 over words."""
-    a, b = words(found), words(gold)
+    a, b = words(text), words(gold)
     common = (a & b).total()
     p, r = common / max(1, a.total()), common / max(1, b.total())
     return p, r, 2 * p * r / max(1e-9, p + r)
@@ -92,15 +92,15 @@ def all_pages() -> list[tuple[str, str]]:
     from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
     from forebay.prepare.inputs import read_split
 
-    found: dict[str, str] = {}
+    pages: dict[str, str] = {}
     for path in sorted((DATA / "warc").rglob("*")):
         if path.is_file() and ".warc" in path.name and "paths" not in path.name:
             packed = {".gz": "gz", ".bad": "gz", ".lz4": "lz4"}.get(path.suffix, "")
             source = InputFile(str(path), path.name, "warc", packed, path.stat().st_size, "")
             for record in read_split(InputSplit((source,)), ReadOptions()):
                 if record.html and not record.problem and len(record.text) > 1000:
-                    found.setdefault(record.url, record.text)
-    return list(found.items())
+                    pages.setdefault(record.url, record.text)
+    return list(pages.items())
 
 
 def gold_of(html: str, first: str, last: str) -> str:
@@ -118,11 +118,12 @@ def own_candidates() -> dict[str, Callable[[str], str]]:
     """What is installed beside Forebay."""
     from resiliparse.extract.html2text import extract_plain_text
 
-    from forebay.prepare.clean.extract import _PLAIN_SKIPPED, _plain, extract_html
+    from forebay.formats.html import parse_html, plain_text
+    from forebay.prepare.clean.extract import _PLAIN_SKIPPED, extract_html
 
-    found: dict[str, Callable[[str], str]] = {
+    candidates: dict[str, Callable[[str], str]] = {
         "forebay": extract_html,
-        "tags and roles only": lambda h: _plain(h, _PLAIN_SKIPPED),
+        "tags and roles only": lambda h: plain_text(h, parse_html(h), _PLAIN_SKIPPED),
         "resiliparse main": lambda h: extract_plain_text(h, main_content=True),
         "resiliparse all": lambda h: extract_plain_text(h),
     }
@@ -134,10 +135,10 @@ def own_candidates() -> dict[str, Callable[[str], str]]:
             tree.strip_tags(["script", "style", "nav", "header", "footer", "aside", "noscript", "form"])
             return tree.body.text(separator="\n") if tree.body else ""
 
-        found["selectolax, tags only"] = selectolax
+        candidates["selectolax, tags only"] = selectolax
     except ImportError:
         print("selectolax is not installed: left out")
-    return found
+    return candidates
 
 
 def timed(run: Callable[[], int]) -> tuple[float, int]:
@@ -195,7 +196,7 @@ def wikitext() -> None:
 
     (path,) = (DATA / "wikipedia").glob("enwiki-latest*.bz2")
     dump = bz2.decompress(path.read_bytes()).decode()
-    pages = [html.unescape(found) for found in re.findall(r"<text[^>]*>([^<]*)</text>", dump)]
+    pages = [html.unescape(markup) for markup in re.findall(r"<text[^>]*>([^<]*)</text>", dump)]
     pages = [page for page in pages if not page.lower().startswith("#redirect")]
     first = pages[:10]
     own, _ = timed(lambda: sum(len(to_text(page)) for page in pages))
@@ -210,16 +211,16 @@ def main() -> None:
     pages = all_pages()
     by_url = dict(pages)
     megabytes = sum(len(html.encode()) for _, html in pages) / 1e6
-    found: dict[str, tuple[float, list[str]]] = {}
+    results: dict[str, tuple[float, list[str]]] = {}
     for name, extract in own_candidates().items():
         extract(pages[0][1])
         start = time.process_time()
         texts = [extract(html) for _, html in pages]
-        found[name] = (time.process_time() - start, texts)
+        results[name] = (time.process_time() - start, texts)
     if Path(PEERS).exists():
         request = json.dumps([html for _, html in pages])
         answer = subprocess.run([PEERS, "-c", PEER_CODE], input=request, capture_output=True, text=True, check=False)
-        found.update(json.loads(answer.stdout) if answer.stdout else {})
+        results.update(json.loads(answer.stdout) if answer.stdout else {})
         print(answer.stderr[-2000:] if not answer.stdout else "", end="", file=sys.stderr)
     else:
         print(f"{PEERS} is not there: peers left out. Set FOREBAY_PEERS.")
@@ -229,7 +230,7 @@ def main() -> None:
         print(f"{title}: {len(gold)} pages, {count} words; speed on {len(pages)} pages, {megabytes:.1f} MB")
         print(f"{'':24}{'P':>7}{'R':>7}{'F1':>7}{'worst':>7}{'MB/s':>8}")
         index = {url: i for i, (url, _) in enumerate(pages)}
-        for name, (seconds, texts) in sorted(found.items(), key=lambda item: item[1][0]):
+        for name, (seconds, texts) in sorted(results.items(), key=lambda item: item[1][0]):
             scores = [f1(texts[index[url]], text) for (url, _, _), text in zip(chosen, gold)]
             mean = [sum(column) / len(scores) for column in zip(*scores)]
             worst = min(score[2] for score in scores)

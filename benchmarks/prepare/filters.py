@@ -66,16 +66,16 @@ def real_texts() -> list[str]:
     for path in sorted(folder.glob("jsonl/cc_en*.jsonl")):
         texts += [json.loads(line)["text"] for line in path.read_text("utf-8").splitlines()]
     for path in sorted([*folder.glob("books/gutenberg_en/*.txt"), *folder.glob("shakespeare/works/*")]):
-        whole = path.read_text("utf-8", errors="replace")
-        texts += [whole[i : i + 3000] for i in range(0, min(len(whole), 300_000), 3000)]
+        text = path.read_text("utf-8", errors="replace")
+        texts += [text[i : i + 3000] for i in range(0, min(len(text), 300_000), 3000)]
     texts += [
         line.split(" ", 1)[-1] for line in (folder / "neardup/articles_1000.train").read_text("utf-8").splitlines()
     ]
     chance = random.Random(0)
     pool = passages(folder)
     while len(texts) < 5000:
-        at = chance.randrange(len(pool))
-        texts.append("\n\n".join(pool[at : at + chance.randrange(1, 12)])[:6000])
+        start = chance.randrange(len(pool))
+        texts.append("\n\n".join(pool[start : start + chance.randrange(1, 12)])[:6000])
     chance.shuffle(texts)
     return texts
 
@@ -106,9 +106,9 @@ def ours(texts: list[str]) -> tuple[list[list[str]], list[float]]:
         stage.apply(batches[0].slice(0, 1))
     for batch in batches:
         for i, stage in enumerate(STAGES):
-            begun = time.process_time()
+            started = time.process_time()
             drops = stage.apply(batch).drop.tolist()
-            spent[i] += time.process_time() - begun
+            spent[i] += time.process_time() - started
             columns[i] += [stage.reasons[drop] if drop >= 0 else "" for drop in drops]
     return [list(row) for row in zip(*columns, strict=True)], spent
 
@@ -116,10 +116,10 @@ def ours(texts: list[str]) -> tuple[list[list[str]], list[float]]:
 def theirs(texts: list[str]) -> tuple[list[list[str]], list[float]]:
     """The same of datatrove."""
     with tempfile.TemporaryDirectory() as folder:
-        given, taken = Path(folder, "texts.json"), Path(folder, "reasons.json")
-        given.write_text(json.dumps(texts))
-        subprocess.run([PEERS, "-c", PEER, str(given), str(taken)], check=True)
-        reasons, spent = json.loads(taken.read_text())
+        request_path, answer_path = Path(folder, "texts.json"), Path(folder, "reasons.json")
+        request_path.write_text(json.dumps(texts))
+        subprocess.run([PEERS, "-c", PEER, str(request_path), str(answer_path)], check=True)
+        reasons, spent = json.loads(answer_path.read_text())
     return reasons, spent
 
 
@@ -146,10 +146,10 @@ def measure(num_texts: int | None = 900) -> list[Figure]:
         return []
     chance = random.Random(1)
     texts = real_texts()[:num_texts]
-    made = [borderline(text, chance) for text in texts[: len(texts) // 3]]
-    mine, spent = ours(texts + made)
-    peer, peer_spent = theirs(texts + made)
-    megabytes = sum(len(text.encode()) for text in texts + made) / 1e6
+    near_texts = [borderline(text, chance) for text in texts[: len(texts) // 3]]
+    mine, spent = ours(texts + near_texts)
+    peer, peer_spent = theirs(texts + near_texts)
+    megabytes = sum(len(text.encode()) for text in texts + near_texts) / 1e6
     print(f"{megabytes:.1f} MB; MB/s of one core: ours, datatrove, ratio")
     for stage, a, b in zip(STAGES, spent, peer_spent, strict=True):
         print(f"  {stage.name:18} {megabytes / a:8.2f} {megabytes / b:8.2f} {b / a:6.1f}x")

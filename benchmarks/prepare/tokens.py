@@ -96,9 +96,9 @@ def _make(folder: Path) -> int:
         with pa.ipc.new_file(sink, schema) as writer:
             for start in range(0, documents, 1000):
                 writer.write(pa.record_batch([pa.array(texts[start : start + 1000])], schema=schema))
-    found = load_tokenizer(str(data_folder() / "tokenizers/gpt2"))
-    (folder / "tokenizer.json").write_bytes(found.data)
-    (folder / "facts.json").write_text(json.dumps({"documents": documents, "sha256": found.sha256}))
+    tokenizer = load_tokenizer(str(data_folder() / "tokenizers/gpt2"))
+    (folder / "tokenizer.json").write_bytes(tokenizer.data)
+    (folder / "facts.json").write_text(json.dumps({"documents": documents, "sha256": tokenizer.sha256}))
     return int(pc.sum(pc.binary_length(texts)).as_py())
 
 
@@ -115,17 +115,17 @@ def measure(rounds: int = 3) -> list[Figure]:
     with tempfile.TemporaryDirectory() as name:
         size = _make(Path(name))
         for _ in range(rounds):
-            for one, (script, kind) in what.items():
+            for case, (script, kind) in what.items():
                 command = [sys.executable, "-c", _HEAD + script + _TAIL, name, kind]
                 done = subprocess.run(command, check=True, capture_output=True, text=True, env=dict(os.environ))
-                costs[one].append(json.loads(done.stdout))
-    cpu = {one: median([cost[0] for cost in found]) for one, found in costs.items()}
+                costs[case].append(json.loads(done.stdout))
+    cpu = {case: median([cost[0] for cost in runs]) for case, runs in costs.items()}
     figures = [
-        Figure(one, size / cpu[one] / 1e6, "MB/CPU s", f"peak {max(cost[1] for cost in costs[one]) / 1024:.0f} MiB")
-        for one in what
+        Figure(case, size / cpu[case] / 1e6, "MB/CPU s", f"peak {max(cost[1] for cost in costs[case]) / 1024:.0f} MiB")
+        for case in what
     ]
-    for one in ("encode, tokenizers as coder", "encode", "encode, shuffle, slice"):
-        figures.append(Figure(f"{one} / tokenizers", cpu["tokenizers alone"] / cpu[one], "x speed"))
+    for case in ("encode, tokenizers as coder", "encode", "encode, shuffle, slice"):
+        figures.append(Figure(f"{case} / tokenizers", cpu["tokenizers alone"] / cpu[case], "x speed"))
     return figures
 
 

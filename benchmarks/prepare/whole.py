@@ -62,9 +62,9 @@ def timed(command: list[str], **more: str) -> tuple[float, float, str]:
     """
     # Processes whose parent ended before them (datatrove's workers: the fork server's) come to us, and are counted.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, env=clean_environment(**more))
-    wall = time.perf_counter() - begun
+    wall = time.perf_counter() - started
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)
@@ -80,9 +80,9 @@ def run_ours(corpus: Path, tokenizer: Path, **more: str) -> Outcome:
         command = [sys.executable, "-m", "forebay", "prepare", str(corpus), "--out", f"{out}/dataset", "--json"]
         command += ["--filter", "gopher", "--dedup", "minhash", "--tokenizer", str(tokenizer), "--quiet"]
         cpu, wall, printed = timed([*command, "--workers", str(WORKERS)], **more)
-    found = json.loads(printed)
-    filtered = found["documents_out"] + found["dropped"].get("near_duplicate", 0)
-    return Outcome(cpu, wall, filtered, found["documents_out"], found["tokens"])
+    results = json.loads(printed)
+    filtered = results["documents_out"] + results["dropped"].get("near_duplicate", 0)
+    return Outcome(cpu, wall, filtered, results["documents_out"], results["tokens"])
 
 
 def better_ours(corpus: Path, tokenizer: Path, **more: str) -> Outcome:
@@ -104,12 +104,12 @@ def run_datatrove(corpus: Path, tokenizer: Path) -> Outcome:
 def make_folder(folder: Path, megabytes: float) -> Path:
     """The corpus in several files, so that the peer's tasks have one each."""
     folder.mkdir()
-    whole = folder.with_suffix(".jsonl")
-    make_corpus(whole, int(megabytes * 1e6))
-    lines = whole.read_bytes().splitlines(keepends=True)
+    corpus_path = folder.with_suffix(".jsonl")
+    make_corpus(corpus_path, int(megabytes * 1e6))
+    lines = corpus_path.read_bytes().splitlines(keepends=True)
     for i in range(FILES):
         (folder / f"{i:02}.jsonl").write_bytes(b"".join(lines[i * len(lines) // FILES : (i + 1) * len(lines) // FILES]))
-    whole.unlink()
+    corpus_path.unlink()
     return folder
 
 
@@ -122,7 +122,7 @@ def measure(megabytes: float = 12) -> list[Figure]:
     """The table, printed, and the ratios; two to three minutes, nearly all of them the peer's."""
     tokenizer = data_folder() / "tokenizers/gpt-neo-test-tokenizer.json"
     sizes = (megabytes / 4, megabytes)
-    found: dict[str, list[Outcome]] = {"forebay": [], "forebay, tokenizers as coder": []}
+    results: dict[str, list[Outcome]] = {"forebay": [], "forebay, tokenizers as coder": []}
     with tempfile.TemporaryDirectory() as name:
         folders = [make_folder(Path(name, str(i)), size) for i, size in enumerate(sizes)]
         tiny = make_folder(Path(name, "tiny"), 0.05)
@@ -130,33 +130,33 @@ def measure(megabytes: float = 12) -> list[Figure]:
         cold = run_ours(tiny, tokenizer, NUMBA_CACHE_DIR=f"{name}/kernels")
         if Path(PEERS).exists():
             run_datatrove(tiny, tokenizer)
-            found["datatrove"] = []
+            results["datatrove"] = []
         else:
             print(f"No peer: expected an interpreter with datatrove at {PEERS} (FOREBAY_PEERS).")
         for folder in folders:
-            found["forebay"].append(better_ours(folder, tokenizer))
-            found["forebay, tokenizers as coder"].append(better_ours(folder, tokenizer, FOREBAY_CODER="reference"))
-            if "datatrove" in found:
-                found["datatrove"].append(run_datatrove(folder, tokenizer))
+            results["forebay"].append(better_ours(folder, tokenizer))
+            results["forebay, tokenizers as coder"].append(better_ours(folder, tokenizer, FOREBAY_CODER="reference"))
+            if "datatrove" in results:
+                results["datatrove"].append(run_datatrove(folder, tokenizer))
     for i, size in enumerate(sizes):
         print(f"\n{size:.0f} MB of JSON lines, {WORKERS} processes")
         print(f"  {'':30}{'CPU s':>9}{'wall s':>9}{'MB/CPU s':>10}{'filtered':>10}{'documents':>11}{'tokens':>12}")
-        for what, runs in found.items():
+        for what, runs in results.items():
             row(what, runs[i], size)
     print(f"\nOurs for the first time of all, 0.05 MB, kernels compiled: {cold.cpu_s:.1f} CPU s, {cold.wall_s:.1f} s")
-    return _figures(found, sizes)
+    return _figures(results, sizes)
 
 
-def _figures(found: dict[str, list[Outcome]], sizes: tuple[float, float]) -> list[Figure]:
-    per_mb = {what: (runs[1].cpu_s - runs[0].cpu_s) / (sizes[1] - sizes[0]) for what, runs in found.items()}
+def _figures(results: dict[str, list[Outcome]], sizes: tuple[float, float]) -> list[Figure]:
+    per_mb = {what: (runs[1].cpu_s - runs[0].cpu_s) / (sizes[1] - sizes[0]) for what, runs in results.items()}
     figures = [Figure(f"{what}, beyond fixed costs", 1 / cost, "MB/CPU s") for what, cost in per_mb.items()]
-    fixed = found["forebay"][0].cpu_s - per_mb["forebay"] * sizes[0]
+    fixed = results["forebay"][0].cpu_s - per_mb["forebay"] * sizes[0]
     figures.append(Figure("forebay, fixed", fixed, "CPU s", "starts, imports, kernels and models of 3 processes"))
-    if "datatrove" in found:
-        theirs = found["datatrove"][1]
+    if "datatrove" in results:
+        theirs = results["datatrove"][1]
         for what in ("forebay", "forebay, tokenizers as coder"):
-            ours, note = found[what][1], f"target {TARGET:g}; wall {theirs.wall_s / found[what][1].wall_s:.1f}x"
-            figures.append(Figure(f"{what} / datatrove", theirs.cpu_s / ours.cpu_s, "x CPU", note))
+            ours, detail = results[what][1], f"target {TARGET:g}; wall {theirs.wall_s / results[what][1].wall_s:.1f}x"
+            figures.append(Figure(f"{what} / datatrove", theirs.cpu_s / ours.cpu_s, "x CPU", detail))
             figures.append(Figure(f"{what} / datatrove, beyond fixed", per_mb["datatrove"] / per_mb[what], "x CPU"))
     return figures
 

@@ -21,7 +21,7 @@ MEMBERS, SLICES, SLICE_BYTES = (8, 64, 1 << 20) if _FULL else (8, 24, 1 << 18)
 
 def test_eight_processes_that_want_everything_take_it_from_the_origin_once(tmp_path: Path) -> None:
     done = run_round(tmp_path, members=MEMBERS, num_slices=SLICES, slice_bytes=SLICE_BYTES)
-    assert done.whole == MEMBERS and done.failed == 0
+    assert done.num_verified == MEMBERS and done.failed == 0
     assert done.from_origins == SLICES and done.origin_ratio <= 1.1
 
 
@@ -29,7 +29,7 @@ def test_the_data_node_is_killed_once_every_slice_is_out_and_all_finish(tmp_path
     done = run_round(
         tmp_path, members=3, num_slices=12, slice_bytes=SLICE_BYTES, cap=8 * SLICE_BYTES, kill=True, timeout_s=60.0
     )
-    assert done.whole == 3 and done.from_origins == 12
+    assert done.num_verified == 3 and done.from_origins == 12
 
 
 def test_a_web_server_that_answers_503_above_a_rate_serves_a_swarm_with_a_request_an_object(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_web_server_that_answers_503_above_a_rate_serves_a_swarm_with_a_reques
         names = [str(path.relative_to(tmp_path / "web")) for path in tmp_path.glob("web/slices/*.safetensors")]
         with ThreadPoolExecutor(3) as pool:  # Three readers that each ask for all, once.
             alone = list(pool.map(lambda name: _status(f"{server.url}/{name}"), names * 3))
-    assert done.whole == 3 and done.from_origins == 16
+    assert done.num_verified == 3 and done.from_origins == 16
     assert asked <= 1.25 * 16, server.requests
     assert len(alone) == 3 * 16 and 503 in alone
 

@@ -15,8 +15,8 @@ from benchmarks.formats.figures import FORMATS, bench_formats, make_corpus, tabl
 def test_a_corpus_is_a_function_of_its_size_and_seed() -> None:
     one, other = make_corpus(50_000), make_corpus(50_000)
     assert one.texts == other.texts and np.array_equal(one.tokens, other.tokens)
-    assert 30_000 < one.num_bytes < 80_000 and int(one.ends[-1]) == len(one.tokens)
-    assert [len(text.split()) for text in one.texts] == np.diff(one.ends, prepend=np.uint64(0)).tolist()
+    assert 30_000 < one.num_bytes < 80_000 and int(one.document_ends[-1]) == len(one.tokens)
+    assert [len(text.split()) for text in one.texts] == np.diff(one.document_ends, prepend=np.uint64(0)).tolist()
 
 
 @pytest.mark.parametrize("kind", formats_bench._KINDS, ids=lambda k: k.name)
@@ -25,13 +25,13 @@ def test_a_document_at_random_is_the_same_in_each_format(kind, tmp_path: Path, m
     corpus = make_corpus(100_000)
     kind.write(corpus, tmp_path)
     get = kind.index(tmp_path)
-    ends = [0, *corpus.ends.tolist()]
+    ends = [0, *corpus.document_ends.tolist()]
     for number in (0, 1, len(corpus.texts) // 2, len(corpus.texts) - 1):
         expected = (
-            corpus.texts[number] if kind.note == "text" else corpus.tokens[ends[number] : ends[number + 1]].tolist()
+            corpus.texts[number] if kind.gives == "text" else corpus.tokens[ends[number] : ends[number + 1]].tolist()
         )
         found = get(number)
-        assert (found.tolist() if kind.note == "tokens" else found) == expected
+        assert (found.tolist() if kind.gives == "tokens" else found) == expected
 
 
 def test_all_are_measured_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 What a module offers:
     LABEL: str                     how tables name it
-    NOTE: str                      what its use leaves out or adds, for the tables; may be empty
+    DETAIL: str                    what its use leaves out or adds, for the tables; may be empty
     DATA: str                      the folder of its format, below the corpus; several modules may share one
     versions() -> str
     write(corpus, folder) -> None  the corpus in its format

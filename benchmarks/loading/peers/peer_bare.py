@@ -13,7 +13,7 @@ from benchmarks.loading.corpus import SEQ_LEN, Corpus
 from benchmarks.loading.peers import Ask
 
 LABEL = "bare NumPy gather and cast"
-NOTE = "one reused buffer, every place known beforehand"
+DETAIL = "one reused buffer, every place known beforehand"
 DATA = "bin"
 
 
@@ -29,9 +29,9 @@ def write(corpus: Corpus, folder: Path) -> None:
 class Feed:
     def __init__(self, folder: Path, ask: Ask) -> None:
         maps = [np.memmap(path, "<u2", "r").view(np.ndarray) for path in sorted(folder.glob("*.bin"))]
-        places = [(one, start) for one in maps for start in range(0, len(one) - 1, SEQ_LEN)]
-        chosen = np.random.default_rng(ask.seed).permutation(len(places)).tolist()
-        self.steps = [[places[i] for i in chosen[k : k + ask.batch]] for k in range(0, len(chosen), ask.batch)]
+        positions = [(tokens, start) for tokens in maps for start in range(0, len(tokens) - 1, SEQ_LEN)]
+        chosen = np.random.default_rng(ask.seed).permutation(len(positions)).tolist()
+        self.steps = [[positions[i] for i in chosen[k : k + ask.batch]] for k in range(0, len(chosen), ask.batch)]
         self.buffer = np.empty((ask.batch, SEQ_LEN + 1), np.int64)
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:

@@ -14,7 +14,7 @@ from benchmarks.loading.peers import Ask
 from benchmarks.loading.peers.peer_bare import versions as versions
 
 LABEL = "bare NumPy, one index"
-NOTE = "one file, one call a batch, one reused buffer"
+DETAIL = "one file, one call a batch, one reused buffer"
 DATA = "one"
 
 

@@ -1,4 +1,4 @@
-"""Ours, through its public door alone."""
+"""Forebay, by its public interface."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.loading.corpus import SEQ_LEN, Corpus
 from benchmarks.loading.peers import Ask
 
 LABEL = "forebay.Loader"
-NOTE = ""
+DETAIL = ""
 DATA = "forebay"
 ELASTIC = "state of any rank, any world size"
 
@@ -29,8 +29,8 @@ def write(corpus: Corpus, folder: Path) -> None:
 
     for i, (start, stop) in enumerate(corpus.shards()):
         tokens = np.array(corpus.tokens[start * SEQ_LEN : stop * SEQ_LEN])
-        ends = np.append(np.arange(1000, len(tokens), 1000, dtype=np.uint64), np.uint64(len(tokens)))
-        write_token_slice(folder / f"{i:06d}.safetensors", tokens, ends)
+        document_ends = np.append(np.arange(1000, len(tokens), 1000, dtype=np.uint64), np.uint64(len(tokens)))
+        write_token_slice(folder / f"{i:06d}.safetensors", tokens, document_ends)
     import_slices(folder, "benchmark")
 
 

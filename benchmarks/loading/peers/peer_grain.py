@@ -18,7 +18,7 @@ from benchmarks.loading.corpus import Corpus
 from benchmarks.loading.peers import Ask
 
 LABEL = "Grain, ArrayRecord"
-NOTE = "ReadOptions(num_threads=0); with workers mp_prefetch"
+DETAIL = "ReadOptions(num_threads=0); with workers mp_prefetch"
 DATA = "array_record"
 ELASTIC = "experimental.ElasticIterator; the global batch divisible by the world"
 

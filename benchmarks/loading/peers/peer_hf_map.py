@@ -17,7 +17,7 @@ from benchmarks.loading.corpus import SEQ_LEN, Corpus
 from benchmarks.loading.peers import Ask
 
 LABEL = "HF datasets, map-style"
-NOTE = "torch format, StatefulDataLoader"
+DETAIL = "torch format, StatefulDataLoader"
 DATA = "arrow"
 
 

@@ -15,7 +15,7 @@ from benchmarks.loading.peers.peer_hf_map import versions as versions
 from benchmarks.loading.peers.peer_hf_map import write as _write
 
 LABEL = "HF datasets, streaming"
-NOTE = "shuffle(buffer_size=1000).batch(8)"
+DETAIL = "shuffle(buffer_size=1000).batch(8)"
 DATA = "arrow"
 
 

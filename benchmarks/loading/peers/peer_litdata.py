@@ -15,7 +15,7 @@ from benchmarks.loading.corpus import SEQ_LEN, Corpus, load
 from benchmarks.loading.peers import Ask, torch_env
 
 LABEL = "LitData"
-NOTE = "TokensLoader"
+DETAIL = "TokensLoader"
 DATA = "litdata"
 ELASTIC = "elastic resume from the state of a rank"
 

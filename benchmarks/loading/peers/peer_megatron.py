@@ -18,7 +18,7 @@ from benchmarks.loading.corpus import SEQ_LEN, Corpus
 from benchmarks.loading.peers import Ask
 
 LABEL = "Megatron-style"
-NOTE = "its reading path written again, masks left out"
+DETAIL = "its reading path written again, masks left out"
 DATA = "megatron"
 ELASTIC = "consumed_samples; the global batch divisible by the world"
 DOCUMENT_TOKENS = 1000
@@ -55,10 +55,10 @@ class Samples:
     def __getitem__(self, i: int) -> dict[str, Any]:
         import torch
 
-        at = self.shuffle[i]
-        start, stop = self.index[:, at]
+        sample = self.shuffle[i]
+        start, stop = self.index[:, sample]
         pieces = []
-        for document in range(self.first[at], self.last[at] + 1):
+        for document in range(self.first[sample], self.last[sample] + 1):
             begin = max(self.starts[document], start)
             end = min(self.starts[document] + DOCUMENT_TOKENS, stop)
             pieces.append(np.frombuffer(self.bytes, np.uint16, end - begin, 2 * begin))

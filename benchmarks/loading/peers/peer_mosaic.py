@@ -14,7 +14,7 @@ from benchmarks.loading.corpus import SEQ_LEN, Corpus
 from benchmarks.loading.peers import Ask, torch_env
 
 LABEL = "MosaicML Streaming, MDS"
-NOTE = ""
+DETAIL = ""
 DATA = "mds"
 ELASTIC = "the global batch and num_canonical_nodes fixed, divisible by the world"
 _LIBRARIES: list[Any] = []
@@ -23,7 +23,7 @@ _LIBRARIES: list[Any] = []
 def _import() -> Any:
     """`streaming` imports torchvision, whose wheels for GPUs do not import beside a PyTorch for processors alone.
 
-    Two operators that it finds missing then, and nobody here calls, are declared for it.
+    Two operators that are then missing, and are not called here, are declared for it.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""nanoGPT-style: its `get_batch`, line by line: a map made anew for every batch, places drawn with replacement."""
+"""nanoGPT-style: its `get_batch`, line by line: a new memory map for every batch, positions drawn with replacement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.loading.corpus import SEQ_LEN, Corpus
 from benchmarks.loading.peers import Ask
 
 LABEL = "nanoGPT-style"
-NOTE = "draws with replacement: no epoch, no state"
+DETAIL = "draws with replacement: no epoch, no state"
 DATA = "nanogpt"
 
 

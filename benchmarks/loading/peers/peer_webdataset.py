@@ -16,7 +16,7 @@ from benchmarks.loading.corpus import Corpus
 from benchmarks.loading.peers import Ask
 
 LABEL = "WebDataset"
-NOTE = "shuffle(1000); it offers no state"
+DETAIL = "shuffle(1000); it offers no state"
 DATA = "tar"
 
 

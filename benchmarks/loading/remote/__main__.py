@@ -12,7 +12,6 @@ The origin is the tests' server, with S3's dialect, on this machine. Without nam
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -21,9 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.loading import corpus, fleet
-from benchmarks.loading.__main__ import place
 from benchmarks.loading.remote import first, peers, resume, stall, throughput
-from benchmarks.measure import Figure, show
+from benchmarks.measure import Figure, show, working_folder
 from forebay.dataset.import_slices import import_slices
 from forebay.dataset.slices import write_token_slice
 
@@ -39,16 +37,16 @@ def make_slices(folder: Path, num_slices: int) -> Path:
     if not (data / "manifest.json").exists():
         data.mkdir(parents=True, exist_ok=True)
         rng = np.random.default_rng(0)
-        ends = np.append(np.arange(1000, _SLICE_TOKENS, 1000, dtype=np.uint64), np.uint64(_SLICE_TOKENS))
+        document_ends = np.append(np.arange(1000, _SLICE_TOKENS, 1000, dtype=np.uint64), np.uint64(_SLICE_TOKENS))
         for i in range(num_slices):
             tokens = rng.integers(0, corpus.VOCABULARY, _SLICE_TOKENS, dtype=np.uint16)
-            write_token_slice(data / f"{i:06d}.safetensors", tokens, ends)
+            write_token_slice(data / f"{i:06d}.safetensors", tokens, document_ends)
         import_slices(data, "benchmark")
     return data
 
 
-def arguments(given: Sequence[str]) -> argparse.Namespace:
-    """What was asked for."""
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", choices=[[], *PARTS], help=", ".join(PARTS))
     parser.add_argument("--slices", type=int, default=240, help="of 8 MiB (240: 2 GB)")
@@ -57,9 +55,9 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--peers", default=",".join(peers.NAMES), help="for first, by commas")
     parser.add_argument("--worlds", default="1,4", help="processes, for first")
     parser.add_argument("--folder", type=Path, help="keep what is written here (a temporary folder)")
-    found = parser.parse_args(given)
-    found.parts = found.parts or list(PARTS)
-    return found
+    args = parser.parse_args(argv)
+    args.parts = args.parts or list(PARTS)
+    return args
 
 
 def measure(part: str, ask: argparse.Namespace, folder: Path, scratch: Path) -> list[Figure]:
@@ -80,20 +78,16 @@ def measure(part: str, ask: argparse.Namespace, folder: Path, scratch: Path) -> 
     return stall.measure(data, scratch, ask.rounds, steps=ask.slices * 20)
 
 
-def main(given: Sequence[str]) -> int:
-    """Measure what was asked for."""
-    ask = arguments(given)
-    with place(ask.folder) as folder:
+def main(argv: Sequence[str]) -> int:
+    """Run the requested parts."""
+    ask = arguments(argv)
+    with working_folder(ask.folder) as folder:
         scratch = folder / "scratch"
         scratch.mkdir(exist_ok=True)
         for part in ask.parts:
             began = time.perf_counter()
             figures = measure(part, ask, folder, scratch)
-            if there := [figure for figure in figures if not math.isnan(figure.value)]:
-                show(f"remote, {part}", there)
-            for figure in figures:
-                if math.isnan(figure.value):
-                    print(f"  {figure.name}: {figure.note}")
+            show(f"remote, {part}", figures)
             print(f"({part}: {time.perf_counter() - began:.0f} s, {time.strftime('%Y-%m-%d')})", flush=True)
     return 0
 

@@ -1,7 +1,7 @@
 """From opening a dataset of 64 MiB slices to the first shuffled batch of 8, the origin slowed to 100 MB/s.
 
-A slice takes 0.67 s then, which is the least for whoever reads whole slices. Caches are empty; libraries are
-imported. Four processes share a node's cache; what counts is the last one's first batch.
+A slice then takes 0.67 s, the minimum for a reader of whole slices. Caches are empty; libraries are imported. Four
+processes share a node's cache; the time of the slowest one counts.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from benchmarks.loading.corpus import SEQ_LEN, SHARD_BYTES
 from benchmarks.loading.fleet import NotMeasuredError
 from benchmarks.loading.remote import peers
-from benchmarks.loading.remote.origin import Served
 from benchmarks.loading.remote.task import Task
 from benchmarks.measure import Figure, median
+from benchmarks.server_process import ServerProcess
 
 RATE = 100e6
 BATCH = 8
@@ -27,7 +27,7 @@ OURS = "forebay.Loader"
 def measure(corpus: Path, scratch: Path, rounds: int, names: Sequence[str], worlds: Sequence[int]) -> list[Figure]:
     """The figures, in seconds."""
     figures = []
-    with Served(corpus) as served:
+    with ServerProcess(corpus, "bucket") as served:
         for world in worlds:
             took: dict[str, list[float]] = {}
             sent: dict[str, list[float]] = {}
@@ -47,15 +47,15 @@ def measure(corpus: Path, scratch: Path, rounds: int, names: Sequence[str], worl
     return figures
 
 
-def _first(name: str, served: Served, corpus: Path, scratch: Path, world: int) -> tuple[float, float]:
+def _first(name: str, served: ServerProcess, corpus: Path, scratch: Path, world: int) -> tuple[float, float]:
     """(seconds to the first batch of the slowest rank, bytes that the server had sent by then)."""
     cache = scratch / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     cache.mkdir()
-    served.throttle(RATE)
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        port = door.getsockname()[1]
+    served.limit(bytes_per_s=RATE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     tasks = []
     for rank in range(world):
         environment = dict(served.environment, S3_ENDPOINT_URL=served.url)
@@ -66,6 +66,8 @@ def _first(name: str, served: Served, corpus: Path, scratch: Path, world: int) -
         what: dict[str, Any] = {"cache": str(cache)}
         if name:
             prefix = peers.find(name).DATA
+            if not (corpus / prefix / ".written").exists():
+                raise NotMeasuredError("its format was not written; see above")
             shards = sorted(path.name for path in (corpus / prefix).iterdir() if not path.name.startswith("."))
             what |= {"peer": name, "prefix": prefix, "names": shards, "http": served.url, "batch": BATCH}
             tasks.append(Task("peer", environment, name, **what))
@@ -86,16 +88,16 @@ def _figures(
     world: int, took: dict[str, list[float]], sent: dict[str, list[float]], failed: dict[str, str]
 ) -> list[Figure]:
     slice_s = SHARD_BYTES / RATE
-    where = f"first batch, {world} process{'es' if world > 1 else ''}"
+    title = f"first batch, {world} process{'es' if world > 1 else ''}"
     figures = []
     for name in ["", *peers.NAMES]:
         label = peers.find(name).LABEL if name else OURS
         if name in failed:
-            figures.append(Figure(f"{where}: {label}", float("nan"), "s", f"not measured: {failed[name]}"))
+            figures.append(Figure.missing(f"{title}: {label}", failed[name]))
         elif name in took:
             seconds = median(took[name])
-            note = f"{seconds / slice_s:5.2f} slices' time, {median(sent[name]) / 1e6:.0f} MB sent by its end"
+            detail = f"{seconds / slice_s:5.2f} slices' time, {median(sent[name]) / 1e6:.0f} MB sent by its end"
             if name:
-                note += f"; ours {seconds / median(took['']):.2g}x sooner; {peers.NOTES[name]}"
-            figures.append(Figure(f"{where}: {label}", seconds, "s", note))
+                detail += f"; ours {seconds / median(took['']):.2g}x sooner; {peers.NOTES[name]}"
+            figures.append(Figure(f"{title}: {label}", seconds, "s", detail))
     return figures

@@ -1,6 +1,6 @@
-"""Moto's S3 server, of whatever Python has `moto_server`: an origin that is not ours. It keeps objects in memory.
+"""Moto's S3 server, if `moto_server` is on the PATH: an S3 implementation by others, with objects in memory.
 
-It answers a range by copying from the whole object, so that it, not the reader, is the limit.
+It answers a range by copying the whole object, so the server is the limit, not the reader.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _START_S = 30.0
 
 
 class Moto:
-    """The same door as `origin.Served`, without a throttle. Uploads the files of `folder` when it starts."""
+    """The interface of `ServerProcess` without limits. Uploads the files of `folder` when it starts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -29,9 +29,9 @@ class Moto:
         program = shutil.which("moto_server")
         if program is None:
             raise NotMeasuredError("moto_server is not installed")
-        with socket.socket() as door:
-            door.bind(("127.0.0.1", 0))
-            port = door.getsockname()[1]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
         self.url, self.s3_url = f"http://127.0.0.1:{port}", "s3://bucket"
         self.environment = {
             "AWS_ENDPOINT_URL": self.url, "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s",
@@ -51,12 +51,11 @@ class Moto:
         self._child.terminate()
         self._child.wait()
 
-    def throttle(self, bytes_per_s: float) -> None:
-        """It cannot be."""
-        del bytes_per_s
+    def limit(self, **faults: float) -> None:
+        """Do nothing: moto cannot be throttled."""
 
     def cpu_s(self) -> float:
-        """Of the server's process."""
+        """CPU seconds of the server's process."""
         return process_cpu_s(self._child.pid)
 
     def _fill(self) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from benchmarks.loading.remote.origin import Served
 from benchmarks.loading.remote.task import Task
 from benchmarks.measure import Figure, median
+from benchmarks.server_process import ServerProcess
 
 RATE = 100e6
 LOADER = {"seq_len": 2048, "batch_size": 8, "seed": 1, "cache_bytes": 256_000_000}
@@ -22,16 +22,16 @@ def measure(folder: Path, scratch: Path, rounds: int) -> list[Figure]:
     cache = scratch / "cache"
     took: dict[str, list[float]] = {"cold": [], "warm": []}
     sent: dict[str, list[float]] = {"cold": [], "warm": []}
-    with Served(folder.parent) as served:
+    with ServerProcess(folder.parent, "bucket") as served:
         what = {"url": f"{served.s3_url}/{folder.name}", "cache": str(cache), "loader": LOADER}
         for _ in range(rounds):
             shutil.rmtree(cache, ignore_errors=True)
-            served.throttle(0)
+            served.limit(bytes_per_s=0)
             state = Task("first", served.environment, after=4000, **what).ready().begin().result()["state"]
             for name in ("warm", "cold"):
                 if name == "cold":
                     shutil.rmtree(cache, ignore_errors=True)
-                served.throttle(RATE)
+                served.limit(bytes_per_s=RATE)
                 answer = Task("first", served.environment, state=state, **what).ready().begin().result()
                 took[name].append(answer["first_s"])
                 sent[name].append(answer["fetched_bytes"])

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.loading.remote.origin import Served
 from benchmarks.loading.remote.task import Task
 from benchmarks.measure import Figure, median
+from benchmarks.server_process import ServerProcess
 from forebay.order.windows import node_spans
 
 RATE = 100e6
@@ -39,22 +39,22 @@ def measure(folder: Path, scratch: Path, rounds: int, steps: int) -> list[Figure
     budgets = {f"open windows + {n} slices": need + n * slice_bytes for n in (1, 3, 6)}
     budgets["2x the windows"] = 2 * need
     runs: dict[tuple[str, float], list[dict[str, float]]] = {}
-    with Served(folder.parent) as served:
+    with ServerProcess(folder.parent, "bucket") as served:
         for _ in range(rounds):
             for name, budget in budgets.items():
                 for share in (0.5, 0.8):
                     shutil.rmtree(cache, ignore_errors=True)
-                    served.throttle(RATE)
+                    served.limit(bytes_per_s=RATE)
                     loader = LOADER | {"cache_bytes": budget, "steps": steps}
                     answer = Task(
                         "steps", served.environment, url=f"{served.s3_url}/{folder.name}", cache=str(cache),
                         loader=loader, bytes_per_s=share * RATE,
                     ).ready().begin().result()  # fmt: skip
-                    late = [wait for at, wait in answer["waits"] if at >= BEGIN_S]
+                    late = [wait for time_s, wait in answer["waits"] if time_s >= BEGIN_S]
                     runs.setdefault((name, share), []).append(
                         {
                             "share": sum(late) / (answer["elapsed_s"] - BEGIN_S),
-                            "begin_s": sum(wait for at, wait in answer["waits"] if at < BEGIN_S),
+                            "begin_s": sum(wait for time_s, wait in answer["waits"] if time_s < BEGIN_S),
                             "longest_s": max(late, default=0.0),
                             "made": answer["made_s"] / answer["elapsed_s"],
                             "again": answer["repeated_fetches"],
@@ -64,10 +64,10 @@ def measure(folder: Path, scratch: Path, rounds: int, steps: int) -> list[Figure
     figures = []
     for (name, share), mine in runs.items():
         middle = {key: median([run[key] for run in mine]) for key in mine[0]}
-        note = (
+        detail = (
             f"longest {middle['longest_s']:.3f} s; {middle['begin_s']:.2f} s in the first {BEGIN_S:.0f} s; "
             f"{middle['again']:.0f} fetched again; making batches {middle['made']:.1%} "
             f"of {middle['seconds']:.0f} s; {budgets[name] / 1e6:.0f} MB"
         )
-        figures.append(Figure(f"{share:.0%} of the bandwidth, {name}", 100 * middle["share"], "% waiting", note))
+        figures.append(Figure(f"{share:.0%} of the bandwidth, {name}", 100 * middle["share"], "% waiting", detail))
     return figures

@@ -64,8 +64,10 @@ class Task:
             raise NotMeasuredError(f"no answer in {patience_s:.0f} s") from None
         lines = out.splitlines()
         if not lines or not lines[-1].startswith("{"):
-            told = [line for line in err.splitlines() if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)]
-            raise NotMeasuredError((told or ["no answer"])[-1][:200])
+            messages = [
+                line for line in err.splitlines() if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception)\b", line)
+            ]
+            raise NotMeasuredError((messages or ["no answer"])[-1][:200])
         if os.environ.get("FOREBAY_BENCH_STDERR"):
             sys.stderr.write(err)
         answer: dict[str, Any] = json.loads(lines[-1])

@@ -15,10 +15,10 @@ from typing import Any
 
 from benchmarks.loading.fleet import NotMeasuredError
 from benchmarks.loading.remote.moto import Moto
-from benchmarks.loading.remote.origin import Served
 from benchmarks.loading.remote.task import Task
 from benchmarks.loading.remote.watch import Watcher
 from benchmarks.measure import Figure, median
+from benchmarks.server_process import ServerProcess
 
 CONNECTIONS = 16
 BUDGET_BYTES = 256_000_000
@@ -44,7 +44,7 @@ class Runs:
 
 def measure(folder: Path, scratch: Path, rounds: int, rates: Sequence[float]) -> list[Figure]:
     """The figures. Args: `rates`: bytes a second of the origin, 0 for no limit."""
-    with Served(folder.parent) as served:
+    with ServerProcess(folder.parent, "bucket") as served:
         return _measure(served, folder, scratch, rounds, rates)
 
 
@@ -54,10 +54,12 @@ def measure_moto(folder: Path, scratch: Path, rounds: int) -> list[Figure]:
         with Moto(folder) as served:
             return _measure(served, folder, scratch, rounds, [0])
     except NotMeasuredError as error:
-        return [Figure("moto", float("nan"), "MB/s", f"not measured: {error}")]
+        return [Figure.missing("moto", error)]
 
 
-def _measure(served: Served | Moto, folder: Path, scratch: Path, rounds: int, rates: Sequence[float]) -> list[Figure]:
+def _measure(
+    served: ServerProcess | Moto, folder: Path, scratch: Path, rounds: int, rates: Sequence[float]
+) -> list[Figure]:
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     total = sum((folder / name).stat().st_size for name in names)
     figures = []
@@ -65,14 +67,14 @@ def _measure(served: Served | Moto, folder: Path, scratch: Path, rounds: int, ra
         ways = [OURS, *PLAIN] if rate == 0 else [OURS, "plain, thrown away"]
         runs = {way: Runs() for way in ways}
         for _ in range(rounds):
-            for way, mine in runs.items():
-                served.throttle(rate)
-                _run(way, mine, served, folder.name, names, scratch)
+            for way, own in runs.items():
+                served.limit(bytes_per_s=rate)
+                _run(way, own, served, folder.name, names, scratch)
         figures += _figures(runs, total, rate)
     return figures
 
 
-def _run(way: str, runs: Runs, served: Served | Moto, prefix: str, names: list[str], scratch: Path) -> None:
+def _run(way: str, runs: Runs, served: ServerProcess | Moto, prefix: str, names: list[str], scratch: Path) -> None:
     cache = scratch / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     cache.mkdir()
@@ -95,19 +97,19 @@ def _run(way: str, runs: Runs, served: Served | Moto, prefix: str, names: list[s
 
 
 def _figures(runs: dict[str, Runs], total: int, rate: float) -> list[Figure]:
-    where = f"{rate / 1e6:.0f} MB/s" if rate else "no limit"
+    title = f"{rate / 1e6:.0f} MB/s" if rate else "no limit"
     figures = []
-    for way, mine in runs.items():
-        speeds = [total / wall for wall in mine.wall_s]
+    for way, own in runs.items():
+        speeds = [total / wall for wall in own.wall_s]
         gb = total / 1e9
-        note = f"{median(mine.cpu_s) / gb:5.2f} CPU s/GB, server {median(mine.server_cpu_s) / gb:.2f}"
+        detail = f"{median(own.cpu_s) / gb:5.2f} CPU s/GB, server {median(own.server_cpu_s) / gb:.2f}"
         if way != OURS:
-            ratio = median([plain / ours for plain, ours in zip(mine.wall_s, runs[OURS].wall_s)])
-            cpu = median([plain / ours for plain, ours in zip(mine.cpu_s, runs[OURS].cpu_s)])
-            note += f"; ours {ratio:.2f}x as fast, {1 / cpu:.1f}x its CPU"
+            ratio = median([plain / ours for plain, ours in zip(own.wall_s, runs[OURS].wall_s)])
+            cpu = median([plain / ours for plain, ours in zip(own.cpu_s, runs[OURS].cpu_s)])
+            detail += f"; ours {ratio:.2f}x as fast, {1 / cpu:.1f}x its CPU"
         else:
-            stats = mine.last
-            note += f"; peak {mine.peak_bytes / 1e6:.0f} of {BUDGET_BYTES / 1e6:.0f} MB, {stats['repeated_fetches']} "
-            note += f"slices fetched again, {stats['evicted']} evicted"
-        figures.append(Figure(f"{where}: {way}", median(speeds) / 1e6, "MB/s", note))
+            stats = own.last
+            detail += f"; peak {own.peak_bytes / 1e6:.0f} of {BUDGET_BYTES / 1e6:.0f} MB, {stats['repeated_fetches']} "
+            detail += f"slices fetched again, {stats['evicted']} evicted"
+        figures.append(Figure(f"{title}: {way}", median(speeds) / 1e6, "MB/s", detail))
     return figures
