@@ -97,11 +97,11 @@ def looked_up(name: str, data: Path, folder: Path, rounds: int) -> list[Figure]:
         except NotMeasuredError as error:
             figures.append(Figure.missing(f"{name}, read by {label}", error))
             continue
-        unit, speed = runs[0]["unit"], median([r["tokens"] / r["wall_s"] for r in runs])
+        speed = median([r["tokens"] / r["wall_s"] for r in runs])
         figures += [
-            Figure(f"{name}, read by {label}: tokens", speed / 1e6, "M/s", unit),
+            Figure(f"{name}, read by {label}: tokens", speed / 1e6, "M/s", "documents"),
             Figure(f"{name}, read by {label}: open", median([r["open_s"] for r in runs]), "s"),
-            Figure(f"{name}, read by {label}: p50", median([r["p50_us"] for r in runs]), "us", f"a {unit} at random"),
+            Figure(f"{name}, read by {label}: p50", median([r["p50_us"] for r in runs]), "us", "a document at random"),
             Figure(f"{name}, read by {label}: p99", median([r["p99_us"] for r in runs]), "us"),
         ]
     return figures

@@ -78,7 +78,7 @@ def read(ask: dict[str, Any]) -> dict[str, Any]:
         np.array(reader.get(index))
         took.append(time.perf_counter() - start)
     return {
-        "open_s": opened, "tokens": tokens, "wall_s": wall, "cpu_s": cpu, "unit": reader.unit,
+        "open_s": opened, "tokens": tokens, "wall_s": wall, "cpu_s": cpu,
         "p50_us": percentile(took, 50) * 1e6, "p99_us": percentile(took, 99) * 1e6,
     }  # fmt: skip
 
@@ -107,12 +107,7 @@ def _check(reader: peers.Reader, corpus: Path) -> None:
 
     tokens, document_ends = load(corpus)
     for number in (0, 1, reader.count // 2):
-        if reader.unit == "document":
-            expected = tokens[int(document_ends[number - 1]) if number else 0 : int(document_ends[number])]
-        else:
-            expected = tokens[number * peers.BLOCK : (number + 1) * peers.BLOCK]
-            if number > 1:
-                continue  # Blocks begin anew with each chunk.
+        expected = tokens[int(document_ends[number - 1]) if number else 0 : int(document_ends[number])]
         assert np.array_equal(np.asarray(reader.get(number)).astype(np.int64), expected), f"item {number} differs"
 
 

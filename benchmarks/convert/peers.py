@@ -23,11 +23,10 @@ SHARD_DOCUMENTS = 32_000  # 64 MiB of documents of 1000 tokens
 
 @dataclass(frozen=True)
 class Reader:
-    """`count` items, `get(i)` one of them; `unit` is what an item is. None of `get`: no random access."""
+    """`count` documents, `get(i)` one of them. None of `get`: no random access."""
 
     count: int
     get: Callable[[int], Any]
-    unit: str = "document"
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def print_table(figures: Sequence[Figure]) -> None:
     for figure in figures:
         target = TARGETS.get(figure.name)
         verdict = f"{target:>10g}  {'reached' if figure.value >= target else 'MISSED'}" if target else f"{'':>10}"
-        print(f"  {figure.name:<{width}}{figure.value:>10.4g} {figure.unit:<10}{verdict}  {figure.note}".rstrip())
+        print(f"  {figure.name:<{width}}{figure.value:>10.4g} {figure.unit:<10}{verdict}  {figure.detail}".rstrip())
 
 
 def main(names: Sequence[str]) -> int:
