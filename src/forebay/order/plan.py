@@ -17,9 +17,8 @@ from forebay.order.step_index import check_integer
 I64 = NDArray[np.int64]
 
 MAX_LANES = 64  # More lanes mix more of the dataset into a batch, and open more windows at once.
-SLICES_PER_LANE = (
-    16  # By default at least: a lane has some three slices open, and slices at two lanes' border come twice.
-)
+# By default at least so many: a lane has some three slices open, and a slice at the border of two lanes is read by both.
+SLICES_PER_LANE = 16
 _MAX_SLICES_OF_EPOCHS = 1 << 12  # Epochs are kept for so many slices in all, and two in any case.
 
 
