@@ -17,7 +17,7 @@ from forebay.order.step_index import check_integer
 I64 = NDArray[np.int64]
 
 MAX_LANES = 64  # More lanes mix more of the dataset into a batch, and open more windows at once.
-# By default at least so many: a lane has some three slices open, and a slice at the border of two lanes is read by both.
+# By default at least so many: a lane has some three slices open, and both lanes at a border read the slice there.
 SLICES_PER_LANE = 16
 _MAX_SLICES_OF_EPOCHS = 1 << 12  # Epochs are kept for so many slices in all, and two in any case.
 
