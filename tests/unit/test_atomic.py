@@ -27,8 +27,7 @@ SRC = Path(forebay.__file__).parent
 RENAMES = {"rename", "replace", "renames", "move"}
 ALLOWED = {
     "files.py": {"replace"},
-    "convert/convert.py": {"rename"},  # A directory that is complete and synced takes its name.
-    "formats/saved_arrow.py": {"rename"},  # Within that directory, once the number of files is known.
+    "convert.py": {"rename"},  # A directory that is complete and synced takes its name.
 }
 TEMPORARY = {
     "load/shared_memory.py": {"mkstemp"},  # The memory that processes share: never a file that stays.
