@@ -12,8 +12,8 @@ PYTHON=${PYTHON:-python3}
 # fresh VENV: whether it was made by this script as it is.
 fresh() { [ -f "$1/.ready" ] && [ "$1/.ready" -nt scripts/peers.sh ]; }
 
-# told VENV PACKAGE…: one line of what is there.
-told() {
+# describe VENV PACKAGE…: print the versions that are installed.
+describe() {
   local venv=$1
   shift
   echo "peers: $venv ready ($("$venv/bin/python" -c 'import sys; from importlib.metadata import version as v; print(*(f"{n} {v(n)}" for n in sys.argv[1:]))' "$@"))"
@@ -30,7 +30,7 @@ prepare() {
     install "$package" 2>/dev/null || echo "peers: $package did not install; it is not measured" >&2
   done
   touch "$peers/.ready"
-  told "$peers" datatrove rensa datasketch
+  describe "$peers" datatrove rensa datasketch
 }
 
 # group NAME PACKAGE…: one environment of the loaders'. What does not install is missing from the tables.
@@ -43,7 +43,7 @@ group() {
   retry install -c scripts/constraints.txt "$@" torch numpy ||
     { echo "peers: $venv did not install; it is not measured" >&2; rm -rf "$venv"; return 1; }
   touch "$venv/.ready"
-  told "$venv" $(printf '%s\n' "$@" | sed 's/[<>=].*//')
+  describe "$venv" $(printf '%s\n' "$@" | sed 's/[<>=].*//')
 }
 
 loaders() {
