@@ -225,7 +225,6 @@ class SliceTable:
 
 
 def _check_expansion(footer: Footer, data: bytes) -> None:
-    """Refuse, before reading it, a table of other physical types, or one that expands far in memory."""
     physical = [(column.name, column.type, column.length) for column in footer.columns]
     if physical != _PHYSICAL or not all(column.is_flat for column in footer.columns):
         raise DatasetError(

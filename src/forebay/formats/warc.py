@@ -233,7 +233,6 @@ class _Archive:
         return len(self._data) - self._offset
 
     def _location(self) -> str:
-        """The location of the next byte in the file: `byte 5120`; in a gzip member, that of the member."""
         here = self._base + self._offset
         while len(self._members) > 1 and self._members[1][0] <= here:
             self._members.popleft()
@@ -253,7 +252,6 @@ class _Archive:
         return data
 
     def _skip_stray(self) -> int:
-        """Skip to the next record, or the end; return how many bytes were skipped."""
         skipped, margin = 0, 16 << 10
         while buffered := self._need(4 * margin):
             start = _next_start(self._data, self._offset + 1, len(self._data))
@@ -335,7 +333,6 @@ class _Archive:
 
 
 def _next_start(data: bytearray, start: int, stop: int) -> int:
-    """The offset of the next record that begins at a line of data[start:stop]; or -1."""
     for match in _NEXT.finditer(data, max(0, start - 1), stop):
         if _begins(data, match.end()):
             return match.end()
@@ -366,7 +363,6 @@ def _plain(stream: BinaryIO) -> Iterator[_Chunk]:
 
 
 def _members(stream: BinaryIO, max_ratio: int) -> Iterator[_Chunk]:
-    """The unpacked bytes of a seekable file of gzip members; after a damaged one, of the next that holds a record."""
     start = size = rewound = reached = 0
     while start >= 0:
         stream.seek(start)
@@ -390,7 +386,6 @@ def _members(stream: BinaryIO, max_ratio: int) -> Iterator[_Chunk]:
 
 
 def _next_member(stream: BinaryIO, start: int) -> int:
-    """The offset of the next gzip member, from `start` on, that holds a record; -1 if none does."""
     stream.seek(start)
     pending, offset = b"", start
     while data := stream.read(_UNPACKED):

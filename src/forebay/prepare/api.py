@@ -189,7 +189,6 @@ def _read_progress(path: Path, spec: ApiSpec) -> ApiProgress:
 
 
 def _is_new(item_id: str, seen: dict[int, None]) -> bool:
-    """Whether an id was not seen before; remembers it. An item without one is always new."""
     if not item_id:
         return True
     key = int.from_bytes(hashlib.blake2b(item_id.encode("utf-8", "replace"), digest_size=8).digest(), "little")
@@ -202,7 +201,6 @@ def _is_new(item_id: str, seen: dict[int, None]) -> bool:
 
 
 def _append(file: IO[bytes], page: object, spec: ApiSpec, before: ApiProgress, seen: dict[int, None]) -> ApiProgress:
-    """Write a page's items; returns the state after it, which is not stored yet."""
     items = [_line(item, spec) if isinstance(item, dict) else None for item in _values_at(page, spec.items)]
     lines = [item for item in items if item is not None]
     added = [item for item in lines if _is_new(item["id"], seen)]
@@ -247,8 +245,6 @@ def _values_at(value: object, path: str) -> list[object]:
 
 
 class _Client:
-    """Requests pages within the rate limits, and again after a failure that may pass."""
-
     def __init__(self, spec: ApiSpec) -> None:
         self._spec, self._not_before = spec, 0.0
         self._parameters = {key: _expand(value) for key, value in spec.parameters.items()}

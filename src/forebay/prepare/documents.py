@@ -65,7 +65,6 @@ class Stage(Protocol):
     """
 
     def __post_init__(self) -> None:
-        """Check the settings against their types. Raises UsageError if one does not fit."""
         check_fields(self)
 
     name: ClassVar[str]

@@ -390,7 +390,6 @@ def _process_splits(
 
 
 def _check_malformed(run: PrepareRun, corpus: Corpus, stats: StageStats) -> None:
-    """Write rejects.jsonl; fail, with a report, if there are too many, or no document is left."""
     path = run.out / REJECTS_FILE
     first = write_rejects(path, corpus.splits, corpus.texts, corpus.folder)
     malformed = sum(result.malformed for result in corpus.texts)

@@ -106,7 +106,6 @@ def find_inputs(
 
 
 def _list(name: str | Path, leave_out: Path | None, follow_links: bool) -> Iterator[tuple[InputFile | Skipped, bool]]:
-    """The files of one input, and whether the user named each, rather than a directory above it."""
     if isinstance(name, str) and name.startswith(PREFIX):
         source = library_source(name)
         dataset = find_split(name)
@@ -266,7 +265,6 @@ def read_split(split: InputSplit, options: ReadOptions) -> Iterator[Record]:
 
 
 def _bounded(records: Iterator[Record], split: InputSplit, options: ReadOptions) -> Iterator[Record]:
-    """The records; raises CorruptInputError where their text, or the number of malformed ones, exceeds its limit."""
     budget = OutputBudget(split, options)
     documents = malformed = empty = 0
     for record in records:

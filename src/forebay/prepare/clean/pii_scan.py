@@ -103,7 +103,6 @@ def _is_private(address: int, networks: Ints) -> bool:
 
 @jit()
 def _ipv4(data: Bytes, start: int, stop: int, i: int, public: bool) -> int:
-    """Where the IPv4 address that begins at i ends, or i."""
     if i > start and (alnum(data[i - 1]) or data[i - 1] == 46 or data[i - 1] == 95):
         return i
     address, pos = 0, i

@@ -71,7 +71,6 @@ def _mapped(path: Path, dtype: str, rows: int) -> Iterator[NDArray[Any]]:
 
 
 def _release(array: NDArray[Any]) -> None:
-    """Take the pages of a mapped array out of this process's memory."""
     if isinstance(array, np.memmap) and array.nbytes > _FLAT_BYTES:
         array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 

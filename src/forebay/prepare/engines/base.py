@@ -87,7 +87,6 @@ class Attempts:
         self._on_message = on_message
 
     def __len__(self) -> int:
-        """How many are neither done nor under way."""
         return len(self._queue) + len(self._retries)
 
     @property

@@ -129,8 +129,6 @@ class SandboxWorker:
 
 
 class _Current(threading.local):
-    """The worker of this thread; in a fork, the status that it writes."""
-
     worker: SandboxWorker | None = None
     status: mmap.mmap | None = None
 

@@ -120,7 +120,6 @@ def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile) -> list[E
 
 
 def _count(stats: StageStats, encoded: Sequence[EncodeResult]) -> None:
-    """Add the last step of the funnel; duplicates are counted, by kind, where they were found."""
     last = next(reversed(stats.funnel.values()))
     count = stats.stage("tokenize")
     count.documents_in, count.bytes_in = last.documents_out, last.bytes_out

@@ -41,8 +41,6 @@ _COLUMNS = ("url", "text", "language", "language_score", "perplexity")
 
 
 class _MarkedOutput(Output):
-    """An output whose marker is a JSON file with its name, its contents and its lineage."""
-
     needs_tokenizer: ClassVar[bool] = False
 
     def check(self, recipe: Recipe, document_ids: bool) -> None:

@@ -213,7 +213,6 @@ class DocumentEnds:
 
 
 def _overlaps(starts: NDArray[np.int64], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Each part that overlaps [start, stop), and which of its own items do."""
     index = int(np.searchsorted(starts, start, "right")) - 1
     while index < len(starts) - 1 and starts[index] < stop:
         base = int(starts[index])

@@ -122,7 +122,6 @@ class Conversations(Settings):
 
 @lru_cache(maxsize=64)
 def _fixed(spec: EncoderSpec, text: str) -> NDArray[Any]:
-    """The ids of a template's string, in which names of special tokens are these tokens."""
     if not text:
         return np.empty(0, np.uint32)
     special: dict[str, int] = {}

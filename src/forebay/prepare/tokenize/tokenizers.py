@@ -144,7 +144,6 @@ def load_tokenizer(spec: str | Tokenizer, *, eos: bool | str = True, bos: bool |
 
 
 def _from_hub(spec: str, eos: bool | str, bos: bool | str) -> TokenizerFile:
-    """The tokenizer of a model on the hub; fetched once, then used without it."""
     try:
         folder = fetch_tokenizer(ALIASES.get(spec, spec))
     except UnknownDatasetError as error:
@@ -281,7 +280,6 @@ def encode_batch(tokenizer: HubTokenizer, texts: Sequence[str], description: str
 
 
 def _growth(normalizer: dict[str, Any]) -> int:
-    """The number of characters that a normalizer may make of one, about."""
     growth = max(1, len(normalizer.get("content") or normalizer.get("prepend") or ""))
     for part in normalizer.get("normalizers", ()):
         growth *= _growth(part)
