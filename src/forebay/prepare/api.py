@@ -29,8 +29,7 @@ from forebay.storage.locks import try_acquire
 from forebay.toml import read_toml
 
 MAX_PAGE_BYTES = 64 << 20
-MAX_SEEN = 2_000_000
-"""Ids that are remembered to skip repeated items, 8 bytes each and the set's own: about 150 MB."""
+MAX_SEEN = 2_000_000  # Ids that are remembered to skip repeated items, 8 bytes each and the set's own: about 150 MB.
 MAX_TRIES = 8  # of a page; then the run ends and can be resumed
 FIRST_WAIT_S = 1.0
 _TIMEOUT_S = 30.0

@@ -30,13 +30,11 @@ from forebay.prepare.settings import field_types, fit
 from forebay.toml import decode, parse_toml
 from forebay.units import parse_size
 
-Keys = tuple[str | int, ...]
-"""Keys from the outermost table in; a number is that of a table in an array of tables."""
+Keys = tuple[str | int, ...]  # Keys from the outermost table in; a number is that of a table in an array of tables.
 _SHIPPED = resources.files("forebay.prepare") / "recipes"
 
 
-Layer = tuple[str, Mapping[str, Any]]
-"""One source of settings: its file, "" for the command line, and its tables."""
+Layer = tuple[str, Mapping[str, Any]]  # One source of settings: its file, "" for the command line, and its tables.
 
 
 class _SettingError(Exception):

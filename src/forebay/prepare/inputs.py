@@ -38,10 +38,8 @@ from forebay.storage.listing import Skipped, describe_skipped, list_files, shown
 
 log = logging.getLogger("forebay.prepare")
 
-MAX_MALFORMED = 1000
-"""From so many on, the fraction of malformed records matters."""
-MAX_EMPTY = 1_000_000
-"""Blank lines and malformed records in a row, at about 2 µs each."""
+MAX_MALFORMED = 1000  # From so many on, the fraction of malformed records matters.
+MAX_EMPTY = 1_000_000  # Blank lines and malformed records in a row, at about 2 µs each.
 _CONNECTORS: dict[str, Format] = {HUB.name: HUB}
 
 

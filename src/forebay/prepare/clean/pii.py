@@ -22,8 +22,7 @@ from forebay.prepare.compiled import Ints
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
 
 Kind = Literal["email", "ipv4", "ipv6", "iban", "card", "phone", "key"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-"""In the order of the numbers of `pii_scan`; `key` is ours."""
+KINDS: tuple[Kind, ...] = get_args(Kind)  # In the order of the numbers of `pii_scan`; `key` is ours.
 assert tuple(range(6)) == (pii_scan.EMAIL, pii_scan.IPV4, pii_scan.IPV6, pii_scan.IBAN, pii_scan.CARD, pii_scan.PHONE)
 FINEWEB_MASKS = {
     "email": (b"email@example.com", b"firstname.lastname@example.org"),

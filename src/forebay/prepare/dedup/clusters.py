@@ -20,13 +20,11 @@ from forebay.files import atomic_write, open_atomic, temporary_path
 from forebay.prepare.compiled import jit
 from forebay.prepare.dedup.pairs import read_flags, reserve
 
-RETAINED = 0
-"""The drop code of a document that stays; others are 1 + the index of the method that dropped it."""
+RETAINED = 0  # The drop code of a document that stays; others are 1 + the index of the method that dropped it.
 _PAIRS = 1 << 15
 """Pairs between two clearings of mapped pages: 2 documents each and the path above them, 4 KiB a page at worst."""
 _CHUNK = 1 << 20
-_FLAT_BYTES = 64 << 20
-"""Maps smaller than this stay in memory."""
+_FLAT_BYTES = 64 << 20  # Maps smaller than this stay in memory.
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ from forebay.prepare.dedup.pairs import (
 )
 from forebay.prepare.documents import text_column
 
-VERSION = 3
-"""Changed when the same signatures would give another result, so that old ones are not used."""
+VERSION = 3  # Changed when the same signatures would give another result, so that old ones are not used.
 _RUN_RECORDS = 1 << 21
 """At most this many records a run: about 1 s of work, so that small corpora use several processes too."""
 _UNITS = Keys("units", 2, 2)
@@ -48,8 +47,7 @@ _UNITS = Keys("units", 2, 2)
 Mapper = Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]
 """Calls `run(task, scale)` for each task and returns the results in the order of the tasks."""
 Step = Callable[[str, Callable[[Any, int], Any], Sequence[Any]], list[Any]]
-OnProgress = Callable[[str, int, int], None]
-"""(step, steps done, steps in all)."""
+OnProgress = Callable[[str, int, int], None]  # (step, steps done, steps in all).
 
 
 class Signer:

@@ -103,8 +103,7 @@ class MinHash:
         return (numbers >> np.uint64(32)).astype(np.uint32) | np.uint32(1), numbers.astype(np.uint32)
 
 
-KINDS = (Exact.name, "lines", MinHash.name)
-"""The names of `--dedup`."""
+KINDS = (Exact.name, "lines", MinHash.name)  # The names of `--dedup`.
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.plugins import load_plugin
 
-MAX_SCALE = 3
-"""The last scale: a task takes about 1/64 of the memory of scale 0."""
+MAX_SCALE = 3  # The last scale: a task takes about 1/64 of the memory of scale 0.
 ENGINES = {"local": "forebay.prepare.engines.local:LocalEngine", "ray": "forebay.prepare.engines.ray:RayEngine"}
 
 T = TypeVar("T")

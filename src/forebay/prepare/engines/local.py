@@ -22,8 +22,7 @@ from typing import Any
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.engines import base, sandbox
 
-_EXIT_S = 5.0
-"""How long a worker whose pipe is closed may take to exit with its own exit code."""
+_EXIT_S = 5.0  # How long a worker whose pipe is closed may take to exit with its own exit code.
 
 
 def cores() -> int:

@@ -35,8 +35,7 @@ _STATUS_BYTES, _PID_BYTES, _TEXT_START = 256, 8, 9
 _ENDED = b"ended "  # No answer begins so: answers are pickles, sizes and Arrow batches.
 _PR_SET_PDEATHSIG = 1
 
-Buffer = Any
-"""What has the buffer protocol: `bytes`, an Arrow buffer."""
+Buffer = Any  # What has the buffer protocol: `bytes`, an Arrow buffer.
 Run = Callable[[Any, Buffer], tuple[Any, Buffer]]
 
 

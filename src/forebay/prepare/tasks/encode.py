@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from forebay.prepare.tokenize.conversations import Conversations
 
 
-TASK_VERSION = 5
-"""Changed when the same part would give other tokens, so that old results are not used."""
+TASK_VERSION = 5  # Changed when the same part would give other tokens, so that old results are not used.
 _BATCH_BYTES = 4 << 20
 
 

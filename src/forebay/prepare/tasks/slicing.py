@@ -33,8 +33,7 @@ _ENDS_AT_ONCE = 1 << 17
 Cutter = Callable[["DocumentEnds", int], tuple[int, int]]
 
 
-MASKED = -100
-"""The label of a token that is not trained on."""
+MASKED = -100  # The label of a token that is not trained on.
 _HEADER_BYTES = 1024
 
 

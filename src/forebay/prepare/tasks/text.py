@@ -39,15 +39,11 @@ from forebay.prepare.tasks.keys import hash_json, hash_source, source_key, versi
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import Signer
 
-TEXT_VERSION = 2
-"""Changed when the same split would give other documents, so that old results are not used."""
+TEXT_VERSION = 2  # Changed when the same split would give other documents, so that old results are not used.
 REJECT_CHARACTERS = 200
-MAX_REJECTS = 10_000
-"""Malformed records of one split that are listed; the rest are counted."""
-_PARTS = 16
-"""A batch that ends the process of the stages is tried again in so many parts, down to single documents."""
-_MAX_FAULTS = 32
-"""After so many documents of a split that did so, whole batches that do are rejected."""
+MAX_REJECTS = 10_000  # Malformed records of one split that are listed; the rest are counted.
+_PARTS = 16  # A batch that ends the process of the stages is tried again in so many parts, down to single documents.
+_MAX_FAULTS = 32  # After so many documents of a split that did so, whole batches that do are rejected.
 _ARROW_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
 _Reject = dict[str, Any]

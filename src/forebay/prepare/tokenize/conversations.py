@@ -22,8 +22,7 @@ from forebay.prepare.settings import Settings
 from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for
 from forebay.prepare.tokenize.tokenizers import parse, special_names
 
-TRAINED = 1 << 31
-"""The bit of a token that is trained on; ids are below it."""
+TRAINED = 1 << 31  # The bit of a token that is trained on; ids are below it.
 _MARKS = re.compile(f"([{PROMPT_MARK}{RESPONSE_MARK}])")
 
 

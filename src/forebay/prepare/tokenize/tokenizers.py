@@ -25,11 +25,9 @@ from forebay.plugins import load_plugin, plugins
 from forebay.storage.hub import hub_endpoint, missing_packages
 from forebay.storage.hub_copies import fetch_tokenizer
 
-SAMPLE_BYTES = 64 << 20
-"""Text that `train:` learns from, at most: bounds its memory to about 1 GB."""
+SAMPLE_BYTES = 64 << 20  # Text that `train:` learns from, at most: bounds its memory to about 1 GB.
 EOS = "<|endoftext|>"
-AUTO = "auto"
-"""For `eos` and `bos`: the vocabulary's own token if it has one, else none."""
+AUTO = "auto"  # For `eos` and `bos`: the vocabulary's own token if it has one, else none.
 _EOS_NAMES = (EOS, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "[EOS]", "[SEP]", "<|im_end|>")
 _BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|bos|>", "<|startoftext|>", "[BOS]", "[CLS]")
 _MAX_GROWTH = 64
