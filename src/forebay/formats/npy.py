@@ -35,9 +35,7 @@ class Npy(RawTokens):
     """Files with NumPy's header."""
 
     name = "npy"
-    suffixes: ClassVar[
-        tuple[str, ...]
-    ] = ()  # Those of `raw tokens` count: shards exist that are named .npy and have no header.
+    suffixes: ClassVar[tuple[str, ...]] = ()  # `raw tokens` has .npy: some shards so named have no header.
 
     def sniff(self, head: bytes) -> bool:
         return head.startswith(NPY_MAGIC)

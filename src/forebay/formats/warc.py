@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 from forebay.errors import CorruptInputError
 from forebay.formats.base import Format
@@ -44,7 +44,7 @@ class Warc(Format):
     """WARC and WET files."""
 
     name = "warc"
-    suffixes = (".warc",)
+    suffixes: ClassVar[tuple[str, ...]] = (".warc",)
 
     def sniff(self, head: bytes) -> bool:
         return _WARC.match(head) is not None

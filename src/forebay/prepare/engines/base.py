@@ -5,9 +5,11 @@ A task is tried once. If its worker dies or runs out of memory, it is tried agai
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import pickle
+import signal
 import traceback
 from abc import abstractmethod
 from collections import deque
@@ -150,6 +152,13 @@ def pickled_error(error: BaseException, context: str) -> bytes:
     except Exception:  # noqa: BLE001, S110 - a class that cannot be copied: its text crosses
         pass
     return pickle.dumps(PrepareError(f"{type(error).__name__}: {error}\n{context}"))
+
+
+def exit_name(code: int) -> str:
+    """`SIGSEGV`, or `exit code 3`."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"exit code {code}"
 
 
 def use_one_core() -> None:

@@ -156,13 +156,7 @@ class LocalEngine(base.Engine):
 
 
 def _describe_exit(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"died with exit code {code}"
-    if -code == signal.SIGKILL:
-        return "died with signal 9 (out of memory?)"
-    with contextlib.suppress(ValueError):
-        return f"died with signal {-code} ({signal.Signals(-code).name})"
-    return f"died with signal {-code}"
+    return f"died with {base.exit_name(code or 0)}{' (out of memory?)' if code == -signal.SIGKILL else ''}"
 
 
 @contextlib.contextmanager
