@@ -175,7 +175,6 @@ def check_output(path: object, out: Path, force: bool) -> None:
 
 @contextmanager
 def _stage(out: Path) -> Iterator[Path]:
-    """An empty directory beside `out`, of this process alone, removed in the end."""
     stage = out.parent / f".{out.name}.converting"
     stage.mkdir(exist_ok=True)
     lock = try_acquire(stage / ".lock")

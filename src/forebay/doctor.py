@@ -101,7 +101,6 @@ def _examine_one(path: Path, kind: str, options: CheckOptions) -> Report:
 
 
 def _misnamed(path: Path) -> str:
-    """Why a file is not what its name says; "" if it is, or its name says nothing."""
     if path.name.startswith(IDS_PREFIX):
         return ""
     detection = detect(path)

@@ -32,6 +32,7 @@ from forebay.errors import ForebayError
 from forebay.prepare import PrepareResult, load_recipe
 from support import whole
 from support.calibration import scaled
+from support.document_ids import document_ids
 
 FUZZ_S = float(os.environ.get("FOREBAY_FUZZ_S", "6"))
 SEED = int(os.environ.get("FOREBAY_FUZZ_SEED", "1"))
@@ -188,7 +189,7 @@ def attempt(folder: Path, out: Path, **settings: object) -> PrepareResult | Fore
             out,
             recipe=load_recipe(settings={**SETTINGS, **settings}),
             workers=1,
-            write_ids=Path(f"{out}.ids"),
+            document_ids=True,
         )
     except ForebayError as error:
         return error
@@ -197,7 +198,7 @@ def attempt(folder: Path, out: Path, **settings: object) -> PrepareResult | Fore
 
 
 def kept(out: Path) -> set[str]:
-    return set(Path(f"{out}.ids").read_text().splitlines())
+    return set(document_ids(out))
 
 
 def cases() -> Iterator[tuple[int, str, str]]:

@@ -85,7 +85,6 @@ def _signature(opened: Slice) -> dict[str, Any]:
 
 
 def _join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any] | None:
-    """The common signature of two files, -1 where row lengths differ; None if anything else differs."""
     if first == second:
         return first
     if first.keys() != second.keys():

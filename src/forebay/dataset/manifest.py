@@ -35,8 +35,7 @@ MAX_FREE_ROWS = 1 << 16
 MAX_FREE_BYTES = 64 << 20
 MAX_EXPANSION = 16  # bytes in memory for each byte of the file, beyond MAX_FREE_BYTES
 MAX_NAME_BYTES = 1024
-MAX_MANIFEST_BYTES = 256 << 20
-"""A lineage of a million inputs is about 150 MB."""
+MAX_MANIFEST_BYTES = 256 << 20  # A lineage of a million inputs is about 150 MB.
 
 LAYOUTS = ("tokens", "rows")
 TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
@@ -225,7 +224,6 @@ class SliceTable:
 
 
 def _check_expansion(footer: Footer, data: bytes) -> None:
-    """Refuse, before reading it, a table of other physical types, or one that expands far in memory."""
     physical = [(column.name, column.type, column.length) for column in footer.columns]
     if physical != _PHYSICAL or not all(column.is_flat for column in footer.columns):
         raise DatasetError(

@@ -81,7 +81,6 @@ class Dataset:
         return f"{type(self).__name__}({self.name!r}, id={self.id[:12]}…, {totals}, {location})"
 
     def __len__(self) -> int:
-        """Documents; of layout `rows`, rows."""
         return self.manifest.documents if self.manifest.layout == "tokens" else self.manifest.rows
 
     def __getitem__(self, index: int) -> Any:

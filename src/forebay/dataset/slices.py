@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from forebay.errors import DatasetError, UsageError
 from forebay.files import atomic_write
 
-MAX_HEADER_BYTES = 100_000_000
-"""The bound of the reference implementation."""
+MAX_HEADER_BYTES = 100_000_000  # The bound of the reference implementation.
 _CHUNK = 1 << 20
 
 # BF16 and the 8-bit floats have no NumPy type: they are read as their bits.
@@ -192,8 +191,7 @@ def _check_entry(name: str, entry: Any) -> _Entry:
     return name, kind, tuple(shape), offsets[0], offsets[1]
 
 
-TOKEN_HEADER_BYTES = 256
-"""An upper bound of the bytes of a token slice beside tokens and document ends (8 bytes each)."""
+TOKEN_HEADER_BYTES = 256  # An upper bound of the bytes of a token slice beside tokens and document ends (8 bytes each).
 
 
 def write_token_slice(

@@ -71,7 +71,6 @@ def _open_directory(path: Path, dtype: Any) -> ExternalDataset | None:
 
 
 def _open_files(folder: Path, files: list[Path], dtype: Any) -> ExternalDataset | None:
-    """Files of tokens without an index, each of which begins as such, or of the type given, or has sample ids."""
     tokens = [file for file in files if not file.name.startswith(IDS_PREFIX)]
     chosen = [file for file in tokens if has_header(file) or ids_of(file) is not None]
     if dtype is not None:
@@ -89,7 +88,6 @@ def _open_files(folder: Path, files: list[Path], dtype: Any) -> ExternalDataset 
 
 
 def _open_file(path: Path, dtype: Any) -> ExternalDataset | None:
-    """One file: tokens if it begins so, its type is given, sample ids are beside it, or its suffix says so."""
     detection = detect(path)
     if detection.problem:
         raise DatasetError(f"{path}: {detection.problem}")
@@ -100,7 +98,6 @@ def _open_file(path: Path, dtype: Any) -> ExternalDataset | None:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """Files below a directory by name, without hidden ones; none if the first thousand are of no format of tokens."""
     with reading(path):
         files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
     are_tokens = (file.suffix in RAW_SUFFIXES or is_index(file) or has_header(file) for file in files)

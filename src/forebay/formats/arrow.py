@@ -90,7 +90,6 @@ class SavedArrow(Format):
 
 @contextmanager
 def _open_input(file: InputFile, options: ReadOptions, split: InputSplit | None = None) -> Iterator[Any]:
-    """A reader of an IPC file, memory-mapped if it can be, or of a stream; with a split its messages are checked."""
     with ExitStack() as opened:
         if file.compression:
             stream = opened.enter_context(open_input(file, options))

@@ -32,7 +32,6 @@ def _flatbuffer() -> Iterator[None]:
 
 
 def _field(data: bytes, table: int, index: int) -> int:
-    """The offset of a field of a table; 0 if it has none."""
     layout = table - struct.unpack_from("<i", data, table)[0]
     if layout < 0 or 6 + 2 * index > struct.unpack_from("<H", data, layout)[0]:
         return 0
@@ -61,7 +60,6 @@ def _body_bytes(metadata: bytes) -> int:
 
 
 def _check_message(metadata: bytes, read_at: _ReadAt) -> None:
-    """Raise CorruptInputError for a message whose packed buffers would take more than MAX_BUFFERED_BYTES."""
     message = _follow(metadata, 0)
     kind, header = _field(metadata, message, 1), _field(metadata, message, 2)
     if not kind or not header or metadata[kind] not in (_DICTIONARY_BATCH, _RECORD_BATCH):
@@ -123,7 +121,6 @@ def check_stream(file: BinaryIO) -> None:
 
 
 def _read_head(file: BinaryIO) -> tuple[bytes, bytes]:
-    """The prefix of a message, and its metadata: empty at the end."""
     head = file.read(4)
     if head == b"\xff\xff\xff\xff":
         head += file.read(4)

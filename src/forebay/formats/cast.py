@@ -68,7 +68,6 @@ def cast(values: Array, to: str, name: str, *, source: str | None = None, first_
 
 
 def _exactly(values: Array, to: str, name: str, first_row: int) -> Array:
-    """To or from integers: every value stays what it is, or it is refused."""
     with np.errstate(invalid="ignore", over="ignore"):
         if to == "BF16":
             changed = narrow_bf16(values.astype(np.float64))
@@ -83,7 +82,6 @@ def _exactly(values: Array, to: str, name: str, first_row: int) -> Array:
 
 
 def _same(changed: Array, values: Array) -> NDArray[np.bool_]:
-    """Where two arrays hold the same number; exact between 64-bit integers and floats, too."""
     if "f" in (changed.dtype.kind, values.dtype.kind):
         # 2**63 and 2**64 are floats that no integer of 64 bits is, and casting them back would wrap.
         integers, number = (values, changed) if changed.dtype.kind == "f" else (changed, values)
@@ -148,7 +146,6 @@ def quantize(
 
 
 def _magnitudes(values: Array, name: str, first_row: int) -> NDArray[np.float64]:
-    """The largest magnitude of each row [N]; 0 for rows without values. Raises DatasetError if one is not finite."""
     infinite = ~np.isfinite(values)
     if infinite.any():
         raise _refused(values, infinite, "q8", name, first_row, "Only finite values can be quantized.")

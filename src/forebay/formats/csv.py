@@ -85,7 +85,6 @@ def _decoded_lines(split: InputSplit, options: ReadOptions, problems: list[str])
 
 
 def _header(row: list[str], options: ReadOptions, file: InputFile) -> tuple[list[str], dict[str, int], bool]:
-    """The names of the columns, the positions of those to read, and whether the first row is a header."""
     required, optional = keys_of(options)
     if all(key.isdigit() for key in required) and not set(required) <= set(row):
         positions = {key: int(key) for key in required + [key for key in optional if key.isdigit()]}

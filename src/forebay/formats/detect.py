@@ -88,7 +88,6 @@ def _detected(head: bytes, compression: str, name: str) -> Detection:
 
 
 def _find_placeholder(head: bytes, by_name: str) -> str:
-    """What is wrong with a file that is a Git LFS pointer, or an error page in place of data; "" if it is neither."""
     expected = f"expected {by_name or 'data'}{', as its name says' if by_name else ''}"
     if head.startswith(b"version https://git-lfs.github.com/spec/") and len(head) < 1024:
         return f"{expected}, got a pointer of Git LFS. Run `git lfs pull` to fetch the file itself."

@@ -227,7 +227,6 @@ class ExternalDataset(Dataset, ABC):
         )
 
     def _map(self, path: Path, num_bytes: int) -> Bytes8:
-        """The map of a file of exactly this size; at most 64 are kept, and views keep theirs."""
         with self._map_lock:
             memory = self._maps.pop(path, None)
             if memory is None or file_size(path) != num_bytes:

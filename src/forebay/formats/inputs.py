@@ -90,7 +90,7 @@ class ReadOptions:
         prompt_key, response_key, messages_key: For the rows layout. If `messages_key` is set (a list of
             `{"role", "content"}`), or both others, the text is the turns, each after `records.PROMPT_MARK` or
             `records.RESPONSE_MARK` (an assistant's).
-        columns: Fields of the input that stages and `dedup.score` see as columns, each `number` or `text`:
+        columns: Fields of the input that stages see as columns, each `number` or `text`:
             `{"quality" = "number"}`. A document without one has NaN, or "".
         options: What only one format knows: `{"namespaces": [0]}` for Wikipedia.
     """

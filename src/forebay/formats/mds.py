@@ -171,7 +171,6 @@ class MdsDataset(external.ExternalDataset):
         return external.as_tokens(values.view(column.kind), path), document_ends
 
     def _count(self, shard: MdsShard) -> int:
-        """The number of a shard's tokens, from its offsets where these tell, else from its samples."""
         column, (path, stored) = self._column, self._find(shard)
         if external.file_size(path) != stored.bytes:
             raise DatasetError(
@@ -197,7 +196,6 @@ class MdsDataset(external.ExternalDataset):
         return int(values.sum()) // width
 
     def _locate(self, path: Path, shard: MdsShard, memory: external.Bytes8) -> tuple[I64, I64]:
-        """Where the tokens of each sample begin and end in a shard's bytes."""
         column = self._column
         offsets = _offsets(path, memory, shard.samples, len(memory))
         size_at, limits = offsets[:-1], offsets[1:]
@@ -284,7 +282,6 @@ def _parse_encoding(path: Path, name: str, encoding: str, dtype: Any) -> tuple[n
 
 
 def _decompress(path: Path, shard: MdsShard) -> external.Bytes8:
-    """The raw bytes of a compressed shard, of exactly the index's size."""
     assert shard.zip_data is not None
     packed, size = shard.zip_data.bytes, shard.raw_data.bytes
     check_unpacked(path, packed, size + 1)

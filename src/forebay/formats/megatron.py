@@ -218,7 +218,6 @@ def _header(idx: Path, memory: external.Bytes8) -> tuple[np.dtype[Any], int, int
 def _check_sequences(
     idx: Path, data: Path, data_bytes: int, kind: np.dtype[Any], lengths: NDArray[np.int32], pointers: NDArray[np.int64]
 ) -> int:
-    """Return the tokens of all sequences. Raises DatasetError if these do not follow one another from byte 0."""
     total = 0
     for a in range(0, len(lengths), _CHUNK):
         sizes = lengths[a : a + _CHUNK].astype(np.int64)

@@ -35,8 +35,7 @@ class Npy(RawTokens):
     """Files with NumPy's header."""
 
     name = "npy"
-    # The suffixes of `raw tokens` count: shards exist that are named .npy and have no header.
-    suffixes: ClassVar[tuple[str, ...]] = ()
+    suffixes: ClassVar[tuple[str, ...]] = ()  # `raw tokens` has .npy: some shards so named have no header.
 
     def sniff(self, head: bytes) -> bool:
         return head.startswith(NPY_MAGIC)

@@ -127,7 +127,6 @@ def _group_rows(parquet: pq.ParquetFile, file: InputFile, group: int, keys: list
 
 
 def _max_column_rows(file: InputFile, column: Any, stays_dictionary: bool) -> int:
-    """How many rows of a column chunk may be in memory; each may be the largest value of its dictionary."""
     start, size = column.data_page_offset, column.total_compressed_size
     if column.has_dictionary_page and column.dictionary_page_offset:
         start = min(start, column.dictionary_page_offset)

@@ -127,7 +127,6 @@ def to_record(
 
 
 def _value(value: object, kind: str) -> float | str:
-    """The value of a column of that kind: a field that is missing or of another kind is NaN, or ""."""
     if kind == "text":
         return name_of(value)
     try:

@@ -203,8 +203,6 @@ class ForebayDataset(Format):
 
 @dataclass
 class _Column:
-    """A column on its way to a tensor; `shape` is a row's, once it is known."""
-
     name: str
     kind: str
     to: str
@@ -282,7 +280,6 @@ def _tensors(batch: pa.RecordBatch, columns: Sequence[_Column], first_row: int) 
 
 
 def _array(values: pa.Array, column: _Column, first_row: int) -> tuple[Array, NDArray[np.uint8] | None]:
-    """Rows as an array [N, …], and where it is no padding, if rows may be padded."""
     counts, leaves = tables.flatten(values)
     gaps = np.flatnonzero(counts < 0)
     if len(gaps) or leaves.null_count:

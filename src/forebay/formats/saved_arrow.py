@@ -19,33 +19,21 @@ import pyarrow.ipc
 from numpy.typing import NDArray
 
 from forebay.errors import DatasetError
-from forebay.formats.external import (
-    MAX_COPIED_TOKENS,
-    TOKEN_COLUMNS,
-    U64,
-    ExternalDataset,
-    ExternalSlice,
-    as_tokens,
-    common_dtype,
-    fingerprints,
-    read_head,
-    shown_name,
-    unreadable,
-)
+from forebay.formats import external
 from forebay.formats.tables import is_list
 
 STATE_FILE = "state.json"
 _MAX_STATE_BYTES = 64 << 20
 
 
-class SavedDataset(ExternalDataset):
+class SavedDataset(external.ExternalDataset):
     """The files of one saved dataset, in its order; one row is one document."""
 
     def __init__(self, path: Path, column: str | None = None) -> None:
         files = files_of(path)
         self._batches = [_batches_of(file, column) for file in files]
         self._runs: dict[tuple[int, int], tuple[int, int]] = {}
-        parts: list[ExternalSlice] = []
+        parts: list[external.ExternalSlice] = []
         kinds: set[np.dtype[Any]] = set()
         for i, (file, batches) in enumerate(zip(files, self._batches)):
             counts = [len(lists.flatten()) for lists in batches]
@@ -55,14 +43,21 @@ class SavedDataset(ExternalDataset):
                 kinds.add(kind)
                 self._runs[i, start] = a, b
                 parts.append(
-                    ExternalSlice(i, f"{shown_name(path, file)}#{k:05d}", start, count, rows, count * kind.itemsize)
+                    external.ExternalSlice(
+                        i, f"{external.shown_name(path, file)}#{k:05d}", start, count, rows, count * kind.itemsize
+                    )
                 )
                 start += count
         super().__init__(
-            path, "arrow", common_dtype(path, kinds) if kinds else "U32", files, fingerprints(files), parts
+            path,
+            "arrow",
+            external.common_dtype(path, kinds) if kinds else "U32",
+            files,
+            external.fingerprints(files),
+            parts,
         )
 
-    def _read(self, part: ExternalSlice) -> tuple[NDArray[Any], U64]:
+    def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
         a, b = self._runs[part.file, part.start]
         path = self.files[part.file]
         batches = self._batches[part.file][a:b]
@@ -70,7 +65,7 @@ class SavedDataset(ExternalDataset):
         values = [lists.flatten() for lists in batches]
         if (lengths < 0).any() or any(value.null_count for value in values):
             raise DatasetError(f"{path}: expected lists of token ids without gaps, got others. Write it again.")
-        pieces = [as_tokens(value.to_numpy(zero_copy_only=True), path) for value in values]
+        pieces = [external.as_tokens(value.to_numpy(zero_copy_only=True), path) for value in values]
         tokens = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return tokens, np.cumsum(lengths, dtype=np.uint64)
 
@@ -79,7 +74,7 @@ def files_of(path: Path) -> list[Path]:
     """Return the files of a saved dataset, in order. Raises DatasetError if state.json is damaged, or selects rows."""
     state_file = path / STATE_FILE
     try:
-        state = orjson.loads(read_head(state_file, _MAX_STATE_BYTES))
+        state = orjson.loads(external.read_head(state_file, _MAX_STATE_BYTES))
         names = [file["filename"] for file in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
         raise DatasetError(f"{state_file}: expected the names of a saved dataset's files, got {error!r}.") from error
@@ -96,10 +91,12 @@ def files_of(path: Path) -> list[Path]:
 def _batches_of(path: Path, column: str | None) -> list[Any]:
     try:
         with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
-            names = [column] if column is not None else [n for n in TOKEN_COLUMNS if n in reader.schema.names][:1]
+            names = (
+                [column] if column is not None else [n for n in external.TOKEN_COLUMNS if n in reader.schema.names][:1]
+            )
             if not names or names[0] not in reader.schema.names:
                 raise DatasetError(
-                    f"{path}: expected a column of token lists ({column or ' or '.join(TOKEN_COLUMNS)}), got "
+                    f"{path}: expected a column of token lists ({column or ' or '.join(external.TOKEN_COLUMNS)}), got "
                     f"{', '.join(reader.schema.names)[:500]}. Say column=…, or tokenize text first with "
                     "`forebay prepare`."
                 )
@@ -111,7 +108,7 @@ def _batches_of(path: Path, column: str | None) -> list[Any]:
                     raise DatasetError(f"{path}: expected a list in every row of {names[0]}, got none in some.")
             return batches
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise external.unreadable(path, error) from error
     except (pa.ArrowException, ValueError) as error:
         raise DatasetError(
             f"{path}: expected a stream of Arrow batches, got: {error}. Write or fetch it again."
@@ -130,7 +127,7 @@ def _join(counts: list[int]) -> Iterator[tuple[int, int]]:
     first, total = 0, 0
     for i, count in enumerate(counts):
         total += count
-        if total >= MAX_COPIED_TOKENS or i == len(counts) - 1:
+        if total >= external.MAX_COPIED_TOKENS or i == len(counts) - 1:
             if total:
                 yield first, i + 1
             first, total = i + 1, 0

@@ -83,7 +83,6 @@ def needs_table(to: str | None, options: ConvertOptions) -> bool:
 
 
 def _holds_more(table: TableSource, column: str | None) -> bool:
-    """Whether rows hold numbers besides their tokens: labels, masks. A column that is named is converted alone."""
     name = token_column(table.schema, column)
     others = [field.type for field in table.schema if field.name != name]
     return name is None or (
@@ -92,7 +91,6 @@ def _holds_more(table: TableSource, column: str | None) -> bool:
 
 
 def _try_tokens(path: str | Path, options: ConvertOptions) -> tuple[TokenSource | None, ForebayError | None]:
-    """Tokens, or why there are none: it may still be a table."""
     try:
         return open_tokens(path, options), None
     except (DatasetError, UsageError) as error:

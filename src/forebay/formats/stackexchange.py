@@ -42,7 +42,6 @@ class StackExchange(Format):
 
 
 def _posts(stream: BinaryIO, site: str, options: ReadOptions) -> Iterator[Record | None]:
-    """A record for each post that is a document, or damage; None for what is no document."""
     for offset, line, problem in lines_of(stream, options):  # Dumps have one row a line.
         row = line.strip()
         if not problem and not row.startswith(b"<row"):

@@ -365,7 +365,6 @@ def _canonical(leaves: pa.Array) -> Any:
 
 
 def _numbers(values: NDArray[Any]) -> NDArray[Any]:
-    """Eight bytes for each: the integer that it is, or else the bits of the float."""
     if values.dtype.kind != "f":
         return values.astype("<u8" if values.dtype.kind == "u" else "<i8")
     with np.errstate(invalid="ignore"):  # A signalling NaN is a NaN.

@@ -78,7 +78,6 @@ class TarReader:
         self._long_name, self._long_size = "", -1
 
     def __iter__(self) -> Iterator[Member]:
-        """Yield regular files and problems, in order; after a damaged header, continue at the next sound one."""
         is_lost, start = False, self.offset
         while True:
             offset = self.offset
@@ -165,7 +164,6 @@ class TarReader:
         return data
 
     def _body(self, size: int, limit: int) -> bytes | None:
-        """The data of a member; None if it is larger than the limit, and then skipped."""
         if size > limit:
             self._skip(size)
             return None

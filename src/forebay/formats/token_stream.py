@@ -156,7 +156,6 @@ class TokenStream:
         return _NO_TOKENS
 
     def _cast(self, piece: TokenPart, before: int, num_ended: int) -> NDArray[Any]:
-        """The tokens in the type to be written, after `before` tokens and `num_ended` documents of the source."""
         tokens, dtype = piece.tokens, TOKEN_DTYPES[self.dtype]
         if len(tokens) and int(np.iinfo(tokens.dtype).max) > self.max_id and int(tokens.max()) > self.max_id:
             index = int(np.argmax(tokens > self.max_id))

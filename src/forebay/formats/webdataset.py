@@ -107,7 +107,6 @@ class WebDataset(Format):
 
 
 def _bounded_sample(group: Iterator[Member], options: ReadOptions) -> list[Member]:
-    """The members of a sample; one with a problem if they are more than memory should hold."""
     members: list[Member] = []
     size = 0
     for member in group:
@@ -121,7 +120,6 @@ def _bounded_sample(group: Iterator[Member], options: ReadOptions) -> list[Membe
 
 
 def _documents(members: list[Member], options: ReadOptions) -> Iterator[Record]:
-    """The documents of a sample: its plain text if it has some, else what its JSON or HTML holds."""
     first = members[0]
     if first.problem:
         yield Record(0, first.name, problem=first.problem, location=f"byte {first.offset}")
@@ -171,7 +169,6 @@ def _open_samples(paths: Sequence[Path]) -> TableSource:
 
 
 def _without_arrays(row: dict[str, Any], arrays: Container[str] = ()) -> dict[str, Any]:
-    """The values of a row that are no arrays, nor missing where other rows have one."""
     return {name: value for name, value in row.items() if not isinstance(value, np.ndarray) and name not in arrays}
 
 
@@ -283,7 +280,6 @@ def _decoded(name: str, suffix: str, data: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _array(data: bytes) -> tables.Array:
-    """An array in NumPy's format, of exactly the size that its header says; a view."""
     file = io.BytesIO(data)
     shape, fortran, dtype = read_header(file)
     num_bytes = len(data) - file.tell()
@@ -342,7 +338,6 @@ def _member(name: str, value: Any) -> tuple[str, bytes] | None:
 
 
 def _values(name: str, column: pa.Array, first_row: int) -> list[Any]:
-    """Lists and tensors of numbers as arrays; all else as Python has it."""
     counts, leaves = tables.flatten(column)
     kind = leaves.type
     shape = tables.tensor_shape(column.type)

@@ -179,7 +179,6 @@ def _document(page: _Page, site: _Site, options: ReadOptions, namespaces: frozen
 
 
 def _fields(xml: bytes) -> dict[str, str]:
-    """The text of each element of a page that is needed, and `redirect`, `deleted` where it has them."""
     parser, path, texts = expat.ParserCreate(), list[str](), dict[str, list[str]]()
     parser.buffer_text, parser.buffer_size = True, 64 << 10
 

@@ -108,7 +108,6 @@ def to_text(source: str, dropped_prefixes: frozenset[str] = FILES_AND_CATEGORIES
 
 
 def _without_blocks(source: str, raw: list[str]) -> str:
-    """The source without comments and elements that are left out; what is kept as it is goes to `raw`."""
     source = source.replace("\0", "")
     out, offset, unclosed = list[str](), 0, set[str]()
     while (match := _BLOCK.search(source, offset)) is not None:

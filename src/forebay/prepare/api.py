@@ -29,8 +29,7 @@ from forebay.storage.locks import try_acquire
 from forebay.toml import read_toml
 
 MAX_PAGE_BYTES = 64 << 20
-MAX_SEEN = 2_000_000
-"""Ids that are remembered to skip repeated items, 8 bytes each and the set's own: about 150 MB."""
+MAX_SEEN = 2_000_000  # Ids that are remembered to skip repeated items, 8 bytes each and the set's own: about 150 MB.
 MAX_TRIES = 8  # of a page; then the run ends and can be resumed
 FIRST_WAIT_S = 1.0
 _TIMEOUT_S = 30.0
@@ -189,7 +188,6 @@ def _read_progress(path: Path, spec: ApiSpec) -> ApiProgress:
 
 
 def _is_new(item_id: str, seen: dict[int, None]) -> bool:
-    """Whether an id was not seen before; remembers it. An item without one is always new."""
     if not item_id:
         return True
     key = int.from_bytes(hashlib.blake2b(item_id.encode("utf-8", "replace"), digest_size=8).digest(), "little")
@@ -202,7 +200,6 @@ def _is_new(item_id: str, seen: dict[int, None]) -> bool:
 
 
 def _append(file: IO[bytes], page: object, spec: ApiSpec, before: ApiProgress, seen: dict[int, None]) -> ApiProgress:
-    """Write a page's items; returns the state after it, which is not stored yet."""
     items = [_line(item, spec) if isinstance(item, dict) else None for item in _values_at(page, spec.items)]
     lines = [item for item in items if item is not None]
     added = [item for item in lines if _is_new(item["id"], seen)]
@@ -247,8 +244,6 @@ def _values_at(value: object, path: str) -> list[object]:
 
 
 class _Client:
-    """Requests pages within the rate limits, and again after a failure that may pass."""
-
     def __init__(self, spec: ApiSpec) -> None:
         self._spec, self._not_before = spec, 0.0
         self._parameters = {key: _expand(value) for key, value in spec.parameters.items()}

@@ -30,13 +30,11 @@ from forebay.prepare.settings import field_types, fit
 from forebay.toml import decode, parse_toml
 from forebay.units import parse_size
 
-Keys = tuple[str | int, ...]
-"""Keys from the outermost table in; a number is that of a table in an array of tables."""
+Keys = tuple[str | int, ...]  # Keys from the outermost table in; a number is that of a table in an array of tables.
 _SHIPPED = resources.files("forebay.prepare") / "recipes"
 
 
-Layer = tuple[str, Mapping[str, Any]]
-"""One source of settings: its file, "" for the command line, and its tables."""
+Layer = tuple[str, Mapping[str, Any]]  # One source of settings: its file, "" for the command line, and its tables.
 
 
 class _SettingError(Exception):
@@ -200,7 +198,6 @@ def _own_methods(table: Any, base: Dedup, allow_code: bool) -> tuple[Any, tuple[
 
 
 def _check_code(name: str, table: Any, key: str, path: Keys, allowed: bool) -> None:
-    """Refuse a setting that names code, unless that is allowed; of a tokenizer only `module:Name` does."""
     value = table.get(key) if isinstance(table, Mapping) else None
     is_code = value and (key != "tokenizer" or re.fullmatch(r"(?!train:)[\w.]+:[A-Za-z_][\w.]*", str(value)))
     if is_code and not allowed:
@@ -251,7 +248,6 @@ def _unknown_key(path: Keys, names: Sequence[str]) -> _SettingError:
 
 
 def _build(cls: Any, table: Any, path: Keys, base: Any = None) -> Any:
-    """The dataclass from a table, each value checked against its field's type; other fields are those of `base`."""
     if not isinstance(table, Mapping):
         raise _SettingError(path, f"expected a table of settings, got {table!r}")
     types_of = field_types(cls)
@@ -277,7 +273,6 @@ def _build(cls: Any, table: Any, path: Keys, base: Any = None) -> Any:
 
 
 def _number(kind: Any, value: str, path: Keys) -> Any:
-    """The number that `64MiB`, `1%` or `inf` stands for, where a number is expected."""
     kind = kind.__origin__ if typing.get_origin(kind) is Annotated else kind
     if kind is int and "bytes" in str(path[-1]):
         try:

@@ -30,8 +30,7 @@ SCHEMA = pa.schema(
         ("text", pa.large_string()),
     ]
 )
-BATCH_BYTES = 4 << 20
-"""UTF-8 bytes of text in a batch, about: one document larger than that is a batch alone."""
+BATCH_BYTES = 4 << 20  # UTF-8 bytes of text in a batch, about: one document larger than that is a batch alone.
 BATCH_ROWS = 4096
 
 
@@ -65,7 +64,6 @@ class Stage(Protocol):
     """
 
     def __post_init__(self) -> None:
-        """Check the settings against their types. Raises UsageError if one does not fit."""
         check_fields(self)
 
     name: ClassVar[str]

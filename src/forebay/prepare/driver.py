@@ -39,25 +39,11 @@ from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun, Progress, sampled
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
 from forebay.prepare.stats import PERPLEXITY, StageStats, percentile_threshold
+from forebay.prepare.tasks import keys
 from forebay.prepare.tasks.encode import sample_texts
-from forebay.prepare.tasks.keys import (
-    content_key,
-    hash_json,
-    hash_source,
-    random_key,
-    source_key,
-    stage_files,
-    versions,
-)
 from forebay.prepare.tasks.percentile import PercentileTask, filter_percentiles
 from forebay.prepare.tasks.text import TextResult, TextTask, finished_text, process_split, task_key, write_rejects
-from forebay.prepare.tokenize.tokenizers import (
-    Tokenizer,
-    TokenizerFile,
-    load_tokenizer,
-    train_tokenizer,
-    vocab_to_train,
-)
+from forebay.prepare.tokenize import tokenizers
 from forebay.storage.listing import Skipped, count_reasons, describe_skipped, shown_path
 
 if TYPE_CHECKING:
@@ -72,7 +58,7 @@ def prepare_dataset(
     out: Path | str,
     *,
     recipe: Recipe | str | None = None,
-    tokenizer: str | Tokenizer | None = None,
+    tokenizer: str | tokenizers.Tokenizer | None = None,
     filters: Sequence[str | Stage] = (),
     dedup: Sequence[str | Method] = (),
     name: str | None = None,
@@ -80,7 +66,6 @@ def prepare_dataset(
     seed: int | None = None,
     settings: Mapping[str, Any] | None = None,
     to: str | Output = "dataset",
-    write_ids: Path | None = None,
     document_ids: bool = False,
     engine: str | Engine = "local",
     workers: int | None = None,
@@ -106,10 +91,8 @@ def prepare_dataset(
         settings: Nested tables of a recipe: `{"read": {"text_key": "body"}}`.
         to: `dataset`; `text`: Parquet files of the kept text in `out/text`; `lm`: a language model, `out/model.arpa`;
             or an object of the protocol `Output`.
-        write_ids: Write the source id of each kept document here, one a line, in the order of the input: its `id` in
-            the input, else `path:line` (or row), or the path of a text file.
-        document_ids: Write the source id and file of each document to `documents.parquet`, in the order of the dataset.
-            The slices are the same; the manifest, and so the dataset's id, is another.
+        document_ids: Write the source id (its `id` in the input, else `file:line`, or row) and file of each document to
+            `documents.parquet`, in the order of the dataset. The slices are the same; the dataset's id is another.
         engine: `local` (processes of this machine), `ray`, the name of an entry point of `forebay.engines`, or an
             object of the protocol `Engine`.
         workers: Processes; by default one a core (of the whole cluster, with Ray). The bytes do not depend on it.
@@ -146,7 +129,7 @@ def prepare_dataset(
     if not output.needs_tokenizer:
         tokenizer, recipe = None, recipe.with_tokenizer("bytes")
     own = None if isinstance(tokenizer, str) else tokenizer
-    vocab = vocab_to_train(recipe.tokenize.tokenizer) if own is None else None
+    vocab = tokenizers.vocab_to_train(recipe.tokenize.tokenizer) if own is None else None
     loaded = _load_tokenizer(recipe, own) if vocab is None else None
     notify = on_message or (lambda message: None)
     opened_sources = [(source, open_source(source)) for source in inputs or recipe.inputs]
@@ -160,13 +143,10 @@ def prepare_dataset(
     if strict:
         _refuse_skipped(sources.skipped)
     with _errors(out), _locked(out), open_engine(engine, workers, out, notify) as opened:
-        if write_ids is not None:  # fail now rather than when all the work is done
-            Path(write_ids).parent.mkdir(parents=True, exist_ok=True)
-            remove_stale(Path(write_ids).parent)
         own_splits = [(split, item) for item in own_sources for split in source_splits(item)]
         listed = (*sources.files, *(split.files[0] for split, _ in own_splits))
         sources = dataclasses.replace(sources, files=listed)
-        run = PrepareRun(out, recipe, opened, write_ids, document_ids, on_progress or (lambda progress: None), notify)
+        run = PrepareRun(out, recipe, opened, document_ids, on_progress or (lambda progress: None), notify)
         lineage = _lineage(run, sources, loaded)
         existing = _find_existing(run, output, sources, lineage)
         if existing is not None:
@@ -185,12 +165,12 @@ def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
         )
 
 
-def _load_tokenizer(recipe: Recipe, spec: str | Tokenizer | None = None) -> TokenizerFile:
+def _load_tokenizer(recipe: Recipe, spec: str | tokenizers.Tokenizer | None = None) -> tokenizers.TokenizerFile:
     policy = recipe.tokenize
-    return load_tokenizer(spec or policy.tokenizer, eos=policy.eos, bos=policy.bos)
+    return tokenizers.load_tokenizer(spec or policy.tokenizer, eos=policy.eos, bos=policy.bos)
 
 
-def _lineage(run: PrepareRun, sources: InputFiles, tokenizer: TokenizerFile | None) -> dict[str, Any]:
+def _lineage(run: PrepareRun, sources: InputFiles, tokenizer: tokenizers.TokenizerFile | None) -> dict[str, Any]:
     recipe = run.recipe.to_json()
     recipe.pop("name")
     recipe["tokenize"]["tokenizer"] = tokenizer.description if tokenizer else run.recipe.tokenize.tokenizer
@@ -198,8 +178,8 @@ def _lineage(run: PrepareRun, sources: InputFiles, tokenizer: TokenizerFile | No
     return {
         "inputs": [{"name": s.name, "bytes": s.bytes, "sha256": s.sha256, "format": s.format} for s in sources.files],
         "recipe": recipe,
-        "models": [sha256 for _, sha256 in stage_files(run.recipe.stages)],
-        "versions": versions({s.format for s in sources.files}, run.recipe.stages),
+        "models": [sha256 for _, sha256 in keys.stage_files(run.recipe.stages)],
+        "versions": keys.versions({s.format for s in sources.files}, run.recipe.stages),
     }
 
 
@@ -241,7 +221,7 @@ def _with_hashes(
     The hashes are kept in the output by `source_key`, so that no later run reads a file for that again.
     """
     path = run.out / INDEX_FILE
-    names = {source.path: source_key(source) for source in sources.files if "://" not in source.path}
+    names = {source.path: keys.source_key(source) for source in sources.files if "://" not in source.path}
     try:
         before = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -263,7 +243,7 @@ def _with_hashes(
 
 def _hash_unchanged(source: InputFile, scale: int) -> str:
     check_unchanged(source)
-    sha256 = hash_source(source)
+    sha256 = keys.hash_source(source)
     check_unchanged(source)
     return sha256
 
@@ -279,7 +259,7 @@ def _find_existing(
     name, id, theirs = existing.load(run.out)
     same = existing.name == output.name and name == run.recipe.name
     same = same and ("documents.parquet" in theirs.get("files", {})) == run.document_ids
-    same = same and (run.write_ids is None or run.write_ids.exists()) and _is_same(run, sources, theirs, lineage)
+    same = same and _is_same(run, sources, theirs, lineage)
     if not same:
         raise UsageError(
             f"prepare: expected an empty directory, got {run.out}, which holds {existing.name} {name!r} ({id[:12]}…). "
@@ -320,7 +300,7 @@ def _run(
     output: Output,
     sources: InputFiles,
     own_splits: Sequence[tuple[InputSplit, DocumentSource]],
-    tokenizer: TokenizerFile | None,
+    tokenizer: tokenizers.TokenizerFile | None,
     vocab: int,
     lineage: dict[str, Any],
     strict: bool,
@@ -333,7 +313,7 @@ def _run(
     own = {split.files[0].path: source for split, source in own_splits}
     splits = [*split_files(files, run.recipe.read), *(split for split, _ in own_splits)]
     splits, sample = sampled(splits, run.recipe.sample)
-    content = content_key(run.recipe.read, run.recipe.stages, stage_files(run.recipe.stages), sample)
+    content = keys.content_key(run.recipe.read, run.recipe.stages, keys.stage_files(run.recipe.stages), sample)
     texts = _process_splits(run, splits, own, sample, content)
     failed = _failed(splits, texts)
     sources = dataclasses.replace(sources, skipped=(*sources.skipped, *failed))
@@ -353,7 +333,9 @@ def _run(
     }
     lineage = _with_hashes(run, sources, lineage, hashed)
     sha256s = {source.path: entry["sha256"] for source, entry in zip(sources.files, lineage["inputs"])}
-    texts = [dataclasses.replace(text, key=random_key(content, split, sha256s)) for split, text in zip(splits, texts)]
+    texts = [
+        dataclasses.replace(text, key=keys.random_key(content, split, sha256s)) for split, text in zip(splits, texts)
+    ]
     texts = _within_percentiles(run, texts, stats)
     corpus = Corpus(sources, splits, texts, None, folder)
     corpus = dataclasses.replace(corpus, dedup=_deduplicated(run, corpus))
@@ -367,7 +349,9 @@ def _process_splits(
 ) -> list[TextResult]:
     recipe = run.recipe
     dedup = recipe.dedup if recipe.dedup.active and not recipe.percentiles else None
-    keys = {format: task_key(content, format, recipe.stages, dedup) for format in {split.format for split in splits}}
+    task_keys = {
+        format: task_key(content, format, recipe.stages, dedup) for format in {split.format for split in splits}
+    }
     folder = str(run.tasks)
     tasks = [
         TextTask(
@@ -377,7 +361,7 @@ def _process_splits(
             dedup,
             sample,
             folder,
-            keys[split.format],
+            task_keys[split.format],
             recipe.limits,
             own.get(split.files[0].path),
         )
@@ -390,7 +374,6 @@ def _process_splits(
 
 
 def _check_malformed(run: PrepareRun, corpus: Corpus, stats: StageStats) -> None:
-    """Write rejects.jsonl; fail, with a report, if there are too many, or no document is left."""
     path = run.out / REJECTS_FILE
     first = write_rejects(path, corpus.splits, corpus.texts, corpus.folder)
     malformed = sum(result.malformed for result in corpus.texts)
@@ -433,14 +416,14 @@ def _deduplicated(run: PrepareRun, corpus: Corpus) -> DedupResult | None:
     return deduplicate(prefixes, dedup, run.work / "dedup", lambda f, tasks: run.map(f, tasks), report)
 
 
-def _trained(run: PrepareRun, texts: Sequence[TextResult], vocab: int) -> TokenizerFile:
+def _trained(run: PrepareRun, texts: Sequence[TextResult], vocab: int) -> tokenizers.TokenizerFile:
     seed = run.recipe.slice.seed
     parts = [result.part(str(run.tasks)) for result in texts]
-    key = hash_json([vocab, seed, version("tokenizers"), [part.name for part in parts]])
+    key = keys.hash_json([vocab, seed, version("tokenizers"), [part.name for part in parts]])
     path = run.work / f"trained-{key}" / "tokenizer.json"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         run.on_progress(Progress("tokenizer", 0, 1, " trained"))
-        atomic_write(path, train_tokenizer(sample_texts(parts, seed), vocab).data)
+        atomic_write(path, tokenizers.train_tokenizer(sample_texts(parts, seed), vocab).data)
         run.on_progress(Progress("tokenizer", 1, 1, " trained"))
     return dataclasses.replace(_load_tokenizer(run.recipe, str(path)), description=run.recipe.tokenize.tokenizer)

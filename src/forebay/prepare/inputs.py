@@ -38,10 +38,8 @@ from forebay.storage.listing import Skipped, describe_skipped, list_files, shown
 
 log = logging.getLogger("forebay.prepare")
 
-MAX_MALFORMED = 1000
-"""From so many on, the fraction of malformed records matters."""
-MAX_EMPTY = 1_000_000
-"""Blank lines and malformed records in a row, at about 2 µs each."""
+MAX_MALFORMED = 1000  # From so many on, the fraction of malformed records matters.
+MAX_EMPTY = 1_000_000  # Blank lines and malformed records in a row, at about 2 µs each.
 _CONNECTORS: dict[str, Format] = {HUB.name: HUB}
 
 
@@ -106,7 +104,6 @@ def find_inputs(
 
 
 def _list(name: str | Path, leave_out: Path | None, follow_links: bool) -> Iterator[tuple[InputFile | Skipped, bool]]:
-    """The files of one input, and whether the user named each, rather than a directory above it."""
     if isinstance(name, str) and name.startswith(PREFIX):
         source = library_source(name)
         dataset = find_split(name)
@@ -266,7 +263,6 @@ def read_split(split: InputSplit, options: ReadOptions) -> Iterator[Record]:
 
 
 def _bounded(records: Iterator[Record], split: InputSplit, options: ReadOptions) -> Iterator[Record]:
-    """The records; raises CorruptInputError where their text, or the number of malformed ones, exceeds its limit."""
     budget = OutputBudget(split, options)
     documents = malformed = empty = 0
     for record in records:

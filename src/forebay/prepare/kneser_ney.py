@@ -244,7 +244,6 @@ def _keys(ids: Ints, ranks: Ints, start: int, chunk: int) -> Ints:
 
 
 def _find(keys: Ints, needed: Ints) -> Ints:
-    """Numbers of keys that are all there; asked in order, for the file's sake."""
     unique, inverse = np.unique(needed, return_inverse=True)
     numbers_: Ints = np.searchsorted(keys, unique)[inverse]
     return numbers_

@@ -35,8 +35,7 @@ STAGES = {
     "perplexity": "forebay.prepare.filters.perplexity:Perplexity",
 }
 """The stages that come with Forebay; entry points of `forebay.filters` are used by their names, too."""
-GROUPS = {"gopher": ("gopher_repetition", "gopher_quality")}
-"""Names that `--filter` accepts for several stages."""
+GROUPS = {"gopher": ("gopher_repetition", "gopher_quality")}  # Names that `--filter` accepts for several stages.
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ MAX_INPUTS, MAX_REJECTS, MAX_LANGUAGES, MAX_BINS = 50, 100, 20, 24
 _VISIBLE: dict[int, str] = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _VISIBLE |= dict.fromkeys((*range(0x7F, 0xA0), *range(0xD800, 0xE000), *range(0xFFFE, 0x10000)), "�")
 _VISIBLE |= {0xFDD0: "⟨prompt⟩ ", 0xFDD1: "⟨response⟩ "}
-_PREFIXES = {"stage": "", "dropped": "  − ", "changed": "  ~ ", "wrong": "  !! does not add up: "}
+_PREFIXES = {"stage": "", "dropped": "  − ", "changed": "  ~ "}
 
 
 def write_report(path: Path, report: Report) -> None:
@@ -71,7 +71,7 @@ def render_text(report: Report) -> str:
     lines += [f"{label}: {value} {detail}" for label, value, detail in _totals(report)]
     total = _documents_in(report)
     for kind, label, documents in _funnel(report):
-        figures = f"{count(documents):>15} {share(documents, total):>9}" if kind != "wrong" else ""
+        figures = f"{count(documents):>15} {share(documents, total):>9}"
         lines.append(f"{_cut(_PREFIXES[kind] + label, 80 - len(figures)):<{80 - len(figures)}}{figures}")
     # Without what a terminal would obey: control characters, and those that turn the direction of writing.
     printable = ("".join(char if char.isprintable() else "�" for char in line) for line in lines)
@@ -138,21 +138,13 @@ def _totals(report: Report) -> list[tuple[str, str, str]]:
 
 
 def _funnel(report: Report) -> Iterator[tuple[str, str, int]]:
-    """Kind (of _PREFIXES), label and documents of each line of the funnel; also where its figures do not add up."""
-    before: int | None = None
+    """Kind (of _PREFIXES), label and documents of each line of the funnel."""
     for stage in report.get("funnel", []):
-        came, documents_out = stage.get("documents_in", 0), stage.get("documents_out", 0)
-        dropped = sum(stage.get("dropped", {}).values())
-        yield "stage", str(stage.get("stage", "")), documents_out
+        yield "stage", str(stage.get("stage", "")), stage.get("documents_out", 0)
         for kind in ("dropped", "changed"):
             for label, n in sorted(stage.get(kind, {}).items(), key=lambda item: (-item[1], item[0])):
                 if n:
                     yield kind, label, n
-        if before is not None and came != before:
-            yield "wrong", f"{count(before)} left the stage before, {count(came)} came here", 0
-        if came - dropped != documents_out:
-            yield "wrong", f"{count(came)} in − {count(dropped)} dropped ≠ {count(documents_out)} out", 0
-        before = documents_out
 
 
 def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[str]]]]:

@@ -19,8 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from forebay.prepare.documents import StageResult, text_buffers
 
-SAMPLES = 5
-"""Samples of each stage and reason, and of what is kept."""
+SAMPLES = 5  # Samples of each stage and reason, and of what is kept.
 SAMPLE_CHARACTERS = 600
 
 LENGTH, PERPLEXITY = "length (UTF-8 bytes)", "perplexity"
@@ -30,8 +29,7 @@ EDGES: dict[str, NDArray[Any]] = {
 }
 
 Keys = NDArray[np.uint64]
-Position = Callable[[int], str]
-"""Describes where the document of a row is."""
+Position = Callable[[int], str]  # Describes where the document of a row is.
 
 
 @dataclass

@@ -16,27 +16,14 @@ import pyarrow as pa
 import re2
 from pydantic import Field
 
-from forebay.prepare.clean.pii_scan import (
-    CARD,
-    EMAIL,
-    IBAN,
-    IPV4,
-    IPV6,
-    MAYBE_PHONE,
-    MIN_SPAN_BYTES,
-    PHONE,
-    PUBLIC_ONLY,
-    iban_table,
-    scan,
-)
+from forebay.prepare.clean import pii_scan
 from forebay.prepare.clean.spans import splice
 from forebay.prepare.compiled import Ints
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
 
 Kind = Literal["email", "ipv4", "ipv6", "iban", "card", "phone", "key"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-"""In the order of the numbers of `pii_scan`; `key` is ours."""
-assert tuple(range(6)) == (EMAIL, IPV4, IPV6, IBAN, CARD, PHONE)
+KINDS: tuple[Kind, ...] = get_args(Kind)  # In the order of the numbers of `pii_scan`; `key` is ours.
+assert tuple(range(6)) == (pii_scan.EMAIL, pii_scan.IPV4, pii_scan.IPV6, pii_scan.IBAN, pii_scan.CARD, pii_scan.PHONE)
 FINEWEB_MASKS = {
     "email": (b"email@example.com", b"firstname.lastname@example.org"),
     "ipv4": tuple(b"22.214.171.124 126.96.36.199 188.8.131.52 184.108.40.206 220.127.116.11 18.104.22.168".split()),
@@ -145,20 +132,20 @@ class Pii(Stage):
     def _scanned(self, column: pa.LargeStringArray) -> Spans:
         offsets, data = text_buffers(column)
         wanted_bits = sum(1 << KINDS.index(kind) for kind in set(self.kinds) - {"key"})
-        size = int(offsets[-1] - offsets[0]) // MIN_SPAN_BYTES + 1
+        size = int(offsets[-1] - offsets[0]) // pii_scan.MIN_SPAN_BYTES + 1
         starts, stops, scanned = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.uint8)
-        wanted_bits |= PUBLIC_ONLY if self.public_only else 0
-        n = scan(offsets, data, wanted_bits, iban_table(), starts, stops, scanned)
+        wanted_bits |= pii_scan.PUBLIC_ONLY if self.public_only else 0
+        n = pii_scan.scan(offsets, data, wanted_bits, pii_scan.iban_table(), starts, stops, scanned)
         starts, stops, kinds = starts[:n].copy(), stops[:n].copy(), scanned[:n].astype(np.int64)
         context, keep = _compiled(CONTEXT), np.ones(n, bool)
-        for i in _in_turn(np.flatnonzero(kinds == EMAIL)):
+        for i in _in_turn(np.flatnonzero(kinds == pii_scan.EMAIL)):
             keep[i] = data[starts[i] : stops[i]].tobytes().rpartition(b".")[2].lower() not in FILE_SUFFIXES
-        maybe = np.flatnonzero(kinds == MAYBE_PHONE)
+        maybe = np.flatnonzero(kinds == pii_scan.MAYBE_PHONE)
         rows = offsets[np.searchsorted(offsets, starts[maybe], side="right") - 1]
         froms = np.maximum(rows, starts[maybe] - CONTEXT_BYTES)
         for i, a, b in zip(_in_turn(maybe), _in_turn(froms), _in_turn(starts[maybe])):
             keep[i] = context.search(data[a:b].tobytes()) is not None
-        kinds[maybe] = PHONE
+        kinds[maybe] = pii_scan.PHONE
         return starts[keep], stops[keep], kinds[keep]
 
 

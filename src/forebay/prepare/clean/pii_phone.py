@@ -116,7 +116,6 @@ def _shape(data: Bytes, i: int, n: int, total: int, groups: Ints) -> int:
 
 @jit()
 def _years(data: Bytes, n: int, groups: Ints) -> bool:
-    """Whether two groups are years: 1914-1918, 2000/2018."""
     if n != 2 or groups[LENGTH, 0] != 4 or groups[LENGTH, 1] != 4 or groups[SEPARATOR, 1] == 32:
         return False
     for k in range(2):
@@ -129,7 +128,6 @@ def _years(data: Bytes, n: int, groups: Ints) -> bool:
 
 @jit()
 def _thousands(data: Bytes, n: int, groups: Ints) -> bool:
-    """Whether blanks only group the digits of a round number: 10 000 000."""
     if n < 3 or groups[LENGTH, 0] > 3:
         return False
     for k in range(1, n):
@@ -170,7 +168,6 @@ def phone(data: Bytes, start: int, stop: int, i: int, groups: Ints) -> tuple[int
 
 @jit()
 def _extension(data: Bytes, stop: int, end: int) -> int:
-    """Where an extension (`x45`, ` ext. 45`) of the number that ends at `end` ends; `end` if there is none."""
     pos = end
     while pos < stop and pos - end < 2 and (data[pos] == 32 or data[pos] == 44):
         pos += 1

@@ -13,10 +13,8 @@ from forebay.prepare.clean.pii_phone import MAYBE, alnum, can_end, digit, letter
 from forebay.prepare.compiled import Bytes, Ints, jit
 
 EMAIL, IPV4, IPV6, IBAN, CARD, PHONE, MAYBE_PHONE = range(7)
-PUBLIC_ONLY = 1 << 8
-"""Among the wanted kinds: leave private, loopback, documentation and multicast addresses."""
-MIN_SPAN_BYTES = 6
-"""No span is shorter: `a@b.co`."""
+PUBLIC_ONLY = 1 << 8  # Among the wanted kinds: leave private, loopback, documentation and multicast addresses.
+MIN_SPAN_BYTES = 6  # No span is shorter: `a@b.co`.
 
 _IBAN_COUNTRIES = (
     "15 NO; 16 BE; 18 DK FI FK FO GL NL SD; 19 MK SI; 20 AT BA EE KZ LT LU MN XK; 21 CH HR LI LV; 22 BG BH CR DE "
@@ -103,7 +101,6 @@ def _is_private(address: int, networks: Ints) -> bool:
 
 @jit()
 def _ipv4(data: Bytes, start: int, stop: int, i: int, public: bool) -> int:
-    """Where the IPv4 address that begins at i ends, or i."""
     if i > start and (alnum(data[i - 1]) or data[i - 1] == 46 or data[i - 1] == 95):
         return i
     address, pos = 0, i

@@ -69,8 +69,7 @@ def replace_rows(column: pa.LargeStringArray, texts: Mapping[int, str]) -> pa.La
     return splice(column, offsets[rows], offsets[rows + 1], puts, np.arange(len(rows)))
 
 
-WORD_TABLE = 0x20000
-"""Characters from here on are ideographs (words), but for a few that no text has."""
+WORD_TABLE = 0x20000  # Characters from here on are ideographs (words), but for a few that no text has.
 
 
 class Automaton(NamedTuple):

@@ -18,8 +18,7 @@ from forebay.prepare.documents import text_buffers
 from forebay.prepare.filters.words import next_point
 
 GAP, IGNORED = 0, 1
-ALONE = np.uint32(1 << 31)
-"""Set for a character that is a word by itself."""
+ALONE = np.uint32(1 << 31)  # Set for a character that is a word by itself.
 _TABLE_SIZE = np.uint32(1 << 17)
 _UNSPACED = (
     (0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF),
@@ -104,8 +103,7 @@ def _scratch(offsets: NDArray[np.int64]) -> NDArray[np.uint8]:
     return np.empty(2 * int(np.diff(offsets).max(initial=0)) + 16, np.uint8)
 
 
-_BLOCK = 2048
-"""Words at a time: 16 KiB of word hashes and 8 KiB of shingles stay in the first-level cache."""
+_BLOCK = 2048  # Words at a time: 16 KiB of word hashes and 8 KiB of shingles stay in the first-level cache.
 _LANES = 64
 _SEED = np.uint64(0xCBF29CE484222325)
 _BASE = np.uint64(0x9E3779B97F4A7C15)

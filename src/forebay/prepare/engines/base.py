@@ -5,9 +5,11 @@ A task is tried once. If its worker dies or runs out of memory, it is tried agai
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import pickle
+import signal
 import traceback
 from abc import abstractmethod
 from collections import deque
@@ -18,8 +20,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.plugins import load_plugin
 
-MAX_SCALE = 3
-"""The last scale: a task takes about 1/64 of the memory of scale 0."""
+MAX_SCALE = 3  # The last scale: a task takes about 1/64 of the memory of scale 0.
 ENGINES = {"local": "forebay.prepare.engines.local:LocalEngine", "ray": "forebay.prepare.engines.ray:RayEngine"}
 
 T = TypeVar("T")
@@ -87,7 +88,6 @@ class Attempts:
         self._on_message = on_message
 
     def __len__(self) -> int:
-        """How many are neither done nor under way."""
         return len(self._queue) + len(self._retries)
 
     @property
@@ -152,6 +152,13 @@ def pickled_error(error: BaseException, context: str) -> bytes:
     except Exception:  # noqa: BLE001, S110 - a class that cannot be copied: its text crosses
         pass
     return pickle.dumps(PrepareError(f"{type(error).__name__}: {error}\n{context}"))
+
+
+def exit_name(code: int) -> str:
+    """`SIGSEGV`, or `exit code 3`."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"exit code {code}"
 
 
 def use_one_core() -> None:

@@ -20,20 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import PrepareError, UsageError
-from forebay.prepare.engines import sandbox
-from forebay.prepare.engines.base import (
-    Attempts,
-    Engine,
-    Notify,
-    Outcome,
-    attempt,
-    pickled_error,
-    result_of,
-    use_one_core,
-)
+from forebay.prepare.engines import base, sandbox
 
-_EXIT_S = 5.0
-"""How long a worker whose pipe is closed may take to exit with its own exit code."""
+_EXIT_S = 5.0  # How long a worker whose pipe is closed may take to exit with its own exit code.
 
 
 def cores() -> int:
@@ -61,10 +50,10 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send_bytes(message)
 
-    def receive(self) -> Outcome | None:
+    def receive(self) -> base.Outcome | None:
         """The outcome; None if the process died."""
         try:
-            outcome: Outcome = self.pipe.recv()
+            outcome: base.Outcome = self.pipe.recv()
         except (EOFError, OSError):
             return None
         return outcome
@@ -78,7 +67,7 @@ class _Worker:
         return self.process.exitcode
 
 
-class LocalEngine(Engine):
+class LocalEngine(base.Engine):
     """An engine of processes that are started when a map first needs them, and used for all maps until it is closed.
 
     One worker, or one task before any process was started, runs in this process, where libraries may use all their
@@ -86,7 +75,7 @@ class LocalEngine(Engine):
     """
 
     def __init__(
-        self, workers: int | None, *, folder: Path | None = None, on_message: Notify = lambda message: None
+        self, workers: int | None, *, folder: Path | None = None, on_message: base.Notify = lambda message: None
     ) -> None:
         if workers is not None and workers < 1:
             raise UsageError(f"workers: expected at least 1, got {workers}.")
@@ -109,7 +98,7 @@ class LocalEngine(Engine):
         on_done: Callable[[int, Any], None],
         weights: Sequence[int] | None = None,
     ) -> None:
-        attempts = Attempts(tasks, weights, self._on_message)
+        attempts = base.Attempts(tasks, weights, self._on_message)
         if min(self._num_workers, len(tasks)) <= 1 and not self._workers:
             while (pair := attempts.next(0)) is not None:
                 try:
@@ -126,7 +115,7 @@ class LocalEngine(Engine):
             raise
 
     def _map_over_workers(
-        self, run: Any, tasks: Sequence[Any], on_done: Callable[[int, Any], None], attempts: Attempts
+        self, run: Any, tasks: Sequence[Any], on_done: Callable[[int, Any], None], attempts: base.Attempts
     ) -> None:
         while True:
             running = sum(worker.task is not None for worker in self._workers)
@@ -142,7 +131,7 @@ class LocalEngine(Engine):
             for worker in dict.fromkeys(handles[handle] for handle in connection.wait(list(handles))):
                 self._receive(worker, on_done, attempts)
 
-    def _receive(self, worker: _Worker, on_done: Callable[[int, Any], None], attempts: Attempts) -> None:
+    def _receive(self, worker: _Worker, on_done: Callable[[int, Any], None], attempts: base.Attempts) -> None:
         outcome = worker.receive()
         if outcome is not None and not worker.ready:
             worker.ready = True
@@ -163,17 +152,11 @@ class LocalEngine(Engine):
             if pair is not None:
                 attempts.died(*pair, _describe_exit(code) if outcome is None else "ran out of memory")
         elif pair is not None:
-            on_done(pair[0], result_of(outcome))
+            on_done(pair[0], base.result_of(outcome))
 
 
 def _describe_exit(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"died with exit code {code}"
-    if -code == signal.SIGKILL:
-        return "died with signal 9 (out of memory?)"
-    with contextlib.suppress(ValueError):
-        return f"died with signal {-code} ({signal.Signals(-code).name})"
-    return f"died with signal {-code}"
+    return f"died with {base.exit_name(code or 0)}{' (out of memory?)' if code == -signal.SIGKILL else ''}"
 
 
 @contextlib.contextmanager
@@ -196,15 +179,15 @@ def _serve(pipe: Any) -> None:
         except EOFError:
             return
         except Exception as error:  # noqa: BLE001 - a function that cannot be imported here
-            pipe.send(("error", pickled_error(error, traceback.format_exc())))
+            pipe.send(("error", base.pickled_error(error, traceback.format_exc())))
             continue
-        outcome = attempt(run, task, scale)
+        outcome = base.attempt(run, task, scale)
         del run, task
         pipe.send(outcome)
 
 
 def _set_up_worker() -> None:
-    use_one_core()
+    base.use_one_core()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if sys.platform == "linux":

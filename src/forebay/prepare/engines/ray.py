@@ -16,11 +16,9 @@ from typing import Any
 from forebay.errors import PrepareError, UsageError, install_command
 from forebay.prepare.engines.base import Attempts, Engine, Notify, Outcome, attempt, result_of, use_one_core
 
-_OBJECT_STORE_BYTES = 80 << 20
-"""Of a local cluster; Ray accepts 75 MiB and up, and results are far smaller."""
+_OBJECT_STORE_BYTES = 80 << 20  # Of a local cluster; Ray accepts 75 MiB and up, and results are far smaller.
 _STOP_S = 10.0
-_CPUS_S = 5.0
-"""How often the cluster is asked for its number of CPUs, as nodes come and go."""
+_CPUS_S = 5.0  # How often the cluster is asked for its number of CPUs, as nodes come and go.
 
 
 def _attempt(run: bytes, task: bytes, scale: int) -> Outcome:

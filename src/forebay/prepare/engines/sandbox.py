@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from forebay.prepare.engines.base import attempt, resident_bytes, result_of, use_one_core
+from forebay.prepare.engines.base import attempt, exit_name, resident_bytes, result_of, use_one_core
 from forebay.prepare.settings import Positive, Settings
 
 _POLL_S = 0.05
@@ -35,8 +35,7 @@ _STATUS_BYTES, _PID_BYTES, _TEXT_START = 256, 8, 9
 _ENDED = b"ended "  # No answer begins so: answers are pickles, sizes and Arrow batches.
 _PR_SET_PDEATHSIG = 1
 
-Buffer = Any
-"""What has the buffer protocol: `bytes`, an Arrow buffer."""
+Buffer = Any  # What has the buffer protocol: `bytes`, an Arrow buffer.
 Run = Callable[[Any, Buffer], tuple[Any, Buffer]]
 
 
@@ -97,7 +96,7 @@ class SandboxWorker:
                 code = int(answer.removeprefix(_ENDED))
                 if code == -signal.SIGPROF:
                     return f"{_activity(self._status)}took more than {seconds:.3g} s of CPU time"
-                return _activity(self._status) + _describe_exit(code)
+                return f"{_activity(self._status)}ended its process ({exit_name(code)})"
             outcome: Any = pickle.loads(answer)
             out = bytes(_receive(self._pipe, self._shared)) if outcome[0] == "done" else b""
             if outcome[0] == "memory":
@@ -129,8 +128,6 @@ class SandboxWorker:
 
 
 class _Current(threading.local):
-    """The worker of this thread; in a fork, the status that it writes."""
-
     worker: SandboxWorker | None = None
     status: mmap.mmap | None = None
 
@@ -172,18 +169,11 @@ def run_in_fork(run: Callable[[], object]) -> tuple[str, str]:
         finally:
             os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return _describe_exit(code) if code else "", _activity(status)
+    return f"ended its process ({exit_name(code)})" if code else "", _activity(status)
 
 
 def _activity(status: mmap.mmap) -> str:
     return bytes(status[_TEXT_START:]).rstrip(b"\0").decode("utf-8", "replace")
-
-
-def _describe_exit(code: int) -> str:
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    with contextlib.suppress(ValueError):
-        how = signal.Signals(-code).name
-    return f"ended its process ({how})"
 
 
 def _set_up_fork(status: mmap.mmap) -> None:

@@ -21,8 +21,7 @@ LINES = ("long_word", "unended", "few_words", "javascript", "policy")
 _LOREM, _CURLY, _FEW = 0, 1, 2
 _SENTENCE_CHARS = 1 << 20
 _PHRASES = ("lorem ipsum", "javascript", "terms of use", "privacy policy", "cookie policy", "uses cookies")
-_MORE_PHRASES = ("use of cookies", "use cookies")
-"""Source: c4_utils.py, _POLICY_SUBSTRINGS."""
+_MORE_PHRASES = ("use of cookies", "use cookies")  # Source: c4_utils.py, _POLICY_SUBSTRINGS.
 
 
 _PHRASE_BYTES = np.frombuffer("".join((*_PHRASES, *_MORE_PHRASES)).encode(), np.uint8)

@@ -27,8 +27,7 @@ QUALITY = (
 ellipses; lines; lines that begin with a bullet; that end with an ellipsis; different stop words."""
 REPETITION = ("chars", "paragraphs", "same_paragraphs", "paragraph_chars", "lines", "same_lines", "line_chars")
 """First columns of `measure_repetition`; then characters in the top n-gram for each n, and in duplicate n-grams."""
-FINEWEB = ("lines", "ended", "short", "same_chars", "chars", "newlines", "words")
-"""Columns of `measure_lines`."""
+FINEWEB = ("lines", "ended", "short", "same_chars", "chars", "newlines", "words")  # Columns of `measure_lines`.
 
 _FACTOR = np.uint64(0xD1342543DE82EF95)
 _SHIFT = np.uint64(32)

@@ -17,8 +17,7 @@ from forebay.errors import UsageError, install_command
 from forebay.prepare.documents import Stage, StageResult, first_failing, replace_column
 from forebay.prepare.settings import Share, Texts
 
-LOOK_CHARS = 20_000
-"""Of a longer document the first so many characters decide."""
+LOOK_CHARS = 20_000  # Of a longer document the first so many characters decide.
 
 
 @dataclass(frozen=True)

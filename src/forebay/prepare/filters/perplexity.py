@@ -22,8 +22,7 @@ from forebay.prepare.filters.word_tables import BREAK
 from forebay.prepare.filters.words import clip, cut_words, decode, encode, kind, room_of, tables
 from forebay.prepare.settings import Number, check_fields, check_order
 
-LOOK_BYTES = 1 << 18
-"""Of a longer document the first so many bytes are scored."""
+LOOK_BYTES = 1 << 18  # Of a longer document the first so many bytes are scored.
 
 
 @dataclass(frozen=True)

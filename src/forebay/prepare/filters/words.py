@@ -413,8 +413,7 @@ def cut_words(points, start, stop, table, keys, values, begins, word_ends, tail,
     return n
 
 
-IS_TEXT, HAS_LETTER = 1, 2
-"""Flags of a word: not all of its characters are symbols; one is a letter."""
+IS_TEXT, HAS_LETTER = 1, 2  # Flags of a word: not all of its characters are symbols; one is a letter.
 
 
 class WordTable(NamedTuple):

@@ -33,8 +33,7 @@ _ENDS_AT_ONCE = 1 << 17
 Cutter = Callable[["DocumentEnds", int], tuple[int, int]]
 
 
-MASKED = -100
-"""The label of a token that is not trained on."""
+MASKED = -100  # The label of a token that is not trained on.
 _HEADER_BYTES = 1024
 
 
@@ -213,7 +212,6 @@ class DocumentEnds:
 
 
 def _overlaps(starts: NDArray[np.int64], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Each part that overlaps [start, stop), and which of its own items do."""
     index = int(np.searchsorted(starts, start, "right")) - 1
     while index < len(starts) - 1 and starts[index] < stop:
         base = int(starts[index])

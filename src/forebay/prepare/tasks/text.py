@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from forebay.errors import ForebayError, PrepareError
 from forebay.files import atomic_write, open_atomic
@@ -39,15 +38,11 @@ from forebay.prepare.tasks.keys import hash_json, hash_source, source_key, versi
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import Signer
 
-TEXT_VERSION = 2
-"""Changed when the same split would give other documents, so that old results are not used."""
+TEXT_VERSION = 2  # Changed when the same split would give other documents, so that old results are not used.
 REJECT_CHARACTERS = 200
-MAX_REJECTS = 10_000
-"""Malformed records of one split that are listed; the rest are counted."""
-_PARTS = 16
-"""A batch that ends the process of the stages is tried again in so many parts, down to single documents."""
-_MAX_FAULTS = 32
-"""After so many documents of a split that did so, whole batches that do are rejected."""
+MAX_REJECTS = 10_000  # Malformed records of one split that are listed; the rest are counted.
+_PARTS = 16  # A batch that ends the process of the stages is tried again in so many parts, down to single documents.
+_MAX_FAULTS = 32  # After so many documents of a split that did so, whole batches that do are rejected.
 _ARROW_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
 _Reject = dict[str, Any]
@@ -219,13 +214,13 @@ def _readable(task: TextTask, scale: int) -> tuple[int, str]:
 def _run_stages(task: TextTask, batch: pa.RecordBatch, stats: StageStats, reader: _Reader) -> Iterator[pa.RecordBatch]:
     own = any(not type(s).__module__.startswith("forebay.") for s in task.stages)
     if own or not task.stages:
-        passed, rejects = _apply(task.stages, batch, stats, reader.keys, task.split)
+        passed, rejects = _apply(task.stages, batch, stats, reader.seed, task.split)
         reader.reject(rejects)
         yield passed
         return
     outcome = worker_for(task.stages, _warm).call(
         _apply_packed,
-        (task.stages, reader.keys, task.split),
+        (task.stages, reader.seed, task.split),
         _packed(batch),
         task.limits.of(int(text_bytes(batch).sum())),
     )
@@ -245,11 +240,11 @@ def _run_stages(task: TextTask, batch: pa.RecordBatch, stats: StageStats, reader
 
 
 def _apply_packed(
-    job: tuple[tuple[Stage, ...], _Keys, InputSplit], data: Buffer
+    job: tuple[tuple[Stage, ...], np.uint64, InputSplit], data: Buffer
 ) -> tuple[tuple[StageStats, list[_Reject]], pa.Buffer]:
-    stages, keys, split = job
+    stages, seed, split = job
     stats = StageStats()
-    passed, rejects = _apply(stages, _unpacked(data), stats, keys, split)
+    passed, rejects = _apply(stages, _unpacked(data), stats, seed, split)
     return (stats, rejects), _packed(passed)
 
 
@@ -274,14 +269,14 @@ def _warm(stages: tuple[Stage, ...]) -> None:
 
 
 def _apply(
-    stages: tuple[Stage, ...], batch: pa.RecordBatch, stats: StageStats, keys_of: _Keys, split: InputSplit
+    stages: tuple[Stage, ...], batch: pa.RecordBatch, stats: StageStats, seed: np.uint64, split: InputSplit
 ) -> tuple[pa.RecordBatch, list[_Reject]]:
     """The rows that pass every stage, and what stages found to be malformed.
 
     Rows that a stage drops are removed before the next one, except between two that share the words of a batch
     (`shares_words`): cutting words again costs more than examining some rows in vain.
     """
-    keys = keys_of(batch)
+    keys = mix64(batch.column("place").to_numpy().astype(np.uint64), seed + np.uint64(1))
     alive = np.ones(batch.num_rows, bool)
     shared = False
     rejects: list[_Reject] = []
@@ -345,18 +340,10 @@ def _checked_result(stage: Stage, batch: pa.RecordBatch, position: Callable[[int
     return result
 
 
-@dataclass(frozen=True)
-class _Keys:
-    seed: np.uint64
-
-    @classmethod
-    def of(cls, split: InputSplit) -> _Keys:
-        """Seeded by the first bytes of the sources, as the rest is not read yet; without paths and times."""
-        values = [*(f"{s.sha256} {s.bytes}" for s in split.files), str(split.start)]
-        return cls(np.uint64(int.from_bytes(hashlib.sha256(" ".join(values).encode()).digest()[:8], "little")))
-
-    def __call__(self, batch: pa.RecordBatch) -> NDArray[np.uint64]:
-        return mix64(batch.column("place").to_numpy().astype(np.uint64), self.seed + np.uint64(1))
+def _seed_of(split: InputSplit) -> np.uint64:
+    """A hash of the first bytes of the sources, as the rest is not read yet; without paths and times."""
+    values = [*(f"{s.sha256} {s.bytes}" for s in split.files), str(split.start)]
+    return np.uint64(int.from_bytes(hashlib.sha256(" ".join(values).encode()).digest()[:8], "little"))
 
 
 class _Reader:
@@ -364,7 +351,7 @@ class _Reader:
         self._stop, self._reason = stop, reason
         self._task = task
         self._batch_bytes = batch_bytes
-        self.keys = _Keys.of(task.split)
+        self.seed = _seed_of(task.split)
         self.documents = self.num_places = self.malformed = self.faults = 0
         self.rejects: list[_Reject] = []
         self.failed: dict[str, str] = {}
@@ -439,7 +426,7 @@ class _Reader:
     def _is_sampled(self, index: int) -> bool:
         if self._task.sample >= 1:
             return True
-        key = int(mix64(np.array([index], np.uint64), self.keys.seed)[0])
+        key = int(mix64(np.array([index], np.uint64), self.seed)[0])
         return key < self._task.sample * 2**64
 
 

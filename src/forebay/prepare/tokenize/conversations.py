@@ -22,8 +22,7 @@ from forebay.prepare.settings import Settings
 from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for
 from forebay.prepare.tokenize.tokenizers import parse, special_names
 
-TRAINED = 1 << 31
-"""The bit of a token that is trained on; ids are below it."""
+TRAINED = 1 << 31  # The bit of a token that is trained on; ids are below it.
 _MARKS = re.compile(f"([{PROMPT_MARK}{RESPONSE_MARK}])")
 
 
@@ -122,7 +121,6 @@ class Conversations(Settings):
 
 @lru_cache(maxsize=64)
 def _fixed(spec: EncoderSpec, text: str) -> NDArray[Any]:
-    """The ids of a template's string, in which names of special tokens are these tokens."""
     if not text:
         return np.empty(0, np.uint32)
     special: dict[str, int] = {}

@@ -27,8 +27,7 @@ from forebay.prepare.documents import text_buffers
 from forebay.prepare.engines.base import resident_bytes
 from forebay.prepare.tokenize.tokenizers import OWN, Tokenizer, TokenizerFile, encode_batch, parse
 
-ENCODER_VERSION = 2
-"""Changed when a text would get other ids."""
+ENCODER_VERSION = 2  # Changed when a text would get other ids.
 LONG_CHARS = 2 << 20
 _SLACK_CHARS = 256 << 10
 _SPACE = re.compile("[!-~] (?=[!-~])")

@@ -25,11 +25,9 @@ from forebay.plugins import load_plugin, plugins
 from forebay.storage.hub import hub_endpoint, missing_packages
 from forebay.storage.hub_copies import fetch_tokenizer
 
-SAMPLE_BYTES = 64 << 20
-"""Text that `train:` learns from, at most: bounds its memory to about 1 GB."""
+SAMPLE_BYTES = 64 << 20  # Text that `train:` learns from, at most: bounds its memory to about 1 GB.
 EOS = "<|endoftext|>"
-AUTO = "auto"
-"""For `eos` and `bos`: the vocabulary's own token if it has one, else none."""
+AUTO = "auto"  # For `eos` and `bos`: the vocabulary's own token if it has one, else none.
 _EOS_NAMES = (EOS, "</s>", "<eos>", "<|end_of_text|>", "<|eos|>", "[EOS]", "[SEP]", "<|im_end|>")
 _BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|bos|>", "<|startoftext|>", "[BOS]", "[CLS]")
 _MAX_GROWTH = 64
@@ -144,7 +142,6 @@ def load_tokenizer(spec: str | Tokenizer, *, eos: bool | str = True, bos: bool |
 
 
 def _from_hub(spec: str, eos: bool | str, bos: bool | str) -> TokenizerFile:
-    """The tokenizer of a model on the hub; fetched once, then used without it."""
     try:
         folder = fetch_tokenizer(ALIASES.get(spec, spec))
     except UnknownDatasetError as error:
@@ -281,7 +278,6 @@ def encode_batch(tokenizer: HubTokenizer, texts: Sequence[str], description: str
 
 
 def _growth(normalizer: dict[str, Any]) -> int:
-    """The number of characters that a normalizer may make of one, about."""
     growth = max(1, len(normalizer.get("content") or normalizer.get("prepend") or ""))
     for part in normalizer.get("normalizers", ()):
         growth *= _growth(part)
