@@ -34,7 +34,7 @@ from support.document_ids import document_ids
 from support.shared_data import shared_data
 
 PREPARED = {
-    "warc": ("warc/*.warc*", "warc/*.wet*"),
+    "warc": ("warc/*",),
     "text": ("books/*", "shakespeare/*"),
     "jsonl": ("jsonl/*", "tokenizers/vectors/gpt2_known_answers.jsonl"),
     "json": ("pii/*.json",),
@@ -53,7 +53,6 @@ NOT_DOCUMENTS = {
     "lid/ATTRIBUTION.md": "about the data",
     "badwords/*": "word lists for [toxic]",
     "kenlm/*.arpa": "language models for [perplexity]",
-    "warc/*.arc*": "archives of a format before WARC, which is no input format",
     "html/*.tar.xz": "pages with gold text, for scoring extraction",
     "lid/lid.176.ftz": "a model for [language]",
     "lang/*.zip": "collections for measuring language identification, in zip archives, which are no input format",
@@ -67,17 +66,21 @@ NOT_DOCUMENTS = {
 }
 DAMAGED_WARCS = {
     # Documents with text and malformed records of the archives at which warcio stops, warns or guesses: by hand.
+    "warc/aut/badexample.arc.gz": (0, 0),  # a page without a body, and robots.txt
     "warc/cc_net/sample.warc.txt": (3, 0),
     "warc/fastwarc/block-sized-records.warc.lz4": (0, 0),
     "warc/fastwarc/clipped.warc.gz": (0, 1),
     "warc/fastwarc/warcfile.warc.lz4": (16, 0),
+    "warc/pywb/bad.arc": (1, 2),
     "warc/pywb/example-bad.warc.gz.bad": (1, 0),
     "warc/pywb/example-extra.warc": (1, 0),  # its second answer is of `HTTPX/1.1`, which warcio takes for HTTP
     "warc/pywb/example.warc": (1, 0),
+    "warc/warcio/bad.arc": (1, 2),
     "warc/warcio/example-bad-non-chunked.warc.gz": (1, 0),
     "warc/warcio/example-bad.warc.gz.bad": (1, 0),
     "warc/warcio/example-trunc.warc": (1, 0),
     "warc/warcio/example-wrong-chunks.warc.gz": (1, 0),
+    "warc/webarchive-commons/IAH-20080430204825-00000-blackbook-truncated.arc": (2, 0),  # and robots.txt
     "warc/webarchive-commons/link-extraction-test.warc": (7, 0),
     "warc/whirlwind/CC-MAIN-2024-22.warc.paths.gz": (1, 0),  # no archive: a list of their names
 }
@@ -181,7 +184,8 @@ def test_crawls(tmp_path: Path) -> None:
         name = path.relative_to(shared_data()).as_posix()
         if name in DAMAGED_WARCS:
             documents, malformed = DAMAGED_WARCS[name]
-            told[path] = Told([""] * documents, malformed or int(not documents))
+            malformed = malformed or int(not documents and path.name != "badexample.arc.gz")
+            told[path] = Told([""] * documents, malformed, empty=int(path.name == "badexample.arc.gz"))
         else:
             told[path] = warc_told(path)
     check(tmp_path / "d", told)

@@ -1,6 +1,6 @@
-"""Crawls: WARC and WET files as documents.
+"""Crawls: WARC, WET and ARC files as documents.
 
-The framing is our own, because fastwarc and warcio lose good records of damaged archives
+The framing is our own, because fastwarc and warcio lose good records of damaged archives and read no ARC
 (docs/explanation/decisions/0004-html-extraction.md). Where a record's length and the beginning of the next record
 disagree, the beginning decides; after a damaged gzip member reading continues at the next. Memory: the largest record,
 at most max_document_bytes, and 1 MiB. Requests, metadata, revisits, DNS, images and other statuses are no documents.
@@ -28,9 +28,12 @@ MAX_STRAY_BYTES = 64 << 10
 """The next record may begin this far past a record's length; bytes beyond that belong to no record."""
 
 _WARC = re.compile(rb"WARC/\d\.\d{1,2}[ \t\r]{0,8}\n(?=[A-Za-z-]{1,64}[ \t]{0,8}:)")
-_NEXT = re.compile(rb"\n(?=" + _WARC.pattern + rb")")
+_ARC = re.compile(rb"[a-z][a-z0-9+.-]{1,20}:[^\n]{10,8000}\n")
+_NEXT = re.compile(rb"\n(?=" + _WARC.pattern + rb"|" + _ARC.pattern + rb")")
 _HEAD_END = re.compile(rb"\n(?:\r{0,4}\n|(?=" + _WARC.pattern + rb"))")
 """An empty line; or the first of another record, where the head has none."""
+_DATE = re.compile(rb"\d{8,20}")
+_ADDRESS = re.compile(rb"[0-9a-fA-F.:]{2,45}")
 _BLANK = b"\r\n"
 _FOR_PROGRAMS = re.compile(r"/(robots|ads|app-ads)\.txt$|\.(htc|xspf)$", re.IGNORECASE)
 """URLs of files for programs, whatever their type says."""
@@ -40,14 +43,17 @@ _NO_TEXT = re.compile(
 """The same of files that a server calls plain text."""
 
 
+_ARC_START = re.compile(rb"[a-z][a-z0-9+.-]{1,20}:[^\n]{1,3000} [0-9a-fA-F.:]{2,45} \d{8,20} [^\n]{1,900}\n")
+
+
 class Warc(Format):
-    """WARC and WET files."""
+    """WARC, WET and ARC files."""
 
     name = "warc"
-    suffixes: ClassVar[tuple[str, ...]] = (".warc",)
+    suffixes: ClassVar[tuple[str, ...]] = (".warc", ".arc")
 
     def sniff(self, head: bytes) -> bool:
-        return _WARC.match(head) is not None
+        return _WARC.match(head) is not None or _ARC_START.match(head) is not None
 
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         index = 0
@@ -124,11 +130,38 @@ def _document(raw: RawRecord, index: int, options: ReadOptions, budget: OutputBu
             return kind[:40] or "a response without a type"
         if (_FOR_PROGRAMS if html else _NO_TEXT).search(url.partition("?")[0]):
             return "a file for programs, such as robots.txt"
-    if url.startswith(("dns:", "whois:", "metadata:", "warcinfo:")):
+    if url.startswith(("filedesc:", "dns:", "whois:", "metadata:", "warcinfo:")):
         return "a record about the archive"
     text = body_text(body, charset, html)
     yield Record(index, identity, text[:512] if problem else text, url, html, problem, raw.location)
     return ""
+
+
+@dataclass(frozen=True)
+class _ArcHead:
+    """A line `URL IP date type length`, or ARC 2's `URL IP date type status checksum location offset file length`."""
+
+    url: str
+    mime: str
+    size: int  # -1 if it is not a number
+
+    @staticmethod
+    def of(line: bytes) -> _ArcHead | None:
+        """None if it is no such line. URLs may hold blanks."""
+        for fields in (5, 10):
+            parts = line.rstrip(b"\r\n").rsplit(b" ", fields - 1)
+            if len(parts) == fields and _DATE.fullmatch(parts[2]) and _ADDRESS.fullmatch(parts[1]):
+                length = parts[-1]
+                size = int(length) if length.isdigit() and len(length) < 16 else -1
+                return _ArcHead(parts[0].decode("utf-8", "replace"), parts[3].decode("ascii", "replace"), size)
+        return None
+
+
+def _begins(data: bytes | bytearray, start: int = 0) -> bool:
+    if _WARC.match(data, start):
+        return True
+    line = _ARC.match(data, start)
+    return line is not None and _ArcHead.of(line[0]) is not None
 
 
 _UNPACKED = 256 << 10
@@ -171,6 +204,8 @@ class _Archive:
                         yield RawRecord(location, {}, b"", problem)
             elif _WARC.match(self._data, self._offset):
                 yield self._warc_record()
+            elif _begins(self._data, self._offset):
+                yield self._arc_record()
             else:
                 location, start = self._location(), bytes(self._data[self._offset : self._offset + 512])
                 problem = f"{self._skip_stray()} bytes that begin no record"
@@ -238,6 +273,23 @@ class _Archive:
         length = headers.get("content-length", "")
         return self._with_block(location, headers, int(length) if length.isdecimal() and len(length) < 16 else -1)
 
+    def _arc_record(self) -> RawRecord:
+        """ARC: a line that tells how many bytes follow it (Internet Archive, 1996)."""
+        location = self._location()
+        line = self._take(self._data.find(b"\n", self._offset) + 1 - self._offset)
+        head = _ArcHead.of(line)
+        assert head is not None
+        first = line.startswith(b"filedesc:")
+        headers = {
+            "warc-target-uri": head.url,
+            "warc-type": "warcinfo" if first else "response",
+            "content-type": head.mime,
+        }
+        if head.size < 0:
+            self._skip_stray()
+            return RawRecord(location, headers, line, "" if first else "an ARC record without a length")
+        return self._with_block(location, headers, head.size)
+
     def _with_block(self, location: str, headers: dict[str, str], size: int) -> RawRecord:
         """The record whose block of `size` bytes is next (-1: of unknown size), cut where the next one begins."""
         if size > self._max_bytes:
@@ -273,7 +325,7 @@ class _Archive:
         """Whether a record, or the end, follows at most four line-end bytes after the next `size` bytes."""
         buffered = self._need(size + 4 + 8192)
         for skipped in range(size, size + 5):
-            if skipped >= buffered or _WARC.match(self._data, self._offset + skipped):
+            if skipped >= buffered or _begins(self._data, self._offset + skipped):
                 return True
             if self._data[self._offset + skipped] not in _BLANK:
                 return False
@@ -281,8 +333,10 @@ class _Archive:
 
 
 def _next_start(data: bytearray, start: int, stop: int) -> int:
-    match = _NEXT.search(data, max(0, start - 1), stop)
-    return match.end() if match else -1
+    for match in _NEXT.finditer(data, max(0, start - 1), stop):
+        if _begins(data, match.end()):
+            return match.end()
+    return -1
 
 
 def _headers(head: bytes) -> dict[str, str]:
@@ -341,7 +395,7 @@ def _next_member(stream: BinaryIO, start: int) -> int:
             if len(pending) - index < 2048:
                 pending += stream.read(2048)
             with suppress(zlib.error):
-                if _WARC.match(zlib.decompressobj(31).decompress(pending[index : index + 2048], 512)):
+                if _begins(zlib.decompressobj(31).decompress(pending[index : index + 2048], 512)):
                     return offset + index
             index = pending.find(_MAGIC, index + 1)
         offset += len(pending) - 2
