@@ -1,8 +1,8 @@
-"""From pairs to decisions: the connected components of documents, and which documents stay.
+"""From pairs to decisions: the connected components of documents, and which document of each stays.
 
 Union-find over a memory-mapped file: each document has 8 bytes, 0 without a pair, else one more than the document above
-it. The earlier document is always above, so that a component's root is its first document, whatever the order of the
-pairs. Pages leave memory every `_PAIRS` pairs: memory does not grow with the documents.
+it. The better document (greater weight, then first) is always above, so that a component's root is the one that stays,
+whatever the order of the pairs. Pages leave memory every `_PAIRS` pairs: memory does not grow with the documents.
 """
 
 import json
@@ -29,15 +29,19 @@ _FLAT_BYTES = 64 << 20  # Maps smaller than this stay in memory.
 
 @dataclass(frozen=True)
 class ComponentsTask:
-    """Pairs to `NAME.drop`: a byte for each of `rows` documents, RETAINED or `code`.
+    """Pairs to `NAME.drop`: a byte for each document of the corpus, KEPT or `code`.
 
-    The codes in the `.drop` of `base`, an earlier task, stay.
+    Args:
+        splits: (prefix, documents) in corpus order.
+        weighted: They have `.weight` files.
+        base: An earlier task, the codes of whose `.drop` stay.
     """
 
     name: str
     folder: str
     pairs: tuple[str, ...]
-    rows: int
+    splits: tuple[tuple[str, int], ...]
+    weighted: bool
     code: int
     num_codes: int
     base: str = ""
@@ -54,12 +58,12 @@ class MarkTask:
 
 
 @contextmanager
-def _mapped(path: Path, rows: int) -> Iterator[NDArray[Any]]:
+def _mapped(path: Path, dtype: str, rows: int) -> Iterator[NDArray[Any]]:
     temporary = temporary_path(path)
     try:
         with temporary.open("xb") as file:
-            reserve(file, 8 * max(rows, 1))
-        yield np.memmap(temporary, "<i8", "r+", shape=(max(rows, 1),))
+            reserve(file, max(rows, 1) * np.dtype(dtype).itemsize)
+        yield np.memmap(temporary, dtype, "r+", shape=(max(rows, 1),))
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -85,16 +89,20 @@ def find(parent: Any, i: int) -> int:
 
 
 @jit()
-def join(parent: Any, pairs: Any) -> None:
-    """Union the ends of pairs int64 [*, 2]; of two roots the first goes above."""
+def join(parent: Any, weights: Any, pairs: Any) -> None:
+    """Union the ends of pairs int64 [*, 2]; of two roots the one of greater weight, then the first, goes above."""
     for k in range(len(pairs)):
         a = find(parent, pairs[k, 0])
         b = find(parent, pairs[k, 1])
         if a == b:
             continue
-        first = min(a, b)
-        parent[max(a, b)] = first + 1
-        parent[first] = first + 1
+        if len(weights) and weights[a] != weights[b]:
+            better = a if weights[a] > weights[b] else b
+        else:
+            better = min(a, b)
+        worse = a + b - better
+        parent[worse] = better + 1
+        parent[better] = better + 1
 
 
 @jit()
@@ -111,18 +119,34 @@ def find_components(task: ComponentsTask, scale: int) -> list[int]:
     if out.with_suffix(".json").exists():
         done: list[int] = json.loads(out.with_suffix(".json").read_bytes())
         return done
-    with _mapped(folder / f"{task.name}.parent", task.rows) as parent:
+    rows = sum(documents for _, documents in task.splits)
+    with _mapped(folder / f"{task.name}.parent", "<i8", rows) as parent, _weights(task, rows) as weights:
         for pairs in _read_pairs(folder, task.pairs, _PAIRS >> (2 * scale)):
-            join(parent, pairs)
+            join(parent, weights, pairs)
             _release(parent)
+            _release(weights)
         counts = np.zeros(task.num_codes + 1, np.int64)
         with open_atomic(out.with_suffix(".drop")) as drop:
-            for start in range(0, task.rows, _CHUNK):
-                codes = _codes(task, parent, start, min(start + _CHUNK, task.rows))
+            for start in range(0, rows, _CHUNK):
+                codes = _codes(task, parent, start, min(start + _CHUNK, rows))
                 counts += np.bincount(codes, minlength=len(counts))
                 drop.write(codes.data)
     atomic_write(out.with_suffix(".json"), json.dumps(counts.tolist()).encode())
     return [int(count) for count in counts]
+
+
+@contextmanager
+def _weights(task: ComponentsTask, rows: int) -> Iterator[NDArray[Any]]:
+    if not task.weighted:
+        yield np.empty(0)
+        return
+    with _mapped(Path(task.folder) / f"{task.name}.weights", "<f8", rows) as weights:
+        start = 0
+        for prefix, documents in task.splits:
+            weights[start : start + documents] = np.fromfile(f"{prefix}.weight", "<f8", documents)
+            start += documents
+            _release(weights)
+        yield weights
 
 
 def _read_pairs(folder: Path, names: Sequence[str], step: int) -> Iterator[NDArray[np.int64]]:

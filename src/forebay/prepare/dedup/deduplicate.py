@@ -1,10 +1,11 @@
 """Sign the documents of splits, and deduplicate the corpus: plan the tasks, map them over an engine, read the result.
 
 A `Signer` writes, with a prefix `P`, little-endian, one row a document: `P.NAME` u64 [documents, columns] of each
-method; `P.counts` u32 [documents] and `P.units` u64 [sum of counts, 2]: the lines that are long enough;
-`P.signatures`: JSON, written last. That is 16 + 8 bands bytes a document (128 by default), and 16 a line.
+method; `P.weight` f64 [documents]: the greatest stays (only if not the first copy does); `P.counts` u32 [documents] and
+`P.units` u64 [sum of counts, 2]: the lines that are long enough; `P.signatures`: JSON, written last. That is 16 + 8
+bands bytes a document (128 by default), and 16 a line.
 
-Methods compare documents in order: of a component only the first document goes on to the next method. Lines come last,
+Methods compare documents in order: of a component only the best document goes on to the next method. Lines come last,
 over the documents that stay. Every task is named by a hash of the signatures and settings, and skipped when its file
 exists; `STEM.result` is written last. Disk while it runs: 8 bytes a column of keys (224 bytes a document by default)
 and 8 for the components; what stays is a byte a document and one a line.
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
@@ -89,6 +91,8 @@ class Signer:
             self._units += len(hashes)
             self._write("units", hashes)
             self._write("counts", counts.astype("<u4"))
+        if config.keep != "first":
+            self._write("weight", np.asarray(pc.binary_length(texts), np.float64))
 
     def _write(self, ending: str, array: NDArray[Any]) -> None:
         if ending not in self._files:
@@ -190,7 +194,7 @@ def _open(prefixes: Sequence[str], config: Dedup, folder: Path, memory_bytes: in
             raise PrepareError(
                 f"{prefix}.signatures: expected finished signatures, got {error}. Sign the documents again."
             ) from error
-    settings = [VERSION, config.signature()]
+    settings = [VERSION, config.signature(), config.keep]
     name = hashlib.sha256(json.dumps([settings, list(zip(sha256s, documents, units))]).encode()).hexdigest()[:32]
     return _Corpus(config, prefixes, documents, units, str(folder), f"dedup-{name}", memory_bytes)
 
@@ -216,8 +220,9 @@ def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[in
             keys = Keys(method.name, method.columns, method.key_columns)
             pairs += _find_pairs(corpus, keys, f"{corpus.folder}/{base}.drop" if base else "", step)
         name = f"{stem}-{method.name}" if method is not None and code < len(methods) else stem
-        rows = sum(corpus.documents)
-        task = ComponentsTask(name, corpus.folder, tuple(pairs), rows, code, max(len(methods), 1), base)
+        splits = tuple(zip(corpus.prefixes, corpus.documents))
+        weighted = config.keep != "first"
+        task = ComponentsTask(name, corpus.folder, tuple(pairs), splits, weighted, code, max(len(methods), 1), base)
         (counts,) = step("clusters", find_components, [task])
         base = name
     units_cut = 0

@@ -108,7 +108,7 @@ KINDS = (Exact.name, "lines", MinHash.name)  # The names of `--dedup`.
 
 @dataclass(frozen=True)
 class Dedup:
-    """The `[dedup]` table of a recipe: what is compared. Of copies the first in the corpus stays.
+    """The `[dedup]` table of a recipe: what is compared, and which copy stays.
 
     Args:
         exact: Drop whole documents that are equal.
@@ -118,6 +118,8 @@ class Dedup:
             1 - (1 - J^rows)^bands.
         ngram: Words in a shingle.
         seed: Of the hash functions of MinHash.
+        keep: Which document of a cluster stays: the `first` in the corpus, or the `longest` in bytes, the first of
+            several equals.
         normalise: What may differ in equal documents and lines. `none`: nothing. `space`: white space.
             Empty: nothing in documents, white space in lines.
             `words`: also case, punctuation and accents. MinHash always compares words.
@@ -135,6 +137,7 @@ class Dedup:
     rows: Annotated[int, Field(ge=1, le=256)] = 8
     ngram: Annotated[int, Field(ge=1, le=256)] = 5
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1
+    keep: Literal["first", "longest"] = "first"
     normalise: Literal["", "none", "space", "words"] = ""
     min_characters: Positive = 24
     own: tuple[Method, ...] = ()
@@ -173,4 +176,6 @@ class Dedup:
         settings: dict[str, Any] = {method.name: method.settings for method in self.methods}
         if self.unit:
             settings["units"] = [SIGNATURE_VERSION, self.unit, self.normalise_of(self.unit), self.min_characters]
+        if self.keep != "first":
+            settings["weight"] = [SIGNATURE_VERSION, self.keep]
         return settings

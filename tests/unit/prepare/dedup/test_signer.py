@@ -32,14 +32,14 @@ def test_hash_has_the_published_vectors() -> None:
 def test_the_same_bytes_however_batches_are_cut(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], cut: int
 ) -> None:
-    config = Dedup(exact=True, minhash=True, lines=True, min_characters=2)
+    config = Dedup(exact=True, minhash=True, lines=True, min_characters=2, keep="longest")
     folder = tmp_path_factory.mktemp("sign")
     column = pa.array([t.encode("utf-8", "replace").decode() for t in texts], pa.large_string())
     for name, step in (("whole", len(texts)), ("cut", cut)):
         with Signer(folder / name, config) as signer:
             for start in range(0, len(texts), step):
                 signer.add(pa.record_batch({"text": column.slice(start, step)}))
-    for ending in ("exact", "minhash", "units", "counts", "signatures"):
+    for ending in ("exact", "minhash", "units", "counts", "weight", "signatures"):
         assert (folder / f"whole.{ending}").read_bytes() == (folder / f"cut.{ending}").read_bytes()
     assert (folder / "cut.exact").stat().st_size == 16 * len(texts)
     assert (folder / "cut.minhash").stat().st_size == 112 * len(texts)
@@ -82,6 +82,7 @@ def test_a_part_without_documents(bench: Any) -> None:
         ({"ngram": 0}, "ngram: expected at least 1, got 0"),
         ({"min_characters": 0}, "min_characters: expected at least 1, got 0"),
         ({"seed": -1}, "seed: expected at least 0, got -1"),
+        ({"keep": "last"}, "keep: expected 'first' or 'longest', got 'last'"),
         ({"normalise": "x"}, "normalise: expected '', 'none', 'space' or 'words', got 'x'"),
     ],
 )
