@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from support.calibration import scaled
-from support.document_ids import document_ids
 from support.nodes import Bootstrap
 
 
@@ -61,15 +60,16 @@ def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None
 
 
 def test_prepare_prints_what_scripts_rely_on(corpus: Path, tmp_path: Path) -> None:
+    ids = tmp_path / "ids"
     summary = last_json(
         forebay(
             "prepare", corpus, "--out", tmp_path / "d", "--tokenizer", "bytes", "--slice-bytes", "8KiB",
-            "--workers", 2, "--document-ids", "--json",
+            "--workers", 2, "--write-ids", ids, "--json",
         )
     )  # fmt: skip
     assert {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped"} <= set(summary)
     assert summary["documents_in"] == summary["documents_out"] == 60
-    assert document_ids(tmp_path / "d") == [f"d{i}" for i in range(60)]
+    assert ids.read_text().split() == [f"d{i}" for i in range(60)]
 
     shown = last_json(forebay("inspect", tmp_path / "d", "--json"))
     assert {"id", "name", "layout", "dtype", "tokens", "documents", "slices", "bytes", "tokenizer"} <= set(shown)

@@ -24,7 +24,6 @@ import forebay
 from forebay.dataset.reader import Dataset, open_dataset
 from forebay.errors import install_command
 from support.calibration import scaled
-from support.document_ids import document_ids
 from support.shared_data import shared_data
 
 KEYS = {"dataset", "id", "documents_in", "documents_out", "tokens", "slices", "dropped", "skipped"}
@@ -181,6 +180,7 @@ def test_wrong_settings_are_told_where_they_stand(tmp_path: Path) -> None:
     assert "KEY=VALUE" in refused(*arguments, "--set", "nonsense")
     assert "sample: expected at most 1, got 2" in refused(*arguments, "--sample", "200%")
     assert "tokenizer" in refused(*arguments[:-2])
+    assert "mine.toml" in refused(*arguments, "--write-ids", config / "ids", code=1)
     assert "expected inputs" in refused("prepare", *arguments[2:])
     assert not (tmp_path / "d/.work").exists()
 
@@ -316,10 +316,10 @@ def test_an_api_is_an_input(tmp_path: Path, api: str) -> None:
     spec.write_text(
         f'url = "{api}"\nitems = "data[]"\ntext = ["title", "body"]\nid = "key"\nnext = "next"\nrequests_per_s = 1000\n'
     )
-    summary = prepare(tmp_path / "d", spec, "--tokenizer", "bytes", "--document-ids")
+    summary = prepare(tmp_path / "d", spec, "--tokenizer", "bytes", "--write-ids", tmp_path / "ids")
     assert (tmp_path / "d.inputs/items/items.jsonl").exists()
     assert summary["documents_in"] == summary["documents_out"] == 30
-    assert document_ids(tmp_path / "d") == [f"k{i}" for i in range(30)]
+    assert (tmp_path / "ids").read_text().split() == [f"k{i}" for i in range(30)]
     assert documents(open_dataset(tmp_path / "d"))[7].decode().startswith("Title 7")
 
 
@@ -335,9 +335,9 @@ def test_a_language_model_of_text_and_the_better_half(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", paragraphs + other)
     config = tmp_path / "lm.toml"
     config.write_text(f'[perplexity]\nmodel = "{model}"\nkeep_percentile = [0, 50]\n')
-    summary = prepare(tmp_path / "d", path, "--tokenizer", "bytes", "--config", config, "--document-ids")
+    summary = prepare(tmp_path / "d", path, "--tokenizer", "bytes", "--config", config, "--write-ids", tmp_path / "ids")
     assert 85 <= summary["documents_out"] <= 115 and set(summary["dropped"]) == {"above_percentile"}
-    kept = [int(name[1:]) for name in document_ids(tmp_path / "d")]
+    kept = [int(name[1:]) for name in (tmp_path / "ids").read_text().split()]
     assert sum(number < 100 for number in kept) > 0.9 * len(kept)
 
 

@@ -30,7 +30,6 @@ from forebay.dataset.reader import open_dataset
 from forebay.errors import PrepareError
 from forebay.prepare import Recipe, load_recipe
 from forebay.prepare.report import load_report
-from support.document_ids import document_ids
 from support.shared_data import shared_data
 
 PREPARED = {
@@ -116,7 +115,8 @@ def files(kind: str) -> list[Path]:
 def check(out: Path, told: dict[Path, Told], **settings: Any) -> None:
     """Prepare these files in one run; all that the run says of them is what the independent readers say."""
     recipe: Recipe = load_recipe(settings={"max_error_rate": 1.0, "tokenize": {"tokenizer": "bytes"}, **settings})
-    summary = prepare_dataset(list(told), out, recipe=recipe, document_ids=True, workers=1)
+    ids = out.parent / f"{out.name}.ids"
+    summary = prepare_dataset(list(told), out, recipe=recipe, write_ids=ids, workers=1)
     inputs = load_report(out / "report.html")["inputs"]
     assert [(i["name"], i["documents"], i["malformed"]) for i in inputs] == [
         (path.name, said.documents_in, said.malformed) for path, said in told.items()
@@ -125,11 +125,11 @@ def check(out: Path, told: dict[Path, Told], **settings: Any) -> None:
     assert summary.documents_out == sum(len(said.ids) for said in told.values())
     dropped = {"empty": sum(s.empty for s in told.values()), "malformed": sum(s.malformed for s in told.values())}
     assert summary.dropped == {reason: count for reason, count in dropped.items() if count}
-    kept = iter(document_ids(out))
+    kept = iter(ids.read_text("utf-8").splitlines())
     for path, said in told.items():
         for index, wanted in enumerate(said.ids):
             got = next(kept)
-            assert got == wanted or wanted == "" or (wanted is None and got.startswith(path.name)), (path, index)
+            assert got == wanted or wanted == "" or (wanted is None and got.startswith(str(path))), (path, index)
     assert next(kept, None) is None
     rejects = out / "rejects.jsonl"
     assert (len(rejects.read_text("utf-8").splitlines()) if rejects.exists() else 0) == dropped["malformed"]
@@ -147,7 +147,7 @@ def lines_told(path: Path, values: list[Any], key: str) -> Told:
         elif not text:
             told.empty += 1
         else:
-            told.ids.append(str(value.get("id") or f"{path.name}:{number}"))
+            told.ids.append(str(value.get("id") or f"{path}:{number}"))
     return told
 
 
@@ -194,7 +194,7 @@ def test_crawls(tmp_path: Path) -> None:
 def test_plain_text(tmp_path: Path) -> None:
     told = {}
     for path in files("text"):
-        told[path] = Told([path.name])
+        told[path] = Told([str(path)])
     check(tmp_path / "d", told)
 
 
@@ -224,7 +224,7 @@ def test_lines(tmp_path: Path) -> None:
     told = {}
     for path in files("lines"):
         with path.open(encoding="utf-8", newline="\n") as file:
-            told[path] = Told([f"{path.name}:{number}" for number, line in enumerate(file, 1) if line.strip()])
+            told[path] = Told([f"{path}:{number}" for number, line in enumerate(file, 1) if line.strip()])
     assert [len(said.ids) for said in told.values()] == [100, 1000]
     check(tmp_path / "d", told, read={"format": "lines"})
 
@@ -307,7 +307,7 @@ def test_tfrecord(tmp_path: Path) -> None:
                 found = re.search(
                     rb"(?s)\n." + key.encode() + rb"\x12", content
                 )  # field 1 of this length, then field 2
-                said.ids += [f"{path.name} (byte {position})"] if found else []
+                said.ids += [f"{path} (byte {position})"] if found else []
                 said.malformed += not found
         assert sum(len(said.ids) for said in told.values()) == {"x_byte": 8, "x_byte_seq": 4}[key]
         check(tmp_path / key, told, read={"text_key": key})

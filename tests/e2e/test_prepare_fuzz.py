@@ -32,7 +32,6 @@ from forebay.errors import ForebayError
 from forebay.prepare import PrepareResult, load_recipe
 from support import whole
 from support.calibration import scaled
-from support.document_ids import document_ids
 
 FUZZ_S = float(os.environ.get("FOREBAY_FUZZ_S", "6"))
 SEED = int(os.environ.get("FOREBAY_FUZZ_SEED", "1"))
@@ -189,7 +188,7 @@ def attempt(folder: Path, out: Path, **settings: object) -> PrepareResult | Fore
             out,
             recipe=load_recipe(settings={**SETTINGS, **settings}),
             workers=1,
-            document_ids=True,
+            write_ids=Path(f"{out}.ids"),
         )
     except ForebayError as error:
         return error
@@ -198,7 +197,7 @@ def attempt(folder: Path, out: Path, **settings: object) -> PrepareResult | Fore
 
 
 def kept(out: Path) -> set[str]:
-    return set(document_ids(out))
+    return set(Path(f"{out}.ids").read_text().splitlines())
 
 
 def cases() -> Iterator[tuple[int, str, str]]:

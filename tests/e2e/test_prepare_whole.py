@@ -42,11 +42,11 @@ def wanted(base: Path) -> tuple[str, dict[str, str]]:
     found = whole.run(base / "in", base / "one", 1)
     made = whole.files(base / "one")
     assert "manifest.json" in made and "report.html" in made
-    return found, made
+    return found, made | {".ids": whole.files(base)["one.ids"]}
 
 
 def check(out: Path, found: str, wanted: tuple[str, dict[str, str]]) -> None:
-    made = whole.files(out)
+    made = whole.files(out) | {".ids": whole.files(out.parent)[f"{out.name}.ids"]}
     assert {name for name in wanted[1] | made if made.get(name) != wanted[1].get(name)} == set()
     assert found == wanted[0]
 

@@ -188,17 +188,19 @@ class Prepare(Scenario):
         })  # fmt: skip
         is_set = self.to == "dataset"
         prepare_dataset(
-            [folder / "in.jsonl"], folder / "out", recipe=recipe, workers=1, to=self.to, document_ids=is_set,
+            [folder / "in.jsonl"], folder / "out", recipe=recipe, workers=1, write_ids=folder / "ids", to=self.to,
+            document_ids=is_set,
         )  # fmt: skip
 
     def see(self, folder: Path) -> State:
         out = folder / "out"
+        found: State = {"ids": content(folder / "ids")}
         mark = out / ("manifest.json" if self.to == "dataset" else "text.json")
         if not mark.exists():
-            return {"out": None}
+            return {**found, "out": None}
         aside = (".work/", ".inputs.json")  # The second holds times and inodes of the inputs.
         files = {name: digest for name, digest in tree(out).items() if not name.startswith(aside)}
-        return {"out": files}
+        return {**found, "out": files}
 
 
 class PrepareText(Prepare):

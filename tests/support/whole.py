@@ -197,7 +197,7 @@ def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
     try:
         made = prepare_dataset(
             [inputs], out, recipe=load_recipe(settings=settings), workers=int(workers), engine=engine,
-            document_ids=True, on_message=tell, on_progress=lambda p: tell(f"{p.stage} {p.done}"),
+            write_ids=Path(f"{out}.ids"), on_message=tell, on_progress=lambda p: tell(f"{p.stage} {p.done}"),
         )  # fmt: skip
     except ForebayError as error:
         tell(f"forebay: {error}")

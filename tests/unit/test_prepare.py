@@ -28,7 +28,6 @@ from forebay.prepare import PrepareResult, Progress, load_recipe
 from forebay.prepare import inputs as sources
 from forebay.prepare.tasks import slicing
 from forebay.prepare.tokenize import tokenizers
-from support.document_ids import document_ids
 from support.shared_data import shared_data
 
 TEXTS = [f"Document {i}: " + "grüße, 世界! \x00\r\n<|endoftext|> " * (i % 9) for i in range(300)]
@@ -140,7 +139,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path: Path, small_pieces: None
     seen = []
     for workers in (1, 2, 5):
         out = tmp_path / f"out{workers}" / "d"
-        prepare_dataset(source, out, tokenizer=name, slice_bytes=8192, workers=workers, document_ids=True)
+        prepare_dataset(source, out, tokenizer=name, slice_bytes=8192, workers=workers, write_ids=out.parent / "ids")
         files = sorted(p for p in out.parent.rglob("*") if p.is_file())
         seen.append({p.relative_to(out.parent).as_posix(): p.read_bytes() for p in files})
     assert seen[0] == seen[1] == seen[2]
@@ -182,13 +181,14 @@ def test_rejects_are_located(tmp_path: Path, small_pieces: None) -> None:
         lines[i] = line
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(lines))
-    summary = prepare_dataset([path], tmp_path / "d", tokenizer="bytes", workers=1, document_ids=True)
+    ids = tmp_path / "ids"
+    summary = prepare_dataset([path], tmp_path / "d", tokenizer="bytes", workers=1, write_ids=ids)
     # The document with no words left is still a document; the blank line is none.
     assert summary.dropped == {"malformed": 7} and summary.documents_in == 299
     rejects = [json.loads(line) for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
     assert [r["where"] for r in rejects] == [f"{path}:{i + 1}" for i in bad if i != 250]
     assert all(r["reason"] for r in rejects)
-    assert document_ids(tmp_path / "d") == [f"a.jsonl:{i + 1}" for i in range(300) if i not in bad]
+    assert ids.read_text().split() == [f"{path}:{i + 1}" for i in range(300) if i not in bad]
 
 
 def test_too_much_bad_input(tmp_path: Path) -> None:
@@ -208,10 +208,11 @@ def test_too_much_bad_input(tmp_path: Path) -> None:
 def test_ids_come_from_the_input(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(["x"], id="mine") + jsonl([""], id="empty") + jsonl(["y"], id=7))
     (tmp_path / "b.txt").write_text("text")
+    ids = tmp_path / "ids"
     summary = prepare_dataset(
-        [tmp_path / "a.jsonl", tmp_path / "b.txt"], tmp_path / "d", tokenizer="bytes", workers=1, document_ids=True
+        [tmp_path / "a.jsonl", tmp_path / "b.txt"], tmp_path / "d", tokenizer="bytes", workers=1, write_ids=ids
     )
-    assert document_ids(tmp_path / "d") == ["mine", "7", "b.txt"] and summary.dropped == {"empty": 1}
+    assert ids.read_text().split() == ["mine", "7", str(tmp_path / "b.txt")] and summary.dropped == {"empty": 1}
 
 
 def test_byte_tokenizer_file_gives_the_same_ids(tmp_path: Path) -> None:
@@ -344,11 +345,11 @@ def test_kept_ids_are_of_what_is_left_when_repeated_lines_are_cut(tmp_path: Path
 
     def run(name: str, inputs: str, **dedup: Any) -> tuple[list[str], PrepareResult]:
         recipe = load_recipe(settings={"dedup": {"lines": True, **dedup}, "tokenize": {"tokenizer": "bytes"}})
+        ids = tmp_path / f"{name}.ids"
         paths = [tmp_path / f"{letter}.jsonl" for letter in inputs]
-        summary = prepare_dataset(paths, tmp_path / name, recipe=recipe, document_ids=True, workers=1)
-        ids = document_ids(tmp_path / name)
-        assert len(ids) == summary.documents_out
-        return ids, summary
+        summary = prepare_dataset(paths, tmp_path / name, recipe=recipe, write_ids=ids, workers=1)
+        assert len(ids.read_text().split()) == summary.documents_out
+        return ids.read_text().split(), summary
 
     assert run("A", "a")[0] == ["a0"]
     kept, summary = run("AB", "ab")

@@ -35,7 +35,7 @@ def _prepare(args: argparse.Namespace) -> int:
     inputs = [_fetched(path, args) if path.endswith(".api.toml") else path for path in args.inputs]
     if not inputs:
         print(f"inputs of the recipe: {', '.join(map(json.dumps, recipe.inputs))}", file=sys.stderr)
-    names = ("workers", "engine", "document_ids", "to", "follow_links", "strict")
+    names = ("workers", "engine", "document_ids", "to", "follow_links", "strict", "write_ids")
     options = {name: getattr(args, name) for name in names}
     with PrepareBar(enabled=not args.quiet) as bar:
         notify = partial(print, "forebay:", file=sys.stderr)
@@ -140,6 +140,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--engine", default="local", metavar="NAME", help="local, ray (RAY_ADDRESS), or a plug-in's name")
     p.add("--sample", metavar="SHARE", help="read only this share of the input, such as 1%% (default: 100%%)")
     p.add("--dry-run", action="store_true", help="print what would run, on how much, and stop")
+    p.add("--write-ids", type=Path, metavar="FILE", help="write the source id of each kept document (default: no)")
     p.add("--document-ids", action="store_true", help="store the source id of each document beside the slices")
     p.add("--max-error-rate", type=float, metavar="SHARE", help="largest share of bad records (default: 0.05)")
     p.add("--strict", action="store_true", help="stop if an input is left out or cannot be read")

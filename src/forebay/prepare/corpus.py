@@ -1,4 +1,4 @@
-"""The documents of a run between reading and writing, and one pass over what is kept, for samples.
+"""The documents of a run between reading and writing, and one pass over what is kept: samples, ids.
 
 The pass reads a few bytes a document, as it needs the text of a few samples only.
 """
@@ -17,12 +17,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from forebay.files import atomic_write
+from forebay.files import atomic_write, open_atomic
 from forebay.formats.inputs import InputSplit
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import part_batches
 from forebay.prepare.inputs import InputFiles
-from forebay.prepare.sources import first_rows, row_position
+from forebay.prepare.sources import first_rows, row_position, source_id
 from forebay.prepare.stats import SAMPLE_CHARACTERS, SAMPLES, Sample, StageStats, mix64
 from forebay.prepare.tasks.text import TextResult
 from forebay.storage.listing import Skipped, shown_path
@@ -111,6 +111,23 @@ def examine_kept(corpus: Corpus, config: Dedup, stats: StageStats) -> None:
     for code, (stage, reason) in enumerate([("", "kept"), *(("dedup", reason) for reason in reasons)]):
         if samples := sorted(_samples(corpus, candidates[code])):
             stats.samples[stage, reason] = samples
+
+
+def write_ids(path: Path | None, corpus: Corpus, left_out: Sequence[Path]) -> None:
+    """Write the source ids of kept documents, in the order of the input, a line each.
+
+    `left_out`: for each split a file of u32, the rows that deduplication kept, but of which nothing remained.
+    """
+    if path is None:
+        return
+    with open_atomic(path) as file:
+        for index, (split, first_row) in enumerate(zip(corpus.splits, corpus.first_rows)):
+            codes = corpus.drop_codes(index)
+            codes[np.fromfile(left_out[index], "<u4")] = 1
+            for start, batch in part_batches(corpus.arrow(index), _COLUMNS):
+                rows = np.flatnonzero(codes[start : start + batch.num_rows] == 0)
+                ids = (source_id(split, batch, row, first_row).replace("\n", " ") for row in rows.tolist())
+                file.writelines(id.encode("utf-8", "backslashreplace") + b"\n" for id in ids)
 
 
 def _count_duplicates(result: DedupResult, reasons: Sequence[str], stats: StageStats, kept_bytes: int) -> None:

@@ -66,6 +66,7 @@ def prepare_dataset(
     seed: int | None = None,
     settings: Mapping[str, Any] | None = None,
     to: str | Output = "dataset",
+    write_ids: Path | None = None,
     document_ids: bool = False,
     engine: str | Engine = "local",
     workers: int | None = None,
@@ -91,8 +92,10 @@ def prepare_dataset(
         settings: Nested tables of a recipe: `{"read": {"text_key": "body"}}`.
         to: `dataset`; `text`: Parquet files of the kept text in `out/text`; `lm`: a language model, `out/model.arpa`;
             or an object of the protocol `Output`.
-        document_ids: Write the source id (its `id` in the input, else `file:line`, or row) and file of each document to
-            `documents.parquet`, in the order of the dataset. The slices are the same; the dataset's id is another.
+        write_ids: Write the source id of each kept document here, one a line, in the order of the input: its `id` in
+            the input, else `path:line` (or row), or the path of a text file.
+        document_ids: Write the source id and file of each document to `documents.parquet`, in the order of the dataset.
+            The slices are the same; the manifest, and so the dataset's id, is another.
         engine: `local` (processes of this machine), `ray`, the name of an entry point of `forebay.engines`, or an
             object of the protocol `Engine`.
         workers: Processes; by default one a core (of the whole cluster, with Ray). The bytes do not depend on it.
@@ -143,10 +146,13 @@ def prepare_dataset(
     if strict:
         _refuse_skipped(sources.skipped)
     with _errors(out), _locked(out), open_engine(engine, workers, out, notify) as opened:
+        if write_ids is not None:  # fail now rather than when all the work is done
+            Path(write_ids).parent.mkdir(parents=True, exist_ok=True)
+            remove_stale(Path(write_ids).parent)
         own_splits = [(split, item) for item in own_sources for split in source_splits(item)]
         listed = (*sources.files, *(split.files[0] for split, _ in own_splits))
         sources = dataclasses.replace(sources, files=listed)
-        run = PrepareRun(out, recipe, opened, document_ids, on_progress or (lambda progress: None), notify)
+        run = PrepareRun(out, recipe, opened, write_ids, document_ids, on_progress or (lambda progress: None), notify)
         lineage = _lineage(run, sources, loaded)
         existing = _find_existing(run, output, sources, lineage)
         if existing is not None:
@@ -259,7 +265,7 @@ def _find_existing(
     name, id, theirs = existing.load(run.out)
     same = existing.name == output.name and name == run.recipe.name
     same = same and ("documents.parquet" in theirs.get("files", {})) == run.document_ids
-    same = same and _is_same(run, sources, theirs, lineage)
+    same = same and (run.write_ids is None or run.write_ids.exists()) and _is_same(run, sources, theirs, lineage)
     if not same:
         raise UsageError(
             f"prepare: expected an empty directory, got {run.out}, which holds {existing.name} {name!r} ({id[:12]}…). "

@@ -81,6 +81,7 @@ class PrepareRun:
     out: Path
     recipe: Recipe
     engine: Engine
+    write_ids: Path | None
     document_ids: bool
     on_progress: Callable[[Progress], None]
     on_message: Callable[[str], None]

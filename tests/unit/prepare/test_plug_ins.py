@@ -14,7 +14,6 @@ import forebay
 from forebay import plugins
 from forebay.errors import UsageError
 from forebay.prepare import PrepareResult, load_recipe
-from support.document_ids import document_ids
 
 OWN = '''
 from dataclasses import dataclass
@@ -188,9 +187,9 @@ def test_an_engine(tmp_path: Path, own: Any) -> None:
 
 def test_a_source(tmp_path: Path, own: Any) -> None:
     by_name = forebay.prepare_dataset(
-        ["poems://all", tmp_path / "in.jsonl"], tmp_path / "a/d", tokenizer="bytes", document_ids=True
+        ["poems://all", tmp_path / "in.jsonl"], tmp_path / "a/d", tokenizer="bytes", write_ids=tmp_path / "ids"
     )
-    assert by_name.documents_out == 11 and document_ids(tmp_path / "a/d")[5:] == [
+    assert by_name.documents_out == 11 and (tmp_path / "ids").read_text().split()[5:] == [
         "a0",
         "a1",
         "a2",

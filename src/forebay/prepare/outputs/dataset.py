@@ -22,13 +22,13 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import UsageError
 from forebay.files import atomic_write, open_atomic, sync_directory
 from forebay.formats.inputs import InputSplit
-from forebay.prepare.corpus import Corpus, examine_kept
+from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.outputs.base import conclude, no_documents
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sources import describe_position
 from forebay.prepare.stats import StageStats
-from forebay.prepare.tasks.encode import EncodeResult, EncodeTask, encode, finished
+from forebay.prepare.tasks.encode import EncodeResult, EncodeTask, encode, finished, left_out_file
 from forebay.prepare.tasks.shuffle import EncodedPart, Shuffle, finished_shuffle, plan_shuffle, shuffle
 from forebay.prepare.tasks.slicing import RowShape, finished_slice, plan_row_slices, plan_slices, write_slice
 from forebay.prepare.tokenize.encoders import EncoderSpec
@@ -49,7 +49,7 @@ class DatasetOutput:
 
     def check(self, recipe: Recipe, document_ids: bool) -> None:
         if document_ids and recipe.rows is not None:
-            raise UsageError("document ids: expected a dataset of tokens; got rows. Leave out --document-ids.")
+            raise UsageError("document ids: expected a dataset of tokens; rows and text keep theirs by --write-ids.")
 
     def load(self, out: Path) -> tuple[str, str, Mapping[str, Any]]:
         dataset = open_dataset(out)
@@ -114,7 +114,9 @@ def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile) -> list[E
         drop, cut, name = corpus.duplicates(index, recipe.dedup)
         tasks.append(EncodeTask(part, spec, str(run.tasks), drop, cut, name, keys, run.document_ids, rendering))
     sizes = [text.bytes_out for text in corpus.texts]
-    return run.map(encode, tasks, finished, run.count_documents("encode", sizes), sizes)
+    encoded = run.map(encode, tasks, finished, run.count_documents("encode", sizes), sizes)
+    write_ids(run.write_ids, corpus, [left_out_file(task) for task in tasks])
+    return encoded
 
 
 def _count(stats: StageStats, encoded: Sequence[EncodeResult]) -> None:

@@ -24,7 +24,7 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, open_atomic
 from forebay.formats.inputs import RESERVED_COLUMNS, InputSplit
-from forebay.prepare.corpus import Corpus, examine_kept
+from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import part_batches
 from forebay.prepare.outputs.base import Output, conclude
 from forebay.prepare.recipe import LanguageModel, Recipe
@@ -45,9 +45,7 @@ class _MarkedOutput(Output):
 
     def check(self, recipe: Recipe, document_ids: bool) -> None:
         if document_ids:
-            raise UsageError(
-                f"document ids: expected a dataset of tokens, got {self.name}. Text keeps them in a column."
-            )
+            raise UsageError(f"document ids: expected a dataset of tokens, got {self.name}; see --write-ids.")
 
     def load(self, out: Path) -> tuple[str, str, Mapping[str, Any]]:
         data = (out / self.marker).read_bytes()
@@ -136,6 +134,11 @@ class ExportTask:
     def file(self) -> str:
         return f"text/{self.index:06d}.parquet"
 
+    @property
+    def left_out(self) -> Path:
+        """The file of the rows, u32, that are no duplicates and yet have no text."""
+        return Path(self.arrow).with_name(f"{self.index:06d}.left")
+
 
 @dataclass(frozen=True)
 class ExportedFile:
@@ -148,7 +151,7 @@ class ExportedFile:
 
 
 def export_files(run: PrepareRun, corpus: Corpus, stats: StageStats) -> list[ExportedFile]:
-    """Write `OUT/text/`; count the documents that became empty."""
+    """Write `OUT/text/`, and the ids that the run asks for; count the documents that became empty."""
     (run.out / "text").mkdir(exist_ok=True)
     tasks = []
     for index, (text, first_row) in enumerate(zip(corpus.texts, corpus.first_rows)):
@@ -160,6 +163,7 @@ def export_files(run: PrepareRun, corpus: Corpus, stats: StageStats) -> list[Exp
         )
     on_result = run.count_tasks("text out", len(tasks), " files")
     files = [result for result in run.map(export_split, tasks, on_result=on_result) if result.documents]
+    write_ids(run.write_ids, corpus, [task.left_out for task in tasks])
     for path in (run.out / "text").iterdir():
         if f"text/{path.name}" not in {file.file for file in files}:
             path.unlink()
@@ -177,6 +181,7 @@ def export_split(task: ExportTask, scale: int = 0) -> ExportedFile:
     path = Path(task.out) / task.file
     drop = task.drop.load() if task.drop is not None else np.zeros(task.documents, np.uint8)
     documents = 0
+    left_out = [np.empty(0, np.int64)]
     with ExitStack() as stack:
         writer: pq.ParquetWriter | None = None
         for start, batch in part_batches(task.arrow):
@@ -184,6 +189,7 @@ def export_split(task: ExportTask, scale: int = 0) -> ExportedFile:
             texts = task.cut.cut(batch.column("text"), start) if task.cut is not None else batch.column("text")
             retained = drop[start : start + batch.num_rows] == 0
             empty = pc.equal(texts, "").to_numpy(zero_copy_only=False)  # all of whose lines were cut
+            left_out.append(start + np.flatnonzero(retained & empty))
             columns = {"id": pa.array(ids, pa.large_string())}
             others = [name for name in batch.schema.names if name not in RESERVED_COLUMNS]
             columns |= {name: batch.column(name) for name in (*_COLUMNS, *others) if name in batch.schema.names}
@@ -194,6 +200,7 @@ def export_split(task: ExportTask, scale: int = 0) -> ExportedFile:
             if writer is not None:
                 writer.write_table(table)
             documents += table.num_rows
+    atomic_write(task.left_out, np.concatenate(left_out).astype("<u4").tobytes())
     if not documents:
         return ExportedFile("", 0, 0, "")
     return ExportedFile(task.file, documents, path.stat().st_size, hash_file(path))

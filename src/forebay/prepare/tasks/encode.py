@@ -139,6 +139,11 @@ def finished(task: EncodeTask) -> EncodeResult | None:
         return None
 
 
+def left_out_file(task: EncodeTask) -> Path:
+    """The file of the rows, u32, that are no duplicates and yet have no tokens."""
+    return Path(task.folder) / f"{task.name}.left"
+
+
 def _mark(task: EncodeTask) -> Path:
     return Path(task.folder) / f"{task.name}.json"
 
@@ -184,6 +189,7 @@ def _encode_batch(
     else:
         tokens, lengths = encode_column(task.spec, texts)
         _count(result.dropped, {"empty": int((lengths == 0).sum())})
+    outputs.left_out.append(rows[lengths == 0])
     present = lengths > 0
     outputs.write(tokens, lengths[present], rows[present], _id_lines(task, batch, pa.array(present)))
 
@@ -206,6 +212,7 @@ class _Outputs:
     def __init__(self, task: EncodeTask, part: EncodedPart, stack: ExitStack) -> None:
         self._task, self._part, self._id_bytes = task, part, 0
         self._files = {kind: stack.enter_context(part.file(kind).open("xb")) for kind in part.kinds}
+        self.left_out: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
 
     def write(
         self, tokens: NDArray[Any], lengths: NDArray[np.int64], rows: NDArray[np.int64], ids: list[bytes]
@@ -231,6 +238,7 @@ class _Outputs:
             sort_part(written, part)
         else:
             commit_files({written.file(kind): part.file(kind) for kind in written.kinds})
+        atomic_write(left_out_file(self._task), np.concatenate(self.left_out).astype("<u4").tobytes())
         return part
 
 
