@@ -23,7 +23,6 @@ from forebay.dataset.slices import Slice, hash_file, open_slice
 from forebay.dataset.verified import VerifiedMarks
 from forebay.errors import DatasetError, UsageError
 
-_OPEN_SLICES = 64
 # Files that preparation writes beside a dataset; no byte of a slice depends on them.
 _COMPANIONS = ("report.html", "rejects.jsonl", "skipped.jsonl", ".inputs.json")
 _SIGNATURES = "signatures"
@@ -61,6 +60,8 @@ class Dataset:
     `len(dataset)` is its documents, of layout `rows` its rows; `dataset[i]` is a document's tokens, or a row as a
     dictionary of arrays.
     """
+
+    max_open_slices = 64
 
     def __init__(
         self, path: Path, manifest: Manifest, table: SliceTable, id: str, marks: VerifiedMarks | None = None
@@ -153,15 +154,20 @@ class Dataset:
             if opened is not None:
                 self._open.move_to_end(index)
                 return opened
+        opened = self.read_slice(index)
+        with self._lock:
+            self._open[index] = opened
+            while len(self._open) > self.max_open_slices:
+                self._open.popitem(last=False)
+        return opened
+
+    def read_slice(self, index: int) -> Slice:
+        """As `open_slice`, without caching: for reading once, from end to end."""
         row = self.table.row(index)
         opened = open_slice(self.path / row.name)
         self.check_slice(row, opened)
         if self._verified is not None:
             self._verified.verify(index, opened.path, row.sha256)
-        with self._lock:
-            self._open[index] = opened
-            while len(self._open) > _OPEN_SLICES:
-                self._open.popitem(last=False)
         return opened
 
     def check_slice(self, row: SliceInfo, opened: Slice) -> None:
@@ -204,7 +210,7 @@ class Dataset:
         """
         changed: list[str] = []
         missing: list[str] = []
-        if self._table_changed():
+        if _state_of(self.path / TABLE_FILE, None, self.manifest.table_sha256):
             changed.append(TABLE_FILE)
         for name, sha256 in sorted(listed_files(self.manifest).items()):
             state = _state_of(self.path / name, None, sha256)
@@ -218,9 +224,6 @@ class Dataset:
         extra = self._extra()
         failed = sorted([*changed, *missing, *(name for name in extra if name.endswith(".safetensors"))])
         return VerifyReport(not failed, failed, changed, missing, extra)
-
-    def _table_changed(self) -> bool:
-        return _state_of(self.path / TABLE_FILE, None, self.manifest.table_sha256) != ""
 
     def _extra(self) -> list[str]:
         own_names = {MANIFEST_FILE, TABLE_FILE, *_COMPANIONS, *listed_files(self.manifest)}

@@ -141,9 +141,8 @@ def _decode(sample: bytes, name: str, errors: str) -> str:
 def _is_plausible(text: str) -> bool:
     """Whether what is not ASCII is letters beside letters, or typography: a stray byte in a file is neither."""
     others = [i for i, c in enumerate(text) if c > "\x7f"]
-    good = sum(text[i] in _TYPOGRAPHY or (text[i].isalpha() and _is_beside_letter(text, i)) for i in others)
+    good = sum(
+        text[i] in _TYPOGRAPHY or (text[i].isalpha() and (text[i - 1 : i].isalpha() or text[i + 1 : i + 2].isalpha()))
+        for i in others
+    )
     return 10 * good >= 8 * len(others)
-
-
-def _is_beside_letter(text: str, i: int) -> bool:
-    return text[i - 1 : i].isalpha() or text[i + 1 : i + 2].isalpha()

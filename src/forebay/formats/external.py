@@ -46,7 +46,6 @@ _STRUCTURE_CHECKS = (
 _PIECE_BYTES = 4096
 _MAX_PIECES = 16
 _ALL_PIECES = 4096  # Pieces read of all files together, 16 MiB; two of each file where there are more files.
-_OPEN_SLICES = 16  # Small, as some slices are copies; a slice that is in use stays open anyway.
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,8 @@ class ExternalDataset(Dataset, ABC):
     `files` hold the tokens, and `marks` are their fingerprints, 32 bytes each; `parts` are the slices, in order;
     `settings`, JSON values, what else the tokens depend on.
     """
+
+    max_open_slices = 16  # Small, as some slices are copies; a slice that is in use stays open anyway.
 
     def __init__(
         self,
@@ -109,25 +110,11 @@ class ExternalDataset(Dataset, ABC):
         """The file that holds slice `index`. Raises UsageError if it is outside [0, num_slices)."""
         return self.files[self._part(index).file]
 
-    def open_slice(self, index: int) -> Slice:
+    def read_slice(self, index: int) -> Slice:
         """As of Forebay's own datasets; `tokens` are a view of the file's map where the format allows.
 
         DatasetError if the file is missing, has another size now, or contradicts what opening found.
         """
-        with self._lock:
-            opened = self._open.get(index)
-            if opened is not None:
-                self._open.move_to_end(index)
-                return opened
-        opened = self.read_slice(index)
-        with self._lock:
-            self._open[index] = opened
-            while len(self._open) > _OPEN_SLICES:
-                self._open.popitem(last=False)
-        return opened
-
-    def read_slice(self, index: int) -> Slice:
-        """As `open_slice`, without caching: for reading once, from end to end."""
         part = self._part(index)
         return self._checked(part, *self._read(part))
 
@@ -267,11 +254,6 @@ def read_head(path: Path, num_bytes: int, start: int = 0) -> bytes:
     with reading(path), path.open("rb") as file:
         file.seek(start)
         return file.read(num_bytes)
-
-
-def read_tail(path: Path, num_bytes: int) -> bytes:
-    """Return up to `num_bytes` last bytes of a file. Raises DatasetError if it cannot be read."""
-    return read_head(path, num_bytes, max(0, file_size(path) - num_bytes))
 
 
 def file_size(path: Path) -> int:

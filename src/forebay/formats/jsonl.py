@@ -1,10 +1,8 @@
 """JSON lines, plain or compressed: one object a line.
 
 As a table, a value that comes after the first 64 MiB and is of another type, or a field of its own, is an error that
-names the line, never left out; bytes and numbers that are not finite are refused.
-
-JSON is parsed by orjson, because the reader as a whole is 1.7 times as fast as with `json`; what orjson refuses is
-parsed again by `json`, which also reads NaN and integers of any length, and whose messages are better.
+names the line, never left out; bytes and numbers that are not finite are refused. What orjson refuses is parsed again
+by `json`, which also reads NaN and integers of any length, and whose messages are better.
 """
 
 import gzip

@@ -4,7 +4,6 @@ A shard, little endian: u32 n samples, u32 offsets [n + 1] from its first byte, 
 u32 size of each column that has no fixed size, then the columns. A column of tokens is `bytes`, or an `ndarray` whose
 encoding names its type: u8 (dimensions << 2 | log2 of a size's bytes) and the sizes unless named, the values.
 Source: mosaicml-streaming 0.10, streaming/base/format/mds.
-
 One sample is one document; one shard one slice. A raw shard whose only column is an `ndarray` of fixed type and shape
 is a view of the map; any other is copied, and its hash checked. Every offset and size is checked before it is used.
 """
@@ -103,7 +102,9 @@ class Mds(Format):
         if not index.is_file():
             return False
         head = external.read_head(index, 4096).lstrip()
-        return head[:1] == b"{" and b'"shards"' in head + external.read_tail(index, 1 << 16)
+        return head[:1] == b"{" and b'"shards"' in head + external.read_head(
+            index, 1 << 16, max(0, external.file_size(index) - (1 << 16))
+        )
 
     def open_tokens(self, path: Path, dtype: Any = None, column: str | None = None) -> external.ExternalDataset:
         return MdsDataset(path, dtype, column)

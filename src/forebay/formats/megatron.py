@@ -134,10 +134,8 @@ class MegatronDataset(external.ExternalDataset):
             name = external.shown_name(path, index.data)
             for k, (start, stop, first, last) in enumerate(_cut(index)):
                 self._first[file, start] = first
-                num_bytes = (stop - start) * index.kind.itemsize
-                parts.append(
-                    external.ExternalSlice(file, f"{name}#{k:05d}", start, stop - start, last - first, num_bytes)
-                )
+                num_bytes, part = (stop - start) * index.kind.itemsize, f"{name}#{k:05d}"
+                parts.append(external.ExternalSlice(file, part, start, stop - start, last - first, num_bytes))
         marks = [self._mark(file) for file in range(len(pairs))]
         super().__init__(path, "megatron", dtype, [index.data for index in self._indexes], marks, parts)
 

@@ -1,10 +1,8 @@
 """A dataset that Hugging Face `datasets` saved with save_to_disk: a column of token lists in Arrow files.
 
-The directory: state.json, which names the files in order, and Arrow streams of record batches (1000 rows each unless
-the writer was told otherwise). Source: datasets 2.14, arrow_dataset.py.
-
-Its rows are documents, and its batches are small: those of a file are joined into slices of at least 4 Mi
-tokens; a slice of one batch of 2- or 4-byte numbers is a view of the map, any other is copied when it opens.
+state.json names the Arrow streams in order. Rows are documents. The small batches of a file are joined into slices of
+at least 4 Mi tokens; a slice of one batch of 2- or 4-byte numbers is a view of the map, any other is copied when it
+opens. Source: datasets 2.14, arrow_dataset.py.
 """
 
 from collections.abc import Iterator
@@ -42,20 +40,11 @@ class SavedDataset(external.ExternalDataset):
                 kind, count, rows = _kind_of(file, batches[a]), sum(counts[a:b]), sum(map(len, batches[a:b]))
                 kinds.add(kind)
                 self._runs[i, start] = a, b
-                parts.append(
-                    external.ExternalSlice(
-                        i, f"{external.shown_name(path, file)}#{k:05d}", start, count, rows, count * kind.itemsize
-                    )
-                )
+                name, num_bytes = f"{external.shown_name(path, file)}#{k:05d}", count * kind.itemsize
+                parts.append(external.ExternalSlice(i, name, start, count, rows, num_bytes))
                 start += count
-        super().__init__(
-            path,
-            "arrow",
-            external.common_dtype(path, kinds) if kinds else "U32",
-            files,
-            external.fingerprints(files),
-            parts,
-        )
+        dtype = external.common_dtype(path, kinds) if kinds else "U32"
+        super().__init__(path, "arrow", dtype, files, external.fingerprints(files), parts)
 
     def _read(self, part: external.ExternalSlice) -> tuple[NDArray[Any], external.U64]:
         a, b = self._runs[part.file, part.start]

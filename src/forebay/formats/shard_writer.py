@@ -1,9 +1,7 @@
 """Writes Templar's token shards: `train_%06d.npy` and the ids of their samples, in bounded memory.
 
 Tokens are cut at a fixed count across documents. Each file is written atomically, the ids before their tokens, so a
-shard whose tokens exist is complete.
-
-Memory: some 8 MiB, and 8 bytes for each sample of a shard.
+shard whose tokens exist is complete. Memory: some 8 MiB, and 8 bytes for each sample of a shard.
 """
 
 from array import array

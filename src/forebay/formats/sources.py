@@ -130,13 +130,11 @@ def tokens_of_dataset(dataset: Dataset) -> TokenSource:
 
     def read() -> Iterator[TokenPart]:
         for index in range(dataset.num_slices):
+            opened = dataset.read_slice(index)
+            yield TokenPart(opened.tokens, opened.document_ends)
             if isinstance(dataset, ExternalDataset):
-                opened = dataset.read_slice(index)
-                yield TokenPart(opened.tokens, opened.document_ends)
                 dataset.release(index)
             else:
-                opened = dataset.open_slice(index)
-                yield TokenPart(opened.tokens, opened.document_ends)
                 release_pages(opened.tokens)
 
     name = dataset.kind if isinstance(dataset, ExternalDataset) else "safetensors"

@@ -1,9 +1,7 @@
 """StackExchange dumps: `Posts.xml`, plain or compressed, a document a post.
 
-Answers follow their questions by years, so joining them would need the whole site in memory: posts stay apart, and an
-answer's id and address say where it belongs.
-
-Questions and answers are documents. Their addresses come from the name of the file or folder, if it is that of a site.
+Questions and answers are documents: joining them would need the whole site in memory. An answer's id and address say
+where it belongs; addresses come from the name of the file or folder, if it is that of a site.
 """
 
 import html
@@ -37,7 +35,8 @@ class StackExchange(Format):
     def read_text(self, split: InputSplit, options: ReadOptions) -> Iterator[Record]:
         file = split.files[0]
         with open_input(file, options) as stream:
-            posts = _posts(stream, _site_of(file.path), options)
+            sites = [site[0] for part in re.split(r"[/\\]", file.path) if (site := _SITE.match(part.lower()))]
+            posts = _posts(stream, sites[-1] if sites else "", options)
             yield from (replace(post, index=index) for index, post in enumerate(posts) if post is not None)
 
 
@@ -71,8 +70,3 @@ def _document(post: dict[str, str], site: str, location: str) -> Record | None:
         return None
     kind = "a" if post.get("PostTypeId") == "2" else "q"
     return Record(0, post["Id"], text, f"https://{site}/{kind}/{post['Id']}" if site else "", location=location)
-
-
-def _site_of(path: str) -> str:
-    matches = [_SITE.match(part.lower()) for part in re.split(r"[/\\]", path)]
-    return next((match[0] for match in reversed(matches) if match), "")

@@ -1,13 +1,9 @@
 """TFRecord files of tf.train.Example and SequenceExample, without TensorFlow.
 
-A record whose data is damaged is skipped; a damaged length ends the file, since nothing tells where the next begins.
-
-As a table each feature is a column. A feature that has one value in every record of the first 64 MiB is a number (or
-text, or bytes), any other a flat list. Written: text and bytes become a BytesList, integers and booleans an Int64List,
-floats a FloatList (F64 must fit F32); a missing value is no feature.
-
-Source: tensorflow/core/lib/io/record_writer and core/example/{example,feature}.proto; the mask of checksums (rotate
-right by 15, add 0xa282ead8) is that of core/lib/hash/crc32c.
+A damaged record is skipped; a damaged length ends the file, since nothing tells where the next begins. As a table each
+feature is a column: a number, text or bytes if it has one value in every record of the first 64 MiB, else a flat list.
+Written: text and bytes as BytesList, integers and booleans as Int64List, floats as FloatList (F64 must fit F32).
+Source: tensorflow/core/lib/io/record_writer, core/example/{example,feature}.proto, core/lib/hash/crc32c (the mask).
 """
 
 from __future__ import annotations

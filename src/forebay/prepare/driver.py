@@ -130,7 +130,8 @@ def prepare_dataset(
         )
     output.check(recipe, document_ids)
     if not output.needs_tokenizer:
-        tokenizer, recipe = None, recipe.with_tokenizer("bytes")
+        tokenizer, by_bytes = None, dataclasses.replace(recipe.tokenize, tokenizer="bytes")
+        recipe = dataclasses.replace(recipe, tokenize=by_bytes)
     own = None if isinstance(tokenizer, str) else tokenizer
     vocab = tokenizers.vocab_to_train(recipe.tokenize.tokenizer) if own is None else None
     loaded = _load_tokenizer(recipe, own) if vocab is None else None

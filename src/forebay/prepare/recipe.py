@@ -130,9 +130,6 @@ class Recipe(Settings):
         pairs = (getattr(stage, "keep_percentile", ()) for stage in self.stages)
         return next((pair for pair in pairs if pair), ())
 
-    def with_tokenizer(self, tokenizer: str) -> Recipe:
-        return dataclasses.replace(self, tokenize=dataclasses.replace(self.tokenize, tokenizer=tokenizer))
-
     def to_json(self) -> dict[str, Any]:
         """Every setting, defaults too, as the lineage has it: `stages` is a list of [name, settings]."""
         names = [f.name for f in fields(self) if f.name not in ("inputs", "stages", "lm")]

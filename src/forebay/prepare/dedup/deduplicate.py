@@ -26,25 +26,16 @@ from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
 from forebay.files import atomic_write, open_atomic, remove_stale
+from forebay.prepare.dedup import pairs
 from forebay.prepare.dedup.clusters import ComponentsTask, MarkTask, find_components, mark_units
 from forebay.prepare.dedup.kernels import cut_texts, hash_texts
 from forebay.prepare.dedup.methods import Dedup
-from forebay.prepare.dedup.pairs import (
-    SORT_FACTOR,
-    Keys,
-    MergeTask,
-    RowRange,
-    SortTask,
-    merge_runs,
-    read_flags,
-    sort_run,
-)
 from forebay.prepare.documents import text_column
 
 VERSION = 3  # Changed when the same signatures would give another result, so that old ones are not used.
 _RUN_RECORDS = 1 << 21
 """At most this many records a run: about 1 s of work, so that small corpora use several processes too."""
-_UNITS = Keys("units", 2, 2)
+_UNITS = pairs.Keys("units", 2, 2)
 
 Mapper = Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]
 """Calls `run(task, scale)` for each task and returns the results in the order of the tasks."""
@@ -113,7 +104,7 @@ class Flags:
 
     def load(self) -> NDArray[np.uint8]:
         """uint8 [count]."""
-        return read_flags(self.path, self.start, self.count)
+        return pairs.read_flags(self.path, self.start, self.count)
 
 
 @dataclass(frozen=True)
@@ -213,16 +204,16 @@ def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[in
         done += 1
         return results
 
-    pairs: list[str] = []
+    files: list[str] = []
     base, counts = "", [0]
     for code, method in enumerate(methods or (None,), 1):
         if method is not None:
-            keys = Keys(method.name, method.columns, method.key_columns)
-            pairs += _find_pairs(corpus, keys, f"{corpus.folder}/{base}.drop" if base else "", step)
+            keys = pairs.Keys(method.name, method.columns, method.key_columns)
+            files += _find_pairs(corpus, keys, f"{corpus.folder}/{base}.drop" if base else "", step)
         name = f"{stem}-{method.name}" if method is not None and code < len(methods) else stem
         splits = tuple(zip(corpus.prefixes, corpus.documents))
         weighted = config.keep != "first"
-        task = ComponentsTask(name, corpus.folder, tuple(pairs), splits, weighted, code, max(len(methods), 1), base)
+        task = ComponentsTask(name, corpus.folder, tuple(files), splits, weighted, code, max(len(methods), 1), base)
         (counts,) = step("clusters", find_components, [task])
         base = name
     units_cut = 0
@@ -233,31 +224,31 @@ def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[in
     return counts, units_cut
 
 
-def _find_pairs(corpus: _Corpus, keys: Keys, drop: str, step: Step) -> list[str]:
+def _find_pairs(corpus: _Corpus, keys: pairs.Keys, drop: str, step: Step) -> list[str]:
     rows = corpus.units if keys is _UNITS else corpus.documents
     per_row = keys.columns // keys.key_columns
-    record = keys.record_bytes * SORT_FACTOR
+    record = keys.record_bytes * pairs.SORT_FACTOR
     limit = max(min(corpus.memory_bytes // record, _RUN_RECORDS) // per_row, 1)
     stem = f"{corpus.stem}-{keys.ending}-{limit}"
     ranges = enumerate(_row_ranges(corpus, rows, limit))
-    runs = [SortTask(f"{stem}-{i}", corpus.folder, keys, group, drop) for i, group in ranges]
-    names = step(f"sort {keys.ending}", sort_run, runs)
+    runs = [pairs.SortTask(f"{stem}-{i}", corpus.folder, keys, group, drop) for i, group in ranges]
+    names = step(f"sort {keys.ending}", pairs.sort_run, runs)
     count = -(-sum(rows) * per_row * record // corpus.memory_bytes)
     merges = [
-        MergeTask(f"{stem}-{count}-{i}", corpus.folder, keys.key_columns, stem, len(runs), i, count)
+        pairs.MergeTask(f"{stem}-{count}-{i}", corpus.folder, keys.key_columns, stem, len(runs), i, count)
         for i in range(count if len(runs) > 1 else 0)
     ]
-    return names + step(f"merge {keys.ending}", merge_runs, merges)
+    return names + step(f"merge {keys.ending}", pairs.merge_runs, merges)
 
 
-def _row_ranges(corpus: _Corpus, rows_of: Sequence[int], limit: int) -> Iterator[tuple[RowRange, ...]]:
-    group: list[RowRange] = []
+def _row_ranges(corpus: _Corpus, rows_of: Sequence[int], limit: int) -> Iterator[tuple[pairs.RowRange, ...]]:
+    group: list[pairs.RowRange] = []
     size = base = document = 0
     for prefix, rows, documents in zip(corpus.prefixes, rows_of, corpus.documents):
         start = 0
         while start < rows:
             stop = min(rows, start + limit - size)
-            group.append(RowRange(prefix, base, start, stop, document))
+            group.append(pairs.RowRange(prefix, base, start, stop, document))
             size += stop - start
             start = stop
             if size == limit:
