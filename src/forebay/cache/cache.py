@@ -162,19 +162,6 @@ class SliceCache:
         with self._budget.lock():
             return sum(entry.counted for entry in self._budget.entries())
 
-    def check_space(self, num_bytes: int) -> None:
-        """Raise UsageError if disk and cache have no room for `num_bytes`, or for the budget if that is less."""
-        needed = min(num_bytes, self.budget_bytes)
-        with self._budget.lock():
-            used = sum(entry.written for entry in self._budget.entries())
-            free = self._budget.free_bytes()
-        if used + free < needed:
-            raise UsageError(
-                f"cache: {self.directory} needs {needed} bytes (budget {self.budget_bytes}, slices {num_bytes}), but "
-                f"its disk has {free} free, and {used} are the cache's already. Free {needed - used - free} bytes, "
-                "lower the cache's budget, or choose another directory."
-            )
-
     def clean(self, needed: Collection[str]) -> None:
         """Remove partial files that no process needs, and locks and records of slices that are not cached."""
         with self._budget.lock():

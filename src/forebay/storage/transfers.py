@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,7 +24,7 @@ from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, PermanentError, TransientError
 from forebay.storage.part_file import MIN_PIECE_BYTES, ByteRange, Check, PartFile, Sha256Check, disk_error
 from forebay.storage.transfer_state import LOOKUP_INTERVAL_S, OnSourceFault, PoolTransfer, SourceStats, choose_source
-from forebay.threads import SupervisedThread
+from forebay.threads import Closing, SupervisedThread
 
 PIECE_BYTES = 8 << 20  # the longest request by default
 _FIRST_BACKOFF_S = 0.2
@@ -35,7 +34,7 @@ log = logging.getLogger("forebay.storage")
 _Job: TypeAlias = tuple[PoolTransfer, ByteRange | None, SourceStats | None]  # without a range: look up sources
 
 
-class Transfers(AbstractContextManager["Transfers"]):
+class Transfers(Closing):
     """A pool of connections. Threads share it; a fork cannot use it.
 
     Args:
@@ -126,9 +125,6 @@ class Transfers(AbstractContextManager["Transfers"]):
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def stats(self) -> dict[str, int]:
         """Return `bytes`, `attempts`, `retries`, `finished` and `failed`."""

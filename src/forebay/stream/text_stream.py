@@ -26,11 +26,12 @@ from forebay.stream.documents import DocumentSequence, Malformed, ShuffleBuffer,
 from forebay.stream.hub import HUB, Records, records_of
 from forebay.stream.records import FileRecords
 from forebay.stream.state import StreamState
+from forebay.threads import Closing
 
 _HUB_URL = "hf://datasets/"
 
 
-class TextStream:
+class TextStream(Closing):
     """Batches of one rank out of text files or somebody's streaming dataset, as an iterable.
 
     Iterating goes on from the stream's state and ends after the last epoch; leaving the loop early and iterating again
@@ -172,12 +173,6 @@ class TextStream:
         source, self._source = self._source, None
         if source is not None:
             source.close()
-
-    def __enter__(self) -> TextStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()

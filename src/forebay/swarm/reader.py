@@ -30,7 +30,7 @@ from forebay.storage.transfer_state import PoolTransfer, Transfer, TransferCance
 from forebay.storage.transfers import Transfers
 from forebay.swarm.reader_state import Body, Flags, SwarmReaderState, TrackerClient
 from forebay.swarm.share import SharedDataset, SliceIndex, SliceShare
-from forebay.threads import SupervisedThread
+from forebay.threads import Closing, SupervisedThread
 
 log = logging.getLogger("forebay.swarm")
 _MAX_SMALL_BYTES = 1 << 30  # of a dataset's small files together, which are kept in memory
@@ -127,8 +127,7 @@ class SwarmReader:
     def stats(self) -> dict[str, Any]:
         """Return slices by origin, failures, and the figures of the transfers."""
         with self._changed:
-            lost = self._trackers.num_lost
-            return {**self._state.counts, "trackers_lost": lost, "transfers": self._transfers.stats()}
+            return {**self._state.counts, "transfers": self._transfers.stats()}
 
     def close(self) -> None:
         """Leave the swarm and cancel all transfers. May be called twice."""
@@ -239,7 +238,7 @@ class SwarmReader:
             )
 
 
-class SwarmMember:
+class SwarmMember(Closing):
     """Takes part in the swarm of a network's dataset from construction until `close`.
 
     Args:
@@ -292,12 +291,6 @@ class SwarmMember:
         self.reader.close()
         if self.share is not None and self._owns_share:
             self.share.close(timeout_s)
-
-    def __enter__(self) -> SwarmMember:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def open_share(

@@ -231,7 +231,6 @@ class TrackerClient:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.num_lost = 0  # trackers that stopped responding
         self.current: Provider | None = None  # the last one that responded
         self._client, self._dataset_id, self._find, self._own, self._clock = client, dataset_id, find, own, clock
         self._now, self._day = now, 0
@@ -281,7 +280,6 @@ class TrackerClient:
 
     def _drop_first(self) -> None:
         lost, now = self._ranked.pop(0), self._clock()
-        self.num_lost += 1
         self._sharers.pop(lost.address, None)
         self._dead = {address: until for address, until in self._dead.items() if until > now}
         self._dead[lost.address] = now + _DEAD_S

@@ -48,17 +48,8 @@ STOPPING_S = 3.0  # after a stop, for the last requests and for slices that othe
 _CONTENT = re.compile(rb"([0-9a-f]{16}) (\d{1,9})\n")
 
 
-@dataclass(frozen=True)
-class SessionLock:
-    """A session's name, and the number before that of its first attempt. Held until the lock is released."""
-
-    name: str
-    first_attempt: int
-    lock: Lock
-
-
-def open_session(directory: Path) -> SessionLock:
-    """Open the first unlocked session of the cache directory; create it if needed."""
+def _open_session(directory: Path) -> tuple[str, int, Lock]:
+    """Lock the first unlocked session of the cache directory: its name, and the number before its first attempt's."""
     numbers = itertools.count()
     while (lock := try_acquire(directory / f"session-{next(numbers)}")) is None:
         pass
@@ -68,7 +59,7 @@ def open_session(directory: Path) -> SessionLock:
     content = f"{name} {run}\n".encode()
     os.pwrite(lock.descriptor, content, 0)
     os.ftruncate(lock.descriptor, len(content))
-    return SessionLock(name, run << 32, lock)
+    return name, run << 32, lock
 
 
 @dataclass(frozen=True)
@@ -141,7 +132,7 @@ def run_worker(
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(contextlib.closing(Client(identity)))
         worker = _Worker(identity, client, settings, discovery, stop)
-        stack.callback(worker.session.lock.release)
+        stack.callback(worker.session_lock.release)
         trust = TrustWatch(identity, client, peers=worker.scheduler.addresses, discovery=discovery)
         stack.enter_context(contextlib.closing(trust.start()))
         if settings.share is not None:
@@ -164,10 +155,9 @@ class _Worker:
         self.index = CacheIndex(self.cache)
         self.share: SliceShare | None = None
         self._stop = stop
-        self.session = open_session(self.cache.directory)
+        self._session, first_attempt, self.session_lock = _open_session(self.cache.directory)
         self.scheduler = SchedulerClient(
-            identity, client, settings.name, discovery, settings.scheduler, settings.patience_s, stop,
-            self.session.first_attempt,
+            identity, client, settings.name, discovery, settings.scheduler, settings.patience_s, stop, first_attempt,
         )  # fmt: skip
         state = LeaseState(
             settings.batch_size, settings.cache_bytes, settings.receipt_s,
@@ -249,7 +239,7 @@ class _Worker:
             cached = self.index.changes(everything=self._reports_all)
         signature = self.identity.sign(receipt_message(request.job_id, request.uses)).hex() if request.uses else ""
         body = replace(
-            request, job=self.settings.name, session=self.session.name, cached=cached, signature=signature,
+            request, job=self.settings.name, session=self._session, cached=cached, signature=signature,
             address=share.address if share is not None else "",
         ).to_json()  # fmt: skip
         reply = ExchangeReply.from_json(self.scheduler.exchange(body, patience_s))
