@@ -74,7 +74,6 @@ BARE_THREADS = {
     "cache/prefetch.py": "hands its exception to whoever waits for a slice",
     "prepare/engines/local.py": "ends the process with its parent",
     "storage/remote_file.py": "hands its exception to whoever waits for a block",
-    "formats/stackexchange.py": "hands its exception to the reader",
 }
 """Modules that may start a thread that is not supervised, each once, and why."""
 

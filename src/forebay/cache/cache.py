@@ -178,14 +178,9 @@ class SliceCache:
                     self._budget.remove(Path(item.path), Path(item.path))
 
     def try_reserve(
-        self,
-        sha256: str,
-        num_bytes: int,
-        *,
-        steps: float = 0.0,
-        next_use: Callable[[str], float] = lambda _: math.inf,
+        self, sha256: str, num_bytes: int, *, steps: float = 0.0, next_use: Callable[[str], float] = lambda _: math.inf,
         evict: Evict = "later",
-    ) -> Reservation | NotReserved:
+    ) -> Reservation | NotReserved:  # fmt: skip
         """Reserve the download of a slice and evict others for it, without waiting.
 
         Args:

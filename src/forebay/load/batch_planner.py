@@ -30,12 +30,8 @@ _CACHED_PLAN_STEPS = 64  # With a cache: the slices of a block cannot be evicted
 
 
 def make_collator(
-    indexes: Sequence[SampleIndex],
-    *,
-    dtype: Any = np.int64,
-    document_masks: bool = False,
-    pad_id: int | None = None,
-) -> Collator:
+    indexes: Sequence[SampleIndex], *, dtype: Any = np.int64, document_masks: bool = False, pad_id: int | None = None,
+) -> Collator:  # fmt: skip
     """The collator for one index a dataset, all of one layout, seq_len and packing; arguments as the Loader's.
 
     Packing `fit` always has document masks.
@@ -75,15 +71,9 @@ class BatchPlanner:
     """
 
     def __init__(
-        self,
-        run: Run,
-        indexes: Sequence[SampleIndex],
-        collator: Collator,
-        slices: SliceReader,
-        rank: int,
-        world_size: int,
-        every: tuple[int, int],
-    ) -> None:
+        self, run: Run, indexes: Sequence[SampleIndex], collator: Collator, slices: SliceReader, rank: int,
+        world_size: int, every: tuple[int, int],
+    ) -> None:  # fmt: skip
         self._run, self._collator, self._slices = run, collator, slices
         self._rank, self._world_size, self._every = rank, world_size, every
         self._first_ids = np.concatenate([index.bases + index.offsets for index in indexes])  # By key.

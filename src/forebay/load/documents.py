@@ -46,13 +46,9 @@ class DocumentCollator(Collator):
     """
 
     def __init__(
-        self,
-        indexes: Sequence[SampleIndex],
-        *,
-        dtype: Any = np.int64,
-        document_masks: bool = True,
+        self, indexes: Sequence[SampleIndex], *, dtype: Any = np.int64, document_masks: bool = True,
         pad_id: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(indexes)
         assert indexes[0].seq_len is not None
         self._seq_len = indexes[0].seq_len

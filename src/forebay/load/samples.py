@@ -75,16 +75,9 @@ class SampleIndex:
 
 
 def plan_samples(
-    dataset: Dataset,
-    seq_len: int | None,
-    *,
-    packing: str = "chunk",
-    documents: DocumentSubset | None = None,
-    split: str | None = None,
-    validation: float = 0.0,
-    read_ends: ReadEnds | None = None,
-    cache_dir: Path | None = None,
-) -> SampleIndex:
+    dataset: Dataset, seq_len: int | None, *, packing: str = "chunk", documents: DocumentSubset | None = None,
+    split: str | None = None, validation: float = 0.0, read_ends: ReadEnds | None = None, cache_dir: Path | None = None,
+) -> SampleIndex:  # fmt: skip
     """The index of a dataset's samples. Depends on the dataset and these settings, those of the Loader, only.
 
     Args:
@@ -181,14 +174,9 @@ def _split(counts: I64, split: str, validation: float) -> tuple[I64, I64]:
 
 
 def _count_samples(
-    dataset: Dataset,
-    seq_len: int,
-    packing: str,
-    documents: DocumentSubset | None,
-    first_documents: I64,
-    read_ends: ReadEnds,
-    cache_dir: Path | None,
-) -> I64:
+    dataset: Dataset, seq_len: int, packing: str, documents: DocumentSubset | None, first_documents: I64,
+    read_ends: ReadEnds, cache_dir: Path | None,
+) -> I64:  # fmt: skip
     """int64 [2, S]: samples of each slice of layout `tokens`, and the tokens of the subset."""
     table = dataset.table
     counts = np.stack([table.count // seq_len, table.count])

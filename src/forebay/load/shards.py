@@ -141,16 +141,9 @@ class SharedShardedDatasetManager(Closing):
         return dataset
 
     def batches(
-        self,
-        start_step: int = 0,
-        stop_step: int | None = None,
-        *,
-        batch_size: int,
-        inner_steps: int = 1,
-        uid: int = 0,
-        mode: Sampler = "forebay",
-        seed: int = 42,
-    ) -> Iterator[Batch]:
+        self, start_step: int = 0, stop_step: int | None = None, *, batch_size: int, inner_steps: int = 1, uid: int = 0,
+        mode: Sampler = "forebay", seed: int = 42,
+    ) -> Iterator[Batch]:  # fmt: skip
         """This rank's batches of global steps [start_step, stop_step); endless without `stop_step`.
 
         A global step is a window of `inner_steps` batches. In `Batch`, `sample_ids` are positions in the shard,

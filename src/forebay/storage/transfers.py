@@ -45,14 +45,9 @@ class Transfers(Closing):
     """
 
     def __init__(
-        self,
-        connections: int = 16,
-        piece_bytes: int = MIN_PIECE_BYTES,
-        *,
-        timeout_s: float = 300.0,
-        tries: int = 6,
+        self, connections: int = 16, piece_bytes: int = MIN_PIECE_BYTES, *, timeout_s: float = 300.0, tries: int = 6,
         max_backoff_s: float = 15.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if connections < 1 or tries < 1:
             raise UsageError(f"transfers: expected at least one connection and try, got {connections=}, {tries=}.")
         if piece_bytes < 1 << 16 or piece_bytes & (piece_bytes - 1):
@@ -70,15 +65,9 @@ class Transfers(Closing):
         self._closed = False
 
     def start(
-        self,
-        info: SliceInfo,
-        part: Path,
-        origins: Sequence[Origin],
-        on_source_fault: OnSourceFault | None = None,
-        *,
-        range_bytes: int = 0,
-        check: Check | None = None,
-    ) -> PoolTransfer:
+        self, info: SliceInfo, part: Path, origins: Sequence[Origin], on_source_fault: OnSourceFault | None = None, *,
+        range_bytes: int = 0, check: Check | None = None,
+    ) -> PoolTransfer:  # fmt: skip
         """Download a slice into `part`, resuming an earlier run. Transfers started earlier have priority.
 
         Args:
@@ -171,12 +160,13 @@ class Transfers(Closing):
         """Return the next job, or when to look for one again. With the lock held."""
         soonest = float("inf")
         for transfer in self._active:
-            if transfer.needs_lookup:
+            if not transfer.is_looking_up and (transfer.pending or not transfer.sources):
                 if transfer.next_lookup_at <= now:
                     transfer.is_looking_up = True
                     return (transfer, None, None), soonest
                 soonest = min(soonest, transfer.next_lookup_at)
-            allowed = transfer.allowed_sources()
+            only, remaining = transfer.only_source, transfer.remaining_sources()
+            allowed = [source for source in remaining if only in (None, source.origin.url)]
             for index, byte_range in enumerate(transfer.pending if allowed else ()):
                 if byte_range.not_before > now:
                     soonest = min(soonest, byte_range.not_before)

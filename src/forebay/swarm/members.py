@@ -208,10 +208,6 @@ class Downloads(OrderedDict[Pair, Download]):
         """The slices that an asker downloads."""
         return [index for who, index in self._of.get(asker, ()) if who == asker]
 
-    def oldest(self) -> tuple[Pair, Download] | None:
-        """The oldest download."""
-        return next(iter(self.items()), None)
-
     def start(self, pair: Pair, download: Download) -> None:
         """Start a download; there was none of this asker and slice."""
         asker, index = pair
@@ -232,10 +228,6 @@ class Downloads(OrderedDict[Pair, Download]):
                 del self._of[member]
         self.coming[pair[1]] -= download.passed_on
         return download
-
-    def add_duration(self, seconds: float) -> None:
-        """Add the duration of a successful download to `usual_s`."""
-        self.usual_s = seconds if not self.usual_s else self.usual_s + 0.1 * (seconds - self.usual_s)
 
 
 _AVOID_S, _MAX_AVOID_S = 1.0, 60.0

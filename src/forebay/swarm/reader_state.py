@@ -93,15 +93,9 @@ class SwarmReaderState:
         return self.missing.pop(index, None) is not None
 
     def ended(
-        self,
-        index: int,
-        provider: Provider,
-        error: Exception | None,
-        now: float,
-        *,
-        wrong: bool = False,
+        self, index: int, provider: Provider, error: Exception | None, now: float, *, wrong: bool = False,
         cancelled: bool = False,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """A download ended. Whether the slice is here, or its request has failed; else it is requested again.
 
         `wrong`: the provider sent wrong bytes or violated the protocol. `cancelled`: the request was withdrawn, so an
@@ -223,14 +217,9 @@ class TrackerClient:
     """
 
     def __init__(
-        self,
-        client: Client,
-        dataset_id: str,
-        find: Callable[[], Iterable[Provider]],
-        own: Provider | None,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
-    ) -> None:
+        self, client: Client, dataset_id: str, find: Callable[[], Iterable[Provider]], own: Provider | None,
+        clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
         self.current: Provider | None = None  # the last one that responded
         self._client, self._dataset_id, self._find, self._own, self._clock = client, dataset_id, find, own, clock
         self._now, self._day = now, 0

@@ -168,7 +168,8 @@ class Swarm:
         """The asker has the slice, verified, from the provider that it was sent to."""
         done = self._downloads.get((asker, index))
         if done is not None and done.holder in self._providers:
-            self._downloads.add_duration(max(now - done.since, 1e-6))
+            seconds, usual_s = max(now - done.since, 1e-6), self._downloads.usual_s
+            self._downloads.usual_s = usual_s + 0.1 * (seconds - usual_s) if usual_s else seconds
             self.penalties.gave(asker, done.holder)
             self._counts["finished"] += 1
         self.gained(asker, index, now)
@@ -304,8 +305,10 @@ class Swarm:
 
     def _end_overdue(self, now: float) -> None:
         before = now - max(PATIENCE_S, _LOST_AFTER * self._downloads.usual_s)
-        while (oldest := self._downloads.oldest()) is not None and oldest[1].since <= before:
-            pair, download = oldest
+        while self._downloads:
+            pair, download = next(iter(self._downloads.items()))
+            if download.since > before:
+                break
             self._counts["overdue"] += 1
             self._end(pair)
             # The provider is slow, or the asker is dead: only the asker avoids it, else three dead askers would hide an

@@ -66,15 +66,9 @@ class Tracker:
         self._client_id = client.identity.peer_id if client.identity is not None else ""
 
     def add(
-        self,
-        dataset_id: str,
-        num_slices: int,
-        own: Sequence[Provider],
-        own_flags: Callable[[], Flags] | None = None,
-        *,
-        slice_of: Callable[[int], SliceInfo] | None = None,
-        origin_slots: int = 8,
-    ) -> None:
+        self, dataset_id: str, num_slices: int, own: Sequence[Provider], own_flags: Callable[[], Flags] | None = None,
+        *, slice_of: Callable[[int], SliceInfo] | None = None, origin_slots: int = 8,
+    ) -> None:  # fmt: skip
         """Track a dataset.
 
         Args:

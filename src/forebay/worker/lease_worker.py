@@ -30,7 +30,7 @@ from forebay.network.limits import Throttle
 from forebay.network.pki.identity import Identity
 from forebay.network.reachability import advertised_host
 from forebay.network.revocation_sync import TrustWatch
-from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
+from forebay.scheduler.messages import ExchangeReply
 from forebay.storage.locks import Lock, try_acquire
 from forebay.storage.peer_source import FromUrls, check_from_urls
 from forebay.swarm.share import SliceShare
@@ -215,7 +215,7 @@ class _Worker:
         """
         try:
             while self._leases.wait_due():
-                self._exchange(self._leases.request())
+                self._exchange()
         except SchedulerUnreachableError as error:
             self._is_unreachable = True
             self._failure = None if self._stop.is_set() else error
@@ -230,10 +230,12 @@ class _Worker:
         if self._is_unreachable:
             return
         with contextlib.suppress(SchedulerUnreachableError):  # the leases expire without a request
-            while (request := self._leases.request(last=True)).known_leases:
-                self._exchange(request, STOPPING_S)
+            while self._leases.state.leases:
+                self._exchange(STOPPING_S, last=True)
 
-    def _exchange(self, request: ExchangeRequest, patience_s: float | None = None) -> None:
+    def _exchange(self, patience_s: float | None = None, last: bool = False) -> None:
+        with self._leases.locked() as state:
+            request = state.request(time.monotonic(), last)
         share, cached = self.share, dict[str, str]()
         if share is not None:
             cached = self.index.changes(everything=self._reports_all)
@@ -245,7 +247,8 @@ class _Worker:
         reply = ExchangeReply.from_json(self.scheduler.exchange(body, patience_s))
         self.index.mark_reported(cached)
         self._reports_all = reply.report_cached
-        self._leases.receive(request, reply)
+        with self._leases.locked() as state:
+            state.receive(request, reply, time.monotonic())
         self._replied_at = time.monotonic()
 
     def _update_report(self) -> None:
