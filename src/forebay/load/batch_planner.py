@@ -182,6 +182,7 @@ class BatchPlanner:
         order = np.argsort(first_use, kind="stable")
         keys, first_use = keys[order], first_use[order]
         self._fetch(keys[first_use < num_required].tolist(), plan.steps[start])
+        used, stop = keys.tolist(), len(plan.steps)
         for i, (key, row) in enumerate(zip(keys.tolist(), first_use.tolist())):
             required, cached = row < num_required, self._slices.is_cached(key)
             if key in self._open and (required or not cached):
@@ -196,10 +197,8 @@ class BatchPlanner:
                     raise
                 available = False  # The error is raised when that step is read.
             if not available:
-                return self._start_block(plan, start, keys[:i].tolist(), step)
-        return self._start_block(plan, start, keys.tolist(), len(plan.steps))
-
-    def _start_block(self, plan: _Plan, start: int, used: Sequence[int], stop: int) -> int:
+                used, stop = used[:i], step
+                break
         self._close_except(used)
         self._slices.advance(plan.steps[start])
         return stop

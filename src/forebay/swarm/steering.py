@@ -25,8 +25,6 @@ from forebay.errors import UsageError
 from forebay.network.peer import Provider, node_of
 from forebay.swarm.members import Download, Downloads, Members, Offers, PeerPenalties
 
-__all__ = ["Assignment", "Provider", "Swarm"]
-
 PATIENCE_S = 60.0
 _MAX_WANTED = 4096  # requested slices that one call considers
 _TRIED = 64  # candidates whose providers one call considers, beside those it needs
@@ -81,9 +79,9 @@ class Swarm:
         if before is None:
             members.add(peer_id, is_origin=holder.is_origin, gives=bool(holder.address))
             self.penalties.join(peer_id)
-            members.slots[members.row(peer_id)] = self.origin_slots if holder.is_origin else self.slots
+            members.slots[members.rows[peer_id]] = self.origin_slots if holder.is_origin else self.slots
         self._providers[peer_id] = holder
-        members.touch(peer_id, now)
+        members.seen_at[members.rows[peer_id]] = now
         if have is not None and not holder.is_origin and holder.address:
             members.set_all(peer_id, have)
 
@@ -93,7 +91,7 @@ class Swarm:
         holder = self._providers.get(peer_id)
         if holder is None:
             return
-        self._members.touch(peer_id, now)
+        self._members.seen_at[self._members.rows[peer_id]] = now
         if holder.address and not holder.is_origin:
             self._members.set(peer_id, index, True)
 
@@ -243,7 +241,7 @@ class Swarm:
         for index in sorted(set(indexes).intersection(missing.tolist()))[:num]:
             download = self._downloads.get((asker, index))
             assert download is not None
-            if shunned[self._members.row(download.holder)]:
+            if shunned[self._members.rows[download.holder]]:
                 self._end((asker, index))
             else:
                 assigned.append(Assignment(index, self._providers[download.holder]))
@@ -253,7 +251,7 @@ class Swarm:
         """[rows] flags of the members that this asker is not sent to, itself included."""
         members = self._members
         shunned = np.zeros(len(members.ids), np.bool_)
-        banned = [members.row(peer_id) for peer_id in self.penalties.banned_for(asker) if peer_id in self._providers]
+        banned = [members.rows[peer_id] for peer_id in self.penalties.banned_for(asker) if peer_id in self._providers]
         if banned:
             # The last origin is never banned: wrong bytes cost a fetch, its loss the dataset.
             origins = members.is_origin.copy()
@@ -261,7 +259,7 @@ class Swarm:
             if not origins.any():
                 banned = [row for row in banned if not members.is_origin[row]]
         others = (asker, *self.penalties.avoided_by(asker, now))
-        shunned[banned + [members.row(peer_id) for peer_id in others if peer_id in self._providers]] = True
+        shunned[banned + [members.rows[peer_id] for peer_id in others if peer_id in self._providers]] = True
         return shunned
 
     def _candidates(
@@ -271,7 +269,7 @@ class Swarm:
         members = self._members
         copies = members.copies[missing]
         # Ties are broken differently for each asker, so that they do not all get the same slice next.
-        tie = (missing * 2654435761 + (members.row(asker) + 1) * 40503) & 0xFFFFF
+        tie = (missing * 2654435761 + (members.rows[asker] + 1) * 40503) & 0xFFFFF
         if (members.uploads[origins] < members.slots[origins]).any():
             new = np.flatnonzero((copies == 0) & (self._downloads.coming[missing] == 0))
             yield from missing[new[np.argsort(tie[new], kind="stable")[:num]]].tolist()
@@ -295,13 +293,13 @@ class Swarm:
         member = self._providers.get(asker)
         passed_on = member is not None and member.address != "" and not member.is_origin
         self._downloads.start((asker, index), Download(holder.peer_id, now, passed_on))
-        self._members.uploads[self._members.row(holder.peer_id)] += 1
+        self._members.uploads[self._members.rows[holder.peer_id]] += 1
         self._counts["from_origins" if holder.is_origin else "from_peers"] += 1
 
     def _end(self, pair: tuple[str, int]) -> None:
         """End a download, if there is one."""
         if (done := self._downloads.end(pair)) is not None:
-            self._members.uploads[self._members.row(done.holder)] -= 1
+            self._members.uploads[self._members.rows[done.holder]] -= 1
 
     def _end_overdue(self, now: float) -> None:
         before = now - max(PATIENCE_S, _LOST_AFTER * self._downloads.usual_s)

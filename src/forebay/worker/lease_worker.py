@@ -42,8 +42,6 @@ from forebay.worker.lease_state import LeaseState
 from forebay.worker.scheduler_client import SchedulerClient, SchedulerUnreachableError
 from forebay.worker.trainer import check_trainer
 
-__all__ = ["WorkerReport", "run_worker"]
-
 STOPPING_S = 3.0  # after a stop, for the last requests and for slices that others are reading
 _CONTENT = re.compile(rb"([0-9a-f]{16}) (\d{1,9})\n")
 
