@@ -226,8 +226,12 @@ def test_what_killed_processes_left_is_cleaned(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = SliceCache(tmp_path, 10_000)
+    cache.check_space(10_000)
     monkeypatch.setattr(DiskBudget, "free_bytes", lambda room: 4096)
+    with pytest.raises(UsageError, match="needs 9000 bytes, but its disk has 4096 free"):
+        cache.check_space(9000)
     old = put(cache, b"a" * 4000)
+    cache.check_space(8000)  # what is here already is reused
     reserved = cache.try_reserve("b" * 64, 6000)  # within the budget, but not on this disk unless the old one goes
     assert isinstance(reserved, Reservation) and reserved.evicted == [old]
     refused = cache.try_reserve("c" * 64, 3000)

@@ -162,6 +162,17 @@ class SliceCache:
         with self._budget.lock():
             return sum(entry.counted for entry in self._budget.entries())
 
+    def check_space(self, num_bytes: int) -> None:
+        """Raise UsageError if disk and cache have no room for `num_bytes`, or for the budget if that is less."""
+        with self._budget.lock():
+            used = sum(entry.written for entry in self._budget.entries())
+        needed, free = min(num_bytes, self.budget_bytes), self._budget.free_bytes()
+        if used + free < needed:
+            raise UsageError(
+                f"cache: {self.directory} needs {needed} bytes, but its disk has {free} free, and {used} are the "
+                f"cache's already. Free {needed - used - free} bytes, or lower the cache's budget."
+            )
+
     def clean(self, needed: Collection[str]) -> None:
         """Remove partial files that no process needs, and locks and records of slices that are not cached."""
         with self._budget.lock():

@@ -96,7 +96,9 @@ class SliceFeed:
         """Set the next step of the consumer, forward or back; all acquired slices are released."""
         self._check_open()
         if self._thread is None:
-            self.cache.clean(self._planner.keys)
+            keys = self._planner.keys
+            self.cache.check_space(sum(self._sizes[key] for key in keys.values()))
+            self.cache.clean(keys)
         with self._changed:
             self._unpin_until(NEVER)
             self._now = self._seek_to = self._first_step = step

@@ -163,16 +163,10 @@ class BatchPlanner:
             rows = np.repeat(is_chosen, lengths)
             keys, samples, sources, lengths = keys[rows], samples[rows], sources[rows], lengths[chosen]
         return _Plan(
-            range(step, stop)[chosen],
-            np.concatenate([[0], np.cumsum(lengths)]).tolist(),
-            keys,
-            samples,
-            self._first_ids[keys] + samples,
-            sources if self._mixed else None,
-            epochs[chosen].tolist(),
-            steps_in_epoch[chosen].tolist(),
-            weights[chosen].tolist(),
-        )
+            range(step, stop)[chosen], np.concatenate([[0], np.cumsum(lengths)]).tolist(), keys, samples,
+            self._first_ids[keys] + samples, sources if self._mixed else None, epochs[chosen].tolist(),
+            steps_in_epoch[chosen].tolist(), weights[chosen].tolist(),
+        )  # fmt: skip
 
     def _open_block(self, plan: _Plan, start: int) -> int:
         """Open the available slices of the steps from `start` on, at least one step's; return where the block stops."""

@@ -131,13 +131,9 @@ class DocumentCollator(Collator):
             self._arange = np.arange(inputs.size, dtype=np.int64)
         positions = self._arange[: inputs.size] - np.repeat(starts, lengths)
         return BatchArrays(
-            inputs.reshape(shape),
-            labels.reshape(shape),
-            {},
-            np.repeat(document_ids, lengths).reshape(shape),
-            positions.astype(self._dtype, copy=False).reshape(shape),
-            np.concatenate([[0], stops]).astype(np.int32),
-        )
+            inputs.reshape(shape), labels.reshape(shape), {}, np.repeat(document_ids, lengths).reshape(shape),
+            positions.astype(self._dtype, copy=False).reshape(shape), np.concatenate([[0], stops]).astype(np.int32),
+        )  # fmt: skip
 
 
 def _ranges(firsts: I64, counts: I64) -> I64:

@@ -280,15 +280,10 @@ class TextStream(Closing):
             parts.append(self._encoder.encode(texts, documents.counts))
             num_tokens += len(parts[-1])
         return replace(
-            state,
-            records=documents.records,
-            draws=documents.buffer.draws,
-            position=documents.reading.position(),
-            buffered=tuple(documents.buffer.texts),
-            tokens=np.concatenate(parts),
-            offset=0,
+            state, records=documents.records, draws=documents.buffer.draws, position=documents.reading.position(),
+            buffered=tuple(documents.buffer.texts), tokens=np.concatenate(parts), offset=0,
             counts=dict(documents.counts),
-        )
+        )  # fmt: skip
 
     def _batch(self, state: StreamState, count: int) -> Batch:
         tokens, length = state.tokens[state.offset :], self.seq_len
