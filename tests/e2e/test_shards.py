@@ -461,7 +461,9 @@ def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server,
     folder = Path("remote/tokenized")
     for turn in range(30):
         out = tmp_path / f"{turn}.jsonl"
-        process = start(out, start=at, steps=12 - at, step_s=0.02, apart=turn % 3 == 0)
+        process = start(
+            out, start=at, steps=12 - at, step_s=0.02, tmp_dir="tmp" if turn % 2 else None, apart=turn % 3 == 0
+        )
         goal = sum(server.bytes_sent.values()) + chance.randrange(1, 2_000_000)
         until(lambda process=process, goal=goal: process.poll() is not None or sum(server.bytes_sent.values()) > goal)
         if process.poll() is None:
@@ -481,11 +483,11 @@ def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server,
     for index in range(4):
         ids = [i for step, (shard, found) in done.items() if shard == index for i in found]
         assert len(ids) == len(set(ids)) == 24
-    with SharedShardedDatasetManager(**QUICK) as shards:
+    with SharedShardedDatasetManager(**QUICK, tmp_dir="tmp") as shards:
         shards.at_step(0)
         assert shards.upcoming_dataset is not None and arrived(shards.upcoming_dataset)
         assert files() == sorted([*pair(0), *pair(1)])
-        assert not list(folder.glob(".*.part"))
+        assert list(Path("tmp").glob("*")) == [] and not list(folder.glob(".*.part"))
 
 
 def test_a_validator_finds_what_a_miner_read(server: S3Server, tmp_path: Path) -> None:

@@ -233,6 +233,21 @@ def test_a_full_disk_is_clean_and_resumed(server: OriginServer, tmp_path: Path, 
     assert path.read_bytes() == CONTENT and got.bytes_fetched < len(CONTENT) - MIB
 
 
+def test_a_temporary_directory_of_ones_own(server: OriginServer, tmp_path: Path) -> None:
+    path, elsewhere = tmp_path / "out" / "big", Path("/dev/shm")
+    download_large_file(server.url, "big", path, tmp_dir=tmp_path / "tmp")
+    assert path.read_bytes() == CONTENT and not list((tmp_path / "tmp").iterdir())
+    if elsewhere.is_dir() and elsewhere.stat().st_dev != tmp_path.stat().st_dev:
+        folder = elsewhere / f"forebay-{os.getpid()}"
+        try:
+            download_large_file(server.url, "big", path, tmp_dir=folder)  # another volume
+            assert path.read_bytes() == CONTENT and not list(folder.iterdir())
+        finally:
+            for left in folder.iterdir():
+                left.unlink()
+            folder.rmdir()
+
+
 def test_two_processes_do_not_write_one_file(server: OriginServer, tmp_path: Path) -> None:
     path, stop = tmp_path / "out" / "big", threading.Event()
     server.faults.bytes_per_s = MIB

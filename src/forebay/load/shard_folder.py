@@ -60,20 +60,22 @@ class ShardFolder:
     Args:
         origin: None if all shards are in the directory.
         sequence_length: Tokens of a sample; 0: as the files have them.
+        tmp_dir: Directory of partial files; by default `folder`.
         chunk_size, max_workers: See `plan_download`.
     """
 
     def __init__(
-        self, origin: Origin | None, folder: Path, sequence_length: int = 0, *, chunk_size: int | None = None,
-        max_workers: Workers = None, timeout_s: float = 300.0,
+        self, origin: Origin | None, folder: Path, sequence_length: int = 0, *, tmp_dir: Path | None = None,
+        chunk_size: int | None = None, max_workers: Workers = None, timeout_s: float = 300.0,
     ) -> None:  # fmt: skip
         plan_download(1, chunk_size, max_workers)  # Checks them.
         self.origin = None if origin is None else as_object_origin(origin)
-        self.folder = folder
+        self.folder, self.tmp_dir = folder, tmp_dir or folder
         self._sequence_length, self._timeout_s = sequence_length, timeout_s
         self._chunk_size, self._max_workers = chunk_size, max_workers
         with self._writing():
-            folder.mkdir(parents=True, exist_ok=True)
+            for directory in (self.folder, self.tmp_dir):
+                directory.mkdir(parents=True, exist_ok=True)
 
     def indexes(self) -> list[int]:
         """The indexes of the shards at the origin or here, ascending. Raises DatasetError if there are none."""
@@ -174,11 +176,11 @@ class ShardFolder:
     def clean(self, keep: set[int]) -> None:
         """Remove what earlier runs left: unused partial files, and shards that were fetched here, except `keep`."""
         remove_stale(self.folder)
-        for path in self.folder.glob(".*.part"):
+        for path in [*self.tmp_dir.glob(".*.part"), *self.folder.glob(".*.part")]:
             match = re.match(r"\.(?:train|sample_ids)_(\d{6})\.", path.name)
             if match is None or is_locked(self._path(int(match[1]), "fetch"), EXCLUSIVE):
                 continue
-            if int(match[1]) not in keep or self.ready(int(match[1])) is not None:
+            if not (path.parent == self.tmp_dir and int(match[1]) in keep and self.ready(int(match[1])) is None):
                 path.unlink(missing_ok=True)
         for path in self.folder.glob(".train_*.mark"):
             if (index := int(path.stem[-6:])) not in keep:
@@ -189,7 +191,7 @@ class ShardFolder:
         return [ShardFiles(index, tokens, path) for path in ids if tokens.is_file() and path.is_file()]
 
     def _parts(self, name: str) -> list[Path]:
-        return list(self.folder.glob(f".{name}.*.part"))
+        return list(self.tmp_dir.glob(f".{name}.*.part"))
 
     def _path(self, index: int, kind: str) -> Path:
         return self.folder / f".train_{index:06d}.{kind}"
@@ -208,10 +210,11 @@ class ShardFolder:
         while True:
             tokens, ids = (self.folder / name for name in self.heads(index, stop))
             self._write_mark(index, fetched=True)
-            download_object(self.origin, ids.name, ids, **settings)
+            download_object(self.origin, ids.name, ids, self.tmp_dir, **settings)
             try:
                 fetched = download_object(
-                    self.origin, tokens.name, tokens, chunk_size=self._chunk_size, on_progress=on_progress, **settings,
+                    self.origin, tokens.name, tokens, self.tmp_dir, chunk_size=self._chunk_size,
+                    on_progress=on_progress, **settings,
                     make_check=lambda plan, ids=ids: SampleCheck(  # type: ignore[misc]
                         index, ids, plan.num_bytes, self._sequence_length, plan.piece_bytes
                     ),

@@ -63,6 +63,7 @@ class SharedShardedDatasetManager(Closing):
         folder: Local directory; by default `DATASET_BINS_PATH`. If it is the same as `url`, shards are used in place.
         keep_shards: Remove nothing.
         chunk_size, max_workers: Of downloads, see `forebay.storage.ranged_download.plan_download`.
+        tmp_dir: Directory of partial files; by default `folder`. From another volume, files are copied.
         steps_per_shard, reset_step, num_shards, remap: See `shard_of_step`; `num_shards` is listed if None.
         timeout_s: An attempt fails after this time without a byte or an answer; at most a quarter more.
 
@@ -82,6 +83,7 @@ class SharedShardedDatasetManager(Closing):
         keep_shards: bool = False,
         chunk_size: int | None = None,
         max_workers: Workers = None,
+        tmp_dir: str | Path | None = None,
         steps_per_shard: int = STEPS_PER_SHARD,
         reset_step: int | None = None,
         num_shards: int | None = None,
@@ -116,8 +118,8 @@ class SharedShardedDatasetManager(Closing):
         directory = Path(folder if folder is not None else require_env("DATASET_BINS_PATH", "shards")).absolute()
         source = "r2://" if url is None else str(url) if "://" in str(url) else str(Path(url).absolute())
         settings: dict[str, Any] = {
-            "sequence_length": sequence_length, "chunk_size": chunk_size, "max_workers": max_workers,
-            "timeout_s": timeout_s,
+            "sequence_length": sequence_length, "tmp_dir": None if tmp_dir is None else Path(tmp_dir).absolute(),
+            "chunk_size": chunk_size, "max_workers": max_workers, "timeout_s": timeout_s,
         }  # fmt: skip
         self._folder = open_folder(source, directory, settings)
         self._folder_arguments = source, directory, settings  # For another process.
@@ -248,10 +250,10 @@ class SharedShardedDatasetManager(Closing):
         folder, size = self._folder, 0
         if folder.origin is not None and folder.ready(index) is None:
             size = folder.num_bytes(index)
-            missing, free = max(0, size - folder.on_disk(index)), shutil.disk_usage(folder.folder).free
+            missing, free = max(0, size - folder.on_disk(index)), shutil.disk_usage(folder.tmp_dir).free
             if free < missing:
                 raise UsageError(
-                    f"shard {index}: expected {missing} free bytes in {folder.folder}, got {free}. Free space there; "
+                    f"shard {index}: expected {missing} free bytes in {folder.tmp_dir}, got {free}. Free space there; "
                     "partial files are kept and resumed."
                 )
         if self.active_dataset is not None and size >= MIN_PROCESS_BYTES:

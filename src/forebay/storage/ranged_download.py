@@ -8,6 +8,7 @@ bytes per piece of 8 MiB (13 MB for 215 GB).
 """
 
 import hashlib
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +86,7 @@ def download_large_file(
     *,
     chunk_size: int | None = None,
     max_workers: Workers = None,
+    tmp_dir: str | Path | None = None,
     timeout_s: float = 300.0,
     stop: threading.Event | None = None,
     on_progress: Progress | None = None,
@@ -98,6 +100,7 @@ def download_large_file(
         name: Name of the object below the origin.
         path: The file. An existing one is replaced.
         chunk_size, max_workers: See `plan_download`.
+        tmp_dir: Directory of the partial file, by default that of `path`. On another volume, the file is copied.
         timeout_s: Fail after so long without a byte or response, retries included; the last request may take a quarter
             of that longer.
         stop: Setting this event cancels the download; the partial file is kept.
@@ -111,13 +114,15 @@ def download_large_file(
     if isinstance(source, (str, Path)):
         source = open_origin(source, timeouts=Timeouts.within(timeout_s))
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = try_acquire(path.with_name(f".{path.name}.lock"))
+    folder = Path(tmp_dir or path.parent)
+    for directory in (folder, path.parent):
+        directory.mkdir(parents=True, exist_ok=True)
+    lock = try_acquire(folder / f".{path.name}.lock")
     if lock is None:
         raise UsageError(f"{path}: another process downloads it. Wait for it to end.")
     with lock:
         result = download_object(
-            as_object_origin(source), name, path, chunk_size=chunk_size, max_workers=max_workers,
+            as_object_origin(source), name, path, folder, chunk_size=chunk_size, max_workers=max_workers,
             timeout_s=timeout_s, stop=stop, on_progress=on_progress,
         )  # fmt: skip
         lock.path.unlink(missing_ok=True)
@@ -125,8 +130,8 @@ def download_large_file(
 
 
 def download_object(
-    origin: ObjectOrigin, name: str, path: Path, *, chunk_size: int | None = None, max_workers: Workers = None,
-    make_check: Callable[[DownloadPlan], Check] | None = None, timeout_s: float = 300.0,
+    origin: ObjectOrigin, name: str, path: Path, tmp_dir: Path, *, chunk_size: int | None = None,
+    max_workers: Workers = None, make_check: Callable[[DownloadPlan], Check] | None = None, timeout_s: float = 300.0,
     stop: threading.Event | None = None, on_progress: Progress | None = None,
 ) -> DownloadResult:  # fmt: skip
     """`download_large_file` for a caller with a lock of its own, and with a check of the content."""
@@ -134,8 +139,8 @@ def download_object(
     meta = head_object(origin, name, timeout_s=timeout_s, stop=stop)
     plan = plan_download(meta.bytes, chunk_size, max_workers)
     key = hashlib.blake2b(f"{meta.bytes} {meta.etag}".encode(), digest_size=6).hexdigest()
-    part = path.with_name(f".{path.name}.{key}.part")
-    for other in path.parent.glob(f".{path.name}.*.part"):  # of other versions
+    part = tmp_dir / f".{path.name}.{key}.part"
+    for other in tmp_dir.glob(f".{path.name}.*.part"):  # of other versions
         if other != part:
             other.unlink(missing_ok=True)
     check = SizeCheck() if make_check is None else make_check(plan)
@@ -157,13 +162,23 @@ def download_object(
                 raise transfer.error
             on_progress(meta.bytes, meta.bytes)
             retries = transfers.stats()["retries"]
+    _commit(part, path)
+    return DownloadResult(path, meta.bytes, fetched, time.monotonic() - began, retries)
+
+
+def _commit(part: Path, path: Path) -> None:
+    """Rename a complete, synced file; one of another volume is copied."""
     try:
+        if part.stat().st_dev != path.parent.stat().st_dev:
+            copy = path.with_name(f".{path.name}.copy.part")
+            shutil.copyfile(part, copy)
+            part.unlink()
+            part = copy
         commit_files({part: path})
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be written: {error}. Free space there, or choose another directory."
         ) from error
-    return DownloadResult(path, meta.bytes, fetched, time.monotonic() - began, retries)
 
 
 class _PinnedOrigin(Origin):
