@@ -77,9 +77,8 @@ class FreeForAll(Swarm):
         assignments = []
         for index in self.chance.sample(missing.tolist(), min(num, len(missing))):
             others = [member for member in self._providers.values() if member.peer_id != asker and member.address]
-            providers = [
-                member for member in others if member.is_origin or self._members.slices_of(member.peer_id)[index]
-            ]
+            have, rows = self._members.holders_of(index), self._members.rows
+            providers = [member for member in others if member.is_origin or have[rows[member.peer_id]]]
             assignments += [Assignment(index, self.chance.choice(providers))] if providers else []
         return assignments
 

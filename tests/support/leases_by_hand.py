@@ -43,9 +43,10 @@ class FetchingWorker:
             "sample_base": 0, "seed": 0, "seq_len": 1, "layout": "tokens", "dtype": "U16", "vocab_size": 1,
             "providers": holders, "expires_in_s": 30.0,
         }  # fmt: skip
-        request = self.leases.request()
+        request = self.leases.state.request(time.monotonic())
         live = {lease: {"stop": 9, "expires_in_s": 30.0} for lease in request.known_leases}
-        self.leases.receive(request, answer(leases=[lease], active=live))
+        with self.leases.locked() as state:
+            state.receive(request, answer(leases=[lease], active=live), time.monotonic())
         return next(lease for lease in self.leases.state.leases if lease.grant.lease_id == lease_id)
 
     def fetched(self, lease: ActiveLease) -> bytes:

@@ -150,7 +150,7 @@ def test_an_origin_with_one_damaged_file_is_no_liar() -> None:
     swarm.join(other, None, 3.0)
     assert swarm.status()["banned"] == [ORIGIN.peer_id]
     assert swarm.providers(1, "a", 3.0) == swarm.providers(1, "c", 3.0) == [other]
-    swarm.pardon(ORIGIN.peer_id)
+    swarm.penalties.pardon(ORIGIN.peer_id)
     assert swarm.status()["banned"] == [] and ORIGIN in swarm.providers(1, "a", 3.0)
 
 
@@ -165,11 +165,11 @@ def test_accusers_count_by_organisation_and_a_suspect_is_checked_before_it_is_ba
         assert swarm.suspects() == [] and swarm.status()["banned"] == []
     swarm.failed("d", 2, "accused", 1.0, wrong=True, accuser="another")
     assert swarm.suspects() == [(peer("accused"), 2)] and swarm.status()["banned"] == []
-    swarm.pardon("accused")
+    swarm.penalties.pardon("accused")
     assert swarm.suspects() == [] and peer("accused") in swarm.providers(1, "a", 2.0)
     for name, organisation in (("a", "one organisation"), ("d", "another")):
         swarm.failed(name, 1, "accused", 3.0, wrong=True, accuser=organisation)
-    swarm.ban("accused")
+    swarm.penalties.ban("accused")
     assert swarm.suspects() == [] and swarm.status()["banned"] == ["accused"]
     assert swarm.providers(1, "b", 4.0) == [ORIGIN]
 

@@ -186,7 +186,6 @@ def test_a_dataset_is_pickled_as_arguments_and_state(data: Path) -> None:
     with Loader(data, **ARGUMENTS) as loader:
         for dataset in (
             TokenDataset(data, **ARGUMENTS),
-            TokenDataset(loader),
             TokenDataset(loader.dataset, **ARGUMENTS),
         ):
             going = iter(dataset)
@@ -306,8 +305,6 @@ def test_what_is_wrong_is_refused(data: Path) -> None:
         DataLoader(TokenDataset(data, **ARGUMENTS), shuffle=True)
     with pytest.raises(UsageError, match="style: expected one of"):
         TokenDataset(data, style="other", **ARGUMENTS)
-    with pytest.raises(UsageError, match="beside a Loader"):
-        TokenDataset(Loader(data, **ARGUMENTS), seq_len=4)
     with pytest.raises(UsageError, match="expected a TokenDataset"):
         DataLoader([1, 2])  # type: ignore[arg-type]
     loader = dataloader(data, num_workers=1, **ARGUMENTS)

@@ -17,7 +17,7 @@ from forebay.errors import DatasetError, PrepareError, StateError, UnknownDatase
 from forebay.stream.text_stream import TextStream
 from forebay.worker import DummyDataset, HubDataset, create_huggingface_dataset, list_available_datasets
 from forebay.worker.batches import Batches, dummy_samples
-from forebay.worker.catalog import CATALOG, find_entry, streams
+from forebay.worker.catalog import CATALOG, CatalogEntry, find_entry
 
 GUIDE = """\
 fineweb: FineWeb: 15T tokens from CommonCrawl
@@ -78,7 +78,11 @@ def test_the_catalogue_prints_as_the_guide_does() -> None:
 
 
 def test_the_rule_of_streaming() -> None:
-    assert [streams(size) for size in (None, 10 * 10**9, 10 * 10**9 + 1)] == [True, False, True]
+    assert [CatalogEntry("a", "a/b", size_bytes=size).streaming for size in (None, 10 * 10**9, 10 * 10**9 + 1)] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_names() -> None:

@@ -180,8 +180,8 @@ def test_a_lease_that_is_lost_is_not_fetched_to_the_end(worker: FetchingWorker, 
     slow.stall_s = 0.5
     held = lease(worker, slow)
     time.sleep(0.1)
-    request = worker.leases.request()
-    worker.leases.receive(request, answer(lost=[held.grant.lease_id]))
+    request = worker.leases.state.request(time.monotonic())
+    worker.leases.state.receive(request, answer(lost=[held.grant.lease_id]), time.monotonic())
     assert held.ended and worker.leases.state.leases == []
     time.sleep(0.6)
     assert held.path is None
@@ -192,8 +192,8 @@ def test_no_provider_for_long_is_the_end(worker: FetchingWorker) -> None:
     for turn in range(8):
         held = lease(worker, lease_id=str(turn))
         assert worker.lost(held) == ""
-        request = worker.leases.request()
-        worker.leases.receive(request, answer(lost=list(request.known_leases or ())))
+        request = worker.leases.state.request(time.monotonic())
+        worker.leases.state.receive(request, answer(lost=list(request.known_leases or ())), time.monotonic())
         if worker.fetcher.failure is not None:
             break
     assert isinstance(worker.fetcher.failure, NetworkError) and worker.leases.state.closed

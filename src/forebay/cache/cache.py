@@ -164,15 +164,13 @@ class SliceCache:
 
     def check_space(self, num_bytes: int) -> None:
         """Raise UsageError if disk and cache have no room for `num_bytes`, or for the budget if that is less."""
-        needed = min(num_bytes, self.budget_bytes)
         with self._budget.lock():
             used = sum(entry.written for entry in self._budget.entries())
-            free = self._budget.free_bytes()
+        needed, free = min(num_bytes, self.budget_bytes), self._budget.free_bytes()
         if used + free < needed:
             raise UsageError(
-                f"cache: {self.directory} needs {needed} bytes (budget {self.budget_bytes}, slices {num_bytes}), but "
-                f"its disk has {free} free, and {used} are the cache's already. Free {needed - used - free} bytes, "
-                "lower the cache's budget, or choose another directory."
+                f"cache: {self.directory} needs {needed} bytes, but its disk has {free} free, and {used} are the "
+                f"cache's already. Free {needed - used - free} bytes, or lower the cache's budget."
             )
 
     def clean(self, needed: Collection[str]) -> None:
@@ -191,14 +189,9 @@ class SliceCache:
                     self._budget.remove(Path(item.path), Path(item.path))
 
     def try_reserve(
-        self,
-        sha256: str,
-        num_bytes: int,
-        *,
-        steps: float = 0.0,
-        next_use: Callable[[str], float] = lambda _: math.inf,
+        self, sha256: str, num_bytes: int, *, steps: float = 0.0, next_use: Callable[[str], float] = lambda _: math.inf,
         evict: Evict = "later",
-    ) -> Reservation | NotReserved:
+    ) -> Reservation | NotReserved:  # fmt: skip
         """Reserve the download of a slice and evict others for it, without waiting.
 
         Args:

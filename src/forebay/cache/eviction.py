@@ -219,15 +219,9 @@ class DiskBudget:
         return reserved
 
     def reserve(
-        self,
-        sha256: str,
-        num_bytes: int,
-        lock: Lock,
-        plans: SharedPlans,
-        steps: float,
-        next_use: Callable[[str], float],
-        evict: Evict,
-    ) -> list[str] | str:
+        self, sha256: str, num_bytes: int, lock: Lock, plans: SharedPlans, steps: float,
+        next_use: Callable[[str], float], evict: Evict,
+    ) -> list[str] | str:  # fmt: skip
         """Evict until a slice fits, and write its size into its lock file; return the evicted slices, or why not."""
         with self.lock():
             entries = self.entries()
@@ -265,13 +259,9 @@ class DiskBudget:
             return [entry.sha256 for entry in chosen if not entry.is_part]
 
     def _rank_victims(
-        self,
-        entries: list[CacheEntry],
-        plans: SharedPlans,
-        steps: float,
-        next_use: Callable[[str], float],
+        self, entries: list[CacheEntry], plans: SharedPlans, steps: float, next_use: Callable[[str], float],
         evict: Evict,
-    ) -> list[CacheEntry]:
+    ) -> list[CacheEntry]:  # fmt: skip
         others = plans.others()
         ranked = []
         for entry in entries:

@@ -56,20 +56,11 @@ class Planner:
     """
 
     def __init__(
-        self,
-        cache: SliceCache,
-        sha256s: Sequence[str] | NDArray[np.uint8],
-        sizes: I64,
-        uses: UsesFunction,
-        num_steps: int | None,
-        start_transfer: Callable[[int, Path], Transfer],
-        on_done: Callable[[int], None],
-        *,
-        horizon_bytes: int | None = None,
-        epoch_of: Callable[[int, int], int | None] = lambda step, key: 0,
-        window_steps: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+        self, cache: SliceCache, sha256s: Sequence[str] | NDArray[np.uint8], sizes: I64, uses: UsesFunction,
+        num_steps: int | None, start_transfer: Callable[[int, Path], Transfer], on_done: Callable[[int], None], *,
+        horizon_bytes: int | None = None, epoch_of: Callable[[int, int], int | None] = lambda step, key: 0,
+        window_steps: int = 0, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.cache = cache
         self.sha256s = [row if isinstance(row, str) else row.tobytes().hex() for row in sha256s]
         self.sizes: list[int] = np.asarray(sizes, np.int64).tolist()
@@ -361,12 +352,9 @@ class SliceDownloads(dict[int, SliceDownload]):
     """
 
     def __init__(
-        self,
-        sizes: Sequence[int],
-        start: Callable[[int, Path], Transfer],
-        on_done: Callable[[int], None],
+        self, sizes: Sequence[int], start: Callable[[int, Path], Transfer], on_done: Callable[[int], None],
         clock: Callable[[], float],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.counts = {"fetched_slices": 0, "fetched_bytes": 0, "repeated_fetches": 0, "failed": 0}
         self.counts |= {"refetched_slices": 0, "refetched_bytes": 0}

@@ -49,17 +49,10 @@ class SliceFeed:
     """
 
     def __init__(
-        self,
-        cache: SliceCache,
-        sha256s: Sequence[str] | NDArray[np.uint8],
-        sizes: I64,
-        uses: UsesFunction,
-        num_steps: int | None,
-        start_transfer: Callable[[int, Path], Transfer],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        **options: Any,
-    ) -> None:
+        self, cache: SliceCache, sha256s: Sequence[str] | NDArray[np.uint8], sizes: I64, uses: UsesFunction,
+        num_steps: int | None, start_transfer: Callable[[int, Path], Transfer], *,
+        clock: Callable[[], float] = time.monotonic, **options: Any,
+    ) -> None:  # fmt: skip
         self.cache = cache
         self.pid = os.getpid()
         self._clock = clock

@@ -30,12 +30,8 @@ _CACHED_PLAN_STEPS = 64  # With a cache: the slices of a block cannot be evicted
 
 
 def make_collator(
-    indexes: Sequence[SampleIndex],
-    *,
-    dtype: Any = np.int64,
-    document_masks: bool = False,
-    pad_id: int | None = None,
-) -> Collator:
+    indexes: Sequence[SampleIndex], *, dtype: Any = np.int64, document_masks: bool = False, pad_id: int | None = None,
+) -> Collator:  # fmt: skip
     """The collator for one index a dataset, all of one layout, seq_len and packing; arguments as the Loader's.
 
     Packing `fit` always has document masks.
@@ -75,15 +71,9 @@ class BatchPlanner:
     """
 
     def __init__(
-        self,
-        run: Run,
-        indexes: Sequence[SampleIndex],
-        collator: Collator,
-        slices: SliceReader,
-        rank: int,
-        world_size: int,
-        every: tuple[int, int],
-    ) -> None:
+        self, run: Run, indexes: Sequence[SampleIndex], collator: Collator, slices: SliceReader, rank: int,
+        world_size: int, every: tuple[int, int],
+    ) -> None:  # fmt: skip
         self._run, self._collator, self._slices = run, collator, slices
         self._rank, self._world_size, self._every = rank, world_size, every
         self._first_ids = np.concatenate([index.bases + index.offsets for index in indexes])  # By key.
@@ -173,16 +163,10 @@ class BatchPlanner:
             rows = np.repeat(is_chosen, lengths)
             keys, samples, sources, lengths = keys[rows], samples[rows], sources[rows], lengths[chosen]
         return _Plan(
-            range(step, stop)[chosen],
-            np.concatenate([[0], np.cumsum(lengths)]).tolist(),
-            keys,
-            samples,
-            self._first_ids[keys] + samples,
-            sources if self._mixed else None,
-            epochs[chosen].tolist(),
-            steps_in_epoch[chosen].tolist(),
-            weights[chosen].tolist(),
-        )
+            range(step, stop)[chosen], np.concatenate([[0], np.cumsum(lengths)]).tolist(), keys, samples,
+            self._first_ids[keys] + samples, sources if self._mixed else None, epochs[chosen].tolist(),
+            steps_in_epoch[chosen].tolist(), weights[chosen].tolist(),
+        )  # fmt: skip
 
     def _open_block(self, plan: _Plan, start: int) -> int:
         """Open the available slices of the steps from `start` on, at least one step's; return where the block stops."""
@@ -192,6 +176,7 @@ class BatchPlanner:
         order = np.argsort(first_use, kind="stable")
         keys, first_use = keys[order], first_use[order]
         self._fetch(keys[first_use < num_required].tolist(), plan.steps[start])
+        used, stop = keys.tolist(), len(plan.steps)
         for i, (key, row) in enumerate(zip(keys.tolist(), first_use.tolist())):
             required, cached = row < num_required, self._slices.is_cached(key)
             if key in self._open and (required or not cached):
@@ -206,10 +191,8 @@ class BatchPlanner:
                     raise
                 available = False  # The error is raised when that step is read.
             if not available:
-                return self._start_block(plan, start, keys[:i].tolist(), step)
-        return self._start_block(plan, start, keys.tolist(), len(plan.steps))
-
-    def _start_block(self, plan: _Plan, start: int, used: Sequence[int], stop: int) -> int:
+                used, stop = used[:i], step
+                break
         self._close_except(used)
         self._slices.advance(plan.steps[start])
         return stop

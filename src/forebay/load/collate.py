@@ -94,14 +94,9 @@ class TokenCopier:
     """
 
     def __init__(
-        self,
-        sources: Sequence[MappedArray],
-        which: I64,
-        starts: I64,
-        lengths: I64,
-        first_ranges: list[int],
+        self, sources: Sequence[MappedArray], which: I64, starts: I64, lengths: I64, first_ranges: list[int],
         dtype: np.dtype[Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         types = {source.array.dtype for source in sources} or {dtype}
         if len(types) > 1:
             raise DatasetError(

@@ -46,13 +46,9 @@ class DocumentCollator(Collator):
     """
 
     def __init__(
-        self,
-        indexes: Sequence[SampleIndex],
-        *,
-        dtype: Any = np.int64,
-        document_masks: bool = True,
+        self, indexes: Sequence[SampleIndex], *, dtype: Any = np.int64, document_masks: bool = True,
         pad_id: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(indexes)
         assert indexes[0].seq_len is not None
         self._seq_len = indexes[0].seq_len
@@ -135,13 +131,9 @@ class DocumentCollator(Collator):
             self._arange = np.arange(inputs.size, dtype=np.int64)
         positions = self._arange[: inputs.size] - np.repeat(starts, lengths)
         return BatchArrays(
-            inputs.reshape(shape),
-            labels.reshape(shape),
-            {},
-            np.repeat(document_ids, lengths).reshape(shape),
-            positions.astype(self._dtype, copy=False).reshape(shape),
-            np.concatenate([[0], stops]).astype(np.int32),
-        )
+            inputs.reshape(shape), labels.reshape(shape), {}, np.repeat(document_ids, lengths).reshape(shape),
+            positions.astype(self._dtype, copy=False).reshape(shape), np.concatenate([[0], stops]).astype(np.int32),
+        )  # fmt: skip
 
 
 def _ranges(firsts: I64, counts: I64) -> I64:

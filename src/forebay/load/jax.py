@@ -31,7 +31,6 @@ class JaxLoader:
         dataset: As the Loader's.
         sharding: Of arrays [B, ...]: the global batch's first dimension over the mesh's data axes; each process must
             hold an equal part of it, in the order of process indexes. None: the local batch, on the default device.
-        prefetch_to_device: Batches on their way to the devices while one is used.
         arguments: The Loader's. By default rank and world size are `jax.process_index()` and `jax.process_count()`,
             token ids are int32, and a short last batch is left out, so that shapes never change.
 
@@ -40,13 +39,9 @@ class JaxLoader:
     """
 
     def __init__(
-        self,
-        dataset: str | Path | Dataset | Mixture,
-        *,
-        sharding: jax.sharding.Sharding | None = None,
-        prefetch_to_device: int = 1,
+        self, dataset: str | Path | Dataset | Mixture, *, sharding: jax.sharding.Sharding | None = None,
         **arguments: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if "rank" not in arguments and "world_size" not in arguments:
             arguments |= {"rank": jax.process_index(), "world_size": jax.process_count()}
         self.loader = Loader(dataset, **{"dtype": np.int32, "drop_last": True, **arguments})
@@ -56,7 +51,7 @@ class JaxLoader:
                 f"global_batch_size: expected a multiple of {self.loader.world_size} processes, got {size}. The shards "
                 "of an array have one size."
             )
-        self._sharding, self._prefetch_to_device = sharding, prefetch_to_device
+        self._sharding = sharding
         self._state: dict[str, Any] | None = None
 
     def __len__(self) -> int:
@@ -83,7 +78,7 @@ class JaxLoader:
         for batch in self.loader:
             pending.append((self._to_device(batch.as_dict()), self.loader.state_dict()))
             del batch
-            if len(pending) > self._prefetch_to_device:
+            if len(pending) > 1:
                 arrays, self._state = pending.popleft()
                 yield arrays
         while pending:

@@ -35,6 +35,7 @@ from forebay.order.bijection import derive_key
 from forebay.order.plan import Order
 from forebay.order.run import OwnedRun, Run
 from forebay.order.step_index import check_integer
+from forebay.threads import Closing
 
 _log = logging.getLogger("forebay")
 _STOP_POLL_S = 0.05
@@ -45,7 +46,7 @@ _MINIMA = {
 }  # fmt: skip
 
 
-class Loader:
+class Loader(Closing):
     """Batches of one rank, as an iterable.
 
     Iterating continues from the loader's state and ends after the last epoch; a loop after `break` continues with the
@@ -331,12 +332,6 @@ class Loader:
             source.close()
         self._slices.pause()
         self._planner.close()
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __reduce__(self) -> Any:
         """Pickled as its arguments and its state: a helper process opens its own maps and threads."""

@@ -235,35 +235,19 @@ def _cause(spec: RunSpec, order: Order, nodes: list[NodeNeeds], cache_bytes: int
 
 
 def _advice(spec: RunSpec, nodes: list[NodeNeeds], ratio: float) -> str:
+    assert spec.cache_bytes is not None
     choices = []
-    enough = max(WARN_RATIO, min(spec.max_fetch_ratio or MAX_RATIO, ratio - WARN_RATIO + 1))
-    best = min(_try_orders(spec), default=None, key=lambda tried: (tried[0] > WARN_RATIO and tried[0], tried[1]))
-    if best is not None and best[0] <= enough:
-        choices.append(f"{best[2]} ({best[0]:.3g} times)")
-    needs = largest_needs(nodes)[0]
-    all_bytes = spec.num_bytes + spec.part_bytes
+    if spec.num_nodes <= spec.global_batch:  # With a lane for each node no two nodes read the same slice.
+        fewest = fetch_ratio(spec, needs_of_nodes(spec, spec.order(spec.num_nodes, head=0)), spec.cache_bytes)
+        if fewest <= max(WARN_RATIO, min(spec.max_fetch_ratio or MAX_RATIO, ratio - WARN_RATIO + 1)):
+            choices.append(f"lanes={spec.num_nodes}, head=0 ({fewest:.3g} times)")
+    needs, all_bytes = largest_needs(nodes)[0], spec.num_bytes + spec.part_bytes
     for size in (needs.least_bytes, needs.next_bytes + spec.part_bytes, min(_READAHEAD * needs.once_bytes, all_bytes)):
         if (new_ratio := fetch_ratio(spec, nodes, size)) <= WARN_RATIO:
             choices.append(f"cache_bytes={size} ({new_ratio:.3g} times)")
             break
     choices = choices or ["sharding='hash', smaller slices (--slice-bytes) or fewer nodes: no lanes fetch less"]
     return f"Use {', or '.join(choices)}; or allow it with max_fetch_ratio={np.ceil(10 * ratio) / 10:g}."
-
-
-def _try_orders(spec: RunSpec) -> Iterator[tuple[float, int, str]]:
-    """(fetch ratio, distance from the default, arguments) of orders with other lanes, windows and heads."""
-    assert spec.cache_bytes is not None
-    default = spec.order()
-    choices = [*_narrower(spec, default), *((spec.num_nodes * k, default.window_samples) for k in (1, 2, 4))]
-    valid = [(lanes, window) for lanes, window in choices if lanes <= max(1, spec.global_batch)]
-    for cost, (lanes, window) in enumerate(dict.fromkeys(valid)):
-        for head in (None, 0):
-            order = spec.order(lanes, window, head)
-            ratio = fetch_ratio(spec, needs_of_nodes(spec, order), spec.cache_bytes)
-            text = f"lanes={lanes}" + f", window={window}" * (window != default.window_samples)
-            yield ratio, 2 * cost + (head == 0), text + ", head=0" * (head == 0)
-            if ratio <= WARN_RATIO:
-                return
 
 
 def _node_kinds(spec: RunSpec, order: Order) -> Iterator[tuple[tuple[int, int], int]]:

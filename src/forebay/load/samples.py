@@ -57,8 +57,6 @@ class SampleIndex:
     pad_id: int  # EOS, or 0.
     split: tuple[str, float] | None  # (name, validation fraction).
     tail_tokens: int  # Tokens of the whole dataset in no sample, fewer than seq_len at a slice's end.
-    padding_tokens: int  # Padding in all samples of the whole dataset (packing `fit`).
-    excluded_tokens: int  # Tokens of the whole dataset that `documents` leaves out.
 
     @property
     def num_samples(self) -> int:
@@ -75,16 +73,9 @@ class SampleIndex:
 
 
 def plan_samples(
-    dataset: Dataset,
-    seq_len: int | None,
-    *,
-    packing: str = "chunk",
-    documents: DocumentSubset | None = None,
-    split: str | None = None,
-    validation: float = 0.0,
-    read_ends: ReadEnds | None = None,
-    cache_dir: Path | None = None,
-) -> SampleIndex:
+    dataset: Dataset, seq_len: int | None, *, packing: str = "chunk", documents: DocumentSubset | None = None,
+    split: str | None = None, validation: float = 0.0, read_ends: ReadEnds | None = None, cache_dir: Path | None = None,
+) -> SampleIndex:  # fmt: skip
     """The index of a dataset's samples. Depends on the dataset and these settings, those of the Loader, only.
 
     Args:
@@ -98,16 +89,14 @@ def plan_samples(
     """
     layout, table = dataset.manifest.layout, dataset.table
     _check_settings(layout, packing, documents, split, validation)
-    tail = padding = excluded = 0
+    tail = 0
     first_documents = np.cumsum(table.documents) - table.documents
     counts = samples_per_slice(table.count, seq_len, layout)
     if layout == "tokens":
         assert seq_len is not None
         reader = read_ends or ends_reader(dataset)
         counts, tokens = _count_samples(dataset, seq_len, packing, documents, first_documents, reader, cache_dir)
-        excluded = dataset.num_tokens - int(tokens.sum())
-        unused = int(tokens.sum()) - int(counts.sum()) * seq_len
-        tail, padding = (max(0, unused), 0) if packing == "chunk" else (0, -unused)
+        tail = max(0, int(tokens.sum()) - int(counts.sum()) * seq_len)  # Samples of `fit` hold padding and all tokens.
     bases = np.cumsum(counts) - counts
     offsets = np.zeros(len(counts), np.int64)
     if split is not None and len(counts):
@@ -115,11 +104,11 @@ def plan_samples(
     if not counts.any():
         raise UsageError(
             f"{dataset.name}: expected at least one sample, got none of {seq_len} tokens (packing {packing}, split "
-            f"{split}, {excluded} tokens left out). Ask for shorter samples, or leave out less."
+            f"{split}). Ask for shorter samples, or leave out less."
         )
     return SampleIndex(
         layout, seq_len if layout == "tokens" else None, packing, documents, counts, offsets, bases, first_documents,
-        dataset.manifest.eos_id or 0, None if split is None else (split, float(validation)), tail, padding, excluded,
+        dataset.manifest.eos_id or 0, None if split is None else (split, float(validation)), tail,
     )  # fmt: skip
 
 
@@ -181,14 +170,9 @@ def _split(counts: I64, split: str, validation: float) -> tuple[I64, I64]:
 
 
 def _count_samples(
-    dataset: Dataset,
-    seq_len: int,
-    packing: str,
-    documents: DocumentSubset | None,
-    first_documents: I64,
-    read_ends: ReadEnds,
-    cache_dir: Path | None,
-) -> I64:
+    dataset: Dataset, seq_len: int, packing: str, documents: DocumentSubset | None, first_documents: I64,
+    read_ends: ReadEnds, cache_dir: Path | None,
+) -> I64:  # fmt: skip
     """int64 [2, S]: samples of each slice of layout `tokens`, and the tokens of the subset."""
     table = dataset.table
     counts = np.stack([table.count // seq_len, table.count])

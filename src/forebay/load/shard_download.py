@@ -136,26 +136,20 @@ class ShardDownload:
 
     def _run(self) -> None:
         pause_s = _FIRST_RETRY_S
-        while not self._stop.is_set() and not self._try():
+        while not self._stop.is_set():
+            try:
+                self.files, self.error = self._obtain(self.index, stop=self._stop, on_progress=self._progress), None
+            except ForebayError as error:
+                self.error = error
+            except Exception as error:  # noqa: BLE001 - `wait` raises it
+                self.error = DatasetError(f"shard {self.index}: {type(error).__name__}: {error}")
+            with self._changed:
+                self._changed.notify_all()
+            if self.files is not None or isinstance(self.error, _FINAL) or self._stop.is_set():
+                return
             log.warning("download of shard %d failed, retrying in %.0f s: %s", self.index, pause_s, self.error)
             self._stop.wait(pause_s)
             pause_s = min(_MAX_RETRY_S, 2 * pause_s)
-
-    def _try(self) -> bool:
-        files: ShardFiles | None = None
-        error: ForebayError | None = None
-        try:
-            files = self._obtain(self.index, stop=self._stop, on_progress=self._progress)
-        except ForebayError as caught:
-            error = caught
-        except Exception as caught:  # noqa: BLE001 - `wait` raises it
-            error = DatasetError(f"shard {self.index}: {type(caught).__name__}: {caught}")
-        if self._stop.is_set() and files is None:
-            return True
-        with self._changed:
-            self.files, self.error = files, error
-            self._changed.notify_all()
-        return files is not None or isinstance(error, _FINAL)
 
     def _progress(self, received: int, total: int) -> None:
         self.received, self.total = received, total

@@ -65,16 +65,9 @@ class ShardFolder:
     """
 
     def __init__(
-        self,
-        origin: Origin | None,
-        folder: Path,
-        sequence_length: int = 0,
-        *,
-        tmp_dir: Path | None = None,
-        chunk_size: int | None = None,
-        max_workers: Workers = None,
-        timeout_s: float = 300.0,
-    ) -> None:
+        self, origin: Origin | None, folder: Path, sequence_length: int = 0, *, tmp_dir: Path | None = None,
+        chunk_size: int | None = None, max_workers: Workers = None, timeout_s: float = 300.0,
+    ) -> None:  # fmt: skip
         plan_download(1, chunk_size, max_workers)  # Checks them.
         self.origin = None if origin is None else as_object_origin(origin)
         self.folder, self.tmp_dir = folder, tmp_dir or folder

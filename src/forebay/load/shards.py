@@ -37,6 +37,7 @@ from forebay.order.shard_windows import (
 )
 from forebay.storage.base import require_env
 from forebay.storage.ranged_download import Workers
+from forebay.threads import Closing
 from forebay.units import format_bytes, format_rate
 
 COMMON_BYTES_PER_S = 125e6  # 1 Gb/s
@@ -49,7 +50,7 @@ _SWAP_TIMEOUT_S = 3600.0  # How long a swap waits for a shard whose download kee
 log = logging.getLogger("forebay.load")
 
 
-class SharedShardedDatasetManager:
+class SharedShardedDatasetManager(Closing):
     """The shards of a bucket, each local and verified before it is trained on. Not thread-safe.
 
     Local rank 0 (`LOCAL_RANK`, else `rank`) removes used shards.
@@ -142,16 +143,9 @@ class SharedShardedDatasetManager:
         return dataset
 
     def batches(
-        self,
-        start_step: int = 0,
-        stop_step: int | None = None,
-        *,
-        batch_size: int,
-        inner_steps: int = 1,
-        uid: int = 0,
-        mode: Sampler = "forebay",
-        seed: int = 42,
-    ) -> Iterator[Batch]:
+        self, start_step: int = 0, stop_step: int | None = None, *, batch_size: int, inner_steps: int = 1, uid: int = 0,
+        mode: Sampler = "forebay", seed: int = 42,
+    ) -> Iterator[Batch]:  # fmt: skip
         """This rank's batches of global steps [start_step, stop_step); endless without `stop_step`.
 
         A global step is a window of `inner_steps` batches. In `Batch`, `sample_ids` are positions in the shard,
@@ -207,12 +201,6 @@ class SharedShardedDatasetManager:
             self.active_dataset.close()
         self._remove_used()
         self.active_dataset = self.upcoming_dataset = None
-
-    def __enter__(self) -> SharedShardedDatasetManager:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _activate(self, index: int, upcoming: int) -> ShardDataset:
         old = self.active_dataset

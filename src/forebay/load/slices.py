@@ -55,15 +55,9 @@ class CacheSettings:
 
 
 def resolve_cache(
-    datasets: Sequence[Dataset],
-    *,
-    cache_dir: str | Path | None,
-    cache_bytes: int | None,
-    connections: int,
-    readahead_bytes: int | None,
-    share: bool | str,
-    verify: bool,
-) -> tuple[list[bool], CacheSettings | None]:
+    datasets: Sequence[Dataset], *, cache_dir: str | Path | None, cache_bytes: int | None, connections: int,
+    readahead_bytes: int | None, share: bool | str, verify: bool,
+) -> tuple[list[bool], CacheSettings | None]:  # fmt: skip
     """Whether the slices of each dataset are cached, and the settings if any are, from the Loader's arguments.
 
     Raises:
@@ -124,15 +118,9 @@ class SliceReader:
     """
 
     def __init__(
-        self,
-        datasets: Sequence[Dataset],
-        cached: Sequence[bool],
-        run: Run,
-        rank: int,
-        world_size: int,
-        cache: CacheSettings | None,
-        verify: bool = False,
-    ) -> None:
+        self, datasets: Sequence[Dataset], cached: Sequence[bool], run: Run, rank: int, world_size: int,
+        cache: CacheSettings | None, verify: bool = False,
+    ) -> None:  # fmt: skip
         self._datasets, self._cached, self._cache = datasets, cached, cache
         self._run, self._rank, self._world_size = run, rank, world_size
         self.cached = any(cached)

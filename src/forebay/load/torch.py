@@ -52,27 +52,20 @@ class TokenDataset(IterableDataset):  # type: ignore[misc]  # PyTorch is not che
     DataLoader does not depend on it, and continues where the loop was left.
 
     Args:
-        dataset: As the Loader's: a path, a URL, an open Dataset; or a Loader, whose arguments and state it takes.
+        dataset: As the Loader's: a path, a URL, an open Dataset or a Mixture.
         style: "plain" or "transformers" (`input_ids`, and `labels` as models of Hugging Face expect them); the names
             are those of `Batch.as_dict`.
         arguments: The Loader's. Rank and world size are by default torch.distributed's, if it is initialized when the
             first batch is read, else the environment's. `epochs` is None by default: a pass for each `for`.
     """
 
-    def __init__(self, dataset: str | Path | Dataset | Mixture | Loader, *, style: str = "plain", **arguments: Any):
+    def __init__(self, dataset: str | Path | Dataset | Mixture, *, style: str = "plain", **arguments: Any):
         super().__init__()
         check_choice("style", style, STYLES)
         self.style = style
         self.max_bundled: int | None = None  # Set in helpers of Forebay's DataLoader: batches of a message.
         self._shared = _SharedState()
-        if isinstance(dataset, Loader):
-            if arguments:
-                raise UsageError(f"{', '.join(arguments)}: expected none beside a Loader, which has its own.")
-            arguments = dataset.portable_arguments()
-            self._shared.write(dataset.state_dict())
-        else:
-            arguments = {"epochs": None, **arguments, "dataset": dataset}
-        self._arguments = arguments
+        self._arguments: dict[str, Any] = {"epochs": None, **arguments, "dataset": dataset}
         self._opened: tuple[int, tuple[int, int], Loader] | None = None  # Process id, `every`, loader.
         self._length: int | None = None
         self._running = False
@@ -284,7 +277,7 @@ class DataLoader(TorchDataLoader):  # type: ignore[misc]  # PyTorch is not check
 
 
 def dataloader(
-    dataset: str | Path | Dataset | Mixture | Loader, *, num_workers: int = 0, style: str = "plain", **arguments: Any
+    dataset: str | Path | Dataset | Mixture, *, num_workers: int = 0, style: str = "plain", **arguments: Any
 ) -> DataLoader:
     """A DataLoader in one call: under torchrun, DDP, FSDP or Horovod each rank reads its part.
 

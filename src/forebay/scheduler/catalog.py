@@ -175,10 +175,8 @@ class Catalog:
     def _fetch(self, claim: Claim) -> tuple[Manifest, SliceTable]:
         base, peer = f"/v1/datasets/{claim.dataset_id}", claim.peer_id
         get = partial(self._client.get_bytes, claim.address, expect_peer=peer)
-        manifest, table = (
-            get(f"{base}/manifest.json", MAX_MANIFEST_BYTES),
-            get(f"{base}/slices.parquet", MAX_TABLE_BYTES),
-        )
+        manifest = get(f"{base}/manifest.json", MAX_MANIFEST_BYTES)
+        table = get(f"{base}/slices.parquet", MAX_TABLE_BYTES)
         parsed = parse(claim.dataset_id, manifest, table, f"peer {peer}")
         self._store.put(claim.dataset_id, manifest, table)
         return parsed

@@ -410,11 +410,11 @@ class SchedulerCore:
                 self.swarm.failed(reporter, index, peer_id, now, wrong=True, accuser=accuser)
             case events.PeerBanned(peer_id, True):
                 self.banned[peer_id] = None
-                self.swarm.ban(peer_id)
+                self.swarm.penalties.ban(peer_id)
             case events.PeerBanned(peer_id):
                 self.banned.pop(peer_id, None)
                 self.reports = {key: value for key, value in self.reports.items() if key[0] != peer_id}
-                self.swarm.pardon(peer_id)
+                self.swarm.penalties.pardon(peer_id)
 
     # Time.
 

@@ -33,6 +33,7 @@ from forebay.scheduler import events
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event, from_row, to_row
 from forebay.scheduler.leases import JobSpec
+from forebay.threads import Closing
 
 LEDGER_NAME = "ledger.jsonl"
 JOURNAL_NAME = "journal.sqlite"
@@ -65,7 +66,7 @@ class _PendingWrite:
     upto: int = 0
 
 
-class Journal:
+class Journal(Closing):
     """A `SchedulerCore` that is kept on disk; close it, or use it in a `with`.
 
     Change `core` under a lock of the caller's, `put` the events under the same lock, `wait` outside of it, then send
@@ -237,12 +238,6 @@ class Journal:
         self.ledger.close()
         os.close(self._lock)
         self._lock = -1
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def lock_state(state_dir: Path) -> int:

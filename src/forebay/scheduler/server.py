@@ -359,7 +359,9 @@ class SchedulerService:
                 text = f"certificate of {peer.peer_id}: expected at most {MAX_SESSIONS_PER_PEER} sessions"
                 raise ApiError(429, "too_many_sessions", text, 10.0)
             faults = self._catalog.faults_of(session, message.reports)
-            enlisted = self._enlist(journal, peer, message)
+            enlisted: list[Event] = []
+            if message.uses and peer.peer_id not in journal.core.enlisted:  # the ledger alone proves its receipts
+                enlisted.append(WorkerEnlisted(peer.peer_id, peer.public_key.hex(), peer.name))
             result, new = journal.core.exchange(peer.peer_id, message, now, organisation=peer.org, faults=faults)
             for event in enlisted:
                 journal.core.apply(event)
@@ -370,12 +372,6 @@ class SchedulerService:
         leases = tuple(self._catalog.describe(grant, journal.job_id) for grant in result.leases)
         await self._wait_written(journal, ticket)
         return JsonResponse(ExchangeReply(**{**vars(result), "leases": leases}).to_json())
-
-    def _enlist(self, journal: Journal, peer: Peer, message: ExchangeRequest) -> list[Event]:
-        """The event that puts a worker's key into the ledger before its first receipt: the ledger alone proves it."""
-        if not message.uses or peer.peer_id in journal.core.enlisted:
-            return []
-        return [WorkerEnlisted(peer.peer_id, peer.public_key.hex(), peer.name)]
 
     def _count(self, peer: Peer, message: ExchangeRequest, new: Sequence[Event], now: float) -> None:
         if peer.peer_id not in self._workers:

@@ -66,14 +66,9 @@ class WebOrigin(ObjectOrigin):
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timeouts: Timeouts | None = None,
-        same_host: bool = False,
-        untrusted: Literal["", "public", "any"] = "",
-    ) -> None:
+        self, url: str, *, headers: Mapping[str, str] | None = None, timeouts: Timeouts | None = None,
+        same_host: bool = False, untrusted: Literal["", "public", "any"] = "",
+    ) -> None:  # fmt: skip
         parts = urllib.parse.urlsplit(url)
         if not parts.hostname:
             raise UsageError(f"open an origin: expected {parts.scheme}://HOST/PATH, got {url!r}. Check the URL.")
@@ -311,15 +306,10 @@ def _proxy_headers(proxy: urllib3.util.Url) -> dict[str, str]:
 def _status_error(what: str, answer: StreamedResponse) -> TransientError | PermanentError:
     status = answer.status
     text = f"{what}: HTTP status {status} {answer.reason}"
-    if is_transient_status(status):
+    if status in _TRANSIENT or status >= 500:
         wait_s = retry_delay_s(answer.headers)
         return TransientError(text, wait_s=wait_s, throttled=status in _THROTTLED or wait_s > 0)
     return PermanentError(text, status=status, code=answer.headers.get("X-Error-Code", ""))
-
-
-def is_transient_status(status: int) -> bool:
-    """Whether a request that got this HTTP status may succeed later."""
-    return status in _TRANSIENT or status >= 500
 
 
 def retry_delay_s(headers: Mapping[str, str]) -> float:

@@ -55,16 +55,9 @@ class PeerOrigin(Origin):
     """Origins outside the network that a publisher signed for this dataset."""
 
     def __init__(
-        self,
-        identity: Identity,
-        name: str,
-        *,
-        expected_id: str | None = None,
-        discovery: Discovery | None = None,
-        timeouts: Timeouts | None = None,
-        publishers: Collection[str] = (),
-        from_urls: FromUrls = "",
-    ) -> None:
+        self, identity: Identity, name: str, *, expected_id: str | None = None, discovery: Discovery | None = None,
+        timeouts: Timeouts | None = None, publishers: Collection[str] = (), from_urls: FromUrls = "",
+    ) -> None:  # fmt: skip
         self.url = f"forebay://{urllib.parse.quote(identity.network_name, safe='')}/{urllib.parse.quote(name)}"
         self.name = name
         self.id = expected_id
@@ -206,13 +199,9 @@ class PeerOrigin(Origin):
 
 
 def open_peers(
-    url: str,
-    identity: str | Path | Identity | None,
-    dataset_id: str | None,
-    discovery: Discovery | None,
-    timeouts: Timeouts,
-    from_urls: FromUrls = "",
-) -> PeerOrigin:
+    url: str, identity: str | Path | Identity | None, dataset_id: str | None, discovery: Discovery | None,
+    timeouts: Timeouts, from_urls: FromUrls = "",
+) -> PeerOrigin:  # fmt: skip
     """Return the origin at `forebay://NETWORK/NAME`; `identity` as of `open_origin`.
 
     `?publisher=PEER_ID`: only datasets that this peer signed; `?id=DATASET_ID`: this version.

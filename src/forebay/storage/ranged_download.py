@@ -130,18 +130,10 @@ def download_large_file(
 
 
 def download_object(
-    origin: ObjectOrigin,
-    name: str,
-    path: Path,
-    tmp_dir: Path,
-    *,
-    chunk_size: int | None = None,
-    max_workers: Workers = None,
-    make_check: Callable[[DownloadPlan], Check] | None = None,
-    timeout_s: float = 300.0,
-    stop: threading.Event | None = None,
-    on_progress: Progress | None = None,
-) -> DownloadResult:
+    origin: ObjectOrigin, name: str, path: Path, tmp_dir: Path, *, chunk_size: int | None = None,
+    max_workers: Workers = None, make_check: Callable[[DownloadPlan], Check] | None = None, timeout_s: float = 300.0,
+    stop: threading.Event | None = None, on_progress: Progress | None = None,
+) -> DownloadResult:  # fmt: skip
     """`download_large_file` for a caller with a lock of its own, and with a check of the content."""
     stop, on_progress = stop or threading.Event(), on_progress or (lambda received, size: None)
     meta = head_object(origin, name, timeout_s=timeout_s, stop=stop)

@@ -8,7 +8,7 @@ import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from forebay.dataset.slices import hash_file
 from forebay.errors import UsageError
@@ -27,54 +27,8 @@ _MAX_SMALL_BYTES = 1 << 30
 _T = TypeVar("_T")
 
 
-class Target(Protocol):
-    """The files of one dataset, locked against other mirrors while it is open. Threads share it."""
-
-    url: str
-    _mirror_lock: Lock
-
-    def contains(self, name: str, num_bytes: int, sha256: str | None) -> bool:
-        """Whether the file exists with this size, and with this hash unless it is None."""
-
-    def load(self, name: str) -> bytes | None:
-        """Return a small file; None if it does not exist."""
-
-    def part_path(self, name: str) -> Path:
-        """Return where to download a file before `commit`."""
-
-    def commit(self, name: str, part: Path, sha256: str) -> None:
-        """Move a complete, verified, synced file to its final name."""
-
-    def write(self, name: str, data: bytes, sha256: str) -> None:
-        """Write a small file atomically."""
-
-    def free_bytes(self) -> int | None:
-        """Return the free space; None: unlimited."""
-        return None
-
-    def close(self) -> None:
-        """Release the lock. May be called twice."""
-        if self._mirror_lock.descriptor >= 0:
-            self._mirror_lock.path.unlink(missing_ok=True)
-            self._mirror_lock.release()
-
-
-def open_target(url: str | Path, temporary: Path) -> Target:
-    """Open the target at a path, `file://`, `s3://`, `r2://`, `gs://` or `az://`.
-
-    Files on their way to a bucket are in `temporary`, created if absent. UsageError if another mirror uses the target.
-    """
-    text = str(url)
-    scheme = text.partition("://")[0].lower() if "://" in text else ""
-    if scheme in ("", "file"):
-        return FolderTarget(Path(open_origin(text).url))
-    if scheme in ("s3", "r2", "gs", "az"):
-        return BucketTarget(text, temporary)
-    raise UsageError(f"mirror: expected a directory, s3://, r2://, gs:// or az:// to write to, got {text!r}.")
-
-
-class FolderTarget(Target):
-    """A directory."""
+class FolderTarget:
+    """The files of one dataset in a directory, locked against other mirrors while it is open. Threads share it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,6 +37,7 @@ class FolderTarget(Target):
         remove_stale(folder)
 
     def contains(self, name: str, num_bytes: int, sha256: str | None) -> bool:
+        """Whether the file exists with this size, and with this hash unless it is None."""
         path = self.folder / name
         try:
             return path.stat().st_size == num_bytes and (sha256 is None or hash_file(path) == sha256)
@@ -90,30 +45,39 @@ class FolderTarget(Target):
             return False
 
     def load(self, name: str) -> bytes | None:
+        """Return a small file; None if it does not exist."""
         try:
             return (self.folder / name).read_bytes()
         except FileNotFoundError:
             return None
 
     def part_path(self, name: str) -> Path:
+        """Return where to download a file before `commit`."""
         path = self.folder / f"{name}.part"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def commit(self, name: str, part: Path, sha256: str) -> None:
+        """Move a complete, verified, synced file to its final name."""
         commit_files({part: self.folder / name})
 
     def write(self, name: str, data: bytes, sha256: str) -> None:
+        """Write a small file atomically."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, data)
 
     def free_bytes(self) -> int | None:
+        """Return the free space; None: unlimited."""
         return shutil.disk_usage(self.folder).free
 
+    def close(self) -> None:
+        """Release the lock. May be called twice."""
+        _unlock(self._mirror_lock)
 
-class BucketTarget(BucketOrigin, Target):
-    """A prefix of a bucket; credentials as for reading, `R2_DATASET_WRITE_*` for `r2://`.
+
+class BucketTarget(BucketOrigin):
+    """As FolderTarget, a prefix of a bucket; credentials as for reading, `R2_DATASET_WRITE_*` for `r2://`.
 
     The metadata of each object contains its sha256, so that a resumed mirror need not read it.
     Memory: 4 x 8 MiB per upload, more for a slice above 72 GB.
@@ -128,7 +92,7 @@ class BucketTarget(BucketOrigin, Target):
         self._mirror_lock = _lock(temporary)
 
     def contains(self, name: str, num_bytes: int, sha256: str | None) -> bool:
-        """See Target. An object without its hash in the metadata is copied again."""
+        """As of FolderTarget. An object without its hash in the metadata is copied again."""
 
         def compare(obstore: Any, store: Any) -> bool:
             result = obstore.get(store, self._prefix + name, options={"head": True})
@@ -151,8 +115,11 @@ class BucketTarget(BucketOrigin, Target):
     def write(self, name: str, data: bytes, sha256: str) -> None:
         self._put(name, data, len(data), sha256)
 
+    def free_bytes(self) -> None:
+        """As of FolderTarget: unlimited."""
+
     def close(self) -> None:
-        super().close()
+        _unlock(self._mirror_lock)
         with contextlib.suppress(OSError):  # Partial files that can be resumed are kept.
             self._temporary.rmdir()
 
@@ -172,6 +139,29 @@ class BucketTarget(BucketOrigin, Target):
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
             return None
+
+
+Target: TypeAlias = FolderTarget | BucketTarget
+
+
+def open_target(url: str | Path, temporary: Path) -> Target:
+    """Open the target at a path, `file://`, `s3://`, `r2://`, `gs://` or `az://`.
+
+    Files on their way to a bucket are in `temporary`, created if absent. UsageError if another mirror uses the target.
+    """
+    text = str(url)
+    scheme = text.partition("://")[0].lower() if "://" in text else ""
+    if scheme in ("", "file"):
+        return FolderTarget(Path(open_origin(text).url))
+    if scheme in ("s3", "r2", "gs", "az"):
+        return BucketTarget(text, temporary)
+    raise UsageError(f"mirror: expected a directory, s3://, r2://, gs:// or az:// to write to, got {text!r}.")
+
+
+def _unlock(lock: Lock) -> None:
+    if lock.descriptor >= 0:
+        lock.path.unlink(missing_ok=True)
+        lock.release()
 
 
 def _lock(folder: Path) -> Lock:

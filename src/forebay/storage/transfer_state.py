@@ -144,13 +144,9 @@ class PoolTransfer(Transfer):
     """
 
     def __init__(
-        self,
-        info: SliceInfo,
-        file: PartFile,
-        origins: Sequence[Origin],
-        on_source_fault: OnSourceFault | None,
+        self, info: SliceInfo, file: PartFile, origins: Sequence[Origin], on_source_fault: OnSourceFault | None,
         end: Callable[[PoolTransfer, Exception], object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(info, file.path)
         self.file = file
         self.origins = origins
@@ -178,16 +174,8 @@ class PoolTransfer(Transfer):
     def cancel(self) -> None:
         self._end(self, TransferCancelledError(self.info))
 
-    @property
-    def needs_lookup(self) -> bool:
-        """Whether its sources are to be looked up at `next_lookup_at`."""
-        return not self.is_looking_up and bool(self.pending or not self.sources)
-
     def remaining_sources(self) -> list[SourceStats]:
         return [source for url, source in self.sources.items() if url not in self.refused]
-
-    def allowed_sources(self) -> list[SourceStats]:
-        return [source for source in self.remaining_sources() if self.only_source in (None, source.origin.url)]
 
     def return_range(self, byte_range: ByteRange, not_before: float) -> None:
         """Return a range to the queue after a failed request, unless it was replaced."""

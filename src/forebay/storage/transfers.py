@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,7 +24,7 @@ from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, PermanentError, TransientError
 from forebay.storage.part_file import MIN_PIECE_BYTES, ByteRange, Check, PartFile, Sha256Check, disk_error
 from forebay.storage.transfer_state import LOOKUP_INTERVAL_S, OnSourceFault, PoolTransfer, SourceStats, choose_source
-from forebay.threads import SupervisedThread
+from forebay.threads import Closing, SupervisedThread
 
 PIECE_BYTES = 8 << 20  # the longest request by default
 _FIRST_BACKOFF_S = 0.2
@@ -35,7 +34,7 @@ log = logging.getLogger("forebay.storage")
 _Job: TypeAlias = tuple[PoolTransfer, ByteRange | None, SourceStats | None]  # without a range: look up sources
 
 
-class Transfers(AbstractContextManager["Transfers"]):
+class Transfers(Closing):
     """A pool of connections. Threads share it; a fork cannot use it.
 
     Args:
@@ -46,14 +45,9 @@ class Transfers(AbstractContextManager["Transfers"]):
     """
 
     def __init__(
-        self,
-        connections: int = 16,
-        piece_bytes: int = MIN_PIECE_BYTES,
-        *,
-        timeout_s: float = 300.0,
-        tries: int = 6,
+        self, connections: int = 16, piece_bytes: int = MIN_PIECE_BYTES, *, timeout_s: float = 300.0, tries: int = 6,
         max_backoff_s: float = 15.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if connections < 1 or tries < 1:
             raise UsageError(f"transfers: expected at least one connection and try, got {connections=}, {tries=}.")
         if piece_bytes < 1 << 16 or piece_bytes & (piece_bytes - 1):
@@ -71,15 +65,9 @@ class Transfers(AbstractContextManager["Transfers"]):
         self._closed = False
 
     def start(
-        self,
-        info: SliceInfo,
-        part: Path,
-        origins: Sequence[Origin],
-        on_source_fault: OnSourceFault | None = None,
-        *,
-        range_bytes: int = 0,
-        check: Check | None = None,
-    ) -> PoolTransfer:
+        self, info: SliceInfo, part: Path, origins: Sequence[Origin], on_source_fault: OnSourceFault | None = None, *,
+        range_bytes: int = 0, check: Check | None = None,
+    ) -> PoolTransfer:  # fmt: skip
         """Download a slice into `part`, resuming an earlier run. Transfers started earlier have priority.
 
         Args:
@@ -127,9 +115,6 @@ class Transfers(AbstractContextManager["Transfers"]):
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def stats(self) -> dict[str, int]:
         """Return `bytes`, `attempts`, `retries`, `finished` and `failed`."""
         with self._changed:
@@ -175,12 +160,13 @@ class Transfers(AbstractContextManager["Transfers"]):
         """Return the next job, or when to look for one again. With the lock held."""
         soonest = float("inf")
         for transfer in self._active:
-            if transfer.needs_lookup:
+            if not transfer.is_looking_up and (transfer.pending or not transfer.sources):
                 if transfer.next_lookup_at <= now:
                     transfer.is_looking_up = True
                     return (transfer, None, None), soonest
                 soonest = min(soonest, transfer.next_lookup_at)
-            allowed = transfer.allowed_sources()
+            only, remaining = transfer.only_source, transfer.remaining_sources()
+            allowed = [source for source in remaining if only in (None, source.origin.url)]
             for index, byte_range in enumerate(transfer.pending if allowed else ()):
                 if byte_range.not_before > now:
                     soonest = min(soonest, byte_range.not_before)

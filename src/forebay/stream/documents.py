@@ -48,14 +48,9 @@ class ShuffleBuffer:
     """
 
     def __init__(
-        self,
-        size: int,
-        max_bytes: int,
-        key: bytes,
-        draws: int = 0,
-        texts: Iterable[bytes] = (),
+        self, size: int, max_bytes: int, key: bytes, draws: int = 0, texts: Iterable[bytes] = (),
         start: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._size, self._max_bytes, self._key = size, max_bytes, key
         self._start = size if start is None else start
         self.draws = draws

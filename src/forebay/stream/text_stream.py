@@ -26,11 +26,12 @@ from forebay.stream.documents import DocumentSequence, Malformed, ShuffleBuffer,
 from forebay.stream.hub import HUB, Records, records_of
 from forebay.stream.records import FileRecords
 from forebay.stream.state import StreamState
+from forebay.threads import Closing
 
 _HUB_URL = "hf://datasets/"
 
 
-class TextStream:
+class TextStream(Closing):
     """Batches of one rank out of text files or somebody's streaming dataset, as an iterable.
 
     Iterating goes on from the stream's state and ends after the last epoch; leaving the loop early and iterating again
@@ -173,12 +174,6 @@ class TextStream:
         if source is not None:
             source.close()
 
-    def __enter__(self) -> TextStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __iter__(self) -> Iterator[Batch]:
         self.close()
         self._turn += 1
@@ -285,15 +280,10 @@ class TextStream:
             parts.append(self._encoder.encode(texts, documents.counts))
             num_tokens += len(parts[-1])
         return replace(
-            state,
-            records=documents.records,
-            draws=documents.buffer.draws,
-            position=documents.reading.position(),
-            buffered=tuple(documents.buffer.texts),
-            tokens=np.concatenate(parts),
-            offset=0,
+            state, records=documents.records, draws=documents.buffer.draws, position=documents.reading.position(),
+            buffered=tuple(documents.buffer.texts), tokens=np.concatenate(parts), offset=0,
             counts=dict(documents.counts),
-        )
+        )  # fmt: skip
 
     def _batch(self, state: StreamState, count: int) -> Batch:
         tokens, length = state.tokens[state.offset :], self.seq_len

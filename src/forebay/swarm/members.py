@@ -60,22 +60,20 @@ class Members:
     """Rows by peer id; a row is reused after its member left. All arrays are [rows] except `copies`.
 
     `gives`: it serves slices. `is_origin`: it has all. `uploads` and `slots`: how many it uploads now, and may.
+    `seen_at`: when it sent its last message.
     """
 
     def __init__(self, num_slices: int) -> None:
         self.num_slices = num_slices
         self.ids: list[str] = []  # "" for a free row
         self.copies = np.zeros(num_slices, np.int32)  # [num_slices], members that have each slice
-        self._rows: dict[str, int] = {}
+        self.rows: dict[str, int] = {}
         self._free: list[int] = []
         self._bits = np.zeros(((num_slices + 7) // 8, 0), np.uint8)
         self.gives = self.is_origin = np.zeros(0, np.bool_)
         self.uploads = self.slots = np.zeros(0, np.int32)
-        self._seen_at = np.zeros(0)
+        self.seen_at = np.zeros(0)
         self._grow(_FIRST_ROWS)
-
-    def row(self, peer_id: str) -> int:
-        return self._rows[peer_id]
 
     def add(self, peer_id: str, *, is_origin: bool, gives: bool) -> None:
         """Add a member without slices."""
@@ -83,43 +81,39 @@ class Members:
             self._grow(2 * len(self.ids))
         row = self._free.pop()
         self.ids[row] = peer_id
-        self._rows[peer_id] = row
+        self.rows[peer_id] = row
         self.is_origin[row], self.gives[row] = is_origin, gives
         self.uploads[row] = 0
 
     def remove(self, peer_id: str) -> None:
         """Remove a member and free its row."""
-        row = self._rows.pop(peer_id)
+        row = self.rows.pop(peer_id)
         self._write(row, np.zeros(self.num_slices, np.bool_))
         self.ids[row] = ""
         self.is_origin[row] = self.gives[row] = False
         self.slots[row] = 0
         self._free.append(row)
 
-    def touch(self, peer_id: str, now: float) -> None:
-        """The member sent a message."""
-        self._seen_at[self._rows[peer_id]] = now
-
     def silent_since(self, time_s: float) -> list[int]:
         """Rows of the members that sent nothing since a time."""
-        return [row for row in np.flatnonzero(self._seen_at < time_s).tolist() if self.ids[row]]
+        return [row for row in np.flatnonzero(self.seen_at < time_s).tolist() if self.ids[row]]
 
     def set_all(self, peer_id: str, have: NDArray[np.bool_]) -> None:
         """The member has exactly these slices."""
         if have.shape != (self.num_slices,):
             raise UsageError(f"swarm: expected flags of {self.num_slices} slices, got {have.shape}")
-        self._write(self._rows[peer_id], have)
+        self._write(self.rows[peer_id], have)
 
     def set(self, peer_id: str, index: int, value: bool) -> None:
         """The member has one slice, or not."""
-        byte, bit = (index >> 3, self._rows[peer_id]), np.uint8(1 << (index & 7))
+        byte, bit = (index >> 3, self.rows[peer_id]), np.uint8(1 << (index & 7))
         if bool(self._bits[byte] & bit) != value:
             self._bits[byte] ^= bit
             self.copies[index] += 1 if value else -1
 
     def clear(self, peer_id: str, indices: NDArray[np.int64]) -> None:
         """The member has none of these slices."""
-        bits = self._bits[indices >> 3, self._rows[peer_id]] >> (indices & 7).astype(np.uint8) & 1
+        bits = self._bits[indices >> 3, self.rows[peer_id]] >> (indices & 7).astype(np.uint8) & 1
         for index in indices[bits.astype(np.bool_)].tolist():
             self.set(peer_id, index, False)
 
@@ -127,11 +121,6 @@ class Members:
         """[rows] flags of the members that have a slice, without origins."""
         flags: NDArray[np.bool_] = (self._bits[index >> 3] & np.uint8(1 << (index & 7))) != 0
         return flags
-
-    def slices_of(self, peer_id: str) -> NDArray[np.bool_]:
-        """[num_slices] flags of the slices of a member."""
-        column = np.ascontiguousarray(self._bits[:, self._rows[peer_id]])
-        return np.unpackbits(column, count=self.num_slices, bitorder="little").astype(np.bool_)
 
     def by_load(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows by the number of uploads, the fewest first; then by number."""
@@ -155,7 +144,7 @@ class Members:
         bits[:, :before] = self._bits
         self._bits = bits
         more = num_rows - before
-        for name in ("gives", "is_origin", "uploads", "slots", "_seen_at"):
+        for name in ("gives", "is_origin", "uploads", "slots", "seen_at"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(more, old.dtype)]))
         self.ids += [""] * more
@@ -208,10 +197,6 @@ class Downloads(OrderedDict[Pair, Download]):
         """The slices that an asker downloads."""
         return [index for who, index in self._of.get(asker, ()) if who == asker]
 
-    def oldest(self) -> tuple[Pair, Download] | None:
-        """The oldest download."""
-        return next(iter(self.items()), None)
-
     def start(self, pair: Pair, download: Download) -> None:
         """Start a download; there was none of this asker and slice."""
         asker, index = pair
@@ -232,10 +217,6 @@ class Downloads(OrderedDict[Pair, Download]):
                 del self._of[member]
         self.coming[pair[1]] -= download.passed_on
         return download
-
-    def add_duration(self, seconds: float) -> None:
-        """Add the duration of a successful download to `usual_s`."""
-        self.usual_s = seconds if not self.usual_s else self.usual_s + 0.1 * (seconds - self.usual_s)
 
 
 _AVOID_S, _MAX_AVOID_S = 1.0, 60.0

@@ -30,7 +30,7 @@ from forebay.storage.transfer_state import PoolTransfer, Transfer, TransferCance
 from forebay.storage.transfers import Transfers
 from forebay.swarm.reader_state import Body, Flags, SwarmReaderState, TrackerClient
 from forebay.swarm.share import SharedDataset, SliceIndex, SliceShare
-from forebay.threads import SupervisedThread
+from forebay.threads import Closing, SupervisedThread
 
 log = logging.getLogger("forebay.swarm")
 _MAX_SMALL_BYTES = 1 << 30  # of a dataset's small files together, which are kept in memory
@@ -68,20 +68,11 @@ class SwarmReader:
     """
 
     def __init__(
-        self,
-        client: Client,
-        dataset_id: str,
-        table: SliceTable,
-        trackers: Callable[[], Iterable[Provider]],
-        own_flags: Callable[[], Flags],
-        *,
-        share: SliceShare | None = None,
-        downloads: int = 4,
-        connections: int = 16,
-        open_url: Callable[[str], Origin] | None = None,
-        timeout_s: float = 120.0,
+        self, client: Client, dataset_id: str, table: SliceTable, trackers: Callable[[], Iterable[Provider]],
+        own_flags: Callable[[], Flags], *, share: SliceShare | None = None, downloads: int = 4, connections: int = 16,
+        open_url: Callable[[str], Origin] | None = None, timeout_s: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.dataset_id = dataset_id
         self._client, self._table, self._own_flags, self._open_url = client, table, own_flags, open_url
         self._timeout_s, self._clock = timeout_s, clock
@@ -127,8 +118,7 @@ class SwarmReader:
     def stats(self) -> dict[str, Any]:
         """Return slices by origin, failures, and the figures of the transfers."""
         with self._changed:
-            lost = self._trackers.num_lost
-            return {**self._state.counts, "trackers_lost": lost, "transfers": self._transfers.stats()}
+            return {**self._state.counts, "transfers": self._transfers.stats()}
 
     def close(self) -> None:
         """Leave the swarm and cancel all transfers. May be called twice."""
@@ -239,7 +229,7 @@ class SwarmReader:
             )
 
 
-class SwarmMember:
+class SwarmMember(Closing):
     """Takes part in the swarm of a network's dataset from construction until `close`.
 
     Args:
@@ -250,16 +240,10 @@ class SwarmMember:
     """
 
     def __init__(
-        self,
-        dataset: RemoteDataset,
-        index: SliceIndex,
-        own_flags: Callable[[], Flags],
-        *,
-        share: bool | str | SliceShare = True,
-        throttle: Throttle | None = None,
-        downloads: int = 4,
+        self, dataset: RemoteDataset, index: SliceIndex, own_flags: Callable[[], Flags], *,
+        share: bool | str | SliceShare = True, throttle: Throttle | None = None, downloads: int = 4,
         connections: int = 16,
-    ) -> None:
+    ) -> None:  # fmt: skip
         origin = dataset.origin
         if not isinstance(origin, PeerOrigin):
             raise UsageError(f"share: expected a dataset of forebay://NETWORK/NAME, got {origin.url}. Leave it out.")
@@ -278,13 +262,10 @@ class SwarmMember:
             self.share.slices.update({sha256: (size, dataset.name) for sha256, size in zip(hashes, sizes)})
             self.share.add(SharedDataset(origin.name, dataset.id, dataset.num_slices, self.files, own_flags))
 
-        def find_trackers() -> list[Provider]:
-            claims = origin.claims(_MAX_TRACKER_AGE_S)
-            return [Provider(claim.peer_id, claim.address, claim.is_whole) for claim in claims]
-
         self.reader = SwarmReader(
-            origin.client, dataset.id, dataset.table, find_trackers, own_flags, share=self.share, downloads=downloads,
-            connections=connections, open_url=origin.open_url,
+            origin.client, dataset.id, dataset.table,
+            lambda: [Provider(c.peer_id, c.address, c.is_whole) for c in origin.claims(_MAX_TRACKER_AGE_S)], own_flags,
+            share=self.share, downloads=downloads, connections=connections, open_url=origin.open_url,
         )  # fmt: skip
 
     def close(self, timeout_s: float = 0.0) -> None:
@@ -292,12 +273,6 @@ class SwarmMember:
         self.reader.close()
         if self.share is not None and self._owns_share:
             self.share.close(timeout_s)
-
-    def __enter__(self) -> SwarmMember:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def open_share(

@@ -93,15 +93,9 @@ class SwarmReaderState:
         return self.missing.pop(index, None) is not None
 
     def ended(
-        self,
-        index: int,
-        provider: Provider,
-        error: Exception | None,
-        now: float,
-        *,
-        wrong: bool = False,
+        self, index: int, provider: Provider, error: Exception | None, now: float, *, wrong: bool = False,
         cancelled: bool = False,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """A download ended. Whether the slice is here, or its request has failed; else it is requested again.
 
         `wrong`: the provider sent wrong bytes or violated the protocol. `cancelled`: the request was withdrawn, so an
@@ -223,15 +217,9 @@ class TrackerClient:
     """
 
     def __init__(
-        self,
-        client: Client,
-        dataset_id: str,
-        find: Callable[[], Iterable[Provider]],
-        own: Provider | None,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        self.num_lost = 0  # trackers that stopped responding
+        self, client: Client, dataset_id: str, find: Callable[[], Iterable[Provider]], own: Provider | None,
+        clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
         self.current: Provider | None = None  # the last one that responded
         self._client, self._dataset_id, self._find, self._own, self._clock = client, dataset_id, find, own, clock
         self._now, self._day = now, 0
@@ -281,7 +269,6 @@ class TrackerClient:
 
     def _drop_first(self) -> None:
         lost, now = self._ranked.pop(0), self._clock()
-        self.num_lost += 1
         self._sharers.pop(lost.address, None)
         self._dead = {address: until for address, until in self._dead.items() if until > now}
         self._dead[lost.address] = now + _DEAD_S

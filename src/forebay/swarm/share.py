@@ -86,18 +86,9 @@ class SliceServer(ABC):
     """
 
     def __init__(
-        self,
-        title: str,
-        identity: Identity,
-        host: str,
-        port: int,
-        *,
-        discovery: Discovery | None,
-        ttl_s: float,
-        limits: ServerLimits | None = None,
-        throttle: Throttle | None = None,
-        advertised_host: str = "",
-    ) -> None:
+        self, title: str, identity: Identity, host: str, port: int, *, discovery: Discovery | None, ttl_s: float,
+        limits: ServerLimits | None = None, throttle: Throttle | None = None, advertised_host: str = "",
+    ) -> None:  # fmt: skip
         self.identity = identity
         self.discovery = discovery
         self.ttl_s = ttl_s
@@ -219,18 +210,10 @@ class SliceShare(SliceServer):
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        index: SliceIndex,
-        slices: dict[str, tuple[int, str]],
-        host: str,
-        port: int,
-        throttle: Throttle | None = None,
-        *,
-        discovery: Discovery | None = None,
-        advertised_host: str = "",
+        self, identity: Identity, index: SliceIndex, slices: dict[str, tuple[int, str]], host: str, port: int,
+        throttle: Throttle | None = None, *, discovery: Discovery | None = None, advertised_host: str = "",
         ttl_s: float = 60.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
             "Forebay worker", identity, host, port, discovery=discovery, ttl_s=ttl_s, throttle=throttle,
             advertised_host=advertised_host,

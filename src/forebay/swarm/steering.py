@@ -25,8 +25,6 @@ from forebay.errors import UsageError
 from forebay.network.peer import Provider, node_of
 from forebay.swarm.members import Download, Downloads, Members, Offers, PeerPenalties
 
-__all__ = ["Assignment", "Provider", "Swarm"]
-
 PATIENCE_S = 60.0
 _MAX_WANTED = 4096  # requested slices that one call considers
 _TRIED = 64  # candidates whose providers one call considers, beside those it needs
@@ -62,7 +60,7 @@ class Swarm:
         self._members = Members(num_slices)
         self._providers: dict[str, Provider] = {}
         self._downloads = Downloads(num_slices)
-        self._penalties = PeerPenalties(checks)
+        self.penalties = PeerPenalties(checks)
         self._counts = {"from_origins": 0, "from_peers": 0, "finished": 0, "failed": 0, "overdue": 0}
 
     # Members and their slices.
@@ -80,10 +78,10 @@ class Swarm:
             before = None
         if before is None:
             members.add(peer_id, is_origin=holder.is_origin, gives=bool(holder.address))
-            self._penalties.join(peer_id)
-            members.slots[members.row(peer_id)] = self.origin_slots if holder.is_origin else self.slots
+            self.penalties.join(peer_id)
+            members.slots[members.rows[peer_id]] = self.origin_slots if holder.is_origin else self.slots
         self._providers[peer_id] = holder
-        members.touch(peer_id, now)
+        members.seen_at[members.rows[peer_id]] = now
         if have is not None and not holder.is_origin and holder.address:
             members.set_all(peer_id, have)
 
@@ -93,7 +91,7 @@ class Swarm:
         holder = self._providers.get(peer_id)
         if holder is None:
             return
-        self._members.touch(peer_id, now)
+        self._members.seen_at[self._members.rows[peer_id]] = now
         if holder.address and not holder.is_origin:
             self._members.set(peer_id, index, True)
 
@@ -105,7 +103,7 @@ class Swarm:
             self._end(pair)
         del self._providers[peer_id]
         self._members.remove(peer_id)
-        self._penalties.leave(peer_id)
+        self.penalties.leave(peer_id)
 
     def expire(self, now: float) -> list[str]:
         """Remove members that sent nothing for `ttl_s`, and end overdue downloads. Returns their ids."""
@@ -168,8 +166,9 @@ class Swarm:
         """The asker has the slice, verified, from the provider that it was sent to."""
         done = self._downloads.get((asker, index))
         if done is not None and done.holder in self._providers:
-            self._downloads.add_duration(max(now - done.since, 1e-6))
-            self._penalties.gave(asker, done.holder)
+            seconds, usual_s = max(now - done.since, 1e-6), self._downloads.usual_s
+            self._downloads.usual_s = usual_s + 0.1 * (seconds - usual_s) if usual_s else seconds
+            self.penalties.gave(asker, done.holder)
             self._counts["finished"] += 1
         self.gained(asker, index, now)
 
@@ -184,8 +183,8 @@ class Swarm:
         self._counts["failed"] += 1
         if wrong:
             holder = self._providers.get(peer_id)  # None: a replayed report, before any member has joined
-            return self._penalties.lied(asker, peer_id, index, accuser, holder is None or holder.is_origin)
-        self._penalties.failed(asker, peer_id, now)
+            return self.penalties.lied(asker, peer_id, index, accuser, holder is None or holder.is_origin)
+        self.penalties.failed(asker, peer_id, now)
 
     def dropped(self, asker: str, index: int) -> None:
         """The asker stopped a download; the provider is not at fault."""
@@ -194,18 +193,10 @@ class Swarm:
     def suspects(self) -> list[tuple[Provider, int]]:
         """Members that two accusers report, with a slice to fetch from each, and then to `ban` or to `pardon` it."""
         suspects = []
-        for node, index in self._penalties.suspects():
+        for node, index in self.penalties.suspects():
             members = (m for m in self._providers.values() if node_of(m.peer_id) == node and m.address)
             suspects += [(member, index) for member in islice(members, 1)]
         return suspects
-
-    def ban(self, peer_id: str) -> None:
-        """Send no asker to a member's node, unless it is the last origin."""
-        self._penalties.ban(peer_id)
-
-    def pardon(self, peer_id: str) -> None:
-        """Lift a ban."""
-        self._penalties.pardon(peer_id)
 
     # Queries.
 
@@ -224,10 +215,6 @@ class Swarm:
         """A member as it joined last; None if it is not a member."""
         return self._providers.get(peer_id)
 
-    def num_members(self, node: str) -> int:
-        """The number of processes of a node that are members."""
-        return self._penalties.num_members(node)
-
     def sharers(self, max_sharers: int) -> list[Provider]:
         """Some of the members that serve and are no origins: those that joined first."""
         return list(islice((m for m in self._providers.values() if m.address and not m.is_origin), max_sharers))
@@ -242,7 +229,7 @@ class Swarm:
             "under_way": len(self._downloads),
             "slices_with_copies": int(np.count_nonzero(copies)),
             "least_copies": int(copies.min()) if self.num_slices else 0,
-            "banned": self._penalties.banned,
+            "banned": self.penalties.banned,
             **self._counts,
         }
 
@@ -254,7 +241,7 @@ class Swarm:
         for index in sorted(set(indexes).intersection(missing.tolist()))[:num]:
             download = self._downloads.get((asker, index))
             assert download is not None
-            if shunned[self._members.row(download.holder)]:
+            if shunned[self._members.rows[download.holder]]:
                 self._end((asker, index))
             else:
                 assigned.append(Assignment(index, self._providers[download.holder]))
@@ -264,15 +251,15 @@ class Swarm:
         """[rows] flags of the members that this asker is not sent to, itself included."""
         members = self._members
         shunned = np.zeros(len(members.ids), np.bool_)
-        banned = [members.row(peer_id) for peer_id in self._penalties.banned_for(asker) if peer_id in self._providers]
+        banned = [members.rows[peer_id] for peer_id in self.penalties.banned_for(asker) if peer_id in self._providers]
         if banned:
             # The last origin is never banned: wrong bytes cost a fetch, its loss the dataset.
             origins = members.is_origin.copy()
             origins[banned] = False
             if not origins.any():
                 banned = [row for row in banned if not members.is_origin[row]]
-        others = (asker, *self._penalties.avoided_by(asker, now))
-        shunned[banned + [members.row(peer_id) for peer_id in others if peer_id in self._providers]] = True
+        others = (asker, *self.penalties.avoided_by(asker, now))
+        shunned[banned + [members.rows[peer_id] for peer_id in others if peer_id in self._providers]] = True
         return shunned
 
     def _candidates(
@@ -282,7 +269,7 @@ class Swarm:
         members = self._members
         copies = members.copies[missing]
         # Ties are broken differently for each asker, so that they do not all get the same slice next.
-        tie = (missing * 2654435761 + (members.row(asker) + 1) * 40503) & 0xFFFFF
+        tie = (missing * 2654435761 + (members.rows[asker] + 1) * 40503) & 0xFFFFF
         if (members.uploads[origins] < members.slots[origins]).any():
             new = np.flatnonzero((copies == 0) & (self._downloads.coming[missing] == 0))
             yield from missing[new[np.argsort(tie[new], kind="stable")[:num]]].tolist()
@@ -306,20 +293,22 @@ class Swarm:
         member = self._providers.get(asker)
         passed_on = member is not None and member.address != "" and not member.is_origin
         self._downloads.start((asker, index), Download(holder.peer_id, now, passed_on))
-        self._members.uploads[self._members.row(holder.peer_id)] += 1
+        self._members.uploads[self._members.rows[holder.peer_id]] += 1
         self._counts["from_origins" if holder.is_origin else "from_peers"] += 1
 
     def _end(self, pair: tuple[str, int]) -> None:
         """End a download, if there is one."""
         if (done := self._downloads.end(pair)) is not None:
-            self._members.uploads[self._members.row(done.holder)] -= 1
+            self._members.uploads[self._members.rows[done.holder]] -= 1
 
     def _end_overdue(self, now: float) -> None:
         before = now - max(PATIENCE_S, _LOST_AFTER * self._downloads.usual_s)
-        while (oldest := self._downloads.oldest()) is not None and oldest[1].since <= before:
-            pair, download = oldest
+        while self._downloads:
+            pair, download = next(iter(self._downloads.items()))
+            if download.since > before:
+                break
             self._counts["overdue"] += 1
             self._end(pair)
             # The provider is slow, or the asker is dead: only the asker avoids it, else three dead askers would hide an
             # origin from all.
-            self._penalties.failed(pair[0], download.holder, now)
+            self.penalties.failed(pair[0], download.holder, now)

@@ -66,15 +66,9 @@ class Tracker:
         self._client_id = client.identity.peer_id if client.identity is not None else ""
 
     def add(
-        self,
-        dataset_id: str,
-        num_slices: int,
-        own: Sequence[Provider],
-        own_flags: Callable[[], Flags] | None = None,
-        *,
-        slice_of: Callable[[int], SliceInfo] | None = None,
-        origin_slots: int = 8,
-    ) -> None:
+        self, dataset_id: str, num_slices: int, own: Sequence[Provider], own_flags: Callable[[], Flags] | None = None,
+        *, slice_of: Callable[[int], SliceInfo] | None = None, origin_slots: int = 8,
+    ) -> None:  # fmt: skip
         """Track a dataset.
 
         Args:
@@ -113,7 +107,7 @@ class Tracker:
                     swarm.leave(me)
                 return _reply(swarm, me)
             if swarm.get(me) is None:
-                if swarm.num_members(peer.peer_id) >= _MAX_SESSIONS:
+                if swarm.penalties.num_members(peer.peer_id) >= _MAX_SESSIONS:
                     raise ProtocolError(f"swarm: expected at most {_MAX_SESSIONS} processes of {peer.peer_id}")
                 if peer.org:
                     self._add_session(tracked, peer.org, me)
@@ -167,9 +161,9 @@ class Tracker:
         with self._lock:
             self._checking.discard((dataset_id, provider.peer_id))
             if is_right:
-                tracked.swarm.pardon(provider.peer_id)
+                tracked.swarm.penalties.pardon(provider.peer_id)
             elif is_right is False:
-                tracked.swarm.ban(provider.peer_id)
+                tracked.swarm.penalties.ban(provider.peer_id)
                 self._bans.record(dataset_id, tracked.swarm.status()["banned"], self._client_id, "wrong bytes")
 
     def _refresh(self, tracked: _TrackedSwarm, now: float) -> None:

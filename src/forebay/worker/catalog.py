@@ -9,6 +9,7 @@ from forebay.errors import UnknownDatasetError
 
 STREAM_ABOVE_BYTES = 10 * 10**9
 """Larger datasets, and those of unknown size, are streamed; smaller ones are copied to this machine."""
+_PATH_STARTS = (".", "/", "~")  # ./corpus, /data/text.jsonl, ~/books
 _BYTES_PER_TOKEN = 4  # English under GPT-2's vocabulary: 4.4 bytes of FineWeb a token; rounded down.
 
 
@@ -31,12 +32,12 @@ class CatalogEntry:
     @property
     def streaming(self) -> bool:
         """Whether it is streamed by default."""
-        return streams(self.size_bytes)
+        return self.size_bytes is None or self.size_bytes > STREAM_ABOVE_BYTES
 
     @property
     def local(self) -> bool:
         """Whether it is a path on this machine."""
-        return is_path(self.repository)
+        return self.repository.startswith(_PATH_STARTS)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and `streaming` as plain values."""
@@ -73,11 +74,6 @@ CATALOG = {
 _TEXT_KEYS = {"bigcode/the-stack": "content", "bigcode/the-stack-dedup": "content", "bigcode/starcoderdata": "content"}
 
 
-def streams(size_bytes: int | None) -> bool:
-    """Whether a dataset of that size is streamed: above 10 GB, or of unknown size."""
-    return size_bytes is None or size_bytes > STREAM_ABOVE_BYTES
-
-
 def list_available_datasets() -> list[dict[str, Any]]:
     """The catalogue: a dict for each dataset, with `name`, `description`, sizes, `streaming` and its defaults."""
     return [entry.to_dict() for entry in CATALOG.values()]
@@ -91,7 +87,7 @@ def find_entry(name: str) -> CatalogEntry:
     if name in CATALOG:
         return CATALOG[name]
     plain = name.removeprefix("hf://datasets/").removeprefix("hf:")
-    if is_path(plain):
+    if plain.startswith(_PATH_STARTS):
         path = Path(plain).expanduser().absolute()  # without a `./` it would look like a name of the hub
         return CatalogEntry(name, str(path), size_bytes=0)
     for entry in CATALOG.values():
@@ -100,11 +96,6 @@ def find_entry(name: str) -> CatalogEntry:
     if "/" in plain.strip("/"):
         return CatalogEntry(name, plain, text_key=_TEXT_KEYS.get("/".join(plain.split("/")[:2]), "text"))
     raise unknown_dataset(name)
-
-
-def is_path(name: str) -> bool:
-    """Whether a name is a path: `./corpus`, `/data/text.jsonl`, `~/books`."""
-    return name.startswith((".", "/", "~"))
 
 
 def unknown_dataset(name: str) -> UnknownDatasetError:

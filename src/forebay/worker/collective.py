@@ -49,11 +49,9 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
         self._meet, self._timeout_s, self._abandon = meet, timeout_s, abandon
 
     def set(self, key: str, value: str | bytes) -> None:
-        """See torch.distributed.Store."""
         self._request(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        """See torch.distributed.Store."""
         deadline = time.monotonic() + self._timeout_s
         while (value := self._request(key, None)) is None:
             if self._abandon() or time.monotonic() > deadline:
@@ -61,12 +59,10 @@ class CoordinatorStore(dist.Store):  # type: ignore[misc]
         return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """See torch.distributed.Store."""
         for key in keys:
             self.get(key)
 
     def check(self, keys: list[str]) -> bool:
-        """See torch.distributed.Store."""
         return all(self._meet(key, None, 0.0) is not None for key in keys)
 
     def _request(self, key: str, value: bytes | None) -> bytes | None:

@@ -1,6 +1,5 @@
 """A worker's settings, checked when they are made, and the sizes of the models."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +50,6 @@ SIZES = {"tiny": Size(128, 3, 4, 32), "small": Size(384, 6, 6, 16), "medium": Si
 DATASET_TYPES = ("dummy", "distributed_dummy", "huggingface")
 MODEL_SIZES = {name: size.batch_size for name, size in SIZES.items()}
 """The model sizes, each with a batch size to begin with."""
-COORDINATOR = "FOREBAY_COORDINATOR"
-DEFAULT_COORDINATOR = "127.0.0.1:8000"
 
 
 class _Default(int):
@@ -158,10 +155,6 @@ class WorkerConfig:
         """The named tokenizer, else the dataset's own; None for dummies."""
         entry = self.entry
         return None if entry is None else self.tokenizer_name or entry.tokenizer
-
-    def resolved_coordinator(self) -> str:
-        """The named coordinator, else the environment's, else the one on this machine."""
-        return self.coordinator or os.environ.get(COORDINATOR) or DEFAULT_COORDINATOR
 
     def effective_batch_size(self, world_size: int) -> int:
         """Samples of a step over all workers: batch_size x world_size."""

@@ -11,6 +11,7 @@ worker that joins late in a text reads what the others have read, as a position 
 from __future__ import annotations
 
 import json
+import os
 import threading
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -65,8 +66,8 @@ class DistributedRun:
         self._ended = threading.Event()
         self._holds_state, self._num_failures = False, 0
         self.membership = Membership(
-            config.resolved_coordinator(), config.worker_id, settings=shared_settings(config),
-            identity=_load_identity(config), lockstep=self.lockstep,
+            config.coordinator or os.environ.get("FOREBAY_COORDINATOR") or "127.0.0.1:8000", config.worker_id,
+            settings=shared_settings(config), identity=_load_identity(config), lockstep=self.lockstep,
             patience_s=config.timeout_s, on_note=training.log,
         )  # fmt: skip
 

@@ -41,7 +41,6 @@ _STALL_S = 5.0
 _PACE_S, _PACE_BYTES = 10.0, 10 * 32768
 _RETRY_RESERVE_S = 0.05
 _MAX_URLS = 64
-_URLS_ONLY_S = 10.0  # where all providers are URLs that may not be read, the worker ends sooner
 
 
 class CacheIndex:
@@ -93,10 +92,6 @@ class CacheIndex:
         """The scheduler has received these changes."""
         with self._lock:
             self._reported.update(changes)
-
-
-class _NoSourceError(NetworkError):
-    """No known provider of a slice can be used."""
 
 
 class SliceFetcher:
@@ -182,15 +177,11 @@ class SliceFetcher:
 
     def _back_off(self, grant: Lease, error: Exception) -> None:
         self._num_misses += 1
-        patience_s = self._patience_s
-        is_url_only = bool(grant.providers) and all(provider.is_url for provider in grant.providers)
-        if not self.slices and is_url_only and isinstance(error, _NoSourceError):
-            patience_s = min(patience_s, _URLS_ONLY_S)
-        if self._num_misses >= 5 and time.monotonic() - self._last_hit_at > patience_s:
+        if self._num_misses >= 5 and time.monotonic() - self._last_hit_at > self._patience_s:
             if isinstance(error, ForebayError) and not isinstance(error, NetworkError):
                 raise error  # of the disk: it names the file and the next step
             raise NetworkError(
-                f"worker: no provider gave any slice for {patience_s:g} s, "
+                f"worker: no provider gave any slice for {self._patience_s:g} s, "
                 f"last {grant.name}: {error}. Is a data node running?"
             ) from error
         self._closing.wait(backoff_s(self._num_misses, 0.1, 2.0))
@@ -269,7 +260,7 @@ class SliceFetcher:
             except (ForebayError, ValueError) as error:  # does not affect the other providers
                 reason = str(error)
         if not sources:
-            raise _NoSourceError(f"slice {grant.name}: none of its providers can be used: {reason}")
+            raise NetworkError(f"slice {grant.name}: none of its providers can be used: {reason}")
         return sources
 
     def _source(self, grant: Lease, provider: Provider) -> Origin:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
 from forebay.worker.lease_state import ActiveLease, LeaseState
 
 T = TypeVar("T")
@@ -72,16 +71,6 @@ class LeaseBuffer:
                     return True
                 self._changed.wait(min(due_at - now, _POLL_S))
         return False
-
-    def request(self, last: bool = False) -> ExchangeRequest:
-        """As `LeaseState.request`."""
-        with self._changed:
-            return self.state.request(self._clock(), last)
-
-    def receive(self, request: ExchangeRequest, reply: ExchangeReply) -> None:
-        """As `LeaseState.receive`."""
-        with self.locked() as state:
-            state.receive(request, reply, self._clock())
 
     def _wait(
         self, get: Callable[[], T | None], never: Callable[[], bool] = lambda: False, counted: bool = False

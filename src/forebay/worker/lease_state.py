@@ -69,11 +69,6 @@ class ActiveLease:
         """Whether no further sample of it will be used."""
         return self.ended or self.used >= self.stop
 
-    @property
-    def is_acknowledged(self) -> bool:
-        """Whether all that was used of it is on record."""
-        return self.acknowledged >= min(self.used, self.stop)
-
     def unacknowledged(self) -> UseMessage:
         """What was used and is not on record; the digest covers the samples that were read, not those expected."""
         start, stop, grant = self.acknowledged, min(self.used, self.stop), self.grant
@@ -222,7 +217,7 @@ class LeaseState:
         if last:
             for lease in self._leases.values():
                 lease.ended = lease.ended or lease.used < lease.stop
-        used = [lease for lease in self._leases.values() if not lease.is_acknowledged]
+        used = [lease for lease in self._leases.values() if lease.acknowledged < min(lease.used, lease.stop)]
         ended = {lease_id: lease for lease_id, lease in self._leases.items() if lease.ended}
         declared_until = self._declare()
         self._awaits_reply = True

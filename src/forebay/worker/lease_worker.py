@@ -30,7 +30,7 @@ from forebay.network.limits import Throttle
 from forebay.network.pki.identity import Identity
 from forebay.network.reachability import advertised_host
 from forebay.network.revocation_sync import TrustWatch
-from forebay.scheduler.messages import ExchangeReply, ExchangeRequest
+from forebay.scheduler.messages import ExchangeReply
 from forebay.storage.locks import Lock, try_acquire
 from forebay.storage.peer_source import FromUrls, check_from_urls
 from forebay.swarm.share import SliceShare
@@ -42,23 +42,12 @@ from forebay.worker.lease_state import LeaseState
 from forebay.worker.scheduler_client import SchedulerClient, SchedulerUnreachableError
 from forebay.worker.trainer import check_trainer
 
-__all__ = ["WorkerReport", "run_worker"]
-
 STOPPING_S = 3.0  # after a stop, for the last requests and for slices that others are reading
 _CONTENT = re.compile(rb"([0-9a-f]{16}) (\d{1,9})\n")
 
 
-@dataclass(frozen=True)
-class SessionLock:
-    """A session's name, and the number before that of its first attempt. Held until the lock is released."""
-
-    name: str
-    first_attempt: int
-    lock: Lock
-
-
-def open_session(directory: Path) -> SessionLock:
-    """Open the first unlocked session of the cache directory; create it if needed."""
+def _open_session(directory: Path) -> tuple[str, int, Lock]:
+    """Lock the first unlocked session of the cache directory: its name, and the number before its first attempt's."""
     numbers = itertools.count()
     while (lock := try_acquire(directory / f"session-{next(numbers)}")) is None:
         pass
@@ -68,7 +57,7 @@ def open_session(directory: Path) -> SessionLock:
     content = f"{name} {run}\n".encode()
     os.pwrite(lock.descriptor, content, 0)
     os.ftruncate(lock.descriptor, len(content))
-    return SessionLock(name, run << 32, lock)
+    return name, run << 32, lock
 
 
 @dataclass(frozen=True)
@@ -141,7 +130,7 @@ def run_worker(
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(contextlib.closing(Client(identity)))
         worker = _Worker(identity, client, settings, discovery, stop)
-        stack.callback(worker.session.lock.release)
+        stack.callback(worker.session_lock.release)
         trust = TrustWatch(identity, client, peers=worker.scheduler.addresses, discovery=discovery)
         stack.enter_context(contextlib.closing(trust.start()))
         if settings.share is not None:
@@ -164,10 +153,9 @@ class _Worker:
         self.index = CacheIndex(self.cache)
         self.share: SliceShare | None = None
         self._stop = stop
-        self.session = open_session(self.cache.directory)
+        self._session, first_attempt, self.session_lock = _open_session(self.cache.directory)
         self.scheduler = SchedulerClient(
-            identity, client, settings.name, discovery, settings.scheduler, settings.patience_s, stop,
-            self.session.first_attempt,
+            identity, client, settings.name, discovery, settings.scheduler, settings.patience_s, stop, first_attempt,
         )  # fmt: skip
         state = LeaseState(
             settings.batch_size, settings.cache_bytes, settings.receipt_s,
@@ -225,7 +213,7 @@ class _Worker:
         """
         try:
             while self._leases.wait_due():
-                self._exchange(self._leases.request())
+                self._exchange()
         except SchedulerUnreachableError as error:
             self._is_unreachable = True
             self._failure = None if self._stop.is_set() else error
@@ -240,22 +228,25 @@ class _Worker:
         if self._is_unreachable:
             return
         with contextlib.suppress(SchedulerUnreachableError):  # the leases expire without a request
-            while (request := self._leases.request(last=True)).known_leases:
-                self._exchange(request, STOPPING_S)
+            while self._leases.state.leases:
+                self._exchange(STOPPING_S, last=True)
 
-    def _exchange(self, request: ExchangeRequest, patience_s: float | None = None) -> None:
+    def _exchange(self, patience_s: float | None = None, last: bool = False) -> None:
+        with self._leases.locked() as state:
+            request = state.request(time.monotonic(), last)
         share, cached = self.share, dict[str, str]()
         if share is not None:
             cached = self.index.changes(everything=self._reports_all)
         signature = self.identity.sign(receipt_message(request.job_id, request.uses)).hex() if request.uses else ""
         body = replace(
-            request, job=self.settings.name, session=self.session.name, cached=cached, signature=signature,
+            request, job=self.settings.name, session=self._session, cached=cached, signature=signature,
             address=share.address if share is not None else "",
         ).to_json()  # fmt: skip
         reply = ExchangeReply.from_json(self.scheduler.exchange(body, patience_s))
         self.index.mark_reported(cached)
         self._reports_all = reply.report_cached
-        self._leases.receive(request, reply)
+        with self._leases.locked() as state:
+            state.receive(request, reply, time.monotonic())
         self._replied_at = time.monotonic()
 
     def _update_report(self) -> None:

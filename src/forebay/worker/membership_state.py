@@ -155,7 +155,6 @@ class MembershipState:
         return self._broken or bool(self._lost)
 
     def agree(self) -> Operation[dict[str, Any]]:
-        """As `Membership.agree`."""
         answer = yield from self._call("/v1/config", {"settings": self.settings})
         try:
             self._heartbeat_s, self._lost_s = float(answer["heartbeat_s"]), float(answer["lost_s"])
@@ -169,7 +168,6 @@ class MembershipState:
         return dict(config)
 
     def join(self) -> Operation[Generation]:
-        """As `Membership.join`."""
         if not self.config:
             yield from self.agree()
         self.session, self._lost, self._run_to = self.new_session(), "", 0
@@ -199,7 +197,6 @@ class MembershipState:
     def boundary(
         self, step: int, *, stop: bool | None = None, broken: bool = False, holds: bool = True
     ) -> Operation[Generation]:
-        """As `Membership.boundary`."""
         generation = self.generation
         if generation is None:
             raise MembershipLostError(f"worker {self.worker_id!r}: in no generation yet. Call join() first.")

@@ -70,7 +70,6 @@ class CountTrainer:
         self._contexts = np.zeros(self._side, np.int64)
 
     def step(self, inputs: Integers, labels: Integers) -> float:
-        """See Trainer."""
         valid = labels != IGNORE_INDEX
         context = inputs[valid].astype(np.int64) % self._side
         follower = labels[valid].astype(np.int64) % self._side
@@ -83,7 +82,6 @@ class CountTrainer:
         return float(-np.log(chance).mean())
 
     def describe(self) -> str:
-        """See Trainer."""
         return "counts which token follows which"
 
 
