@@ -90,6 +90,31 @@ def test_rows_of_several_lengths_are_padded_to_the_longest(tmp_path: Path) -> No
     assert all(tensors[name].dtype == array.dtype for name, array in short.items())
 
 
+def test_trim_cuts_what_is_padding_in_every_row(tmp_path: Path) -> None:
+    tensors = {
+        "input_ids": np.arange(1, 13, dtype=np.int32).reshape(2, 6),
+        "attention_mask": np.array([[1, 1, 0, 0, 0, 0], [1, 0, 1, 1, 0, 0]], np.uint8),
+        "kind": np.array([3, 4]),
+        "scores": np.zeros((2, 5), np.float32),
+    }
+    inputs, labels, got, *_ = rows_of(tmp_path, [tensors], trim_padding=True)
+    assert inputs is not None and inputs.tolist() == [[1, 2, 3, 4], [7, 8, 9, 10]]
+    assert got["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 0, 1, 1]]
+    assert got["kind"].tolist() == [3, 4] and got["scores"].shape == (2, 5)
+    assert labels is not None and labels.tolist() == [[1, 2, -100, -100], [7, -100, 9, 10]]
+
+
+def test_trim_leaves_a_column_and_needs_a_mask(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    empty = {"input_ids": np.ones((1, 3), np.uint16), "attention_mask": np.zeros((1, 3), np.uint8)}
+    inputs, labels, *_ = rows_of(tmp_path / "a", [empty], trim_padding=True)
+    assert inputs is not None and labels is not None
+    assert inputs.tolist() == [[1]] and labels.tolist() == [[-100]] and labels.dtype == np.int64
+    with pytest.raises(UsageError, match="attention_mask"):
+        rows_of(tmp_path / "b", [{"input_ids": np.ones((1, 3), np.uint16)}], trim_padding=True)
+
+
 def test_images_stay_as_they_are(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 255, (5, 4, 3, 2), dtype=np.uint8)
     inputs, labels, tensors, *_ = rows_of(tmp_path, [{"images": images}])

@@ -45,7 +45,7 @@ def test_ends_are_read_without_their_slices(dataset: Dataset) -> None:
         for name, sent in server.bytes_sent.items():
             assert sent / 3 <= 250_000 < dataset.table.bytes.min(), name
         server.reset()
-        for settings in ({"packing": "fit"}, {"documents": DocumentSubset([3])}):
+        for settings in ({"packing": "fit"}, {"documents": DocumentSubset([3], 2, 90)}):
             here, there = (plan_samples(one, 64, **settings) for one in (dataset, remote))  # type: ignore[arg-type]
             assert here.counts.tolist() == there.counts.tolist()
 
@@ -85,7 +85,7 @@ def test_where_tensors_lie() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"packing": "fit"}, {"documents": DocumentSubset([1])}, {"documents": DocumentSubset([7])}]
+    "settings", [{"packing": "fit"}, {"documents": DocumentSubset([1], 2, 90)}, {"documents": DocumentSubset([7])}]
 )
 def test_counts_are_cached(dataset: Dataset, tmp_path: Path, settings: dict[str, Any]) -> None:
     asked: list[int] = []
@@ -105,6 +105,7 @@ def test_counts_are_cached(dataset: Dataset, tmp_path: Path, settings: dict[str,
     for name in ("counts", "offsets", "bases"):
         assert (getattr(first, name) == getattr(second, name)).all()
     assert first.tail_tokens == second.tail_tokens
+    assert (first.tokens_beyond == second.tokens_beyond).all()
     view(seq_len=32)
     assert asked
     for path in (tmp_path / "counts").iterdir():

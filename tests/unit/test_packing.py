@@ -156,14 +156,18 @@ def test_chunk_is_the_stream_of_what_is_kept(found: DocumentSpans, seq_len: int,
 
 
 @law
-@given(lengths.filter(bool), st.integers(0, 5), st.integers(0, 40), st.data())
-def test_a_filter_removes_what_it_says(sizes: list[int], tail: int, first: int, data: st.DataObject) -> None:
+@given(lengths.filter(bool), st.integers(0, 5), st.integers(0, 40), st.integers(0, 9), st.integers(0, 9), st.data())
+def test_a_filter_removes_what_it_says(
+    sizes: list[int], tail: int, first: int, before: int, after: int, data: st.DataObject
+) -> None:
     exclude = data.draw(st.lists(st.integers(0, first + len(sizes) + 3), max_size=10))
+    least, most = data.draw(st.integers(0, 20)), data.draw(st.none() | st.integers(20, 60))
     ends = np.cumsum(sizes).astype(np.uint64)
-    found = document_spans(ends, int(ends[-1]) + tail, DocumentSubset(exclude), first)
+    found = document_spans(ends, int(ends[-1]) + tail, DocumentSubset(exclude, least, most), first, before, after)
     expected, at = [], 0
     for i, size in enumerate([*sizes, tail]):
-        if size and first + i not in exclude:
+        length = size + before * (i == 0) + after * (i == len(sizes))
+        if size and first + i not in exclude and least <= length <= (most or 10**9):
             expected.append((at, at + size))
         at += size
     assert spans(found) == expected
@@ -186,10 +190,15 @@ def test_damaged_ends_are_named(ends: list[int]) -> None:
 
 def test_a_filter_is_what_it_leaves_out() -> None:
     same = [DocumentSubset(e) for e in ((3, 1, 3), [1, 3], np.array([3, 1], np.uint32))]
-    assert len({one.digest() for one in same}) == 1
-    assert len({DocumentSubset(e).digest() for e in ([], [1], [3], [1, 3])}) == 4
+    assert len({subset.digest() for subset in same}) == 1
+    assert (
+        len({DocumentSubset().digest(), same[0].digest(), *(DocumentSubset((), a, b).digest() for a, b in BOUNDS)}) == 5
+    )
     with pytest.raises(ValueError, match="read-only"):
         same[0].numbers[0] = 7
+
+
+BOUNDS: list[tuple[int, int | None]] = [(1, None), (0, 1), (1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -199,6 +208,11 @@ def test_a_filter_is_what_it_leaves_out() -> None:
         {"exclude": [0.5]},
         {"exclude": 3},
         {"exclude": np.array([1 << 63], np.uint64)},
+        {"min_tokens": -1},
+        {"min_tokens": True},
+        {"min_tokens": None},
+        {"max_tokens": 1.5},
+        {"min_tokens": 5, "max_tokens": 4},
     ],
 )
 def test_wrong_filters(wrong: dict[str, Any]) -> None:

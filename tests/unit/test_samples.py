@@ -65,11 +65,20 @@ def flat(lists: list[list[int]]) -> list[int]:
 
 def kept_tokens(documents: DocumentSubset | None) -> list[list[int]]:
     """The tokens of each slice that a filter leaves, by the definition."""
+    owners = documents_of()
+    sizes: dict[int, int] = {}
+    for owner in flat(owners):
+        sizes[owner] = sizes.get(owner, 0) + 1
     found, token = [], 0
-    for mine in documents_of():
+    for mine in owners:
         kept = []
         for owner in mine:
-            if documents is None or owner not in documents.numbers:
+            bad = documents is not None and (
+                owner in documents.numbers
+                or sizes[owner] < documents.min_tokens
+                or (documents.max_tokens is not None and sizes[owner] > documents.max_tokens)
+            )
+            if not bad:
                 kept.append(token)
             token += 1
         found.append(kept)
@@ -89,7 +98,9 @@ def everything(dataset: Dataset, sample_index: SampleIndex, **settings: Any) -> 
     return collator.make(plan, 0, len(keys))
 
 
-filters = st.builds(DocumentSubset, st.lists(st.integers(0, 13), max_size=5))
+filters = st.builds(
+    DocumentSubset, st.lists(st.integers(0, 13), max_size=5), st.integers(0, 15), st.none() | st.integers(15, 40)
+)
 
 
 @law
@@ -237,7 +248,16 @@ def test_only_the_ends_that_matter_are_read(dataset: Dataset) -> None:
     assert asked(documents=DocumentSubset([1])) == [0]
     assert asked(documents=DocumentSubset([6])) == [1, 2, 3]  # It begins in 1, fills 2 and ends in 3.
     assert asked(documents=DocumentSubset([8, 99])) == [3]
-    assert asked(packing="fit") == [0, 1, 2, 3, 4]
+    assert asked(packing="fit") == asked(documents=DocumentSubset(min_tokens=2)) == [0, 1, 2, 3, 4]
+
+
+def test_lengths_are_those_of_whole_documents(dataset: Dataset) -> None:
+    # Document 6 has 7 + 11 + 4 tokens; the last one, which never ends, 2.
+    assert 6 not in set(np.array(flat(documents_of()))[flat(kept_tokens(DocumentSubset((), 0, 21)))])
+    whole = plan_samples(dataset, 1)
+    assert whole.num_samples - plan_samples(dataset, 1, documents=DocumentSubset((), 0, 21)).num_samples == 22 + 30
+    assert whole.num_samples == plan_samples(dataset, 1, documents=DocumentSubset((), 0, 30)).num_samples
+    assert plan_samples(dataset, 1, documents=DocumentSubset((), 22, 29)).num_samples == 22
 
 
 @pytest.mark.parametrize(("packing", "masks"), [("chunk", False), ("chunk", True), ("fit", True)])
@@ -328,6 +348,7 @@ def test_makers_are_chosen_by_what_is_asked(dataset: Dataset, tmp_path: Path) ->
         lambda: make_collator([chunk, rows]),
         lambda: make_collator([chunk, fit]),
         lambda: make_collator([rows], document_masks=True),
+        lambda: make_collator([chunk], trim_padding=True),
     ]
     for one in wrong:
         with pytest.raises(UsageError):
@@ -363,7 +384,7 @@ def test_a_slice_or_sample_that_is_not_of_the_view_is_refused(dataset: Dataset) 
         {"split": "validation"},
         {"validation": 0.1},
         {"documents": [1, 2]},
-        {"documents": DocumentSubset(np.arange(1000))},
+        {"documents": DocumentSubset(min_tokens=1000)},
         {"seq_len": None},
         {"seq_len": 0},
         {"seq_len": 1000},

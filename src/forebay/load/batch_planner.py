@@ -31,6 +31,7 @@ _CACHED_PLAN_STEPS = 64  # With a cache: the slices of a block cannot be evicted
 
 def make_collator(
     indexes: Sequence[SampleIndex], *, dtype: Any = np.int64, document_masks: bool = False, pad_id: int | None = None,
+    trim_padding: bool = False,
 ) -> Collator:  # fmt: skip
     """The collator for one index a dataset, all of one layout, seq_len and packing; arguments as the Loader's.
 
@@ -45,7 +46,9 @@ def make_collator(
     if layout == "rows":
         if document_masks:
             raise UsageError("document_masks: expected a dataset of layout 'tokens', got 'rows'. Leave it out.")
-        return RowCollator(indexes, pad_id=pad_id)
+        return RowCollator(indexes, pad_id=pad_id, trim_padding=trim_padding)
+    if trim_padding:
+        raise UsageError("trim_padding: expected a dataset of layout 'rows', got 'tokens'. Leave it out.")
     if packing == "chunk" and not document_masks and all(index.documents is None for index in indexes):
         return ChunkCollator(indexes, dtype=dtype)
     return DocumentCollator(indexes, dtype=dtype, document_masks=document_masks, pad_id=pad_id)

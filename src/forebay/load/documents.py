@@ -61,7 +61,8 @@ class DocumentCollator(Collator):
     def _open(self, index: SampleIndex, slice_index: int, slice_: Slice) -> tuple[int, _OpenSlice]:
         tokens = slice_.tokens
         document_ends, first = copy_array(slice_.document_ends, slice_.path), int(index.first_documents[slice_index])
-        spans = document_spans(document_ends, len(tokens), index.documents, first)
+        beyond = index.tokens_beyond[:, slice_index].tolist()
+        spans = document_spans(document_ends, len(tokens), index.documents, first, *beyond)
         if index.packing == "fit":
             segments = fit_segments(spans, self._seq_len)
         else:

@@ -75,6 +75,7 @@ class Loader(Closing):
         documents: The documents to read; for a mixture, by name of a dataset. By default all.
         split: `train` or `validation`, whose fraction of the samples is `validation`, in (0, 1). By default all.
         pad_id: The padding of rows; by default EOS, or 0.
+        trim_padding: Layout `rows`: remove the last columns of a batch that are padding in all its rows.
         cache_dir: Directory for fetched slices; `ram` for memory. By default a directory of the user's. A local dataset
             is read in place, unless this is given: then it is fetched like a remote one.
         cache_bytes: Limit of the cache, for all loaders that share it together; by default a quarter of what is free,
@@ -126,6 +127,7 @@ class Loader(Closing):
         split: str | None = None,
         validation: float = 0.0,
         pad_id: int | None = None,
+        trim_padding: bool = False,
         cache_dir: str | Path | None = None,
         cache_bytes: int | None = None,
         readahead_bytes: int | None = None,
@@ -224,8 +226,9 @@ class Loader(Closing):
         manifest, datasets = self.dataset.manifest, list(self.datasets.values())
         dtype = token_dtype(options.dtype, manifest.dtype, manifest.vocab_size) if self.seq_len else np.int64
         collator = make_collator(
-            self._indexes, dtype=dtype, document_masks=options.document_masks, pad_id=options.pad_id
-        )
+            self._indexes, dtype=dtype, document_masks=options.document_masks, pad_id=options.pad_id,
+            trim_padding=bool(options.trim_padding),
+        )  # fmt: skip
         cached, settings = resolve_cache(
             datasets, cache_dir=options.cache_dir, cache_bytes=options.cache_bytes,
             connections=options.connections, readahead_bytes=options.readahead_bytes,

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from forebay.dataset.slices import check_document_ends
 from forebay.errors import DatasetError, UsageError
+from forebay.order.step_index import check_integer
 
 I64 = NDArray[np.int64]
 
@@ -25,16 +26,19 @@ I64 = NDArray[np.int64]
 class DocumentSubset:
     """The documents of a dataset that a run reads: all but some. Equal subsets have equal digests.
 
-    A document's number counts the document ends of the dataset, from 0, slice after slice.
+    A document's number counts the document ends of the dataset, from 0, slice after slice. Its length is that of the
+    whole document, also if it spans several slices.
 
     Args:
         exclude: Numbers of documents to leave out, in any order.
+        min_tokens: Leave out shorter documents.
+        max_tokens: Leave out longer documents; None for no limit.
 
     Raises:
-        UsageError: If a number is negative or no integer.
+        UsageError: If a number or limit is negative or no integer, or min_tokens is above max_tokens.
     """
 
-    def __init__(self, exclude: ArrayLike = ()) -> None:
+    def __init__(self, exclude: ArrayLike = (), min_tokens: int = 0, max_tokens: int | None = None) -> None:
         numbers = np.asarray(exclude)
         if numbers.ndim != 1 or (
             len(numbers) and (numbers.dtype.kind not in "iu" or int(numbers.min()) < 0 or int(numbers.max()) >> 63)
@@ -43,10 +47,19 @@ class DocumentSubset:
         self.numbers: I64 = np.unique(numbers.astype(np.int64))
         """The excluded documents, ascending and distinct; read-only."""
         self.numbers.flags.writeable = False
+        check_integer("min_tokens", -1 if min_tokens is None else min_tokens, 0)
+        check_integer("max_tokens", max_tokens, min_tokens)
+        self.min_tokens, self.max_tokens = min_tokens, max_tokens
+
+    @property
+    def by_length(self) -> bool:
+        """Whether lengths decide."""
+        return self.min_tokens > 0 or self.max_tokens is not None
 
     def digest(self) -> str:
-        """The sha256 of the numbers, in hex."""
-        return hashlib.sha256(b"0;;" + self.numbers.astype("<i8").tobytes()).hexdigest()
+        """The sha256 of limits and numbers, in hex."""
+        limits = f"{self.min_tokens};{'' if self.max_tokens is None else self.max_tokens};"
+        return hashlib.sha256(limits.encode() + self.numbers.astype("<i8").tobytes()).hexdigest()
 
 
 class DocumentSpans(NamedTuple):
@@ -74,12 +87,13 @@ class SampleSegments:
 
 
 def document_spans(
-    document_ends: NDArray[np.uint64], num_tokens: int, documents: DocumentSubset | None = None, first_document: int = 0
-) -> DocumentSpans:
+    document_ends: NDArray[np.uint64], num_tokens: int, documents: DocumentSubset | None = None,
+    first_document: int = 0, tokens_before: int = 0, tokens_after: int = 0,
+) -> DocumentSpans:  # fmt: skip
     """The spans of a slice's documents that are in a subset; all without one.
 
     The slice begins in document `first_document`; the tokens after its last end [D] belong to document first_document +
-    D.
+    D. `tokens_before` and `tokens_after` are those of its first and last document in other slices.
 
     Raises:
         DatasetError: If the ends are damaged.
@@ -93,6 +107,12 @@ def document_spans(
     if documents is not None:
         low, high = np.searchsorted(documents.numbers, [first_document, first_document + len(stops)])
         chosen[documents.numbers[low:high] - first_document] = False
+        lengths = stops - starts
+        lengths[0] += tokens_before
+        lengths[-1] += tokens_after
+        chosen &= lengths >= documents.min_tokens
+        if documents.max_tokens is not None:
+            chosen &= lengths <= documents.max_tokens
     return DocumentSpans(starts[chosen], stops[chosen])
 
 

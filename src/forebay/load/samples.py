@@ -39,7 +39,7 @@ than a tenth (81 slices on 8 workers: at most 12, 1.19 times the mean)."""
 _READERS = 8  # Threads that read document ends.
 _HEAD_BYTES = 64 << 10  # Usually includes the document ends of our own slices.
 ReadEnds = Callable[[int], NDArray[np.uint64]]
-_COUNTING_VERSION = 2  # Of the cached counts.
+_COUNTING_VERSION = 3  # Of the cached counts.
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +54,7 @@ class SampleIndex:
     offsets: I64  # The first of them, counted in the slice.
     bases: I64  # Global number of each slice's sample 0, over the whole dataset: splits share no number.
     first_documents: I64  # Global number of the document in which each slice begins.
+    tokens_beyond: I64  # [2, S], tokens of its first and last document in other slices; 0 unless lengths decide.
     pad_id: int  # EOS, or 0.
     split: tuple[str, float] | None  # (name, validation fraction).
     tail_tokens: int  # Tokens of the whole dataset in no sample, fewer than seq_len at a slice's end.
@@ -81,7 +82,7 @@ def plan_samples(
     Args:
         validation: Fraction of all samples in the split `validation`: round(validation * N) samples.
         read_ends: Reads the document ends of a slice, U64 [D]; called from several threads. By default `ends_reader`.
-        cache_dir: Directory for the counts, 16 bytes a slice; None: they are not cached.
+        cache_dir: Directory for the counts, 32 bytes a slice; None: they are not cached.
 
     Raises:
         UsageError: If a setting is wrong, or no sample remains.
@@ -89,13 +90,14 @@ def plan_samples(
     """
     layout, table = dataset.manifest.layout, dataset.table
     _check_settings(layout, packing, documents, split, validation)
-    tail = 0
+    tail, beyond = 0, np.zeros((2, len(table)), np.int64)
     first_documents = np.cumsum(table.documents) - table.documents
     counts = samples_per_slice(table.count, seq_len, layout)
     if layout == "tokens":
         assert seq_len is not None
         reader = read_ends or ends_reader(dataset)
-        counts, tokens = _count_samples(dataset, seq_len, packing, documents, first_documents, reader, cache_dir)
+        counted = _count_samples(dataset, seq_len, packing, documents, first_documents, reader, cache_dir)
+        counts, tokens, beyond = counted[0], counted[1], counted[2:]
         tail = max(0, int(tokens.sum()) - int(counts.sum()) * seq_len)  # Samples of `fit` hold padding and all tokens.
     bases = np.cumsum(counts) - counts
     offsets = np.zeros(len(counts), np.int64)
@@ -108,7 +110,7 @@ def plan_samples(
         )
     return SampleIndex(
         layout, seq_len if layout == "tokens" else None, packing, documents, counts, offsets, bases, first_documents,
-        dataset.manifest.eos_id or 0, None if split is None else (split, float(validation)), tail,
+        beyond, dataset.manifest.eos_id or 0, None if split is None else (split, float(validation)), tail,
     )  # fmt: skip
 
 
@@ -173,11 +175,11 @@ def _count_samples(
     dataset: Dataset, seq_len: int, packing: str, documents: DocumentSubset | None, first_documents: I64,
     read_ends: ReadEnds, cache_dir: Path | None,
 ) -> I64:  # fmt: skip
-    """int64 [2, S]: samples of each slice of layout `tokens`, and the tokens of the subset."""
-    table = dataset.table
-    counts = np.stack([table.count // seq_len, table.count])
-    affected = np.arange(len(table)) if packing == "fit" else np.empty(0, np.int64)
-    if packing == "chunk" and documents is not None:
+    """int64 [4, S], for layout `tokens`: samples, tokens of the subset, and `SampleIndex.tokens_beyond`."""
+    table, by_length = dataset.table, documents is not None and documents.by_length
+    counts = np.stack([table.count // seq_len, table.count, np.zeros_like(table.count), np.zeros_like(table.count)])
+    affected = np.arange(len(table)) if packing == "fit" or by_length else np.empty(0, np.int64)
+    if not len(affected) and documents is not None:
         first = np.searchsorted(documents.numbers, first_documents)
         # The document after a slice's last end may begin in it, too.
         last = np.searchsorted(documents.numbers, first_documents + table.documents, "right")
@@ -192,18 +194,35 @@ def _count_samples(
         if len(data) == counts.nbytes:
             return np.frombuffer(data, "<i8").reshape(counts.shape).astype(np.int64)
 
+    def edges(index: int) -> tuple[int, int]:
+        """Tokens of a slice before its first document end, and after its last."""
+        document_ends, size = read_ends(index), int(table.count[index])
+        return (int(document_ends[0]), size - int(document_ends[-1])) if len(document_ends) else (size, size)
+
     def count(index: int) -> tuple[int, int]:
-        spans = document_spans(read_ends(index), int(table.count[index]), documents, int(first_documents[index]))
+        first, beyond = int(first_documents[index]), counts[2:, index].tolist()
+        spans = document_spans(read_ends(index), int(table.count[index]), documents, first, *beyond)
         return count_fit(spans, seq_len) if packing == "fit" else spans.num_tokens // seq_len, spans.num_tokens
 
     with ThreadPoolExecutor(_READERS) as pool:
-        counts[:, affected] = np.array(list(pool.map(count, affected.tolist()))).T
+        if by_length:
+            counts[2:] = _tokens_beyond(table.documents, list(pool.map(edges, range(len(table)))))
+        counts[:2, affected] = np.array(list(pool.map(count, affected.tolist()))).T
     if path is not None:
         with contextlib.suppress(OSError):  # The cache is full or read-only.
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_stale(path.parent)
             atomic_write(path, counts.astype("<i8").tobytes())
     return counts
+
+
+def _tokens_beyond(documents: I64, edges: Sequence[tuple[int, int]]) -> I64:
+    """int64 [2, S]: tokens in other slices of the documents that a slice begins and ends in."""
+    beyond = np.zeros((2, len(documents)), np.int64)
+    for i in range(1, len(documents)):
+        beyond[0, i] = edges[i - 1][1] + (beyond[0, i - 1] if documents[i - 1] == 0 else 0)
+        beyond[1, -1 - i] = edges[-i][0] + (beyond[1, -i] if documents[-i] == 0 else 0)
+    return beyond
 
 
 def ends_reader(dataset: Dataset) -> ReadEnds:
