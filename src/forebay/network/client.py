@@ -101,12 +101,9 @@ class Client:
     """
 
     def __init__(
-        self,
-        identity: Identity | None,
-        *,
-        context: ssl.SSLContext | None = None,
+        self, identity: Identity | None, *, context: ssl.SSLContext | None = None,
         read_peer: Callable[[bytes], Peer] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.identity = identity
         if identity is not None:
             context, read_peer = identity.client_context(), identity.peer
@@ -125,17 +122,9 @@ class Client:
         self.close()
 
     def request_json(
-        self,
-        address: str,
-        method: str,
-        path: str,
-        obj: Any = None,
-        expect_peer: str | None = None,
-        timeout_s: float = 10.0,
-        max_bytes: int = MAX_JSON_BYTES,
-        *,
-        role: str | None = None,
-    ) -> tuple[Any, Peer]:
+        self, address: str, method: str, path: str, obj: Any = None, expect_peer: str | None = None,
+        timeout_s: float = 10.0, max_bytes: int = MAX_JSON_BYTES, *, role: str | None = None,
+    ) -> tuple[Any, Peer]:  # fmt: skip
         """Send an object as JSON (bytes unchanged, None as no body); return the JSON response and its sender.
 
         Args:
@@ -165,14 +154,9 @@ class Client:
         return self._send_small(address, "GET", path, b"", max_bytes, expect_peer, timeout_s)[0]
 
     def read_range(
-        self,
-        address: str,
-        path: str,
-        into: memoryview,
-        start: int,
-        expect_peer: str | None = None,
+        self, address: str, path: str, into: memoryview, start: int, expect_peer: str | None = None,
         timeout_s: float = 20.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Read bytes [start, start + len(into)) of the resource at a path into `into`.
 
         `timeout_s` is for each wait; a peer slower than 4 KiB/s over this time counts as stalled. TruncatedBodyError if
@@ -196,16 +180,9 @@ class Client:
         self._send(request, read)
 
     def _send_small(
-        self,
-        address: str,
-        method: str,
-        path: str,
-        body: bytes,
-        max_bytes: int,
-        expect_peer: str | None,
-        timeout_s: float,
-        role: str | None = None,
-    ) -> tuple[bytes, Peer]:
+        self, address: str, method: str, path: str, body: bytes, max_bytes: int, expect_peer: str | None,
+        timeout_s: float, role: str | None = None,
+    ) -> tuple[bytes, Peer]:  # fmt: skip
         headers = {"Content-Type": "application/json"} if body else {}
         if method == "POST":
             headers[IDEMPOTENCY_HEADER] = secrets.token_hex(8)  # short: every exchange of a worker carries one

@@ -37,12 +37,9 @@ _NETWORK = TypeAdapter(NetworkConfig)
 
 
 def create_network(
-    directory: str | Path,
-    name: str,
-    bootstrap: Sequence[HostPort] = (),
-    *,
+    directory: str | Path, name: str, bootstrap: Sequence[HostPort] = (), *,
     valid_days: float = certificates.ROOT_VALID_DAYS,
-) -> str:
+) -> str:  # fmt: skip
     """Create a network: a root key and its certificate. Returns the network's id.
 
     `bootstrap` are the DHT nodes by which members join. UsageError if the directory has a network: another key would
