@@ -62,13 +62,9 @@ def format_named(to: str) -> str:
 
 
 def convert(
-    path: str | Path | TokenSource | TableSource,
-    out: str | Path,
-    to: str,
-    options: ConvertOptions,
-    *,
+    path: str | Path | TokenSource | TableSource, out: str | Path, to: str, options: ConvertOptions, *,
     force: bool = False,
-) -> ConversionReport:
+) -> ConversionReport:  # fmt: skip
     """Write what is at a path, or an open source, in another format; read it again, and compare every value.
 
     Args:

@@ -53,18 +53,10 @@ class DataNode(SliceServer):
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        datasets: Sequence[Dataset],
-        host: str,
-        port: int,
-        discovery: Discovery | None,
-        ttl_s: float = 60.0,
-        *,
-        throttle: Throttle | None = None,
-        limits: ServerLimits | None = None,
+        self, identity: Identity, datasets: Sequence[Dataset], host: str, port: int, discovery: Discovery | None,
+        ttl_s: float = 60.0, *, throttle: Throttle | None = None, limits: ServerLimits | None = None,
         access: AccessPolicy | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if len({dataset.id for dataset in datasets}) != len(datasets):
             names = sorted(dataset.name for dataset in datasets)
             raise UsageError(f"serve: expected each dataset once, got one twice among {names}. Serve it once.")

@@ -88,14 +88,9 @@ class ShardMirrorReport:
 
 
 def mirror(
-    dataset: RemoteDataset,
-    target: Target,
-    *,
-    start: int = 0,
-    stop: int | None = None,
-    connections: int = 16,
+    dataset: RemoteDataset, target: Target, *, start: int = 0, stop: int | None = None, connections: int = 16,
     on_progress: OnProgress = lambda _: None,
-) -> MirrorReport:
+) -> MirrorReport:  # fmt: skip
     """Copy slices [start, stop) and, when all slices exist, the files that complete the dataset.
 
     Args:
@@ -117,17 +112,10 @@ def mirror(
 
 
 def mirror_by_swarm(
-    dataset: RemoteDataset,
-    target: Target,
-    *,
-    share: bool | str = True,
-    start: int = 0,
-    stop: int | None = None,
-    connections: int = 16,
-    upload_bytes_per_s: float | None = None,
-    linger_s: float = 60.0,
+    dataset: RemoteDataset, target: Target, *, share: bool | str = True, start: int = 0, stop: int | None = None,
+    connections: int = 16, upload_bytes_per_s: float | None = None, linger_s: float = 60.0,
     on_progress: OnProgress = lambda _: None,
-) -> tuple[MirrorReport, dict[str, Any]]:
+) -> tuple[MirrorReport, dict[str, Any]]:  # fmt: skip
     """Like `mirror`, from a swarm to a directory; also returns the figures of the swarm.
 
     `share`: see SwarmMember. After the copy it serves slices until none was requested for 5 s, for `linger_s` at most.
@@ -166,14 +154,9 @@ def mirror_by_swarm(
 
 
 def _mirror(
-    dataset: RemoteDataset,
-    target: Target,
-    start: int,
-    stop: int | None,
-    on_progress: OnProgress,
-    copy: Callable[[list[SliceInfo], list[SliceInfo]], None],
-    files: Mapping[str, bytes],
-) -> MirrorReport:
+    dataset: RemoteDataset, target: Target, start: int, stop: int | None, on_progress: OnProgress,
+    copy: Callable[[list[SliceInfo], list[SliceInfo]], None], files: Mapping[str, bytes],
+) -> MirrorReport:  # fmt: skip
     """Mirror a dataset: `copy` is called with absent and present slices; `files` are small files known already."""
     stop = dataset.num_slices if stop is None else stop
     if not 0 <= start <= stop <= dataset.num_slices:
@@ -227,14 +210,9 @@ def _check_slices(target: Target, rows: Iterable[SliceInfo], *, verify: bool) ->
 
 
 def _copy_slices(
-    target: Target,
-    rows: list[SliceInfo],
-    fetch: Fetch,
-    on_commit: Callable[[SliceInfo], object],
-    max_slices: int,
-    max_bytes: int,
-    on_progress: OnProgress,
-) -> None:
+    target: Target, rows: list[SliceInfo], fetch: Fetch, on_commit: Callable[[SliceInfo], object], max_slices: int,
+    max_bytes: int, on_progress: OnProgress,
+) -> None:  # fmt: skip
     """Download and commit slices, several at once, started in order.
 
     A directory gets a slice in the thread that ended its transfer, so before a tracker is told of it; uploads to a
@@ -300,14 +278,9 @@ def holds_shards(source: str) -> bool:
 
 
 def mirror_shards(
-    source: str,
-    destination: str,
-    *,
-    temporary: Path,
-    shards: slice | None = None,
-    max_workers: Workers = None,
+    source: str, destination: str, *, temporary: Path, shards: slice | None = None, max_workers: Workers = None,
     on_progress: OnProgress = lambda _: None,
-) -> ShardMirrorReport:
+) -> ShardMirrorReport:  # fmt: skip
     """Copy shards; those that the destination has are skipped.
 
     Args:

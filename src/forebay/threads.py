@@ -47,13 +47,9 @@ class SupervisedThread:
     """
 
     def __init__(
-        self,
-        target: Callable[[], object],
-        name: str,
-        *,
-        stopping: threading.Event | None = None,
+        self, target: Callable[[], object], name: str, *, stopping: threading.Event | None = None,
         first_wait_s: float = FIRST_WAIT_S,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.stopping = stopping or threading.Event()
         self._target = target
         self._first_wait_s = first_wait_s

@@ -9,16 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.cli.arguments import add_identity, address, positive, seconds, size
-from forebay.cli.running import (
-    add_node,
-    joined_network,
-    listen_at,
-    log,
-    ready,
-    send_request,
-    stop_event,
-    until_stopped,
-)
+from forebay.cli.running import add_node, joined_network, listen_at, log, ready, send_request, stop_event, until_stopped
 from forebay.network.retry import log_while_waiting
 from forebay.units import format_bytes, format_seconds
 

@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.cli.arguments import add_identity, positive, seconds
-from forebay.cli.running import (
-    add_from_urls,
-    add_node,
-    joined_network,
-    listen_at,
-    ready,
-    send_request,
-    stop_event,
-)
+from forebay.cli.running import add_from_urls, add_node, joined_network, listen_at, ready, send_request, stop_event
 from forebay.errors import LeaseError, UsageError
 from forebay.threads import SupervisedThread
 

@@ -19,27 +19,13 @@ from dataclasses import replace
 from typing import Any
 
 from forebay.coordinator import messages
-from forebay.coordinator.messages import (
-    Action,
-    Event,
-    Heartbeat,
-    Join,
-    Leave,
-    LogLine,
-    MemberMessage,
-    RankGeneration,
-    Ready,
-    Refuse,
-    RunMember,
-    RunState,
-    Stepped,
-)  # fmt: skip
+from forebay.coordinator.messages import Action, RankGeneration, RunMember, RunState
 
 MAX_BREAKS = 3
 MAX_SEATS = 4096  # of workers that left, too; those that finished a step longest ago are forgotten first
 
 
-def apply(state: RunState, event: Event, now: float) -> tuple[RunState, list[Action]]:
+def apply(state: RunState, event: messages.Event, now: float) -> tuple[RunState, list[Action]]:
     """The state after an event, and actions; a refused event changes nothing but expiries."""
     actions: list[Action] = []
     state = _advance(state, now, actions)
@@ -47,7 +33,7 @@ def apply(state: RunState, event: Event, now: float) -> tuple[RunState, list[Act
         case messages.ProposeConfig():
             if not state.members and state.generation is None:
                 state = replace(state, config={**event.settings, **state.fixed})
-        case Join():
+        case messages.Join():
             state = _join(state, event, now, actions)
         case messages.Tick():
             pass
@@ -56,19 +42,21 @@ def apply(state: RunState, event: Event, now: float) -> tuple[RunState, list[Act
     return _advance(state, now, actions), actions
 
 
-def _join(state: RunState, event: Join, now: float, actions: list[Action]) -> RunState:
+def _join(state: RunState, event: messages.Join, now: float, actions: list[Action]) -> RunState:
     old, worker = state.members.get(event.worker_id), f"worker {event.worker_id!r}"
     if old is not None and old.session == event.session and old.peer_id == event.peer_id:
         return _put(state, replace(old, seen_at=now, lost_at=None, address=event.address))
     if old is not None:
         if old.peer_id != event.peer_id:
-            refusal = Refuse("duplicate", f"{worker}: another member has this id. Give each worker an id of its own.")
+            refusal = messages.Refuse(
+                "duplicate", f"{worker}: another member has this id. Give each worker an id of its own."
+            )
         elif old.polling and old.lost_at is None:
             text = f"{worker}: another live process has this id. Give each worker an id of its own."
-            refusal = Refuse("duplicate", text)
+            refusal = messages.Refuse("duplicate", text)
         elif old.lost_at is None and now - old.seen_at <= state.rules.lost_s:
             text = f"{worker}: was here {now - old.seen_at:.1f} s ago under another session. Ask again."
-            refusal = Refuse("unsure", text)
+            refusal = messages.Refuse("unsure", text)
         else:
             refusal = None
         if refusal is not None:
@@ -79,21 +67,21 @@ def _join(state: RunState, event: Join, now: float, actions: list[Action]) -> Ru
     seat = old.seat if old is not None else state.seats.get(event.worker_id, max(seats, default=-1) + 1)
     trained = (event.step, event.step, event.samples)
     member = RunMember(event.worker_id, event.session, seat, event.address, event.peer_id, *trained, now, now)
-    actions.append(LogLine(f"{worker} joins" + (" again" if event.worker_id in state.seats else "")))
+    actions.append(messages.LogLine(f"{worker} joins" + (" again" if event.worker_id in state.seats else "")))
     return _put(state, member)
 
 
 def _apply_member(
     state: RunState,
-    event: Ready | Heartbeat | Leave | messages.PollChange | messages.Disconnect,
+    event: messages.Ready | messages.Heartbeat | messages.Leave | messages.PollChange | messages.Disconnect,
     now: float,
     actions: list[Action],
 ) -> RunState:
     member = state.members.get(event.worker_id)
     if member is None or member.session != event.session:
-        if not isinstance(event, (Leave, messages.PollChange, messages.Disconnect)):
+        if not isinstance(event, (messages.Leave, messages.PollChange, messages.Disconnect)):
             text = f"worker {event.worker_id!r}: not a member in this session, removed or replaced. Join again."
-            actions.append(Refuse("expelled", text))
+            actions.append(messages.Refuse("expelled", text))
         return state
     if isinstance(event, messages.Disconnect):
         return _put(state, replace(member, lost_at=now if member.lost_at is None else member.lost_at))
@@ -105,25 +93,25 @@ def _apply_member(
     member = replace(member, seen_at=now, lost_at=None)
     generation = state.generation
     if generation is None or event.generation != generation.number or generation.rank_of(member.session) is None:
-        if isinstance(event, Leave):
+        if isinstance(event, messages.Leave):
             return _remove(state, member, "it leaves", actions)
         return _put(state, member)  # it missed an answer, or waits for a generation: its steps do not count here
-    if event.step < member.step and isinstance(event, Ready):
+    if event.step < member.step and isinstance(event, messages.Ready):
         text = f"worker {member.worker_id!r}: expected at least {member.step} finished steps, got {event.step}."
-        actions.append(Refuse("bad_step", text))
+        actions.append(messages.Refuse("bad_step", text))
         return state
     if event.step > member.step:
         member = replace(member, step=event.step, moved_at=now)
     state = _count_step(_put(state, member), generation, event.step, actions)
     match event:
-        case Ready():
+        case messages.Ready():
             weights, samples = event.step, generation.sample_at(event.step, state.batch_size)
             if event.held_step is not None:
                 weights, samples = event.held_step, event.held_samples
             member = replace(member, ready=True, weights=weights, samples=samples)
             state = _put(state, member)
             return _break(state, member, actions) if event.broken else state
-        case Leave():
+        case messages.Leave():
             if event.finished:
                 state = replace(state, finished={**state.finished, member.session: (_voter(member), event.step)})
             return _remove(state, member, "it has finished" if event.finished else "it leaves", actions)
@@ -152,10 +140,10 @@ def _break(state: RunState, member: RunMember, actions: list[Action]) -> RunStat
     return _remove(state, member, f"{num} generations broke at its word before a step was finished", actions)
 
 
-def _stepped(state: RunState, generation: RankGeneration, stop: int) -> Stepped:
+def _stepped(state: RunState, generation: RankGeneration, stop: int) -> messages.Stepped:
     count = state.batch_size * len(generation.places)
     first = generation.sample_at(state.reached, state.batch_size)
-    return Stepped(generation.number, state.reached, stop, first, count)
+    return messages.Stepped(generation.number, state.reached, stop, first, count)
 
 
 def _voter(member: RunMember) -> str:
@@ -182,7 +170,7 @@ def _put(state: RunState, member: RunMember) -> RunState:
 
 def _remove(state: RunState, member: RunMember, reason: str, actions: list[Action]) -> RunState:
     """Remove a member; its rank and step are remembered in `gone`."""
-    actions.append(LogLine(f"worker {member.worker_id!r} is out: {reason}"))
+    actions.append(messages.LogLine(f"worker {member.worker_id!r} is out: {reason}"))
     state = replace(state, members={k: v for k, v in state.members.items() if k != member.worker_id})
     rank = state.generation.rank_of(member.session) if state.generation is not None else None
     if rank is None:
@@ -310,45 +298,45 @@ def _choose_source(state: RunState, survivors: list[RunMember], actions: list[Ac
     sample = old.sample_at(step, state.batch_size) if step >= old.start_step else min(source.samples, old.start_sample)
     if step < state.reached and not alive:
         lost = f"steps {step} to {state.reached} are redone" if step else "the run starts again"
-        actions.append(LogLine(f"no worker is left that has the weights of step {state.reached}: {lost}"))
+        actions.append(messages.LogLine(f"no worker is left that has the weights of step {state.reached}: {lost}"))
     return source, step, sample
 
 
 # Answers to a member's request. After its event an answer is due when `is_due` is true or the request's `wait_s` is
 # over; then `reply` is the answer.
 
-REQUESTS: dict[str, type[Join | Ready | Heartbeat | Leave]] = {
-    "/v1/members/join": Join,
-    "/v1/members/ready": Ready,
-    "/v1/members/heartbeat": Heartbeat,
-    "/v1/members/leave": Leave,
+REQUESTS: dict[str, type[messages.Join | messages.Ready | messages.Heartbeat | messages.Leave]] = {
+    "/v1/members/join": messages.Join,
+    "/v1/members/ready": messages.Ready,
+    "/v1/members/heartbeat": messages.Heartbeat,
+    "/v1/members/leave": messages.Leave,
 }
 
 
-def is_due(state: RunState, message: MemberMessage) -> bool:
+def is_due(state: RunState, message: messages.MemberMessage) -> bool:
     """Whether a request need not wait any longer: there is something to answer, or its session has ended."""
     if not _is_member(state, message):
         return True
     generation = state.generation
     is_new = generation is None or generation.number != getattr(message, "generation", 0)
     match message:
-        case Join():
+        case messages.Join():
             return generation is not None and generation.rank_of(message.session) is not None
-        case Ready():
+        case messages.Ready():
             return is_new or not state.changing or message.step < state.run_to
-        case Heartbeat():
+        case messages.Heartbeat():
             return is_new or (state.changing, state.broken) != (message.changing, message.broken)
     return True
 
 
-def reply(state: RunState, message: MemberMessage, run_id: str) -> dict[str, Any] | Refuse:
+def reply(state: RunState, message: messages.MemberMessage, run_id: str) -> dict[str, Any] | messages.Refuse:
     """The answer now: a generation, the step to continue to, or to ask again; to a heartbeat, whether to stop."""
-    if isinstance(message, Leave):
+    if isinstance(message, messages.Leave):
         return {"left": True}
     if not _is_member(state, message):
-        return Refuse("expelled", f"worker {message.worker_id!r}: removed or replaced. Join again.")
+        return messages.Refuse("expelled", f"worker {message.worker_id!r}: removed or replaced. Join again.")
     generation, number = state.generation, getattr(message, "generation", 0)
-    if isinstance(message, Heartbeat):
+    if isinstance(message, messages.Heartbeat):
         is_old = generation is None or generation.number != number
         return {"changing": is_old or state.changing, "broken": is_old or state.broken}
     if generation is not None and (rank := generation.rank_of(message.session)) is not None:
@@ -378,6 +366,6 @@ def config_reply(state: RunState, run_id: str) -> dict[str, Any]:
     return {"run_id": run_id, "config": dict(state.config), "fixed": dict(state.fixed), **shown}
 
 
-def _is_member(state: RunState, message: MemberMessage) -> bool:
+def _is_member(state: RunState, message: messages.MemberMessage) -> bool:
     member = state.members.get(message.worker_id)
     return member is not None and member.session == message.session

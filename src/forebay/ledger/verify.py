@@ -65,12 +65,9 @@ class _Reading:
 
 
 def verify_ledger(
-    path: Path,
-    public_key: bytes | None = None,
-    verify: Verifier | None = None,
-    replay: Replay | None = None,
+    path: Path, public_key: bytes | None = None, verify: Verifier | None = None, replay: Replay | None = None,
     max_set_aside: float = 0.0,
-) -> LedgerReport:
+) -> LedgerReport:  # fmt: skip
     """Check the chain, the signatures and that each epoch used each sample exactly once.
 
     Args:

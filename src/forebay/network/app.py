@@ -318,12 +318,9 @@ def exposition(families: Iterable[Metric]) -> bytes:
 
 
 def _family(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    name: str,
-    description: str,
-    value: float | dict[str, float],
-    label: str = "",
-) -> Metric:
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, description: str,
+    value: float | dict[str, float], label: str = "",
+) -> Metric:  # fmt: skip
     if not isinstance(value, dict):
         return kind(name, description, value=value)
     family = kind(name, description, labels=[label])

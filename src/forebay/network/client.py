@@ -18,19 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib3.util import SKIP_HEADER
 
 from forebay.errors import NetworkError, ProtocolError, UsageError
+from forebay.network import http
 from forebay.network.addresses import parse_peer_address
-from forebay.network.http import (
-    FAULTS,
-    Connection,
-    ConnectionPool,
-    PlainConnection,
-    StreamedResponse,
-    TlsConnection,
-    TruncatedHeadError,
-    bounded_context,
-    exchange,
-    remaining_s,
-)
+from forebay.network.http import FAULTS, Connection, StreamedResponse
 from forebay.network.peer import Peer
 from forebay.network.retry import retry_after_s
 
@@ -111,18 +101,15 @@ class Client:
     """
 
     def __init__(
-        self,
-        identity: Identity | None,
-        *,
-        context: ssl.SSLContext | None = None,
+        self, identity: Identity | None, *, context: ssl.SSLContext | None = None,
         read_peer: Callable[[bytes], Peer] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.identity = identity
         if identity is not None:
             context, read_peer = identity.client_context(), identity.peer
-        self._context = bounded_context(context) if context is not None else None
+        self._context = http.bounded_context(context) if context is not None else None
         self._read_peer = read_peer
-        self._pool = ConnectionPool(MAX_IDLE_PER_PEER)
+        self._pool = http.ConnectionPool(MAX_IDLE_PER_PEER)
 
     def close(self) -> None:
         """Close the idle connections; the client stays usable."""
@@ -135,17 +122,9 @@ class Client:
         self.close()
 
     def request_json(
-        self,
-        address: str,
-        method: str,
-        path: str,
-        obj: Any = None,
-        expect_peer: str | None = None,
-        timeout_s: float = 10.0,
-        max_bytes: int = MAX_JSON_BYTES,
-        *,
-        role: str | None = None,
-    ) -> tuple[Any, Peer]:
+        self, address: str, method: str, path: str, obj: Any = None, expect_peer: str | None = None,
+        timeout_s: float = 10.0, max_bytes: int = MAX_JSON_BYTES, *, role: str | None = None,
+    ) -> tuple[Any, Peer]:  # fmt: skip
         """Send an object as JSON (bytes unchanged, None as no body); return the JSON response and its sender.
 
         Args:
@@ -175,14 +154,9 @@ class Client:
         return self._send_small(address, "GET", path, b"", max_bytes, expect_peer, timeout_s)[0]
 
     def read_range(
-        self,
-        address: str,
-        path: str,
-        into: memoryview,
-        start: int,
-        expect_peer: str | None = None,
+        self, address: str, path: str, into: memoryview, start: int, expect_peer: str | None = None,
         timeout_s: float = 20.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Read bytes [start, start + len(into)) of the resource at a path into `into`.
 
         `timeout_s` is for each wait; a peer slower than 4 KiB/s over this time counts as stalled. TruncatedBodyError if
@@ -206,16 +180,9 @@ class Client:
         self._send(request, read)
 
     def _send_small(
-        self,
-        address: str,
-        method: str,
-        path: str,
-        body: bytes,
-        max_bytes: int,
-        expect_peer: str | None,
-        timeout_s: float,
-        role: str | None = None,
-    ) -> tuple[bytes, Peer]:
+        self, address: str, method: str, path: str, body: bytes, max_bytes: int, expect_peer: str | None,
+        timeout_s: float, role: str | None = None,
+    ) -> tuple[bytes, Peer]:  # fmt: skip
         headers = {"Content-Type": "application/json"} if body else {}
         if method == "POST":
             headers[IDEMPOTENCY_HEADER] = secrets.token_hex(8)  # short: every exchange of a worker carries one
@@ -249,7 +216,7 @@ class Client:
         response, can_keep = None, False
         try:
             self._check_peer(connection.peer, request)
-            response = exchange(
+            response = http.exchange(
                 connection, request.method, request.path, {**_NO_HEADERS, **request.headers},
                 request.body or None, request.deadline, MAX_HEAD_BYTES,
             )  # fmt: skip
@@ -294,12 +261,12 @@ class Client:
         host, port = parse_peer_address(request.address)
         connection: Connection
         if self._context is None:
-            connection = PlainConnection(host, port)
+            connection = http.PlainConnection(host, port)
             connection.peer = Peer("", b"", request.address)
         else:
-            connection = TlsConnection(host, port, ssl_context=self._context, assert_hostname=False)
+            connection = http.TlsConnection(host, port, ssl_context=self._context, assert_hostname=False)
         try:
-            connection.timeout = remaining_s(request.deadline)
+            connection.timeout = http.remaining_s(request.deadline)
             connection.connect()
             if self._read_peer is not None:
                 sock: Any = connection.sock
@@ -328,7 +295,7 @@ def _fault(request: _Request, response: StreamedResponse | None, error: Exceptio
 
 def _unreachable(what: str, address: str, error: Exception) -> str:
     hint = "Is the peer running, and the address right?"
-    if isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError, TruncatedHeadError)):
+    if isinstance(error, (ssl.SSLError, ConnectionResetError, BrokenPipeError, http.TruncatedHeadError)):
         hint = f"It may be stopping or full. {_SAME_NETWORK}"
     return f"{what}: cannot reach {address}: {type(error).__name__}: {error}. {hint}"
 

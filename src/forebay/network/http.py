@@ -230,14 +230,9 @@ class StreamedResponse:
 
 
 def exchange(
-    connection: Connection,
-    method: str,
-    target: str,
-    headers: Mapping[str, str],
-    body: bytes | None,
-    deadline: float,
+    connection: Connection, method: str, target: str, headers: Mapping[str, str], body: bytes | None, deadline: float,
     max_head_bytes: int,
-) -> StreamedResponse:
+) -> StreamedResponse:  # fmt: skip
     """Send a request over an open connection and read the head of the response by `deadline` (of time.monotonic).
 
     Raises TruncatedHeadError if the server closed within the head, one of FAULTS if the connection fails or the

@@ -24,15 +24,8 @@ from forebay.files import atomic_write
 from forebay.network.addresses import parse_address
 from forebay.network.client import Client
 from forebay.network.peer import Scope
-from forebay.network.pki.certificates import (
-    Issuer,
-    check_root,
-    check_scope,
-    der_of,
-    peer_of,
-    pem_of,
-    verify_certificate,
-)  # fmt: skip
+from forebay.network.pki import certificates
+from forebay.network.pki.certificates import Issuer
 from forebay.network.pki.files import check_new_node, parse_network, read_key, write_key
 from forebay.network.pki.identity import Identity
 from forebay.network.pki.revocation import Revocations
@@ -70,7 +63,7 @@ _TOKEN = TypeAdapter(JoinToken)
 
 def sign_token(issuer: Issuer, token: JoinToken) -> str:
     """The token as text. Raises UsageError if the issuer may not give it."""
-    check_scope(token.scope)
+    certificates.check_scope(token.scope)
     if beyond := token.scope.exceeds(issuer.scope):
         raise UsageError(
             f"invite: this organisation may give {', '.join(sorted(issuer.scope.roles))}, "
@@ -173,19 +166,19 @@ def _write_node(folder: Path, answer: Any, key: Ed25519PrivateKey, network_id: s
         network = json.dumps(answer["network"], indent=1).encode() + b"\n"
         named_id = parse_network(network, "the server's answer").network_id
         crls = [str(pem).encode() for pem in answer["crls"]]
-        root = der_of(root_cert)
-        check_root(root, network_id)
-        peer = verify_certificate(der_of(certs[0]), root)
+        root = certificates.der_of(root_cert)
+        certificates.check_root(root, network_id)
+        peer = certificates.verify_certificate(certificates.der_of(certs[0]), root)
     except (KeyError, ValueError, TypeError, IndexError, UsageError) as error:
         raise ProtocolError(f"join: the server's answer is malformed: {type(error).__name__}: {error}") from error
     if named_id != network_id or peer.public_key != key.public_key().public_bytes_raw():
         raise ProtocolError(f"join: expected a certificate of network {network_id} for our key, got another")
     if issuer != (peer.org or network_id):
         raise ProtocolError(f"join: expected a certificate by {issuer}, got one by {peer.org or network_id}")
-    atomic_write(folder / "root-cert.pem", pem_of(root_cert))
+    atomic_write(folder / "root-cert.pem", certificates.pem_of(root_cert))
     atomic_write(folder / "network.json", network)
     write_key(folder / "node-key.pem", key)
-    atomic_write(folder / "node-cert.pem", pem_of(*certs[:2]))
+    atomic_write(folder / "node-cert.pem", certificates.pem_of(*certs[:2]))
     revocations = Revocations(folder, root)
     for pem in crls:
         revocations.accept(pem)
@@ -207,5 +200,5 @@ def _post(address: str, issuer: str, path: str, body: dict[str, str], node_dir: 
     if node_dir is not None:
         context.load_cert_chain(node_dir / "node-cert.pem", node_dir / "node-key.pem")
     parse_address(address)
-    with Client(None, context=context, read_peer=peer_of) as client:
+    with Client(None, context=context, read_peer=certificates.peer_of) as client:
         return client.request_json(address, "POST", path, body, issuer, TIMEOUT_S, MAX_ANSWER_BYTES)[0]

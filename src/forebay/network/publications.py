@@ -67,14 +67,9 @@ class PublishedClaims(NamedTuple):
 
 
 def sign_dataset(
-    identity: Identity,
-    directory: str | Path,
-    name: str,
-    *,
-    origins: Sequence[str] = (),
-    valid_days: float = VALID_DAYS,
-    serial: int | None = None,
-) -> Publication:
+    identity: Identity, directory: str | Path, name: str, *, origins: Sequence[str] = (),
+    valid_days: float = VALID_DAYS, serial: int | None = None,
+) -> Publication:  # fmt: skip
     """Write a dataset's manifest.sig.json; the default `serial` is the Unix time, or the last one plus 1."""
     path = Path(directory) / "manifest.json"
     try:

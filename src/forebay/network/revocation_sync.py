@@ -64,17 +64,10 @@ class TrustWatch:
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        client: Client,
-        *,
-        peers: Callable[[], Sequence[str]] = tuple,
-        discovery: Discovery | None = None,
-        address: str | None = None,
-        on_change: Callable[[], object] = lambda: None,
-        ask_every_s: float = ASK_EVERY_S,
-        look_every_s: float = LOOK_EVERY_S,
-    ) -> None:
+        self, identity: Identity, client: Client, *, peers: Callable[[], Sequence[str]] = tuple,
+        discovery: Discovery | None = None, address: str | None = None, on_change: Callable[[], object] = lambda: None,
+        ask_every_s: float = ASK_EVERY_S, look_every_s: float = LOOK_EVERY_S,
+    ) -> None:  # fmt: skip
         self._identity = identity
         self._client = client
         self._peers = peers

@@ -60,19 +60,11 @@ class Server:
     """
 
     def __init__(
-        self,
-        app: FastAPI,
-        identity: Identity | None,
-        host: str,
-        port: int,
-        *,
-        limits: ServerLimits | None = None,
-        throttle: Throttle | None = None,
-        on_bytes: Callable[[Peer, int], None] | None = None,
-        tls: ssl.SSLContext | None = None,
-        discovery: Discovery | None = None,
+        self, app: FastAPI, identity: Identity | None, host: str, port: int, *, limits: ServerLimits | None = None,
+        throttle: Throttle | None = None, on_bytes: Callable[[Peer, int], None] | None = None,
+        tls: ssl.SSLContext | None = None, discovery: Discovery | None = None,
         peers: Callable[[], Sequence[str]] = tuple,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.identity = identity
         self.host = host
         self.port = port

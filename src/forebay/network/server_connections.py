@@ -255,13 +255,9 @@ class ServerCore:
     """State shared by a server's connections, and its ASGI entry point; runs in the server's loop."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        identity: Identity | None,
-        limits: ServerLimits,
-        throttle: Throttle,
+        self, app: ASGIApp, identity: Identity | None, limits: ServerLimits, throttle: Throttle,
         on_bytes: Callable[[Peer, int], None] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.app = app
         self.identity = identity
         self.limits = limits

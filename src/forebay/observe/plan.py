@@ -14,17 +14,8 @@ from numpy.typing import NDArray
 
 from forebay.cache.eviction import part_bytes
 from forebay.errors import UsageError
-from forebay.load.resources import (
-    COMMON_DISK_BYTES,
-    CacheNeeds,
-    NodeNeeds,
-    RunSpec,
-    check_traffic,
-    fetch_ratio,
-    fit_lanes,
-    largest_needs,
-    refetched_bytes,
-)
+from forebay.load import resources
+from forebay.load.resources import RunSpec
 from forebay.order.plan import Order, part_of
 from forebay.order.windows import Spans
 from forebay.units import format_bytes, format_rate, format_seconds
@@ -132,12 +123,12 @@ class RunPlan:
     """The figures of a run; `refused` has the reasons why it cannot run as requested. None: not known."""
 
     job: RunSpec
-    nodes: list[NodeNeeds] = field(repr=False)
+    nodes: list[resources.NodeNeeds] = field(repr=False)
     lanes: int
     window: int
     head: int
     steps_per_epoch: int
-    disk: CacheNeeds
+    disk: resources.CacheNeeds
     cache_bytes: int
     peak_disk_bytes: int
     fetched_bytes: int
@@ -198,7 +189,7 @@ def make_plan(job: RunSpec) -> RunPlan:
     if plan.ok:
         chosen = replace(job, lanes=plan.lanes, window=plan.window, cache_bytes=plan.cache_bytes)
         try:
-            traffic = check_traffic(chosen, chosen.order(), plan.nodes)
+            traffic = resources.check_traffic(chosen, chosen.order(), plan.nodes)
         except UsageError as error:
             plan.refused.append(str(error))
     _warn(plan)
@@ -207,12 +198,12 @@ def make_plan(job: RunSpec) -> RunPlan:
 
 
 def _figures(job: RunSpec) -> RunPlan:
-    order, nodes = fit_lanes(job)
-    disk, spans = largest_needs(nodes)
+    order, nodes = resources.fit_lanes(job)
+    disk, spans = resources.largest_needs(nodes)
     overhead, total_bytes = job.part_bytes, int(job.slice_bytes.sum())
     proposed = min(max(disk.next_bytes, disk.once_bytes), total_bytes) + overhead
     cache = job.cache_bytes if job.cache_bytes is not None else min(proposed, job.volume_bytes or proposed)
-    per_epoch = disk.epoch_bytes + max(refetched_bytes(job, node, cache) for node in nodes)
+    per_epoch = disk.epoch_bytes + max(resources.refetched_bytes(job, node, cache) for node in nodes)
     batch_size = -(-job.global_batch // job.world_size)
     fixed_bytes, sample_bytes = _memory_bytes(job)
     plan = RunPlan(
@@ -220,7 +211,7 @@ def _figures(job: RunSpec) -> RunPlan:
         cache_bytes=cache,
         peak_disk_bytes=min(cache, sum(map(part_bytes, job.slice_bytes.tolist()))),
         fetched_bytes=min(total_bytes, per_epoch * job.epochs) if cache >= total_bytes else per_epoch * job.epochs,
-        fetch_ratio=fetch_ratio(job, nodes, cache),
+        fetch_ratio=resources.fetch_ratio(job, nodes, cache),
         samples_of_rank=_samples_of_rank(job, order),
         first_batch_bytes=_first_bytes(job, order),
         memory_bytes=job.ranks_per_node * (fixed_bytes + sample_bytes * batch_size),
@@ -389,8 +380,8 @@ def _refuse(plan: RunPlan) -> None:
 def _narrower(plan: RunPlan) -> str:
     """Lanes and a window that fit, if any."""
     job = plan.job
-    order, nodes = fit_lanes(replace(job, lanes=None, window=None))
-    disk = largest_needs(nodes)[0]
+    order, nodes = resources.fit_lanes(replace(job, lanes=None, window=None))
+    disk = resources.largest_needs(nodes)[0]
     if job.cache_limit is not None and disk.least_bytes <= job.cache_limit:
         return (
             f"lanes={order.num_lanes}, window={order.window_samples} keep {format_bytes(disk.open_bytes)} open, "
@@ -415,8 +406,8 @@ def _warn(plan: RunPlan) -> None:
         advice.append(f"cache_bytes={disk.next_bytes} holds the next windows too.")
     if job.bandwidth is not None and job.bandwidth < COMMON_BYTES_PER_S:
         warnings.append(f"bandwidth: {job.bandwidth * 8 / 1e9:.3g} Gb/s; runs like this have 1 Gb/s or more.")
-    if job.volume_bytes is not None and job.volume_bytes < min(COMMON_DISK_BYTES, disk.next_bytes):
-        needed = format_bytes(min(COMMON_DISK_BYTES, disk.next_bytes))
+    if job.volume_bytes is not None and job.volume_bytes < min(resources.COMMON_DISK_BYTES, disk.next_bytes):
+        needed = format_bytes(min(resources.COMMON_DISK_BYTES, disk.next_bytes))
         warnings.append(f"disk: {format_bytes(job.volume_bytes)} are less than the {needed} needed to never wait.")
     if job.mem_bytes is not None and job.mem_bytes < COMMON_MEM_BYTES:
         warnings.append(f"memory: {format_bytes(job.mem_bytes)}; runs like this have 4 GB or more.")

@@ -85,16 +85,9 @@ class Order:
     """
 
     def __init__(
-        self,
-        samples_per_slice: I64,
-        seed: int,
-        global_batch: int,
-        lanes: int | None = None,
-        window: int | None = None,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        head: int | None = None,
-    ) -> None:
+        self, samples_per_slice: I64, seed: int, global_batch: int, lanes: int | None = None, window: int | None = None,
+        shuffle: bool = True, drop_last: bool = False, head: int | None = None,
+    ) -> None:  # fmt: skip
         counts = np.array(samples_per_slice, dtype=np.int64)
         if counts.ndim != 1 or (len(counts) and int(counts.min()) < 0):
             raise UsageError("samples_per_slice: expected counts from 0 in one dimension.")

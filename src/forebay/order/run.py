@@ -44,15 +44,9 @@ class Run:
     """
 
     def __init__(
-        self,
-        orders: Sequence[Order],
-        batches: BatchSizes,
-        *,
-        weights: Weights | None = None,
-        epochs: int | None = 1,
-        num_steps: int | None = None,
-        drop_last: bool = False,
-    ) -> None:
+        self, orders: Sequence[Order], batches: BatchSizes, *, weights: Weights | None = None, epochs: int | None = 1,
+        num_steps: int | None = None, drop_last: bool = False,
+    ) -> None:  # fmt: skip
         self.orders = tuple(orders)
         self.batches = batches
         self.weights = weights
@@ -207,14 +201,9 @@ class OwnedRun(Run):
     """
 
     def __init__(
-        self,
-        order: Order,
-        batch_size: int,
-        num_samples: Sequence[int] | I64,
-        *,
-        epochs: int | None = 1,
+        self, order: Order, batch_size: int, num_samples: Sequence[int] | I64, *, epochs: int | None = 1,
         num_steps: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__([order], BatchSizes.of(batch_size), epochs=epochs)
         self._of_ranks = np.array(num_samples, np.int64)
         self._per_epoch = -(-int(np.max(num_samples)) // batch_size)

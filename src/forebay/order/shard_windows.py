@@ -20,12 +20,9 @@ Sampler = Literal["compat", "forebay"]
 
 
 def shard_of_step(
-    step: int,
-    num_shards: int,
-    steps_per_shard: int = STEPS_PER_SHARD,
-    reset_step: int | None = None,
+    step: int, num_shards: int, steps_per_shard: int = STEPS_PER_SHARD, reset_step: int | None = None,
     remap: Mapping[int, int] | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """The shard that is read at a global step.
 
     Args:
@@ -64,18 +61,9 @@ def window_seed(uid: int, window: int) -> int:
 
 
 def window_sample_ids(
-    uid: int,
-    window: int,
-    dataset_len: int,
-    steps: int,
-    batch: int,
-    rank: int = 0,
-    world: int = 1,
-    *,
-    mode: Sampler = "compat",
-    seed: int = 42,
-    first_window: int = 0,
-) -> NDArray[np.int64]:
+    uid: int, window: int, dataset_len: int, steps: int, batch: int, rank: int = 0, world: int = 1, *,
+    mode: Sampler = "compat", seed: int = 42, first_window: int = 0,
+) -> NDArray[np.int64]:  # fmt: skip
     """The samples of one window within a shard, for one rank.
 
     Args:

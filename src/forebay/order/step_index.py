@@ -85,14 +85,9 @@ class StepIndex:
     """
 
     def __init__(
-        self,
-        batches: BatchSizes,
-        num_samples: int | None,
-        *,
-        epochs: int | None = 1,
-        num_steps: int | None = None,
+        self, batches: BatchSizes, num_samples: int | None, *, epochs: int | None = 1, num_steps: int | None = None,
         drop_last: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_integer("epochs", epochs, 1)
         check_integer("num_steps", num_steps, 1)
         self.batches = batches

@@ -17,17 +17,9 @@ from forebay.scheduler.core import ProviderFault, SchedulerCore
 from forebay.scheduler.events import Event, LeaseCut, LeaseReturned, from_row, to_row
 from forebay.scheduler.leases import JobSpec
 from forebay.scheduler.messages import ExchangeRequest, ExchangeResult, LeaseGrant
+from forebay.simulate import scenario
 from forebay.simulate.network import Clock, SimNetwork
-from forebay.simulate.scenario import (
-    Faults,
-    Machine,
-    Scenario,
-    SimulationResult,
-    UsageRecord,
-    UsedRange,
-    draw,
-    lease_bound,
-)
+from forebay.simulate.scenario import Scenario, SimulationResult, UsedRange
 from forebay.simulate.worker import Worker
 from forebay.worker.scheduler_client import ANSWER_S
 
@@ -46,9 +38,11 @@ def simulate(settings: Scenario, on_progress: Callable[[int], object] = lambda n
 
     Equal scenarios give equal results. `on_progress` is called with numbers of acknowledged samples.
     """
-    calm_s = max(lease_bound(settings, draw(settings.model_copy(update={"churn": 0.0}), 1.0).machines).values())
-    faults = draw(settings, calm_s)
-    bound = lease_bound(settings, faults.machines)
+    calm_s = max(
+        scenario.lease_bound(settings, scenario.draw(settings.model_copy(update={"churn": 0.0}), 1.0).machines).values()
+    )
+    faults = scenario.draw(settings, calm_s)
+    bound = scenario.lease_bound(settings, faults.machines)
     world = _World(settings, faults, on_progress)
     bound_s = max(bound.values())
     until = _MAX_TIMES * (bound_s if bound_s < float("inf") else calm_s) + 1000.0
@@ -133,12 +127,12 @@ class _Scheduler:
 class _World:
     """The machines, the scheduler, the connections between them, and the record."""
 
-    def __init__(self, settings: Scenario, faults: Faults, on_progress: Callable[[int], object]) -> None:
+    def __init__(self, settings: Scenario, faults: scenario.Faults, on_progress: Callable[[int], object]) -> None:
         self.settings, self.on_progress = settings, on_progress
         self.clock = Clock()
         self.net = SimNetwork(settings, self.clock, faults)
         samples = np.full(settings.slices, settings.samples, np.int64)
-        self.record = UsageRecord(samples, settings.epochs)
+        self.record = scenario.UsageRecord(samples, settings.epochs)
         self.workers: dict[str, Worker] = {}
         self.ended_at: float | None = None
         self.num_remaining = settings.num_samples
@@ -171,7 +165,7 @@ class _World:
         if not self.scheduler.is_up:
             self.scheduler.start()
 
-    def _plan(self, machine: Machine) -> None:
+    def _plan(self, machine: scenario.Machine) -> None:
         def join() -> None:
             node = self.net.join(machine)
             self.workers[node.provider.peer_id] = Worker(self.net, node, self.record, _JOB, _DATASET, self._send)

@@ -90,13 +90,9 @@ def issue(
 
 
 def _builder(
-    name: str,
-    issuer_name: str,
-    key: Ed25519PublicKey,
-    days: float,
-    path_length: int | None,
+    name: str, issuer_name: str, key: Ed25519PublicKey, days: float, path_length: int | None,
     latest: dt.datetime | None = None,
-) -> x509.CertificateBuilder:
+) -> x509.CertificateBuilder:  # fmt: skip
     """What all certificates have in common; `path_length` None: it may not issue others."""
     now, is_ca, peer_id = dt.datetime.now(dt.UTC), path_length is not None, peer_id_of(key.public_bytes_raw())
     end = now + dt.timedelta(days=days)

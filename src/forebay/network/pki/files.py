@@ -19,18 +19,8 @@ from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write, remove_stale
 from forebay.network.addresses import HostPort
 from forebay.network.peer import Peer, Scope
-from forebay.network.pki.certificates import (
-    NAME,
-    ORG_VALID_DAYS,
-    ROOT_VALID_DAYS,
-    Issuer,
-    check_root,
-    der_of,
-    issue,
-    issue_root,
-    peer_of,
-    pem_of,
-)
+from forebay.network.pki import certificates
+from forebay.network.pki.certificates import Issuer
 from forebay.peer_id import peer_id_of
 
 
@@ -47,8 +37,9 @@ _NETWORK = TypeAdapter(NetworkConfig)
 
 
 def create_network(
-    directory: str | Path, name: str, bootstrap: Sequence[HostPort] = (), *, valid_days: float = ROOT_VALID_DAYS
-) -> str:
+    directory: str | Path, name: str, bootstrap: Sequence[HostPort] = (), *,
+    valid_days: float = certificates.ROOT_VALID_DAYS,
+) -> str:  # fmt: skip
     """Create a network: a root key and its certificate. Returns the network's id.
 
     `bootstrap` are the DHT nodes by which members join. UsageError if the directory has a network: another key would
@@ -63,7 +54,7 @@ def create_network(
         )
     key = Ed25519PrivateKey.generate()
     write_key(folder / "root-key.pem", key)
-    atomic_write(folder / "root-cert.pem", pem_of(issue_root(name, key, valid_days)))
+    atomic_write(folder / "root-cert.pem", certificates.pem_of(certificates.issue_root(name, key, valid_days)))
     config = NetworkConfig(peer_id_of(key.public_key().public_bytes_raw()), name, tuple(bootstrap))
     atomic_write(folder / "network.json", _NETWORK.dump_json(config, indent=1) + b"\n")
     return config.network_id
@@ -75,7 +66,7 @@ def create_organisation(
     name: str,
     scope: Scope = Scope(),  # noqa: B008 - frozen
     *,
-    valid_days: float = ORG_VALID_DAYS,
+    valid_days: float = certificates.ORG_VALID_DAYS,
 ) -> str:
     """Create an organisation with its own key; `scope` bounds its nodes' scopes. Returns its peer id."""
     folder = Path(out_dir)
@@ -83,9 +74,9 @@ def create_organisation(
     if (folder / "org-key.pem").exists():
         raise UsageError(f"organisation: {folder} already holds one (org-key.pem). Choose another directory.")
     key = Ed25519PrivateKey.generate()
-    cert = issue(read_issuer(network_dir), name, key.public_key(), scope, valid_days, organisation=True)
+    cert = certificates.issue(read_issuer(network_dir), name, key.public_key(), scope, valid_days, organisation=True)
     write_key(folder / "org-key.pem", key)
-    atomic_write(folder / "org-cert.pem", pem_of(cert))
+    atomic_write(folder / "org-cert.pem", certificates.pem_of(cert))
     copy_shared(Path(network_dir), folder)
     return peer_in(cert).peer_id
 
@@ -102,21 +93,25 @@ def read_issuer(directory: str | Path) -> Issuer:
     return Issuer(key, cert, kind == "root")
 
 
-def renew_organisation(network_dir: str | Path, org_dir: str | Path, *, valid_days: float = ORG_VALID_DAYS) -> str:
+def renew_organisation(
+    network_dir: str | Path, org_dir: str | Path, *, valid_days: float = certificates.ORG_VALID_DAYS
+) -> str:
     """Issue a new certificate for an organisation's key, with the same scope. Returns its peer id."""
     folder = Path(org_dir)
     old = read_issuer(folder)
     name = peer_in(old.cert).name
-    cert = issue(read_issuer(network_dir), name, old.key.public_key(), old.scope, valid_days, organisation=True)
-    atomic_write(folder / "org-cert.pem", pem_of(cert))
+    cert = certificates.issue(
+        read_issuer(network_dir), name, old.key.public_key(), old.scope, valid_days, organisation=True
+    )
+    atomic_write(folder / "org-cert.pem", certificates.pem_of(cert))
     copy_shared(Path(network_dir), folder)
     return old.peer_id
 
 
 def node_pem(issuer: Issuer, name: str, key: Ed25519PublicKey, scope: Scope, valid_days: float) -> bytes:
     """Issue a node-cert.pem: the node's certificate, followed by its organisation's."""
-    cert = issue(issuer, name, key, scope, valid_days)
-    return pem_of(cert) if issuer.is_root else pem_of(cert, issuer.cert)
+    cert = certificates.issue(issuer, name, key, scope, valid_days)
+    return certificates.pem_of(cert) if issuer.is_root else certificates.pem_of(cert, issuer.cert)
 
 
 def check_new_node(folder: Path, name: str) -> None:
@@ -131,7 +126,7 @@ def check_new_node(folder: Path, name: str) -> None:
 
 def check_name(what: str, name: str) -> None:
     """Raise UsageError unless a name is 1 to 64 letters, digits, dots, underscores and hyphens."""
-    if not NAME.fullmatch(name):
+    if not certificates.NAME.fullmatch(name):
         raise UsageError(
             f"{what} name: expected 1 to 64 of A-Z a-z 0-9 . _ - beginning with a letter or digit, got {name!r}"
         )
@@ -139,7 +134,7 @@ def check_name(what: str, name: str) -> None:
 
 def peer_in(cert: x509.Certificate) -> Peer:
     """The peer that a certificate names."""
-    return peer_of(der_of(cert))
+    return certificates.peer_of(certificates.der_of(cert))
 
 
 def read_network(folder: Path) -> NetworkConfig:
@@ -199,11 +194,11 @@ def read_certs(path: Path) -> list[x509.Certificate]:
 def read_root(folder: Path) -> bytes:
     """Read the root certificate of a directory's network as DER. Raises UsageError."""
     certs = read_certs(folder / "root-cert.pem")
-    root = der_of(certs[0])
+    root = certificates.der_of(certs[0])
     try:
         if len(certs) != 1:
             raise ProtocolError(f"root-cert.pem: expected one certificate, got {len(certs)}")
-        check_root(root, read_network(folder).network_id)
+        certificates.check_root(root, read_network(folder).network_id)
     except ProtocolError as error:
         raise UsageError(
             f"{error} ({folder}). Copy root-cert.pem and network.json from the network's directory."

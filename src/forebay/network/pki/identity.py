@@ -24,19 +24,8 @@ from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.network.audit import AuditLog
 from forebay.network.peer import Peer, Scope
+from forebay.network.pki import files
 from forebay.network.pki.certificates import NODE_VALID_DAYS, der_of, scope_of, verify_certificate
-from forebay.network.pki.files import (
-    check_new_node,
-    copy_shared,
-    node_pem,
-    peer_in,
-    read_certs,
-    read_issuer,
-    read_key,
-    read_network,
-    read_root,
-    write_key,
-)
 from forebay.network.pki.files import create_network as create_network
 from forebay.network.pki.files import create_organisation as create_organisation
 from forebay.network.pki.revocation import Revocations, file_stamp
@@ -64,12 +53,12 @@ class Identity:
     def __init__(self, node_dir: Path) -> None:
         self.node_dir = node_dir
         self.audit: AuditLog | None = None
-        network, self._key = read_network(node_dir), read_key(node_dir / "node-key.pem")
+        network, self._key = files.read_network(node_dir), files.read_key(node_dir / "node-key.pem")
         self.network_id, self.network_name = network.network_id, network.name
         self.bootstrap = list(network.bootstrap)
         self.public_key: bytes = self._key.public_key().public_bytes_raw()
         self.peer_id = peer_id_of(self.public_key)
-        self.root = read_root(node_dir)
+        self.root = files.read_root(node_dir)
         self.revocations = Revocations(node_dir, self.root)
         self._cert_stamp = file_stamp(node_dir / "node-cert.pem")
         self._contexts: weakref.WeakSet[ssl.SSLContext] = weakref.WeakSet()
@@ -83,8 +72,8 @@ class Identity:
         return identity
 
     def _read_certificate(self) -> None:
-        cert = read_certs(self.node_dir / "node-cert.pem")[0]
-        if peer_in(cert).public_key != self.public_key:
+        cert = files.read_certs(self.node_dir / "node-cert.pem")[0]
+        if files.peer_in(cert).public_key != self.public_key:
             raise UsageError(
                 f"identity: node-cert.pem is of another key than node-key.pem ({self.node_dir}). "
                 "Renew the certificate (forebay network renew), or join again in another directory."
@@ -194,21 +183,21 @@ def join(
 ) -> Identity:
     """Create a node with a new key, certified by the network's root or an organisation. Returns it, loaded."""
     folder = Path(out_dir)
-    check_new_node(folder, name)
+    files.check_new_node(folder, name)
     return _issue(Path(network_dir), folder, name, Ed25519PrivateKey.generate(), scope, valid_days)
 
 
 def renew(network_dir: str | Path, node_dir: str | Path, *, valid_days: float = NODE_VALID_DAYS) -> Identity:
     """Issue a new certificate for a node's key; its peer id and scope stay."""
     folder = Path(node_dir)
-    old = read_certs(folder / "node-cert.pem")[0]
-    key = read_key(folder / "node-key.pem")
-    return _issue(Path(network_dir), folder, peer_in(old).name, key, scope_of(old), valid_days)
+    old = files.read_certs(folder / "node-cert.pem")[0]
+    key = files.read_key(folder / "node-key.pem")
+    return _issue(Path(network_dir), folder, files.peer_in(old).name, key, scope_of(old), valid_days)
 
 
 def _issue(source: Path, folder: Path, name: str, key: Ed25519PrivateKey, scope: Scope, valid_days: float) -> Identity:
-    pem = node_pem(read_issuer(source), name, key.public_key(), scope, valid_days)
-    write_key(folder / "node-key.pem", key)
+    pem = files.node_pem(files.read_issuer(source), name, key.public_key(), scope, valid_days)
+    files.write_key(folder / "node-key.pem", key)
     atomic_write(folder / "node-cert.pem", pem)
-    copy_shared(source, folder)
+    files.copy_shared(source, folder)
     return Identity.load(folder)

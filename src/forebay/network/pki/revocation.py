@@ -27,16 +27,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from forebay.errors import ProtocolError, UsageError
 from forebay.files import atomic_write
 from forebay.network.peer import Peer
-from forebay.network.pki.certificates import (
-    Issuer,
-    authority,
-    authority_key_id,
-    der_of,
-    organisation_of,
-    own_key_id,
-    peer_of,
-    pem_of,
-)
+from forebay.network.pki import certificates
+from forebay.network.pki.certificates import Issuer
 from forebay.network.pki.files import read_issuer, read_root
 from forebay.peer_id import key_id_of, serial_number_of
 
@@ -73,13 +65,13 @@ def sign_crl(issuer: Issuer, serials: Iterable[int], number: int) -> bytes:
         )
     builder = x509.CertificateRevocationListBuilder().issuer_name(issuer.cert.subject)
     builder = builder.last_update(now).next_update(now + dt.timedelta(days=CRL_VALID_DAYS))
-    builder = builder.add_extension(authority(own_key_id(issuer.cert)), critical=False)
+    builder = builder.add_extension(certificates.authority(certificates.own_key_id(issuer.cert)), critical=False)
     builder = builder.add_extension(x509.CRLNumber(number), critical=False)
     for serial in revoked:
         entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now)
         builder = builder.add_revoked_certificate(entry.build())
     pem = builder.sign(issuer.key, None).public_bytes(serialization.Encoding.PEM)
-    return pem if issuer.is_root else pem_of(issuer.cert) + pem
+    return pem if issuer.is_root else certificates.pem_of(issuer.cert) + pem
 
 
 def parse_crl(
@@ -94,7 +86,10 @@ def parse_crl(
     try:
         crl = x509.load_pem_x509_crl(pem)
         above = x509.load_pem_x509_certificates(pem)[0] if b"-BEGIN CERTIFICATE-" in pem else None
-        key_id, number = authority_key_id(crl), crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+        key_id, number = (
+            certificates.authority_key_id(crl),
+            crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number,
+        )
         unknown = [extension.oid.dotted_string for extension in crl.extensions if extension.critical]
         if unknown or len(crl) > MAX_REVOKED or not 0 < number < 1 << 63:
             raise ValueError(
@@ -103,7 +98,11 @@ def parse_crl(
             )
     except (ValueError, ProtocolError, *_PARSER_ERRORS) as error:
         raise _malformed(error) from error
-    signer = organisation_of(der_of(above), root) if above is not None else peer_of(root)
+    signer = (
+        certificates.organisation_of(certificates.der_of(above), root)
+        if above is not None
+        else certificates.peer_of(root)
+    )
     if key_id_of(signer.peer_id) != key_id:
         raise ProtocolError(
             f"CRL: expected one by this network's root or an organisation of it, got one by key {key_id.hex()[:40]}"
@@ -116,7 +115,7 @@ def parse_crl(
         serials = frozenset(entry.serial_number for entry in crl)
     except ValueError as error:
         raise _malformed(error) from error
-    pem = (pem_of(above) if above is not None else b"") + crl.public_bytes(serialization.Encoding.PEM)
+    pem = (certificates.pem_of(above) if above is not None else b"") + crl.public_bytes(serialization.Encoding.PEM)
     return Crl(signer.peer_id, number, serials, pem)
 
 
@@ -128,7 +127,7 @@ class Revocations:
     """Revocation lists of a node, on disk beside its key. Threads and processes may share them. `root` is DER."""
 
     def __init__(self, node_dir: Path, root: bytes, clock: Callable[[], float] = time.monotonic) -> None:
-        self.root, self.root_id = root, peer_of(root).peer_id
+        self.root, self.root_id = root, certificates.peer_of(root).peer_id
         self._text_path = node_dir / "revoked.txt"
         self._folder = node_dir / CRL_DIRECTORY
         self._clock = clock
