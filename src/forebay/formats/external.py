@@ -87,13 +87,8 @@ class ExternalDataset(Dataset, ABC):
         digest = hashlib.sha256()
         for column in (table.sha256, table.count, table.documents):
             digest.update(np.ascontiguousarray(column).tobytes())
-        what = {
-            "format": kind,
-            "dtype": dtype,
-            "tokens": int(table.count.sum()),
-            **(settings or {}),
-            "slices": digest.hexdigest(),
-        }
+        what = {"format": kind, "dtype": dtype, "tokens": int(table.count.sum()), "slices": digest.hexdigest()}
+        what |= settings or {}
         described = hashlib.sha256(json.dumps(what, sort_keys=True).encode())
         name = "".join(c for c in path.resolve().name if c.isprintable())[:255]
         manifest = Manifest.of(

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -69,32 +70,22 @@ class Jsonl(Format):
         if schema is None:
             raise DatasetError(f"{paths[0]}: expected lines of JSON, got none.")
         columns = schema
-        return TableSource(
-            self.name,
-            columns,
-            None,
-            lambda: (tables.rows_batch(rows, columns, location) for location, rows, _ in _line_batches(paths)),
-        )
+
+        def read() -> Iterator[pa.RecordBatch]:
+            return (tables.rows_batch(rows, columns, location) for location, rows, _ in _line_batches(paths))
+
+        return TableSource(self.name, columns, None, read)
 
     def write_rows(self, source: TableSource, out: Path, options: ConvertOptions) -> Written:
         """`compress`: zstd, gzip or nothing, or as the suffix of `out` says."""
-        tables.refuse_columns(
-            source.schema,
-            lambda kind: (
-                not tables.contains(kind, lambda inner: tables.is_bytes(inner) or tables.is_beyond_json(inner))
-            ),
-            "JSONL",
-            _ADVICE,
-        )
+
+        def fits(kind: Any) -> bool:
+            return not (tables.contains(kind, tables.is_bytes) or tables.contains(kind, tables.is_beyond_json))
+
+        tables.refuse_columns(source.schema, fits, "JSONL", _ADVICE)
         compressor, suffix = _compressor(out, options)
-        return tables.write_parts(
-            source,
-            out,
-            options,
-            ".jsonl" + suffix,
-            lambda file, row: tables.Encoded(file, _json_lines, row),
-            compressor=compressor,
-        )
+        encoded = partial(tables.Encoded, encode=_json_lines)
+        return tables.write_parts(source, out, options, ".jsonl" + suffix, encoded, compressor=compressor)
 
     def check(self, path: Path, report: Report) -> None:
         """Parse every line, or of a large file the first ones."""

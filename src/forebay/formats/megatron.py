@@ -29,13 +29,7 @@ from forebay.formats.token_stream import build_stream
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 34
-_KINDS: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    8: np.dtype("<u2"),
-}
+_KINDS = {code: np.dtype(kind) for code, kind in ((1, "u1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2"))}
 _CHUNK = 1 << 20
 _CODES = {"U16": 8, "U32": 4}  # Written: uint16, int32.
 _MAX_LENGTH = (1 << 31) - 1

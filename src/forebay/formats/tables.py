@@ -233,7 +233,7 @@ def _merge(first: pa.Schema, second: pa.Schema, location: str) -> pa.Schema:
 class Encoded:
     """A part to which a function turns batches, given the place of their first row in the whole table."""
 
-    def __init__(self, file: BinaryIO, encode: Callable[[pa.RecordBatch, int], bytes], first_row: int) -> None:
+    def __init__(self, file: BinaryIO, first_row: int, encode: Callable[[pa.RecordBatch, int], bytes]) -> None:
         self._file, self._encode, self._row = file, encode, first_row
 
     def write(self, table: pa.Table) -> None:

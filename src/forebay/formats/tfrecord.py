@@ -95,9 +95,7 @@ class TFRecord(Format):
         source = unwrap_images(source)
         tables.refuse_columns(source.schema, _fits, "TFRecord", "Write --to parquet, or leave the column out.")
         encode = partial(_encoded, checksum=crc32c())
-        return tables.write_parts(
-            source, out, options, ".tfrecord", lambda file, row: tables.Encoded(file, encode, row)
-        )
+        return tables.write_parts(source, out, options, ".tfrecord", partial(tables.Encoded, encode=encode))
 
     def check(self, path: Path, report: Report) -> None:
         """Compare the checksums of every record, or of as many as the options allow."""

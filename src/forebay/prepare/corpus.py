@@ -36,13 +36,14 @@ SKIPPED_FILE = "skipped.jsonl"
 
 @dataclass(frozen=True)
 class Corpus:
-    """What was read and filtered: the splits, the result of each, and which of their documents are copies."""
+    """What was read and filtered: the splits, the result of each, which documents are copies, and the statistics."""
 
     inputs: InputFiles
     splits: Sequence[InputSplit]
     texts: Sequence[TextResult]
     dedup: DedupResult | None
     folder: str
+    stats: StageStats
 
     @property
     def documents_in(self) -> int:
@@ -94,7 +95,7 @@ _Candidate = tuple[int, int, int]
 """Key, split and row of a document that may become a sample: those with the smallest keys do."""
 
 
-def examine_kept(corpus: Corpus, config: Dedup, stats: StageStats) -> None:
+def examine_kept(corpus: Corpus, config: Dedup) -> None:
     """Add duplicates, distributions and samples of what is kept to the statistics."""
     candidates: dict[int, list[_Candidate]] = {code: [] for code in range(len(config.methods) + 1)}
     kept_bytes = 0
@@ -103,14 +104,14 @@ def examine_kept(corpus: Corpus, config: Dedup, stats: StageStats) -> None:
         _choose(candidates, text.key, index, codes)
         for start, batch in part_batches(corpus.arrow(index), _COLUMNS):
             retained = batch.filter(pa.array(codes[start : start + batch.num_rows] == 0))
-            stats.add_batch("kept", retained)
+            corpus.stats.add_batch("kept", retained)
             kept_bytes += pc.sum(retained.column("text_bytes")).as_py() or 0
     reasons = [method.reason for method in config.methods]
     if corpus.dedup is not None:
-        _count_duplicates(corpus.dedup, reasons, stats, kept_bytes)
+        _count_duplicates(corpus.dedup, reasons, corpus.stats, kept_bytes)
     for code, (stage, reason) in enumerate([("", "kept"), *(("dedup", reason) for reason in reasons)]):
         if samples := sorted(_samples(corpus, candidates[code])):
-            stats.samples[stage, reason] = samples
+            corpus.stats.samples[stage, reason] = samples
 
 
 def write_ids(path: Path | None, corpus: Corpus, left_out: Sequence[Path]) -> None:

@@ -332,7 +332,7 @@ def _run(
     stats = StageStats()
     for result in texts:
         stats.add(result.stats(folder))
-    _check_malformed(run, Corpus(sources, splits, texts, None, folder), stats)
+    _check_malformed(run, Corpus(sources, splits, texts, None, folder, stats))
     hashed = {
         split.files[int(index)].path: sha256
         for split, text in zip(splits, texts)
@@ -344,11 +344,11 @@ def _run(
         dataclasses.replace(text, key=keys.random_key(content, split, sha256s)) for split, text in zip(splits, texts)
     ]
     texts = _within_percentiles(run, texts, stats)
-    corpus = Corpus(sources, splits, texts, None, folder)
+    corpus = Corpus(sources, splits, texts, None, folder, stats)
     corpus = dataclasses.replace(corpus, dedup=_deduplicated(run, corpus))
     if output.needs_tokenizer and tokenizer is None:
         tokenizer = _trained(run, texts, vocab)
-    return output.write(run, corpus, tokenizer, stats, lineage)
+    return output.write(run, corpus, tokenizer, lineage)
 
 
 def _process_splits(
@@ -356,22 +356,11 @@ def _process_splits(
 ) -> list[TextResult]:
     recipe = run.recipe
     dedup = recipe.dedup if recipe.dedup.active and not recipe.percentiles else None
-    task_keys = {
-        format: task_key(content, format, recipe.stages, dedup) for format in {split.format for split in splits}
-    }
-    folder = str(run.tasks)
+    formats = {split.format for split in splits}
+    task_keys = {format: task_key(content, format, recipe.stages, dedup) for format in formats}
+    options = (recipe.read, recipe.stages, dedup, sample, str(run.tasks))
     tasks = [
-        TextTask(
-            split,
-            recipe.read,
-            recipe.stages,
-            dedup,
-            sample,
-            folder,
-            task_keys[split.format],
-            recipe.limits,
-            own.get(split.files[0].path),
-        )
+        TextTask(split, *options, task_keys[split.format], recipe.limits, own.get(split.files[0].path))
         for split in splits
     ]
     sizes = [split.bytes for split in splits]
@@ -380,19 +369,19 @@ def _process_splits(
     )
 
 
-def _check_malformed(run: PrepareRun, corpus: Corpus, stats: StageStats) -> None:
+def _check_malformed(run: PrepareRun, corpus: Corpus) -> None:
     path = run.out / REJECTS_FILE
     first = write_rejects(path, corpus.splits, corpus.texts, corpus.folder)
     malformed = sum(result.malformed for result in corpus.texts)
     if malformed > run.recipe.max_error_rate * corpus.documents_in:
-        write_empty_report(run, corpus, stats)
+        write_empty_report(run, corpus)
         examples = "; ".join(f"{reject['where']}: {reject['reason'].rstrip('.')}" for reject in first)
         raise PrepareError(
             f"prepare: expected at most {run.recipe.max_error_rate:.1%} malformed documents, got {malformed} of "
             f"{corpus.documents_in}: {examples}. They are listed in {path}. Fix them, or raise --max-error-rate."
         )
     if not sum(result.documents_out for result in corpus.texts):
-        raise no_documents(run, corpus, stats)
+        raise no_documents(run, corpus)
 
 
 def _within_percentiles(run: PrepareRun, texts: list[TextResult], stats: StageStats) -> list[TextResult]:

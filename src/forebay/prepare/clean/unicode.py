@@ -24,6 +24,8 @@ from forebay.prepare.compiled import Bytes, Ints, jit
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers, text_column
 from forebay.prepare.filters.words import next_point
 
+Bools = NDArray[np.bool_]
+
 ROUNDS = 8
 MAX_MARKS = 30
 """Combining marks that may follow each other. Source: Unicode Standard Annex 15, section 13 (Stream-Safe Text Format).
@@ -219,13 +221,7 @@ class Unicode(Stage):
         return column, np.flatnonzero(changed), np.flatnonzero(changed & (flags != 0) & (sizes > 0))
 
     def _edit(
-        self,
-        column: pa.LargeStringArray,
-        rows: Ints,
-        repair: Any,
-        kind: str,
-        changed: NDArray[np.bool_],
-        counts: Counter[str],
+        self, column: pa.LargeStringArray, rows: Ints, repair: Any, kind: str, changed: Bools, counts: Counter[str]
     ) -> pa.LargeStringArray:
         texts = {}
         for row in rows.tolist():
@@ -236,9 +232,7 @@ class Unicode(Stage):
         counts[kind] += len(texts)
         return replace_rows(column, texts)
 
-    def _tidied(
-        self, column: pa.LargeStringArray, changed: NDArray[np.bool_], counts: Counter[str]
-    ) -> pa.LargeStringArray:
+    def _tidied(self, column: pa.LargeStringArray, changed: Bools, counts: Counter[str]) -> pa.LargeStringArray:
         offsets, data = text_buffers(column)
         out = np.empty(int(offsets[-1] - offsets[0]), np.uint8)
         out_offsets = np.zeros(len(offsets), np.int64)

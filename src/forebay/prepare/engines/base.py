@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 from forebay.errors import ForebayError, PrepareError, UsageError
 from forebay.plugins import load_plugin
@@ -23,9 +23,10 @@ from forebay.plugins import load_plugin
 MAX_SCALE = 3  # The last scale: a task takes about 1/64 of the memory of scale 0.
 ENGINES = {"local": "forebay.prepare.engines.local:LocalEngine", "ray": "forebay.prepare.engines.ray:RayEngine"}
 
-T = TypeVar("T")
-R = TypeVar("R")
 Notify = Callable[[str], None]
+TaskFunction = Callable[[Any, int], Any]  # (task, scale) -> result
+OnDone = Callable[[int, Any], None]  # (index of the task, result)
+Weights = Sequence[int] | None
 Outcome = tuple[Literal["done", "error", "memory"], bytes]
 
 
@@ -33,13 +34,7 @@ class Engine(Protocol):
     """Maps functions over tasks. A context manager; its end closes it."""
 
     @abstractmethod
-    def map(
-        self,
-        run: Callable[[T, int], R],
-        tasks: Sequence[T],
-        on_done: Callable[[int, R], None],
-        weights: Sequence[int] | None = None,
-    ) -> None:
+    def map(self, run: TaskFunction, tasks: Sequence[Any], on_done: OnDone, weights: Weights = None) -> None:
         """Call `run(task, scale)` for every task, and `on_done(index, result)` in this process, in any order.
 
         An error that `run` raises ends the map and is raised here with its type; `on_done` may raise, too. `run` must
@@ -77,9 +72,7 @@ def open_engine(engine: str | Engine, workers: int | None, folder: Path, on_mess
 class Attempts:
     """Which task to try next, and at which scale: the policy that all engines share."""
 
-    def __init__(self, tasks: Sequence[Any], weights: Sequence[int] | None, on_message: Notify) -> None:
-        if weights is not None and len(weights) != len(tasks):
-            raise UsageError(f"weights: expected {len(tasks)}, one a task, got {len(weights)}.")
+    def __init__(self, tasks: Sequence[Any], weights: Weights, on_message: Notify) -> None:
         order = range(len(tasks)) if weights is None else sorted(range(len(tasks)), key=lambda i: -weights[i])
         self._tasks = tasks
         self._queue = deque(order)
@@ -122,7 +115,7 @@ def label(task: Any) -> str:
     return text if len(text) <= 120 else text[:119] + "…"
 
 
-def attempt(run: Callable[[T, int], R], task: T, scale: int) -> Outcome:
+def attempt(run: TaskFunction, task: Any, scale: int) -> Outcome:
     """Run a task where its errors cannot be raised: the kind of the outcome, and the pickled result or error."""
     try:
         return "done", pickle.dumps(run(task, scale), pickle.HIGHEST_PROTOCOL)

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -92,11 +92,7 @@ class LocalEngine(base.Engine):
             worker.end()
 
     def map(
-        self,
-        run: Callable[[Any, int], Any],
-        tasks: Sequence[Any],
-        on_done: Callable[[int, Any], None],
-        weights: Sequence[int] | None = None,
+        self, run: base.TaskFunction, tasks: Sequence[Any], on_done: base.OnDone, weights: base.Weights = None
     ) -> None:
         attempts = base.Attempts(tasks, weights, self._on_message)
         if min(self._num_workers, len(tasks)) <= 1 and not self._workers:
@@ -115,7 +111,7 @@ class LocalEngine(base.Engine):
             raise
 
     def _map_over_workers(
-        self, run: Any, tasks: Sequence[Any], on_done: Callable[[int, Any], None], attempts: base.Attempts
+        self, run: base.TaskFunction, tasks: Sequence[Any], on_done: base.OnDone, attempts: base.Attempts
     ) -> None:
         while True:
             running = sum(worker.task is not None for worker in self._workers)
@@ -131,7 +127,7 @@ class LocalEngine(base.Engine):
             for worker in dict.fromkeys(handles[handle] for handle in connection.wait(list(handles))):
                 self._receive(worker, on_done, attempts)
 
-    def _receive(self, worker: _Worker, on_done: Callable[[int, Any], None], attempts: base.Attempts) -> None:
+    def _receive(self, worker: _Worker, on_done: base.OnDone, attempts: base.Attempts) -> None:
         outcome = worker.receive()
         if outcome is not None and not worker.ready:
             worker.ready = True

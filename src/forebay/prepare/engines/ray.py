@@ -9,12 +9,13 @@ import os
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from forebay.errors import PrepareError, UsageError, install_command
-from forebay.prepare.engines.base import Attempts, Engine, Notify, Outcome, attempt, result_of, use_one_core
+from forebay.prepare.engines import base
+from forebay.prepare.engines.base import Attempts, Engine, Notify, OnDone, Outcome
 
 _OBJECT_STORE_BYTES = 80 << 20  # Of a local cluster; Ray accepts 75 MiB and up, and results are far smaller.
 _STOP_S = 10.0
@@ -23,8 +24,8 @@ _CPUS_S = 5.0  # How often the cluster is asked for its number of CPUs, as nodes
 
 def _attempt(run: bytes, task: bytes, scale: int) -> Outcome:
     """Run a task in a Ray worker. As the arguments are pickles, one that cannot be read is its error."""
-    use_one_core()
-    return attempt(lambda pair, scale: pickle.loads(pair[0])(pickle.loads(pair[1]), scale), (run, task), scale)
+    base.use_one_core()
+    return base.attempt(lambda pair, scale: pickle.loads(pair[0])(pickle.loads(pair[1]), scale), (run, task), scale)
 
 
 class RayEngine(Engine):
@@ -33,17 +34,13 @@ class RayEngine(Engine):
     Args:
         workers: None for as many as the cluster has CPUs.
         folder: Every node must see it under the same path: each is asked for it first.
-        address: `auto`, `host:6379` or `ray://host:10001`; by default RAY_ADDRESS. Without one a cluster of this
-            machine is started, and ended with the engine. A Ray that the caller has initialised is used and left.
+
+    RAY_ADDRESS is `auto`, `host:6379` or `ray://host:10001`. Without one a cluster of this machine is started and ended
+    with the engine. A Ray that the caller has initialised is used and left.
     """
 
     def __init__(
-        self,
-        workers: int | None = None,
-        *,
-        folder: Path | None = None,
-        on_message: Notify = lambda message: None,
-        address: str | None = None,
+        self, workers: int | None, *, folder: Path | None = None, on_message: Notify = lambda message: None
     ) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its new default, which it warns about
@@ -56,7 +53,7 @@ class RayEngine(Engine):
                 f"engine ray: Ray is not installed. Install it ({install_command('ray')}), or use the local engine."
             ) from error
         self._ray: Any = ray
-        self._address = address or os.environ.get("RAY_ADDRESS") or None
+        self._address = os.environ.get("RAY_ADDRESS") or None
         self._workers, self._folder, self._on_message = workers, folder, on_message
         self._owns_cluster = False
         self._remote: Any = None
@@ -66,13 +63,7 @@ class RayEngine(Engine):
             self._ray.shutdown()
         self._owns_cluster, self._remote = False, None
 
-    def map(
-        self,
-        run: Callable[[Any, int], Any],
-        tasks: Sequence[Any],
-        on_done: Callable[[int, Any], None],
-        weights: Sequence[int] | None = None,
-    ) -> None:
+    def map(self, run: base.TaskFunction, tasks: Sequence[Any], on_done: OnDone, weights: base.Weights = None) -> None:
         attempts = Attempts(tasks, weights, self._on_message)
         if not tasks:
             return
@@ -97,12 +88,7 @@ class RayEngine(Engine):
                 self._ray.wait(references, num_returns=len(references), timeout=_STOP_S)
 
     def _map_over_cluster(
-        self,
-        run: Any,
-        tasks: Sequence[Any],
-        on_done: Callable[[int, Any], None],
-        attempts: Attempts,
-        running: dict[Any, tuple[int, int]],
+        self, run: Any, tasks: Sequence[Any], on_done: OnDone, attempts: Attempts, running: dict[Any, tuple[int, int]]
     ) -> None:
         function = pickle.dumps(run, pickle.HIGHEST_PROTOCOL)
         limit, asked_at = 0, -_CPUS_S
@@ -121,7 +107,7 @@ class RayEngine(Engine):
                 index, scale = running.pop(reference)
                 outcome, how = self._outcome(reference)
                 if outcome is not None:
-                    on_done(index, result_of(outcome))
+                    on_done(index, base.result_of(outcome))
                 else:
                     attempts.died(index, scale, how)
 

@@ -14,7 +14,7 @@ from forebay.prepare.corpus import Corpus
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.report import write_report
 from forebay.prepare.run import PrepareResult, PrepareRun
-from forebay.prepare.stats import EDGES, StageStats
+from forebay.prepare.stats import EDGES
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import count_reasons, shown_path
 
@@ -38,43 +38,33 @@ class Output(Protocol):
         """The name, id and lineage of the output in a directory. Raises PrepareError if it is damaged."""
 
     def write(
-        self,
-        run: PrepareRun,
-        corpus: Corpus,
-        tokenizer: TokenizerFile | None,
-        stats: StageStats,
-        lineage: dict[str, Any],
+        self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
     ) -> PrepareResult:
         """Write everything, `marker` last."""
 
 
 def conclude(
-    run: PrepareRun,
-    corpus: Corpus,
-    stats: StageStats,
-    id: str,
-    counts: dict[str, Any],
-    commit: Callable[[], object],
+    run: PrepareRun, corpus: Corpus, id: str, counts: dict[str, Any], commit: Callable[[], object]
 ) -> PrepareResult:
     """Write the report, `commit` the output, which is complete then, and remove what only an unfinished run needs."""
-    write_report(run.out / REPORT_FILE, report_data(run, corpus, stats, id, counts))
+    write_report(run.out / REPORT_FILE, report_data(run, corpus, id, counts))
     commit()
     shutil.rmtree(run.work)
     skipped = count_reasons(corpus.inputs.skipped)
     return PrepareResult(run.out, run.recipe.name, id, **counts, skipped=skipped)
 
 
-def write_empty_report(run: PrepareRun, corpus: Corpus, stats: StageStats) -> None:
+def write_empty_report(run: PrepareRun, corpus: Corpus) -> None:
     """Write the report of a run that stops before there is a dataset: what was read, and why it was dropped."""
     counts = {"documents_in": corpus.documents_in, "documents_out": 0, "tokens": 0, "slices": 0}
-    write_report(run.out / REPORT_FILE, report_data(run, corpus, stats, "", counts))
+    write_report(run.out / REPORT_FILE, report_data(run, corpus, "", counts))
 
 
-def no_documents(run: PrepareRun, corpus: Corpus, stats: StageStats) -> PrepareError:
+def no_documents(run: PrepareRun, corpus: Corpus) -> PrepareError:
     """Write the report; the error that names what dropped the documents."""
-    write_empty_report(run, corpus, stats)
+    write_empty_report(run, corpus)
     stages = []
-    for name, count in stats.funnel.items():
+    for name, count in corpus.stats.funnel.items():
         reasons = count.dropped.most_common(3)
         stages += [f"{name} ({', '.join(f'{reason} {n:,}' for reason, n in reasons)})"] if reasons else []
     if stages:
@@ -84,9 +74,9 @@ def no_documents(run: PrepareRun, corpus: Corpus, stats: StageStats) -> PrepareE
     return PrepareError(f"prepare: expected documents with text, got none: {corpus.documents_in:,} read, {cause}")
 
 
-def report_data(run: PrepareRun, corpus: Corpus, stats: StageStats, id: str, counts: dict[str, Any]) -> dict[str, Any]:
+def report_data(run: PrepareRun, corpus: Corpus, id: str, counts: dict[str, Any]) -> dict[str, Any]:
     """The contents of the report, as JSON; no times, so that the same input gives the same page."""
-    funnel = list(stats.funnel.items())
+    stats, funnel = corpus.stats, list(corpus.stats.funnel.items())
     return {
         "name": run.recipe.name,
         "id": id,

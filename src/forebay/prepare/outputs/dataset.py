@@ -56,20 +56,15 @@ class DatasetOutput:
         return dataset.name, dataset.id, dataset.manifest.lineage
 
     def write(
-        self,
-        run: PrepareRun,
-        corpus: Corpus,
-        tokenizer: TokenizerFile | None,
-        stats: StageStats,
-        lineage: dict[str, Any],
+        self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
     ) -> PrepareResult:
         assert tokenizer is not None
-        examine_kept(corpus, run.recipe.dedup, stats)
+        examine_kept(corpus, run.recipe.dedup)
         encoded = _encode(run, corpus, tokenizer)
-        _count(stats, encoded)
+        _count(corpus.stats, encoded)
         parts = [result.part for result in encoded if result.documents_out]
         if not parts:
-            raise no_documents(run, corpus, stats)
+            raise no_documents(run, corpus)
         files = {TOKENIZER_FILE: tokenizer.sha256}
         if run.recipe.slice.shuffle:
             tasks = plan_shuffle(parts, run.tasks)
@@ -82,7 +77,7 @@ class DatasetOutput:
             "documents_out": sum(part.documents for part in parts),
             "tokens": sum(part.tokens for part in parts),
             "slices": len(table),
-            "dropped": stats.dropped(),
+            "dropped": corpus.stats.dropped(),
         }
         atomic_write(run.out / TABLE_FILE, table.to_parquet())
         rows = run.recipe.rows is not None
@@ -97,7 +92,7 @@ class DatasetOutput:
             eos_id=tokenizer.eos_id,
         ).to_json()
         commit = partial(atomic_write, run.out / MANIFEST_FILE, manifest)
-        return conclude(run, corpus, stats, dataset_id(manifest), counts, commit)
+        return conclude(run, corpus, dataset_id(manifest), counts, commit)
 
 
 def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile) -> list[EncodeResult]:

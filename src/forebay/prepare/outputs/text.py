@@ -30,7 +30,6 @@ from forebay.prepare.outputs.base import Output, conclude
 from forebay.prepare.recipe import LanguageModel, Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun
 from forebay.prepare.sources import source_id
-from forebay.prepare.stats import StageStats
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 
 if TYPE_CHECKING:
@@ -58,24 +57,19 @@ class _MarkedOutput(Output):
             ) from error
 
     def write(
-        self,
-        run: PrepareRun,
-        corpus: Corpus,
-        tokenizer: TokenizerFile | None,
-        stats: StageStats,
-        lineage: dict[str, Any],
+        self, run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile | None, lineage: dict[str, Any]
     ) -> PrepareResult:
-        examine_kept(corpus, run.recipe.dedup, stats)
-        content = self.write_content(run, corpus, stats)
-        documents_out = next(reversed(stats.funnel.values())).documents_out
+        examine_kept(corpus, run.recipe.dedup)
+        content = self.write_content(run, corpus)
+        documents_out = next(reversed(corpus.stats.funnel.values())).documents_out
         counts: dict[str, Any] = {"documents_in": corpus.documents_in, "documents_out": documents_out, "tokens": 0}
-        counts |= {"slices": 0, "dropped": stats.dropped()}
+        counts |= {"slices": 0, "dropped": corpus.stats.dropped()}
         content |= {"name": run.recipe.name, "lineage": {**lineage, "counts": counts}}
         data = json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n"
         commit = partial(atomic_write, run.out / self.marker, data)
-        return conclude(run, corpus, stats, hashlib.sha256(data).hexdigest(), counts, commit)
+        return conclude(run, corpus, hashlib.sha256(data).hexdigest(), counts, commit)
 
-    def write_content(self, run: PrepareRun, corpus: Corpus, stats: StageStats) -> dict[str, Any]:
+    def write_content(self, run: PrepareRun, corpus: Corpus) -> dict[str, Any]:
         """Write the files and return what the marker says about them."""
         raise NotImplementedError
 
@@ -86,8 +80,8 @@ class TextOutput(_MarkedOutput):
     name: ClassVar[str] = "text"
     marker: ClassVar[str] = "text.json"
 
-    def write_content(self, run: PrepareRun, corpus: Corpus, stats: StageStats) -> dict[str, Any]:
-        return {"files": [asdict(file) for file in export_files(run, corpus, stats)]}
+    def write_content(self, run: PrepareRun, corpus: Corpus) -> dict[str, Any]:
+        return {"files": [asdict(file) for file in export_files(run, corpus)]}
 
 
 class LanguageModelOutput(_MarkedOutput):
@@ -96,7 +90,7 @@ class LanguageModelOutput(_MarkedOutput):
     name: ClassVar[str] = "lm"
     marker: ClassVar[str] = "lm.json"
 
-    def write_content(self, run: PrepareRun, corpus: Corpus, stats: StageStats) -> dict[str, Any]:
+    def write_content(self, run: PrepareRun, corpus: Corpus) -> dict[str, Any]:
         from forebay.prepare.kneser_ney import train_lm  # which needs numba
 
         settings, path = run.recipe.lm or LanguageModel(), run.out / MODEL_FILE
@@ -150,7 +144,7 @@ class ExportedFile:
     sha256: str
 
 
-def export_files(run: PrepareRun, corpus: Corpus, stats: StageStats) -> list[ExportedFile]:
+def export_files(run: PrepareRun, corpus: Corpus) -> list[ExportedFile]:
     """Write `OUT/text/`, and the ids that the run asks for; count the documents that became empty."""
     (run.out / "text").mkdir(exist_ok=True)
     tasks = []
@@ -167,10 +161,10 @@ def export_files(run: PrepareRun, corpus: Corpus, stats: StageStats) -> list[Exp
     for path in (run.out / "text").iterdir():
         if f"text/{path.name}" not in {file.file for file in files}:
             path.unlink()
-    documents_in = next(reversed(stats.funnel.values())).documents_out
+    documents_in = next(reversed(corpus.stats.funnel.values())).documents_out
     documents_out = sum(file.documents for file in files)
     if documents_in != documents_out:
-        count = stats.stage("text")
+        count = corpus.stats.stage("text")
         count.documents_in, count.documents_out = documents_in, documents_out
         count.dropped["empty"] = documents_in - documents_out
     return files

@@ -218,12 +218,8 @@ def _run_stages(task: TextTask, batch: pa.RecordBatch, stats: StageStats, reader
         reader.reject(rejects)
         yield passed
         return
-    outcome = worker_for(task.stages, _warm).call(
-        _apply_packed,
-        (task.stages, reader.seed, task.split),
-        _packed(batch),
-        task.limits.of(int(text_bytes(batch).sum())),
-    )
+    job, limits = (task.stages, reader.seed, task.split), task.limits.of(int(text_bytes(batch).sum()))
+    outcome = worker_for(task.stages, _warm).call(_apply_packed, job, _packed(batch), limits)
     if not isinstance(outcome, str):
         (counted, rejects), data = outcome
         stats.add(counted)

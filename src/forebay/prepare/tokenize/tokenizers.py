@@ -307,11 +307,9 @@ def train_tokenizer(texts: Iterator[str], vocab: int) -> TokenizerFile:
     Memory is about 15 times the texts, which are at most about 64 MiB (see `sample_texts`).
     """
     tokenizer = _byte_level(models.BPE(), [])
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=[EOS],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        vocab_size=vocab, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
     return _describe(f"train:{vocab}", tokenizer.to_str(pretty=True).encode(), True, False)
