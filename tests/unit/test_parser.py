@@ -1,4 +1,4 @@
-"""The command line as a whole: help, defaults, what was meant, logs, and what its help costs."""
+"""The command line as a whole: help, defaults, what was meant, completion, logs, and what its help costs."""
 
 from __future__ import annotations
 
@@ -10,27 +10,16 @@ import resource
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from forebay.cli import main, make_parser
-from forebay.cli.parser import PANELS, logging_to_stderr
+from forebay.cli.parser import PANELS, completion, logging_to_stderr, walk
 from forebay.prepare.api import PRESETS, ApiSpec
 from forebay.prepare.config import recipe_text
 from support.calibration import scaled
-
-
-def walk(parser: argparse.ArgumentParser, path: Sequence[str] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every parser below one, with its command words."""
-    yield tuple(path), parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, child in action.choices.items():
-                yield from walk(child, (*path, name))
 
 
 def test_every_option_has_help_and_tells_its_default() -> None:
@@ -90,6 +79,25 @@ def test_the_package_runs_and_its_help_needs_no_heavy_import() -> None:
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < scaled(0.25)
     shown = subprocess.run([sys.executable, "-m", "forebay", "-V"], capture_output=True, text=True, check=True)
     assert shown.stdout.startswith("forebay ")
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (["forebay", "sched"], "scheduler"),
+        (["forebay", "network", "jo"], "join"),
+        (["forebay", "network", "join", "net", "--ro"], "--role"),
+        (["forebay", "worker", "--cache-b"], "--cache-bytes"),
+    ],
+)
+def test_the_shell_completes(typed: list[str], expected: str) -> None:
+    words = " ".join(f'"{word}"' for word in typed)
+    script = completion(make_parser(), "bash") + (
+        f'COMP_WORDS=({words}); COMP_CWORD={len(typed) - 1}; _forebay; printf "%s\\n" "${{COMPREPLY[@]}}"\n'
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert expected in done.stdout.split()
+    assert completion(make_parser(), "zsh").startswith("autoload")
 
 
 def test_logs_are_lines_of_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:

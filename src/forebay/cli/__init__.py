@@ -112,5 +112,6 @@ def make_parser() -> argparse.ArgumentParser:
 
     for commands in (prepare, data, convert, plan, network, nodes, scheduler, workers, ledger):
         commands.add_verbs(verb, group)
+    parser.add_verbs(verb, main_parser)
     main_parser.epilog = parser.panels(abouts)
     return main_parser

@@ -1,4 +1,4 @@
-"""The argument parser and the output of commands: panels, suggestions for typing errors, log lines.
+"""The argument parser and the output of commands: panels, suggestions for typing errors, shell completion, log lines.
 
 Names, reasons and error messages come from other members and from files: control characters are filtered, as an escape
 sequence could rename a window, hide lines or type for the user.
@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TextIO
@@ -22,7 +22,7 @@ PANELS = {
     ),
     "Network": ("network", "dht", "serve", "find", "scheduler", "job", "worker", "coordinator"),
     "Operate": ("status", "plan", "ledger"),
-    "Try": ("demo", "simulate"),
+    "Try": ("demo", "simulate", "completion"),
 }  # fmt: skip
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -91,6 +91,41 @@ def panels(abouts: dict[str, str]) -> str:
     for panel, names in PANELS.items():
         lines += ["", f"{panel}:", *(f"  {name:<12}{abouts[name]}" for name in names)]
     return "\n".join([*lines, "", "`forebay COMMAND --help` shows a command's options."])
+
+
+def walk(parser: argparse.ArgumentParser, path: Sequence[str] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every parser below one, with its command words."""
+    yield tuple(path), parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, child in action.choices.items():
+                yield from walk(child, (*path, name))
+
+
+def completion(parser: argparse.ArgumentParser, shell: str) -> str:
+    """A script that completes commands, options and files, for bash or zsh."""
+    cases = []
+    for path, child in walk(parser):
+        words = [name for name in child._option_string_actions if name.startswith("--")]
+        words += [names[-1] for names, _ in walk(child) if len(names) == 1]
+        cases.append(f'    "{" ".join(path)}") words="{" ".join(sorted(words))}" ;;')
+    head = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
+    paths = "|".join(f'"{" ".join(path)}"' for path, _ in walk(parser) if path)
+    return f"""{head}_forebay() {{
+  local path="" next words word current="${{COMP_WORDS[COMP_CWORD]}}"
+  for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
+    next="${{path:+$path }}$word"
+    case "$next" in
+      {paths}) path="$next" ;;
+    esac
+  done
+  case "$path" in
+{chr(10).join(cases)}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "$current") $(compgen -f -- "$current"))
+}}
+complete -o filenames -F _forebay forebay
+"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -179,3 +214,14 @@ def filtered_streams() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = stdout, stderr
+
+
+def add_verbs(verb: Any, main_parser: argparse.ArgumentParser) -> None:
+    """Add `forebay completion`."""
+
+    def run(args: argparse.Namespace) -> int:
+        print(completion(main_parser, args.shell), end="")
+        return 0
+
+    p = verb("completion", run, 'print a completion script: eval "$(forebay completion bash)"')
+    p.add("shell", choices=["bash", "zsh"], help="the shell")
