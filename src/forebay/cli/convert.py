@@ -43,10 +43,12 @@ def _convert(args: argparse.Namespace) -> int:
     with bar("convert", 2 * (count or 0) or None, unit, enabled=not args.quiet) as advance:  # written, then verified
         options = replace(options, on_progress=advance)
         report = convert(source, args.out, to, options, force=args.overwrite)
-    result = report.to_json() | ({"skipped": count_reasons(skipped)} if args.json else {})
-    notes = result["notes"] if args.json else result.pop("notes")
-    show(result, args.json)
-    for text in notes:
+    if args.json:
+        show(report.to_json() | {"skipped": count_reasons(skipped)}, True)
+    else:
+        omitted = ("notes", "documents", "digest") if unit == "rows" else ("notes",)
+        show({key: x for key, x in report.to_json().items() if x is not None and key not in omitted}, False)
+    for text in report.written.notes:
         print(f"note: {text}", file=sys.stderr)
     return 0
 

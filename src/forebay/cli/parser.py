@@ -52,7 +52,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """As of argparse; with `--json` also an object on stdout."""
         self.print_usage(sys.stderr)
-        report_failure("UsageError", f"{message}. See `{self.prog} --help`.", "--json" in sys.argv)
+        stop = "" if message.endswith("?") else "."
+        report_failure("UsageError", f"{message}{stop} See `{self.prog} --help`.", "--json" in sys.argv)
         sys.exit(2)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
