@@ -11,7 +11,7 @@ from pathlib import Path
 from forebay.errors import DatasetError
 from forebay.formats import dataset_format
 from forebay.formats.base import get_format, names_with
-from forebay.formats.detect import RAW_TOKENS, ZIP_ARCHIVE, detect, format_of_suffix
+from forebay.formats.detect import ARCHIVES, RAW_TOKENS, detect, format_of_suffix
 from forebay.formats.megatron import is_index
 from forebay.formats.report import CheckOptions, Finding, Report
 from forebay.formats.vectors import IDS_PREFIX, ids_of
@@ -60,7 +60,7 @@ def _find_in_directory(path: Path, options: CheckOptions) -> Iterator[tuple[Path
     for file in (p for p in entries if p.is_file() and not p.name.startswith(IDS_PREFIX)):
         kind = kind_of(file, options)
         is_data_of_index = kind == "megatron" and file.suffix == ".bin"
-        is_misnamed = kind == "unknown" and _misnamed(file) and detect(file).reason != ZIP_ARCHIVE
+        is_misnamed = kind == "unknown" and _misnamed(file) and detect(file).reason not in ARCHIVES.values()
         if (kind in names_with("check") and not is_data_of_index) or is_misnamed:
             yield file, kind
     for folder in entries:
@@ -76,7 +76,7 @@ def kind_of(path: Path, options: CheckOptions) -> str:
         return "megatron"
     detection = detect(path)
     is_unknown = not detection.format and not detection.problem and not detection.compression
-    if is_unknown and detection.reason != ZIP_ARCHIVE:
+    if is_unknown and detection.reason not in ARCHIVES.values():
         try:
             is_tokens = options.dtype is not None or ids_of(path) is not None
         except DatasetError:

@@ -19,7 +19,7 @@ from forebay.storage.compression import COMPRESSIONS, sniff_compression, unpacke
 HEAD_BYTES = 4096
 SAMPLE_BYTES = 64 << 10
 RAW_TOKENS = "raw tokens"
-ZIP_ARCHIVE = "a ZIP archive"
+ARCHIVES = {b"PK\x03\x04": "a ZIP archive", b"7z\xbc\xaf'\x1c": "a 7-Zip archive", b"Rar!\x1a\x07": "a RAR archive"}
 HTML = re.compile(rb"\s*(<\?xml[^>]*>\s*)?(<!--[^>]*-->\s*)*<(!doctype html|html)", re.IGNORECASE)
 _BOM = b"\xef\xbb\xbf"
 _MAY_BE_HTML = ("", "html", "text", "api")
@@ -77,14 +77,14 @@ def _detected(head: bytes, compression: str, name: str) -> Detection:
     by_content = [entry.name for entry in formats() if entry.sniff(head)]
     if by_content:
         return Detection(by_name if by_name in by_content else by_content[0], compression, "its first bytes")
-    is_zip = head.startswith(b"PK\x03\x04")
-    if by_name == RAW_TOKENS and (is_zip or (len(head) >= 16 and is_text(head))):
+    archive = next((name for magic, name in ARCHIVES.items() if head.startswith(magic)), "")
+    if by_name == RAW_TOKENS and (archive or (len(head) >= 16 and is_text(head))):
         by_name = ""
     if by_name:
         return Detection(by_name, compression, "its suffix")
     if is_text(head):
         return Detection("text", compression, "text of no particular format")
-    return Detection("", compression, ZIP_ARCHIVE if is_zip else "binary data of no known format")
+    return Detection("", compression, archive or "binary data of no known format")
 
 
 def _find_placeholder(head: bytes, by_name: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from forebay.errors import CorruptInputError, ForebayError, PrepareError, UnreadableInputError, UsageError
 from forebay.formats.base import Format, get_format, names_with
-from forebay.formats.detect import HEAD_BYTES, detect, format_of_suffix
+from forebay.formats.detect import ARCHIVES, HEAD_BYTES, detect, format_of_suffix
 from forebay.formats.inputs import (
     GROUP_BYTES,
     GROUP_FILES,
@@ -185,9 +185,10 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
             raise PrepareError(reason if is_ours else f"{file.path}: {reason}.") from error
         return Skipped(file.path, reason.removeprefix(f"{file.path}: "), "failed")
     if is_named:
+        advice = "Unpack it first." if reason in ARCHIVES.values() else "Force a format with --format, or leave it out."
         raise PrepareError(
             f"{file.path}: expected one of {', '.join(names)}, got {reason} that begins with bytes "
-            f"{head[:8].hex(' ')}. Force a format with --format, or leave the file out."
+            f"{head[:8].hex(' ')}. {advice}"
         )
     return Skipped(file.path, reason)
 

@@ -188,3 +188,16 @@ def test_convert_passes_over_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + LINE * 3)
     source = open_source(tmp_path / "a.jsonl", ConvertOptions())
     assert source.format == "jsonl" and source.schema.names == ["text"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("magic", "kind"), [(b"PK\x03\x04", "ZIP"), (b"7z\xbc\xaf\x27\x1c", "7-Zip"), (b"Rar!\x1a\x07", "RAR")]
+)
+def test_an_archive_is_named_and_is_to_be_unpacked(magic: bytes, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "stackoverflow.com"
+    path.write_bytes(magic + bytes(64))
+    with pytest.raises(PrepareError, match=rf"got a {kind} archive .*Unpack it first\.$"):
+        find_inputs(path, ReadOptions())
+    (tmp_path / "beside.jsonl").write_bytes(LINE)
+    (skipped,) = find_inputs(tmp_path, ReadOptions()).skipped
+    assert skipped.reason == f"a {kind} archive"
