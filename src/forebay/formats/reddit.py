@@ -46,14 +46,9 @@ class Reddit(Jsonl):
                 continue
             try:
                 post = orjson.loads(line.text)
+                text, problem = text_of(post)
             except ValueError as error:
-                yield replace(line, text=line.text[:200], problem=f"not JSON: {error}")
-                continue
-            if not isinstance(post, dict):
-                problem = f"expected an object, got {type(post).__name__}"
-                yield replace(line, text=line.text[:200], problem=problem)
-                continue
-            text, problem = text_of(post)
+                text, problem = "", f"not JSON: {error}"
             if problem:
                 yield replace(line, text=line.text[:200], problem=problem)
             elif text:
@@ -61,8 +56,10 @@ class Reddit(Jsonl):
                 yield Record(line.index, name, text, url_of(post), location=line.location)
 
 
-def text_of(post: Mapping[str, object]) -> tuple[str, str]:
+def text_of(post: object) -> tuple[str, str]:
     """Return the text of a comment or submission, "" if it is gone; and what is wrong with it."""
+    if not isinstance(post, dict):
+        return "", f"expected an object, got {type(post).__name__}"
     if "body" in post:
         parts = [post["body"]]
     elif "title" in post:

@@ -172,9 +172,9 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
         if not name and detection.problem and (is_named or format_of_suffix(file.name) in names):
             raise UnreadableInputError(f"{file.path}: {detection.problem}")
         if name in names:
-            encoding = detection.encoding if options.encoding == "auto" else _normalized(options.encoding)
-            encoding = encoding if text_format(name).is_plain_text else ""
-            return replace(file, format=name, compression=detection.compression, encoding=encoding)
+            encoding = detection.encoding if options.encoding == "auto" else codecs.lookup(options.encoding).name
+            is_utf8 = encoding in ("utf-8", "utf-8-sig", "ascii") or not text_format(name).is_plain_text
+            return replace(file, format=name, compression=detection.compression, encoding="" if is_utf8 else encoding)
         reason = f"a file of the format {name}, which holds no text" if name else reason
     except HubReadError as failure:
         raise failure.error from failure
@@ -191,11 +191,6 @@ def _resolve(file: InputFile, is_named: bool, options: ReadOptions) -> InputFile
             f"{head[:8].hex(' ')}. {advice}"
         )
     return Skipped(file.path, reason)
-
-
-def _normalized(encoding: str) -> str:
-    name = codecs.lookup(encoding).name
-    return "" if name in ("utf-8", "utf-8-sig", "ascii") else name
 
 
 def split_files(files: Sequence[InputFile], options: ReadOptions) -> list[InputSplit]:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from forebay.errors import PrepareError, UsageError
+from forebay.errors import PrepareError
 from forebay.files import open_atomic, remove_stale, temporary_directory
 from forebay.formats.records import batched
 from forebay.prepare.compiled import jit
@@ -108,7 +108,7 @@ class LmSummary:
     """What was trained: `lines` and `words` (without the ends of lines) were read, `ngrams` written, by order.
 
     `vocabulary`: words that the model knows, without `<unk>`, `<s>` and `</s>`; `unknown_share`: of the words read,
-    those that became `<unk>`; `discounts`: of counts 1, 2 and 3 or more, by order.
+    those that became `<unk>`.
     """
 
     order: int
@@ -117,7 +117,6 @@ class LmSummary:
     vocabulary: int
     unknown_share: float
     ngrams: tuple[int, ...]
-    discounts: tuple[tuple[float, float, float], ...]
 
 
 def train_lm(
@@ -133,9 +132,6 @@ def train_lm(
         vocab_limit: The most frequent words are known, up to this; the others are `<unk>`. At most 2 000 000.
         chunk: Words held in memory at once.
     """
-    for name, value, minimum, maximum in (("order", order, 2, 8), ("vocab_limit", vocab_limit, 1, 2_000_000)):
-        if not minimum <= value <= maximum:
-            raise UsageError(f"{name}: expected {minimum} to {maximum}, got {value}")
     out = Path(out)
     remove_stale(out.parent)
     with temporary_directory(out) as work:
@@ -145,11 +141,12 @@ def train_lm(
         unknown = number_words(work / "hashes", work / "rank1", vocabulary, chunk)
         levels = _levels(work, order, len(vocabulary) + 3, chunk)
         order = len(levels)
-        discounts = [_estimate(work, levels, n, chunk) for n in range(1, order + 1)]
+        for n in range(1, order + 1):
+            _estimate(work, levels, n, chunk)
         words = ["<unk>", "<s>", "</s>", *(word.decode() for word, _ in vocabulary)]
         ngrams = _write(out, levels, words, chunk)
     share = unknown / max(total, 1)
-    return LmSummary(order, lines, total, len(vocabulary), share, ngrams, tuple(discounts))
+    return LmSummary(order, lines, total, len(vocabulary), share, ngrams)
 
 
 @dataclass
@@ -287,18 +284,18 @@ def _discounts(adjusted: Ints, skip: Callable[[int, int], NDArray[np.bool_]], ch
     return numbers_[0], numbers_[1], numbers_[2]
 
 
-def _estimate(work: Path, levels: list[_Level], n: int, chunk: int) -> tuple[float, float, float]:
+def _estimate(work: Path, levels: list[_Level], n: int, chunk: int) -> None:
     level = levels[n - 1]
     if n == 1:
-        numbers_ = _discounts(level.adjusted, lambda a, b: level.at_start[a:b], chunk)
-        steps, counts = np.array([0.0, *numbers_]), level.adjusted
+        discounts = _discounts(level.adjusted, lambda a, b: level.at_start[a:b], chunk)
+        steps, counts = np.array([0.0, *discounts]), level.adjusted
         taken = steps[np.minimum(counts, 3)]
         total = counts.sum()
         level.probability[:] = (counts - taken) / total + taken.sum() / total / (len(counts) - 1)
-        return numbers_
+        return
     below = levels[n - 2]
-    numbers_ = _discounts(level.adjusted, lambda a, b: np.zeros(b - a, bool), chunk)
-    steps = np.array([0.0, *numbers_])
+    discounts = _discounts(level.adjusted, lambda a, b: np.zeros(b - a, bool), chunk)
+    steps = np.array([0.0, *discounts])
     totals = np.memmap(work / f"total{n}", np.float64, "w+", shape=below.keys.shape)
     spare = np.memmap(work / f"spare{n}", np.float64, "w+", shape=below.keys.shape)
     for start, keys in _parts(level.keys, chunk):
@@ -315,7 +312,6 @@ def _estimate(work: Path, levels: list[_Level], n: int, chunk: int) -> tuple[flo
         counts, prefix = np.asarray(level.adjusted[part]), keys >> _WORD_BITS
         direct = (counts - steps[np.minimum(counts, 3)]) / totals[prefix]
         level.probability[part] = direct + below.backoff[prefix] * below.probability[level.suffix[part]]
-    return numbers_
 
 
 def _write(out: Path, levels: list[_Level], words: list[str], chunk: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from forebay.errors import PrepareError, UsageError
 from forebay.formats.records import Record
 from forebay.prepare.filters.perplexity import Perplexity
 from forebay.prepare.kneser_ney import train_lm
+from forebay.prepare.recipe import LanguageModel
 
 Model = dict[tuple[str, ...], tuple[float, float]]
 
@@ -125,7 +126,7 @@ def test_refusals(tmp_path: Path) -> None:
         {"vocab_limit": 0},
     ):
         with pytest.raises(UsageError, match=f"^{next(iter(options))}: expected"):
-            train_lm(CORPUS, out, **options)  # type: ignore[arg-type]
+            LanguageModel(**options)
     for texts in ([], [""], [" \n\t"]):
         with pytest.raises(PrepareError, match="no word"):
             train_lm(texts, out)
