@@ -51,16 +51,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: set[Any] = set()
     for item in items:
         law = getattr(item, "obj", None)
-        known = getattr(law, "_hypothesis_internal_use_settings", None)
-        if known is not None and law not in seen and known.max_examples < 100 * LONGER:
+        registered = getattr(law, "_hypothesis_internal_use_settings", None)
+        if registered is not None and law not in seen and registered.max_examples < 100 * LONGER:
             seen.add(law)
-            law._hypothesis_internal_use_settings = hypothesis.settings(known, max_examples=known.max_examples * LONGER)
+            law._hypothesis_internal_use_settings = hypothesis.settings(
+                registered, max_examples=registered.max_examples * LONGER
+            )
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """How many tests were skipped, by reason."""
     skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", ())]
-    reasons = Counter(str(one[2] if isinstance(one, tuple) else one).removeprefix("Skipped: ") for one in skipped)
+    reasons = Counter(str(item[2] if isinstance(item, tuple) else item).removeprefix("Skipped: ") for item in skipped)
     if reasons:
         terminalreporter.section(f"{sum(reasons.values())} skipped; `make test-all` installs and runs more")
         for reason, number in reasons.most_common():

@@ -74,11 +74,11 @@ def test_tokenized_as_the_tokenizer_alone_does(hub: HubServer) -> None:
     file = next(iter(sorted((hub.directory / "datasets/HuggingFaceFW/fineweb").rglob("data/*/*.parquet"))))
     tokenizer = load_tokenizer("EleutherAI/gpt-neox-20b")
     alone = Tokenizer.from_str(tokenizer.data.decode())
-    wanted: list[int] = []
+    expected: list[int] = []
     for text in pq.read_table(file)["text"].to_pylist():
-        wanted += [*alone.encode(text, add_special_tokens=False).ids, tokenizer.eos_id]
-    found = [token for batch in dataset.batches() for token in batch.inputs.ravel().tolist()]
-    assert found == wanted[: len(found)]
+        expected += [*alone.encode(text, add_special_tokens=False).ids, tokenizer.eos_id]
+    result = [token for batch in dataset.batches() for token in batch.inputs.ravel().tolist()]
+    assert result == expected[: len(result)]
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -116,9 +116,9 @@ def test_a_name_that_nothing_has(hub: HubServer) -> None:
 
 def test_a_hub_that_cannot_be_reached(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ConnectionError, match="Failed to download dataset") as told:
+    with pytest.raises(ConnectionError, match="Failed to download dataset") as reported:
         next(iter(create_huggingface_dataset("fineweb", tokenizer_name="bytes")))
-    assert isinstance(told.value, DownloadError) and "tiny_shakespeare" in str(told.value)
+    assert isinstance(reported.value, DownloadError) and "tiny_shakespeare" in str(reported.value)
 
 
 def test_ten_steps_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,10 +137,10 @@ def test_ten_steps_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_loading_script_is_not_run_and_its_copy_is_named(repositories: Path, hub: HubServer) -> None:
     repo = write_repo(repositories / "datasets/example/scripted")
     (repo / "scripted.py").write_text("import datasets\n")
-    with pytest.raises(PrepareError, match=r"got a loading script .scripted[.]py.") as told:
+    with pytest.raises(PrepareError, match=r"got a loading script .scripted[.]py.") as reported:
         create_huggingface_dataset("example/scripted", tokenizer_name="bytes")
     name = "example/scripted@refs%2Fconvert%2Fparquet"
-    assert name in str(told.value)
+    assert name in str(reported.value)
     (repo / "scripted.py").unlink()  # the copy is a revision with files alone
     (repo / "default/train").mkdir(parents=True)
     shutil.copy(
@@ -159,9 +159,9 @@ def test_what_needs_another_package_says_so(hub: HubServer) -> None:
     else:
         pytest.skip("the package datasets is installed")
     text = "HuggingFace datasets and transformers are required. Install with: pip install datasets transformers"
-    with pytest.raises(ImportError, match=text) as told:
+    with pytest.raises(ImportError, match=text) as reported:
         next(iter(create_huggingface_dataset("example/pictures", tokenizer_name="bytes")))
-    assert isinstance(told.value, MissingPackageError)
+    assert isinstance(reported.value, MissingPackageError)
 
 
 def test_a_worker_trains_on_it(hub: HubServer) -> None:

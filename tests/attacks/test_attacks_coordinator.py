@@ -36,8 +36,8 @@ LIE = 2**61
 def coordinator(network_dir: Path, tmp_path: Path) -> Iterator[Coordinator]:
     rules = Rules(workers_per_peer=2)
     identity = issue(network_dir, "coordinator")
-    with Coordinator(state_dir=tmp_path / "run", rules=rules, config={"batch_size": 2}, identity=identity) as made:
-        yield made
+    with Coordinator(state_dir=tmp_path / "run", rules=rules, config={"batch_size": 2}, identity=identity) as created:
+        yield created
 
 
 def says(coordinator: Coordinator, member: Identity, verb: str, **said: Any) -> tuple[int, Any]:
@@ -168,7 +168,7 @@ def test_seats_of_who_never_finished_a_step_are_forgotten() -> None:
     run.join("b", "b/2")
     run.ready("a", 3)
     run.ready("c", 3)
-    assert [place.worker_id for place in run.generation.places] == ["a", "b", "c"]
+    assert [position.worker_id for position in run.generation.places] == ["a", "b", "c"]
     seats = {f"old{number}": number for number in range(3 * MAX_SEATS)}
     run.state = replace(run.state, seats=seats)
     run.beat("a", 9)
@@ -205,13 +205,13 @@ def test_a_member_of_one_certificate_alone_is_believed_and_not_given_up() -> Non
 def test_a_workers_name_is_not_another_members_to_take(coordinator: Coordinator, network_dir: Path) -> None:
     honest, evil = issue(network_dir, "honest", "worker"), issue(network_dir, "evil", "worker")
     assert says(coordinator, honest, "join")[0] == 200
-    status, said = says(coordinator, evil, "join", worker_id="honest")
-    assert (status, said["error"]) == (409, "duplicate")
+    status, message = says(coordinator, evil, "join", worker_id="honest")
+    assert (status, message["error"]) == (409, "duplicate")
     late = Run("a", "b")
     late.now = 80.0  # silent for longer than a restart takes
     late.tell(PollChange("a", "a/1", -1))
     late.now = 89.0
-    assert [type(one) for one in late.join("a", "x", peer="peer evil")] == [Refuse]
+    assert [type(item) for item in late.join("a", "x", peer="peer evil")] == [Refuse]
 
 
 def test_who_joins_and_leaves_without_end_has_to_wait(coordinator: Coordinator, network_dir: Path) -> None:
@@ -234,8 +234,8 @@ def test_the_role_and_the_settings_of_a_run(coordinator: Coordinator, network_di
     assert ask(evil, coordinator.address, "POST", "/v1/config", settings)[1]["config"] == {"batch_size": 2}
     for number in range(2):
         assert says(coordinator, evil, "join", worker_id=f"w{number}", session=f"session-{number}")[0] == 200
-    status, said = says(coordinator, evil, "join", worker_id="w2", session="session-2")
-    assert (status, said["error"]) == (429, "too_many_workers")
+    status, message = says(coordinator, evil, "join", worker_id="w2", session="session-2")
+    assert (status, message["error"]) == (429, "too_many_workers")
 
 
 def test_news_of_a_member_are_limited_as_each_costs_a_write(coordinator: Coordinator, network_dir: Path) -> None:
@@ -246,6 +246,8 @@ def test_news_of_a_member_are_limited_as_each_costs_a_write(coordinator: Coordin
     beats = [{"worker_id": "evil", "session": "evil-session", "generation": 1, "step": step} for step in range(60)]
     rate, began = coordinator._server._core.limits.requests_per_s, time.monotonic()
     with connection(evil, coordinator.address) as sock:
-        found = [one.status for one in answers(sock, *(request("POST", "/v1/members/heartbeat", one) for one in beats))]
+        result = [
+            item.status for item in answers(sock, *(request("POST", "/v1/members/heartbeat", item) for item in beats))
+        ]
     allowed = rate * (2 + time.monotonic() - began) + 1  # a slow machine asks less often
-    assert set(found) <= {200, 429} and found.count(200) <= allowed
+    assert set(result) <= {200, 429} and result.count(200) <= allowed

@@ -68,14 +68,14 @@ def test_addresses_of_one_member_keep_no_other_from_being_dialled(
         traps = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(40)]
         with connection(evil, node.address) as sock:
             named = [{"address": f"{HOST}:{trap.getsockname()[1]}"} for trap in traps]
-            assert {a.status for a in answers(sock, *(request("POST", swarm_path(node), one) for one in named))} == {
+            assert {a.status for a in answers(sock, *(request("POST", swarm_path(node), item) for item in named))} == {
                 200
             }
         with sharing(honest, dataset) as share, Client(honest) as client:
-            said = {"address": share.address, "have": f"0-{SLICES - 1}"}
-            client.request_json(node.address, "POST", swarm_path(node), said)
-            until(lambda: client.request_json(node.address, "POST", swarm_path(node), said)[0]["wait_s"] > 0.05)
-            client.request_json(node.address, "POST", swarm_path(node), said)
+            message = {"address": share.address, "have": f"0-{SLICES - 1}"}
+            client.request_json(node.address, "POST", swarm_path(node), message)
+            until(lambda: client.request_json(node.address, "POST", swarm_path(node), message)[0]["wait_s"] > 0.05)
+            client.request_json(node.address, "POST", swarm_path(node), message)
             assert node.tracker.status()[dataset.id]["slices_with_copies"] == SLICES
         dialled = 0
         for trap in traps:
@@ -93,12 +93,12 @@ def test_after_an_address_without_answer_a_peer_waits_for_its_next(network_dir: 
         contextlib.closing(ReachabilityChecker(client, lambda: now)) as dialer,
         socket.create_server((HOST, 0)) as trap,
     ):
-        peer, at = issue(network_dir, "evil").as_peer, f"{HOST}:{trap.getsockname()[1]}"
+        peer, address = issue(network_dir, "evil").as_peer, f"{HOST}:{trap.getsockname()[1]}"
         dialer.check(peer, f"{HOST}:1", HOST)
         until(lambda: dialer.check(peer, f"{HOST}:1", HOST) is False)
-        assert [dialer.check(peer, at, HOST) for _ in range(3)] == [False] * 3
+        assert [dialer.check(peer, address, HOST) for _ in range(3)] == [False] * 3
         now += dialing.PAUSE_S + 1
-        assert dialer.check(peer, at, HOST) is None
+        assert dialer.check(peer, address, HOST) is None
         trap.settimeout(20)
         trap.accept()[0].close()
 
@@ -109,9 +109,9 @@ def test_a_member_that_is_being_dialled_is_served_meanwhile(
     monkeypatch.setattr(dialing, "GRACE_S", 0.0)
     member = issue(network_dir, "member", "worker")
     with socket.create_server((HOST, 0)) as silent:
-        said = {"address": f"{HOST}:{silent.getsockname()[1]}", "want": "0-3", "num": 2}
-        ask(member, node.address, "POST", swarm_path(node), said)
-        assert len(ask(member, node.address, "POST", swarm_path(node), said)[1]["assignments"]) == 2
+        message = {"address": f"{HOST}:{silent.getsockname()[1]}", "want": "0-3", "num": 2}
+        ask(member, node.address, "POST", swarm_path(node), message)
+        assert len(ask(member, node.address, "POST", swarm_path(node), message)[1]["assignments"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -170,16 +170,16 @@ def test_more_ranges_than_slices_are_refused_before_they_are_read(
     """Finding 22: a message of ranges that costs more than its bytes."""
     evil = issue(network_dir, "evil", "worker")
     for key in ("have", "want"):
-        status, said = ask(evil, node.address, "POST", swarm_path(node), {key: ranges})
-        assert status == 400 and f"at most {SLICES} ranges" in said["message"]
+        status, message = ask(evil, node.address, "POST", swarm_path(node), {key: ranges})
+        assert status == 400 and f"at most {SLICES} ranges" in message["message"]
 
 
 def test_a_dataset_without_a_swarm_is_not_found(
     node: DataNode, network_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node.tracker, "_tracked", {})
-    status, said = ask(issue(network_dir, "m"), node.address, "POST", swarm_path(node), {})
-    assert (status, said["error"]) == (404, "unknown_swarm")
+    status, message = ask(issue(network_dir, "m"), node.address, "POST", swarm_path(node), {})
+    assert (status, message["error"]) == (404, "unknown_swarm")
 
 
 def test_small_files_in_memory_are_sent_in_pieces(dataset: Dataset, network_dir: Path) -> None:
@@ -192,8 +192,8 @@ def test_small_files_in_memory_are_sent_in_pieces(dataset: Dataset, network_dir:
             sock = stack.enter_context(connection(evil, share.address))
             sock.sendall(request("GET", f"/v1/datasets/{'ab' * 32}/manifest.json"))
         table = share._server._core.connections
-        until(lambda: sum(one.flow.write_paused for one in table.all()) == num)
-        assert sum(one.transport.get_write_buffer_size() for one in table.all()) <= num << 20
+        until(lambda: sum(item.flow.write_paused for item in table.all()) == num)
+        assert sum(item.transport.get_write_buffer_size() for item in table.all()) <= num << 20
         with connection(issue(network_dir, "honest"), share.address) as sock:
             (part,) = answers(sock, request("GET", f"/v1/datasets/{'ab' * 32}/manifest.json", Range="bytes=5-9"))
         assert (part.status, part.body) == (206, bytes(5))
@@ -206,9 +206,9 @@ def test_accusing_the_honest_again_and_again_costs_one_check(
     liars = [issue(network_dir, name, "worker") for name in ("b", "c")]
     honest, path = issue(network_dir, "a", "worker"), swarm_path(node)
     with sharing(honest, dataset) as share, Client(honest) as client:
-        said = {"address": share.address, "have": f"0-{SLICES - 1}"}
-        until(lambda: client.request_json(node.address, "POST", path, said)[0]["wait_s"] > 0.05)
-        client.request_json(node.address, "POST", path, said)
+        message = {"address": share.address, "have": f"0-{SLICES - 1}"}
+        until(lambda: client.request_json(node.address, "POST", path, message)[0]["wait_s"] > 0.05)
+        client.request_json(node.address, "POST", path, message)
         lie = {"failed": [{"index": 0, "member": honest.peer_id, "wrong": True}]}
         size = dataset.table.row(0).bytes
         for round_ in range(4):
@@ -242,7 +242,7 @@ def test_an_organisation_has_so_many_processes_in_a_swarm(
     monkeypatch.setattr(tracker, "_MAX_SESSIONS_PER_ORGANISATION", 3)
     org = organisation(network_dir, "acme")
     members, path = [issue(network_dir, f"m{i}", by=org) for i in range(4)], swarm_path(node)
-    assert [ask(one, node.address, "POST", path, {})[0] for one in members] == [200, 200, 200, 400]
+    assert [ask(item, node.address, "POST", path, {})[0] for item in members] == [200, 200, 200, 400]
     assert ask(members[0], node.address, "POST", path, {"leave": True})[0] == 200
     assert ask(members[3], node.address, "POST", path, {})[0] == 200
     assert ask(issue(network_dir, "of-root"), node.address, "POST", path, {})[0] == 200
@@ -270,7 +270,7 @@ def test_slow_readers_make_room(dataset: Dataset, network_dir: Path, monkeypatch
             for _ in range(4):
                 sock = stack.enter_context(connection(evil, share.address))
                 sock.sendall(request("GET", f"/v1/datasets/{'ab' * 32}/manifest.json"))
-        until(lambda: sum(one.flow.write_paused for one in table.all()) == 8)
+        until(lambda: sum(item.flow.write_paused for item in table.all()) == 8)
 
         def is_served() -> bool:
             with contextlib.suppress(OSError):
@@ -307,10 +307,10 @@ def test_half_closed_connections_are_over(node: DataNode, network_dir: Path) -> 
 
 
 def test_a_name_puts_nothing_into_an_answers_head(node: DataNode, network_dir: Path) -> None:
-    bad = "manifest.json%0d%0aX-Evil:%201%0d%0a%0d%0a"
+    invalid = "manifest.json%0d%0aX-Evil:%201%0d%0a%0d%0a"
     with connection(issue(network_dir, "evil"), node.address) as sock:
-        for path in (f"/v1/datasets/{node.datasets[0].id}/{bad}", f"/v1/slices/{bad}", f"/{bad}"):
-            (answer,) = answers(sock, request("GET", path, Idempotency_Key=bad))
+        for path in (f"/v1/datasets/{node.datasets[0].id}/{invalid}", f"/v1/slices/{invalid}", f"/{invalid}"):
+            (answer,) = answers(sock, request("GET", path, Idempotency_Key=invalid))
             assert answer.status == 404 and "x-evil" not in answer.headers
             assert b"\r" not in answer.body and b"\n" not in answer.body
 

@@ -43,16 +43,18 @@ def scheduler(tmp_path: Path, network_dir: Path) -> Iterator[SchedulerService]:
         Client(identity) as client,
         contextlib.closing(table),
     ):
-        made = SchedulerService(identity, NAME, table, client, tmp_path / "state", seq_len=8, steal_s=0.2)
-        made.start()
-        yield made
-        made.stop()
+        created = SchedulerService(identity, NAME, table, client, tmp_path / "state", seq_len=8, steal_s=0.2)
+        created.start()
+        yield created
+        created.stop()
 
 
 def test_the_role_is_asked_for_before_a_message_is_read(scheduler: SchedulerService, network_dir: Path) -> None:
     """Finding 3: megabytes of JSON from a member that may not work."""
-    status, said = ask(issue(network_dir, "data", "data"), scheduler.address, "POST", "/v2/exchange", "x" * 1_000_000)
-    assert (status, said["error"]) == (403, "not_worker")
+    status, message = ask(
+        issue(network_dir, "data", "data"), scheduler.address, "POST", "/v2/exchange", "x" * 1_000_000
+    )
+    assert (status, message["error"]) == (403, "not_worker")
 
 
 def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, network_dir: Path) -> None:
@@ -62,9 +64,9 @@ def test_slices_of_invented_datasets_are_not_kept(scheduler: SchedulerService, n
     assert ask(evil, scheduler.address, "POST", "/v2/exchange", {"cached": have})[0] == 200
     (session,) = scheduler._open_journal().core.sessions.all.values()
     assert session.cached_bytes == 0
-    known = scheduler._open_journal().core.spec.dataset_id
-    status, said = ask(evil, scheduler.address, "POST", "/v2/exchange", {"cached": {known: "0-999999999"}})
-    assert status == 409 and f"[0, {SLICES})" in said["message"]
+    registered = scheduler._open_journal().core.spec.dataset_id
+    status, message = ask(evil, scheduler.address, "POST", "/v2/exchange", {"cached": {registered: "0-999999999"}})
+    assert status == 409 and f"[0, {SLICES})" in message["message"]
 
 
 def test_sessions_of_a_certificate_are_bounded(
@@ -82,13 +84,15 @@ def test_what_an_organisation_says_it_has_is_bounded(
     scheduler: SchedulerService, network_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "MAX_CACHED_BYTES_PER_ORGANISATION", 2 * SLICES * 8)
-    known = scheduler._open_journal().core.spec.dataset_id
-    org, said = organisation(network_dir, "acme"), {"cached": {known: f"0-{SLICES - 1}"}}
+    registered = scheduler._open_journal().core.spec.dataset_id
+    org, message = organisation(network_dir, "acme"), {"cached": {registered: f"0-{SLICES - 1}"}}
     for number in range(4):
-        assert ask(issue(network_dir, f"m{number}", "worker", by=org), scheduler.address, "POST", "/v2/exchange", said)
+        assert ask(
+            issue(network_dir, f"m{number}", "worker", by=org), scheduler.address, "POST", "/v2/exchange", message
+        )
     core = scheduler._open_journal().core
     assert sum(session.cached_bytes for session in core.sessions.all.values()) == 2 * SLICES * 8
-    assert ask(issue(network_dir, "of-root", "worker"), scheduler.address, "POST", "/v2/exchange", said)[0] == 200
+    assert ask(issue(network_dir, "of-root", "worker"), scheduler.address, "POST", "/v2/exchange", message)[0] == 200
     assert sum(session.cached_bytes for session in core.sessions.all.values()) == 3 * SLICES * 8
 
 
@@ -96,9 +100,9 @@ def test_reports_against_peers_that_are_not_there_are_not_kept(scheduler: Schedu
     """Each would be a row of the journal, and memory for as long as the job lasts."""
     evil = issue(network_dir, "evil", "worker")
     (lease, *_) = ask(evil, scheduler.address, "POST", "/v2/exchange", {"want": 1})[1]["leases"]
-    bad = [{"peer_id": f"nobody{i}", "sha256": lease["sha256"], "reason": "r" * 300} for i in range(64)]
+    invalid = [{"peer_id": f"nobody{i}", "sha256": lease["sha256"], "reason": "r" * 300} for i in range(64)]
     for _ in range(3):
-        assert ask(evil, scheduler.address, "POST", "/v2/exchange", {"reports": bad})[0] == 200
+        assert ask(evil, scheduler.address, "POST", "/v2/exchange", {"reports": invalid})[0] == 200
     assert scheduler._open_journal().core.reports == {}
     node = lease["providers"][0]["peer_id"]
     report = {"reports": [{"peer_id": node, "sha256": lease["sha256"]}]}
@@ -114,8 +118,8 @@ def test_only_who_is_accused_can_be_pardoned(
     (lease, *_) = ask(worker, scheduler.address, "POST", "/v2/exchange", {"want": 1})[1]["leases"]
     node = lease["providers"][0]["peer_id"]
     pardon = ["job", "pardon", node, "--scheduler", scheduler.address, "--identity", str(home)]
-    status, said = ask(boss, scheduler.address, "POST", f"/v1/peers/{node}/pardon")
-    assert (status, said["error"]) == (404, "not_found")
+    status, message = ask(boss, scheduler.address, "POST", f"/v1/peers/{node}/pardon")
+    assert (status, message["error"]) == (404, "not_found")
     assert main(pardon) == 1
     assert "there are no reports about it here" in capsys.readouterr().err
     report = {"reports": [{"peer_id": node, "sha256": lease["sha256"]}]}
@@ -127,11 +131,11 @@ def test_only_who_is_accused_can_be_pardoned(
 def test_many_certificates_of_one_organisation_starve_nobody(scheduler: SchedulerService, network_dir: Path) -> None:
     """Members that used nothing yet get half of the slices, however many they are."""
     org = organisation(network_dir, "acme")
-    held = 0
+    current = 0
     for number in range(4):
         evil = issue(network_dir, f"m{number}", "worker", by=org)
-        held += len(ask(evil, scheduler.address, "POST", "/v2/exchange", {"want": 16})[1]["leases"])
-    assert held == SLICES // 2
+        current += len(ask(evil, scheduler.address, "POST", "/v2/exchange", {"want": 16})[1]["leases"])
+    assert current == SLICES // 2
     for name, by in (("honest", None), ("other", organisation(network_dir, "other-org"))):
         honest = issue(network_dir, name, "worker", by=by)
         assert len(ask(honest, scheduler.address, "POST", "/v2/exchange", {"want": 1})[1]["leases"]) == 1
@@ -152,9 +156,9 @@ def test_who_fails_on_a_slice_that_is_good_is_leased_nothing_for_a_while() -> No
 
 def _use_of(lease: dict[str, Any], worker: Identity) -> dict[str, Any]:
     """A worker's word that it used a lease to its end."""
-    place = {"epoch": lease["epoch"], "slice": lease["slice"], "start": lease["start"], "stop": lease["stop"]}
-    signature = worker.sign(receipt_message(lease["job_id"], [Used(lease["lease_id"], *place.values(), 1)])).hex()
-    use = {"lease_id": lease["lease_id"], **place, "step": 1, "proof": "00" * 6}
+    position = {"epoch": lease["epoch"], "slice": lease["slice"], "start": lease["start"], "stop": lease["stop"]}
+    signature = worker.sign(receipt_message(lease["job_id"], [Used(lease["lease_id"], *position.values(), 1)])).hex()
+    use = {"lease_id": lease["lease_id"], **position, "step": 1, "proof": "00" * 6}
     return {"job_id": lease["job_id"], "uses": [use], "signature": signature}
 
 
@@ -174,7 +178,7 @@ def test_proofs_that_are_checked_at_once_count_each(
     leases = ask(worker, scheduler.address, "POST", "/v2/exchange", {"want": 4})[1]["leases"]
     *first, last = [_use_of(lease, worker) for lease in leases]
     with ThreadPoolExecutor(3) as pool:
-        sent = [pool.submit(ask, worker, scheduler.address, "POST", "/v2/exchange", said) for said in first]
+        sent = [pool.submit(ask, worker, scheduler.address, "POST", "/v2/exchange", message) for message in first]
         assert [future.result()[0] for future in sent] == [200] * 3
     assert ask(worker, scheduler.address, "POST", "/v2/exchange", last)[0] == 200
     assert len(checked) == 3
@@ -197,10 +201,10 @@ def test_checks_that_hang_hold_up_no_other_worker(
     scheduler._server.call(limit_threads())
     monkeypatch.setattr(scheduler._proofs, "_is_valid", hang)
     (lease,) = ask(evil, scheduler.address, "POST", path, {"want": 1})[1]["leases"]
-    said = _use_of(lease, evil)
+    message = _use_of(lease, evil)
     with ThreadPoolExecutor(1) as pool:
         try:
-            waiting = pool.submit(ask, evil, scheduler.address, "POST", path, said)
+            waiting = pool.submit(ask, evil, scheduler.address, "POST", path, message)
             assert asked.wait(20)
             assert len(ask(honest, scheduler.address, "POST", path, {"want": 1})[1]["leases"]) == 1
             assert not waiting.done()

@@ -76,11 +76,11 @@ def test_without_certificates_clients_share_no_kept_answers() -> None:
     """Over plain HTTP the address tells them apart: 127.0.0.1 and 127.0.0.2 here."""
     numbers = _count()
     with serve(None, lambda request: JsonResponse({"number": next(numbers)})) as server:
-        found = []
+        result = []
         for source in ("127.0.0.1", "127.0.0.2", "127.0.0.1"):
             with socket.create_connection((HOST, server.port), 20, source_address=(source, 0)) as sock:
-                found += answers(sock, request("POST", "/a", {}, Idempotency_Key="k"))  # type: ignore[arg-type]
-        assert [answer.json()["number"] for answer in found] == [0, 1, 0]
+                result += answers(sock, request("POST", "/a", {}, Idempotency_Key="k"))  # type: ignore[arg-type]
+        assert [answer.json()["number"] for answer in result] == [0, 1, 0]
 
 
 def test_another_members_certificate_is_not_renewed(network_dir: Path) -> None:
@@ -114,16 +114,16 @@ def test_certificates_that_say_two_things_or_too_much(network_dir: Path) -> None
     org = organisation(network_dir, "acme")
     node, roots = issue(network_dir, "member", "worker", by=org), read_root(network_dir)
     name = x509.NameAttribute(NameOID.COMMON_NAME, "member")
-    one, two = x509.Name([name]), x509.Name([name, x509.NameAttribute(NameOID.COMMON_NAME, "admin")])
-    assert verify_certificate(forged(org, node, one), roots).name == "member"
+    item, two = x509.Name([name]), x509.Name([name, x509.NameAttribute(NameOID.COMMON_NAME, "admin")])
+    assert verify_certificate(forged(org, node, item), roots).name == "member"
     large = json.dumps({"roles": ["worker"], "datasets": ["x" * 60] * 20_000}).encode()
     for subject, scope in [
         (two, None),
         (x509.Name([]), None),
         (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a\x1b[2Jb")]), None),
-        (one, large),
-        (one, b"[" * 100_000),
-        (one, b'{"roles": ["root"], "datasets": []}'),
+        (item, large),
+        (item, b"[" * 100_000),
+        (item, b'{"roles": ["root"], "datasets": []}'),
     ]:
         with pytest.raises(ProtocolError):
             verify_certificate(forged(org, node, subject, scope), roots)
@@ -151,7 +151,7 @@ def test_an_organisations_crl_takes_nobody_elses_member_out(network_dir: Path) -
     org, other = organisation(network_dir, "acme"), organisation(network_dir, "other")
     server, victim = issue(network_dir, "server"), issue(network_dir, "victim", by=other)
     own = issue(network_dir, "own", by=org)
-    serials = [serial_number_of(one.peer_id) for one in (victim, own, server)]
+    serials = [serial_number_of(item.peer_id) for item in (victim, own, server)]
     crl = sign_crl(read_issuer(org), serials, 1).decode()
     with Server(make_app("x"), server, HOST, 0) as running:
         with connection(own, running.address) as sock:

@@ -99,7 +99,7 @@ def tfrecord(length: int | None = None) -> bytes:
         features = b"\x0a" + bytes([len(entry)]) + entry
         return b"\x0a" + bytes([len(features)]) + features
 
-    return b"".join(frame(one, length or len(one)) for one in (example(text.encode()) for text in TEXTS))
+    return b"".join(frame(item, length or len(item)) for item in (example(text.encode()) for text in TEXTS))
 
 
 def warc(kind: str, length: int | None = None) -> bytes:
@@ -162,8 +162,8 @@ def written(name: str, folder: Path) -> dict[str, bytes]:
 
 
 def tokens() -> TokenSource:
-    ends = np.array([200, 350, 600], np.uint64)
-    return TokenSource("memory", "U16", 600, 3, lambda: iter([TokenPart(TOKENS, ends)]))
+    stops = np.array([200, 350, 600], np.uint64)
+    return TokenSource("memory", "U16", 600, 3, lambda: iter([TokenPart(TOKENS, stops)]))
 
 
 def rows() -> TableSource:
@@ -219,15 +219,15 @@ HASHED = ("forebay",)
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sample]:
-    made = dict(PLAIN)
+    created = dict(PLAIN)
     for name, to in WRITTEN.items():
         files = written(to, tmp_path_factory.mktemp("written"))
         dtype = "uint16" if name in ("bin", "ds") else None
-        made[name] = Sample(files, is_hashed=name in HASHED, step=23, dtype=dtype)
+        created[name] = Sample(files, is_hashed=name in HASHED, step=23, dtype=dtype)
     for name, write in FOREIGN.items():
         folder = write(tmp_path_factory.mktemp("foreign") / name, np.split(TOKENS, [200, 350]))
-        made[name] = Sample({path.name: path.read_bytes() for path in folder.iterdir()}, step=23)
-    return made
+        created[name] = Sample({path.name: path.read_bytes() for path in folder.iterdir()}, step=23)
+    return created
 
 
 NAMES = [name for name in format_names() if name not in ONLY_WRITTEN]
@@ -323,11 +323,11 @@ def test_a_sound_file_is_read_and_found_sound(name: str, samples: dict[str, Samp
 
 
 def changes(data: bytes, step: int, cut: bool) -> Iterator[bytes]:
-    for at in range(0, len(data), max(step, len(data) // 120)):
+    for index in range(0, len(data), max(step, len(data) // 120)):
         if cut:
-            yield data[:at]
+            yield data[:index]
         else:
-            yield data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :]
+            yield data[:index] + bytes([data[index] ^ (1 << index % 8)]) + data[index + 1 :]
 
 
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "flipped"])

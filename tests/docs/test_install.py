@@ -52,8 +52,8 @@ def test_a_wheel_installs_and_prepares(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for i in range(20):
         (tmp_path / "texts" / f"{i}.txt").write_text(f"Text {i} of the mill race that turns the wheel. " * 20)
-    where = run(python, "-c", "import forebay; print(forebay.__file__)", cwd=tmp_path).stdout
-    assert where.startswith(str(venv)), where
+    location = run(python, "-c", "import forebay; print(forebay.__file__)", cwd=tmp_path).stdout
+    assert location.startswith(str(venv)), location
     prepared = run(
         venv / "bin" / "forebay", "prepare", "texts/", "--out", "wiki", "--tokenizer", "train:300", cwd=tmp_path
     )

@@ -205,5 +205,5 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert linked.exists(), f"{name_of(path)}: {target}"
         if anchor and linked.suffix == ".md":
             headings = re.findall(r"^#+ (.+)$", linked.read_text("utf-8"), re.MULTILINE)
-            known = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-            assert anchor in known, f"{name_of(path)}: {target}#{anchor}"
+            registered = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in registered, f"{name_of(path)}: {target}#{anchor}"

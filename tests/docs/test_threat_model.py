@@ -13,11 +13,11 @@ PAGE = "".join(path.read_text() for path in sorted((ROOT / "docs" / "reference")
 def test_every_test_that_is_named_exists() -> None:
     named = re.findall(r"`((?:unit|e2e|attacks)/[\w/]+\.py)::(\w+)`", PAGE)
     assert len(named) > 50
-    there = {
+    exists = {
         path: {node.name for node in ast.parse((ROOT / "tests" / path).read_text()).body if hasattr(node, "name")}
         for path in {path for path, _ in named}
     }
-    assert [f"{path}::{name}" for path, name in named if name not in there[path]] == []
+    assert [f"{path}::{name}" for path, name in named if name not in exists[path]] == []
 
 
 def test_every_threat_names_a_test() -> None:

@@ -129,7 +129,7 @@ def look(directory: Path) -> int:
 def test_four_processes_within_the_budget_and_killed_at_any_moment(tmp_path: Path) -> None:
     chance = random.Random(7)
     readers = [start(tmp_path, rank, 40) for rank in range(4)]
-    looks, most = 0, 0
+    looks, max_value = 0, 0
     try:
         for reader in readers:
             assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
@@ -139,21 +139,21 @@ def test_four_processes_within_the_budget_and_killed_at_any_moment(tmp_path: Pat
                 with stopped(readers):
                     used = look(tmp_path)
                 assert used <= BUDGET, f"{used} of {BUDGET} bytes in round {round_}"
-                looks, most = looks + 1, max(most, used)
+                looks, max_value = looks + 1, max(max_value, used)
                 time.sleep(chance.uniform(0, 0.02))
             victim = chance.randrange(4)
             readers[victim].kill()
             readers[victim].communicate()
             readers[victim] = start(tmp_path, victim, 40)
-        assert looks > 5 and most > BUDGET // 2
+        assert looks > 5 and max_value > BUDGET // 2
     finally:
         for reader in readers:
             reader.kill()
             reader.communicate()
     # What is left is whole, and the next start needs no help: it resumes, cleans up, and reads all.
     last = start(tmp_path, 9, 1)
-    told, _ = last.communicate(timeout=scaled(60))
-    assert last.returncode == 0 and told.startswith("ready\ndone ")
+    reported, _ = last.communicate(timeout=scaled(60))
+    assert last.returncode == 0 and reported.startswith("ready\ndone ")
     assert look(tmp_path) <= BUDGET
     assert not list((tmp_path / "futures").iterdir())
     SliceCache(tmp_path, BUDGET).clean(())
@@ -167,7 +167,7 @@ def test_four_processes_that_read_the_same_fetch_each_slice_once(tmp_path: Path)
     readers = [subprocess.Popen([*command, str(rank), "2"], stdout=subprocess.PIPE, text=True) for rank in range(4)]
     fetched = []
     for reader in readers:
-        told, _ = reader.communicate(timeout=scaled(60))
+        reported, _ = reader.communicate(timeout=scaled(60))
         assert reader.returncode == 0
-        fetched.append(int(told.split()[-1]))
+        fetched.append(int(reported.split()[-1]))
     assert sum(fetched) == NUM_SLICES

@@ -63,10 +63,10 @@ def test_a_dead_bootstrap_node_is_named_by_every_verb(tmp_path: Path, start: Sta
         for verb, name in (("find", "x"), ("worker", "x"), ("scheduler", "x"), ("serve", tmp_path / "d"))
     ]
     for process in started:
-        _, said = process.communicate(timeout=scaled(120))
-        assert process.returncode == 1, said
-        assert f"waiting for a bootstrap node of the DHT; asked {HOST}:{port}: Connection refused" in said
-        assert f"No bootstrap node answered ({HOST}:{port}: Connection refused); the DHT cannot be queried." in said
+        _, message = process.communicate(timeout=scaled(120))
+        assert process.returncode == 1, message
+        assert f"waiting for a bootstrap node of the DHT; asked {HOST}:{port}: Connection refused" in message
+        assert f"No bootstrap node answered ({HOST}:{port}: Connection refused); the DHT cannot be queried." in message
 
 
 def test_one_bootstrap_node_that_answers_is_enough() -> None:
@@ -88,18 +88,18 @@ def test_an_unknown_name_is_waited_for_aloud_and_not_for_ever(tmp_path: Path, st
         schedule = start("scheduler", "ghost", "--identity", node, "--timeout", 5, "--state", tmp_path / "s")
         silent = socket.create_server((HOST, 0))  # accepts, and says nothing
         address = f"{HOST}:{silent.getsockname()[1]}"
-        held = start(
+        current = start(
             "worker", "--scheduler", address, "--identity", node, "--timeout", 5, "--cache-dir", tmp_path / "h"
         )
         expected = {
             work: ("the scheduler of 'ghost': the DHT names none", "expected an answer within 5 s"),
             schedule: ("data nodes of 'ghost': the DHT names none", "expected a data node of 'ghost'"),
-            held: (f"the scheduler: {address} has not answered yet", address),
+            current: (f"the scheduler: {address} has not answered yet", address),
         }
         for process, (line, error) in expected.items():
-            _, said = process.communicate(timeout=scaled(120))
-            assert process.returncode == 1, said
-            assert f"waiting for {line}" in said and error in said.splitlines()[-1], said
+            _, message = process.communicate(timeout=scaled(120))
+            assert process.returncode == 1, message
+            assert f"waiting for {line}" in message and error in message.splitlines()[-1], message
     finally:
         silent.close()
         bootstrap.close()
@@ -154,8 +154,8 @@ def test_every_live_worker_hears_of_the_end(tmp_path: Path, start: Start, networ
             time.sleep(0.1)
     (tmp_path / "go").touch()
     for worker in workers:
-        out, said = worker.communicate(timeout=scaled(150))
-        assert worker.returncode == 0, said
+        out, message = worker.communicate(timeout=scaled(150))
+        assert worker.returncode == 0, message
         assert json.loads(out.splitlines()[-1])["report"]["done"]
     assert scheduler.wait(60) == 0
 
@@ -169,19 +169,19 @@ def test_a_job_with_a_slice_set_aside_is_not_done(tmp_path: Path, start: Start, 
     worker = start(
         "worker", NAME, "--identity", network["w0"], "--cache-dir", tmp_path / "c", "--trainer", "count", "--json"
     )
-    out, said = worker.communicate(timeout=scaled(150))
-    assert worker.returncode == 0, said
+    out, message = worker.communicate(timeout=scaled(150))
+    assert worker.returncode == 0, message
     report = json.loads(out.splitlines()[-1])["report"]
     assert report["num_left_out"] == 50 and report["samples"] == 10 * 50
-    _, said = scheduler.communicate(timeout=scaled(60))
+    _, message = scheduler.communicate(timeout=scaled(60))
     assert scheduler.returncode == 1 and address
-    assert "got 50 unused, of slices set aside: 4" in said.splitlines()[-1]
-    found = verify_ledger(tmp_path / "state" / "ledger.jsonl", verify=verify)
-    assert [epoch["set_aside"] for epoch in found.epochs] == [50] and found.epochs[0]["missing"] == 0
+    assert "got 50 unused, of slices set aside: 4" in message.splitlines()[-1]
+    result = verify_ledger(tmp_path / "state" / "ledger.jsonl", verify=verify)
+    assert [epoch["set_aside"] for epoch in result.epochs] == [50] and result.epochs[0]["missing"] == 0
     again, address = _schedule(start, network, tmp_path / "state")
     status = start("status", address, "--identity", network["w1"])
-    out, said = status.communicate(timeout=scaled(60))
-    assert status.returncode == 0, said
+    out, message = status.communicate(timeout=scaled(60))
+    assert status.returncode == 0, message
     assert "incomplete" in out and "50 samples of slices set aside were not used" in out and "slice 4 is set" in out
     assert again.wait(60) == 1
 
@@ -206,6 +206,6 @@ def test_a_bad_access_list_stops_a_data_node_before_it_starts(
     node = make_network(tmp_path, ["node"], [(HOST, _free_udp_port())])["node"]
     began = time.monotonic()
     process = start("serve", tmp_path / "d", "--identity", node, "--access", path, "--timeout", 90)
-    _, said = process.communicate(timeout=scaled(80))
+    _, message = process.communicate(timeout=scaled(80))
     assert process.returncode == 2 and time.monotonic() - began < scaled(80)
-    assert all(word in said for word in [*words, str(path)]) and len(said.splitlines()) == 1, said
+    assert all(word in message for word in [*words, str(path)]) and len(message.splitlines()) == 1, message

@@ -80,14 +80,14 @@ class Process:
 
 @pytest.fixture
 def spawn() -> Iterator[Callable[..., Process]]:
-    begun: list[Process] = []
+    started: list[Process] = []
 
     def make(*argv: str) -> Process:
-        begun.append(Process(*argv))
-        return begun[-1]
+        started.append(Process(*argv))
+        return started[-1]
 
     yield make
-    for process in begun:
+    for process in started:
         process.end()
 
 
@@ -178,12 +178,12 @@ def test_a_run_goes_on_through_a_death_a_newcomer_and_a_dead_coordinator(
     assert {line["rank"] for line in workers.said("step", "b")} == {rank}
 
     lines = workers.said("step")
-    kept: dict[int, int] = {}
+    retained: dict[int, int] = {}
     for line in lines:
-        kept[line["step"]] = max(kept.get(line["step"], 0), line["generation"])
-    assert sorted(kept) == list(range(60))
+        retained[line["step"]] = max(retained.get(line["step"], 0), line["generation"])
+    assert sorted(retained) == list(range(60))
     used: list[int] = []
-    for step, generation in sorted(kept.items()):
+    for step, generation in sorted(retained.items()):
         # Each step that counts: one generation, the same loss and weights everywhere, each rank once.
         same = [line for line in lines if (line["step"], line["generation"]) == (step, generation)]
         assert len({(line["loss"], line["weights"]) for line in same}) == 1
@@ -216,8 +216,13 @@ def test_the_coordinator_hands_out_ranks_and_refuses_a_second_of_the_same_name(
     for thread in threads:
         thread.join(20)
     assert sorted(member.generation.rank for member in members) == [0, 1, 2, 3]
-    told = members[2].config
-    assert (told["batch_size"], told["dataset_name"], told["seq_len"], told["num_steps"]) == (8, "tiny", 32, 9)
+    reported = members[2].config
+    assert (reported["batch_size"], reported["dataset_name"], reported["seq_len"], reported["num_steps"]) == (
+        8,
+        "tiny",
+        32,
+        9,
+    )
     with pytest.raises(DuplicateWorkerError, match="worker-1"):
         Membership(address, "worker-1").join()
     assert get(address, "/v1/status")["generation"]["world_size"] == 4

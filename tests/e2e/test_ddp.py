@@ -50,7 +50,7 @@ def run_all(tmp_path: Path, data: Path, runs: list[dict[str, Any]]) -> list[dict
 
 def test_resumed_on_other_ranks_the_run_is_the_one_that_never_stopped(data: Path, tmp_path: Path) -> None:
     saved = [str(tmp_path / f"saved{i}.pt") for i in range(2)]
-    whole, *parts, sharded = run_all(
+    full, *parts, sharded = run_all(
         tmp_path,
         data,
         [
@@ -62,17 +62,17 @@ def test_resumed_on_other_ranks_the_run_is_the_one_that_never_stopped(data: Path
         ],
     )
     losses = [loss for part in parts for loss in part["losses"]]
-    np.testing.assert_allclose(losses, whole["losses"], rtol=1e-9)
-    assert whole["losses"][-1] < whole["losses"][0]
+    np.testing.assert_allclose(losses, full["losses"], rtol=1e-9)
+    assert full["losses"][-1] < full["losses"][0]
 
     def batches(run: dict[str, Any]) -> list[list[int]]:
         return [[sample for rank in step for sample in rank] for step in run["ids"]]
 
-    assert [batch for part in parts for batch in batches(part)] == batches(whole)
-    for epoch in (batches(whole)[:7], batches(whole)[7:14]):
+    assert [batch for part in parts for batch in batches(part)] == batches(full)
+    for epoch in (batches(full)[:7], batches(full)[7:14]):
         assert sorted(sample for batch in epoch for sample in batch) == list(range(SAMPLES))
     # The short batch at an epoch's end: every rank has that step, with one sample or none.
     assert [len(rank) for rank in parts[2]["ids"][13 - 11]] in ([1, 1, 1, 1, 0], [0, 1, 1, 1, 1])
 
-    assert sharded["ids"] == whole["ids"][:4]
-    np.testing.assert_allclose(sharded["losses"], whole["losses"][:4], rtol=1e-9)
+    assert sharded["ids"] == full["ids"][:4]
+    np.testing.assert_allclose(sharded["losses"], full["losses"][:4], rtol=1e-9)

@@ -118,6 +118,6 @@ def test_a_killed_demo_leaves_no_process(tmp_path: Path) -> None:
     process.kill()
     process.communicate(timeout=scaled(30))
     deadline = time.monotonic() + scaled(30)
-    while (left := [c for c in left_behind(tmp_path) if " forebay " in c]) and time.monotonic() < deadline:
+    while (remaining := [c for c in left_behind(tmp_path) if " forebay " in c]) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert left == []
+    assert remaining == []

@@ -41,11 +41,11 @@ def nodes() -> Iterator[list[LibtorrentDht]]:
     with contextlib.ExitStack() as stack:
         first = LibtorrentDht("127.0.0.1", 0)
         stack.callback(first.close)
-        made = [first]
+        created = [first]
         for _ in range(5):
-            made.append(LibtorrentDht("127.0.0.1", 0, [("127.0.0.1", first.port)]))
-            stack.callback(made[-1].close)
-        yield made
+            created.append(LibtorrentDht("127.0.0.1", 0, [("127.0.0.1", first.port)]))
+            stack.callback(created[-1].close)
+        yield created
 
 
 def finds(node: LibtorrentDht, key: bytes, expected: set[tuple[str, int]]) -> bool:
@@ -98,10 +98,10 @@ def test_the_first_node_is_found_by_one_who_comes_later() -> None:
 
 
 def test_a_taken_port_is_said() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as held:
-        held.bind(("127.0.0.1", 0))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as current:
+        current.bind(("127.0.0.1", 0))
         with pytest.raises(NetworkError, match="cannot listen"):
-            LibtorrentDht("127.0.0.1", held.getsockname()[1])
+            LibtorrentDht("127.0.0.1", current.getsockname()[1])
 
 
 def test_keys_part_networks_kinds_and_names() -> None:
@@ -123,9 +123,9 @@ def test_fifty_nodes_find_a_name_in_half_a_second() -> None:
         nodes[7].announce(KEY, 7001)
 
         def timed(node: LibtorrentDht) -> float:
-            begun = time.monotonic()
+            started = time.monotonic()
             assert node.find(KEY, 20.0) == [("127.0.0.1", 7001)]
-            return time.monotonic() - begun
+            return time.monotonic() - started
 
         with ThreadPoolExecutor(4) as pool:
             times = sorted(pool.map(timed, nodes))
@@ -139,9 +139,9 @@ def test_all_addresses_of_a_host_share_a_port_and_none_of_them_is_the_wildcard()
     first = LibtorrentDht("0.0.0.0", 0)
     try:
         first.announce(KEY, 7001)
-        found = first.find(KEY, 5.0)
-        assert found and {port for _, port in found} == {7001}
-        hosts = {host for host, _ in found}
+        result = first.find(KEY, 5.0)
+        assert result and {port for _, port in result} == {7001}
+        hosts = {host for host, _ in result}
         assert not hosts & {"0.0.0.0", "127.0.0.1"}, "an address that others may reach"
         host = min(hosts)
         second = LibtorrentDht("", 0, [(host, first.port)])
@@ -196,10 +196,10 @@ def test_a_name_of_two_datasets_is_told_and_never_mixed(tmp_path: Path, make_ide
         claims = find_providers(table, client, seeker.network_id, NAME)
         assert {claim.dataset_id for claim in claims} == {dataset.id for dataset in datasets}
         scheduler = SchedulerService(seeker, NAME, table, client, tmp_path / "state", seq_len=8, wait_s=2.0)
-        with pytest.raises(DatasetError, match="stands for 2 datasets") as told:
+        with pytest.raises(DatasetError, match="stands for 2 datasets") as reported:
             scheduler.start()
         scheduler.stop()
-        assert all(dataset.id in str(told.value) for dataset in datasets)
+        assert all(dataset.id in str(reported.value) for dataset in datasets)
         with pytest.raises(UsageError, match="expected one dataset of this name"):  # what a Loader reads from
             PeerOrigin(seeker, NAME, discovery=table).sources()
         chosen = PeerOrigin(seeker, NAME, discovery=table, expected_id=datasets[1].id)
@@ -238,12 +238,12 @@ def test_forged_announcements_delay_a_search_by_a_bounded_time(
                 node.announce(key, trap.getsockname()[1])
         provider = stack.enter_context(DataNode(make_identity("data"), [dataset], "127.0.0.1", 0, nodes[2], ttl_s=3.0))
         deadline = time.monotonic() + scaled(40)
-        took, found = 0.0, False
-        while not found:  # an answer holds 100 addresses by chance, so that a search may miss the one that is true
+        took, result = 0.0, False
+        while not result:  # an answer holds 100 addresses by chance, so that a search may miss the one that is true
             assert time.monotonic() < deadline
-            begun = time.monotonic()
+            started = time.monotonic()
             claims = find_providers(nodes[5], client, seeker.network_id, NAME)
-            took, found = time.monotonic() - begun, bool(claims)
+            took, result = time.monotonic() - started, bool(claims)
         assert [claim.peer_id for claim in claims] == [provider.identity.peer_id]
         print(f"{FORGED} forged, {len(traps)} traps: found in {took:.2f} s")
         assert took < scaled(8.0)

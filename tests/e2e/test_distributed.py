@@ -72,12 +72,12 @@ def start(worker_id: str, die_after: int, out: Path) -> subprocess.Popen[bytes]:
 
 def told(folder: Path) -> dict[int, list[Any]]:
     """(rank, world size, epoch, sample ids, hashes of their tokens) of each worker's step."""
-    found = defaultdict(list)
+    result = defaultdict(list)
     for path in folder.glob("*.out"):
         for line in path.read_text().splitlines():
             step, *rest = json.loads(line)
-            found[step].append(tuple(rest))
-    return found
+            result[step].append(tuple(rest))
+    return result
 
 
 def test_a_killed_worker_costs_no_sample_and_others_may_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_killed_worker_costs_no_sample_and_others_may_come(tmp_path: Path, mon
         assert workers.pop().wait(30) == -9
         workers.append(start("w3", 0, tmp_path / "w3.out"))
         workers.append(start("w2", 0, tmp_path / "again.out"))
-        while len([one for one in coordinator.status()["members"] if not one["lost"]]) < 3:
+        while len([item for item in coordinator.status()["members"] if not item["lost"]]) < 3:
             assert [worker.poll() for worker in workers] == [None] * 3
             time.sleep(0.02)
         (tmp_path / "all-here").touch()
@@ -109,10 +109,10 @@ def test_a_killed_worker_costs_no_sample_and_others_may_come(tmp_path: Path, mon
         str(tmp_path / "texts.jsonl"), tokenizer_name="bytes", seq_len=16, buffer_size=20, batch_size=1,
         num_batches=1000,
     )  # fmt: skip
-    wanted = {
+    expected = {
         (b.epoch, int(b.sample_ids[0])): hashlib.sha256(b.inputs[0].tobytes()).hexdigest() for b in lone.batches()
     }
-    assert samples.items() <= wanted.items() and {epoch for epoch, _ in samples} >= {0, 1}
+    assert samples.items() <= expected.items() and {epoch for epoch, _ in samples} >= {0, 1}
 
 
 def alone(config: WorkerConfig, lines: list[str]) -> Any:
@@ -172,8 +172,8 @@ def test_control_c_ends_a_worker_after_its_step() -> None:
     while "first batch" not in worker.stderr.readline():
         assert worker.poll() is None
     worker.send_signal(signal.SIGINT)
-    _, said = worker.communicate(timeout=scaled(30))
-    assert worker.returncode == 130 and "stopped: step " in said and said.endswith("interrupted\n")
+    _, message = worker.communicate(timeout=scaled(30))
+    assert worker.returncode == 130 and "stopped: step " in message and message.endswith("interrupted\n")
 
 
 def test_a_coordinator_that_is_away(tmp_path: Path) -> None:

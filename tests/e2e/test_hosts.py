@@ -78,8 +78,8 @@ class Job:
 def until(condition: Callable[[], bool], timeout_s: float, job: Job) -> None:
     deadline = time.monotonic() + scaled(timeout_s)
     while not condition():
-        told = {name: process.errors()[-400:] for name, process in job.nodes.items()}
-        assert time.monotonic() < deadline, told
+        reported = {name: process.errors()[-400:] for name, process in job.nodes.items()}
+        assert time.monotonic() < deadline, reported
         time.sleep(0.02)
 
 
@@ -131,8 +131,8 @@ def running(
 @MORE
 def test_all_on_hosts_of_their_own(tmp_path: Path) -> None:
     with running(tmp_path) as job:
-        told = job.nodes["scheduler"].ready()["address"]
-        assert told.startswith(job.hosts["scheduler"].address), "announced where others reach it"
+        reported = job.nodes["scheduler"].ready()["address"]
+        assert reported.startswith(job.hosts["scheduler"].address), "announced where others reach it"
         reports = job.assert_finishes()
         assert all(report["samples"] > 0 for report in reports.values())
         job.nodes["data-1"].kill(signal.SIGTERM)
@@ -145,8 +145,8 @@ def test_all_on_hosts_of_their_own(tmp_path: Path) -> None:
 def test_all_at_once(tmp_path: Path) -> None:
     """One worker behind NAT, one cut off beyond its lease, a data node gone for good, the scheduler away meanwhile."""
     with running(tmp_path, num_data=2, behind_nat=True, pause_s=0.025) as job:
-        told = job.nodes["scheduler"].ready()["address"]
-        assert told.startswith(job.hosts["scheduler"].address), "announced where others reach it"
+        reported = job.nodes["scheduler"].ready()["address"]
+        assert reported.startswith(job.hosts["scheduler"].address), "announced where others reach it"
         job.lab.vanish(job.hosts["worker-1"])
         job.lab.vanish(job.hosts["data-1"])
         time.sleep(2 * LEASE_S)
@@ -192,10 +192,10 @@ def test_a_data_node_that_is_there_no_more(tmp_path: Path) -> None:
 def test_a_worker_behind_a_router_at_home(tmp_path: Path) -> None:
     """It takes and gives nothing: nobody waits for an address that leads nowhere."""
     with running(tmp_path, behind_nat=True) as job:
-        begun = time.monotonic()
+        started = time.monotonic()
         reports = job.assert_finishes()
         assert reports["worker-3"]["samples"] > 0
-        print(f"finished in {time.monotonic() - begun:.1f} s")
+        print(f"finished in {time.monotonic() - started:.1f} s")
         for name in ("worker-1", "worker-2"):
             assert "192.168." not in job.nodes[name].errors()
 

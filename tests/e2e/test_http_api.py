@@ -64,13 +64,13 @@ def test_doors_answer_as_they_say(servers: tuple[dict[str, str], Identity], whic
         assert document["openapi"] == "3.1.0"
         for path, methods in document["paths"].items():
             for method, door in methods.items():
-                place = path.replace("{", "").replace("}", "")
+                position = path.replace("{", "").replace("}", "")
                 for body in BODIES if method == "post" else [None]:
                     try:
                         if door["responses"]["200"]["content"].keys() == {"application/json"}:
-                            client.request_json(address, method.upper(), place, body)
+                            client.request_json(address, method.upper(), position, body)
                         else:
-                            client.get_bytes(address, place, 1 << 20)
+                            client.get_bytes(address, position, 1 << 20)
                         status = 200
                     except RemoteError as error:
                         status = error.status
@@ -124,7 +124,7 @@ def _check_bounds(name: str, schemas: dict[str, Any], seen: set[str]) -> None:
         if "$ref" in schema:
             _check_bounds(schema["$ref"].rpartition("/")[2], schemas, seen)
             continue
-        todo += [(field, one) for one in schema.get("anyOf", [])]
+        todo += [(field, item) for item in schema.get("anyOf", [])]
         match schema.get("type"):
             case "string":
                 assert "maxLength" in schema or "pattern" in schema, (name, field)

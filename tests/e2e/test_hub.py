@@ -42,14 +42,18 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
 
 
 def started(script: str, tmp_path: Path, **environment: str) -> subprocess.Popen[str]:
-    told = {
+    reported = {
         "HF_HUB_CACHE": str(tmp_path / "cache"),
         "HF_HUB_DISABLE_XET": "1",
         "HF_HOME": str(tmp_path / "home"),
         **environment,
     }
     return subprocess.Popen(
-        [sys.executable, "-c", script], env=os.environ | told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script],
+        env=os.environ | reported,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -62,9 +66,9 @@ def test_five_gigabytes_begin_at_once(hub: HubServer, tmp_path: Path) -> None:
     process = started(STREAM, tmp_path, HF_ENDPOINT=hub.url)
     out, err = process.communicate(timeout=scaled(60))
     assert process.returncode == 0, err
-    told: dict[str, Any] = json.loads(out)
-    assert told["shape"] == [8, 1024]
-    assert told["first_s"] < scaled(1.0) and told["peak"] < 400 << 20
+    reported: dict[str, Any] = json.loads(out)
+    assert reported["shape"] == [8, 1024]
+    assert reported["first_s"] < scaled(1.0) and reported["peak"] < 400 << 20
     assert hub.bytes_sent["train.jsonl"] < 8 << 20 and not (tmp_path / "cache").exists()
 
 
@@ -98,9 +102,11 @@ def test_without_a_network(tmp_path: Path) -> None:
     script = (
         "import forebay; forebay.TextStream('hf:HuggingFaceFW/fineweb', tokenizer='bytes', seq_len=8, batch_size=1)"
     )
-    told = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    reported = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     began = time.monotonic()
-    done = subprocess.run([*cut_off, sys.executable, "-c", script], env=told, capture_output=True, text=True)
-    said = done.stderr.splitlines()[-1]
-    assert said.startswith("forebay.errors.DownloadError: Failed to download dataset 'HuggingFaceFW/fineweb'")
-    assert "https://huggingface.co" in said and "tiny_shakespeare" in said and time.monotonic() - began < scaled(30)
+    done = subprocess.run([*cut_off, sys.executable, "-c", script], env=reported, capture_output=True, text=True)
+    message = done.stderr.splitlines()[-1]
+    assert message.startswith("forebay.errors.DownloadError: Failed to download dataset 'HuggingFaceFW/fineweb'")
+    assert (
+        "https://huggingface.co" in message and "tiny_shakespeare" in message and time.monotonic() - began < scaled(30)
+    )

@@ -36,10 +36,10 @@ def by_hash(url: str, rank: int, world: int, **more: Any) -> Loader:
 
 
 def epochs_of(loader: Loader) -> list[list[int]]:
-    found: list[list[int]] = [[], []]
+    result: list[list[int]] = [[], []]
     for batch in loader:
-        found[batch.epoch].extend(batch.sample_ids.tolist())
-    return found
+        result[batch.epoch].extend(batch.sample_ids.tolist())
+    return result
 
 
 def slices_of(server: OriginServer) -> list[Path]:
@@ -76,8 +76,8 @@ def test_epoch_two_reads_the_cache_and_each_worker_holds_only_its_shards(
         first = epoch_two(server, rank, None)
         assert seen.isdisjoint(first)
         seen.update(first)
-        held = [path for path in (tmp_path / f"host-{rank}/slices").iterdir() if path.is_file()]
-        assert len(held) == len(first) // SAMPLES and all(hash_file(path) == path.name for path in held)
+        current = [path for path in (tmp_path / f"host-{rank}/slices").iterdir() if path.is_file()]
+        assert len(current) == len(first) // SAMPLES and all(hash_file(path) == path.name for path in current)
     assert len(seen) == SLICES * SAMPLES
     sent = {name: count for name, count in server.bytes_sent.items() if name.endswith(".safetensors")}
     assert sent == {f"{path.relative_to(server.directory)}": path.stat().st_size for path in slices_of(server)}
@@ -113,14 +113,14 @@ def test_ranks_take_equally_many_steps_and_go_on_where_they_stood(data: Path) ->
     sizes = [[len(batch) for batch in loader] for loader in loaders]
     assert max(map(max, sizes)) == 4 and min(map(min, sizes)) >= 2
     for rank in range(3):
-        whole = [batch.sample_ids.tolist() for batch in by_hash(str(data), rank, 3)]
+        full = [batch.sample_ids.tolist() for batch in by_hash(str(data), rank, 3)]
         half = by_hash(str(data), rank, 3)
         for batch in half:
-            if batch.run_step == len(whole) // 3:
+            if batch.run_step == len(full) // 3:
                 break
         rest = by_hash(str(data), rank, 3)
         rest.load_state_dict(half.state_dict())
-        assert [batch.sample_ids.tolist() for batch in rest] == whole[len(whole) // 3 + 1 :]
+        assert [batch.sample_ids.tolist() for batch in rest] == full[len(full) // 3 + 1 :]
     with pytest.raises(StateError, match="expected rank 0"):
         by_hash(str(data), 0, 3).load_state_dict(half.state_dict())
 
@@ -130,8 +130,8 @@ def test_a_worker_more_takes_over_its_part_alone(data: Path) -> None:
     names = ["north", "east", "south", "west"]
     before = [set(epochs_of(by_hash(str(data), rank, 3, worker_names=names[:3]))[0]) for rank in range(3)]
     after = [set(epochs_of(by_hash(str(data), rank, 4, worker_names=names))[0]) for rank in range(4)]
-    kept = sum(len(old & new) for old, new in zip(before, after))
-    assert kept >= (1 - 1 / 4 - 0.1) * SLICES * SAMPLES  # 24 shards: a hundredth is not a shard.
+    retained = sum(len(old & new) for old, new in zip(before, after))
+    assert retained >= (1 - 1 / 4 - 0.1) * SLICES * SAMPLES  # 24 shards: a hundredth is not a shard.
     assert sum(map(len, after)) == len(set().union(*after)) == SLICES * SAMPLES
 
 
@@ -163,10 +163,10 @@ def test_arrays_are_the_samples_of_their_numbers(data: Path) -> None:
 @pytest.mark.parametrize("held", [6, 12, 20])
 def test_a_cache_of_a_part_hits_at_least_that_part(server: OriginServer, tmp_path: Path, held: int) -> None:
     """Cyclic passes, where the least recently used would never hit: b of N slices give b / N of the reads or more."""
-    one = max(path.stat().st_size for path in slices_of(server))
+    item = max(path.stat().st_size for path in slices_of(server))
     with Loader(
         server.url, seq_len=SEQ_LEN, batch_size=4, epochs=5, lanes=1, window=SAMPLES, head=0, readahead_bytes=0,
-        cache_dir=tmp_path, cache_bytes=int((held + 0.3) * one),
+        cache_dir=tmp_path, cache_bytes=int((held + 0.3) * item),
     ) as loader:  # fmt: skip
         for _ in loader:
             pass

@@ -123,8 +123,8 @@ def run_job(directory: Path, rounds: int, epochs: int, seed: int) -> tuple[float
         seconds = time.monotonic() - began
     report = verify_ledger(directory / "state" / "ledger.jsonl", verify=verify)
     assert report.ok, report
-    told = [{key: epoch[key] for key in ("epoch", "samples", "missing", "repeated")} for epoch in report.epochs]
-    assert told == [{"epoch": e, "samples": SAMPLES, "missing": 0, "repeated": 0} for e in range(epochs)]
+    reported = [{key: epoch[key] for key in ("epoch", "samples", "missing", "repeated")} for epoch in report.epochs]
+    assert reported == [{"epoch": e, "samples": SAMPLES, "missing": 0, "repeated": 0} for e in range(epochs)]
     for cache in directory.glob("cache-*"):
         for path in cache.iterdir():
             if re.fullmatch("[0-9a-f]{64}", path.name):

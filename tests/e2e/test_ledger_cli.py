@@ -75,10 +75,10 @@ def test_verify(job: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None
 def test_from_a_step_to_a_document_and_back(job: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     dataset = job["dataset"]
     for step in (1, len(job["seen"])):
-        told = json.loads(
+        reported = json.loads(
             run(capsys, "blame", job["ledger"], "--step", step, "--worker", "w1", "--dataset", dataset.path, "--json")
         )
-        (part,) = told["parts"]
+        (part,) = reported["parts"]
         assert part["samples"] == job["seen"][step - 1] and part["exact"]
         piece = part["documents"][0]
         assert piece["id"].startswith("doc-") and piece["source"] == "in.jsonl" and piece["text"]

@@ -66,7 +66,7 @@ def test_a_leased_slice_comes_from_the_honest_one(
     monkeypatch.setattr(fetching, "_STALL_S", scaled(STALL_S))
     monkeypatch.setattr(fetching, "_PACE_S", scaled(2 * STALL_S))
     row, alone = dataset.table.row(0), dataset.table.row(1)
-    begun = time.monotonic()
+    started = time.monotonic()
     with ExitStack() as stack:
         liar = stack.enter_context(Liar(make_identity("liar"), dataset, tell))
         good = stack.enter_context(Liar(make_identity("good"), dataset, "honest"))
@@ -84,7 +84,7 @@ def test_a_leased_slice_comes_from_the_honest_one(
         reason = worker.lost(worker.lease(alone.sha256, alone.bytes, providers[:1], lease_id="2"))
         # What is endless may also be told by what comes on the same connection before the next head.
         assert tell == "endless" or (liar.identity.peer_id in reason) == (tell == "wrong_bytes"), (tell, reason)
-    assert time.monotonic() - begun < scaled(6.0)
+    assert time.monotonic() - started < scaled(6.0)
     assert sorted(path.name for path in (tmp_path / "cache").glob("?" * 64)) == [row.sha256]
 
 
@@ -99,7 +99,7 @@ def test_a_remote_dataset_is_read_from_the_honest_one(
     """What a Loader of forebay://NETWORK/NAME stands on: open_remote and Transfers."""
     table, reader = LocalDiscovery(), make_identity("reader")
     url, patience = f"forebay://{reader.network_name}/{NAME}", Timeouts(stall_s=scaled(STALL_S))
-    begun, bad = time.monotonic(), list[str]()
+    started, invalid = time.monotonic(), list[str]()
     with ExitStack() as stack:
         liars = [stack.enter_context(Liar(make_identity(f"liar-{i}"), dataset, tell, about)) for i in range(2)]
         for liar in liars:
@@ -109,12 +109,14 @@ def test_a_remote_dataset_is_read_from_the_honest_one(
         assert remote.id == dataset.id and remote.table.to_parquet() == dataset.table.to_parquet()
         transfers = stack.enter_context(Transfers())
         part = tmp_path / "slice.part"
-        moved = transfers.start(remote.table.row(0), part, [remote.origin], lambda origin, _: bad.append(origin.url))
+        moved = transfers.start(
+            remote.table.row(0), part, [remote.origin], lambda origin, _: invalid.append(origin.url)
+        )
         assert moved.wait(30) and moved.error is None
         assert part.read_bytes() == dataset.slice_path(0).read_bytes()
     if about == "slices" and tell in BLAMED:
-        assert set(map(_peer_in, bad)) == {liar.identity.peer_id for liar in liars if liar.asked}, bad
-    assert time.monotonic() - begun < scaled(6.0)
+        assert set(map(_peer_in, invalid)) == {liar.identity.peer_id for liar in liars if liar.asked}, invalid
+    assert time.monotonic() - started < scaled(6.0)
 
 
 def _peer_in(url: str) -> str:
@@ -134,9 +136,9 @@ def test_a_search_hears_the_honest_one_only(tell: str, dataset: Dataset, make_id
         good = stack.enter_context(DataNode(make_identity("good"), [dataset], "127.0.0.1", 0, table))
         liar = stack.enter_context(Liar(make_identity("liar"), dataset, tell, about="claims"))
         _announce(table, reader, liar)
-        begun = time.monotonic()
+        started = time.monotonic()
         claims = find_providers(table, client, reader.network_id, NAME)
-        assert time.monotonic() - begun < scaled(4.0)
+        assert time.monotonic() - started < scaled(4.0)
         assert [claim.peer_id for claim in claims] == [good.identity.peer_id]
         assert liar.asked == 1
 
@@ -197,8 +199,8 @@ def test_a_table_that_unfolds_is_refused_before_it_is_read() -> None:
     """Some kilobytes of Parquet may stand for gigabytes: runs of one value, or names of a megabyte, told once."""
     rows = 40_000_000
     hashes = pa.FixedSizeBinaryArray.from_buffers(pa.binary(32), 1, [None, pa.py_buffer(bytes(32))])
-    one = pa.table({"name": ["a.safetensors"], "bytes": [1], "sha256": hashes, "count": [1], "documents": [1]})
-    many = pa.table({name: pa.repeat(one.column(name)[0], rows // 1000) for name in one.column_names})
+    item = pa.table({"name": ["a.safetensors"], "bytes": [1], "sha256": hashes, "count": [1], "documents": [1]})
+    many = pa.table({name: pa.repeat(item.column(name)[0], rows // 1000) for name in item.column_names})
     sink = io.BytesIO()
     with pq.ParquetWriter(sink, many.schema, compression="zstd", store_schema=False) as writer:
         for _ in range(5):
@@ -220,7 +222,7 @@ def test_a_member_is_named_only_where_it_answered(client: Client, dataset: Datas
     with Liar(make_identity("sharer"), dataset, "honest") as sharer, closing(ReachabilityChecker(client)) as dialer:
         peer, here = sharer.identity.as_peer, "127.0.0.1"
         thief = replace(peer, peer_id="a" * 32)
-        assert not any(dialer.check(one, sharer.address, here) for one in (peer, thief))
+        assert not any(dialer.check(item, sharer.address, here) for item in (peer, thief))
         assert dialer.check(peer, "", here) is not True
         deadline = time.monotonic() + scaled(20.0)
         while dialer.check(peer, sharer.address, here) is not True:

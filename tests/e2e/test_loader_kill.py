@@ -84,11 +84,11 @@ class Run:
         """A checkpoint: of the last step that all ranks have done."""
         steps = [steps_of(out) for out in self.outs]
         while all(len(self.committed) in of_rank for of_rank in steps):
-            at = len(self.committed)
-            states = [of_rank[at]["state"] for of_rank in steps]
+            index = len(self.committed)
+            states = [of_rank[index]["state"] for of_rank in steps]
             assert all(state == states[0] for state in states)
             self.state = states[0]
-            self.committed.append([sample for of_rank in steps for sample in of_rank[at]["ids"]])
+            self.committed.append([sample for of_rank in steps for sample in of_rank[index]["ids"]])
 
 
 def test_killed_at_any_moment_no_sample_is_lost_or_repeated(folder: Path, server: OriginServer, tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ def test_killed_at_any_moment_no_sample_is_lost_or_repeated(folder: Path, server
         check_cache(run.cache)
     assert run.committed == expected
     assert sorted(chain(*run.committed)) == list(range(SLICES * SAMPLES))
-    found = watcher.end()
-    assert found["most"] <= BUDGET and found["looks"] > 100
-    print(f"{kills} kills, {run.starts} starts, {server.requests.total()} requests, {found}")
+    result = watcher.end()
+    assert result["most"] <= BUDGET and result["looks"] > 100
+    print(f"{kills} kills, {run.starts} starts, {server.requests.total()} requests, {result}")
 
 
 def test_four_then_three_then_five_ranks_from_afar(folder: Path, server: OriginServer, tmp_path: Path) -> None:

@@ -57,11 +57,11 @@ def of_process(ours: str) -> dict[str, int]:
 
 
 def ids_of(loader: Any) -> list[int]:
-    found = []
+    result = []
     for batch in loader:
         assert are_whole(batch, SAMPLES)
-        found += batch.sample_ids.tolist()
-    return found
+        result += batch.sample_ids.tolist()
+    return result
 
 
 def give_up(fault: Path) -> None:
@@ -131,11 +131,11 @@ def test_two_at_once_share_a_cache(data: Path, server: OriginServer, tmp_path: P
     cache = {"cache_dir": tmp_path / "cache", "cache_bytes": 400_000}
     expected = [ids_of(Loader(data, seed=seed, **ORDER)) for seed in (0, 1)]
     loaders = [Loader(server.url, seed=seed, **cache, **ORDER) for seed in (0, 1)]
-    found: list[list[int]] = [[], []]
+    result: list[list[int]] = [[], []]
     for pair in zip(*loaders):
-        for ids, batch in zip(found, pair):
+        for ids, batch in zip(result, pair):
             ids += batch.sample_ids.tolist()
-    assert found == expected
+    assert result == expected
     for loader in loaders:
         loader.close()
     check_cache(tmp_path / "cache")
@@ -169,7 +169,7 @@ def test_a_fork_in_the_middle_of_a_pass(data: Path, server: OriginServer, tmp_pa
     expected = ids_of(Loader(data, **ORDER))
     loader = Loader(server.url, cache_dir=tmp_path / "cache", **ORDER)
     batches = iter(loader)
-    found = next(batches).sample_ids.tolist()
+    result = next(batches).sample_ids.tolist()
     if (child := os.fork()) == 0:
         code = 1
         try:
@@ -182,10 +182,10 @@ def test_a_fork_in_the_middle_of_a_pass(data: Path, server: OriginServer, tmp_pa
             (tmp_path / "fault").write_text(traceback.format_exc())
         finally:
             os._exit(code)
-    found += list(chain(*(batch.sample_ids.tolist() for batch in batches)))
+    result += list(chain(*(batch.sample_ids.tolist() for batch in batches)))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code == 0, (tmp_path / "fault").read_text()
     loader.close()
     rest, again = pickle.loads((tmp_path / "child").read_bytes())
-    assert found == expected and rest == again == expected[4:]
+    assert result == expected and rest == again == expected[4:]
     check_cache(tmp_path / "cache")

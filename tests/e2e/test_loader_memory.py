@@ -49,8 +49,8 @@ def test_memory_and_disk_stay_flat(folder: Path, tmp_path: Path, world: int) -> 
         ]  # fmt: skip
         while any(rank.is_alive() for rank in ranks):
             if disk is not None:
-                found = os.statvfs(disk)
-                most_on_disk = max(most_on_disk, (found.f_blocks - found.f_bfree) * found.f_frsize)
+                result = os.statvfs(disk)
+                most_on_disk = max(most_on_disk, (result.f_blocks - result.f_bfree) * result.f_frsize)
             time.sleep(0.002)
         assert ended(ranks) == [0] * world
         steps = [steps_of(out) for out in outs]
@@ -63,8 +63,8 @@ def test_memory_and_disk_stay_flat(folder: Path, tmp_path: Path, world: int) -> 
     for of_rank in steps:
         memory = [line["memory"] for _, line in sorted(of_rank.items()) if "memory" in line]
         early, late = memory[: len(memory) // 4], memory[len(memory) // 4 :]
-        grown = max(one["anon"] for one in late) - max(one["anon"] for one in early)
-        mapped = max(one["file"] for one in late) - min(one["file"] for one in memory)
+        grown = max(item["anon"] for item in late) - max(item["anon"] for item in early)
+        mapped = max(item["file"] for item in late) - min(item["file"] for item in memory)
         report["anon"] = max(report.get("anon", 0), grown / MIB)
         report["file"] = max(report.get("file", 0), mapped / MIB)
         assert grown < 4 * MIB and mapped < BUDGET + 4 * MIB

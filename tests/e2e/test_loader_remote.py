@@ -68,13 +68,13 @@ def files_of(directory: Path, samples: list[int]) -> list[Path]:
 
 
 def ids_of(loader: Any, most: int | None = None) -> list[int]:
-    found: list[int] = []
+    result: list[int] = []
     for done, batch in enumerate(loader, 1):
         assert are_whole(batch, SAMPLES)
-        found += batch.sample_ids.tolist()
+        result += batch.sample_ids.tolist()
         if done == most:
             break
-    return found
+    return result
 
 
 def slices_in(cache: Path) -> list[Path]:
@@ -93,16 +93,16 @@ def flip(path: Path, at: int = 100_000) -> None:
 
 
 def swap(path: Path, other: Path) -> None:
-    one, two = path.read_bytes(), other.read_bytes()
+    item, two = path.read_bytes(), other.read_bytes()
     path.write_bytes(two)
-    other.write_bytes(one)
+    other.write_bytes(item)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "swapped", "missing"])
 def test_damage_at_an_origin_is_named_and_never_trained_on(own: Path, tmp_path: Path, damage: str) -> None:
     expected = ids_of(Loader(own, **ONE_BY_ONE))
     first, second = files_of(own, expected)[:2]
-    kept = second.read_bytes()
+    retained = second.read_bytes()
     match damage:
         case "flipped":
             flip(second)
@@ -121,20 +121,20 @@ def test_damage_at_an_origin_is_named_and_never_trained_on(own: Path, tmp_path: 
         check_cache(tmp_path / "cache")
         if damage == "swapped":
             swap(second, files_of(own, expected)[2])
-        second.write_bytes(kept)
+        second.write_bytes(retained)
         assert expected[: 8 * 4] + ids_of(loader) == expected  # Mended at the origin: the same loader goes on.
     assert first.exists()
 
 
 def test_a_manifest_and_a_table_that_disagree(own: Path, tmp_path: Path) -> None:
-    told, listed = (own / MANIFEST_FILE).read_bytes(), (own / TABLE_FILE).read_bytes()
-    manifest, table = Manifest.from_json(told), SliceTable.from_parquet(listed)
+    reported, listed = (own / MANIFEST_FILE).read_bytes(), (own / TABLE_FILE).read_bytes()
+    manifest, table = Manifest.from_json(reported), SliceTable.from_parquet(listed)
     with OriginServer(own) as server:
         (own / TABLE_FILE).write_bytes(listed[:-1] + bytes([listed[-1] ^ 1]))
         with pytest.raises(DatasetError, match=r"slices\.parquet with sha256"):
             Loader(server.url, **ONE_BY_ONE)
         (own / TABLE_FILE).write_bytes(listed)
-        (own / MANIFEST_FILE).write_bytes(told.replace(b"6", b"7", 1))
+        (own / MANIFEST_FILE).write_bytes(reported.replace(b"6", b"7", 1))
         with pytest.raises(DatasetError, match="a byte was changed"):
             Loader(server.url, **ONE_BY_ONE)
         (own / MANIFEST_FILE).write_bytes(replace(manifest, slices=7).to_json())
@@ -145,8 +145,8 @@ def test_a_manifest_and_a_table_that_disagree(own: Path, tmp_path: Path) -> None
         tokens[:2] += [-SEQ_LEN, SEQ_LEN]
         wrong = SliceTable(table.names, table.bytes, table.sha256, tokens, table.documents).to_parquet()
         (own / TABLE_FILE).write_bytes(wrong)
-        told = replace(manifest, table_sha256=hashlib.sha256(wrong).hexdigest()).to_json()
-        (own / MANIFEST_FILE).write_bytes(told)
+        reported = replace(manifest, table_sha256=hashlib.sha256(wrong).hexdigest()).to_json()
+        (own / MANIFEST_FILE).write_bytes(reported)
         with pytest.raises(DatasetError, match=r"slice 000[01]\.safetensors .* do not fit the table"):
             ids_of(Loader(server.url, cache_dir=tmp_path / "cache", **ONE_BY_ONE))
         assert len(slices_in(tmp_path / "cache")) > 0  # Their bytes are what they should be.
@@ -160,18 +160,18 @@ def test_a_cached_file_that_was_written_to_is_fetched_again(
     expected = ids_of(Loader(**arguments))
     server.reset()
     assert ids_of(Loader(**arguments)) == expected and server.bytes_sent.total() < SLICE_BYTES  # No slice.
-    one, two = slices_in(tmp_path / "cache")[:2]
+    item, two = slices_in(tmp_path / "cache")[:2]
     match damage:
         case "flipped":
-            flip(one)
+            flip(item)
         case "cut":
-            os.truncate(one, 1000)
+            os.truncate(item, 1000)
         case "swapped":
-            swap(one, two)
+            swap(item, two)
     server.reset()
     assert ids_of(Loader(**arguments)) == expected
     assert len([name for name in server.bytes_sent if "safetensors" in name]) == 1 + (damage == "swapped")
-    assert f"{one}: expected bytes of that sha256, got others" in caplog.text
+    assert f"{item}: expected bytes of that sha256, got others" in caplog.text
     check_cache(tmp_path / "cache")
 
 
@@ -179,9 +179,9 @@ def test_silent_changes_are_found_by_hashing(data: Path, own: Path, server: Orig
     arguments = {"cache_dir": tmp_path / "cache", "dataset": server.url, **ONE_BY_ONE}
     expected = ids_of(Loader(**arguments))
     for path in (slices_in(tmp_path / "cache")[0], files_of(own, expected)[1]):
-        found = path.stat()
+        result = path.stat()
         flip(path)
-        os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))  # As a failing disk would.
+        os.utime(path, ns=(result.st_atime_ns, result.st_mtime_ns))  # As a failing disk would.
     server.reset()
     assert ids_of(Loader(verify=True, **arguments)) == expected
     assert len([name for name in server.bytes_sent if "safetensors" in name]) == 1
@@ -200,15 +200,15 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("part", [0.25, 0.5])
 def test_each_slice_is_fetched_about_once_an_epoch(many: Path, tmp_path: Path, part: float) -> None:
     """By default, and by the advice of the refusal; what is refused fetches as much as it says."""
-    whole = int(open_dataset(many).table.bytes.sum())
-    given: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "epochs": 2, "cache_bytes": int(part * whole)}
+    full = int(open_dataset(many).table.bytes.sum())
+    value: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "epochs": 2, "cache_bytes": int(part * full)}
     with OriginServer(many) as server:
 
         def fetched(**more: Any) -> tuple[float, dict[str, float]]:
             server.reset()
-            with Loader(server.url, cache_dir=tmp_path / str(more), rank=0, world_size=1, **given, **more) as loader:
+            with Loader(server.url, cache_dir=tmp_path / str(more), rank=0, world_size=1, **value, **more) as loader:
                 assert sum(1 for _ in loader) == len(loader)
-                return sum(server.bytes_sent.values()) / whole, loader.stats()
+                return sum(server.bytes_sent.values()) / full, loader.stats()
 
         ratio, stats = fetched()
         assert ratio <= 1.1 * 2 and stats["refetched_slices"] <= 8
@@ -217,22 +217,22 @@ def test_each_slice_is_fetched_about_once_an_epoch(many: Path, tmp_path: Path, p
         advice = re.search(r"Use lanes=(\d+)(, head=0)? .*cache_bytes=(\d+)", str(refused.value))
         assert advice is not None
         assert fetched(lanes=int(advice[1]), **({"head": 0} if advice[2] else {}))[0] <= 1.1 * 2
-        given["cache_bytes"] = int(advice[3])
+        value["cache_bytes"] = int(advice[3])
         assert fetched(lanes=16)[0] <= 1.1 * 2
 
 
 def test_second_fetches_are_counted_and_their_cause_is_said(
     many: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "lanes": 16, "steps": 100, "max_fetch_ratio": None}
+    value: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "lanes": 16, "steps": 100, "max_fetch_ratio": None}
     with OriginServer(many) as server:
-        room = 20 * 66_000
-        with Loader(server.url, cache_dir=tmp_path, cache_bytes=room, rank=0, world_size=1, **given) as loader:
+        capacity = 20 * 66_000
+        with Loader(server.url, cache_dir=tmp_path, cache_bytes=capacity, rank=0, world_size=1, **value) as loader:
             assert sum(1 for _ in loader) == 100
-            stats, found = loader.stats(), loader.bottleneck()
+            stats, result = loader.stats(), loader.bottleneck()
     assert stats["refetched_slices"] > 50 and stats["refetched_bytes"] > 50 * 65_000
     assert "expected at most 1.1 times the dataset's" in caplog.text and "Use lanes=" in caplog.text
-    assert found is not None and found.cause == "network"
+    assert result is not None and result.cause == "network"
     assert caplog.text.count("Waiting; ") <= 3  # One in ten seconds, however many waits.
 
 
@@ -241,11 +241,11 @@ def test_second_fetches_of_a_mixture_are_counted_in_the_epochs_of_each_dataset(
     many: Path, server: OriginServer, tmp_path: Path, lanes: int, steps: int
 ) -> None:
     """The small dataset is read some three times, and a slice of it fetched as often: that alone is no second fetch."""
-    given: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "lanes": lanes, "steps": steps, "max_fetch_ratio": None}
+    value: dict[str, Any] = {"seq_len": 256, "batch_size": 16, "lanes": lanes, "steps": steps, "max_fetch_ratio": None}
     with OriginServer(many) as other:
         mixture = Mixture({"many": other.url, "small": server.url}, {"many": 0.5, "small": 0.5})
-        room = (30 if lanes == 16 else 20) * 66_000
-        with Loader(mixture, cache_dir=tmp_path, cache_bytes=room, rank=0, world_size=1, **given) as loader:
+        capacity = (30 if lanes == 16 else 20) * 66_000
+        with Loader(mixture, cache_dir=tmp_path, cache_bytes=capacity, rank=0, world_size=1, **value) as loader:
             assert sum(1 for _ in loader) == steps
             stats = loader.stats()
     assert (stats["refetched_slices"] > 50) if lanes == 16 else (stats["refetched_slices"] <= 2)
@@ -271,21 +271,21 @@ def test_an_outage_is_noticed_at_the_swap_and_no_sooner(
     arguments = {"dataset": server.url, "cache_dir": tmp_path / "cache", "cache_bytes": 5 * SLICE_BYTES // 2}
     with Loader(**arguments, **ONE_BY_ONE) as loader:
         batches = iter(loader)
-        found = next(batches).sample_ids.tolist()
+        result = next(batches).sample_ids.tolist()
         until(lambda: loader.stats()["held_bytes"] > SLICE_BYTES and not loader.stats()["in_flight"], "at rest")
         server.faults.drop = 1.0
         here = len(slices_in(tmp_path / "cache"))
-        while len(found) < here * SAMPLES:
-            found += next(batches).sample_ids.tolist()
+        while len(result) < here * SAMPLES:
+            result += next(batches).sample_ids.tolist()
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
         back = threading.Timer(1.0, lambda: setattr(server.faults, "drop", 0.0))
         back.start()
         began = time.monotonic()
-        found += next(batches).sample_ids.tolist()
+        result += next(batches).sample_ids.tolist()
         assert time.monotonic() - began > 0.8
-        found += list(chain(*(batch.sample_ids.tolist() for batch in batches)))
+        result += list(chain(*(batch.sample_ids.tolist() for batch in batches)))
         back.join()
-    assert found == expected
+    assert result == expected
     assert f"at step {here * 8}, " in caplog.text
 
 
@@ -298,9 +298,9 @@ def test_fetching_takes_less_than_a_tenth_of_a_processor(tmp_path: Path) -> None
         arguments |= {"cache_dir": tmp_path / "cache", "cache_bytes": 6 * MIB, "rank": 0, "world_size": 1}
         rank = start_rank(tmp_path / "out", arguments, state=None, samples=32, step_s=0.01)
         assert ended([rank]) == [0] and len(steps_of(tmp_path / "out")) == 24 * 8
-    found = lines_of(tmp_path / "out")[-1]
-    print(found)
-    assert found["others_s"] < 0.1 * found["wall_s"]
+    result = lines_of(tmp_path / "out")[-1]
+    print(result)
+    assert result["others_s"] < 0.1 * result["wall_s"]
 
 
 # The first batch
@@ -344,8 +344,8 @@ def test_resuming_fetches_only_what_its_step_reads(data: Path, server: OriginSer
         batch = next(batches)
         assert batch.sample_ids.tolist() == rest[:2]
         needed = {f"{sample // SAMPLES:04}.safetensors" for sample in rest[:2]}
-        whole = {name for name, sent in server.bytes_sent.items() if sent >= SLICE_BYTES - 10_000}
-        assert whole - {"manifest.json", "slices.parquet"} <= needed
+        full = {name for name, sent in server.bytes_sent.items() if sent >= SLICE_BYTES - 10_000}
+        assert full - {"manifest.json", "slices.parquet"} <= needed
         server.faults.bytes_per_s = 0
         assert rest[:2] + list(chain(*(batch.sample_ids.tolist() for batch in batches))) == rest
 
@@ -366,7 +366,7 @@ def test_a_disk_that_fills_up_is_told_and_the_run_goes_on_when_there_is_room(
         (disk / "ballast").unlink()
         loader = Loader(**arguments, cache_bytes=2 * MIB)
         batches = iter(loader)
-        found = next(batches).sample_ids.tolist()
+        result = next(batches).sample_ids.tolist()
         free = shutil.disk_usage(disk).free
         with contextlib.suppress(OSError):  # What comes meanwhile takes room too.
             (disk / "ballast").write_bytes(bytes(max(0, free - 100_000)))
@@ -374,12 +374,12 @@ def test_a_disk_that_fills_up_is_told_and_the_run_goes_on_when_there_is_room(
         # What is held is evicted for what comes: it goes on as long as one slice fits beside the one in use.
         with pytest.raises((UsageError, StopIteration)) as raised:
             while True:
-                found += next(batches).sample_ids.tolist()
+                result += next(batches).sample_ids.tolist()
         if isinstance(raised.value, UsageError):
             assert "disk is full" in str(raised.value) or "Free space" in str(raised.value)
         (disk / "ballast").unlink()
-        found += ids_of(loader)
-        assert sorted(found) == list(range(SLICES * SAMPLES)) and here
+        result += ids_of(loader)
+        assert sorted(result) == list(range(SLICES * SAMPLES)) and here
         loader.close()
         check_cache(disk / "cache")
 
@@ -405,15 +405,15 @@ def test_a_cache_deleted_under_a_running_loader(data: Path, server: OriginServer
     expected = ids_of(Loader(data, **ONE_BY_ONE))
     arguments = {"dataset": server.url, "cache_dir": tmp_path / "cache", "cache_bytes": 5 * SLICE_BYTES // 2}
     with Loader(**arguments, **ONE_BY_ONE) as loader:
-        found = ids_of(loader, 3)
+        result = ids_of(loader, 3)
         batches = iter(loader)
-        found += next(batches).sample_ids.tolist()
+        result += next(batches).sample_ids.tolist()
         (tmp_path / "cache").rename(tmp_path / "gone")
         shutil.rmtree(tmp_path / "gone", ignore_errors=True)
         try:
             for batch in batches:
-                found += batch.sample_ids.tolist()
+                result += batch.sample_ids.tolist()
         except ForebayError as error:
             assert str(tmp_path / "cache") in str(error)
-            found += ids_of(loader)
-    assert found == expected
+            result += ids_of(loader)
+    assert result == expected

@@ -45,8 +45,8 @@ def node(world: Path) -> Iterator[DataNode]:
 
 
 def remote(world: Path, name: str, address: str) -> RemoteDataset:
-    known = LocalDiscovery(known=[parse_address(address)])
-    return open_remote("forebay://net/c4", identity=world / name, discovery=known)
+    registered = LocalDiscovery(known=[parse_address(address)])
+    return open_remote("forebay://net/c4", identity=world / name, discovery=registered)
 
 
 def _rank(world: Path, identity: str, address: str, out: Path, arguments: dict[str, Any]) -> None:
@@ -81,20 +81,20 @@ def test_ranks_with_caches_below_the_dataset_take_the_second_epoch_from_each_oth
     table = open_dataset(world / "c4").table
     budget = int(table.bytes.sum()) * 5 // 8
     stats = run_ranks(world, tmp_path, node.address, [f"rank{i}" for i in range(RANKS)], cache_bytes=budget, share=True)
-    fetched, origins = (sum(int(one[name]) for one in stats) for name in ("fetched_slices", "from_origins"))
+    fetched, origins = (sum(int(item[name]) for item in stats) for name in ("fetched_slices", "from_origins"))
     print(f"fetched {fetched} slices of {SLICES}, {origins} from the origin; it sent {node.status()['bytes_sent']}")
-    assert fetched >= 2 * SLICES and sum(int(one["from_peers"]) for one in stats) == fetched - origins
+    assert fetched >= 2 * SLICES and sum(int(item["from_peers"]) for item in stats) == fetched - origins
     # A peer that is slow to answer is passed over for the origin, and on a busy machine all are slow.
     assert origins <= SLICES + scaled(2)
-    assert sum(one["shared_bytes"] for one in stats) > 0
+    assert sum(item["shared_bytes"] for item in stats) > 0
 
 
 def test_processes_of_one_node_share_a_cache_and_each_slice_comes_once(
     world: Path, node: DataNode, tmp_path: Path
 ) -> None:
     stats = run_ranks(world, tmp_path, node.address, ["rank0"] * RANKS, cache_dir=tmp_path / "one", share=True)
-    assert sum(int(one["fetched_slices"]) for one in stats) == SLICES
-    assert sum(int(one["from_origins"]) for one in stats) == SLICES
+    assert sum(int(item["fetched_slices"]) for item in stats) == SLICES
+    assert sum(int(item["from_origins"]) for item in stats) == SLICES
 
 
 def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world: Path, node: DataNode, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world: Path, n
         assert fetches is not None
         (share,) = fetches._shares.values()
         assert share is not None
-        where = parse_address(share.address)
+        location = parse_address(share.address)
         pid = os.fork()
         if pid == 0:
             loader.close()
@@ -116,13 +116,13 @@ def test_a_forked_child_neither_serves_nor_ends_its_parents_share(world: Path, n
             os._exit(0)
         try:
             time.sleep(0.1)
-            socket.create_connection(where, 1.0).close()
+            socket.create_connection(location, 1.0).close()
             assert len(list(batches)) == len(loader) - 1
             loader._pause()
-            socket.create_connection(where, 1.0).close()  # Between two loops it goes on sharing.
+            socket.create_connection(location, 1.0).close()  # Between two loops it goes on sharing.
             loader.close()
             with pytest.raises(OSError):  # Though the child lives.
-                socket.create_connection(where, 1.0).close()
+                socket.create_connection(location, 1.0).close()
         finally:
             os.kill(pid, 9)
             os.waitpid(pid, 0)
@@ -139,7 +139,7 @@ def test_a_port_that_another_process_has_leaves_this_one_to_get_only(
     settings = READ | {"epochs": 1, "rank": 0, "world_size": 1}
     local = [batch.inputs for batch in Loader(world / "c4", **settings)]
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        where = f"127.0.0.1:{taken.getsockname()[1]}"
-        with Loader(remote(world, "rank1", node.address), **settings, cache_dir=tmp_path, share=where) as loader:
+        location = f"127.0.0.1:{taken.getsockname()[1]}"
+        with Loader(remote(world, "rank1", node.address), **settings, cache_dir=tmp_path, share=location) as loader:
             assert all(np.array_equal(batch.inputs, other) for batch, other in zip(loader, local, strict=True))
             assert loader.stats()["from_origins"] == SLICES and loader.stats()["shared_bytes"] == 0

@@ -46,9 +46,9 @@ def run(*arguments: object, code: int | None = 0, **environment: str) -> subproc
 def refused(*arguments: object, code: int | None = 2, **environment: str) -> str:
     """The one line in which a command is refused."""
     lines = run(*arguments, code=code, **environment).stderr.splitlines()
-    said = [line for line in lines if line.startswith("forebay: ")]
-    assert len(said) == 1, lines
-    return said[0].removeprefix("forebay: ")
+    errors = [line for line in lines if line.startswith("forebay: ")]
+    assert len(errors) == 1, lines
+    return errors[0].removeprefix("forebay: ")
 
 
 def prepare(out: Path, *arguments: object, **environment: str) -> dict[str, Any]:
@@ -62,13 +62,13 @@ def prepare(out: Path, *arguments: object, **environment: str) -> dict[str, Any]
 
 def documents(dataset: Dataset) -> list[bytes]:
     """The text of each document of a dataset made with `--tokenizer bytes`."""
-    found = []
+    result = []
     for index in range(dataset.num_slices):
         part = dataset.open_slice(index)
-        tokens, ends = part.tokens, part.document_ends
-        starts = [0, *ends[:-1].tolist()]
-        found += [tokens[a : b - 1].astype(np.uint8).tobytes() for a, b in zip(starts, ends.tolist())]
-    return found
+        tokens, stops = part.tokens, part.document_ends
+        starts = [0, *stops[:-1].tolist()]
+        result += [tokens[a : b - 1].astype(np.uint8).tobytes() for a, b in zip(starts, stops.tolist())]
+    return result
 
 
 def lines(path: Path, texts: list[str], prefix: str = "d") -> Path:
@@ -96,8 +96,8 @@ def posts(path: Path) -> Path:
     with path.open("w") as file:
         for row in rows[:300]:
             if row["PostTypeId"] == "2" and row["ParentId"] in asked:
-                said = re.sub(r"<[^>]*>", "", html.unescape(row["Body"]))
-                turns = [("user", asked[row["ParentId"]]["Title"]), ("assistant", said)]
+                message = re.sub(r"<[^>]*>", "", html.unescape(row["Body"]))
+                turns = [("user", asked[row["ParentId"]]["Title"]), ("assistant", message)]
                 messages = [{"role": role, "content": content} for role, content in turns]
                 file.write(json.dumps({"id": row["Id"], "messages": messages}) + "\n")
     return path
@@ -127,15 +127,15 @@ def test_recipe(tmp_path: Path, recipe: str, inputs: tuple[str, ...], least_in: 
     assert batch.inputs is not None and batch.inputs.shape == (4, 128)
     assert batch.inputs.min() >= 0 and batch.inputs.max() < dataset.manifest.vocab_size
     stages = [name for name, _ in dataset.manifest.lineage["recipe"]["stages"]]
-    wanted = {"fineweb": "fineweb", "gopher": "gopher_quality", "c4": "c4", "wikipedia": "length"}[recipe]
-    assert wanted in stages and dataset.manifest.lineage["recipe"]["slice"]["shuffle"]
+    expected = {"fineweb": "fineweb", "gopher": "gopher_quality", "c4": "c4", "wikipedia": "length"}[recipe]
+    assert expected in stages and dataset.manifest.lineage["recipe"]["slice"]["shuffle"]
 
 
 def test_recipe_of_conversations(tmp_path: Path) -> None:
-    told = posts(tmp_path / "posts.jsonl")
+    reported = posts(tmp_path / "posts.jsonl")
     tokenizer = shared_data("tokenizers/gpt-neo-test-tokenizer.json")
     summary = prepare(
-        tmp_path / "d", told, "--recipe", "sft", "--tokenizer", tokenizer, "--set", "rows.max_tokens=256",
+        tmp_path / "d", reported, "--recipe", "sft", "--tokenizer", tokenizer, "--set", "rows.max_tokens=256",
         "--set", "slice.shuffle=false",
     )  # fmt: skip
     assert summary["documents_out"] > 100
@@ -151,9 +151,9 @@ def test_recipe_of_conversations(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     codec = Tokenizer.from_file(str(tmp_path / "d/tokenizer.json"))
-    first = json.loads(told.read_text().splitlines()[0])["messages"]
-    given = (mask[0] == 1) & ~learnt[0]
-    assert codec.decode(ids[0][given].tolist()).strip() == first[0]["content"].strip()
+    first = json.loads(reported.read_text().splitlines()[0])["messages"]
+    value = (mask[0] == 1) & ~learnt[0]
+    assert codec.decode(ids[0][value].tolist()).strip() == first[0]["content"].strip()
     answer = codec.decode(ids[0][learnt[0]].tolist())
     assert answer.strip() and first[1]["content"].strip().startswith(answer.strip()[:80])
 
@@ -241,10 +241,10 @@ def test_a_missing_extra_is_told_in_one_line(
 ) -> None:
     (tmp_path / "a.html").write_text("<html><body><article><p>" + "Some text. " * 50 + "</p></article></body></html>")
     (tmp_path / "MODEL").write_text("\\data\\\nngram 1=3\n\n\\1-grams:\n-1\t<unk>\n-99\t<s>\n-1\t</s>\n\n\\end\\\n")
-    told = [argument.replace("MODEL", str(tmp_path / "MODEL")) for argument in arguments]
-    given = ("prepare", tmp_path / "a.html", "--out", tmp_path / "d", "--tokenizer", "bytes", *told)
-    said = refused(*given, code=None, **without(package))
-    assert package in said and install_command(extra) in said and package in install_command(extra)
+    reported = [argument.replace("MODEL", str(tmp_path / "MODEL")) for argument in arguments]
+    value = ("prepare", tmp_path / "a.html", "--out", tmp_path / "d", "--tokenizer", "bytes", *reported)
+    message = refused(*value, code=None, **without(package))
+    assert package in message and install_command(extra) in message and package in install_command(extra)
     assert not (tmp_path / "d/manifest.json").exists()
 
 
@@ -337,8 +337,8 @@ def test_a_language_model_of_text_and_the_better_half(tmp_path: Path) -> None:
     config.write_text(f'[perplexity]\nmodel = "{model}"\nkeep_percentile = [0, 50]\n')
     summary = prepare(tmp_path / "d", path, "--tokenizer", "bytes", "--config", config, "--write-ids", tmp_path / "ids")
     assert 85 <= summary["documents_out"] <= 115 and set(summary["dropped"]) == {"above_percentile"}
-    kept = [int(name[1:]) for name in (tmp_path / "ids").read_text().split()]
-    assert sum(number < 100 for number in kept) > 0.9 * len(kept)
+    retained = [int(name[1:]) for name in (tmp_path / "ids").read_text().split()]
+    assert sum(number < 100 for number in retained) > 0.9 * len(retained)
 
 
 def test_the_interrupted_module_says_130(tmp_path: Path) -> None:

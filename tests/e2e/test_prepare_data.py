@@ -102,8 +102,8 @@ class Told:
 
 
 def all_files(root: Path) -> list[Path]:
-    found = [path for path in root.rglob("*") if path.is_file()]
-    return sorted(found, key=lambda path: path.relative_to(root).parts)
+    result = [path for path in root.rglob("*") if path.is_file()]
+    return sorted(result, key=lambda path: path.relative_to(root).parts)
 
 
 def files(kind: str) -> list[Path]:
@@ -112,25 +112,28 @@ def files(kind: str) -> list[Path]:
     return [p for p in all_files(root) if any(fnmatch(p.relative_to(root).as_posix(), name) for name in names)]
 
 
-def check(out: Path, told: dict[Path, Told], **settings: Any) -> None:
+def check(out: Path, reported: dict[Path, Told], **settings: Any) -> None:
     """Prepare these files in one run; all that the run says of them is what the independent readers say."""
     recipe: Recipe = load_recipe(settings={"max_error_rate": 1.0, "tokenize": {"tokenizer": "bytes"}, **settings})
     ids = out.parent / f"{out.name}.ids"
-    summary = prepare_dataset(list(told), out, recipe=recipe, write_ids=ids, workers=1)
+    summary = prepare_dataset(list(reported), out, recipe=recipe, write_ids=ids, workers=1)
     inputs = load_report(out / "report.html")["inputs"]
     assert [(i["name"], i["documents"], i["malformed"]) for i in inputs] == [
-        (path.name, said.documents_in, said.malformed) for path, said in told.items()
+        (path.name, message.documents_in, message.malformed) for path, message in reported.items()
     ]
-    assert summary.documents_in == sum(said.documents_in for said in told.values())
-    assert summary.documents_out == sum(len(said.ids) for said in told.values())
-    dropped = {"empty": sum(s.empty for s in told.values()), "malformed": sum(s.malformed for s in told.values())}
+    assert summary.documents_in == sum(message.documents_in for message in reported.values())
+    assert summary.documents_out == sum(len(message.ids) for message in reported.values())
+    dropped = {
+        "empty": sum(s.empty for s in reported.values()),
+        "malformed": sum(s.malformed for s in reported.values()),
+    }
     assert summary.dropped == {reason: count for reason, count in dropped.items() if count}
-    kept = iter(ids.read_text("utf-8").splitlines())
-    for path, said in told.items():
-        for index, wanted in enumerate(said.ids):
-            got = next(kept)
-            assert got == wanted or wanted == "" or (wanted is None and got.startswith(str(path))), (path, index)
-    assert next(kept, None) is None
+    retained = iter(ids.read_text("utf-8").splitlines())
+    for path, message in reported.items():
+        for index, expected in enumerate(message.ids):
+            got = next(retained)
+            assert got == expected or expected == "" or (expected is None and got.startswith(str(path))), (path, index)
+    assert next(retained, None) is None
     rejects = out / "rejects.jsonl"
     assert (len(rejects.read_text("utf-8").splitlines()) if rejects.exists() else 0) == dropped["malformed"]
     dataset = open_dataset(out)
@@ -139,23 +142,23 @@ def check(out: Path, told: dict[Path, Told], **settings: Any) -> None:
 
 def lines_told(path: Path, values: list[Any], key: str) -> Told:
     """Of a file with a value a line: what has no text is malformed, an empty text is empty."""
-    told = Told()
+    reported = Told()
     for number, value in enumerate(values, 1):
         text = value.get(key) if isinstance(value, dict) else None
         if not isinstance(text, str):
-            told.malformed += 1
+            reported.malformed += 1
         elif not text:
-            told.empty += 1
+            reported.empty += 1
         else:
-            told.ids.append(str(value.get("id") or f"{path}:{number}"))
-    return told
+            reported.ids.append(str(value.get("id") or f"{path}:{number}"))
+    return reported
 
 
 def warc_told(path: Path) -> Told:
     """Of an archive that warcio reads: its pages and plain texts, answered with 200."""
     from warcio.archiveiterator import ArchiveIterator
 
-    told = Told()
+    reported = Told()
     with path.open("rb") as file:
         for record in ArchiveIterator(file):
             headers, http = record.rec_headers, record.http_headers
@@ -170,32 +173,32 @@ def warc_told(path: Path) -> Told:
                 and not (headers.get_header("WARC-Target-URI") or "").endswith("/robots.txt")
             )
             if document and record.content_stream().read():
-                told.ids.append((headers.get_header("WARC-Record-ID") or "").strip("<>") or None)
+                reported.ids.append((headers.get_header("WARC-Record-ID") or "").strip("<>") or None)
             elif document:
-                told.empty += 1
-    told.malformed = int(not told.documents_in)  # A file of which nothing is read is one malformed record.
-    return told
+                reported.empty += 1
+    reported.malformed = int(not reported.documents_in)  # A file of which nothing is read is one malformed record.
+    return reported
 
 
 def test_crawls(tmp_path: Path) -> None:
     pytest.importorskip("warcio")
-    told: dict[Path, Told] = {}
+    reported: dict[Path, Told] = {}
     for path in files("warc"):
         name = path.relative_to(shared_data()).as_posix()
         if name in DAMAGED_WARCS:
             documents, malformed = DAMAGED_WARCS[name]
             malformed = malformed or int(not documents and path.name != "badexample.arc.gz")
-            told[path] = Told([""] * documents, malformed, empty=int(path.name == "badexample.arc.gz"))
+            reported[path] = Told([""] * documents, malformed, empty=int(path.name == "badexample.arc.gz"))
         else:
-            told[path] = warc_told(path)
-    check(tmp_path / "d", told)
+            reported[path] = warc_told(path)
+    check(tmp_path / "d", reported)
 
 
 def test_plain_text(tmp_path: Path) -> None:
-    told = {}
+    reported = {}
     for path in files("text"):
-        told[path] = Told([str(path)])
-    check(tmp_path / "d", told)
+        reported[path] = Told([str(path)])
+    check(tmp_path / "d", reported)
 
 
 def unpacked(path: Path) -> bytes:
@@ -209,108 +212,110 @@ def unpacked(path: Path) -> bytes:
 
 @pytest.mark.parametrize("key", ["text", "message"])
 def test_jsonl(tmp_path: Path, key: str) -> None:
-    told = {p: lines_told(p, [json.loads(x) for x in unpacked(p).decode().splitlines()], key) for p in files("jsonl")}
-    assert sum(len(said.ids) for said in told.values()) == {"text": 70 + 43, "message": 3}[key]
-    check(tmp_path / "d", told, read={"text_key": key})
+    reported = {
+        p: lines_told(p, [json.loads(x) for x in unpacked(p).decode().splitlines()], key) for p in files("jsonl")
+    }
+    assert sum(len(message.ids) for message in reported.values()) == {"text": 70 + 43, "message": 3}[key]
+    check(tmp_path / "d", reported, read={"text_key": key})
 
 
 def test_json_lists(tmp_path: Path) -> None:
-    told = {path: lines_told(path, json.loads(path.read_bytes()), "full_text") for path in files("json")}
-    assert sum(len(said.ids) for said in told.values()) == 1600
-    check(tmp_path / "d", told, read={"text_key": "full_text"})
+    reported = {path: lines_told(path, json.loads(path.read_bytes()), "full_text") for path in files("json")}
+    assert sum(len(message.ids) for message in reported.values()) == 1600
+    check(tmp_path / "d", reported, read={"text_key": "full_text"})
 
 
 def test_lines(tmp_path: Path) -> None:
-    told = {}
+    reported = {}
     for path in files("lines"):
         with path.open(encoding="utf-8", newline="\n") as file:
-            told[path] = Told([f"{path}:{number}" for number, line in enumerate(file, 1) if line.strip()])
-    assert [len(said.ids) for said in told.values()] == [100, 1000]
-    check(tmp_path / "d", told, read={"format": "lines"})
+            reported[path] = Told([f"{path}:{number}" for number, line in enumerate(file, 1) if line.strip()])
+    assert [len(message.ids) for message in reported.values()] == [100, 1000]
+    check(tmp_path / "d", reported, read={"format": "lines"})
 
 
 def test_columns(tmp_path: Path) -> None:
     (path,) = files("csv")
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.reader(file, delimiter="\t"))
-    told = Told([None for row in rows if row[0]], empty=sum(not row[0] for row in rows))
-    check(tmp_path / "d", {path: told}, read={"format": "csv", "text_key": "0", "id_key": ""})
+    reported = Told([None for row in rows if row[0]], empty=sum(not row[0] for row in rows))
+    check(tmp_path / "d", {path: reported}, read={"format": "csv", "text_key": "0", "id_key": ""})
 
 
 def test_wikipedia(tmp_path: Path) -> None:
-    told = {}
+    reported = {}
     for path in files("wikipedia"):
-        told[path] = Told()
+        reported[path] = Told()
         for _, element in ElementTree.iterparse(io.BytesIO(unpacked(path))):
             if element.tag.rpartition("}")[2] != "page":
                 continue
             parts = {child.tag.rpartition("}")[2]: child for child in element}
             text = next(element.iterfind(".//{*}text")).text or ""
             if parts["ns"].text == "0" and "redirect" not in parts and not text.startswith("#REDIRECT"):
-                told[path].ids.append(parts["id"].text)
+                reported[path].ids.append(parts["id"].text)
             element.clear()
-    assert sum(len(said.ids) for said in told.values()) == 119
-    check(tmp_path / "d", told)
+    assert sum(len(message.ids) for message in reported.values()) == 119
+    check(tmp_path / "d", reported)
 
 
 def test_stackexchange(tmp_path: Path) -> None:
     (path,) = files("stackexchange")
     rows = ElementTree.parse(path).getroot()
-    told = Told([row.get("Id") for row in rows if row.get("PostTypeId") in ("1", "2") and row.get("Body")])
-    assert len(told.ids) == 552
-    check(tmp_path / "d", {path: told})
+    reported = Told([row.get("Id") for row in rows if row.get("PostTypeId") in ("1", "2") and row.get("Body")])
+    assert len(reported.ids) == 552
+    check(tmp_path / "d", {path: reported})
 
 
 def samples(path: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     """The samples of a tar: their key, and the contents by suffix."""
     with tarfile.open(path) as archive:
-        held: dict[str, dict[str, bytes]] = {}
+        current: dict[str, dict[str, bytes]] = {}
         for member in archive.getmembers():
             if member.isfile():
                 folder, _, last = member.name.rpartition("/")
                 key, _, suffix = last.partition(".")
                 content = archive.extractfile(member)
                 assert content is not None
-                held.setdefault(f"{folder}/{key}" if folder else key, {})[suffix] = content.read()
-        yield from held.items()
+                current.setdefault(f"{folder}/{key}" if folder else key, {})[suffix] = content.read()
+        yield from current.items()
 
 
 def test_webdataset(tmp_path: Path) -> None:
-    told = {}
+    reported = {}
     for path in files("webdataset"):
-        told[path] = Told()
+        reported[path] = Told()
         for key, members in samples(path):
             if members.keys() & {"txt", "txt.gz"} or ("json" in members and "text" in json.loads(members["json"])):
-                told[path].ids.append(key)
+                reported[path].ids.append(key)
             else:
-                told[path].malformed += 1
-    kept = {path.name: len(said.ids) for path, said in told.items() if said.ids}
-    assert kept == {"compressed.tar": 3, "txt.tar": 3, "txt.tar.gz": 3}
-    assert sum(said.malformed for said in told.values()) > 30
-    check(tmp_path / "d", told)
+                reported[path].malformed += 1
+    retained = {path.name: len(message.ids) for path, message in reported.items() if message.ids}
+    assert retained == {"compressed.tar": 3, "txt.tar": 3, "txt.tar.gz": 3}
+    assert sum(message.malformed for message in reported.values()) > 30
+    check(tmp_path / "d", reported)
 
 
 def test_tfrecord(tmp_path: Path) -> None:
     """TensorFlow is not here: records are counted by their framing, texts found by their bytes."""
 
     def frames(path: Path) -> Iterator[tuple[int, bytes]]:
-        content, at = path.read_bytes(), 0
-        while at < len(content):
-            size = int.from_bytes(content[at : at + 8], "little")
-            yield at, content[at + 12 : at + 12 + size]
-            at += 16 + size
+        content, index = path.read_bytes(), 0
+        while index < len(content):
+            size = int.from_bytes(content[index : index + 8], "little")
+            yield index, content[index + 12 : index + 12 + size]
+            index += 16 + size
 
     for key in ("x_byte", "x_byte_seq"):
-        told = {path: Told() for path in files("tfrecord")}
-        for path, said in told.items():
+        reported = {path: Told() for path in files("tfrecord")}
+        for path, message in reported.items():
             for position, content in frames(path):
-                found = re.search(
+                result = re.search(
                     rb"(?s)\n." + key.encode() + rb"\x12", content
                 )  # field 1 of this length, then field 2
-                said.ids += [f"{path} (byte {position})"] if found else []
-                said.malformed += not found
-        assert sum(len(said.ids) for said in told.values()) == {"x_byte": 8, "x_byte_seq": 4}[key]
-        check(tmp_path / key, told, read={"text_key": key})
+                message.ids += [f"{path} (byte {position})"] if result else []
+                message.malformed += not result
+        assert sum(len(message.ids) for message in reported.values()) == {"x_byte": 8, "x_byte_seq": 4}[key]
+        check(tmp_path / key, reported, read={"text_key": key})
 
 
 def text_columns(schema: pa.Schema) -> list[str]:
@@ -325,45 +330,45 @@ def parquet_told(path: Path, key: str) -> Told:
         values = [v if isinstance(v, bytes | None) else v.encode() for v in table[key].to_pylist()]
     except (OSError, pa.ArrowException):
         return Told(malformed=1)
-    told = Told()
+    reported = Told()
     for value in values:
         try:
             if value is None:
-                told.malformed += 1
+                reported.malformed += 1
             elif value.decode():
-                told.ids.append(None)
+                reported.ids.append(None)
             else:
-                told.empty += 1
+                reported.empty += 1
         except UnicodeDecodeError:
-            told.malformed += 1
-    return told
+            reported.malformed += 1
+    return reported
 
 
 def test_parquet(tmp_path: Path) -> None:
     groups: dict[str, dict[Path, Told]] = {}
-    refused, bad = [], {}
+    refused, invalid = [], {}
     for path in files("parquet"):
         try:
             keys = text_columns(pq.read_schema(path))
         except (OSError, pa.ArrowException):
-            bad[path] = Told(malformed=1)
+            invalid[path] = Told(malformed=1)
             continue
         if keys:
             groups.setdefault(keys[0], {})[path] = parquet_told(path, keys[0])
         else:
             refused.append(path)
-    groups.setdefault(next(iter(groups)), {}).update(bad)
-    for number, (key, told) in enumerate(sorted(groups.items())):
-        if any(said.ids for said in told.values()):
-            check(tmp_path / str(number), told, read={"text_key": key, "id_key": ""})
+    groups.setdefault(next(iter(groups)), {}).update(invalid)
+    for number, (key, reported) in enumerate(sorted(groups.items())):
+        if any(message.ids for message in reported.values()):
+            check(tmp_path / str(number), reported, read={"text_key": key, "id_key": ""})
         else:
             with pytest.raises(PrepareError, match="got none"):
-                check(tmp_path / str(number), told, read={"text_key": key, "id_key": ""})
+                check(tmp_path / str(number), reported, read={"text_key": key, "id_key": ""})
     for path in refused:
         with pytest.raises(PrepareError, match="expected a text column 'text', got columns"):
             prepare_dataset([path], tmp_path / "refused", tokenizer="bytes", workers=1)
-    said = [said for told in groups.values() for said in told.values()]
-    assert (len(groups), len(refused)) == (17, 42) and sum(len(s.ids) for s in said) > 4000
+    messages = [message for reported in groups.values() for message in reported.values()]
+    assert (len(groups), len(refused)) == (17, 42) and sum(len(s.ids) for s in messages) > 4000
 
 
 def test_every_file_is_prepared_or_no_document() -> None:

@@ -87,13 +87,13 @@ def field(number: int, data: bytes) -> bytes:
 
 
 def tfrecord() -> bytes:
-    found = b""
+    result = b""
     for text in TEXTS[:15]:
         values = field(1, field(1, text.encode()))
         example = field(1, field(1, field(1, b"text") + field(2, values)))
         length = struct.pack("<Q", len(example))
-        found += length + struct.pack("<I", crc(length)) + example + struct.pack("<I", crc(example))
-    return found
+        result += length + struct.pack("<I", crc(length)) + example + struct.pack("<I", crc(example))
+    return result
 
 
 def table(write: Callable[[pa.Table, io.BytesIO], object]) -> bytes:
@@ -152,30 +152,30 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     """The data after one to three accidents."""
     out = bytearray(data)
     for _ in range(rng.randint(1, 3)):
-        at, length = rng.randrange(len(out) + 1), rng.choice([1, 4, 100, 5000])
+        index, length = rng.randrange(len(out) + 1), rng.choice([1, 4, 100, 5000])
         match rng.randrange(8):
             case 0:
-                del out[at:]
+                del out[index:]
             case 1:
                 for _ in range(rng.choice([1, 5, 50]) if out else 0):
                     out[rng.randrange(len(out))] ^= 1 << rng.randrange(8)
             case 2:
-                out[at:at] = bytes(length)
+                out[index:index] = bytes(length)
             case 3:
-                out[at:at] = rng.choice([b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", b"\xf4\x90\x80\x80"]) * rng.randint(
-                    1, 9
-                )
+                out[index:index] = rng.choice(
+                    [b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", b"\xf4\x90\x80\x80"]
+                ) * rng.randint(1, 9)
             case 4:
                 other = rng.randrange(len(out) + 1)
-                block = bytes(out[at : at + length])
-                out[at : at + length] = out[other : other + length]
+                block = bytes(out[index : index + length])
+                out[index : index + length] = out[other : other + length]
                 out[other : other + length] = block
             case 5:
-                del out[at : at + length]
+                del out[index : index + length]
             case 6:
-                out[at : at + length] = rng.randbytes(min(length, 200))
+                out[index : index + length] = rng.randbytes(min(length, 200))
             case _:
-                out += out[at : at + length] * 3
+                out += out[index : index + length] * 3
     return bytes(out)
 
 
@@ -207,13 +207,13 @@ def cases() -> Iterator[tuple[int, str, str]]:
 
 
 def test_random_damage(tmp_path: Path) -> None:
-    made = {name: make() for name, make in FILES.items()}
+    created = {name: make() for name, make in FILES.items()}
     deadline, done = time.monotonic() + FUZZ_S, 0
     for seed, name, packed in cases():
         rng = random.Random(seed)
         folder = tmp_path / f"{seed}"
         folder.mkdir()
-        data = made[name]
+        data = created[name]
         if rng.random() < 0.5:
             data = PACKERS[packed](damaged(data, rng))
         else:
@@ -221,12 +221,12 @@ def test_random_damage(tmp_path: Path) -> None:
         (folder / f"{name}{packed}").write_bytes(data)
         (folder / "good.jsonl").write_text("".join(f'{{"id": "good-{i}", "text": "good {i}"}}\n' for i in range(5)))
         try:
-            found = attempt(folder, tmp_path / f"{seed}.d")
+            result = attempt(folder, tmp_path / f"{seed}.d")
         except BaseException:
             print(f"FOREBAY_FUZZ_SEED={seed}: {name}{packed}")
             raise
-        told = isinstance(found, ForebayError) and name in str(found)
-        assert told or {f"good-{i}" for i in range(5)} <= kept(tmp_path / f"{seed}.d"), f"{seed}: {found}"
+        reported = isinstance(result, ForebayError) and name in str(result)
+        assert reported or {f"good-{i}" for i in range(5)} <= kept(tmp_path / f"{seed}.d"), f"{seed}: {result}"
         done += 1
         if done > 20 and time.monotonic() > deadline:
             break
@@ -241,8 +241,8 @@ def test_what_stands_after_damage_is_kept(tmp_path: Path, name: str) -> None:
     begin = len(data) // 2
     data[begin : begin + 40] = bytes(40) if name != "x.csv" else b"\xff" * 40
     (folder / name).write_bytes(data)
-    found = attempt(folder, tmp_path / "d", unicode=False, pii=False, dedup={})
-    assert isinstance(found, PrepareResult)
+    result = attempt(folder, tmp_path / "d", unicode=False, pii=False, dedup={})
+    assert isinstance(result, PrepareResult)
     texts = b"".join(slice_tokens(tmp_path / "d"))
     numbers = {int(n) for n in re.findall(rb"(?:^|\x00|\n|>|\xff)(\d+)\. ", texts)}
     total = 15 if name == "x.tfrecord" else len(TEXTS)
@@ -270,11 +270,11 @@ def test_a_bomb_and_a_long_line(tmp_path: Path) -> None:
     (folder / "long.jsonl").write_bytes(good % b"before" + line + good % b"after")
     (folder / "long.txt").write_bytes(b"x" * (100 << 20))
     (folder / "bomb.jsonl.zst").write_bytes(zstandard.compress(good % b"in" + b" " * (1200 << 20)))
-    found = attempt(folder, tmp_path / "d", dedup={})
-    assert isinstance(found, PrepareResult)
+    result = attempt(folder, tmp_path / "d", dedup={})
+    assert isinstance(result, PrepareResult)
     assert {"before", "after", "in"} <= kept(tmp_path / "d") and "long" not in kept(tmp_path / "d")
-    told = (tmp_path / "d/rejects.jsonl").read_text()
-    assert "a bomb" in told and "max_document_bytes" in told and len(told) < 100_000
+    reported = (tmp_path / "d/rejects.jsonl").read_text()
+    assert "a bomb" in reported and "max_document_bytes" in reported and len(reported) < 100_000
 
 
 def test_the_command_speaks_in_one_line(tmp_path: Path) -> None:

@@ -63,13 +63,13 @@ def start(script: Path, source: Path, out: Path, workers: int) -> subprocess.Pop
 
 def marks(out: Path) -> dict[Path, int]:
     """Each finished task's mark and when it was made."""
-    found = {}
+    result = {}
     for path in [*(out / ".work").glob("tasks/*.json"), *out.glob("**/slices/0*.safetensors")]:
         try:
-            found[path] = path.stat().st_mtime_ns
+            result[path] = path.stat().st_mtime_ns
         except FileNotFoundError:
             continue
-    return found
+    return result
 
 
 def test_finished_tasks_are_not_run_again(tmp_path: Path, source: Path, script: Path) -> None:

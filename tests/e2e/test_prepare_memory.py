@@ -67,17 +67,17 @@ def peaks(folder: Path, source: Path, settings: dict[str, object]) -> tuple[list
         [sys.executable, script, source, folder / "out", json.dumps(settings)],
         stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    found: dict[int, int] = {process.pid: 0}
+    result: dict[int, int] = {process.pid: 0}
     with process:
         while process.poll() is None:
             for path in Path("/proc").iterdir():
                 if path.name.isdigit() and _session(path) == process.pid:
-                    found[int(path.name)] = max(found.get(int(path.name), 0), _peak(path))
+                    result[int(path.name)] = max(result.get(int(path.name), 0), _peak(path))
             time.sleep(0.02)
         assert process.stdout is not None
         printed = process.stdout.read()
     assert process.returncode == 0
-    return json.loads(printed), list(found.values())
+    return json.loads(printed), list(result.values())
 
 
 def _session(path: Path) -> int:
@@ -95,7 +95,7 @@ def _peak(path: Path) -> int:
 
 
 def test_ten_times_the_input_takes_the_same(tmp_path: Path) -> None:
-    made = {}
+    created = {}
     for name, megabytes in (("small", 2), ("large", 20)):
         folder = tmp_path / name
         folder.mkdir()
@@ -108,8 +108,8 @@ def test_ten_times_the_input_takes_the_same(tmp_path: Path) -> None:
             "tokenize": {"tokenizer": "bytes"},
             "slice": {"bytes": 1 << 20, "shuffle": True},
         }
-        made[name] = peaks(folder, folder / "x.jsonl", settings)
-    (few, small), (many, large) = made["small"], made["large"]
+        created[name] = peaks(folder, folder / "x.jsonl", settings)
+    (few, small), (many, large) = created["small"], created["large"]
     assert many[0] == 10 * few[0] and few[1] > 600
     assert max(small + large) < GIGABYTE / 2
     assert large[0] < 1.25 * small[0] and max(large[1:]) < 1.25 * max(small[1:]), [small, large]
@@ -143,6 +143,6 @@ def test_giant_documents(tmp_path: Path, giants: Path) -> None:
         "tokenize": {"tokenizer": str(TOKENIZERS / tokenizer)}, "slice": {"shuffle": True},
         "dedup": {"exact": True, "lines": True, "minhash": True, "ngram": 1},
     }  # fmt: skip
-    (documents_in, kept, dropped), seen = peaks(tmp_path, giants, settings)
-    assert (documents_in, kept, dropped) == (10, 6, {"exact_duplicate": 1, "malformed": 3})
+    (documents_in, retained, dropped), seen = peaks(tmp_path, giants, settings)
+    assert (documents_in, retained, dropped) == (10, 6, {"exact_duplicate": 1, "malformed": 3})
     assert max(seen) < GIGABYTE, f"peaks {[peak // 10**6 for peak in seen]} MB"

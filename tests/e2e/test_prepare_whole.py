@@ -39,16 +39,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wanted(base: Path) -> tuple[str, dict[str, str]]:
     """The dataset id and the files that one process makes."""
-    found = whole.run(base / "in", base / "one", 1)
-    made = whole.files(base / "one")
-    assert "manifest.json" in made and "report.html" in made
-    return found, made | {".ids": whole.files(base)["one.ids"]}
+    result = whole.run(base / "in", base / "one", 1)
+    created = whole.files(base / "one")
+    assert "manifest.json" in created and "report.html" in created
+    return result, created | {".ids": whole.files(base)["one.ids"]}
 
 
-def check(out: Path, found: str, wanted: tuple[str, dict[str, str]]) -> None:
-    made = whole.files(out) | {".ids": whole.files(out.parent)[f"{out.name}.ids"]}
-    assert {name for name in wanted[1] | made if made.get(name) != wanted[1].get(name)} == set()
-    assert found == wanted[0]
+def check(out: Path, result: str, wanted: tuple[str, dict[str, str]]) -> None:
+    created = whole.files(out) | {".ids": whole.files(out.parent)[f"{out.name}.ids"]}
+    assert {name for name in wanted[1] | created if created.get(name) != wanted[1].get(name)} == set()
+    assert result == wanted[0]
 
 
 @pytest.mark.parametrize("workers", [5])
@@ -67,10 +67,10 @@ def test_another_place_of_the_same_input(base: Path, wanted: tuple[str, dict[str
     shutil.copytree(base / "in", tmp_path / "in")
     if (base / whole.MODEL).exists():
         shutil.copy(base / whole.MODEL, tmp_path)
-    found = whole.run(tmp_path / "in", tmp_path / "elsewhere", 1, FOREBAY_CODER="reference")
-    made = whole.files(tmp_path / "elsewhere")
-    assert found == wanted[0]
-    assert {name for name in made if made[name] != wanted[1][name]} <= set(NAMED_BY_PATH)
+    result = whole.run(tmp_path / "in", tmp_path / "elsewhere", 1, FOREBAY_CODER="reference")
+    created = whole.files(tmp_path / "elsewhere")
+    assert result == wanted[0]
+    assert {name for name in created if created[name] != wanted[1][name]} <= set(NAMED_BY_PATH)
     for path in (tmp_path / "elsewhere").rglob("*.json"):
         assert str(tmp_path) not in path.read_text()
 
@@ -141,9 +141,9 @@ def test_a_disk_that_is_full_again_and_again(base: Path, wanted: tuple[str, dict
         done = subprocess.run(whole.command(base / "in", out, 2), capture_output=True, text=True, timeout=scaled(300))
         if done.returncode == 0:
             break
-        told = done.stderr.splitlines()
-        assert done.returncode == 1 and "no space left" in told[-1] and "Traceback" not in done.stderr, done.stderr
+        reported = done.stderr.splitlines()
+        assert done.returncode == 1 and "no space left" in reported[-1] and "Traceback" not in done.stderr, done.stderr
         assert not (out / "manifest.json").exists()
-        reached += [line.partition(" ")[0] for line in told if line.partition(" ")[0] in PHASES][-1:]
+        reached += [line.partition(" ")[0] for line in reported if line.partition(" ")[0] in PHASES][-1:]
     assert len(set(reached)) >= 3, f"the disk was full only in {set(reached)}"
     check(out, done.stdout.strip(), wanted)

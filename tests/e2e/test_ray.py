@@ -94,14 +94,14 @@ def run_script(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
 def test_a_local_cluster_does_what_the_local_engine_does(tmp_path: Path) -> None:
     ended = run_script(tmp_path, SCRIPT)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    facts = json.loads(ended.stdout.splitlines()[-1])
-    assert facts["squares"] == facts["local"] == [i * i for i in range(50)]
-    assert facts["unlucky"] == [0, 0, 0, 1, 2, 0]
-    assert [text.split(":")[0] for text in facts["unlucky_said"]] == [
+    fields = json.loads(ended.stdout.splitlines()[-1])
+    assert fields["squares"] == fields["local"] == [i * i for i in range(50)]
+    assert fields["unlucky"] == [0, 0, 0, 1, 2, 0]
+    assert [text.split(":")[0] for text in fields["unlucky_said"]] == [
         "task 3 (warc/x.gz) died with its worker (out of memory?)",
         "task 4 (warc/x.gz) ran out of memory",
         "task 4 (warc/x.gz) ran out of memory",
     ]
-    assert facts["error"] == ["DatasetError", "line 0 is not JSON."]
-    assert facts["doom"].startswith("task 0 (warc/x.gz) died with its worker")
-    assert facts["left"] == []
+    assert fields["error"] == ["DatasetError", "line 0 is not JSON."]
+    assert fields["doom"].startswith("task 0 (warc/x.gz) died with its worker")
+    assert fields["left"] == []

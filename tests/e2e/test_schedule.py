@@ -109,15 +109,15 @@ def test_a_standby_goes_on_where_a_killed_scheduler_was(tmp_path: Path, stack: E
     stack.callback(second.end)
     second.wait_for("standby")
     worker = Hand(homes["worker"], stack)
-    begun, waiting = worker.say(address, want=2)["leases"]
-    worker.say(address, [begun], known_leases=[begun["lease_id"], waiting["lease_id"]])
+    started, waiting = worker.say(address, want=2)["leases"]
+    worker.say(address, [started], known_leases=[started["lease_id"], waiting["lease_id"]])
     first.popen.send_signal(signal.SIGKILL)
     killed = time.monotonic()
     address = second.wait_for("ready")["address"]
     # The lease in hand lives on; the receipt whose answer might have been lost is answered as recorded.
-    answer = worker.say(address, [begun], known_leases=[waiting["lease_id"]])
+    answer = worker.say(address, [started], known_leases=[waiting["lease_id"]])
     assert time.monotonic() - killed < scaled(2.0)
-    assert answer["uses"][0]["offset"] == begun["stop"] and list(answer["active"]) == [waiting["lease_id"]]
+    assert answer["uses"][0]["offset"] == started["stop"] and list(answer["active"]) == [waiting["lease_id"]]
     leases = [waiting]
     while not answer["done"]:
         answer = worker.say(address, leases, want=2, known_leases=[x["lease_id"] for x in leases])
@@ -133,8 +133,8 @@ def test_a_job_is_steered_by_administrators_and_used_once(
     homes = make_network(tmp_path, ["data", "scheduler", "admin"], [])
     join(tmp_path / "network", tmp_path / "worker", "worker", scope=Scope(frozenset({"worker"})))
     discovery = LocalDiscovery()
-    one = make_dataset(tmp_path / "one", 6, 40)
-    node = DataNode(Identity.load(homes["data"]), [one], HOST, 0, discovery, ttl_s=30)
+    item = make_dataset(tmp_path / "one", 6, 40)
+    node = DataNode(Identity.load(homes["data"]), [item], HOST, 0, discovery, ttl_s=30)
     node.start()
     stack.callback(node.stop)
     identity = Identity.load(homes["scheduler"])

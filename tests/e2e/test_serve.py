@@ -45,8 +45,8 @@ def make_dataset(folder: Path, name: str, seed: int) -> Dataset:
     (folder / "slices").mkdir(parents=True)
     for index in range(3):
         tokens = rng.integers(0, 60000, SLICE_TOKENS, dtype=np.uint16)
-        ends = np.array([1000, SLICE_TOKENS], dtype=np.uint64)
-        write_token_slice(folder / "slices" / f"{index:06d}.safetensors", tokens, ends)
+        stops = np.array([1000, SLICE_TOKENS], dtype=np.uint64)
+        write_token_slice(folder / "slices" / f"{index:06d}.safetensors", tokens, stops)
     return import_slices(folder, name)
 
 
@@ -226,9 +226,9 @@ def test_claims_are_the_signers_own(node: DataNode, client: Client, make_identit
     good = body["claims"][0]
     assert parse_claim(good, peer).num_slices == 3
     changed = {**good, "num_slices": 4}
-    for bad in (changed, {**good, "peer_id": other.peer_id}, {}, None, [], {**good, "signature": "zz"}):
+    for invalid in (changed, {**good, "peer_id": other.peer_id}, {}, None, [], {**good, "signature": "zz"}):
         with pytest.raises(ProtocolError):
-            parse_claim(bad, peer)
+            parse_claim(invalid, peer)
     with pytest.raises(ProtocolError):
         parse_claim(good, Peer(other.peer_id, other.public_key, "other"))
 
@@ -245,9 +245,9 @@ def test_a_node_of_many_datasets_is_found_by_each_name(make_identity: Make, tmp_
     with DataNode(make_identity("data"), datasets, "127.0.0.1", 0, table) as node, Client(make_identity("r")) as client:
         everything = client.get_bytes(node.address, "/v1/claims", 1 << 20)
         assert len(everything) > MAX_CLAIMS_BYTES
-        for one in (datasets[0], datasets[199]):
-            found = find_providers(table, client, node.identity.network_id, one.name, 5.0)
-            assert [(claim.name, claim.dataset_id) for claim in found] == [(one.name, one.id)]
+        for item in (datasets[0], datasets[199]):
+            result = find_providers(table, client, node.identity.network_id, item.name, 5.0)
+            assert [(claim.name, claim.dataset_id) for claim in result] == [(item.name, item.id)]
 
 
 def test_the_same_dataset_twice_is_refused(dataset: Dataset, make_identity: Make) -> None:

@@ -51,10 +51,10 @@ def tokens_of(shard: int) -> Any:
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four shards of generation `bin`, as a bucket `dataset` keeps them."""
     folder = tmp_path_factory.mktemp("s3") / "dataset" / "remote" / "tokenized"
-    made = write_shards(
+    created = write_shards(
         [tokens_of(i) for i in range(SHARDS)], folder, seq_len=L, shard_tokens=SAMPLES * L, generation="bin"
     )
-    assert len(made) == SHARDS
+    assert len(created) == SHARDS
     return folder
 
 
@@ -79,8 +79,8 @@ def server(running: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def files(folder: str = "remote/tokenized") -> list[str]:
     """What lies there under final names, and parts; no marks and locks."""
-    found = sorted(path.name for path in Path(folder).iterdir())
-    return [name for name in found if not name.startswith(".") or name.endswith((".part", ".tmp"))]
+    result = sorted(path.name for path in Path(folder).iterdir())
+    return [name for name in result if not name.startswith(".") or name.endswith((".part", ".tmp"))]
 
 
 def pair(index: int) -> list[str]:
@@ -112,9 +112,9 @@ def test_shards_cycle_and_swap_at_their_step(server: S3Server) -> None:
             assert (batch.labels[:, -1] == -100).all()
             if batch.run_step % 3 == 2 and shards.upcoming_dataset is not None:
                 assert arrived(shards.upcoming_dataset)
-            whole = {name for name in files() if name.startswith("train")}
-            peak = max(peak, len(whole))
-            assert whole <= {f"train_{i % SHARDS:06d}.npy" for i in (index, index + 1)}
+            full = {name for name in files() if name.startswith("train")}
+            peak = max(peak, len(full))
+            assert full <= {f"train_{i % SHARDS:06d}.npy" for i in (index, index + 1)}
         stats = shards.stats()
     assert trace == [i for _ in range(3) for i in range(SHARDS) for _ in range(3)]
     assert peak == 2 and stats["swaps"] == 3 * SHARDS - 1
@@ -162,11 +162,11 @@ def test_kept_shards_are_fetched_once(server: S3Server) -> None:
 
 def test_a_jump_to_another_step_leaves_nothing_behind(bucket: Path, tmp_path: Path) -> None:
     with SharedShardedDatasetManager(**QUICK, url=bucket, folder=tmp_path / "here", reset_step=10) as shards:
-        for step, wanted in ((0, 0), (7, 2), (9, 3), (10, 0), (1, 0), (5, 1)):
-            assert shards.at_step(step).index == wanted
+        for step, expected in ((0, 0), (7, 2), (9, 3), (10, 0), (1, 0), (5, 1)):
+            assert shards.at_step(step).index == expected
             assert shards.upcoming_dataset is not None and arrived(shards.upcoming_dataset)
-            kept = {wanted, shards.upcoming_dataset.index}
-            assert files(str(tmp_path / "here")) == sorted(name for index in kept for name in pair(index))
+            retained = {expected, shards.upcoming_dataset.index}
+            assert files(str(tmp_path / "here")) == sorted(name for index in retained for name in pair(index))
 
 
 def test_as_the_guides_own_code_calls_it(server: S3Server) -> None:
@@ -175,10 +175,10 @@ def test_as_the_guides_own_code_calls_it(server: S3Server) -> None:
         await manager.initialize_datasets(2)
         assert manager.active_dataset is not None and len(manager.active_dataset) == SAMPLES
         assert manager.active_dataset[7].tolist() == tokens_of(2)[7 * L : 8 * L].tolist()
-        for wanted in (3, 0):
+        for expected in (3, 0):
             await manager.swap_datasets()
-            assert manager.active_dataset.index == manager.shard_index == wanted
-            assert f"train_{(wanted - 1) % SHARDS:06d}.npy" not in files()
+            assert manager.active_dataset.index == manager.shard_index == expected
+            assert f"train_{(expected - 1) % SHARDS:06d}.npy" not in files()
         manager.close()
 
     asyncio.run(train())
@@ -209,9 +209,9 @@ def test_a_bad_network_changes_no_byte(server: S3Server) -> None:
 
 def test_a_shard_that_is_bad_at_its_origin_is_never_served(server: S3Server, bucket: Path) -> None:
     tokens = bucket / "train_000001.npy"
-    whole = tokens.read_bytes()
+    full = tokens.read_bytes()
     try:
-        broken = bytearray(whole)
+        broken = bytearray(full)
         broken[128 + 700 * L * 2 + 5] ^= 4
         tokens.write_bytes(broken)
         time.sleep(0.05)
@@ -223,7 +223,7 @@ def test_a_shard_that_is_bad_at_its_origin_is_never_served(server: S3Server, buc
         with SharedShardedDatasetManager(**QUICK, remap={1: 3}) as shards:
             assert [shards.at_step(step).index for step in (0, 3, 6, 9, 12)] == [0, 3, 2, 3, 0]
     finally:
-        tokens.write_bytes(whole)
+        tokens.write_bytes(full)
         time.sleep(0.05)
 
 
@@ -322,10 +322,10 @@ def test_shards_in_their_place_are_used_there_and_stay(bucket: Path, tmp_path: P
 def test_what_cannot_be_is_told_or_gone_on_with(
     bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def steps(wanted: list[int], source: Path = bucket, **given: Any) -> list[int]:
+    def steps(expected: list[int], source: Path = bucket, **given: Any) -> list[int]:
         settings = {**QUICK, "url": source, "folder": tmp_path / f"h{len(list(tmp_path.iterdir()))}", **given}
         with SharedShardedDatasetManager(**settings) as shards:
-            return [shards.at_step(step).index for step in wanted]
+            return [shards.at_step(step).index for step in expected]
 
     def source(name: str, change: Callable[[Path], object]) -> Path:
         shutil.copytree(bucket, tmp_path / name)
@@ -383,8 +383,8 @@ def test_a_pair_that_changed_here_is_judged_again(bucket: Path, tmp_path: Path) 
 
 def start(out: Path, **settings: Any) -> subprocess.Popen[bytes]:
     with out.with_suffix(".log").open("ab") as log:
-        told = json.dumps({**QUICK, **settings}, default=str)
-        return subprocess.Popen([sys.executable, str(RANK), str(out), told], stderr=log)
+        reported = json.dumps({**QUICK, **settings}, default=str)
+        return subprocess.Popen([sys.executable, str(RANK), str(out), reported], stderr=log)
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
@@ -400,8 +400,8 @@ def test_the_next_shard_comes_in_a_process_of_its_own(
     me = psutil.Process()
 
     def helpers() -> list[psutil.Process]:
-        found = [one for one in me.children() if "shard_download" in " ".join(one.cmdline())]
-        return [one for one in found if one.status() != psutil.STATUS_ZOMBIE]
+        result = [item for item in me.children() if "shard_download" in " ".join(item.cmdline())]
+        return [item for item in result if item.status() != psutil.STATUS_ZOMBIE]
 
     with SharedShardedDatasetManager(**QUICK) as shards:
         shards.at_step(0)
@@ -422,16 +422,16 @@ def test_the_next_shard_comes_in_a_process_of_its_own(
     until(lambda: not helpers())
     server.faults.bytes_per_s = 0
     tokens = bucket / "train_000001.npy"
-    whole = tokens.read_bytes()
+    full = tokens.read_bytes()
     try:
-        tokens.write_bytes(whole[:3000] + bytes([whole[3000] ^ 1]) + whole[3001:])
+        tokens.write_bytes(full[:3000] + bytes([full[3000] ^ 1]) + full[3001:])
         time.sleep(0.05)
         with SharedShardedDatasetManager(**QUICK, folder="other") as shards:
             shards.at_step(0)
             with pytest.raises(IntegrityError, match=r"shard 1: .* the first sample 11"):
                 shards.at_step(3)
     finally:
-        tokens.write_bytes(whole)
+        tokens.write_bytes(full)
         time.sleep(0.05)
 
 
@@ -442,11 +442,13 @@ def test_ranks_of_a_machine_share_one_copy(server: S3Server, tmp_path: Path) -> 
         for rank, out in enumerate(outs)
     ]
     assert [rank.wait(60) for rank in ranks] == [0] * 4, (tmp_path / "0.log").read_text()[-2000:]
-    told = [[line for line in lines(out) if "step" in line] for out in outs]
+    reported = [[line for line in lines(out) if "step" in line] for out in outs]
     for step in range(9):
-        at = [one[step] for one in told]
-        assert len({one["shard"] for one in at}) == 1 and all(one["first"] == at[0]["first"] for one in at)
-        ids = [i for one in at for i in one["ids"]]
+        position = [item[step] for item in reported]
+        assert len({item["shard"] for item in position}) == 1 and all(
+            item["first"] == position[0]["first"] for item in position
+        )
+        ids = [i for item in position for i in item["ids"]]
         assert len(set(ids)) == 16
     for index in range(2):
         assert asked(server, index) == SAMPLES * L * 2 + 128  # one download
@@ -456,13 +458,18 @@ def test_ranks_of_a_machine_share_one_copy(server: S3Server, tmp_path: Path) -> 
 def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server, tmp_path: Path) -> None:
     seed = int(os.environ.get("FOREBAY_SHARDS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
     print(f"replay with FOREBAY_SHARDS_SEED={seed}")
-    chance, at, done = random.Random(seed), 0, {}
+    chance, position, done = random.Random(seed), 0, {}
     server.faults.bytes_per_s = 4 << 20
     folder = Path("remote/tokenized")
     for turn in range(30):
         out = tmp_path / f"{turn}.jsonl"
         process = start(
-            out, start=at, steps=12 - at, step_s=0.02, tmp_dir="tmp" if turn % 2 else None, apart=turn % 3 == 0
+            out,
+            start=position,
+            steps=12 - position,
+            step_s=0.02,
+            tmp_dir="tmp" if turn % 2 else None,
+            apart=turn % 3 == 0,
         )
         goal = sum(server.bytes_sent.values()) + chance.randrange(1, 2_000_000)
         until(lambda process=process, goal=goal: process.poll() is not None or sum(server.bytes_sent.values()) > goal)
@@ -476,12 +483,12 @@ def test_killed_at_any_moment_nothing_is_lost_and_nothing_left(server: S3Server,
         for line in lines(out):
             if "step" in line:
                 done[line["step"]] = (line["shard"], line["ids"])
-                at = max(at, line["step"] + 1)
+                position = max(position, line["step"] + 1)
         if code == 0:
             break
     assert sorted(done) == list(range(12))
     for index in range(4):
-        ids = [i for step, (shard, found) in done.items() if shard == index for i in found]
+        ids = [i for step, (shard, result) in done.items() if shard == index for i in result]
         assert len(ids) == len(set(ids)) == 24
     with SharedShardedDatasetManager(**QUICK, tmp_dir="tmp") as shards:
         shards.at_step(0)
@@ -497,19 +504,19 @@ def test_a_validator_finds_what_a_miner_read(server: S3Server, tmp_path: Path) -
     with SharedShardedDatasetManager(**QUICK) as shards:
         data = shards.at_step(4)
         places = [window_sample_ids(0, step, len(data), 1, 8, mode="forebay", first_window=3) for step in (4, 5)]
-        found = data.sample_ids[np.concatenate(places)]
-    assert receipt(found) == receipt(np.array(mined, np.uint64))
+        result = data.sample_ids[np.concatenate(places)]
+    assert receipt(result) == receipt(np.array(mined, np.uint64))
 
 
 def test_memory_stays_below_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """32 MiB through 16 workers: what the process grows by is far below the file."""
     seq_len, count = 2048, 8192
     rng = np.random.default_rng(1)
-    made: list[Shard] = write_shards(
+    created: list[Shard] = write_shards(
         (rng.integers(0, 50_000, 1 << 20).astype(np.uint16) for _ in range(count * seq_len >> 20)),
         tmp_path / "s3" / "dataset" / "x", seq_len=seq_len, generation="npy",
     )  # fmt: skip
-    assert made[0].num_samples == count
+    assert created[0].num_samples == count
     with S3Server(tmp_path / "s3") as server:
         for name, value in server.environment("x").items():
             monkeypatch.setenv(name, value)
@@ -533,8 +540,8 @@ def test_memory_stays_below_the_bound(tmp_path: Path, monkeypatch: pytest.Monkey
 def mirrored(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     capsys.readouterr()
     assert main(["mirror", *words, "--quiet", "--json"]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return told
+    reported: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return reported
 
 
 def test_shards_are_mirrored_to_ones_own_bucket(

@@ -107,15 +107,15 @@ def stream(inputs: Any, **changes: Any) -> TextStream:
     return TextStream(inputs, **{**defaults, **changes})
 
 
-def facts(given: Any) -> list[Any]:
-    return [(b.inputs.tolist(), b.labels.tolist(), b.sample_ids.tolist(), b.epoch, b.step) for b in given]
+def facts(value: Any) -> list[Any]:
+    return [(b.inputs.tolist(), b.labels.tolist(), b.sample_ids.tolist(), b.epoch, b.step) for b in value]
 
 
-def state_after(made: TextStream, batches: int) -> dict[str, Any]:
-    iterator = iter(made)
+def state_after(created: TextStream, batches: int) -> dict[str, Any]:
+    iterator = iter(created)
     for _ in range(batches):
         next(iterator)
-    state: dict[str, Any] = json.loads(json.dumps(made.state_dict()))
+    state: dict[str, Any] = json.loads(json.dumps(created.state_dict()))
     iterator.close()
     return state
 
@@ -131,10 +131,10 @@ def documents(inputs: Any, **changes: Any) -> Counter[str]:
 @pytest.fixture(scope="module", params=sorted(WRITERS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three files of one format."""
-    made = tmp_path_factory.mktemp("files")
+    created = tmp_path_factory.mktemp("files")
     for i in range(3):
-        (made / f"part-{i}.{request.param}").write_bytes(WRITERS[request.param](ROWS[80 * i : 80 * (i + 1)]))
-    return made
+        (created / f"part-{i}.{request.param}").write_bytes(WRITERS[request.param](ROWS[80 * i : 80 * (i + 1)]))
+    return created
 
 
 def test_each_document_once(folder: Path) -> None:
@@ -144,14 +144,14 @@ def test_each_document_once(folder: Path) -> None:
 @pytest.mark.parametrize("shuffle_buffer", [0, 20])
 def test_resume_is_exact(folder: Path, shuffle_buffer: int) -> None:
     settings = {"epochs": 2, "shuffle_buffer": shuffle_buffer}
-    whole = facts(stream(folder, **settings))
+    full = facts(stream(folder, **settings))
     running = stream(folder, **settings)
     states = [running.state_dict(), *(running.state_dict() for _ in running)]
-    assert len(states) == len(whole) + 1
+    assert len(states) == len(full) + 1
     for stop in range(0, len(states), 3 if shuffle_buffer else 7):
         second = stream(str(folder / "*"), **settings)
         second.load_state_dict(json.loads(json.dumps(states[stop])))
-        assert facts(second) == whole[stop:]
+        assert facts(second) == full[stop:]
 
 
 def test_the_readers_go_on_at_any_record(folder: Path) -> None:
@@ -171,28 +171,28 @@ def test_the_readers_go_on_at_any_record(folder: Path) -> None:
 
 def test_four_ranks_resume_on_three_and_five(tmp_path: Path) -> None:
     (tmp_path / "one.jsonl").write_bytes(jsonl(ROWS))  # one file for all ranks
-    whole = facts(stream(tmp_path, epochs=2))
+    full = facts(stream(tmp_path, epochs=2))
     states = [state_after(stream(tmp_path, epochs=2, rank=rank, world_size=4), 17) for rank in range(4)]
     assert all(state == states[0] for state in states)
     for world_size in (3, 5):
         ranks = []
         for rank in range(world_size):
-            one = stream(tmp_path, epochs=2, rank=rank, world_size=world_size)
-            one.load_state_dict(states[rank % 4])
-            ranks.append(facts(one))
-        for step, expected in enumerate(whole[17:]):
+            item = stream(tmp_path, epochs=2, rank=rank, world_size=world_size)
+            item.load_state_dict(states[rank % 4])
+            ranks.append(facts(item))
+        for step, expected in enumerate(full[17:]):
             rows = sorted(
                 (i, row, label) for rank in ranks for row, label, i in zip(rank[step][0], rank[step][1], rank[step][2])
             )
             assert rows == sorted(zip(expected[2], expected[0], expected[1]))
-        assert {len(rank) for rank in ranks} == {len(whole) - 17}
+        assert {len(rank) for rank in ranks} == {len(full) - 17}
 
 
 def test_ranks_part_the_records_of_fewer_files(folder: Path) -> None:
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for rank in range(5):
-        found += documents(folder, partition="records", rank=rank, world_size=5)
-    assert found == Counter(row["text"] for row in ROWS)
+        result += documents(folder, partition="records", rank=rank, world_size=5)
+    assert result == Counter(row["text"] for row in ROWS)
 
 
 def test_malformed_records_are_counted_with_their_place(tmp_path: Path) -> None:
@@ -201,16 +201,16 @@ def test_malformed_records_are_counted_with_their_place(tmp_path: Path) -> None:
     lines[20] = b'{"no_text": 1}\n'
     lines[30] = b"\n"
     (tmp_path / "bad.jsonl").write_bytes(b"".join(lines))
-    whole = gzip.compress(jsonl(ROWS[40:]))
-    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) * 3 // 4])
+    full = gzip.compress(jsonl(ROWS[40:]))
+    (tmp_path / "cut.jsonl.gz").write_bytes(full[: len(full) * 3 // 4])
     settings = {"shuffle_buffer": 0}
-    made = stream(tmp_path, **settings)
-    expected = facts(made)
-    assert made.stats()["malformed"] == 3
-    told = [(bad.name.rpartition("/")[2], bad.location) for bad in made.malformed]
+    created = stream(tmp_path, **settings)
+    expected = facts(created)
+    assert created.stats()["malformed"] == 3
+    reported = [(invalid.name.rpartition("/")[2], invalid.location) for invalid in created.malformed]
     places = [f"byte {sum(map(len, lines[:i]))}" for i in (7, 20)]
-    assert told[:2] == [("bad.jsonl", places[0]), ("bad.jsonl", places[1])]
-    assert told[2][0] == "cut.jsonl.gz" and "it ends early" in made.malformed[2].problem
+    assert reported[:2] == [("bad.jsonl", places[0]), ("bad.jsonl", places[1])]
+    assert reported[2][0] == "cut.jsonl.gz" and "it ends early" in created.malformed[2].problem
     for stop in range(0, len(expected), 5):
         second = stream(tmp_path, **settings)
         second.load_state_dict(state_after(stream(tmp_path, **settings), stop))
@@ -221,10 +221,10 @@ def test_malformed_records_are_counted_with_their_place(tmp_path: Path) -> None:
 def test_a_file_that_goes_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(jsonl(ROWS))
-    made = stream(path, prefetch=2)
+    created = stream(path, prefetch=2)
     path.unlink()
     with pytest.raises(PrepareError, match=r"a\.jsonl"):
-        list(made)
+        list(created)
 
 
 def test_another_input_is_refused(tmp_path: Path) -> None:
@@ -260,8 +260,8 @@ def test_a_process_that_was_killed_goes_on(tmp_path: Path) -> None:
         assert done.returncode == (0 if stop < 0 else 9), done.stderr
         return done.stdout.splitlines()
 
-    whole = run(-1)
-    assert run(11) + run(-1) == whole
+    full = run(-1)
+    assert run(11) + run(-1) == full
 
 
 @pytest.mark.parametrize(
@@ -281,15 +281,15 @@ def test_real_files(name: str, key: str) -> None:
         r for piece in split_files(find_inputs(path, options).files, options) for r in read_split(piece, options)
     ]
     sound = [r.text for r in records if not r.problem]
-    whole = stream(path, **settings)
+    full = stream(path, **settings)
     if not sound:
         pytest.skip(f"{name} holds no text under {key!r}")
     if sum(len(text.encode()) + 1 for text in sound) < 256:
         settings["seq_len"] = 1
-        whole = stream(path, **settings)
-    expected = facts(whole)
-    assert whole.stats()["documents"] == len(sound)
-    assert whole.stats()["tokens"] == sum(len(text.encode()) + 1 for text in sound if text)
+        full = stream(path, **settings)
+    expected = facts(full)
+    assert full.stats()["documents"] == len(sound)
+    assert full.stats()["tokens"] == sum(len(text.encode()) + 1 for text in sound if text)
     step = max(1, len(expected) // (6 if path.is_file() else 2))
     for stop in range(0, len(expected), step):
         second = stream(path, **settings)

@@ -52,8 +52,8 @@ def node(world: Path) -> Iterator[DataNode]:
 
 
 def remote(world: Path, name: str, *addresses: str, query: str = "", id: str | None = None) -> RemoteDataset:
-    known = LocalDiscovery(known=[parse_address(address) for address in addresses])
-    return open_remote(f"forebay://net/c4{query}", identity=world / name, discovery=known, dataset_id=id)
+    registered = LocalDiscovery(known=[parse_address(address) for address in addresses])
+    return open_remote(f"forebay://net/c4{query}", identity=world / name, discovery=registered, dataset_id=id)
 
 
 def member(world: Path, name: str, node: DataNode, folder: dict[str, Path], share: bool) -> SwarmMember:
@@ -157,8 +157,8 @@ def test_two_versions_of_a_name_are_flagged_and_each_is_had_by_its_id(world: Pat
     with DataNode(Identity.load(world / "node"), both, "127.0.0.1", 0, None) as node:
         with pytest.raises(UsageError, match="Choose one"):
             remote(world, "a", node.address)
-        for one in both:
-            assert remote(world, "a", node.address, query=f"?id={one.id}").num_slices == one.num_slices
+        for item in both:
+            assert remote(world, "a", node.address, query=f"?id={item.id}").num_slices == item.num_slices
     with pytest.raises(UsageError, match="once"):
         DataNode(Identity.load(world / "node"), [both[0], both[0]], "127.0.0.1", 0, None)
 
@@ -195,9 +195,9 @@ def test_a_tracker_that_names_no_address_and_goes_ends_the_wait(
     tracker = Identity.load(world / "a")
     table = open_dataset(world / "c4").table
     with serve(tracker, handle) as server:
-        at = Provider(tracker.peer_id, server.address, True)
+        address = Provider(tracker.peer_id, server.address, True)
         client = Client(Identity.load(world / "b"))
-        reader = SwarmReader(client, "ab" * 32, table, lambda: [at], lambda: np.zeros(SLICES, bool), timeout_s=1.0)
+        reader = SwarmReader(client, "ab" * 32, table, lambda: [address], lambda: np.zeros(SLICES, bool), timeout_s=1.0)
         transfer = reader.fetch(0, tmp_path / "part")
         assert asked.wait(30)
     assert transfer.wait(60) and isinstance(transfer.error, NetworkError)

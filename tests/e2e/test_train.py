@@ -271,9 +271,9 @@ def test_garbage_and_thieves_are_refused(world: World) -> None:
     lease_id, job_id = first["lease_id"], first["job_id"]
 
     def used(client: Client, by: Identity, **more: int) -> dict[str, Any]:
-        place = {"epoch": 0, "slice": first["slice"], "start": 0, "stop": 1, "step": 1, **more}
-        receipt = receipt_message(job_id, [Used(lease_id, **place)])
-        use = {"lease_id": lease_id, **place, "proof": proof_by_hand(owner, first)}
+        position = {"epoch": 0, "slice": first["slice"], "start": 0, "stop": 1, "step": 1, **more}
+        receipt = receipt_message(job_id, [Used(lease_id, **position)])
+        use = {"lease_id": lease_id, **position, "proof": proof_by_hand(owner, first)}
         body = {"job_id": job_id, "uses": [use], "signature": by.sign(receipt).hex()}
         return ask(client, service, **body)
 
@@ -318,9 +318,9 @@ def test_a_use_needs_proof_that_its_slice_was_there(world: World, monkeypatch: p
     client, by = world.client("w1"), world.identity("w1")
 
     def use(lease: dict[str, Any], proof: str | None) -> dict[str, Any]:
-        place = {key: lease[key] for key in ("epoch", "slice", "start", "stop")} | {"step": 1}
-        signature = by.sign(receipt_message(lease["job_id"], [Used(lease["lease_id"], **place)])).hex()
-        row = {"lease_id": lease["lease_id"], **place} | ({} if proof is None else {"proof": proof})
+        position = {key: lease[key] for key in ("epoch", "slice", "start", "stop")} | {"step": 1}
+        signature = by.sign(receipt_message(lease["job_id"], [Used(lease["lease_id"], **position)])).hex()
+        row = {"lease_id": lease["lease_id"], **position} | ({} if proof is None else {"proof": proof})
         return ask(client, service, job_id=lease["job_id"], uses=[row], signature=signature)
 
     first, second = ask(client, service, want=2)["leases"]

@@ -87,11 +87,11 @@ def issued(tmp_path: Path, name: str, *roles: str, datasets: tuple[str, ...] = (
 def test_only_role_data_is_an_origin_and_only_of_what_it_covers(
     dataset: Dataset, table: LocalDiscovery, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for identity, why in [
+    for identity, reason in [
         (issued(tmp_path, "worker", "worker"), "lacks the role data"),
         (issued(tmp_path, "other", "data", datasets=("books",)), f"does not cover {NAME}"),
     ]:
-        with pytest.raises(UsageError, match=why):
+        with pytest.raises(UsageError, match=reason):
             DataNode(identity, [dataset], HOST, 0, table)
         with monkeypatch.context() as patch:  # one whose program is changed claims all the same
             patch.setattr("forebay.data_node._check_scope", lambda *_: None)
@@ -172,27 +172,27 @@ def test_a_revocation_spreads_and_cuts_live_connections(
         raw = socket.create_connection((HOST, second.port))
         with thief.client_context().wrap_socket(raw) as live:
             until(lambda: second.status()["connections"] >= 2)
-            made = revoke(network_dir, thief.peer_id)
-            assert made is not None
-            assert send_crl(client, node.address, made) == (node.identity.peer_id, True)
-            assert send_crl(client, node.address, made) == (node.identity.peer_id, False)
+            created = revoke(network_dir, thief.peer_id)
+            assert created is not None
+            assert send_crl(client, node.address, created) == (node.identity.peer_id, True)
+            assert send_crl(client, node.address, created) == (node.identity.peer_id, False)
             watch = TrustWatch(other, Client(other), peers=lambda: [node.address], look_every_s=0.05).start()
             live.settimeout(20)
             assert live.recv(1) == b""  # cut, though nothing was asked
             watch.close()
         with pytest.raises(NetworkError):
             stolen.request_json(second.address, "GET", "/v1/status")
-    assert list(other.revocations.crls().values()) == [made]
+    assert list(other.revocations.crls().values()) == [created]
     with pytest.raises(RemoteError, match="malformed"):
         client.request_json(node.address, "POST", "/v1/crls", b"a list of old")
-    assert client.get_bytes(node.address, f"/v1/crls/{made.issuer}", 1 << 20) == made.pem
+    assert client.get_bytes(node.address, f"/v1/crls/{created.issuer}", 1 << 20) == created.pem
     for path, status in [("/v1/crls/" + "a" * 32, 404), ("/v1/crls/../status", 404)]:
         with pytest.raises(RemoteError) as caught:
             client.get_bytes(node.address, path, 1 << 20)
         assert caught.value.status == status
     assert "refused" in [event["kind"] for event in audit_events(tmp_path / "audit.log")]
     decisions = audit_events(tmp_path / "audit.log.decisions")
-    assert ("crl", made.number) in [(event["kind"], event["facts"].get("number")) for event in decisions]
+    assert ("crl", created.number) in [(event["kind"], event["facts"].get("number")) for event in decisions]
 
 
 def test_a_revoked_organisation_is_out_with_all_its_nodes(node: DataNode, network_dir: Path, tmp_path: Path) -> None:
@@ -222,8 +222,8 @@ def test_two_rogue_organisations_do_not_keep_the_roots_word_out(
         largest = sign_crl(read_issuer(tmp_path / name), [(1 << 158) + i for i in range(MAX_REVOKED)], 1)
         assert client.request_json(node.address, "POST", "/v1/crls", largest, timeout_s=60.0)[0] == {"new": True}
     thief, other = make_identity("thief"), make_identity("other")
-    made = revoke(network_dir, thief.peer_id)
-    assert made is not None and send_crl(client, node.address, made)[1]
+    created = revoke(network_dir, thief.peer_id)
+    assert created is not None and send_crl(client, node.address, created)[1]
     with Client(other) as asker:
         assert TrustWatch(other, asker).ask(node.address)
     assert (
@@ -367,16 +367,16 @@ def test_tls_1_2_and_plain_http_get_nothing(node: DataNode, client: Client, tmp_
     with socket.create_connection((HOST, node.port)) as plain:
         plain.sendall(b"GET /v1/claims HTTP/1.1\r\n\r\n")
         plain.settimeout(20)
-        heard = b""
+        received = b""
         with contextlib.suppress(ConnectionResetError):
-            heard = plain.recv(1000)
-    assert b"HTTP" not in heard
+            received = plain.recv(1000)
+    assert b"HTTP" not in received
 
     def num_strangers() -> int:
         assert node.identity.audit is not None
         node.identity.audit.close()  # writes what was only counted
-        found = [event for event in audit_events(tmp_path / "audit.log") if event["kind"] == "stranger"]
-        return sum(event["repeats"] or 1 for event in found)
+        result = [event for event in audit_events(tmp_path / "audit.log") if event["kind"] == "stranger"]
+        return sum(event["repeats"] or 1 for event in result)
 
     until(lambda: num_strangers() >= 2)
 
@@ -399,13 +399,13 @@ def test_an_observer_sees_no_name_and_no_bytes(
     node: DataNode, dataset: Dataset, client: Client, tmp_path: Path
 ) -> None:
     """Everything passes through a wire that keeps a copy; certificates and names of members are encrypted, too."""
-    kept = bytearray()
+    retained = bytearray()
     listener = socket.create_server((HOST, 0))
 
     def carry(source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                kept.extend(data)
+                retained.extend(data)
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
 
@@ -420,18 +420,18 @@ def test_an_observer_sees_no_name_and_no_bytes(
 
     tapped = threading.Thread(target=wire)
     tapped.start()
-    at, row = f"{HOST}:{listener.getsockname()[1]}", dataset.table.row(0)
-    body = client.get_bytes(at, f"/v1/slices/{row.sha256}", 1 << 20)
-    assert read_claims(client, at, NAME)[0].name == NAME
+    address, row = f"{HOST}:{listener.getsockname()[1]}", dataset.table.row(0)
+    body = client.get_bytes(address, f"/v1/slices/{row.sha256}", 1 << 20)
+    assert read_claims(client, address, NAME)[0].name == NAME
     client.close()
     tapped.join(20)
     listener.close()
-    assert len(kept) > len(body) + 1000
+    assert len(retained) > len(body) + 1000
     secrets = [body[i : i + 16] for i in range(0, len(body) - 16, 64)] + [
         word.encode()
         for word in (NAME, row.sha256, dataset.id, node.identity.peer_id, "HTTP/1.1", "/v1/", "test-network")
     ]
-    assert [secret for secret in secrets if secret in kept] == []
+    assert [secret for secret in secrets if secret in retained] == []
 
 
 def test_claims_of_another_peer_are_refused(node: DataNode, make_identity: Make, table: LocalDiscovery) -> None:
@@ -441,8 +441,8 @@ def test_claims_of_another_peer_are_refused(node: DataNode, make_identity: Make,
         false.claims = node.claims  # type: ignore[method-assign]
         table.announce(key, false.port)
         assert node.claims(asker.identity.as_peer) and read_claims(asker, false.address, NAME) == []
-        found = find_providers(table, asker, node.identity.network_id, NAME, 1.0)
-        assert [claim.peer_id for claim in found] == [node.identity.peer_id]
+        result = find_providers(table, asker, node.identity.network_id, NAME, 1.0)
+        assert [claim.peer_id for claim in result] == [node.identity.peer_id]
 
 
 def test_the_admission_server_forgets_no_used_token_when_it_is_killed(network_dir: Path, tmp_path: Path) -> None:
@@ -451,12 +451,12 @@ def test_the_admission_server_forgets_no_used_token_when_it_is_killed(network_di
     def serve() -> tuple[subprocess.Popen[bytes], str]:
         command = [sys.executable, "-m", "forebay", "network", "admit", str(network_dir), "--json"]
         environment = os.environ | {"FOREBAY_AUDIT_LOG": str(tmp_path / "admit.log")}
-        process = subprocess.Popen([*command, "--listen", at], stdout=subprocess.PIPE, env=environment)
+        process = subprocess.Popen([*command, "--listen", address], stdout=subprocess.PIPE, env=environment)
         assert process.stdout is not None
         return process, str(json.loads(process.stdout.readline())["address"])
 
     with socket.create_server((HOST, 0)) as free:
-        at = f"{HOST}:{free.getsockname()[1]}"
+        address = f"{HOST}:{free.getsockname()[1]}"
     process, _ = serve()
     try:
         invite = [
@@ -467,7 +467,7 @@ def test_the_admission_server_forgets_no_used_token_when_it_is_killed(network_di
             "invite",
             str(network_dir),
             "--issuer",
-            at,
+            address,
             "--role",
             "worker",
         ]

@@ -107,6 +107,6 @@ def fail(address: str, hands: list[Hand], data_node: str) -> None:
     for hand in hands:
         (lease,) = hand.say(address, job=NAME, session="5e", want=1)["leases"]
         slices.add(lease["slice"])
-        assert [one["address"] for one in lease["providers"]] == [data_node]
+        assert [item["address"] for item in lease["providers"]] == [data_node]
         hand.say(address, job=NAME, session="5e", failed=[{"lease_id": lease["lease_id"], "reason": "torn"}])
     assert len(slices) == 1

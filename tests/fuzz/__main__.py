@@ -35,8 +35,8 @@ def _alone(name: str, seconds: float, seed: int, keep: Path) -> int:
         target = make_target(name, Path(directory))
         done = fuzz(target, seconds, random.Random(seed), keep / f"{name}.current")
         target.close()
-    for where, data in done.faults.items():
-        (keep / f"{name}-{hashlib.sha256(where.encode()).hexdigest()[:8]}.bin").write_bytes(data)
+    for location, data in done.faults.items():
+        (keep / f"{name}-{hashlib.sha256(location.encode()).hexdigest()[:8]}.bin").write_bytes(data)
     print(json.dumps({**asdict(done), "faults": sorted(done.faults)}))
     return 0
 
@@ -49,10 +49,10 @@ def _run(name: str, seconds: float, seed: int, keep: Path) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"executions": 0, "faults": [f"the process did not end; see {name}.current"]}
     if done.returncode != 0:
-        told = done.stderr.strip().splitlines()[-1:]
-        return {"executions": 0, "faults": [f"the process ended with {done.returncode} {told}; see {name}.current"]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        reported = done.stderr.strip().splitlines()[-1:]
+        return {"executions": 0, "faults": [f"the process ended with {done.returncode} {reported}; see {name}.current"]}
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def main() -> int:

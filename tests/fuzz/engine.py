@@ -71,20 +71,20 @@ def fuzz(target: Target, seconds: float, chance: random.Random, scratch: Path | 
     """
     result, seen = Round(), set[tuple[str, int]]()
     corpus = list(target.seeds)
-    kept = _Scratch(scratch)
+    retained = _Scratch(scratch)
     signal.signal(signal.SIGALRM, _hang)
-    begun, before = time.monotonic(), _peak_bytes()
-    while result.executions < len(target.seeds) or time.monotonic() - begun < seconds:
+    started, before = time.monotonic(), _peak_bytes()
+    while result.executions < len(target.seeds) or time.monotonic() - started < seconds:
         index = result.executions
         data = corpus[index] if index < len(target.seeds) else mutate(chance.choice(corpus), corpus, chance)
-        kept.write(data)
-        known, at = len(seen), time.monotonic()
+        retained.write(data)
+        registered, time_s = len(seen), time.monotonic()
         _run_one(target, data, seen, result)
-        result.slowest_s = max(result.slowest_s, time.monotonic() - at)
+        result.slowest_s = max(result.slowest_s, time.monotonic() - time_s)
         result.executions += 1
-        if len(seen) > known and index >= len(target.seeds):
+        if len(seen) > registered and index >= len(target.seeds):
             corpus.append(data)
-    result.seconds, result.corpus, result.lines = time.monotonic() - begun, len(corpus), len(seen)
+    result.seconds, result.corpus, result.lines = time.monotonic() - started, len(corpus), len(seen)
     result.grown_bytes = _peak_bytes() - before
     if result.grown_bytes > GROWTH_BYTES:
         result.faults[f"memory grew by {result.grown_bytes} bytes"] = b""
@@ -98,27 +98,27 @@ def mutate(data: bytes, corpus: Sequence[bytes], chance: random.Random) -> bytes
             return json.dumps(_twist(json.loads(data), chance)).encode()[:MAX_INPUT]
         except (ValueError, RecursionError):
             pass
-    held = bytearray(data)
+    current = bytearray(data)
     for _ in range(1 << chance.randrange(4)):
-        at = chance.randrange(len(held) + 1)
+        index = chance.randrange(len(current) + 1)
         match chance.randrange(7):
-            case 0 if held:
-                held[at % len(held)] ^= 1 << chance.randrange(8)
-            case 1 if held:
-                held[at % len(held)] = chance.choice(b'\x00\xff\x7f\x80\r\n :"-0A')
+            case 0 if current:
+                current[index % len(current)] ^= 1 << chance.randrange(8)
+            case 1 if current:
+                current[index % len(current)] = chance.choice(b'\x00\xff\x7f\x80\r\n :"-0A')
             case 2:
-                held[at:at] = chance.choice(WORDS)
+                current[index:index] = chance.choice(WORDS)
             case 3:
-                del held[at : at + chance.randrange(1, 64)]
+                del current[index : index + chance.randrange(1, 64)]
             case 4:
-                held[at:at] = held[at : at + chance.randrange(1, 64)] * chance.randrange(1, 5)
+                current[index:index] = current[index : index + chance.randrange(1, 64)] * chance.randrange(1, 5)
             case 5:
                 other = chance.choice(corpus)
                 start = chance.randrange(len(other) + 1)
-                held[at:] = other[start:]
+                current[index:] = other[start:]
             case _:
-                held[at : at + 4] = chance.randbytes(4)
-    return bytes(held[:MAX_INPUT])
+                current[index : index + 4] = chance.randbytes(4)
+    return bytes(current[:MAX_INPUT])
 
 
 def _twist(obj: Any, chance: random.Random) -> Any:
@@ -134,8 +134,12 @@ def _twist(obj: Any, chance: random.Random) -> Any:
             return obj + obj[index:] * chance.choice([1, 1, 50])
         return [*obj[:index], _twist(obj[index], chance), *obj[index + 1 :]]
     if isinstance(obj, str) and obj and chance.random() < 0.5:
-        at = chance.randrange(len(obj))
-        return obj[:at] + chance.choice(["", "\x00", "é", "/", "..", "9" * 30]) + obj[at + chance.randrange(2) :]
+        position = chance.randrange(len(obj))
+        return (
+            obj[:position]
+            + chance.choice(["", "\x00", "é", "/", "..", "9" * 30])
+            + obj[position + chance.randrange(2) :]
+        )
     if isinstance(obj, int) and not isinstance(obj, bool) and chance.random() < 0.5:
         return obj + chance.choice([-1, 1, 2**32, -(2**40)])
     return chance.choice(ODD)
@@ -151,8 +155,8 @@ def _run_one(target: Target, data: bytes, seen: set[tuple[str, int]], result: Ro
     except (Exception, HangError) as error:  # noqa: BLE001 - whatever it is, it is what was looked for
         sys.settrace(None)
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}"
-        result.faults.setdefault(where, data)
+        location = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}"
+        result.faults.setdefault(location, data)
     finally:
         sys.settrace(None)
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -100,7 +100,7 @@ def _json(parse: Callable[[Any], object], *seeds: object) -> Target:
 def _message(model: type, use: Callable[[Any], object], *seeds: object) -> Target:
     """A message as a server takes it: what the model refuses is a 400 there."""
     data = [json.dumps(seed).encode() for seed in seeds]
-    return Target(lambda given: use(TypeAdapter(model).validate_json(given)), data, (ForebayError, ValidationError))
+    return Target(lambda value: use(TypeAdapter(model).validate_json(value)), data, (ForebayError, ValidationError))
 
 
 @target
@@ -115,11 +115,11 @@ def server(directory: Path, identity: Identity) -> Target:
             return file_response(request.http, file, 200)
         return Response(json.dumps(request.json()), media_type="application/json")
 
-    made = serve(None, handle)
-    made.start()
+    created = serve(None, handle)
+    created.start()
 
     def run(data: bytes) -> None:
-        with socket.create_connection(("127.0.0.1", made.port), 5.0) as door:
+        with socket.create_connection(("127.0.0.1", created.port), 5.0) as door:
             try:
                 door.sendall(data)
                 door.shutdown(socket.SHUT_WR)
@@ -137,14 +137,14 @@ def server(directory: Path, identity: Identity) -> Target:
         b"POST /a HTTP/1.1\r\nIdempotency-Key: k\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
         b"GET /v1/slices/00 HTTP/1.1\r\nRange: bytes=0-99\r\nConnection: close\r\n\r\n",
     ]
-    return Target(run, seeds, close=made.close)
+    return Target(run, seeds, close=created.close)
 
 
 @target
 def client(directory: Path, identity: Identity) -> Target:
     """The client's parser of answers, over a socket."""
     listener = socket.create_server(("127.0.0.1", 0))
-    said = [b""]
+    message = [b""]
 
     def answer() -> None:
         while True:
@@ -155,7 +155,7 @@ def client(directory: Path, identity: Identity) -> Target:
             with door:
                 try:
                     door.recv(65536)
-                    door.sendall(said[0])
+                    door.sendall(message[0])
                 except OSError:
                     continue
 
@@ -163,7 +163,7 @@ def client(directory: Path, identity: Identity) -> Target:
     address = f"127.0.0.1:{listener.getsockname()[1]}"
 
     def run(data: bytes) -> None:
-        said[0] = data
+        message[0] = data
         with Client(None) as asking:
             if len(data) % 2:
                 asking.request_json(address, "GET", "/", timeout_s=2.0)
@@ -249,8 +249,8 @@ def swarm(directory: Path, identity: Identity) -> Target:
         peer_id = base64.b32encode(next(client).to_bytes(20, "big")).decode().lower()
         return json.dumps(tracker.handle(Peer(peer_id, b"", "m"), "0" * 64, message.model_copy(update={"address": ""})))
 
-    made = _message(SwarmRequest, answer, seed, {})
-    return replace(made, close=lambda: (tracker.close(), asking.close()))
+    created = _message(SwarmRequest, answer, seed, {})
+    return replace(created, close=lambda: (tracker.close(), asking.close()))
 
 
 @target
@@ -258,8 +258,8 @@ def ledger(directory: Path, identity: Identity) -> Target:
     """Lines of a ledger whose hashes are right: what lies behind the first gate."""
     path, other = directory / "seed.jsonl", directory / "ledger.jsonl"
     uses = [Used("l1", 0, 0, 0, 8, 1)]
-    made = Ledger.open(path, identity.sign)
-    made.append(
+    created = Ledger.open(path, identity.sign)
+    created.append(
         "job",
         {
             "scheduler": identity.public_key.hex(),
@@ -270,19 +270,19 @@ def ledger(directory: Path, identity: Identity) -> Target:
             "lease_s": 30.0,
         },
     )
-    made.append("worker", {"peer_id": identity.peer_id, "key": identity.public_key.hex(), "name": "w"})
+    created.append("worker", {"peer_id": identity.peer_id, "key": identity.public_key.hex(), "name": "w"})
     receipt = identity.sign(receipt_message("0" * 64, uses)).hex()
-    made.append("uses", {"worker": identity.peer_id, "uses": [["l1", 0, 0, 0, 8, 1]], "receipt": receipt})
-    made.append("set_aside", {"epoch": 0, "slice": 1, "start": 0, "stop": 8, "reason": "r"})
-    made.close()
+    created.append("uses", {"worker": identity.peer_id, "uses": [["l1", 0, 0, 0, 8, 1]], "receipt": receipt})
+    created.append("set_aside", {"epoch": 0, "slice": 1, "start": 0, "stop": 8, "reason": "r"})
+    created.close()
 
     def run(data: bytes) -> None:
         lines, before = [], b"0" * 64
         for line in data.split(b"\n")[:-1]:
             rest = line[75:]
-            at = rest.rfind(b',"prev":"')
-            if at >= 0:
-                rest = rest[: at + 9] + before + rest[at + 73 :]
+            index = rest.rfind(b',"prev":"')
+            if index >= 0:
+                rest = rest[: index + 9] + before + rest[index + 73 :]
             before = hashlib.sha256(b"{" + rest).hexdigest().encode()
             lines.append(b'{"hash":"' + before + b'",' + rest)
         other.write_bytes(b"\n".join([*lines, b""]))
@@ -308,7 +308,7 @@ def certificates(directory: Path, identity: Identity) -> Target:
 def files(directory: Path, identity: Identity) -> Target:
     """A node's own files, damaged: the first byte of an input says which."""
     names = sorted(path.name for path in identity.node_dir.iterdir() if path.is_file())
-    whole = {name: (identity.node_dir / name).read_bytes() for name in names}
+    full = {name: (identity.node_dir / name).read_bytes() for name in names}
 
     def run(data: bytes) -> None:
         name = names[data[0] % len(names)] if data else names[0]
@@ -317,22 +317,22 @@ def files(directory: Path, identity: Identity) -> Target:
         try:
             Identity.load(identity.node_dir)
         finally:
-            path.write_bytes(whole[name])
+            path.write_bytes(full[name])
 
     cert, key = names.index("node-cert.pem"), names.index("node-key.pem")
-    odd = [bytes([cert]) + _again(whole["node-cert.pem"], b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x22")]
-    odd.append(bytes([key]) + _again(whole["node-key.pem"], b"\x06\x03\x2b\x65\x70", b"\x06\x03\x3b\x65\x70"))
-    odd.append(bytes([key]) + _again(whole["node-key.pem"], b"\x06\x03\x2b\x65\x70", b"\x06\x03\x2b\x65\x6f"))  # X448
-    nameless = _again(whole["root-cert.pem"], b"\x06\x03\x55\x1d\x0e", b"\x06\x03\x55\x1d\x7e")
+    odd = [bytes([cert]) + _again(full["node-cert.pem"], b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x22")]
+    odd.append(bytes([key]) + _again(full["node-key.pem"], b"\x06\x03\x2b\x65\x70", b"\x06\x03\x3b\x65\x70"))
+    odd.append(bytes([key]) + _again(full["node-key.pem"], b"\x06\x03\x2b\x65\x70", b"\x06\x03\x2b\x65\x6f"))  # X448
+    nameless = _again(full["root-cert.pem"], b"\x06\x03\x55\x1d\x0e", b"\x06\x03\x55\x1d\x7e")
     odd.append(bytes([names.index("root-cert.pem")]) + nameless)
-    return Target(run, [*(bytes([index]) + whole[name] for index, name in enumerate(names)), *odd])
+    return Target(run, [*(bytes([index]) + full[name] for index, name in enumerate(names)), *odd])
 
 
 def _again(pem: bytes, old: bytes, new: bytes) -> bytes:
     """A PEM with other bytes inside."""
     first, *lines, last = pem.strip().splitlines()
     body = base64.b64encode(base64.b64decode(b"".join(lines)).replace(old, new))
-    return b"\n".join([first, *(body[at : at + 64] for at in range(0, len(body), 64)), last, b""])
+    return b"\n".join([first, *(body[index : index + 64] for index in range(0, len(body), 64)), last, b""])
 
 
 @target
@@ -388,7 +388,7 @@ def publications(directory: Path, identity: Identity) -> Target:
         "certificate": (identity.node_dir / "node-cert.pem").read_text(), "expires_at": 1e10, "signature": "0" * 128,
     }  # fmt: skip
     seeds = [seed, {**seed, "expires_at": 10**400}, {**seed, "origins": ["https://[h/"]}]
-    return Target(lambda data: read_publication(data, identity), [json.dumps(one).encode() for one in seeds])
+    return Target(lambda data: read_publication(data, identity), [json.dumps(item).encode() for item in seeds])
 
 
 @target
@@ -454,8 +454,8 @@ def dht(directory: Path, identity: Identity) -> Target:
             (b"announce_peer", {b"port": 1, b"token": b"x" * 4}), (b"put", {b"v": b"v", b"token": b"x" * 4}),
         ]
     ]  # fmt: skip
-    told = lt.bencode({b"t": b"aa", b"y": b"r", b"r": {b"id": b"j" * 20, b"values": [b"\x7f\0\0\1\1\1"]}})
-    return Target(run, [*asked, told], close=close)
+    reported = lt.bencode({b"t": b"aa", b"y": b"r", b"r": {b"id": b"j" * 20, b"values": [b"\x7f\0\0\1\1\1"]}})
+    return Target(run, [*asked, reported], close=close)
 
 
 def _reader(format: str, suffix: str, *seeds: bytes) -> None:
@@ -563,16 +563,16 @@ def _file_format(format: str) -> None:
             source.write_bytes(b"".join(line % (i, i) for i in range(40)))
         convert(source, out, format, ConvertOptions(seq_len=64, eos_id=0, name="fuzz"))
         names = sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file()) if out.is_dir() else [Path()]
-        place = directory / "place" / out.name
+        copied = directory / "place" / out.name
 
         def run(data: bytes) -> None:
-            shutil.rmtree(place.parent, ignore_errors=True)
-            place.parent.mkdir()
-            shutil.copytree(out, place) if out.is_dir() else shutil.copyfile(out, place)
-            path = place / names[data[0] % len(names) if data else 0]
+            shutil.rmtree(copied.parent, ignore_errors=True)
+            copied.parent.mkdir()
+            shutil.copytree(out, copied) if out.is_dir() else shutil.copyfile(out, copied)
+            path = copied / names[data[0] % len(names) if data else 0]
             path.write_bytes(data[1:])
-            examine([place], DoctorOptions(full=True))
-            opened = open_source(place, ConvertOptions())
+            examine([copied], DoctorOptions(full=True))
+            opened = open_source(copied, ConvertOptions())
             if isinstance(opened, TokenSource):
                 for part in opened.parts():
                     np.asarray(part.tokens).sum()

@@ -41,11 +41,11 @@ def write_arrow(out: Path) -> None:
 
 
 def main() -> Any:
-    _, *given = sys.argv[1:]
+    _, *value = sys.argv[1:]
     missing = []
     for write in (write_mds, write_arrow):
         try:
-            write(Path(given[0]))
+            write(Path(value[0]))
         except (ImportError, RuntimeError, AttributeError) as error:  # There, and not fit for what is beside it.
             missing.append(str(error))
     return {"missing": missing}

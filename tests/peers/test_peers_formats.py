@@ -47,9 +47,9 @@ def theirs() -> Iterator[Path]:
 
 
 def test_every_document_that_they_wrote_is_read(theirs: Path) -> None:
-    found = sorted(path for path in theirs.glob("*/*") if path.is_dir())
-    assert found
-    for path in found:
+    result = sorted(path for path in theirs.glob("*/*") if path.is_dir())
+    assert result
+    for path in result:
         source = open_source(path, ConvertOptions(), "megatron")
         assert [one.tolist() for one in documents(source.parts())] == DOCUMENTS, str(path)
         assert source.num_documents == len(DOCUMENTS)

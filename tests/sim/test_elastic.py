@@ -38,9 +38,9 @@ def test_the_record_sees_samples_read_twice_lost_and_a_torn_lineage() -> None:
         return Weights(step or before.step + 1, before, (np.array(samples, np.int64),))
 
     epochs = np.zeros(2, np.int64)
-    whole = after(after(Weights(), 0, 1), 2, 3)
-    assert check(whole, 4, epochs, steps_done=3)[0].ok
-    assert check(whole, 4, epochs, steps_done=3)[0].wasted == 2
+    full = after(after(Weights(), 0, 1), 2, 3)
+    assert check(full, 4, epochs, steps_done=3)[0].ok
+    assert check(full, 4, epochs, steps_done=3)[0].wasted == 2
     verdict, torn = check(after(after(Weights(), 0, 1), 1, 3), 4, epochs, steps_done=2)
     assert (verdict.missing, verdict.repeated, torn) == (1, 1, "")
     assert check(after(Weights(), 0, 1, step=2), 4, epochs, steps_done=2)[1]

@@ -48,11 +48,11 @@ def request(method: str, path: str, body: Any = None, **headers: str) -> bytes:
 
 def answers(sock: ssl.SSLSocket, *requests: bytes) -> list[Answer]:
     """The answers to requests sent one after another."""
-    found = []
+    result = []
     for each in requests:
         sock.sendall(each)
-        found += read_answers(sock)
-    return found
+        result += read_answers(sock)
+    return result
 
 
 def ask(member: Identity, address: str, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:

@@ -117,22 +117,22 @@ def write_texts(directory: Path) -> None:
     import pyarrow.parquet as pq
     import zstandard
 
-    made = whole.texts(320)
-    for folder, part in [("texts", made[:60]), ("books", made[60:100])]:
+    created = whole.texts(320)
+    for folder, part in [("texts", created[:60]), ("books", created[60:100])]:
         (directory / folder).mkdir()
         for i, text in enumerate(part):
             (directory / folder / f"{i:03d}.txt").write_text(text)
-    lines = "".join(json.dumps({"id": f"d{i}", "text": text}) + "\n" for i, text in enumerate(made[100:160]))
+    lines = "".join(json.dumps({"id": f"d{i}", "text": text}) + "\n" for i, text in enumerate(created[100:160]))
     (directory / "more.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
-    pq.write_table(pa.table({"text": made[160:200]}), directory / "table.parquet")
+    pq.write_table(pa.table({"text": created[160:200]}), directory / "table.parquet")
     (directory / "crawl").mkdir()
-    warc = b"".join(whole.page(f"http://example.org/{i}", text) for i, text in enumerate(made[200:260]))
+    warc = b"".join(whole.page(f"http://example.org/{i}", text) for i, text in enumerate(created[200:260]))
     (directory / "crawl" / "0001.warc.gz").write_bytes(gzip.compress(warc))
     (directory / "dumps").mkdir()
     articles = "".join(
         f"<page><title>Article {i}</title><ns>0</ns><id>{i}</id><revision><id>{i}</id><model>wikitext</model>"
         f"<format>text/x-wiki</format><text>{text}</text></revision></page>\n"
-        for i, text in enumerate(made[260:], 1)
+        for i, text in enumerate(created[260:], 1)
     )
     dump = f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/">\n{articles}</mediawiki>\n'
     (directory / "dumps" / "enwiki-pages-articles.xml.bz2").write_bytes(bz2.compress(dump.encode()))

@@ -43,8 +43,8 @@ class Descent:
     def state_dict(self) -> dict[str, Any]:
         return {"state": self.state}
 
-    def load_state_dict(self, told: dict[str, Any]) -> None:
-        self.state = told["state"]
+    def load_state_dict(self, reported: dict[str, Any]) -> None:
+        self.state = reported["state"]
 
 
 def say(**facts: Any) -> None:
@@ -87,8 +87,8 @@ def work(coordinator: str, name: str, batch_size: int, num_steps: int, step_s: f
             [p.detach().reshape(-1) for p in layer.model.parameters()] + [s.reshape(-1) for s in layer.optimizer.state]
         )
         weights = hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
-        place = {"generation": generation.number, "rank": generation.rank, "world": generation.world_size}
-        say(name=name, step=step, loss=loss, samples=batch.sample_ids.tolist(), weights=weights, **place)
+        position = {"generation": generation.number, "rank": generation.rank, "world": generation.world_size}
+        say(name=name, step=step, loss=loss, samples=batch.sample_ids.tolist(), weights=weights, **position)
 
     config = WorkerConfig(
         batch_size=batch_size, num_steps=num_steps, worker_id=name, coordinator=coordinator,
@@ -107,13 +107,13 @@ def main(coordinator: str) -> None:
             line = sys.stdin.buffer.raw.readline()  # type: ignore[attr-defined]
             if not line:
                 return
-            facts = json.loads(line)
+            fields = json.loads(line)
             pid = os.fork()
             if pid == 0:
-                work(coordinator, **facts)
+                work(coordinator, **fields)
                 os._exit(0)
-            names[pid] = facts["name"]
-            say(name=facts["name"], pid=pid)
+            names[pid] = fields["name"]
+            say(name=fields["name"], pid=pid)
         ended, code = os.waitpid(-1, os.WNOHANG) if names else (0, 0)
         if ended:
             say(name=names.pop(ended), code=os.waitstatus_to_exitcode(code))

@@ -29,15 +29,15 @@ def look(*paths: Path, **known: Any) -> list[Report]:
 
 
 def findings(*paths: Path, **known: Any) -> list[Finding]:
-    return [one for report in look(*paths, **known) for one in report.findings]
+    return [item for report in look(*paths, **known) for item in report.findings]
 
 
 def faults(*paths: Path, **known: Any) -> set[str]:
-    return {one.fault for one in findings(*paths, **known)}
+    return {item.fault for item in findings(*paths, **known)}
 
 
 def only(fault: str, *paths: Path, **known: Any) -> Finding:
     """The one finding, which is of this fault."""
-    found = findings(*paths, **known)
-    assert {one.fault for one in found} == {fault}, found
-    return found[0]
+    result = findings(*paths, **known)
+    assert {item.fault for item in result} == {fault}, result
+    return result[0]

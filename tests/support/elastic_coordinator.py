@@ -61,19 +61,19 @@ class Coordinator:
         if (refused := self._apply(message)) is not None:
             respond(_error(refused))
             return
-        one = message, respond
-        self._waiting.append(one)
+        item = message, respond
+        self._waiting.append(item)
         if isinstance(message, Leave):
-            return self._end(one)
-        self._clock.call_later(message.wait_s, lambda: self._end(one))
+            return self._end(item)
+        self._clock.call_later(message.wait_s, lambda: self._end(item))
         self._apply(PollChange(message.worker_id, message.session, +1, message.wait_s))
 
     def disconnect(self, session: str) -> None:
         """The connections of a process close."""
-        for one in list(self._waiting):
-            if one[0].session == session and one in self._waiting:
-                self._remove(one)
-        for worker_id in [name for name, one in self.state.members.items() if one.session == session]:
+        for item in list(self._waiting):
+            if item[0].session == session and item in self._waiting:
+                self._remove(item)
+        for worker_id in [name for name, item in self.state.members.items() if item.session == session]:
             self._apply(Disconnect(worker_id, session))
 
     def _tick(self) -> None:
@@ -85,8 +85,8 @@ class Coordinator:
         for action in actions:
             if isinstance(action, Formed):
                 self._on_formed(action.generation)
-        for one in [one for one in self._waiting if is_due(self.state, one[0])]:
-            self._end(one)
+        for item in [item for item in self._waiting if is_due(self.state, item[0])]:
+            self._end(item)
         return next((action for action in actions if isinstance(action, Refuse)), None)
 
     def _end(self, one: tuple[MemberMessage, Respond]) -> None:

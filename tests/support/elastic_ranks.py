@@ -59,10 +59,10 @@ class Weights:
 
 def ancestors(weights: Weights) -> Iterator[Weights]:
     """These, and all that they were made of, the latest first, but for those that have learned nothing."""
-    at: Weights | None = weights
-    while at is not None and at.before is not None:
-        yield at
-        at = at.before
+    index: Weights | None = weights
+    while index is not None and index.before is not None:
+        yield index
+        index = index.before
 
 
 def check(end: Weights, num_samples: int, epoch_of: I64, steps_done: int) -> tuple[UsageCheck, str]:
@@ -76,11 +76,11 @@ def check(end: Weights, num_samples: int, epoch_of: I64, steps_done: int) -> tup
     epochs = int(epoch_of.max()) + 1
     counts = np.zeros((epochs, num_samples), np.int64)
     torn, expected, length = "", end.step, 0
-    for one in ancestors(end):
-        if one.step != expected:
-            torn = f"step {expected} of the lineage is missing before generation {one.generation}."
-        expected, length = one.step - 1, length + 1
-        counts[epoch_of[one.step - 1]] += np.bincount(np.concatenate(one.read), minlength=num_samples)
+    for item in ancestors(end):
+        if item.step != expected:
+            torn = f"step {expected} of the lineage is missing before generation {item.generation}."
+        expected, length = item.step - 1, length + 1
+        counts[epoch_of[item.step - 1]] += np.bincount(np.concatenate(item.read), minlength=num_samples)
     examples = [
         f"epoch {epoch}, sample {sample} read {counts[epoch, sample]} times"
         for epoch, sample in np.argwhere(counts != 1)[:5].tolist()
@@ -322,10 +322,10 @@ class Rank:
 
     def held_at(self, step: int) -> Weights:
         """The weights of a step that it stood at when its generation began."""
-        found = self.learned
-        while found.step > step and found.before is not None:
-            found = found.before
-        return found
+        result = self.learned
+        while result.step > step and result.before is not None:
+            result = result.before
+        return result
 
     # Steps.
 
@@ -361,10 +361,10 @@ class Rank:
         """Wants what this step lacks, and the next slices in order of first use."""
         uses, asked_for = self._uses, self.reader.asked_for
         assert uses is not None
-        lacks, ahead = self._needs - asked_for, len(asked_for)
+        lacks, prefetch = self._needs - asked_for, len(asked_for)
         for index in sorted(self._needs):
             self.reader.want(index)
-        while ahead < _AHEAD:
+        while prefetch < _AHEAD:
             if not self._queue:
                 if uses.is_full(self._step):
                     break
@@ -374,7 +374,7 @@ class Rank:
             if index not in self.reader.node.cache and index not in asked_for and index not in lacks:
                 self.reader.want(index)
                 asked_for.add(index)
-                ahead += 1
+                prefetch += 1
         self.reader.ask()
 
     def came(self, index: int) -> None:

@@ -29,12 +29,14 @@ def order_bound(settings: Scenario, machines: Sequence[Machine]) -> dict[str, fl
     """The least time for all steps, where everybody alive has a part of each and parts differ by one sample at most."""
     size, origin_up = settings.slice_bytes, settings.origin_up
     batch = settings.workers * settings.batch
-    first = [one for one in machines if one.joins_at == 0.0]
-    begins_at = max(filling(settings, first)[-1], *(4 * one.latency_s + size / one.down for one in first))
-    moments = sorted({begins_at, *(at for one in machines for at in (one.joins_at, one.dies_at) if at < float("inf"))})
+    first = [item for item in machines if item.joins_at == 0.0]
+    begins_at = max(filling(settings, first)[-1], *(4 * item.latency_s + size / item.down for item in first))
+    moments = sorted(
+        {begins_at, *(index for item in machines for index in (item.joins_at, item.dies_at) if index < float("inf"))}
+    )
     supply = [(0.0, 0.0)]
     for moment in moments:
-        speeds = [one.speed for one in machines if one.joins_at <= moment < one.dies_at]
+        speeds = [item.speed for item in machines if item.joins_at <= moment < item.dies_at]
         if speeds and moment >= begins_at:
             supply.append((moment, batch / _step_s(batch, speeds)))
     work = float(settings.slices * settings.samples * settings.epochs)
@@ -44,9 +46,9 @@ def order_bound(settings: Scenario, machines: Sequence[Machine]) -> dict[str, fl
 
 def _step_s(batch: int, speeds: Sequence[float]) -> float:
     """A step of all, if the larger parts are those of the fastest."""
-    least, more = divmod(batch, len(speeds))
+    min_value, more = divmod(batch, len(speeds))
     ordered = sorted(speeds, reverse=True)
-    return max(least / ordered[-1], (least + 1) / ordered[more - 1] if more else 0.0)
+    return max(min_value / ordered[-1], (min_value + 1) / ordered[more - 1] if more else 0.0)
 
 
 def elastic(settings: Scenario) -> SimulationResult:
@@ -85,7 +87,7 @@ class _World:
         self.out_of_order = 0
         self._last: RankGeneration | None = None
         self._chance = self.net.chance("answers")
-        first = sum(one.joins_at == 0.0 < 1.0 < one.dies_at for one in faults.machines)
+        first = sum(item.joins_at == 0.0 < 1.0 < item.dies_at for item in faults.machines)
         config = {"batch_size": settings.batch, "lockstep": True}
         self.coordinator = Coordinator(self.clock, Rules(min_workers=max(1, first)), config, self._form)
         self._ids = _worker_ids(settings, faults)
@@ -120,8 +122,10 @@ class _World:
     # What goes between ranks and the coordinator.
 
     def _form(self, generation: RankGeneration) -> None:
-        known = {place.worker_id: i for i, place in enumerate(self._last.places)} if self._last is not None else {}
-        stays = [known[place.worker_id] for place in generation.places if place.worker_id in known]
+        registered = (
+            {position.worker_id: i for i, position in enumerate(self._last.places)} if self._last is not None else {}
+        )
+        stays = [registered[position.worker_id] for position in generation.places if position.worker_id in registered]
         self.out_of_order += stays != sorted(stays)
         self._last = generation
         self.groups.append(Group(self.net, generation.number, len(generation.places)))
@@ -187,8 +191,8 @@ class _World:
 def _worker_ids(settings: Scenario, faults: Faults) -> dict[int, tuple[str, int | None]]:
     """Of each machine the worker's name, and the machine whose disk it has: every second that comes is one back."""
     ids: dict[int, tuple[str, int | None]] = {}
-    died = {one.dies_at + REPLACE_S: one.index for one in faults.machines if one.dies_at < float("inf")}
-    for one in faults.machines:
-        before = died.get(one.joins_at) if one.index % 2 else None
-        ids[one.index] = (f"worker-{one.index}", None) if before is None else (ids[before][0], before)
+    died = {item.dies_at + REPLACE_S: item.index for item in faults.machines if item.dies_at < float("inf")}
+    for item in faults.machines:
+        before = died.get(item.joins_at) if item.index % 2 else None
+        ids[item.index] = (f"worker-{item.index}", None) if before is None else (ids[before][0], before)
     return ids

@@ -126,23 +126,23 @@ class Disk:
             raise OSError(self.fault.error, os.strerror(self.fault.error))
 
     def synced(self, fd: int) -> None:
-        found = os.fstat(fd)
-        self._synced[found.st_ino] = (found.st_size, found.st_mtime_ns)
+        result = os.fstat(fd)
+        self._synced[result.st_ino] = (result.st_size, result.st_mtime_ns)
         self._unsynced_names.pop(Path(f"/proc/self/fd/{fd}").readlink(), None)
 
     def renamed(self, source: Path, target: Path) -> None:
         for path in [source, *source.rglob("*")] if source.is_dir() else [source]:
-            found = path.stat()
-            is_new = found.st_mtime_ns > self._began_ns
-            if path.is_file() and is_new and self._synced.get(found.st_ino) != (found.st_size, found.st_mtime_ns):
+            result = path.stat()
+            is_new = result.st_mtime_ns > self._began_ns
+            if path.is_file() and is_new and self._synced.get(result.st_ino) != (result.st_size, result.st_mtime_ns):
                 self.problems.append(f"{path.name} was not flushed before {target.name} was named")
         self._unsynced_names[target.parent] = target.name
 
     def finish(self) -> list[str]:
-        left = [
+        remaining = [
             f"{name}: its directory was not flushed" for path, name in self._unsynced_names.items() if path.is_dir()
         ]
-        return self.problems + left
+        return self.problems + remaining
 
 
 class Scenario:
@@ -194,13 +194,13 @@ class Prepare(Scenario):
 
     def see(self, folder: Path) -> State:
         out = folder / "out"
-        found: State = {"ids": content(folder / "ids")}
+        result: State = {"ids": content(folder / "ids")}
         mark = out / ("manifest.json" if self.to == "dataset" else "text.json")
         if not mark.exists():
-            return {**found, "out": None}
+            return {**result, "out": None}
         aside = (".work/", ".inputs.json")  # The second holds times and inodes of the inputs.
         files = {name: digest for name, digest in tree(out).items() if not name.startswith(aside)}
-        return {**found, "out": files}
+        return {**result, "out": files}
 
 
 class PrepareText(Prepare):
@@ -232,8 +232,8 @@ class Convert(Scenario):
 
     def see(self, folder: Path) -> State:
         moved = [path for path in folder.glob("out.replaced-*") if not (folder / "out").exists()]
-        found = tree(*moved[:1] or [folder / "out"])
-        return {"out": found or None}
+        result = tree(*moved[:1] or [folder / "out"])
+        return {"out": result or None}
 
 
 class ConvertForce(Convert):
@@ -329,16 +329,16 @@ class LedgerQuestions(Scenario):
         from forebay.ledger.index import open_index
         from forebay.observe.ledger_queries import export_uses
 
-        found = open_index(folder / "ledger.jsonl")
+        result = open_index(folder / "ledger.jsonl")
         for form in ("jsonl", "parquet"):
-            export_uses(found, folder / f"out.{form}", form)
+            export_uses(result, folder / f"out.{form}", form)
 
     def see(self, folder: Path) -> State:
         from forebay.ledger.index import open_index
 
-        found = open_index(folder / "ledger.jsonl")
-        uses = found.uses.tobytes().hex()
-        assert len(found.uses) == 20
+        result = open_index(folder / "ledger.jsonl")
+        uses = result.uses.tobytes().hex()
+        assert len(result.uses) == 20
         return {"uses": uses, **{form: content(folder / f"out.{form}") for form in ("jsonl", "parquet")}}
 
 
@@ -447,28 +447,28 @@ def run(name: str, points: int | None) -> tuple[int, list[str]]:
             faults = [faults[i * len(faults) // points] for i in range(points)]
         for fault in faults:
             reset()
-            told = f"{name}: {fault.kind} {fault.number} of {lines[SHOWN.index(fault.kind)]}"
-            told += f" {errno.errorcode.get(fault.error, 'SIGKILL')}"
+            reported = f"{name}: {fault.kind} {fault.number} of {lines[SHOWN.index(fault.kind)]}"
+            reported += f" {errno.errorcode.get(fault.error, 'SIGKILL')}"
             code = forked(lambda fault=fault: act(scenario, folder, fault))  # type: ignore[misc]
             if code not in (0, FAILED, -signal.SIGKILL):
-                problems.append(f"{told}: ended with {code}")
+                problems.append(f"{reported}: ended with {code}")
             try:
                 seen = scenario.see(folder)
             except Exception as error:  # noqa: BLE001 - whatever a reader would meet
-                problems.append(f"{told}: neither old nor new: {type(error).__name__}: {error}")
+                problems.append(f"{reported}: neither old nor new: {type(error).__name__}: {error}")
                 continue
-            if bad := [key for key in seen if seen[key] not in (old.get(key), new.get(key))]:
-                problems.append(f"{told}: neither old nor new: {bad}")
+            if invalid := [key for key in seen if seen[key] not in (old.get(key), new.get(key))]:
+                problems.append(f"{reported}: neither old nor new: {invalid}")
             if code == 0 and seen != new:
-                problems.append(f"{told}: reported success, but the state is not the new one")
+                problems.append(f"{reported}: reported success, but the state is not the new one")
             again = forked(lambda: act(scenario, folder, None))
             if again and not (again == FAILED and seen == new and scenario.refuses_its_output):
-                problems.append(f"{told}: the next run ended with {again}")
+                problems.append(f"{reported}: the next run ended with {again}")
             elif scenario.see(folder) != new:
-                problems.append(f"{told}: the next run made other bytes")
-            left = [path.name for path in folder.rglob("*") if path.name.endswith(LEFT_OVER)]
-            if left and not again:  # What is refused begins nothing, and so cleans nothing.
-                problems.append(f"{told}: left over after the next run: {left[:5]}")
+                problems.append(f"{reported}: the next run made other bytes")
+            remaining = [path.name for path in folder.rglob("*") if path.name.endswith(LEFT_OVER)]
+            if remaining and not again:  # What is refused begins nothing, and so cleans nothing.
+                problems.append(f"{reported}: left over after the next run: {remaining[:5]}")
     return len(faults), problems
 
 
@@ -478,14 +478,14 @@ def main() -> int:
     parser.add_argument("--points", type=int, help="faults a scenario; by default all")
     args = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    bad = 0
+    invalid = 0
     for name in args.scenarios:
         count, problems = run(name, args.points)
-        bad += len(problems)
+        invalid += len(problems)
         print(f"{name}: {count} faults, {len(problems)} problems", flush=True)
         for problem in problems:
             print(f"  {problem}", flush=True)
-    return int(bad > 0)
+    return int(invalid > 0)
 
 
 if __name__ == "__main__":

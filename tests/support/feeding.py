@@ -114,8 +114,8 @@ def steps_of(out: Path) -> dict[int, dict[str, Any]]:
 def own_memory() -> dict[str, int]:
     """Bytes of this process: `anon` its own, `file` of maps that are in memory."""
     status = Path("/proc/self/status").read_text()
-    found = dict(re.findall(r"Rss(Anon|File|Shmem):\s+(\d+) kB", status))
-    return {"anon": int(found["Anon"]) << 10, "file": (int(found["File"]) + int(found["Shmem"])) << 10}
+    result = dict(re.findall(r"Rss(Anon|File|Shmem):\s+(\d+) kB", status))
+    return {"anon": int(result["Anon"]) << 10, "file": (int(result["File"]) + int(result["Shmem"])) << 10}
 
 
 def check_cache(directory: Path) -> int:
@@ -144,22 +144,22 @@ class Watcher:
     def end(self) -> dict[str, int]:
         """`most` bytes of slices and partial files at once, and how many `looks` there were."""
         self._told.send("end")
-        found: dict[str, int] = self._told.recv()
+        result: dict[str, int] = self._told.recv()
         self._process.join(10)
-        return found
+        return result
 
 
-def _watch(directory: Path, told: Any) -> None:
-    most = most_slices = looks = 0
-    told.send("ready")
-    while not told.poll(0.001):
+def _watch(directory: Path, reported: Any) -> None:
+    max_value = most_slices = looks = 0
+    reported.send("ready")
+    while not reported.poll(0.001):
         seen = _sizes(directory)
         if seen.keys() <= _sizes(directory).keys():
             looks += 1
-            most = max(most, sum(seen.values()))
+            max_value = max(max_value, sum(seen.values()))
             most_slices = max(most_slices, len(seen))
     with contextlib.suppress(BrokenPipeError):  # Nobody asks any more: the test failed.
-        told.send({"most": most, "most_slices": most_slices, "looks": looks})
+        reported.send({"most": max_value, "most_slices": most_slices, "looks": looks})
 
 
 def _sizes(directory: Path) -> dict[int, int]:
@@ -169,8 +169,8 @@ def _sizes(directory: Path) -> dict[int, int]:
         for item in os.scandir(directory):
             if SHA256.fullmatch(item.name):
                 with contextlib.suppress(FileNotFoundError):
-                    found = item.stat()
-                    sizes[found.st_ino] = found.st_size
+                    result = item.stat()
+                    sizes[result.st_ino] = result.st_size
     return sizes
 
 
@@ -199,9 +199,9 @@ def small_disk(directory: Path, size: int) -> Iterator[Path | None]:
     import subprocess
 
     directory.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", directory], capture_output=True)
+    created = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", directory], capture_output=True)
     try:
-        yield directory if made.returncode == 0 else None
+        yield directory if created.returncode == 0 else None
     finally:
-        if made.returncode == 0:
+        if created.returncode == 0:
             subprocess.run(["umount", "-l", directory], check=True)

@@ -83,8 +83,8 @@ class Process:
 
     def lines(self) -> list[dict[str, Any]]:
         """The JSON lines that it printed."""
-        whole = self.log.read_text().rpartition("\n")[0]
-        return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
+        full = self.log.read_text().rpartition("\n")[0]
+        return [json.loads(line) for line in full.splitlines() if line.startswith("{")]
 
     def errors(self) -> str:
         return self.log.with_name(self.log.name + ".err").read_text()

@@ -45,16 +45,16 @@ def lacking(*features: str) -> str:
         return "hosts: expected /dev/net/tun, for delay is made there"
     probe = f"mr-{os.getpid()}-probe"
     try:
-        if said := _try(["ip", "netns", "add", probe]):
-            return f"hosts: expected namespaces, got: {said}"
-        if said := _try(["ip", "-n", probe, "link", "add", "v0", "type", "veth", "peer", "name", "v1"]):
-            return f"hosts: expected veth pairs, got: {said}"
+        if message := _try(["ip", "netns", "add", probe]):
+            return f"hosts: expected namespaces, got: {message}"
+        if message := _try(["ip", "-n", probe, "link", "add", "v0", "type", "veth", "peer", "name", "v1"]):
+            return f"hosts: expected veth pairs, got: {message}"
         rules = "table inet t { chain c { type nat hook postrouting priority 100; masquerade; }; }"
-        if "nft" in features and (said := _try(["ip", "netns", "exec", probe, "nft", rules])):
-            return f"hosts: expected nft with NAT, got: {said}"
+        if "nft" in features and (message := _try(["ip", "netns", "exec", probe, "nft", rules])):
+            return f"hosts: expected nft with NAT, got: {message}"
         limit = ["tc", "qdisc", "add", "dev", "v0", "root", "tbf", "rate", "1mbit", "burst", "32k", "latency", "50ms"]
-        if "tc" in features and (said := _try(["ip", "netns", "exec", probe, *limit])):
-            return f"hosts: expected tc with tbf, got: {said}"
+        if "tc" in features and (message := _try(["ip", "netns", "exec", probe, *limit])):
+            return f"hosts: expected tc with tbf, got: {message}"
     finally:
         _try(["ip", "netns", "del", probe])
     return ""
@@ -206,8 +206,8 @@ class Lab:
 def remove_stale() -> None:
     """Remove the namespaces, and kill the processes in them, of runs whose process is gone."""
     for line in _output(["ip", "netns", "list"]).splitlines():
-        found = _NAME.match(line)
-        if found and not Path(f"/proc/{found[1]}").exists():
+        result = _NAME.match(line)
+        if result and not Path(f"/proc/{result[1]}").exists():
             _remove(line.split()[0])
 
 
@@ -252,5 +252,5 @@ def _try(argv: list[str]) -> str:
 
 
 def _run(argv: list[str]) -> None:
-    said = _try(argv)
-    assert not said, f"{' '.join(argv)}: {said}"
+    message = _try(argv)
+    assert not message, f"{' '.join(argv)}: {message}"

@@ -55,8 +55,8 @@ def main(url: str, node_dir: Path, examples: int) -> None:
     document = session.get(f"{url}/openapi.json", timeout=10).json()
     schema = schemathesis.openapi.from_dict(document)
     seen: Counter[str] = Counter()
-    for found in schema.get_all_operations():
-        operation = found.ok()
+    for result in schema.get_all_operations():
+        operation = result.ok()
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
             quick = settings(
                 max_examples=examples, deadline=None, database=None, derandomize=True,

@@ -56,8 +56,8 @@ class _Base(http.server.BaseHTTPRequestHandler):
         return True
 
     def _refuse(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
-        told = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
-        self._answer(status, json.dumps({"error": message}).encode(), told | (headers or {}))
+        reported = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
+        self._answer(status, json.dumps({"error": message}).encode(), reported | (headers or {}))
 
     def _json(self, value: Any, headers: dict[str, str] | None = None) -> None:
         self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"} | (headers or {}))
@@ -80,9 +80,9 @@ class _Base(http.server.BaseHTTPRequestHandler):
         if asked and start >= stop:
             return self._answer(416, b"", {"Content-Range": f"bytes */{file.size}"})
         self.send_response(206 if asked else 200)
-        told = {"ETag": f'"{file.etag}"', "Accept-Ranges": "bytes", "Content-Length": str(stop - start)}
-        told |= {"Content-Range": f"bytes {start}-{stop - 1}/{file.size}"} if asked else {}
-        for key, value in (told | headers).items():
+        reported = {"ETag": f'"{file.etag}"', "Accept-Ranges": "bytes", "Content-Length": str(stop - start)}
+        reported |= {"Content-Range": f"bytes {start}-{stop - 1}/{file.size}"} if asked else {}
+        for key, value in (reported | headers).items():
             self.send_header(key, value)
         self.end_headers()
         if self.command == "HEAD":
@@ -99,12 +99,12 @@ class _Base(http.server.BaseHTTPRequestHandler):
             source.seek(start)
             while sent < stop - start and not owner.stopping.is_set():
                 data = bytearray(source.read(min(_STEP, stop - start - sent)))
-                at = faults.corrupt.get(name, -1) - start - sent
-                if 0 <= at < len(data):
-                    data[at] ^= 1
+                index = faults.corrupt.get(name, -1) - start - sent
+                if 0 <= index < len(data):
+                    data[index] ^= 1
                 if faults.bytes_per_s:
-                    ahead = (sent + len(data)) / faults.bytes_per_s - (time.monotonic() - began)
-                    owner.stopping.wait(max(0.0, ahead))
+                    prefetch = (sent + len(data)) / faults.bytes_per_s - (time.monotonic() - began)
+                    owner.stopping.wait(max(0.0, prefetch))
                 if (wait_s := owner.booked_s(len(data))) > 0:
                     owner.stopping.wait(wait_s)
                 self.wfile.write(data)
@@ -147,8 +147,8 @@ class HubHandler(_Base):
 
     def _api(self, kind: str, parts: list[str]) -> None:
         verbs = ("revision", "tree", "paths-info", "refs")
-        at = next((i for i, part in enumerate(parts) if part in verbs and i), len(parts))
-        name, verb, rest = "/".join(parts[:at]), "".join(parts[at : at + 1]) or "info", parts[at + 1 :]
+        index = next((i for i, part in enumerate(parts) if part in verbs and i), len(parts))
+        name, verb, rest = "/".join(parts[:index]), "".join(parts[index : index + 1]) or "info", parts[index + 1 :]
         if not self._begins("info" if verb == "revision" else verb):
             return
         repo = self._repo(kind, name)
@@ -226,23 +226,23 @@ class HubHandler(_Base):
         if ".." in path or not below.is_dir():
             return self._refuse(404, "EntryNotFound", f"{path} does not exist on main")
         deep = self._query.get("recursive", "").lower() in ("true", "1")
-        found = [one for one in (below.rglob("*") if deep else below.iterdir()) if one.name != ".hub.json"]
-        found.sort(key=lambda one: (len(one.parts), one.is_file(), str(one)))  # level by level, folders first
+        result = [one for one in (below.rglob("*") if deep else below.iterdir()) if one.name != ".hub.json"]
+        result.sort(key=lambda one: (len(one.parts), one.is_file(), str(one)))  # level by level, folders first
         start = int(self._query.get("cursor") or 0)
         size = min(self.owner.page_size, int(self._query.get("limit") or self.owner.page_size))
         headers = {}
-        if start + size < len(found):
+        if start + size < len(result):
             query = urllib.parse.urlencode(self._query | {"cursor": str(start + size)})
             address = f"{self.owner.url}{urllib.parse.urlsplit(self.path).path}?{query}"
             headers["Link"] = f'<{address}>; rel="next"'
-        page = found[start : start + size]
+        page = result[start : start + size]
         self._json([entry for one in page for entry in entries_at(repo, one.relative_to(repo).as_posix())], headers)
 
     def _resolve(self, kind: str, parts: list[str]) -> None:
         if not self._begins("resolve"):
             return
-        at = parts.index("resolve")
-        name, revision, path = "/".join(parts[:at]), parts[at + 1], "/".join(parts[at + 2 :])
+        index = parts.index("resolve")
+        name, revision, path = "/".join(parts[:index]), parts[index + 1], "/".join(parts[index + 2 :])
         repo = self._repo(kind, name)
         if repo is None or not self._known(repo, revision):
             return
@@ -253,21 +253,21 @@ class HubHandler(_Base):
                 f"Access to dataset {name} is restricted. You must have access to it "
                 "and be authenticated to access it. Please log in.",
             )
-        found = files_at(repo, path)
-        told = {"X-Repo-Commit": self._sha(repo)}
-        if not found:
-            return self._refuse(404, "EntryNotFound", "Entry not found", told)
-        if not found[0].is_lfs:
-            return self._send(repo, found[0], told)
-        file = found[0]
-        place = urllib.parse.quote(str(repo.relative_to(self.owner.directory)))
+        result = files_at(repo, path)
+        reported = {"X-Repo-Commit": self._sha(repo)}
+        if not result:
+            return self._refuse(404, "EntryNotFound", "Entry not found", reported)
+        if not result[0].is_lfs:
+            return self._send(repo, result[0], reported)
+        file = result[0]
+        position = urllib.parse.quote(str(repo.relative_to(self.owner.directory)))
         query = urllib.parse.urlencode({"path": path, "until": f"{time.time() + 60:.3f}"})
         self._answer(
             302,
             b"",
-            told
+            reported
             | {
-                "Location": f"{self.owner.cdn_url}/{place}/{file.sha256}?{query}",
+                "Location": f"{self.owner.cdn_url}/{position}/{file.sha256}?{query}",
                 "X-Linked-Size": str(file.size),
                 "X-Linked-ETag": f'"{file.sha256}"',
                 "ETag": f'"{file.sha256}"',

@@ -65,8 +65,8 @@ def texts() -> list[str]:
 def speeches() -> list[str]:
     """Tiny Shakespeare by speech; or paragraphs."""
     folder = real_texts()
-    whole = (folder / "shakespeare/input.txt").read_text("utf-8") if folder else "\n\n".join(texts())
-    return [speech for speech in whole.split("\n\n") if speech.strip()]
+    full = (folder / "shakespeare/input.txt").read_text("utf-8") if folder else "\n\n".join(texts())
+    return [speech for speech in full.split("\n\n") if speech.strip()]
 
 
 def write_repo(repo: Path, card: dict[str, Any] | None = None, settings: dict[str, Any] | None = None) -> Path:

@@ -153,9 +153,9 @@ class HubServer:
     def spend(self, name: str) -> bool:
         """Whether a fault that happens so many times happens now."""
         with self.lock:
-            left = getattr(self.faults, name)
-            setattr(self.faults, name, max(0, left - 1))
-            return bool(left > 0)
+            remaining = getattr(self.faults, name)
+            setattr(self.faults, name, max(0, remaining - 1))
+            return bool(remaining > 0)
 
     def commit(self, repo: Path) -> str:
         """The commit that `main` of a repository is at."""

@@ -71,8 +71,8 @@ def card_of(repo: Path) -> dict[str, Any]:
 
 
 def settings_of(repo: Path) -> dict[str, Any]:
-    told = repo / ".hub.json"
-    return json.loads(told.read_text()) if told.is_file() else {}
+    reported = repo / ".hub.json"
+    return json.loads(reported.read_text()) if reported.is_file() else {}
 
 
 def files_at(repo: Path, path: str) -> list[File]:

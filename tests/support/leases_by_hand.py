@@ -69,7 +69,7 @@ class FetchingWorker:
     @property
     def bad(self) -> list[tuple[str, bool]]:
         """Who was left out, and whether for wrong bytes."""
-        return [(bad.peer_id, bad.wrong) for bad in self.leases.state.counts.rejected]
+        return [(invalid.peer_id, invalid.wrong) for invalid in self.leases.state.counts.rejected]
 
     def close(self) -> None:
         self.leases.close()

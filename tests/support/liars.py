@@ -26,9 +26,9 @@ LIES: dict[str, Lie] = {}
 END = threading.Event()  # set, it ends every lie that would last
 
 
-def lie(tell: Lie) -> Lie:
-    LIES[tell.__name__] = tell
-    return tell
+def lie(notify: Lie) -> Lie:
+    LIES[notify.__name__] = notify
+    return notify
 
 
 def head(length: object, start: int, stop: int, total: int, *more: str, status: str = "") -> bytes:
@@ -157,13 +157,13 @@ class Liar:
     """
 
     def __init__(
-        self, identity: Identity, dataset: Dataset, tell: str, about: str = "slices", claims: Any = None
+        self, identity: Identity, dataset: Dataset, notify: str, about: str = "slices", claims: Any = None
     ) -> None:
         self.identity = identity
         self.dataset = dataset
         self.about = about
         self.asked = 0
-        self._tell = LIES.get(tell, honest)
+        self._tell = LIES.get(notify, honest)
         self._claims = claims
         self._slices = {dataset.table.row(i).sha256: dataset.slice_path(i) for i in range(dataset.num_slices)}
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -204,15 +204,15 @@ class Liar:
             text += piece
         lead = text.decode("latin-1")
         path = lead.split(" ")[1].partition("?")[0]
-        kind, whole = self._honest_body(path)
-        if whole is None:
+        kind, full = self._honest_body(path)
+        if full is None:
             tls.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}")
             return True
-        found = re.search(r"(?i)\r\nrange: bytes=(\d+)-(\d+)", lead)
-        start, stop = (int(found[1]), min(len(whole), int(found[2]) + 1)) if found else (0, len(whole))
+        result = re.search(r"(?i)\r\nrange: bytes=(\d+)-(\d+)", lead)
+        start, stop = (int(result[1]), min(len(full), int(result[2]) + 1)) if result else (0, len(full))
         lies = kind == self.about
         self.asked += lies
-        (self._tell if lies else honest)(tls, whole[start:stop], start, stop, len(whole) if found else -1)
+        (self._tell if lies else honest)(tls, full[start:stop], start, stop, len(full) if result else -1)
         return not lies
 
     def _honest_body(self, path: str) -> tuple[str, bytes | None]:
@@ -228,7 +228,7 @@ class Liar:
     def _made_claims(self) -> Any:
         if self._claims is not None:
             return self._claims
-        made = Claim(
+        created = Claim(
             name=self.dataset.name,
             dataset_id=self.dataset.id,
             num_slices=self.dataset.num_slices,
@@ -236,4 +236,4 @@ class Liar:
             address=self.address,
             expires_at=time.time() + 60.0,
         )
-        return [made.to_json(self.identity)]
+        return [created.to_json(self.identity)]

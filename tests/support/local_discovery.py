@@ -20,9 +20,9 @@ class LocalDiscovery:
     def announce(self, key: bytes, port: int) -> None:
         """See Discovery."""
         with self._lock:
-            held = self._table.setdefault(key, [])
-            if (self._host, port) not in held:
-                held.append((self._host, port))
+            current = self._table.setdefault(key, [])
+            if (self._host, port) not in current:
+                current.append((self._host, port))
 
     def find(self, key: bytes, timeout_s: float) -> list[HostPort]:
         """See Discovery. Answers at once."""

@@ -288,13 +288,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             source.seek(start)
             while sent < stop - start and not owner.stopping.is_set():
                 data = bytearray(source.read(min(_STEP if paced else 1 << 20, stop - start - sent)))
-                at = faults.corrupt.get(name, -1) - start - sent
-                if 0 <= at < len(data):
-                    data[at] ^= 1
+                index = faults.corrupt.get(name, -1) - start - sent
+                if 0 <= index < len(data):
+                    data[index] ^= 1
                 owner.pace(len(data))
                 if faults.connection_bytes_per_s:
-                    ahead = (sent + len(data)) / faults.connection_bytes_per_s - (time.monotonic() - began)
-                    owner.stopping.wait(max(0.0, ahead))
+                    prefetch = (sent + len(data)) / faults.connection_bytes_per_s - (time.monotonic() - began)
+                    owner.stopping.wait(max(0.0, prefetch))
                 self.wfile.write(data)
                 sent += len(data)
                 with owner.lock:
@@ -308,10 +308,10 @@ def _range(text: str, size: int) -> tuple[int, int]:
 
 def _signature_fits(request: http.server.BaseHTTPRequestHandler) -> bool:
     """Whether the request carries AWS's signature, version 4, of our secret over what it says was signed."""
-    told = request.headers.get("Authorization", "")
-    if not told.startswith("AWS4-HMAC-SHA256 "):
+    reported = request.headers.get("Authorization", "")
+    if not reported.startswith("AWS4-HMAC-SHA256 "):
         return False
-    parts = dict(part.strip().split("=", 1) for part in told.removeprefix("AWS4-HMAC-SHA256 ").split(","))
+    parts = dict(part.strip().split("=", 1) for part in reported.removeprefix("AWS4-HMAC-SHA256 ").split(","))
     key_id, *scope = parts["Credential"].split("/")
     names = parts["SignedHeaders"].split(";")
     if key_id != ACCESS_KEY or "host" not in names:

@@ -53,9 +53,9 @@ def train(rank: int, run: dict[str, Any], port: int, done: Any) -> None:
     if run.get("save") and rank == 0:
         torch.save({"model": model.module.state_dict(), "data": loader.state_dict()}, run["save"])
     gathered: list[Any] = [None] * run["world"]
-    dist.all_gather_object(gathered, [one["ids"] for one in seen])
+    dist.all_gather_object(gathered, [item["ids"] for item in seen])
     if rank == 0:
-        report = {"ids": list(zip(*gathered)), "losses": [one["loss"] for one in seen]}
+        report = {"ids": list(zip(*gathered)), "losses": [item["loss"] for item in seen]}
         Path(run["out"]).write_text(json.dumps(report))
     done.wait()
     os._exit(0)  # Nobody talks any more: there is nothing to take down, and gloo may wait for peers that are gone.
@@ -87,12 +87,12 @@ def main() -> None:
             port = free.getsockname()[1]
         done = fork.Barrier(run["world"])
         ranks = [fork.Process(target=train, args=(rank, run, port, done)) for rank in range(run["world"])]
-        for one in ranks:
-            one.start()
-        for one in ranks:
-            one.join()
-        if any(one.exitcode for one in ranks):
-            sys.exit(f"run {run}: exit codes {[one.exitcode for one in ranks]}")
+        for item in ranks:
+            item.start()
+        for item in ranks:
+            item.join()
+        if any(item.exitcode for item in ranks):
+            sys.exit(f"run {run}: exit codes {[item.exitcode for item in ranks]}")
 
 
 if __name__ == "__main__":

@@ -66,8 +66,8 @@ def pages() -> list[Path]:
 def blocks(page: Path) -> list[Block]:
     text = page.read_text("utf-8")
     return [
-        Block(text.count("\n", 0, found.start()) + 1, found[2].strip(), re.sub(f"(?m)^{found[1]}", "", found[3]))
-        for found in _FENCE.finditer(text)
+        Block(text.count("\n", 0, result.start()) + 1, result[2].strip(), re.sub(f"(?m)^{result[1]}", "", result[3]))
+        for result in _FENCE.finditer(text)
     ]
 
 
@@ -95,14 +95,14 @@ class Page:
 
     def assert_runs(self) -> None:
         for block in blocks(self.path):
-            where = f"{self.path.relative_to(ROOT)}:{block.line}"
+            location = f"{self.path.relative_to(ROOT)}:{block.line}"
             runner = getattr(self, f"_run_{block.language}", None)
-            assert runner is not None, f"{where}: a block of language {block.language!r}; `text` is not run"
-            self.printed.append(runner(self.resolve(block.code), where) or "")
+            assert runner is not None, f"{location}: a block of language {block.language!r}; `text` is not run"
+            self.printed.append(runner(self.resolve(block.code), location) or "")
 
     def resolve(self, code: str) -> str:
         """Return `code` with placeholders and addresses replaced."""
-        code = _HOST.sub("127.0.0.1", _ADDRESS.sub(lambda found: self.address(found[0]), code))
+        code = _HOST.sub("127.0.0.1", _ADDRESS.sub(lambda result: self.address(result[0]), code))
         for pattern, value in self.replace.items():
             code = re.sub(pattern, value, code)
         return code
@@ -125,9 +125,9 @@ class Page:
         log = self.directory / f".output-{number}"
         servers = iter(range(1000))
 
-        def background(found: re.Match[str]) -> str:
+        def background(result: re.Match[str]) -> str:
             output = f".server-{number}-{next(servers)}"
-            return f"{{ {found[1]}; }} > {output} 2>&1 & is_up {output} $!"
+            return f"{{ {result[1]}; }} > {output} 2>&1 & is_up {output} $!"
 
         with log.open("wb") as file:
             process = subprocess.Popen(

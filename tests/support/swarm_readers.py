@@ -61,11 +61,11 @@ class Reader:
         """Send a request to the tracker, if none is under way."""
         if not self.alive or self._body is not None:
             return
-        held = None
+        current = None
         if self._state.is_have_due(self.net.clock.now):
-            held = np.zeros(self.net.settings.slices, np.bool_)
-            held[list(self.node.cache)] = True
-        self._body = self._state.request(self.net.clock.now, held)
+            current = np.zeros(self.net.settings.slices, np.bool_)
+            current[list(self.node.cache)] = True
+        self._body = self._state.request(self.net.clock.now, current)
         self.net.counts["exchanges"] += 1
         self._tracker.send(self, self._body)
 
@@ -105,7 +105,7 @@ class Reader:
                 self._on_slice(self, index)
             self.ask()
 
-        fetch = SimFetch(self.net, self.node, index, [holder], end, lambda _, why: wrong.append(why), rounds=1)
+        fetch = SimFetch(self.net, self.node, index, [holder], end, lambda _, reason: wrong.append(reason), rounds=1)
         self._fetches[index] = fetch.start()
 
 
@@ -144,11 +144,11 @@ def swarm_bound(settings: Scenario, machines: Sequence[Machine]) -> dict[str, fl
 
     Source: Kumar and Ross 2006, Peer-assisted file distribution, theorem 1.
     """
-    staying = [one for one in machines if one.dies_at == float("inf")]
+    staying = [item for item in machines if item.dies_at == float("inf")]
     everything = float(settings.slices * settings.slice_bytes)
     origin_up = settings.origin_up
-    all_up = origin_up + sum(one.up for one in machines)
-    narrowest_s = max((one.joins_at + everything / one.down for one in staying), default=0.0)
+    all_up = origin_up + sum(item.up for item in machines)
+    narrowest_s = max((item.joins_at + everything / item.down for item in staying), default=0.0)
     all_s = len(staying) * everything / all_up
     return {"origin": everything / origin_up, "narrowest link": narrowest_s, "all links": all_s}
 
@@ -160,7 +160,7 @@ def broadcast(settings: Scenario) -> SimulationResult:
     bound = swarm_bound(settings, faults.machines)
     world = World(settings, faults)
     ended = world.clock.run(lambda: world.left == 0, 20 * max(bound.values()) + 1000.0)
-    missing = sum(settings.slices - len(one.node.cache) for one in world.readers.values() if one.alive)
+    missing = sum(settings.slices - len(item.node.cache) for item in world.readers.values() if item.alive)
     repeated = sum(max(0, count - 1) for count in world.arrivals.values())
     verdict = UsageCheck(len(world.staying) * settings.slices, missing, repeated, 0, ())
     counts = {"overdue": world.tracker.swarm.status()["overdue"]}

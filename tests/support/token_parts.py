@@ -35,22 +35,22 @@ def text_part(folder: Path, texts: list[str], batch_rows: int = 1000, name: str 
 
 
 def coder(folder: Path, spec: str = "bytes", **policy: Any) -> EncoderSpec:
-    found = load_tokenizer(spec, **policy)
+    result = load_tokenizer(spec, **policy)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{found.sha256[:16]}.json"
-    path.write_bytes(found.data)
-    return EncoderSpec.of(found, path)
+    path = folder / f"{result.sha256[:16]}.json"
+    path.write_bytes(result.data)
+    return EncoderSpec.of(result, path)
 
 
 def documents(parts: list[EncodedPart]) -> list[list[int]]:
     """Every document's tokens."""
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     for part in parts:
         tokens = np.fromfile(part.file("tokens"), TOKEN_DTYPES[part.dtype])
-        ends = np.fromfile(part.file("ends"), "<u8").astype(int)
-        assert len(ends) == part.documents and len(tokens) == part.tokens
-        found += [one.tolist() for one in np.split(tokens, ends[:-1])] if len(ends) else []
-    return found
+        stops = np.fromfile(part.file("ends"), "<u8").astype(int)
+        assert len(stops) == part.documents and len(tokens) == part.tokens
+        result += [item.tolist() for item in np.split(tokens, stops[:-1])] if len(stops) else []
+    return result
 
 
 def encoded(folder: Path, texts: list[str], **options: Any) -> list[EncodedPart]:

@@ -39,10 +39,10 @@ def answer(handler: Any, signed: bool) -> None:
     url = urllib.parse.urlsplit(handler.path)
     query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
     name = urllib.parse.unquote(url.path).removeprefix("/bucket/")
-    told = handler.headers.get("x-amz-content-sha256", "")
+    reported = handler.headers.get("x-amz-content-sha256", "")
     if not url.path.startswith("/bucket/") or ".." in name:
         return _reply(handler, 404)
-    if not signed or (told != "UNSIGNED-PAYLOAD" and told != hashlib.sha256(body).hexdigest()):
+    if not signed or (reported != "UNSIGNED-PAYLOAD" and reported != hashlib.sha256(body).hexdigest()):
         return _reply(handler, 403)
     if owner.happens(uploads.refuse):
         return _reply(handler, 503)

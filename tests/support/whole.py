@@ -31,41 +31,41 @@ def texts(count: int = NUM_DOCUMENTS, seed: int = 5) -> list[str]:
     rng = random.Random(seed)
     words = ["".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(3, 9))) for _ in range(3000)]
     common = ["the", "be", "to", "of", "and", "that", "have", "with"]
-    made: list[str] = []
+    created: list[str] = []
     for _ in range(count):
         draw = rng.random()
-        if made and draw < 0.1:
-            made.append(rng.choice(made))
+        if created and draw < 0.1:
+            created.append(rng.choice(created))
             continue
-        if made and draw < 0.2:
-            made.append(rng.choice(made) + " And so it ends here.")
+        if created and draw < 0.2:
+            created.append(rng.choice(created) + " And so it ends here.")
             continue
         lines = []
         for _ in range(rng.randint(4, 12)):
             line = " ".join(rng.choices(words, k=10) + rng.choices(common, k=6)).capitalize()
             lines.append(line + rng.choice([".", ".", "!", " at 10.1.2.3.", " by someone@example.com."]))
-        made.append("\n".join(lines))
-    return made
+        created.append("\n".join(lines))
+    return created
 
 
 def session_members(session: int) -> list[int]:
     """The processes of a session that are not zombies."""
-    found = []
+    result = []
     for path in Path("/proc").iterdir():
         try:
             fields = (path / "stat").read_text().rpartition(")")[2].split() if path.name.isdigit() else []
         except OSError:
             continue
         if fields and int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(path.name))
-    return found
+            result.append(int(path.name))
+    return result
 
 
 def wait_for_none(session: int) -> None:
     """Fail unless all processes of a session end within 20 s."""
     deadline = time.monotonic() + scaled(20)
-    while left := session_members(session):
-        assert time.monotonic() < deadline, f"processes {left} outlived the prepare that started them"
+    while remaining := session_members(session):
+        assert time.monotonic() < deadline, f"processes {remaining} outlived the prepare that started them"
         time.sleep(0.02)
 
 
@@ -75,18 +75,20 @@ def make_inputs(folder: Path) -> Path:
     import pyarrow.parquet as pq
 
     folder.mkdir(parents=True)
-    made = texts()
+    created = texts()
     lines = [
-        json.dumps({"id": f"d{i}", "text": text, "url": f"http://x.org/{i}"}) + "\n" for i, text in enumerate(made)
+        json.dumps({"id": f"d{i}", "text": text, "url": f"http://x.org/{i}"}) + "\n" for i, text in enumerate(created)
     ]
     (folder / "a.jsonl").write_text("".join(lines[:300]))
     (folder / "b.jsonl").write_text("".join(lines[200:300]))
     (folder / "c.jsonl").write_text("".join(lines[200:300]))
-    for i, text in enumerate(made[300:360]):
+    for i, text in enumerate(created[300:360]):
         (folder / f"t{i:02d}.txt").write_text(text)
-    pq.write_table(pa.table({"text": made[360:420]}), folder / "p.parquet", row_group_size=20)
+    pq.write_table(pa.table({"text": created[360:420]}), folder / "p.parquet", row_group_size=20)
     (folder / "z.jsonl.gz").write_bytes(gzip.compress(("".join(lines[420:500]) + "no JSON\n{}\n").encode(), mtime=0))
-    (folder / "pages.warc").write_bytes(b"".join(page(f"http://y.org/{i}", text) for i, text in enumerate(made[500:])))
+    (folder / "pages.warc").write_bytes(
+        b"".join(page(f"http://y.org/{i}", text) for i, text in enumerate(created[500:]))
+    )
     return folder
 
 
@@ -157,8 +159,8 @@ def run(inputs: Path, out: Path, workers: int, engine: str = "local", **environm
 
 def files(out: Path) -> dict[str, str]:
     """The hash of every file below a directory, by its path from there."""
-    found = sorted(path for path in out.rglob("*") if path.is_file())
-    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+    result = sorted(path for path in out.rglob("*") if path.is_file())
+    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in result}
 
 
 def unlucky(run: Any, task: Any, scale: int) -> Any:
@@ -195,14 +197,14 @@ def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
         print(message, file=sys.stderr, flush=True)
 
     try:
-        made = prepare_dataset(
+        created = prepare_dataset(
             [inputs], out, recipe=load_recipe(settings=settings), workers=int(workers), engine=engine,
             write_ids=Path(f"{out}.ids"), on_message=tell, on_progress=lambda p: tell(f"{p.stage} {p.done}"),
         )  # fmt: skip
     except ForebayError as error:
         tell(f"forebay: {error}")
         return 1
-    print(made.id)
+    print(created.id)
     return 0
 
 

@@ -43,7 +43,7 @@ def is_text(call: ast.Call) -> bool:
 
 
 def test_nothing_else_renames_files_or_names_temporary_ones() -> None:
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     temporary: dict[str, set[str]] = {}
     for path in sorted(SRC.rglob("*.py")):
         name = path.relative_to(SRC).as_posix()
@@ -53,10 +53,10 @@ def test_nothing_else_renames_files_or_names_temporary_ones() -> None:
             attribute, value = node.func.attr, node.func.value
             of = value.id if isinstance(value, ast.Name) else ""
             if attribute in RENAMES and of != "dataclasses" and not is_text(node):
-                found.setdefault(name, set()).add(attribute)
+                result.setdefault(name, set()).add(attribute)
             if of == "tempfile" and attribute in ("mkstemp", "mktemp", "NamedTemporaryFile"):
                 temporary.setdefault(name, set()).add(attribute)
-    assert found == ALLOWED, "write files by forebay.files"
+    assert result == ALLOWED, "write files by forebay.files"
     assert temporary == TEMPORARY, "write files by forebay.files"
 
 
@@ -105,8 +105,8 @@ def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path: Path
         "    (scratch / 'c').touch(); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     assert subprocess.run([sys.executable, "-c", code, tmp_path], timeout=scaled(60)).returncode == -9
-    left = {path.name for path in tmp_path.iterdir()}
-    assert len(left) == 2 and all(socket.gethostname()[:8] in name for name in left)
+    remaining = {path.name for path in tmp_path.iterdir()}
+    assert len(remaining) == 2 and all(socket.gethostname()[:8] in name for name in remaining)
     ours = temporary_path(tmp_path / "mine")
     theirs = ours.with_name(ours.name.replace(f".{atomic._HOST}.{os.getpid()}.", ".elsewhere.1999999999."))
     others = [ours, theirs, tmp_path / ".a.tmp", tmp_path / "a.tmp", tmp_path / f".a.{atomic._HOST}.x.tmp"]

@@ -30,9 +30,9 @@ def test_a_tracker_notes_whom_two_nodes_accuse(make_identity: Callable[[str], Id
         peers = {name: make_identity(name) for name in ("a", "b", "c", "liar")}
         tracker.handle(peers["liar"].as_peer, "d", SwarmRequest(session="01"))
         member = f"{peers['liar'].peer_id}#01"
-        said = SwarmRequest(failed=tuple(FailedFetch(index=i, member=member, wrong=True) for i in (1, 2)))
+        message = SwarmRequest(failed=tuple(FailedFetch(index=i, member=member, wrong=True) for i in (1, 2)))
         for name in "aabc":
-            tracker.handle(peers[name].as_peer, "d", said)
+            tracker.handle(peers[name].as_peer, "d", message)
         tracker.close()
     lines = [json.loads(line) for line in (tmp_path / "audit.jsonl.decisions").read_text().splitlines()]
     (ban,) = [line for line in lines if "ban" in line.values()]
@@ -50,16 +50,16 @@ def make_dataset(directory: Path) -> Dataset:
 def test_what_a_scheduler_keeps_of_a_dataset_is_checked(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "d")
     manifest, table = ((tmp_path / "d" / name).read_bytes() for name in ("manifest.json", "slices.parquet"))
-    kept = ManifestStore(tmp_path / "state")
-    assert kept.get(dataset.id) is None
-    kept.put(dataset.id, manifest, table)
-    found = kept.get(dataset.id)
-    assert found is not None and found[0] == parse(dataset.id, manifest, table, "here")[0]
-    assert np.array_equal(found[1].count, dataset.table.count)
+    retained = ManifestStore(tmp_path / "state")
+    assert retained.get(dataset.id) is None
+    retained.put(dataset.id, manifest, table)
+    result = retained.get(dataset.id)
+    assert result is not None and result[0] == parse(dataset.id, manifest, table, "here")[0]
+    assert np.array_equal(result[1].count, dataset.table.count)
     for suffix in (".parquet", ".json"):
         path = tmp_path / "state" / "datasets" / f"{dataset.id}{suffix}"
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        assert kept.get(dataset.id) is None
-        path.write_bytes(whole)
-    assert kept.get(dataset.id) is not None
+        full = path.read_bytes()
+        path.write_bytes(full[:-1] + bytes([full[-1] ^ 1]))
+        assert retained.get(dataset.id) is None
+        path.write_bytes(full)
+    assert retained.get(dataset.id) is not None

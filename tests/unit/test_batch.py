@@ -58,14 +58,14 @@ def test_samples_of_one_slice() -> None:
 
 def rows_of(folder: Path, slices: list[Tensors], **settings: Any) -> BatchArrays:
     """All rows of several files as one batch, though they may differ where a dataset's may not."""
-    made = []
+    created = []
     for i, tensors in enumerate(slices):
         (folder / str(i)).mkdir()
         save_file(tensors, folder / str(i) / "0.safetensors")
-        made.append(import_slices(folder / str(i), str(i)))
-    collator = make_collator([plan_samples(one, None) for one in made], **settings)
-    for i, one in enumerate(made):
-        collator.open(i, 0, one.open_slice(0))
+        created.append(import_slices(folder / str(i), str(i)))
+    collator = make_collator([plan_samples(item, None) for item in created], **settings)
+    for i, item in enumerate(created):
+        collator.open(i, 0, item.open_slice(0))
     counts = [len(next(iter(tensors.values()))) for tensors in slices]
     plan = collator.plan(np.repeat(np.arange(len(slices)), counts), np.concatenate([np.arange(n) for n in counts]))
     return collator.make(plan, 0, sum(counts))
@@ -139,9 +139,9 @@ def test_a_slice_with_fewer_rows_than_the_table_says_is_refused(tmp_path: Path) 
     save_file({"x": np.ones((3, 4))}, tmp_path / "0.safetensors")
     view = plan_samples(import_slices(tmp_path, "rows"), None)
     save_file({"x": np.ones((2, 4))}, tmp_path / "0.safetensors")
-    one: Slice = open_slice(tmp_path / "0.safetensors")
+    item: Slice = open_slice(tmp_path / "0.safetensors")
     with pytest.raises(DatasetError, match="at least 3 samples, got 2"):
-        make_collator([view]).open(0, 0, one)
+        make_collator([view]).open(0, 0, item)
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from benchmarks.formats.figures import FORMATS, bench_formats, make_corpus, tabl
 
 
 def test_a_corpus_is_a_function_of_its_size_and_seed() -> None:
-    one, other = make_corpus(50_000), make_corpus(50_000)
-    assert one.texts == other.texts and np.array_equal(one.tokens, other.tokens)
-    assert 30_000 < one.num_bytes < 80_000 and int(one.document_ends[-1]) == len(one.tokens)
-    assert [len(text.split()) for text in one.texts] == np.diff(one.document_ends, prepend=np.uint64(0)).tolist()
+    item, other = make_corpus(50_000), make_corpus(50_000)
+    assert item.texts == other.texts and np.array_equal(item.tokens, other.tokens)
+    assert 30_000 < item.num_bytes < 80_000 and int(item.document_ends[-1]) == len(item.tokens)
+    assert [len(text.split()) for text in item.texts] == np.diff(item.document_ends, prepend=np.uint64(0)).tolist()
 
 
 @pytest.mark.parametrize("kind", formats_bench._KINDS, ids=lambda k: k.name)
@@ -25,21 +25,21 @@ def test_a_document_at_random_is_the_same_in_each_format(kind, tmp_path: Path, m
     corpus = make_corpus(100_000)
     kind.write(corpus, tmp_path)
     get = kind.index(tmp_path)
-    ends = [0, *corpus.document_ends.tolist()]
+    stops = [0, *corpus.document_ends.tolist()]
     for number in (0, 1, len(corpus.texts) // 2, len(corpus.texts) - 1):
         expected = (
-            corpus.texts[number] if kind.gives == "text" else corpus.tokens[ends[number] : ends[number + 1]].tolist()
+            corpus.texts[number] if kind.gives == "text" else corpus.tokens[stops[number] : stops[number + 1]].tolist()
         )
-        found = get(number)
-        assert (found.tolist() if kind.gives == "tokens" else found) == expected
+        result = get(number)
+        assert (result.tolist() if kind.gives == "tokens" else result) == expected
 
 
 def test_all_are_measured_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = bench_formats(tmp_path, 100_000, samples=20, rounds=1)
-    assert [one.name for one in figures] == list(FORMATS)
-    for one in figures:
-        assert one.file_bytes and one.parse_mb_per_s and one.random_p50_s and one.random_p99_s >= one.random_p50_s
+    assert [item.name for item in figures] == list(FORMATS)
+    for item in figures:
+        assert item.file_bytes and item.parse_mb_per_s and item.random_p50_s and item.random_p99_s >= item.random_p50_s
     assert table(figures, 100_000).count("\n") == len(FORMATS)
     assert main(["--bytes", "50kB", "--format", "slices", "--rounds", "1", "--json"]) == 0
-    assert [one["name"] for one in json.loads(capsys.readouterr().out)] == ["slices"]
+    assert [item["name"] for item in json.loads(capsys.readouterr().out)] == ["slices"]
     assert main(["--format", "stone"]) == 2

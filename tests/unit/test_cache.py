@@ -210,24 +210,24 @@ def test_hold_is_all_or_none(tmp_path: Path) -> None:
 
 def test_what_killed_processes_left_is_cleaned(tmp_path: Path) -> None:
     cache, other = SliceCache(tmp_path, 100), SliceCache(tmp_path, 100)
-    kept, stale, wanted, under_way = put(cache, b"a"), "b" * 64, "c" * 64, "d" * 64
-    for sha256 in (stale, wanted):
+    retained, stale, expected, under_way = put(cache, b"a"), "b" * 64, "c" * 64, "d" * 64
+    for sha256 in (stale, expected):
         broken_off = reserve(cache, sha256, 10)
         broken_off.part.write_bytes(b"half")
         broken_off.release()
-    other.pin(kept)
+    other.pin(retained)
     reserved = reserve(other, under_way, 10)
     reserved.part.write_bytes(b"half")
-    cache.clean([wanted])
-    assert sorted(path.name for path in tmp_path.glob("*.part")) == [f"{wanted}.part", f"{under_way}.part"]
-    assert {path.name.partition(".")[0] for path in (tmp_path / "locks").iterdir()} == {"room", kept, under_way}
+    cache.clean([expected])
+    assert sorted(path.name for path in tmp_path.glob("*.part")) == [f"{expected}.part", f"{under_way}.part"]
+    assert {path.name.partition(".")[0] for path in (tmp_path / "locks").iterdir()} == {"room", retained, under_way}
     reserved.release()
 
 
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = SliceCache(tmp_path, 10_000)
     cache.check_space(10_000)
-    monkeypatch.setattr(DiskBudget, "free_bytes", lambda room: 4096)
+    monkeypatch.setattr(DiskBudget, "free_bytes", lambda capacity: 4096)
     with pytest.raises(UsageError, match="needs 9000 bytes, but its disk has 4096 free"):
         cache.check_space(9000)
     old = put(cache, b"a" * 4000)
@@ -255,13 +255,13 @@ def test_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_lock_file_that_was_cleaned_away_is_not_held(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    held = locks.acquire(path)
+    current = locks.acquire(path)
     assert locks.try_acquire(path) is None and locks.is_locked(path, locks.SHARED)
     path.unlink()
     other = locks.try_acquire(path)
     assert other is not None
-    held.release()
-    held.release()
+    current.release()
+    current.release()
     assert locks.is_locked(path, locks.SHARED)
     other.release()
     assert not locks.is_locked(path, locks.SHARED) and not locks.is_locked(tmp_path / "none", locks.SHARED)

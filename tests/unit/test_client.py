@@ -120,8 +120,8 @@ def test_more_than_was_asked_for_is_not_kept(client: Client, make_identity: Make
 def test_a_dripping_peer_is_dropped(endless: bytes, client: Client, make_identity: Make) -> None:
     body = b"HTTP/1.1 206 OK\r\nContent-Length: 99999999\r\nContent-Range: bytes 0-99999998/99999999\r\n"
     liar = Liar(make_identity("liar"), body + (b"\r\n" if endless == b"z" else b""), endless)
-    begun = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(NetworkError, match=r"stalled|no full answer|more than 100 headers|at most"):
         client.read_range(liar.address, "/x", memoryview(bytearray(99999999)), 0, timeout_s=0.5)
-    assert time.monotonic() - begun < scaled(10)
+    assert time.monotonic() - started < scaled(10)
     liar.stop()

@@ -128,8 +128,8 @@ def test_closed_at_any_point_is_an_answer_or_a_lost_connection(
     data = None if cut == -1 else OK[:cut]
     with RudePeer(pair[1], lambda asked: data, lambda asked: True) as peer, Client(pair[0]) as client:
         try:
-            found, _ = client.request_json(peer.address, method, "/x", {} if method == "POST" else None, timeout_s=30)
-            assert found == {"fine": True} and cut == len(OK)
+            result, _ = client.request_json(peer.address, method, "/x", {} if method == "POST" else None, timeout_s=30)
+            assert result == {"fine": True} and cut == len(OK)
         except ConnectionLostError:
             assert cut < len(OK)
         keys = {asked.headers.get(KEY) for asked in peer.asked}
@@ -147,8 +147,8 @@ def test_a_refusal_that_breaks_off_is_a_lost_answer(client: Client, make_identit
 
 
 def test_a_refusal_says_how_long_to_wait(client: Client, make_identity: Make) -> None:
-    at = email.utils.format_datetime(dt.datetime.now(dt.UTC) + dt.timedelta(seconds=90), usegmt=True)
-    answers = [http(503, Retry_After="7"), http(429, Retry_After=at), http(503), http(503, Retry_After="1e99")]
+    time_s = email.utils.format_datetime(dt.datetime.now(dt.UTC) + dt.timedelta(seconds=90), usegmt=True)
+    answers = [http(503, Retry_After="7"), http(429, Retry_After=time_s), http(503), http(503, Retry_After="1e99")]
     with RudePeer(make_identity("peer"), lambda asked: answers.pop(0)) as peer:
         waits = []
         for _ in range(4):
@@ -201,8 +201,11 @@ def test_a_kept_connection_ends_with_its_certificate(client: Client, make_identi
 def test_a_head_that_is_no_http_leaves_no_line_of_its_own_in_the_log(
     client: Client, make_identity: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bad = b"HTTP/1.1 200 OK\r\n\x1b[31mno header\r\nContent-Length: 2\r\n\r\n{}"
-    with RudePeer(make_identity("peer"), lambda asked: bad, lambda asked: True) as peer, pytest.raises(NetworkError):
+    invalid = b"HTTP/1.1 200 OK\r\n\x1b[31mno header\r\nContent-Length: 2\r\n\r\n{}"
+    with (
+        RudePeer(make_identity("peer"), lambda asked: invalid, lambda asked: True) as peer,
+        pytest.raises(NetworkError),
+    ):
         client.request_json(peer.address, "GET", "/x")
     assert "no header" not in caplog.text
 

@@ -131,9 +131,9 @@ def test_the_digest_knows_no_batches_and_no_types(rows: list[Any], data: st.Data
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=50))
 def test_varints_there_and_back(numbers: list[int]) -> None:
-    data, ends = varints(np.array(numbers, np.int64))
+    data, stops = varints(np.array(numbers, np.int64))
     assert integers(data).tolist() == numbers
-    assert (int(ends[-1]) if numbers else 0) == len(data)
+    assert (int(stops[-1]) if numbers else 0) == len(data)
 
 
 # To rows.
@@ -148,9 +148,9 @@ def test_rows_are_the_tensors_that_a_loader_gives(tmp_path: Path) -> None:
     dataset = open_dataset(tmp_path / "ds")
     assert dataset.verify().ok and dataset.manifest.slices > 1 and dataset.manifest.rows == ROWS
     assert report.written.notes == ("left out, being no numbers: text; --to parquet or jsonl keeps them",)
-    told = dataset.manifest.lineage["converted"]
-    assert told["tensors"]["pixels"] == ["F16", 3, 4, 5]
-    assert told["changed"] == {"label": ["I64", "U16"], "pixels": ["U8", "F16"]}
+    reported = dataset.manifest.lineage["converted"]
+    assert reported["tensors"]["pixels"] == ["F16", 3, 4, 5]
+    assert reported["changed"] == {"label": ["I64", "U16"], "pixels": ["U8", "F16"]}
     pixels = columns["pixels"].to_numpy_ndarray()
     seen = []
     for batch in Loader(tmp_path / "ds", batch_size=64, seed=3):
@@ -168,11 +168,11 @@ def test_conversations_keep_their_masked_labels(tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ConvertOptions(seq_len=4, eos_id=2, tensors={"input_ids": "u16", "labels": "i32"})
     convert(tmp_path / "chat.jsonl", tmp_path / "ds", "safetensors", options)
-    one = open_dataset(tmp_path / "ds").open_slice(0)
-    assert one.tensors["input_ids"].tolist() == [[5, 2, 2, 2], [5, 6, 2, 2], [5, 6, 7, 2]]
-    assert one.tensors["labels"].tolist() == [[-100] * 4, [-100, 6, -100, -100], [-100, 6, 7, -100]]
-    assert one.tensors["attention_mask"].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
-    assert one.dtypes == {"input_ids": "U16", "labels": "I32", "attention_mask": "U8"}
+    item = open_dataset(tmp_path / "ds").open_slice(0)
+    assert item.tensors["input_ids"].tolist() == [[5, 2, 2, 2], [5, 6, 2, 2], [5, 6, 7, 2]]
+    assert item.tensors["labels"].tolist() == [[-100] * 4, [-100, 6, -100, -100], [-100, 6, 7, -100]]
+    assert item.tensors["attention_mask"].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
+    assert item.dtypes == {"input_ids": "U16", "labels": "I32", "attention_mask": "U8"}
     with pytest.raises(DatasetError, match=r"at most 2 values in a row, got 3 \(row 2\)"):
         convert(
             tmp_path / "chat.jsonl", tmp_path / "b", "safetensors", ConvertOptions(seq_len=2, tensors={"labels": "i32"})
@@ -202,9 +202,9 @@ def test_a_slice_made_with_plain_safetensors_code(tmp_path: Path) -> None:
         numpy.save_file(arrays, tmp_path / "in" / f"part-{index}.safetensors")
     convert(tmp_path / "in", tmp_path / "t.parquet", "parquet", ConvertOptions())
     convert(tmp_path / "t.parquet", tmp_path / "ds", "safetensors", ConvertOptions())
-    one = open_dataset(tmp_path / "ds").open_slice(0)
-    assert (one.tensors["images"] == np.concatenate([arrays["images"]] * 2)).all()
-    assert numpy.load_file(one.path)["labels"].tolist() == [*range(5), *range(5)]
+    item = open_dataset(tmp_path / "ds").open_slice(0)
+    assert (item.tensors["images"] == np.concatenate([arrays["images"]] * 2)).all()
+    assert numpy.load_file(item.path)["labels"].tolist() == [*range(5), *range(5)]
 
 
 def test_rows_of_a_slice(tmp_path: Path) -> None:
@@ -329,12 +329,12 @@ def test_files_of_two_formats_are_two_tables(tmp_path: Path) -> None:
 
 def addresses(path: Path) -> list[range]:
     """Where this process has a file mapped."""
-    found = []
+    result = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         if line.endswith(str(path)):
             start, stop = line.split()[0].split("-")
-            found.append(range(int(start, 16), int(stop, 16)))
-    return found
+            result.append(range(int(start, 16), int(stop, 16)))
+    return result
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
@@ -347,9 +347,9 @@ def test_columns_lie_in_the_map_of_their_file(tmp_path: Path) -> None:
         path = tmp_path / name if to == "feather" else open_dataset(tmp_path / name).slice_path(0)
         for batch in source.batches():
             address = batch.column("x").buffers()[1].address
-            assert any(address in one for one in addresses(path))
-    one = open_dataset(tmp_path / "ds").open_slice(0)
-    assert any(one.tensors["x"].ctypes.data in where for where in addresses(one.path))
+            assert any(address in item for item in addresses(path))
+    item = open_dataset(tmp_path / "ds").open_slice(0)
+    assert any(item.tensors["x"].ctypes.data in location for location in addresses(item.path))
 
 
 def test_members_of_a_tar_of_others(tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ def test_what_a_directory_holds_beside_tables_is_named(tmp_path: Path, capsys: p
     (folder / "paper.pdf").write_bytes(b"%PDF-1.4\0\1\2")
     (folder / "b.jsonl").symlink_to(tmp_path / "b.jsonl")
     assert main(["convert", str(folder), str(tmp_path / "out"), "--to", "jsonl", "--json", "--quiet"]) == 0
-    said = capsys.readouterr()
-    result = json.loads(said.out)
+    message = capsys.readouterr()
+    result = json.loads(message.out)
     assert result["rows"] == 2 and sorted(result["skipped"].values()) == [1, 1, 1]
-    assert said.err.count("forebay: left out 1: ") == 3 and "paper.pdf" in said.err
+    assert message.err.count("forebay: left out 1: ") == 3 and "paper.pdf" in message.err

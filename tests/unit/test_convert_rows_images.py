@@ -35,9 +35,9 @@ def encoded(pixels: np.ndarray, kind: str = "PNG", **more: Any) -> bytes:
 
 def a_folder(folder: Path) -> Path:
     for index, pixels in enumerate(PIXELS):
-        place = folder / ("cat", "dog", "owl")[index % 3]
-        place.mkdir(parents=True, exist_ok=True)
-        (place / f"{index:03d}.png").write_bytes(encoded(pixels))
+        target = folder / ("cat", "dog", "owl")[index % 3]
+        target.mkdir(parents=True, exist_ok=True)
+        (target / f"{index:03d}.png").write_bytes(encoded(pixels))
     return folder
 
 
@@ -49,10 +49,10 @@ def rows_of(path: Path) -> dict[str, np.ndarray]:
 def test_a_folder_of_classes(tmp_path: Path) -> None:
     a_folder(tmp_path / "in")
     report = convert(tmp_path / "in", tmp_path / "ds", "safetensors", ConvertOptions(tensors={"labels": "u8"}))
-    found = rows_of(tmp_path / "ds")
-    assert found["labels"].tolist() == [0] * 4 + [1] * 4 + [2] * 4 and found["labels"].dtype == np.uint8
+    result = rows_of(tmp_path / "ds")
+    assert result["labels"].tolist() == [0] * 4 + [1] * 4 + [2] * 4 and result["labels"].dtype == np.uint8
     order = [i for label in range(3) for i in range(12) if i % 3 == label]
-    assert (found["images"] == PIXELS[order].transpose(0, 3, 1, 2)).all()
+    assert (result["images"] == PIXELS[order].transpose(0, 3, 1, 2)).all()
     assert open_dataset(tmp_path / "ds").manifest.lineage["converted"]["classes"] == ["cat", "dog", "owl"]
     assert report.written.notes == ("left out, being no numbers: path; --to parquet or jsonl keeps them",)
 
@@ -63,16 +63,16 @@ def test_images_go_through_other_formats_as_they_are(tmp_path: Path, via: str) -
     convert(tmp_path / "in", tmp_path / "direct", "safetensors", NONE)
     convert(tmp_path / "in", tmp_path / "via", via, ConvertOptions(slice_bytes=1000))
     convert(tmp_path / "via", tmp_path / "ds", "safetensors", NONE)
-    direct, found = rows_of(tmp_path / "direct"), rows_of(tmp_path / "ds")
-    assert direct.keys() == found.keys() and all((direct[name] == found[name]).all() for name in direct)
+    direct, result = rows_of(tmp_path / "direct"), rows_of(tmp_path / "ds")
+    assert direct.keys() == result.keys() and all((direct[name] == result[name]).all() for name in direct)
 
 
 def test_parquet_as_hugging_face_stores_images(tmp_path: Path) -> None:
     images = [{"bytes": encoded(pixels), "path": f"{i}.png"} for i, pixels in enumerate(PIXELS)]
     pq.write_table(pa.table({"image": images, "label": list(range(12))}), tmp_path / "train-00000-of-00001.parquet")
     convert(tmp_path, tmp_path.parent / f"{tmp_path.name}-ds", "safetensors", NONE)
-    found = rows_of(tmp_path.parent / f"{tmp_path.name}-ds")
-    assert (found["images"] == PIXELS.transpose(0, 3, 1, 2)).all() and found["labels"].tolist() == list(range(12))
+    result = rows_of(tmp_path.parent / f"{tmp_path.name}-ds")
+    assert (result["images"] == PIXELS.transpose(0, 3, 1, 2)).all() and result["labels"].tolist() == list(range(12))
 
 
 def test_what_is_damaged_is_kept_aside(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_what_is_damaged_is_kept_aside(tmp_path: Path) -> None:
     aside = [json.loads(line) for line in (tmp_path / "ds" / "rejects.jsonl").read_text().splitlines()]
     assert [(row["row"], row["name"]) for row in aside] == [(0, "cat/000.png"), (5, "dog/004.png")]
     assert all(row["reason"] for row in aside)
-    assert any("2 images were rejected" in note for note in report.written.notes)
+    assert any("2 images were rejected" in record for record in report.written.notes)
     dataset = open_dataset(tmp_path / "ds")
     assert dataset.verify().ok and dataset.manifest.lineage["converted"]["rejected"] == 2
     assert rows_of(tmp_path / "ds")["labels"].tolist() == [0] * 3 + [1] * 3 + [2] * 4

@@ -39,16 +39,16 @@ DOCUMENTS = [one.tolist() for one in np.split(STREAM, np.cumsum(PLAIN["lengths"]
 SMALL = ConvertOptions(slice_bytes=4096)
 
 
-def held(tokens: list[int], ends: list[int], cuts: list[int], dtype: str = "U16") -> TokenSource:
+def held(tokens: list[int], stops: list[int], cuts: list[int], dtype: str = "U16") -> TokenSource:
     """Tokens and ends cut at places; an end at a cut goes to the part before it."""
     array = np.array(tokens, np.uint16 if dtype == "U16" else np.uint32)
     parts, last = [], 0
     edges = [0, *sorted(cuts), len(tokens)]
     for a, b in pairwise(edges):
-        stop = sum(end <= b for end in ends)
-        parts.append(TokenPart(array[a:b], np.array([end - a for end in ends[last:stop]], np.uint64)))
+        stop = sum(end <= b for end in stops)
+        parts.append(TokenPart(array[a:b], np.array([end - a for end in stops[last:stop]], np.uint64)))
         last = stop
-    return TokenSource("memory", dtype, len(tokens), len(ends), lambda: iter(parts))
+    return TokenSource("memory", dtype, len(tokens), len(stops), lambda: iter(parts))
 
 
 def rows(source: TokenSource | None) -> list[list[int]]:
@@ -60,23 +60,23 @@ def rows(source: TokenSource | None) -> list[list[int]]:
 def streams(draw: st.DrawFn) -> TokenSource:
     tokens = draw(st.lists(st.integers(0, 60_000), min_size=1, max_size=80))
     n = len(tokens)
-    ends = sorted(draw(st.lists(st.integers(0, n), max_size=12)))
-    return held(tokens, ends, draw(st.lists(st.integers(0, n), max_size=5)))
+    stops = sorted(draw(st.lists(st.integers(0, n), max_size=12)))
+    return held(tokens, stops, draw(st.lists(st.integers(0, n), max_size=5)))
 
 
 @settings(max_examples=150, deadline=None)
 @given(streams(), st.integers(1, 40))
 def test_slices_are_the_stream_however_it_was_cut(source: TokenSource, size: int) -> None:
-    whole, cut = TokenDigest(), TokenDigest()
+    full, cut = TokenDigest(), TokenDigest()
     for part in source.parts():
-        whole.add(part)
+        full.add(part)
     stream = build_stream(source, ConvertOptions(), "keep")
     slices = list(slices_of(stream, 256 + 8 * size))
     for part in slices:
         cut.add(part)
         assert not len(part.document_ends) or int(part.document_ends[-1]) <= len(part.tokens)
         assert len(part.tokens) == 1 or 2 * len(part.tokens) + 8 * len(part.document_ends) <= 8 * size
-    assert cut.text == whole.text == stream.digest.text
+    assert cut.text == full.text == stream.digest.text
 
 
 @settings(max_examples=60, deadline=None)
@@ -98,10 +98,10 @@ def test_every_sink_keeps_every_document(
 @pytest.mark.parametrize("to", sorted(names_with("write_tokens")))
 def test_from_any_format_to_any_other(came: str, to: str, tmp_path: Path) -> None:
     report = convert(GOLDEN / came, tmp_path / "out", to, SMALL)
-    found = open_source(tmp_path / "out", ConvertOptions(input_dtype="uint16" if "u16" in came else "uint32"), "bin")
-    assert isinstance(found, TokenSource)
+    result = open_source(tmp_path / "out", ConvertOptions(input_dtype="uint16" if "u16" in came else "uint32"), "bin")
+    assert isinstance(result, TokenSource)
     keeps = to not in ("bin", "ds")
-    assert rows(found) == (DOCUMENTS if keeps else [STREAM.tolist()])
+    assert rows(result) == (DOCUMENTS if keeps else [STREAM.tolist()])
     assert (report.written.num_tokens, report.written.num_documents) == (len(STREAM), len(DOCUMENTS) if keeps else 0)
     assert bool(report.written.notes) is not keeps
     assert report.num_bytes == sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
@@ -129,9 +129,9 @@ def test_plain_safetensors_are_read(tmp_path: Path) -> None:
     import_slices(tmp_path / "ds" / "slices")
     assert rows(open_tokens(tmp_path / "ds" / "slices", ConvertOptions())) == DOCUMENTS
     write_rows_slice(tmp_path / "rows.safetensors", {"input_ids": STREAM[:608].reshape(-1, 16).astype(np.uint16)})
-    found = open_source(tmp_path / "rows.safetensors", ConvertOptions(), "bin")
-    assert isinstance(found, TokenSource) and found.num_documents == 38
-    assert [token for document in rows(found) for token in document] == STREAM[:608].tolist()
+    result = open_source(tmp_path / "rows.safetensors", ConvertOptions(), "bin")
+    assert isinstance(result, TokenSource) and result.num_documents == 38
+    assert [token for document in rows(result) for token in document] == STREAM[:608].tolist()
 
 
 def test_files_of_one_vector(tmp_path: Path) -> None:
@@ -211,9 +211,9 @@ def test_a_place_that_is_not_free_is_kept_unless_forced(tmp_path: Path) -> None:
     assert rows(open_tokens(out, ConvertOptions())) == DOCUMENTS
     convert(GOLDEN / "arrow", out, "bin", SMALL, force=True)
     assert [path.name for path in out.iterdir()] == ["train.bin"]
-    for place in (out, tmp_path):
+    for position in (out, tmp_path):
         with pytest.raises(UsageError, match="another path"):
-            convert(out, place, "ds", ConvertOptions(input_dtype="uint32"), force=True)
+            convert(out, position, "ds", ConvertOptions(input_dtype="uint32"), force=True)
     with pytest.raises(UsageError, match="expected a format of"):
         convert(GOLDEN / "arrow", tmp_path / "x", "pickle", SMALL)
 
@@ -256,10 +256,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = tmp_path / "out"
     words = ["convert", str(GOLDEN / "arrow"), str(out), "--to", "bin", "--dtype", "uint16", "--json", "--quiet"]
     assert main(words) == 0
-    found = capsys.readouterr()
-    told = json.loads(found.out)
-    assert told["tokens"] == len(STREAM) and told["source"] == "arrow"
-    assert "note: the ends of 24 documents" in found.err
+    result = capsys.readouterr()
+    reported = json.loads(result.out)
+    assert reported["tokens"] == len(STREAM) and reported["source"] == "arrow"
+    assert "note: the ends of 24 documents" in result.err
     assert main(words) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert main(["convert", str(GOLDEN / "arrow"), str(tmp_path / "x")]) == 2

@@ -43,8 +43,8 @@ def test_rows_of_ranges_equal_slices_of_the_arrays(
         rows = TokenCopier([MappedArray(raw, "") for raw in raws], which, starts, lengths, firsts, np.dtype(np.int64))
         for low in range(len(firsts) - 1):
             high = data.draw(st.integers(low, len(firsts) - 1))
-            wanted: list[NDArray[np.int64]] = expected[firsts[low] : firsts[high]]
-            assert rows.read(low, high).tolist() == np.concatenate([np.empty(0, np.int64), *wanted]).tolist()
+            requested: list[NDArray[np.int64]] = expected[firsts[low] : firsts[high]]
+            assert rows.read(low, high).tolist() == np.concatenate([np.empty(0, np.int64), *requested]).tolist()
 
 
 def test_a_range_outside_its_source_is_refused() -> None:
@@ -77,8 +77,8 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error_that_names_it(tmp_path:
     for index in range(2):
         if options:
             tokens = np.arange(1 << 20, dtype=np.uint32)
-            ends = np.arange(1000, len(tokens), 1000, dtype=np.uint64)
-            write_token_slice(tmp_path / f"{index:03d}.safetensors", tokens, ends)
+            stops = np.arange(1000, len(tokens), 1000, dtype=np.uint64)
+            write_token_slice(tmp_path / f"{index:03d}.safetensors", tokens, stops)
         else:
             write_rows_slice(tmp_path / f"{index:03d}.safetensors", {"x": np.ones((512, 1024), np.float32)})
     import_slices(tmp_path, "cut")

@@ -53,10 +53,10 @@ def make_dataset(folder: Path, slices: int = 3) -> Path:
     rows = []
     for i in range(slices):
         tokens = np.arange(i * 100, i * 100 + 90 + i, dtype=np.uint16)
-        ends = np.array([10, 50 + i], np.uint64)
+        stops = np.array([10, 50 + i], np.uint64)
         name = f"slices/{i:06d}.safetensors"
-        size, sha = write_token_slice(folder / name, tokens, ends)
-        rows.append(SliceInfo(i, name, size, sha, len(tokens), len(ends)))
+        size, sha = write_token_slice(folder / name, tokens, stops)
+        rows.append(SliceInfo(i, name, size, sha, len(tokens), len(stops)))
     table = SliceTable.from_rows(rows)
     (folder / "tokenizer.json").write_text("{}")
     lineage = {"files": {"tokenizer.json": hash_file(folder / "tokenizer.json")}}
@@ -78,8 +78,8 @@ def test_golden_bytes(tmp_path: Path) -> None:
     """These change only with a format version."""
     tokens = np.array([72, 105, 256, 1, 65535], np.uint16)
     size, sha = write_token_slice(tmp_path / "s.safetensors", tokens, np.array([3, 5], np.uint64))
-    wanted = json.loads((GOLDEN / "slice.json").read_text())
-    assert {"bytes": size, "sha256": sha} == wanted
+    expected = json.loads((GOLDEN / "slice.json").read_text())
+    assert {"bytes": size, "sha256": sha} == expected
     assert (tmp_path / "s.safetensors").read_bytes() == (GOLDEN / "slice.safetensors").read_bytes()
     manifest = manifest_of(golden_table(), table_sha256="cd" * 32)
     assert manifest.to_json() == (GOLDEN / "manifest.json").read_bytes()
@@ -96,14 +96,14 @@ def test_reference_reader_agrees(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for dtype in (np.uint16, np.uint32):
         tokens = rng.integers(0, 60_000, 1001).astype(dtype)
-        ends = np.array([1, 500, 1001], np.uint64)
-        size, sha = write_token_slice(tmp_path / "a.safetensors", tokens, ends)
+        stops = np.array([1, 500, 1001], np.uint64)
+        size, sha = write_token_slice(tmp_path / "a.safetensors", tokens, stops)
         data = (tmp_path / "a.safetensors").read_bytes()
         assert (size, sha) == (len(data), hashlib.sha256(data).hexdigest())
         theirs, ours = load_file(tmp_path / "a.safetensors"), open_slice(tmp_path / "a.safetensors")
         assert theirs["tokens"].dtype == dtype and (theirs["tokens"] == tokens).all()
-        assert (theirs["document_ends"] == ends).all()
-        assert (ours.tokens == tokens).all() and (ours.document_ends == ends).all()
+        assert (theirs["document_ends"] == stops).all()
+        assert (ours.tokens == tokens).all() and (ours.document_ends == stops).all()
         assert ours.tokens.flags.aligned and not ours.tokens.flags.writeable
         assert not ours.tokens.flags.owndata
 
@@ -196,13 +196,13 @@ def test_garbage_slice(tmp_path: Path, data: bytes) -> None:
 @given(data=st.binary(max_size=300), at=st.integers(0, 10_000), bit=st.integers(0, 7))
 def test_garbage_manifest_and_table(data: bytes, at: int, bit: int) -> None:
     table = golden_table().to_parquet()
-    whole = manifest_of(golden_table()).to_json()
-    for parse, good in ((Manifest.from_json, whole), (SliceTable.from_parquet, table)):
+    full = manifest_of(golden_table()).to_json()
+    for parse, good in ((Manifest.from_json, full), (SliceTable.from_parquet, table)):
         flipped = bytearray(good)
         flipped[at % len(good)] ^= 1 << bit
-        for bad in (data, bytes(flipped), good[: at % len(good)]):
+        for invalid in (data, bytes(flipped), good[: at % len(good)]):
             try:
-                parse(bad)
+                parse(invalid)
             except DatasetError:
                 continue
             assert good is table  # every flip of a manifest is seen; the table has its hash
@@ -210,7 +210,7 @@ def test_garbage_manifest_and_table(data: bytes, at: int, bit: int) -> None:
 
 def test_wrong_use_is_refused(tmp_path: Path) -> None:
     good = np.zeros(4, np.uint16)
-    for tokens, ends in [
+    for tokens, stops in [
         (good.astype(np.int64), np.array([4], np.uint64)),
         (good.reshape(2, 2), np.array([4], np.uint64)),
         (good, np.array([5], np.uint64)),
@@ -218,7 +218,7 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
         (good, np.array([4], np.int64)),
     ]:
         with pytest.raises(UsageError):
-            write_token_slice(tmp_path / "w.safetensors", tokens, ends)  # type: ignore[arg-type]
+            write_token_slice(tmp_path / "w.safetensors", tokens, stops)  # type: ignore[arg-type]
     for tensors in (
         {},
         {"a": np.zeros(2), "b": np.zeros(3)},
@@ -290,8 +290,8 @@ def test_verify_names_any_flipped_byte(tmp_path: Path) -> None:
     folder = make_dataset(tmp_path / "d")
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         data = path.read_bytes()
-        for at in range(0, len(data), max(1, len(data) // 40)):
-            path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        for index in range(0, len(data), max(1, len(data) // 40)):
+            path.write_bytes(data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :])
             report = verify_dataset(folder)
             assert not report.ok and report.bad == [path.relative_to(folder).as_posix()]
         path.write_bytes(data)

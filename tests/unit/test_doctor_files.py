@@ -130,7 +130,7 @@ def test_truncated_jsonl(tmp_path: Path, suffix: str) -> None:
 def test_damaged_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + lines(3) + b'{"text": "broken\n' + b'{"text": "\xff"}\n' + lines(2)[:-1])
-    assert [one.location.partition(" (")[0] for one in findings(path)] == ["line 4", "line 5"]
+    assert [item.location.partition(" (")[0] for item in findings(path)] == ["line 4", "line 5"]
 
 
 # Tables.
@@ -196,7 +196,7 @@ def test_what_is_not_checked_is_not_ok(tmp_path: Path, capsys: pytest.CaptureFix
     page = tmp_path / "page.html"
     page.write_text("<!DOCTYPE html><html><body>A page that somebody wrote.</body></html>")
     assert main(["doctor", str(page)]) == 1
-    assert "html" in (said := capsys.readouterr().out) and "NOT checked: 1 of 1" in said and "ok:" not in said
+    assert "html" in (message := capsys.readouterr().out) and "NOT checked: 1 of 1" in message and "ok:" not in message
     assert main(["doctor", str(page), "--json"]) == 1
     (report,) = orjson.loads(capsys.readouterr().out)["reports"]
     assert (report["ok"], report["depth"], report["read_bytes"]) == (False, "none", 0)
@@ -213,10 +213,10 @@ def ours(folder: Path, tokens: np.ndarray | None = None) -> Path:
     folder.mkdir()
     for i in range(2):
         some = text_tokens(5000, i, eos=None) % 50_000 if tokens is None else tokens
-        ends = np.arange(500, 5001, 500).astype(np.uint64)
+        stops = np.arange(500, 5001, 500).astype(np.uint64)
         some = some.astype(np.uint16)
-        some[ends.astype(np.int64) - 1] = EOS
-        write_token_slice(folder / f"s{i}.safetensors", some, ends)
+        some[stops.astype(np.int64) - 1] = EOS
+        write_token_slice(folder / f"s{i}.safetensors", some, stops)
     import_slices(folder)
     return folder
 
@@ -228,7 +228,7 @@ def test_a_dataset_of_ours(tmp_path: Path) -> None:
     flip(folder / "s1.safetensors", -100)
     assert only("damaged", folder).location == "s1.safetensors"
     (folder / "s0.safetensors").unlink()
-    assert "is missing" in {one.evidence for one in findings(folder)}
+    assert "is missing" in {item.evidence for item in findings(folder)}
     flip(folder / "manifest.json", 30)
     assert only("damaged", folder).location == "manifest"
 
@@ -247,10 +247,10 @@ def test_safetensors_alone(tmp_path: Path) -> None:
     alone = Path(shutil.copy(path, tmp_path / "alone.safetensors"))
     assert not findings(alone)
     data = bytearray(alone.read_bytes())
-    at = data.index(np.arange(500, 5001, 500).astype("<u8").tobytes())
-    data[at : at + 8] = (700).to_bytes(8, "little")  # Then 1000: still rising.
+    index = data.index(np.arange(500, 5001, 500).astype("<u8").tobytes())
+    data[index : index + 8] = (700).to_bytes(8, "little")  # Then 1000: still rising.
     assert not findings(alone)
-    data[at : at + 8] = (70_000).to_bytes(8, "little")
+    data[index : index + 8] = (70_000).to_bytes(8, "little")
     alone.write_bytes(data)
     assert only("document-ends", alone).location == "alone.safetensors"
     assert only("damaged", cut(alone, 7)).location == "header"
@@ -293,7 +293,7 @@ def test_files_that_are_not_the_data(tmp_path: Path) -> None:
     model = tmp_path / "model.bin"
     with zipfile.ZipFile(model, "w") as archive:
         archive.writestr("data.pkl", "x" * 2000)
-    assert faults(model) == {"not-the-data"} and not [one for one in findings(tmp_path) if one.path == str(model)]
+    assert faults(model) == {"not-the-data"} and not [item for item in findings(tmp_path) if item.path == str(model)]
     assert not findings(GOLDEN / "templar" / "sample_ids_000000.npy")
     (tmp_path / "c.npy").write_bytes(b"")
     assert faults(tmp_path / "c.npy") == {"empty"}
@@ -308,11 +308,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with path.open("wb") as file:
         np.save(file, text_tokens(5000))
     assert main(["doctor", str(path), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert not found["ok"] and found["reports"][0]["findings"][0]["fault"] == "header-as-tokens"
+    result = json.loads(capsys.readouterr().out)
+    assert not result["ok"] and result["reports"][0]["findings"][0]["fault"] == "header-as-tokens"
     assert main(["doctor", str(path)]) == 1
-    said = capsys.readouterr().out
-    command = next(line for line in said.splitlines() if "forebay convert" in line).partition("forebay ")[2]
+    message = capsys.readouterr().out
+    command = next(line for line in message.splitlines() if "forebay convert" in line).partition("forebay ")[2]
     out = tmp_path / "out.bin"
     assert main(command.partition(",")[0].replace("FILE", str(path)).replace("OUT", str(out)).split()) == 0
     assert main(["doctor", str(out)]) == 0 and "ok: nothing wrong found" in capsys.readouterr().out
@@ -344,21 +344,21 @@ def test_whatever_is_damaged_the_doctor_stays_calm(tmp_path: Path, data: st.Data
 def test_tokens_of_real_texts(tmp_path: Path, tokenizer: str) -> None:
     """Nothing in them as they are; found where their type is another."""
     folder = shared_data("tokenizers") / tokenizer
-    found = load_tokenizer(str(folder), eos=AUTO)
-    encode = parse(found.data, found.description).encode
+    result = load_tokenizer(str(folder), eos=AUTO)
+    encode = parse(result.data, result.description).encode
     texts = [p.read_text("utf-8") for p in sorted((shared_data("shakespeare") / "works").iterdir())[:2]]
-    tokens = np.array([i for text in texts for i in [*encode(text).ids, found.eos_id]], np.int64)
+    tokens = np.array([i for text in texts for i in [*encode(text).ids, result.eos_id]], np.int64)
     tokens = tokens[: len(tokens) & ~3]
-    known = {"vocab_size": found.vocab_size}
+    registered = {"vocab_size": result.vocab_size}
     path = tmp_path / "a.bin"
-    for kind, told, wanted in (
+    for kind, reported, expected in (
         ("<u2", "<u2", set()), ("<u4", "<u4", set()),
         ("<u4", "<u2", {"wrong-dtype"}), ("<u2", "<u4", {"wrong-dtype"}),
     ):  # fmt: skip
         path.write_bytes(tokens.astype(kind).tobytes())
-        assert faults(path, dtype=np.dtype(told), **known) == wanted, (kind, told)
-        if kind == told:
-            assert faults(path) == wanted, kind
+        assert faults(path, dtype=np.dtype(reported), **registered) == expected, (kind, reported)
+        if kind == reported:
+            assert faults(path) == expected, kind
 
 
 @pytest.mark.parametrize("name", CLEAN)
@@ -366,4 +366,4 @@ def test_clean_real_files_give_no_finding(name: str) -> None:
     folder = shared_data(name)
     files = [p for p in sorted(folder.iterdir()) if p.is_file() and p.name not in DAMAGED]
     assert len(files) > 0
-    assert [one for path in files for one in findings(path)] == []
+    assert [item for path in files for item in findings(path)] == []

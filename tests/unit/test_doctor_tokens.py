@@ -39,23 +39,23 @@ def test_what_is_clean_gives_no_finding(tmp_path: Path) -> None:
     raw(tmp_path / "b.bin", text_tokens(N, 2))
     raw(tmp_path / "c.ds", text_tokens(N, 3, vocab=128_000, dtype=np.uint32))
     reports = look(tmp_path)
-    assert [(one.path.name, one.kind, one.metadata["tokens"]) for one in reports] == [
+    assert [(item.path.name, item.kind, item.metadata["tokens"]) for item in reports] == [
         ("a.npy", "npy", N),
         ("b.bin", "raw tokens", N),
         ("c.ds", "raw tokens", N),
     ]
-    assert not [one for report in reports for one in report.findings]
+    assert not [item for report in reports for item in report.findings]
     assert reports[1].metadata["dtype"] == "uint16 (guessed)" and reports[2].metadata["dtype"] == "uint32 (guessed)"
-    assert all(one.read_bytes == one.total_bytes for one in reports)
+    assert all(item.read_bytes == item.total_bytes for item in reports)
 
 
 def test_a_npy_named_bin_is_read_as_64_tokens_too_many(tmp_path: Path) -> None:
     tokens = text_tokens(N)
     path = saved(tmp_path / "train.bin", tokens)
-    found = only("header-as-tokens", path)
-    assert found.location == "byte 0" and "64 tokens" in found.evidence
+    result = only("header-as-tokens", path)
+    assert result.location == "byte 0" and "64 tokens" in result.evidence
     assert main(["convert", str(path), str(tmp_path / "out.bin"), "--to", "bin"]) == 0  # As the advice says.
-    assert "convert" in found.advice and (tmp_path / "out.bin").read_bytes() == tokens.tobytes()
+    assert "convert" in result.advice and (tmp_path / "out.bin").read_bytes() == tokens.tobytes()
 
 
 def test_headers_inside_headerless_files(tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_what_was_appended_to_a_npy(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.npy", text_tokens(N))
     with path.open("ab") as file:
         file.write(b"\x05" * 999)
-    found = only("appended", path)
-    assert found.location == f"byte {128 + 2 * N}" and "truncate" in found.advice
+    result = only("appended", path)
+    assert result.location == f"byte {128 + 2 * N}" and "truncate" in result.advice
 
 
 @pytest.mark.parametrize("kind", [">u2", ">u4"])
@@ -105,8 +105,8 @@ def test_the_other_byte_order(tmp_path: Path, kind: str) -> None:
 def test_one_type_read_as_another(tmp_path: Path, kind: str, told: str) -> None:
     tokens = text_tokens(N, dtype=kind)
     path = raw(tmp_path / "a.bin", tokens)
-    found = only("wrong-dtype", path, dtype=np.dtype(told))
-    assert f"The tokens are {np.dtype(kind)}" in found.evidence
+    result = only("wrong-dtype", path, dtype=np.dtype(told))
+    assert f"The tokens are {np.dtype(kind)}" in result.evidence
     out = tmp_path / "out.bin"
     assert main(["convert", str(path), str(out), "--to", "bin", "--set", f"input_dtype={np.dtype(kind).name}"]) == 0
     assert out.read_bytes() == tokens.astype("<u2" if kind == "<u2" else "<u4").tobytes() and not faults(out)
@@ -114,24 +114,24 @@ def test_one_type_read_as_another(tmp_path: Path, kind: str, told: str) -> None:
 
 @pytest.mark.parametrize("kind", [np.int64, np.float32])
 def test_npy_of_a_type_that_loaders_refuse(tmp_path: Path, kind: type) -> None:
-    found = only("wrong-dtype", saved(tmp_path / "a.npy", text_tokens(N).astype(kind)))
-    assert np.dtype(kind).name in found.evidence and "uint16" in found.advice
+    result = only("wrong-dtype", saved(tmp_path / "a.npy", text_tokens(N).astype(kind)))
+    assert np.dtype(kind).name in result.evidence and "uint16" in result.advice
     assert not findings(saved(tmp_path / "b.npy", text_tokens(N).astype(kind).astype(np.uint16)))
 
 
 def test_vocabulary_overflow_says_where(tmp_path: Path) -> None:
     tokens = text_tokens(N)
     tokens[777] = 60_000
-    found = only("vocabulary-overflow", raw(tmp_path / "a.bin", tokens), vocab_size=50257)
-    assert found.location == "token 777" and "60000" in found.evidence
+    result = only("vocabulary-overflow", raw(tmp_path / "a.bin", tokens), vocab_size=50257)
+    assert result.location == "token 777" and "60000" in result.evidence
 
 
 def test_zeros_that_were_set_aside(tmp_path: Path) -> None:
     tokens = text_tokens(N)
     path = raw(tmp_path / "a.bin", tokens)
     os.truncate(path, 200_000)
-    found = only("trailing-zeros", path)
-    assert found.location == "byte 195904" and "set aside" in found.evidence
+    result = only("trailing-zeros", path)
+    assert result.location == "byte 195904" and "set aside" in result.evidence
 
 
 # Sample ids.
@@ -169,15 +169,15 @@ def test_tokens_that_changed_are_not_given_new_ids(tmp_path: Path) -> None:
     ids = ids_of(tokens, 256)
     tokens[256 * 5] ^= 1
     path = pair(tmp_path / "s", tokens, ids)
-    found = only("ids-mismatch", path)
-    assert "fetch" in found.advice
+    result = only("ids-mismatch", path)
+    assert "fetch" in result.advice
 
 
 def test_a_large_file_is_read_in_part(tmp_path: Path) -> None:
     path = raw(tmp_path / "a.bin", text_tokens(3 << 20))
     (part,) = look(path, max_bytes=1 << 20)
-    (whole,) = look(path, max_bytes=1 << 20, full=True)
-    assert part.ok and part.read_bytes < part.total_bytes and whole.read_bytes == whole.total_bytes
+    (full,) = look(path, max_bytes=1 << 20, full=True)
+    assert part.ok and part.read_bytes < part.total_bytes and full.read_bytes == full.total_bytes
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -197,7 +197,7 @@ def test_clean_random_files_give_no_finding(
     )
     path = tmp_path / f"a{suffix}"
     (saved if suffix == ".npy" else raw)(path, tokens)
-    known = {"dtype": np.dtype(kind), "vocab_size": max(vocab, EOS + 1)}
-    assert not findings(path, **known)
+    registered = {"dtype": np.dtype(kind), "vocab_size": max(vocab, EOS + 1)}
+    assert not findings(path, **registered)
     if suffix == ".npy" or count >= 1024:
         assert not findings(path)

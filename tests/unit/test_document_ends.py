@@ -24,13 +24,13 @@ def dataset(tmp_path: Path) -> Dataset:
     """Slices whose ends are in the head, beyond it, and behind a header longer than it; and one without any."""
     folder = tmp_path / "documents"
     folder.mkdir()
-    for i, (count, note) in enumerate(((100, 0), (20_000, 0), (300, 100_000), (0, 0))):
-        ends = np.arange(10, 10 * count + 1, 10, dtype=np.uint64)
+    for i, (count, record) in enumerate(((100, 0), (20_000, 0), (300, 100_000), (0, 0))):
+        stops = np.arange(10, 10 * count + 1, 10, dtype=np.uint64)
         tokens = np.zeros(400_000, np.uint16)
-        if note:
-            save_file({"tokens": tokens, "document_ends": ends}, folder / f"{i}.safetensors", {"note": "x" * note})
+        if record:
+            save_file({"tokens": tokens, "document_ends": stops}, folder / f"{i}.safetensors", {"note": "x" * record})
         else:
-            write_token_slice(folder / f"{i}.safetensors", tokens, ends)
+            write_token_slice(folder / f"{i}.safetensors", tokens, stops)
     return import_slices(folder, "documents")
 
 
@@ -46,8 +46,8 @@ def test_ends_are_read_without_their_slices(dataset: Dataset) -> None:
             assert sent / 3 <= 250_000 < dataset.table.bytes.min(), name
         server.reset()
         for settings in ({"packing": "fit"}, {"documents": DocumentSubset([3], 2, 90)}):
-            here, there = (plan_samples(one, 64, **settings) for one in (dataset, remote))  # type: ignore[arg-type]
-            assert here.counts.tolist() == there.counts.tolist()
+            here, exists = (plan_samples(item, 64, **settings) for item in (dataset, remote))  # type: ignore[arg-type]
+            assert here.counts.tolist() == exists.counts.tolist()
 
 
 def test_a_passing_fault_is_passed_over_and_a_lasting_one_is_named(dataset: Dataset) -> None:

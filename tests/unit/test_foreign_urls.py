@@ -116,8 +116,8 @@ def test_an_address_inside_is_not_connected_to_whatever_name_leads_there(
     url: str, sink: OriginServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each look-up of the name has another answer: the address that is connected to is the one that counts."""
-    found = [socket.getaddrinfo("127.0.0.1", sink.port, type=socket.SOCK_STREAM)]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found[0])
+    result = [socket.getaddrinfo("127.0.0.1", sink.port, type=socket.SOCK_STREAM)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: result[0])
     origin = open_untrusted_origin(url, "public", timeouts=QUICK)
     with pytest.raises(PermanentError, match=r"expected a public address, got 127\.0\.0\.1"):
         origin.get("manifest.json", 100)
@@ -143,7 +143,7 @@ def test_any_opens_an_address_inside_and_shows_it_nothing(sink: OriginServer) ->
 def claims_of(peer: Identity, *more: Mapping[str, Any], port: int = 1) -> bytes:
     now = time.time()
     base = Claim("corpus", "ab" * 32, 3, peer.peer_id, f"127.0.0.1:{port}", now + 600)
-    return http(200, {"claims": [Claim(**{**vars(base), **one}).to_json(peer) for one in more]})
+    return http(200, {"claims": [Claim(**{**vars(base), **item}).to_json(peer) for item in more]})
 
 
 def test_a_bad_claim_is_left_out_and_the_others_stand(make_identity: Make) -> None:
@@ -152,8 +152,8 @@ def test_a_bad_claim_is_left_out_and_the_others_stand(make_identity: Make) -> No
                         .partition(b"\r\n\r\n")[2])["claims"]  # fmt: skip
     claims += [5, None, {}, {**claims[0], "signature": "00" * 64}, {**claims[0], "expires_at": "soon"}]
     with RudePeer(peer, lambda asked: http(200, {"claims": claims})) as rude, Client(make_identity("r")) as client:
-        found = read_claims(client, rude.address, "corpus")
-    assert [(claim.url, claim.address) for claim in found] == [
+        result = read_claims(client, rude.address, "corpus")
+    assert [(claim.url, claim.address) for claim in result] == [
         ("", rude.address),
         ("https://h.example/d", rude.address),
     ]
@@ -313,5 +313,5 @@ def test_sources_of_an_origin_are_bounded_by_its_claims(make_identity: Make, dat
         origin: Any = remote.origin
         with pytest.raises(ProtocolError, match="a URL that a data node claims"):
             origin.open_url("https://data.example/d")
-        found: list[Origin] = list(origin.sources())
-        assert len(found) == 1
+        result: list[Origin] = list(origin.sources())
+        assert len(result) == 1

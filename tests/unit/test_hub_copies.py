@@ -117,13 +117,13 @@ def test_an_interrupted_download_is_continued(hub: HubServer) -> None:
     path, data = copy.paths[0], copy.paths[0].read_bytes()
     blob = path.resolve()
     partial = blob.with_name(f"{blob.name}.forebay.incomplete")
-    for left in (data[:100_000], b"x" * 1000, data + b"more"):
+    for remaining in (data[:100_000], b"x" * 1000, data + b"more"):
         blob.unlink()
-        partial.write_bytes(left)
+        partial.write_bytes(remaining)
         hub.reset()
         assert download_hub("hf:a/b").paths[0].read_bytes() == data
         sent = hub.bytes_sent["data/train-0.jsonl"]
-        assert sent == len(data) - 100_000 if left == data[:100_000] else sent >= len(data)
+        assert sent == len(data) - 100_000 if remaining == data[:100_000] else sent >= len(data)
     hub.faults.truncate = 0.7
     blob.unlink()
     assert download_hub("hf:a/b").paths[0].read_bytes() == data
@@ -201,11 +201,11 @@ def test_a_directory_is_not_copied(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_by_its_name_or_alias(hub: HubServer) -> None:
-    found = load_tokenizer("Salesforce/codegen-350M-mono")
-    assert found.eos_id is not None and found.vocab_size <= 300
+    result = load_tokenizer("Salesforce/codegen-350M-mono")
+    assert result.eos_id is not None and result.vocab_size <= 300
     assert hub.bytes_sent.keys() == {"tokenizer.json", "tokenizer_config.json"}
     hub.close()
-    assert load_tokenizer("codegen-350M").data == found.data
+    assert load_tokenizer("codegen-350M").data == result.data
     with pytest.raises(DownloadError, match="Failed to download tokenizer 'gpt2'"):
         load_tokenizer("gpt2")
 

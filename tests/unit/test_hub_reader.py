@@ -40,8 +40,8 @@ class _File:
         try:
             if self.refuse(start):
                 raise PrepareError(f"at {start}")
-            for at in range(start, stop, 5):
-                take(memoryview(self.data)[at : min(at + 5, stop)])
+            for index in range(start, stop, 5):
+                take(memoryview(self.data)[index : min(index + 5, stop)])
             time.sleep(0.002)
         finally:
             with self._lock:
@@ -69,10 +69,10 @@ def test_any_reading_gives_the_files_bytes_within_the_bounds(size: int, numbers:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_file, "MAX_BLOCKS", most)
         patch.setattr(remote_file, "BLOCK_BYTES", 16)
-        file, at = _File(size), 0
+        file, index = _File(size), 0
         for number in numbers:
-            at = (at + 1 if number < 0 else number) % -(-size // 16)  # -1: read on
-            file.assert_reads(at)
+            index = (index + 1 if number < 0 else number) % -(-size // 16)  # -1: read on
+            file.assert_reads(index)
             assert len(file.blocks._blocks) <= most
         assert all(start < stop <= size and stop - start <= 16 for start, stop in file.ranges)
 

@@ -60,27 +60,27 @@ def _blocks() -> Any:
 
 def texts(name: str, text_key: str = "text") -> list[str]:
     """All documents of a dataset of the hub, in order."""
-    found = []
+    result = []
     for record, _ in records_of(name, ReadOptions(text_key=text_key)).open(0, None):
         assert not record.problem, record
-        found.append(record.text)
-    return found
+        result.append(record.text)
+    return result
 
 
 def on_disk(repo: Path, *files: str, text_key: str = "text") -> list[str]:
     """The same, by other means."""
-    found: list[str] = []
+    result: list[str] = []
     for file in files:
         path = repo / file
         if path.suffix == ".parquet":
-            found += pq.read_table(path).column(text_key).to_pylist()
+            result += pq.read_table(path).column(text_key).to_pylist()
         elif path.suffix == ".csv":
             with path.open(newline="", encoding="utf-8") as rows:
-                found += [row[text_key] for row in csv.DictReader(rows)]
+                result += [row[text_key] for row in csv.DictReader(rows)]
         else:
             with pa.input_stream(str(path), compression="detect") as data:
-                found += [json.loads(line)[text_key] for line in data.read().decode().splitlines()]
-    return found
+                result += [json.loads(line)[text_key] for line in data.read().decode().splitlines()]
+    return result
 
 
 ALL = [
@@ -94,8 +94,8 @@ ALL = [
 
 @pytest.mark.parametrize(("name", "files"), ALL)
 def test_every_row_in_the_order_of_the_files(hub: HubServer, name: str, files: list[str]) -> None:
-    wanted = on_disk(hub.directory / "datasets" / "/".join(name.partition(":")[0].split("/")[:2]), *files)
-    assert texts(f"hf:{name}") == wanted and len(wanted) > 30
+    expected = on_disk(hub.directory / "datasets" / "/".join(name.partition(":")[0].split("/")[:2]), *files)
+    assert texts(f"hf:{name}") == expected and len(expected) > 30
 
 
 def batches_of(stream: TextStream) -> list[tuple[list[list[int]], dict[str, Any]]]:
@@ -116,13 +116,15 @@ def test_a_stream_goes_on_from_any_place(hub: HubServer, name: str, shuffle_buff
             prefetch=0,
         )
 
-    whole = batches_of(make())
-    assert len(whole) > 20
-    count = min(90, len(whole))
-    for at in {0, 3, count // 2, count - 2}:
+    full = batches_of(make())
+    assert len(full) > 20
+    count = min(90, len(full))
+    for index in {0, 3, count // 2, count - 2}:
         stream = make()
-        stream.load_state_dict(json.loads(json.dumps(whole[at][1])))
-        assert [inputs for inputs, _ in batches_of(stream)][: 89 - at] == [inputs for inputs, _ in whole[at + 1 : 90]]
+        stream.load_state_dict(json.loads(json.dumps(full[index][1])))
+        assert [inputs for inputs, _ in batches_of(stream)][: 89 - index] == [
+            inputs for inputs, _ in full[index + 1 : 90]
+        ]
 
 
 def test_files_are_mixed_anew_in_each_epoch_and_none_is_lost(
@@ -233,7 +235,7 @@ def test_a_name_that_nothing_has(
 def test_what_is_gated_needs_a_token_which_no_other_host_sees(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, impatient: None
 ) -> None:
-    wanted = on_disk(
+    expected = on_disk(
         hub.directory / "datasets/bigcode/the-stack",
         "data/python/train-00000-of-00001.parquet",
         "data/toml/train-00000-of-00001.parquet",
@@ -246,13 +248,13 @@ def test_what_is_gated_needs_a_token_which_no_other_host_sees(
     with pytest.raises(AccessError, match="HF_TOKEN's account has no access"):
         texts("hf:bigcode/the-stack", "content")
     monkeypatch.setenv("HF_TOKEN", f" {TOKEN}\n")
-    assert texts("hf:bigcode/the-stack", "content") == wanted
+    assert texts("hf:bigcode/the-stack", "content") == expected
     monkeypatch.delenv("HF_TOKEN")
     (tmp_path / "token").write_text(TOKEN + "\n")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     hub.reset()
     monkeypatch.setattr("forebay.storage.remote_file._blocks", type(_blocks())())
-    assert texts("hf:bigcode/the-stack/data/python", "content") == wanted[: len(wanted) - 1]
+    assert texts("hf:bigcode/the-stack/data/python", "content") == expected[: len(expected) - 1]
     shown = dict(zip(hub.paths, hub.authorizations))
     assert {bool(value) for path, value in shown.items() if path.startswith("/datasets/")} == {False}
     assert {value for path, value in shown.items() if path.startswith("/api/")} == {f"Bearer {TOKEN}"}
@@ -276,16 +278,16 @@ def test_a_state_names_the_commit_that_it_is_of(hub: HubServer) -> None:
 def test_revisions(hub: HubServer) -> None:
     hub.revisions.add("refs/convert/parquet")
     for name in ("EleutherAI/pile@refs%2Fconvert%2Fparquet", "EleutherAI/pile:train@refs/convert/parquet"):
-        found = find_split(name)
-        assert found is not None and len(found.files()) == 2
+        result = find_split(name)
+        assert result is not None and len(result.files()) == 2
     with pytest.raises(UsageError, match="expected a revision of it"):
         find_split("EleutherAI/pile@nope")
 
 
 def test_other_files_need_the_library(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    said = "^HuggingFace datasets and transformers are required. Install with: pip install datasets transformers"
-    with pytest.raises(ImportError, match=said) as caught:
+    message = "^HuggingFace datasets and transformers are required. Install with: pip install datasets transformers"
+    with pytest.raises(ImportError, match=message) as caught:
         TextStream("hf:example/pictures", tokenizer="bytes", seq_len=8, batch_size=1)
     assert isinstance(caught.value, MissingPackageError)
 
@@ -297,21 +299,21 @@ def test_a_dataset_is_made_of_it(hub: HubServer, tmp_path: Path) -> None:
         [hub.directory / "datasets/HuggingFaceFW/fineweb-edu/sample"], tmp_path / "local", tokenizer="bytes"
     )
     assert summary.documents_out == local.documents_out == 40
-    found, wanted = (open_dataset(tmp_path / at).open_slice(0).tokens for at in ("out", "local"))
-    assert np.array_equal(found, wanted) and len(found) == summary.tokens
+    result, expected = (open_dataset(tmp_path / index).open_slice(0).tokens for index in ("out", "local"))
+    assert np.array_equal(result, expected) and len(result) == summary.tokens
 
 
 def test_a_dataset_that_was_renamed(hub: HubServer) -> None:
     hub.renamed["squad"] = "EleutherAI/pile"
-    found = find_split("squad")
-    assert found is not None and found.url.startswith("hf://datasets/EleutherAI/pile:train@")
+    result = find_split("squad")
+    assert result is not None and result.url.startswith("hf://datasets/EleutherAI/pile:train@")
 
 
 def test_a_mirror_whose_pages_name_the_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.page_size = 1
     shown, hub.url = hub.url, "https://hub.invalid"
-    found = find_split("hf://datasets/EleutherAI/pile")
-    assert found is not None and len(found.files()) == 2 and shown != hub.url
+    result = find_split("hf://datasets/EleutherAI/pile")
+    assert result is not None and len(result.files()) == 2 and shown != hub.url
     assert hub.requests["tree"] > 3
 
 

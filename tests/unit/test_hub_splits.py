@@ -32,9 +32,9 @@ def repo(hub: HubServer, names: list[str], card: dict[str, Any] | None = None) -
 
 
 def paths(name: str) -> list[str]:
-    found = find_split(name)
-    assert found is not None
-    return [file.path for file in found.files()]
+    result = find_split(name)
+    assert result is not None
+    return [file.path for file in result.files()]
 
 
 @pytest.mark.parametrize(
@@ -163,11 +163,11 @@ def test_a_large_repository_is_not_listed_to_begin(hub: HubServer) -> None:
     names = [f"data/{dump}/{number:03d}.parquet" for dump in "abc" for number in range(200)]
     card = {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "data/*/*"}]}]}
     name = repo(hub, names, card)
-    found = find_split(name)
-    assert found is not None and found.file(0) is not None and hub.requests == {"info": 1, "tree": 1}
-    assert found.url == f"hf://datasets/a/b/default:train@{hub.commit(hub.directory / 'datasets/a/b')}"
-    assert [file.path for file in found.files()] == names and hub.requests["tree"] == -(-603 // 50)
-    assert found.file(600) is None and source_at(found, 600) is None
+    result = find_split(name)
+    assert result is not None and result.file(0) is not None and hub.requests == {"info": 1, "tree": 1}
+    assert result.url == f"hf://datasets/a/b/default:train@{hub.commit(hub.directory / 'datasets/a/b')}"
+    assert [file.path for file in result.files()] == names and hub.requests["tree"] == -(-603 // 50)
+    assert result.file(600) is None and source_at(result, 600) is None
 
 
 def test_without_a_card_all_pages_decide(hub: HubServer) -> None:

@@ -81,12 +81,12 @@ def test_global_arrays_are_the_global_batches(data: Path, tmp_path: Path, proces
         )
         for i in range(processes)
     ]
-    for one in running:
-        _, errors = one.communicate(timeout=scaled(120))
-        assert one.returncode == 0, errors
-    wanted = [
+    for item in running:
+        _, errors = item.communicate(timeout=scaled(120))
+        assert item.returncode == 0, errors
+    expected = [
         b.inputs.tolist() for b in Loader(data, seq_len=16, global_batch_size=8, seed=3, epochs=2, drop_last=True)
     ]
     parts = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(processes)]
     got = [[row for _, rows in sorted(chain(*step)) for row in rows] for step in zip(*parts)]
-    assert got == wanted and len(wanted) == 14
+    assert got == expected and len(expected) == 14

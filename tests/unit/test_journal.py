@@ -88,20 +88,20 @@ def finish(journal: Journal) -> None:
 def test_everything_comes_back(tmp_path: Path) -> None:
     with open_journal(tmp_path) as journal:
         journal.wait(journal.put([WorkerEnlisted(WORKER, (b"k" * 32).hex(), "worker")]))
-        one = lease(journal, "w")
-        use(journal, "w", one, 0, 2)
+        item = lease(journal, "w")
+        use(journal, "w", item, 0, 2)
         other = lease(journal, "v")
         say(journal, "v", ExchangeRequest(session="s", release=(other.lease_id,)))
         before = journal.core.snapshot()
         kill(journal)
     with open_journal(tmp_path, now=500.0) as journal:
         table = journal.core.table
-        assert list(table.leases) == [one.lease_id]
+        assert list(table.leases) == [item.lease_id]
         assert table.sessions.all["w", "s"].deadline == 510.0
         assert journal.core.snapshot()["table"] == before["table"]
         entries = journal.ledger.next_seq
         # The receipt whose answer was lost is asked again, and recorded once.
-        assert use(journal, "w", one, 0, 2).uses[0].offset == 2
+        assert use(journal, "w", item, 0, 2).uses[0].offset == 2
         assert journal.ledger.next_seq == entries == 3
         finish(journal)
     report = verify_ledger(tmp_path / LEDGER_NAME)
@@ -291,9 +291,9 @@ def test_a_restart_does_not_read_the_whole_ledger(tmp_path: Path) -> None:
                 journal.wait(ticket)
         journal.wait(ticket)
         kill(journal)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with open_journal(tmp_path, epochs=2, samples=[8] * num_slices) as journal:
-        took_s = time.perf_counter() - begun
+        took_s = time.perf_counter() - started
         assert journal.core.table.used_before + journal.core.table.used == 8 * num_slices
         assert journal.ledger.read_bytes < 100_000
     print(f"restart: {took_s:.2f} s, {entries:,} entries, {num_slices:,} slices")

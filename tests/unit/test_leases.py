@@ -146,11 +146,11 @@ def test_the_slowest_is_who_would_finish_last_and_is_cut_at_its_horizon() -> Non
 
 def test_a_lease_that_was_not_begun_goes_as_a_whole() -> None:
     leases = table([10, 10])
-    begun, waiting = grant(leases, "a", "1"), grant(leases, "a", "2")
-    assert begun is not None and waiting is not None
-    use(leases, begun, 1, now=5.0)
+    started, waiting = grant(leases, "a", "1"), grant(leases, "a", "2")
+    assert started is not None and waiting is not None
+    use(leases, started, 1, now=5.0)
     leases.wait(leases.sessions.touch(("idle", ""), 5.0), 5.0)
-    assert leases.declare(begun, 3) is None
+    assert leases.declare(started, 3) is None
     assert leases.declare(waiting, 0) == 0
     leases.cut("2", 0, 5.0)
     assert "2" not in leases.leases and leases.ended["2"].is_complete
@@ -161,13 +161,13 @@ def test_who_lives_and_does_nothing_loses_its_leases() -> None:
     leases = table([10, 10])
     lease = grant(leases, "hoarder", "1")
     assert lease is not None
-    found: list[tuple[str, str]] = []
+    result: list[tuple[str, str]] = []
     for now in range(1, 60):
         leases.sessions.touch(lease.key, float(now))
-        found += leases.overdue_leases(float(now))
-        if found:
+        result += leases.overdue_leases(float(now))
+        if result:
             break
-    assert found == [("1", "stalled")] and 40 <= now <= 51
+    assert result == [("1", "stalled")] and 40 <= now <= 51
 
 
 def test_a_slice_set_aside_ends_the_epoch_without_it_until_it_is_readmitted() -> None:

@@ -173,7 +173,7 @@ def test_a_quarter_of_a_million_slices_verify_in_seconds(tmp_path: Path) -> None
         for first in range(0, num_slices, 50):
             uses = [["l", 0, index, 0, 4, 1] for index in range(first, first + 50)]
             ledger.append("uses", {"worker": WORKER, "uses": uses, "receipt": ""}, sync=False)
-    begun = time.process_time()
+    started = time.process_time()
     report = verify_ledger(path)
     assert report.ok and report.epochs[0]["samples"] == 4 * num_slices
-    assert time.process_time() - begun < 15
+    assert time.process_time() - started < 15

@@ -58,20 +58,20 @@ def test_coverage_equals_counting_points(
 
     uses_in, gone_in = fitting(uses), fitting(gone)
     table = np.array(uses_in, np.int64).reshape(-1, 3)
-    found = cover(np.array(samples, np.int64), table[:, 0], table[:, 1], table[:, 2], gone_in)
+    result = cover(np.array(samples, np.int64), table[:, 0], table[:, 1], table[:, 2], gone_in)
     points = [np.zeros(n, np.int64) for n in samples]
     aside = [np.zeros(n, bool) for n in samples]
     for i, a, b in uses_in:
         points[i][a:b] += 1
     for i, a, b in gone_in:
         aside[i][a:b] = True
-    flat, left = np.concatenate(points), np.concatenate(aside)
-    assert found.counts["samples"] == flat.sum()
-    assert found.counts["repeated"] == np.maximum(flat - 1, 0).sum()
-    assert found.counts["missing"] == ((flat == 0) & ~left).sum()
-    assert found.counts.get("set_aside", 0) == ((flat == 0) & left).sum()
+    flat, remaining = np.concatenate(points), np.concatenate(aside)
+    assert result.counts["samples"] == flat.sum()
+    assert result.counts["repeated"] == np.maximum(flat - 1, 0).sum()
+    assert result.counts["missing"] == ((flat == 0) & ~remaining).sum()
+    assert result.counts.get("set_aside", 0) == ((flat == 0) & remaining).sum()
     rebuilt = [np.ones(n, np.int64) for n in samples]
-    for i, a, b in found.missing.tolist():
+    for i, a, b in result.missing.tolist():
         rebuilt[i][a:b] -= 1
     for i in range(4):
         assert (rebuilt[i] == ((points[i] > 0) | aside[i])).all()
@@ -187,8 +187,8 @@ def test_a_full_disk_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with monkeypatch.context() as patch:
             from forebay.ledger import writer
 
-            whole = writer.os.write
-            patch.setattr(writer.os, "write", lambda fd, data: whole(fd, data[:9]))
+            full = writer.os.write
+            patch.setattr(writer.os, "write", lambda fd, data: full(fd, data[:9]))
             with pytest.raises(LedgerError, match="Is the disk full"):
                 ledger.append("paused", {})
         ledger.append("paused", {})

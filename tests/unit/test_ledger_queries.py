@@ -61,17 +61,17 @@ def train(path: Path, dataset: Dataset, epochs: int = 2, one: bool = False) -> d
             for index, count in enumerate(samples.tolist()):
                 name = f"w{(epoch + index) % 2}"
                 order = lease_order(9, epoch, index, count, 0, count)
-                acked = at = 0
-                while at < count:
+                acked = position = 0
+                while position < count:
                     steps[name] += 1
-                    seen[name, steps[name]] = (base[index] + order[at : at + BATCH]).tolist()
-                    at = min(count, at + BATCH)
-                    if at == count or chance.random() < 0.5:
-                        use = Used(f"{epoch}-{index}", epoch, index, acked, at, steps[name])
+                    seen[name, steps[name]] = (base[index] + order[position : position + BATCH]).tolist()
+                    position = min(count, position + BATCH)
+                    if position == count or chance.random() < 0.5:
+                        use = Used(f"{epoch}-{index}", epoch, index, acked, position, steps[name])
                         row = {"worker": PEERS["w0" if one else name], "uses": [use.to_row()], "receipt": ""}
                         row |= {"session": name} if one else {}
                         ledger.append("uses", row, sync=False)
-                        acked = at
+                        acked = position
     return seen
 
 
@@ -91,8 +91,8 @@ def test_every_step_of_every_worker_is_found(
         assert part.exact and part.name == name and part.worker == PEERS[name] and part.samples == samples
         tokens = [t for p in part.documents for t in dataset.open_slice(p.slice).tokens[p.start : p.stop].tolist()]
         firsts = [(sample - int(index.job.samples[: part.slice].sum())) * SEQ_LEN for sample in samples]
-        whole = dataset.open_slice(part.slice).tokens
-        assert tokens == [t for first in firsts for t in whole[first : first + SEQ_LEN].tolist()]
+        full = dataset.open_slice(part.slice).tokens
+        assert tokens == [t for first in firsts for t in full[first : first + SEQ_LEN].tolist()]
     assert {p.name for p in blame_step(index, 1)} == {"w0", "w1"}
     for step, worker in ((0, ""), (10_000, ""), (1, "nobody")):
         with pytest.raises(UsageError, match="blame"):
@@ -116,14 +116,18 @@ def test_whoever_saw_a_document_is_found(
     bases = np.cumsum(index.job.samples) - index.job.samples
     for number in range(int(dataset.table.documents.sum())):
         places = list(documents.token_ranges(number))
-        assert all(p.document == number for at, a, b in places for p in documents.pieces(at, a, b))
-        for at, start, stop in places:
+        assert all(p.document == number for position, a, b in places for p in documents.pieces(position, a, b))
+        for position, start, stop in places:
             ids = {
-                int(bases[at]) + s for s in range(start // SEQ_LEN, -(-stop // SEQ_LEN)) if s < index.job.samples[at]
+                int(bases[position]) + s
+                for s in range(start // SEQ_LEN, -(-stop // SEQ_LEN))
+                if s < index.job.samples[position]
             }
             expected = {(who, step): sorted(ids & set(used)) for (who, step), used in seen.items() if ids & set(used)}
-            found = {(part.name, part.first_step): sorted(part.samples) for part in who_saw(index, at, start, stop)}
-            assert found == expected
+            result = {
+                (part.name, part.first_step): sorted(part.samples) for part in who_saw(index, position, start, stop)
+            }
+            assert result == expected
     assert documents.find("#2") == documents.find("2") == [2]
     with pytest.raises(UsageError, match="none in"):
         documents.find("#99")
@@ -156,16 +160,16 @@ def write_roster(directory: Path, rows: list[Stepped]) -> None:
 
 
 def test_the_coordinators_log_is_proved(tmp_path: Path) -> None:
-    whole = [Stepped(1, 0, 4, 0, 4), Stepped(1, 4, 9, 16, 4), Stepped(2, 6, 20, 24, 4)]
-    write_roster(tmp_path / "a", whole)
+    full = [Stepped(1, 0, 4, 0, 4), Stepped(1, 4, 9, 16, 4), Stepped(2, 6, 20, 24, 4)]
+    write_roster(tmp_path / "a", full)
     report = verify_steps(tmp_path / "a")
     assert report.ok and report.steps == 20
     assert report.epochs == [{"epoch": 0, "samples": 80, "missing": 0, "repeated": 0, "redone": 12}]
-    write_roster(tmp_path / "b", [whole[0], Stepped(1, 4, 6, 20, 4), Stepped(2, 6, 7, 26, 4)])
+    write_roster(tmp_path / "b", [full[0], Stepped(1, 4, 6, 20, 4), Stepped(2, 6, 7, 26, 4)])
     report = verify_steps(tmp_path / "b")
     assert not report.ok and report.epochs[0]["missing"] == 4 and report.epochs[0]["repeated"] == 2
-    write_roster(tmp_path / "c", whole[:1])
+    write_roster(tmp_path / "c", full[:1])
     assert verify_steps(tmp_path / "c").ok
-    write_roster(tmp_path / "d", whole[2:])
+    write_roster(tmp_path / "d", full[2:])
     assert "expected step 0" in verify_steps(tmp_path / "d").problems[0]
     assert is_roster(tmp_path / "a") and not is_roster(tmp_path / "nothing")

@@ -47,14 +47,14 @@ def test_debt_is_paid_in_order(asks: list[tuple[float, float]], rate: float) -> 
 
 
 def test_bad_limits_are_told() -> None:
-    for bad in (
+    for invalid in (
         lambda: TokenBucket(0),
         lambda: Throttle(-1),
         lambda: ServerLimits(idle_s=0),
         lambda: ServerLimits(connections=-1),
     ):
         with pytest.raises(UsageError, match="> 0"):
-            bad()
+            invalid()
 
 
 def test_pieces_are_short_where_the_limit_is_slow() -> None:

@@ -36,14 +36,14 @@ def tokens_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def oracle(folder: Path, seq_len: int) -> dict[int, tuple[list[int], list[int]]]:
     """Sample id -> (inputs, labels), by the definition."""
-    found: dict[int, tuple[list[int], list[int]]] = {}
+    result: dict[int, tuple[list[int], list[int]]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tokens = load_file(path)["tokens"].tolist()
         for i in range(len(tokens) // seq_len):
             inputs = tokens[i * seq_len : (i + 1) * seq_len]
             labels = tokens[i * seq_len + 1 : (i + 1) * seq_len + 1]
-            found[len(found)] = (inputs, labels + [-100] * (seq_len - len(labels)))
-    return found
+            result[len(result)] = (inputs, labels + [-100] * (seq_len - len(labels)))
+    return result
 
 
 def check(batches: Iterator[Batch] | Loader, expected: dict[int, tuple[list[int], list[int]]]) -> list[list[int]]:
@@ -64,7 +64,7 @@ def test_every_sample_once_an_epoch(tokens_dir: Path, prefetch: int, shuffle: bo
     loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, seed=3, epochs=3, prefetch=prefetch, shuffle=shuffle)
     ids = check(loader, expected)
     assert len(ids) == len(loader) == 3 * loader.order.steps_per_epoch == 33
-    epochs = [list(chain(*ids[at : at + 11])) for at in (0, 11, 22)]
+    epochs = [list(chain(*ids[index : index + 11])) for index in (0, 11, 22)]
     for epoch in epochs:
         assert sorted(epoch) == sorted(expected)
     if shuffle:
@@ -89,7 +89,7 @@ def test_resuming_at_any_step_on_any_world_size_equals_never_stopping(tokens_dir
         same = {"seq_len": SEQ_LEN, "global_batch_size": 9, "seed": 5, "epochs": 2, "prefetch": 0}
         return [Loader(tokens_dir, rank=r, world_size=world_size, **same) for r in range(world_size)]
 
-    whole = [batch.sample_ids.tolist() for batch in loaders(1)[0]]
+    full = [batch.sample_ids.tolist() for batch in loaders(1)[0]]
     for before in (1, 2, 3, 7):
         last_rank = loaders(before)[-1]
         states = [last_rank.state_dict()]
@@ -101,13 +101,13 @@ def test_resuming_at_any_step_on_any_world_size_equals_never_stopping(tokens_dir
                 for loader in ranks:
                     loader.load_state_dict(json.loads(json.dumps(state)))
                 parts = [check(loader, expected) for loader in ranks]
-                assert [list(chain(*batch)) for batch in zip(*parts)] == whole[step:]
-                assert {len(part) for part in parts} == {len(whole) - step}
+                assert [list(chain(*batch)) for batch in zip(*parts)] == full[step:]
+                assert {len(part) for part in parts} == {len(full) - step}
 
 
 def test_state_counts_batches_given_out_not_batches_made(tokens_dir: Path) -> None:
     loader = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4, prefetch=4)
-    whole = [b.sample_ids.tolist() for b in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4)]
+    full = [b.sample_ids.tolist() for b in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4)]
     seen = []
     for batch in loader:
         seen.append(batch.sample_ids.tolist())
@@ -116,8 +116,8 @@ def test_state_counts_batches_given_out_not_batches_made(tokens_dir: Path) -> No
             break
     other = Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=4)
     other.load_state_dict(loader.state_dict())
-    assert seen + [b.sample_ids.tolist() for b in other] == whole
-    assert seen + [b.sample_ids.tolist() for b in loader] == whole
+    assert seen + [b.sample_ids.tolist() for b in other] == full
+    assert seen + [b.sample_ids.tolist() for b in loader] == full
 
 
 def test_loading_a_state_in_the_middle_moves_the_iteration(tokens_dir: Path) -> None:
@@ -151,14 +151,14 @@ def test_closing_leaves_no_thread(tokens_dir: Path) -> None:
 def test_batches_that_are_kept_are_not_overwritten(tokens_dir: Path) -> None:
     expected = oracle(tokens_dir, SEQ_LEN)
     check(iter(list(Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2, epochs=2))), expected)
-    kept = [batch.labels for batch in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2, epochs=2)]
+    retained = [batch.labels for batch in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2, epochs=2)]
     again = [np.array(batch.labels) for batch in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=2, epochs=2)]
-    assert all(np.array_equal(a, b) for a, b in zip(kept, again))
+    assert all(np.array_equal(a, b) for a, b in zip(retained, again))
 
 
 def test_drop_last_leaves_the_short_batch_out(tokens_dir: Path) -> None:
     ids = [b.sample_ids for b in Loader(tokens_dir, seq_len=SEQ_LEN, batch_size=5, drop_last=True)]
-    assert [len(one) for one in ids] == [5] * 10
+    assert [len(item) for item in ids] == [5] * 10
 
 
 def test_int32(tokens_dir: Path) -> None:
@@ -234,9 +234,9 @@ def test_state_of_something_else(tokens_dir: Path) -> None:
     }.items():
         with pytest.raises(StateError, match=name):
             loader.load_state_dict({**state, name: value})
-    for bad in ({}, [], None, {**state, "samples_taken": 10**9}, {**state, "epoch": "0"}):
+    for invalid in ({}, [], None, {**state, "samples_taken": 10**9}, {**state, "epoch": "0"}):
         with pytest.raises(StateError):
-            loader.load_state_dict(bad)  # type: ignore[arg-type]
+            loader.load_state_dict(invalid)  # type: ignore[arg-type]
     assert len(json.dumps(state)) < 500
 
 
@@ -294,11 +294,11 @@ def test_memory_is_the_batch_not_the_dataset(tmp_path: Path) -> None:
         return next(int(s.split()[1]) << 10 for s in status.read_text().splitlines() if s.startswith("RssAnon"))
 
     loader = Loader(tmp_path, seq_len=1024, batch_size=16)  # A batch is 128 KiB.
-    most = before = own_bytes()
+    max_value = before = own_bytes()
     for step, _ in enumerate(loader):
         if step % 64 == 0:
-            most = max(most, own_bytes())
-    assert most - before < 8 << 20
+            max_value = max(max_value, own_bytes())
+    assert max_value - before < 8 << 20
     stats = loader.stats()
     assert stats["tokens"] == 12 * length and stats["wait_s"] > 0 and stats["decode_s"] > 0
 

@@ -29,8 +29,8 @@ def make_tokens(folder: Path, first: int, slices: int = 6, samples: int = 20, do
     for i in range(slices):
         length = samples * SEQ_LEN + i
         tokens = np.arange(first, first + length, dtype=np.uint32)
-        ends = np.append(np.arange(document, length, document), length).astype(np.uint64)
-        write_token_slice(folder / f"{i}.safetensors", tokens, ends)
+        stops = np.append(np.arange(document, length, document), length).astype(np.uint64)
+        write_token_slice(folder / f"{i}.safetensors", tokens, stops)
         first += length
     import_slices(folder, folder.name)
     return folder
@@ -45,13 +45,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def of(loader: Loader, most: int | None = None) -> list[list[tuple[int, int]]]:
     """(source, sample id) of each sample of each batch."""
-    found = []
+    result = []
     for batch in loader:
         sources = [0] * len(batch) if batch.sources is None else batch.sources.tolist()
-        found.append(list(zip(sources, batch.sample_ids.tolist())))
-        if len(found) == most:
+        result.append(list(zip(sources, batch.sample_ids.tolist())))
+        if len(result) == most:
             break
-    return found
+    return result
 
 
 def ranks_of(arguments: dict[str, Any], world: int, state: dict[str, Any] | None) -> list[Loader]:
@@ -74,18 +74,18 @@ def test_a_checkpoint_of_any_world_resumes_on_any_other(folders: dict[str, Path]
         case "mixture":
             weights = [(0, {"web": 3, "books": 1}), (9, {"web": 1, "books": 1, "code": 2})]
             arguments |= {"dataset": Mixture(folders, weights), "steps": 20}
-    whole = of(Loader(**arguments, rank=0, world_size=1))
-    stop = len(whole) // 2 + 1
+    full = of(Loader(**arguments, rank=0, world_size=1))
+    stop = len(full) // 2 + 1
     worlds = [world for world in WORLDS if kind != "warm-up" or world <= 3]  # No more than the smallest batch.
     for before in worlds:
         first = ranks_of(arguments, before, None)
         parts = [of(loader, stop) for loader in first]
-        assert [list(chain(*batch)) for batch in zip(*parts)] == whole[:stop]
+        assert [list(chain(*batch)) for batch in zip(*parts)] == full[:stop]
         states = [loader.state_dict() for loader in first]
         assert all(state == states[0] for state in states) and len(json.dumps(states[0])) < 1000
         for after in worlds:
             parts = [of(loader) for loader in ranks_of(arguments, after, states[0])]
-            assert [list(chain(*batch)) for batch in zip(*parts)] == whole[stop:]
+            assert [list(chain(*batch)) for batch in zip(*parts)] == full[stop:]
 
 
 @pytest.mark.parametrize(("world", "sharding"), [(7, "order"), (3, "hash")])
@@ -94,8 +94,8 @@ def test_every_rank_has_a_sample_at_every_step_and_weights_make_up(
 ) -> None:
     num_samples = Loader(folders["web"], rank=0, world_size=1, seq_len=SEQ_LEN, batch_size=1).order.num_samples
     size = next(size for size in range(1, 20) if 0 < num_samples % (world * size) < world) if sharding == "order" else 1
-    given: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": size, "sharding": sharding, "epochs": 2}
-    ranks = [list(Loader(folders["web"], rank=rank, world_size=world, **given)) for rank in range(world)]
+    value: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": size, "sharding": sharding, "epochs": 2}
+    ranks = [list(Loader(folders["web"], rank=rank, world_size=world, **value)) for rank in range(world)]
     seen: dict[int, list[int]] = {0: [], 1: []}
     for batches in zip(*ranks, strict=True):
         samples = sum(map(len, batches))
@@ -205,10 +205,10 @@ def test_datasets_of_a_mixture_are_alike(folders: dict[str, Path], tmp_path: Pat
 
 
 def test_a_hundred_datasets_open_quickly(tmp_path: Path) -> None:
-    tokens, ends = np.arange(800, dtype=np.uint16), np.array([800], np.uint64)
+    tokens, stops = np.arange(800, dtype=np.uint16), np.array([800], np.uint64)
     for i in range(100):
         (tmp_path / f"{i}").mkdir()
-        write_token_slice(tmp_path / f"{i}" / "0.safetensors", tokens, ends)
+        write_token_slice(tmp_path / f"{i}" / "0.safetensors", tokens, stops)
         import_slices(tmp_path / f"{i}", f"d{i}")
     mixture = Mixture({f"d{i}": tmp_path / f"{i}" for i in range(100)}, {f"d{i}": 1 + i % 3 for i in range(100)})
     began = time.process_time()
@@ -249,10 +249,10 @@ def test_documents_that_are_left_out_never_come(folders: dict[str, Path], packin
     dataset = loader.dataset
     documents: list[range] = []
     for index in range(dataset.num_slices):
-        one = dataset.open_slice(index)
-        starts = [0, *one.document_ends.tolist()[:-1]]
-        first = int(one.tokens[0])
-        documents += [range(first + a, first + b) for a, b in zip(starts, one.document_ends.tolist())]
+        item = dataset.open_slice(index)
+        starts = [0, *item.document_ends.tolist()[:-1]]
+        first = int(item.tokens[0])
+        documents += [range(first + a, first + b) for a, b in zip(starts, item.document_ends.tolist())]
     forbidden = set(chain(*(documents[i] for i in gone)))
     seen: set[int] = set()
     for batch in loader:
@@ -299,7 +299,7 @@ def test_rows_of_different_lengths_are_padded_and_masked(tmp_path: Path) -> None
 @pytest.mark.parametrize("helpers", [1, 2, 3, 5])
 def test_helpers_make_every_nth_step(folders: dict[str, Path], helpers: int) -> None:
     arguments: dict[str, Any] = {"dataset": folders["web"], "seq_len": SEQ_LEN, "batch_size": 7, "epochs": 2}
-    whole = of(Loader(**arguments))
+    full = of(Loader(**arguments))
     state = Loader(**arguments).state_at(3)
     for start in (0, 3):
         parts = []
@@ -308,8 +308,8 @@ def test_helpers_make_every_nth_step(folders: dict[str, Path], helpers: int) -> 
             if start:
                 loader.load_state_dict(state)
             parts.append(of(loader))
-        turns = [parts[i % helpers][i // helpers] for i in range(len(whole) - start)]
-        assert turns == whole[start:]
+        turns = [parts[i % helpers][i // helpers] for i in range(len(full) - start)]
+        assert turns == full[start:]
 
 
 def test_pickling_carries_arguments_and_state(folders: dict[str, Path]) -> None:

@@ -72,7 +72,7 @@ class CoordinatorHarness:
 
     @property
     def ranks(self) -> list[str]:
-        return [place.worker_id for place in self.generation.places]
+        return [position.worker_id for position in self.generation.places]
 
     def codes(self, actions: list[Any]) -> list[str]:
         return [action.code for action in actions if isinstance(action, Refuse)]
@@ -326,10 +326,10 @@ class Churn(RuleBasedStateMachine):
 
     def formed(self, before: RunState, new: RankGeneration) -> None:
         old = before.generation
-        sessions = [place.session for place in new.places]
-        assert len(set(sessions)) == len({place.worker_id for place in new.places}) == len(sessions) > 0
+        sessions = [position.session for position in new.places]
+        assert len(set(sessions)) == len({position.worker_id for position in new.places}) == len(sessions) > 0
         assert new.number == (1 if old is None else old.number + 1)
-        seats = [self.coordinator.state.members[place.worker_id].seat for place in new.places]
+        seats = [self.coordinator.state.members[position.worker_id].seat for position in new.places]
         assert seats == sorted(seats)
         by_session = {process.session: process for process in self.processes.values()}
         for process in self.processes.values():
@@ -409,18 +409,18 @@ class Churn(RuleBasedStateMachine):
         generation = self.coordinator.state.generation
         if generation is None or not self.lockstep:
             return
-        group = [self.processes.get(place.worker_id) for place in generation.places]
-        whole = all(
+        group = [self.processes.get(position.worker_id) for position in generation.places]
+        full = all(
             p is not None
             and p.alive
             and p.training
             and p.holds
             and p.known == generation.number
-            and p.session == place.session
-            for p, place in zip(group, generation.places)
+            and p.session == position.session
+            for p, position in zip(group, generation.places)
         )
         steps = {p.step for p in group if p is not None}
-        if not whole or len(steps) != 1:
+        if not full or len(steps) != 1:
             return
         for process in group:
             assert process is not None
@@ -457,9 +457,9 @@ class Churn(RuleBasedStateMachine):
         if process is None or not (process.alive and process.training):
             return
         process.training = False
-        held = (len(process.weights), self.samples(process)) if self.lockstep and not process.holds else ()
+        current = (len(process.weights), self.samples(process)) if self.lockstep and not process.holds else ()
         broken = self.lockstep and (broken or not process.holds)
-        actions = self.tell(Ready(name, process.session, process.known, process.step, broken, *held))
+        actions = self.tell(Ready(name, process.session, process.known, process.step, broken, *current))
         if any(isinstance(action, Refuse) and action.code == "expelled" for action in actions):
             process.alive = False
         self.hear(name)
@@ -506,8 +506,8 @@ class Churn(RuleBasedStateMachine):
             assert [step for _, step in process.weights] == list(range(process.step))
             used: list[int] = []
             for number, step in process.weights:
-                held = self.generations[number]
-                first, width = held.sample_at(step, 2), len(held.places)
+                current = self.generations[number]
+                first, width = current.sample_at(step, 2), len(current.places)
                 shares = [range(first + rank, first + 2 * width, width) for rank in range(width)]
                 used += [sample for share in shares for sample in share]
             assert sorted(used) == list(range(len(used)))

@@ -116,10 +116,10 @@ def test_what_cannot_be_is_refused_first(source: Path, tmp_path: Path, monkeypat
         copy(source, other, tmp_path / "tmp")
     with pytest.raises(UsageError, match="to write to"):
         copy(source, "https://host/x", tmp_path / "tmp")
-    held = FolderTarget(tmp_path / "copy")
+    current = FolderTarget(tmp_path / "copy")
     with pytest.raises(UsageError, match="another mirror"):
         copy(source, tmp_path / "copy", tmp_path / "tmp")
-    held.close()
+    current.close()
     monkeypatch.setattr(FolderTarget, "free_bytes", lambda self: 1000)
     with pytest.raises(UsageError, match="expected room for"):
         copy(source, tmp_path / "copy", tmp_path / "tmp")
@@ -166,7 +166,7 @@ def test_a_kill_at_any_moment_leaves_no_partial_file_under_a_name(
     tmp_path: Path, bucket: OriginServer, kind: str
 ) -> None:
     source = make(tmp_path / "source", [LARGE, 2_000_000, LARGE])
-    whole = files(source)
+    full = files(source)
     target = tmp_path / ("copy" if kind == "folder" else "bucket/copy")
     url = str(target) if kind == "folder" else "s3://bucket/copy"
     with OriginServer(source) as origin:
@@ -175,30 +175,30 @@ def test_a_kill_at_any_moment_leaves_no_partial_file_under_a_name(
             process = start_command(origin.url, url, tmp_path / "tmp")
             before = sum(origin.bytes_sent.values())
             while process.poll() is None and (
-                sum(origin.bytes_sent.values()) < before + 5_000_000 or len(named_in(target, whole)) < named_before_kill
+                sum(origin.bytes_sent.values()) < before + 5_000_000 or len(named_in(target, full)) < named_before_kill
             ):
                 time.sleep(0.01)
             process.send_signal(signal.SIGKILL)
             process.wait()
-            named = named_in(target, whole)
-            assert all(whole[name] == data for name, data in named.items())
-            assert MANIFEST_FILE not in named or len(named) == len(whole)
+            named = named_in(target, full)
+            assert all(full[name] == data for name, data in named.items())
+            assert MANIFEST_FILE not in named or len(named) == len(full)
         origin.reset()
         assert start_command(origin.url, url, tmp_path / "tmp").wait() == 0
-        kept = [name for name in named if name.endswith(".safetensors")]
-        assert files(target) == whole and len(kept) >= 2
-        assert not any(origin.requests[name] for name in kept)  # What had a name is not fetched again.
+        retained = [name for name in named if name.endswith(".safetensors")]
+        assert files(target) == full and len(retained) >= 2
+        assert not any(origin.requests[name] for name in retained)  # What had a name is not fetched again.
 
 
-def named_in(target: Path, whole: dict[str, bytes]) -> dict[str, bytes]:
-    return {name: (target / name).read_bytes() for name in whole if (target / name).is_file()}
+def named_in(target: Path, full: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: (target / name).read_bytes() for name in full if (target / name).is_file()}
 
 
 def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = str(tmp_path / "copy")
     assert main(["mirror", str(source), target, "--slices", "0:2", "--json", "--quiet"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["copied"], told["missing"], told["complete"]) == (2, 4, False)
+    reported = json.loads(capsys.readouterr().out)
+    assert (reported["copied"], reported["missing"], reported["complete"]) == (2, 4, False)
     assert main(["mirror", str(source), target, "--quiet"]) == 0
     assert re.search(r"^complete +yes$", capsys.readouterr().out, re.MULTILINE)
     assert main(["mirror", str(source), target, "--id", "0" * 64, "--quiet"]) == 1

@@ -85,13 +85,13 @@ def test_a_pattern_is_spread_evenly() -> None:
 
 
 def test_the_digest_names_what_was_read_before_a_step() -> None:
-    one = Weights(((0, (1, 2)), (100, (2, 1))))
+    item = Weights(((0, (1, 2)), (100, (2, 1))))
     other = Weights(((0, (0.5, 1.0)), (100, (3, 1)), (200, (1, 1))))
-    assert one.digest(100) == other.digest(100) == Weights(((0, (1, 2)),)).digest(10**9)
-    assert one.digest(101) != other.digest(101)
+    assert item.digest(100) == other.digest(100) == Weights(((0, (1, 2)),)).digest(10**9)
+    assert item.digest(101) != other.digest(101)
     assert other.digest(200) != other.digest(201)
-    assert one.digest(0) == Weights(((0, (9, 1)),)).digest(0)
-    assert one.num_sources == 2
+    assert item.digest(0) == Weights(((0, (9, 1)),)).digest(0)
+    assert item.num_sources == 2
 
 
 @pytest.mark.parametrize(

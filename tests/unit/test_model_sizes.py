@@ -20,8 +20,8 @@ def test_the_bound_holds_and_is_near(name: str) -> None:
     size, vocab_size, seq_len = SIZES[name], 300, 32
     program = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_gpt.py"))
     model = program["Gpt"](vocab_size, seq_len, name)
-    assert size.num_parameters(vocab_size, seq_len) == sum(one.numel() for one in model.parameters())
-    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    assert size.num_parameters(vocab_size, seq_len) == sum(item.numel() for item in model.parameters())
+    weights = {item.untyped_storage().data_ptr() for item in model.parameters()}
     for batch in (1, 3):
         saved = _kept(model, weights, torch.zeros(batch, seq_len, dtype=torch.int64))
         bound = batch * size.sample_bytes(vocab_size, seq_len)
@@ -31,11 +31,11 @@ def test_the_bound_holds_and_is_near(name: str) -> None:
 
 def _kept(model: Any, weights: set[int], ids: Any) -> int:
     """Bytes that autograd keeps of a step's way there, weights apart."""
-    held: list[Any] = []  # So that no two tensors have had one address.
+    current: list[Any] = []  # So that no two tensors have had one address.
     saved: dict[int, int] = {}
 
     def keep(tensor: Any) -> Any:
-        held.append(tensor)
+        current.append(tensor)
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             saved[storage.data_ptr()] = storage.nbytes()
@@ -49,10 +49,10 @@ def _kept(model: Any, weights: set[int], ids: Any) -> int:
 @pytest.mark.parametrize("gigabytes", [1, 4, 24])
 def test_the_largest_batch_fits_and_one_more_does_not(gigabytes: int) -> None:
     for size in SIZES.values():
-        most = size.largest_batch(50257, 512, gigabytes << 30)
+        max_value = size.largest_batch(50257, 512, gigabytes << 30)
         state, sample = size.state_bytes(50257, 512), size.sample_bytes(50257, 512)
-        assert most == 0 or state + most * sample <= gigabytes << 30
-        assert state + (most + 1) * sample > gigabytes << 30
+        assert max_value == 0 or state + max_value * sample <= gigabytes << 30
+        assert state + (max_value + 1) * sample > gigabytes << 30
 
 
 def test_the_command_proposes_what_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,11 +61,13 @@ def test_integers_are_kept_or_refused(source: str, to: str, numbers: list[int]) 
     values = np.array([n % (info.max - info.min + 1) + info.min for n in numbers], DTYPES[source])
     bounds = np.iinfo(DTYPES[to])
     if all(bounds.min <= int(v) <= bounds.max for v in values):
-        found = cast(values, to, "x")["x"]
-        assert found.dtype == DTYPES[to] and [int(v) for v in found] == [int(v) for v in values]
+        result = cast(values, to, "x")["x"]
+        assert result.dtype == DTYPES[to] and [int(v) for v in result] == [int(v) for v in values]
     else:
-        bad = next(i for i, v in enumerate(values) if not bounds.min <= int(v) <= bounds.max)
-        with pytest.raises(DatasetError, match=rf"tensor 'x' to {to.lower()}: .* got {int(values[bad])} \(row {bad}\)"):
+        invalid = next(i for i, v in enumerate(values) if not bounds.min <= int(v) <= bounds.max)
+        with pytest.raises(
+            DatasetError, match=rf"tensor 'x' to {to.lower()}: .* got {int(values[invalid])} \(row {invalid}\)"
+        ):
             cast(values, to, "x")
 
 
@@ -87,11 +89,11 @@ def test_floats_become_integers_only_where_they_are_some(values: np.ndarray, to:
 )
 def test_integers_become_floats_only_where_these_are_the_same(numbers: list[int], to: str) -> None:
     values = np.array(numbers, np.int64)
-    bits, most = {"F16": (11, 65504), "BF16": (8, 2**127), "F32": (24, 2**127), "F64": (53, 2**127)}[to]
-    fits = [abs(n) <= most and (n == 0 or abs(n) // (abs(n) & -abs(n)) < 1 << bits) for n in numbers]
+    bits, max_value = {"F16": (11, 65504), "BF16": (8, 2**127), "F32": (24, 2**127), "F64": (53, 2**127)}[to]
+    fits = [abs(n) <= max_value and (n == 0 or abs(n) // (abs(n) & -abs(n)) < 1 << bits) for n in numbers]
     if all(fits):
-        found = cast(values, to, "x")["x"]
-        assert [int(v) for v in (widen_bf16(found) if to == "BF16" else found)] == numbers
+        result = cast(values, to, "x")["x"]
+        assert [int(v) for v in (widen_bf16(result) if to == "BF16" else result)] == numbers
     else:
         with pytest.raises(DatasetError, match=rf"\(row {fits.index(False)}\)"):
             cast(values, to, "x")
@@ -101,16 +103,16 @@ def test_integers_become_floats_only_where_these_are_the_same(numbers: list[int]
 @given(st.floats(width=64, allow_nan=False))
 def test_bf16_is_the_nearest_and_ties_are_even(value: float) -> None:
     bits = int(narrow_bf16(np.array([value], np.float64))[0])
-    found = float(widen_bf16(np.array([bits], np.uint16))[0])
-    if math.isinf(found):
+    result = float(widen_bf16(np.array([bits], np.uint16))[0])
+    if math.isinf(result):
         # Halfway to the power of two beyond the largest.
         assert abs(value) >= float.fromhex("0x1.ffp127")
         return
     neighbours = [n for n in (bits - 1, bits + 1) if 0 <= n < 1 << 16]
     others = [float(widen_bf16(np.array([n], np.uint16))[0]) for n in neighbours]
-    distance = abs(Fraction(value) - Fraction(found))
+    distance = abs(Fraction(value) - Fraction(result))
     for bits_of, other in zip(neighbours, others):
-        if math.isfinite(other) and (other >= 0) == (found >= 0):
+        if math.isfinite(other) and (other >= 0) == (result >= 0):
             beside = abs(Fraction(value) - Fraction(other))
             assert distance < beside or (distance == beside and bits % 2 == 0 and bits_of % 2 == 1)
 
@@ -132,8 +134,8 @@ def test_floats_that_overflow_are_refused() -> None:
     values = np.array([[1.0, 2.0], [70000.0, 3.0]], np.float32)
     with pytest.raises(DatasetError, match=r"'x' to f16: .* got 70000.0 \(row 8, at \[0\]\)\. Take bf16"):
         cast(values, "F16", "x", first_row=7)
-    kept = cast(np.array([np.inf, np.nan], np.float32), "F16", "x")["x"]
-    assert np.isinf(kept[0]) and np.isnan(kept[1])
+    retained = cast(np.array([np.inf, np.nan], np.float32), "F16", "x")["x"]
+    assert np.isinf(retained[0]) and np.isnan(retained[1])
     assert (cast(np.array([0.1, 1 / 3], np.float32), "F16", "x")["x"] == np.float16([0.1, 1 / 3])).all()
 
 
@@ -172,29 +174,29 @@ def test_a_loader_gives_what_was_quantized(tmp_path: Path) -> None:
     assert dataset.manifest.slices > 1
     assert dataset.manifest.lineage["converted"]["changed"]["features"] == ["F32", "q8"]
     for batch in Loader(tmp_path / "ds", batch_size=4):
-        found = dequantize(batch.tensors, tensor_dtypes(dataset))
-        assert set(found) == {"features", "labels"}
+        result = dequantize(batch.tensors, tensor_dtypes(dataset))
+        assert set(result) == {"features", "labels"}
         bound = batch.tensors["features.scale"].reshape(-1, 1, 1) / 2 * (1 + 1e-5)
-        assert (np.abs(found["features"] - values[batch.sample_ids]) <= bound).all()
+        assert (np.abs(result["features"] - values[batch.sample_ids]) <= bound).all()
 
 
 def test_bf16_is_bf16_in_the_file(tmp_path: Path) -> None:
     values = np.array([[1.0, 2.5], [3.0e38, -0.1]], np.float32)
     convert(a_table(x=values), tmp_path / "ds", "safetensors", ConvertOptions(tensors={"x": "bf16"}))
     dataset = open_dataset(tmp_path / "ds")
-    one = dataset.open_slice(0)
-    assert one.dtypes == {"x": "BF16"} and tensor_dtypes(dataset) == {"x": "BF16"}
+    item = dataset.open_slice(0)
+    assert item.dtypes == {"x": "BF16"} and tensor_dtypes(dataset) == {"x": "BF16"}
     torch = pytest.importorskip("torch")
     safetensors = pytest.importorskip("safetensors.torch")
-    assert safetensors.load_file(one.path)["x"].equal(torch.from_numpy(values).to(torch.bfloat16))
+    assert safetensors.load_file(item.path)["x"].equal(torch.from_numpy(values).to(torch.bfloat16))
     batch = next(iter(Loader(tmp_path / "ds", batch_size=2, shuffle=False)))
-    found = dequantize(batch.tensors, tensor_dtypes(dataset))["x"]
-    assert found.dtype == np.float32 and np.allclose(found, values, rtol=2**-8)
+    result = dequantize(batch.tensors, tensor_dtypes(dataset))["x"]
+    assert result.dtype == np.float32 and np.allclose(result, values, rtol=2**-8)
     # And once more, as BF16 and as F32 again.
     convert(tmp_path / "ds", tmp_path / "same", "safetensors", ConvertOptions())
     assert open_dataset(tmp_path / "same").open_slice(0).dtypes == {"x": "BF16"}
     convert(tmp_path / "ds", tmp_path / "wide", "safetensors", ConvertOptions(tensors={"x": "f32"}))
-    assert (open_dataset(tmp_path / "wide").open_slice(0).tensors["x"] == found).all()
+    assert (open_dataset(tmp_path / "wide").open_slice(0).tensors["x"] == result).all()
 
 
 def test_a_refused_value_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -217,5 +219,5 @@ def test_types_of_slices_and_of_imported_files(tmp_path: Path) -> None:
 def test_what_cannot_be_dequantized() -> None:
     with pytest.raises(UsageError, match=r"dequantize: expected some of \['x'\], got \['y'\]"):
         dequantize({"x": np.ones((1, 1), np.int8), "x.scale": np.ones(1, np.float32), "y": np.ones(1)}, names=["y"])
-    left = dequantize({"x": np.ones((1, 1), np.int8), "x.scale": np.ones(1, np.float32)}, names=[])
-    assert set(left) == {"x", "x.scale"}
+    remaining = dequantize({"x": np.ones((1, 1), np.int8), "x.scale": np.ones(1, np.float32)}, names=[])
+    assert set(remaining) == {"x", "x.scale"}

@@ -249,9 +249,9 @@ def test_promise_seek(order: Order, epoch: int, data: st.DataObject) -> None:
     """A step read alone, from a fresh order, is what it is in passing."""
     step = data.draw(st.integers(0, order.steps_per_epoch - 1))
     again = copy_of(order)
-    whole = whole_epoch(order, epoch)
+    full = whole_epoch(order, epoch)
     alone = again.share(epoch, step, 0, 1).tolist()
-    assert alone == whole[step * order.global_batch :][: len(alone)]
+    assert alone == full[step * order.global_batch :][: len(alone)]
 
 
 def test_seek_in_fifteen_trillion_tokens_is_quick() -> None:
@@ -335,14 +335,14 @@ def test_a_run_begins_in_one_slice(sizes: list[int], seed: int, batch: int, head
 @given(orders, st.integers(0, 2), st.integers())
 def test_positions_read_together_or_alone_are_the_same(order: Order, epoch: int, seed: int) -> None:
     """Whole blocks are read by tables, scattered positions one by one."""
-    whole = np.arange(order.num_samples)
-    reads = [np.array(order.samples_at(epoch, whole)) for _ in range(12)]  # After some there are tables.
+    full = np.arange(order.num_samples)
+    reads = [np.array(order.samples_at(epoch, full)) for _ in range(12)]  # After some there are tables.
     assert all(np.array_equal(reads[0], read) for read in reads[1:])
     some = random_words(derive_key(seed), np.arange(9, dtype=np.uint64)) % np.uint64(order.num_samples)
-    at = some.astype(np.int64)
+    index = some.astype(np.int64)
     fresh = copy_of(order)
-    assert np.array_equal(np.array(fresh.samples_at(epoch, at)), reads[0][:, at])
-    assert np.array_equal(np.array(fresh.samples_at(epoch, at[:1])), reads[0][:, at[:1]])
+    assert np.array_equal(np.array(fresh.samples_at(epoch, index)), reads[0][:, index])
+    assert np.array_equal(np.array(fresh.samples_at(epoch, index[:1])), reads[0][:, index[:1]])
 
 
 def test_threads_may_share_an_order() -> None:
@@ -354,9 +354,9 @@ def test_threads_may_share_an_order() -> None:
         return {(e, s): order.sample_ids_at(e, np.arange(s, s + 4000)) for e, s in mine}
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(read, range(4)))
-    for one in found[1:]:
-        assert all(np.array_equal(one[block], found[0][block]) for block in blocks)
+        result = list(pool.map(read, range(4)))
+    for item in result[1:]:
+        assert all(np.array_equal(item[block], result[0][block]) for block in blocks)
 
 
 def test_over_an_epoch_few_slices_are_open_at_once() -> None:
@@ -365,15 +365,15 @@ def test_over_an_epoch_few_slices_are_open_at_once() -> None:
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for step in range(order.steps_per_epoch):
-        for one in np.unique(order.locate(order.share(0, step, 0, 1))[0]).tolist():
-            first.setdefault(one, step)
-            last[one] = step
+        for item in np.unique(order.locate(order.share(0, step, 0, 1))[0]).tolist():
+            first.setdefault(item, step)
+            last[item] = step
     live = np.zeros(order.steps_per_epoch + 1, np.int64)
-    for one, step in first.items():
+    for item, step in first.items():
         live[step] += 1
-        live[last[one] + 1] -= 1
+        live[last[item] + 1] -= 1
     assert np.cumsum(live).max() <= 4 * order.num_lanes
-    long_lived = [one for one in first if last[one] - first[one] > 2 * order.window_samples]
+    long_lived = [item for item in first if last[item] - first[item] > 2 * order.window_samples]
     assert len(long_lived) <= order.num_lanes - 1
 
 
@@ -382,9 +382,9 @@ def test_over_an_epoch_few_slices_are_open_at_once() -> None:
 def test_promise_clairvoyant(order: Order, epoch: int, world_size: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, world_size - 1))
     brute: dict[int, int] = {}
-    for at in range(order.steps_per_epoch):
-        for one in order.locate(order.share(epoch, at, rank, world_size))[0].tolist():
-            brute.setdefault(one, at)
+    for index in range(order.steps_per_epoch):
+        for item in order.locate(order.share(epoch, index, rank, world_size))[0].tolist():
+            brute.setdefault(item, index)
     slices, steps = first_uses(order, epoch, rank, world_size)
     assert dict(zip(slices.tolist(), steps.tolist())) == brute
     assert slices.tolist() == list(brute) and (np.diff(steps) >= 0).all()
@@ -426,9 +426,9 @@ def test_samples_per_slice() -> None:
 def test_lease_order_goes_on_where_another_stopped(num_samples: int, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, num_samples))
     parts = [lease_order(1, 2, 3, num_samples, 0, cut), lease_order(1, 2, 3, num_samples, cut, num_samples)]
-    whole = lease_order(1, 2, 3, num_samples, 0, num_samples)
-    assert np.array_equal(np.concatenate(parts), whole)
-    assert np.array_equal(np.sort(whole), np.arange(num_samples))
+    full = lease_order(1, 2, 3, num_samples, 0, num_samples)
+    assert np.array_equal(np.concatenate(parts), full)
+    assert np.array_equal(np.sort(full), np.arange(num_samples))
     with pytest.raises(UsageError):
         lease_order(1, 2, 3, num_samples, 0, num_samples + 1)
 

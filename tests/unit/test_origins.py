@@ -36,10 +36,10 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OriginSe
     (folder / NAME).write_bytes(CONTENT)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    with OriginServer(tmp_path / "served") as made:
-        for key, value in made.s3_environment.items():
+    with OriginServer(tmp_path / "served") as created:
+        for key, value in created.s3_environment.items():
             monkeypatch.setenv(key, value)
-        yield made
+        yield created
 
 
 @pytest.fixture(params=["path", "file", "http", "s3", "r2", "hf"])
@@ -157,7 +157,9 @@ def test_nobody_listens(server: OriginServer) -> None:
         head_object(origin, "manifest.json", stop=Stop())  # type: ignore[arg-type]
     assert not isinstance(caught.value, TransientError)
     planned = [0.25, 0.5, 1, 2, 4]
-    assert len(waits) >= len(planned) and all(most / 2 <= wait <= most * 1.5 for wait, most in zip(waits, planned))
+    assert len(waits) >= len(planned) and all(
+        max_value / 2 <= wait <= max_value * 1.5 for wait, max_value in zip(waits, planned)
+    )
 
 
 def test_connections_are_kept(server: OriginServer) -> None:
@@ -196,19 +198,19 @@ def test_the_hub(server: OriginServer, tmp_path: Path, monkeypatch: pytest.Monke
     """A token goes to the hub and not to the store it redirects to; where an object lies is remembered."""
     monkeypatch.setenv("HF_ENDPOINT", f"{server.url}/")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    at = "datasets/me/corpus/resolve/refs%2Fpr%2F1/v1"
+    index = "datasets/me/corpus/resolve/refs%2Fpr%2F1/v1"
     with OriginServer(tmp_path / "store") as store:
         (tmp_path / "store" / "datasets/me/corpus/resolve/refs/pr/1/v1/slices").mkdir(parents=True)
-        shutil.copy(server.directory / "data" / NAME, tmp_path / "store" / at.replace("%2F", "/") / NAME)
+        shutil.copy(server.directory / "data" / NAME, tmp_path / "store" / index.replace("%2F", "/") / NAME)
         server.redirect, server.auth = store.url, None
         origin = open_origin("hf://datasets/me/corpus@refs%2Fpr%2F1/v1")
         for _ in range(3):
             assert read(origin, NAME, 9, 99) == CONTENT[9:99]
-        assert server.paths[0].startswith(f"/{at}/")
+        assert server.paths[0].startswith(f"/{index}/")
         assert len(server.paths) == 1
         assert server.authorizations == ["Bearer hf_secret"]
         assert store.authorizations == ["", "", ""]
-        store.faults.forbidden.add(f"{at.replace('%2F', '/')}/{NAME}")
+        store.faults.forbidden.add(f"{index.replace('%2F', '/')}/{NAME}")
         with pytest.raises(PermanentError, match="403"):
             read(origin, NAME, 9, 99)
         assert len(server.paths) == 2, "an address that is refused is asked for anew"
@@ -261,13 +263,13 @@ def dataset(server: OriginServer) -> Dataset:
 
 def test_open_remote(server: OriginServer, dataset: Dataset) -> None:
     for url in (f"{server.url}/corpus", f"{server.s3_url}/corpus", str(dataset.path)):
-        found = open_remote(url, dataset_id=dataset.id)
-        assert (found.id, found.manifest, found.num_slices) == (dataset.id, dataset.manifest, 3)
-        assert found.table.names.equals(dataset.table.names)
-        assert found.origin.url == url
+        result = open_remote(url, dataset_id=dataset.id)
+        assert (result.id, result.manifest, result.num_slices) == (dataset.id, dataset.manifest, 3)
+        assert result.table.names.equals(dataset.table.names)
+        assert result.origin.url == url
     assert server.requests.keys() == {"corpus/manifest.json", "corpus/slices.parquet"}
     with pytest.raises(UsageError, match="Loader"):
-        found.open_slice(0)
+        result.open_slice(0)
     with pytest.raises(DatasetError, match=f"expected the dataset {'0' * 64}, got {dataset.id}"):
         open_remote(f"{server.url}/corpus", dataset_id="0" * 64)
     with pytest.raises(DatasetError, match=r"manifest\.json.*404"):
@@ -313,7 +315,7 @@ def test_peers(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
         liars: list[str] = []
         for turn in range(3):
             part = tmp_path / f"part{turn}"
-            moved = transfers.start(info, part, [remote.origin], lambda bad, why: liars.append(bad.url))
+            moved = transfers.start(info, part, [remote.origin], lambda bad, reason: liars.append(bad.url))
             assert moved.wait(10) and moved.error is None
             assert part.read_bytes() == data
         assert all(liar.peer_id in named for named in liars)
@@ -323,11 +325,11 @@ def test_peers(dataset: Dataset, make_identity: Make, tmp_path: Path) -> None:
 
 
 def test_peers_by_home(make_identity: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = make_identity("reader")
-    made.node_dir.rename(made.node_dir.with_name("net%2F1"))
-    monkeypatch.setenv("FOREBAY_HOME", str(made.node_dir.parent))
+    created = make_identity("reader")
+    created.node_dir.rename(created.node_dir.with_name("net%2F1"))
+    monkeypatch.setenv("FOREBAY_HOME", str(created.node_dir.parent))
     origin = open_origin("forebay://net%2F1/corpus", discovery=LocalDiscovery())
-    assert isinstance(origin, PeerOrigin) and origin.identity.peer_id == made.peer_id
+    assert isinstance(origin, PeerOrigin) and origin.identity.peer_id == created.peer_id
     with pytest.raises(TransientError, match="no peer serves a dataset of this name"):
         origin.sources()
     with pytest.raises(UsageError):
@@ -346,8 +348,8 @@ def test_one_name_and_two_ids(dataset: Dataset, make_identity: Make, tmp_path: P
         url = "forebay://test-network/corpus"
         with pytest.raises(UsageError, match="expected one dataset of this name, got 2"):
             open_remote(url, identity=reader, discovery=discovery)
-        for wanted in (dataset, other):
-            assert open_remote(url, identity=reader, discovery=discovery, dataset_id=wanted.id).id == wanted.id
+        for expected in (dataset, other):
+            assert open_remote(url, identity=reader, discovery=discovery, dataset_id=expected.id).id == expected.id
         with pytest.raises(NetworkError, match="no peer serves"):
             open_origin(url, identity=reader, discovery=discovery, dataset_id="0" * 64).sources()
 

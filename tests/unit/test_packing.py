@@ -30,13 +30,13 @@ gaps = st.lists(st.integers(0, 3), max_size=60)
 @st.composite
 def pieces(draw: st.DrawFn) -> DocumentSpans:
     """DocumentSpans with gaps between them, as a filter leaves them."""
-    at, starts, stops = 0, [], []
+    index, starts, stops = 0, [], []
     holes = iter(draw(gaps))
     for length in draw(lengths):
-        at += next(holes, 0)
-        starts.append(at)
-        at += length
-        stops.append(at)
+        index += next(holes, 0)
+        starts.append(index)
+        index += length
+        stops.append(index)
     return DocumentSpans(np.array(starts, np.int64), np.array(stops, np.int64))
 
 
@@ -46,28 +46,28 @@ def segments(rows: SampleSegments) -> Iterator[list[tuple[int, int, int]]]:
         yield list(zip(*(column[first:last].tolist() for column in columns)))
 
 
-def spans(found: DocumentSpans) -> list[tuple[int, int]]:
-    return list(zip(found.starts.tolist(), found.stops.tolist()))
+def spans(result: DocumentSpans) -> list[tuple[int, int]]:
+    return list(zip(result.starts.tolist(), result.stops.tolist()))
 
 
-def first_fit(sizes: list[int], room: int) -> int:
+def first_fit(sizes: list[int], capacity: int) -> int:
     rows: list[int] = []
     for size in sizes:
-        for i, left in enumerate(rows):
-            if size <= left:
+        for i, remaining in enumerate(rows):
+            if size <= remaining:
                 rows[i] -= size
                 break
         else:
-            rows.append(room - size)
+            rows.append(capacity - size)
     return len(rows)
 
 
-def best_fit_longest_first(sizes: list[int], room: int) -> list[int]:
+def best_fit_longest_first(sizes: list[int], capacity: int) -> list[int]:
     rows: list[int] = []
     for size in sorted(sizes, reverse=True):
-        tightest = min((left for left in rows if left >= size), default=None)
+        tightest = min((remaining for remaining in rows if remaining >= size), default=None)
         if tightest is None:
-            rows.append(room - size)
+            rows.append(capacity - size)
         else:
             rows[rows.index(tightest)] -= size
     return rows
@@ -101,30 +101,30 @@ def test_fit_has_every_token_once_and_cuts_nothing_that_fits(found: DocumentSpan
 @given(pieces(), st.integers(1, 20))
 def test_fit_is_best_fit_longest_first_and_wastes_no_more_than_its_bound(found: DocumentSpans, seq_len: int) -> None:
     sizes = [stop - start for start, stop in spans(found)]
-    whole, rests = sum(size // seq_len for size in sizes), [size % seq_len for size in sizes if size % seq_len]
+    full, rests = sum(size // seq_len for size in sizes), [size % seq_len for size in sizes if size % seq_len]
     rows = fit_segments(found, seq_len)
     rooms = sorted(sum(length for start, length, _ in row if start < 0) for row in segments(rows))
-    assert rooms == sorted([0] * whole + best_fit_longest_first(rests, seq_len))
+    assert rooms == sorted([0] * full + best_fit_longest_first(rests, seq_len))
     assert len(rows) == count_fit(found, seq_len)
     # At most 11/9 of the least number of rows and 6/9 (Dosa 2007); first fit is never below the least.
-    assert 9 * (len(rows) - whole) <= 11 * first_fit(rests, seq_len) + 6
+    assert 9 * (len(rows) - full) <= 11 * first_fit(rests, seq_len) + 6
 
 
 def test_fit_wastes_no_more_than_first_fit_on_documents_as_they_come() -> None:
     rng = np.random.default_rng(0)
     for seq_len in (256, 1024):
-        ends = np.cumsum(np.maximum(1, rng.lognormal(5, 1.2, 2000).astype(np.int64)))
-        found = DocumentSpans(np.append(0, ends[:-1]), ends)
-        sizes = np.diff(ends, prepend=0)
+        stops = np.cumsum(np.maximum(1, rng.lognormal(5, 1.2, 2000).astype(np.int64)))
+        result = DocumentSpans(np.append(0, stops[:-1]), stops)
+        sizes = np.diff(stops, prepend=0)
         rests = sizes[sizes % seq_len > 0] % seq_len
-        fitted = len(fit_segments(found, seq_len)) - int((sizes // seq_len).sum())
+        fitted = len(fit_segments(result, seq_len)) - int((sizes // seq_len).sum())
         assert fitted <= first_fit(rests.tolist(), seq_len)
         assert fitted <= -(-int(rests.sum()) // seq_len) * 1.01 + 1
 
 
 def test_fit_does_not_depend_on_anything_else() -> None:
-    found = DocumentSpans(np.array([0, 5, 7]), np.array([5, 7, 30]))
-    first, second = fit_segments(found, 8), fit_segments(found, 8)
+    result = DocumentSpans(np.array([0, 5, 7]), np.array([5, 7, 30]))
+    first, second = fit_segments(result, 8), fit_segments(result, 8)
     assert list(segments(first)) == list(segments(second))
     assert list(segments(first)) == [
         [(0, 5, -1), (5, 2, -1), (-1, 1, -1)],
@@ -138,7 +138,7 @@ def test_fit_does_not_depend_on_anything_else() -> None:
 @given(pieces(), st.integers(1, 20), st.booleans())
 def test_chunk_is_the_stream_of_what_is_kept(found: DocumentSpans, seq_len: int, masks: bool) -> None:
     stream = [token for start, stop in spans(found) for token in range(start, stop)]
-    ends = {stop for _, stop in spans(found)}
+    stops = {stop for _, stop in spans(found)}
     rows = chunk_segments(found, seq_len, masks=masks)
     assert len(rows) == found.num_tokens // seq_len == len(stream) // seq_len
     for i, row in enumerate(segments(rows)):
@@ -150,8 +150,8 @@ def test_chunk_is_the_stream_of_what_is_kept(found: DocumentSpans, seq_len: int,
         assert tokens == stream[i * seq_len : (i + 1) * seq_len]
         following = [*stream, -1][i * seq_len + 1 : (i + 1) * seq_len + 1]
         if masks:
-            following = [-1 if token + 1 in ends else follow for token, follow in zip(tokens, following)]
-            assert documents == 1 + sum(token + 1 in ends for token in tokens[:-1])
+            following = [-1 if token + 1 in stops else follow for token, follow in zip(tokens, following)]
+            assert documents == 1 + sum(token + 1 in stops for token in tokens[:-1])
         assert labels == following
 
 
@@ -161,25 +161,27 @@ def test_a_filter_removes_what_it_says(
     sizes: list[int], tail: int, first: int, before: int, after: int, data: st.DataObject
 ) -> None:
     exclude = data.draw(st.lists(st.integers(0, first + len(sizes) + 3), max_size=10))
-    least, most = data.draw(st.integers(0, 20)), data.draw(st.none() | st.integers(20, 60))
-    ends = np.cumsum(sizes).astype(np.uint64)
-    found = document_spans(ends, int(ends[-1]) + tail, DocumentSubset(exclude, least, most), first, before, after)
-    expected, at = [], 0
+    min_value, max_value = data.draw(st.integers(0, 20)), data.draw(st.none() | st.integers(20, 60))
+    stops = np.cumsum(sizes).astype(np.uint64)
+    result = document_spans(
+        stops, int(stops[-1]) + tail, DocumentSubset(exclude, min_value, max_value), first, before, after
+    )
+    expected, index = [], 0
     for i, size in enumerate([*sizes, tail]):
         length = size + before * (i == 0) + after * (i == len(sizes))
-        if size and first + i not in exclude and least <= length <= (most or 10**9):
-            expected.append((at, at + size))
-        at += size
-    assert spans(found) == expected
+        if size and first + i not in exclude and min_value <= length <= (max_value or 10**9):
+            expected.append((index, index + size))
+        index += size
+    assert spans(result) == expected
 
 
 def test_empty_documents_and_empty_slices() -> None:
-    for ends, tokens in (([], 0), ([0, 0], 0), ([], 5), ([2, 2, 5], 5)):
-        found = document_spans(np.array(ends, np.uint64), tokens)
-        assert found.num_tokens == tokens and (found.stops > found.starts).all()
-        assert len(fit_segments(found, 4)) == count_fit(found, 4) == -(-tokens // 4)
+    for stops, tokens in (([], 0), ([0, 0], 0), ([], 5), ([2, 2, 5], 5)):
+        result = document_spans(np.array(stops, np.uint64), tokens)
+        assert result.num_tokens == tokens and (result.stops > result.starts).all()
+        assert len(fit_segments(result, 4)) == count_fit(result, 4) == -(-tokens // 4)
         for masks in (True, False):
-            assert len(chunk_segments(found, 4, masks=masks)) == tokens // 4
+            assert len(chunk_segments(result, 4, masks=masks)) == tokens // 4
 
 
 @pytest.mark.parametrize("ends", [[3, 2], [9], [1 << 63]])

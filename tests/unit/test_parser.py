@@ -34,8 +34,8 @@ def test_every_option_has_help_and_tells_its_default() -> None:
                 silent.append(name)
             elif action.option_strings and action.default not in (None, False, [], "", argparse.SUPPRESS):
                 default = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
-                told = "default" in action.help or f"({default})" in action.help or f"(default: {default})" in shown
-                undocumented += [] if told else [name]
+                reported = "default" in action.help or f"({default})" in action.help or f"(default: {default})" in shown
+                undocumented += [] if reported else [name]
     assert not silent and not undocumented
 
 

@@ -84,10 +84,10 @@ def test_backoff_doubles_and_jitters() -> None:
 
 def test_choice() -> None:
     def source(**known: float) -> SourceStats:
-        made = SourceStats(Unread(), 4.0)
+        created = SourceStats(Unread(), 4.0)
         for key, value in known.items():
-            setattr(made, key, value)
-        return made
+            setattr(created, key, value)
+        return created
 
     fast, slow = source(speed=9.0), source(speed=1.0)
     assert choose_source([slow, fast], 0)[0] is fast
@@ -110,13 +110,13 @@ def test_a_part_of_other_pieces_starts_over(tmp_path: Path) -> None:
 
 
 def test_a_busy_source_gets_fewer_connections_and_then_more() -> None:
-    made, backoff = SourceStats(Unread(), 16.0), partial(backoff_s, first_s=1, max_s=10)
-    made.record_overload(10, 9, 5, backoff)
-    assert (made.limit, made.wait_until) == (8, 15)
-    made.record_overload(10.5, 9, 0, backoff)
-    assert made.limit == 8, "what was asked before counts once"
-    made.record_overload(20, 19, 0, backoff)
-    assert made.limit == 4
+    created, backoff = SourceStats(Unread(), 16.0), partial(backoff_s, first_s=1, max_s=10)
+    created.record_overload(10, 9, 5, backoff)
+    assert (created.limit, created.wait_until) == (8, 15)
+    created.record_overload(10.5, 9, 0, backoff)
+    assert created.limit == 8, "what was asked before counts once"
+    created.record_overload(20, 19, 0, backoff)
+    assert created.limit == 4
     for _ in range(200):
-        made.record_success(16)
-    assert made.limit == 16
+        created.record_success(16)
+    assert created.limit == 16

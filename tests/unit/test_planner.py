@@ -23,15 +23,15 @@ def needed(steps: list[list[int]], ahead: int) -> list[frozenset[int]]:
     sets = []
     for step, keys in enumerate(steps):
         following = {
-            key: next(at for at in range(step, len(steps)) if key in steps[at])
+            key: next(index for index in range(step, len(steps)) if key in steps[index])
             for key in {key for later in steps[step:] for key in later}
         }
         sets.append(
             frozenset(keys)
             | {
                 key
-                for key, at in following.items()
-                if at > step and sum(step < other <= at for other in following.values()) <= ahead
+                for key, index in following.items()
+                if index > step and sum(step < other <= index for other in following.values()) <= ahead
             }
         )
     return sets
@@ -40,13 +40,13 @@ def needed(steps: list[list[int]], ahead: int) -> list[frozenset[int]]:
 def fewest_fetches(sets: list[frozenset[int]], slices: int) -> int:
     """By trying everything: what is kept after each step is any subset that fits."""
     best: dict[frozenset[int], int] = {frozenset(): 0}
-    for wanted in sets:
+    for expected in sets:
         following: dict[frozenset[int], int] = {}
-        for held, fetched in best.items():
-            total = fetched + len(wanted - held)
-            others = held - wanted
-            for kept in itertools.combinations(sorted(others), min(len(others), slices - len(wanted))):
-                state = wanted | frozenset(kept)
+        for current, fetched in best.items():
+            total = fetched + len(expected - current)
+            others = current - expected
+            for retained in itertools.combinations(sorted(others), min(len(others), slices - len(expected))):
+                state = expected | frozenset(retained)
                 following[state] = min(following.get(state, total), total)
         best = following
     return min(best.values())
@@ -59,14 +59,14 @@ def runs(draw: st.DrawFn) -> tuple[list[list[int]], int, int]:
     steps: list[list[int]] = []
     for _ in range(draw(st.integers(1, 3))):
         for key in draw(st.permutations(range(num_slices))):
-            at = max(0, len(steps) - draw(st.integers(0, 1)))
-            for step in range(at, at + draw(st.integers(1, 2))):
+            index = max(0, len(steps) - draw(st.integers(0, 1)))
+            for step in range(index, index + draw(st.integers(1, 2))):
                 if step == len(steps):
                     steps.append([])
                 steps[step].append(key)
     widest = max(len(set(keys)) for keys in steps)
-    ahead = draw(st.integers(0, 2))
-    return steps, draw(st.integers(widest + ahead, widest + ahead + 2)), ahead
+    prefetch = draw(st.integers(0, 2))
+    return steps, draw(st.integers(widest + prefetch, widest + prefetch + 2)), prefetch
 
 
 @settings(max_examples=60, deadline=None)
@@ -74,15 +74,15 @@ def runs(draw: st.DrawFn) -> tuple[list[list[int]], int, int]:
 def test_no_order_of_fetching_needs_fewer(
     tmp_path_factory: pytest.TempPathFactory, run: tuple[list[list[int]], int, int]
 ) -> None:
-    steps, slices, ahead = run
+    steps, slices, prefetch = run
     origin, ended = Origin(), []
     cache = SliceCache(tmp_path_factory.mktemp("cache"), slices * SIZE + SIZE // 2)
     planner = Planner(
         cache, NAMES[:6], np.full(6, SIZE), uses_of(steps), len(steps), origin.start,
-        ended.append, horizon_bytes=ahead * SIZE, clock=lambda: 0.0,
+        ended.append, horizon_bytes=prefetch * SIZE, clock=lambda: 0.0,
     )  # fmt: skip
     planner.seek(0)
-    sets = needed(steps, ahead)
+    sets = needed(steps, prefetch)
     for step, keys in enumerate(steps):
         before = None
         while before != (len(origin.started), len(ended)):
@@ -134,18 +134,18 @@ def test_next_uses_are_those_of_the_run(steps: list[list[int]], first: int, exac
         patch.setattr(uses_module, "_CHUNK_INTERVALS", 2)
         patch.setattr(uses_module, "_CHUNK_USES", 8)
         first = min(first, len(steps) - 1)
-        found = PlannedUses(uses_of(steps), len(steps), first, exact=exact)
-        begun = []
-        while not found.is_complete:
-            begun += found.extend()
-        firsts = {key: at for at, key in reversed(begun)}
-        assert [at for at, _ in begun] == sorted(at for at, _ in begun)
+        result = PlannedUses(uses_of(steps), len(steps), first, exact=exact)
+        started = []
+        while not result.is_complete:
+            started += result.extend()
+        firsts = {key: time_s for time_s, key in reversed(started)}
+        assert [time_s for time_s, _ in started] == sorted(time_s for time_s, _ in started)
         for key in range(6):
-            true = [at for at in range(first, len(steps)) if key in steps[at]]
+            true = [time_s for time_s in range(first, len(steps)) if key in steps[time_s]]
             assert firsts.get(key) == (true[0] if true else None)
             for now in range(first, len(steps)):
-                told, left = found.next_use(key, now), [at for at in true if at >= now]
-                if found.is_bridged and left:
-                    assert told is not None and now <= told <= left[0]
+                reported, remaining = result.next_use(key, now), [time_s for time_s in true if time_s >= now]
+                if result.is_bridged and remaining:
+                    assert reported is not None and now <= reported <= remaining[0]
                 else:
-                    assert told == (left[0] if left else None)
+                    assert reported == (remaining[0] if remaining else None)

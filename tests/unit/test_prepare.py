@@ -35,17 +35,17 @@ TEXTS = [f"Document {i}: " + "grüße, 世界! \x00\r\n<|endoftext|> " * (i % 9)
 
 def documents(dataset: Dataset) -> list[list[int]]:
     """Every document's tokens, put together again over the slices."""
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     rest: list[int] = []
     for i in range(dataset.num_slices):
         piece = dataset.open_slice(i)
         start = 0
         for end in piece.document_ends.tolist():
-            found.append(rest + piece.tokens[start:end].tolist())
+            result.append(rest + piece.tokens[start:end].tolist())
             rest, start = [], end
         rest += piece.tokens[start:].tolist()
     assert not rest
-    return found
+    return result
 
 
 def jsonl(texts: list[str], **extra: Any) -> bytes:
@@ -92,11 +92,11 @@ def test_every_kind_of_input_gives_the_same_documents(tmp_path: Path) -> None:
     for i, text in enumerate(TEXTS):
         (tmp_path / f"e/{i:04d}.txt").write_bytes(text.encode())
     (tmp_path / "e/.hidden").write_text("no")
-    wanted = [[*text.encode(), 256] for text in TEXTS]
+    expected = [[*text.encode(), 256] for text in TEXTS]
     for path in sorted(p for p in tmp_path.iterdir()):
         out = tmp_path / "out" / path.name
         prepare_dataset([path], out, tokenizer="bytes", workers=1)
-        assert documents(open_dataset(out)) == wanted, path
+        assert documents(open_dataset(out)) == expected, path
 
 
 def test_slices_fill_their_bytes(tmp_path: Path) -> None:
@@ -113,16 +113,16 @@ def test_slices_fill_their_bytes(tmp_path: Path) -> None:
     size=st.integers(4096, 9000),
 )
 def test_cuts_cover_the_stream(lengths: list[int], itemsize: int, size: int) -> None:
-    ends = np.cumsum(lengths).astype(np.uint64)
+    stops = np.cumsum(lengths).astype(np.uint64)
     start = first = 0
-    while start < ends[-1]:
-        stop, last = slicing.next_cut(ends, start, first, int(ends[-1]), itemsize, size)
+    while start < stops[-1]:
+        stop, last = slicing.next_cut(stops, start, first, int(stops[-1]), itemsize, size)
         used = (stop - start) * itemsize + 8 * (last - first) + 256
         assert start < stop and used <= size
-        assert stop == ends[-1] or used > size - itemsize - 8
-        assert ((ends[first:last] > start) & (ends[first:last] <= stop)).all()
+        assert stop == stops[-1] or used > size - itemsize - 8
+        assert ((stops[first:last] > start) & (stops[first:last] <= stop)).all()
         start, first = stop, last
-    assert first == len(ends)
+    assert first == len(stops)
 
 
 def corpus(folder: Path) -> list[Path]:
@@ -167,7 +167,7 @@ def test_training_does_not_depend_on_threads(tmp_path: Path) -> None:
 
 def test_rejects_are_located(tmp_path: Path, small_pieces: None) -> None:
     lines = jsonl(TEXTS).splitlines(keepends=True)
-    bad = {
+    invalid = {
         3: b"{broken\n",
         120: b'{"text": 5}\n',
         121: b'{"no": "text"}\n',
@@ -177,7 +177,7 @@ def test_rejects_are_located(tmp_path: Path, small_pieces: None) -> None:
         250: b"\n",
         299: b"[" * 100_000,
     }
-    for i, line in bad.items():
+    for i, line in invalid.items():
         lines[i] = line
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(lines))
@@ -186,9 +186,9 @@ def test_rejects_are_located(tmp_path: Path, small_pieces: None) -> None:
     # The document with no words left is still a document; the blank line is none.
     assert summary.dropped == {"malformed": 7} and summary.documents_in == 299
     rejects = [json.loads(line) for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
-    assert [r["where"] for r in rejects] == [f"{path}:{i + 1}" for i in bad if i != 250]
+    assert [r["where"] for r in rejects] == [f"{path}:{i + 1}" for i in invalid if i != 250]
     assert all(r["reason"] for r in rejects)
-    assert ids.read_text().split() == [f"{path}:{i + 1}" for i in range(300) if i not in bad]
+    assert ids.read_text().split() == [f"{path}:{i + 1}" for i in range(300) if i not in invalid]
 
 
 def test_too_much_bad_input(tmp_path: Path) -> None:
@@ -236,9 +236,9 @@ def test_text_comes_back_out(tmp_path: Path) -> None:
     prepare_dataset([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="train:400", workers=1)
     dataset = open_dataset(tmp_path / "d")
     codec = Tokenizer.from_file(str(tmp_path / "d/tokenizer.json"))
-    found = documents(dataset)
-    assert [codec.decode(ids[:-1], skip_special_tokens=False) for ids in found] == TEXTS
-    assert {ids[-1] for ids in found} == {dataset.manifest.eos_id} and dataset.manifest.dtype == "U16"
+    result = documents(dataset)
+    assert [codec.decode(ids[:-1], skip_special_tokens=False) for ids in result] == TEXTS
+    assert {ids[-1] for ids in result} == {dataset.manifest.eos_id} and dataset.manifest.dtype == "U16"
 
 
 def test_tokenizer_without_eos_and_large_vocabulary(tmp_path: Path) -> None:
@@ -337,9 +337,9 @@ def test_real_text(tmp_path: Path) -> None:
 
 
 def test_kept_ids_are_of_what_is_left_when_repeated_lines_are_cut(tmp_path: Path) -> None:
-    said = [f"This is line number {i}, and long enough to be compared." for i in range(5)]
-    first = jsonl([f"{said[0]}\n{said[1]}"], id="a0") + jsonl([said[0]], id="a1")
-    second = jsonl([said[1]], id="b0") + jsonl([said[2]], id="b1") + jsonl([said[2]], id="b2")
+    lines = [f"This is line number {i}, and long enough to be compared." for i in range(5)]
+    first = jsonl([f"{lines[0]}\n{lines[1]}"], id="a0") + jsonl([lines[0]], id="a1")
+    second = jsonl([lines[1]], id="b0") + jsonl([lines[2]], id="b1") + jsonl([lines[2]], id="b2")
     (tmp_path / "a.jsonl").write_bytes(first)
     (tmp_path / "b.jsonl").write_bytes(second)
 
@@ -352,5 +352,5 @@ def test_kept_ids_are_of_what_is_left_when_repeated_lines_are_cut(tmp_path: Path
         return ids.read_text().split(), summary
 
     assert run("A", "a")[0] == ["a0"]
-    kept, summary = run("AB", "ab")
-    assert kept == ["a0", "b1"] and summary.dropped == {"empty": 3}
+    retained, summary = run("AB", "ab")
+    assert retained == ["a0", "b1"] and summary.dropped == {"empty": 3}

@@ -33,8 +33,8 @@ def test_little_moves(workers: int, slack: float | None) -> None:
     assert slack is not None or set(joined[before != joined].tolist()) == {workers}
     grown = assign_owners(np.concatenate([slices, hashes(200, 1)]), names(workers), slack)[: len(slices)]
     assert (before != grown).mean() <= (0.0 if slack is None else 0.02)
-    left = assign_owners(slices, names(workers)[1:], slack)
-    assert ((before - 1 != left) & (before != 0)).mean() <= (0.0 if slack is None else 0.02)
+    remaining = assign_owners(slices, names(workers)[1:], slack)
+    assert ((before - 1 != remaining) & (before != 0)).mean() <= (0.0 if slack is None else 0.02)
 
 
 @given(st.integers(1, 12), st.integers(0, 400), st.sampled_from([0.0, 0.05, 0.25]), st.integers(0, 9))
@@ -75,17 +75,17 @@ def test_ranks_that_own_take_equally_many_steps(slices: list[list[int]], batch: 
     assert len({run.num_steps for run in runs}) == 1
     for run, counts in zip(runs, slices):
         assert run.num_steps is not None
-        whole = run.steps(0, run.num_steps, 0, 1)
-        sizes = np.diff(whole.bounds)
+        full = run.steps(0, run.num_steps, 0, 1)
+        sizes = np.diff(full.bounds)
         assert sizes.max() <= batch and sizes.max() - sizes.min() <= 1
         for epoch in range(2):
             part = slice(epoch * sum(counts), (epoch + 1) * sum(counts))
-            found = sorted(zip(whole.slices[part].tolist(), whole.samples[part].tolist()))
-            assert found == [(i, j) for i, count in enumerate(counts) for j in range(count)]
+            result = sorted(zip(full.slices[part].tolist(), full.samples[part].tolist()))
+            assert result == [(i, j) for i, count in enumerate(counts) for j in range(count)]
         middle = run.num_steps // 3
         piece = run.steps(middle, run.num_steps, 0, 1)
-        assert np.array_equal(piece.samples, whole.samples[whole.bounds[middle] :])
-        assert np.array_equal(piece.bounds, whole.bounds[middle:] - whole.bounds[middle])
+        assert np.array_equal(piece.samples, full.samples[full.bounds[middle] :])
+        assert np.array_equal(piece.bounds, full.bounds[middle:] - full.bounds[middle])
         for step in range(run.num_steps + 1):
             if step < run.num_steps:
                 stop = run.epoch_stop(step)

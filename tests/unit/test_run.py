@@ -82,10 +82,14 @@ def test_every_epoch_has_every_sample_once_whatever_the_batch_sizes(run: Run) ->
     by_epoch: dict[int, list[Sample]] = {}
     epochs, in_epoch, taken = run.progress_table(0, run.num_steps)
     for step, batch in enumerate(whole(run)):
-        place = run.progress(step)
-        assert (place.epoch, place.step_in_epoch, place.samples_taken) == (epochs[step], in_epoch[step], taken[step])
-        seen = by_epoch.setdefault(place.epoch, [])
-        assert len(seen) == place.samples_taken
+        position = run.progress(step)
+        assert (position.epoch, position.step_in_epoch, position.samples_taken) == (
+            epochs[step],
+            in_epoch[step],
+            taken[step],
+        )
+        seen = by_epoch.setdefault(position.epoch, [])
+        assert len(seen) == position.samples_taken
         seen += batch
         size = [size for first, size in run.batches.changes if first <= step][-1]
         assert len(batch) == size or len(seen) == run.orders[0].num_samples
@@ -123,10 +127,10 @@ def test_drop_last_leaves_out_what_makes_no_batch() -> None:
 def test_a_batch_is_what_the_order_says_of_its_epoch(run: Run, step: int) -> None:
     assert run.num_steps is not None
     step %= run.num_steps
-    place, order = run.progress(step), run.orders[0]
+    position, order = run.progress(step), run.orders[0]
     (batch,) = batches_of(run.steps(step, step + 1, 0, 1))
-    positions = np.arange(place.samples_taken, place.samples_taken + len(batch))
-    slices, samples = order.locate(order.sample_ids_at(place.epoch, positions))
+    positions = np.arange(position.samples_taken, position.samples_taken + len(batch))
+    slices, samples = order.locate(order.sample_ids_at(position.epoch, positions))
     assert sorted(batch) == sorted(zip([0] * len(batch), slices.tolist(), samples.tolist()))
 
 
@@ -179,7 +183,7 @@ def test_any_two_worlds_read_the_same_global_batches(mixed: bool) -> None:
     weights = Weights(((0, (3, 1)), (5, (1, 4)))) if mixed else None
     run = Run([order, Order(np.full(9, 700), 2, 4097)][: 1 + mixed], batches, weights=weights, num_steps=8)
     last = [run.steps(step, step + 1, 0, 1) for step in range(2, 6)]
-    reference = [np.array([one.sources, one.slices, one.samples]) for one in last]
+    reference = [np.array([item.sources, item.slices, item.samples]) for item in last]
     read = {world: [of_world(run, step, world) for step in (2, 5)] for world in WORLDS}
     for before, after in itertools.product(WORLDS, WORLDS):
         assert np.array_equal(read[before][0], reference[0])
@@ -253,7 +257,7 @@ def test_the_epoch_of_a_step_is_that_of_all_it_reads(run: Run, step: int, source
     source, step = source % len(run.orders), step % end
     read = [[sample for sample in batch if sample[0] == source] for batch in whole(run, end)]
     before = sum(map(len, read[:step]))
-    epochs = {place // run.orders[source].num_samples for place in range(before, before + len(read[step]))}
+    epochs = {position // run.orders[source].num_samples for position in range(before, before + len(read[step]))}
     if run.weights is None:
         later = [other for other in range(step, end) if run.progress(other).epoch > run.progress(step).epoch]
         assert run.epoch_of(step, source) == (run.progress(step).epoch, later[0] if later else end)
@@ -266,8 +270,8 @@ def test_the_epoch_of_a_step_is_that_of_all_it_reads(run: Run, step: int, source
 def test_a_change_at_a_step_leaves_all_before_it_as_it_was(run: Run, step: int, data: st.DataObject) -> None:
     assert run.weights is not None
     weight = data.draw(st.lists(st.integers(1, 9), min_size=len(run.orders), max_size=len(run.orders)))
-    kept = [change for change in run.weights.changes if change[0] < step]
-    changed = Weights((*kept, (step, tuple(weight))))
+    retained = [change for change in run.weights.changes if change[0] < step]
+    changed = Weights((*retained, (step, tuple(weight))))
     batches = BatchSizes((*run.batches.before(step), (step, 3)))
     other = Run(run.orders, batches, weights=changed)
     end = min(step, run.num_steps or step)
@@ -278,8 +282,8 @@ def test_a_change_at_a_step_leaves_all_before_it_as_it_was(run: Run, step: int, 
 
 def test_a_mixtures_prefix_is_near_its_weights() -> None:
     weights = (0.5, 0.3, 0.15, 0.05)
-    found = [Order(np.full(5, 40), seed, 16) for seed in range(4)]
-    run = Run(found, BatchSizes.of([(0, 16), (50, 7)]), weights=Weights(((0, weights), (60, weights[::-1]))))
+    result = [Order(np.full(5, 40), seed, 16) for seed in range(4)]
+    run = Run(result, BatchSizes.of([(0, 16), (50, 7)]), weights=Weights(((0, weights), (60, weights[::-1]))))
     steps = run.steps(0, 90, 0, 1)
     for end, start, expected in ((40, 0, weights), (60, 0, weights), (90, 60, weights[::-1])):
         sources = steps.sources[steps.bounds[start] : steps.bounds[end]]
@@ -304,10 +308,10 @@ def test_a_mixture_of_one_is_the_dataset_over_and_over() -> None:
 def test_any_step_of_fifteen_trillion_tokens_is_found_in_milliseconds(mixed: bool) -> None:
     """The promise is 10 ms, which benchmarks/order.py measures; CPU time with room for a busy machine here."""
     counts = samples_per_slice(np.full(250_000, 60_000_000), 2048)
-    found = [Order(counts, seed, 1024) for seed in range(1 + mixed)]
+    result = [Order(counts, seed, 1024) for seed in range(1 + mixed)]
     weights = Weights(((0, (2, 1)), (10**6, (1, 1)), (4 * 10**6, (1, 3)))) if mixed else None
-    run = Run(found, BatchSizes.of([(0, 256), (10**5, 1024)]), weights=weights, num_steps=7 * 10**6)
-    assert found[0].num_samples > 7.3e9
+    run = Run(result, BatchSizes.of([(0, 256), (10**5, 1024)]), weights=weights, num_steps=7 * 10**6)
+    assert result[0].num_samples > 7.3e9
     spent = []
     for step in (5_123_457, 17, 6_999_990, 3_000_001, 123_456):
         began = time.thread_time()

@@ -34,10 +34,10 @@ def write(folder: Path, dtype: Any = np.uint16, slices: Any = SLICES, first: int
     """Token k of the dataset is k + first: so every token is known by its value."""
     folder.mkdir()
     for i, (sizes, rest) in enumerate(slices):
-        ends = np.cumsum(np.array(sizes, np.uint64), dtype=np.uint64)
+        stops = np.cumsum(np.array(sizes, np.uint64), dtype=np.uint64)
         length = sum(sizes) + rest
         tokens = np.arange(first, first + length, dtype=dtype)
-        save_file({"tokens": tokens, "document_ends": ends}, folder / f"{i}.safetensors")
+        save_file({"tokens": tokens, "document_ends": stops}, folder / f"{i}.safetensors")
         first += length
     return import_slices(folder, folder.name)
 
@@ -49,14 +49,14 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 def documents_of(slices: Any = SLICES) -> list[list[int]]:
     """The document of each token, slice by slice."""
-    number, found = 0, []
+    number, result = 0, []
     for sizes, rest in slices:
         mine = []
         for size in sizes:
             mine += [number] * size
             number += 1
-        found.append([*mine, *[number] * rest])
-    return found
+        result.append([*mine, *[number] * rest])
+    return result
 
 
 def flat(lists: list[list[int]]) -> list[int]:
@@ -69,20 +69,20 @@ def kept_tokens(documents: DocumentSubset | None) -> list[list[int]]:
     sizes: dict[int, int] = {}
     for owner in flat(owners):
         sizes[owner] = sizes.get(owner, 0) + 1
-    found, token = [], 0
+    result, token = [], 0
     for mine in owners:
-        kept = []
+        retained = []
         for owner in mine:
-            bad = documents is not None and (
+            invalid = documents is not None and (
                 owner in documents.numbers
                 or sizes[owner] < documents.min_tokens
                 or (documents.max_tokens is not None and sizes[owner] > documents.max_tokens)
             )
-            if not bad:
-                kept.append(token)
+            if not invalid:
+                retained.append(token)
             token += 1
-        found.append(kept)
-    return found
+        result.append(retained)
+    return result
 
 
 def everything(dataset: Dataset, sample_index: SampleIndex, **settings: Any) -> tuple[Any, ...]:
@@ -108,18 +108,18 @@ filters = st.builds(
 def test_chunk_is_the_kept_stream_of_each_slice(
     dataset: Dataset, documents: DocumentSubset | None, masks: bool
 ) -> None:
-    kept = kept_tokens(documents)
+    retained = kept_tokens(documents)
     try:
         sample_index = plan_samples(dataset, SEQ_LEN, documents=documents)
     except UsageError:
-        assert all(len(tokens) < SEQ_LEN for tokens in kept)
+        assert all(len(tokens) < SEQ_LEN for tokens in retained)
         return
-    assert sample_index.counts.tolist() == [len(tokens) // SEQ_LEN for tokens in kept]
-    assert sample_index.tail_tokens == sum(len(tokens) % SEQ_LEN for tokens in kept)
+    assert sample_index.counts.tolist() == [len(tokens) // SEQ_LEN for tokens in retained]
+    assert sample_index.tail_tokens == sum(len(tokens) % SEQ_LEN for tokens in retained)
     inputs, labels, _, numbers, positions, edges = everything(dataset, sample_index, document_masks=masks)
     owners = flat(documents_of())
     row = 0
-    for tokens in kept:
+    for tokens in retained:
         for i in range(len(tokens) // SEQ_LEN):
             chunk = tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN]
             following = [*tokens, -100][i * SEQ_LEN + 1 : (i + 1) * SEQ_LEN + 1]
@@ -139,17 +139,17 @@ def check_masks(inputs: Any, labels: Any, numbers: Any, positions: Any, edges: A
     assert edges.dtype == np.int32 and edges[0] == 0 and edges[-1] == inputs.size
     assert numbers.dtype == np.int32 and positions.dtype == inputs.dtype == labels.dtype
     begins = [
-        row * SEQ_LEN + at
+        row * SEQ_LEN + index
         for row in range(len(inputs))
-        for at in range(SEQ_LEN)
-        if at == 0 or numbers[row, at] != numbers[row, at - 1]
+        for index in range(SEQ_LEN)
+        if index == 0 or numbers[row, index] != numbers[row, index - 1]
     ]
     assert edges[:-1].tolist() == begins
     for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist()):
-        row, at = divmod(begin, SEQ_LEN)
-        run = slice(at, at + end - begin)
+        row, index = divmod(begin, SEQ_LEN)
+        run = slice(index, index + end - begin)
         assert positions[row, run].tolist() == list(range(end - begin))
-        if numbers[row, at] < 0:
+        if numbers[row, index] < 0:
             assert (inputs[row, run] == pad_id).all() and (labels[row, run] == -100).all()
             continue
         tokens = inputs[row, run].tolist()
@@ -168,14 +168,14 @@ def check_masks(inputs: Any, labels: Any, numbers: Any, positions: Any, edges: A
 def test_fit_has_every_kept_token_once(
     dataset: Dataset, documents: DocumentSubset | None, pad_id: int | None, dtype: type
 ) -> None:
-    kept = kept_tokens(documents)
+    retained = kept_tokens(documents)
     try:
         sample_index = plan_samples(dataset, SEQ_LEN, packing="fit", documents=documents)
     except UsageError:
-        assert not any(kept)
+        assert not any(retained)
         return
     inputs, labels, _, numbers, positions, edges = everything(dataset, sample_index, pad_id=pad_id, dtype=dtype)
-    assert sorted(inputs[numbers >= 0].tolist()) == flat(kept)
+    assert sorted(inputs[numbers >= 0].tolist()) == flat(retained)
     assert sample_index.tail_tokens == 0
     check_masks(inputs, labels, numbers, positions, edges, pad_id or 0)
 
@@ -204,10 +204,10 @@ def test_splits_are_exact_disjoint_and_together_all(
         samples = np.concatenate([np.arange(count) for count in sample_index.counts])
         return ((sample_index.bases + sample_index.offsets)[slices] + samples).tolist()
 
-    whole, train, held_out = ids(None), ids("train"), ids("validation")
-    assert whole == list(range(len(whole)))
-    assert len(held_out) == round(validation * len(whole))
-    assert sorted([*train, *held_out]) == whole
+    full, train, held_out = ids(None), ids("train"), ids("validation")
+    assert full == list(range(len(full)))
+    assert len(held_out) == round(validation * len(full))
+    assert sorted([*train, *held_out]) == full
 
 
 def test_a_split_reads_few_slices_and_a_longer_one_contains_a_shorter(tmp_path: Path) -> None:
@@ -223,13 +223,13 @@ def test_a_split_reads_few_slices_and_a_longer_one_contains_a_shorter(tmp_path: 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_split_gives_the_samples_that_its_numbers_say(dataset: Dataset, split: str) -> None:
-    whole = everything(dataset, plan_samples(dataset, SEQ_LEN))[0]
+    full = everything(dataset, plan_samples(dataset, SEQ_LEN))[0]
     sample_index = plan_samples(dataset, SEQ_LEN, split=split, validation=0.4)
     slices = np.repeat(np.arange(len(sample_index.counts)), sample_index.counts)
     ids = (sample_index.bases + sample_index.offsets)[slices] + np.concatenate(
         [np.arange(count) for count in sample_index.counts]
     )
-    assert (everything(dataset, sample_index)[0] == whole[ids]).all()
+    assert (everything(dataset, sample_index)[0] == full[ids]).all()
 
 
 def test_only_the_ends_that_matter_are_read(dataset: Dataset) -> None:
@@ -254,9 +254,9 @@ def test_only_the_ends_that_matter_are_read(dataset: Dataset) -> None:
 def test_lengths_are_those_of_whole_documents(dataset: Dataset) -> None:
     # Document 6 has 7 + 11 + 4 tokens; the last one, which never ends, 2.
     assert 6 not in set(np.array(flat(documents_of()))[flat(kept_tokens(DocumentSubset((), 0, 21)))])
-    whole = plan_samples(dataset, 1)
-    assert whole.num_samples - plan_samples(dataset, 1, documents=DocumentSubset((), 0, 21)).num_samples == 22 + 30
-    assert whole.num_samples == plan_samples(dataset, 1, documents=DocumentSubset((), 0, 30)).num_samples
+    full = plan_samples(dataset, 1)
+    assert full.num_samples - plan_samples(dataset, 1, documents=DocumentSubset((), 0, 21)).num_samples == 22 + 30
+    assert full.num_samples == plan_samples(dataset, 1, documents=DocumentSubset((), 0, 30)).num_samples
     assert plan_samples(dataset, 1, documents=DocumentSubset((), 22, 29)).num_samples == 22
 
 
@@ -264,8 +264,8 @@ def test_lengths_are_those_of_whole_documents(dataset: Dataset) -> None:
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_a_mixture_takes_rows_of_several_datasets(tmp_path: Path, packing: str, masks: bool, dtype: Any) -> None:
     both = [write(tmp_path / f"{i}", dtype, first=1000 * i) for i in range(2)]
-    indexes = [plan_samples(one, SEQ_LEN, packing=packing) for one in both]
-    alone = [everything(one, sample_index, document_masks=masks) for one, sample_index in zip(both, indexes)]
+    indexes = [plan_samples(item, SEQ_LEN, packing=packing) for item in both]
+    alone = [everything(item, sample_index, document_masks=masks) for item, sample_index in zip(both, indexes)]
     collator = make_collator(indexes, document_masks=masks)
     for key in range(10):
         collator.open(key, key % 5, both[key // 5].open_slice(key % 5))
@@ -274,9 +274,9 @@ def test_a_mixture_takes_rows_of_several_datasets(tmp_path: Path, packing: str, 
     samples = np.concatenate([np.arange(count) for count in counts])
     mixed = np.random.default_rng(0).permutation(len(keys))
     plan = collator.plan(keys[mixed], samples[mixed])
-    for part, made in enumerate(collator.make(plan, 0, len(keys))):
-        if part not in (2, 5) and made is not None:
-            assert (made == np.concatenate([one[part] for one in alone])[mixed]).all()
+    for part, created in enumerate(collator.make(plan, 0, len(keys))):
+        if part not in (2, 5) and created is not None:
+            assert (created == np.concatenate([item[part] for item in alone])[mixed]).all()
     if masks:
         for start, stop in ((0, 0), (3, 4), (5, 12)):
             some = collator.make(plan, start, stop)
@@ -297,8 +297,10 @@ def test_alignment_does_not_matter(tmp_path: Path, odd: int) -> None:
         (shifted / path.name).write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
     other = import_slices(shifted, "shifted")
     for masks in (False, True):
-        for one, two in zip(*(everything(d, plan_samples(d, SEQ_LEN), document_masks=masks) for d in (dataset, other))):
-            assert one is two is None or (isinstance(one, dict)) or (one == two).all()
+        for item, two in zip(
+            *(everything(d, plan_samples(d, SEQ_LEN), document_masks=masks) for d in (dataset, other))
+        ):
+            assert item is two is None or (isinstance(item, dict)) or (item == two).all()
 
 
 def test_slices_of_different_types_are_refused(tmp_path: Path) -> None:
@@ -350,9 +352,9 @@ def test_makers_are_chosen_by_what_is_asked(dataset: Dataset, tmp_path: Path) ->
         lambda: make_collator([rows], document_masks=True),
         lambda: make_collator([chunk], trim_padding=True),
     ]
-    for one in wrong:
+    for item in wrong:
         with pytest.raises(UsageError):
-            one()
+            item()
 
 
 def test_a_slice_or_sample_that_is_not_of_the_view_is_refused(dataset: Dataset) -> None:
@@ -410,6 +412,6 @@ def test_damaged_ends_are_named(dataset: Dataset) -> None:
 
 
 def test_what_decides_a_view_is_plain(dataset: Dataset) -> None:
-    one = plan_samples(dataset, SEQ_LEN, documents=DocumentSubset([1]), split="train", validation=0.25).describe()
-    assert one == {"packing": "chunk", "documents": DocumentSubset([1]).digest(), "split": ["train", 0.25]}
+    item = plan_samples(dataset, SEQ_LEN, documents=DocumentSubset([1]), split="train", validation=0.25).describe()
+    assert item == {"packing": "chunk", "documents": DocumentSubset([1]).digest(), "split": ["train", 0.25]}
     assert plan_samples(dataset, SEQ_LEN).describe() == {"packing": "chunk", "documents": None, "split": None}

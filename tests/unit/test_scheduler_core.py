@@ -207,17 +207,17 @@ class Churn(RuleBasedStateMachine):
             if table.done:
                 continue
             places = np.zeros((len(table.samples), int(table.samples.max())), np.int64)
-            held = [(x.slice_index, x.position, x.stop) for x in table.leases.values()]
+            current = [(x.slice_index, x.position, x.stop) for x in table.leases.values()]
             back = [(i, start, stop) for (i, start), stop in table.free.returned.items()]
             fresh = [(int(i), 0, int(table.samples[i])) for i in np.flatnonzero(table.free.fresh)]
             aside = [part for parts in table.aside.values() for part in parts]
-            for index, start, stop in [*held, *back, *fresh, *aside]:
+            for index, start, stop in [*current, *back, *fresh, *aside]:
                 places[index, start:stop] += 1
             for (epoch, index), samples in self.counts.items():
                 if epoch == table.epoch:
                     places[index, list(samples)] += 1
             assert places.max() <= 1 and places.sum() == table.num_samples
-            assert table.leased == sum(stop - start for _, start, stop in held)
+            assert table.leased == sum(stop - start for _, start, stop in current)
 
     def teardown(self) -> None:
         """However it stands, one more worker finishes the job."""
@@ -309,8 +309,8 @@ def test_who_two_organisations_accuse_is_checked_and_can_be_pardoned() -> None:
     core.add_origins([Provider("origin", "h:1", True), Provider("second", "h:2", True)], 0.0)
     for worker, organisation in (("a", "o"), ("b", "o"), ("c", "p")):
         assert core.pending_checks() == []
-        bad = tuple(ProviderFault("origin", index, "wrong") for index in (0, 1))
-        core.exchange(worker, ExchangeRequest(), 0.0, organisation=organisation, faults=bad)
+        invalid = tuple(ProviderFault("origin", index, "wrong") for index in (0, 1))
+        core.exchange(worker, ExchangeRequest(), 0.0, organisation=organisation, faults=invalid)
     (doubt,) = core.pending_checks()
     assert doubt.peer == Provider("origin", "h:1", True)
     (banned,) = core.resolve(doubt, False, 1.0)
@@ -326,14 +326,14 @@ def test_who_two_organisations_accuse_is_checked_and_can_be_pardoned() -> None:
 def test_a_peer_that_uses_nothing_loses_its_leases_whatever_its_sessions_say() -> None:
     """40 sessions of one peer, each giving its lease back and taking one again before the time of a stall."""
     core, now, honest = SchedulerCore(spec("x", [4] * 42, stall_s=6.0)), 0.0, 0
-    held: dict[int, tuple[str, ...]] = {}
+    current: dict[int, tuple[str, ...]] = {}
     while now < 30.0:
         for number in range(42):
-            ask = ExchangeRequest(session=f"s{number}", release=held.get(number, ()), want=1)
-            held[number] = tuple(grant.lease_id for grant in core.exchange("thief", ask, now)[0].leases)
-        assert sum(map(len, held.values())) <= 32
+            ask = ExchangeRequest(session=f"s{number}", release=current.get(number, ()), want=1)
+            current[number] = tuple(grant.lease_id for grant in core.exchange("thief", ask, now)[0].leases)
+        assert sum(map(len, current.values())) <= 32
         if now == 9.0:
-            assert not any(held.values()), "it is barred for a while"
+            assert not any(current.values()), "it is barred for a while"
             honest = len(core.exchange("honest", ExchangeRequest(want=16), now)[0].leases)
         core.expire(now)
         now += 3.0
@@ -373,14 +373,14 @@ def test_providers_come_from_the_swarm_and_one_liar_bans_nobody_for_all() -> Non
     core.exchange("a", ExchangeRequest(address="h:2", cached=have), 0.0)
     grant = core.exchange("b", ExchangeRequest(want=1), 0.0)[0].leases[0]
     assert [holder.peer_id for holder in grant.providers] == ["a", "origin"]
-    bad = ProviderFault("a", grant.slice, "wrong bytes")
-    _, happened = core.exchange("b", ExchangeRequest(), 0.0, faults=[bad])
+    invalid = ProviderFault("a", grant.slice, "wrong bytes")
+    _, happened = core.exchange("b", ExchangeRequest(), 0.0, faults=[invalid])
     assert [type(event) for event in happened] == [events.ProviderReported]
-    assert not core.exchange("b", ExchangeRequest(), 0.0, faults=[bad])[1]
+    assert not core.exchange("b", ExchangeRequest(), 0.0, faults=[invalid])[1]
     for asker, expected in (("b", {"origin"}), ("c", {"a", "origin"})):
         grant = core.exchange(asker, ExchangeRequest(want=1), 0.0)[0].leases[0]
         assert {holder.peer_id for holder in grant.providers} == expected
-    core.exchange("c", ExchangeRequest(), 0.0, faults=[replace(bad, index=grant.slice)])
+    core.exchange("c", ExchangeRequest(), 0.0, faults=[replace(invalid, index=grant.slice)])
     grant = core.exchange("d", ExchangeRequest(want=1), 0.0)[0].leases[0]
     assert {holder.peer_id for holder in grant.providers} == {"origin"}
 

@@ -35,10 +35,10 @@ def test_while_no_data_node_is_there_only_what_workers_can_give_is_leased() -> N
     for now in (10.0, 35.0):  # the origin is gone by then
         core.exchange("a", ExchangeRequest(address="h:2", cached=have), now)
         core.expire(now)
-    found: list[int] = []
+    result: list[int] = []
     for _ in range(8):
-        found += ask(core, "b", 36.0)
-    assert sorted(found) == [7, 300, 599]
+        result += ask(core, "b", 36.0)
+    assert sorted(result) == [7, 300, 599]
     reply, _ = core.exchange("b", ExchangeRequest(want=1), 36.0)
     assert not reply.leases and 0 < reply.wait_s <= 15 and not reply.done and not core.reasons
     # What it has itself needs nobody.
@@ -79,8 +79,8 @@ def test_who_was_only_late_is_avoided_for_a_while_and_banned_for_nobody() -> Non
     core = make_desk(8)
     core.add_origins([ORIGIN, Provider("other", "h:2", True)], 0.0)
     late = [ProviderFault("origin", index, "no bytes in 5 s", wrong=False) for index in (1, 2)]
-    for worker, bad in (("a", late[0]), ("b", late[1])):
-        _, happened = core.exchange(worker, ExchangeRequest(), 0.0, faults=[bad])
+    for worker, invalid in (("a", late[0]), ("b", late[1])):
+        _, happened = core.exchange(worker, ExchangeRequest(), 0.0, faults=[invalid])
         assert not happened
         assert [holder.peer_id for holder in grant_of(core, worker, 0.0).providers] == ["other"]
     assert {holder.peer_id for holder in grant_of(core, "c", 0.0).providers} == {"origin", "other"}

@@ -234,9 +234,9 @@ def test_a_revoked_peer_is_refused_without_restart(server: Server, client: Clien
 def test_port_in_use_and_nobody_there(server: Server, client: Client, desk: Desk) -> None:
     with pytest.raises(NetworkError, match=f"port {server.port} is in use"):
         serve(server.identity, desk, port=server.port).start()
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{held.getsockname()[1]}"
+    with socket.socket() as current:
+        current.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{current.getsockname()[1]}"
         with pytest.raises(NetworkError, match=address):
             client.request_json(address, "GET", "/echo")
     with pytest.raises(NetworkError, match="cannot listen"):
@@ -265,13 +265,13 @@ def test_a_role_is_asked_for_before_the_body_is_read(network_dir: Path, tmp_path
     reader = join(network_dir, tmp_path / "reader", "reader", scope=Scope(frozenset({"data"})))
     worker = join(network_dir, tmp_path / "worker", "worker", scope=Scope(frozenset({"worker"})))
     with Server(app, make_identity("s"), "127.0.0.1", 0) as server:
-        begun = time.monotonic()
+        started = time.monotonic()
         with connect(server, reader) as tls:
             tls.sendall(b"POST /work HTTP/1.1\r\nContent-Length: 1000000000\r\n\r\n")
             (answer,) = read_answers(tls)
             assert (answer.status, answer.json()["error"]) == (403, "not_worker")
             assert answer.headers["connection"] == "close"  # the rest of its body is nobody's next request
-        assert time.monotonic() - begun < scaled(3) and called == []
+        assert time.monotonic() - started < scaled(3) and called == []
         with connect(server, reader) as tls:
             tls.sendall(b"POST /work HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
             assert read_answers(tls)[0].status == 403
@@ -298,7 +298,7 @@ def test_in_a_full_house_the_peer_with_most_makes_room(desk: Desk, make_identity
     many, other = make_identity("many"), make_identity("other")
     with serve(make_identity("s"), desk, limits=ServerLimits(connections=4)) as server, contextlib.ExitStack() as stack:
         idle = [stack.enter_context(connect(server, many)) for _ in range(3)]
-        one = stack.enter_context(connect(server, other))
+        item = stack.enter_context(connect(server, other))
         until(lambda: server.num_connections == 4)
         idle[0].sendall(b"GET /held HTTP/1.1\r\n\r\n")  # the oldest, but it does not rest
         assert desk.entered.wait(20)
@@ -307,7 +307,7 @@ def test_in_a_full_house_the_peer_with_most_makes_room(desk: Desk, make_identity
         idle[1].settimeout(20)
         with contextlib.suppress(ConnectionResetError):
             assert idle[1].recv(1) == b"", "the one that rested for longest was cut"
-        for sock in (one, idle[2]):
+        for sock in (item, idle[2]):
             sock.sendall(b"GET /echo HTTP/1.1\r\n\r\n")
             assert read_answers(sock)[0].status == 200
         desk.gate.set()
@@ -350,8 +350,8 @@ def test_connections_of_an_organisation(
         contextlib.ExitStack() as stack,
     ):
         first, second, third = (stack.enter_context(Client(acme(name))) for name in "abc")
-        for one in (first, second):
-            one.request_json(server.address, "GET", "/echo")
+        for item in (first, second):
+            item.request_json(server.address, "GET", "/echo")
         with pytest.raises(NetworkError):
             third.request_json(server.address, "GET", "/echo")
         create_organisation(network_dir, tmp_path / "other-org", "other")
@@ -419,13 +419,13 @@ def test_rate_of_requests(desk: Desk, make_identity: Make, acme: Make, own: bool
         if own:
             socks[1].sendall(b"GET /echo HTTP/1.1\r\n\r\n")
             assert read_answers(socks[1])[0].status == 200
-        begun = time.monotonic()
+        started = time.monotonic()
         while True:
             time.sleep(0.1)
             socks[0].sendall(b"GET /echo HTTP/1.1\r\n\r\n")
             if read_answers(socks[0])[0].status == 200:
                 break
-            assert time.monotonic() - begun < scaled(10)
+            assert time.monotonic() - started < scaled(10)
 
 
 def test_strangers_make_room_for_members(make_identity: Make, desk: Desk) -> None:
@@ -518,10 +518,10 @@ def test_close_cuts_idle_connections_at_once(desk: Desk, make_identity: Make, cl
     client.request_json(server.address, "GET", "/echo")
     with socket.create_connection(("127.0.0.1", server.port), 20):  # one that never shakes hands
         until(lambda: server.num_connections == 2)
-        begun = time.monotonic()
+        started = time.monotonic()
         server.close()
         server.close()
-        assert time.monotonic() - begun < scaled(5)
+        assert time.monotonic() - started < scaled(5)
     assert server.num_connections == 0
 
 
@@ -556,9 +556,9 @@ def test_close_ends_answers_under_way(
         tls.sendall(data)
     assert entered.wait(20)
     until(lambda: metric(server, "forebay_requests_in_progress") == 3)
-    begun = time.monotonic()
+    started = time.monotonic()
     server.close()
-    assert time.monotonic() - begun < scaled(5) and server.num_connections == 0
+    assert time.monotonic() - started < scaled(5) and server.num_connections == 0
     for tls in socks:
         with contextlib.suppress(OSError):
             while tls.recv(1 << 20):

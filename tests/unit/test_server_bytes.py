@@ -305,10 +305,10 @@ def test_any_bytes(world: World, data: bytes) -> None:
 
 
 def test_a_silent_member_costs_its_place_and_no_more(world: World) -> None:
-    begun = time.monotonic()
+    started = time.monotonic()
     with contextlib.ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(connect(world.server, world.member)).sendall(b"POST / HTTP/1.1\r\nContent-Le")
         world.check()
     until(lambda: world.server.num_connections == 0)
-    assert time.monotonic() - begun < scaled(10)
+    assert time.monotonic() - started < scaled(10)

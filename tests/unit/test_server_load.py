@@ -30,16 +30,16 @@ def echo(request: Request) -> Response:
 
 def test_requests_sent_at_once_are_all_answered(make_identity: Make) -> None:
     """In one TLS record, in records of a byte, and with a body that ends beside the next head."""
-    one = b"POST /%d HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc"
+    item = b"POST /%d HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc"
     with serve(make_identity("s"), echo) as server, connect(server, make_identity("c")) as tls:
-        tls.sendall(b"".join(one % i for i in range(16)))
+        tls.sendall(b"".join(item % i for i in range(16)))
         assert [answer.json()["path"] for answer in read_answers(tls, 16)] == [f"/{i}" for i in range(16)]
-        for byte in one % 7:
+        for byte in item % 7:
             tls.sendall(bytes([byte]))
         assert read_answers(tls)[0].json() == {"path": "/7", "bytes": 3}
-        tls.sendall(one[:-1] % 8)
+        tls.sendall(item[:-1] % 8)
         time.sleep(0.05)
-        tls.sendall(b"c" + one % 9)
+        tls.sendall(b"c" + item % 9)
         assert [answer.json()["bytes"] for answer in read_answers(tls, 2)] == [3, 3]
 
 
@@ -53,14 +53,14 @@ def test_who_drips_costs_no_thread_and_is_cut(make_identity: Make) -> None:
         half_open = [socket.create_connection(("127.0.0.1", server.port), 20) for _ in range(20)]
         body.sendall(b"POST / HTTP/1.1\r\nContent-Length: 100000\r\n\r\n")
         chunks.sendall(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
-        begun, cut = time.monotonic(), set[socket.socket]()
+        started, cut = time.monotonic(), set[socket.socket]()
         while len(cut) < 3:
             for sock, piece in ((head, b"A"), (body, b"x"), (chunks, b"1\r\nx\r\n")):
                 if sock not in cut and not send_all(sock, piece):
                     cut.add(sock)
             time.sleep(0.02)
-            assert time.monotonic() - begun < scaled(10), "a client that drips was not cut"
-            if time.monotonic() < begun + 0.2:
+            assert time.monotonic() - started < scaled(10), "a client that drips was not cut"
+            if time.monotonic() < started + 0.2:
                 assert client.request_json(server.address, "GET", "/")[0]["path"] == "/"
                 assert threading.active_count() <= before + 1
         until(lambda: server.num_connections <= 1)
@@ -99,10 +99,10 @@ def test_slow_readers_and_long_polls_hold_up_nobody(make_identity: Make, tmp_pat
             tls.sendall(b"GET /%s HTTP/1.1\r\n\r\n" % (b"file" if number % 2 else b"wait"))
         for _ in range(6):
             assert entered.acquire(timeout=20)
-        begun = time.monotonic()
+        started = time.monotonic()
         for _ in range(20):
             client.request_json(server.address, "GET", "/")
-        assert time.monotonic() - begun < scaled(5)
+        assert time.monotonic() - started < scaled(5)
         gate.set()
         for tls in stuck:
             tls.close()
@@ -123,7 +123,7 @@ def test_who_reads_nothing_is_cut(make_identity: Make, tmp_path: Path, what: byt
     with serve(make_identity("s"), answer, limits=ServerLimits(send_s=0.5, idle_s=60)) as server:
         with connect(server, identity) as tls:
             tls.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            begun = time.monotonic()
+            started = time.monotonic()
             tls.settimeout(1)
             request, sent = b"GET /%s HTTP/1.1\r\n\r\n" % what, 0
             with contextlib.suppress(OSError):  # its requests are not read any more, or it is cut
@@ -132,7 +132,7 @@ def test_who_reads_nothing_is_cut(make_identity: Make, tmp_path: Path, what: byt
                     sent += 1
                     time.sleep(0.001)
             until(lambda: server.num_connections == 0, 10)
-        assert time.monotonic() - begun < scaled(15)
+        assert time.monotonic() - started < scaled(15)
         with Client(identity) as client:
             assert client.request_json(server.address, "GET", "/x")[0]
 
@@ -168,9 +168,9 @@ def test_an_upload_cap_holds_and_ends_with_the_server(make_identity: Make, tmp_p
         throttle=Throttle(upload_bytes_per_s=1e6),
     )
     with server, Client(make_identity("c")) as client:
-        begun, into = time.monotonic(), memoryview(bytearray(400_000))
+        started, into = time.monotonic(), memoryview(bytearray(400_000))
         client.read_range(server.address, "/", into, 0)
-        assert 0.2 < time.monotonic() - begun < scaled(2)
+        assert 0.2 < time.monotonic() - started < scaled(2)
         failures: list[NetworkError] = []
 
         def endless() -> None:
@@ -183,8 +183,8 @@ def test_an_upload_cap_holds_and_ends_with_the_server(make_identity: Make, tmp_p
         asking = threading.Thread(target=endless)
         asking.start()
         time.sleep(0.05)
-        begun = time.monotonic()
+        started = time.monotonic()
         server.close()
-        assert time.monotonic() - begun < scaled(2)
+        assert time.monotonic() - started < scaled(2)
         asking.join(10)
         assert failures

@@ -92,7 +92,7 @@ def test_spans_over_many_pieces_are_marked_piece_by_piece(tmp_path: Path) -> Non
             while span.offset < span.stop and chance.random() < 0.8:
                 step = min(span.stop - span.offset, chance.randrange(1, 1 << 17))
                 file.write(span, memoryview(bytes(step)), "x")
-        whole = {
+        full = {
             piece
             for span in file.ranges
             for piece in range(span.start >> 16, -(-span.stop >> 16))
@@ -101,8 +101,8 @@ def test_spans_over_many_pieces_are_marked_piece_by_piece(tmp_path: Path) -> Non
         file.close()
         again = PartFile(path, size, 1 << 16, range_bytes=range_bytes)
         again.open()
-        there = {p for s in again.ranges if s.offset == s.stop for p in range(s.start >> 16, -(-s.stop >> 16))}
-        assert there == whole
+        exists = {p for s in again.ranges if s.offset == s.stop for p in range(s.start >> 16, -(-s.stop >> 16))}
+        assert exists == full
         assert [s.start for s in again.ranges] == [0, *(s.stop for s in again.ranges[:-1])]
         again.close()
 
@@ -243,8 +243,8 @@ def test_a_temporary_directory_of_ones_own(server: OriginServer, tmp_path: Path)
             download_large_file(server.url, "big", path, tmp_dir=folder)  # another volume
             assert path.read_bytes() == CONTENT and not list(folder.iterdir())
         finally:
-            for left in folder.iterdir():
-                left.unlink()
+            for remaining in folder.iterdir():
+                remaining.unlink()
             folder.rmdir()
 
 

@@ -42,14 +42,14 @@ def test_both_generations_are_written_and_read(tmp_path: Path, generation: Any, 
         assert raw.startswith(b"\x93NUMPY")
         if not header:
             shard.tokens.write_bytes(raw := raw[128:])
-        one = np.load(shard.tokens) if header else np.frombuffer(raw, dtype)
+        item = np.load(shard.tokens) if header else np.frombuffer(raw, dtype)
         ids = read_ids(shard.ids)
-        assert ids.tolist() == [sample_id(row) for row in one.reshape(-1, L)]
+        assert ids.tolist() == [sample_id(row) for row in item.reshape(-1, L)]
         if generation == "bin":
             assert ids.tolist() == np.fromfile(shard.ids, "<u8").tolist()
         else:
             assert ids.tolist() == np.load(shard.ids).tolist()
-        got.append(one)
+        got.append(item)
     assert np.concatenate(got).tolist() == tokens[: 100 * L].tolist()
     dataset = open_external(tmp_path, dtype=None if header else dtype)
     assert dataset is not None and dataset.num_tokens == 100 * L
@@ -81,10 +81,10 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def shard(folder: Path, count: int = 300, **settings: Any) -> tuple[Path, Path]:
     header = settings.pop("header", True)
-    made = write_shards([tokens_of(count * L)], folder, seq_len=L, **settings)[0]
+    created = write_shards([tokens_of(count * L)], folder, seq_len=L, **settings)[0]
     if not header:
-        made.tokens.write_bytes(made.tokens.read_bytes()[128:])
-    return made.tokens, made.ids
+        created.tokens.write_bytes(created.tokens.read_bytes()[128:])
+    return created.tokens, created.ids
 
 
 def check_of(tokens: Path, ids: Path, **settings: Any) -> SampleCheck:
@@ -108,36 +108,36 @@ def test_samples_are_judged_as_they_come_and_any_flipped_bit_is_noticed(
     raw = bytearray(tokens.read_bytes()[data.draw(st.sampled_from([0, 128])) :])
     tokens.write_bytes(raw)
     offset = vector_in(tokens, len(raw), "u2").offset
-    at = data.draw(st.integers(offset, len(raw) - 1))
-    raw[at] ^= 1 << data.draw(st.integers(0, 7))
+    index = data.draw(st.integers(offset, len(raw) - 1))
+    raw[index] ^= 1 << data.draw(st.integers(0, 7))
     tokens.write_bytes(raw)
-    bad = (at - offset) // (2 * L)
+    invalid = (index - offset) // (2 * L)
     check, before = check_of(tokens, ids), 0
     for stop in [*sorted(data.draw(st.lists(st.integers(1, len(raw)), max_size=5))), len(raw)]:
         check.advance(tokens, before, stop)
         before = stop
     for _ in range(2):
         ranges = check.wrong()
-        assert any(start <= at < stop for start, stop in ranges)
+        assert any(start <= index < stop for start, stop in ranges)
         check.advance(tokens, ranges[0][0], len(raw))
-    with pytest.raises(IntegrityError, match=rf"sample {bad} at byte {offset + bad * 2 * L}.*remap={{0: "):
+    with pytest.raises(IntegrityError, match=rf"sample {invalid} at byte {offset + invalid * 2 * L}.*remap={{0: "):
         check.wrong()
 
 
 def test_mended_bytes_are_judged_anew(tmp_path: Path) -> None:
     tokens, ids = shard(tmp_path)
-    whole = tokens.read_bytes()
+    full = tokens.read_bytes()
     with tokens.open("r+b") as file:
         file.seek(5000)
         file.write(b"\xff\xff\xff")
         file.flush()
         check = check_of(tokens, ids)
-        check.advance(tokens, 0, len(whole))
+        check.advance(tokens, 0, len(full))
         (start, stop), *others = check.wrong()
         assert not others
         file.seek(start)
-        file.write(whole[start:stop])
-    check.advance(tokens, start, len(whole))
+        file.write(full[start:stop])
+    check.advance(tokens, start, len(full))
     assert check.wrong() == []
 
 

@@ -67,10 +67,10 @@ def test_the_published_draw() -> None:
     assert window_seed(7, 123) == 6999982
     drawn = window_sample_ids(7, 123, 100_000, 1, 8)
     assert drawn.tolist() == [51178, 30906, 68256, 76622, 36645, 13070, 75981, 77190]
-    whole = window_sample_ids(7, 123, 100_000, 30, 1024)
-    assert len(set(whole.tolist())) == 30 * 1024
+    full = window_sample_ids(7, 123, 100_000, 30, 1024)
+    assert len(set(full.tolist())) == 30 * 1024
     for rank in range(3):
-        assert window_sample_ids(7, 123, 100_000, 30, 1024, rank, 3).tolist() == whole[rank::3].tolist()
+        assert window_sample_ids(7, 123, 100_000, 30, 1024, rank, 3).tolist() == full[rank::3].tolist()
 
 
 def test_the_published_receipt() -> None:
@@ -86,13 +86,13 @@ def test_our_windows_read_each_sample_once_a_pass(size: int, steps: int, batch: 
     given = {"mode": "forebay", "first_window": first}
     windows = range(first, first - (-2 * size // count))
     ids = [[window_sample_ids(3, w, size, steps, batch, r, world, **given) for r in range(world)] for w in windows]  # type: ignore[arg-type]
-    whole = []
+    full = []
     for ranks in ids:
-        one = np.empty(count, np.int64)
+        item = np.empty(count, np.int64)
         for rank, part in enumerate(ranks):
-            one[rank::world] = part
-        whole += one.tolist()
-    assert sorted(whole[:size]) == sorted(whole[size : 2 * size]) == list(range(size))
+            item[rank::world] = part
+        full += item.tolist()
+    assert sorted(full[:size]) == sorted(full[size : 2 * size]) == list(range(size))
 
 
 def test_our_windows_are_of_their_uid_seed_and_shard() -> None:
@@ -115,5 +115,5 @@ def test_a_validator_finds_the_same_samples_in_another_process() -> None:
             f"at = window_sample_ids(11, 77, len(ids), 3, 64, mode={mode!r})\n"
             "print(json.dumps([at.tolist(), *receipt(ids[at])]))"
         )
-        there = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
-        assert there == [here.tolist(), *receipt(ids[here])]
+        exists = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+        assert exists == [here.tolist(), *receipt(ids[here])]

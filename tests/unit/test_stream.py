@@ -32,7 +32,9 @@ def stream(inputs: Any, **changes: Any) -> TextStream:
         "tokenizer": "bytes", "seq_len": 16, "global_batch_size": 6, "rank": 0, "world_size": 1, "shuffle_buffer": 8,
         "prefetch": 0,
     }  # fmt: skip
-    rows = [{"text": one} if isinstance(one, str) else one for one in inputs] if isinstance(inputs, list) else inputs
+    rows = (
+        [{"text": item} if isinstance(item, str) else item for item in inputs] if isinstance(inputs, list) else inputs
+    )
     return TextStream(rows, **{**defaults, **changes})
 
 
@@ -55,32 +57,32 @@ def test_it_is_at_the_door() -> None:
     size=st.integers(1, 5),
 )
 def test_packing_is_concatenation_and_chunks(texts: list[str], seq_len: int, size: int) -> None:
-    whole = tokens_of([text.replace("\ufdd0", "").replace("\ufdd1", "") for text in texts])
-    made = stream(texts, seq_len=seq_len, global_batch_size=size, shuffle_buffer=0)
-    if len(whole) < seq_len:
+    full = tokens_of([text.replace("\ufdd0", "").replace("\ufdd1", "") for text in texts])
+    created = stream(texts, seq_len=seq_len, global_batch_size=size, shuffle_buffer=0)
+    if len(full) < seq_len:
         with pytest.raises(DatasetError, match="at least one batch an epoch"):
-            list(made)
+            list(created)
         return
     inputs, labels, ids = [], [], []
-    for batch in made:
+    for batch in created:
         assert batch.inputs is not None and batch.labels is not None and batch.inputs.dtype == np.int64
         inputs += batch.inputs.reshape(-1).tolist()
         labels += batch.labels.reshape(-1).tolist()
         ids += batch.sample_ids.tolist()
-    number = len(whole) // seq_len
-    assert inputs == whole[: number * seq_len]
-    assert labels == [*whole[1:], -100][: number * seq_len]
+    number = len(full) // seq_len
+    assert inputs == full[: number * seq_len]
+    assert labels == [*full[1:], -100][: number * seq_len]
     assert ids == list(range(number))
-    assert made.stats()["tail_tokens"] == len(whole) - number * seq_len
-    assert made.stats()["documents"] == len(texts) and made.stats()["empty"] == sum(not text for text in texts)
+    assert created.stats()["tail_tokens"] == len(full) - number * seq_len
+    assert created.stats()["documents"] == len(texts) and created.stats()["empty"] == sum(not text for text in texts)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch: int) -> None:
     settings = {"epochs": 3, "drop_last": drop_last, "seq_len": 32}
-    whole = stream(TEXTS, **settings)
-    expected = facts(whole)
+    full = stream(TEXTS, **settings)
+    expected = facts(full)
     assert len({str(epoch) for *_, epoch, _, _ in expected}) == 3
     for stop in range(len(expected) + 1):
         first = stream(TEXTS, prefetch=prefetch, **settings)
@@ -92,7 +94,7 @@ def test_resume_is_exact_at_every_batch(drop_last: bool, prefetch: int) -> None:
         second = stream(TEXTS, prefetch=prefetch, **settings)
         second.load_state_dict(state)
         assert facts(second) == expected[stop:]
-        assert second.stats() == whole.stats()
+        assert second.stats() == full.stats()
         if stop % 5 == 0:
             assert facts(first) == expected[stop:]  # leaving a loop and going on
 
@@ -107,10 +109,10 @@ def test_epochs_differ_and_seeds_too() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
 def test_ranks_part_each_global_batch(world_size: int) -> None:
-    whole = facts(stream(TEXTS))
+    full = facts(stream(TEXTS))
     ranks = [facts(stream(TEXTS, rank=rank, world_size=world_size)) for rank in range(world_size)]
-    assert {len(rank) for rank in ranks} == {len(whole)}
-    for step, expected in enumerate(whole):
+    assert {len(rank) for rank in ranks} == {len(full)}
+    for step, expected in enumerate(full):
         for rank in range(world_size):
             assert ranks[rank][step][2] == expected[2][rank::world_size]
             assert ranks[rank][step][0] == expected[0][rank::world_size]
@@ -122,24 +124,24 @@ def test_records_are_parted_before_encoding(world_size: int) -> None:
     seen: Counter[bytes] = Counter()
     ids: list[int] = []
     for rank in range(world_size):
-        one = stream(TEXTS, rank=rank, seq_len=1, **settings)
-        found = facts(one)
-        tokens = [token for fact in found for row in fact[0] for token in row]
+        item = stream(TEXTS, rank=rank, seq_len=1, **settings)
+        result = facts(item)
+        tokens = [token for fact in result for row in fact[0] for token in row]
         seen.update(bytes(10 if token == EOS else token for token in tokens).split(b"\n"))
-        ids += [i for fact in found for i in fact[2]]
-        assert one.stats()["documents"] == len(TEXTS[rank::world_size])
+        ids += [i for fact in result for i in fact[2]]
+        assert item.stats()["documents"] == len(TEXTS[rank::world_size])
         half = stream(TEXTS, rank=rank, seq_len=1, **settings)
         half.load_state_dict(_state_after(stream(TEXTS, rank=rank, seq_len=1, **settings), 7))
-        assert facts(half) == found[7:]
+        assert facts(half) == result[7:]
     assert seen == Counter([text.encode() for text in TEXTS] + [b""] * world_size)
     assert len(ids) == len(set(ids))
 
 
-def _state_after(made: TextStream, batches: int) -> dict[str, Any]:
-    iterator = iter(made)
+def _state_after(created: TextStream, batches: int) -> dict[str, Any]:
+    iterator = iter(created)
     for _ in range(batches):
         next(iterator)
-    return made.state_dict()
+    return created.state_dict()
 
 
 @settings(max_examples=40, deadline=None)
@@ -302,10 +304,10 @@ def test_datasets_of_others_resume(dataset: Any, kind: str) -> None:
 
 
 def test_what_is_no_text_is_counted_with_its_place() -> None:
-    made = stream([*TEXTS, {"text": 3}, {"other": "x"}, "\ud800", 5])
-    list(made)
-    assert made.stats()["malformed"] == 4 and made.stats()["documents"] == len(TEXTS)
-    assert [bad.location for bad in made.malformed] == [f"record {i}" for i in range(60, 64)]
+    created = stream([*TEXTS, {"text": 3}, {"other": "x"}, "\ud800", 5])
+    list(created)
+    assert created.stats()["malformed"] == 4 and created.stats()["documents"] == len(TEXTS)
+    assert [invalid.location for invalid in created.malformed] == [f"record {i}" for i in range(60, 64)]
 
 
 def test_errors_of_the_caller_s_dataset_are_told() -> None:

@@ -40,20 +40,20 @@ class Crowd:
     def round(self, at_once: int) -> int:
         self.now += 1.0
         self.swarm.join(ORIGIN, None, self.now)
-        told: list[tuple[str, Assignment]] = []
+        reported: list[tuple[str, Assignment]] = []
         for name, have in self.have.items():
             self.swarm.join(peer(name), None, self.now)
-            told += [(name, each) for each in self.swarm.assign(name, np.flatnonzero(~have), at_once, self.now)]
+            reported += [(name, each) for each in self.swarm.assign(name, np.flatnonzero(~have), at_once, self.now)]
         for who in self.slots:
-            assert sum(each.holder.peer_id == who for _, each in told) <= self.slots[who]
-        for _, each in told:
+            assert sum(each.holder.peer_id == who for _, each in reported) <= self.slots[who]
+        for _, each in reported:
             assert each.holder.is_origin or self.have[each.holder.peer_id][each.index]
             self.from_origin += each.holder.is_origin
             self.log.append(each)
-        for name, each in told:
+        for name, each in reported:
             self.have[name][each.index] = True
             self.swarm.finished(name, each.index, self.now + 0.5)
-        return len(told)
+        return len(reported)
 
 
 @settings(max_examples=12, deadline=None)

@@ -54,7 +54,7 @@ def test_a_fetch_that_failed_is_wanted_again_and_its_holder_named() -> None:
     assert not state.ended(1, ORIGIN, ProtocolError("nonsense"), 1.0)
     assert state.ended(2, ORIGIN, NetworkError("given up"), 1.0, cancelled=True)
     body = state.request(1.0, None)
-    wrong = {one["index"]: one["wrong"] for one in body["failed"]}
+    wrong = {item["index"]: item["wrong"] for item in body["failed"]}
     assert wrong == {0: False, 1: True} and body["dropped"] == [2] and body["want"] == "0-1"
 
 
@@ -84,11 +84,11 @@ def test_a_reader_whose_thread_fails_goes_on_and_ends_what_is_wanted_in_time(tmp
     """Whatever fails in its thread, here the look at what is held, a transfer ends within the reader's patience."""
     table = SliceTable.from_rows([SliceInfo(0, "0.safetensors", 100, "ab" * 32, 10, 1)])
     before = threads.failures().get("swarm", 0)
-    held = [RuntimeError("unexpected"), RuntimeError("unexpected")]
+    current = [RuntimeError("unexpected"), RuntimeError("unexpected")]
 
     def trackers() -> list[Provider]:
-        if held:
-            raise held.pop()
+        if current:
+            raise current.pop()
         return []
 
     with (

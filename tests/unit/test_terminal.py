@@ -37,5 +37,5 @@ def test_results_and_errors_of_a_command_are_filtered(capsys: pytest.CaptureFixt
     assert (sys.stdout, sys.stderr) == before
     assert capsys.readouterr() == ("result \\x1b]0;owned\\x07\n", "error \\x1b[31m\n")
     assert main(["inspect", str(tmp_path / "no\x1b[2Jname")]) != 0
-    said = capsys.readouterr()
-    assert "\x1b" not in said.out + said.err and "\\x1b[2J" in said.err
+    message = capsys.readouterr()
+    assert "\x1b" not in message.out + message.err and "\\x1b[2J" in message.err

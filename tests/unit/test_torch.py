@@ -60,67 +60,67 @@ def expected(data: Path, epochs: int, **arguments: Any) -> list[dict[str, Any]]:
     return [{"inputs": b.inputs.copy(), "labels": b.labels.copy(), "ids": b.sample_ids.tolist()} for b in batches]
 
 
-def check(got: Any, wanted: dict[str, Any]) -> None:
-    assert got["sample_ids"].tolist() == wanted["ids"]
+def check(got: Any, requested: dict[str, Any]) -> None:
+    assert got["sample_ids"].tolist() == requested["ids"]
     assert got["inputs"].dtype == torch.int64 and got["sample_ids"].dtype == torch.int64
-    assert torch.equal(got["inputs"], torch.from_numpy(wanted["inputs"]))
-    assert torch.equal(got["labels"], torch.from_numpy(wanted["labels"]))
+    assert torch.equal(got["inputs"], torch.from_numpy(requested["inputs"]))
+    assert torch.equal(got["labels"], torch.from_numpy(requested["labels"]))
 
 
 def ids(batches: Any) -> list[list[int]]:
-    return [one["sample_ids"].tolist() for one in batches]
+    return [item["sample_ids"].tolist() for item in batches]
 
 
 @pytest.mark.parametrize("helpers", [0, 1, 4])
 def test_the_same_order_for_any_number_of_helpers(data: Path, helpers: int) -> None:
-    wanted = expected(data, 2)
+    requested = expected(data, 2)
     loader = dataloader(data, num_workers=helpers, epochs=2, **ARGUMENTS)
-    assert len(loader) == STEPS and len(wanted) == 2 * STEPS
+    assert len(loader) == STEPS and len(requested) == 2 * STEPS
     for epoch in range(2):  # One pass is one epoch; nothing needs to be told which.
-        kept = list(loader)  # All at once: what is kept is not written over.
-        assert len(kept) == STEPS
-        for step, (got, one) in enumerate(zip(kept, wanted[epoch * STEPS :])):
+        retained = list(loader)  # All at once: what is kept is not written over.
+        assert len(retained) == STEPS
+        for step, (got, item) in enumerate(zip(retained, requested[epoch * STEPS :])):
             assert (got["epoch"], got["step"], got["run_step"]) == (epoch, step, epoch * STEPS + step)
-            check(got, one)
+            check(got, item)
 
 
 def test_without_helpers_nothing_is_copied_and_with_them_labels_and_inputs_share_memory(data: Path) -> None:
     for helpers in (0, 1):
-        for one in islice(dataloader(data, num_workers=helpers, **ARGUMENTS), 3):
-            assert one["inputs"].untyped_storage().data_ptr() <= one["labels"].data_ptr()
-            assert one["labels"].data_ptr() - one["inputs"].data_ptr() == one["inputs"].element_size()
+        for item in islice(dataloader(data, num_workers=helpers, **ARGUMENTS), 3):
+            assert item["inputs"].untyped_storage().data_ptr() <= item["labels"].data_ptr()
+            assert item["labels"].data_ptr() - item["inputs"].data_ptr() == item["inputs"].element_size()
 
 
 @pytest.mark.parametrize(("first", "then"), [(0, 3), (3, 0), (2, 1)])
 def test_resume_with_another_number_of_helpers(data: Path, first: int, then: int) -> None:
-    wanted = [one["ids"] for one in expected(data, 2)]
+    requested = [item["ids"] for item in expected(data, 2)]
     for stop in (7, 25, 31):
         loader = dataloader(data, num_workers=first, epochs=2, **ARGUMENTS)
         seen = ids(islice(loader, min(stop, STEPS)))
         if stop > STEPS:
             seen += ids(islice(loader, stop - STEPS))
-        assert seen == wanted[:stop]
+        assert seen == requested[:stop]
         state = loader.state_dict()
         other = dataloader(data, num_workers=then, epochs=2, **ARGUMENTS)
         other.load_state_dict(state)
         assert other.state_dict() == state
         rest = ids(other)
-        assert rest == wanted[stop : STEPS if stop < STEPS else 2 * STEPS]
+        assert rest == requested[stop : STEPS if stop < STEPS else 2 * STEPS]
         alone = Loader(data, epochs=2, **ARGUMENTS)  # The state is the Loader's own.
         alone.load_state_dict(state)
-        assert [b.sample_ids.tolist() for b in alone] == wanted[stop:]
+        assert [b.sample_ids.tolist() for b in alone] == requested[stop:]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_leaving_a_loop_early_goes_on_with_the_next_batch(data: Path, persistent: bool) -> None:
-    wanted = [one["ids"] for one in expected(data, 3)]
+    requested = [item["ids"] for item in expected(data, 3)]
     loader = dataloader(data, num_workers=2, persistent_workers=persistent, epochs=3, **ARGUMENTS)
     seen: list[list[int]] = []
     for count in (3, 1, 8, 100, 5, 100, 100):
-        for one in islice(loader, count):
-            seen.append(one["sample_ids"].tolist())
+        for item in islice(loader, count):
+            seen.append(item["sample_ids"].tolist())
             assert loader.state_dict()["step"] == len(seen)
-    assert seen == wanted
+    assert seen == requested
 
 
 def test_persistent_helpers_stay_over_epochs_and_the_gap_is_short(tmp_path: Path) -> None:
@@ -140,13 +140,13 @@ def test_persistent_helpers_stay_over_epochs_and_the_gap_is_short(tmp_path: Path
 
 
 def test_a_state_may_be_loaded_while_helpers_persist(data: Path) -> None:
-    wanted = [one["ids"] for one in expected(data, 2)]
+    requested = [item["ids"] for item in expected(data, 2)]
     loader = dataloader(data, num_workers=2, persistent_workers=True, **ARGUMENTS)
     list(islice(loader, 9))
     state = loader.state_dict()
     list(islice(loader, 4))
     loader.load_state_dict(state)
-    assert ids(loader) == wanted[9:STEPS]
+    assert ids(loader) == requested[9:STEPS]
     going = iter(loader)
     next(going)
     loader.load_state_dict(state)
@@ -155,31 +155,31 @@ def test_a_state_may_be_loaded_while_helpers_persist(data: Path) -> None:
 
 
 def test_helpers_that_are_spawned(data: Path) -> None:
-    wanted = [one["ids"] for one in expected(data, 1)]
+    requested = [item["ids"] for item in expected(data, 1)]
     loader = dataloader(data, num_workers=1, multiprocessing_context="spawn", **ARGUMENTS)
     loader.load_state_dict(Loader(data, **ARGUMENTS).state_at(4))
-    assert ids(loader) == wanted[4:]
+    assert ids(loader) == requested[4:]
 
 
 @pytest.mark.parametrize("helpers", [0, 1])
 def test_reckoning_with_states_does_not_disturb_a_pass(data: Path, helpers: int) -> None:
-    wanted = [one["ids"] for one in expected(data, 1)]
+    requested = [item["ids"] for item in expected(data, 1)]
     loader = dataloader(data, num_workers=helpers, epochs=1, **ARGUMENTS)
     start, seen = loader.state_dict(), []
-    for one in loader:
-        seen.append(one["sample_ids"].tolist())
+    for item in loader:
+        seen.append(item["sample_ids"].tolist())
         assert loader.dataset.state_after(start, len(seen)) == loader.state_dict()
         assert len(loader) == STEPS
-    assert seen == wanted
+    assert seen == requested
 
 
 def test_fork_beside_the_threads_of_a_running_loader(data: Path) -> None:
-    wanted = [one["ids"] for one in expected(data, 1)]
+    requested = [item["ids"] for item in expected(data, 1)]
     dataset = TokenDataset(data, prefetch=3, **ARGUMENTS)
     running = iter(dataset)
     seen = ids([next(running)])
-    assert ids(DataLoader(TokenDataset(data, **ARGUMENTS), num_workers=2)) == wanted
-    assert seen + ids(running) == wanted
+    assert ids(DataLoader(TokenDataset(data, **ARGUMENTS), num_workers=2)) == requested
+    assert seen + ids(running) == requested
 
 
 def test_a_dataset_is_pickled_as_arguments_and_state(data: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_dataset_is_pickled_as_arguments_and_state(data: Path) -> None:
             seen = ids([next(going), next(going)])
             going.close()
             copy = pickle.loads(pickle.dumps(dataset))
-            assert seen + ids(copy) == seen + ids(dataset) == [one["ids"] for one in expected(data, 1)]
+            assert seen + ids(copy) == seen + ids(dataset) == [item["ids"] for item in expected(data, 1)]
     assert len(pickle.dumps(TokenDataset(data, **ARGUMENTS))) < 80_000
 
 
@@ -205,8 +205,8 @@ def test_an_error_in_a_helper_comes_with_its_words_after_what_was_good(tmp_path:
     (tmp_path / "5.safetensors").unlink()
     seen = []
     with pytest.raises(DatasetError, match=r"5\.safetensors") as caught:
-        for one in dataloader(tmp_path, num_workers=3, **arguments):
-            seen.append(one["step"])
+        for item in dataloader(tmp_path, num_workers=3, **arguments):
+            seen.append(item["step"])
     assert "Fetch or prepare it again" in str(caught.value)
     assert seen == list(range(len(seen))) and 17 <= len(seen) <= 20
 
@@ -214,10 +214,10 @@ def test_an_error_in_a_helper_comes_with_its_words_after_what_was_good(tmp_path:
 def test_rows_come_by_name(rows: Path) -> None:
     for helpers in (0, 2):
         seen = []
-        for one in dataloader(rows, num_workers=helpers, batch_size=4, seed=1):
-            assert one["images"].dtype == torch.uint8 and one["images"].shape[1:] == (3, 4, 4)
-            assert one["labels"].tolist() == one["sample_ids"].tolist()
-            seen += one["labels"].tolist()
+        for item in dataloader(rows, num_workers=helpers, batch_size=4, seed=1):
+            assert item["images"].dtype == torch.uint8 and item["images"].shape[1:] == (3, 4, 4)
+            assert item["labels"].tolist() == item["sample_ids"].tolist()
+            seen += item["labels"].tolist()
         assert sorted(seen) == list(range(21))
 
 
@@ -240,14 +240,14 @@ def test_names_for_transformers(data: Path) -> None:
 def test_in_torchs_own_dataloader_every_pass_is_the_next_epoch(data: Path, helpers: int, persistent: bool) -> None:
     if persistent and not helpers:
         return
-    wanted = [one["ids"] for one in expected(data, 3)]
+    requested = [item["ids"] for item in expected(data, 3)]
     loader = torch.utils.data.DataLoader(
         TokenDataset(data, **ARGUMENTS), batch_size=None, num_workers=helpers, persistent_workers=persistent
     )
     assert len(loader) == STEPS
     for epoch in range(3):
         got = list(loader)
-        assert ids(got) == wanted[epoch * STEPS : (epoch + 1) * STEPS]
+        assert ids(got) == requested[epoch * STEPS : (epoch + 1) * STEPS]
         assert type(got[0]) is dict
 
 
@@ -256,44 +256,44 @@ def test_in_torchs_own_dataloader_every_pass_is_the_next_epoch(data: Path, helpe
 @pytest.mark.parametrize("helpers", [0, 1, 3])
 def test_in_torchdatas_stateful_dataloader(data: Path, helpers: int) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
-    wanted = [one["ids"] for one in expected(data, 3)]
+    requested = [item["ids"] for item in expected(data, 3)]
 
     def make() -> Any:
         return stateful.StatefulDataLoader(TokenDataset(data, **ARGUMENTS), batch_size=None, num_workers=helpers)
 
     for stop in (1, 8, 24):
         loader = make()
-        assert ids(loader) == wanted[:STEPS]
-        assert ids(islice(loader, stop)) == wanted[STEPS : STEPS + stop]
+        assert ids(loader) == requested[:STEPS]
+        assert ids(islice(loader, stop)) == requested[STEPS : STEPS + stop]
         state = loader.state_dict()
         other = make()
         other.load_state_dict(pickle.loads(pickle.dumps(state)))
-        assert ids(other) == wanted[STEPS + stop : 2 * STEPS]
-        assert ids(other) == wanted[2 * STEPS :]
+        assert ids(other) == requested[STEPS + stop : 2 * STEPS]
+        assert ids(other) == requested[2 * STEPS :]
 
 
 def test_fewer_steps_than_helpers_and_runs_that_end(data: Path) -> None:
-    wanted = [one["ids"] for one in expected(data, 1)]
+    requested = [item["ids"] for item in expected(data, 1)]
     loader = dataloader(data, num_workers=4, epochs=1, **ARGUMENTS)
     loader.load_state_dict(Loader(data, **ARGUMENTS).state_at(STEPS - 2))
-    assert ids(loader) == wanted[-2:]
+    assert ids(loader) == requested[-2:]
     assert ids(loader) == []
     short = dataloader(data, num_workers=2, steps=5, **ARGUMENTS)
-    assert len(short) == 5 and ids(short) == wanted[:5] and ids(short) == []
+    assert len(short) == 5 and ids(short) == requested[:5] and ids(short) == []
 
 
 def test_ranks_come_from_the_environment_and_half_of_one_is_refused(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = {"seq_len": SEQ_LEN, "global_batch_size": 6}
-    whole = ids(dataloader(data, **arguments))
+    full = ids(dataloader(data, **arguments))
     parts = []
     for rank in range(2):
         monkeypatch.setenv("HOROVOD_RANK", str(rank))
         monkeypatch.setenv("HOROVOD_SIZE", "2")
         parts.append(ids(dataloader(data, num_workers=rank, **arguments)))
     monkeypatch.undo()
-    assert [a + b for a, b in zip(*parts)] == whole
+    assert [a + b for a, b in zip(*parts)] == full
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UsageError, match="expected RANK beside WORLD_SIZE=2"):

@@ -32,8 +32,8 @@ def at(name: str, is_origin: bool = False, port: int = 1) -> Provider:
     return Provider(name, f"127.0.0.1:{port}", is_origin)
 
 
-def ranking(dataset_id: str, day: int, found: list[Provider]) -> list[str]:
-    trackers = TrackerClient(_Deaf(), dataset_id, lambda: found, None, now=lambda: day * 86400.0 + 5)  # type: ignore[arg-type]
+def ranking(dataset_id: str, day: int, result: list[Provider]) -> list[str]:
+    trackers = TrackerClient(_Deaf(), dataset_id, lambda: result, None, now=lambda: day * 86400.0 + 5)  # type: ignore[arg-type]
     assert trackers.request({}, lambda body: None) is None
     return _Deaf.asked
 
@@ -53,19 +53,19 @@ class _Deaf:
 
 def test_who_steers_is_not_for_a_key_to_choose() -> None:
     """All members choose alike; another dataset or day has another order; those with everything come first."""
-    found = [at(f"peer{i:02}", port=100 + i) for i in range(20)]
-    first = ranking("ab" * 32, 1, found)
-    assert sorted(first) == [one.peer_id for one in found] != first
-    assert ranking("ab" * 32, 1, found[::-1]) == first
-    lead = {ranking(f"{i:064x}", day, found)[0] for i in range(10) for day in range(10)}
+    result = [at(f"peer{i:02}", port=100 + i) for i in range(20)]
+    first = ranking("ab" * 32, 1, result)
+    assert sorted(first) == [item.peer_id for item in result] != first
+    assert ranking("ab" * 32, 1, result[::-1]) == first
+    lead = {ranking(f"{i:064x}", day, result)[0] for i in range(10) for day in range(10)}
     assert len(lead) > 10
-    whole = [*found, at("whole", True, 99)]
-    assert all(ranking(f"{i:064x}", 1, whole)[0] == "whole" for i in range(10))
+    full = [*result, at("whole", True, 99)]
+    assert all(ranking(f"{i:064x}", 1, full)[0] == "whole" for i in range(10))
 
 
 def test_sharers_are_bounded() -> None:
-    found: list[Provider] = []
-    trackers = TrackerClient(_Deaf(), "ab" * 32, lambda: found, None)  # type: ignore[arg-type]
+    result: list[Provider] = []
+    trackers = TrackerClient(_Deaf(), "ab" * 32, lambda: result, None)  # type: ignore[arg-type]
     for answer in range(100):
         trackers.add_sharers([at(f"{answer}-{i}", port=1 + 64 * answer + i) for i in range(64)])
     trackers.request({}, lambda body: None)
@@ -92,9 +92,9 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    made = World(tmp_path_factory.mktemp("world"))
-    with made.node:
-        yield made
+    created = World(tmp_path_factory.mktemp("world"))
+    with created.node:
+        yield created
 
 
 HOLDER = {"index": 7, "member": "m", "peer_id": "p", "address": "127.0.0.1:1", "is_origin": True}
@@ -119,20 +119,20 @@ ANSWERS = st.one_of(
 @given(answers=st.lists(ANSWERS, min_size=1, max_size=3))
 def test_a_tracker_that_answers_nonsense_ends_nobody(world: World, answers: list[Any]) -> None:
     """It is asked first, and gone after some answers; the slice comes all the same."""
-    left = list(answers)
+    remaining = list(answers)
 
     def answer(asked: Asked) -> bytes | None:
-        return http(200, left.pop(0)) if left and asked.path.startswith("/v1/swarm/") else None
+        return http(200, remaining.pop(0)) if remaining and asked.path.startswith("/v1/swarm/") else None
 
     part = next(world.parts)
     with RudePeer(world.rude, answer) as rude, Client(world.reader) as client:
-        found = [
+        result = [
             Provider(world.rude.peer_id, rude.address, True),
             Provider(world.node.identity.peer_id, world.node.address, False),
         ]
         table = world.dataset.table
         flags = np.zeros(1, np.bool_)
-        with closing(SwarmReader(client, world.dataset.id, table, lambda: found, lambda: flags)) as reader:
+        with closing(SwarmReader(client, world.dataset.id, table, lambda: result, lambda: flags)) as reader:
             transfer = reader.fetch(0, part)
             assert transfer.wait(scaled(30)) and transfer.error is None
             assert rude.asked

@@ -31,9 +31,9 @@ def losses(trainer: Trainer, steps: int, vocab: int = 32) -> list[float]:
 
 
 def test_counts_learn_in_bounded_memory() -> None:
-    found = losses(CountTrainer(32), 40)
-    assert found[0] == pytest.approx(np.log(32), rel=0.05)
-    assert found[-1] < found[0] / 2
+    result = losses(CountTrainer(32), 40)
+    assert result[0] == pytest.approx(np.log(32), rel=0.05)
+    assert result[-1] < result[0] / 2
     wide = CountTrainer(1 << 20)
     assert wide._pairs.nbytes == 32 << 20
     ids = np.full((1, 3), 1_000_000)
@@ -48,9 +48,9 @@ def test_the_gpt_of_the_example_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, pieces = (make(vocab_size=32, seq_len=16, learning_rate=3e-3, device="cpu") for _ in range(2))
     assert trainer.step(np.zeros((1, 4), np.int64), np.full((1, 4), -100)) == 0.0
     pieces._piece_tokens = 1  # type: ignore[attr-defined]  # one row at a time
-    found = losses(trainer, 30)
-    assert losses(pieces, 3) == pytest.approx(found[:3], rel=1e-4)
-    assert found[-1] < found[0] / 2
+    result = losses(trainer, 30)
+    assert losses(pieces, 3) == pytest.approx(result[:3], rel=1e-4)
+    assert result[-1] < result[0] / 2
 
 
 def test_choice_of_trainer() -> None:
@@ -75,8 +75,8 @@ def test_the_trainer_of_a_program(tmp_path: Path) -> None:
     program.write_text(program.read_text().replace("import no_such_package", ""))
     with pytest.raises(UsageError, match="has no attribute 'Other'"):
         make_trainer(f"{program}:Other", **kind)  # type: ignore[arg-type]
-    made = make_trainer(f"{program}:Mine", **kind)  # type: ignore[arg-type]
-    assert made.settings == {"vocab_size": 1 << 16, "seq_len": 4}  # type: ignore[union-attr]
+    created = make_trainer(f"{program}:Mine", **kind)  # type: ignore[arg-type]
+    assert created.settings == {"vocab_size": 1 << 16, "seq_len": 4}  # type: ignore[union-attr]
     for name, change in [("Mine", {"layout": "rows"}), ("Mine", {"dtype": "U32"})]:
         with pytest.raises(UsageError, match=r"expected layout|vocabulary's size"):
             make_trainer(f"{program}:{name}", **{**kind, **change})  # type: ignore[arg-type]

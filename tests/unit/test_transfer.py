@@ -31,17 +31,17 @@ from support.transfer_cases import CONTENT, INFO, MIB, QUICK, fetch, info_of
 
 @pytest.fixture
 def make_server(tmp_path: Path) -> Iterator[Callable[..., OriginServer]]:
-    made: list[OriginServer] = []
+    created: list[OriginServer] = []
 
     def make(data: bytes = CONTENT) -> OriginServer:
-        folder = tmp_path / f"server{len(made)}"
+        folder = tmp_path / f"server{len(created)}"
         folder.mkdir()
         (folder / "slice").write_bytes(data)
-        made.append(OriginServer(folder, seed=len(made)).__enter__())
-        return made[-1]
+        created.append(OriginServer(folder, seed=len(created)).__enter__())
+        return created[-1]
 
     yield make
-    for server in made:
+    for server in created:
         server.close()
 
 
@@ -145,20 +145,20 @@ def test_an_outage_is_waited_for(server: OriginServer, tmp_path: Path) -> None:
 
 
 def test_refused_everywhere(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
-    one, other = make_server(), make_server()
-    one.faults.missing.add("slice")
+    item, other = make_server(), make_server()
+    item.faults.missing.add("slice")
     other.faults.forbidden.add("slice")
     with Transfers(**QUICK) as transfers:
-        error = fetch(transfers, tmp_path / "part", one.url, other.url).error
+        error = fetch(transfers, tmp_path / "part", item.url, other.url).error
     assert type(error) is NetworkError
-    assert one.url in str(error) and "404" in str(error) and other.url in str(error) and "403" in str(error)
+    assert item.url in str(error) and "404" in str(error) and other.url in str(error) and "403" in str(error)
 
 
 def test_one_of_several_refuses(make_server: Callable[..., OriginServer], tmp_path: Path) -> None:
-    one, other = make_server(), make_server()
-    one.faults.missing.add("slice")
+    item, other = make_server(), make_server()
+    item.faults.missing.add("slice")
     with Transfers(**QUICK) as transfers:
-        assert fetch(transfers, tmp_path / "part", one.url, other.url).error is None
+        assert fetch(transfers, tmp_path / "part", item.url, other.url).error is None
 
 
 @pytest.mark.parametrize("connections", [1, 8])
@@ -265,11 +265,11 @@ def test_cancel_and_resume(server: OriginServer, tmp_path: Path) -> None:
             time.sleep(0.005)
         moved.cancel()
         assert moved.wait(0) and isinstance(moved.error, TransferCancelledError)
-        left = part.read_bytes()
+        remaining = part.read_bytes()
         moved.cancel()
         time.sleep(0.1)
-        assert part.read_bytes() == left, "nothing is written after the end"
-        pieces = left[INFO.bytes + 1 :].count(1)
+        assert part.read_bytes() == remaining, "nothing is written after the end"
+        pieces = remaining[INFO.bytes + 1 :].count(1)
         assert pieces >= 3
         server.faults.bytes_per_s = 0
         server.reset()
@@ -319,14 +319,14 @@ def test_killed_at_any_moment(server: OriginServer, tmp_path: Path) -> None:
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
-    kept = kept_bytes(part)
-    assert kept > 0
+    retained = kept_bytes(part)
+    assert retained > 0
     server.faults.bytes_per_s = 0
     time.sleep(0.1)
     server.reset()
     with Transfers(**QUICK) as transfers:
         assert fetch(transfers, part, server.url).error is None
-    assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - kept
+    assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - retained
 
 
 def test_a_full_disk(server: OriginServer, tmp_path: Path) -> None:
@@ -349,11 +349,11 @@ def test_a_full_disk(server: OriginServer, tmp_path: Path) -> None:
             if mounted:
                 subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
             resource.setrlimit(resource.RLIMIT_FSIZE, old)
-            kept = kept_bytes(part)
-            assert kept > MIB or not mounted
+            retained = kept_bytes(part)
+            assert retained > MIB or not mounted
             server.reset()
             assert fetch(transfers, part, server.url).error is None
-            assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - kept
+            assert sum(stop - start for _, start, stop in server.ranges) == INFO.bytes - retained
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, ignored)
@@ -367,14 +367,14 @@ def test_memory_is_bounded(make_server: Callable[..., OriginServer], tmp_path: P
     server = make_server(data)
     info = info_of(data)
     del data
-    process, most, stop = psutil.Process(), [0], threading.Event()
+    process, max_value, stop = psutil.Process(), [0], threading.Event()
     with Transfers(16) as transfers:
         fetch(transfers, tmp_path / "warm", server.url, info=info)
         before = process.memory_info().rss
 
         def watch() -> None:
             while not stop.wait(0.002):
-                most[0] = max(most[0], process.memory_info().rss)
+                max_value[0] = max(max_value[0], process.memory_info().rss)
 
         watcher = threading.Thread(target=watch)
         watcher.start()
@@ -382,4 +382,4 @@ def test_memory_is_bounded(make_server: Callable[..., OriginServer], tmp_path: P
         assert moved.wait(60) and moved.error is None
         stop.set()
         watcher.join()
-    assert most[0] - before < 32 * MIB
+    assert max_value[0] - before < 32 * MIB

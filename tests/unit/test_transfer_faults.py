@@ -56,12 +56,12 @@ def too_much(start: int, stop: int) -> Iterator[memoryview]:
 
 @pytest.mark.parametrize("fault", [raising(ProtocolError("nonsense")), too_much])
 def test_a_violation_is_told(tmp_path: Path, fault: Callable[[int, int], Iterator[memoryview]]) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     with Transfers(4, **QUICK) as transfers:
         origins = [Fake("bad", fault), Fake("good", honest)]
-        moved = transfers.start(INFO, tmp_path / "part", origins, lambda origin, why: told.append(origin.url))
+        moved = transfers.start(INFO, tmp_path / "part", origins, lambda origin, reason: reported.append(origin.url))
         assert moved.wait(20) and moved.error is None
-        assert set(told) == {"bad"}
+        assert set(reported) == {"bad"}
         moved = transfers.start(INFO, tmp_path / "part2", [Fake("bad", fault)])
         assert moved.wait(20) and type(moved.error) is NetworkError
 
@@ -145,14 +145,14 @@ def test_two_origins_of_one_url_are_each_asked_for_their_own(tmp_path: Path) -> 
         def sources(self) -> list[Fixed]:
             return [self]
 
-    bad: list[str] = []
+    invalid: list[str] = []
     with Transfers(4, tries=1, timeout_s=1.0) as transfers:
         running = []
         for number in range(20):
             data = bytes([number]) * 1000
             info = SliceInfo(number, f"{number}", 1000, hashlib.sha256(data).hexdigest(), 0, 0)
             part = tmp_path / f"{number}.part"
-            running.append(transfers.start(info, part, [Fixed(data)], lambda origin, why: bad.append(why)))
+            running.append(transfers.start(info, part, [Fixed(data)], lambda origin, reason: invalid.append(reason)))
         for transfer in running:
             assert transfer.wait(10) and transfer.error is None
-    assert bad == []
+    assert invalid == []

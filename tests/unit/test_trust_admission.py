@@ -64,8 +64,8 @@ def token_of(server: AdmissionServer, clock: Clock, **changes: object) -> str:
 
 
 def kinds(tmp_path: Path) -> list[tuple[str, str]]:
-    found = [*audit_events(tmp_path / "audit.log.decisions"), *audit_events(tmp_path / "audit.log")]
-    return [(event["kind"], str(event["facts"].get("reason", ""))) for event in found]
+    result = [*audit_events(tmp_path / "audit.log.decisions"), *audit_events(tmp_path / "audit.log")]
+    return [(event["kind"], str(event["facts"].get("reason", ""))) for event in result]
 
 
 def test_a_machine_joins_with_a_key_that_stays_on_it(
@@ -91,18 +91,18 @@ def test_tokens_that_do_not_count(server: AdmissionServer, clock: Clock, network
     _, signed, signature = read_token(good)
     by_other = sign_token(other, replace(read_token(good)[0], issuer=other.peer_id))
     changed = good.replace(good[20:24], "AAAA")
-    for bad, why in [
+    for invalid, reason in [
         (token_of(server, clock, expires_at=clock.at - 1), "expired"),
         (by_other, "not of this one"),
         (good[:-6] + ("AAAAAA" if not good.endswith("AAAAAA") else "BBBBBB"), "forged"),
         ("forebay1.e30.AA", "token: expected"),
         (changed, "token"),
     ]:
-        with pytest.raises(ProtocolError, match=why):
-            check_token(bad, server.admissions.issuer.key.public_key().public_bytes_raw(), clock.at)
+        with pytest.raises(ProtocolError, match=reason):
+            check_token(invalid, server.admissions.issuer.key.public_key().public_bytes_raw(), clock.at)
         request = joining.make_csr(read_key(tmp_path / "network" / "root-key.pem"), "n")
         with pytest.raises(ProtocolError):
-            server.admissions.admit(AdmitRequest(token=bad, name="n", request=request), "x")
+            server.admissions.admit(AdmitRequest(token=invalid, name="n", request=request), "x")
     assert (
         check_token(good, server.admissions.issuer.key.public_key().public_bytes_raw(), clock.at).uses == 1
         and signed
@@ -202,10 +202,10 @@ def test_strangers_at_the_door(server: AdmissionServer, clock: Clock, tmp_path: 
         with socket.create_connection((host, int(port))) as plain:
             plain.sendall(b"POST /v1/admit HTTP/1.1\r\n\r\n")
             plain.settimeout(5)
-            heard = b""
+            received = b""
             with contextlib.suppress(ConnectionResetError):
-                heard = plain.recv(100)
-            assert b"HTTP" not in heard
+                received = plain.recv(100)
+            assert b"HTTP" not in received
         with pytest.raises(NetworkError, match="413"):
             joining._post(server.address, server.admissions.issuer.peer_id, "/v1/admit", {"token": "x" * 300_000})
         with pytest.raises(NetworkError, match="404"):

@@ -125,53 +125,53 @@ def test_a_node_gets_no_more_than_its_organisation(org_dir: Path, network_dir: P
 
 def test_an_organisation_that_exceeds_its_scope_is_refused(org_dir: Path, tmp_path: Path, make_identity: Make) -> None:
     """It signs what it likes with its own key; who meets the node judges by what the root gave."""
-    one, org, root = make_identity("one"), read_issuer(org_dir), read_issuer(tmp_path / "network")
+    item, org, root = make_identity("one"), read_issuer(org_dir), read_issuer(tmp_path / "network")
     crown = x509.UnrecognizedExtension(SCOPE_OID, json.dumps({"roles": ["admin"], "datasets": []}).encode())
     of_itself = key_id_of(org.cert)
-    bad = forge(org_dir, tmp_path / "a", of_itself, carried(org.cert), crown)
+    invalid = forge(org_dir, tmp_path / "a", of_itself, carried(org.cert), crown)
     with pytest.raises(ProtocolError, match="may give data, worker, got admin"):
-        one.peer(shown(bad, one))
+        item.peer(shown(invalid, item))
 
     wider = issue(Issuer(org.key, root.cert, True), "acme", org.key.public_key(), Scope(), 9, organisation=True)
-    bad = forge(org_dir, tmp_path / "b", of_itself, carried(wider), crown)
+    invalid = forge(org_dir, tmp_path / "b", of_itself, carried(wider), crown)
     with pytest.raises(ProtocolError, match="signed by the network's root, got another"):
-        one.peer(shown(bad, one))
+        item.peer(shown(invalid, item))
 
     create_organisation(tmp_path / "network", tmp_path / "rich", "rich")
-    bad = forge(org_dir, tmp_path / "c", of_itself, carried(read_issuer(tmp_path / "rich").cert), crown)
+    invalid = forge(org_dir, tmp_path / "c", of_itself, carried(read_issuer(tmp_path / "rich").cert), crown)
     with pytest.raises(ProtocolError, match="organisation that issued its own"):
-        one.peer(shown(bad, one))
+        item.peer(shown(invalid, item))
 
 
 def test_an_organisation_cannot_pass_for_the_root(org_dir: Path, tmp_path: Path, make_identity: Make) -> None:
     """OpenSSL takes nobody for the issuer whose key id is another's than the certificate names."""
-    one = make_identity("one")
+    item = make_identity("one")
     as_root = forge(org_dir, tmp_path / "a", key_id_of(read_certs(org_dir / "root-cert.pem")[0]))
     with pytest.raises(ssl.SSLCertVerificationError):
-        shown(as_root, one)
+        shown(as_root, item)
     with pytest.raises(ProtocolError, match="expected the key id of its issuer"):
-        one.peer(shown(forge(org_dir, tmp_path / "b"), one))
+        item.peer(shown(forge(org_dir, tmp_path / "b"), item))
 
 
 def test_an_organisations_key_is_no_node_and_makes_no_organisation(
     org_dir: Path, tmp_path: Path, make_identity: Make
 ) -> None:
-    one, org = make_identity("one"), read_issuer(org_dir)
+    item, org = make_identity("one"), read_issuer(org_dir)
     fake = tmp_path / "fake"
     fake.mkdir()
     write_key(fake / "node-key.pem", org.key)
     atomic_write(fake / "node-cert.pem", org.cert.public_bytes(PEM))
     with pytest.raises(ssl.SSLCertVerificationError):
-        shown(fake, one)
+        shown(fake, item)
     # An organisation under the organisation: the path length says no.
-    below, node_key = Ed25519PrivateKey.generate(), read_key(one.node_dir / "node-key.pem")
+    below, node_key = Ed25519PrivateKey.generate(), read_key(item.node_dir / "node-key.pem")
     as_root = Issuer(org.key, read_issuer(tmp_path / "network").cert, True)
     middle = issue(as_root, "acme", below.public_key(), Scope(), 9, organisation=True)
     leaf = issue(Issuer(below, middle, False), "leaf", node_key.public_key(), Scope(), 9)
     write_key(fake / "node-key.pem", node_key)
     atomic_write(fake / "node-cert.pem", b"".join(cert.public_bytes(PEM) for cert in (leaf, middle, org.cert)))
     with pytest.raises(ssl.SSLCertVerificationError):
-        shown(fake, one)
+        shown(fake, item)
 
 
 def test_another_networks_organisation_is_a_stranger(tmp_path: Path, make_identity: Make) -> None:
@@ -191,15 +191,15 @@ def test_expiry_is_told_and_refused(
     assert "expires in 6.0 days" in caplog.text and "forebay network renew" in caplog.text
     # An organisation that has ended takes its nodes with it, whatever their own certificates say.
     org = read_issuer(org_dir)
-    judged = verify_certificate(der_of(issue(org, "x", org.key.public_key(), Scope(), 99999)), read_root(org_dir))
-    assert judged.valid_until == org.cert.not_valid_after_utc.timestamp()
+    checked = verify_certificate(der_of(issue(org, "x", org.key.public_key(), Scope(), 99999)), read_root(org_dir))
+    assert checked.valid_until == org.cert.not_valid_after_utc.timestamp()
 
 
 def test_an_open_connection_ends_with_the_certificate(network_dir: Path, tmp_path: Path, make_identity: Make) -> None:
-    one, other = make_identity("one"), join(network_dir, tmp_path / "n", "n", valid_days=20)
-    peer = meets(one, other)
-    assert peer.valid_until == pytest.approx(other.expires_at) and one.refusal(peer) is None
-    assert "has expired" in str(one.refusal(replace(peer, valid_until=time.time() - 1)))
+    item, other = make_identity("one"), join(network_dir, tmp_path / "n", "n", valid_days=20)
+    peer = meets(item, other)
+    assert peer.valid_until == pytest.approx(other.expires_at) and item.refusal(peer) is None
+    assert "has expired" in str(item.refusal(replace(peer, valid_until=time.time() - 1)))
 
 
 def test_a_signature_counts_without_tls(org_dir: Path, network_dir: Path, tmp_path: Path) -> None:

@@ -72,20 +72,24 @@ def test_others_read_the_crl(network_dir: Path, make_identity: Make) -> None:
 
 def test_a_crl_goes_from_node_to_node(network_dir: Path, make_identity: Make) -> None:
     a, b, c = make_identity("a"), make_identity("b"), make_identity("c")
-    made = revoke(network_dir, c.peer_id, a.node_dir)
-    assert made is not None and a.revocations.reason(c.as_peer) is not None and b.revocations.reason(c.as_peer) is None
-    stamp, pem = b.revocations.stamp(), a.revocations.crls()[made.issuer].pem
-    assert a.revocations.numbers() == {made.issuer: made.number} and pem == made.pem
-    assert b.revocations.wants(made.issuer, made.number) and b.revocations.accept(pem) == made
+    created = revoke(network_dir, c.peer_id, a.node_dir)
+    assert (
+        created is not None and a.revocations.reason(c.as_peer) is not None and b.revocations.reason(c.as_peer) is None
+    )
+    stamp, pem = b.revocations.stamp(), a.revocations.crls()[created.issuer].pem
+    assert a.revocations.numbers() == {created.issuer: created.number} and pem == created.pem
+    assert b.revocations.wants(created.issuer, created.number) and b.revocations.accept(pem) == created
     assert (
         b.revocations.reason(c.as_peer) is not None
         and b.revocations.reason(a.as_peer) is None
         and b.revocations.stamp() != stamp
     )
-    assert not b.revocations.wants(made.issuer, made.number) and b.revocations.accept(pem) is None
+    assert not b.revocations.wants(created.issuer, created.number) and b.revocations.accept(pem) is None
     again = Identity.load(b.node_dir)
-    assert again.revocations.reason(c.peer_id) is not None and again.revocations.numbers() == {made.issuer: made.number}
-    assert (b.node_dir / "crls" / f"{made.issuer}.pem").stat().st_mode & 0o777 == 0o600
+    assert again.revocations.reason(c.peer_id) is not None and again.revocations.numbers() == {
+        created.issuer: created.number
+    }
+    assert (b.node_dir / "crls" / f"{created.issuer}.pem").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_handshake_with_the_revoked_is_refused_at_its_end(network_dir: Path, make_identity: Make) -> None:
@@ -106,7 +110,7 @@ def test_older_forged_and_foreign_crls_are_refused(network_dir: Path, tmp_path: 
     create_network(tmp_path / "other", "test-network")
     create_organisation(tmp_path / "other", tmp_path / "other-org", "acme")
     by_node = Issuer(read_key(b.node_dir / "node-key.pem"), root.cert, True)
-    for bad, why in [
+    for invalid, reason in [
         (sign_crl(read_issuer(tmp_path / "other"), [], 99), "expected one by this network's root"),
         (sign_crl(read_issuer(tmp_path / "other-org"), [], 99), "signed by the network's root"),
         (sign_crl(by_node, [], 99), "forged"),
@@ -115,8 +119,8 @@ def test_older_forged_and_foreign_crls_are_refused(network_dir: Path, tmp_path: 
         (b"", "malformed"),
         (b.certificate.public_bytes(PEM), "malformed"),
     ]:
-        with pytest.raises(ProtocolError, match=why):
-            a.revocations.accept(bad)
+        with pytest.raises(ProtocolError, match=reason):
+            a.revocations.accept(invalid)
     assert list(a.revocations.numbers().values()) == [8] and a.revocations.reason(b.peer_id) is not None
 
 
@@ -129,9 +133,9 @@ def test_what_a_crl_may_not_say(network_dir: Path) -> None:
     huge = named.add_extension(x509.CRLNumber(1 << 63), critical=False)
     unnamed = builder.add_extension(x509.CRLNumber(3), critical=False)
     assert parse_crl(numbered.sign(root.key, None).public_bytes(PEM), read_root(network_dir)).number == 3
-    for bad in (builder, named, delta, huge, unnamed):
+    for invalid in (builder, named, delta, huge, unnamed):
         with pytest.raises(ProtocolError, match="CRL: malformed"):
-            parse_crl(bad.sign(root.key, None).public_bytes(PEM), read_root(network_dir))
+            parse_crl(invalid.sign(root.key, None).public_bytes(PEM), read_root(network_dir))
 
 
 def test_the_largest_crl_fits_and_a_larger_one_is_refused(network_dir: Path, org_dir: Path) -> None:
@@ -153,39 +157,39 @@ def test_the_largest_crl_fits_and_a_larger_one_is_refused(network_dir: Path, org
 def test_an_organisation_revokes_its_own_and_no_other(
     network_dir: Path, org_dir: Path, tmp_path: Path, make_identity: Make
 ) -> None:
-    one, node = make_identity("one"), join(org_dir, tmp_path / "n", "n")
-    for peer_id in (node.peer_id, one.peer_id, read_issuer(network_dir).peer_id):
-        revoke(org_dir, peer_id, one.node_dir)
-    assert "by its organisation" in str(one.refusal(node.as_peer))
-    assert one.refusal(one.as_peer) is None and one.revocations.reason(one.peer_id) is None
+    item, node = make_identity("one"), join(org_dir, tmp_path / "n", "n")
+    for peer_id in (node.peer_id, item.peer_id, read_issuer(network_dir).peer_id):
+        revoke(org_dir, peer_id, item.node_dir)
+    assert "by its organisation" in str(item.refusal(node.as_peer))
+    assert item.refusal(item.as_peer) is None and item.revocations.reason(item.peer_id) is None
     # A key is revoked, not a certificate; the same key under the root is the root's to judge.
     renewed = renew(org_dir, node.node_dir, valid_days=9)
     assert (
-        one.revocations.reason(renewed.as_peer) is not None
-        and one.revocations.reason(replace(renewed.as_peer, org="")) is None
+        item.revocations.reason(renewed.as_peer) is not None
+        and item.revocations.reason(replace(renewed.as_peer, org="")) is None
     )
 
 
 def test_revoking_an_organisation_revokes_its_nodes(
     network_dir: Path, org_dir: Path, tmp_path: Path, make_identity: Make
 ) -> None:
-    one, node = make_identity("one"), join(org_dir, tmp_path / "n", "n")
-    assert one.revocations.reason(node.as_peer) is None
-    revoke(network_dir, node.org, one.node_dir)
-    assert "organisation" in str(one.refusal(node.as_peer))
+    item, node = make_identity("one"), join(org_dir, tmp_path / "n", "n")
+    assert item.revocations.reason(node.as_peer) is None
+    revoke(network_dir, node.org, item.node_dir)
+    assert "organisation" in str(item.refusal(node.as_peer))
 
 
 def test_a_new_crl_of_an_organisation_waits_a_minute_and_the_roots_never(network_dir: Path, org_dir: Path) -> None:
     clock, org, root = Clock(), read_issuer(org_dir), read_issuer(network_dir)
-    known = Revocations(org_dir, read_root(network_dir), clock)
-    assert known.accept(sign_crl(org, [1], 1)) is not None
-    assert known.accept(sign_crl(org, [2], 2)) is None and not known.wants(org.peer_id, 2)
+    registered = Revocations(org_dir, read_root(network_dir), clock)
+    assert registered.accept(sign_crl(org, [1], 1)) is not None
+    assert registered.accept(sign_crl(org, [2], 2)) is None and not registered.wants(org.peer_id, 2)
     for number in (1, 2, 3):
-        assert known.accept(sign_crl(root, [number], number)) is not None
+        assert registered.accept(sign_crl(root, [number], number)) is not None
     clock.at += 61
-    assert known.wants(org.peer_id, 2) and known.accept(sign_crl(org, [2], 2)) is not None
-    assert known.numbers() == {root.peer_id: 3, org.peer_id: 2}
-    assert known.crls().keys() == {root.peer_id, org.peer_id}
+    assert registered.wants(org.peer_id, 2) and registered.accept(sign_crl(org, [2], 2)) is not None
+    assert registered.numbers() == {root.peer_id: 3, org.peer_id: 2}
+    assert registered.crls().keys() == {root.peer_id, org.peer_id}
 
 
 def test_numbers_rise_though_the_directory_was_restored(network_dir: Path, make_identity: Make) -> None:
@@ -200,9 +204,9 @@ def test_an_unreadable_crl_refuses_everybody_until_it_is_gone(
     network_dir: Path, make_identity: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = make_identity("a"), make_identity("b")
-    made = revoke(network_dir, b.peer_id, a.node_dir)
-    assert made is not None and a.refusal(a.as_peer) is None
-    stamp, path = a.revocations.stamp(), a.node_dir / "crls" / f"{made.issuer}.pem"
+    created = revoke(network_dir, b.peer_id, a.node_dir)
+    assert created is not None and a.refusal(a.as_peer) is None
+    stamp, path = a.revocations.stamp(), a.node_dir / "crls" / f"{created.issuer}.pem"
     path.write_text("garbage")
     for _ in range(3):
         assert "see its log" in str(a.refusal(a.as_peer))
@@ -217,23 +221,23 @@ def test_an_unreadable_crl_refuses_everybody_until_it_is_gone(
 def test_files_are_looked_at_once_a_second(make_identity: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(revocation, "LOOK_EVERY_S", 1.0)
     a, b, clock = make_identity("a"), make_identity("b"), Clock()
-    known = Revocations(a.node_dir, a.root, clock)
-    assert known.reason(b.as_peer) is None
+    registered = Revocations(a.node_dir, a.root, clock)
+    assert registered.reason(b.as_peer) is None
     revoke(a.node_dir, b.peer_id)
     clock.at += 0.9
-    assert known.reason(b.as_peer) is None
+    assert registered.reason(b.as_peer) is None
     clock.at += 0.2
-    assert known.reason(b.as_peer) is not None
+    assert registered.reason(b.as_peer) is not None
 
 
 def test_a_full_disk_does_not_keep_a_revocation_out_of_force(network_dir: Path, make_identity: Make) -> None:
     a, b = make_identity("a"), make_identity("b")
-    made = revoke(network_dir, b.peer_id)
-    assert made is not None
+    created = revoke(network_dir, b.peer_id)
+    assert created is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(revocation, "atomic_write", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
         with pytest.raises(OSError, match="No space"):
-            a.revocations.accept(made.pem)
+            a.revocations.accept(created.pem)
     assert a.revocations.reason(b.as_peer) is not None
 
 

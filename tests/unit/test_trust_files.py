@@ -76,8 +76,8 @@ def test_a_token_comes_from_a_file_or_standard_input(
 ) -> None:
     (tmp_path / "token").write_text("forebay1.none\n")
     assert main(["network", "join", str(tmp_path / "n"), "--name", "n", "--token", str(tmp_path / "token")]) == 1
-    said = capsys.readouterr().err
-    assert "token: expected" in said
+    message = capsys.readouterr().err
+    assert "token: expected" in message
     monkeypatch.setattr("sys.stdin", io.StringIO("forebay1.none\n"))
     assert main(["network", "join", str(tmp_path / "n"), "--name", "n", "--token", "-"]) == 1
     assert "token: expected" in capsys.readouterr().err

@@ -42,22 +42,22 @@ def dataset(tmp_path: Path) -> Path:
 
 def test_a_publisher_vouches_for_name_and_id(dataset: Path, make_identity: Make) -> None:
     anne, bert = make_identity("anne"), make_identity("bert")
-    made = sign_dataset(anne, dataset, "c4", origins=["https://example.org/c4/", "s3://bucket/c4"])
+    created = sign_dataset(anne, dataset, "c4", origins=["https://example.org/c4/", "s3://bucket/c4"])
     data = (dataset / SIGNATURE_NAME).read_bytes()
-    assert check_publication(data, "c4", made.dataset_id, {anne.peer_id}, bert) == made
-    assert made.origins == ("https://example.org/c4/", "s3://bucket/c4")
-    assert made.serial == pytest.approx(time.time(), abs=60)
-    assert made.expires_at == pytest.approx(time.time() + 365 * 86400, abs=60)
-    for name, dataset_id, publishers, why in [
-        ("c4", made.dataset_id, {bert.peer_id}, "expected a signature of"),
-        ("books", made.dataset_id, {anne.peer_id}, "copied from another dataset"),
+    assert check_publication(data, "c4", created.dataset_id, {anne.peer_id}, bert) == created
+    assert created.origins == ("https://example.org/c4/", "s3://bucket/c4")
+    assert created.serial == pytest.approx(time.time(), abs=60)
+    assert created.expires_at == pytest.approx(time.time() + 365 * 86400, abs=60)
+    for name, dataset_id, publishers, reason in [
+        ("c4", created.dataset_id, {bert.peer_id}, "expected a signature of"),
+        ("books", created.dataset_id, {anne.peer_id}, "copied from another dataset"),
         ("c4", ID, {anne.peer_id}, "copied from another dataset"),
     ]:
-        with pytest.raises(ProtocolError, match=why):
+        with pytest.raises(ProtocolError, match=reason):
             check_publication(data, name, dataset_id, publishers, bert)
     revoke(bert.node_dir, anne.peer_id)
     with pytest.raises(ProtocolError, match="revoked"):
-        check_publication(data, "c4", made.dataset_id, {anne.peer_id}, bert)
+        check_publication(data, "c4", created.dataset_id, {anne.peer_id}, bert)
 
 
 def test_a_publisher_that_its_organisation_revoked_does_not_count(
@@ -134,11 +134,11 @@ def test_what_is_no_origin(url: str, dataset: Path, make_identity: Make) -> None
     anne = make_identity("anne")
     with pytest.raises(UsageError, match="origin: expected a URL"):
         sign_dataset(anne, dataset, "c4", origins=[url])
-    made = sign_dataset(anne, dataset, "c4")
-    bad = {**json.loads((dataset / SIGNATURE_NAME).read_bytes()), "origins": [url]}
+    created = sign_dataset(anne, dataset, "c4")
+    invalid = {**json.loads((dataset / SIGNATURE_NAME).read_bytes()), "origins": [url]}
     with pytest.raises(ProtocolError, match="origins"):
-        read_publication(json.dumps(bad).encode(), anne)
-    assert made.origins == ()
+        read_publication(json.dumps(invalid).encode(), anne)
+    assert created.origins == ()
 
 
 def test_a_certificate_covers_what_it_publishes(dataset: Path, network_dir: Path, tmp_path: Path) -> None:
@@ -186,8 +186,8 @@ def version(served: Served, publisher: Identity, folder: Path, number: int) -> C
     return Claim("d", dataset_id, 1, "p" * 32, "h:1", time.time() + 60)
 
 
-def ids(found: PublishedClaims) -> list[str]:
-    return [claim.dataset_id for claim in found.claims]
+def ids(result: PublishedClaims) -> list[str]:
+    return [claim.dataset_id for claim in result.claims]
 
 
 def test_the_latest_version_counts_and_is_remembered(served: Served, tmp_path: Path, make_identity: Make) -> None:
@@ -214,8 +214,8 @@ def test_the_latest_version_counts_and_is_remembered(served: Served, tmp_path: P
 def test_versions_are_of_one_publisher(served: Served, tmp_path: Path, make_identity: Make) -> None:
     anne, bert = make_identity("anne"), make_identity("bert")
     of_anne, of_bert = version(served, anne, tmp_path / "a", 9), version(served, bert, tmp_path / "b", 1)
-    found = select_published(served, [of_anne, of_bert], {anne.peer_id, bert.peer_id})
-    assert ids(found) == [of_anne.dataset_id, of_bert.dataset_id] and found.refused == []
+    result = select_published(served, [of_anne, of_bert], {anne.peer_id, bert.peer_id})
+    assert ids(result) == [of_anne.dataset_id, of_bert.dataset_id] and result.refused == []
     assert ids(select_published(served, [of_bert], {bert.peer_id})) == [of_bert.dataset_id]
 
 

@@ -119,8 +119,8 @@ def test_events_follow_each_other_through_restarts(tmp_path: Path) -> None:
         log.append("admitted", peer="c")
         log.append("quota", peer="c", reason="x" * 10_000)
         log.close()
-    assert [(one["kind"], one["repeats"]) for one in events(path)] == [("refused", 0), ("quota", 0)]
-    assert [one["kind"] for one in events(log.decisions_path)] == ["ban", "admitted"]
+    assert [(item["kind"], item["repeats"]) for item in events(path)] == [("refused", 0), ("quota", 0)]
+    assert [item["kind"] for item in events(log.decisions_path)] == ["ban", "admitted"]
     assert events(path)[0]["facts"] == {"peer": "a", "reason": "revoked"}
     assert len(events(path)[1]["facts"]["reason"]) == 500
     for file in (path, log.decisions_path):
@@ -137,9 +137,9 @@ def test_refusals_are_counted_by_peer_and_kind_whatever_their_text(tmp_path: Pat
                 clock[0] = minute * 60.0 + second
                 log.append("refused", peer="evil", reason=f"{minute}.{second}".ljust(600, "x"))
         log.append("stranger", address="10.0.0.1", reason="no certificate")
-    found = events(path)
-    assert found[0]["facts"]["reason"] == "a trace" and found[-1]["repeats"] == 9
-    of_evil = [event for event in found if event["facts"].get("peer") == "evil"]
+    result = events(path)
+    assert result[0]["facts"]["reason"] == "a trace" and result[-1]["repeats"] == 9
+    of_evil = [event for event in result if event["facts"].get("peer") == "evil"]
     assert sum(event["repeats"] or 1 for event in of_evil) == 24 * 60 * 10
     assert path.stat().st_size < 2 << 20
 
@@ -150,9 +150,9 @@ def test_many_addresses_are_counted_together(tmp_path: Path) -> None:
         for number in range(10_000):
             log.append("stranger", address=f"10.0.{number >> 8}.{number & 255}", reason="no certificate")
         log.append("refused", peer="a", reason="of another kind")
-    found = events(path)
-    assert len(found) <= 70 and found[-1]["repeats"] > 9_000
-    assert any(event["kind"] == "refused" for event in found)
+    result = events(path)
+    assert len(result) <= 70 and result[-1]["repeats"] > 9_000
+    assert any(event["kind"] == "refused" for event in result)
 
 
 def test_a_flood_fills_no_disk_and_washes_no_decision_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,18 +79,18 @@ def number(answer: bytes) -> int:
 
 
 def test_a_repeat_gets_the_first_answer_byte_for_byte(server: Server, make_identity: Make) -> None:
-    one, two = make_identity("one"), make_identity("two")
-    first = post(server, one, "/a", "k1", b'{"a":1}')
+    item, two = make_identity("one"), make_identity("two")
+    first = post(server, item, "/a", "k1", b'{"a":1}')
     assert first.startswith(b"HTTP/1.1 200") and b"x-number: 1\r\n" in first
-    assert post(server, one, "/a", "k1", b'{"a":2}') == first
-    assert number(post(server, one, "/a", "k2")) == 2  # another key
-    assert number(post(server, one, "/a")) == 3  # none
+    assert post(server, item, "/a", "k1", b'{"a":2}') == first
+    assert number(post(server, item, "/a", "k2")) == 2  # another key
+    assert number(post(server, item, "/a")) == 3  # none
     assert number(post(server, two, "/a", "k1")) == 4  # another peer
-    assert number(post(server, one, "/b", "k1")) == 5  # another request
-    assert number(post(server, one, "/a", "k1", b"", "GET")) == 6  # nothing that changes anything
-    assert post(server, one, "/a", "k1") == first
-    refused = post(server, one, "/409", "k3")
-    assert b"request 7" in refused and post(server, one, "/409", "k3") == refused
+    assert number(post(server, item, "/b", "k1")) == 5  # another request
+    assert number(post(server, item, "/a", "k1", b"", "GET")) == 6  # nothing that changes anything
+    assert post(server, item, "/a", "k1") == first
+    refused = post(server, item, "/409", "k3")
+    assert b"request 7" in refused and post(server, item, "/409", "k3") == refused
 
 
 @pytest.mark.parametrize("path", ["/500", "/503", "/429", "/bug"])

@@ -37,7 +37,7 @@ def cases(draw):
 
 def read_by(order: Order, ranks: tuple[int, int], world: int, epochs: int):
     """(run step, slice, window) of each sample that the node reads, and the windows' slices, sample by sample."""
-    found = []
+    result = []
     per_epoch = order.steps_per_epoch
     for epoch in range(epochs):
         for step in range(per_epoch):
@@ -54,11 +54,11 @@ def read_by(order: Order, ranks: tuple[int, int], world: int, epochs: int):
                         lane = position % order.num_lanes
                         before = len(range(head + (lane - head) % order.num_lanes, position, order.num_lanes))
                         # Lanes begin in turn within a window, unless a lane is one window.
-                        whole = order.window_samples * order.num_lanes >= order.num_samples
-                        phase = 0 if whole else lane * order.window_samples // order.num_lanes
+                        full = order.window_samples * order.num_lanes >= order.num_samples
+                        phase = 0 if full else lane * order.window_samples // order.num_lanes
                         window = (lane, (before + phase) // order.window_samples)
-                    found.append((epoch * per_epoch + step, index, (epoch, *window)))
-    return found
+                    result.append((epoch * per_epoch + step, index, (epoch, *window)))
+    return result
 
 
 @settings(max_examples=150, deadline=None)
@@ -66,25 +66,25 @@ def read_by(order: Order, ranks: tuple[int, int], world: int, epochs: int):
 def test_spans_are_those_of_the_windows(case):
     order, ranks, world, epochs = case
     spans = node_spans(order, ranks, world, epochs=epochs)
-    found = read_by(order, ranks, world, epochs)
+    result = read_by(order, ranks, world, epochs)
     windows: dict[object, tuple[set[int], set[int]]] = {}
-    for step, index, window in found:
+    for step, index, window in result:
         steps, slices = windows.setdefault(window, (set(), set()))
         steps.add(step)
         slices.add(index)
     opened = {
         (step, s) for steps, slices in windows.values() for step in range(min(steps), max(steps) + 1) for s in slices
     }
-    told = {
+    reported = {
         (step, s)
         for s, low, high in zip(spans.slices.tolist(), spans.first.tolist(), spans.last.tolist())
         for step in range(low, high + 1)
     }
-    assert opened <= told
+    assert opened <= reported
     if spans.exact:
-        assert opened == told
+        assert opened == reported
     # Spans of a slice neither overlap nor touch, and go by first step.
-    assert len(told) == int((spans.last - spans.first + 1).sum()) and (np.diff(spans.first) >= 0).all()
+    assert len(reported) == int((spans.last - spans.first + 1).sum()) and (np.diff(spans.first) >= 0).all()
     for index in set(spans.slices.tolist()):
         mine = sorted((int(a), int(b)) for s, a, b in zip(spans.slices, spans.first, spans.last) if s == index)
         assert all(later[0] > earlier[1] + 1 for earlier, later in itertools.pairwise(mine))
@@ -103,12 +103,12 @@ def test_no_slice_is_read_outside_its_span(case):
         for rank in range(*ranks)
         for step, _, index in zip(*run.uses(0, run.num_steps, rank, world))
     }
-    told = {
+    reported = {
         (step, s)
         for s, low, high in zip(spans.slices.tolist(), spans.first.tolist(), spans.last.tolist())
         for step in range(low, high + 1)
     }
-    assert uses <= told
+    assert uses <= reported
     if spans.exact:
         assert {s for _, s in uses} == set(spans.slices.tolist())
 
@@ -120,17 +120,17 @@ def test_peaks_are_sums_of_what_is_open(case, lead):
     spans = node_spans(order, ranks, world, epochs=epochs)
     weights = np.arange(1, len(order.samples_per_slice) + 1)
 
-    def brute(kept: Spans, early: int, once: bool) -> int:
-        most = 0
+    def brute(retained: Spans, early: int, once: bool) -> int:
+        max_value = 0
         for step in range(spans.num_steps):
-            held = set()
-            for s in set(kept.slices.tolist()):
-                mine = kept.slices == s
-                low, high = kept.first[mine] - early, kept.last[mine]
+            current = set()
+            for s in set(retained.slices.tolist()):
+                mine = retained.slices == s
+                low, high = retained.first[mine] - early, retained.last[mine]
                 inside = low.min() <= step <= high.max() if once else ((low <= step) & (step <= high)).any()
-                held |= {s} if inside else set()
-            most = max(most, sum(int(weights[s]) for s in held))
-        return most
+                current |= {s} if inside else set()
+            max_value = max(max_value, sum(int(weights[s]) for s in current))
+        return max_value
 
     assert spans.peak(weights)[0] == brute(spans, 0, False)
     assert spans.prefetched(lead).peak(weights)[0] == brute(spans, lead, False)
@@ -158,8 +158,8 @@ def test_one_lane_of_whole_slices_opens_one_at_a_time():
 def test_a_thousand_ranks_have_a_slice_each():
     order = Order(np.full(1000, 64), 3, 1000, lanes=1000, head=0)
     seen = [node_spans(order, (rank, rank + 1), 1000).slices.tolist() for rank in range(1000)]
-    assert sorted(s for one in seen for s in one) == list(range(1000))
-    assert {len(one) for one in seen} == {1}
+    assert sorted(s for item in seen for s in item) == list(range(1000))
+    assert {len(item) for item in seen} == {1}
 
 
 def test_ranks_outside_the_world_are_refused():

@@ -167,11 +167,11 @@ def test_out_of_memory_is_told_with_what_to_try(monkeypatch: pytest.MonkeyPatch)
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(CountTrainer, "step", short)
-    with pytest.raises(RuntimeError, match=r"^CUDA out of memory") as told:
+    with pytest.raises(RuntimeError, match=r"^CUDA out of memory") as reported:
         train(WorkerConfig(batch_size=8, seq_len=1024, model_size="medium", **COUNT))
     for words in ("batch_size=8, seq_len=1024", "Try batch_size=4, or seq_len=512, or model_size='small'"):
-        assert words in str(told.value)
-    error = told.value
+        assert words in str(reported.value)
+    error = reported.value
     assert isinstance(error, OutOfMemoryError) and (error.batch_size, error.seq_len) == (8, 1024)
     assert type(error.__cause__).__name__ == "OutOfMemoryError"
 

@@ -52,29 +52,29 @@ def text_dataset(folder: Path, **given: object) -> HubDataset:
 
 def rows_of(dataset: Batches) -> dict[int, tuple[bytes, bytes]]:
     """Inputs and labels by sample id."""
-    found: dict[int, tuple[bytes, bytes]] = {}
+    result: dict[int, tuple[bytes, bytes]] = {}
     for batch in dataset.batches():
         for sample, inputs, labels in zip(batch.sample_ids.tolist(), batch.inputs, batch.labels):
-            assert sample not in found
-            found[sample] = (inputs.tobytes(), labels.tobytes())
-    return found
+            assert sample not in result
+            result[sample] = (inputs.tobytes(), labels.tobytes())
+    return result
 
 
 def test_the_catalogue_prints_as_the_guide_does() -> None:
-    found = list_available_datasets()
-    assert "\n".join(f"{one['name']}: {one['description']}" for one in found) == GUIDE
-    assert [one["size"] for one in found] == ["15T tokens", "1.3T tokens", "825 GB", "1 MB", "~5 MB"]
-    assert [one["streaming"] for one in found] == [True, True, True, False, False]
-    assert found[2]["num_sources"] == 22
-    assert found[0]["size_tokens"] == 15 * 10**12 and found[4]["size_bytes"] == 5 * 10**6
-    wanted = {  # name: repository, buffer, tokenizer, seq_len
+    result = list_available_datasets()
+    assert "\n".join(f"{item['name']}: {item['description']}" for item in result) == GUIDE
+    assert [item["size"] for item in result] == ["15T tokens", "1.3T tokens", "825 GB", "1 MB", "~5 MB"]
+    assert [item["streaming"] for item in result] == [True, True, True, False, False]
+    assert result[2]["num_sources"] == 22
+    assert result[0]["size_tokens"] == 15 * 10**12 and result[4]["size_bytes"] == 5 * 10**6
+    expected = {  # name: repository, buffer, tokenizer, seq_len
         "fineweb": ("HuggingFaceFW/fineweb", 100_000, "gpt2", 1024),
         "fineweb-edu": ("HuggingFaceFW/fineweb-edu", 50_000, "gpt2", 1024),
         "pile": ("EleutherAI/pile", 50_000, "EleutherAI/gpt-neox-20b", 2048),
         "tiny_shakespeare": ("winglian/tiny-shakespeare", 1_000, "gpt2", 256),
         "shakespeare": ("benchaffe/shakespeare-lines", 5_000, "gpt2", 512),
     }
-    assert {n: (e.repository, e.buffer_size, e.tokenizer, e.seq_len) for n, e in CATALOG.items()} == wanted
+    assert {n: (e.repository, e.buffer_size, e.tokenizer, e.seq_len) for n, e in CATALOG.items()} == expected
 
 
 def test_the_rule_of_streaming() -> None:
@@ -123,10 +123,10 @@ def test_distributed_dummies_part_the_whole(world_size: int, batch_size: int, nu
         )
         for rank in range(world_size)
     ]  # fmt: skip
-    whole = np.zeros(steps * batch_size * world_size, np.int64)
+    full = np.zeros(steps * batch_size * world_size, np.int64)
     for rank, dataset in enumerate(ranks):
-        whole[rank::world_size] = np.concatenate([batch.sample_ids for batch in dataset.batches()])
-    assert sorted(whole[:num_samples]) == list(range(num_samples))
+        full[rank::world_size] = np.concatenate([batch.sample_ids for batch in dataset.batches()])
+    assert sorted(full[:num_samples]) == list(range(num_samples))
 
 
 def test_dummies_are_as_random_as_they_say_and_touch_nothing() -> None:
@@ -207,19 +207,19 @@ def test_state_goes_on_with_the_next_batch(texts: Path, kind: str) -> None:
             return text_dataset(texts)
         return DummyDataset(num_batches=6, batch_size=3, distributed=kind == "distributed_dummy")
 
-    whole = [batch.inputs.tobytes() for batch in fresh().batches()]
+    full = [batch.inputs.tobytes() for batch in fresh().batches()]
     data = fresh()
-    found = []
+    result = []
     for batch in data.batches():
-        found.append(batch.inputs.tobytes())
-        if len(found) == 2:
+        result.append(batch.inputs.tobytes())
+        if len(result) == 2:
             break
     state = json.loads(json.dumps(data.state_dict()))
     other = fresh()
     other.load_state_dict(state)
-    found += [batch.inputs.tobytes() for batch in other.batches()]
-    assert found == whole
-    assert [batch.inputs.tobytes() for batch in other.batches()] == whole
+    result += [batch.inputs.tobytes() for batch in other.batches()]
+    assert result == full
+    assert [batch.inputs.tobytes() for batch in other.batches()] == full
     for damaged in ({}, {**state, "given": "x"}, {"given": 1}):
         with pytest.raises(StateError):
             fresh().load_state_dict(damaged)
@@ -239,19 +239,19 @@ def test_ranks_may_change_in_the_midst(texts: Path, kind: str) -> None:
 
     def taken(one: Batches, steps: int) -> list[bytes]:
         batches = one.endless()
-        found = [row.tobytes() for _ in range(steps) for row in next(batches).inputs]
+        result = [row.tobytes() for _ in range(steps) for row in next(batches).inputs]
         batches.close()
-        return found
+        return result
 
     alone = taken(data(0, 1, 1), 8 + 12)
     two = [data(rank, 2) for rank in range(2)]
-    found = [taken(one, 2) for one in two]
+    result = [taken(one, 2) for one in two]
     mark = two[0].position()
     three = [two[0].reshard(rank, 3) for rank in range(3)]
     for one in three:
         one.seek(mark)
-    found += [taken(one, 2) for one in three]
-    assert sorted(row for part in found for row in part) == sorted(alone)
+    result += [taken(one, 2) for one in three]
+    assert sorted(row for part in result for row in part) == sorted(alone)
 
 
 def test_ranks_that_share_documents_may_not_change(texts: Path) -> None:
@@ -292,8 +292,8 @@ def test_the_first_cause_of_a_librarys_error_is_told() -> None:
 def test_text_under_another_name_is_told_with_the_names_there_are(tmp_path: Path) -> None:
     path = tmp_path / "body.jsonl"
     path.write_text('{"body": "some text", "id": 1}\n' * 9)
-    told = r"9 records were skipped, the first at .*got nothing among body, id\. Name the column .*text_key"
-    with pytest.raises(DatasetError, match=told):
+    reported = r"9 records were skipped, the first at .*got nothing among body, id\. Name the column .*text_key"
+    with pytest.raises(DatasetError, match=reported):
         next(iter(create_huggingface_dataset(str(path), tokenizer_name="bytes", seq_len=8)))
     inputs, _ = next(iter(create_huggingface_dataset(str(path), tokenizer_name="bytes", seq_len=8, text_key="body")))
     assert inputs.shape == (4, 8)

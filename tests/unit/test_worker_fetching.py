@@ -59,26 +59,26 @@ class Node:
 
 @pytest.fixture
 def make_node(make_identity: Make, tmp_path: Path) -> Iterator[Callable[..., Node]]:
-    made: list[Node] = []
+    created: list[Node] = []
 
     def make(name: str, content: bytes = CONTENT, origin: bool = True) -> Node:
         file = tmp_path / f"{name}.bin"
         file.write_bytes(content)
-        made.append(Node(make_identity(name), file))
-        made[-1].is_origin = origin
-        return made[-1]
+        created.append(Node(make_identity(name), file))
+        created[-1].is_origin = origin
+        return created[-1]
 
     yield make
-    for node in made:
+    for node in created:
         node.server.close()
 
 
 @pytest.fixture
 def worker(make_identity: Make, tmp_path: Path) -> Iterator[FetchingWorker]:
     with Client(make_identity("client")) as client:
-        made = FetchingWorker(client, tmp_path / "cache")
-        yield made
-        made.close()
+        created = FetchingWorker(client, tmp_path / "cache")
+        yield created
+        created.close()
 
 
 Nodes = Callable[..., Node]
@@ -90,8 +90,8 @@ def lease(worker: FetchingWorker, *nodes: Node, lease_id: str = "1") -> ActiveLe
 
 def test_once_from_the_network_then_from_the_cache(worker: FetchingWorker, make_node: Nodes) -> None:
     node = make_node("a")
-    held = lease(worker, node)
-    assert worker.fetched(held) == CONTENT
+    current = lease(worker, node)
+    assert worker.fetched(current) == CONTENT
     assert worker.fetched(lease(worker, node, lease_id="2")) == CONTENT
     assert node.ranges == [f"bytes=0-{len(CONTENT) - 1}"]
     assert (worker.fetcher.slices, worker.fetcher.bytes) == (1, len(CONTENT))
@@ -130,8 +130,8 @@ def test_one_that_lies_and_one_that_is_away_do_not_make_it_fail(worker: Fetching
 
 
 def test_a_body_that_breaks_off_is_resumed_elsewhere(worker: FetchingWorker, make_node: Nodes) -> None:
-    short, whole = make_node("short", CONTENT[:100_000], origin=False), make_node("whole")
-    assert worker.fetched(lease(worker, short, whole)) == CONTENT
+    short, full = make_node("short", CONTENT[:100_000], origin=False), make_node("whole")
+    assert worker.fetched(lease(worker, short, full)) == CONTENT
     assert worker.bad == []
 
 
@@ -139,8 +139,8 @@ def test_a_web_server_gives_it_by_its_name(worker: FetchingWorker, tmp_path: Pat
     (tmp_path / "web" / "slices").mkdir(parents=True)
     (tmp_path / "web" / "slices" / "3").write_bytes(CONTENT)
     with OriginServer(tmp_path / "web") as server:
-        held = worker.lease(SHA256, len(CONTENT), [{"address": server.url}])
-        assert worker.fetched(held) == CONTENT and not worker.bad
+        current = worker.lease(SHA256, len(CONTENT), [{"address": server.url}])
+        assert worker.fetched(current) == CONTENT and not worker.bad
 
 
 def test_gone_refusing_and_busy_providers_are_passed_over(worker: FetchingWorker, make_node: Nodes) -> None:
@@ -178,20 +178,20 @@ def test_who_gives_no_bytes_is_left(worker: FetchingWorker, make_node: Nodes, mo
 def test_a_lease_that_is_lost_is_not_fetched_to_the_end(worker: FetchingWorker, make_node: Nodes) -> None:
     slow = make_node("slow")
     slow.stall_s = 0.5
-    held = lease(worker, slow)
+    current = lease(worker, slow)
     time.sleep(0.1)
     request = worker.leases.state.request(time.monotonic())
-    worker.leases.state.receive(request, answer(lost=[held.grant.lease_id]), time.monotonic())
-    assert held.ended and worker.leases.state.leases == []
+    worker.leases.state.receive(request, answer(lost=[current.grant.lease_id]), time.monotonic())
+    assert current.ended and worker.leases.state.leases == []
     time.sleep(0.6)
-    assert held.path is None
+    assert current.path is None
     worker.cache.path_of(SHA256).unlink(missing_ok=True)
 
 
 def test_no_provider_for_long_is_the_end(worker: FetchingWorker) -> None:
     for turn in range(8):
-        held = lease(worker, lease_id=str(turn))
-        assert worker.lost(held) == ""
+        current = lease(worker, lease_id=str(turn))
+        assert worker.lost(current) == ""
         request = worker.leases.state.request(time.monotonic())
         worker.leases.state.receive(request, answer(lost=list(request.known_leases or ())), time.monotonic())
         if worker.fetcher.failure is not None:
@@ -253,8 +253,8 @@ def test_a_slice_waits_for_room_until_others_are_used(worker: FetchingWorker, ma
     reserved.part.write_bytes(bytes(800_000))
     reserved.commit()
     worker.cache.pin(other)
-    held = lease(worker, make_node("a"))
+    current = lease(worker, make_node("a"))
     time.sleep(0.2)
-    assert held.path is None and not held.ended
+    assert current.path is None and not current.ended
     threading.Timer(0.05, worker.cache.unpin, [other]).start()
-    assert worker.fetched(held) == CONTENT
+    assert worker.fetched(current) == CONTENT

@@ -59,11 +59,11 @@ def test_heartbeats_go_on_after_an_unexpected_exception(
 def _state(**more: Any) -> tuple[MembershipState, list[float]]:
     """A state and its clock."""
     now = [0.0]
-    given: dict[str, Any] = {
+    value: dict[str, Any] = {
         "settings": {}, "lockstep": False, "step": 0, "samples": 0, "patience_s": 30.0,
         "on_note": lambda text: None, "clock": lambda: now[0], "new_session": lambda: "s", "random": Random(1),
     }  # fmt: skip
-    return MembershipState("w", "host:1", **{**given, **more}), now
+    return MembershipState("w", "host:1", **{**value, **more}), now
 
 
 def test_a_request_without_an_answer_is_repeated_with_longer_pauses_until_patience_ends() -> None:

@@ -33,10 +33,10 @@ def work(tmp_path: Path) -> Iterator[Callable[..., WorkerReport]]:
         write_token_slice(tmp_path / "data" / "slices" / f"{index}.safetensors", tokens, np.array([80], np.uint64))
     dataset = import_slices(tmp_path / "data", "data")
     create_network(tmp_path / "network", "test")
-    one, two, three = (join(tmp_path / "network", tmp_path / name, name) for name in ("node", "scheduler", "worker"))
+    item, two, three = (join(tmp_path / "network", tmp_path / name, name) for name in ("node", "scheduler", "worker"))
     with ExitStack() as stack:
         discovery = LocalDiscovery()
-        node = DataNode(one, [dataset], "127.0.0.1", 0, discovery, ttl_s=30)
+        node = DataNode(item, [dataset], "127.0.0.1", 0, discovery, ttl_s=30)
         node.start()
         stack.callback(node.stop)
         client = stack.enter_context(Client(two))

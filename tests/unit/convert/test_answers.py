@@ -17,8 +17,8 @@ from forebay.dataset.slices import write_rows_slice, write_token_slice
 
 def converted(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
     code = main(["convert", *map(str, argv), "--quiet", "--json"])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    message = capsys.readouterr()
+    return code, message.out, message.err
 
 
 def test_a_source_is_verified_by_its_hashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

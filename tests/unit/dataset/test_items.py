@@ -43,16 +43,16 @@ def rows(tmp_path: Path) -> Path:
 def test_documents_by_number(tokens: Path) -> None:
     dataset = open_dataset(tokens)
     assert len(dataset) == len(TEXTS) and dataset.num_slices > 3
-    found = [dataset.document(i) for i in range(len(dataset))]
-    assert sorted(one.text for one in found) == sorted(f"{i}: {text}" for i, text in enumerate(TEXTS))
-    assert all(one.text.startswith(f"{one.id.removeprefix('d')}: ") and one.source == "in.jsonl" for one in found)
-    assert all(np.array_equal(dataset[i], one.tokens) for i, one in enumerate(found))
+    result = [dataset.document(i) for i in range(len(dataset))]
+    assert sorted(item.text for item in result) == sorted(f"{i}: {text}" for i, text in enumerate(TEXTS))
+    assert all(item.text.startswith(f"{item.id.removeprefix('d')}: ") and item.source == "in.jsonl" for item in result)
+    assert all(np.array_equal(dataset[i], item.tokens) for i, item in enumerate(result))
     assert sum(len(part) for part in dataset) == dataset.num_tokens  # type: ignore[attr-defined]
-    assert dataset.document(-1).index == len(dataset) - 1 and dataset.head(2)[1].text == found[1].text
+    assert dataset.document(-1).index == len(dataset) - 1 and dataset.head(2)[1].text == result[1].text
     for index in (len(dataset), -len(dataset) - 1):
         with pytest.raises(IndexError, match=f"got {index}"):
             dataset[index]
-    assert repr(found[0]).startswith("Document(0, id='d")
+    assert repr(result[0]).startswith("Document(0, id='d")
 
 
 def test_rows_by_number(rows: Path) -> None:
@@ -77,17 +77,17 @@ def test_reprs(tokens: Path, rows: Path) -> None:
 
 def test_inspect_shows_rows_and_documents(tokens: Path, rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(rows), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["rows"], found["columns"]) == (5, {"image": "F32 [2, 2]", "label": "I64 []"})
+    result = json.loads(capsys.readouterr().out)
+    assert (result["rows"], result["columns"]) == (5, {"image": "F32 [2, 2]", "label": "I64 []"})
     assert main(["inspect", str(rows), "--documents", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "vocab" not in said and "label: 0" in said and "image F32 [2, 2]" in said
+    message = capsys.readouterr().out
+    assert "vocab" not in message and "label: 0" in message and "image F32 [2, 2]" in message
     assert main(["inspect", str(tokens), "--documents", "2"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("--- ") == 2 and open_dataset(tokens).document(1).text in said and "checked" in said
+    message = capsys.readouterr().out
+    assert message.count("--- ") == 2 and open_dataset(tokens).document(1).text in message and "checked" in message
     assert main(["inspect", str(tokens), "--documents", "2", "--json"]) == 0
-    assert [one["id"] for one in json.loads(capsys.readouterr().out)["head"]] == [
-        one.id for one in open_dataset(tokens).head(2)
+    assert [item["id"] for item in json.loads(capsys.readouterr().out)["head"]] == [
+        item.id for item in open_dataset(tokens).head(2)
     ]
 
 
@@ -97,8 +97,12 @@ def test_verify_says_what_it_compared(tokens: Path, tmp_path: Path, capsys: pyte
     path = tmp_path / "tokens.npy"
     np.save(path, np.arange(1000, dtype=np.uint16))
     assert main(["verify", str(path), "--quiet"]) == 0
-    said = capsys.readouterr().out
-    assert "matches its hash" not in said and "format without hashes" in said and "checked: size of every file" in said
+    message = capsys.readouterr().out
+    assert (
+        "matches its hash" not in message
+        and "format without hashes" in message
+        and "checked: size of every file" in message
+    )
     assert main(["verify", str(path), "--quiet", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["ok"], report["bad"], report["level"]) == (True, [], "structure") and report["checks"]

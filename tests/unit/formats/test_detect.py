@@ -120,15 +120,15 @@ def test_a_file_is_the_same_to_all(name: str, tmp_path: Path) -> None:
     data, expected = CASES[name]
     path = tmp_path / name
     path.write_bytes(data)
-    found = detect(path)
-    assert (found.format, found.problem) == (expected, "")
+    result = detect(path)
+    assert (result.format, result.problem) == (expected, "")
     assert expected == "" or expected in format_names()
     assert kind_of(path, CheckOptions()) == (expected or "unknown")
     # prepare and stream: from a directory, what is no text is skipped with its reason; named by the user, refused.
     (tmp_path / "beside.md").write_text("a text")
-    sources = {Path(one.path).name: one for one in find_inputs(tmp_path, ReadOptions()).files}
+    sources = {Path(item.path).name: item for item in find_inputs(tmp_path, ReadOptions()).files}
     if expected in text_formats():
-        assert sources[name].format == expected and sources[name].compression == found.compression
+        assert sources[name].format == expected and sources[name].compression == result.compression
         assert FileRecords([path], ReadOptions())._files[0].format == expected
     else:
         assert name not in sources
@@ -169,9 +169,9 @@ def test_a_failed_download_is_an_error_that_says_so(suffix: str, data: bytes, sa
             open_source(path, options)
     with pytest.raises(DatasetError, match=says):
         open_source(tmp_path, ConvertOptions())
-    for given in (path, tmp_path):
-        report = next(one for one in examine([given], CheckOptions()) if one.path == path)
-        assert [(one.fault, says in f"{one.evidence} {one.advice}") for one in report.findings] == [
+    for value in (path, tmp_path):
+        report = next(item for item in examine([value], CheckOptions()) if item.path == path)
+        assert [(item.fault, says in f"{item.evidence} {item.advice}") for item in report.findings] == [
             ("not-the-data", True)
         ]
 

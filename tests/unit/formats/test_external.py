@@ -36,18 +36,18 @@ FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(Healt
 
 
 def opened(path: Path | str, **options: Any) -> ExternalDataset:
-    found = open_external(path, **options)
-    assert found is not None
-    return found
+    result = open_external(path, **options)
+    assert result is not None
+    return result
 
 
 def whole(dataset: ExternalDataset) -> tuple[np.ndarray, np.ndarray]:
     """All tokens, and the document ends counted over all slices."""
     slices = [dataset.open_slice(i) for i in range(dataset.num_slices)]
-    bases = np.cumsum([0, *(len(one.tokens) for one in slices)])
-    tokens = np.concatenate([one.tokens for one in slices])
-    ends = np.concatenate([one.document_ends.astype(np.int64) + base for one, base in zip(slices, bases)])
-    return tokens.astype(np.int64), ends
+    bases = np.cumsum([0, *(len(item.tokens) for item in slices)])
+    tokens = np.concatenate([item.tokens for item in slices])
+    stops = np.concatenate([item.document_ends.astype(np.int64) + base for item, base in zip(slices, bases)])
+    return tokens.astype(np.int64), stops
 
 
 def is_view(one: Slice, dataset: ExternalDataset) -> bool:
@@ -78,9 +78,9 @@ def test_golden_files_hold_the_documents_that_were_written(
     name: str, options: dict[str, Any], dtype: str, view: bool, slices: int
 ) -> None:
     dataset = opened(GOLDEN / name, **options)
-    tokens, ends = whole(dataset)
+    tokens, stops = whole(dataset)
     assert tokens.tolist() == STREAM.tolist()
-    assert ends.tolist() == ENDS.tolist()
+    assert stops.tolist() == ENDS.tolist()
     assert (dataset.manifest.dtype, dataset.num_tokens, dataset.manifest.documents) == (dtype, len(STREAM), len(ENDS))
     assert (dataset.num_slices, dataset.table.count.sum()) == (slices, len(STREAM))
     assert all(is_view(dataset.open_slice(i), dataset) is view for i in range(slices))
@@ -91,15 +91,15 @@ def test_golden_files_hold_the_documents_that_were_written(
 
 def test_a_fixed_shape_of_mds_is_a_view_and_arrow_batches_lie_in_their_file(tmp_path: Path) -> None:
     dataset = opened(GOLDEN / "mds_fixed")
-    tokens, ends = whole(dataset)
-    assert tokens.tolist() == STREAM[: len(STREAM) // 16 * 16].tolist() and set(np.diff(ends)) == {16}
+    tokens, stops = whole(dataset)
+    assert tokens.tolist() == STREAM[: len(STREAM) // 16 * 16].tolist() and set(np.diff(stops)) == {16}
     assert all(is_view(dataset.open_slice(i), dataset) for i in range(dataset.num_slices))
     rows = opened(GOLDEN / "arrow")
     with Path("/proc/self/maps").open() as maps:
         spans = [line.split()[0].split("-") for line in maps if "arrow/data-" in line]
     for i in range(rows.num_slices):
-        place = rows.open_slice(i).tokens.ctypes.data
-        assert any(int(a, 16) <= place < int(b, 16) for a, b in spans)
+        position = rows.open_slice(i).tokens.ctypes.data
+        assert any(int(a, 16) <= position < int(b, 16) for a, b in spans)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_a_fixed_shape_of_mds_is_a_view_and_arrow_batches_lie_in_their_file(tmp_
 def test_the_loader_reads_each_sample_once_and_resumes(name: str) -> None:
     dataset = opened(GOLDEN / name)
     tokens = [dataset.open_slice(i).tokens for i in range(dataset.num_slices)]
-    wanted = sorted(row.tolist() for one in tokens for row in one[: len(one) // 8 * 8].reshape(-1, 8).astype(int))
+    expected = sorted(row.tolist() for item in tokens for row in item[: len(item) // 8 * 8].reshape(-1, 8).astype(int))
     with Loader(dataset, seq_len=8, batch_size=4, seed=3) as loader:
         batches = [(b.inputs.copy(), b.sample_ids.copy()) for b in loader if b.inputs is not None]
     rows = [row for inputs, _ in batches for row in inputs.tolist()]
     ids = np.concatenate([ids for _, ids in batches])
-    assert sorted(rows) == wanted
-    assert sorted(ids.tolist()) == list(range(len(wanted)))
+    assert sorted(rows) == expected
+    assert sorted(ids.tolist()) == list(range(len(expected)))
     with Loader(dataset, seq_len=8, batch_size=4, seed=3) as loader:
         for _, _ in zip(range(2), loader):
             pass
@@ -212,9 +212,9 @@ def test_a_column_of_mds_cannot_reach_into_the_next_sample(tmp_path: Path) -> No
     path = folder / shard["raw_data"]["basename"]
     path.write_bytes(raw)
     assert whole(opened(folder))[0].tolist() == STREAM.tolist()
-    at = int.from_bytes(raw[4:8], "little") + 4  # The size of `tokens` in sample 0, after that of `source`.
-    size = int.from_bytes(raw[at : at + 4], "little")
-    raw[at : at + 4] = (size + 4).to_bytes(4, "little")  # One token more: still well inside the shard.
+    position = int.from_bytes(raw[4:8], "little") + 4  # The size of `tokens` in sample 0, after that of `source`.
+    size = int.from_bytes(raw[position : position + 4], "little")
+    raw[position : position + 4] = (size + 4).to_bytes(4, "little")  # One token more: still well inside the shard.
     path.write_bytes(raw)
     with pytest.raises(DatasetError, match="inside its sample"):
         open_external(folder)
@@ -289,13 +289,13 @@ def test_shards_with_and_without_a_header(tmp_path: Path, kind: Any, header: boo
         if not raw_ids:
             ids_path.unlink()
             np.save(ids_path.with_suffix(".npy"), ids)
-    for where in (tmp_path, tmp_path / "train_*.npy"):
-        dataset = opened(where)
+    for location in (tmp_path, tmp_path / "train_*.npy"):
+        dataset = opened(location)
         assert dataset.seq_len == 64  # type: ignore[attr-defined]
         assert whole(dataset)[0].tolist() == np.concatenate(streams).tolist()
         assert all(is_view(dataset.open_slice(i), dataset) for i in range(3))
-    one = opened(tmp_path / "train_000001.npy")
-    assert one.num_tokens == 640 and one.num_slices == 1
+    item = opened(tmp_path / "train_000001.npy")
+    assert item.num_tokens == 640 and item.num_slices == 1
 
 
 def test_the_older_pair_of_files(tmp_path: Path) -> None:
@@ -311,8 +311,8 @@ def test_headerless_tokens_need_their_type_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="dtype='uint16'"):
         open_external(tmp_path / "train.bin")
     assert open_external(tmp_path) is None
-    for said in ("uint16", "U16", np.uint16, np.dtype("<u2")):
-        assert whole(opened(tmp_path / "train.bin", dtype=said))[0].tolist() == tokens.tolist()
+    for message in ("uint16", "U16", np.uint16, np.dtype("<u2")):
+        assert whole(opened(tmp_path / "train.bin", dtype=message))[0].tolist() == tokens.tolist()
     assert opened(tmp_path, dtype="uint32").num_tokens == 500
     for wrong in ("float32", "text", ">u2", "uint8", 7):
         with pytest.raises(UsageError, match="dtype of tokens"):
@@ -479,9 +479,9 @@ def test_a_long_file_is_cut_at_document_ends(tmp_path: Path, monkeypatch: pytest
     pointers = (2 * np.cumsum([0, *lengths[:-1]])).tolist()
     folder = megatron(tmp_path, lengths, pointers, list(range(len(lengths) + 1)), tokens.tobytes())
     dataset = opened(folder)
-    found, ends = whole(dataset)
-    assert found.tolist() == tokens.tolist()
-    assert ends.tolist() == np.cumsum(lengths).tolist()
+    result, stops = whole(dataset)
+    assert result.tolist() == tokens.tolist()
+    assert stops.tolist() == np.cumsum(lengths).tolist()
     counts = dataset.table.count.tolist()
     assert max(counts) <= 64 and counts == [35, 40, 64, 1, 64, 64, 64, 11, 61]
 
@@ -511,10 +511,10 @@ def assert_read_or_refused(folder: Path, **options: Any) -> None:
         dataset = open_external(folder, **options)
         if dataset is not None:
             for i in range(min(dataset.num_slices, 8)):
-                one = dataset.open_slice(i)
-                tokens, ends = one.tokens.astype(np.int64), one.document_ends.astype(np.int64)  # Every byte is read.
-                assert len(tokens) == dataset.table.count[i] and len(ends) == dataset.table.documents[i]
-                assert (np.diff(ends, prepend=0) >= 0).all() and (not len(ends) or ends[-1] <= len(tokens))
+                item = dataset.open_slice(i)
+                tokens, stops = item.tokens.astype(np.int64), item.document_ends.astype(np.int64)  # Every byte is read.
+                assert len(tokens) == dataset.table.count[i] and len(stops) == dataset.table.documents[i]
+                assert (np.diff(stops, prepend=0) >= 0).all() and (not len(stops) or stops[-1] <= len(tokens))
             dataset.verify(workers=1)
     except DatasetError:
         pass
@@ -545,8 +545,8 @@ def test_any_index_stays_inside_its_data(
 def test_any_npy_header(tmp_path: Path, descr: str, shape: str, count: int, version: int, length: int | None) -> None:
     text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape.format(count, count)}, }}\n".encode()
     width = 2 if version == 1 else 4
-    said = (len(text) if length is None else length) & ((1 << 8 * width) - 1)
-    raw = b"\x93NUMPY" + bytes([version, 0]) + said.to_bytes(width, "little") + text + bytes(80)
+    message = (len(text) if length is None else length) & ((1 << 8 * width) - 1)
+    raw = b"\x93NUMPY" + bytes([version, 0]) + message.to_bytes(width, "little") + text + bytes(80)
     (tmp_path / "train_000000.npy").write_bytes(raw)
     assert_read_or_refused(tmp_path)
 
@@ -566,11 +566,11 @@ def test_any_mds_index(tmp_path: Path, data: st.DataObject) -> None:
         shutil.copytree(GOLDEN / "mds_raw", folder)
     index = json.loads((GOLDEN / "mds_raw" / "index.json").read_text())
     shard = data.draw(st.sampled_from(index["shards"]))
-    where = data.draw(st.sampled_from([shard, shard["raw_data"]]))
+    location = data.draw(st.sampled_from([shard, shard["raw_data"]]))
     values = st.sampled_from(
         [None, 0, -1, 1, 2**40, 1.5, "x", "../../x", [], {}, ["ndarray"], ["ndarray:uint16:3"], [2]]
     )
-    where[data.draw(st.sampled_from(sorted(where)))] = data.draw(values)
+    location[data.draw(st.sampled_from(sorted(location)))] = data.draw(values)
     (folder / "index.json").write_text(json.dumps(index))
     assert_read_or_refused(folder)
 
@@ -622,8 +622,8 @@ def test_a_fingerprint_tells_size_and_pieces(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(1 << 20))
     before = fingerprint(path, 1)
-    for place in (0, (1 << 20) - 1):
-        path.write_bytes(bytes(place) + b"\1" + bytes((1 << 20) - place - 1))
+    for position in (0, (1 << 20) - 1):
+        path.write_bytes(bytes(position) + b"\1" + bytes((1 << 20) - position - 1))
         assert fingerprint(path, 1) != before
     path.write_bytes(bytes((1 << 20) + 1))
     assert fingerprint(path, 1) != before

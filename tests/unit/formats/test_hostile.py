@@ -150,10 +150,10 @@ def test_every_word_of_an_arrow_file_may_be_wrong(tmp_path: Path, stream: bool) 
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with (pa.ipc.new_stream if stream else pa.ipc.new_file)(out, batch.schema, options=options) as writer:
         writer.write_batch(batch)
-    whole, refused = out.getvalue().to_pybytes(), 0
-    for at in range(0, len(whole) - 8, 4):
+    full, refused = out.getvalue().to_pybytes(), 0
+    for index in range(0, len(full) - 8, 4):
         for word in (-1, 1 << 62):
-            path.write_bytes(whole[:at] + struct.pack("<q", word) + whole[at + 8 :])
+            path.write_bytes(full[:index] + struct.pack("<q", word) + full[index + 8 :])
             try:
                 for rows in open_source(path, ConvertOptions()).batches():
                     rows.validate(full=True)
@@ -161,5 +161,5 @@ def test_every_word_of_an_arrow_file_may_be_wrong(tmp_path: Path, stream: bool) 
                 assert path.name in str(error)
                 refused += 1
             except UsageError:
-                assert at == 0  # No Arrow by its first bytes.
+                assert index == 0  # No Arrow by its first bytes.
     assert refused > 50

@@ -40,8 +40,8 @@ def test_a_slurm_script_gives_each_task_its_rank(tmp_path: Path) -> None:
         ["bash", script, *COMMAND], env=environment, capture_output=True, text=True, timeout=scaled(30)
     )
     assert ran.returncode == 0, ran.stderr
-    told = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert told == [[str(i), "4", str(i % 2), "node-a", "/nvme/it", "two words"] for i in range(4)]
+    reported = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert reported == [[str(i), "4", str(i % 2), "node-a", "/nvme/it", "two words"] for i in range(4)]
     lines = script.read_text().splitlines()
     options = [i for i, line in enumerate(lines) if line.startswith("#SBATCH --")]
     assert {"#SBATCH --nodes=1", "#SBATCH --ntasks-per-node=1", "#SBATCH --requeue"} <= {lines[i] for i in options}
@@ -67,11 +67,11 @@ def manifest(name: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 def test_a_manifest_gives_each_pod_its_rank() -> None:
     """The pod's command, run with the variables that an indexed job sets."""
     _, _, container = manifest("train.yaml")
-    given = {entry["name"]: entry["value"] for entry in container["env"]}
+    value = {entry["name"]: entry["value"] for entry in container["env"]}
     command = container["command"]
     assert command[3:5] == ["rank", "python"]
     for index in range(2):
-        environment = {**os.environ, **given, "JOB_COMPLETION_INDEX": str(index)}
+        environment = {**os.environ, **value, "JOB_COMPLETION_INDEX": str(index)}
         ran = subprocess.run(
             [*command[:4], *COMMAND], env=environment, capture_output=True, text=True, timeout=scaled(30)
         )
@@ -80,9 +80,9 @@ def test_a_manifest_gives_each_pod_its_rank() -> None:
 
 def test_several_ranks_a_pod_are_torchruns(tmp_path: Path) -> None:
     _, indexed, container = manifest("train-torchrun.yaml")
-    told = tmp_path / "torchrun"
-    told.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
-    told.chmod(told.stat().st_mode | stat.S_IXUSR)
+    reported = tmp_path / "torchrun"
+    reported.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+    reported.chmod(reported.stat().st_mode | stat.S_IXUSR)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "1"}
     words = subprocess.run(container["command"], env=environment, capture_output=True, text=True, timeout=scaled(30))
     options = dict(word.split("=", 1) for word in words.stdout.splitlines()[:5])

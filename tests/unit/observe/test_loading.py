@@ -91,8 +91,8 @@ def test_the_bottleneck_is_told_with_what_removing_it_gains(caplog: pytest.LogCa
     assert waits.check(30.0) is None  # The beginning.
     waits.add(10.0, 9.0, 0.0, "decode")
     with caplog.at_level(logging.WARNING, "forebay"):
-        found = waits.check(60.0)
-    assert found is not None and found.cause == "network" and found.speedup == pytest.approx(30 / 21)
+        result = waits.check(60.0)
+    assert result is not None and result.cause == "network" and result.speedup == pytest.approx(30 / 21)
     assert "waits for data 33 % of the time, 90 % of that for the network" in caplog.text
     assert "1.43 times as fast" in caplog.text
     assert waits.check(90.0) is None
@@ -100,8 +100,8 @@ def test_the_bottleneck_is_told_with_what_removing_it_gains(caplog: pytest.LogCa
 
 def test_little_waiting_is_no_bottleneck() -> None:
     assert find_bottleneck({"network": 0.4, "disk": 0.0}, 10.0) is None
-    found = find_bottleneck({"network": 0.1, "disk": 5.0}, 10.0)
-    assert found is not None and found.cause == "disk"
+    result = find_bottleneck({"network": 0.1, "disk": 5.0}, 10.0)
+    assert result is not None and result.cause == "disk"
 
 
 def test_what_a_loader_reaches_of_this_machine(folder: Path, capsys: pytest.CaptureFixture) -> None:

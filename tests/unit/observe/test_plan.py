@@ -76,8 +76,8 @@ def test_lanes_that_do_not_fit_are_refused_and_some_that_do_are_named() -> None:
 
 
 def test_a_cache_in_memory_needs_memory() -> None:
-    whole = make_plan(job(whole_in_memory=True, volume_bytes=2500 * GB, mem_bytes=64 * GB, cache_bytes=2001 * GB))
-    assert not whole.ok and "cache_dir='ram'" in whole.refused[-1] and whole.to_json()["fits_memory"] is False
+    full = make_plan(job(whole_in_memory=True, volume_bytes=2500 * GB, mem_bytes=64 * GB, cache_bytes=2001 * GB))
+    assert not full.ok and "cache_dir='ram'" in full.refused[-1] and full.to_json()["fits_memory"] is False
     assert make_plan(job(2, GB, whole_in_memory=True, mem_bytes=64 * GB)).ok
 
 
@@ -109,9 +109,9 @@ def test_a_batch_that_cannot_be_is_refused() -> None:
 def test_shards_of_the_manager_are_planned_as_it_keeps_them(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "--shards", "--bytes", "2TB", "--slice-bytes", "215GB", "--bandwidth", "1Gb/s", "--json"]
     assert main([*command, "--disk", "750GB"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["shards"], told["in_use_bytes"], told["start_bytes"]) == (10, 430 * GB, 645 * GB)
-    assert told["shard_fetch_s"] == pytest.approx(1720) and told["refused"] == told["warnings"] == []
+    reported = json.loads(capsys.readouterr().out)
+    assert (reported["shards"], reported["in_use_bytes"], reported["start_bytes"]) == (10, 430 * GB, 645 * GB)
+    assert reported["shard_fetch_s"] == pytest.approx(1720) and reported["refused"] == reported["warnings"] == []
     assert main([*command, "--disk", "650GB"]) == 0 and "3.5 shards" in capsys.readouterr().out
     assert main([*command, "--disk", "600GB"]) == 1
     assert "for 3 shards" in capsys.readouterr().out
@@ -167,13 +167,13 @@ def flows(draw: st.DrawFn) -> Fetches:
 @given(flows(), st.floats(0.1, 100), st.floats(0.01, 10))
 def test_times_are_those_of_a_run_step_by_step(flow: Fetches, rate: float, step_s: float) -> None:
     over_at = [0.0]  # When so many steps are over.
-    here, at, stall = 0.0, 0, []
+    here, index, stall = 0.0, 0, []
     for step in range(flow.num_steps):
         wait = 0.0
-        if at < len(flow.needed) and flow.needed[at] == step:
-            here = max(here, over_at[flow.free[at]]) + flow.sizes[at] / rate
+        if index < len(flow.needed) and flow.needed[index] == step:
+            here = max(here, over_at[flow.free[index]]) + flow.sizes[index] / rate
             wait = max(0.0, here - over_at[-1])
-            at += 1
+            index += 1
         stall.append(wait)
         over_at.append(over_at[-1] + wait + step_s)
     times = times_of(flow, rate, step_s)
@@ -215,16 +215,16 @@ def make_dataset(folder: Path, num_slices: int, samples: int, seq_len: int) -> P
 def run_it(server: OriginServer, cache: Path, budget: int, **given) -> tuple[dict[str, float], int]:
     """A loader's stats, and the most bytes that its cache held."""
     server.reset()
-    most = 0
-    place = {"cache_dir": cache, "cache_bytes": budget, "rank": 0, "world_size": 1}
-    with Loader(server.url, max_fetch_ratio=None, **place, **given) as loader:
+    max_value = 0
+    position = {"cache_dir": cache, "cache_bytes": budget, "rank": 0, "world_size": 1}
+    with Loader(server.url, max_fetch_ratio=None, **position, **given) as loader:
         for _ in loader:
-            held = 0
+            current = 0
             for file in cache.iterdir():
                 with contextlib.suppress(FileNotFoundError):  # Evicted meanwhile.
-                    held += file.stat().st_size if file.is_file() else 0
-            most = max(most, held)
-        return loader.stats(), most
+                    current += file.stat().st_size if file.is_file() else 0
+            max_value = max(max_value, current)
+        return loader.stats(), max_value
 
 
 @pytest.mark.parametrize(("lanes", "window"), [(1, 64), (2, 64), (4, 96)])
@@ -238,14 +238,14 @@ def test_a_loader_fetches_and_holds_what_the_plan_says(tmp_path: Path, lanes: in
         samples = table.count // seq_len
         return make_plan(RunSpec(table.bytes, samples, 8, seq_len, lanes=lanes, window=window, cache_bytes=cache_bytes))
 
-    least = planned(None).disk.least_bytes
+    min_value = planned(None).disk.least_bytes
     ample = 2 * planned(None).disk.once_bytes + 2
     with OriginServer(dataset) as server:
-        for cache_bytes in (least, ample):
+        for cache_bytes in (min_value, ample):
             plan = planned(cache_bytes)
-            stats, most = run_it(server, tmp_path / str(cache_bytes), cache_bytes, **given)
+            stats, max_value = run_it(server, tmp_path / str(cache_bytes), cache_bytes, **given)
             sent = sum(server.bytes_sent[name] for name in table.names.to_pylist())
-            assert plan.ok and most <= plan.peak_disk_bytes
+            assert plan.ok and max_value <= plan.peak_disk_bytes
             assert plan.disk.epoch_bytes <= sent == stats["fetched_bytes"] <= plan.fetched_bytes
         assert plan.fetched_bytes == plan.disk.epoch_bytes and stats["repeated_fetches"] == 0
 
@@ -254,12 +254,12 @@ def test_a_cache_below_the_least_fetches_over_and_over(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "data", 24, 64, 256)
     table = open_dataset(dataset).table
     plan = make_plan(RunSpec(table.bytes, table.count // 256, 8, 256, lanes=8, window=50))
-    room = plan.disk.least_bytes - 2 * int(table.bytes.max())
-    assert not make_plan(replace(plan.job, cache_bytes=room)).ok
+    capacity = plan.disk.least_bytes - 2 * int(table.bytes.max())
+    assert not make_plan(replace(plan.job, cache_bytes=capacity)).ok
     with OriginServer(dataset) as server:
         given = {"seq_len": 256, "global_batch_size": 8, "lanes": 8, "window": 50}
-        stats, most = run_it(server, tmp_path / "cache", room, **given)
-    assert stats["fetched_bytes"] > plan.fetched_bytes and most <= room
+        stats, max_value = run_it(server, tmp_path / "cache", capacity, **given)
+    assert stats["fetched_bytes"] > plan.fetched_bytes and max_value <= capacity
 
 
 def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(
@@ -279,9 +279,9 @@ def test_the_command_says_it_as_a_person_and_as_a_program_reads_it(
         "0.1",
     ]
     assert main([*common, "--json", "--disk", str(tmp_path), "--memory", "8GB"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] and told["slices"] == 8 and told["first_batch_s"] < 0.001 and told["stall_s"] >= 0
-    assert told["loader"]["lanes"] == 1 and told["steps_per_epoch"] == 64
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["ok"] and reported["slices"] == 8 and reported["first_batch_s"] < 0.001 and reported["stall_s"] >= 0
+    assert reported["loader"]["lanes"] == 1 and reported["steps_per_epoch"] == 64
     assert main([*common, "--cache-bytes", "20kB"]) == 1
     text = capsys.readouterr().out
     assert "refused: cache: expected at least" in text and text.endswith("cannot work as requested\n")

@@ -134,14 +134,14 @@ def test_all_faults_at_once(tmp_path: Path, server: Server) -> None:
         7: ["limit"],
         9: ["429", "500"],
     }
-    told: list[ApiProgress] = []
-    path = acquire(spec(tmp_path, server), tmp_path / "out", told.append)
-    found = items(path)
-    assert [item["id"] for item in found] == [f"t3_{n}" for n in range(PER_PAGE * PAGES)]
-    assert found[3]["text"] == "Title 3\n\nbody 3"
-    assert found[3]["url"] == "https://www.reddit.com/r/s/3"
-    assert (told[-1].done, told[-1].pages, told[-1].repeats) == (True, PAGES, PAGES - 1)
-    times = {index: [at for page, at in server.asked if page == index] for index in range(PAGES)}
+    reported: list[ApiProgress] = []
+    path = acquire(spec(tmp_path, server), tmp_path / "out", reported.append)
+    result = items(path)
+    assert [item["id"] for item in result] == [f"t3_{n}" for n in range(PER_PAGE * PAGES)]
+    assert result[3]["text"] == "Title 3\n\nbody 3"
+    assert result[3]["url"] == "https://www.reddit.com/r/s/3"
+    assert (reported[-1].done, reported[-1].pages, reported[-1].repeats) == (True, PAGES, PAGES - 1)
+    times = {index: [position for page, position in server.asked if page == index] for index in range(PAGES)}
     assert times[2][1] - times[2][0] >= 0.2  # Retry-After
     assert times[8][0] - times[7][0] >= 0.3  # X-Ratelimit-Reset
     requests = len(server.asked)
@@ -151,7 +151,7 @@ def test_all_faults_at_once(tmp_path: Path, server: Server) -> None:
     records = [
         r for piece in split_files(find_inputs(path, options).files, options) for r in read_split(piece, options)
     ]
-    assert [r.text for r in records] == [item["text"] for item in found]
+    assert [r.text for r in records] == [item["text"] for item in result]
 
 
 def test_x_preset_and_limits(tmp_path: Path, server: Server) -> None:

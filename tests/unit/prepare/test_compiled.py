@@ -23,10 +23,12 @@ print(digit(np.uint8(52)), digit(np.uint8(97)), _directory() or "none")
 
 
 def run(program: str, package: Path, prefix: tuple[str, ...] = (), **environment: str) -> str:
-    kept = {key: value for key, value in os.environ.items() if key not in ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "HOME")}
+    retained = {
+        key: value for key, value in os.environ.items() if key not in ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "HOME")
+    }
     done = subprocess.run(
         [*prefix, sys.executable, "-B", "-c", program],
-        env={**kept, "PYTHONPATH": str(package), **environment}, capture_output=True, text=True, check=False,
+        env={**retained, "PYTHONPATH": str(package), **environment}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
@@ -65,15 +67,15 @@ def test_nothing_can_be_written(tmp_path: Path, package: Path) -> None:
     home = str(tmp_path / "home")
     assert "/forebay-" in run(PROGRAM, package, prefix, HOME=home)  # in the temporary directory
     nowhere = f"import tempfile; tempfile.tempdir = {str(tmp_path / 'tmp')!r}\n{PROGRAM}"
-    said = run(nowhere, package, prefix, HOME=home)
-    assert "True False none" in said and said.count("no directory can be written") == 1
+    message = run(nowhere, package, prefix, HOME=home)
+    assert "True False none" in message and message.count("no directory can be written") == 1
 
 
 def test_what_others_may_write_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiled.config, "CACHE_DIR", "")
     inner = compiled._directory.__wrapped__
-    found = Path(inner())
-    assert found.parent == tmp_path / "forebay"
-    found.chmod(0o777)
+    result = Path(inner())
+    assert result.parent == tmp_path / "forebay"
+    result.chmod(0o777)
     assert Path(inner()).parent != tmp_path / "forebay"

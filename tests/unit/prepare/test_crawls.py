@@ -61,15 +61,15 @@ def test_every_sample_archive_has_as_many_records_as_warcio_reads() -> None:
         name = str(path.relative_to(folder))
         if not path.is_file():
             continue
-        found = raw(path)
-        problems = [record for record in found if record.problem]
+        result = raw(path)
+        problems = [record for record in result if record.problem]
         if name in DAMAGED:
-            assert (len(found) - len(problems), len(problems)) == DAMAGED[name], name
+            assert (len(result) - len(problems), len(problems)) == DAMAGED[name], name
             continue
         with path.open("rb") as file:
             expected = Counter(record.rec_type for record in warcio.ArchiveIterator(file))
         expected["warcinfo"] += expected.pop("arc_header", 0)
-        assert Counter(record.kind for record in found) == +expected, name
+        assert Counter(record.kind for record in result) == +expected, name
         assert not problems, name
         compared += 1
     assert compared == 46
@@ -99,9 +99,9 @@ def test_documents_of_the_samples() -> None:
         "warcio/example-space-in-url.arc": 1,
     }
     for name, count in counts.items():
-        found = documents(folder / name)
-        assert [record.problem for record in found] == [""] * count, name
-        assert all(record.text for record in found)
+        result = documents(folder / name)
+        assert [record.problem for record in result] == [""] * count, name
+        assert all(record.text for record in result)
     (wet,) = documents(folder / "whirlwind/whirlwind.warc.wet")
     assert not wet.html
     assert wet.url == "https://an.wikipedia.org/wiki/Escopete"
@@ -124,28 +124,28 @@ def texts(records: list[Record]) -> list[str]:
 def test_a_damaged_member_costs_itself_alone(tmp_path: Path) -> None:
     members = [gzip.compress(warc_record(f"text {i} ".encode() * 500), mtime=0) for i in range(5)]
     for index in (0, 2, 4):
-        for place in (12, len(members[index]) // 2, len(members[index]) - 6):  # deflate data, and the checksum
+        for position in (12, len(members[index]) // 2, len(members[index]) - 6):  # deflate data, and the checksum
             broken = list(members)
-            broken[index] = members[index][:place] + b"\xff\xfe" + members[index][place + 2 :]
+            broken[index] = members[index][:position] + b"\xff\xfe" + members[index][position + 2 :]
             path = tmp_path / "a.warc.gz"
             path.write_bytes(b"".join(broken))
-            found = documents(path)
+            result = documents(path)
             good = [f"text {i} " * 500 for i in range(5) if i != index]
-            assert texts(found) == good, (index, place)
-            assert [r.problem != "" for r in found].count(True) == 1
-            problem = next(r for r in found if r.problem)
+            assert texts(result) == good, (index, position)
+            assert [r.problem != "" for r in result].count(True) == 1
+            problem = next(r for r in result if r.problem)
             assert problem.location.startswith("byte ")
 
 
 def test_a_truncated_archive_gives_what_stands_before(tmp_path: Path) -> None:
-    whole = b"".join(gzip.compress(warc_record(f"text {i} ".encode() * 50), mtime=0) for i in range(3))
+    full = b"".join(gzip.compress(warc_record(f"text {i} ".encode() * 50), mtime=0) for i in range(3))
     path = tmp_path / "a.warc.gz"
-    for cut in range(len(whole) - 60, len(whole), 7):
-        path.write_bytes(whole[:cut])
-        found = documents(path)
-        assert texts(found)[:2] == ["text 0 " * 50, "text 1 " * 50]
-        assert texts(found)[2:] in ([], ["text 2 " * 50])  # it may be whole when only the checksum is not
-        assert "ends" in found[-1].problem
+    for cut in range(len(full) - 60, len(full), 7):
+        path.write_bytes(full[:cut])
+        result = documents(path)
+        assert texts(result)[:2] == ["text 0 " * 50, "text 1 " * 50]
+        assert texts(result)[2:] in ([], ["text 2 " * 50])  # it may be whole when only the checksum is not
+        assert "ends" in result[-1].problem
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -160,10 +160,10 @@ def test_wrong_lengths(tmp_path: Path, length: int | None, packed: bool) -> None
 def test_garbage_between_records(tmp_path: Path) -> None:
     path = tmp_path / "a.warc"
     path.write_bytes(b"\0garbage" * 30_000 + b"\n" + warc_record(b"one") + b"x" * 100_000 + b"\n" + warc_record(b"two"))
-    found = documents(path)
-    assert texts(found)[-1] == "two"
-    assert found[0].problem.endswith("begin no record")
-    assert len(texts(found)) == 2
+    result = documents(path)
+    assert texts(result)[-1] == "two"
+    assert result[0].problem.endswith("begin no record")
+    assert len(texts(result)) == 2
 
 
 def test_caps(tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_caps(tmp_path: Path) -> None:
     path.write_bytes(
         warc_record(b"x" * 200_000) + warc_record(bomb, "response", "application/http") + warc_record(b"after")
     )
-    found = documents(path, max_document_bytes=100_000)
-    assert [("max_document_bytes" in r.problem) for r in found] == [True, True, False]
-    assert texts(found) == ["after"]
+    result = documents(path, max_document_bytes=100_000)
+    assert [("max_document_bytes" in r.problem) for r in result] == [True, True, False]
+    assert texts(result) == ["after"]
 
 
 def test_http_bodies() -> None:
@@ -215,10 +215,10 @@ def test_character_sets() -> None:
 def test_arc_versions(tmp_path: Path) -> None:
     head = b"filedesc://a.arc 0.0.0.0 20080430204825 text/plain 3\nabc\n"
     body = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<html>hello"
-    one = b"http://a.b/with a blank 1.2.3.4 20080430204825 text/html %d\n%s\n" % (len(body), body)
+    item = b"http://a.b/with a blank 1.2.3.4 20080430204825 text/html %d\n%s\n" % (len(body), body)
     two = b"http://a.b/2 1.2.3.4 20080430204825 text/html 200 - - 99 a.arc %d\n%s\n" % (len(body), body)
     path = tmp_path / "a.arc"
-    path.write_bytes(head + one + two)
+    path.write_bytes(head + item + two)
     assert [(r.url, r.text) for r in documents(path)] == [
         ("http://a.b/with a blank", "<html>hello"),
         ("http://a.b/2", "<html>hello"),
@@ -237,8 +237,8 @@ def test_no_garbage_hides_what_follows(garbage: bytes, at: int, packed: bool) ->
     from unittest import mock
 
     with mock.patch("forebay.formats.warc.open_input", lambda *_: data):
-        found = list(Warc().read_text(InputSplit((given_source,)), ReadOptions()))
-    good = [text.split("\n")[0].strip() for text in texts(found)]
+        result = list(Warc().read_text(InputSplit((given_source,)), ReadOptions()))
+    good = [text.split("\n")[0].strip() for text in texts(result)]
     assert [text[:6] for text in good] == ["text 0", "text 1", "text 2"]
 
 
@@ -266,14 +266,14 @@ def response(body: str, mime: str, url: str, status: int = 200) -> bytes:
 
 def test_files_for_programs_are_no_documents(tmp_path: Path) -> None:
     page = "<html><body><p>A page.</p></body></html>"
-    kept = [("http://a/page", "text/html"), ("http://a/notes.txt", "text/plain"), ("http://a/x.xml", "text/html"),
+    retained = [("http://a/page", "text/html"), ("http://a/notes.txt", "text/plain"), ("http://a/x.xml", "text/html"),
             ("http://a/about/robots", "text/plain"), ("http://a/p?f=x.htc", "text/html")]  # fmt: skip
-    left = [("http://a/robots.txt", "text/plain"), ("http://a/robots.txt?v=1", "text/html"),
+    remaining = [("http://a/robots.txt", "text/plain"), ("http://a/robots.txt?v=1", "text/html"),
             ("http://a/pie.htc", "text/plain"), ("http://a/list.xspf", "text/plain"),
             ("http://a/feed.xml", "text/plain"), ("http://a/app.js", "text/plain")]  # fmt: skip
     path = tmp_path / "a.warc"
-    path.write_bytes(b"".join(response(page, mime, url) for url, mime in kept + left))
-    assert [record.url for record in documents(path)] == [url for url, _ in kept]
+    path.write_bytes(b"".join(response(page, mime, url) for url, mime in retained + remaining))
+    assert [record.url for record in documents(path)] == [url for url, _ in retained]
 
 
 def test_an_archive_without_documents_says_what_it_has(tmp_path: Path) -> None:

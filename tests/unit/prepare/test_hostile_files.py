@@ -28,8 +28,8 @@ def records(path: Path, name: str = "auto", **options: object) -> list[Record]:
     return [r for p in split_files(find_inputs([path], chosen).files, chosen) for r in read_split(p, chosen)]
 
 
-def problems(found: list[Record]) -> list[str]:
-    return [r.problem for r in found if r.problem]
+def problems(result: list[Record]) -> list[str]:
+    return [r.problem for r in result if r.problem]
 
 
 def write_ipc(path: Path, batch: pa.RecordBatch, stream: bool = False, count: int = 1) -> None:
@@ -64,9 +64,9 @@ def test_text_beyond_the_limit_is_left_out(tmp_path: Path, monkeypatch: pytest.M
         path.write_bytes(http(gzip.compress(gzip.compress(text.encode())), b"Content-Encoding: gzip, gzip") * 40)
     else:
         path.write_bytes(gzip.compress((json.dumps({"text": text}) + "\n").encode()) * 40)
-    found = records(path, max_unpacked_ratio=20)
-    assert 6 <= sum(not r.problem for r in found) <= 10
-    assert "a bomb" in problems(found)[-1] and len(problems(found)) == 1
+    result = records(path, max_unpacked_ratio=20)
+    assert 6 <= sum(not r.problem for r in result) <= 10
+    assert "a bomb" in problems(result)[-1] and len(problems(result)) == 1
     if kind != "jsonl.gz":  # whose own limit counts the bytes that were read
         assert len(records(path, max_unpacked_ratio=40 * MIB)) == 40
 
@@ -111,16 +111,16 @@ def test_categories_cost_what_is_used_of_them(tmp_path: Path, kind: str) -> None
 def test_heads_that_do_not_end_cost_little_and_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.warc"
     path.write_bytes(http(PAGE) + b"WARC/1.0\nA:\n" * 300 + http(PAGE) * 400)
-    found = records(path)
-    assert sum(not r.problem for r in found) == 401
-    assert problems(found) == ["a WARC header that does not end"] * 300
+    result = records(path)
+    assert sum(not r.problem for r in result) == 401
+    assert problems(result) == ["a WARC header that does not end"] * 300
 
 
 def test_a_piece_of_malformed_records_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n' * 900 + "x\n" * 5000)
-    found = records(path)
-    assert len(found) == 900 + 1001 + 1 and "1001 of 1901 records are malformed" in found[-1].problem
+    result = records(path)
+    assert len(result) == 900 + 1001 + 1 and "1001 of 1901 records are malformed" in result[-1].problem
     assert len(records(path, max_malformed=1)) == 5900
     monkeypatch.setattr("forebay.prepare.inputs.MAX_EMPTY", 1000)
     path.write_text('{"text": "a"}\n' + "\n" * 2000)
@@ -172,5 +172,5 @@ def test_values_that_nobody_asked_for_take_little_memory(tmp_path: Path, value: 
 def test_text_full_of_commas_is_no_such_thing(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": '1,[2],{"3"},' * 500_000}) + "\n")
-    (found,) = records(path)
-    assert not found.problem and len(found.text) == 6_000_000
+    (result,) = records(path)
+    assert not result.problem and len(result.text) == 6_000_000

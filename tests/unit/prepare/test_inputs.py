@@ -42,14 +42,14 @@ def everyday(folder: Path) -> Path:
 
 def skipped(out: Path) -> dict[str, tuple[str, str]]:
     """By name: status, and the beginning of the reason."""
-    found = [json.loads(line) for line in (out / "skipped.jsonl").read_text("utf-8").splitlines()]
-    return {Path(one["path"]).name: (one["status"], one["reason"][:25]) for one in found}
+    result = [json.loads(line) for line in (out / "skipped.jsonl").read_text("utf-8").splitlines()]
+    return {Path(item["path"]).name: (item["status"], item["reason"][:25]) for item in result}
 
 
 @pytest.mark.parametrize("to", ["dataset", "text"])
 def test_a_bad_file_is_set_aside(tmp_path: Path, to: str) -> None:
-    folder, out, said = everyday(tmp_path / "in"), tmp_path / "out", list[str]()
-    summary = prepare_dataset([folder], out, tokenizer="bytes", to=to, workers=1, on_message=said.append)
+    folder, out, message = everyday(tmp_path / "in"), tmp_path / "out", list[str]()
+    summary = prepare_dataset([folder], out, tokenizer="bytes", to=to, workers=1, on_message=message.append)
     assert (summary.documents_out, summary.documents_in) == (62, 64)
     assert skipped(out) == {
         "locked": ("skipped", "a link that leads out of "),
@@ -57,8 +57,8 @@ def test_a_bad_file_is_set_aside(tmp_path: Path, to: str) -> None:
         "labels.parquet": ("failed", "expected a text column 't"),
         "crawl.warc": ("failed", "expected responses of HTM"),
     }
-    assert sum(summary.to_json()["skipped"].values()) == 4 and len(said) == 4
-    assert [line.startswith("left out 1: ") for line in said] == [True] * 4
+    assert sum(summary.to_json()["skipped"].values()) == 4 and len(message) == 4
+    assert [line.startswith("left out 1: ") for line in message] == [True] * 4
     report = load_report(out)
     assert report["skipped"] == summary.skipped and len(report["skipped_files"]) == 4
     assert "labels.parquet" in (out / "report.html").read_text("utf-8").partition("<script")[0]
@@ -156,7 +156,7 @@ def test_each_file_is_hashed_once_and_by_the_task_that_reads_it(
     assert prepare_dataset([corpus], stopped, recipe=recipe, tokenizer="bytes", workers=1).already_exists
     assert sorted(hashed) == ["a.jsonl", "b.jsonl"]
     inputs = open_dataset(stopped).manifest.lineage["inputs"]
-    assert [one["sha256"] for one in inputs] == [hash_file(corpus / name) for name in ("a.jsonl", "b.jsonl")]
+    assert [item["sha256"] for item in inputs] == [hash_file(corpus / name) for name in ("a.jsonl", "b.jsonl")]
     assert prepare_dataset([corpus], tmp_path / "whole/d", recipe=recipe, tokenizer="bytes", workers=1).id == summary.id
 
 
@@ -207,13 +207,15 @@ def test_a_task_is_named_once(monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp
 
 def test_a_dataset_of_other_versions_is_kept_and_told(tmp_path: Path, corpus: Path) -> None:
     first = prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", to="text", workers=1)
-    facts = json.loads((tmp_path / "d/text.json").read_bytes())
-    facts["lineage"]["versions"]["pyarrow"] = "0.1"
-    (tmp_path / "d/text.json").write_text(json.dumps(facts))
-    said: list[str] = []
-    again = prepare_dataset([corpus], tmp_path / "d", tokenizer="bytes", to="text", workers=1, on_message=said.append)
+    fields = json.loads((tmp_path / "d/text.json").read_bytes())
+    fields["lineage"]["versions"]["pyarrow"] = "0.1"
+    (tmp_path / "d/text.json").write_text(json.dumps(fields))
+    messages: list[str] = []
+    again = prepare_dataset(
+        [corpus], tmp_path / "d", tokenizer="bytes", to="text", workers=1, on_message=messages.append
+    )
     assert again.already_exists and again.documents_out == first.documents_out
-    assert f"was made with other versions: pyarrow 0.1 (here: {pa.__version__})" in said[-1]
+    assert f"was made with other versions: pyarrow 0.1 (here: {pa.__version__})" in messages[-1]
 
 
 STAGE = """

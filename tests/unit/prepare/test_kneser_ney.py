@@ -41,8 +41,8 @@ def log_probability(model: Model, context: tuple[str, ...], word: str) -> float:
 
 
 def score(model: Model, order: int, line: str) -> float:
-    known = [word if (word,) in model else "<unk>" for word in line.split()]
-    words = ["<s>", *known, "</s>"]
+    registered = [word if (word,) in model else "<unk>" for word in line.split()]
+    words = ["<s>", *registered, "</s>"]
     return sum(log_probability(model, tuple(words[max(0, i - order + 1) : i]), words[i]) for i in range(1, len(words)))
 
 
@@ -94,8 +94,8 @@ def test_probabilities_sum_to_one(
 @pytest.mark.parametrize("order", [2, 3, 5])
 def test_bytes_do_not_depend_on_the_chunk(tmp_path: Path, order: int) -> None:
     texts = CORPUS * 3 + ["other words entirely " + "x" * 100]
-    whole = trained(tmp_path, texts, order=order).read_bytes()
-    assert trained(tmp_path, texts, order=order, chunk=16).read_bytes() == whole
+    full = trained(tmp_path, texts, order=order).read_bytes()
+    assert trained(tmp_path, texts, order=order, chunk=16).read_bytes() == full
     assert [p.name for p in tmp_path.iterdir()] == ["m.arpa"]
 
 

@@ -21,9 +21,9 @@ LINE = '{"text": "hello"}\n'
 
 def listed(folder: Path, **how: bool) -> tuple[list[str], dict[str, str]]:
     """Names that are read, and names that are left out with the reason."""
-    found = find_inputs(folder, ReadOptions(), **how)
-    skipped = {str(Path(one.path).relative_to(folder)): one.reason for one in found.skipped}
-    return [str(Path(source.path).relative_to(folder)) for source in found.files], skipped
+    result = find_inputs(folder, ReadOptions(), **how)
+    skipped = {str(Path(item.path).relative_to(folder)): item.reason for item in result.skipped}
+    return [str(Path(source.path).relative_to(folder)) for source in result.files], skipped
 
 
 def test_links_stay_inside_unless_asked(tmp_path: Path) -> None:
@@ -100,10 +100,8 @@ TEXTS = {
 def test_text_of_any_encoding(tmp_path: Path, encoding: str, suffix: str, packed: bool) -> None:
     text = TEXTS[encoding] * 3
     row = json.dumps({"id": "1", "text": text}, ensure_ascii=False)
-    whole = {"txt": text, "jsonl": f"{row}\n{row}\n", "json": f"[{row}, {row}]", "csv": f'id,text\n1,"{text}"\n'}[
-        suffix
-    ]
-    data = whole.encode(encoding)
+    full = {"txt": text, "jsonl": f"{row}\n{row}\n", "json": f"[{row}, {row}]", "csv": f'id,text\n1,"{text}"\n'}[suffix]
+    data = full.encode(encoding)
     path = tmp_path / f"a.{suffix}{'.gz' if packed else ''}"
     path.write_bytes(gzip.compress(data) if packed else data)
     for options in (ReadOptions(), ReadOptions(encoding=encoding)):

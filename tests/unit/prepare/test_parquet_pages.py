@@ -28,10 +28,10 @@ def test_headers_say_what_the_footer_says(tmp_path: Path, version: str, dictiona
     column = pq.ParquetFile(path).metadata.row_group(0).column(0)
     start = column.dictionary_page_offset if dictionary else column.data_page_offset
     with path.open("rb") as file:
-        found = list(pages(file, start, start + column.total_compressed_size))
-    assert sum(page.values for page in found if not page.is_dictionary) == 9000
-    assert [page.is_dictionary for page in found] == [dictionary] + [False] * (len(found) - 1) and len(found) > 1
-    assert sum(page.bytes for page in found) <= column.total_uncompressed_size
+        result = list(pages(file, start, start + column.total_compressed_size))
+    assert sum(page.values for page in result if not page.is_dictionary) == 9000
+    assert [page.is_dictionary for page in result] == [dictionary] + [False] * (len(result) - 1) and len(result) > 1
+    assert sum(page.bytes for page in result) <= column.total_uncompressed_size
 
 
 @given(st.binary(max_size=200))
@@ -44,8 +44,8 @@ def test_garbage_is_refused(data: bytes) -> None:
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 50)), max_size=12), st.integers(1, 120))
 @settings(max_examples=50, deadline=None)
 def test_no_run_of_rows_touches_more_than_the_budget(sizes: list[tuple[int, int]], budget: int) -> None:
-    found = [Page(False, values, size, size) for values, size in sizes]
-    rows = max_rows(found, budget, 64)
+    result = [Page(False, values, size, size) for values, size in sizes]
+    rows = max_rows(result, budget, 64)
     owner = [index for index, (values, _) in enumerate(sizes) for _ in range(values)]
 
     def largest(rows: int) -> int:
@@ -63,6 +63,6 @@ def test_a_page_too_large_is_told_and_the_next_row_group_read(tmp_path: Path, mo
             writer.write_table(pa.table({"text": [text]}))
     monkeypatch.setattr(tables, "MAX_BUFFERED_BYTES", 50_000)
     options = ReadOptions()
-    found = [r for piece in split_files(find_inputs(path, options).files, options) for r in read_split(piece, options)]
-    assert [record.text for record in found] == ["first", "", "last"]
-    assert "smaller pages" in found[1].problem and found[1].location == "row group 1, of 1 rows"
+    result = [r for piece in split_files(find_inputs(path, options).files, options) for r in read_split(piece, options)]
+    assert [record.text for record in result] == ["first", "", "last"]
+    assert "smaller pages" in result[1].problem and result[1].location == "row group 1, of 1 rows"

@@ -41,14 +41,14 @@ def posts(tmp_path: Path, *rows: str) -> Path:
 
 def test_real_posts() -> None:
     path = shared_data("stackexchange") / "coffee/Posts.xml"
-    found = read(StackExchange(), path)
+    result = read(StackExchange(), path)
     rows = [r.attrib for r in ElementTree.parse(path).getroot() if r.get("PostTypeId") in ("1", "2")]
-    assert [r.id for r in found] == [r["Id"] for r in rows]
-    assert len(found) == 552
-    assert not any(r.problem for r in found)
-    assert [r.text.startswith(r2["Title"]) for r, r2 in zip(found, rows) if "Title" in r2].count(False) == 0
+    assert [r.id for r in result] == [r["Id"] for r in rows]
+    assert len(result) == 552
+    assert not any(r.problem for r in result)
+    assert [r.text.startswith(r2["Title"]) for r, r2 in zip(result, rows) if "Title" in r2].count(False) == 0
     assert rows[0]["PostTypeId"] == "1"
-    assert not any("<p>" in r.text for r in found)
+    assert not any("<p>" in r.text for r in result)
 
 
 def test_posts_and_damage(tmp_path: Path) -> None:
@@ -62,14 +62,14 @@ def test_posts_and_damage(tmp_path: Path) -> None:
         row(5, body="x" * 3000),
         row(6),
     )
-    found = read(StackExchange(), path, max_document_bytes=2000)
-    assert [(r.id, r.text) for r in found if not r.problem] == [
+    result = read(StackExchange(), path, max_document_bytes=2000)
+    assert [(r.id, r.text) for r in result if not r.problem] == [
         ("1", "How &lt; why\n\nSome text & more"),
         ("3", "Some text & more"),
         ("6", "Some text & more"),
     ]
     size = len(row(5, body="x" * 3000))
-    assert [r.problem for r in found if r.problem] == [
+    assert [r.problem for r in result if r.problem] == [
         "a row that does not end",
         "a row without Id or Body",
         f"a line of {size} bytes is longer than max_document_bytes, 2000",
@@ -102,18 +102,18 @@ def test_reddit_dump_with_a_long_window(tmp_path: Path) -> None:
     data = b"\n".join(lines)
     path.write_bytes(compressor.compress(data) + compressor.flush())
     assert zstandard.get_frame_parameters(path.read_bytes()).window_size == 1 << 31
-    found = read(Reddit(), path, "zst", max_window_bytes=1 << 31)
-    assert [(r.id, r.text) for r in found if not r.problem] == [
+    result = read(Reddit(), path, "zst", max_window_bytes=1 << 31)
+    assert [(r.id, r.text) for r in result if not r.problem] == [
         ("c1", "a > b"),
         ("t1_c4", "words"),
         ("x", "Title\n\nBody"),
         ("y", "Link"),
     ]
-    assert [r.url for r in found if not r.problem][:2] == [
+    assert [r.url for r in result if not r.problem][:2] == [
         "https://www.reddit.com/r/s/comments/x/_/c1",
         "https://www.reddit.com/r/s/comments/x/_/c4/",
     ]
-    problems = [r.problem for r in found if r.problem]
+    problems = [r.problem for r in result if r.problem]
     assert [p[:8] for p in problems] == ["not JSON", "expected", "expected"]
 
 

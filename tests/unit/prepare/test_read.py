@@ -35,8 +35,8 @@ DOCUMENTS = [("a", "First text."), ("b", "Zweiter Text, größer\nmit Zeile."), 
 def records(path: Path | list[Path], **options: object) -> list[Record]:
     """All records of the inputs but blank ones."""
     chosen = ReadOptions(**options)  # type: ignore[arg-type]
-    found = find_inputs(path, chosen)
-    return [r for piece in split_files(found.files, chosen) for r in read_split(piece, chosen) if r.problem != "blank"]
+    result = find_inputs(path, chosen)
+    return [r for piece in split_files(result.files, chosen) for r in read_split(piece, chosen) if r.problem != "blank"]
 
 
 def texts(path: Path | list[Path], **options: object) -> list[str]:
@@ -165,9 +165,9 @@ def test_unknown_files_are_passed_over_unless_named(tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "b.txt").write_text("b")
-    found = find_inputs(tmp_path, ReadOptions(), leave_out=tmp_path / "out")
-    assert [Path(s.path).name for s in found.files] == ["a.txt"]
-    assert [(Path(one.path).name, one.reason) for one in found.skipped] == [
+    result = find_inputs(tmp_path, ReadOptions(), leave_out=tmp_path / "out")
+    assert [Path(s.path).name for s in result.files] == ["a.txt"]
+    assert [(Path(item.path).name, item.reason) for item in result.skipped] == [
         (".hidden.txt", "hidden"),
         ("image.png", "a file of the format images, which holds no text"),
     ]
@@ -185,8 +185,8 @@ def test_content_is_believed_before_suffixes(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_bytes(b"broken\n" + jsonl(DOCUMENTS))
     (tmp_path / "c.gz").write_bytes(gzip.compress(jsonl(DOCUMENTS)))
     (tmp_path / "d.json").write_text('{"text": "one"}')
-    found = find_inputs(tmp_path, ReadOptions())
-    assert [(s.format, s.compression) for s in found.files] == [
+    result = find_inputs(tmp_path, ReadOptions())
+    assert [(s.format, s.compression) for s in result.files] == [
         ("jsonl", ""),
         ("jsonl", ""),
         ("jsonl", "gz"),
@@ -218,7 +218,7 @@ def test_pieces_cover_each_line_once(sizes: list[int], piece: int, end: bytes, l
 
 def test_bad_lines_cost_themselves_only(tmp_path: Path) -> None:
     good = jsonl([("g", "good")])
-    bad = {
+    invalid = {
         b'{"text": "\xff"}': "not UTF-8: invalid start byte at byte 10 of the line",
         b'{"text": "a\0b"}': "not JSON: Invalid control character",
         b"\0\0\0": "not JSON",
@@ -233,14 +233,14 @@ def test_bad_lines_cost_themselves_only(tmp_path: Path) -> None:
         b'{"text": "' + b"x" * 200_000 + b'"}': "a line of 200013 bytes is longer than max_document_bytes",
     }
     path = tmp_path / "a.jsonl"
-    path.write_bytes(good + b"".join(line + b"\n" + good for line in bad) + b"\n\n" + good)
+    path.write_bytes(good + b"".join(line + b"\n" + good for line in invalid) + b"\n\n" + good)
     got = records(path, max_document_bytes=150_000 * 6)
-    assert sum(not r.problem for r in got) == len(bad) + 2 + 1  # the longest line is allowed here
+    assert sum(not r.problem for r in got) == len(invalid) + 2 + 1  # the longest line is allowed here
     got = records(path, max_document_bytes=150_000)
-    assert [r.text for r in got if not r.problem] == ["good"] * (len(bad) + 2)
-    for record, told in zip([r for r in got if r.problem], bad.values(), strict=True):
+    assert [r.text for r in got if not r.problem] == ["good"] * (len(invalid) + 2)
+    for record, reported in zip([r for r in got if r.problem], invalid.values(), strict=True):
         long = "a line of" in record.problem
-        assert told in record.problem or long
+        assert reported in record.problem or long
         assert record.location.startswith("byte ")
         assert len(record.text) <= 200
 
@@ -273,22 +273,22 @@ def test_noncharacters_of_ours_are_taken_out(tmp_path: Path) -> None:
 
 def test_conversations(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Hi" + RESPONSE_MARK}, {"role": "assistant", "content": "Ho"}]
-    wanted = f"{PROMPT_MARK}Hi{RESPONSE_MARK}Ho"
+    expected = f"{PROMPT_MARK}Hi{RESPONSE_MARK}Ho"
     (tmp_path / "a.jsonl").write_text(json.dumps({"m": turns}) + "\n" + json.dumps({"m": [{"role": 1}]}))
-    assert texts(tmp_path / "a.jsonl", messages_key="m") == [wanted]
+    assert texts(tmp_path / "a.jsonl", messages_key="m") == [expected]
     assert problems(tmp_path / "a.jsonl", messages_key="m") == [
         "expected a role and a content, two strings, in message 0 under 'm'"
     ]
     pq.write_table(pa.table({"m": [turns]}), tmp_path / "b.parquet")
-    assert texts(tmp_path / "b.parquet", messages_key="m") == [wanted]
+    assert texts(tmp_path / "b.parquet", messages_key="m") == [expected]
     (tmp_path / "c.csv").write_text("p,r\nHi,Ho\n")
-    assert texts(tmp_path / "c.csv", prompt_key="p", response_key="r") == [wanted]
+    assert texts(tmp_path / "c.csv", prompt_key="p", response_key="r") == [expected]
     (tmp_path / "d.csv").write_text('m\n"' + json.dumps(turns).replace('"', '""') + '"\n')
-    assert texts(tmp_path / "d.csv", messages_key="m") == [wanted]
+    assert texts(tmp_path / "d.csv", messages_key="m") == [expected]
     (tmp_path / "e.jsonl").write_text(
         json.dumps({"c": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]})
     )
-    assert texts(tmp_path / "e.jsonl", messages_key="c") == [wanted]
+    assert texts(tmp_path / "e.jsonl", messages_key="c") == [expected]
 
 
 def test_csv_rows_that_are_wrong(tmp_path: Path) -> None:
@@ -296,9 +296,9 @@ def test_csv_rows_that_are_wrong(tmp_path: Path) -> None:
     path.write_bytes(b'id,text\r\n1,"a\r\n""b"""\r\n2\r\n3,c,d\r\n4,\xff\r\n5,"' + b"x" * 5000 + b'"\r\n6,good\r\n')
     got = records(path, max_document_bytes=1000)
     assert [(r.id, r.text) for r in got if not r.problem] == [("1", 'a\r\n"b"'), ("6", "good")]
-    told = [r.problem for r in got if r.problem]
-    assert told[:3] == ["expected 2 fields, got 1", "expected 2 fields, got 3", "not UTF-8"]
-    assert "longer than max_document_bytes" in told[3]
+    reported = [r.problem for r in got if r.problem]
+    assert reported[:3] == ["expected 2 fields, got 1", "expected 2 fields, got 3", "not UTF-8"]
+    assert "longer than max_document_bytes" in reported[3]
     (failed,) = records(path, text_key="body")
     assert failed.failed and "expected a column 'body', got columns id, text" in failed.problem
     (tmp_path / "b.csv").write_text("a;one\nb;two\n")
@@ -347,9 +347,11 @@ def test_dictionaries_do_not_take_memory(tmp_path: Path) -> None:
     options = ReadOptions()
     source = find_inputs(tmp_path, options).files[0]
     before = pa.default_memory_pool().max_memory()
-    found = list(read_split(split_files([source], options)[0], options))
+    result = list(read_split(split_files([source], options)[0], options))
     assert (
-        {len(record.text) for record in found[:-1]} == {2 << 20} and len(found) == 130 and "a bomb" in found[-1].problem
+        {len(record.text) for record in result[:-1]} == {2 << 20}
+        and len(result) == 130
+        and "a bomb" in result[-1].problem
     )
     assert pa.default_memory_pool().max_memory() <= max(before, 700 << 20)
 
@@ -402,12 +404,12 @@ def test_small_files_share_a_piece(tmp_path: Path) -> None:
     for index in range(20):
         (tmp_path / f"{index:02}.txt").write_text(str(index))
     options = ReadOptions()
-    found = find_inputs(tmp_path, options)
-    assert len(split_files(found.files, options)) == 1
+    result = find_inputs(tmp_path, options)
+    assert len(split_files(result.files, options)) == 1
     assert read_base.GROUP_FILES >= 20
     again = find_inputs(tmp_path, options)
-    assert again == found
-    assert len({source.sha256 for source in found.files}) == 20
+    assert again == result
+    assert len({source.sha256 for source in result.files}) == 20
 
 
 def test_any_flipped_byte_of_a_tfrecord_is_noticed(tmp_path: Path) -> None:
@@ -415,20 +417,20 @@ def test_any_flipped_byte_of_a_tfrecord_is_noticed(tmp_path: Path) -> None:
     frames = [frame(example(id=str(i), text=f"text {i}")) for i in range(4)]
     data = b"".join(frames)
     path = tmp_path / "a.tfrecord"
-    for at in range(len(data)):
+    for position in range(len(data)):
         changed = bytearray(data)
-        changed[at] ^= 0x10
+        changed[position] ^= 0x10
         path.write_bytes(changed)
         got = records(path, format="tfrecord")
-        index, within = divmod(at, len(frames[0]))
+        index, within = divmod(position, len(frames[0]))
         lost = range(index, 4) if within < 12 else [index]
         assert [r.text for r in got if not r.problem] == [f"text {i}" for i in range(4) if i not in lost]
         assert ["checksum" in r.problem and r.location for r in got if r.problem] == [f"byte {index * len(frames[0])}"]
     for stop in range(len(data)):
         path.write_bytes(data[:stop])
         got = records(path, format="tfrecord")
-        whole, rest = divmod(stop, len(frames[0]))
-        assert [bool(r.problem) for r in got] == [False] * whole + [True] * bool(rest)
+        full, rest = divmod(stop, len(frames[0]))
+        assert [bool(r.problem) for r in got] == [False] * full + [True] * bool(rest)
     path.write_bytes(frames[0] + frame(example(id="1", text="x" * 5000)) + frames[2])
     got = records(path, max_document_bytes=1000)
     assert [r.problem[:8] for r in got] == ["", "a record", ""]

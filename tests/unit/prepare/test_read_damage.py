@@ -72,9 +72,9 @@ def test_gzip_gives_every_byte_before_a_damage(tmp_path: Path) -> None:
     for stop in range(20, len(packed), 97):
         path = tmp_path / "a.jsonl.gz"
         path.write_bytes(packed[:stop])
-        known = zlib.decompressobj(31).decompress(packed[:stop])
+        registered = zlib.decompressobj(31).decompress(packed[:stop])
         got = records(path, "jsonl")
-        assert [r.text for r in got if not r.problem] == [json.loads(x)["text"] for x in known.split(b"\n")[:-1]]
+        assert [r.text for r in got if not r.problem] == [json.loads(x)["text"] for x in registered.split(b"\n")[:-1]]
         assert [r.problem.partition(" after")[0] for r in got if r.problem] == ["damaged gz"]
 
 
@@ -122,8 +122,8 @@ def test_damage_in_a_table_costs_its_row_group(tmp_path: Path) -> None:
     table = pa.table({"text": texts})
     pq.write_table(table, sink, row_group_size=10, compression="none", use_dictionary=False, write_page_checksum=True)
     data = bytearray(sink.getvalue())
-    at = data.index(b"document 15 ")
-    data[at] ^= 1
+    index = data.index(b"document 15 ")
+    data[index] ^= 1
     (tmp_path / "a.parquet").write_bytes(data)
     got = records(tmp_path / "a.parquet")
     assert [r.text for r in got if not r.problem] == texts[:10] + texts[20:]
@@ -156,8 +156,8 @@ def test_damaged_tar_headers_cost_their_member(tmp_path: Path) -> None:
     for stop in range(1, len(data), 301):
         (tmp_path / "b.tar").write_bytes(archive.getvalue()[:stop])
         got = records(tmp_path / "b.tar", "webdataset")
-        whole = sum(stop >= 3 * 512 * i + 512 + 700 for i in range(5))
-        assert [r.id for r in got if not r.problem] == [str(i) for i in range(whole)]
+        full = sum(stop >= 3 * 512 * i + 512 + 700 for i in range(5))
+        assert [r.id for r in got if not r.problem] == [str(i) for i in range(full)]
 
 
 def test_files_that_vanish_are_told(tmp_path: Path) -> None:
@@ -190,4 +190,4 @@ def test_damaged_archives_are_let_go_of(tmp_path: Path) -> None:
     for _ in range(20):
         assert "damaged gz" in records(path)[0].problem
     gc.collect()
-    assert sum(type(one) is CorruptInputError for one in gc.get_objects()) < 10
+    assert sum(type(item) is CorruptInputError for item in gc.get_objects()) < 10

@@ -91,8 +91,8 @@ def test_webdataset() -> None:
         assert len(got) == len(samples)
         texts = [r.text for r in got if not r.problem]
         if "txt" in path.name or "compressed" in path.name:
-            wanted = [gzip.decompress(d) if name.endswith(".gz") else d for name, d in contents.items()]
-            assert texts == [data.decode() for data in wanted]
+            expected = [gzip.decompress(d) if name.endswith(".gz") else d for name, d in contents.items()]
+            assert texts == [data.decode() for data in expected]
         elif "json" in path.name:
             wanted_values = [json.loads(data) for data in contents.values()]
             assert texts == [row["b"] for row in wanted_values if isinstance(row.get("b"), str)]
@@ -102,12 +102,12 @@ def test_webdataset() -> None:
 
 def frames(path: Path) -> list[bytes]:
     """The records by their lengths alone."""
-    data, at, found = path.read_bytes(), 0, []
-    while at < len(data):
-        size = int.from_bytes(data[at : at + 8], "little")
-        found.append(data[at + 12 : at + 12 + size])
-        at += 16 + size
-    return found
+    data, index, result = path.read_bytes(), 0, []
+    while index < len(data):
+        size = int.from_bytes(data[index : index + 8], "little")
+        result.append(data[index + 12 : index + 12 + size])
+        index += 16 + size
+    return result
 
 
 def test_tfrecord() -> None:
@@ -126,7 +126,7 @@ def test_tfrecord() -> None:
     assert ["not a tf.train.Example" in r.problem for r in plain] == [True] * 5
     assert [r.text.encode() for r in plain] == raw
     skipped = find_inputs(folder, ReadOptions()).skipped
-    assert [one.reason for one in skipped] == ["binary data of no known format"] * 2
+    assert [item.reason for item in skipped] == ["binary data of no known format"] * 2
 
 
 def text_columns(schema: pa.Schema) -> list[str]:
@@ -143,8 +143,8 @@ def test_parquet() -> None:
             assert ["damaged Parquet" in r.problem for r in records(path)] == [True]
             continue
         if not keys:
-            (found,) = records(path)
-            assert found.failed and "expected a text column 'text', got columns" in found.problem
+            (result,) = records(path)
+            assert result.failed and "expected a text column 'text', got columns" in result.problem
             continue
         got = records(path, text_key=keys[0], id_key="", max_document_bytes=1 << 20)
         table = None

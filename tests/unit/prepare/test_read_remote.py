@@ -74,8 +74,8 @@ class Answer(BaseHTTPRequestHandler):
         body = data[start:stop]
         with suppress(BrokenPipeError, ConnectionResetError):
             body = body[: origin.drop_after] if origin.drop_after else body
-            for at in range(0, len(body), origin.at_once or len(body)):
-                self.wfile.write(body[at : at + (origin.at_once or len(body))])
+            for index in range(0, len(body), origin.at_once or len(body)):
+                self.wfile.write(body[index : index + (origin.at_once or len(body))])
                 self.wfile.flush()
                 time.sleep(0.05 if origin.at_once else 0)
         self.close_connection = True

@@ -51,16 +51,16 @@ def example() -> dict[str, Any]:
     ]
     stages, documents, size = [], funnel[0][1], 9_814_223_991
     for stage, _, dropped, changed in funnel:
-        left = documents - sum(dropped.values())
-        out = int(size * left / documents * (0.41 if stage == "extract" else 1))
+        remaining = documents - sum(dropped.values())
+        out = int(size * remaining / documents * (0.41 if stage == "extract" else 1))
         stages.append(
-            {"stage": stage, "documents_in": documents, "documents_out": left, "bytes_in": size, "bytes_out": out}
+            {"stage": stage, "documents_in": documents, "documents_out": remaining, "bytes_in": size, "bytes_out": out}
             | {"dropped": dropped, "changed": changed}
         )
-        documents, size = left, out
+        documents, size = remaining, out
     edges = [round(10 ** (1 + i / 6)) for i in range(31)]
     read = [int(90_000 * 2.718 ** (-(((i - 13) / 5) ** 2))) for i in range(30)]
-    kept = [int(n * min(1, max(0, (i - 6) / 10)) * 0.7) for i, n in enumerate(read)]
+    retained = [int(n * min(1, max(0, (i - 6) / 10)) * 0.7) for i, n in enumerate(read)]
     samples = [
         {
             "stage": "",
@@ -107,7 +107,7 @@ def example() -> dict[str, Any]:
         ],
         "funnel": stages,
         "histograms": {
-            "length (characters)": {"edges": edges, "read": read, "kept": kept, "log": True},
+            "length (characters)": {"edges": edges, "read": read, "kept": retained, "log": True},
             "perplexity": {
                 "edges": [50 * 1.25**i for i in range(25)],
                 "read": read[4:28],
@@ -185,8 +185,17 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
 
 def test_it_shows_the_figures() -> None:
     text = Page(render(example())).text
-    for wanted in ("1,284,113", "391 M", "minhash_dedup", "few_stop_words", "61,223", "48,121", "14 more inputs", "zh"):
-        assert wanted in text, wanted
+    for expected in (
+        "1,284,113",
+        "391 M",
+        "minhash_dedup",
+        "few_stop_words",
+        "61,223",
+        "48,121",
+        "14 more inputs",
+        "zh",
+    ):
+        assert expected in text, expected
     assert "403 more are not shown" in text
     assert '"ngram": 5' in text
     assert render(example()) == render(example())

@@ -102,7 +102,7 @@ def words(text: str) -> Counter[str]:
 def test_real_articles() -> None:
     """All pages of the dump but redirects, none with markup left; the words that mwparserfromhell finds."""
     (path,) = shared_data("wikipedia").glob("enwiki-latest*.bz2")
-    found = read(path)
+    result = read(path)
     tree = ElementTree.fromstring(bz2.decompress(path.read_bytes()))
     name = "{http://www.mediawiki.org/xml/export-0.10/}"
     pages = {
@@ -110,14 +110,14 @@ def test_real_articles() -> None:
         for page in tree.iter(f"{name}page")
         if page.findtext(f"{name}ns") == "0" and page.find(f"{name}redirect") is None
     }
-    assert [record.id for record in found] == list(pages)
-    assert len(found) == 106
-    assert sum(any(mark in record.text for mark in MARKUP) for record in found) == 0
-    assert found[0].url == "https://en.wikipedia.org/wiki/Anarchism"
-    assert found[0].text.startswith("Anarchism\n\n")
+    assert [record.id for record in result] == list(pages)
+    assert len(result) == 106
+    assert sum(any(mark in record.text for mark in MARKUP) for record in result) == 0
+    assert result[0].url == "https://en.wikipedia.org/wiki/Anarchism"
+    assert result[0].text.startswith("Anarchism\n\n")
     mwparserfromhell = pytest.importorskip("mwparserfromhell")
     shared = ours = theirs = 0
-    for record in found[2:4]:
+    for record in result[2:4]:
         code = mwparserfromhell.parse(pages[record.id].findtext(f"{name}revision/{name}text"))
         for node in [*code.ifilter_tags(matches=lambda n: n.tag in ("ref", "table", "gallery"))]:
             if code.contains(node):
@@ -178,9 +178,9 @@ def test_what_is_no_document(tmp_path: Path) -> None:
 def test_pieces_give_each_page_once(tmp_path: Path, size: int) -> None:
     path = tmp_path / "a.xml"
     path.write_text(HEAD + "".join(page(i, f"text {i} " * (i % 50)) for i in range(1, 200)) + "</mediawiki>")
-    whole, total = read(path), path.stat().st_size
+    full, total = read(path), path.stat().st_size
     cut = [r for start in range(0, total, size) for r in read(path, start, min(start + size, total))]
-    assert [(r.id, r.text, r.url) for r in cut] == [(r.id, r.text, r.url) for r in whole]
+    assert [(r.id, r.text, r.url) for r in cut] == [(r.id, r.text, r.url) for r in full]
 
 
 def test_damage_costs_a_page(tmp_path: Path) -> None:
@@ -190,21 +190,21 @@ def test_damage_costs_a_page(tmp_path: Path) -> None:
         pages[2] = pages[2].replace("text 2", f"text 2 {damage}")
         path = tmp_path / "a.xml"
         path.write_text(HEAD + "".join(pages) + "</mediawiki>")
-        found = read(path)
-        ids = [r.id for r in found if not r.problem]
+        result = read(path)
+        ids = [r.id for r in result if not r.problem]
         assert [i for i in ids if i != "2"] == ["0", "1", "3", "4", "5"], damage
-        assert any("damaged XML" in r.problem for r in found), damage
+        assert any("damaged XML" in r.problem for r in result), damage
 
 
 def test_truncated_and_broken_dumps(tmp_path: Path) -> None:
-    whole = (HEAD + "".join(page(i, f"text {i} " * 200) for i in range(50)) + "</mediawiki>").encode()
+    full = (HEAD + "".join(page(i, f"text {i} " * 200) for i in range(50)) + "</mediawiki>").encode()
     path = tmp_path / "a.xml"
-    path.write_bytes(whole[: len(whole) // 2])
-    found = read(path)
-    assert [r.id for r in found if not r.problem] == [str(i) for i in range(len(found) - 1)]
-    assert found[-1].problem
+    path.write_bytes(full[: len(full) // 2])
+    result = read(path)
+    assert [r.id for r in result if not r.problem] == [str(i) for i in range(len(result) - 1)]
+    assert result[-1].problem
     packed = tmp_path / "a.xml.bz2"
-    packed.write_bytes(bz2.compress(whole)[:-20] + b"garbage")
+    packed.write_bytes(bz2.compress(full)[:-20] + b"garbage")
     assert [r.problem != "" for r in read(packed)][-1]
 
 
@@ -212,12 +212,12 @@ def test_hostile_xml(tmp_path: Path) -> None:
     path = tmp_path / "a.xml"
     laughs = "".join(f'<!ENTITY l{i} "{f"&l{i - 1};" * 10 if i else "lol"}">' for i in range(12))
     path.write_text(f"<!DOCTYPE x [{laughs}]>" + HEAD + page(1, "&l11;") + page(2, "fine") + "</mediawiki>")
-    found = read(path)
-    assert [r.id for r in found if not r.problem] == ["2"]
-    assert "entity declaration" in found[0].problem
+    result = read(path)
+    assert [r.id for r in result if not r.problem] == ["2"]
+    assert "entity declaration" in result[0].problem
     path.write_text(HEAD + page(1, "x" * 300_000) + page(2, "after") + "</mediawiki>")
-    found = read(path, max_document_bytes=100_000)
-    assert [(r.id, "max_document_bytes" in r.problem) for r in found] == [("1", True), ("2", False)]
+    result = read(path, max_document_bytes=100_000)
+    assert [(r.id, "max_document_bytes" in r.problem) for r in result] == [("1", True), ("2", False)]
 
 
 def test_it_is_detected() -> None:
@@ -245,8 +245,8 @@ def test_of_many_revisions_the_last_is_read(tmp_path: Path, size: int) -> None:
     many = "".join(revision.format(f"old {i} " * 1000) for i in range(300))
     path = tmp_path / "a.xml"
     last = revision.format("new " + "x" * size)
-    whole = page(1, "a").replace("<revision>", many + "<revision>", 1).replace("</page>", last + "</page>")
-    path.write_text(HEAD + whole + page(2, "b") + "</mediawiki>")
+    full = page(1, "a").replace("<revision>", many + "<revision>", 1).replace("</page>", last + "</page>")
+    path.write_text(HEAD + full + page(2, "b") + "</mediawiki>")
     first, second = read(path, max_document_bytes=1000)
     assert second.text == "Page 2\n\nb"
     assert first.id == "1" and "max_document_bytes" in first.problem if size else first.text == "Page 1\n\nnew"

@@ -45,8 +45,8 @@ def test_no_link_is_overfull_and_every_transfer_has_a_full_one(pairs: list[tuple
 def test_a_transfer_speeds_up_when_another_ends() -> None:
     clock, ended = Clock(), list[float]()
     links = Links(clock)
-    origin, one, two = links.add(10.0, 1.0), links.add(1.0, 100.0), links.add(1.0, 100.0)
-    links.start(origin, one, 10.0, lambda: ended.append(clock.now))
+    origin, item, two = links.add(10.0, 1.0), links.add(1.0, 100.0), links.add(1.0, 100.0)
+    links.start(origin, item, 10.0, lambda: ended.append(clock.now))
     links.start(origin, two, 30.0, lambda: ended.append(clock.now))
     clock.run(lambda: False, 100.0)
     assert ended == pytest.approx([2.0, 4.0])
@@ -59,12 +59,12 @@ def _use(start: int, stop: int, at: float = 1.0, worker: int = 0) -> UsedRange:
 
 def test_the_record_distinguishes_lost_repeated_and_wasted_samples() -> None:
     samples = np.array([8], np.int64)
-    whole = [_use(0, 8)]
-    assert UsageRecord(samples, 1, whole, whole).check().ok
+    full = [_use(0, 8)]
+    assert UsageRecord(samples, 1, full, full).check().ok
     assert UsageRecord(samples, 1, [_use(0, 6)], [_use(0, 6)]).check().missing == 2
-    assert UsageRecord(samples, 1, whole, [_use(0, 6)]).check().missing == 2  # used, and not on record
-    assert UsageRecord(samples, 1, [*whole, _use(4, 6, worker=1)], whole).check().repeated == 2
-    wasted = UsageRecord(samples, 1, [*whole, _use(4, 6, worker=1)], whole, [_use(4, 6, worker=1)]).check()
+    assert UsageRecord(samples, 1, full, [_use(0, 6)]).check().missing == 2  # used, and not on record
+    assert UsageRecord(samples, 1, [*full, _use(4, 6, worker=1)], full).check().repeated == 2
+    wasted = UsageRecord(samples, 1, [*full, _use(4, 6, worker=1)], full, [_use(4, 6, worker=1)]).check()
     assert wasted.ok and wasted.wasted == 2
 
 

@@ -66,8 +66,8 @@ def test_without_faults_nothing_is_wasted_and_the_bound_is_near() -> None:
 
 def test_the_same_seed_gives_the_same_bytes() -> None:
     world = Scenario(**_SMALL, churn=0.5, seed=3)
-    one, two = simulate(world), simulate(world)
-    assert json.dumps(one.to_json()) == json.dumps(two.to_json())
+    item, two = simulate(world), simulate(world)
+    assert json.dumps(item.to_json()) == json.dumps(two.to_json())
 
 
 def test_a_scheduler_that_loses_uses_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,13 +27,13 @@ def texts_of() -> Callable[[Stage, Sequence[str]], list[str]]:
 
     def apply(stage: Stage, texts: Sequence[str]) -> list[str]:
         batch = to_batch(texts)
-        whole = stage.apply(batch)
-        assert whole.batch.column("place").to_pylist() == list(range(len(texts)))
-        assert whole.drop.shape == (len(texts),) and whole.batch.schema.field("text").type == pa.large_string()
-        result: list[str] = whole.batch.column("text").to_pylist()
+        full = stage.apply(batch)
+        assert full.batch.column("place").to_pylist() == list(range(len(texts)))
+        assert full.drop.shape == (len(texts),) and full.batch.schema.field("text").type == pa.large_string()
+        result: list[str] = full.batch.column("text").to_pylist()
         pieces = [stage.apply(batch.slice(i, 1)) for i in range(len(texts))]
         assert [piece.batch.column("text")[0].as_py() for piece in pieces] == result
-        assert [int(piece.drop[0]) for piece in pieces] == whole.drop.tolist()
+        assert [int(piece.drop[0]) for piece in pieces] == full.drop.tolist()
         return result
 
     return apply

@@ -75,8 +75,8 @@ def by_hand(text: str, phrases: set[str], menu_lines: int) -> str:
 def test_agrees_with_the_plain_rule(lines: list[str], menu_lines: int) -> None:
     text = "\n".join(lines)
     (batch,) = to_batches([Record(0, text=text), Record(1, text="between\n"), Record(2, text=text)])
-    found = Boilerplate(menu_lines=menu_lines).apply(batch).batch.column("text").to_pylist()
-    assert found[0] == found[2] == by_hand(text, {"home", "menu"}, menu_lines)
+    result = Boilerplate(menu_lines=menu_lines).apply(batch).batch.column("text").to_pylist()
+    assert result[0] == result[2] == by_hand(text, {"home", "menu"}, menu_lines)
 
 
 @pytest.mark.parametrize(

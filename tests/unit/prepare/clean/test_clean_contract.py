@@ -45,10 +45,10 @@ def test_nothing_in_nothing_out(stage: Stage) -> None:
 def test_cuts_of_a_batch_make_no_difference(texts: list[str], stage: Stage, data: st.DataObject) -> None:
     (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)])
     cut = data.draw(st.integers(0, len(texts)))
-    whole, *parts = (stage.apply(part) for part in (batch, batch.slice(0, cut), batch.slice(cut)))
+    full, *parts = (stage.apply(part) for part in (batch, batch.slice(0, cut), batch.slice(cut)))
     column = [text for part in parts for text in part.batch.column("text").to_pylist()]
-    assert whole.batch.column("text").to_pylist() == column
-    assert whole.drop.tolist() == [index for part in parts for index in part.drop.tolist()]
-    total = {kind: sum(part.counts.get(kind, 0) for part in parts) for kind in whole.counts}
-    assert dict(whole.counts) == total
-    assert whole.batch.drop_columns("text").equals(batch.drop_columns("text"))
+    assert full.batch.column("text").to_pylist() == column
+    assert full.drop.tolist() == [index for part in parts for index in part.drop.tolist()]
+    total = {kind: sum(part.counts.get(kind, 0) for part in parts) for kind in full.counts}
+    assert dict(full.counts) == total
+    assert full.batch.drop_columns("text").equals(batch.drop_columns("text"))

@@ -23,12 +23,12 @@ def spans(texts: Sequence[str], stage: Pii) -> list[list[tuple[int, int, str]]]:
     """What is found in each text, in characters."""
     (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)])
     offsets, data = text_buffers(batch.column("text"))
-    found: list[list[tuple[int, int, str]]] = [[] for _ in texts]
+    result: list[list[tuple[int, int, str]]] = [[] for _ in texts]
     for start, stop, kind in zip(*(array.tolist() for array in stage.find(batch.column("text")))):
         row = int(np.searchsorted(offsets, start, side="right")) - 1
         before = len(data[offsets[row] : start].tobytes().decode())
-        found[row].append((before, before + len(data[start:stop].tobytes().decode()), KINDS[kind]))
-    return found
+        result[row].append((before, before + len(data[start:stop].tobytes().decode()), KINDS[kind]))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_labelled_spans(entity: str, data: Path) -> None:
         for row in json.loads((data / f"pii/{name}.json").read_text())
     ]
     hit = missed = false = 0
-    for row, found in zip(labelled, spans([row["full_text"] for row in labelled], Pii(public_only=False))):
+    for row, result in zip(labelled, spans([row["full_text"] for row in labelled], Pii(public_only=False))):
         gold = [(s["start_position"], s["end_position"]) for s in row["spans"] if s["entity_type"] == entity]
-        ours = [(start, stop) for start, stop, kind in found if kind in kinds]
+        ours = [(start, stop) for start, stop, kind in result if kind in kinds]
         covered = sum(any(a <= start and stop <= b for a, b in ours) for start, stop in gold)
         hit, missed = hit + covered, missed + len(gold) - covered
         false += sum(not any(a < stop and start < b for start, stop in gold) for a, b in ours)
@@ -145,11 +145,11 @@ def test_email_spans_of_dolma(data: Path) -> None:
         [json.loads(line) for line in gzip.decompress((data / f"jsonl/{name}.json.gz").read_bytes()).splitlines()]
         for name in ("000", "email-spans")
     )
-    found = spans([document["text"] for document in documents], Pii(kinds=("email",)))
+    result = spans([document["text"] for document in documents], Pii(kinds=("email",)))
     theirs = [[(a, b) for a, b, _ in row["attributes"].get("pii", {}).get("email", [])] for row in expected]
     assert sum(map(len, theirs)) == 4
     theirs[2].pop()  # `@LearnonScreen`, to which they give a score of 0.1, is a name elsewhere and no address
-    assert [[(a, b) for a, b, _ in row] for row in found] == theirs
+    assert [[(a, b) for a, b, _ in row] for row in result] == theirs
 
 
 HOSTILE = [
@@ -186,7 +186,7 @@ def test_time_is_linear(piece: str, growth: Growth) -> None:
     ).map("".join)
 )
 def test_spans_ascend_within_the_text(text: str) -> None:
-    (found,) = spans([text], Pii())
-    edges = [edge for start, stop, _ in found for edge in (start, stop)]
+    (result,) = spans([text], Pii())
+    edges = [edge for start, stop, _ in result for edge in (start, stop)]
     assert edges == sorted(edges) and all(0 <= edge <= len(text) for edge in edges)
-    assert all(stop - start >= len("111::") for start, stop, _ in found)  # the shortest address there is
+    assert all(stop - start >= len("111::") for start, stop, _ in result)  # the shortest address there is

@@ -77,9 +77,9 @@ def test_finds_what_a_regular_expression_finds(phrases: list[str], text: str) ->
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "list"
         path.write_text("\n".join(phrases))
-        found = dropped(Toxic(str(path)), [text]) == [0]
+        result = dropped(Toxic(str(path)), [text]) == [0]
     words = "|".join(re.escape(phrase.strip()) for phrase in phrases)
-    assert found == (re.search(rf"(?:\W|^)(?:{words})(?:\W|$)", text) is not None)
+    assert result == (re.search(rf"(?:\W|^)(?:{words})(?:\W|$)", text) is not None)
 
 
 def test_real_lists_agree_with_the_rule_of_c4(data: Path) -> None:

@@ -45,8 +45,8 @@ def test_real_pages() -> None:
         source = InputFile(str(folder / f"{name}.warc.gz"), name, "warc", "gz", 0, "")
         for record in warc.Warc().read_text(InputSplit((source,)), ReadOptions()):
             pages[record.url.partition("://")[2]] = extract_html(record.text) if record.html else record.text
-    for url, (wanted, unwanted) in EXPECTED.items():
-        assert wanted in pages[url], url
+    for url, (expected, unwanted) in EXPECTED.items():
+        assert expected in pages[url], url
         assert unwanted not in pages[url], url
 
 

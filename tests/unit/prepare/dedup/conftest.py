@@ -98,13 +98,13 @@ def pairs_at(
     They share a beginning of s shingles of n, so that the similarity is s / (2n - s): the second result, exactly.
     """
 
-    def make(rng: np.random.Generator, wanted: NDArray[np.float64], shingles: int) -> Any:
-        shared = np.rint(2 * shingles * wanted / (1 + wanted)).astype(np.int64)
-        first = random_words(rng, len(wanted), shingles + 4)
+    def make(rng: np.random.Generator, expected: NDArray[np.float64], shingles: int) -> Any:
+        shared = np.rint(2 * shingles * expected / (1 + expected)).astype(np.int64)
+        first = random_words(rng, len(expected), shingles + 4)
         second = first.copy()
         other = np.arange(shingles + 4) >= (shared + 4 * (shared > 0))[:, None]
         second[other] = random_words(rng, 1, int(other.sum()))[0]
-        both = np.stack([first, second], axis=1).reshape(2 * len(wanted), -1)
+        both = np.stack([first, second], axis=1).reshape(2 * len(expected), -1)
         return as_texts(both), shared / (2 * shingles - shared)
 
     return make

@@ -95,30 +95,30 @@ def test_clusters_and_who_stays(fresh: Callable[[], Any], seed: int, keep: str, 
     codes = [0] * 60
     clusters = reference_clusters(texts, config)
     for cluster in clusters:
-        kept = max(cluster, key=worth)
-        for member in cluster - {kept}:
+        retained = max(cluster, key=worth)
+        for member in cluster - {retained}:
             equals = [i for i in cluster if texts[i].split() == texts[member].split()]
             codes[member] = 1 if max(equals, key=worth) != member else 2
     assert codes_of(result) == codes
     assert result.dropped == (codes.count(1), codes.count(2))
 
 
-def reference_cut(texts: list[str], drop: list[int], least: int) -> list[str]:
+def reference_cut(texts: list[str], drop: list[int], min_value: int) -> list[str]:
     """Lines that stood before, in documents that stay, cut out."""
     seen: set[str] = set()
     out = []
     for text, code in zip(texts, drop):
-        kept, whole = [], True
+        retained, full = [], True
         for piece in re.findall(r"[^\n]*\n|[^\n]+", text):
             key = " ".join(piece.split())
-            if code == 0 and len(key) >= least and key in seen:
-                whole = False
+            if code == 0 and len(key) >= min_value and key in seen:
+                full = False
                 continue
             if code == 0:
                 seen.add(key)
-            kept.append(piece)
-        left = "".join(kept)
-        out.append(left if whole else left.rstrip("\n") if left.strip() else "")
+            retained.append(piece)
+        remaining = "".join(retained)
+        out.append(remaining if full else remaining.rstrip("\n") if remaining.strip() else "")
     return out
 
 
@@ -138,14 +138,14 @@ def test_lines_are_cut(fresh: Callable[[], Any], texts: list[str], cut: int, exa
     config = Dedup(exact=exact, lines=True, min_characters=2)
     pieces = [texts[:cut], texts[cut:]]
     result = bench.deduplicate([bench.sign(some, config) for some in pieces], config, 1 << 16)
-    found: list[str] = []
+    actual: list[str] = []
     for some, flags in zip(pieces, result.cut):
         cutter = Cutter(flags, config)
         for start in range(0, len(some), 3):
-            found += cutter.cut(column(some).slice(start % max(len(some), 1), 3), start).to_pylist()
+            actual += cutter.cut(column(some).slice(start % max(len(some), 1), 3), start).to_pylist()
     codes = codes_of(result)
     expected = reference_cut(texts, codes, 2)
-    assert found == expected
+    assert actual == expected
     assert result.units_cut == sum(int(flags.load().sum()) for flags in result.cut)
 
 
@@ -165,19 +165,19 @@ def corpus() -> list[str]:
         words = [f"w{i}" for i in rng.integers(0, 100_000, 60)]
         if texts and rng.random() < 0.3:
             words = texts[int(rng.integers(len(texts)))].split()
-            for at in rng.integers(0, len(words), int(rng.integers(0, 3))):
-                words[at] = "changed"
+            for index in rng.integers(0, len(words), int(rng.integers(0, 3))):
+                words[index] = "changed"
         texts.append(" ".join(words))
     return texts
 
 
 def test_the_same_files_for_any_parts_memory_and_scale(bench: Any, corpus: list[str], tmp_path: Path) -> None:
     config = Dedup(exact=True, minhash=True)
-    whole = bench.deduplicate([bench.sign(corpus, config)], config)
-    assert min(whole.dropped) > 20
+    full = bench.deduplicate([bench.sign(corpus, config)], config)
+    assert min(full.dropped) > 20
     parts = [bench.sign(corpus[i : i + 171], config) for i in range(0, len(corpus), 171)]
     cut = bench.deduplicate(parts, config, 1 << 16)
-    assert codes_of(cut) == codes_of(whole)
+    assert codes_of(cut) == codes_of(full)
 
     def backwards_at_scale_2(run: Any, tasks: Any) -> list[Any]:
         return [run(task, 2) for task in reversed(tasks)][::-1]
@@ -186,7 +186,7 @@ def test_the_same_files_for_any_parts_memory_and_scale(bench: Any, corpus: list[
     for path in Path(cut.drop[0].path).parent.iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes()
     assert len(list((tmp_path / "again").iterdir())) == 3
-    assert codes_of(again) == codes_of(whole)
+    assert codes_of(again) == codes_of(full)
 
 
 def test_the_steps_files_do_not_depend_on_scale(bench: Any, corpus: list[str], tmp_path: Path) -> None:
@@ -194,15 +194,15 @@ def test_the_steps_files_do_not_depend_on_scale(bench: Any, corpus: list[str], t
     part = bench.sign(corpus, config)
     contents = []
     for scale in (0, 3):
-        held: dict[str, bytes] = {}
+        current: dict[str, bytes] = {}
 
-        def keep(run: Any, tasks: Any, scale: int = scale, held: dict[str, bytes] = held) -> list[Any]:
+        def keep(run: Any, tasks: Any, scale: int = scale, current: dict[str, bytes] = current) -> list[Any]:
             names = [run(task, scale) for task in tasks]
-            held |= {p.name: p.read_bytes() for p in (tmp_path / str(scale)).iterdir()}
+            current |= {p.name: p.read_bytes() for p in (tmp_path / str(scale)).iterdir()}
             return names
 
         deduplicate([part], config, tmp_path / str(scale), keep, memory_bytes=1 << 16)
-        contents.append(held)
+        contents.append(current)
     assert contents[0] == contents[1] and len(contents[0]) > 10
 
 

@@ -23,8 +23,8 @@ def share_that_meets(texts: Any, config: Dedup) -> float:
 @pytest.mark.parametrize("bands, rows", [(14, 8), (16, 7), (20, 5)])
 def test_the_curve_is_that_of_theory(pairs_at: Callable[..., Any], bands: int, rows: int) -> None:
     n = 3000
-    for seed, wanted in enumerate((0.5, 0.65, 0.75, 0.8, 0.9)):
-        texts, jaccard = pairs_at(np.random.default_rng(seed), np.full(n, wanted), 108)
+    for seed, expected in enumerate((0.5, 0.65, 0.75, 0.8, 0.9)):
+        texts, jaccard = pairs_at(np.random.default_rng(seed), np.full(n, expected), 108)
         p = 1 - (1 - float(jaccard[0]) ** rows) ** bands
         error = 4 * (p * (1 - p) / n) ** 0.5 + 1 / n
         assert share_that_meets(texts, Dedup(minhash=True, bands=bands, rows=rows)) == pytest.approx(p, abs=error)
@@ -71,8 +71,8 @@ def test_articles_with_known_pairs(bench: Any, count: str) -> None:
 def test_what_words_are() -> None:
     def signature(text: str) -> list[int]:
         data = np.frombuffer(text.encode(), np.uint8)
-        found: list[int] = MinHash().sign_texts(text_column(np.array([0, len(data)], np.int64), data))[0].tolist()
-        return found
+        result: list[int] = MinHash().sign_texts(text_column(np.array([0, len(data)], np.int64), data))[0].tolist()
+        return result
 
     plain = signature("the cafe was closed on monday 12 may")
     assert signature("  The CAFÉ -- was closed; on Monday,\n\n12 May!") == plain

@@ -107,8 +107,8 @@ def test_signatures_are_those_of_version_2(bench: Any) -> None:
     config = Dedup(exact=True, minhash=True, lines=True, bands=2, rows=2, normalise="space")
     text = "The quick brown fox jumps over the lazy dog; Größe, 東京 and a-very-long-wordthatdoesnotend.\n"
     part = bench.sign([text], config)
-    found = {e: np.fromfile(f"{part}.{e}", "<u8").tolist() for e in ("exact", "minhash", "units")}
-    assert found == {
+    result = {e: np.fromfile(f"{part}.{e}", "<u8").tolist() for e in ("exact", "minhash", "units")}
+    assert result == {
         "exact": [3859748195517182933, 17436956826617955823],
         "minhash": [11723086721257631480, 16709145831601349859],
         "units": [3859748195517182933, 17436956826617955823],

@@ -124,14 +124,14 @@ def warm() -> Iterator[Engine]:
 
 
 def collect(engine: Engine, run: object, tasks: list[Piece], weights: list[int] | None = None) -> list[object]:
-    found: dict[int, object] = {}
-    engine.map(run, tasks, found.__setitem__, weights)  # type: ignore[arg-type]
-    return [found[i] for i in range(len(tasks))]
+    result: dict[int, object] = {}
+    engine.map(run, tasks, result.__setitem__, weights)  # type: ignore[arg-type]
+    return [result[i] for i in range(len(tasks))]
 
 
 def test_results_do_not_depend_on_workers(warm: Engine) -> None:
-    with LocalEngine(1) as one, LocalEngine(3) as three:
-        results = [collect(engine, square, pieces(7)) for engine in (one, warm, three)]
+    with LocalEngine(1) as item, LocalEngine(3) as three:
+        results = [collect(engine, square, pieces(7)) for engine in (item, warm, three)]
     assert results == [[i * i for i in range(7)]] * 3
 
 
@@ -202,11 +202,11 @@ def test_long_names_are_cut() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_no_memory_is_tried_again_smaller(workers: int) -> None:
-    said: list[str] = []
-    with LocalEngine(workers, on_message=said.append) as engine:
-        found = collect(engine, memory_until_two, pieces(5))
-    assert found == [(i, 2 if i == 3 else 0) for i in range(5)]
-    assert len(said) == 2 and all("task 3" in text and "ran out of memory" in text for text in said)
+    messages: list[str] = []
+    with LocalEngine(workers, on_message=messages.append) as engine:
+        result = collect(engine, memory_until_two, pieces(5))
+    assert result == [(i, 2 if i == 3 else 0) for i in range(5)]
+    assert len(messages) == 2 and all("task 3" in text and "ran out of memory" in text for text in messages)
 
 
 def test_what_is_tried_again_runs_alone(two: Engine) -> None:

@@ -41,9 +41,9 @@ def attack(what: str) -> None:
         while True:
             pass
     if what == "memory":
-        held = []
+        current = []
         while True:
-            held.append(bytearray(b"x" * (8 << 20)))
+            current.append(bytearray(b"x" * (8 << 20)))
             time.sleep(0.002)
 
 
@@ -163,9 +163,9 @@ def test_a_record_over_which_the_reader_dies(tmp_path: Path, monkeypatch: pytest
     source = corpus(tmp_path / "a.jsonl", {203: "abort!"})
     plain = lines.to_record
 
-    def to_record(place: int, row: Mapping[str, object], *more: Any, **named: Any) -> Record:
+    def to_record(position: int, row: Mapping[str, object], *more: Any, **named: Any) -> Record:
         attack(str(row["text"]).partition("!")[0])
-        return plain(place, row, *more, **named)
+        return plain(position, row, *more, **named)
 
     monkeypatch.setattr(lines, "to_record", to_record)
     monkeypatch.setattr(

@@ -36,8 +36,8 @@ def model() -> None:
 
 
 def test_five_languages() -> None:
-    found, scores, reasons = labelled(Language(keep=["de", "fr"]), list(SAMPLES.values()))  # type: ignore[arg-type]
-    assert found == list(SAMPLES)
+    result, scores, reasons = labelled(Language(keep=["de", "fr"]), list(SAMPLES.values()))  # type: ignore[arg-type]
+    assert result == list(SAMPLES)
     assert all(0.65 <= score <= 1 for score in scores)
     assert reasons == ["language_other", "", "", "language_other", "language_other"]
 
@@ -50,9 +50,9 @@ def test_thresholds_and_labels_alone() -> None:
 
 
 def test_text_without_a_language() -> None:
-    found, scores, reasons = labelled(Language(), ["", "\n\0 ", "🎉" * 9, "x" * (1 << 20), "a\r\n\x85b\u2028"])
-    assert found[0] == "" and scores[0] == 0 and reasons[0] == "language_other"
-    assert len(found) == 5
+    result, scores, reasons = labelled(Language(), ["", "\n\0 ", "🎉" * 9, "x" * (1 << 20), "a\r\n\x85b\u2028"])
+    assert result[0] == "" and scores[0] == 0 and reasons[0] == "language_other"
+    assert len(result) == 5
 
 
 def test_models_that_are_none(tmp_path: Path) -> None:
@@ -72,6 +72,6 @@ def test_accuracy_on_the_declaration_of_human_rights() -> None:
             cut = [text[i : i + 200] for i in range(500, 6500, 200)]
             expected += [language] * len(cut)
             pieces += cut
-    found, _, _ = labelled(Language(model=str(folder / "lid/lid.176.ftz")), pieces)
-    right = sum(a == b for a, b in zip(found, expected, strict=True)) / len(pieces)
+    result, _, _ = labelled(Language(model=str(folder / "lid/lid.176.ftz")), pieces)
+    right = sum(a == b for a, b in zip(result, expected, strict=True)) / len(pieces)
     assert right >= 0.95, f"{right:.3f} of {len(pieces)} pieces"

@@ -47,10 +47,10 @@ def test_ngrams_are_counted_as_a_plain_count_does(documents: list[list[str]]) ->
     asked = [*((n, True) for n in TOP), *((n, False) for n in SAME)]
     first = len(REPETITION)
     sizes = sorted((n, first + i, is_top) for i, (n, is_top) in enumerate(asked))
-    found = measure(measure_repetition, batch, first + len(asked), [np.array(sizes, np.int64)])
+    result = measure(measure_repetition, batch, first + len(asked), [np.array(sizes, np.int64)])
     for row, words in enumerate(documents):
         expected = [plain_top(words, n) if is_top else plain_same(words, n) for n, is_top in asked]
-        assert found[first:, row].tolist() == expected
+        assert result[first:, row].tolist() == expected
 
 
 def test_words_are_cut_once_for_a_column_and_anew_for_another() -> None:
@@ -69,5 +69,5 @@ def test_a_slice_of_a_batch_is_judged_as_its_rows_are() -> None:
     texts = ["It is a truth that the mill and the race have to be. " * 3, "a b " * 200, "The wheel of the mill.\n" * 9]
     (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)])
     for stage in (GopherQuality(), GopherRepetition(), FineWeb()):
-        whole = stage.apply(batch).drop.tolist()
-        assert [stage.apply(batch.slice(i, 1)).drop.tolist()[0] for i in range(3)] == whole
+        full = stage.apply(batch).drop.tolist()
+        assert [stage.apply(batch.slice(i, 1)).drop.tolist()[0] for i in range(3)] == full

@@ -26,12 +26,12 @@ STAGES = (Length(), GopherQuality(), GopherRepetition(), C4(), FineWeb())
 
 def words(text: str) -> list[str]:
     data = np.frombuffer(text.encode(), np.uint8)
-    room = len(data) + 1
-    points = np.empty(room, np.uint32)
-    begins, ends, tail = (np.empty(room, np.int32) for _ in range(3))
+    capacity = len(data) + 1
+    points = np.empty(capacity, np.uint32)
+    begins, stops, tail = (np.empty(capacity, np.int32) for _ in range(3))
     n = decode(data, 0, len(data), points)
-    count = cut_words(points, 0, n, *tables(), begins, ends, tail, np.empty(room, np.uint16))
-    return [text[a:b] for a, b in zip(begins[:count].tolist(), ends[:count].tolist(), strict=True)]
+    count = cut_words(points, 0, n, *tables(), begins, stops, tail, np.empty(capacity, np.uint16))
+    return [text[a:b] for a, b in zip(begins[:count].tolist(), stops[:count].tolist(), strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -111,13 +111,13 @@ def test_batches_may_be_cut_anywhere(texts: list[str], cut: int) -> None:
         else pa.RecordBatch.from_pylist([], SCHEMA)
     )
     for stage in STAGES:
-        whole = stage.apply(batch)
+        full = stage.apply(batch)
         parts = [stage.apply(batch.slice(0, cut)), stage.apply(batch.slice(cut))]
-        assert np.array_equal(whole.drop, np.concatenate([p.drop for p in parts]))
-        column = whole.batch.column("text")
+        assert np.array_equal(full.drop, np.concatenate([p.drop for p in parts]))
+        column = full.batch.column("text")
         column.validate(full=True)
         assert column.to_pylist() == [t for p in parts for t in p.batch.column("text").to_pylist()]
-        assert sum(whole.counts.values()) == sum(sum(p.counts.values()) for p in parts)
+        assert sum(full.counts.values()) == sum(sum(p.counts.values()) for p in parts)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_batches_may_be_cut_anywhere(texts: list[str], cut: int) -> None:
 def test_a_megabyte_of_anything_takes_linear_time(unit: str) -> None:
     text = (unit * (1 << 20))[: 1 << 20]
     (batch,) = to_batches([Record(0, text=text)])
-    begun = time.process_time()
+    started = time.process_time()
     for stage in STAGES:
         assert len(stage.apply(batch).drop) == 1
-    assert time.process_time() - begun < 5  # about 0.3 s; quadratic would be hours
+    assert time.process_time() - started < 5  # about 0.3 s; quadratic would be hours
 
 
 def test_long_documents_are_judged_by_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +164,6 @@ def test_long_documents_are_judged_by_their_beginning(monkeypatch: pytest.Monkey
 
 def test_spaced_lines() -> None:
     texts = pa.array(["Hello, WORLD!\n\n\tIt's é🎉.\x00x", "", "<s> </s>\rß"], pa.large_string())
-    ends, data = spaced(texts, 1 << 20)
-    rows = [data[a:b].tobytes().decode() for a, b in itertools.pairwise(ends)]
+    stops, data = spaced(texts, 1 << 20)
+    rows = [data[a:b].tobytes().decode() for a, b in itertools.pairwise(stops)]
     assert rows == ["hello , world !\nit 's é 🎉 . x\n", "", "< s > < /s >\nß\n"]

@@ -39,8 +39,8 @@ def test_each_document_once_in_order(tmp_path: Path) -> None:
     assert part.tokens == result.text_bytes + 300
     lines = part.file("ids").read_bytes().splitlines(keepends=True)
     assert [json.loads(line) for line in lines] == [[task.part.name, i, f"id{i}", ""] for i in range(300)]
-    ends = np.fromfile(part.file("id_ends"), "<u8")
-    assert ends.tolist() == np.cumsum([len(line) for line in lines]).tolist()
+    stops = np.fromfile(part.file("id_ends"), "<u8")
+    assert stops.tolist() == np.cumsum([len(line) for line in lines]).tolist()
 
 
 def test_duplicates_empties_and_cuts(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_bytes_do_not_depend_on_batches(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], rows: int, shuffled: bool, scale: int
 ) -> None:
     texts = [text.encode("utf-8", "ignore").decode() for text in texts]
-    found = []
+    actual = []
     for batch_rows, here in ((1000, 0), (rows, scale)):
         folder = tmp_path_factory.mktemp("e")
         task = EncodeTask(
@@ -71,21 +71,21 @@ def test_bytes_do_not_depend_on_batches(
         )  # fmt: skip
         result = encode(task, here)
         assert result.documents_out + result.dropped.get("empty", 0) == len(texts)
-        found.append({kind: result.part.file(kind).read_bytes() for kind in result.part.kinds})
-    assert found[0] == found[1]
+        actual.append({kind: result.part.file(kind).read_bytes() for kind in result.part.kinds})
+    assert actual[0] == actual[1]
 
 
 def test_a_giant_document_is_encoded_in_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["one", "some words and more " * 300_000, "two", "x" * 5_000_000]
     task = EncodeTask(text_part(tmp_path, texts), coder(tmp_path), str(tmp_path), with_ids=True, shuffle=Shuffle(3))
-    wanted = encode(task).part
+    expected = encode(task).part
     monkeypatch.setattr(encoding, "LONG_CHARS", 1000)
     monkeypatch.setattr(coders, "LONG_CHARS", 1000)
     monkeypatch.setattr(coders, "_SLACK_CHARS", 100)
     (tmp_path / "again").mkdir()
-    found = encode(replace(task, folder=str(tmp_path / "again"))).part
-    for kind in wanted.kinds:
-        assert found.file(kind).read_bytes() == wanted.file(kind).read_bytes()
+    result = encode(replace(task, folder=str(tmp_path / "again"))).part
+    for kind in expected.kinds:
+        assert result.file(kind).read_bytes() == expected.file(kind).read_bytes()
 
 
 def test_a_finished_task_is_taken_up_and_a_moved_one_too(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_names_depend_on_all_that_the_result_does(tmp_path: Path) -> None:
         replace(task, shuffle=Shuffle(1)), replace(task, shuffle=Shuffle(1, 1)), replace(task, with_ids=True),
         replace(task, part=replace(part, name="other")),
     ]  # fmt: skip
-    assert len({one.name for one in [task, *others]}) == 7
+    assert len({item.name for item in [task, *others]}) == 7
     assert replace(task, folder="elsewhere", drop=Flags("somewhere", 0, 1)).name == task.name
 
 

@@ -42,18 +42,18 @@ def test_equals_sorting_in_memory(
 ) -> None:
     folder = tmp_path_factory.mktemp("s")
     parts = parts_of(folder, groups, seed)
-    found = [shuffle(task, scale) for task in plan_shuffle(parts, folder, bucket)]
-    wanted, seen = [], {}
+    result = [shuffle(task, scale) for task in plan_shuffle(parts, folder, bucket)]
+    expected, seen = [], {}
     for texts in groups:
         name = text_part(folder / "names", texts).name
         occurrence = seen[name] = seen.get(name, -1) + 1
         keys = document_keys(Shuffle(seed, occurrence), name, np.arange(len(texts)))
-        wanted += list(zip(keys.tolist(), texts, [f"id{i}" for i in range(len(texts))]))
-    wanted.sort(key=lambda row: row[0])
-    assert texts_of(found) == [text for _, text, _ in wanted]
-    ids = [json.loads(line) for part in found for line in part.file("ids").read_bytes().splitlines()]
-    assert [line[2] for line in ids] == [name for _, _, name in wanted]
-    assert sorted(texts_of(found)) == sorted(text for texts in groups for text in texts)
+        expected += list(zip(keys.tolist(), texts, [f"id{i}" for i in range(len(texts))]))
+    expected.sort(key=lambda row: row[0])
+    assert texts_of(result) == [text for _, text, _ in expected]
+    ids = [json.loads(line) for part in result for line in part.file("ids").read_bytes().splitlines()]
+    assert [line[2] for line in ids] == [name for _, _, name in expected]
+    assert sorted(texts_of(result)) == sorted(text for texts in groups for text in texts)
 
 
 def test_another_seed_another_order_and_equal_parts_do_not_collide(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_finished_task_is_taken_up_and_a_lost_file_is_noticed(tmp_path: Path) 
 def test_a_giant_document_is_copied_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [["x" * 5000, "a", "b" * 300], ["y" * 9000, "c"]]
     parts = parts_of(tmp_path, groups)
-    wanted = texts_of([shuffle(task) for task in plan_shuffle(parts, tmp_path)])
+    expected = texts_of([shuffle(task) for task in plan_shuffle(parts, tmp_path)])
     monkeypatch.setattr(shuffling, "_MEMORY_BYTES", 100)
     monkeypatch.setattr(shuffling, "_WRITE_BYTES", 64)
-    assert texts_of([shuffle(task) for task in plan_shuffle(parts, tmp_path, 4000)]) == wanted
+    assert texts_of([shuffle(task) for task in plan_shuffle(parts, tmp_path, 4000)]) == expected

@@ -33,16 +33,16 @@ def parts_of(folder: Path, groups: list[list[int]]) -> list[EncodedPart]:
 def whole(out: Path, parts: list[EncodedPart], **how: int) -> tuple[list[int], list[int], list[int]]:
     """All tokens and document ends of the slices, put together again; and the slices' sizes."""
     (out / "slices").mkdir(parents=True, exist_ok=True)
-    tokens, ends, sizes = [], [], []
+    tokens, stops, sizes = [], [], []
     for task in plan_slices(parts, out, **how).tasks(out):
         info = write_slice(task)
-        found = open_slice(out / info.name)
-        assert (info.count, info.documents) == (len(found.tokens), len(found.document_ends))
+        result = open_slice(out / info.name)
+        assert (info.count, info.documents) == (len(result.tokens), len(result.document_ends))
         assert hashlib.sha256((out / info.name).read_bytes()).hexdigest() == info.sha256
-        ends += (found.document_ends.astype(int) + len(tokens)).tolist()
-        tokens += found.tokens.tolist()
+        stops += (result.document_ends.astype(int) + len(tokens)).tolist()
+        tokens += result.tokens.tolist()
         sizes.append(info.bytes)
-    return tokens, ends, sizes
+    return tokens, stops, sizes
 
 
 @settings(max_examples=15, deadline=None)
@@ -53,9 +53,9 @@ def test_the_slices_are_the_stream(
     folder = tmp_path_factory.mktemp("s")
     parts = parts_of(folder, groups)
     total = sum(map(sum, groups))
-    tokens, ends, sizes = whole(folder, parts, slice_bytes=slice_bytes)
+    tokens, stops, sizes = whole(folder, parts, slice_bytes=slice_bytes)
     assert tokens == [i % 60_000 for i in range(total)]
-    assert ends == np.cumsum([n for group in groups for n in group]).tolist()
+    assert stops == np.cumsum([n for group in groups for n in group]).tolist()
     assert all(size <= slice_bytes for size in sizes)
     # As full as can be: another token and its end would not have fitted.
     assert all(size > slice_bytes - TOKEN_HEADER_BYTES - 10 for size in sizes[:-1])
@@ -65,25 +65,25 @@ def test_the_cut_is_the_one_of_format_version_1(tmp_path: Path, monkeypatch: pyt
     rng = np.random.default_rng(0)
     groups = [rng.integers(1, 40, 3000).tolist(), [1] * 5000, [], rng.integers(1, 9000, 20).tolist()]
     parts = parts_of(tmp_path, groups)
-    ends = np.cumsum([n for group in groups for n in group]).astype(np.uint64)
+    offsets = np.cumsum([n for group in groups for n in group]).astype(np.uint64)
     monkeypatch.setattr(slicing, "_ENDS_AT_ONCE", 100)
     plan = plan_slices(parts, tmp_path, slice_bytes=5000)
     start = first = 0
     for task in plan.tasks(tmp_path):
         edges = np.fromfile(f"{task.plan}.cuts", "<i8", count=2, offset=16 * task.index)
         assert edges.tolist() == [start, first]
-        stops = np.arange(start + 1, min(int(ends[-1]), start + 2500) + 1)
-        inside = np.searchsorted(ends, stops.astype(np.uint64), "right") - first
+        stops = np.arange(start + 1, min(int(offsets[-1]), start + 2500) + 1)
+        inside = np.searchsorted(offsets, stops.astype(np.uint64), "right") - first
         fits = (stops - start) * 2 + 8 * inside + TOKEN_HEADER_BYTES <= 5000
         start, first = int(stops[fits][-1]), first + int(inside[fits][-1])
-    assert (start, first) == (int(ends[-1]), len(ends)) and plan.slices > 30
+    assert (start, first) == (int(offsets[-1]), len(offsets)) and plan.slices > 30
 
 
 def test_slices_of_so_many_tokens(tmp_path: Path) -> None:
     groups = [[5, 10, 1], [100], [3] * 20]
-    tokens, ends, sizes = whole(tmp_path, parts_of(tmp_path, groups), slice_tokens=32)
+    tokens, stops, sizes = whole(tmp_path, parts_of(tmp_path, groups), slice_tokens=32)
     assert tokens == list(range(176)) and len(sizes) == 6
-    assert ends == np.cumsum([n for group in groups for n in group]).tolist()
+    assert stops == np.cumsum([n for group in groups for n in group]).tolist()
 
 
 def test_resume_redoes_only_what_is_not_committed(tmp_path: Path) -> None:

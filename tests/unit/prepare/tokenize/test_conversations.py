@@ -57,7 +57,7 @@ def dataset_of(folder: Path, encoded: EncodeResult, shape: RowShape, slice_bytes
 
 def tensors(dataset: Dataset) -> dict[str, Any]:
     slices = [dataset.open_slice(i).tensors for i in range(dataset.num_slices)]
-    return {name: np.concatenate([one[name] for one in slices]) for name in slices[0]}
+    return {name: np.concatenate([item[name] for item in slices]) for name in slices[0]}
 
 
 def test_turns() -> None:
@@ -67,13 +67,13 @@ def test_turns() -> None:
 
 def test_a_conversation_becomes_a_row(tmp_path: Path) -> None:
     dataset = dataset_of(tmp_path, rows_of(tmp_path, [f"{G}ab{L}cd", f"{G}e{L}f"], 7), RowShape(7, "U16", 256))
-    found = tensors(dataset)
-    assert found["input_ids"].tolist() == [[97, 98, 99, 100, 256, 256, 256], [101, 102, 256, 256, 256, 256, 256]]
-    assert found["labels"].tolist() == [
+    result = tensors(dataset)
+    assert result["input_ids"].tolist() == [[97, 98, 99, 100, 256, 256, 256], [101, 102, 256, 256, 256, 256, 256]]
+    assert result["labels"].tolist() == [
         [-100, -100, 99, 100, 256, -100, -100], [-100, 102, 256, -100, -100, -100, -100]
     ]  # fmt: skip
-    assert found["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0]]
-    assert [found[name].dtype.str for name in ("input_ids", "labels", "attention_mask")] == ["<u2", "<i8", "|u1"]
+    assert result["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0]]
+    assert [result[name].dtype.str for name in ("input_ids", "labels", "attention_mask")] == ["<u2", "<i8", "|u1"]
     assert dataset.manifest.rows == 2
 
 
@@ -102,22 +102,22 @@ def test_packing_loses_nothing(
     folder = tmp_path_factory.mktemp("r")
     encoded = rows_of(folder, texts, 30)
     shape = RowShape(30, "U16", 0, "I32", packed=True)
-    found = tensors(dataset_of(folder, encoded, shape, 8192))
+    result = tensors(dataset_of(folder, encoded, shape, 8192))
     rows = []
-    for ids, labels, mask, places, owner in zip(*(found[n] for n in (
+    for ids, labels, mask, places, owner in zip(*(result[n] for n in (
         "input_ids", "labels", "attention_mask", "position_ids", "segment_ids"))):  # fmt: skip
         assert (mask == (owner > 0)).all() and (labels[mask == 0] == -100).all()
         for segment in range(1, owner.max() + 1):
             mine = owner == segment
             assert places[mine].tolist() == list(range(mine.sum()))
             rows.append((ids[mine].tolist(), labels[mine].tolist()))
-    wanted = []
+    expected = []
     for turns in [*conversations, [(True, "end")]]:
         ids = [(byte, learnt) for learnt, words in turns for byte in words.encode()]
         ids += [(256, True)] if turns and turns[-1][0] else []
         if any(learnt for _, learnt in ids):
-            wanted.append(([i for i, _ in ids], [i if learnt else -100 for i, learnt in ids]))
-    assert rows == wanted
+            expected.append(([i for i, _ in ids], [i if learnt else -100 for i, learnt in ids]))
+    assert rows == expected
 
 
 def test_special_tokens_of_a_template_are_tokens_there_only(tmp_path: Path) -> None:

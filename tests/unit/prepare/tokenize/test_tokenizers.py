@@ -46,9 +46,9 @@ HOSTILE = st.lists(st.sampled_from(ALPHABET) | st.characters(exclude_categories=
 
 @lru_cache(maxsize=4)
 def loaded(name: str) -> tuple[TokenizerFile, Any, Any]:
-    found = load_tokenizer(str(DATA / "tokenizers" / name))
-    reference = LibraryEncoder(found.data)
-    return found, reference, fast_encoder(found.data, reference)
+    result = load_tokenizer(str(DATA / "tokenizers" / name))
+    reference = LibraryEncoder(result.data)
+    return result, reference, fast_encoder(result.data, reference)
 
 
 NAMES = ["gpt2", "gpt-neo-test-tokenizer.json", "llama-test-tokenizer.json"]
@@ -82,8 +82,8 @@ def test_known_answers_of_gpt2(tmp_path: Path) -> None:
         json.loads(line) for line in (DATA / "tokenizers/vectors/gpt2_known_answers.jsonl").read_bytes().splitlines()
     ]
     plans = (DATA / "tokenizers/vectors/TestPlans.txt").read_text("utf-8")
-    found = re.findall(r"EncodingName: r50k_base\nSample: (.*?)\nEncoded: (\[.*?\])\n", plans, re.S)
-    rows += [{"text": text, "ids": ast.literal_eval(ids)} for text, ids in found]
+    result = re.findall(r"EncodingName: r50k_base\nSample: (.*?)\nEncoded: (\[.*?\])\n", plans, re.S)
+    rows += [{"text": text, "ids": ast.literal_eval(ids)} for text, ids in result]
     assert len(rows) > 60
     spec = coder(tmp_path, str(DATA / "tokenizers/gpt2"), eos=False)
     got, lengths = encode_column(spec, pa.array([row["text"] for row in rows], "large_string"))
@@ -120,12 +120,12 @@ def test_long_texts_have_the_ids_of_the_real_tokenizers(name: str, tmp_path: Pat
     path = DATA / "tokenizers" / name
     if not path.is_file():
         pytest.skip(f"needs {path}")
-    found = load_tokenizer(str(path), eos=False)
+    result = load_tokenizer(str(path), eos=False)
     text = "  He said: 'don't', 3.14  and\nnaïve 世界 a b c! -- \n\n x" * 60
-    spec = EncoderSpec.of(found, path)
-    assert len(list(cut_long(text, coders._safe_cut(found.data)))) > 10
+    spec = EncoderSpec.of(result, path)
+    assert len(list(cut_long(text, coders._safe_cut(result.data)))) > 10
     ids = encode_column(spec, pa.array([text], "large_string"))[0]
-    assert ids.tolist() == LibraryEncoder(found.data).encode([text])[0].tolist()
+    assert ids.tolist() == LibraryEncoder(result.data).encode([text])[0].tolist()
 
 
 def test_ends_are_named_by_policy(tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_training_is_a_function_of_the_sample(tmp_path: Path) -> None:
     sample = list(sample_texts(parts, 1, 2000))
     assert 1900 < sum(map(len, sample)) <= 2000
     assert sample == list(sample_texts(parts[::-1], 1, 2000)) != list(sample_texts(parts, 2, 2000))
-    one, two = (train_tokenizer(iter(sample), 300) for _ in range(2))
-    assert one == two and one.vocab_size <= 300 and one.eos_id == 0
+    item, two = (train_tokenizer(iter(sample), 300) for _ in range(2))
+    assert item == two and item.vocab_size <= 300 and item.eos_id == 0
 
 
 def _variant(**changes: object) -> bytes:
