@@ -2,7 +2,8 @@
 
 The corpus is real prose (`corpus.py`); the vocabulary GPT-2's, from FOREBAY_TEST_DATA. All that is compared reads the
 same Arrow file of kept documents and runs in a fresh process with one thread; a process's own start and the loading of
-its tokenizer are not counted. The libraries alone write nothing; ours writes tokens and ends.
+its tokenizer are not counted. The libraries alone write nothing; ours writes tokens and ends. tiktoken runs with the
+interpreter in FOREBAY_PEERS.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import pyarrow.compute as pc
 from benchmarks.measure import Figure, median, show
 from benchmarks.prepare.corpus import data_folder, make_corpus
 
+PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
 TEXT_BYTES = 10 << 20
 _HEAD = """
 import json, os, sys, time
@@ -49,8 +51,7 @@ for texts in batches():
 """
 _TIKTOKEN = """
 import tiktoken
-from forebay.prepare.tokenize.tokenizers import byte_alphabet
-byte_of = {char: byte for byte, char in enumerate(byte_alphabet())}
+byte_of = {char: byte for byte, char in enumerate(json.load(open(folder + "/metadata.json"))["alphabet"])}
 vocab = json.load(open(folder + "/tokenizer.json"))["model"]["vocab"]
 ranks = {bytes(byte_of[c] for c in name): rank for name, rank in vocab.items() if name != "<|endoftext|>"}
 pattern = r"'(?:[sdmt]|ll|ve|re)| ?\\p{L}++| ?\\p{N}++| ?[^\\s\\p{L}\\p{N}]++|\\s++$|\\s+(?!\\S)|\\s"
@@ -68,16 +69,16 @@ from forebay.prepare.tasks.shuffle import Shuffle, plan_shuffle, shuffle
 from forebay.prepare.tasks.slicing import plan_slices, write_slice
 if kind == "reference":
     os.environ["FOREBAY_CODER"] = "reference"
-facts = json.load(open(folder + "/facts.json"))
-spec = EncoderSpec(folder + "/tokenizer.json", facts["sha256"], "json", "U16", 50256)
+metadata = json.load(open(folder + "/metadata.json"))
+spec = EncoderSpec(folder + "/tokenizer.json", metadata["sha256"], "json", "U16", 50256)
 out = Path(folder) / kind
 (out / "slices").mkdir(parents=True)
 print(encoder_for(spec).name, file=sys.stderr)
 begin = time.process_time()
-part = TextPart(folder + "/part.arrow", facts["documents"], "part")
-found = encode(EncodeTask(part, spec, str(out), shuffle=Shuffle(1) if kind == "sliced" else None)).part
+part = TextPart(folder + "/part.arrow", metadata["documents"], "part")
+encoded = encode(EncodeTask(part, spec, str(out), shuffle=Shuffle(1) if kind == "sliced" else None)).part
 if kind == "sliced":
-    parts = [shuffle(task) for task in plan_shuffle([found], out, 16 << 20)]
+    parts = [shuffle(task) for task in plan_shuffle([encoded], out, 16 << 20)]
     for task in plan_slices(parts, out, slice_bytes=16 << 20).tasks(out):
         write_slice(task)
 shutil.rmtree(out)
@@ -85,8 +86,8 @@ shutil.rmtree(out)
 
 
 def _make(folder: Path) -> int:
-    """The Arrow part, the tokenizer and the facts; bytes of text."""
-    from forebay.prepare.tokenize.tokenizers import load_tokenizer
+    """The Arrow part, the tokenizer and the metadata; bytes of text."""
+    from forebay.prepare.tokenize.tokenizers import byte_alphabet, load_tokenizer
 
     documents = make_corpus(folder / "text.jsonl", TEXT_BYTES)
     with (folder / "text.jsonl").open(encoding="utf-8") as file:
@@ -98,7 +99,8 @@ def _make(folder: Path) -> int:
                 writer.write(pa.record_batch([pa.array(texts[start : start + 1000])], schema=schema))
     tokenizer = load_tokenizer(str(data_folder() / "tokenizers/gpt2"))
     (folder / "tokenizer.json").write_bytes(tokenizer.data)
-    (folder / "facts.json").write_text(json.dumps({"documents": documents, "sha256": tokenizer.sha256}))
+    metadata = {"documents": documents, "sha256": tokenizer.sha256, "alphabet": list(byte_alphabet())}
+    (folder / "metadata.json").write_text(json.dumps(metadata))
     return int(pc.sum(pc.binary_length(texts)).as_py())
 
 
@@ -111,12 +113,16 @@ def measure(rounds: int = 3) -> list[Figure]:
         "encode": (_OURS, "encoded"),
         "encode, shuffle, slice": (_OURS, "sliced"),
     }
+    if not Path(PEERS).exists():
+        print(f"tiktoken is not measured: expected an interpreter with it at {PEERS} (FOREBAY_PEERS).")
+        what.pop("tiktoken alone")
     costs: dict[str, list[list[float]]] = {name: [] for name in what}
     with tempfile.TemporaryDirectory() as name:
         size = _make(Path(name))
         for _ in range(rounds):
             for case, (script, kind) in what.items():
-                command = [sys.executable, "-c", _HEAD + script + _TAIL, name, kind]
+                python = PEERS if script == _TIKTOKEN else sys.executable
+                command = [python, "-c", _HEAD + script + _TAIL, name, kind]
                 done = subprocess.run(command, check=True, capture_output=True, text=True, env=dict(os.environ))
                 costs[case].append(json.loads(done.stdout))
     cpu = {case: median([cost[0] for cost in runs]) for case, runs in costs.items()}
