@@ -34,7 +34,7 @@ from support.document_ids import document_ids
 from support.shared_data import shared_data
 
 PREPARED = {
-    "warc": ("warc/*.warc*", "warc/*.wet*"),
+    "warc": ("warc/*.warc*",),
     "text": ("books/*", "shakespeare/*"),
     "jsonl": ("jsonl/*", "tokenizers/vectors/gpt2_known_answers.jsonl"),
     "json": ("pii/*.json",),
