@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay.prepare.driver import prepare_dataset
 from support import whole
 from support.calibration import scaled
 
@@ -147,3 +149,22 @@ def test_a_disk_that_is_full_again_and_again(base: Path, wanted: tuple[str, dict
         reached += [line.partition(" ")[0] for line in reported if line.partition(" ")[0] in PHASES][-1:]
     assert len(set(reached)) >= 3, f"the disk was full only in {set(reached)}"
     check(out, done.stdout.strip(), wanted)
+
+
+def test_files_of_as_many_rows_are_filtered_as_each_alone(tmp_path: Path) -> None:
+    """In every split the batch that a stage receives lies at the same address and has as many rows."""
+    good, bad = "It is a truth that the mill and the race have to be seen. " * 8, "=== 1234 5678 9012 3456 " * 20
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    expected = []
+    for number in range(4):
+        rows = [(f"{number}-{row:03}", bad if (row + number) % 4 == 0 else good) for row in range(200)]
+        lines = [json.dumps({"id": id, "text": text.ljust(len(good), "!")}) for id, text in rows]
+        (texts / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
+        expected += [id for id, text in rows if text is good]
+    for workers in (1, 2):
+        out, ids = tmp_path / f"out{workers}", tmp_path / f"ids{workers}"
+        prepare_dataset(
+            [texts], out, tokenizer="bytes", filters=["gopher_quality"], to="text", write_ids=ids, workers=workers
+        )
+        assert ids.read_text().split() == expected

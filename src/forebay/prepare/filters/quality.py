@@ -31,7 +31,7 @@ def measure(kernel: Any, batch: pa.RecordBatch, columns: int, extra: Sequence[ob
     from forebay.prepare.filters.word_tables import character_table
     from forebay.prepare.filters.words import word_table
 
-    cut = word_table(batch.column("text"))
+    cut = word_table(batch)
     out = np.zeros((batch.num_rows, columns), np.int64)
     kernel(cut, character_table(), *extra, out)
     return out.T

@@ -5,6 +5,7 @@ The rules follow spaCy's rule-based tokenizer for English, which datatrove's fil
 are cached, so that Gopher's and FineWeb's filters cut it once (13 bytes a word). Source: spaCy 3.8, `lang/en`.
 """
 
+import weakref
 from typing import NamedTuple
 
 import numpy as np
@@ -436,25 +437,26 @@ class WordTable(NamedTuple):
     flags: NDArray[np.uint8]
 
 
-_last: tuple[tuple[int, ...], pa.Array, WordTable] | None = None
+_last: tuple[weakref.ref[pa.RecordBatch], WordTable] | None = None
 
 
-def word_table(column: pa.LargeStringArray) -> WordTable:
-    """The words of a column of texts; taken from memory if it is the column of the last call."""
+def word_table(batch: pa.RecordBatch) -> WordTable:
+    """The words of the column `text` of a batch; taken from memory if it is the batch of the last call.
+
+    The batch itself decides, not where its buffers lie: the next one may be received into the same shared memory.
+    """
     global _last
-    offsets, data = text_buffers(column)
-    key = (offsets.ctypes.data, data.ctypes.data, len(offsets))
-    cached = _last
-    if cached is not None and cached[0] == key:
-        return cached[2]
-    cached = _last = None  # the old one's memory goes first
+    if _last is not None and _last[0]() is batch:
+        return _last[1]
+    _last = None  # the old one's memory goes first
+    offsets, data = text_buffers(batch.column("text"))
     stops = clip(offsets, data)
     capacity = int((stops - offsets[:-1]).sum())
     starts = np.zeros(len(offsets), np.int64)
     hashes, chars, flags = np.empty(capacity, np.uint64), np.empty(capacity, np.int32), np.empty(capacity, np.uint8)
     n = _cut_all(offsets, stops, data, *tables(), starts, hashes, chars, flags)
     table_ = WordTable(offsets, stops, data, starts, hashes[:n], chars[:n], flags[:n])
-    _last = key, column, table_  # the column too: while it is held, no other can lie at its address
+    _last = weakref.ref(batch), table_
     return table_
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import mmap
 
 import numpy as np
 import pyarrow as pa
@@ -53,16 +54,34 @@ def test_ngrams_are_counted_as_a_plain_count_does(documents: list[list[str]]) ->
         assert result[first:, row].tolist() == expected
 
 
-def test_words_are_cut_once_for_a_column_and_anew_for_another() -> None:
-    column = pa.array(["Hello, world. " * 40, "the and of " * 30], pa.large_string())
-    table = word_table(column)
-    assert word_table(column) is table
-    other = word_table(pa.array(["Good bye"], pa.large_string()))
+def batch_of(*texts: str) -> pa.RecordBatch:
+    return pa.record_batch({"text": pa.array(texts, pa.large_string())})
+
+
+def test_words_are_cut_once_for_a_batch_and_anew_for_another() -> None:
+    batch = batch_of("Hello, world. " * 40, "the and of " * 30)
+    table = word_table(batch)
+    assert word_table(batch) is table
+    other = word_table(batch_of("Good bye"))
     assert other.starts.tolist() == [0, 2]
-    again = word_table(column)
+    again = word_table(batch)
     assert again is not table
     for mine, theirs in zip(again, table, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_batch_in_the_memory_of_the_one_before_it_is_cut_anew() -> None:
+    """As the process of the stages receives them: one after another into the same shared memory."""
+    shared = mmap.mmap(-1, 1 << 16)
+    for texts in (("Good bye to all", "No"), ("So", "Good bye to all")):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch_of(*texts).schema) as writer:
+            writer.write_batch(batch_of(*texts))
+        data = memoryview(sink.getvalue())
+        shared[: data.nbytes] = data
+        received = next(iter(pa.ipc.open_stream(memoryview(shared)[: data.nbytes])))
+        assert np.diff(word_table(received).starts).tolist() == [len(text.split()) for text in texts]
+        del received
 
 
 def test_a_slice_of_a_batch_is_judged_as_its_rows_are() -> None:
