@@ -50,7 +50,7 @@ class Arrow(ColumnFormat):
 
     def rows(self, reader: Any, split: InputSplit, keys: list[str]) -> Iterator[tuple[int, dict[str, object] | Record]]:
         """Of a stream, which is read from its beginning, no row begins a group."""
-        checked: dict[str, int] = {}
+        checked: dict[str, Any] = {}
         is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
         groups = range(split.start, split.stop or reader.num_record_batches) if is_file else ()
         for start, batch in ((i, reader.get_batch(i)) for i in groups) if is_file else ((-1, b) for b in reader):

@@ -220,10 +220,11 @@ def _values(column: pa.Array) -> Iterator[object]:
         yield from column.cast(wide).to_pylist()  # Row by row: `to_record` reports those that are not UTF-8.
 
 
-def checked_rows(batch: pa.RecordBatch, keys: list[str], checked: dict[str, int]) -> Iterator[dict[str, object]]:
+def checked_rows(batch: pa.RecordBatch, keys: list[str], checked: dict[str, pa.Array]) -> Iterator[dict[str, object]]:
     """Yield the rows of a batch of a memory map, whose offsets and indexes are validated first.
 
-    `checked` is the address of the dictionary of each column that was checked last: batches share one.
+    `checked` has the dictionary of each column that was checked last: batches share one. While it is in `checked`, no
+    other can lie at its address.
     """
     batch.validate()
     for key in keys:
@@ -233,13 +234,16 @@ def checked_rows(batch: pa.RecordBatch, keys: list[str], checked: dict[str, int]
             last = pa.compute.max(column).as_py() if len(column) > column.null_count else -1
             if last >= len(dictionary) or (last >= 0 and pa.compute.min(column).as_py() < 0):
                 raise CorruptInputError(f"an index beyond the {len(dictionary)} values of a dictionary.")
-            address = next((buffer.address for buffer in dictionary.buffers()[::-1] if buffer is not None), 0)
-            if checked.get(key) != address:
+            if key not in checked or _address(checked[key]) != _address(dictionary):
                 _validate(dictionary)
-                checked[key] = address
+                checked[key] = dictionary
         _validate(column)
     for start in range(0, batch.num_rows, 256):
         yield from batch_rows(batch.slice(start, 256), keys)
+
+
+def _address(array: pa.Array) -> int:
+    return next((buffer.address for buffer in array.buffers()[::-1] if buffer is not None), 0)
 
 
 def _validate(column: pa.Array) -> None:

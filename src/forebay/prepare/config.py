@@ -149,7 +149,8 @@ def _build_recipe(layers: Sequence[Layer], base: Recipe, allow_code: bool) -> Re
         return _recipe(merged, base, allow_code)
     except _SettingError as error:
         key = ".".join(part for part in error.path if isinstance(part, str))
-        raise UsageError(f"{_location(layers, error.path)}{key}: {str(error).rstrip('.')}.") from error
+        text = str(error).rstrip(".")
+        raise UsageError(f"{_location(layers, error.path)}{key}: {text}{'' if text[-1:] == '?' else '.'}") from error
 
 
 def _recipe(tables: Mapping[str, Any], base: Recipe, allow_code: bool) -> Recipe:

@@ -306,6 +306,7 @@ def _proxy_headers(proxy: urllib3.util.Url) -> dict[str, str]:
 def _status_error(what: str, answer: StreamedResponse) -> TransientError | PermanentError:
     status = answer.status
     text = f"{what}: HTTP status {status} {answer.reason}"
+    text += ", so it has fewer bytes than expected" if status == 416 else ""
     if status in _TRANSIENT or status >= 500:
         wait_s = retry_delay_s(answer.headers)
         return TransientError(text, wait_s=wait_s, throttled=status in _THROTTLED or wait_s > 0)

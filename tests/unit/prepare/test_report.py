@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from forebay.errors import DatasetError
 from forebay.prepare import report as figures
+from forebay.prepare.driver import prepare_dataset
 from forebay.prepare.report import load_report, render, render_text, write_report
 
 HOSTILE = (
@@ -221,6 +222,23 @@ def test_hostile_text_is_only_text(tmp_path: Path) -> None:
     assert load_report(tmp_path) == report
     shown = render_text(report)
     assert "\x1b" not in shown and "\u202e" not in shown
+
+
+def test_each_stage_counts_what_came_in_and_what_left_and_why(tmp_path: Path) -> None:
+    good, short = "It is a truth that the mill and the race have to be seen by all who pass. " * 8, "a b"
+    texts = [f"{good}Number {i // 2} of them." if i % 5 else f"{short} {i}" for i in range(60)]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, "{", "[]"]) + "\n")
+    prepare_dataset(
+        [tmp_path / "a.jsonl"], tmp_path / "d", tokenizer="bytes", filters=["gopher_quality", "fineweb"],
+        dedup=["exact"], settings={"read": {"max_malformed": 0.5}}, workers=1,
+    )  # fmt: skip
+    funnel = load_report(tmp_path / "d")["funnel"]
+    assert [stage["documents_in"] for stage in funnel[1:]] == [stage["documents_out"] for stage in funnel[:-1]]
+    for stage in funnel:
+        assert stage["documents_in"] - sum(stage["dropped"].values()) == stage["documents_out"], stage
+    dropped = {reason: n for stage in funnel for reason, n in stage["dropped"].items()}
+    assert dropped["malformed"] == 2 and dropped["gopher_short"] == 12 and dropped["exact_duplicate"] > 0
 
 
 def test_the_page_carries_its_report(tmp_path: Path) -> None:
