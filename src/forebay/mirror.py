@@ -215,7 +215,7 @@ def _copy_slices(
 ) -> None:  # fmt: skip
     """Download and commit slices, several at once, started in order.
 
-    A directory gets a slice in the thread that ended its transfer, so before a tracker is told of it; uploads to a
+    A directory gets a slice in the thread that ended its transfer, so before its tracker lists it; uploads to a
     bucket run in threads of their own.
     """
     ended: queue.SimpleQueue[tuple[Transfer, Exception | None]] = queue.SimpleQueue()

@@ -57,7 +57,7 @@ class Page:
     values: int
     packed_bytes: int
     bytes: int
-    encoding: int = -1  # a number of `parquet.thrift`, -1 if none is told
+    encoding: int = -1  # a number of `parquet.thrift`, -1 if unknown
     stop: int = 0  # where the page ends
 
 

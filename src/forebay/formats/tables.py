@@ -279,7 +279,7 @@ def write_parts(
                     options.on_progress(pending.num_rows)
                     pending = next(pieces, None)
             finally:
-                part.close()  # Also after an error: a writer that is let go of would write on.
+                part.close()  # Also after an error: a writer that is deleted would write on.
         files.append(Path() if single else path.relative_to(out))
     return Written(tuple(files), None, digest.num_rows, 0, digest.text())
 

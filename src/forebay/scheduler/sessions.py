@@ -242,7 +242,7 @@ class SessionCaches:
             session.announced_at = now
 
     def expire(self, now: float) -> None:
-        """Remove the sessions that are silent, and the peers of which the swarm has not heard."""
+        """Remove silent sessions, and peers that the swarm knows no longer."""
         for session in self._sessions.remove_silent(now):
             self._bytes[session.organisation] -= session.cached_bytes
             self._free.replace_cached(session.cached, None)

@@ -141,7 +141,7 @@ def _gram(sums, i, n, power):  # type: ignore[no-untyped-def]
 
 @jit()
 def _count(sums, places, num_places, n, power, slots, counts, slot_of):  # type: ignore[no-untyped-def]
-    """How often the n-gram at each of the first `held` places occurs there: `counts[slot_of[k]]`; the highest."""
+    """How often the n-gram at each of the first `num_places` places occurs there: `counts[slot_of[k]]`; the highest."""
     size = _table_size(num_places + 1)
     mask = np.uint64(size - 1)
     slots[:size] = 0
