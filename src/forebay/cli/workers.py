@@ -131,7 +131,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     about = "lease slices, download and verify them, train, acknowledge, share them with other workers"
     waits = "a bootstrap node, then for a scheduler or data nodes that do not answer"
     p = add_node(verb, "worker", _work, about, timeout_s=60.0, timeout_of=waits)
-    p.add("name", nargs="?", metavar="NAME", help="the job; without it: any job of --scheduler")
+    p.add("name", nargs="?", metavar="NAME", help="the job; without it: the job of --scheduler")
     p.add("--config", type=Path, metavar="FILE", help="TOML with a [worker] table (default: none)")
     p.add("--scheduler", metavar="HOST:PORT", help="address of the scheduler (default: found in the DHT)")
     p.add("--cache-dir", metavar="DIR", help="directory for verified slices (default: ./forebay-cache)")
