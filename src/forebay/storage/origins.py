@@ -16,6 +16,7 @@ from forebay.dataset.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, TABLE_FI
 from forebay.dataset.reader import Dataset, VerifyReport, check_totals, listed_files, local_path
 from forebay.errors import DatasetError, NetworkError, ProtocolError, UsageError
 from forebay.storage.base import (
+    BUCKET_SCHEMES,
     Origin,
     PathOrigin,
     PermanentError,
@@ -78,7 +79,7 @@ def open_origin(
 
             address, headers = hub_address(text)
             return WebOrigin(address, headers=headers, timeouts=timeouts)
-        case "s3" | "r2" | "gs" | "az":
+        case scheme if scheme in BUCKET_SCHEMES:
             from forebay.storage.buckets import BucketOrigin
 
             return BucketOrigin(text, timeouts=timeouts)

@@ -21,7 +21,15 @@ from concurrent.futures import Future
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from forebay.errors import ForebayError, PrepareError
-from forebay.storage.base import ChangedError, ObjectMeta, PermanentError, Timeouts, TransientError, retry_transient
+from forebay.storage.base import (
+    BUCKET_SCHEMES,
+    ChangedError,
+    ObjectMeta,
+    PermanentError,
+    Timeouts,
+    TransientError,
+    retry_transient,
+)
 from forebay.storage.buckets import BucketOrigin
 from forebay.storage.http import WebOrigin
 from forebay.storage.hub import MAX_FILE_BYTES, HubReadError, fetch_range
@@ -35,7 +43,7 @@ BLOCK_BYTES = 1 << 20
 MAX_BLOCKS = 64
 _MAX_AHEAD = 8
 _MAX_GAP_BLOCKS = 4  # skipped by a stream that reads on: the other columns of a row group
-_SCHEMES = ("http", "https", "s3", "gs", "az")
+_SCHEMES = ("http", "https", *(scheme for scheme in BUCKET_SCHEMES if scheme != "r2"))  # r2: for datasets only
 _T = TypeVar("_T")
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 from forebay.dataset.slices import hash_file
 from forebay.errors import UsageError
 from forebay.files import atomic_write, commit_files, remove_stale
-from forebay.storage.base import PermanentError
+from forebay.storage.base import BUCKET_SCHEMES, PermanentError
 from forebay.storage.buckets import BucketOrigin
 from forebay.storage.locks import Lock, try_acquire
 from forebay.storage.origins import open_origin
@@ -153,7 +153,7 @@ def open_target(url: str | Path, temporary: Path) -> Target:
     scheme = text.partition("://")[0].lower() if "://" in text else ""
     if scheme in ("", "file"):
         return FolderTarget(Path(open_origin(text).url))
-    if scheme in ("s3", "r2", "gs", "az"):
+    if scheme in BUCKET_SCHEMES:
         return BucketTarget(text, temporary)
     raise UsageError(f"mirror: expected a directory, s3://, r2://, gs:// or az:// to write to, got {text!r}.")
 
