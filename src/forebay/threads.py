@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Self
 
 FIRST_WAIT_S = 1.0
 MAX_WAIT_S = 60.0
@@ -23,19 +22,6 @@ def failures() -> dict[str, int]:
     """Unexpected exceptions of supervised threads since the process started, by thread name."""
     with _lock:
         return dict(_failures)
-
-
-class Closing:
-    """Adds `with` to a class that has `close`."""
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 class SupervisedThread:

@@ -76,7 +76,8 @@ def _job(args: argparse.Namespace) -> int:
         path = f"/v1/peers/{urllib.parse.quote(args.arguments[0], safe='')}/pardon"
     elif args.arguments:
         if args.action != "readmit" or not all(text.isdecimal() for text in args.arguments):
-            raise UsageError(f"job {args.action}: expected no names, and of readmit slices, got {args.arguments}.")
+            expected = "numbers of slices" if args.action == "readmit" else "no more arguments"
+            raise UsageError(f"job {args.action}: expected {expected}, got {' '.join(args.arguments)!r:.100}.")
         body = {"slices": [int(text) for text in args.arguments]}
     reply, _ = send_request(args, args.scheduler, path, body)
     text = f"pardoned {args.arguments[0]}" if args.action == "pardon" else job_line(reply)

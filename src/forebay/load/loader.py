@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from forebay.closing import Closing
 from forebay.dataset.reader import Dataset
 from forebay.dataset.verified import user_cache
 from forebay.errors import UsageError
@@ -35,7 +36,6 @@ from forebay.order.bijection import derive_key
 from forebay.order.plan import Order
 from forebay.order.run import OwnedRun, Run
 from forebay.order.step_index import check_integer
-from forebay.threads import Closing
 
 _log = logging.getLogger("forebay")
 _STOP_POLL_S = 0.05

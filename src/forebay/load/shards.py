@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from forebay.closing import Closing
 from forebay.errors import UsageError
 from forebay.load.batch import IGNORE_INDEX, Batch
 from forebay.load.shard_download import (
@@ -37,7 +38,6 @@ from forebay.order.shard_windows import (
 )
 from forebay.storage.base import require_env
 from forebay.storage.ranged_download import Workers
-from forebay.threads import Closing
 from forebay.units import format_bytes, format_rate
 
 COMMON_BYTES_PER_S = 125e6  # 1 Gb/s

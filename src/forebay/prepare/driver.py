@@ -106,8 +106,8 @@ def prepare_dataset(
 
     Raises:
         UsageError: If a setting is invalid, or `out` holds another dataset or is in use.
-        PrepareError: If an input is missing, changes while it is read or is damaged beyond `max_error_rate`, there is
-            no document (the report and `skipped.jsonl` are written all the same), or the disk is full.
+        PrepareError: If an input is missing, changes while it is read or is damaged beyond `[read] max_malformed`,
+            there is no document (the report and `skipped.jsonl` are written all the same), or the disk is full.
     """
     out = Path(out)
     output = next((output for output in OUTPUTS if output.name == to), to)

@@ -25,6 +25,7 @@ from typing import Any
 
 import orjson
 
+from forebay.closing import Closing
 from forebay.errors import LeaseError, LedgerError, StateError
 from forebay.ledger.chain import Checkpoint, Entry, Used
 from forebay.ledger.index import encode_runs
@@ -33,7 +34,6 @@ from forebay.scheduler import events
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.events import Event, from_row, to_row
 from forebay.scheduler.leases import JobSpec
-from forebay.threads import Closing
 
 LEDGER_NAME = "ledger.jsonl"
 JOURNAL_NAME = "journal.sqlite"

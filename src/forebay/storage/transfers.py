@@ -18,13 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from forebay.closing import Closing
 from forebay.dataset.manifest import SliceInfo
 from forebay.errors import NetworkError, ProtocolError, UsageError
 from forebay.network.retry import backoff_s
 from forebay.storage.base import Origin, PermanentError, TransientError
 from forebay.storage.part_file import MIN_PIECE_BYTES, ByteRange, Check, PartFile, Sha256Check, disk_error
 from forebay.storage.transfer_state import LOOKUP_INTERVAL_S, OnSourceFault, PoolTransfer, SourceStats, choose_source
-from forebay.threads import Closing, SupervisedThread
+from forebay.threads import SupervisedThread
 
 PIECE_BYTES = 8 << 20  # the longest request by default
 _FIRST_BACKOFF_S = 0.2

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from forebay.closing import Closing
 from forebay.errors import DatasetError, UsageError
 from forebay.formats.inputs import ReadOptions
 from forebay.load.arguments import batch_sizes, check_choice, rank_of_world, token_dtype
@@ -26,7 +27,6 @@ from forebay.stream.documents import DocumentSequence, Malformed, ShuffleBuffer,
 from forebay.stream.hub import HUB, Records, records_of
 from forebay.stream.records import FileRecords
 from forebay.stream.state import StreamState
-from forebay.threads import Closing
 
 _HUB_URL = "hf://datasets/"
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from forebay.closing import Closing
 from forebay.dataset.manifest import MANIFEST_FILE, TABLE_FILE, SliceInfo, SliceTable
 from forebay.dataset.reader import listed_files
 from forebay.errors import ForebayError, NetworkError, ProtocolError, UsageError
@@ -30,7 +31,7 @@ from forebay.storage.transfer_state import PoolTransfer, Transfer, TransferCance
 from forebay.storage.transfers import Transfers
 from forebay.swarm.reader_state import Body, Flags, SwarmReaderState, TrackerClient
 from forebay.swarm.share import SharedDataset, SliceIndex, SliceShare
-from forebay.threads import Closing, SupervisedThread
+from forebay.threads import SupervisedThread
 
 log = logging.getLogger("forebay.swarm")
 _MAX_SMALL_BYTES = 1 << 30  # of a dataset's small files together, which are kept in memory

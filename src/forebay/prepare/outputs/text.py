@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -69,9 +70,9 @@ class _MarkedOutput(Output):
         commit = partial(atomic_write, run.out / self.marker, data)
         return conclude(run, corpus, hashlib.sha256(data).hexdigest(), counts, commit)
 
+    @abstractmethod
     def write_content(self, run: PrepareRun, corpus: Corpus) -> dict[str, Any]:
         """Write the files and return what the marker says about them."""
-        raise NotImplementedError
 
 
 class TextOutput(_MarkedOutput):
