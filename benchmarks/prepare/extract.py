@@ -1,249 +1,205 @@
-"""HTML to main text: word F1 and speed of the candidates on real pages; and archives read, MB a CPU second.
+"""Main text of HTML pages: quality and speed of Forebay's extractor beside trafilatura, resiliparse and readability.
 
-Gold: thirteen pages of the sample archives, read by hand. What is main text is said by its first and last line (their
-beginnings), so that no page is copied here; the words between come from the page itself.
+Three sets of pages with gold (in FOREBAY_TEST_DATA/html), each split in two halves by a hash of the site's name; the
+model was trained on half 0, so half 1 is scored:
 
-Run: `FOREBAY_TEST_DATA=../shared/data python -m benchmarks.prepare.extract`. The peers (trafilatura, readability-lxml,
-jusText) run under the interpreter that FOREBAY_PEERS names (default `.venv-peers/bin/python`).
+* `wcxb`: pages of seven kinds, with their main content. Word precision, recall and F1, means over pages.
+* `articles`: readability's test pages, with the expected HTML. The same scores.
+* `snippets`: multilingual pages, each with snippets that belong to the text and that do not.
+
+Run: `FOREBAY_TEST_DATA=../shared/data python -m benchmarks.prepare.extract`. The peers run under the interpreter that
+FOREBAY_PEERS names (default `.venv-peers/bin/python`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 DATA = Path(os.environ.get("FOREBAY_TEST_DATA", Path(__file__).parents[3] / "shared/data"))
 PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
-GOLD = [  # address, beginning of the first line of main text, of the last one
-    ("https://www.cs.washington.edu/people/faculty/weld", "Dan Weld", "Dan has taught"),
-    ("https://soldaini.net/", "Hello, visitor!", "Hop over the publications"),
-    ("https://maria-antoniak.github.io/2023/07/04/notes-on-mastodon.html", "Some things to know", "Updated: July 24"),
-    ("https://maria-antoniak.github.io/2023/04/11/paperpile-to-zotero.html", "Moving from", "April 11, 2023"),
-    ("https://maria-antoniak.github.io/2022/07/27/topic-modeling-for-the-people.html", "Topic Modeling", "July 27"),
-    ("https://maria-antoniak.github.io/2018/11/19/data-science-crash-course.html", "Data Science", "Updated: June"),
-    ("https://tomhoper.github.io/", "About Me", "My work has received"),
-    ("http://0900-hovenier.nl/gelderland/oosterbeek/", "Hovenier in Oosterbeek", "De Steeg"),
-    ("http://commoncrawl.org/", "We build and maintain", "Don't forget"),
-    ("http://www.iana.org/numbers", "Number Resources", "Locally Served DNS Zones"),
-    ("http://www.iana.org/domains", "Domain Name Services", "A number of special domains"),
-    ("http://www.iana.org/domains/reserved", "IANA-managed Reserved", "There is additionally"),
-    ("https://an.wikipedia.org/wiki/Escopete", "Escopete ye", "(es) Escopete"),
-]
-HELD_OUT = [  # read after the extractor was done, to see what its choice of names is worth elsewhere
-    ("https://talaugust.github.io/", "Tal August", "Best way to reach me"),
-    ("https://kyleclo.com/", "Kyle Lo", "Jun 15, 2023"),
-    ("https://www.cs.cmu.edu/~anaik/", "Aakanksha Naik", "I often dabble"),
-    ("https://wiki.archiveteam.org/", "HISTORY IS OUR FUTURE", "Retrieved from"),
-]
 PEER_CODE = """
-import json, sys, time
-pages = json.load(sys.stdin)
-def trafilatura_(h):
+import json, logging, pathlib, sys, time, warnings
+warnings.filterwarnings("ignore"); logging.disable(logging.CRITICAL)
+def trafilatura_(**options):
     import trafilatura
-    return trafilatura.extract(h) or ""
-def trafilatura_recall(h):
-    import trafilatura
-    return trafilatura.extract(h, favor_recall=True, include_comments=False) or ""
-def readability_(h):
-    import readability, lxml.html
-    return lxml.html.fromstring(readability.Document(h).summary()).text_content()
-def justext_(h):
-    import justext
-    found = justext.justext(h.encode(), justext.get_stoplist("English"))
-    return "\\n".join(p.text for p in found if not p.is_boilerplate)
-out = {}
-for f in (trafilatura_, trafilatura_recall, readability_, justext_):
-    texts = []
+    return lambda html: trafilatura.extract(html, **options)
+def readability_():
+    import lxml.html, readability
+    return lambda html: lxml.html.fromstring(readability.Document(html).summary()).text_content()
+peers = {
+    "trafilatura": lambda: trafilatura_(), "trafilatura, precision": lambda: trafilatura_(favor_precision=True),
+    "trafilatura, recall": lambda: trafilatura_(favor_recall=True),
+    "trafilatura, no comments": lambda: trafilatura_(include_comments=False), "readability": readability_,
+}
+pages = sorted(pathlib.Path(sys.argv[1]).glob("*.html"))
+for name, make in peers.items():
     try:
-        f(pages[0])
-        t = time.process_time()
-        for page in pages:
-            try: texts.append(f(page))
-            except Exception as e: texts.append("")
-        out[f.__name__.strip("_")] = (time.process_time() - t, texts)
-    except ImportError as e:
-        print(e, file=sys.stderr)
-print(json.dumps(out))
+        extract = make()
+    except ImportError as error:
+        print(error, file=sys.stderr)
+        continue
+    texts, cpu = [], 0.0
+    for page in pages:
+        html = page.read_text("utf-8")
+        start = time.process_time()
+        try: text = extract(html)
+        except Exception: text = ""
+        cpu += time.process_time() - start
+        texts.append(text or "")
+    print(json.dumps([name, cpu, texts]), flush=True)
 """
 
 
-def words(text: str) -> Counter[str]:
-    """Its words, counted."""
-    return Counter(re.findall(r"\w+", text.lower()))
+@dataclass(frozen=True)
+class GoldPage:
+    """A page with its gold: the main text, or snippets that belong and do not belong to it."""
+
+    dataset: str
+    key: str
+    host: str
+    kind: str
+    html: str
+    text: str = ""
+    expected: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    @property
+    def half(self) -> int:
+        """0: the model was trained on it; 1: it was not."""
+        return int(hashlib.sha256(f"host {self.host.removeprefix('www.')}".encode()).hexdigest(), 16) % 2
 
 
-def f1(text: str, gold: str) -> tuple[float, float, float]:
-    """Precision, recall and F1 over words."""
-    a, b = words(text), words(gold)
+SETS = ("wcxb", "articles", "snippets")
+
+
+def gold_pages(*sets: str) -> Iterator[GoldPage]:
+    """The pages of the sets; of all three if none is named."""
+    from forebay.formats.http_message import body_text
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name in sets or SETS:
+            with tarfile.open(DATA / "html" / f"{'wcxb_dev' if name == 'wcxb' else name}.tar.xz") as archive:
+                archive.extractall(folder, filter="data")
+        for path in sorted((folder / "wcxb/ground-truth").glob("*.json")):
+            gold = json.loads(path.read_text("utf-8"))
+            page = folder / "wcxb/html" / f"{path.stem}.html"
+            if page.exists():
+                kind = ((gold.get("_internal") or {}).get("page_type") or {}).get("primary", "article")
+                host = urlsplit(gold.get("url", "")).netloc or path.stem
+                text = gold["ground_truth"].get("main_content", "")
+                yield GoldPage("wcxb", path.stem, host, kind, body_text(page.read_bytes(), "", True), text)
+        for path in sorted((folder / "articles").glob("*")):
+            html = body_text((path / "source.html").read_bytes(), "", True)
+            text = _text_of((path / "expected.html").read_text("utf-8"))
+            yield GoldPage("articles", path.name, re.sub(r"[-\d]+$", "", path.name), "article", html, text)
+        snippets = folder / "snippets/snippets.json"
+        for url, gold in json.loads(snippets.read_text("utf-8") if snippets.exists() else "{}").items():
+            html = body_text((folder / "snippets/pages" / gold["file"]).read_bytes(), "", True)
+            expected, unexpected = (tuple(map(one_line, gold[key])) for key in ("with", "without"))
+            host = urlsplit(url).netloc or gold["file"]
+            yield GoldPage("snippets", gold["file"], host, "article", html, "", expected, unexpected)
+
+
+def _text_of(html: str) -> str:
+    from forebay.formats.html import html_to_text
+
+    return html_to_text(html)
+
+
+def words(text: str) -> list[str]:
+    """Its words, in lower case."""
+    return re.findall(r"\w+", text.lower())
+
+
+def one_line(text: str) -> str:
+    """The text with one blank for each run of white space."""
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def word_scores(text: str, gold: str) -> tuple[float, float, float]:
+    """F1, precision and recall over words."""
+    a, b = Counter(words(text)), Counter(words(gold))
     common = (a & b).total()
-    p, r = common / max(1, a.total()), common / max(1, b.total())
-    return p, r, 2 * p * r / max(1e-9, p + r)
+    precision, recall = common / a.total() if a else 0.0, common / b.total() if b else 1.0
+    return 2 * precision * recall / (precision + recall) if common else 0.0, precision, recall
 
 
-def all_pages() -> list[tuple[str, str]]:
-    """Address and HTML of each distinct page of the sample archives."""
-    from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
-    from forebay.prepare.inputs import read_split
-
-    pages: dict[str, str] = {}
-    for path in sorted((DATA / "warc").rglob("*")):
-        if path.is_file() and ".warc" in path.name and "paths" not in path.name:
-            packed = {".gz": "gz", ".bad": "gz", ".lz4": "lz4"}.get(path.suffix, "")
-            source = InputFile(str(path), path.name, "warc", packed, path.stat().st_size, "")
-            for record in read_split(InputSplit((source,)), ReadOptions()):
-                if record.html and not record.problem and len(record.text) > 1000:
-                    pages.setdefault(record.url, record.text)
-    return list(pages.items())
-
-
-def gold_of(html: str, first: str, last: str) -> str:
-    """The lines of the page's whole text from one that begins so to the last one that begins so."""
-    from resiliparse.extract.html2text import extract_plain_text
-
-    text = extract_plain_text(html, list_bullets=False, alt_texts=False)
-    lines = [line.strip() for line in text.split("\n") if line.strip()]
-    start = [i for i, line in enumerate(lines) if line.startswith(first)]
-    stop = [i for i, line in enumerate(lines) if line.startswith(last)]
-    return "\n".join(lines[start[0] : stop[-1] + 1])
-
-
-def own_candidates() -> dict[str, Callable[[str], str]]:
-    """What is installed beside Forebay."""
-    from resiliparse.extract.html2text import extract_plain_text
-
-    from forebay.formats.html import parse_html, plain_text
-    from forebay.prepare.clean.extract import _PLAIN_SKIPPED, extract_html
-
-    candidates: dict[str, Callable[[str], str]] = {
-        "forebay": extract_html,
-        "tags and roles only": lambda h: plain_text(h, parse_html(h), _PLAIN_SKIPPED),
-        "resiliparse main": lambda h: extract_plain_text(h, main_content=True),
-        "resiliparse all": lambda h: extract_plain_text(h),
-    }
-    try:
-        from selectolax.lexbor import LexborHTMLParser
-
-        def selectolax(html: str) -> str:
-            tree = LexborHTMLParser(html)
-            tree.strip_tags(["script", "style", "nav", "header", "footer", "aside", "noscript", "form"])
-            return tree.body.text(separator="\n") if tree.body else ""
-
-        candidates["selectolax, tags only"] = selectolax
-    except ImportError:
-        print("selectolax is not installed: left out")
-    return candidates
-
-
-def timed(run: Callable[[], int]) -> tuple[float, int]:
-    """CPU seconds of a second run, and what it counted."""
-    run()
-    start = time.process_time()
-    counted = run()
-    return time.process_time() - start, counted
-
-
-def archives() -> None:
-    """Prints how fast archives are read: our documents as text, both libraries' raw blocks."""
-    import tempfile
-
-    from fastwarc.warc import ArchiveIterator
-    from warcio.archiveiterator import ArchiveIterator as WarcioIterator
-
-    from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
-    from forebay.formats.warc import read_raw
-    from forebay.prepare.inputs import read_split
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "a.warc.gz"
-        path.write_bytes((DATA / "warc/fastwarc/warcfile.warc.gz").read_bytes() * 50)
-        source, options = InputFile(str(path), "a", "warc", "gz", path.stat().st_size, ""), ReadOptions()
-
-        def warcio() -> int:
-            with path.open("rb") as file:
-                return sum(len(record.content_stream().read()) for record in WarcioIterator(file))
-
-        def fastwarc() -> int:
-            with path.open("rb") as file:
-                return sum(len(record.reader.read()) for record in ArchiveIterator(file))
-
-        runs: dict[str, Callable[[], int]] = {
-            "forebay, decoded text": lambda: sum(len(r.text) for r in read_split(InputSplit((source,)), options)),
-            "forebay, raw blocks": lambda: sum(len(r.block) for r in read_raw(source, options)),
-            "fastwarc, raw blocks": fastwarc,
-            "warcio, raw blocks": warcio,
-        }
-        print("\nArchives (.warc.gz), unpacked MB a CPU second")
-        for name, run in runs.items():
-            seconds, _ = timed(run)
-            print(f"{name:24}{0.5278 * 50 / seconds:8.0f}")
-
-
-def wikitext() -> None:
-    """Prints how fast wikitext becomes text; mwparserfromhell on the first articles only."""
-    import bz2
-    import html
-
-    from forebay.formats.wikitext import to_text
-
-    (path,) = (DATA / "wikipedia").glob("enwiki-latest*.bz2")
-    dump = bz2.decompress(path.read_bytes()).decode()
-    pages = [html.unescape(markup) for markup in re.findall(r"<text[^>]*>([^<]*)</text>", dump)]
-    pages = [page for page in pages if not page.lower().startswith("#redirect")]
-    first = pages[:10]
-    own, _ = timed(lambda: sum(len(to_text(page)) for page in pages))
-    print("\nWikitext, MB a CPU second")
-    print(f"{'forebay':24}{_megabytes(pages) / own:8.1f}")
-    try:
-        import mwparserfromhell
-    except ImportError:
-        print("mwparserfromhell is not installed: left out")
-        return
-    peer, _ = timed(lambda: sum(len(mwparserfromhell.parse(page).strip_code()) for page in first))
-    print(f"{'mwparserfromhell':24}{_megabytes(first) / peer:8.1f}")
-
-
-def _megabytes(pages: Sequence[str]) -> float:
-    return sum(len(page.encode()) for page in pages) / 1e6
+def describe_scores(pages: Sequence[GoldPage], texts: Sequence[str]) -> str:
+    """A line for each set, with F1 by kind of page."""
+    scores: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    tp = fn = tn = fp = 0
+    for page, text in zip(pages, texts):
+        if page.dataset == "snippets":
+            line = one_line(text)
+            present, absent = sum(s in line for s in page.expected), sum(s not in line for s in page.unexpected)
+            tp, fn = tp + present, fn + len(page.expected) - present
+            tn, fp = tn + absent, fp + len(page.unexpected) - absent
+            continue
+        scores[page.dataset].append(score := word_scores(text, page.text))
+        if page.dataset == "wcxb":
+            scores[f"  {page.kind}"].append(score)
+    lines = []
+    for name in ("wcxb", "articles"):
+        if scores[name]:
+            f1, precision, recall = (sum(column) / len(scores[name]) for column in zip(*scores[name]))
+            lines.append(f"  {name:10}{len(scores[name]):5} pages  F1 {f1:.3f}  P {precision:.3f}  R {recall:.3f}")
+    kinds = sorted(name for name in scores if name.startswith("  "))
+    lines.append(
+        "  F1 of " + ", ".join(f"{k.strip()} {sum(s[0] for s in scores[k]) / len(scores[k]):.3f}" for k in kinds)
+    )
+    if tp + fn:
+        precision, recall = tp / max(1, tp + fp), tp / (tp + fn)
+        f1 = 2 * precision * recall / (precision + recall)
+        lines.append(
+            f"  snippets   F1 {f1:.3f}  P {precision:.3f}  R {recall:.3f}  rejected {tn / max(1, tn + fp):.3f}"
+        )
+    lines.append(f"  empty: {sum(not text for text in texts)}")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    """Prints the table of extractors, and the speed of reading archives and wikitext."""
-    pages = all_pages()
-    by_url = dict(pages)
-    megabytes = sum(len(html.encode()) for _, html in pages) / 1e6
-    results: dict[str, tuple[float, list[str]]] = {}
-    for name, extract in own_candidates().items():
-        extract(pages[0][1])
-        start = time.process_time()
-        texts = [extract(html) for _, html in pages]
-        results[name] = (time.process_time() - start, texts)
-    if Path(PEERS).exists():
-        request = json.dumps([html for _, html in pages])
-        answer = subprocess.run([PEERS, "-c", PEER_CODE], input=request, capture_output=True, text=True, check=False)
-        results.update(json.loads(answer.stdout) if answer.stdout else {})
-        print(answer.stderr[-2000:] if not answer.stdout else "", end="", file=sys.stderr)
-    else:
+    """Prints the scores and CPU milliseconds a page of each extractor, on the half that was not trained on."""
+    from forebay.prepare.extract import extract_html
+
+    pages = [page for page in gold_pages() if page.half == 1]
+    size = sum(len(page.html.encode()) for page in pages) / len(pages)
+    print(f"{len(pages)} pages of {size / 1000:.0f} kB")
+    for name in ("forebay", "resiliparse"):
+        texts, cpu = [], 0.0
+        extract_html(pages[0].html, extractor=name)
+        for page in pages:
+            start = time.process_time()
+            texts.append(extract_html(page.html, extractor=name))
+            cpu += time.process_time() - start
+        print(f"{name}: {cpu / len(pages) * 1000:.2f} CPU ms a page\n{describe_scores(pages, texts)}", flush=True)
+    if not Path(PEERS).exists():
         print(f"{PEERS} is not there: peers left out. Set FOREBAY_PEERS.")
-    for title, chosen in (("Gold", GOLD), ("Held out", HELD_OUT)):
-        gold = [gold_of(by_url[url], first, last) for url, first, last in chosen]
-        count = words(" ".join(gold)).total()
-        print(f"{title}: {len(gold)} pages, {count} words; speed on {len(pages)} pages, {megabytes:.1f} MB")
-        print(f"{'':24}{'P':>7}{'R':>7}{'F1':>7}{'worst':>7}{'MB/s':>8}")
-        index = {url: i for i, (url, _) in enumerate(pages)}
-        for name, (seconds, texts) in sorted(results.items(), key=lambda item: item[1][0]):
-            scores = [f1(texts[index[url]], text) for (url, _, _), text in zip(chosen, gold)]
-            mean = [sum(column) / len(scores) for column in zip(*scores)]
-            worst = min(score[2] for score in scores)
-            print(f"{name:24}{mean[0]:7.3f}{mean[1]:7.3f}{mean[2]:7.3f}{worst:7.3f}{megabytes / seconds:8.1f}")
-    archives()
-    wikitext()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for index, page in enumerate(pages):
+            Path(folder, f"{index:05}.html").write_text(page.html, "utf-8", "replace")
+        with subprocess.Popen([PEERS, "-c", PEER_CODE, folder], stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout or ():
+                name, cpu, texts = json.loads(line)
+                print(
+                    f"{name}: {cpu / len(pages) * 1000:.2f} CPU ms a page\n{describe_scores(pages, texts)}", flush=True
+                )
+            if process.wait():
+                sys.exit(f"the peers failed: exit status {process.returncode}")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ from forebay.network.pki.files import read_certs, read_key
 from forebay.network.pki.identity import Identity, create_network, join, verify
 from forebay.network.pki.revocation import parse_crl, read_revoked, sign_crl
 from forebay.network.publications import read_publication
-from forebay.prepare.clean.extract import extract_html
+from forebay.prepare.extract import extract_html
 from forebay.prepare.inputs import read_split, split_files
 from forebay.scheduler.core import SchedulerCore
 from forebay.scheduler.leases import JobSpec

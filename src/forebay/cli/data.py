@@ -106,7 +106,7 @@ def _import(args: argparse.Namespace) -> int:
 def _extract(args: argparse.Namespace) -> int:
     from forebay.formats.html import HtmlError
     from forebay.formats.inputs import ReadOptions
-    from forebay.prepare.clean.extract import extract_html
+    from forebay.prepare.extract import extract_html
     from forebay.prepare.inputs import find_inputs, read_split, split_files
 
     options, num_failed = ReadOptions(), 0

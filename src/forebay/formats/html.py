@@ -50,11 +50,6 @@ class Html(Format):
             yield record
 
 
-def html_to_text(html: str) -> str:
-    """Return the text of a fragment or page with all that a browser shows of it. Raises HtmlError."""
-    return plain_text(html, parse_html(html), None)
-
-
 def parse_html(html: str) -> Any:
     """Parse a page with resiliparse. Raises HtmlError for one that would cost too much."""
     from resiliparse.parse.html import HTMLTree
@@ -78,11 +73,11 @@ def parse_html(html: str) -> Any:
     return HTMLTree.parse(html.replace("\0", "") if "\0" in html else html)
 
 
-def plain_text(html: str, page: Any, skipped: list[str] | None) -> str:
-    """Return the text of a parsed page without the elements that the CSS selectors `skipped` match."""
+def html_to_text(html: str) -> str:
+    """Return the text of a fragment or page with all that a browser shows of it. Raises HtmlError."""
     from resiliparse.extract.html2text import extract_plain_text
 
-    text: str = extract_plain_text(page, alt_texts=False, preserve_formatting=True, skip_elements=skipped)
+    text: str = extract_plain_text(parse_html(html), alt_texts=False, preserve_formatting=True)
     if len(text) > _MAX_GROWTH * len(html) + 1000:
         raise HtmlError(f"malformed HTML: {len(html)} characters become {len(text)} of text.")
     return _BLANK_LINES.sub("\n\n", strip_turn_marks(text)).strip()

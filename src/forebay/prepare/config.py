@@ -200,7 +200,7 @@ def _own_methods(table: Any, base: Dedup, allow_code: bool) -> tuple[Any, tuple[
 
 def _check_code(name: str, table: Any, key: str, path: Keys, allowed: bool) -> None:
     value = table.get(key) if isinstance(table, Mapping) else None
-    is_code = value and (key != "tokenizer" or re.fullmatch(r"(?!train:)[\w.]+:[A-Za-z_][\w.]*", str(value)))
+    is_code = value and (key == "use" or re.fullmatch(r"(?!train:)[\w.]+:[A-Za-z_][\w.]*", str(value)))
     if is_code and not allowed:
         raise _SettingError(
             (*path, key),
@@ -220,7 +220,8 @@ def _load_class(group: str, target: Any, what: str, path: Keys) -> Any:
 
 
 def _stage(name: str, table: Any, path: Keys, allow_code: bool, before: Sequence[Stage]) -> Stage:
-    _check_code(name, table, "use", path, allow_code)
+    for key in ("use", "extractor"):
+        _check_code(name, table, key, path, allow_code)
     if not isinstance(table, Mapping):
         raise _SettingError(path, f"expected a table of settings, true or false, got {table!r}")
     try:

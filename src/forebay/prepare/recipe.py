@@ -20,7 +20,7 @@ from forebay.prepare.tasks.slicing import MIN_SLICE_BYTES
 from forebay.prepare.tokenize.conversations import TEMPLATES, Conversations
 
 STAGES = {
-    "extract": "forebay.prepare.clean.extract:Extract",
+    "extract": "forebay.prepare.extract.stage:Extract",
     "unicode": "forebay.prepare.clean.unicode:Unicode",
     "pii": "forebay.prepare.clean.pii:Pii",
     "toxic": "forebay.prepare.clean.toxic:Toxic",

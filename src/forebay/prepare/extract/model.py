@@ -1,0 +1,135 @@
+"""Which blocks of a page are its main text: gradient-boosted trees in two passes.
+
+The first pass sees each block, its neighbours and the elements around it; the second also sees what the first says of
+them. Blocks are then chosen so that the expected F1 of the page's words is highest. The weights, `model.npz`, are made
+by `scripts/train_extractor.py`. Source: Friedman 2001 for the trees; Lipton, Elkan, Naryanaswamy 2014 for the choice.
+"""
+
+from functools import lru_cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.prepare.compiled import jit
+from forebay.prepare.extract.features import block_features, context_features
+from forebay.prepare.extract.page import WORDS, ScannedPage, Vocabulary
+from forebay.prepare.extract.tags import concept_words
+from forebay.prepare.filters.word_tables import hash_table
+
+MODEL_VERSION = 1
+"""Changed with the weights, as then the same page gives another text."""
+SHARE = 0.6
+"""A block is kept if its probability is at least this share of the page's highest expected F1. One half is best for F1
+if probabilities are exact; more rejects more boilerplate for little of F1."""
+
+
+class Trees(NamedTuple):
+    """Trees as arrays of nodes. A node's children follow it: left at the next index, right at `right`; a leaf has none.
+
+    Args:
+        roots: int32 [trees].
+        feature: int16 [nodes]; -1 of a leaf.
+        threshold: float32 [nodes]: values at most this go left; of a leaf, its value.
+        right: int32 [nodes].
+    """
+
+    roots: NDArray[np.int32]
+    feature: NDArray[np.int16]
+    threshold: NDArray[np.float32]
+    right: NDArray[np.int32]
+
+
+class Model(NamedTuple):
+    """The weights of extraction."""
+
+    class_words: Vocabulary
+    text_words: Vocabulary
+    first: Trees
+    second: Trees
+
+
+@lru_cache(1)
+def load_model() -> Model:
+    """Load `model.npz` from the package."""
+    with resources.files(__package__).joinpath("model.npz").open("rb") as file:
+        data = np.load(file, allow_pickle=False)
+        arrays: dict[str, Any] = {name: data[name] for name in data.files}
+    trees = [Trees(*(arrays[f"{name}_{field}"] for field in Trees._fields)) for name in ("first", "second")]
+    words = [
+        vocabulary(
+            arrays[f"{name}_words"].tobytes().decode().split(), arrays[f"{name}_weights"].astype(np.float32) / 100
+        )
+        for name in ("class", "text")
+    ]
+    return Model(words[0], words[1], *trees)
+
+
+def vocabulary(words: list[str], weights: NDArray[np.float32]) -> Vocabulary:
+    """The table of words and their weights; concepts are added to it."""
+    concepts = concept_words()
+    number_of = {word: number for number, word in enumerate(dict.fromkeys([*words, *concepts]))}
+    keys, numbers = hash_table(number_of, 1 << (4 * len(number_of)).bit_length())
+    padded = np.zeros(len(number_of), np.float32)
+    padded[: len(weights)] = weights
+    return Vocabulary(keys, numbers, padded, np.array([concepts.get(word, 0) for word in number_of], np.int64))
+
+
+def block_probabilities(page: ScannedPage, model: Model) -> NDArray[np.float32]:
+    """float32 [blocks]: how likely each block is main text."""
+    features, _ = block_features(page)
+    first = predict(features, model.first)
+    return predict(np.hstack([features, context_features(page, first)]), model.second)
+
+
+def choose_blocks(page: ScannedPage, probability: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """bool [blocks]: those to keep; at least one if there are any."""
+    if not len(probability):
+        return np.zeros(0, np.bool_)
+    words = page.blocks[:, WORDS] + 0.3
+    order = np.argsort(-probability, kind="stable")
+    expected = np.cumsum((words * probability)[order])
+    best = np.max(2 * expected / (np.cumsum(words[order]) + expected[-1] + 1e-9))
+    return np.asarray(probability >= min(SHARE * best, probability.max()))
+
+
+_LN2 = 0.6931471805599453
+_POWERS = 2.0 ** np.arange(-64.0, 65.0)
+
+
+@jit()
+def _logistic(x):  # type: ignore[no-untyped-def]
+    """1 / (1 + exp(-x)) by additions and multiplications alone: the same bits on every machine."""
+    x = min(40.0, max(-40.0, -np.float64(x)))
+    k = np.floor(x / _LN2 + 0.5)
+    r = x - k * _LN2
+    term, total = 1.0, 1.0
+    for n in range(1, 13):
+        term = term * r / n
+        total = total + term
+    return np.float32(1.0 / (1.0 + total * _POWERS[np.int64(k) + 64]))
+
+
+def predict(features: NDArray[np.float32], trees: Trees) -> NDArray[np.float32]:
+    """float32 [rows]: the probabilities that trees give to features, float32 [rows, features]."""
+    probabilities: NDArray[np.float32] = _predict(np.ascontiguousarray(features.T), trees)
+    return probabilities
+
+
+@jit()
+def _predict(columns, trees):  # type: ignore[no-untyped-def]
+    rows = columns.shape[1]
+    totals = np.zeros(rows, np.float32)
+    feature, threshold, right = trees.feature, trees.threshold, trees.right
+    for root in trees.roots:  # A tree's nodes stay in the cache for all rows.
+        for i in range(rows):
+            node = root
+            column = feature[node]
+            while column >= 0:
+                node = node + 1 if columns[column, i] <= threshold[node] else right[node]
+                column = feature[node]
+            totals[i] += threshold[node]
+    for i in range(rows):
+        totals[i] = _logistic(totals[i])
+    return totals

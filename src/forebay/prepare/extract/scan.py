@@ -1,0 +1,495 @@
+"""One pass over the bytes of an HTML page: its text in blocks, and the tree of elements around them.
+
+A block is text without an element that breaks it (`p`, `div`, `li`, `td` …; two `br`). The pass follows the HTML
+standard where it matters for text: raw text elements, optional end tags, elements closed out of order, character
+references. Its time is linear in the page (about 300 MB/s), and its memory is bounded: deeper than MAX_DEPTH and beyond
+MAX_ROWS elements or blocks, text goes to the enclosing element and the last block.
+"""
+
+import numpy as np
+
+from forebay.prepare.compiled import jit
+from forebay.prepare.extract.page import (
+    BLOCK_PARENT,
+    BREAKS,
+    CELL,
+    CHILDREN,
+    DEPTH,
+    FIRST,
+    FLAGS,
+    IMAGES,
+    IN_DESCRIPTION,
+    INPUTS,
+    LAST_WEIGHT,
+    LINKS,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+    OWN_WEIGHT,
+    PARENT,
+    PATH,
+    ROW,
+    SUM_WEIGHT,
+    TAG,
+    TAG_START,
+    TAG_STOP,
+    ScannedPage,
+    Vocabulary,
+    read_head,
+)
+from forebay.prepare.extract.tags import (
+    BLOCK,
+    CELLS,
+    CUSTOM,
+    FOREIGN,
+    HEADING,
+    HIDDEN,
+    ITEM,
+    PRE,
+    RAW,
+    ROOT,
+    ROWS,
+    SCOPE,
+    SECTION,
+    SKIP,
+    TAGS,
+    TERM,
+    VOID,
+    reference_table,
+    tag_tables,
+)
+from forebay.prepare.extract.text import (
+    AT_ELEMENT,
+    BR,
+    GAP_TAGS,
+    IN_LINK,
+    IN_PRE,
+    IN_WORD,
+    NUM_BLOCKS,
+    OPEN,
+    PENDING,
+    POS,
+    close_block,
+    end_word,
+    head_table,
+    put,
+    put_formula,
+    read_reference,
+)
+from forebay.prepare.filters.word_tables import MIX, character_table
+from forebay.prepare.filters.words import look_up, next_point
+
+MAX_DEPTH = 512
+MAX_ROWS = 100_000
+
+_P, _A, _BR, _HR, _IMG, _INPUT, _TABLE, _BODY, _HTML, _OPTION, _MATH, _SCRIPT = (
+    TAGS[tag] for tag in ("p", "a", "br", "hr", "img", "input", "table", "body", "html", "option", "math", "script")
+)
+
+
+def _name(text: str) -> int:
+    """The hash that `_attributes` gives to an attribute's name."""
+    h = 0
+    for char in text.encode():
+        h = (h * 131 + char) & 0xFFFFFFFF
+    return h
+
+
+_CLASS, _HREF, _HIDE, _ARIA_HIDDEN, _STYLE, _ALTTEXT, _TYPE_OF = (
+    _name(n) for n in ("class", "href", "hidden", "aria-hidden", "style", "alttext", "type")
+)
+NAMING = (
+    "class",
+    "id",
+    "role",
+    "itemprop",
+    "itemtype",
+    "aria-label",
+    "data-testid",
+    "data-test-id",
+    "data-component",
+    "data-qa",
+    "data-type",
+)
+"""Attributes whose words say what an element is for."""
+_NAMING = np.array([_name(name) for name in NAMING], np.int64)
+
+
+def scan_page(html: bytes, class_words: Vocabulary, text_words: Vocabulary) -> ScannedPage:
+    """Scan a page, which must be valid UTF-8."""
+    data = np.frombuffer(html, np.uint8)
+    rows = min(html.count(b"<") + 2, MAX_ROWS)
+    elements, weights = np.zeros((rows, TAG_STOP + 1), np.int64), np.zeros((rows, LAST_WEIGHT + 1), np.float32)
+    blocks, block_weights = np.zeros((rows, FIRST + 1), np.int64), np.zeros((rows, IN_DESCRIPTION + 1), np.float32)
+    text = np.empty(2 * len(data) + 64, np.uint8)
+    (tag_keys, tag_numbers), bits, flags = tag_tables()
+    (ref_keys, ref_numbers), ref_points, windows = reference_table()
+    tags = (tag_keys, tag_numbers, bits, flags)
+    references = (ref_keys, ref_numbers, ref_points, windows)
+    title, description, kinds = read_head(html)
+    words = (text_words, *head_table(title, description, character_table()))
+    counts = _scan(
+        data, tags, references, class_words, words, character_table(), elements, weights, blocks, block_weights, text
+    )
+    return ScannedPage(text[: counts[2]], elements[: counts[0]], weights[: counts[0]], blocks[: counts[1]],
+                block_weights[: counts[1]], kinds)  # fmt: skip
+
+
+@jit()
+def _class_words(data, start, stop, words, total):  # type: ignore[no-untyped-def]
+    """Add the words of an attribute's value (`postBody main-text` has four) to `total`: weight, count and flags."""
+    h, n = np.uint64(0), 0
+    before = np.uint8(0)
+    for i in range(start, stop + 1):
+        c = data[i] if i < stop else np.uint8(32)
+        letter = 97 <= c | 32 <= 122
+        if n and (not letter or (c <= 90 and before > 90)):
+            if 2 <= n <= 24:
+                number = look_up(words.keys, words.numbers, h * np.uint64(MIX))
+                if number >= 0:
+                    total[0] += words.weights[number]
+                    total[1] += 1
+                    total[2] = np.float64(np.int64(total[2]) | words.flags[number])
+            h, n = np.uint64(0), 0
+        if letter:
+            h = (h ^ np.uint64(c | 32)) * np.uint64(MIX)
+            h ^= h >> np.uint64(29)
+            n += 1
+        before = c
+
+
+@jit()
+def _find_end(data, i, name_start, name_stop):  # type: ignore[no-untyped-def]
+    """Where the end tag of a raw text element begins, or -1."""
+    n = len(data)
+    size = name_stop - name_start
+    while i + size + 2 < n:
+        if data[i] == 60 and data[i + 1] == 47:
+            k = 0
+            while k < size and data[i + 2 + k] | 32 == data[name_start + k] | 32:
+                k += 1
+            if k == size:
+                return i
+        i += 1
+    return -1
+
+
+@jit()
+def _contains(data, start, stop, word):  # type: ignore[no-untyped-def]
+    for i in range(start, stop - len(word) + 1):
+        k = 0
+        while k < len(word) and data[i + k] == word[k]:
+            k += 1
+        if k == len(word):
+            return True
+    return False
+
+
+_NONE, _TEX = np.frombuffer(b"none", np.uint8), np.frombuffer(b"math/tex", np.uint8)
+_TRUE = np.frombuffer(b"true", np.uint8)
+
+
+@jit()
+def _attributes(data, i, words, total):  # type: ignore[no-untyped-def]
+    """Parse attributes up to `>`; adds class words to `total`; returns flags, whether there is a link, and the end."""
+    n = len(data)
+    flags, link = 0, False
+    while i < n:
+        c = data[i]
+        if c == 62:
+            return flags, link, i + 1
+        if c <= 32 or c == 47:
+            i += 1
+            continue
+        h = 0
+        while i < n and data[i] > 32 and data[i] != 61 and data[i] != 62 and data[i] != 47:
+            h = (h * 131 + (data[i] | 32 if 65 <= data[i] <= 90 else data[i])) & 0xFFFFFFFF
+            i += 1
+        if i < n and data[i] == 61 and h == 0:
+            i += 1
+            continue
+        j = i
+        while j < n and data[j] <= 32:
+            j += 1
+        start = stop = i
+        if j < n and data[j] == 61:
+            j += 1
+            while j < n and data[j] <= 32:
+                j += 1
+            if j < n and (data[j] == 34 or data[j] == 39):
+                quote = data[j]
+                start = stop = j + 1
+                while stop < n and data[stop] != quote:
+                    stop += 1
+                i = stop + 1
+            else:
+                start = stop = j
+                while stop < n and data[stop] > 32 and data[stop] != 62:
+                    stop += 1
+                i = stop
+        naming = False
+        for named in _NAMING:
+            naming = naming or h == named
+        if naming:
+            _class_words(data, start, min(stop, start + 512), words, total)
+            if h == _CLASS:
+                for k in range(start, min(stop, start + 512)):
+                    total[3] = np.float64((np.int64(total[3]) * 31 + data[k]) & 0xFFFFFFFF)
+        elif h == _HREF:
+            link = True
+        elif h == _ALTTEXT:
+            total[4], total[5] = start, stop
+        elif h == _TYPE_OF:
+            total[6] = _contains(data, start, min(stop, start + 8), _TEX)
+        elif h == _HIDE:
+            flags |= HIDDEN
+        elif h == _ARIA_HIDDEN:
+            if _contains(data, start, min(stop, start + 8), _TRUE):
+                flags |= HIDDEN
+        elif h == _STYLE:
+            for k in range(start, min(stop, start + 512) - 8):
+                if data[k] == 100 and data[k + 7] == 58 and data[k + 4] == 108:  # display:
+                    if _contains(data, k + 8, min(stop, k + 14), _NONE):
+                        flags |= HIDDEN
+                    break
+    return flags, link, n
+
+
+@jit()
+def _scan(  # type: ignore[no-untyped-def]
+    data, tags, references, class_words, words, chars, elements, weights, blocks, block_weights, out
+):
+    tag_keys, tag_numbers, tag_bits, tag_flags = tags
+    n = len(data)
+    s = np.zeros(12, np.int64)
+    s[OPEN] = -1
+    stack, stack_tags = np.zeros(MAX_DEPTH + 1, np.int64), np.zeros(MAX_DEPTH + 1, np.int64)
+    num_open, no_end = np.zeros(CUSTOM + 1, np.int64), np.zeros(CUSTOM + 1, np.bool_)
+    total = np.zeros(7, np.float64)
+    top, num_elements, deeper = 0, 1, 0
+    skip, skip_depth = np.int64(0), 0
+    i = 0
+    while i < n:
+        c = data[i]
+        if c != 60:
+            if skip:
+                i += 1
+                continue
+            if c == 38:
+                points, end = read_reference(data, i, n, references)
+                if points >= 0:
+                    put(points & 0x1FFFFF, s, out, blocks, block_weights, words, chars)
+                    if points >> 21:
+                        put(points >> 21, s, out, blocks, block_weights, words, chars)
+                    i = end
+                    continue
+            if c < 0x80:
+                put(np.int64(c), s, out, blocks, block_weights, words, chars)
+                i += 1
+            else:
+                point, i = next_point(data, i)
+                put(np.int64(point), s, out, blocks, block_weights, words, chars)
+            continue
+        following = data[i + 1] if i + 1 < n else np.uint8(0)
+        is_end = following == 47
+        name = i + 2 if is_end else i + 1
+        first = data[name] | 32 if name < n else 0
+        if not 97 <= first <= 122:
+            if following == 33 and i + 3 < n and data[i + 2] == 45 and data[i + 3] == 45:
+                i += 4
+                if i < n and data[i] == 62:  # <!-->
+                    i += 1
+                    continue
+                i -= 2
+                while i + 2 < n and not (data[i] == 45 and data[i + 1] == 45 and data[i + 2] == 62):
+                    i += 1
+                i = min(n, i + 3)
+            elif following == 33 or following == 63 or is_end:
+                while i < n and data[i] != 62:
+                    i += 1
+                i += 1
+            else:
+                if not skip:
+                    put(np.int64(60), s, out, blocks, block_weights, words, chars)
+                i += 1
+            continue
+        h = np.uint64(0)
+        hyphen = False
+        j = name
+        while j < n and data[j] > 32 and data[j] != 62 and data[j] != 47:
+            hyphen = hyphen or data[j] == 45
+            h = (h ^ np.uint64(data[j] | 32 if 65 <= data[j] <= 90 else data[j])) * np.uint64(MIX)
+            h ^= h >> np.uint64(29)
+            j += 1
+        tag = np.int64(look_up(tag_keys, tag_numbers, h * np.uint64(MIX)))
+        if tag < 0:
+            tag = np.int64(CUSTOM) if hyphen else np.int64(0)
+        total[:] = 0
+        if tag == CUSTOM:
+            _class_words(data, name, j, class_words, total)
+        flags, link, i = _attributes(data, j, class_words, total)
+        bits = tag_bits[tag]
+        s[GAP_TAGS] += 1
+        if skip:
+            if tag == skip:
+                skip_depth += -1 if is_end else 1
+            foreign = tag_bits[skip] & FOREIGN
+            if skip_depth <= 0 or (foreign and bits & BLOCK and not is_end and tag not in (_OPTION, CUSTOM)):
+                skip = np.int64(0)
+            if skip or tag == skip or is_end:
+                continue
+        if is_end:
+            if bits & BLOCK:
+                close_block(s, out, blocks, block_weights, words)
+            if deeper and bits & BLOCK:
+                deeper -= 1
+                continue
+            if num_open[tag] == 0 or tag == 0 or bits & ROOT:
+                continue
+            table = bits & (CELLS | ROWS | SECTION)
+            k = top
+            while k > 0 and stack_tags[k] != tag:
+                t = stack_tags[k]
+                if t == _TABLE or (not table and tag != _TABLE and tag_bits[t] & CELLS):
+                    k = 0
+                    break
+                k -= 1
+            if k == 0:
+                continue
+            if not bits & BLOCK:
+                num_open[tag] -= 1
+                stack_tags[k] = 0
+                if tag == _A:
+                    s[IN_LINK] = 0
+            else:
+                while top >= k:
+                    if stack_tags[top]:
+                        num_open[stack_tags[top]] -= 1
+                        if stack_tags[top] == _A:
+                            s[IN_LINK] = 0
+                    top -= 1
+            while top > 0 and stack_tags[top] == 0:
+                top -= 1
+            s[AT_ELEMENT] = stack[top]
+            s[IN_PRE] = elements[stack[top], FLAGS] & PRE
+            continue
+        if tag == _BR:
+            if s[OPEN] >= 0:
+                s[BR] += 1
+                if s[IN_WORD]:
+                    end_word(s, words, block_weights)
+                    s[IN_WORD] = 0
+                blocks[s[OPEN], BREAKS] += 1
+                if s[BR] >= 2 and not s[IN_PRE]:
+                    close_block(s, out, blocks, block_weights, words)
+                else:
+                    s[PENDING] = 2
+            continue
+        if tag == 0 or tag == _HTML or (tag == _BODY and num_open[_BODY]):
+            continue
+        if bits & BLOCK:
+            close_block(s, out, blocks, block_weights, words)
+            # Elements whose end tags may be left out.
+            k, first_open = top, 0
+            if bits & ITEM:
+                while k > max(0, top - 64):
+                    other = tag_bits[stack_tags[k]]
+                    if stack_tags[k] == tag or (bits & TERM and other & TERM):
+                        first_open = k
+                        break
+                    if other & SCOPE:
+                        break
+                    k -= 1
+            elif bits & (CELLS | ROWS | SECTION):
+                while k > 0 and stack_tags[k] != _TABLE:
+                    other = tag_bits[stack_tags[k]]
+                    if other & CELLS or (other & ROWS and not bits & CELLS) or (other & SECTION and bits & SECTION):
+                        first_open = k
+                    k -= 1
+            else:
+                while k > 0 and not tag_bits[stack_tags[k]] & BLOCK:
+                    k -= 1
+                if k > 0 and (stack_tags[k] == _P or (bits & HEADING and tag_bits[stack_tags[k]] & HEADING)):
+                    first_open = k
+            if first_open:
+                while top >= first_open:
+                    if stack_tags[top]:
+                        num_open[stack_tags[top]] -= 1
+                        if stack_tags[top] == _A:
+                            s[IN_LINK] = 0
+                    top -= 1
+        elif tag == _HR:
+            close_block(s, out, blocks, block_weights, words)
+        parent = stack[top]
+        if bits & VOID:
+            if tag == _IMG:
+                elements[parent, IMAGES] += 1
+            elif tag == _INPUT:
+                elements[parent, INPUTS] += 1
+            continue
+        if bits & RAW:
+            if not no_end[tag]:
+                end = _find_end(data, i, name, j)
+                if end < 0:
+                    no_end[tag] = True
+                else:
+                    if tag == _SCRIPT and total[6]:
+                        put_formula(data, i, end, references, s, out, blocks, block_weights, words, chars)
+                    i = end
+                    while i < n and data[i] != 62:
+                        i += 1
+                    i += 1
+            continue
+        if bits & SKIP:
+            if tag == _MATH and total[5] > total[4]:
+                start, stop = np.int64(total[4]), np.int64(total[5])
+                put_formula(data, start, stop, references, s, out, blocks, block_weights, words, chars)
+            if data[i - 2] != 47 and (tag != _MATH or total[5] > total[4]):
+                skip, skip_depth = tag, 1
+            continue
+        if tag == _A:
+            if s[IN_LINK]:  # a link within a link ends it
+                k = top
+                while k > 0 and stack_tags[k] != _A:
+                    k -= 1
+                stack_tags[k] = 0
+                num_open[_A] -= 1
+                while top > 0 and stack_tags[top] == 0:
+                    top -= 1
+                parent = stack[top]
+            if not link:
+                continue
+            if s[OPEN] >= 0:
+                blocks[s[OPEN], LINKS] += 1
+        if top >= MAX_DEPTH - 1 or num_elements >= len(elements):
+            deeper += 1 if bits & BLOCK else 0
+            continue
+        element = num_elements
+        num_elements += 1
+        row, up = elements[element], elements[parent]
+        own = np.int64(total[2]) | tag_flags[tag] | flags
+        row[PARENT] = parent
+        row[TAG] = tag
+        row[FLAGS] = up[FLAGS] | own
+        row[TAG_START], row[TAG_STOP] = name, i
+        row[DEPTH] = up[DEPTH] + 1
+        row[PATH] = ((up[PATH] * 31 + tag) * 1000003 + np.int64(total[3])) & 0x7FFFFFFFFFFF
+        row[ROW] = element if bits & ROWS else 0 if tag == _TABLE else up[ROW]
+        row[CELL] = element if bits & CELLS else 0 if tag == _TABLE else up[CELL]
+        row[BLOCK_PARENT] = parent if tag_bits[up[TAG]] & BLOCK or parent == 0 else up[BLOCK_PARENT]
+        up[CHILDREN] += 1
+        w, pw = weights[element], weights[parent]
+        weight = np.float32(total[0] / total[1]) if total[1] else np.float32(0)
+        w[OWN_WEIGHT] = weight
+        w[SUM_WEIGHT] = pw[SUM_WEIGHT] * np.float32(0.7) + weight
+        w[MIN_WEIGHT] = min(pw[MIN_WEIGHT], weight)
+        w[MAX_WEIGHT] = max(pw[MAX_WEIGHT], weight)
+        w[LAST_WEIGHT] = weight if total[1] else pw[LAST_WEIGHT]
+        top += 1
+        stack[top], stack_tags[top] = element, tag
+        num_open[tag] += 1
+        s[AT_ELEMENT] = element
+        s[IN_PRE] = row[FLAGS] & PRE
+        if tag == _A:
+            s[IN_LINK] = 1
+    close_block(s, out, blocks, block_weights, words)
+    return num_elements, s[NUM_BLOCKS], s[POS]

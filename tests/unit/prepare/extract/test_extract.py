@@ -1,0 +1,277 @@
+"""HTML to main text: real pages by what must and must not be in it, and pages that attack."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.errors import UsageError
+from forebay.formats import warc
+from forebay.formats.html import HtmlError, html_to_text
+from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+from forebay.prepare.documents import SCHEMA
+from forebay.prepare.extract import extract_html
+from forebay.prepare.extract.stage import Extract
+from support.shared_data import shared_data
+
+PAGE = """<html><head><title>T</title><style>x{}</style></head><body class="has-sidebar">
+<header>Site name</header><nav><a href=/>Home</a></nav><div class="cookie-notice">We use cookies</div>
+<main><article><h1>The title</h1><p>First <b>bold</b> words.</p><ul><li>one</li><li>two</li></ul></article></main>
+<div id=sidebar>Related</div><script>var x = "evil"</script><footer>Copyright</footer></body></html>"""
+EXPECTED = {  # what must, and what must not be in the main text
+    "maria-antoniak.github.io/2023/04/11/paperpile-to-zotero.html": ("Organize your Paperpile files", "Resources /"),
+    "www.cs.washington.edu/people/faculty/weld": ("Professor Emeritus", "Drupal Login"),
+    "www.iana.org/numbers": ("RIPE NCC", "Excellence"),
+    "commoncrawl.org/": ("open repository of web crawl data", "Skip to content"),
+    "an.wikipedia.org/wiki/Escopete": ("d'estilo romanico", "Politica de privacidat"),
+    "0900-hovenier.nl/gelderland/oosterbeek/": ("uw tuinspecialist", "Algemene voorwaarden"),
+    "soldaini.net/": ("Processing scientific PDFs", "Publications / Facts"),
+}
+
+
+def test_main_text() -> None:
+    text = extract_html(PAGE)
+    assert text.startswith("The title")
+    assert "First bold words." in text
+    assert not any(word in text for word in ("Site name", "Home", "cookies", "Related", "evil", "Copyright"))
+    assert "Copyright" in html_to_text(PAGE)
+    assert extract_html("") == extract_html("<html></html>") == ""
+
+
+def test_real_pages() -> None:
+    folder = shared_data("warc")
+    pages: dict[str, str] = {}
+    for name in ("dolma/sample-0000", "pywb/iana", "jwarc/cc", "whirlwind/whirlwind", "fastwarc/warcfile"):
+        source = InputFile(str(folder / f"{name}.warc.gz"), name, "warc", "gz", 0, "")
+        for record in warc.Warc().read_text(InputSplit((source,)), ReadOptions()):
+            pages[record.url.partition("://")[2]] = extract_html(record.text) if record.html else record.text
+    for url, (expected, unwanted) in EXPECTED.items():
+        assert expected in pages[url], url
+        assert unwanted not in pages[url], url
+
+
+def test_a_name_that_misleads_does_not_lose_the_page() -> None:
+    words = "Many words of a real article. " * 40
+    page = f'<html><body><div class="content-with-sidebar menu-open"><p>{words}</p></div></body></html>'
+    assert extract_html(page) == words.strip()
+
+
+HOSTILE = [
+    "<div>" * 100_000 + "hello" + "</div>" * 100_000,
+    "<table><tr><td>" * 30_000 + "hello",
+    "<b><p>" * 30_000 + "hello",
+    "<!--" * 50_000,
+    "&" * 100_000 + "hello",
+    "\0" * 50_000 + "<p>hel\0lo",
+    "<svg><math>" * 20_000,
+    "<![CDATA[" * 50_000,
+    "<div class='" + "nav " * 50_000 + "'>hello",
+    "<html><body>" + "<p>Some words in a paragraph " * 100_000,
+    "<script>" * 100_000 + "<title>" * 100_000 + "x",
+    "<b>" * 100_000 + "</i></b></a>" * 50_000,
+    "<td>" * 1000 + "</table></td>" * 50_000 + "x",
+    "<p " + " ".join(f"a{i}" for i in range(50_000)) + ">x",
+    "".join(f"<body b{i}>" for i in range(5000)) + "x",
+    "<ul><li>x" * 30_000,
+    "<meta content=" * 50_000 + "<p>x",
+    '"@type"' * 50_000 + "&nGt;" * 100_000,
+    "<li>" * 60 + "<i>" * 60_000 + "<li>" * 60_000 + "x",
+]
+
+
+@pytest.mark.parametrize("html", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_pages_cost_linear_time(html: str) -> None:
+    extract_html("<p>compiled")
+    start = time.process_time()
+    extract_html(html[: len(html) // 4])
+    quarter = time.process_time() - start
+    start = time.process_time()
+    text = extract_html(html)
+    assert time.process_time() - start < 8 * quarter + 0.5
+    assert "\0" not in text
+    assert len(text) <= len(html)
+    extract_html(html, markdown=True)
+
+
+PIECES = """<p> </p> <li> </ul> <ul> <table> <tr> <td> </table> <a href=x> </a> <br> <pre> </pre> <b> </i> <svg> <math
+alttext='x&lt;y'> <script> </script> <select> <h1> </h2> <!-- --> <noscript> <x-y class=aB> & < &amp; &notin; &#0;
+&#x1F600; <blockquote> <ol> </td> <body> </html> " ' > é 中文"""
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(PIECES.split()),
+            st.text(max_size=8),
+        ),
+        max_size=60,
+    )
+)
+@settings(deadline=None)
+def test_any_page_gives_text_of_its_own(parts: list[str]) -> None:
+    html = " ".join(parts)
+    text = extract_html(html)
+    assert text == extract_html(html)
+    assert len(text) <= 2 * len(html) + 2
+    assert not any(ord(char) < 32 and char not in "\n\t" for char in text)
+    extract_html(html, markdown=True).encode()
+
+
+@pytest.mark.parametrize(
+    ("html", "message"),
+    [
+        ("<p " + " ".join(f"a{i}" for i in range(50_000)) + ">x", "more than 1000 attributes"),
+        ("<p " + " ".join(f"a{i}='>'" for i in range(5000)) + ">x", "more than 1000 attributes"),
+        ("".join(f"<body b{i}>" for i in range(5000)), "5000 times"),
+        ("<ul><li>x" * 30_000, "lists nested 30000 deep"),
+        ("<ol>" * 400 + "x<br>" * 2000, "lists nested 400 deep"),
+    ],
+)
+def test_pages_for_which_resiliparse_is_not_linear_are_refused(html: str, message: str) -> None:
+    with pytest.raises(HtmlError, match=message):
+        extract_html(html, extractor="resiliparse")
+    with pytest.raises(HtmlError, match=message):
+        html_to_text(html)
+
+
+def test_limits_leave_honest_pages_alone() -> None:
+    lists = "<ul>" * 30 + "".join(f"<li>item {i}</li>" for i in range(100)) + "</ul>" * 30
+    attributes = "<p " + " ".join(f'a{i}="a b c > d"' for i in range(200)) + ">words</p>"
+    assert "item 99" in extract_html(f"<html><body>{lists * 3}{attributes * 20}")
+
+
+WORDS = "Many words of a real article. " * 40
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        f'<body><form id="aspnetForm"><div><p>{WORDS}</p></div></form></body>',
+        f"<body><div><form><p>{WORDS}</p></form></div></body>",
+        f"<body><header><h1>A post</h1><p>{WORDS}</p></header></body>",
+        f'<body><div class="layout-sidebar-left"><p>{WORDS * 3}</p></div><p>{"We use cookies. " * 40}</p></body>',
+    ],
+    ids=["form", "form within", "header", "sidebar"],
+)
+def test_a_wrapper_that_misleads_does_not_lose_the_page(page: str) -> None:
+    assert WORDS.strip() in extract_html(f"<html>{page}</html>")
+
+
+def test_stage() -> None:
+    rows = [
+        {"place": 0, "id": "", "url": "", "html": True, "text": PAGE},
+        {"place": 1, "id": "", "url": "", "html": False, "text": "<b>plain</b>"},
+        {"place": 2, "id": "", "url": "", "html": True, "text": "<img src=only.png>"},
+        {"place": 3, "id": "", "url": "", "html": True, "text": "<script>x()</script>"},
+    ]
+    batch = pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
+    verdict = Extract().apply(batch)
+    assert verdict.drop.tolist() == [-1, -1, 0, 0]
+    assert verdict.batch.schema == SCHEMA
+    texts = verdict.batch.column("text").to_pylist()
+    assert texts[0].startswith("The title")
+    assert texts[1] == "<b>plain</b>"
+    assert verdict.counts == {"extracted": 1}
+    assert Extract().reasons[verdict.drop[2]] == "no_text"
+    assert verdict.batch.column("html").to_pylist() == [False] * 4
+    refused = batch.set_column(4, SCHEMA.field(4), pa.array(["", "", "", "<ul>" * 10_000], pa.large_string()))
+    verdict = Extract("resiliparse").apply(refused)
+    assert verdict.drop[3] == 1 and list(verdict.problems) == [3] and Extract().reasons[1] == "malformed"
+    plain = batch.slice(1, 1)
+    assert Extract().apply(plain).batch.equals(plain)
+
+
+STRUCTURED = """<html><head><title>Rivers</title></head><body><nav><ul><li><a href=/>Home</a></li></ul></nav><article>
+<h1>About rivers</h1><p>A river is a natural stream of water. It flows towards an ocean, a lake or another river.</p>
+<h2>Kinds of rivers</h2><ul><li>Perennial rivers flow all year round, whatever the weather is like.
+<ol><li>Most large rivers are perennial, and have many tributaries.</li></ol></li><li>Ephemeral rivers flow only after
+heavy rain has fallen.</li></ul><table><tr><th>River</th><th>Length in km</th></tr><tr><td>Nile</td><td>6,650</td></tr>
+<tr><td>Amazon | Ucayali</td><td>6,400</td></tr></table><pre><code>def flow(river):
+    return river.speed</code></pre><blockquote><p>No man ever steps in the same river twice.</p></blockquote>
+<p>The discharge is <math alttext="Q=A&lt;v"><mi>Q</mi></math>, measured in cubic metres a second.</p></article>
+</body></html>"""
+MARKDOWN = """# About rivers
+
+A river is a natural stream of water. It flows towards an ocean, a lake or another river.
+
+## Kinds of rivers
+
+- Perennial rivers flow all year round, whatever the weather is like.
+  1. Most large rivers are perennial, and have many tributaries.
+- Ephemeral rivers flow only after heavy rain has fallen.
+
+| River | Length in km |
+| --- | --- |
+| Nile | 6,650 |
+| Amazon \\| Ucayali | 6,400 |
+
+```
+def flow(river):
+    return river.speed
+```
+
+> No man ever steps in the same river twice.
+
+The discharge is $Q=A<v$, measured in cubic metres a second."""
+
+
+def test_markdown_marks_the_structure() -> None:
+    assert extract_html(STRUCTURED, markdown=True) == MARKDOWN
+    plain = extract_html(STRUCTURED)
+    assert "River\tLength in km\nNile\t6,650" in plain
+    assert "#" not in plain and "Home" not in plain
+
+
+@pytest.mark.parametrize(
+    ("html", "text"),
+    [
+        ("<p>one<p>two<div>three", "one\ntwo\nthree"),
+        ("a&nbsp;b &eacute;&#233;&#xE9; &lt;x&gt; &amp &bogus; &#x80;", "a b ééé <x> & &bogus; €"),
+        ("<p>one<br>two<br><br>three", "one\ntwo\nthree"),
+        ("<pre>  a\n    b</pre>", "a\n    b"),
+        ("<p>before<!-- no <p> --><script>if (a < b) {}</script> after", "before after"),
+        ("<p>in <a href=x>a link</a> and <svg><text>no</text></svg> out", "in a link and out"),
+        ("<noscript><p>Content for readers without scripts</p></noscript>", "Content for readers without scripts"),
+        ("<p title='a > b'>text", "text"),
+        ("1 < 2 and 3 <4", "1 < 2 and 3 <4"),
+        ("<table><tr><td>a<td>b<tr><td>c</table>", "a\tb\nc"),
+    ],
+)
+def test_text_is_read_as_a_browser_reads_it(html: str, text: str) -> None:
+    from forebay.prepare.extract import layout, model, scan
+
+    words = model.load_model()
+    page = scan.scan_page(f"<html><body>{html}</body></html>".encode(), words.class_words, words.text_words)
+    assert layout.page_text(page, np.ones(len(page.blocks), np.bool_), False) == text
+
+
+def test_quality_on_pages_that_were_not_trained_on() -> None:
+    shared_data("html")
+    from benchmarks.prepare.extract import gold_pages, word_scores
+
+    pages = [page for page in gold_pages("articles") if page.half == 1]
+    scores = [word_scores(extract_html(page.html), page.text) for page in pages]
+    assert len(pages) == 70
+    assert sum(score[0] for score in scores) / len(scores) > 0.955
+    assert min(score[2] for score in scores) > 0.1  # no article is lost
+
+
+@pytest.mark.parametrize("name", ["trafilatura", "resiliparse"])
+def test_other_extractors(name: str) -> None:
+    pytest.importorskip(name)
+    text = extract_html(STRUCTURED, extractor=name)
+    assert "A river is a natural stream of water." in text and "Home" not in text
+
+
+def test_an_extractor_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match=r"expected an entry point of forebay\.extractors"):
+        extract_html("x", extractor="nothing")
+    with pytest.raises(UsageError, match="expected settings of the extractor forebay"):
+        extract_html("x", options={"speed": 2})
+    with pytest.raises(UsageError, match="markdown: expected false with the extractor resiliparse"):
+        Extract("resiliparse", markdown=True)
