@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pyarrow as pa
+
 DATA = Path(os.environ.get("FOREBAY_TEST_DATA", Path(__file__).parents[3] / "shared/data"))
 PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
 PEER_CODE = """
@@ -171,6 +173,26 @@ def describe_scores(pages: Sequence[GoldPage], texts: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def describe_filtered(pages: Sequence[GoldPage], texts: Sequence[str]) -> str:
+    """How many articles the filters of the recipe fineweb keep of these texts, and how much of the kept is article."""
+    from forebay.formats.inputs import ReadOptions
+    from forebay.formats.records import Record
+    from forebay.prepare import load_recipe
+    from forebay.prepare.tasks.text import to_batch
+
+    stages = [stage for stage in load_recipe("fineweb").stages if stage.name not in ("extract", "language", "pii")]
+    rows = [i for i, page in enumerate(pages) if page.dataset != "snippets" and page.kind == "article" and texts[i]]
+    batch = to_batch([Record(i, text=texts[i]) for i in rows], ReadOptions())
+    for stage in stages:
+        result = stage.apply(batch)
+        batch = result.batch.filter(pa.array(result.drop < 0))
+    scores = [
+        word_scores(text, pages[i].text)[1] for i, text in zip(batch["place"].to_pylist(), batch["text"].to_pylist())
+    ]
+    purity = sum(scores) / max(1, len(scores))
+    return f"  filters of fineweb keep {len(scores)} of {len(rows)} articles; {purity:.3f} of the kept words are article"
+
+
 def main() -> None:
     """Prints the scores and CPU milliseconds a page of each extractor, on the half that was not trained on."""
     from forebay.prepare.extract import extract_html
@@ -178,6 +200,7 @@ def main() -> None:
     pages = [page for page in gold_pages() if page.half == 1]
     size = sum(len(page.html.encode()) for page in pages) / len(pages)
     print(f"{len(pages)} pages of {size / 1000:.0f} kB")
+    print(f"gold\n{describe_filtered(pages, [page.text for page in pages])}")
     for name in ("forebay", "resiliparse"):
         texts, cpu = [], 0.0
         extract_html(pages[0].html, extractor=name)
@@ -186,6 +209,7 @@ def main() -> None:
             texts.append(extract_html(page.html, extractor=name))
             cpu += time.process_time() - start
         print(f"{name}: {cpu / len(pages) * 1000:.2f} CPU ms a page\n{describe_scores(pages, texts)}", flush=True)
+        print(describe_filtered(pages, texts), flush=True)
     if not Path(PEERS).exists():
         print(f"{PEERS} is not there: peers left out. Set FOREBAY_PEERS.")
         return
