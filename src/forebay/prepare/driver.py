@@ -94,7 +94,7 @@ def prepare_dataset(
         tokenizer: As `[tokenize] tokenizer`, or an object of the protocol `Tokenizer`.
         filters: Stages after those of the recipe: names of stages, of entry points of `forebay.filters`,
             `module:Class`, or objects.
-        dedup: Methods besides those of the recipe: `exact`, `lines`, `minhash`, names of entry points of
+        dedup: Methods besides those of the recipe: the names of `dedup.methods.KINDS`, of entry points of
             `forebay.dedup`, `module:Class`, or objects.
         name, slice_bytes, seed: As in the recipe; the name is by default the directory's.
         settings: Nested tables of a recipe: `{"read": {"text_key": "body"}}`.

@@ -26,8 +26,8 @@ from forebay.errors import PrepareError
 from forebay.files import atomic_write
 from forebay.formats.inputs import ReadOptions
 from forebay.formats.records import Record
-from forebay.prepare.decontaminate.kernels import fill_bits, hash_ngrams
-from forebay.prepare.dedup.kernels import character_table, read_words
+from forebay.prepare.decontaminate.kernels import fill_bits
+from forebay.prepare.dedup.kernels import character_table, hash_ngrams, read_words
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.inputs import InputFiles, find_inputs, read_split, split_files
 from forebay.prepare.sources import describe_position

@@ -18,8 +18,8 @@ from pydantic import Field
 from forebay.errors import PrepareError, UsageError
 from forebay.formats.inputs import ALL_FIELDS, ReadOptions
 from forebay.prepare.decontaminate.index import EvaluationIndex, SetFiles, expand_ligatures, open_index, set_names
-from forebay.prepare.decontaminate.kernels import find_ngrams, flag_rows, hash_ngrams, locate_words
-from forebay.prepare.dedup.kernels import character_table, read_words
+from forebay.prepare.decontaminate.kernels import find_ngrams, flag_rows
+from forebay.prepare.dedup.kernels import character_table, hash_ngrams, locate_words, read_words
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
 from forebay.prepare.settings import Count, Share, Texts, check_fields
 
