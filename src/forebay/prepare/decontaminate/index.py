@@ -107,7 +107,7 @@ class SetFiles:
 
     @classmethod
     def find(cls, sets: tuple[str, ...], options: ReadOptions, ngram: int) -> "SetFiles":
-        listed = tuple(find_inputs([entry], options, workers=1) for entry in sets)
+        listed = tuple(_list_set(entry, options) for entry in sets)
         for skipped in (item for files in listed for item in files.skipped if item.status == "failed"):
             raise PrepareError(f"{skipped.path}: expected a file of an evaluation set, got {skipped.reason}.")
         return cls(sets, listed, options, ngram)
@@ -149,6 +149,13 @@ class SetFiles:
                         "the file, or name its fields in decontaminate.fields."
                     )
                 yield record.id or Path(position).name, record
+
+
+def _list_set(entry: str, options: ReadOptions) -> InputFiles:
+    try:
+        return find_inputs([entry], options, workers=1)
+    except OSError as error:
+        raise PrepareError(f"{entry}: cannot read the evaluation set: {str(error).rstrip('.')}.") from error
 
 
 @lru_cache(maxsize=4)
