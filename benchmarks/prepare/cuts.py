@@ -38,7 +38,9 @@ def print_cuts(texts: Sequence[str], peer: float | None) -> None:
     column = pa.array(documents, pa.large_string())
     size, words_in_all = sum(len(text.encode()) for text in documents), sum(len(_words(text)) for text in documents)
     print(f"\nCutting, {size / 1e6:.1f} MB, a tenth of the documents quote 120 words of others, one core")
-    for config in (Dedup(lines=True), Dedup(sentences=True), Dedup(substring=True)):
+    kinds = {"lines": Dedup(lines=True), "sentences": Dedup(sentences=True), "substring": Dedup(substring=True)}
+    kinds |= {"overlap": Dedup(overlap=True), "overlap, 1/8": Dedup(overlap=True, overlap_sample=8)}
+    for kind, config in kinds.items():
         with tempfile.TemporaryDirectory() as name:
             folder, peak_bytes = Path(name), 0
 
@@ -66,21 +68,20 @@ def print_cuts(texts: Sequence[str], peer: float | None) -> None:
             start = time.process_time()
             remaining = cutter.cut(column, 0).to_pylist()
             cpu_cutting = time.process_time() - start
-            kind = next(name for name in ("lines", "sentences", "substring") if getattr(config, name))
             rates = (size / 1e6 / seconds for seconds in (cpu_signing, cpu_solving, cpu_cutting))
             print(
-                f"{kind:12}"
+                f"{kind:14}"
                 + "".join(f"{what} {rate:7.1f} MB/s  " for what, rate in zip(("sign", "find", "cut"), rates))
             )
             print(
-                f"{'':12}{signed / words_in_all:.2f} bytes a word signed, {peak_bytes / words_in_all:.2f} at most, then"
+                f"{'':14}{signed / words_in_all:.2f} bytes a word signed, {peak_bytes / words_in_all:.2f} at most, then"
             )
             if kind == "substring":
                 expected = _without_runs(documents, config.min_words)
                 same = sum(_words(text) == words for text, words in zip(remaining, expected))
-                print(f"{'':12}{same} of {len(documents)} documents equal to a plain reference")
+                print(f"{'':14}{same} of {len(documents)} documents equal to a plain reference")
             if kind == "sentences" and peer:
-                print(f"{'':12}datatrove signs {1e-6 / peer:.2f} MB/s: forebay is {peer * size / cpu_signing:.0f}x")
+                print(f"{'':14}datatrove signs {1e-6 / peer:.2f} MB/s: forebay is {peer * size / cpu_signing:.0f}x")
 
 
 def _words(text: str) -> list[str]:

@@ -54,6 +54,7 @@ minhash = true
 lines = true
 sentences = true
 substring = true
+overlap = true
 min_words = 20
 max_cut_share = 0.6
 keep = "best"

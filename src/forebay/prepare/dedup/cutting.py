@@ -12,7 +12,8 @@ from forebay.errors import PrepareError
 from forebay.files import atomic_write
 from forebay.prepare.dedup import pairs
 from forebay.prepare.dedup.clusters import RETAINED
-from forebay.prepare.dedup.methods import Unit
+from forebay.prepare.dedup.methods import Overlap, Unit
+from forebay.prepare.dedup.overlap import mark_overlap
 from forebay.prepare.dedup.substring import mark_spans
 from forebay.prepare.dedup.units import mark_units, remove
 from forebay.prepare.documents import part_batches, text_buffers, text_column
@@ -36,7 +37,7 @@ class Cut:
     """What to cut out of a split: flags of the rows of `unit`; or of the windows of words in the files `PREFIX.*`."""
 
     flags: Flags
-    unit: Unit | None
+    unit: Unit | Overlap | None
     prefix: str = ""
 
 
@@ -79,7 +80,8 @@ class Cutter:
         if cut.unit is not None:
             # A text of n bytes has at most n rows.
             flags = pairs.read_flags(cut.flags.path, cut.flags.start + used, min(remaining, len(removed)))
-            return mark_units(texts, cut.unit, flags, removed)
+            mark = mark_overlap if isinstance(cut.unit, Overlap) else mark_units
+            return mark(texts, cut.unit, flags, removed)  # type: ignore[arg-type]
         counts = np.fromfile(f"{cut.prefix}.counts", "<u4", len(texts), offset=4 * self._documents)
         rows = int(counts.sum())
         flags = pairs.read_flags(cut.flags.path, cut.flags.start + used, min(remaining, rows))
@@ -92,7 +94,7 @@ class Cutter:
 
 @dataclass(frozen=True)
 class ShareTask:
-    """`NAME`: the drop codes of a split's documents, `code` also for those of which more than `max_share` is cut."""
+    """`NAME`: the drop codes of a split's documents; `code` where more than `max_share` is cut, or all."""
 
     name: str
     folder: str
@@ -116,6 +118,7 @@ def drop_mostly_cut(task: ShareTask, scale: int) -> str:
             sizes = (np.diff(text_buffers(column)[0]) for column in (texts, cutter.cut(texts, start)))
             before, after = sizes
             here = codes[start : start + len(batch)]
-            here[(here == RETAINED) & (before - after > task.max_share * before)] = task.code
+            mostly = (before - after > task.max_share * before) | ((after == 0) & (before > 0))
+            here[(here == RETAINED) & mostly] = task.code
         atomic_write(out, codes.tobytes())
     return task.name

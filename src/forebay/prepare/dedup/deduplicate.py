@@ -2,8 +2,9 @@
 
 A `Signer` writes, with a prefix `P`, little-endian, one row a document: `P.NAME` u64 [documents, columns] of each
 method; `P.weight` f64 [documents]: the greatest stays (only if not the first copy does). Of each kind of unit
-`P.ENDING` u64 [rows, 2] and `P.COUNTS` u32 [documents]; of substrings `P.anchors` u64 and `P.anchor_counts`. Last
-`P.signatures`: JSON. That is 16 + 8 bands bytes a document (128 by default), 16 a line or sentence, and 0.6 a word.
+`P.ENDING` u64 [rows, 2] and `P.COUNTS` u32 [documents]; of substrings `P.anchors` u64 and `P.anchor_counts`, of
+`overlap` `P.ngrams` and `P.ngram_counts`. Last `P.signatures`: JSON. That is 16 + 8 bands bytes a document (128 by
+default), 16 a line or sentence, 0.6 a word for substrings, and 8 for `overlap`.
 
 Methods compare documents in order: of a component only the best document goes on to the next method. Units come last,
 over the documents that stay, each kind by itself; what any of them cuts goes. Substrings read `P.arrow` again, and so
@@ -32,6 +33,7 @@ from forebay.prepare.dedup import pairs
 from forebay.prepare.dedup.clusters import ComponentsTask, MarkTask, find_components, mark_units
 from forebay.prepare.dedup.cutting import Cut, Flags, ShareTask, drop_mostly_cut
 from forebay.prepare.dedup.methods import Dedup
+from forebay.prepare.dedup.overlap import sign_ngrams
 from forebay.prepare.dedup.substring import WindowsTask, sign_anchors, sign_windows
 from forebay.prepare.dedup.units import hash_units
 
@@ -63,7 +65,8 @@ class Signer:
             self._stack.__exit__(kind, *error)
             return
         config = self._config
-        counts = [*(unit.counts for unit in config.units), *(["anchor_counts"] if config.substring else [])]
+        counts = [unit.counts for unit in config.units]
+        counts += ["anchor_counts"] * config.substring + ["ngram_counts"] * config.overlap
         for ending in [*config.signature(), *counts]:
             self._write(ending, np.empty(0, np.uint8))  # there may have been no documents
         self._stack.close()
@@ -86,6 +89,8 @@ class Signer:
             self._write_rows(unit.ending, unit.counts, *hash_units(texts, unit))
         if config.substring:
             self._write_rows("anchors", "anchor_counts", *sign_anchors(texts, config.min_words))
+        if config.overlap:
+            self._write_rows("ngrams", "ngram_counts", *sign_ngrams(texts, config.rule))
         if config.keep == "longest":
             self._write("weight", np.asarray(pc.binary_length(texts), np.float64))
         elif config.keep == "best":
@@ -195,6 +200,9 @@ def _cuts(corpus: _Corpus, windows: Sequence[int]) -> tuple[tuple[Cut, ...], ...
     for unit in corpus.config.units:
         flags = corpus.flags(f"cut-{unit.ending}", corpus.row_counts(unit.ending))
         kinds.append([Cut(part, unit) for part in flags])
+    if corpus.config.overlap:
+        flags = corpus.flags("cut-ngrams", corpus.row_counts("ngrams"))
+        kinds.append([Cut(part, corpus.config.rule) for part in flags])
     if corpus.config.substring:
         flags = corpus.flags("cut-windows", windows)
         kinds.append([Cut(part, None, corpus.path(f"windows{i}")) for i, part in enumerate(flags)])
@@ -214,7 +222,7 @@ def _open(prefixes: Sequence[str], config: Dedup, folder: Path, memory_bytes: in
                 f"{prefix}.signatures: expected finished signatures, got {error}. Sign the documents again."
             ) from error
     settings = [VERSION, config.signature(), config.keep]
-    settings += [config.max_cut_share] if config.max_cut_share < 1 else []
+    settings += [config.max_cut_share, config.overlap_share] if config.drops_cut else []
     name = hashlib.sha256(json.dumps([settings, list(zip(sha256s, documents, rows))]).encode()).hexdigest()[:32]
     return _Corpus(config, prefixes, documents, rows, str(folder), f"dedup-{name}", memory_bytes)
 
@@ -222,8 +230,8 @@ def _open(prefixes: Sequence[str], config: Dedup, folder: Path, memory_bytes: in
 def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[int], dict[str, int], list[int]]:
     """Documents by drop code, how many rows of each unit are cut, and the windows of each split."""
     config, stem = corpus.config, corpus.stem
-    methods, limited = config.methods, config.max_cut_share < 1
-    total = (3 * len(methods) or 1) + 3 * len(config.units) + 7 * config.substring + limited
+    methods, limited = config.methods, config.drops_cut
+    total = (3 * len(methods) or 1) + 3 * (len(config.units) + config.overlap) + 7 * config.substring + limited
     done = 0
 
     def step(name: str, run: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
@@ -282,6 +290,10 @@ def _find_units(corpus: _Corpus, drop: str, step: Step) -> tuple[dict[str, int],
         sources = list(zip(corpus.prefixes, corpus.row_counts(unit.ending), corpus.documents))
         keys = pairs.Keys(unit.ending, 2, 2, unit.counts)
         units_cut[unit.label] = mark(keys, sources, f"{stem}.cut-{unit.ending}")
+    if config.overlap:
+        sources = list(zip(corpus.prefixes, corpus.row_counts("ngrams"), corpus.documents))
+        label = f"runs of {config.overlap_ngram} words seen"
+        units_cut[label] = mark(pairs.Keys("ngrams", 1, 1, "ngram_counts"), sources, f"{stem}.cut-ngrams")
     if not config.substring:
         return units_cut, []
     counts = corpus.row_counts("anchors")

@@ -168,7 +168,25 @@ class Unit:
         return [SIGNATURE_VERSION, self.kind, self.normalise, self.min_characters, self.span]
 
 
-KINDS = (Exact.name, EqualUrl.name, MinHash.name, "lines", "sentences", "substring")  # The names of `--dedup`.
+@dataclass(frozen=True)
+class Overlap:
+    """Paragraphs and documents of whose runs of `ngram` words a `share` stood in earlier documents; one run in `sample`
+    is compared."""
+
+    ngram: int
+    share: float
+    sample: int
+
+
+KINDS = (
+    Exact.name,
+    EqualUrl.name,
+    MinHash.name,
+    "lines",
+    "sentences",
+    "substring",
+    "overlap",
+)  # The names of `--dedup`.
 MOSTLY_CUT = "mostly_duplicate"
 
 
@@ -185,6 +203,9 @@ class Dedup:
         sentences: Cut spans of `span` sentences that stood in the corpus before, as C4 does.
         substring: Cut every run of `min_words` words or more that stood in the corpus before, wherever it begins. Words
             are those of MinHash: case, punctuation and accents may differ.
+        overlap: Cut paragraphs (lines) of which `overlap_share` of the runs of `overlap_ngram` words stood in earlier
+            documents, and drop such documents, as DCLM does.
+        overlap_sample: One run in so many is compared: the size of the signatures, against short paragraphs.
         bands, rows: Of the MinHash signature: two documents of Jaccard similarity J meet with chance
             1 - (1 - J^rows)^bands.
         ngram: Words in a shingle.
@@ -203,7 +224,8 @@ class Dedup:
         own: Methods of your own, after the others; in a recipe each is a table `[dedup.NAME]` with a key `use`.
 
     Source: bands, rows and ngram as in FineWeb (Penedo et al. 2024), 3.4; span as in C4 (Raffel et al. 2020), 2.2;
-    min_words as in Lee et al. 2021, 4.1, in words in place of BPE tokens.
+    min_words as in Lee et al. 2021, 4.1, in words in place of BPE tokens; overlap as in DCLM (Li et al. 2024),
+    appendix L.
     """
 
     exact: bool = False
@@ -212,6 +234,7 @@ class Dedup:
     lines: bool = False
     sentences: bool = False
     substring: bool = False
+    overlap: bool = False
     bands: Annotated[int, Field(ge=1, le=1024)] = 14
     rows: Annotated[int, Field(ge=1, le=256)] = 8
     ngram: Annotated[int, Field(ge=1, le=256)] = 5
@@ -222,6 +245,9 @@ class Dedup:
     min_characters: Positive = 24
     span: Annotated[int, Field(ge=2, le=64)] = 3
     min_words: Annotated[int, Field(ge=4, le=1024)] = 50
+    overlap_ngram: Annotated[int, Field(ge=1, le=256)] = 13
+    overlap_share: Annotated[float, Field(gt=0, le=1)] = 0.8
+    overlap_sample: Positive = 1
     max_cut_share: Share = 1.0
     own: tuple[Method, ...] = ()
 
@@ -235,7 +261,7 @@ class Dedup:
         if (self.keep == "best") != bool(self.score):
             raise UsageError(f"score: expected a column with keep = 'best', and none else, got {self.score!r}")
         if self.max_cut_share < 1 and not self.cuts:
-            raise UsageError("max_cut_share: expected lines, sentences or substring with it, got none of them")
+            raise UsageError("max_cut_share: expected lines, sentences, substring or overlap with it, got none of them")
 
     @property
     def methods(self) -> tuple[Method, ...]:
@@ -248,7 +274,12 @@ class Dedup:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why documents are dropped, by drop code - 1."""
-        return (*(method.reason for method in self.methods), *([MOSTLY_CUT] if self.max_cut_share < 1 else []))
+        return (*(method.reason for method in self.methods), *([MOSTLY_CUT] if self.drops_cut else []))
+
+    @property
+    def drops_cut(self) -> bool:
+        """Whether documents are dropped for what is cut out of them."""
+        return self.max_cut_share < 1 or self.overlap
 
     @property
     def active(self) -> bool:
@@ -258,17 +289,22 @@ class Dedup:
     @property
     def cuts(self) -> bool:
         """Whether anything is cut out of documents."""
-        return bool(self.units or self.substring)
+        return bool(self.units or self.substring or self.overlap)
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """What is cut out of documents, but substrings."""
+        """The lines and spans of sentences that are cut."""
         normalise, characters = self.normalise_of("unit"), self.min_characters
         units = [Unit("units", "counts", "line", 1, normalise, characters, "lines cut")] if self.lines else []
         if self.sentences:
             label = f"spans of {self.span} sentences cut"
             units.append(Unit("sentences", "span_counts", "sentence", self.span, normalise, characters, label))
         return tuple(units)
+
+    @property
+    def rule(self) -> Overlap:
+        """What `overlap` compares."""
+        return Overlap(self.overlap_ngram, self.overlap_share, self.overlap_sample)
 
     def normalise_of(self, unit: str) -> str:
         """What may differ in equal units, or in documents for the unit ""."""
@@ -280,6 +316,8 @@ class Dedup:
         settings |= {unit.ending: unit.settings for unit in self.units}
         if self.substring:
             settings["anchors"] = [SIGNATURE_VERSION, self.min_words]
+        if self.overlap:
+            settings["ngrams"] = [SIGNATURE_VERSION, self.overlap_ngram, self.overlap_sample]
         if self.keep != "first":
             settings["weight"] = [SIGNATURE_VERSION, self.keep, *([self.score] if self.score else [])]
         return settings

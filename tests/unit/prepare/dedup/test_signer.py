@@ -85,7 +85,7 @@ def test_a_part_without_documents(bench: Any) -> None:
         ({"keep": "last"}, "keep: expected 'first', 'longest' or 'best', got 'last'"),
         ({"keep": "best"}, "score: expected a column with keep = 'best'"),
         ({"score": "edu"}, "score: expected a column with keep = 'best'"),
-        ({"exact": True, "max_cut_share": 0.5}, "max_cut_share: expected lines, sentences or substring with it"),
+        ({"exact": True, "max_cut_share": 0.5}, "max_cut_share: expected lines, sentences, substring or overlap"),
         ({"min_words": 3}, "min_words: expected at least 4, got 3"),
         ({"span": 1}, "span: expected at least 2, got 1"),
         ({"normalise": "x"}, "normalise: expected '', 'none', 'space' or 'words', got 'x'"),

@@ -101,6 +101,51 @@ def test_repeated_runs_of_words_are_cut(
     assert words_left == expected
 
 
+def without_overlap(texts: list[str], ngram: int, share: float) -> list[str]:
+    """The definition: paragraphs, and texts, of whose n-grams a share stood in earlier texts, go."""
+    seen: set[tuple[str, ...]] = set()
+    out = []
+    for text in texts:
+        rows = [re.findall(r"\w+", line.lower()) for line in text.split("\n")]
+        lines = [[tuple(words[i : i + ngram]) for i in range(len(words) - ngram + 1)] for words in rows]
+        all_ngrams = [gram for line in lines for gram in line]
+        removed = [bool(line) and sum(gram in seen for gram in line) >= share * len(line) for line in lines]
+        if all_ngrams and sum(gram in seen for gram in all_ngrams) >= share * len(all_ngrams):
+            removed = [True] * len(lines)
+        seen |= set(all_ngrams)
+        rest = "\n".join(line for line, gone in zip(text.split("\n"), removed) if not gone)
+        out.append(text if not any(removed) else rest.rstrip("\n") if rest.strip() else "")
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(
+        st.lists(st.lists(st.sampled_from("abcd"), max_size=9).map(" ".join), min_size=1, max_size=4).map("\n".join),
+        max_size=9,
+    ),
+    cut=st.integers(0, 9), ngram=st.integers(2, 4), share=st.sampled_from([0.3, 0.5, 0.8, 1.0]),
+)  # fmt: skip
+def test_paragraphs_whose_ngrams_were_seen_are_cut(
+    fresh: Callable[[], Any], texts: list[str], cut: int, ngram: int, share: float
+) -> None:
+    config = Dedup(overlap=True, overlap_ngram=ngram, overlap_share=share)
+    bench = fresh()
+    expected = without_overlap(texts, ngram, share)
+    assert bench.remaining([texts[:cut], texts[cut:]], config, 1 << 16) == expected
+    result = bench.deduplicate([bench.sign(texts, config)], config)
+    lost = [int(bool(text) and not rest) for text, rest in zip(texts, expected)]
+    assert [int(code) for code in result.drop[0].load()] == lost and result.dropped == (sum(lost),)
+
+
+def test_sampled_ngrams_find_copied_paragraphs(bench: Any, random_words: Any) -> None:
+    words = random_words(np.random.default_rng(5), 200, 150).reshape(200, -1).tobytes().decode().split()
+    paragraphs = [" ".join(words[i : i + 150]) for i in range(0, 30_000, 150)]
+    texts = ["\n".join(paragraphs[:100])] + [f"{paragraphs[i]}\n{paragraphs[i - 100]}" for i in range(100, 200)]
+    remaining = bench.remaining([texts], Dedup(overlap=True, overlap_sample=8))
+    assert remaining == [texts[0], *paragraphs[100:]]
+
+
 def test_a_run_is_cut_wherever_it_begins(bench: Any) -> None:
     run = " ".join(f"word{i}" for i in range(60))
     texts = [
