@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,8 +33,18 @@ from forebay.files import atomic_write, open_atomic, remove_stale
 from forebay.prepare.dedup import pairs
 from forebay.prepare.dedup.clusters import ComponentsTask, MarkTask, find_components, mark_units
 from forebay.prepare.dedup.cutting import Cut, Flags, ShareTask, drop_mostly_cut
-from forebay.prepare.dedup.methods import Dedup
+from forebay.prepare.dedup.methods import Dedup, Semantic
 from forebay.prepare.dedup.overlap import sign_ngrams
+from forebay.prepare.dedup.semantic import (
+    AssignTask,
+    CentroidsTask,
+    CompareTask,
+    VectorSplit,
+    assign_clusters,
+    compare_clusters,
+    default_clusters,
+    find_centroids,
+)
 from forebay.prepare.dedup.substring import WindowsTask, sign_anchors, sign_windows
 from forebay.prepare.dedup.units import hash_units
 
@@ -223,6 +234,7 @@ def _open(prefixes: Sequence[str], config: Dedup, folder: Path, memory_bytes: in
             ) from error
     settings = [VERSION, config.signature(), config.keep]
     settings += [config.max_cut_share, config.overlap_share] if config.drops_cut else []
+    settings += [config.similarity, config.clusters] if config.semantic else []
     name = hashlib.sha256(json.dumps([settings, list(zip(sha256s, documents, rows))]).encode()).hexdigest()[:32]
     return _Corpus(config, prefixes, documents, rows, str(folder), f"dedup-{name}", memory_bytes)
 
@@ -231,7 +243,12 @@ def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[in
     """Documents by drop code, how many rows of each unit are cut, and the windows of each split."""
     config, stem = corpus.config, corpus.stem
     methods, limited = config.methods, config.drops_cut
-    total = (3 * len(methods) or 1) + 3 * (len(config.units) + config.overlap) + 7 * config.substring + limited
+    total = (
+        (3 * len(methods) + config.semantic or 1)
+        + 3 * (len(config.units) + config.overlap)
+        + 7 * config.substring
+        + limited
+    )
     done = 0
 
     def step(name: str, run: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
@@ -245,9 +262,12 @@ def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[in
     base, counts = "", [0]
     documents = list(zip(corpus.prefixes, corpus.documents, corpus.documents))
     for code, method in enumerate(methods or (None,), 1):
-        if method is not None:
+        drop = f"{corpus.folder}/{base}.drop" if base else ""
+        if isinstance(method, Semantic):
+            files += _find_similar(corpus, method, drop, step)
+        elif method is not None:
             keys = pairs.Keys(method.name, method.columns, method.key_columns)
-            files += _find_pairs(corpus, keys, documents, f"{corpus.folder}/{base}.drop" if base else "", step)
+            files += _find_pairs(corpus, keys, documents, drop, step)
         is_last = code >= len(methods) and not limited
         name = stem if is_last else f"{stem}-{method.name if method is not None else 'all'}"
         splits = tuple(zip(corpus.prefixes, corpus.documents))
@@ -258,11 +278,11 @@ def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[in
     units_cut, windows = _find_units(corpus, f"{corpus.folder}/{base}.drop", step)
     if limited:
         cuts = _cuts(corpus, windows)
-        drop = corpus.flags("drop", corpus.documents)
+        parts = corpus.flags("drop", corpus.documents)
         shares = [
             ShareTask(f"{stem}-share{i}", corpus.folder, prefix, cuts[i], f"{corpus.folder}/{base}.drop", flags.start,
                       flags.count, config.max_cut_share, len(methods) + 1)
-            for i, (prefix, flags) in enumerate(zip(corpus.prefixes, drop))
+            for i, (prefix, flags) in enumerate(zip(corpus.prefixes, parts))
         ]  # fmt: skip
         names = step("cut share", drop_mostly_cut, shares)
         atomic_write(corpus.path("drop"), (Path(corpus.folder, name).read_bytes() for name in names))
@@ -273,6 +293,32 @@ def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[in
         counts = sums.tolist()
     on_progress("done", total, total)
     return counts, units_cut, windows
+
+
+def _find_similar(corpus: _Corpus, method: Semantic, drop: str, step: Step) -> list[str]:
+    """The files of pairs of documents of similar embeddings."""
+    folder, stem, width = corpus.folder, f"{corpus.stem}-semantic", 4 * method.columns
+    firsts = np.cumsum([0, *corpus.documents]).tolist()
+    splits = tuple(VectorSplit(*entry) for entry in zip(corpus.prefixes, corpus.documents, firsts))
+    documents = firsts[-1]
+    clusters = min(method.clusters or default_clusters(documents), max(documents, 1))
+    (centroids,) = step(
+        "centroids", find_centroids, [CentroidsTask(f"{stem}-centroids", folder, splits, drop, width, clusters)]
+    )
+    assign = [
+        AssignTask(f"{stem}-{i}", folder, split, drop, width, clusters, f"{folder}/{centroids}")
+        for i, split in enumerate(splits)
+    ]
+    assigned = tuple(step("assign", assign_clusters, assign))
+    count = min(clusters, max(1, documents >> 12), 1024)
+    weighted = corpus.config.keep != "first"
+    bounds = [clusters * i // count for i in range(count + 1)]
+    compare = [
+        CompareTask(f"{stem}-pairs{i}", folder, splits, assigned, start, stop, width, weighted, method.similarity,
+                    corpus.memory_bytes)
+        for i, (start, stop) in enumerate(pairwise(bounds))
+    ]  # fmt: skip
+    return step("compare", compare_clusters, compare)
 
 
 def _find_units(corpus: _Corpus, drop: str, step: Step) -> tuple[dict[str, int], list[int]]:

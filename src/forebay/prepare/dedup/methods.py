@@ -17,6 +17,7 @@ from pydantic import Field
 
 from forebay.errors import UsageError
 from forebay.order.bijection import derive_key, random_words
+from forebay.prepare.dedup.embeddings import embeddings_of
 from forebay.prepare.documents import text_buffers
 from forebay.prepare.settings import Positive, Share, check_fields
 
@@ -145,6 +146,34 @@ class MinHash:
 
 
 @dataclass(frozen=True)
+class Semantic:
+    """Documents whose embeddings have a cosine of `similarity` or more: see `semantic`. A signature is the vector, as
+    int16."""
+
+    embedding: str
+    dimension: int
+    similarity: float
+    clusters: int
+    name: ClassVar[str] = "semantic"
+    reason: ClassVar[str] = "semantic_duplicate"
+
+    @property
+    def columns(self) -> int:
+        return -(-self.dimension // 4)
+
+    @property
+    def key_columns(self) -> int:
+        return self.columns
+
+    @property
+    def settings(self) -> list[Any]:
+        return [SIGNATURE_VERSION, self.embedding, self.dimension]
+
+    def sign(self, batch: pa.RecordBatch) -> U64:
+        return embeddings_of(batch, self.embedding, self.dimension, 4 * self.columns).view("<u8")
+
+
+@dataclass(frozen=True)
 class Unit:
     """Parts of documents that are compared by themselves: runs of `span` lines or sentences.
 
@@ -199,6 +228,9 @@ class Dedup:
         url: Drop documents of equal addresses, after scheme, `www.`, port, fragment, trailing slash and tracking
             parameters are removed.
         minhash: Drop documents that share most of their word n-grams.
+        semantic: Drop documents of whose embeddings (the column `embedding` of lists of `dimension` floats, which a
+            stage makes) the cosine with that of a better document in the same of `clusters` clusters is `similarity` or
+            more. 0 clusters: the square root of the documents.
         lines: Cut lines that stood in the corpus before.
         sentences: Cut spans of `span` sentences that stood in the corpus before, as C4 does.
         substring: Cut every run of `min_words` words or more that stood in the corpus before, wherever it begins. Words
@@ -225,12 +257,13 @@ class Dedup:
 
     Source: bands, rows and ngram as in FineWeb (Penedo et al. 2024), 3.4; span as in C4 (Raffel et al. 2020), 2.2;
     min_words as in Lee et al. 2021, 4.1, in words in place of BPE tokens; overlap as in DCLM (Li et al. 2024),
-    appendix L.
+    appendix L; semantic as in SemDeDup (Abbas et al. 2023).
     """
 
     exact: bool = False
     url: bool = False
     minhash: bool = False
+    semantic: bool = False
     lines: bool = False
     sentences: bool = False
     substring: bool = False
@@ -249,6 +282,10 @@ class Dedup:
     overlap_share: Annotated[float, Field(gt=0, le=1)] = 0.8
     overlap_sample: Positive = 1
     max_cut_share: Share = 1.0
+    embedding: str = "embedding"
+    dimension: Annotated[int, Field(ge=0, le=65536)] = 0
+    similarity: Annotated[float, Field(gt=0, le=1)] = 0.95
+    clusters: Annotated[int, Field(ge=0, le=65536)] = 0
     own: tuple[Method, ...] = ()
 
     def __post_init__(self) -> None:
@@ -260,6 +297,8 @@ class Dedup:
             raise UsageError(f"own: expected methods of different names, got {', '.join(names)}")
         if (self.keep == "best") != bool(self.score):
             raise UsageError(f"score: expected a column with keep = 'best', and none else, got {self.score!r}")
+        if self.semantic and not self.dimension:
+            raise UsageError("dimension: expected how many numbers an embedding has, with semantic = true, got none")
         if self.max_cut_share < 1 and not self.cuts:
             raise UsageError("max_cut_share: expected lines, sentences, substring or overlap with it, got none of them")
 
@@ -269,7 +308,8 @@ class Dedup:
         exact = (Exact(self.normalise_of("")),) if self.exact else ()
         url = (EqualUrl(),) if self.url else ()
         minhash = (MinHash(self.bands, self.rows, self.ngram, self.seed),) if self.minhash else ()
-        return (*exact, *url, *minhash, *self.own)
+        semantic = Semantic(self.embedding, self.dimension, self.similarity, self.clusters)
+        return (*exact, *url, *minhash, *([semantic] if self.semantic else []), *self.own)
 
     @property
     def reasons(self) -> tuple[str, ...]:

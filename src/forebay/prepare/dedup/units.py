@@ -15,15 +15,15 @@ from forebay.prepare.documents import text_buffers
 
 LINE, SENTENCE = 0, 1
 _KINDS = {"line": LINE, "sentence": SENTENCE}
-_STOPS = np.zeros(256, bool)
-"""Bytes with which a unit, or the character that ends it, may begin."""
-_STOPS[[10, 33, 46, 63, 0xE3, 0xEF]] = True
+_STOPS = {"line": (10,), "sentence": (10, 33, 46, 63, 0xE3, 0xEF)}
+"""Bytes one of which every end of a unit has."""
 
 
 def hash_units(texts: pa.LargeStringArray, unit: Unit) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """128 bits of each row as uint64 [*, 2], and the rows of each document, int64 [documents]."""
     offsets, data = text_buffers(texts)
-    rows = len(texts) + int(np.count_nonzero(_STOPS[data[offsets[0] : offsets[-1]]]))
+    used = data[offsets[0] : offsets[-1]]
+    rows = len(texts) + sum(int(np.count_nonzero(used == byte)) for byte in _STOPS[unit.kind])
     hashes, counts = np.empty((rows, 2), np.uint64), np.empty(len(texts), np.int64)
     n = _hash_units(data, offsets, *_settings(unit), scratch_for(offsets), hashes, counts)
     return hashes[:n], counts
@@ -77,13 +77,16 @@ def next_unit(data, i, stop, kind):  # type: ignore[no-untyped-def]
 
     A line ends at a line feed; a sentence too, or after `.`, `!`, `?` before white space, or after `。`, `！`, `？`.
     """
+    if kind == LINE:
+        while i < stop:
+            if data[i] == 10:
+                return i, i + 1
+            i += 1
     while i < stop:
         byte = data[i]
         if byte == 10:
             return i, i + 1
         i += 1
-        if kind == LINE:
-            continue
         wide = False
         if (byte == 0xE3 or byte == 0xEF) and i + 1 < stop:
             second, third = data[i], data[i + 1]
@@ -114,7 +117,12 @@ def _hash_units(data, offsets, kind, span, table, min_characters, scratch, out, 
             unit_end, after = next_unit(data, i, stop, kind)
             n, characters = normalise(data, i, unit_end, table, scratch)
             i = after
-            if characters == 0:
+            if characters == 0 or (span == 1 and characters < min_characters):
+                continue
+            if span == 1:
+                out[rows, 0], out[rows, 1] = hash128(scratch, n)
+                rows += 1
+                counts[d] += 1
                 continue
             slot = seen % span
             ring[slot, 0], ring[slot, 1] = hash128(scratch, n)
@@ -122,14 +130,11 @@ def _hash_units(data, offsets, kind, span, table, min_characters, scratch, out, 
             seen += 1
             if seen < span or lengths.sum() < min_characters:
                 continue
-            if span == 1:
-                out[rows, 0], out[rows, 1] = ring[0, 0], ring[0, 1]
-            else:
-                for k in range(span):
-                    for j in range(16):
-                        word = ring[(seen + k) % span, j >> 3]
-                        joined[16 * k + j] = (word >> np.uint64(8 * (j & 7))) & np.uint64(255)
-                out[rows, 0], out[rows, 1] = hash128(joined, 16 * span)
+            for k in range(span):
+                for j in range(16):
+                    word = ring[(seen + k) % span, j >> 3]
+                    joined[16 * k + j] = (word >> np.uint64(8 * (j & 7))) & np.uint64(255)
+            out[rows, 0], out[rows, 1] = hash128(joined, 16 * span)
             rows += 1
             counts[d] += 1
     return rows
