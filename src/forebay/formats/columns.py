@@ -148,11 +148,11 @@ def select_columns(schema: pa.Schema, options: ReadOptions, file: InputFile) -> 
     """Return the keys of the columns to read. Raises UnreadableInputError where one that is required is missing."""
     required, optional = keys_of(options)
     if options.text_keys and required == list(options.text_keys):
-        every = ALL_FIELDS in required
-        required, optional = [], [*(_names_with_text(schema) if every else required), *optional]
-        if not any(_type_of(schema, key) is not None for key in optional):
+        names = _names_with_text(schema) if ALL_FIELDS in required else required
+        if not any(_type_of(schema, key) is not None for key in names):
             got = ", ".join(schema.names[:_SHOWN_COLUMNS])
             raise UnreadableInputError(f"{file.path}: expected columns with text, got {got}. Name them.")
+        required, optional = [], [*names, *optional]
     types = {key: kind for key in required + optional if (kind := _type_of(schema, key)) is not None}
     for key in required:
         kind = types.get(key)
