@@ -466,7 +466,7 @@ def test_several_fields_make_a_text_in_every_format_of_tables(tmp_path: Path) ->
         assert texts(tmp_path / name, text_keys=("title", "body")) == ["Head\n\nBody", "Only"]
         assert texts(tmp_path / name, text_keys=("choices", "body")) == ["one\ntwo\n\nBody", "one\ntwo\n\nOnly"]
         assert texts(tmp_path / name, text_keys=("*",)) == ["Head\n\nBody\n\none\ntwo", "Only\n\none\ntwo"]
-        assert [r.fields for r in records(tmp_path / name, text_keys=("*",))][0] == ("Head", "Body", "one\ntwo")
+        assert next(r.fields for r in records(tmp_path / name, text_keys=("*",))) == ("Head", "Body", "one\ntwo")
         assert [r.id for r in records(tmp_path / name, text_keys=("*",))] == ["1", "2"]
     (tmp_path / "a.csv").write_text("id,title,body,url\n1,Head,Body,http://a.org\n2,,Only,\n")
     assert texts(tmp_path / "a.csv", text_keys=("title", "body")) == ["Head\n\nBody", "Only"]

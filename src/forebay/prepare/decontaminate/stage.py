@@ -82,15 +82,15 @@ class Decontaminate(Stage):
 
     def files(self) -> tuple[str, ...]:
         """The files of the sets, and the index, which is built here."""
-        known: tuple[str, ...] = getattr(self, "_files", ())
-        if known and any("://" in entry for entry in self.sets):
-            return known  # without asking the hub again
+        listed: tuple[str, ...] = getattr(self, "_files", ())
+        if listed and any("://" in entry for entry in self.sets):
+            return listed  # without asking the hub again
         files = self._find()
         path = str(files.build())
         # Kept beside the fields, so that workers map this index and do not look for the sets again.
         object.__setattr__(self, "_index_path", path)
-        object.__setattr__(self, "_files", known := (*files.local_paths, path))
-        return known
+        object.__setattr__(self, "_files", listed := (*files.local_paths, path))
+        return listed
 
     def _find(self) -> SetFiles:
         options = ReadOptions(format=self.format, id_key=self.id_key, text_keys=self.fields or (ALL_FIELDS,))
