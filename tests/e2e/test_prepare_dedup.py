@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from forebay.dataset.reader import open_dataset
 from support.calibration import scaled
 from support.hub_repos import write_repo
 from support.hub_server import HubServer
@@ -177,3 +178,4 @@ def test_an_evaluation_set_of_the_hub(tmp_path: Path) -> None:
     assert result["dropped"] == {"contaminated_owner/exam:test": 1}
     hit = json.loads((tmp_path / "out" / "contamination.jsonl").read_text())
     assert hit["where"].endswith("in.jsonl:2") and hit["set"] == "owner/exam:test"
+    assert open_dataset(tmp_path / "out").verify().extra == []
