@@ -185,6 +185,42 @@ def test_substrings_are_the_same_bytes_for_any_memory_scale_and_parts(bench: Any
     assert contents[0] == contents[1]
 
 
+def test_stopped_at_any_task_and_run_again(bench: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    texts = [" ".join(f"w{i}" for i in rng.integers(0, 60, 40)) + ".\n" for _ in range(60)]
+    texts += [texts[i] + texts[i + 1][:90] + "\n" + texts[i + 2] for i in range(0, 50, 3)]
+    config = Dedup(
+        exact=True, lines=True, sentences=True, span=2, substring=True, min_words=12, overlap=True, max_cut_share=0.7
+    )
+    parts = [bench.sign(some, config) for some in (texts[:50], texts[50:])]
+
+    def run(folder: Path, stop: int) -> int:
+        done = 0
+
+        def map(function: Any, tasks: Any) -> list[Any]:
+            nonlocal done
+            results = []
+            for task in tasks:
+                if done == stop:
+                    raise InterruptedError
+                results.append(function(task, 0))
+                done += 1
+            return results
+
+        deduplicate(parts, config, folder, map, memory_bytes=1 << 17)
+        return done
+
+    tasks = run(tmp_path / "whole", -1)
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    assert tasks > 20
+    for stop in range(1, tasks, 4):
+        folder = tmp_path / str(stop)
+        with pytest.raises(InterruptedError):
+            run(folder, stop)
+        run(folder, -1)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
+
+
 def test_documents_of_which_most_is_cut_are_dropped(bench: Any) -> None:
     lines = [f"This is line number {i} of the text that is copied." for i in range(10)]
     own = "A line of its own that nobody has written before."
