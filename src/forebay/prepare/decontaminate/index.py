@@ -145,8 +145,8 @@ class SetFiles:
                 position = describe_position(split, record.index, record.location)
                 if record.problem:
                     raise PrepareError(
-                        f"{position}: cannot read an instance of an evaluation set: {record.problem.rstrip('.')}. Fix the "
-                        "file, or name its fields in decontaminate.fields."
+                        f"{position}: cannot read an instance of an evaluation set: {record.problem.rstrip('.')}. Fix "
+                        "the file, or name its fields in decontaminate.fields."
                     )
                 yield record.id or Path(position).name, record
 
