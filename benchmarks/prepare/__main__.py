@@ -1,6 +1,6 @@
 """Every part of preparation beside its peers, and in the end one table of ratios beside what they should be.
 
-    python -m benchmarks.prepare [whole] [filters] [dedup] [tokens] [clean] [extract]
+    python -m benchmarks.prepare [whole] [filters] [dedup] [decontaminate] [tokens] [clean] [extract]
 
 Without names all, in less than ten minutes on two cores. Peers run with the interpreter in FOREBAY_PEERS; without it
 scripts/peers.sh makes .venv-peers. Real text is found by FOREBAY_TEST_DATA.
@@ -26,6 +26,8 @@ TARGETS = {
     "MinHash / rensa, hashes given": 1.0,
     "forebay / datatrove": 5.0,
     "forebay, tokenizers as coder / datatrove": 5.0,
+    "contaminated found": 100.0,
+    "decontaminate / datatrove": 25.0,
     "encode / tokenizers": 0.9,
     "encode, tokenizers as coder / tokenizers": 0.9,
 }
@@ -45,7 +47,7 @@ def prepare_peers() -> None:
 
 def parts() -> dict[str, Callable[[], Sequence[Figure]]]:
     """What can be measured, by name. Imported late: the modules read FOREBAY_PEERS when they are."""
-    from benchmarks.prepare import clean, dedup, extract, filters, tokens, whole
+    from benchmarks.prepare import clean, decontaminate, dedup, extract, filters, tokens, whole
 
     def plain(main: Callable[[], object]) -> Callable[[], Sequence[Figure]]:
         def run() -> Sequence[Figure]:
@@ -58,6 +60,7 @@ def parts() -> dict[str, Callable[[], Sequence[Figure]]]:
         "whole": whole.measure,
         "filters": filters.measure,
         "dedup": dedup.measure,
+        "decontaminate": decontaminate.measure,
         "tokens": lambda: tokens.measure(rounds=2),
         "clean": plain(clean.main),
         "extract": plain(extract.main),

@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from benchmarks.measure import Figure
+from benchmarks.prepare.cuts import cpu, print_cuts
 from forebay.prepare.dedup import kernels
 from forebay.prepare.dedup.deduplicate import Signer, deduplicate
 from forebay.prepare.dedup.methods import Dedup, MinHash
@@ -80,6 +80,11 @@ try:
     signer = MinhashDedupSignature("/tmp", MinhashConfig())
     signer.get_signature(signer.get_shingles(texts[0]))
     timed("datatrove", lambda: [signer.get_signature(signer.get_shingles(t)) for t in texts[:few]], texts[:few])
+    from datatrove.data import Document
+    from datatrove.pipeline.dedup.sentence_dedup import SentDedupConfig, SentenceDedupSignature
+    spans = SentenceDedupSignature("/tmp", config=SentDedupConfig())
+    spans.get_hashes(Document(text=texts[0], id="0"), 0)
+    timed("sentences", lambda: [spans.get_hashes(Document(text=t, id="0"), 0) for t in texts[:few]], texts[:few])
 except ImportError as error:
     print(error, file=sys.stderr)
 print(json.dumps(found))
@@ -117,13 +122,6 @@ def seconds_a_byte(texts: Sequence[str], rounds: int = 3) -> dict[str, float]:
     return results
 
 
-def cpu(run: Callable[[], object]) -> float:
-    """Processor seconds of this process."""
-    start = time.process_time()
-    run()
-    return time.process_time() - start
-
-
 def run_peers(texts: Sequence[str]) -> dict[str, float]:
     """Processor seconds a byte of text by name; empty if their interpreter is missing."""
     if not Path(PEERS).exists():
@@ -151,6 +149,7 @@ def print_signatures(texts: Sequence[str]) -> list[Figure]:
 
     line("forebay, from text", ours["text"], ours["text"])
     shingles = theirs.pop("shingles", 0.0)
+    sentences = theirs.pop("sentences", None)
     hashes = theirs.pop("rensa R-MinHash, hashes", None)
     for name, cost in theirs.items():
         if name == "datatrove":
@@ -161,6 +160,7 @@ def print_signatures(texts: Sequence[str]) -> list[Figure]:
     line("forebay, shingle hashes given", ours["hashes"], ours["hashes"])
     if hashes:
         line("rensa R-MinHash, shingle hashes given", hashes, ours["hashes"])
+    print_cuts(texts, sentences)
     if "datasketch" not in theirs:
         return []
     fastest = min(cost + shingles for name, cost in theirs.items() if name.startswith("rensa"))

@@ -154,6 +154,7 @@ SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "compat/README.md": dataset_guide,
     "docs/how-to/convert.md": rows,
     "docs/how-to/coordinate.md": dataset_guide,
+    "docs/how-to/decontaminate.md": preparing,
     "docs/how-to/doctor.md": doctor,
     "docs/how-to/extend.md": preparing,
     "docs/how-to/lease.md": leasing,

@@ -131,7 +131,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--config", type=Path, metavar="FILE", help="TOML file with your settings (default: none)")
     add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
     p.add("--filter", metavar="NAMES", help="filters: gopher,c4,fineweb,language,… (default: the recipe's)")
-    p.add("--dedup", metavar="KINDS", help="exact,lines,minhash (default: the recipe's)")
+    p.add("--dedup", metavar="KINDS", help="exact,url,minhash,lines,sentences,substring,… (default: the recipe's)")
     p.add("--format", metavar="NAME", help="read every input as this format (default: auto)")
     p.add("--name", help="name of the dataset (default: the directory's)")
     p.add("--slice-bytes", type=size, metavar="BYTES", help="size of a slice (default: the recipe's, or 64MiB)")

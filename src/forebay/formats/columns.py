@@ -19,10 +19,10 @@ from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError
 from forebay.formats.base import Format
 from forebay.formats.conversion import ConvertOptions, TableSource
 from forebay.formats.external import TOKEN_COLUMNS
-from forebay.formats.inputs import SPLIT_BYTES, InputFile, InputSplit, ReadOptions
+from forebay.formats.inputs import ALL_FIELDS, SPLIT_BYTES, InputFile, InputSplit, ReadOptions
 from forebay.formats.records import Record, keys_of, to_record
 from forebay.formats.report import Report
-from forebay.formats.tables import is_list, rows_at_once, tensor_shape
+from forebay.formats.tables import contains, is_list, rows_at_once, tensor_shape
 
 READ_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError, EOFError, CorruptInputError)
 """What pyarrow raises for damaged files."""
@@ -147,6 +147,12 @@ def _check_tokens(report: Report, batch: pa.RecordBatch, first_row: int) -> None
 def select_columns(schema: pa.Schema, options: ReadOptions, file: InputFile) -> list[str]:
     """Return the keys of the columns to read. Raises UnreadableInputError where one that is required is missing."""
     required, optional = keys_of(options)
+    if options.text_keys and required == list(options.text_keys):
+        names = _names_with_text(schema) if ALL_FIELDS in required else required
+        if not any(_type_of(schema, key) is not None for key in names):
+            got = ", ".join(schema.names[:_SHOWN_COLUMNS])
+            raise UnreadableInputError(f"{file.path}: expected columns with text, got {got}. Name them.")
+        required, optional = [], [*names, *optional]
     types = {key: kind for key in required + optional if (kind := _type_of(schema, key)) is not None}
     for key in required:
         kind = types.get(key)
@@ -159,6 +165,10 @@ def select_columns(schema: pa.Schema, options: ReadOptions, file: InputFile) -> 
                 "(--set read.text_key=NAME)."
             )
     return list(types)
+
+
+def _names_with_text(schema: pa.Schema) -> list[str]:
+    return [field.name for field in schema if contains(field.type, _is_text) and schema.names.count(field.name) == 1]
 
 
 def _type_of(schema: pa.Schema, key: str) -> pa.DataType | None:

@@ -18,7 +18,7 @@ from forebay.errors import CorruptInputError, DatasetError, UnreadableInputError
 from forebay.formats.base import Format
 from forebay.formats.columns import error_text
 from forebay.formats.conversion import ConvertOptions, TableSource
-from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
+from forebay.formats.inputs import ALL_FIELDS, InputFile, InputSplit, ReadOptions
 from forebay.formats.jsonl import object_record, parse_json
 from forebay.formats.records import Record, has_surrogate, keys_of, shown_text, to_record
 from forebay.formats.tables import BATCH_BYTES, open_unpacked
@@ -86,6 +86,9 @@ def _decoded_lines(split: InputSplit, options: ReadOptions, problems: list[str])
 
 def _header(row: list[str], options: ReadOptions, file: InputFile) -> tuple[list[str], dict[str, int], bool]:
     required, optional = keys_of(options)
+    if options.text_keys and required == list(options.text_keys):
+        keys = row if ALL_FIELDS in required else [key for key in required if key in row]
+        required, optional = keys or required, optional
     if all(key.isdigit() for key in required) and not set(required) <= set(row):
         positions = {key: int(key) for key in required + [key for key in optional if key.isdigit()]}
         if max(positions.values()) < len(row):

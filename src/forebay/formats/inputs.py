@@ -22,6 +22,7 @@ RESERVED_COLUMNS = frozenset(
     ("place", "id", "url", "html", "text", "where", "text_bytes", "language", "language_score", "perplexity")
 )
 """Columns that readers, stages and tasks make; fields of the input may not take their names."""
+ALL_FIELDS = "*"
 _BUFFER_BYTES = 256 << 10
 _STEP_BYTES = 64 << 10
 
@@ -79,6 +80,8 @@ class ReadOptions:
         format: A format by name, or `auto` to detect that of each file.
         encoding: Of text files: a name such as `latin-1` or `utf-16`; `auto`: UTF-8, or what the first bytes show.
         text_key: The field or column with the text.
+        text_keys: Several fields in its place, whose texts (those in lists and objects too) are joined by an empty
+            line; `*`: every field but the id and the URL.
         id_key, url_key: The same for ids and URLs; a document without is no error.
         max_document_bytes: A document, line or member larger than this when unpacked is malformed; reading goes on
             after it.
@@ -98,6 +101,7 @@ class ReadOptions:
     format: str = "auto"
     encoding: str = "auto"
     text_key: str = "text"
+    text_keys: tuple[str, ...] = ()
     id_key: str = "id"
     url_key: str = "url"
     max_document_bytes: int = 32 << 20

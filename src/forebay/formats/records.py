@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from forebay.formats.inputs import ReadOptions
+from forebay.formats.inputs import ALL_FIELDS, ReadOptions
 
 T = TypeVar("T")
 
@@ -35,6 +35,8 @@ class Record:
     `failed`: the problem is that nothing (more) of its file can be read, not a fault of one record.
 
     `values`: what `ReadOptions.columns` asks for, in that order.
+
+    `fields`: the texts of `ReadOptions.text_keys`, which `text` joins.
     """
 
     index: int
@@ -47,6 +49,7 @@ class Record:
     start: int = field(default=-1, compare=False)
     failed: bool = False
     values: tuple[float | str, ...] = ()
+    fields: tuple[str, ...] = ()
 
 
 def strip_turn_marks(text: str) -> str:
@@ -98,6 +101,8 @@ def keys_of(options: ReadOptions) -> tuple[list[str], list[str]]:
         required = [options.messages_key]
     elif options.prompt_key and options.response_key:
         required = [options.prompt_key, options.response_key]
+    elif options.text_keys:
+        required = list(options.text_keys)
     else:
         required = [options.text_key]
     optional = dict.fromkeys((options.id_key, options.url_key, *options.columns))
@@ -108,11 +113,18 @@ def to_record(
     index: int, row: Mapping[str, object], options: ReadOptions, location: str = "", start: int = -1
 ) -> Record:
     """Return the document in a row, or what is wrong with it."""
+    fields: tuple[str, ...] = ()
     if options.messages_key:
         text, problem = _conversation(row, options.messages_key)
     elif options.prompt_key and options.response_key:
         (prompt, problem), (response, other) = _text(row, options.prompt_key), _text(row, options.response_key)
         text, problem = PROMPT_MARK + prompt + RESPONSE_MARK + response, problem or other
+    elif options.text_keys:
+        names = [key for key in row if key not in (options.id_key, options.url_key)]
+        keys = names if ALL_FIELDS in options.text_keys else options.text_keys
+        fields = tuple(field for key in keys if (field := "\n".join(_texts(look_up(row, key)))))
+        text = "\n\n".join(fields)
+        problem = "" if fields else f"expected text under {', '.join(options.text_keys)}, got none"
     else:
         text, problem = _text(row, options.text_key)
     name = name_of(look_up(row, options.id_key)) if options.id_key else ""
@@ -123,7 +135,7 @@ def to_record(
         return Record(index, name, text[:SHOWN_CHARS], problem=problem, location=location, start=start)
     values = tuple(_value(look_up(row, key), kind) for key, kind in options.columns.items()) if options.columns else ()
     url = name_of(url) if isinstance(url, str) else ""
-    return Record(index, name, text, url, location=location, start=start, values=values)
+    return Record(index, name, text, url, location=location, start=start, values=values, fields=fields)
 
 
 def _value(value: object, kind: str) -> float | str:
@@ -165,6 +177,17 @@ def _text(row: Mapping[str, object], key: str) -> tuple[str, str]:
         names = [str(name)[:40] for name in row]
         got += f" among {', '.join(names[:8])}" + (" …" if len(names) > 8 else "")
     return "", f"expected a string under {key!r}, got {got}"
+
+
+def _texts(value: object) -> Iterator[str]:
+    """All texts in a value, those in lists and objects too."""
+    if isinstance(value, str):
+        yield strip_turn_marks(value)
+    elif isinstance(value, bytes):
+        yield strip_turn_marks(value.decode("utf-8", "replace"))
+    elif isinstance(value, Mapping | list | tuple):
+        for member in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(member)
 
 
 def _conversation(row: Mapping[str, object], key: str) -> tuple[str, str]:

@@ -28,7 +28,8 @@ from forebay.prepare.tasks.text import TextResult
 from forebay.storage.listing import Skipped, shown_path
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup.deduplicate import Cutter, DedupResult, Flags
+    from forebay.prepare.dedup.cutting import Cutter, Flags
+    from forebay.prepare.dedup.deduplicate import DedupResult
 
 _COLUMNS = ("place", "id", "where", "text_bytes", "language", "perplexity")
 SKIPPED_FILE = "skipped.jsonl"
@@ -58,13 +59,13 @@ class Corpus:
         """The file of a split's documents."""
         return f"{self.folder}/{self.texts[index].name}.arrow"
 
-    def duplicates(self, index: int, config: Dedup) -> tuple[Flags | None, Cutter | None, str]:
+    def duplicates(self, index: int) -> tuple[Flags | None, Cutter | None, str]:
         """What is dropped and cut of a split, and a name for all that it depends on."""
         if self.dedup is None:
             return None, None, ""
-        from forebay.prepare.dedup.deduplicate import Cutter
+        from forebay.prepare.dedup.cutting import Cutter
 
-        cut = Cutter(self.dedup.cut[index], config) if self.dedup.cut else None
+        cut = Cutter(self.dedup.cut[index]) if self.dedup.cut else None
         return self.dedup.drop[index], cut, f"{self.dedup.name} {index}"
 
     def drop_codes(self, index: int) -> NDArray[np.uint8]:
@@ -97,7 +98,7 @@ _Candidate = tuple[int, int, int]
 
 def examine_kept(corpus: Corpus, config: Dedup) -> None:
     """Add duplicates, distributions and samples of what is kept to the statistics."""
-    candidates: dict[int, list[_Candidate]] = {code: [] for code in range(len(config.methods) + 1)}
+    candidates: dict[int, list[_Candidate]] = {code: [] for code in range(len(config.reasons) + 1)}
     kept_bytes = 0
     for index, text in enumerate(corpus.texts):
         codes = corpus.drop_codes(index)
@@ -106,7 +107,7 @@ def examine_kept(corpus: Corpus, config: Dedup) -> None:
             retained = batch.filter(pa.array(codes[start : start + batch.num_rows] == 0))
             corpus.stats.add_batch("kept", retained)
             kept_bytes += pc.sum(retained.column("text_bytes")).as_py() or 0
-    reasons = [method.reason for method in config.methods]
+    reasons = config.reasons
     if corpus.dedup is not None:
         _count_duplicates(corpus.dedup, reasons, corpus.stats, kept_bytes)
     for code, (stage, reason) in enumerate([("", "kept"), *(("dedup", reason) for reason in reasons)]):
@@ -137,8 +138,7 @@ def _count_duplicates(result: DedupResult, reasons: Sequence[str], stats: StageS
     count.documents_in, count.bytes_in = result.documents, last.bytes_out
     count.documents_out, count.bytes_out = result.documents - sum(result.dropped), kept_bytes
     count.dropped.update({reason: n for reason, n in zip(reasons, result.dropped) if n})
-    if result.units_cut:
-        count.changed["lines cut"] = result.units_cut
+    count.changed.update({label: n for label, n in result.units_cut.items() if n})
 
 
 def _choose(candidates: dict[int, list[_Candidate]], key: str, index: int, codes: NDArray[np.uint8]) -> None:

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import PurePath
 from typing import Any, ClassVar, Protocol
@@ -43,12 +43,14 @@ class StageResult:
         drop: int16 [rows]: -1 for a row that stays, else an index into the stage's `reasons`.
         counts: What was changed, by kind, over the rows that stay: `{"email": 3}`.
         problems: Of rows dropped as malformed: the message under which they are listed.
+        hits: Rows and what `contamination.jsonl` says of each.
     """
 
     batch: pa.RecordBatch
     drop: NDArray[np.int16]
     counts: Mapping[str, int] = field(default_factory=dict)
     problems: Mapping[int, str] = field(default_factory=dict)
+    hits: Sequence[tuple[int, Mapping[str, Any]]] = ()
 
 
 def first_failing(*failed: NDArray[np.bool_]) -> NDArray[np.int16]:

@@ -32,7 +32,7 @@ from forebay.prepare.documents import Stage
 from forebay.prepare.engines.base import Engine, open_engine
 from forebay.prepare.engines.local import cores
 from forebay.prepare.inputs import InputFiles, find_inputs, split_files
-from forebay.prepare.outputs.base import REJECTS_FILE, Output, no_documents, write_empty_report
+from forebay.prepare.outputs.base import HITS_FILE, REJECTS_FILE, Output, no_documents, write_empty_report
 from forebay.prepare.outputs.dataset import DatasetOutput
 from forebay.prepare.outputs.text import LanguageModelOutput, TextOutput
 from forebay.prepare.recipe import Recipe
@@ -42,7 +42,15 @@ from forebay.prepare.stats import PERPLEXITY, StageStats, percentile_threshold
 from forebay.prepare.tasks import keys
 from forebay.prepare.tasks.encode import sample_texts
 from forebay.prepare.tasks.percentile import PercentileTask, filter_percentiles
-from forebay.prepare.tasks.text import TextResult, TextTask, finished_text, process_split, task_key, write_rejects
+from forebay.prepare.tasks.text import (
+    TextResult,
+    TextTask,
+    finished_text,
+    process_split,
+    task_key,
+    write_hits,
+    write_rejects,
+)
 from forebay.prepare.tokenize import tokenizers
 from forebay.storage.listing import Skipped, count_reasons, describe_skipped, shown_path
 
@@ -86,7 +94,7 @@ def prepare_dataset(
         tokenizer: As `[tokenize] tokenizer`, or an object of the protocol `Tokenizer`.
         filters: Stages after those of the recipe: names of stages, of entry points of `forebay.filters`,
             `module:Class`, or objects.
-        dedup: Methods besides those of the recipe: `exact`, `lines`, `minhash`, names of entry points of
+        dedup: Methods besides those of the recipe: the names of `dedup.methods.KINDS`, of entry points of
             `forebay.dedup`, `module:Class`, or objects.
         name, slice_bytes, seed: As in the recipe; the name is by default the directory's.
         settings: Nested tables of a recipe: `{"read": {"text_key": "body"}}`.
@@ -332,6 +340,7 @@ def _run(
     stats = StageStats()
     for result in texts:
         stats.add(result.stats(folder))
+    write_hits(run.out / HITS_FILE, splits, texts, folder)
     _check_malformed(run, Corpus(sources, splits, texts, None, folder, stats))
     hashed = {
         split.files[int(index)].path: sha256

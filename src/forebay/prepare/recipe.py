@@ -33,6 +33,7 @@ STAGES = {
     "fineweb": "forebay.prepare.filters.quality:FineWeb",
     "language": "forebay.prepare.filters.language:Language",
     "perplexity": "forebay.prepare.filters.perplexity:Perplexity",
+    "decontaminate": "forebay.prepare.decontaminate.stage:Decontaminate",
 }
 """The stages that come with Forebay; entry points of `forebay.filters` are used by their names, too."""
 GROUPS = {"gopher": ("gopher_repetition", "gopher_quality")}  # Names that `--filter` accepts for several stages.

@@ -152,6 +152,16 @@ def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[
     total = _documents_in(report)
     stages = [(_PREFIXES[k] + label, count(n), share(n, total), _percent(n, total)) for k, label, n in _funnel(report)]
     yield "Funnel", ("Stage and reason", "Documents", "Of all read", "bar"), list(stages)
+    listed = report.get("contamination", {})
+    sets = [
+        (s.get("name", ""), *(count(s.get(key, 0)) for key in ("instances", "too_short", "ngrams", "documents")))
+        for s in listed.get("sets", [])
+    ]
+    yield "Evaluation sets", ("Set", "Instances", "Too short", "N-grams", "Documents with them"), list(sets)
+    hits = [
+        [hit.get(key, "") for key in ("where", "set", "instance", "ngram", "text")] for hit in listed.get("hits", [])
+    ]
+    yield "Contaminated documents", ("Document", "Set", "Instance", "Shared words", "Instance's text"), list(hits)
     for title, data in report.get("histograms", {}).items():
         bins = list(_bins(data))
         max_documents = max((max(read, retained) for _, read, retained in bins), default=0)

@@ -70,6 +70,7 @@ class StageStats:
         self.histograms: dict[str, dict[str, NDArray[np.int64]]] = {}
         self.languages: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.samples: dict[tuple[str, str], list[Sample]] = {}
+        self.hits: list[dict[str, Any]] = []  # Of one task, and not in its JSON: they go to a file of their own.
 
     def stage(self, name: str) -> StageCount:
         """The count of a stage. The funnel is in the order of the first calls."""
@@ -117,6 +118,10 @@ class StageStats:
         count.bytes_in += int(sizes_in[alive].sum())
         count.bytes_out += int(sizes_out[alive & ~dropped].sum())
         count.changed.update({kind: int(n) for kind, n in result.counts.items()})
+        for row, hit in result.hits:
+            if alive[row]:
+                position_of = {name: before.column(name)[row].as_py() for name in ("place", "where", "id")}
+                self.hits.append({**position_of, **hit})
         for index in np.unique(result.drop[dropped]).tolist():
             rows = np.flatnonzero(dropped & (result.drop == index))
             count.dropped[reasons[index]] += len(rows)
@@ -144,6 +149,7 @@ class StageStats:
                 self._histogram(name, side)[:] += counts
         for language, by_side in other.languages.items():
             self.languages[language].update(by_side)
+        self.hits += other.hits
         for key, samples in other.samples.items():
             self.samples[key] = heapq.nsmallest(SAMPLES, [*self.samples.get(key, ()), *samples])
 

@@ -451,3 +451,25 @@ def test_a_file_name_may_be_any_bytes(tmp_path: Path) -> None:
     (source,) = find_inputs([tmp_path], ReadOptions()).files
     assert source.name.encode() == f"{tmp_path.name}/m?de.txt".encode()
     assert texts([path]) == ["a"]
+
+
+def test_several_fields_make_a_text_in_every_format_of_tables(tmp_path: Path) -> None:
+    rows = [
+        {"id": "1", "title": "Head", "body": "Body", "url": "http://a.org", "n": 5},
+        {"id": "2", "title": "", "body": "Only", "url": "", "n": 6},
+    ]
+    nested = [{**row, "choices": {"text": ["one", "two"], "label": [1, 2]}} for row in rows]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in nested))
+    pq.write_table(pa.Table.from_pylist(nested), tmp_path / "a.parquet")
+    feather.write_feather(pa.Table.from_pylist(nested), str(tmp_path / "a.arrow"), compression="uncompressed")
+    for name in ("a.jsonl", "a.parquet", "a.arrow"):
+        assert texts(tmp_path / name, text_keys=("title", "body")) == ["Head\n\nBody", "Only"]
+        assert texts(tmp_path / name, text_keys=("choices", "body")) == ["one\ntwo\n\nBody", "one\ntwo\n\nOnly"]
+        assert texts(tmp_path / name, text_keys=("*",)) == ["Head\n\nBody\n\none\ntwo", "Only\n\none\ntwo"]
+        assert next(r.fields for r in records(tmp_path / name, text_keys=("*",))) == ("Head", "Body", "one\ntwo")
+        assert [r.id for r in records(tmp_path / name, text_keys=("*",))] == ["1", "2"]
+    (tmp_path / "a.csv").write_text("id,title,body,url\n1,Head,Body,http://a.org\n2,,Only,\n")
+    assert texts(tmp_path / "a.csv", text_keys=("title", "body")) == ["Head\n\nBody", "Only"]
+    assert texts(tmp_path / "a.csv", text_keys=("*",)) == ["Head\n\nBody", "Only"]
+    assert problems(tmp_path / "a.jsonl", text_keys=("none",)) == ["expected text under none, got none"] * 2
+    assert "expected columns with text" in problems(tmp_path / "a.parquet", text_keys=("none",))[0]

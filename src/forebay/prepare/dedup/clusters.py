@@ -49,12 +49,16 @@ class ComponentsTask:
 
 @dataclass(frozen=True)
 class MarkTask:
-    """Pairs to `NAME.cut`: a byte for each of `rows` lines, 1 if it stood in the corpus before."""
+    """Pairs to `NAME`: a byte for each of `rows` rows of a unit, 1 if it stood in the corpus before.
+
+    With `both`: 1 also for the first of several.
+    """
 
     name: str
     folder: str
     pairs: tuple[str, ...]
     rows: int
+    both: bool = False
 
 
 @contextmanager
@@ -172,15 +176,15 @@ def _codes(task: ComponentsTask, parent: NDArray[Any], start: int, stop: int) ->
 
 
 def mark_units(task: MarkTask, scale: int) -> int:
-    """Run a MarkTask unless its file exists. Returns how many lines are marked."""
-    out = Path(task.folder) / f"{task.name}.cut"
+    """Run a MarkTask unless its file exists. Returns how many rows are marked."""
+    out = Path(task.folder) / task.name
     if not out.exists():
         with open_atomic(out) as file:
             reserve(file, task.rows)
             if task.rows:
                 cut = np.memmap(file.name, np.uint8, "r+", shape=(task.rows,))
                 for pairs in _read_pairs(Path(task.folder), task.pairs, _CHUNK >> (2 * scale)):
-                    cut[pairs[:, 0]] = 1
+                    cut[pairs if task.both else pairs[:, 0]] = 1
                     cut.flush()
                     _release(cut)
     return sum(int(read_flags(out, start, _CHUNK).sum()) for start in range(0, task.rows, _CHUNK))

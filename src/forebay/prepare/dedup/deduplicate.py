@@ -1,21 +1,25 @@
 """Sign the documents of splits, and deduplicate the corpus: plan the tasks, map them over an engine, read the result.
 
 A `Signer` writes, with a prefix `P`, little-endian, one row a document: `P.NAME` u64 [documents, columns] of each
-method; `P.weight` f64 [documents]: the greatest stays (only if not the first copy does); `P.counts` u32 [documents] and
-`P.units` u64 [sum of counts, 2]: the lines that are long enough; `P.signatures`: JSON, written last. That is 16 + 8
-bands bytes a document (128 by default), and 16 a line.
+method; `P.weight` f64 [documents]: the greatest stays (only if not the first copy does). Of each kind of unit
+`P.ENDING` u64 [rows, 2] and `P.COUNTS` u32 [documents]; of substrings `P.anchors` u64 and `P.anchor_counts`, of
+`overlap` `P.ngrams` and `P.ngram_counts`. Last `P.signatures`: JSON. That is 16 + 8 bands bytes a document (128 by
+default), 16 a line or sentence, 0.6 a word for substrings, and 8 for `overlap`.
 
-Methods compare documents in order: of a component only the best document goes on to the next method. Lines come last,
-over the documents that stay. Every task is named by a hash of the signatures and settings, and skipped when its file
-exists; `STEM.result` is written last. Disk while it runs: 8 bytes a column of keys (224 bytes a document by default)
-and 8 for the components; what stays is a byte a document and one a line.
+Methods compare documents in order: of a component only the best document goes on to the next method. Units come last,
+over the documents that stay, each kind by itself; what any of them cuts goes. Substrings read `P.arrow` again, and so
+does `max_cut_share`. Every task is named by a hash of the signatures and settings, and skipped when its file exists;
+`STEM.result` is written last. Disk while it runs: 8 bytes a column of keys (224 bytes a document by default) and 8 for
+the components; what stays is a byte a document, one a line or span, and 9 a word of repeated substrings.
 """
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,14 +32,25 @@ from forebay.errors import PrepareError
 from forebay.files import atomic_write, open_atomic, remove_stale
 from forebay.prepare.dedup import pairs
 from forebay.prepare.dedup.clusters import ComponentsTask, MarkTask, find_components, mark_units
-from forebay.prepare.dedup.kernels import cut_texts, hash_texts
-from forebay.prepare.dedup.methods import Dedup
-from forebay.prepare.documents import text_column
+from forebay.prepare.dedup.cutting import Cut, Flags, ShareTask, drop_mostly_cut
+from forebay.prepare.dedup.methods import Dedup, Semantic
+from forebay.prepare.dedup.overlap import sign_ngrams
+from forebay.prepare.dedup.semantic import (
+    AssignTask,
+    CentroidsTask,
+    CompareTask,
+    VectorSplit,
+    assign_clusters,
+    compare_clusters,
+    default_clusters,
+    find_centroids,
+)
+from forebay.prepare.dedup.substring import WindowsTask, sign_anchors, sign_windows
+from forebay.prepare.dedup.units import hash_units
 
-VERSION = 3  # Changed when the same signatures would give another result, so that old ones are not used.
+VERSION = 4  # Changed when the same signatures would give another result, so that old ones are not used.
 _RUN_RECORDS = 1 << 21
 """At most this many records a run: about 1 s of work, so that small corpora use several processes too."""
-_UNITS = pairs.Keys("units", 2, 2)
 
 Mapper = Callable[[Callable[[Any, int], Any], Sequence[Any]], list[Any]]
 """Calls `run(task, scale)` for each task and returns the results in the order of the tasks."""
@@ -48,7 +63,8 @@ class Signer:
 
     def __init__(self, prefix: Path, config: Dedup) -> None:
         self._prefix, self._config = prefix, config
-        self._documents = self._units = 0
+        self._documents = 0
+        self._rows: Counter[str] = Counter()
         self._files: dict[str, tuple[BinaryIO, Any]] = {}
         self._stack = ExitStack()
 
@@ -59,12 +75,15 @@ class Signer:
         if kind is not None:
             self._stack.__exit__(kind, *error)
             return
-        for ending in [*self._config.signature(), *(["counts"] if self._config.unit else [])]:
+        config = self._config
+        counts = [unit.counts for unit in config.units]
+        counts += ["anchor_counts"] * config.substring + ["ngram_counts"] * config.overlap
+        for ending in [*config.signature(), *counts]:
             self._write(ending, np.empty(0, np.uint8))  # there may have been no documents
         self._stack.close()
         hashes = [[ending, hash_.hexdigest()] for ending, (_, hash_) in sorted(self._files.items())]
         sha256 = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
-        signed = {"documents": self._documents, "units": self._units, "sha256": sha256}
+        signed = {"documents": self._documents, "rows": self._rows, "sha256": sha256}
         atomic_write(Path(f"{self._prefix}.signatures"), json.dumps(signed).encode())
 
     def add(self, batch: pa.RecordBatch) -> None:
@@ -77,13 +96,21 @@ class Signer:
             if keys.shape != expected:
                 raise PrepareError(f"dedup method {method.name}: expected keys of shape {expected}, got {keys.shape}.")
             self._write(method.name, keys)
-        if config.unit:
-            hashes, counts = hash_texts(texts, config.unit, config.normalise_of(config.unit), config.min_characters)
-            self._units += len(hashes)
-            self._write("units", hashes)
-            self._write("counts", counts.astype("<u4"))
-        if config.keep != "first":
+        for unit in config.units:
+            self._write_rows(unit.ending, unit.counts, *hash_units(texts, unit))
+        if config.substring:
+            self._write_rows("anchors", "anchor_counts", *sign_anchors(texts, config.min_words))
+        if config.overlap:
+            self._write_rows("ngrams", "ngram_counts", *sign_ngrams(texts, config.rule))
+        if config.keep == "longest":
             self._write("weight", np.asarray(pc.binary_length(texts), np.float64))
+        elif config.keep == "best":
+            self._write("weight", _scores(batch, config.score))
+
+    def _write_rows(self, ending: str, counts_ending: str, rows: NDArray[np.uint64], counts: NDArray[np.int64]) -> None:
+        self._rows[ending] += len(rows)
+        self._write(ending, rows)
+        self._write(counts_ending, counts.astype("<u4"))
 
     def _write(self, ending: str, array: NDArray[Any]) -> None:
         if ending not in self._files:
@@ -94,17 +121,18 @@ class Signer:
         sha256.update(array.data)
 
 
-@dataclass(frozen=True)
-class Flags:
-    """A byte for each of `count` documents (or lines) of a split, from byte `start` of a file."""
-
-    path: str
-    start: int
-    count: int
-
-    def load(self) -> NDArray[np.uint8]:
-        """uint8 [count]."""
-        return pairs.read_flags(self.path, self.start, self.count)
+def _scores(batch: pa.RecordBatch, name: str) -> NDArray[np.float64]:
+    """The column as numbers; one that is missing or NaN is the worst."""
+    column = batch.column(name) if name in batch.schema.names else None
+    numeric = column is not None and (pa.types.is_floating(column.type) or pa.types.is_integer(column.type))
+    if column is None or not numeric:
+        got = f"a column of {column.type}" if column is not None else f"columns {', '.join(batch.schema.names)}"
+        raise PrepareError(
+            f"dedup.score: expected a column of numbers {name!r}, got {got}. A stage makes it, or [read.columns] with "
+            f'{name} = "number" reads it.'
+        )
+    scores = column.cast(pa.float64()).fill_null(-np.inf).to_numpy(zero_copy_only=False)
+    return np.where(np.isnan(scores), -np.inf, scores)
 
 
 @dataclass(frozen=True)
@@ -112,17 +140,18 @@ class DedupResult:
     """The result of a deduplication; numbers are of the corpus.
 
     Args:
-        dropped: How many documents each method dropped.
-        drop: For each split a byte a document: 0 kept, else 1 + the index of the method in `Dedup.methods`.
-        cut: For each split a byte a line that is long enough, 1 to be cut; empty if none are compared.
+        dropped: How many documents each method dropped, and after them `max_cut_share`.
+        units_cut: How many lines or spans are cut, by the label of the report.
+        drop: For each split a byte a document: 0 kept, else 1 + the index in `Dedup.reasons`.
+        cut: For each split what is cut, by kind of unit; empty if none are compared.
         name: A hash of the signatures and settings, on which all else depends.
     """
 
     documents: int
     dropped: tuple[int, ...]
-    units_cut: int
+    units_cut: dict[str, int]
     drop: tuple[Flags, ...]
-    cut: tuple[Flags, ...]
+    cut: tuple[tuple[Cut, ...], ...]
     name: str
 
 
@@ -131,13 +160,21 @@ class _Corpus:
     config: Dedup
     prefixes: Sequence[str]
     documents: Sequence[int]
-    units: Sequence[int]
+    rows: Sequence[dict[str, int]]
     folder: str
     stem: str
     memory_bytes: int
 
     def path(self, ending: str) -> str:
         return f"{self.folder}/{self.stem}.{ending}"
+
+    def flags(self, ending: str, counts: Sequence[int]) -> tuple[Flags, ...]:
+        """The parts of a file of flags that belong to each split."""
+        starts = np.cumsum([0, *counts]).tolist()
+        return tuple(Flags(self.path(ending), start, count) for start, count in zip(starts, counts))
+
+    def row_counts(self, ending: str) -> list[int]:
+        return [rows.get(ending, 0) for rows in self.rows]
 
 
 def deduplicate(
@@ -148,10 +185,11 @@ def deduplicate(
     on_progress: OnProgress = lambda step, done, total: None,
     memory_bytes: int = 256 << 20,
 ) -> DedupResult:
-    """Find the documents and lines of the corpus that are copies. Depends on signatures and their order alone.
+    """Find the documents, lines and spans of the corpus that are copies. Depends on signatures and their order alone.
 
     A killed call resumes when it is called again. `prefixes` are those of the splits' signatures in corpus order,
-    signed with the same settings; `folder` is of one call at a time; a task may take about `memory_bytes`.
+    signed with the same settings; `folder` is of one call at a time; a task may take about `memory_bytes`, and one that
+    reads documents 20 times the largest of them.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -162,39 +200,55 @@ def deduplicate(
         atomic_write(path, json.dumps(_run(corpus, map, on_progress)).encode())
         for used in folder.glob(f"{corpus.stem}-*"):
             used.unlink()
-    counts, units_cut = json.loads(path.read_bytes())
+    counts, units_cut, windows = json.loads(path.read_bytes())
+    dropped = tuple(counts[1 : len(config.reasons) + 1])
+    drop = corpus.flags("drop", corpus.documents)
+    return DedupResult(sum(counts), dropped, units_cut, drop, _cuts(corpus, windows), corpus.stem)
 
-    def flags(ending: str, rows: Sequence[int]) -> tuple[Flags, ...]:
-        starts = np.cumsum([0, *rows]).tolist()
-        return tuple(Flags(corpus.path(ending), start, count) for start, count in zip(starts, rows))
 
-    dropped = tuple(counts[1 : len(config.methods) + 1])
-    cut = flags("cut", corpus.units) if config.unit else ()
-    return DedupResult(sum(counts), dropped, units_cut, flags("drop", corpus.documents), cut, corpus.stem)
+def _cuts(corpus: _Corpus, windows: Sequence[int]) -> tuple[tuple[Cut, ...], ...]:
+    kinds = []
+    for unit in corpus.config.units:
+        flags = corpus.flags(f"cut-{unit.ending}", corpus.row_counts(unit.ending))
+        kinds.append([Cut(part, unit) for part in flags])
+    if corpus.config.overlap:
+        flags = corpus.flags("cut-ngrams", corpus.row_counts("ngrams"))
+        kinds.append([Cut(part, corpus.config.rule) for part in flags])
+    if corpus.config.substring:
+        flags = corpus.flags("cut-windows", windows)
+        kinds.append([Cut(part, None, corpus.path(f"windows{i}")) for i, part in enumerate(flags)])
+    return tuple(zip(*kinds))
 
 
 def _open(prefixes: Sequence[str], config: Dedup, folder: Path, memory_bytes: int) -> _Corpus:
-    documents, units, sha256s = [], [], []
+    documents, rows, sha256s = [], [], []
     for prefix in prefixes:
         try:
             signed = json.loads(Path(f"{prefix}.signatures").read_bytes())
             documents.append(int(signed["documents"]))
-            units.append(int(signed["units"]))
+            rows.append({str(ending): int(count) for ending, count in signed["rows"].items()})
             sha256s.append(signed["sha256"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise PrepareError(
                 f"{prefix}.signatures: expected finished signatures, got {error}. Sign the documents again."
             ) from error
     settings = [VERSION, config.signature(), config.keep]
-    name = hashlib.sha256(json.dumps([settings, list(zip(sha256s, documents, units))]).encode()).hexdigest()[:32]
-    return _Corpus(config, prefixes, documents, units, str(folder), f"dedup-{name}", memory_bytes)
+    settings += [config.max_cut_share, config.overlap_share] if config.drops_cut else []
+    settings += [config.similarity, config.clusters] if config.semantic else []
+    name = hashlib.sha256(json.dumps([settings, list(zip(sha256s, documents, rows))]).encode()).hexdigest()[:32]
+    return _Corpus(config, prefixes, documents, rows, str(folder), f"dedup-{name}", memory_bytes)
 
 
-def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[int], int]:
-    """Documents by drop code, and how many lines are cut."""
+def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[int], dict[str, int], list[int]]:
+    """Documents by drop code, how many rows of each unit are cut, and the windows of each split."""
     config, stem = corpus.config, corpus.stem
-    methods = config.methods
-    total = (3 * len(methods) or 1) + 3 * bool(config.unit)
+    methods, limited = config.methods, config.drops_cut
+    total = (
+        (3 * len(methods) + config.semantic or 1)
+        + 3 * (len(config.units) + config.overlap)
+        + 7 * config.substring
+        + limited
+    )
     done = 0
 
     def step(name: str, run: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
@@ -206,34 +260,118 @@ def _run(corpus: _Corpus, map: Mapper, on_progress: OnProgress) -> tuple[list[in
 
     files: list[str] = []
     base, counts = "", [0]
+    documents = list(zip(corpus.prefixes, corpus.documents, corpus.documents))
     for code, method in enumerate(methods or (None,), 1):
-        if method is not None:
+        drop = f"{corpus.folder}/{base}.drop" if base else ""
+        if isinstance(method, Semantic):
+            files += _find_similar(corpus, method, drop, step)
+        elif method is not None:
             keys = pairs.Keys(method.name, method.columns, method.key_columns)
-            files += _find_pairs(corpus, keys, f"{corpus.folder}/{base}.drop" if base else "", step)
-        name = f"{stem}-{method.name}" if method is not None and code < len(methods) else stem
+            files += _find_pairs(corpus, keys, documents, drop, step)
+        is_last = code >= len(methods) and not limited
+        name = stem if is_last else f"{stem}-{method.name if method is not None else 'all'}"
         splits = tuple(zip(corpus.prefixes, corpus.documents))
         weighted = config.keep != "first"
         task = ComponentsTask(name, corpus.folder, tuple(files), splits, weighted, code, max(len(methods), 1), base)
         (counts,) = step("clusters", find_components, [task])
         base = name
-    units_cut = 0
-    if config.unit:
-        units = _find_pairs(corpus, _UNITS, corpus.path("drop"), step)
-        (units_cut,) = step("cut", mark_units, [MarkTask(stem, corpus.folder, tuple(units), sum(corpus.units))])
+    units_cut, windows = _find_units(corpus, f"{corpus.folder}/{base}.drop", step)
+    if limited:
+        cuts = _cuts(corpus, windows)
+        parts = corpus.flags("drop", corpus.documents)
+        shares = [
+            ShareTask(f"{stem}-share{i}", corpus.folder, prefix, cuts[i], f"{corpus.folder}/{base}.drop", flags.start,
+                      flags.count, config.max_cut_share, len(methods) + 1)
+            for i, (prefix, flags) in enumerate(zip(corpus.prefixes, parts))
+        ]  # fmt: skip
+        names = step("cut share", drop_mostly_cut, shares)
+        atomic_write(corpus.path("drop"), (Path(corpus.folder, name).read_bytes() for name in names))
+        codes = (np.fromfile(Path(corpus.folder, name), np.uint8) for name in names)
+        sums = np.zeros(len(methods) + 2, np.int64)
+        for part in codes:
+            sums += np.bincount(part, minlength=len(sums))
+        counts = sums.tolist()
     on_progress("done", total, total)
-    return counts, units_cut
+    return counts, units_cut, windows
 
 
-def _find_pairs(corpus: _Corpus, keys: pairs.Keys, drop: str, step: Step) -> list[str]:
-    rows = corpus.units if keys is _UNITS else corpus.documents
+def _find_similar(corpus: _Corpus, method: Semantic, drop: str, step: Step) -> list[str]:
+    """The files of pairs of documents of similar embeddings."""
+    folder, stem, width = corpus.folder, f"{corpus.stem}-semantic", 4 * method.columns
+    firsts = np.cumsum([0, *corpus.documents]).tolist()
+    splits = tuple(VectorSplit(*entry) for entry in zip(corpus.prefixes, corpus.documents, firsts))
+    documents = firsts[-1]
+    clusters = min(method.clusters or default_clusters(documents), max(documents, 1))
+    (centroids,) = step(
+        "centroids", find_centroids, [CentroidsTask(f"{stem}-centroids", folder, splits, drop, width, clusters)]
+    )
+    assign = [
+        AssignTask(f"{stem}-{i}", folder, split, drop, width, clusters, f"{folder}/{centroids}")
+        for i, split in enumerate(splits)
+    ]
+    assigned = tuple(step("assign", assign_clusters, assign))
+    count = min(clusters, max(1, documents >> 12), 1024)
+    weighted = corpus.config.keep != "first"
+    bounds = [clusters * i // count for i in range(count + 1)]
+    compare = [
+        CompareTask(f"{stem}-pairs{i}", folder, splits, assigned, start, stop, width, weighted, method.similarity,
+                    corpus.memory_bytes)
+        for i, (start, stop) in enumerate(pairwise(bounds))
+    ]  # fmt: skip
+    return step("compare", compare_clusters, compare)
+
+
+def _find_units(corpus: _Corpus, drop: str, step: Step) -> tuple[dict[str, int], list[int]]:
+    """How many rows of each unit are cut, by label, and the windows of each split."""
+    config, stem = corpus.config, corpus.stem
+
+    def mark(keys: pairs.Keys, sources: list[tuple[str, int, int]], name: str, both: bool = False) -> int:
+        files = _find_pairs(corpus, keys, sources, drop if keys.counts else "", step)
+        rows = sum(rows for _, rows, _ in sources)
+        (count,) = step("cut", mark_units, [MarkTask(name, corpus.folder, tuple(files), rows, both)])
+        return int(count)
+
+    units_cut = {}
+    for unit in config.units:
+        sources = list(zip(corpus.prefixes, corpus.row_counts(unit.ending), corpus.documents))
+        keys = pairs.Keys(unit.ending, 2, 2, unit.counts)
+        units_cut[unit.label] = mark(keys, sources, f"{stem}.cut-{unit.ending}")
+    if config.overlap:
+        sources = list(zip(corpus.prefixes, corpus.row_counts("ngrams"), corpus.documents))
+        label = f"runs of {config.overlap_ngram} words seen"
+        units_cut[label] = mark(pairs.Keys("ngrams", 1, 1, "ngram_counts"), sources, f"{stem}.cut-ngrams")
+    if not config.substring:
+        return units_cut, []
+    counts = corpus.row_counts("anchors")
+    sources = list(zip(corpus.prefixes, counts, corpus.documents))
+    mark(pairs.Keys("anchors", 1, 1, "anchor_counts"), sources, f"{stem}-anchors", both=True)
+    places = zip(corpus.prefixes, np.cumsum([0, *counts]).tolist(), np.cumsum([0, *corpus.documents]).tolist())
+    tasks = [
+        WindowsTask(f"{stem}.windows{i}", corpus.folder, prefix, f"{corpus.folder}/{stem}-anchors", start, drop, first,
+                    corpus.documents[i], config.min_words)
+        for i, (prefix, start, first) in enumerate(places)
+    ]  # fmt: skip
+    windows = step("windows", sign_windows, tasks)
+    sources = [(f"{corpus.folder}/{task.name}", rows, 0) for task, rows in zip(tasks, windows)]
+    label = f"spans of {config.min_words} words cut"
+    units_cut[label] = mark(pairs.Keys("windows", 2, 2), sources, f"{stem}.cut-windows")
+    for prefix, _, _ in sources:
+        Path(f"{prefix}.windows").unlink(missing_ok=True)
+    return units_cut, windows
+
+
+def _find_pairs(
+    corpus: _Corpus, keys: pairs.Keys, sources: Sequence[tuple[str, int, int]], drop: str, step: Step
+) -> list[str]:
+    """The files of pairs of equal keys; `sources` are (prefix, rows, documents)."""
     per_row = keys.columns // keys.key_columns
     record = keys.record_bytes * pairs.SORT_FACTOR
     limit = max(min(corpus.memory_bytes // record, _RUN_RECORDS) // per_row, 1)
     stem = f"{corpus.stem}-{keys.ending}-{limit}"
-    ranges = enumerate(_row_ranges(corpus, rows, limit))
+    ranges = enumerate(_row_ranges(sources, limit))
     runs = [pairs.SortTask(f"{stem}-{i}", corpus.folder, keys, group, drop) for i, group in ranges]
     names = step(f"sort {keys.ending}", pairs.sort_run, runs)
-    count = -(-sum(rows) * per_row * record // corpus.memory_bytes)
+    count = -(-sum(rows for _, rows, _ in sources) * per_row * record // corpus.memory_bytes)
     merges = [
         pairs.MergeTask(f"{stem}-{count}-{i}", corpus.folder, keys.key_columns, stem, len(runs), i, count)
         for i in range(count if len(runs) > 1 else 0)
@@ -241,10 +379,10 @@ def _find_pairs(corpus: _Corpus, keys: pairs.Keys, drop: str, step: Step) -> lis
     return names + step(f"merge {keys.ending}", pairs.merge_runs, merges)
 
 
-def _row_ranges(corpus: _Corpus, rows_of: Sequence[int], limit: int) -> Iterator[tuple[pairs.RowRange, ...]]:
+def _row_ranges(sources: Sequence[tuple[str, int, int]], limit: int) -> Iterator[tuple[pairs.RowRange, ...]]:
     group: list[pairs.RowRange] = []
     size = base = document = 0
-    for prefix, rows, documents in zip(corpus.prefixes, rows_of, corpus.documents):
+    for prefix, rows, documents in sources:
         start = 0
         while start < rows:
             stop = min(rows, start + limit - size)
@@ -258,30 +396,3 @@ def _row_ranges(corpus: _Corpus, rows_of: Sequence[int], limit: int) -> Iterator
         document += documents
     if group:
         yield tuple(group)
-
-
-class Cutter:
-    """Cuts marked lines out of a split's texts, given in the order in which they were signed. Picklable.
-
-    `flags` is `DedupResult.cut` of the split. Documents that are dropped are given too: drop them after this.
-    """
-
-    def __init__(self, flags: Flags, config: Dedup) -> None:
-        self._flags, self._config = flags, config
-        self._marks = np.empty(0, np.uint8)
-        self._used = 0
-
-    def cut(self, texts: pa.LargeStringArray, first_row: int) -> pa.LargeStringArray:
-        """The texts of the split's rows from `first_row` without what is marked; one that is empty then is ""."""
-        if first_row == 0:
-            self._marks, self._used = self._flags.load(), 0
-        config, marks = self._config, self._marks[self._used :]
-        normalise = config.normalise_of(config.unit)
-        offsets, data, used = cut_texts(texts, config.unit, normalise, config.min_characters, marks)
-        self._used += used
-        if self._used > len(self._marks):
-            raise PrepareError(
-                f"{self._flags.path}: expected the {len(self._marks)} lines that were signed, got more. "
-                "The documents have changed since: run the task that signed them again."
-            )
-        return text_column(offsets, data)

@@ -1,4 +1,4 @@
-"""Compiled loops over Arrow's UTF-8 buffers: normalise and hash texts, sign them with MinHash, cut units out.
+"""Compiled loops over Arrow's UTF-8 buffers: words and their n-grams; normalise and hash texts; sign with MinHash.
 
 Compiled on the first call (about 6 s for all, then kept by `compiled`); O(1) memory beyond the arguments. A min-wise
 hash is `a * x + b mod 2^32` of a well-mixed 32-bit `x`, with `a` odd: a bijection that vectorises in 32-bit lanes.
@@ -24,8 +24,6 @@ _UNSPACED = (
     (0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF),
 )  # fmt: skip
 """Thai, Lao, Burmese, Khmer, kana and Han are written without spaces: each character is a word."""
-DOCUMENT, LINE = 0, 1
-_UNITS = {"": DOCUMENT, "line": LINE}
 
 
 @lru_cache
@@ -65,41 +63,16 @@ def _word_entry(code: int) -> int:
     return ord(lower) if len(lower) == 1 else code
 
 
-def hash_texts(
-    texts: pa.LargeStringArray, unit: str, normalise: str, min_characters: int
-) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """128 bits of each document (or `line` of `min_characters` or more) as uint64 [*, 2], and their
-    number by document, int64 [rows]."""
+def hash_texts(texts: pa.LargeStringArray, normalise: str) -> NDArray[np.uint64]:
+    """128 bits of each document as uint64 [rows, 2]; zeros for an empty one."""
     offsets, data = text_buffers(texts)
-    rows = len(texts) + (int(np.count_nonzero(data[offsets[0] : offsets[-1]] == 10)) if unit else 0)
-    hashes, counts = np.empty((rows, 2), np.uint64), np.empty(len(texts), np.int64)
-    n = _hash_units(
-        data, offsets, _UNITS[unit], character_table(normalise), min_characters, _scratch(offsets), hashes, counts
-    )
-    return hashes[:n], counts
+    hashes = np.empty((len(texts), 2), np.uint64)
+    _hash_documents(data, offsets, character_table(normalise), scratch_for(offsets), hashes)
+    return hashes
 
 
-def cut_texts(
-    texts: pa.LargeStringArray, unit: str, normalise: str, min_characters: int, marks: NDArray[np.uint8]
-) -> tuple[NDArray[np.int64], NDArray[np.uint8], int]:
-    """Offsets and bytes of the texts without the units that `marks` marks, and how many marks were used.
-
-    `marks` has an entry for each unit that `hash_texts` hashed. Missing ones count as 0.
-    """
-    offsets, data = text_buffers(texts)
-    out, out_offsets = np.empty(int(offsets[-1] - offsets[0]), np.uint8), np.empty(len(offsets), np.int64)
-    # A text of n bytes has at most n units.
-    marks = marks[: len(out) + 1]
-    if len(marks) <= len(out):
-        marks = np.concatenate([marks, np.zeros(len(out) + 1 - len(marks), np.uint8)])
-    used = _cut_units(
-        data, offsets, _UNITS[unit], character_table(normalise), min_characters, _scratch(offsets), marks, out,
-        out_offsets,
-    )  # fmt: skip
-    return out_offsets, out[: out_offsets[-1]], used
-
-
-def _scratch(offsets: NDArray[np.int64]) -> NDArray[np.uint8]:
+def scratch_for(offsets: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Room for the longest text after `normalise`."""
     return np.empty(2 * int(np.diff(offsets).max(initial=0)) + 16, np.uint8)
 
 
@@ -186,6 +159,53 @@ def read_words(data: Any, i: int, stop: int, table: Any, words: Any, have: int) 
         words[np.uint64(have)] = mix(h ^ pending)
         have += 1
     return i, have
+
+
+@jit()
+def locate_words(data: Any, i: int, stop: int, table: Any, starts: Any, stops: Any) -> int:
+    """The bytes `[starts[w], stops[w])` of each word that `read_words` finds; how many there are."""
+    n = 0
+    inside = False
+    while i < stop:
+        begin = i
+        byte = data[i]
+        if byte < 128:
+            value = table[byte]
+            i += 1
+        else:
+            code, i = decode(data, i, stop)
+            value = table[code] if code < _TABLE_SIZE else code | (ALONE if code < np.uint32(0x40000) else np.uint32(0))
+        if value == IGNORED:
+            continue
+        if value == GAP or value >= ALONE:
+            inside = False
+        if value == GAP:
+            continue
+        if not inside:
+            starts[n] = begin
+            n += 1
+            inside = value < ALONE
+        stops[n - 1] = i
+    return n
+
+
+@jit()
+def hash_ngrams(words: Any, num_words: int, ngram: int, out: Any) -> int:
+    """64-bit hashes of all runs of `ngram` of the words into `out`, polynomials of their hashes; how many there are."""
+    count = num_words - ngram + 1
+    if count <= 0:
+        return 0
+    power = _U1
+    h = np.uint64(0)
+    for j in range(ngram):
+        h = h * _BASE + words[j]
+        if j:
+            power *= _BASE
+    out[0] = mix(h)
+    for j in range(1, count):
+        h = (h - words[j - 1] * power) * _BASE + words[j + ngram - 1]
+        out[j] = mix(h)
+    return count
 
 
 @jit()
@@ -344,76 +364,7 @@ def hash128(data: Any, n: int) -> Any:
 
 
 @jit()
-def next_unit(data: Any, i: int, stop: int, unit: int) -> Any:
-    """Where the unit that begins at i ends, and where the next one begins. A line ends at a line feed."""
-    while unit == LINE and i < stop:
-        if data[i] == 10:
-            return i, i + 1
-        i += 1
-    return stop, stop
-
-
-@jit()
-def _hash_units(data, offsets, unit, table, min_characters, scratch, out, counts):  # type: ignore[no-untyped-def]
-    """Hash the units of `min_characters` or more into `out` uint64 [*, 2], their number by document into `counts`.
-
-    Of documents each has a row, of zeros if it is shorter than that. Returns the rows written.
-    """
-    rows = 0
+def _hash_documents(data, offsets, table, scratch, out):  # type: ignore[no-untyped-def]
     for d in range(len(offsets) - 1):
-        i, stop = offsets[d], offsets[d + 1]
-        counts[d] = 0
-        if unit == DOCUMENT and i == stop:
-            out[rows, 0] = out[rows, 1] = np.uint64(0)
-            rows += 1
-        while i < stop:
-            end, after = next_unit(data, i, stop, unit)
-            n, characters = normalise(data, i, end, table, scratch)
-            i = after
-            if characters >= min_characters:
-                out[rows, 0], out[rows, 1] = hash128(scratch, n)
-            elif unit == DOCUMENT:
-                out[rows, 0] = out[rows, 1] = np.uint64(0)
-            else:
-                continue
-            rows += 1
-            counts[d] += 1
-    return rows
-
-
-@jit()
-def _cut_units(data, offsets, unit, table, min_characters, scratch, cut, out, out_offsets):  # type: ignore[no-untyped-def]
-    """Copy the texts to `out` without the units that `cut` (uint8, one for each that `_hash_units` hashed) marks.
-
-    A document that lost something also loses the line feeds at its end, and all that is left if that is white space.
-    Returns the marks used.
-    """
-    used = 0
-    n = 0
-    for d in range(len(offsets) - 1):
-        i, stop = offsets[d], offsets[d + 1]
-        out_offsets[d] = n
-        before = used
-        complete = True
-        while i < stop:
-            end, after = next_unit(data, i, stop, unit)
-            keep = True
-            if normalise(data, i, end, table, scratch)[1] >= min_characters:
-                keep = cut[used] == 0
-                used += 1
-            if keep:
-                for j in range(i, after):
-                    out[n] = data[j]
-                    n += 1
-            complete = complete and keep
-            i = after
-        if used > before and not complete:
-            while n > out_offsets[d] and out[n - 1] == 10:
-                n -= 1
-            last = n
-            while last > out_offsets[d] and (out[last - 1] == 32 or 9 <= out[last - 1] <= 13):
-                last -= 1
-            if last == out_offsets[d]:
-                n = last
-    out_offsets[len(offsets) - 1] = n
-    return used
+        n, characters = normalise(data, offsets[d], offsets[d + 1], table, scratch)
+        out[d, 0], out[d, 1] = hash128(scratch, n) if characters else (np.uint64(0), np.uint64(0))

@@ -5,8 +5,10 @@ A method turns a document into keys, and a shared key makes copies. One of your 
 Python callers pass the object.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Protocol
+from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -15,8 +17,9 @@ from pydantic import Field
 
 from forebay.errors import UsageError
 from forebay.order.bijection import derive_key, random_words
+from forebay.prepare.dedup.embeddings import embeddings_of
 from forebay.prepare.documents import text_buffers
-from forebay.prepare.settings import Positive, check_fields
+from forebay.prepare.settings import Positive, Share, check_fields
 
 SIGNATURE_VERSION = 2
 """Changed when the same text gets another signature, so that old ones are not compared with new ones."""
@@ -61,7 +64,46 @@ class Exact:
     def sign(self, batch: pa.RecordBatch) -> U64:
         from forebay.prepare.dedup.kernels import hash_texts
 
-        return hash_texts(batch.column("text"), "", self.normalise, 1)[0]
+        return hash_texts(batch.column("text"), self.normalise)
+
+
+@dataclass(frozen=True)
+class EqualUrl:
+    """Equal addresses, after scheme, `www.`, port, fragment, trailing slash and tracking parameters are removed."""
+
+    name: ClassVar[str] = "url"
+    reason: ClassVar[str] = "url_duplicate"
+    columns: ClassVar[int] = 2
+    key_columns: ClassVar[int] = 2
+
+    @property
+    def settings(self) -> list[Any]:
+        return [SIGNATURE_VERSION]
+
+    def sign(self, batch: pa.RecordBatch) -> U64:
+        from forebay.prepare.dedup.kernels import hash_texts
+
+        urls = [normalise_url(url) for url in batch.column("url").to_pylist()]
+        return hash_texts(pa.array(urls, pa.large_string()), "none")
+
+
+_TRACKING = re.compile(
+    r"utm_\w+|[a-z]*clid|gclsrc|_ga|_gl|mc_[ce]id|igshid|mkt_tok|yclid|_openstat|ref_src|s_cid|vero_id|wt_mc", re.I
+)
+"""Parameters that say where a reader came from."""
+
+
+def normalise_url(url: str) -> str:
+    """The address without what does not change the page; "" for none, and as it is where it cannot be parsed."""
+    try:
+        parts = urlsplit(url.strip())
+        host = (parts.hostname or "").removeprefix("www.").rstrip(".")
+        port = f":{parts.port}" if parts.port not in (None, 80, 443) else ""
+    except ValueError:  # such as an unclosed bracket
+        return url
+    pairs = [pair for pair in parts.query.split("&") if pair and not _TRACKING.fullmatch(pair.partition("=")[0])]
+    query = "?" + "&".join(sorted(pairs)) if pairs else ""
+    return f"{host}{port}{parts.path.rstrip('/')}{query}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +145,78 @@ class MinHash:
         return (numbers >> np.uint64(32)).astype(np.uint32) | np.uint32(1), numbers.astype(np.uint32)
 
 
-KINDS = (Exact.name, "lines", MinHash.name)  # The names of `--dedup`.
+@dataclass(frozen=True)
+class Semantic:
+    """Documents whose embeddings have a cosine of `similarity` or more: see `semantic`. A signature is the vector, as
+    int16."""
+
+    embedding: str
+    dimension: int
+    similarity: float
+    clusters: int
+    name: ClassVar[str] = "semantic"
+    reason: ClassVar[str] = "semantic_duplicate"
+
+    @property
+    def columns(self) -> int:
+        return -(-self.dimension // 4)
+
+    @property
+    def key_columns(self) -> int:
+        return self.columns
+
+    @property
+    def settings(self) -> list[Any]:
+        return [SIGNATURE_VERSION, self.embedding, self.dimension]
+
+    def sign(self, batch: pa.RecordBatch) -> U64:
+        return embeddings_of(batch, self.embedding, self.dimension, 4 * self.columns).view("<u8")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parts of documents that are compared by themselves: runs of `span` lines or sentences.
+
+    Args:
+        ending: Of its signature files: `ENDING` has the hashes, `COUNTS` their number by document.
+        label: Under which the report counts what is cut.
+    """
+
+    ending: str
+    counts: str
+    kind: Literal["line", "sentence"]
+    span: int
+    normalise: str
+    min_characters: int
+    label: str
+
+    @property
+    def settings(self) -> list[Any]:
+        if self.span == 1:
+            return [SIGNATURE_VERSION, self.kind, self.normalise, self.min_characters]
+        return [SIGNATURE_VERSION, self.kind, self.normalise, self.min_characters, self.span]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Paragraphs and documents of whose runs of `ngram` words a `share` stood in earlier documents; one run in `sample`
+    is compared."""
+
+    ngram: int
+    share: float
+    sample: int
+
+
+KINDS = (
+    Exact.name,
+    EqualUrl.name,
+    MinHash.name,
+    "lines",
+    "sentences",
+    "substring",
+    "overlap",
+)  # The names of `--dedup`.
+MOSTLY_CUT = "mostly_duplicate"
 
 
 @dataclass(frozen=True)
@@ -112,34 +225,67 @@ class Dedup:
 
     Args:
         exact: Drop whole documents that are equal.
-        lines: Cut lines that stood in the corpus before.
+        url: Drop documents of equal addresses, after scheme, `www.`, port, fragment, trailing slash and tracking
+            parameters are removed.
         minhash: Drop documents that share most of their word n-grams.
+        semantic: Drop documents of whose embeddings (the column `embedding` of lists of `dimension` floats, which a
+            stage makes) the cosine with that of a better document in the same of `clusters` clusters is `similarity` or
+            more. 0 clusters: the square root of the documents.
+        lines: Cut lines that stood in the corpus before.
+        sentences: Cut spans of `span` sentences that stood in the corpus before, as C4 does.
+        substring: Cut every run of `min_words` words or more that stood in the corpus before, wherever it begins. Words
+            are those of MinHash: case, punctuation and accents may differ.
+        overlap: Cut paragraphs (lines) of which `overlap_share` of the runs of `overlap_ngram` words stood in earlier
+            documents, and drop such documents, as DCLM does.
+        overlap_sample: One run in so many is compared: the size of the signatures, against short paragraphs.
         bands, rows: Of the MinHash signature: two documents of Jaccard similarity J meet with chance
             1 - (1 - J^rows)^bands.
         ngram: Words in a shingle.
         seed: Of the hash functions of MinHash.
-        keep: Which document of a cluster stays: the `first` in the corpus, or the `longest` in bytes, the first of
-            several equals.
-        normalise: What may differ in equal documents and lines. `none`: nothing. `space`: white space.
-            Empty: nothing in documents, white space in lines.
-            `words`: also case, punctuation and accents. MinHash always compares words.
-        min_characters: A line with fewer characters, blanks not counted, is never cut: `}` is no
+        keep: Which document of a cluster stays: the `first` in the corpus, the `longest` in bytes, or the `best` by the
+            column `score`; the first of several equals.
+        score: A column of numbers: a stage's, or one of `[read] columns`. A missing score counts as the worst.
+        normalise: What may differ in equal documents, lines and sentences. `none`: nothing. `space`: white space.
+            Empty: nothing in documents, white space in lines and sentences.
+            `words`: also case, punctuation and accents. MinHash and `substring` always compare words.
+        min_characters: A line or span with fewer characters, blanks not counted, is never cut: `}` is no
             duplicate.
+        span: Sentences in a row.
+        min_words: Of `substring`.
+        max_cut_share: A document is dropped if more than this share of its bytes is cut; 1: none is.
         own: Methods of your own, after the others; in a recipe each is a table `[dedup.NAME]` with a key `use`.
 
-    Source: bands, rows and ngram as in FineWeb (Penedo et al. 2024), 3.4.
+    Source: bands, rows and ngram as in FineWeb (Penedo et al. 2024), 3.4; span as in C4 (Raffel et al. 2020), 2.2;
+    min_words as in Lee et al. 2021, 4.1, in words in place of BPE tokens; overlap as in DCLM (Li et al. 2024),
+    appendix L; semantic as in SemDeDup (Abbas et al. 2023).
     """
 
     exact: bool = False
-    lines: bool = False
+    url: bool = False
     minhash: bool = False
+    semantic: bool = False
+    lines: bool = False
+    sentences: bool = False
+    substring: bool = False
+    overlap: bool = False
     bands: Annotated[int, Field(ge=1, le=1024)] = 14
     rows: Annotated[int, Field(ge=1, le=256)] = 8
     ngram: Annotated[int, Field(ge=1, le=256)] = 5
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1
-    keep: Literal["first", "longest"] = "first"
+    keep: Literal["first", "longest", "best"] = "first"
+    score: str = ""
     normalise: Literal["", "none", "space", "words"] = ""
     min_characters: Positive = 24
+    span: Annotated[int, Field(ge=2, le=64)] = 3
+    min_words: Annotated[int, Field(ge=4, le=1024)] = 50
+    overlap_ngram: Annotated[int, Field(ge=1, le=256)] = 13
+    overlap_share: Annotated[float, Field(gt=0, le=1)] = 0.8
+    overlap_sample: Positive = 1
+    max_cut_share: Share = 1.0
+    embedding: str = "embedding"
+    dimension: Annotated[int, Field(ge=0, le=65536)] = 0
+    similarity: Annotated[float, Field(gt=0, le=1)] = 0.95
+    clusters: Annotated[int, Field(ge=0, le=65536)] = 0
     own: tuple[Method, ...] = ()
 
     def __post_init__(self) -> None:
@@ -149,33 +295,69 @@ class Dedup:
         names = [method.name for method in self.methods]
         if len(set(names)) != len(names):
             raise UsageError(f"own: expected methods of different names, got {', '.join(names)}")
+        if (self.keep == "best") != bool(self.score):
+            raise UsageError(f"score: expected a column with keep = 'best', and none else, got {self.score!r}")
+        if self.semantic and not self.dimension:
+            raise UsageError("dimension: expected how many numbers an embedding has, with semantic = true, got none")
+        if self.max_cut_share < 1 and not self.cuts:
+            raise UsageError("max_cut_share: expected lines, sentences, substring or overlap with it, got none of them")
 
     @property
     def methods(self) -> tuple[Method, ...]:
         """What compares whole documents, in order. The drop code of a document is 1 + the method's index."""
         exact = (Exact(self.normalise_of("")),) if self.exact else ()
+        url = (EqualUrl(),) if self.url else ()
         minhash = (MinHash(self.bands, self.rows, self.ngram, self.seed),) if self.minhash else ()
-        return (*exact, *minhash, *self.own)
+        semantic = Semantic(self.embedding, self.dimension, self.similarity, self.clusters)
+        return (*exact, *url, *minhash, *([semantic] if self.semantic else []), *self.own)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why documents are dropped, by drop code - 1."""
+        return (*(method.reason for method in self.methods), *([MOSTLY_CUT] if self.drops_cut else []))
+
+    @property
+    def drops_cut(self) -> bool:
+        """Whether documents are dropped for what is cut out of them."""
+        return self.max_cut_share < 1 or self.overlap
 
     @property
     def active(self) -> bool:
         """Whether it compares anything, and so needs signatures."""
-        return bool(self.methods or self.unit)
+        return bool(self.methods or self.cuts)
 
     @property
-    def unit(self) -> str:
-        """What is cut out of documents: `line` or nothing."""
-        return "line" if self.lines else ""
+    def cuts(self) -> bool:
+        """Whether anything is cut out of documents."""
+        return bool(self.units or self.substring or self.overlap)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The lines and spans of sentences that are cut."""
+        normalise, characters = self.normalise_of("unit"), self.min_characters
+        units = [Unit("units", "counts", "line", 1, normalise, characters, "lines cut")] if self.lines else []
+        if self.sentences:
+            label = f"spans of {self.span} sentences cut"
+            units.append(Unit("sentences", "span_counts", "sentence", self.span, normalise, characters, label))
+        return tuple(units)
+
+    @property
+    def rule(self) -> Overlap:
+        """What `overlap` compares."""
+        return Overlap(self.overlap_ngram, self.overlap_share, self.overlap_sample)
 
     def normalise_of(self, unit: str) -> str:
-        """What may differ in equal lines, or in documents for the unit ""."""
+        """What may differ in equal units, or in documents for the unit ""."""
         return self.normalise or ("space" if unit else "none")
 
     def signature(self) -> dict[str, Any]:
         """What decides the contents of each signature file, by its ending."""
         settings: dict[str, Any] = {method.name: method.settings for method in self.methods}
-        if self.unit:
-            settings["units"] = [SIGNATURE_VERSION, self.unit, self.normalise_of(self.unit), self.min_characters]
+        settings |= {unit.ending: unit.settings for unit in self.units}
+        if self.substring:
+            settings["anchors"] = [SIGNATURE_VERSION, self.min_words]
+        if self.overlap:
+            settings["ngrams"] = [SIGNATURE_VERSION, self.overlap_ngram, self.overlap_sample]
         if self.keep != "first":
-            settings["weight"] = [SIGNATURE_VERSION, self.keep]
+            settings["weight"] = [SIGNATURE_VERSION, self.keep, *([self.score] if self.score else [])]
         return settings

@@ -28,7 +28,7 @@ SORT_FACTOR = 5
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows [start, stop) of a split's signature file: documents, or of `.units` lines.
+    """Rows [start, stop) of a split's signature file: documents, or the rows of a unit.
 
     `base` is the number in the corpus of the split's row 0, and `document` that of its first document.
     """
@@ -42,11 +42,15 @@ class RowRange:
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of signature files `.ENDING`: `columns` words a row, each `key_columns` in turn a key."""
+    """The keys of signature files `.ENDING`: `columns` words a row, each `key_columns` in turn a key.
+
+    A document has a row, or as many as its u32 in `.COUNTS` says.
+    """
 
     ending: str
     columns: int
     key_columns: int
+    counts: str = ""
 
     @property
     def record_bytes(self) -> int:
@@ -137,8 +141,8 @@ def _records(task: SortTask) -> Iterator[list[U64]]:
     per_row = keys.columns // width
     for rows in task.ranges:
         unit_ends: U64 | None = None
-        if keys.ending == "units" and task.drop:
-            unit_ends = np.cumsum(np.fromfile(f"{rows.prefix}.counts", "<u4"), dtype=np.uint64)
+        if keys.counts and task.drop:
+            unit_ends = np.cumsum(np.fromfile(f"{rows.prefix}.{keys.counts}", "<u4"), dtype=np.uint64)
         for start in range(rows.start, rows.stop, _CHUNK_ROWS):
             stop = min(start + _CHUNK_ROWS, rows.stop)
             words = read_u64(f"{rows.prefix}.{keys.ending}", start * keys.columns, stop * keys.columns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -19,7 +20,8 @@ from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import count_reasons, shown_path
 
 _MAX_REJECTS, _MAX_SKIPPED = 50, 200
-REJECTS_FILE, REPORT_FILE = "rejects.jsonl", "report.html"
+HITS_FILE, REJECTS_FILE, REPORT_FILE = "contamination.jsonl", "rejects.jsonl", "report.html"
+_MAX_HITS = 20  # Of a set.
 
 
 class Output(Protocol):
@@ -106,7 +108,24 @@ def report_data(run: PrepareRun, corpus: Corpus, id: str, counts: dict[str, Any]
             for s in samples
         ],
         "rejects": list(_first_rejects(run.out / REJECTS_FILE)),
+        **_contamination(run),
     }
+
+
+def _contamination(run: PrepareRun) -> dict[str, Any]:
+    """What each evaluation set has, in how many documents it was found, and the first of these."""
+    stages = [stage for stage in run.recipe.stages if stage.name == "decontaminate"]
+    if not stages:
+        return {}
+    sets = {count.name: {**vars(count), "documents": 0} for stage in stages for count in stage.index().sets}  # type: ignore[attr-defined]
+    hits = []
+    with suppress(FileNotFoundError), (run.out / HITS_FILE).open(encoding="utf-8") as file:
+        for hit in map(json.loads, file):
+            entry = sets.setdefault(hit["set"], {"name": hit["set"], "documents": 0})
+            entry["documents"] += 1
+            if entry["documents"] <= _MAX_HITS:
+                hits.append(hit)
+    return {"contamination": {"sets": list(sets.values()), "hits": hits}}
 
 
 def _count_inputs(corpus: Corpus) -> list[dict[str, Any]]:

@@ -106,7 +106,7 @@ def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile) -> list[E
         part = text.part(str(run.tasks))
         keys = Shuffle(recipe.slice.seed, occurrences[part.name]) if recipe.slice.shuffle else None
         occurrences[part.name] += 1
-        drop, cut, name = corpus.duplicates(index, recipe.dedup)
+        drop, cut, name = corpus.duplicates(index)
         tasks.append(EncodeTask(part, spec, str(run.tasks), drop, cut, name, keys, run.document_ids, rendering))
     sizes = [text.bytes_out for text in corpus.texts]
     encoded = run.map(encode, tasks, finished, run.count_documents("encode", sizes), sizes)

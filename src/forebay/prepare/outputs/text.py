@@ -34,7 +34,7 @@ from forebay.prepare.sources import source_id
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup.deduplicate import Cutter, Flags
+    from forebay.prepare.dedup.cutting import Cutter, Flags
 
 MODEL_FILE = "model.arpa"
 _COLUMNS = ("url", "text", "language", "language_score", "perplexity")
@@ -102,7 +102,7 @@ class LanguageModelOutput(_MarkedOutput):
 def _texts(run: PrepareRun, corpus: Corpus) -> Iterator[str]:
     for index in range(len(corpus.texts)):
         codes = corpus.drop_codes(index)
-        _, cut, _ = corpus.duplicates(index, run.recipe.dedup)
+        _, cut, _ = corpus.duplicates(index)
         for start, batch in part_batches(corpus.arrow(index), ["text"]):
             texts = cut.cut(batch.column("text"), start) if cut is not None else batch.column("text")
             yield from texts.filter(pa.array(codes[start : start + batch.num_rows] == 0)).to_pylist()
@@ -150,7 +150,7 @@ def export_files(run: PrepareRun, corpus: Corpus) -> list[ExportedFile]:
     (run.out / "text").mkdir(exist_ok=True)
     tasks = []
     for index, (text, first_row) in enumerate(zip(corpus.texts, corpus.first_rows)):
-        drop, cut, _ = corpus.duplicates(index, run.recipe.dedup)
+        drop, cut, _ = corpus.duplicates(index)
         tasks.append(
             ExportTask(
                 corpus.arrow(index), text.documents_out, corpus.splits[index], first_row, drop, cut, str(run.out), index

@@ -30,7 +30,7 @@ from forebay.prepare.tokenize.encoders import LONG_CHARS, EncoderSpec, encode_co
 from forebay.prepare.tokenize.tokenizers import SAMPLE_BYTES
 
 if TYPE_CHECKING:
-    from forebay.prepare.dedup.deduplicate import Cutter, Flags
+    from forebay.prepare.dedup.cutting import Cutter, Flags
     from forebay.prepare.tokenize.conversations import Conversations
 
 

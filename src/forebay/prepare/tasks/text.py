@@ -162,6 +162,23 @@ def write_rejects(path: Path, splits: Sequence[InputSplit], texts: Sequence[Text
     return first
 
 
+def write_hits(path: Path, splits: Sequence[InputSplit], texts: Sequence[TextResult], folder: str) -> None:
+    """Write what stages found in documents, a JSON line each with `where`; no file is left if there is nothing."""
+
+    def lines() -> Iterator[bytes]:
+        for split, text, first_row in zip(splits, texts, first_rows(splits, (text.places for text in texts))):
+            with suppress(FileNotFoundError), Path(f"{folder}/{text.name}.hits").open(encoding="utf-8") as file:
+                for line in file:
+                    hit = json.loads(line)
+                    location = describe_position(split, hit.pop("place"), hit.pop("where"), first_row)
+                    yield json_line({"where": location, **hit})
+
+    if any(Path(f"{folder}/{text.name}.hits").exists() for text in texts):
+        atomic_write(path, lines())
+    else:
+        path.unlink(missing_ok=True)
+
+
 def json_line(record: _Reject) -> bytes:
     return json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
@@ -187,6 +204,8 @@ def process_split(task: TextTask, scale: int) -> TextResult:
         reader.failed,
     )  # fmt: skip
     atomic_write(Path(f"{task.prefix}.rejects"), map(json_line, reader.rejects))
+    if stats.hits:
+        atomic_write(Path(f"{task.prefix}.hits"), map(json_line, stats.hits))
     return commit_text(task.prefix, stats, result)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import pyarrow as pa
 import pytest
 from numpy.typing import NDArray
 
-from forebay.prepare.dedup.deduplicate import DedupResult, Signer, deduplicate
+from forebay.prepare.dedup.cutting import Cutter
+from forebay.prepare.dedup.deduplicate import DedupResult, deduplicate
 from forebay.prepare.dedup.methods import Dedup
+from forebay.prepare.tasks.text import open_documents
 
 
 def serially(run: Callable[[Any, int], Any], tasks: Sequence[Any]) -> list[Any]:
@@ -28,14 +31,14 @@ class Bench:
         self.folder = folder
         self._numbers = itertools.count()
 
-    def sign(self, texts: Any, config: Dedup, batch: int = 1000) -> str:
+    def sign(self, texts: Any, config: Dedup, batch: int = 1000, **columns: pa.Array) -> str:
         """One part of these texts (strings, or an Arrow array)."""
         column = texts if isinstance(texts, pa.Array) else pa.array(texts, pa.large_string())
         prefix = self.folder / f"part{next(self._numbers)}"
-        with Signer(prefix, config) as signer:
+        with open_documents(str(prefix), config) as documents:
             for start in range(0, len(column), batch):
-                few = pa.record_batch({"text": column.slice(start, batch)})
-                signer.add(few)
+                few = {name: values.slice(start, batch) for name, values in {"text": column, **columns}.items()}
+                documents.add(pa.record_batch(few))
         return str(prefix)
 
     def deduplicate(self, parts: Sequence[str], config: Dedup, memory_bytes: int = 64 << 20) -> DedupResult:
@@ -46,6 +49,17 @@ class Bench:
     def codes(self, texts: Any, config: Dedup, memory_bytes: int = 64 << 20) -> list[int]:
         """What becomes of each text of one part."""
         return codes_of(self.deduplicate([self.sign(texts, config)], config, memory_bytes))
+
+    def remaining(self, pieces: Sequence[list[str]], config: Dedup, memory_bytes: int = 64 << 20) -> list[str]:
+        """The texts of several parts after cutting, in steps of three documents."""
+        result = self.deduplicate([self.sign(texts, config) for texts in pieces], config, memory_bytes)
+        out: list[str] = []
+        for texts, cuts in zip(pieces, result.cut):
+            cutter = pickle.loads(pickle.dumps(Cutter(cuts)))
+            column = pa.array(texts, pa.large_string())
+            for start in range(0, len(texts), 3):
+                out += cutter.cut(column.slice(start, 3), start).to_pylist()
+        return out
 
 
 def codes_of(result: DedupResult) -> list[int]:

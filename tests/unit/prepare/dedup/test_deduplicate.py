@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import PrepareError
-from forebay.prepare.dedup.deduplicate import Cutter, DedupResult, deduplicate
+from forebay.prepare.dedup.cutting import Cutter
+from forebay.prepare.dedup.deduplicate import DedupResult, deduplicate
 from forebay.prepare.dedup.methods import Dedup
 from support.calibration import scaled
 
@@ -140,20 +141,20 @@ def test_lines_are_cut(fresh: Callable[[], Any], texts: list[str], cut: int, exa
     result = bench.deduplicate([bench.sign(some, config) for some in pieces], config, 1 << 16)
     actual: list[str] = []
     for some, flags in zip(pieces, result.cut):
-        cutter = Cutter(flags, config)
+        cutter = Cutter(flags)
         for start in range(0, len(some), 3):
             actual += cutter.cut(column(some).slice(start % max(len(some), 1), 3), start).to_pylist()
     codes = codes_of(result)
     expected = reference_cut(texts, codes, 2)
     assert actual == expected
-    assert result.units_cut == sum(int(flags.load().sum()) for flags in result.cut)
+    assert result.units_cut == {"lines cut": sum(int(cut.flags.load().sum()) for (cut,) in result.cut)}
 
 
 def test_cutting_other_texts_is_refused(bench: Any) -> None:
     config = Dedup(lines=True, min_characters=1)
     result = bench.deduplicate([bench.sign(["a\nb", "a"], config)], config)
     with pytest.raises(PrepareError, match="have changed since"):
-        Cutter(result.cut[0], config).cut(column(["a\nb\nc\nd\ne"]), 0)
+        Cutter(result.cut[0]).cut(column(["a\nb\nc\nd\ne"]), 0)
 
 
 @pytest.fixture
@@ -283,7 +284,7 @@ def test_texts_of_30_megabytes(bench: Any, filler: str) -> None:
     texts = column(["good", text, "another", text + " end", "good"])
     result = bench.deduplicate([bench.sign(texts, config)], config)
     assert codes_of(result)[0::2] == [0, 0, 1] and codes_of(result)[1] == 0
-    assert Cutter(result.cut[0], config).cut(texts, 0).slice(0, 1).to_pylist() == ["good"]
+    assert Cutter(result.cut[0]).cut(texts, 0).slice(0, 1).to_pylist() == ["good"]
 
 
 LARGE = """

@@ -82,7 +82,12 @@ def test_a_part_without_documents(bench: Any) -> None:
         ({"ngram": 0}, "ngram: expected at least 1, got 0"),
         ({"min_characters": 0}, "min_characters: expected at least 1, got 0"),
         ({"seed": -1}, "seed: expected at least 0, got -1"),
-        ({"keep": "last"}, "keep: expected 'first' or 'longest', got 'last'"),
+        ({"keep": "last"}, "keep: expected 'first', 'longest' or 'best', got 'last'"),
+        ({"keep": "best"}, "score: expected a column with keep = 'best'"),
+        ({"score": "edu"}, "score: expected a column with keep = 'best'"),
+        ({"exact": True, "max_cut_share": 0.5}, "max_cut_share: expected lines, sentences, substring or overlap"),
+        ({"min_words": 3}, "min_words: expected at least 4, got 3"),
+        ({"span": 1}, "span: expected at least 2, got 1"),
         ({"normalise": "x"}, "normalise: expected '', 'none', 'space' or 'words', got 'x'"),
     ],
 )

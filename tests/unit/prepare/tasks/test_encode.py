@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import PrepareError
-from forebay.prepare.dedup.deduplicate import Flags
+from forebay.prepare.dedup.cutting import Flags
 from forebay.prepare.tasks import encode as encoding
 from forebay.prepare.tasks.encode import EncodeTask, encode, finished
 from forebay.prepare.tasks.shuffle import Shuffle

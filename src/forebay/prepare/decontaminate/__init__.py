@@ -1,0 +1,1 @@
+"""Finds documents that hold instances of evaluation sets."""

@@ -1,0 +1,209 @@
+"""Runs of words that occur twice, wherever they begin: exact, without a suffix array.
+
+A word is in a repeated run of `min_words` words or more if a window of `min_words` words over it occurs elsewhere. All
+windows are 16 bytes a word, so a first pass finds those that can: winnowing chooses of each the (min_words / 2)-gram
+of the smallest hash, its anchor, and equal windows have equal anchors. Anchors (one in 13 words, 8 bytes) are sorted
+like any signature; then only windows whose anchor occurs twice are hashed, to 128 bits, and sorted.
+
+Source: Lee et al. 2021 (exact substrings); Schleimer et al. 2003 (winnowing).
+"""
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from forebay.files import atomic_write, open_atomic
+from forebay.prepare.compiled import jit
+from forebay.prepare.dedup.kernels import character_table, hash_ngrams, locate_words, mix, read_words
+from forebay.prepare.documents import part_batches, text_buffers
+
+_BASE = np.uint64(0xD6E8FEB86659FD93)
+_U1 = np.uint64(1)
+
+
+def sign_anchors(texts: pa.LargeStringArray, min_words: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """The anchors of each text uint64 [*], in order, and their number int64 [rows]."""
+    offsets, data = text_buffers(texts)
+    out = np.empty(int(offsets[-1] - offsets[0]) // 2 + len(texts), np.uint64)
+    counts = np.empty(len(texts), np.int64)
+    n = _sign(data, offsets, character_table("words"), min_words, out, counts)
+    return out[:n], counts
+
+
+@jit()
+def _capacity(offsets):  # type: ignore[no-untyped-def]
+    """Room for the words of the longest text: a letter and a gap each, or a character of two bytes and more."""
+    longest = 0
+    for d in range(len(offsets) - 1):
+        longest = max(longest, offsets[d + 1] - offsets[d])
+    return longest // 2 + 4
+
+
+@jit()
+def find_anchors(hashes, count, width, queue, anchors, anchor_of):  # type: ignore[no-untyped-def]
+    """The smallest of each `width` hashes in turn, the last of several, once: into `anchors`; how many.
+
+    `anchor_of[w]` is the number of that of window w; `queue` has room for `count`.
+    """
+    head = tail = n = 0
+    last = -1
+    for j in range(count):
+        while tail > head and hashes[queue[tail - 1]] >= hashes[j]:
+            tail -= 1
+        queue[tail] = j
+        tail += 1
+        if queue[head] <= j - width:
+            head += 1
+        if j >= width - 1:
+            if queue[head] != last:
+                last = queue[head]
+                anchors[n] = max(hashes[last], _U1)
+                n += 1
+            anchor_of[j - width + 1] = n - 1
+    return n
+
+
+@jit()
+def _sign(data, offsets, table, min_words, out, counts):  # type: ignore[no-untyped-def]
+    capacity = _capacity(offsets)
+    words, hashes = np.empty(capacity, np.uint64), np.empty(capacity, np.uint64)
+    queue, anchor_of = np.empty(capacity, np.int32), np.empty(capacity, np.int32)
+    ngram = min_words // 2
+    n = 0
+    for d in range(len(offsets) - 1):
+        _, have = read_words(data, offsets[d], offsets[d + 1], table, words, 0)
+        counts[d] = 0
+        if have >= min_words:
+            count = hash_ngrams(words, have, ngram, hashes)
+            counts[d] = find_anchors(hashes, count, min_words - ngram + 1, queue, out[n:], anchor_of)
+            n += counts[d]
+    return n
+
+
+@jit()
+def _hash_windows(data, i, stop, table, min_words, repeated, out, spans):  # type: ignore[no-untyped-def]
+    """The windows of a text whose anchor is `repeated`: hashes uint64 [*, 2], and bytes [start, stop) of the text that
+    go if the window is cut; how many windows, and how many anchors the text has."""
+    capacity = (stop - i) // 2 + 4
+    words, hashes = np.empty(capacity, np.uint64), np.empty(capacity, np.uint64)
+    starts, stops = np.empty(capacity, np.int64), np.empty(capacity, np.int64)
+    _, have = read_words(data, i, stop, table, words, 0)
+    if have < min_words:
+        return 0, 0
+    queue, anchor_of = np.empty(capacity, np.int32), np.empty(capacity, np.int32)
+    ngram = min_words // 2
+    anchors = np.empty(capacity, np.uint64)
+    num_anchors = find_anchors(
+        hashes, hash_ngrams(words, have, ngram, hashes), min_words - ngram + 1, queue, anchors, anchor_of
+    )
+    found_any = False
+    for a in range(num_anchors):
+        found_any = found_any or repeated[a] != 0
+    if not found_any:
+        return 0, num_anchors
+    locate_words(data, i, stop, table, starts, stops)
+    windows = hash_ngrams(words, have, min_words, hashes)
+    others = anchors
+    power = _U1
+    h = np.uint64(0)
+    for j in range(min_words):
+        h = h * _BASE + mix(words[j])
+        if j:
+            power *= _BASE
+    others[0] = mix(h)
+    for j in range(1, windows):
+        h = (h - mix(words[j - 1]) * power) * _BASE + mix(words[j + min_words - 1])
+        others[j] = mix(h)
+    n = 0
+    for w in range(windows):
+        if not repeated[anchor_of[w]]:
+            continue
+        first = w
+        for distance in range(1, min(min_words, w + 1)):  # A copy that it overlaps keeps its own words.
+            if hashes[w - distance] == hashes[w] and others[w - distance] == others[w]:
+                first = w + min_words - distance
+                break
+        end = stops[w + min_words - 1]
+        limit = starts[w + min_words] if w + min_words < have else stop
+        while end < limit and data[end] != 10:
+            end += 1
+        out[n, 0], out[n, 1] = max(hashes[w], _U1), others[w]
+        spans[n, 0], spans[n, 1] = starts[first] - i, end - i
+        n += 1
+    return n, num_anchors
+
+
+@jit()
+def mark_spans(offsets, counts, spans, cut, removed):  # type: ignore[no-untyped-def]
+    """Set `removed`, a byte for each of the texts', where a span lies that `cut` marks."""
+    row = 0
+    for d in range(len(counts)):
+        for _ in range(counts[d]):
+            if cut[row]:
+                for i in range(offsets[d] + spans[row, 0], offsets[d] + spans[row, 1]):
+                    removed[i - offsets[0]] = 1
+            row += 1
+
+
+@dataclass(frozen=True)
+class WindowsTask:
+    """The windows of a split that may be repeated: `NAME.windows` u64 [*, 2], `NAME.spans` u32 [*, 2], `NAME.counts`
+    u32 [documents], and `NAME.rows`, their number, last.
+
+    Args:
+        prefix: Of the split's documents and signatures.
+        anchors, start: The file that marks repeated anchors, and where the split's begin.
+        drop, document: A file with a byte a document, and where the split's begin: others than 0 have no windows.
+    """
+
+    name: str
+    folder: str
+    prefix: str
+    anchors: str
+    start: int
+    drop: str
+    document: int
+    documents: int
+    min_words: int
+
+
+def sign_windows(task: WindowsTask, scale: int) -> int:
+    """Run a WindowsTask unless its result exists. Returns the number of windows."""
+    out = Path(task.folder) / task.name
+    done = out.with_name(f"{out.name}.rows")
+    if done.exists():
+        return int(json.loads(done.read_bytes()))
+    drop = np.fromfile(task.drop, np.uint8, task.documents, offset=task.document)
+    counts = np.fromfile(f"{task.prefix}.anchor_counts", "<u4")
+    repeated: Any = np.fromfile(task.anchors, np.uint8, int(counts.sum()), offset=task.start)
+    anchor = rows = 0
+    with ExitStack() as stack:
+        files = {e: stack.enter_context(open_atomic(f"{out}.{e}")) for e in ("windows", "spans", "counts")}
+        for start, batch in part_batches(f"{task.prefix}.arrow", ["text"]):
+            offsets, data = text_buffers(batch.column("text"))
+            sizes = np.zeros(len(batch), "<u4")
+            for row in range(len(batch)):
+                count = int(counts[start + row])
+                marks = repeated[anchor : anchor + count]
+                anchor += count
+                if drop[start + row] or not marks.any():
+                    continue
+                size = int(offsets[row + 1] - offsets[row]) // 2 + 4
+                hashes, spans = np.empty((size, 2), "<u8"), np.empty((size, 2), "<u4")
+                stop = int(offsets[row + 1])
+                n, _ = _hash_windows(
+                    data, int(offsets[row]), stop, character_table("words"), task.min_words, marks, hashes, spans
+                )
+                files["windows"].write(hashes[:n].data)
+                files["spans"].write(spans[:n].data)
+                sizes[row] = n
+                rows += n
+            files["counts"].write(sizes.data)
+    atomic_write(done, json.dumps(rows).encode())
+    return rows

@@ -1,0 +1,181 @@
+"""Deduplication and decontamination from the command line: every kind, any number of processes, methods of a user's."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.dataset.reader import open_dataset
+from support.calibration import scaled
+from support.hub_repos import write_repo
+from support.hub_server import HubServer
+
+METHOD = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SameLength:
+    """Texts of the same number of words are copies."""
+
+    step: int = 1
+    name: ClassVar[str] = "same_length"
+    reason: ClassVar[str] = "same_length"
+    columns: ClassVar[int] = 1
+    key_columns: ClassVar[int] = 1
+
+    @property
+    def settings(self):
+        return [1, self.step]
+
+    def sign(self, batch):
+        return np.array([[1 + len(text.split()) // self.step] for text in batch["text"].to_pylist()], np.uint64)
+'''
+RECIPE = """
+[decontaminate]
+sets = ["SETS"]
+
+[read.columns]
+edu = "number"
+
+[dedup]
+exact = true
+url = true
+minhash = true
+lines = true
+sentences = true
+substring = true
+overlap = true
+min_words = 20
+max_cut_share = 0.6
+keep = "best"
+score = "edu"
+"""
+
+
+def prepare(folder: Path, *arguments: object, code: int = 0, **environment: str) -> Any:
+    command = [
+        sys.executable,
+        "-m",
+        "forebay",
+        "prepare",
+        *map(str, arguments),
+        "--tokenizer",
+        "bytes",
+        "--json",
+        "--quiet",
+    ]
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=scaled(180),
+        env=os.environ | {"PYTHONPATH": path} | environment,
+    )
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]) if code == 0 else done.stderr
+
+
+def write_documents(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """Documents in two files, of which each kind of deduplication finds some, and instances of an evaluation set."""
+    chance = random.Random(1)
+    instances = [
+        {
+            "question": " ".join(f"ask{chance.randrange(10**6)}" for _ in range(14)),
+            "answer": f"answer {i} in a few words",
+        }
+        for i in range(10)
+    ]
+    documents: list[dict[str, Any]] = []
+    for i in range(300):
+        sentences = [
+            " ".join(f"w{chance.randrange(10**5)}" for _ in range(chance.randrange(6, 14))) + "." for _ in range(24)
+        ]
+        if documents and i % 3 == 0:
+            source = chance.choice(documents)["text"]
+            start = chance.randrange(len(source) // 2)
+            sentences[chance.randrange(24)] += " " + source[start : start + chance.choice([100, 300, 900])]
+        text = "\n".join(" ".join(sentences[k : k + 4]) for k in range(0, 24, 4))
+        if i % 20 == 1:
+            text = text[:400] + " " + instances[i // 20 % 10]["question"].upper() + " " + text[400:]
+        if documents and i % 25 == 2:
+            text = chance.choice(documents)["text"]
+        if documents and i % 25 == 4:
+            text = "\n".join([*chance.choice(documents)["text"].split("\n")[:5], text[:100]])
+        documents.append(
+            {"id": str(i), "text": text, "url": f"http://a.org/{i // 2 if i % 50 < 2 else i}", "edu": i % 7}
+        )
+    for name, part in (("a", documents[:200]), ("b", documents[200:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return documents, instances
+
+
+@pytest.mark.timeout(600)
+def test_every_kind_at_once_gives_the_same_bytes_for_any_number_of_processes(tmp_path: Path) -> None:
+    inputs = tmp_path / "in"
+    inputs.mkdir()
+    _, instances = write_documents(inputs)
+    (tmp_path / "exam.jsonl").write_text("".join(json.dumps(row) + "\n" for row in instances))
+    (tmp_path / "all.toml").write_text(RECIPE.replace("SETS", str(tmp_path / "exam.jsonl")))
+    results = []
+    for workers in (1, 2, 7):
+        out = tmp_path / f"out{workers}"
+        result = prepare(
+            tmp_path, inputs, "--config", tmp_path / "all.toml", "--out", out, "--workers", workers, "--name", "x"
+        )
+        report = (out / "report.html").read_bytes()
+        results.append(
+            (result, report, (out / "contamination.jsonl").read_bytes(), (out / "manifest.json").read_bytes())
+        )
+    assert results[0] == results[1] == results[2]
+    result, report, hits, _ = results[0]
+    assert set(result["dropped"]) >= {"contaminated_exam", "exact_duplicate", "url_duplicate", "mostly_duplicate"}
+    assert result["dropped"]["contaminated_exam"] == len(hits.splitlines()) >= 15
+    for label in (b"lines cut", b"spans of 3 sentences cut", b"spans of 20 words cut"):
+        assert label in report
+
+
+def test_a_method_in_a_file_outside_the_package(tmp_path: Path) -> None:
+    (tmp_path / "own_dedup.py").write_text(METHOD)
+    (tmp_path / "own.toml").write_text('[dedup.same_length]\nuse = "own_dedup:SameLength"\nstep = 3\n')
+    texts = ["one", "one two", "one two three", "one two three four", "1 2 3 4 5 6"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    arguments = (tmp_path / "in.jsonl", "--config", tmp_path / "own.toml", "--out", tmp_path / "out", "--workers", 1)
+    assert "--allow-code" in prepare(tmp_path, *arguments, code=2)
+    result = prepare(tmp_path, *arguments, "--allow-code")
+    assert result["dropped"] == {"same_length": 2} and result["documents_out"] == 3
+
+
+def test_an_evaluation_set_of_the_hub(tmp_path: Path) -> None:
+    question = "Which of the seven wizards watched the quick brown fox jump over the lazy dog?"
+    repo = write_repo(tmp_path / "hub" / "datasets" / "owner" / "exam") / "data"
+    repo.mkdir()
+    (repo / "test-00000-of-00001.jsonl").write_text(json.dumps({"question": question, "answer": "none"}) + "\n")
+    texts = ["Nothing of it.", f"It said: {question.lower()} Nobody knew."]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    with HubServer(tmp_path / "hub") as hub:
+        environment = {
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(tmp_path / "home"),
+            "no_proxy": "127.0.0.1",
+        }
+        result = prepare(
+            tmp_path, tmp_path / "in.jsonl", "--out", tmp_path / "out", "--workers", 2,
+            "--set", 'decontaminate.sets=["hf://datasets/owner/exam:test"]', **environment,
+        )  # fmt: skip
+    assert result["dropped"] == {"contaminated_owner/exam:test": 1}
+    hit = json.loads((tmp_path / "out" / "contamination.jsonl").read_text())
+    assert hit["where"].endswith("in.jsonl:2") and hit["set"] == "owner/exam:test"
+    assert open_dataset(tmp_path / "out").verify().extra == []

@@ -1,0 +1,218 @@
+"""Contaminated documents: all planted ones are found in real text, in any disguise, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay import prepare_dataset
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare.decontaminate.stage import Decontaminate
+from forebay.prepare.dedup.kernels import character_table, read_words
+from forebay.prepare.documents import SCHEMA, text_buffers
+from forebay.prepare.report import load_report
+from support.shared_data import shared_data
+
+Instances = list[dict[str, Any]]
+
+
+def passages() -> list[str]:
+    """Paragraphs of books and articles, 20 to 120 words each, no two alike."""
+    texts = [path.read_text("utf-8", "replace") for path in sorted((shared_data("books") / "gutenberg_en").iterdir())]
+    texts += (shared_data("neardup") / "articles_1000.train").read_text("utf-8").splitlines()
+    pieces = (" ".join(piece.split()) for text in texts for piece in re.split(r"\n\s*\n", text))
+    return list(dict.fromkeys(piece for piece in pieces if 20 <= len(piece.split()) <= 120))
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def batch_of(texts: list[str]) -> pa.RecordBatch:
+    rows = [{"place": i, "id": "", "url": "", "html": False, "text": text} for i, text in enumerate(texts)]
+    return pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
+
+
+def verbatim(question: str, answer: str, around: list[str]) -> str:
+    return f"{question}\n{answer}"
+
+
+def other_characters(question: str, answer: str, around: list[str]) -> str:
+    """Case, punctuation, white space, decomposed and wide characters, ligatures, joiners and soft hyphens."""
+    text = re.sub(r"[,;:]", " --", f"{question} {answer}").replace(" ", " \n\t").replace(".", " !\n")
+    text = unicodedata.normalize("NFD", text.swapcase()).replace("fi", "ﬁ").replace("fl", "ﬂ").replace("'", "’")
+    half = len(text) // 2
+    wide = "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in text[:half])
+    return wide + text[half:].replace("th", "t\u00adh").replace("an", "a\u200bn")
+
+
+def embedded(question: str, answer: str, around: list[str]) -> str:
+    """In the middle of long texts, the answer far from the question."""
+    return "\n\n".join([*around[:8], question, *around[8:16], answer.upper(), *around[16:]])
+
+
+DISGUISES: tuple[Callable[[str, str, list[str]], str], ...] = (verbatim, other_characters, embedded)
+
+
+@pytest.mark.parametrize("method", ["overlap", "ngram"])
+def test_200_planted_documents_are_found_and_no_other(tmp_path: Path, method: str) -> None:
+    chance = random.Random(7)
+    pool = passages()
+    chance.shuffle(pool)
+    instances = [{"id": f"i{i}", "question": pool[2 * i], "answer": pool[2 * i + 1]} for i in range(200)]
+    clean = pool[400:]
+    planted = [
+        DISGUISES[i % 3](item["question"], item["answer"], chance.sample(clean, 24)) for i, item in enumerate(instances)
+    ]
+    documents = [{"id": f"planted{i}", "text": text} for i, text in enumerate(planted)]
+    documents += [
+        {"id": f"clean{i}", "text": "\n\n".join(clean[i : i + 12])} for i in range(0, min(len(clean), 12_000), 12)
+    ]
+    assert len(documents) > 800
+    chance.shuffle(documents)
+    sets = [write_lines(tmp_path / "first.jsonl", instances[:100]), tmp_path / "second.parquet"]
+    pq.write_table(pa.Table.from_pylist(instances[100:]), sets[1])
+    source = write_lines(tmp_path / "in.jsonl", documents)
+    table = {"sets": list(map(str, sets)), "method": method}
+    outputs = []
+    for workers in (1, 2):
+        out = tmp_path / f"out{workers}"
+        result = prepare_dataset(
+            [source], out, tokenizer="bytes", settings={"decontaminate": table}, workers=workers,
+            write_ids=tmp_path / "ids", name="same",
+        )  # fmt: skip
+        assert result.dropped == {"contaminated_first": 100, "contaminated_second": 100}
+        assert (tmp_path / "ids").read_text().split() == [d["id"] for d in documents if d["id"].startswith("clean")]
+        outputs.append((result.id, (out / "contamination.jsonl").read_bytes()))
+    assert outputs[0] == outputs[1]
+    hits = [json.loads(line) for line in outputs[0][1].splitlines()]
+    assert {hit["id"]: hit["instance"] for hit in hits} == {f"planted{i}": f"i{i}" for i in range(200)}
+    assert all(documents[int(hit["where"].rpartition(":")[2]) - 1]["id"] == hit["id"] for hit in hits)
+    report = load_report(tmp_path / "out1")["contamination"]
+    shown = [{key: entry[key] for key in ("name", "instances", "too_short", "documents")} for entry in report["sets"]]
+    assert shown == [{"name": n, "instances": 100, "too_short": 0, "documents": 100} for n in ("first", "second")]
+    assert len(report["hits"]) == 40
+    page = (tmp_path / "out1" / "report.html").read_text("utf-8")
+    assert "Contaminated documents" in page and f">{hits[0]['instance']}<" in page
+
+
+def words_of(text: str) -> list[int]:
+    """The reference's words: their hashes."""
+    offsets, data = text_buffers(pa.array([text], pa.large_string()))
+    out = pa.array([0]).to_numpy().astype("u8").repeat(len(data) + 2)
+    _, have = read_words(data, 0, int(offsets[1]), character_table("words"), out, 0)
+    return [int(word) for word in out[:have]]
+
+
+def is_contaminated(text: str, fields: list[str], ngram: int, min_ratio: float) -> bool:
+    """The definition, without an index."""
+    words = words_of(text)
+    grams = {tuple(words[i : i + ngram]) for i in range(len(words) - ngram + 1)}
+    units = [*fields, " ".join(fields)] if len(fields) > 1 else fields
+    for unit in map(words_of, units):
+        covered = [False] * len(unit)
+        for i in range(len(unit) - ngram + 1):
+            if tuple(unit[i : i + ngram]) in grams:
+                covered[i : i + ngram] = [True] * ngram
+        if any(covered) and sum(covered) >= min_ratio * len(unit):
+            return True
+    return False
+
+
+TEXT = st.lists(st.sampled_from(["a", "b", "c", "d", "東京", "É", "x\u200b", "\u00ad", "-", "\n"]), max_size=14).map(
+    " ".join
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    records=st.lists(st.lists(TEXT, min_size=1, max_size=3), min_size=1, max_size=4), texts=st.lists(TEXT, max_size=6),
+    ngram=st.integers(1, 5), min_ratio=st.sampled_from([0.0, 0.3, 0.5, 1.0]), start=st.integers(0, 6),
+)  # fmt: skip
+def test_decisions_are_those_of_the_definition(
+    tmp_path_factory: pytest.TempPathFactory,
+    records: list[list[str]],
+    texts: list[str],
+    ngram: int,
+    min_ratio: float,
+    start: int,
+) -> None:
+    path = tmp_path_factory.mktemp("sets") / "set.jsonl"
+    rows = [{f"f{i}": field for i, field in enumerate(fields) if field} for fields in records]
+    write_lines(path, [row for row in rows if row] or [{"f0": "none"}])
+    instances = [[field for field in fields if field] for fields in records if any(fields)] or [["none"]]
+    stage = Decontaminate(sets=(str(path),), ngram=ngram, min_ratio=min_ratio)
+    batch = batch_of(texts)
+    drop = [*stage.apply(batch.slice(0, start)).drop, *stage.apply(batch.slice(start)).drop]
+    expected = [any(is_contaminated(text, fields, ngram, min_ratio) for fields in instances) for text in texts]
+    assert [code == 0 for code in drop] == expected
+
+
+def test_cut_removes_the_match_and_its_margin(tmp_path: Path) -> None:
+    instance = "The quick brown fox jumps over the lazy dog while seven wizards watch"
+    sets = (str(write_lines(tmp_path / "s.jsonl", [{"text": instance}])),)
+    stage = Decontaminate(sets=sets, action="cut", margin=20, max_pieces=2)
+    before, after = "é" * 50, "ü" * 40
+    texts = [f"{before} {instance}. {after}", instance, f"{before * 2} {instance} " * 3 + after, "clean text"]
+    result = stage.apply(batch_of(texts))
+    cut = result.batch.column("text").to_pylist()
+    assert cut[0] == f"{'é' * 31}\n\n{'ü' * 22}"
+    assert result.drop.tolist() == [-1, 0, 0, -1] and cut[3] == "clean text" and dict(result.counts) == {"cut": 1}
+    assert [(row, hit["action"]) for row, hit in result.hits] == [(0, "cut"), (1, "dropped"), (2, "dropped")]
+
+
+def test_the_sets_contents_and_not_their_place_decide_the_dataset(tmp_path: Path) -> None:
+    instance = {"question": "What do seven wizards watch while the quick brown fox jumps over the lazy dog?"}
+    source = write_lines(tmp_path / "in.jsonl", [{"text": f"Nothing to see in text {i}."} for i in range(3)])
+    ids = []
+    for folder, row in (("a", instance), ("b", instance), ("c", {"question": "Another question"})):
+        (tmp_path / folder).mkdir()
+        path = write_lines(tmp_path / folder / "set.jsonl", [row])
+        tables = {"decontaminate": {"sets": [str(path)]}}
+        ids.append(
+            prepare_dataset([source], tmp_path / folder / "out", tokenizer="bytes", settings=tables, name="x").id
+        )
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_fields_are_chosen_and_lists_count(tmp_path: Path) -> None:
+    rows = [{"q": "alpha beta gamma delta", "choices": {"text": ["one two three", "four five six"]}, "n": 5}]
+    path = str(write_lines(tmp_path / "s.jsonl", rows))
+    texts = ["alpha beta gamma delta", "one two three four five six", "five six"]
+    found = {
+        fields: [code == 0 for code in Decontaminate((path,), fields, ngram=3).apply(batch_of(texts)).drop]
+        for fields in ((), ("q",), ("choices",))
+    }
+    assert found == {(): [True, True, False], ("q",): [True, False, False], ("choices",): [False, True, False]}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({}, "sets: expected files, folders or hub names of evaluation sets, got none"),
+        ({"sets": ["/none.jsonl"]}, "sets: expected files, folders or hub names, got '/none.jsonl'"),
+        ({"sets": ["x"], "min_ratio": 2.0}, "min_ratio: expected at most 1"),
+    ],
+)
+def test_settings_that_cannot_be(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        Decontaminate(**{key: tuple(value) if isinstance(value, list) else value for key, value in table.items()})
+
+
+@pytest.mark.parametrize("data", [b"{", b'{"question": 5}\n', b'{"question": "\xff"}\n', b""])
+def test_a_damaged_set_is_an_error(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "set.jsonl").write_bytes(data)
+    with pytest.raises(PrepareError, match=r"set\.jsonl"):
+        Decontaminate(sets=(str(tmp_path / "set.jsonl"),), format="jsonl").files()

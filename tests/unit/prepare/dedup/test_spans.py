@@ -1,0 +1,272 @@
+"""Sentences, substrings and the share that is cut, against plain references; addresses, and the best copy."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.errors import PrepareError
+from forebay.prepare.dedup.deduplicate import deduplicate
+from forebay.prepare.dedup.methods import Dedup, normalise_url
+from support.shared_data import shared_data
+
+SENTENCES = st.lists(
+    st.sampled_from(["One a.", "Two b!", "三つ目。", 'He said "four."', "five", "Six?", "", "3.5 is no end."]),
+    max_size=9,
+)
+DOCUMENT = st.lists(SENTENCES.map(" ".join), max_size=3).map("\n".join)
+
+
+def sentences_of(text: str) -> list[str]:
+    """A sentence with the blanks after it, or what ends at a line feed, with it."""
+    pieces, i = [], 0
+    while i < len(text):
+        match = re.compile(r"[^\n]*?(?:[.!?][.!?\"\])]*(?=[ \t\n]|\Z)|。)[ \t]*|[^\n]*\n|[^\n]+\Z").match(text, i)
+        assert match is not None
+        pieces.append(match[0])
+        i = match.end()
+    return pieces
+
+
+def without_spans(texts: list[str], span: int, min_characters: int) -> list[str]:
+    seen: set[tuple[str, ...]] = set()
+    out = []
+    for text in texts:
+        pieces = sentences_of(text)
+        keys = [" ".join(piece.split()) for piece in pieces]
+        full = [i for i, key in enumerate(keys) if key]
+        removed: set[int] = set()
+        for k in range(len(full) - span + 1):
+            window = tuple(keys[i] for i in full[k : k + span])
+            if sum(len(key.replace(" ", "")) for key in window) < min_characters:
+                continue
+            if window in seen:
+                removed |= set(range(full[k], full[k + span - 1] + 1))
+            seen.add(window)
+        rest = "".join(piece for i, piece in enumerate(pieces) if i not in removed)
+        out.append(rest if not removed else rest.rstrip("\n") if rest.strip() else "")
+    return out
+
+
+@settings(max_examples=40, deadline=None)
+@given(texts=st.lists(DOCUMENT, max_size=8), cut=st.integers(0, 8), span=st.integers(2, 4))
+def test_spans_of_sentences_are_cut(fresh: Callable[[], Any], texts: list[str], cut: int, span: int) -> None:
+    config = Dedup(sentences=True, span=span, min_characters=8)
+    expected = without_spans(texts, span, 8)
+    assert fresh().remaining([texts[:cut], texts[cut:]], config, 1 << 16) == expected
+
+
+def without_runs(texts: list[list[str]], min_words: int) -> list[list[str]]:
+    """The definition: a window of words that occurred before goes; of one that overlaps its copy, what is new."""
+    seen: set[tuple[str, ...]] = set()
+    out = []
+    for words in texts:
+        removed: set[int] = set()
+        for w in range(len(words) - min_words + 1):
+            window = tuple(words[w : w + min_words])
+            if window in seen:
+                near = (d for d in range(1, min(min_words, w + 1)) if tuple(words[w - d : w - d + min_words]) == window)
+                removed |= set(range(w + min_words - next(near, min_words), w + min_words))
+            seen.add(window)
+        out.append([word for i, word in enumerate(words) if i not in removed])
+    return out
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    texts=st.lists(st.lists(st.sampled_from(["a", "b", "c", "東", "Éa"]), max_size=40), max_size=8),
+    copies=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 39), st.integers(0, 40)), max_size=6),
+    min_words=st.integers(4, 9), cut=st.integers(0, 8),
+)  # fmt: skip
+def test_repeated_runs_of_words_are_cut(
+    fresh: Callable[[], Any], texts: list[list[str]], copies: list[tuple[int, int, int]], min_words: int, cut: int
+) -> None:
+    for k, (source, start, size) in enumerate(copies):
+        if texts:
+            words = texts[k % len(texts)]
+            words[len(words) // 2 : len(words) // 2] = texts[source % len(texts)][start : start + size]
+    joined = ["\n ".join(words) if i % 2 else ", ".join(words).upper() for i, words in enumerate(texts)]
+    remaining = fresh().remaining([joined[:cut], joined[cut:]], Dedup(substring=True, min_words=min_words), 1 << 16)
+    words_left = [re.findall(r"\w+", text.lower().replace("é", "e")) for text in remaining]
+    expected = without_runs([[word.lower().replace("é", "e") for word in words] for words in texts], min_words)
+    assert words_left == expected
+
+
+def without_overlap(texts: list[str], ngram: int, share: float) -> list[str]:
+    """The definition: paragraphs, and texts, of whose n-grams a share stood in earlier texts, go."""
+    seen: set[tuple[str, ...]] = set()
+    out = []
+    for text in texts:
+        rows = [re.findall(r"\w+", line.lower()) for line in text.split("\n")]
+        lines = [[tuple(words[i : i + ngram]) for i in range(len(words) - ngram + 1)] for words in rows]
+        all_ngrams = [gram for line in lines for gram in line]
+        removed = [bool(line) and sum(gram in seen for gram in line) >= share * len(line) for line in lines]
+        if all_ngrams and sum(gram in seen for gram in all_ngrams) >= share * len(all_ngrams):
+            removed = [True] * len(lines)
+        seen |= set(all_ngrams)
+        rest = "\n".join(line for line, gone in zip(text.split("\n"), removed) if not gone)
+        out.append(text if not any(removed) else rest.rstrip("\n") if rest.strip() else "")
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(
+        st.lists(st.lists(st.sampled_from("abcd"), max_size=9).map(" ".join), min_size=1, max_size=4).map("\n".join),
+        max_size=9,
+    ),
+    cut=st.integers(0, 9), ngram=st.integers(2, 4), share=st.sampled_from([0.3, 0.5, 0.8, 1.0]),
+)  # fmt: skip
+def test_paragraphs_whose_ngrams_were_seen_are_cut(
+    fresh: Callable[[], Any], texts: list[str], cut: int, ngram: int, share: float
+) -> None:
+    config = Dedup(overlap=True, overlap_ngram=ngram, overlap_share=share)
+    bench = fresh()
+    expected = without_overlap(texts, ngram, share)
+    assert bench.remaining([texts[:cut], texts[cut:]], config, 1 << 16) == expected
+    result = bench.deduplicate([bench.sign(texts, config)], config)
+    lost = [int(bool(text) and not rest) for text, rest in zip(texts, expected)]
+    assert [int(code) for code in result.drop[0].load()] == lost and result.dropped == (sum(lost),)
+
+
+def test_sampled_ngrams_find_copied_paragraphs(bench: Any, random_words: Any) -> None:
+    words = random_words(np.random.default_rng(5), 200, 150).reshape(200, -1).tobytes().decode().split()
+    paragraphs = [" ".join(words[i : i + 150]) for i in range(0, 30_000, 150)]
+    texts = ["\n".join(paragraphs[:100])] + [f"{paragraphs[i]}\n{paragraphs[i - 100]}" for i in range(100, 200)]
+    remaining = bench.remaining([texts], Dedup(overlap=True, overlap_sample=8))
+    assert remaining == [texts[0], *paragraphs[100:]]
+
+
+def test_a_run_is_cut_wherever_it_begins(bench: Any) -> None:
+    run = " ".join(f"word{i}" for i in range(60))
+    texts = [
+        f"Before it. {run}. After it.",
+        f"Another text:\n“{run.title()}”\nand its end.",
+        run.replace("word30", "x"),
+    ]
+    remaining = bench.remaining([texts], Dedup(substring=True))
+    assert remaining == [texts[0], "Another text:\n“\nand its end.", texts[2]]
+
+
+def test_substrings_are_the_same_bytes_for_any_memory_scale_and_parts(bench: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    texts = []
+    for _ in range(300):
+        words = [f"w{i}" for i in rng.integers(0, 3000, 120)]
+        if texts and rng.random() < 0.5:
+            start = int(rng.integers(0, 60))
+            words[start:start] = texts[int(rng.integers(len(texts)))].split()[start : start + 40]
+        texts.append(" ".join(words))
+    config = Dedup(substring=True, min_words=20, exact=True)
+    whole = bench.remaining([texts], config)
+    assert whole == bench.remaining([texts[i : i + 77] for i in range(0, 300, 77)], config, 1 << 14)
+    assert sum(map(len, whole)) < 0.9 * sum(map(len, texts))
+    part = bench.sign(texts, config)
+    contents = []
+    for scale in (0, 2):
+        folder = tmp_path / str(scale)
+        deduplicate(
+            [part],
+            config,
+            folder,
+            lambda run, tasks, scale=scale: [run(task, scale) for task in tasks],
+            memory_bytes=1 << 16,
+        )
+        contents.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert contents[0] == contents[1]
+
+
+def test_stopped_at_any_task_and_run_again(bench: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    texts = [" ".join(f"w{i}" for i in rng.integers(0, 60, 40)) + ".\n" for _ in range(60)]
+    texts += [texts[i] + texts[i + 1][:90] + "\n" + texts[i + 2] for i in range(0, 50, 3)]
+    config = Dedup(
+        exact=True, lines=True, sentences=True, span=2, substring=True, min_words=12, overlap=True, max_cut_share=0.7
+    )
+    parts = [bench.sign(some, config) for some in (texts[:50], texts[50:])]
+
+    def run(folder: Path, stop: int) -> int:
+        done = 0
+
+        def map(function: Any, tasks: Any) -> list[Any]:
+            nonlocal done
+            results = []
+            for task in tasks:
+                if done == stop:
+                    raise InterruptedError
+                results.append(function(task, 0))
+                done += 1
+            return results
+
+        deduplicate(parts, config, folder, map, memory_bytes=1 << 17)
+        return done
+
+    tasks = run(tmp_path / "whole", -1)
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+    assert tasks > 20
+    for stop in range(1, tasks, 4):
+        folder = tmp_path / str(stop)
+        with pytest.raises(InterruptedError):
+            run(folder, stop)
+        run(folder, -1)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
+
+
+def test_documents_of_which_most_is_cut_are_dropped(bench: Any) -> None:
+    lines = [f"This is line number {i} of the text that is copied." for i in range(10)]
+    own = "A line of its own that nobody has written before."
+    texts = ["\n".join(lines), "\n".join([*lines[:9], own]), "\n".join([*lines[:4], *([own.upper()] * 7)]), "short"]
+    config = Dedup(lines=True, exact=True, max_cut_share=0.6)
+    part = bench.sign(texts, config)
+    result = bench.deduplicate([part], config)
+    assert [int(code) for code in result.drop[0].load()] == [0, 2, 2, 0]
+    assert result.dropped == (0, 2) and config.reasons == ("exact_duplicate", "mostly_duplicate")
+    loose = Dedup(lines=True, exact=True, max_cut_share=0.95)
+    assert bench.deduplicate([bench.sign(texts, loose)], loose).dropped == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("https://www.Example.org/A/b/?utm_source=x&b=2&a=1#top", "example.org/A/b?a=1&b=2"),
+        ("http://example.org:80/A/b?a=1&fbclid=z&b=2", "example.org/A/b?a=1&b=2"),
+        ("http://example.org:8080/", "example.org:8080"),
+        ("http://[broken/", "http://[broken/"),
+        ("", ""),
+    ],
+)
+def test_addresses(url: str, expected: str) -> None:
+    assert normalise_url(url) == expected
+
+
+def test_equal_addresses_and_the_best_copy(bench: Any) -> None:
+    urls = ["http://a.org/x", "https://www.a.org/x/", "http://a.org/x#y", "", "", "http://b.org/x"]
+    scores = pa.array([1.0, math.nan, 3.0, 5.0, 5.0, None], pa.float64())
+    columns = {"url": pa.array(urls, pa.large_string()), "edu": scores}
+    texts = [f"text {i}" for i in range(6)]
+    kept = {}
+    for keep, score in (("first", ""), ("best", "edu")):
+        config = Dedup(url=True, keep=keep, score=score)  # type: ignore[arg-type]
+        kept[keep] = bench.deduplicate([bench.sign(texts, config, **columns)], config).drop[0].load().tolist()
+    assert kept == {"first": [0, 1, 1, 0, 0, 0], "best": [1, 1, 0, 0, 0, 0]}
+    with pytest.raises(PrepareError, match=r"dedup.score: expected a column of numbers 'other', got columns text"):
+        bench.sign(texts, Dedup(exact=True, keep="best", score="other"))
+
+
+def test_books_share_no_long_runs_and_their_copies_do(bench: Any) -> None:
+    path = shared_data("books") / "gutenberg_en" / "austen-emma.txt"
+    text = path.read_text("utf-8", "replace")
+    pages = [text[i : i + 4000] for i in range(0, 400_000, 4000)]
+    quoting = [f"{pages[i][:500]} {pages[i + 50][1000:2500]} {pages[i][500:]}" for i in range(10)]
+    remaining = bench.remaining([pages, quoting], Dedup(substring=True))
+    assert remaining[:100] == pages
+    assert all(len(rest) < 40 for rest in remaining[100:])
