@@ -30,6 +30,8 @@ from urllib.parse import urlsplit
 
 import pyarrow as pa
 
+from benchmarks.prepare.batches import to_batches
+
 DATA = Path(os.environ.get("FOREBAY_TEST_DATA", Path(__file__).parents[3] / "shared/data"))
 PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
 PEER_CODE = """
@@ -175,22 +177,22 @@ def describe_scores(pages: Sequence[GoldPage], texts: Sequence[str]) -> str:
 
 def describe_filtered(pages: Sequence[GoldPage], texts: Sequence[str]) -> str:
     """How many articles the filters of the recipe fineweb keep of these texts, and how much of the kept is article."""
-    from forebay.formats.inputs import ReadOptions
     from forebay.formats.records import Record
     from forebay.prepare import load_recipe
-    from forebay.prepare.tasks.text import to_batch
 
     stages = [stage for stage in load_recipe("fineweb").stages if stage.name not in ("extract", "language", "pii")]
     rows = [i for i, page in enumerate(pages) if page.dataset != "snippets" and page.kind == "article" and texts[i]]
-    batch = to_batch([Record(i, text=texts[i]) for i in rows], ReadOptions())
-    for stage in stages:
-        result = stage.apply(batch)
-        batch = result.batch.filter(pa.array(result.drop < 0))
-    scores = [
-        word_scores(text, pages[i].text)[1] for i, text in zip(batch["place"].to_pylist(), batch["text"].to_pylist())
-    ]
+    scores = []
+    for batch in to_batches([Record(i, text=texts[i]) for i in rows]):
+        for stage in stages:
+            result = stage.apply(batch)
+            batch = result.batch.filter(pa.array(result.drop < 0))
+        kept = zip(batch["place"].to_pylist(), batch["text"].to_pylist())
+        scores += [word_scores(text, pages[i].text)[1] for i, text in kept]
     purity = sum(scores) / max(1, len(scores))
-    return f"  filters of fineweb keep {len(scores)} of {len(rows)} articles; {purity:.3f} of the kept words are article"
+    return (
+        f"  filters of fineweb keep {len(scores)} of {len(rows)} articles; of the kept words {purity:.3f} are article"
+    )
 
 
 def main() -> None:

@@ -277,7 +277,7 @@ def _unpacked(data: Buffer) -> pa.RecordBatch:
 
 def _warm(stages: tuple[Stage, ...]) -> None:
     """Have the stages load what they need, on a document without meaning."""
-    batch = to_batch([Record(0, text="A few words in one line.\nThere are more of them in another.\n")], ReadOptions())
+    batch = _to_batch([Record(0, text="A few words in one line.\nThere are more of them in another.\n")], ReadOptions())
     for stage in stages:
         with suppress(Exception):  # raised again where it matters
             batch = stage.apply(batch).batch
@@ -413,7 +413,7 @@ class _Reader:
         yield Record(index + 1, problem=self._reason)
 
     def _counted(self, records: list[Record], stats: StageStats) -> pa.RecordBatch:
-        batch = to_batch(records, self._task.read)
+        batch = _to_batch(records, self._task.read)
         sizes = text_bytes(batch)
         count = stats.stage("read")
         count.documents_out += batch.num_rows
@@ -445,8 +445,7 @@ class _Reader:
         return key < self._task.sample * 2**64
 
 
-def to_batch(records: list[Record], options: ReadOptions) -> pa.RecordBatch:
-    """The documents as a batch for the stages, with the columns that `options` name."""
+def _to_batch(records: list[Record], options: ReadOptions) -> pa.RecordBatch:
     attributes = {f.name: "index" if f.name == "place" else f.name for f in SCHEMA}
     columns = {f.name: pa.array([getattr(r, attributes[f.name]) for r in records], f.type) for f in SCHEMA}
     columns["where"] = pa.array([r.location for r in records], pa.large_string())
