@@ -191,7 +191,7 @@ def describe_filtered(pages: Sequence[GoldPage], texts: Sequence[str]) -> str:
         scores += [word_scores(text, pages[i].text)[1] for i, text in kept]
     purity = sum(scores) / max(1, len(scores))
     return (
-        f"  filters of fineweb keep {len(scores)} of {len(rows)} articles; of the kept words {purity:.3f} are article"
+        f"  filters of fineweb keep {len(scores)} of {len(rows)} articles; {purity:.3f} of their words are gold"
     )
 
 
