@@ -190,9 +190,12 @@ def describe_filtered(pages: Sequence[GoldPage], texts: Sequence[str]) -> str:
         kept = zip(batch["place"].to_pylist(), batch["text"].to_pylist())
         scores += [word_scores(text, pages[i].text)[1] for i, text in kept]
     purity = sum(scores) / max(1, len(scores))
-    return (
-        f"  filters of fineweb keep {len(scores)} of {len(rows)} articles; {purity:.3f} of their words are gold"
-    )
+    return f"  filters of fineweb keep {len(scores)} of {len(rows)} articles; {purity:.3f} of their words are gold"
+
+
+def _show(name: str, pages: Sequence[GoldPage], texts: Sequence[str], cpu_s: float) -> None:
+    print(f"{name}: {cpu_s / len(pages) * 1000:.2f} CPU ms a page\n{describe_scores(pages, texts)}")
+    print(describe_filtered(pages, texts), flush=True)
 
 
 def main() -> None:
@@ -210,8 +213,7 @@ def main() -> None:
             start = time.process_time()
             texts.append(extract_html(page.html, extractor=name))
             cpu += time.process_time() - start
-        print(f"{name}: {cpu / len(pages) * 1000:.2f} CPU ms a page\n{describe_scores(pages, texts)}", flush=True)
-        print(describe_filtered(pages, texts), flush=True)
+        _show(name, pages, texts, cpu)
     if not Path(PEERS).exists():
         print(f"{PEERS} is not there: peers left out. Set FOREBAY_PEERS.")
         return
