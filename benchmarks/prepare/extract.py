@@ -223,9 +223,7 @@ def main() -> None:
         with subprocess.Popen([PEERS, "-c", PEER_CODE, folder], stdout=subprocess.PIPE, text=True) as process:
             for line in process.stdout or ():
                 name, cpu, texts = json.loads(line)
-                print(
-                    f"{name}: {cpu / len(pages) * 1000:.2f} CPU ms a page\n{describe_scores(pages, texts)}", flush=True
-                )
+                _show(name, pages, texts, cpu)
             if process.wait():
                 sys.exit(f"the peers failed: exit status {process.returncode}")
 
