@@ -1,7 +1,7 @@
 """Objects of other packages, by the name of an entry point or by `module:Name`.
 
-The groups are `forebay.dedup`, `forebay.engines`, `forebay.filters`, `forebay.formats`, `forebay.sources` and
-`forebay.tokenizers`. Nothing of another package is imported before one of its names is asked for.
+The groups are `forebay.dedup`, `forebay.engines`, `forebay.filters`, `forebay.formats`, `forebay.scorers`,
+`forebay.sources` and `forebay.tokenizers`. Nothing of another package is imported before one of its names is asked for.
 """
 
 import importlib
