@@ -69,7 +69,7 @@ def _message(error: ForebayError | OSError | ModuleNotFoundError) -> str:
 
 _EXTRAS = {
     "cryptography": "network", "libtorrent": "network", "torch": "torch", "transformers": "hf", "datasets": "hf",
-    "PIL": "vision", "kenlm": "lm", "obstore": "remote", "ray": "ray",
+    "PIL": "vision", "onnxruntime": "classifiers", "kenlm": "lm", "obstore": "remote", "ray": "ray",
     "prometheus_client": "metrics",
 }  # fmt: skip
 """Which extra brings a package; all others come with `prepare`."""

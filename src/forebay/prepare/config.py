@@ -36,6 +36,7 @@ Keys = tuple[str | int, ...]  # Keys from the outermost table in; a number is th
 _SHIPPED = resources.files("forebay.prepare") / "recipes"
 
 
+_ADDED = ("select", "subset")  # Tables that are never laid over an earlier one: each is about a column of its own.
 Layer = tuple[str, Mapping[str, Any]]  # One source of settings: its file, "" for the command line, and its tables.
 
 
@@ -171,6 +172,8 @@ def _recipe(tables: Mapping[str, Any], base: Recipe, allow_code: bool) -> Recipe
             or any(isinstance(t, Mapping) and "use" in t for t in each)
         ):
             before = [stage for stage in stages if stage.name.partition(".")[0] == name]
+            if name in _ADDED and value is not False:
+                before = []
             if before and (value is False or value is not each):
                 stages = [stage for stage in stages if stage not in before]
             for index, table in enumerate(each):
@@ -194,8 +197,12 @@ def _scored(tables: Any, stages: Sequence[Stage], allow_code: bool) -> list[Stag
     out = list(stages)
     for column, table in tables.items():
         path: Keys = ("score", column)
-        before = [stage for stage in out if isinstance(stage, Score) and stage.column == column]
-        out = [stage for stage in out if stage not in before]
+        names = [stage.name for stage in out]
+        index = names.index(f"score.{column}") if f"score.{column}" in names else len(out)
+        stop = index + 1 + (names[index + 1 : index + 2] == [f"select.{column}"])
+        before = [stage for stage in out[index:stop] if isinstance(stage, Score)]
+        old_select = out[index + 1 : stop]
+        out[index:stop] = []
         if table is False:
             continue
         use = str(table.get("use") or (before[0].use if before else ""))
@@ -204,17 +211,20 @@ def _scored(tables: Any, stages: Sequence[Stage], allow_code: bool) -> list[Stag
                 raise _SettingError((*path, "use"), f"expected one of {', '.join(SCORERS)} or module:Name, got {use!r}")
             _check_code("score", {"use": use}, "use", path, allow_code)
         cls = _load_class("forebay.scorers", SCORERS.get(use, use), "a scorer", path)
+        if not hasattr(cls, "score"):
+            raise _SettingError((*path, "use"), f"expected the class of a scorer, with a method score, got {use!r}")
         own = field_types(cls)
         selects = {key: value for key, value in table.items() if key in field_types(Select) and key not in own}
         settings = {key: value for key, value in table.items() if key != "use" and key not in selects}
         base = before[0].scorer if before and type(before[0].scorer) is cls else None
         scorer = _build(cls, settings, path, base)
         try:
-            out.append(Score(column, use, scorer))
+            out.insert(index, Score(column, use, scorer))
         except UsageError as error:
             raise _SettingError(path, str(error).partition(": ")[2]) from error
         if selects:
-            out.append(_build(Select, {"column": column, **selects}, path))
+            old_select = [_build(Select, {"column": column, **selects}, path)]
+        out[index + 1 : index + 1] = old_select
     return out
 
 

@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from forebay import prepare_dataset
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare import load_recipe
+from forebay.prepare.config import apply_settings
+from forebay.prepare.scores.base import Score
 from forebay.prepare.scores.columns import Bucket, Combine, Repeat, Select, Subset
 from forebay.prepare.tasks.percentile import column_percentiles
 
@@ -243,6 +245,18 @@ def test_a_scorer_of_ones_own(source: Path, tmp_path: Path, monkeypatch: pytest.
             load_recipe(settings={"score": {"x": table}}, allow_code=True)
     with pytest.raises(UsageError, match=r"score.url: expected columns of new names, each number or text"):
         load_recipe(settings={"score": {"url": {"use": "kenlm", "model": "x"}}})
+
+
+def test_tables_of_selection_add_up() -> None:
+    score = {"quality": {"use": "combine", "columns_of": ["x"], "top_share": 0.5}}
+    recipe = load_recipe(settings={"score": score, "select": [{"column": "x", "min": 1}, {"column": "y", "max": 2}]})
+    assert [stage.name for stage in recipe.stages] == ["score.quality", "select.quality", "select.x", "select.y"]
+    changed = apply_settings(recipe, [{"score": {"quality": {"how": "min", "top_share": 0.1}}}], (), ())
+    assert [getattr(stage, "top_share", None) for stage in changed.stages] == [None, 0.1, None, None]
+    (first, *_) = changed.stages
+    assert isinstance(first, Score) and first.scorer == Combine(("x",), how="min")
+    removed = apply_settings(recipe, [{"score": {"quality": False}, "select": False}], (), ())
+    assert removed.stages == ()
 
 
 @pytest.mark.parametrize(
