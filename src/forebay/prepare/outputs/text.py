@@ -107,9 +107,12 @@ def _texts(run: PrepareRun, corpus: Corpus) -> Iterator[str]:
     for index in range(len(corpus.texts)):
         codes = corpus.drop_codes(index)
         _, cut, _ = corpus.duplicates(index, run.recipe.dedup)
-        for start, batch in part_batches(corpus.arrow(index), ["text"]):
+        for start, batch in part_batches(corpus.arrow(index), ["text", COPIES]):
             texts = cut.cut(batch.column("text"), start) if cut is not None else batch.column("text")
-            yield from texts.filter(pa.array(codes[start : start + batch.num_rows] == 0)).to_pylist()
+            rows = np.flatnonzero(codes[start : start + batch.num_rows] == 0)
+            if COPIES in batch.schema.names:
+                rows = np.repeat(rows, batch.column(COPIES).to_numpy()[rows])
+            yield from texts.take(pa.array(rows)).to_pylist()
 
 
 @dataclass(frozen=True)

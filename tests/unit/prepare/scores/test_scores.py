@@ -145,6 +145,33 @@ def test_percentiles_are_exact(values: list[float], percentiles: list[float], pa
             assert threshold == ordered[int(Fraction(str(percentile)) * len(ordered) / 100)]
 
 
+def test_the_same_bytes_for_any_number_of_processes(source: Path) -> None:
+    folder = source.parent / "in"
+    folder.mkdir()
+    lines = source.read_text().splitlines(keepends=True)
+    for part in range(8):
+        (folder / f"{part}.jsonl").write_text("".join([*lines[part::8], "{damaged\n"]))
+    model = {"use": "fasttext", "model": str(GOLDEN / "4.bin"), "label": "l2"}
+    tables = {
+        "score": {
+            "edu": {**model, "keep_percentile": [10, 100]},
+            "bucket": {"use": "bucket", "column": "edu", "buckets": 3},
+        },
+        "length": {"min_chars": 1}, "subset": {"subset": "top", "column": "bucket", "min": 2},
+        "repeat": {"column": "bucket", "factors": [0.5, 1, 1.5]}, "dedup": {"exact": True, "lines": True},
+    }  # fmt: skip
+    files = set()
+    for workers in (1, 3):
+        recipe = load_recipe(settings={"name": "x", "read": {"columns": COLUMNS}, "max_error_rate": 0.1, **tables})
+        out = source.parent / f"o{workers}"
+        result = prepare_dataset([folder], out, recipe=recipe, to="text", workers=workers)
+        files.add((result.id, (out / "report.html").read_bytes(), (out / "rejects.jsonl").read_bytes()))
+        assert result.report["totals"]["malformed"] == 8 and 18 <= result.dropped["edu_below_percentile"] <= 20
+    assert len(files) == 1
+    with pytest.raises(UsageError, match="subset: expected --to text, got a dataset"):
+        prepare_dataset([folder], source.parent / "d", recipe=recipe, tokenizer="bytes")
+
+
 def test_documents_are_repeated_by_their_bucket(source: Path) -> None:
     tables = {
         "score": {"bucket": {"use": "bucket", "column": "quality", "thresholds": [50, 100, 150]}},
