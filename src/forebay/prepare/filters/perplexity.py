@@ -44,6 +44,7 @@ class Kenlm(Scorer):
 
     name: ClassVar[str] = "kenlm"
     version: ClassVar[int] = 1
+    seconds_per_mb: ClassVar[float] = 0.04
     libraries: ClassVar[tuple[str, ...]] = ("kenlm",)
 
     def __post_init__(self) -> None:

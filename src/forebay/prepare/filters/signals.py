@@ -31,6 +31,7 @@ class Signals(Scorer):
 
     name: ClassVar[str] = "signals"
     version: ClassVar[int] = 1
+    seconds_per_mb: ClassVar[float] = 0.03
 
     @property
     def columns(self) -> Mapping[str, str]:

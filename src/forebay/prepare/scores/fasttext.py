@@ -33,7 +33,7 @@ class FastText(Scorer):
 
     name: ClassVar[str] = "fasttext"
     version: ClassVar[int] = 1
-    seconds_per_mb: ClassVar[float] = 0.2
+    seconds_per_mb: ClassVar[float] = 0.03
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -234,6 +234,20 @@ def test_a_column_that_the_recipe_names_is_a_score(source: Path) -> None:
     assert min(row["quality"] for row in run(source, "o", tables)) == 100
 
 
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        b"{", b"[]", b'{"text": {"kind": "number"}, "id": {}, "copies": {"kind": "number"}}', b'{"x": 3, "y": []}',
+        b'{"x": {"kind": ["number"]}}', b'{"x": {"kind": "number", "scorer": {}}, "z": {"kind": "text"}}', b"\xff",
+    ],
+)  # fmt: skip
+def test_what_a_file_records_of_its_columns_is_data(tmp_path: Path, recorded: bytes) -> None:
+    table = pa.table({"text": ["one", "two"], "id": ["a", "b"], "x": ["no number", "3"], "copies": [9, 9]})
+    pq.write_table(table.replace_schema_metadata({b"forebay.columns": recorded}), tmp_path / "a.parquet")
+    prepare_dataset([tmp_path / "a.parquet"], tmp_path / "o", to="text", workers=1)
+    assert [row["text"] for row in texts(tmp_path / "o")] == ["one", "two"]
+
+
 OWN = """
 from dataclasses import dataclass
 from typing import ClassVar
