@@ -163,6 +163,7 @@ SETTINGS: dict[str, Callable[[Page, Corpora], None]] = {
     "docs/how-to/network.md": operating,
     "docs/how-to/plan.md": planning,
     "docs/how-to/prepare.md": preparing,
+    "docs/how-to/scores.md": preparing,
     "docs/how-to/shared-shards.md": shared_shards,
     "docs/how-to/stream.md": streaming,
     "docs/how-to/train-by-name.md": dataset_guide,

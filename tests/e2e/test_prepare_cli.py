@@ -336,7 +336,7 @@ def test_a_language_model_of_text_and_the_better_half(tmp_path: Path) -> None:
     config = tmp_path / "lm.toml"
     config.write_text(f'[perplexity]\nmodel = "{model}"\nkeep_percentile = [0, 50]\n')
     summary = prepare(tmp_path / "d", path, "--tokenizer", "bytes", "--config", config, "--write-ids", tmp_path / "ids")
-    assert 85 <= summary["documents_out"] <= 115 and set(summary["dropped"]) == {"above_percentile"}
+    assert 85 <= summary["documents_out"] <= 115 and set(summary["dropped"]) == {"perplexity_above_percentile"}
     retained = [int(name[1:]) for name in (tmp_path / "ids").read_text().split()]
     assert sum(number < 100 for number in retained) > 0.9 * len(retained)
 

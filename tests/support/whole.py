@@ -185,7 +185,7 @@ def main(inputs: str, out: str, workers: str, engine: str = "local") -> int:
     if "WHOLE_UNLUCKY" in os.environ:
         for module, name in (
             (pipeline, "process_split"),
-            (pipeline, "filter_percentiles"),
+            (pipeline, "process_segment"),
             (finish, "encode"),
             (finish, "write_slice"),
         ):

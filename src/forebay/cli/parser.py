@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TextIO
 
 PANELS = {
     "Data": (
-        "prepare", "inspect", "verify", "report", "import", "extract", "convert", "doctor", "mirror",
+        "prepare", "classifier", "inspect", "verify", "report", "import", "extract", "convert", "doctor", "mirror",
     ),
     "Network": ("network", "dht", "serve", "find", "scheduler", "job", "worker", "coordinator"),
     "Operate": ("status", "plan", "ledger"),

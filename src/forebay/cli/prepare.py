@@ -35,7 +35,7 @@ def _prepare(args: argparse.Namespace) -> int:
     inputs = [_fetched(path, args) if path.endswith(".api.toml") else path for path in args.inputs]
     if not inputs:
         print(f"inputs of the recipe: {', '.join(map(json.dumps, recipe.inputs))}", file=sys.stderr)
-    names = ("workers", "engine", "document_ids", "to", "follow_links", "strict", "write_ids")
+    names = ("workers", "engine", "document_ids", "to", "annotate", "follow_links", "strict", "write_ids")
     options = {name: getattr(args, name) for name in names}
     with PrepareBar(enabled=not args.quiet) as bar:
         notify = partial(print, "forebay:", file=sys.stderr)
@@ -47,7 +47,13 @@ def _prepare(args: argparse.Namespace) -> int:
     reasons = sorted(result["dropped"].items(), key=lambda pair: -pair[1])
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in reasons[:6]) or "none"
     dropped += f" and {len(reasons) - 6} other reasons" if len(reasons) > 6 else ""
-    what = f"{result['tokens']:,} tokens in {result['slices']:,} slices" if args.to == "dataset" else f"as {args.to}"
+    what = (
+        f"{result['tokens']:,} tokens in {result['slices']:,} slices"
+        if args.to == "dataset" and not args.annotate
+        else "as text"
+        if args.annotate
+        else f"as {args.to}"
+    )
     print(
         f"{result['documents_out']:,} of {result['documents_in']:,} documents, {what} (dropped: {dropped})\n"
         f"{args.out}  id {result['id']}"
@@ -147,4 +153,5 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("--follow-links", action="store_true", help="follow links in input folders to other places")
     p.add("--allow-code", action="store_true", help="allow the recipe to run code: what its `use` names")
     p.add("--to", choices=["dataset", "text", "lm"], default="dataset", help="text: as Parquet; lm: a perplexity model")
+    p.add("--annotate", action="store_true", help="write the text with its scores and drop nothing")
     p.add("--explain", nargs="?", const="", metavar="NAME", help="print a recipe or the keys of a table; alone: a list")

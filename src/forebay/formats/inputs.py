@@ -18,10 +18,8 @@ GROUP_BYTES = 8 << 20
 GROUP_FILES = 1024
 MAX_INPUT_BYTES = 64 << 40  # A larger size is refused: a server may claim any.
 MAX_SPLITS = 100_000  # Splits of one file, at most.
-RESERVED_COLUMNS = frozenset(
-    ("place", "id", "url", "html", "text", "where", "text_bytes", "language", "language_score", "perplexity")
-)
-"""Columns that readers, stages and tasks make; fields of the input may not take their names."""
+RESERVED_COLUMNS = frozenset(("place", "id", "url", "html", "text", "where", "text_bytes", "copies", "subset"))
+"""Columns that readers, tasks and `[[subset]]` make; fields of the input may not take their names."""
 ALL_FIELDS = "*"
 _BUFFER_BYTES = 256 << 10
 _STEP_BYTES = 64 << 10

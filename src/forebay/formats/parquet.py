@@ -1,5 +1,6 @@
 """Parquet: text and rows by row group, page checksums compared, and memory bounded by what the page headers claim."""
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ _BATCH_ROWS = 4096
 _RUN_BYTES = 64 << 20
 _GROUP_BYTES = 8 << 20
 _CODECS = ("zstd", "snappy", "none")
+COLUMNS_KEY = b"forebay.columns"  # Of the metadata of a file that `prepare` wrote: its columns as JSON.
 _SETTINGS: dict[str, Any] = {
     "buffer_size": 1 << 20,  # Read pages as they are needed, not whole column chunks.
     "pre_buffer": False,
@@ -96,6 +98,19 @@ class Parquet(ColumnFormat):
 
         group_bytes = min(_GROUP_BYTES, options.slice_bytes)
         return write_parts(table, out, options, ".parquet", open_part, group_bytes=group_bytes)
+
+
+def recorded_columns(file: InputFile) -> dict[str, Any]:
+    """What `--to text` recorded of a file's columns, by name: `kind`, and `scorer` of a score."""
+    try:
+        with _open(file) as parquet:
+            columns = json.loads((parquet.schema_arrow.metadata or {}).get(COLUMNS_KEY, b"{}"))
+            names = set(parquet.schema_arrow.names)
+    except (*READ_ERRORS, CorruptInputError, ValueError):
+        return {}  # Reading it reports what is wrong.
+    if not isinstance(columns, dict):
+        return {}
+    return {name: entry for name, entry in columns.items() if name in names and isinstance(entry, dict)}
 
 
 def read_metadata(split: InputSplit) -> None:

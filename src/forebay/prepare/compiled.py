@@ -74,7 +74,7 @@ def _parents() -> Iterator[Path]:
 
 def _hash_of_sources() -> str:
     here = Path(__file__).parent
-    folders = ("clean", "decontaminate", "dedup", "extract", "filters")  # with the constants that are compiled in
+    folders = ("clean", "decontaminate", "dedup", "extract", "filters", "scores")  # with the constants compiled in
     sources = hashlib.sha256()
     for path in sorted([here / "kneser_ney.py", *(path for name in folders for path in (here / name).glob("*.py"))]):
         sources.update(path.read_bytes())

@@ -25,8 +25,10 @@ from forebay.errors import ForebayError, UsageError, install_command
 from forebay.plugins import load_plugin, plugins
 from forebay.prepare.dedup.methods import KINDS, Dedup, Method
 from forebay.prepare.documents import Stage
-from forebay.prepare.recipe import GROUPS, STAGES, Recipe, plain
-from forebay.prepare.settings import field_types, fit
+from forebay.prepare.recipe import GROUPS, STAGES, Recipe
+from forebay.prepare.scores.base import SCORERS, Score
+from forebay.prepare.scores.columns import Select
+from forebay.prepare.settings import field_types, fit, plain
 from forebay.toml import decode, parse_toml
 from forebay.units import parse_size
 
@@ -34,6 +36,7 @@ Keys = tuple[str | int, ...]  # Keys from the outermost table in; a number is th
 _SHIPPED = resources.files("forebay.prepare") / "recipes"
 
 
+_ADDED = ("select", "subset")  # Tables that are never laid over an earlier one: each is about a column of its own.
 Layer = tuple[str, Mapping[str, Any]]  # One source of settings: its file, "" for the command line, and its tables.
 
 
@@ -161,26 +164,68 @@ def _recipe(tables: Mapping[str, Any], base: Recipe, allow_code: bool) -> Recipe
         each = value if isinstance(value, list) else [value]
         if name in names:
             settings[name] = value
+        elif name == "score":
+            stages = _scored(value, stages, allow_code)
         elif (
             name in STAGES
             or name in plugins("forebay.filters")
             or any(isinstance(t, Mapping) and "use" in t for t in each)
         ):
-            before = [stage for stage in stages if stage.name == name]
+            before = [stage for stage in stages if stage.name.partition(".")[0] == name]
+            if name in _ADDED and value is not False:
+                before = []
             if before and (value is False or value is not each):
-                stages = [stage for stage in stages if stage.name != name]
+                stages = [stage for stage in stages if stage not in before]
             for index, table in enumerate(each):
                 path: Keys = (name, index) if each is value else (name,)
                 if table is not False:
                     stages.append(_stage(name, {} if table is True else table, path, allow_code, before))
         else:
-            raise _unknown_key((name,), [*names, *STAGES])
+            raise _unknown_key((name,), [*names, "score", *STAGES])
     _check_code("tokenize", settings.get("tokenize"), "tokenizer", ("tokenize",), allow_code)
     settings["dedup"], own = _own_methods(settings.get("dedup", {}), base.dedup, allow_code)
     recipe: Recipe = _build(Recipe, settings, (), base)
     if own:
         recipe = dataclasses.replace(recipe, dedup=dataclasses.replace(recipe.dedup, own=own))
     return dataclasses.replace(recipe, stages=tuple(stages))
+
+
+def _scored(tables: Any, stages: Sequence[Stage], allow_code: bool) -> list[Stage]:
+    """The stages with those of `[score.NAME]` tables: a scorer each, and after it what selects by its column."""
+    if not isinstance(tables, Mapping) or not all(isinstance(t, Mapping) or t is False for t in tables.values()):
+        raise _SettingError(("score",), f"expected tables [score.NAME], got {tables!r}")
+    out = list(stages)
+    for column, table in tables.items():
+        path: Keys = ("score", column)
+        names = [stage.name for stage in out]
+        index = names.index(f"score.{column}") if f"score.{column}" in names else len(out)
+        stop = index + 1 + (names[index + 1 : index + 2] == [f"select.{column}"])
+        before = [stage for stage in out[index:stop] if isinstance(stage, Score)]
+        old_select = out[index + 1 : stop]
+        out[index:stop] = []
+        if table is False:
+            continue
+        use = str(table.get("use") or (before[0].use if before else ""))
+        if use not in SCORERS and use not in plugins("forebay.scorers"):
+            if ":" not in use:
+                raise _SettingError((*path, "use"), f"expected one of {', '.join(SCORERS)} or module:Name, got {use!r}")
+            _check_code("score", {"use": use}, "use", path, allow_code)
+        cls = _load_class("forebay.scorers", SCORERS.get(use, use), "a scorer", path)
+        if not hasattr(cls, "score"):
+            raise _SettingError((*path, "use"), f"expected the class of a scorer, with a method score, got {use!r}")
+        own = field_types(cls)
+        selects = {key: value for key, value in table.items() if key in field_types(Select) and key not in own}
+        settings = {key: value for key, value in table.items() if key != "use" and key not in selects}
+        base = before[0].scorer if before and type(before[0].scorer) is cls else None
+        scorer = _build(cls, settings, path, base)
+        try:
+            out.insert(index, Score(column, use, scorer))
+        except UsageError as error:
+            raise _SettingError(path, str(error).partition(": ")[2]) from error
+        if selects:
+            old_select = [_build(Select, {"column": column, **selects}, path)]
+        out[index + 1 : index + 1] = old_select
+    return out
 
 
 def _own_methods(table: Any, base: Dedup, allow_code: bool) -> tuple[Any, tuple[Method, ...]]:
@@ -289,12 +334,15 @@ def _number(kind: Any, value: str, path: Keys) -> Any:
 def describe(name: str) -> str:
     """The description of a recipe's table: what it does, and its keys with their defaults."""
     tables = field_types(Recipe)
+    scorer = name.removeprefix("score.")
     if name in STAGES or name in plugins("forebay.filters"):
         cls = load_plugin("forebay.filters", STAGES.get(name, name))
+    elif scorer != name and (scorer in SCORERS or scorer in plugins("forebay.scorers")):
+        cls = load_plugin("forebay.scorers", SCORERS.get(scorer, scorer))
     else:
         choices = [kind for kind in _choices(tables.get(name)) if dataclasses.is_dataclass(kind)]
         if not choices:
-            names = [*(n for n in tables if n != "stages"), *STAGES]
+            names = [*(n for n in tables if n != "stages"), *STAGES, *(f"score.{n}" for n in SCORERS)]
             near = difflib.get_close_matches(name, [*names, *recipe_names()], 1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise UsageError(f"recipe {name!r}: expected a recipe or one of its tables: {', '.join(names)}.{hint}")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from forebay.prepare.dedup.cutting import Cutter, Flags
     from forebay.prepare.dedup.deduplicate import DedupResult
 
-_COLUMNS = ("place", "id", "where", "text_bytes", "language", "perplexity")
+_COLUMNS = ("place", "id", "where", "text_bytes", "language", "subset")
 SKIPPED_FILE = "skipped.jsonl"
 
 
@@ -103,7 +103,7 @@ def examine_kept(corpus: Corpus, config: Dedup) -> None:
     for index, text in enumerate(corpus.texts):
         codes = corpus.drop_codes(index)
         _choose(candidates, text.key, index, codes)
-        for start, batch in part_batches(corpus.arrow(index), _COLUMNS):
+        for start, batch in part_batches(corpus.arrow(index), [*_COLUMNS, *corpus.stats.histograms]):
             retained = batch.filter(pa.array(codes[start : start + batch.num_rows] == 0))
             corpus.stats.add_batch("kept", retained)
             kept_bytes += pc.sum(retained.column("text_bytes")).as_py() or 0

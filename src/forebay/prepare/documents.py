@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import PurePath
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.settings import check_fields
+
+T = TypeVar("T")
 
 SCHEMA = pa.schema(
     [
@@ -86,21 +88,23 @@ class Stage(Protocol):
         """The result for a batch. Rows do not influence each other, as batches may be cut anywhere."""
 
 
-def without_paths(stage: Stage) -> Stage:
-    """The stage with the names of its files in place of their paths, for hashing and display."""
-    paths = [PurePath(path) for path in stage.files()]
+def without_paths(stage: T) -> T:
+    """The stage (or scorer) with the names of its files in place of their paths, for hashing and display."""
+    paths = [PurePath(path) for path in stage.files()]  # type: ignore[attr-defined]
 
     def named(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(named(member) for member in value)
         if isinstance(value, str) and value and any(path.is_relative_to(value) for path in paths):
             return PurePath(value).name
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            copied = copy.copy(value)
+            for item in fields(value):
+                object.__setattr__(copied, item.name, named(getattr(value, item.name)))
+            return copied
         return value
 
-    copied = copy.copy(stage)
-    for item in fields(stage):  # type: ignore[arg-type]  # stages are dataclasses
-        object.__setattr__(copied, item.name, named(getattr(stage, item.name)))
-    return copied
+    return cast("T", named(stage))
 
 
 def keep_all(rows: int) -> NDArray[np.int16]:

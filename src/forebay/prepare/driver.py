@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, remove_stale
-from forebay.formats.inputs import InputFile, InputSplit, check_unchanged
+from forebay.formats.inputs import RESERVED_COLUMNS, InputFile, InputSplit, check_unchanged
+from forebay.formats.parquet import recorded_columns
 from forebay.prepare.config import apply_settings, load_recipe
 from forebay.prepare.corpus import Corpus, read_skipped, write_skipped
-from forebay.prepare.dedup.methods import Method
+from forebay.prepare.dedup.methods import Dedup, Method
 from forebay.prepare.documents import Stage
 from forebay.prepare.engines.base import Engine, open_engine
 from forebay.prepare.engines.local import cores
@@ -37,16 +38,18 @@ from forebay.prepare.outputs.dataset import DatasetOutput
 from forebay.prepare.outputs.text import LanguageModelOutput, TextOutput
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun, Progress, sampled
+from forebay.prepare.scores.steps import annotating, segments, without_scoring
 from forebay.prepare.sources import DocumentSource, open_source, source_splits
-from forebay.prepare.stats import PERPLEXITY, StageStats, percentile_threshold
+from forebay.prepare.stats import StageStats
 from forebay.prepare.tasks import keys
 from forebay.prepare.tasks.encode import sample_texts
-from forebay.prepare.tasks.percentile import PercentileTask, filter_percentiles
+from forebay.prepare.tasks.percentile import SegmentTask, process_segment, thresholds_of
 from forebay.prepare.tasks.text import (
     TextResult,
     TextTask,
     finished_text,
     process_split,
+    stage_names,
     task_key,
     write_hits,
     write_rejects,
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import DedupResult
 
 OUTPUTS: tuple[Output, ...] = (DatasetOutput(), TextOutput(), LanguageModelOutput())
+KINDS = ("number", "text")
 INDEX_FILE = ".inputs.json"
 
 
@@ -74,6 +78,7 @@ def prepare_dataset(
     seed: int | None = None,
     settings: Mapping[str, Any] | None = None,
     to: str | Output = "dataset",
+    annotate: bool = False,
     write_ids: Path | None = None,
     document_ids: bool = False,
     engine: str | Engine = "local",
@@ -100,6 +105,8 @@ def prepare_dataset(
         settings: Nested tables of a recipe: `{"read": {"text_key": "body"}}`.
         to: `dataset`; `text`: Parquet files of the kept text in `out/text`; `lm`: a language model, `out/model.arpa`;
             or an object of the protocol `Output`.
+        annotate: Write the text with its columns and scores, as `to="text"`; stages that would drop documents are left
+            out, and so is deduplication.
         write_ids: Write the source id of each kept document here, one a line, in the order of the input: its `id` in
             the input, else `path:line` (or row), or the path of a text file.
         document_ids: Write the source id and file of each document to `documents.parquet`, in the order of the dataset.
@@ -118,6 +125,7 @@ def prepare_dataset(
             there is no document (the report and `skipped.jsonl` are written all the same), or the disk is full.
     """
     out = Path(out)
+    to = "text" if annotate and to == "dataset" else to
     output = next((output for output in OUTPUTS if output.name == to), to)
     if isinstance(output, str):
         raise UsageError(f"to: expected one of {', '.join(output.name for output in OUTPUTS)}, got {to!r}.")
@@ -129,6 +137,8 @@ def prepare_dataset(
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     recipe = apply_settings(recipe, [settings or {}, arguments], filters, dedup)
     recipe = recipe if recipe.name else dataclasses.replace(recipe, name=out.resolve().name or "dataset")
+    if annotate:
+        recipe = dataclasses.replace(recipe, stages=annotating(recipe.stages), dedup=Dedup())
     if workers is not None and workers < 1:
         raise UsageError(f"workers: expected at least 1, got {workers}.")
     if output.needs_tokenizer and not recipe.tokenize.tokenizer:
@@ -160,8 +170,11 @@ def prepare_dataset(
             remove_stale(Path(write_ids).parent)
         own_splits = [(split, item) for item in own_sources for split in source_splits(item)]
         listed = (*sources.files, *(split.files[0] for split, _ in own_splits))
+        recipe, recorded = _with_recorded_columns(recipe, sources.files if not own_splits else (), notify)
         sources = dataclasses.replace(sources, files=listed)
-        run = PrepareRun(out, recipe, opened, write_ids, document_ids, on_progress or (lambda progress: None), notify)
+        run = PrepareRun(
+            out, recipe, opened, write_ids, document_ids, on_progress or (lambda progress: None), notify, recorded
+        )
         lineage = _lineage(run, sources, loaded)
         existing = _find_existing(run, output, sources, lineage)
         if existing is not None:
@@ -169,6 +182,34 @@ def prepare_dataset(
             return existing
         write_skipped(run.out, sources.skipped)
         return _run(run, output, sources, own_splits, loaded, vocab or 0, lineage, strict)
+
+
+def _with_recorded_columns(
+    recipe: Recipe, files: Sequence[InputFile], notify: Callable[[str], None]
+) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe for input that has columns of an earlier run: it reads them, and does not score again.
+
+    Also what made those scores, by column. All files must have a column, made in the same way.
+    """
+    columns: dict[str, Any] = {}
+    for number, file in enumerate(files):
+        recorded = recorded_columns(file) if file.format == "parquet" else {}
+        columns = recorded if number == 0 else {n: c for n, c in columns.items() if recorded.get(n) == c}
+        if not columns:
+            break
+    named = recipe.read.columns
+    usable = {n: c for n, c in columns.items() if n not in {*named, *RESERVED_COLUMNS} and c.get("kind") in KINDS}
+    made_by = {**{name: c.get("scorer") for name, c in usable.items()}, **dict.fromkeys(named)}
+    stages, again = without_scoring(recipe.stages, {n: s for n, s in made_by.items() if n in named or s is not None})
+    for name in again:
+        notify(f"{name}: the input has its columns, made with other settings or another version: it is scored again")
+    made_again = {column for stage in stages for column in getattr(stage, "adds", ())}
+    kinds = {name: c["kind"] for name, c in usable.items() if name not in made_again}
+    if not kinds and stages == recipe.stages:
+        return recipe, {}
+    read = dataclasses.replace(recipe.read, columns={**named, **kinds})
+    recorded = {name: made_by[name] for name in kinds if made_by[name] is not None}
+    return dataclasses.replace(recipe, read=read, stages=stages), recorded
 
 
 def _refuse_skipped(skipped: Sequence[Skipped]) -> None:
@@ -329,7 +370,8 @@ def _run(
     splits = [*split_files(files, run.recipe.read), *(split for split, _ in own_splits)]
     splits, sample = sampled(splits, run.recipe.sample)
     content = keys.content_key(run.recipe.read, run.recipe.stages, keys.stage_files(run.recipe.stages), sample)
-    texts = _process_splits(run, splits, own, sample, content)
+    steps = segments(run.recipe.stages)
+    texts = _process_splits(run, splits, own, sample, steps)
     failed = _failed(splits, texts)
     sources = dataclasses.replace(sources, skipped=(*sources.skipped, *failed))
     write_skipped(run.out, sources.skipped)
@@ -352,8 +394,10 @@ def _run(
     texts = [
         dataclasses.replace(text, key=keys.random_key(content, split, sha256s)) for split, text in zip(splits, texts)
     ]
-    texts = _within_percentiles(run, texts, stats)
+    texts = _process_segments(run, splits, texts, stats, steps)
     corpus = Corpus(sources, splits, texts, None, folder, stats)
+    if len(steps) > 1:
+        _check_malformed(run, corpus)
     corpus = dataclasses.replace(corpus, dedup=_deduplicated(run, corpus))
     if output.needs_tokenizer and tokenizer is None:
         tokenizer = _trained(run, texts, vocab)
@@ -361,13 +405,18 @@ def _run(
 
 
 def _process_splits(
-    run: PrepareRun, splits: Sequence[InputSplit], own: Mapping[str, DocumentSource], sample: float, content: str
+    run: PrepareRun,
+    splits: Sequence[InputSplit],
+    own: Mapping[str, DocumentSource],
+    sample: float,
+    steps: Sequence[tuple[Stage, ...]],
 ) -> list[TextResult]:
-    recipe = run.recipe
-    dedup = recipe.dedup if recipe.dedup.active and not recipe.percentiles else None
+    recipe, stages = run.recipe, steps[0]
+    dedup = recipe.dedup if recipe.dedup.active and len(steps) == 1 else None
+    content = keys.content_key(recipe.read, stages, keys.stage_files(stages), sample)
     formats = {split.format for split in splits}
-    task_keys = {format: task_key(content, format, recipe.stages, dedup) for format in formats}
-    options = (recipe.read, recipe.stages, dedup, sample, str(run.tasks))
+    task_keys = {format: task_key(content, format, stages, dedup) for format in formats}
+    options = (recipe.read, stages, dedup, sample, str(run.tasks))
     tasks = [
         TextTask(split, *options, task_keys[split.format], recipe.limits, own.get(split.files[0].path))
         for split in splits
@@ -393,18 +442,33 @@ def _check_malformed(run: PrepareRun, corpus: Corpus) -> None:
         raise no_documents(run, corpus)
 
 
-def _within_percentiles(run: PrepareRun, texts: list[TextResult], stats: StageStats) -> list[TextResult]:
-    scores = stats.histograms.get(PERPLEXITY, {}).get("read")
-    if not run.recipe.percentiles or scores is None:
-        return texts
-    low, high = (percentile_threshold(scores, percentile) for percentile in run.recipe.percentiles)
+def _process_segments(
+    run: PrepareRun,
+    splits: Sequence[InputSplit],
+    texts: list[TextResult],
+    stats: StageStats,
+    steps: Sequence[tuple[Stage, ...]],
+) -> list[TextResult]:
     folder = str(run.tasks)
-    dedup = run.recipe.dedup if run.recipe.dedup.active else None
-    tasks = [PercentileTask(text.part(folder), text, low, high, dedup, folder) for text in texts]
-    results = run.map(filter_percentiles, tasks)
-    for result in results:
-        stats.add(result.stats(folder))
-    return results
+    earlier: tuple[str, ...] = tuple(stage_names(steps[0]))
+    for number, stages in enumerate(steps[1:], 2):
+        arrows = [f"{folder}/{text.name}.arrow" for text in texts]
+        first, chosen = thresholds_of(stages[0], arrows, lambda f, tasks: run.map(f, tasks))
+        stats.thresholds += chosen
+        stages = (first, *stages[1:])
+        dedup = run.recipe.dedup if run.recipe.dedup.active and number == len(steps) else None
+        key = keys.content_key(run.recipe.read, stages, keys.stage_files(stages), 1.0)
+        key = keys.hash_json([key, keys.versions([], stages)])
+        tasks = [
+            SegmentTask(text.part(folder), text, split, stages, earlier, dedup, folder, key, run.recipe.limits)
+            for text, split in zip(texts, splits)
+        ]
+        on_result = run.count_tasks(stages[0].name, len(tasks), " parts")
+        texts = run.map(process_segment, tasks, lambda task: finished_text(task.prefix), on_result)
+        for result in texts:
+            stats.add(result.stats(folder))
+        earlier = (*earlier, *stage_names(stages, earlier))
+    return texts
 
 
 def _deduplicated(run: PrepareRun, corpus: Corpus) -> DedupResult | None:

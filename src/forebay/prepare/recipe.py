@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -15,7 +11,7 @@ from forebay.formats.inputs import ReadOptions
 from forebay.prepare.dedup.methods import Dedup
 from forebay.prepare.documents import Stage, without_paths
 from forebay.prepare.engines.sandbox import Limits
-from forebay.prepare.settings import Positive, Settings, Share
+from forebay.prepare.settings import Positive, Settings, Share, plain
 from forebay.prepare.tasks.slicing import MIN_SLICE_BYTES
 from forebay.prepare.tokenize.conversations import TEMPLATES, Conversations
 
@@ -34,6 +30,9 @@ STAGES = {
     "language": "forebay.prepare.filters.language:Language",
     "perplexity": "forebay.prepare.filters.perplexity:Perplexity",
     "decontaminate": "forebay.prepare.decontaminate.stage:Decontaminate",
+    "select": "forebay.prepare.scores.columns:Select",
+    "subset": "forebay.prepare.scores.columns:Subset",
+    "repeat": "forebay.prepare.scores.columns:Repeat",
 }
 """The stages that come with Forebay; entry points of `forebay.filters` are used by their names, too."""
 GROUPS = {"gopher": ("gopher_repetition", "gopher_quality")}  # Names that `--filter` accepts for several stages.
@@ -125,12 +124,6 @@ class Recipe(Settings):
     rows: Rows | None = None
     lm: LanguageModel | None = None
 
-    @property
-    def percentiles(self) -> tuple[float, ...]:
-        """The percentiles of perplexity between which documents are kept; empty if all are."""
-        pairs = (getattr(stage, "keep_percentile", ()) for stage in self.stages)
-        return next((pair for pair in pairs if pair), ())
-
     def to_json(self) -> dict[str, Any]:
         """Every setting, defaults too, as the lineage has it: `stages` is a list of [name, settings]."""
         names = [f.name for f in fields(self) if f.name not in ("inputs", "stages", "lm")]
@@ -141,16 +134,3 @@ class Recipe(Settings):
         if self.lm is not None:
             settings["lm"] = plain(self.lm)
         return {**settings, "stages": [[s.name, plain(without_paths(s))] for s in self.stages]}
-
-
-def plain(value: Any) -> Any:
-    """A setting as JSON and TOML have it."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(member) for key, member in value.items()}
-    if isinstance(value, (tuple, list, frozenset, set)):
-        return [plain(member) for member in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return str(value) if isinstance(value, Path) else value

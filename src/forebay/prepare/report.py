@@ -170,13 +170,17 @@ def _tables(report: Report) -> Iterator[tuple[str, Sequence[str], list[Sequence[
             for label, read, retained in bins
         ]
         yield f"Distribution: {title}", ("From, to", "Read", "Kept", "bar"), list(rows)
-    counts = [(name, n.get("read", 0), n.get("kept", 0)) for name, n in report.get("languages", {}).items()]
-    counts.sort(key=lambda row: (-row[1], row[0]))
-    if rest := counts[MAX_LANGUAGES:]:
-        others = f"{len(rest)} others", sum(row[1] for row in rest), sum(row[2] for row in rest)
-        counts = [*counts[:MAX_LANGUAGES], others]
-    languages = [(name, count(read), count(retained), share(retained, read)) for name, read, retained in counts]
-    yield "Languages", ("Language", "Read", "Kept", "Share"), list(languages)
+    chosen = [(t.get("stage", ""), t.get("column", ""), f"{t.get('percentile', 0):g}", f"{t.get('value', 0):.6g}")
+              for t in report.get("thresholds", [])]  # fmt: skip
+    yield "Thresholds", ("Stage", "Column", "Percentile", "Value"), list(chosen)
+    for title, key in (("Languages", "languages"), ("Subsets", "subsets")):
+        counts = [(name, n.get("read", 0), n.get("kept", 0)) for name, n in report.get(key, {}).items()]
+        counts.sort(key=lambda row: (-row[1], row[0]))
+        if rest := counts[MAX_LANGUAGES:]:
+            others = f"{len(rest)} others", sum(row[1] for row in rest), sum(row[2] for row in rest)
+            counts = [*counts[:MAX_LANGUAGES], others]
+        values = [(name, count(read), count(retained), share(retained, read)) for name, read, retained in counts]
+        yield title, (title[:-1], "Read", "Kept", "Share"), list(values)
     rejects = [(r.get("where", ""), r.get("reason", "")) for r in report.get("rejects", [])[:MAX_REJECTS]]
     if (more := report.get("totals", {}).get("malformed", 0) - len(rejects)) > 0 and rejects:
         rejects.append((f"{count(more)} more are not shown", ""))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -85,6 +85,7 @@ class PrepareRun:
     document_ids: bool
     on_progress: Callable[[Progress], None]
     on_message: Callable[[str], None]
+    recorded: Mapping[str, Any] = field(default_factory=dict)  # What made the scores that the input has.
 
     @property
     def work(self) -> Path:

@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import math
 import typing
+from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -91,3 +94,16 @@ def check_fields(settings: Any) -> None:
         fitted = fit(field_types(cls)[item.name], value, item.name)
         if isinstance(fitted, tuple):
             object.__setattr__(settings, item.name, fitted)
+
+
+def plain(value: Any) -> Any:
+    """A setting as JSON and TOML have it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(member) for key, member in value.items()}
+    if isinstance(value, (tuple, list, frozenset, set)):
+        return [plain(member) for member in (sorted(value) if isinstance(value, (set, frozenset)) else value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return str(value) if isinstance(value, Path) else value

@@ -22,11 +22,10 @@ from forebay.prepare.documents import StageResult, text_buffers
 SAMPLES = 5  # Samples of each stage and reason, and of what is kept.
 SAMPLE_CHARACTERS = 600
 
-LENGTH, PERPLEXITY = "length (UTF-8 bytes)", "perplexity"
-EDGES: dict[str, NDArray[Any]] = {
-    LENGTH: np.round(2.0 ** np.arange(0, 32.5, 0.5)),
-    PERPLEXITY: np.round(2.0 ** np.arange(0, 24.125, 0.125), 4),
-}
+LENGTH = "length (UTF-8 bytes)"
+_NO_SCORES = frozenset(("place", "text_bytes", "copies"))
+_FINE_SHIFT = np.uint64(64 - 12 - 5)  # A bin of a histogram is a sign, an exponent and five bits: 3 % wide at most.
+_MAX_BARS = 40
 
 Keys = NDArray[np.uint64]
 Position = Callable[[int], str]  # Describes where the document of a row is.
@@ -67,8 +66,10 @@ class StageStats:
 
     def __init__(self) -> None:
         self.funnel: dict[str, StageCount] = {}
-        self.histograms: dict[str, dict[str, NDArray[np.int64]]] = {}
+        self.histograms: dict[str, dict[str, Counter[int]]] = {}
+        self.thresholds: list[dict[str, Any]] = []
         self.languages: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.subsets: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.samples: dict[tuple[str, str], list[Sample]] = {}
         self.hits: list[dict[str, Any]] = []  # Of one task, and not in its JSON: they go to a file of their own.
 
@@ -78,23 +79,23 @@ class StageStats:
 
     def add_batch(self, side: str, batch: pa.RecordBatch) -> None:
         """Add a batch to the distributions; `side` is `read` or `kept`."""
-        names = batch.schema.names
-        if "text_bytes" in names:
-            self.add_values(LENGTH, side, batch.column("text_bytes").to_numpy())
-        if "perplexity" in names:
-            self.add_values(PERPLEXITY, side, batch.column("perplexity").to_numpy(zero_copy_only=False))
-        if "language" in names:
-            for row in pc.value_counts(batch.column("language")).to_pylist():
-                self.languages[row["values"] or "unknown"][side] += row["counts"]
+        for name, column in zip(batch.schema.names, batch.columns):
+            if name == "text_bytes":
+                self.add_values(LENGTH, side, column.to_numpy())
+            elif is_score(batch.schema.field(name)):
+                self.add_values(name, side, column.to_numpy(zero_copy_only=False))
+            elif name in ("language", "subset"):
+                counts = self.languages if name == "language" else self.subsets
+                for row in pc.value_counts(column).to_pylist():
+                    counts[row["values"] or "unknown"][side] += row["counts"]
 
     def add_values(self, name: str, side: str, values: ArrayLike) -> None:
-        """Add values to a histogram; values beyond its edges go to the first and last bin."""
-        edges = EDGES[name]
-        counts, _ = np.histogram(np.clip(np.asarray(values, np.float64), edges[0], edges[-1]), bins=edges)
-        self._histogram(name, side)[:] += counts
-
-    def _histogram(self, name: str, side: str) -> NDArray[np.int64]:
-        return self.histograms.setdefault(name, {}).setdefault(side, np.zeros(len(EDGES[name]) - 1, np.int64))
+        """Add numbers to a histogram of fine bins; NaN is none."""
+        numbers = np.asarray(values, np.float64)
+        bins, counts = np.unique(float_keys(numbers[~np.isnan(numbers)]) >> _FINE_SHIFT, return_counts=True)
+        self.histograms.setdefault(name, {}).setdefault(side, Counter()).update(
+            dict(zip(bins.tolist(), counts.tolist()))
+        )
 
     def add_result(
         self,
@@ -146,9 +147,10 @@ class StageStats:
             self.stage(name).add(count)
         for name, sides in other.histograms.items():
             for side, counts in sides.items():
-                self._histogram(name, side)[:] += counts
-        for language, by_side in other.languages.items():
-            self.languages[language].update(by_side)
+                self.histograms.setdefault(name, {}).setdefault(side, Counter()).update(counts)
+        for own, theirs in ((self.languages, other.languages), (self.subsets, other.subsets)):
+            for value, by_side in theirs.items():
+                own[value].update(by_side)
         self.hits += other.hits
         for key, samples in other.samples.items():
             self.samples[key] = heapq.nsmallest(SAMPLES, [*self.samples.get(key, ()), *samples])
@@ -161,8 +163,9 @@ class StageStats:
         """For a task's result; `from_json` reads it."""
         return {
             "funnel": {name: vars(count) for name, count in self.funnel.items()},
-            "histograms": {n: {s: c.tolist() for s, c in sides.items()} for n, sides in self.histograms.items()},
+            "histograms": {n: {s: sorted(c.items()) for s, c in sides.items()} for n, sides in self.histograms.items()},
             "languages": self.languages,
+            "subsets": self.subsets,
             "samples": [[*key, [asdict(s) for s in samples]] for key, samples in self.samples.items()],
         }
 
@@ -173,9 +176,10 @@ class StageStats:
             counters = {key: Counter(count[key]) for key in ("dropped", "changed")}
             stats.funnel[name] = StageCount(**{**count, **counters})
         stats.histograms = {
-            n: {s: np.array(c, np.int64) for s, c in sides.items()} for n, sides in data["histograms"].items()
+            n: {s: Counter(dict(c)) for s, c in sides.items()} for n, sides in data["histograms"].items()
         }
-        stats.languages.update({language: Counter(sides) for language, sides in data["languages"].items()})
+        for name, counts in (("languages", stats.languages), ("subsets", stats.subsets)):
+            counts.update({value: Counter(sides) for value, sides in data[name].items()})
         stats.samples = {(stage, reason): [Sample(**s) for s in rows] for stage, reason, rows in data["samples"]}
         return stats
 
@@ -194,13 +198,50 @@ def mix64(values: NDArray[np.uint64], seed: np.uint64) -> NDArray[np.uint64]:
         return np.asarray(z ^ (z >> np.uint64(31)))
 
 
-def percentile_threshold(counts: NDArray[np.int64], percentile: float) -> float:
-    """The edge of the perplexity histogram below which at least `percentile` per cent of the documents are."""
-    edges = EDGES[PERPLEXITY]
-    total = int(counts.sum())
-    if percentile <= 0 or not total:
-        return 0.0
-    if percentile >= 100:
-        return float("inf")
-    index = int(np.searchsorted(np.cumsum(counts), percentile / 100 * total))
-    return float(edges[min(index + 1, len(edges) - 1)])
+def is_score(field: pa.Field) -> bool:
+    """Whether a column is of numbers that the report shows."""
+    is_number = pa.types.is_floating(field.type) or pa.types.is_integer(field.type)
+    return is_number and field.name not in _NO_SCORES
+
+
+def float_keys(values: NDArray[np.float64]) -> NDArray[np.uint64]:
+    """uint64 in the order of the numbers, one for each; -0.0 is 0.0."""
+    bits = (np.asarray(values, np.float64) + 0.0).view(np.uint64)
+    return np.where(bits >> np.uint64(63), ~bits, bits | np.uint64(1 << 63))
+
+
+def float_of(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """The inverse of `float_keys`."""
+    return np.where(keys >> np.uint64(63), keys & np.uint64((1 << 63) - 1), ~keys).view(np.float64)
+
+
+def bars(sides: Mapping[str, Mapping[int, int]]) -> dict[str, Any]:
+    """A histogram to draw: `edges` [bars + 1], `log`, and the counts of each side, of at most 40 bars.
+
+    Numbers of one sign up to 100 get bars of equal width, others of equal ratio. Infinite ones are in the last bar.
+    """
+    bins = np.array(sorted({index for counts in sides.values() for index in counts}), np.uint64)
+    low, high = float_of(bins << _FINE_SHIFT), float_of(((bins + np.uint64(1)) << _FINE_SHIFT) - np.uint64(1))
+    middle = np.where(np.isfinite(low), np.where(np.isfinite(high), low / 2 + high / 2, low), np.nan)
+    finite = middle[np.isfinite(middle)]
+    first, last = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
+    is_log = first >= 0 and last > 100
+    if is_log:
+        edges = 2.0 ** np.linspace(np.floor(np.log2(max(first, 1.0))), np.ceil(np.log2(last)), _MAX_BARS + 1)
+        edges[0] = min(edges[0], first)
+    else:
+        step = _round_step((last - first) / (_MAX_BARS - 2))
+        start = np.floor(first / step) * step
+        edges = start + step * np.arange(int((last - start) / step) + 2)
+    edges = np.unique(np.round(edges, 10))
+    bar = np.clip(np.searchsorted(edges, np.nan_to_num(middle, nan=edges[-1]), "right") - 1, 0, len(edges) - 2)
+    out: dict[str, Any] = {"edges": edges.tolist(), "log": bool(is_log)}
+    for side, counts in sides.items():
+        values = [counts.get(int(index), 0) for index in bins]
+        out[side] = np.bincount(bar, values, len(edges) - 1).astype(np.int64).tolist()
+    return out
+
+
+def _round_step(step: float) -> float:
+    power = 10.0 ** np.floor(np.log10(step)) if step > 0 else 0.1
+    return float(next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step))

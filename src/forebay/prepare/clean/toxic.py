@@ -20,7 +20,7 @@ from forebay.errors import UsageError
 from forebay.prepare.clean.spans import Automaton, apart, build, word_table
 from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
-from forebay.prepare.filters.language import load_model
+from forebay.prepare.scores.fasttext import FastText
 from forebay.prepare.settings import Share, check_fields
 
 UNSPACED = frozenset(("zh", "ja", "th", "lo", "km", "my", "yue", "wuu", "bo"))
@@ -104,14 +104,14 @@ class Toxic(Stage):
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         """Drops as configured; counts `matches` (in what is kept) and `no_list`."""
-        column, drop, counts = batch.column("text"), keep_all(len(batch)), Counter[str]()
+        drop, counts = keep_all(len(batch)), Counter[str]()
         if self.lists:
             matches, listed = self._matches(batch)
             over = (matches > self.max_matches) & (self.max_matches >= 0)
             drop[over] = WORDS
             counts.update(matches=int(matches[~over].sum()), no_list=int((~listed & ~over).sum()))
         if self.model:
-            scores = self._scores(column.to_pylist())
+            scores = np.nan_to_num(np.asarray(FastText(self.model, self.label).score(batch)[""], np.float64))
             batch = replace_column(batch, "toxic_score", pa.array(scores, pa.float64()))
             drop[(drop < 0) & (scores >= self.threshold)] = SCORE
         return StageResult(batch, drop, {kind: count for kind, count in counts.items() if count})
@@ -134,11 +134,6 @@ class Toxic(Stage):
             _count(offsets, data, automaton, word_table(), bounded, here)
             matches[rows], listed[rows] = here, True
         return matches, listed
-
-    def _scores(self, texts: list[str]) -> NDArray[np.float64]:
-        model = load_model(self.model)
-        matches = (dict(zip(*model.predict(text.replace("\n", " "), -1))) for text in texts)
-        return np.array([min(float(scores.get(self.label, 0.0)), 1.0) for scores in matches], np.float64)
 
 
 @functools.lru_cache(maxsize=256)

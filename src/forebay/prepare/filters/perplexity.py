@@ -5,9 +5,10 @@ Source: Wenzek et al. 2020 (CCNet), section 4.2.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,33 +21,31 @@ from forebay.prepare.compiled import jit
 from forebay.prepare.documents import Stage, StageResult, first_failing, replace_column, text_buffers
 from forebay.prepare.filters.word_tables import BREAK
 from forebay.prepare.filters.words import clip, cut_words, decode, encode, kind, room_of, tables
+from forebay.prepare.scores.base import COLUMN, Scorer, number_column
+from forebay.prepare.scores.columns import Select
 from forebay.prepare.settings import Number, check_fields, check_order
 
 LOOK_BYTES = 1 << 18  # Of a longer document the first so many bytes are scored.
 
 
 @dataclass(frozen=True)
-class Perplexity(Stage):
-    """Keep documents whose perplexity is in an interval; adds the column `perplexity` (infinite for no words).
+class Kenlm(Scorer):
+    """Perplexity under an n-gram model (ARPA or binary), infinite for a text without words.
 
     Each line is a sentence to the model, in small letters with punctuation apart, as `--to lm` reads it.
 
     Args:
-        model: Path of a KenLM model: ARPA or binary.
-        min_perplexity, max_perplexity: Both included.
-        keep_percentile: `[low, high]`: keep documents between these percentiles of all documents. Applied by a task
-            after all documents are scored, not by `apply`.
+        model: Path of the model.
+
+    Source: Wenzek et al. 2020 (CCNet), section 4.2.
     """
 
     model: str = ""
-    min_perplexity: Number = 0
-    max_perplexity: Number = float("inf")
-    keep_percentile: tuple[float, ...] = ()
 
-    name: ClassVar[str] = "perplexity"
+    name: ClassVar[str] = "kenlm"
     version: ClassVar[int] = 1
-    # The last one is applied by `keep_percentile`.
-    reasons: ClassVar[tuple[str, ...]] = ("perplexity_low", "perplexity_high", "perplexity_percentile")
+    seconds_per_mb: ClassVar[float] = 0.04
+    libraries: ClassVar[tuple[str, ...]] = ("kenlm",)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -55,21 +54,75 @@ class Perplexity(Stage):
                 f"model: expected the path of a KenLM model (ARPA or binary), got {self.model!r}. "
                 "`forebay prepare --to lm` trains one on your own text."
             )
-        check_order(self, "min_perplexity", "max_perplexity")
-        value = self.keep_percentile
-        if value and not (len(value) == 2 and 0 <= value[0] < value[1] <= 100):
-            raise UsageError(f"keep_percentile: expected [low, high] with 0 <= low < high <= 100, got {value!r}")
 
     def files(self) -> tuple[str, ...]:
         return (self.model,)
 
-    def apply(self, batch: pa.RecordBatch) -> StageResult:
-        model = _load(self.model)
+    def score(self, batch: pa.RecordBatch) -> Mapping[str, NDArray[np.float64]]:
+        model = _load_kenlm(self.model)
         word_ends, data = spaced(batch.column("text"), LOOK_BYTES)
         scores = np.empty(batch.num_rows, np.float64)
         for row in range(batch.num_rows):
             scores[row] = perplexity(model, data[word_ends[row] : word_ends[row + 1]].tobytes().decode())
-        batch = replace_column(batch, "perplexity", pa.array(scores, pa.float64()))
+        return {"": scores}
+
+
+@dataclass(frozen=True)
+class Perplexity(Stage):
+    """Keep documents whose perplexity is in an interval; adds the column `perplexity` (infinite for no words).
+
+    The scorer `kenlm` with bounds. Several models: `[score.NAME]` with `use = "kenlm"`.
+
+    Args:
+        model: Path of a KenLM model: ARPA or binary; `column`: the input has the column.
+        min_perplexity, max_perplexity: Both included.
+        keep_percentile: `[low, high]`: keep documents between these percentiles of all documents, as `[[select]]`.
+    """
+
+    model: str = ""
+    min_perplexity: Number = 0
+    max_perplexity: Number = float("inf")
+    keep_percentile: tuple[float, ...] = ()
+
+    name: ClassVar[str] = "perplexity"
+    version: ClassVar[int] = 2
+    reasons: ClassVar[tuple[str, ...]] = ("perplexity_low", "perplexity_high")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        Kenlm(self.model)
+        check_order(self, "min_perplexity", "max_perplexity")
+        if self.keep_percentile:
+            Select("perplexity", keep_percentile=self.keep_percentile)
+
+    def files(self) -> tuple[str, ...]:
+        return () if self.model == COLUMN else (self.model,)
+
+    @property
+    def scored(self) -> dict[str, list[Any]]:
+        return {} if self.model == COLUMN else {"perplexity": ["kenlm", Kenlm.version, PurePath(self.model).name]}
+
+    @property
+    def adds(self) -> tuple[str, ...]:
+        return tuple(self.scored)
+
+    def from_columns(self) -> "Perplexity":
+        return replace(self, model=COLUMN)
+
+    def annotation(self) -> "Perplexity":
+        return replace(self, min_perplexity=0, max_perplexity=math.inf, keep_percentile=())
+
+    def steps(self) -> tuple[Stage, ...]:
+        if not self.keep_percentile:
+            return (self,)
+        return replace(self, keep_percentile=()), Select("perplexity", keep_percentile=self.keep_percentile)
+
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
+        if self.model == COLUMN:
+            scores = number_column(batch, "perplexity", "perplexity")
+        else:
+            scores = Kenlm(self.model).score(batch)[""]
+            batch = replace_column(batch, "perplexity", pa.array(scores, pa.float64()))
         return StageResult(batch, first_failing(scores < self.min_perplexity, scores > self.max_perplexity))
 
 
@@ -83,8 +136,8 @@ def perplexity(model: Any, lines: str) -> float:
     return float(10.0**exponent) if exponent < 300 else math.inf
 
 
-@lru_cache(2)
-def _load(path: str) -> Any:
+@lru_cache(4)
+def _load_kenlm(path: str) -> Any:
     try:
         import kenlm
     except ImportError as error:

@@ -15,7 +15,7 @@ from forebay.prepare.corpus import Corpus
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.report import write_report
 from forebay.prepare.run import PrepareResult, PrepareRun
-from forebay.prepare.stats import EDGES
+from forebay.prepare.stats import bars
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import count_reasons, shown_path
 
@@ -97,11 +97,10 @@ def report_data(run: PrepareRun, corpus: Corpus, id: str, counts: dict[str, Any]
             for item in corpus.inputs.skipped[:_MAX_SKIPPED]
         ],
         "funnel": [{"stage": name, **vars(count)} for name, count in funnel],
-        "histograms": {
-            name: {"edges": EDGES[name].tolist(), "log": True, **{s: c.tolist() for s, c in sides.items()}}
-            for name, sides in stats.histograms.items()
-        },
+        "histograms": {name: bars(sides) for name, sides in stats.histograms.items()},
+        "thresholds": stats.thresholds,
         "languages": stats.languages,
+        "subsets": stats.subsets,
         "samples": [
             {"stage": stage, "reason": reason, "where": s.location, "url": s.url, "text": s.text}
             for (stage, reason), samples in stats.samples.items()

@@ -48,6 +48,10 @@ class DatasetOutput:
     needs_tokenizer: ClassVar[bool] = True
 
     def check(self, recipe: Recipe, document_ids: bool) -> None:
+        if any(stage.name == "subset" for stage in recipe.stages):
+            raise UsageError(
+                "subset: expected --to text, got a dataset. Write the subsets as text, then prepare each folder of it."
+            )
         if document_ids and recipe.rows is not None:
             raise UsageError("document ids: expected a dataset of tokens; rows and text keep theirs by --write-ids.")
 

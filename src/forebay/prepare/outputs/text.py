@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,19 +26,22 @@ from forebay.dataset.slices import hash_file
 from forebay.errors import PrepareError, UsageError
 from forebay.files import atomic_write, open_atomic
 from forebay.formats.inputs import RESERVED_COLUMNS, InputSplit
+from forebay.formats.parquet import COLUMNS_KEY
 from forebay.prepare.corpus import Corpus, examine_kept, write_ids
 from forebay.prepare.documents import part_batches
 from forebay.prepare.outputs.base import Output, conclude
 from forebay.prepare.recipe import LanguageModel, Recipe
 from forebay.prepare.run import PrepareResult, PrepareRun
+from forebay.prepare.scores.columns import COPIES, Subset
+from forebay.prepare.scores.steps import recorded_scores
 from forebay.prepare.sources import source_id
+from forebay.prepare.stats import is_score
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.cutting import Cutter, Flags
 
 MODEL_FILE = "model.arpa"
-_COLUMNS = ("url", "text", "language", "language_score", "perplexity")
 
 
 class _MarkedOutput(Output):
@@ -103,14 +107,20 @@ def _texts(run: PrepareRun, corpus: Corpus) -> Iterator[str]:
     for index in range(len(corpus.texts)):
         codes = corpus.drop_codes(index)
         _, cut, _ = corpus.duplicates(index)
-        for start, batch in part_batches(corpus.arrow(index), ["text"]):
+        for start, batch in part_batches(corpus.arrow(index), ["text", COPIES]):
             texts = cut.cut(batch.column("text"), start) if cut is not None else batch.column("text")
-            yield from texts.filter(pa.array(codes[start : start + batch.num_rows] == 0)).to_pylist()
+            rows = np.flatnonzero(codes[start : start + batch.num_rows] == 0)
+            if COPIES in batch.schema.names:
+                rows = np.repeat(rows, batch.column(COPIES).to_numpy()[rows])
+            yield from texts.take(pa.array(rows)).to_pylist()
 
 
 @dataclass(frozen=True)
 class ExportTask:
-    """The kept documents of one split to `out/text/INDEX.parquet`; `first_row` is `source_ids.first_rows`."""
+    """The kept documents of one split to `out/text/INDEX.parquet`; `first_row` is `source_ids.first_rows`.
+
+    With `subsets` each has a folder: `out/text/SUBSET/INDEX.parquet`. `recorded` says what made the columns of scores.
+    """
 
     arrow: str
     documents: int
@@ -120,14 +130,15 @@ class ExportTask:
     cut: Cutter | None
     out: str
     index: int
+    subsets: tuple[str, ...] = ()
+    recorded: str = "{}"
 
     @property
     def label(self) -> str:
         return f"text of {self.split.files[0].path}"
 
-    @property
-    def file(self) -> str:
-        return f"text/{self.index:06d}.parquet"
+    def file(self, subset: str) -> str:
+        return f"text/{subset}{'/' if subset else ''}{self.index:06d}.parquet"
 
     @property
     def left_out(self) -> Path:
@@ -137,7 +148,7 @@ class ExportTask:
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """A file of text; a split without kept documents has none."""
+    """A file of text."""
 
     file: str
     documents: int
@@ -147,55 +158,86 @@ class ExportedFile:
 
 def export_files(run: PrepareRun, corpus: Corpus) -> list[ExportedFile]:
     """Write `OUT/text/`, and the ids that the run asks for; count the documents that became empty."""
-    (run.out / "text").mkdir(exist_ok=True)
+    names = dict.fromkeys(stage.subset for stage in run.recipe.stages if isinstance(stage, Subset))
+    subsets = tuple(dict.fromkeys([*names, "rest"])) if names else ()
+    for subset in subsets or ("",):
+        (run.out / "text" / subset).mkdir(parents=True, exist_ok=True)
+    recorded = json.dumps({**run.recorded, **recorded_scores(run.recipe.stages)}, sort_keys=True)
     tasks = []
     for index, (text, first_row) in enumerate(zip(corpus.texts, corpus.first_rows)):
         drop, cut, _ = corpus.duplicates(index)
         tasks.append(
             ExportTask(
-                corpus.arrow(index), text.documents_out, corpus.splits[index], first_row, drop, cut, str(run.out), index
+                corpus.arrow(index), text.documents_out, corpus.splits[index], first_row, drop, cut, str(run.out),
+                index, subsets, recorded,
             )
-        )
+        )  # fmt: skip
     on_result = run.count_tasks("text out", len(tasks), " files")
-    files = [result for result in run.map(export_split, tasks, on_result=on_result) if result.documents]
+    results = run.map(export_split, tasks, on_result=on_result)
+    files = [file for exported, _, _ in results for file in exported]
     write_ids(run.write_ids, corpus, [task.left_out for task in tasks])
-    for path in (run.out / "text").iterdir():
-        if f"text/{path.name}" not in {file.file for file in files}:
+    for path in (run.out / "text").rglob("*"):
+        if path.is_file() and str(path.relative_to(run.out)) not in {file.file for file in files}:
             path.unlink()
-    documents_in = next(reversed(corpus.stats.funnel.values())).documents_out
-    documents_out = sum(file.documents for file in files)
-    if documents_in != documents_out:
+    last = next(reversed(corpus.stats.funnel.values()))
+    written, empty = sum(file.documents for file in files), sum(left_out for _, left_out, _ in results)
+    if last.documents_out != written or empty:
         count = corpus.stats.stage("text")
-        count.documents_in, count.documents_out = documents_in, documents_out
-        count.dropped["empty"] = documents_in - documents_out
+        count.documents_in, count.documents_out = last.documents_out, written
+        count.bytes_in, count.bytes_out = last.bytes_out, sum(text_bytes for _, _, text_bytes in results)
+        if empty:
+            count.dropped["empty"] = empty
     return files
 
 
-def export_split(task: ExportTask, scale: int = 0) -> ExportedFile:
-    """Write the file; one batch of a split, as it was written, is in memory at a time."""
-    path = Path(task.out) / task.file
+def export_split(task: ExportTask, scale: int = 0) -> tuple[list[ExportedFile], int, int]:
+    """Write the files, also how many documents had no text, and the bytes of text.
+
+    One batch of a split, as it was written, is in memory at a time.
+    """
     drop = task.drop.load() if task.drop is not None else np.zeros(task.documents, np.uint8)
-    documents = 0
+    documents: Counter[str] = Counter()
+    text_bytes = 0
+    writers: dict[str, pq.ParquetWriter] = {}
     left_out = [np.empty(0, np.int64)]
     with ExitStack() as stack:
-        writer: pq.ParquetWriter | None = None
         for start, batch in part_batches(task.arrow):
             ids = [source_id(task.split, batch, row, task.first_row) for row in range(batch.num_rows)]
             texts = task.cut.cut(batch.column("text"), start) if task.cut is not None else batch.column("text")
             retained = drop[start : start + batch.num_rows] == 0
             empty = pc.equal(texts, "").to_numpy(zero_copy_only=False)  # all of whose lines were cut
             left_out.append(start + np.flatnonzero(retained & empty))
-            columns = {"id": pa.array(ids, pa.large_string())}
+            columns = {"id": pa.array(ids, pa.large_string()), "url": batch.column("url"), "text": texts}
             others = [name for name in batch.schema.names if name not in RESERVED_COLUMNS]
-            columns |= {name: batch.column(name) for name in (*_COLUMNS, *others) if name in batch.schema.names}
-            table = pa.table({**columns, "text": texts}).filter(pa.array(retained & ~empty))
-            if table.num_rows and writer is None:
-                file = stack.enter_context(open_atomic(path))
-                writer = stack.enter_context(pq.ParquetWriter(file, table.schema, compression="zstd"))
-            if writer is not None:
-                writer.write_table(table)
-            documents += table.num_rows
+            columns |= {name: batch.column(name) for name in others}
+            rows, lengths = np.flatnonzero(retained & ~empty), pc.binary_length(texts).to_numpy(zero_copy_only=False)
+            if COPIES in batch.schema.names:
+                rows = np.repeat(rows, batch.column(COPIES).to_numpy()[rows])
+            table = _with_record(pa.table(columns), others, task.recorded)
+            of_rows = np.array(batch.column("subset").to_pylist())[rows] if task.subsets else np.full(len(rows), "")
+            for subset in task.subsets or ("",):
+                if not len(chosen := rows[of_rows == subset]):
+                    continue
+                if subset not in writers:
+                    file = stack.enter_context(open_atomic(Path(task.out) / task.file(subset)))
+                    writers[subset] = stack.enter_context(pq.ParquetWriter(file, table.schema, compression="zstd"))
+                writers[subset].write_table(table.take(pa.array(chosen)))
+                documents[subset] += len(chosen)
+                text_bytes += int(lengths[chosen].sum())
     atomic_write(task.left_out, np.concatenate(left_out).astype("<u4").tobytes())
-    if not documents:
-        return ExportedFile("", 0, 0, "")
-    return ExportedFile(task.file, documents, path.stat().st_size, hash_file(path))
+    files = []
+    for subset, number in documents.items():
+        path = Path(task.out) / task.file(subset)
+        files.append(ExportedFile(task.file(subset), number, path.stat().st_size, hash_file(path)))
+    return files, sum(map(len, left_out)), text_bytes
+
+
+def _with_record(table: pa.Table, names: Sequence[str], recorded: str) -> pa.Table:
+    """The table with a description of its columns, which a later preparation reads (`recorded_columns`)."""
+    scorers = json.loads(recorded)
+    columns = {}
+    for name in names:
+        columns[name] = {"kind": "number" if is_score(table.schema.field(name)) else "text"}
+        if name in scorers:
+            columns[name]["scorer"] = scorers[name]
+    return table.replace_schema_metadata({COLUMNS_KEY: json.dumps(columns, sort_keys=True)} if columns else None)

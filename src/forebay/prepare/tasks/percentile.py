@@ -1,42 +1,132 @@
-"""PERCENTILE tasks: the documents of a part whose perplexity is within percentiles of the corpus.
+"""Percentiles of columns over the whole corpus, and SEGMENT tasks: the stages that follow, over what is kept.
 
-They run after all documents are scored and before deduplication, so that a document that is dropped here does not stand
-for its copies.
+Percentiles are exact for any numbers: four passes count 16 bits each of the numbers' order-preserving bits, and look
+closer only where a percentile lies. A pass reads 8 bytes a document; memory is a few MiB. Segments run before
+deduplication, so that a document that is dropped here does not stand for its copies.
 """
 
-from dataclasses import dataclass, replace
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
+from forebay.errors import PrepareError
+from forebay.files import atomic_write
+from forebay.formats.inputs import InputSplit
 from forebay.prepare.dedup.methods import Dedup
-from forebay.prepare.documents import StageResult, part_batches
-from forebay.prepare.stats import StageStats, mix64
+from forebay.prepare.documents import Stage, part_batches
+from forebay.prepare.engines.sandbox import Limits
+from forebay.prepare.scores.base import number_column
+from forebay.prepare.stats import StageStats, float_keys, float_of
 from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json
-from forebay.prepare.tasks.text import TextResult, commit_text, finished_text, open_documents
+from forebay.prepare.tasks.text import (
+    Rejects,
+    TextResult,
+    commit_text,
+    finished_text,
+    json_line,
+    open_documents,
+    run_stages,
+)
 
-PERCENTILE_VERSION = 1
-_REASONS = ("below_percentile", "above_percentile")
+SEGMENT_VERSION = 1
+_MAX_TASKS = 256  # Of a pass: each returns up to 2^16 counts for each percentile.
+_BITS = 16
+
+Map = Callable[[Callable[["_CountTask", int], dict[int, int]], Sequence["_CountTask"]], list[dict[int, int]]]
 
 
 @dataclass(frozen=True)
-class PercentileTask:
-    """Documents of a part with `low <= perplexity < high`, signed for `dedup` if that is given."""
+class _CountTask:
+    arrows: tuple[str, ...]
+    column: str
+    shift: int
+    prefixes: tuple[int, ...]  # of the bits above those that this pass counts
+
+    @property
+    def label(self) -> str:
+        return f"percentiles of {self.column}"
+
+
+def _count(task: _CountTask, scale: int = 0) -> dict[int, int]:
+    """How many numbers begin with each run of bits, of those that begin with one of the prefixes; and -1: all."""
+    counts: Counter[int] = Counter()
+    shift, prefixes = np.uint64(task.shift), np.array(task.prefixes, np.uint64)
+    for arrow in task.arrows:
+        for _, batch in part_batches(arrow, [task.column]):
+            if not batch.num_rows:
+                continue
+            values = number_column(batch, task.column, "percentile")
+            keys = float_keys(values[~np.isnan(values)])
+            counts[-1] += len(keys)
+            if task.shift + _BITS < 64:
+                keys = keys[np.isin(keys >> np.uint64(task.shift + _BITS), prefixes)]
+            prefixed, numbers = np.unique(keys >> shift, return_counts=True)
+            counts.update(dict(zip(prefixed.tolist(), numbers.tolist())))
+    return dict(counts)
+
+
+def column_percentiles(
+    arrows: Sequence[str], column: str, percentiles: Sequence[float], map_tasks: Map
+) -> tuple[float, ...]:
+    """The numbers at percentiles of a column: with n numbers in order that of index floor(n * percentile / 100).
+
+    That is infinite for 100, and minus infinite for 0. Exact, whatever the number of tasks. NaN is no number.
+    """
+    step = -(-len(arrows) // _MAX_TASKS) or 1
+    groups = [tuple(arrows[start : start + step]) for start in range(0, len(arrows), step)]
+    inner = [p for p in dict.fromkeys(percentiles) if 0 < p < 100]
+    prefixes, ranks = [0] * len(inner), [0] * len(inner)
+    for shift in range(64 - _BITS, -1, -_BITS) if inner else ():
+        counts: Counter[int] = Counter()
+        for part in map_tasks(_count, [_CountTask(g, column, shift, tuple(sorted(set(prefixes)))) for g in groups]):
+            counts.update(part)
+        total = counts.pop(-1, 0)
+        if not total:
+            return tuple(-math.inf for _ in percentiles)
+        keys = np.array(sorted(counts), np.uint64)
+        numbers = np.array([counts[int(key)] for key in keys], np.int64)
+        for index, percentile in enumerate(inner):
+            if shift == 64 - _BITS:
+                ranks[index], below = int(Fraction(str(percentile)) * total / 100), np.ones(len(keys), bool)
+            else:
+                below = keys >> np.uint64(_BITS) == prefixes[index]
+            totals = np.cumsum(numbers[below])
+            position = int(np.searchsorted(totals, ranks[index], "right"))
+            prefixes[index] = int(keys[below][position])
+            ranks[index] -= int(totals[position - 1]) if position else 0
+    values = dict(zip(inner, float_of(np.array(prefixes, np.uint64)).tolist()))
+    return tuple(values.get(p, -math.inf if p <= 0 else math.inf) for p in percentiles)
+
+
+@dataclass(frozen=True)
+class SegmentTask:
+    """Stages over the documents of a part, signed for `dedup` if that is given."""
 
     part: TextPart
     text: TextResult
-    low: float
-    high: float
+    split: InputSplit
+    stages: tuple[Stage, ...]
+    earlier: tuple[str, ...]
     dedup: Dedup | None
     folder: str
+    recipe_key: str
+    limits: Limits = field(default_factory=Limits)
 
     @cached_property
     def name(self) -> str:
         """A hash of all that the result depends on."""
         signature = self.dedup.signature() if self.dedup else {}
-        return hash_json([PERCENTILE_VERSION, self.text.name, self.low, self.high, signature])
+        return hash_json([SEGMENT_VERSION, self.text.name, self.recipe_key, signature, repr(self.limits)])
 
     @property
     def prefix(self) -> str:
@@ -44,25 +134,37 @@ class PercentileTask:
 
     @property
     def label(self) -> str:
-        return f"percentiles of {self.part.arrow}"
+        return f"{self.stages[0].name} of {self.split.files[0].path}"
 
 
-def filter_percentiles(task: PercentileTask, scale: int) -> TextResult:
-    """Write the part without the documents outside the bounds. `scale` is not used: batches stay as they are."""
+def process_segment(task: SegmentTask, scale: int) -> TextResult:
+    """Run the stages over the part, sign what is kept, and commit it. `scale` is not used: batches stay as they are."""
     if (finished := finished_text(task.prefix)) is not None:
         return finished
-    stats = StageStats()
+    stats, rejects = StageStats(), Rejects(task.split)
     with open_documents(task.prefix, task.dedup) as out:
         for _, batch in part_batches(task.part.arrow):
-            values = batch.column("perplexity").to_numpy(zero_copy_only=False)
-            drop = np.where(values < task.low, 0, np.where(values >= task.high, 1, -1)).astype(np.int16)
-            keys = mix64(batch.column("place").to_numpy().astype(np.uint64), np.uint64(2))
-
-            def position(row: int, batch: pa.RecordBatch = batch) -> str:
-                return f"{batch.column('id')[row].as_py() or batch.column('place')[row].as_py() + 1}"
-
-            alive = np.ones(len(batch), bool)
-            stats.add_result("perplexity_percentile", _REASONS, batch, StageResult(batch, drop), keys, position, alive)
-            out.add(batch.filter(pa.array(drop < 0)))
-    result = replace(task.text, name=task.name, documents_out=out.documents, bytes_out=out.bytes)
+            for kept_rows in run_stages(task, batch, stats, rejects):
+                out.add(kept_rows)
+    try:
+        before = Path(f"{task.folder}/{task.text.name}.rejects").read_bytes()
+    except OSError as error:
+        raise PrepareError(
+            f"{error.filename}: cannot read an earlier step's rejects: {error.strerror}. Remove .work and run again."
+        ) from error
+    atomic_write(Path(f"{task.prefix}.rejects"), [before, *map(json_line, rejects.rejects)])
+    malformed = task.text.malformed + rejects.malformed
+    result = replace(task.text, name=task.name, documents_out=out.documents, bytes_out=out.bytes, malformed=malformed)
     return commit_text(task.prefix, stats, result)
+
+
+def thresholds_of(stage: Any, arrows: Sequence[str], map_tasks: Map) -> tuple[Stage, list[dict[str, Any]]]:
+    """The stage with the percentiles that it needs, and a description of each for the report."""
+    column, percentiles = stage.percentiles
+    values = column_percentiles(arrows, column, percentiles, map_tasks)
+    chosen = [
+        {"stage": stage.name, "column": column, "percentile": percentile, "value": value}
+        for percentile, value in zip(percentiles, values)
+        if math.isfinite(value)
+    ]
+    return stage.with_thresholds(values), chosen

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +27,7 @@ from forebay.formats.inputs import InputSplit, ReadOptions, check_unchanged
 from forebay.formats.parquet import read_metadata
 from forebay.formats.records import Record
 from forebay.prepare.dedup.methods import Dedup
-from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage, StageResult
+from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage, StageResult, replace_column
 from forebay.prepare.engines.sandbox import Buffer, Limits, run_in_fork, set_activity, worker_for
 from forebay.prepare.inputs import read_split
 from forebay.prepare.sources import DocumentSource, describe_position, first_rows, read_source, row_position
@@ -64,6 +64,7 @@ class TextTask:
     recipe_key: str
     limits: Limits = field(default_factory=Limits)
     source: DocumentSource | None = None
+    earlier: tuple[str, ...] = ()
 
     @cached_property
     def name(self) -> str:
@@ -86,7 +87,7 @@ class TextTask:
         return read_source(self.source, self.split) if self.source is not None else read_split(self.split, self.read)
 
 
-def task_key(content: str, format: str, stages: Iterable[Stage], dedup: Dedup | None) -> str:
+def task_key(content: str, format: str, stages: Sequence[Stage], dedup: Dedup | None) -> str:
     """The `recipe_key` of a TextTask; `content` is its `content_key`."""
     return hash_json([TEXT_VERSION, versions([format], stages), content, dedup.signature() if dedup else {}])
 
@@ -191,7 +192,7 @@ def process_split(task: TextTask, scale: int) -> TextResult:
     reader = _Reader(task, BATCH_BYTES >> (2 * scale), *_readable(task, scale))
     with open_documents(task.prefix, task.dedup) as out:
         for batch in reader.batches(stats):
-            for kept_rows in _run_stages(task, batch, stats, reader):
+            for kept_rows in run_stages(task, batch, stats, reader):
                 out.add(kept_rows)
                 del kept_rows
             del batch
@@ -230,14 +231,32 @@ def _readable(task: TextTask, scale: int) -> tuple[int, str]:
     return (int(activity or 0), f"reading {end}: the rest is left out") if end else (-1, "")
 
 
-def _run_stages(task: TextTask, batch: pa.RecordBatch, stats: StageStats, reader: _Reader) -> Iterator[pa.RecordBatch]:
-    own = any(not type(s).__module__.startswith("forebay.") for s in task.stages)
+class StagesTask(Protocol):
+    """What `run_stages` needs of a task; `earlier` are the names of stages that ran before those of the task."""
+
+    @property
+    def split(self) -> InputSplit: ...
+    @property
+    def stages(self) -> tuple[Stage, ...]: ...
+    @property
+    def limits(self) -> Limits: ...
+    @property
+    def earlier(self) -> tuple[str, ...]: ...
+
+
+def run_stages(task: StagesTask, batch: pa.RecordBatch, stats: StageStats, reader: Rejects) -> Iterator[pa.RecordBatch]:
+    """The documents of a batch that pass the stages of a task, in one batch or in several."""
+    own = any(getattr(s, "is_own", not type(s).__module__.startswith("forebay.")) for s in task.stages)
+    job = (task.stages, task.earlier, reader.seed, task.split)
     if own or not task.stages:
-        passed, rejects = _apply(task.stages, batch, stats, reader.seed, task.split)
+        passed, rejects = _apply(job, batch, stats)
         reader.reject(rejects)
         yield passed
         return
-    job, limits = (task.stages, reader.seed, task.split), task.limits.of(int(text_bytes(batch).sum()))
+    size = int(text_bytes(batch).sum())
+    seconds, memory_bytes = task.limits.of(size)
+    declared = sum(getattr(s, "seconds_per_mb", 0.0) for s in task.stages)
+    limits = (seconds + 10 * declared * size / 1e6, memory_bytes)
     outcome = worker_for(task.stages, _warm).call(_apply_packed, job, _packed(batch), limits)
     if not isinstance(outcome, str):
         (counted, rejects), data = outcome
@@ -251,15 +270,15 @@ def _run_stages(task: TextTask, batch: pa.RecordBatch, stats: StageStats, reader
         return
     step = -(-rows // _PARTS)
     for start in range(0, rows, step):
-        yield from _run_stages(task, batch.slice(start, step), stats, reader)
+        yield from run_stages(task, batch.slice(start, step), stats, reader)
 
 
-def _apply_packed(
-    job: tuple[tuple[Stage, ...], np.uint64, InputSplit], data: Buffer
-) -> tuple[tuple[StageStats, list[_Reject]], pa.Buffer]:
-    stages, seed, split = job
+_Job = tuple[tuple[Stage, ...], tuple[str, ...], np.uint64, InputSplit]
+
+
+def _apply_packed(job: _Job, data: Buffer) -> tuple[tuple[StageStats, list[_Reject]], pa.Buffer]:
     stats = StageStats()
-    passed, rejects = _apply(stages, _unpacked(data), stats, seed, split)
+    passed, rejects = _apply(job, _unpacked(data), stats)
     return (stats, rejects), _packed(passed)
 
 
@@ -283,19 +302,18 @@ def _warm(stages: tuple[Stage, ...]) -> None:
             batch = stage.apply(batch).batch
 
 
-def _apply(
-    stages: tuple[Stage, ...], batch: pa.RecordBatch, stats: StageStats, seed: np.uint64, split: InputSplit
-) -> tuple[pa.RecordBatch, list[_Reject]]:
+def _apply(job: _Job, batch: pa.RecordBatch, stats: StageStats) -> tuple[pa.RecordBatch, list[_Reject]]:
     """The rows that pass every stage, and what stages found to be malformed.
 
     Rows that a stage drops are removed before the next one, except between two that share the words of a batch
     (`shares_words`): cutting words again costs more than examining some rows in vain.
     """
+    stages, earlier, seed, split = job
     keys = mix64(batch.column("place").to_numpy().astype(np.uint64), seed + np.uint64(1))
     alive = np.ones(batch.num_rows, bool)
     shared = False
     rejects: list[_Reject] = []
-    for stage, name in zip(stages, stage_names(stages)):
+    for stage, name in zip(stages, stage_names(stages, earlier)):
         shares = bool(getattr(stage, "shares_words", False))
         if not alive.all() and not (shares and shared):
             batch, keys = batch.filter(pa.array(alive)), keys[alive]
@@ -310,25 +328,24 @@ def _apply(
         rejects.extend(_reject(batch, row, problem) for row, problem in result.problems.items())
         added = set(result.batch.schema.names) - set(batch.schema.names)
         batch = result.batch
-        new_columns = batch.select([n for n in batch.schema.names if n in added & {"language", "perplexity"}])
-        if new_columns.num_columns:
-            stats.add_batch("read", new_columns)
+        if added:
+            stats.add_batch("read", batch.select([n for n in batch.schema.names if n in added - {"subset"}]))
         alive &= result.drop < 0
     if not alive.all():
         batch, keys = batch.filter(pa.array(alive)), keys[alive]
     if batch.num_rows:
         stats.add_samples("", "kept", batch, np.arange(batch.num_rows), keys, partial(row_position, split, batch))
-        batch = batch.append_column("text_bytes", pa.array(text_bytes(batch)))
+        batch = replace_column(batch, "text_bytes", pa.array(text_bytes(batch)))
     return batch, rejects
 
 
-def stage_names(stages: Iterable[Stage]) -> list[str]:
-    """Names that differ: a stage's second occurrence is `length#2`."""
-    names: list[str] = []
+def stage_names(stages: Iterable[Stage], earlier: Sequence[str] = ()) -> list[str]:
+    """Names that differ from one another and from `earlier` ones: a stage's second occurrence is `length#2`."""
+    names = list(earlier)
     for stage in stages:
         count = sum(name.split("#")[0] == stage.name for name in names)
         names.append(f"{stage.name}#{count + 1}" if count else stage.name)
-    return names
+    return names[len(earlier) :]
 
 
 def _reject(batch: pa.RecordBatch, row: int, reason: str) -> _Reject:
@@ -361,14 +378,38 @@ def _seed_of(split: InputSplit) -> np.uint64:
     return np.uint64(int.from_bytes(hashlib.sha256(" ".join(values).encode()).digest()[:8], "little"))
 
 
-class _Reader:
+class Rejects:
+    """The malformed documents of a split."""
+
+    def __init__(self, split: InputSplit) -> None:
+        self.seed = _seed_of(split)
+        self.malformed = self.faults = 0
+        self.rejects: list[_Reject] = []
+
+    def reject(self, rejects: Iterable[_Reject]) -> None:
+        """Count malformed documents, and list them up to MAX_REJECTS."""
+        for reject in rejects:
+            self.malformed += 1
+            if self.malformed <= MAX_REJECTS:
+                self.rejects.append(reject)
+
+    def reject_batch(self, batch: pa.RecordBatch, reason: str, stats: StageStats) -> None:
+        """Reject documents over which the process of the stages ended."""
+        self.faults += 1
+        count = stats.stage("read")
+        count.documents_out -= batch.num_rows
+        count.bytes_out -= int(text_bytes(batch).sum())
+        count.dropped["malformed"] += batch.num_rows
+        self.reject(_reject(batch, row, reason) for row in range(batch.num_rows))
+
+
+class _Reader(Rejects):
     def __init__(self, task: TextTask, batch_bytes: int, stop: int = -1, reason: str = "") -> None:
+        super().__init__(task.split)
         self._stop, self._reason = stop, reason
         self._task = task
         self._batch_bytes = batch_bytes
-        self.seed = _seed_of(task.split)
-        self.documents = self.num_places = self.malformed = self.faults = 0
-        self.rejects: list[_Reject] = []
+        self.documents = self.num_places = 0
         self.failed: dict[str, str] = {}
 
     def batches(self, stats: StageStats) -> Iterator[pa.RecordBatch]:
@@ -419,24 +460,9 @@ class _Reader:
         count.documents_out += batch.num_rows
         count.bytes_in += int(sizes.sum())
         count.bytes_out += int(sizes.sum())
-        stats.add_batch("read", pa.record_batch([pa.array(sizes)], ["text_bytes"]))
+        columns = batch.select([n for n in self._task.read.columns if n in batch.schema.names])
+        stats.add_batch("read", columns.append_column("text_bytes", pa.array(sizes)))
         return batch
-
-    def reject(self, rejects: Iterable[_Reject]) -> None:
-        """Count malformed documents, and list them up to MAX_REJECTS."""
-        for reject in rejects:
-            self.malformed += 1
-            if self.malformed <= MAX_REJECTS:
-                self.rejects.append(reject)
-
-    def reject_batch(self, batch: pa.RecordBatch, reason: str, stats: StageStats) -> None:
-        """Reject documents over which the process of the stages ended."""
-        self.faults += 1
-        count = stats.stage("read")
-        count.documents_out -= batch.num_rows
-        count.bytes_out -= int(text_bytes(batch).sum())
-        count.dropped["malformed"] += batch.num_rows
-        self.reject(_reject(batch, row, reason) for row in range(batch.num_rows))
 
     def _is_sampled(self, index: int) -> bool:
         if self._task.sample >= 1:

@@ -1,0 +1,342 @@
+"""What is made of columns: ensembles and buckets (scorers), selection, repetition, and names of subsets (stages)."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from pydantic import Field
+
+from forebay.errors import UsageError
+from forebay.prepare.documents import Stage, StageResult, first_failing, replace_column, text_buffers
+from forebay.prepare.scores.base import Scorer, named_column, number_column
+from forebay.prepare.settings import Number, Share, Texts, check_fields
+
+Numbers = tuple[float, ...]
+Percentiles = tuple[Annotated[float, Field(ge=0, le=100)], ...]
+_DATE = r"^\d{4}(-\d{2}(-\d{2}([T ].*)?)?)?$"
+COPIES = "copies"
+
+
+@dataclass(frozen=True)
+class Combine(Scorer):
+    """An ensemble: one number of several columns.
+
+    Args:
+        columns_of: The columns, which stand before.
+        how: `max`, `min`, `mean`, or `sum`.
+        weights: Factor of each column, for `mean` and `sum`; empty: 1. A mean is divided by their sum.
+        missing: A column without a value is left out (`skip`), or the document has none (`none`).
+
+    Source: Su et al. 2024 (Nemotron-CC), section 2.3, takes the maximum of the buckets of three classifiers.
+    """
+
+    columns_of: Texts = ()
+    how: Literal["max", "min", "mean", "sum"] = "max"
+    weights: Numbers = ()
+    missing: Literal["skip", "none"] = "skip"
+
+    name: ClassVar[str] = "combine"
+    version: ClassVar[int] = 1
+    is_derived: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.columns_of:
+            raise UsageError("columns_of: expected at least one column, got none")
+        if self.weights and (len(self.weights) != len(self.columns_of) or self.how in ("max", "min")):
+            raise UsageError(f"weights: expected none, or one for each column and mean or sum, got {self.weights!r}")
+
+    def score(self, batch: pa.RecordBatch) -> Mapping[str, NDArray[np.float64]]:
+        values = np.stack([number_column(batch, name, "score: combine") for name in self.columns_of])
+        present = ~np.isnan(values)
+        if self.how in ("max", "min"):
+            values = np.where(present, values, -math.inf if self.how == "max" else math.inf)
+            out = values.max(0) if self.how == "max" else values.min(0)
+        else:
+            weights = np.array(self.weights or (1.0,) * len(values))[:, None]
+            out = np.zeros(batch.num_rows)
+            for row, weight in zip(np.where(present, values, 0.0), weights):
+                out += row * weight  # in this order: a sum of an array has another one for other shapes
+            if self.how == "mean":
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    out /= (weights * present).sum(0)
+        has_value = present.any(0) if self.missing == "skip" else present.all(0)
+        return {"": np.where(has_value, out, np.nan)}
+
+
+@dataclass(frozen=True)
+class Bucket(Scorer):
+    """The number of a bucket, from 0: how many thresholds are not above the value.
+
+    Args:
+        column: The column, which stands before.
+        thresholds: Rising numbers.
+        percentiles: Instead of thresholds: rising percentiles of the corpus, exact.
+        buckets: Instead of both: so many buckets of equally many documents.
+
+    Source: Su et al. 2024 (Nemotron-CC), section 2.3: 20 buckets.
+    """
+
+    column: str = ""
+    thresholds: Numbers = ()
+    percentiles: Percentiles = ()
+    buckets: Annotated[int, Field(ge=0, le=1000)] = 0
+
+    name: ClassVar[str] = "bucket"
+    version: ClassVar[int] = 1
+    is_derived: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.column:
+            raise UsageError("column: expected the name of a column, got none")
+        if sum(map(bool, (self.thresholds, self.percentiles, self.buckets))) != 1:
+            raise UsageError("thresholds: expected one of thresholds, percentiles or buckets")
+        for name in ("thresholds", "percentiles"):
+            values = getattr(self, name)
+            if list(values) != sorted(values):
+                raise UsageError(f"{name}: expected rising numbers, got {list(values)}")
+
+    @property
+    def percentiles_of(self) -> tuple[str, Percentiles] | None:
+        if self.thresholds:
+            return None
+        return self.column, self.percentiles or tuple(100 * i / self.buckets for i in range(1, self.buckets))
+
+    def with_thresholds(self, thresholds: Numbers) -> Bucket:
+        return dataclasses.replace(self, thresholds=thresholds or (math.inf,), percentiles=(), buckets=0)
+
+    def score(self, batch: pa.RecordBatch) -> Mapping[str, NDArray[np.float64]]:
+        values = number_column(batch, self.column, "score: bucket")
+        index = np.searchsorted(np.array(self.thresholds), values, side="right")
+        return {"": np.where(np.isnan(values), np.nan, index)}
+
+
+@dataclass(frozen=True)
+class Select(Stage):
+    """Keep documents by a column: a score, or a field of the input (`[read.columns]`).
+
+    Args:
+        column: Its name.
+        min, max: Bounds of a number, both included.
+        one_of, none_of: Texts of which a column of text has to be one, or none: licences, languages.
+        after, before: Dates (ISO 8601: `2023`, `2023-05-01`): not before the first, and before the second.
+        keep_percentile: `[low, high]`: keep numbers between these percentiles of all documents that come here: at
+            least the low one, below the high one. Exact, for any number of processes; equal numbers stay together.
+        top_share: The same as the highest share: 0.1 is `keep_percentile = [90, 100]`.
+        missing: Documents without a value: `drop` or `keep`.
+    """
+
+    column: str = ""
+    min: float | None = None
+    max: float | None = None
+    one_of: Texts = ()
+    none_of: Texts = ()
+    after: str = ""
+    before: str = ""
+    keep_percentile: Percentiles = ()
+    top_share: Share | None = None
+    missing: Literal["drop", "keep"] = "drop"
+
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.column:
+            raise UsageError("column: expected the name of a column, got none")
+        pair = self.keep_percentile
+        if pair and not (len(pair) == 2 and pair[0] < pair[1]):
+            raise UsageError(f"keep_percentile: expected [low, high] with 0 <= low < high <= 100, got {list(pair)}")
+        kinds = [self.min is not None or self.max is not None, bool(self.one_of or self.none_of)]
+        kinds += [bool(self.after or self.before), bool(pair), self.top_share is not None]
+        if sum(kinds) != 1:
+            raise UsageError(
+                "column: expected bounds (min, max), texts (one_of, none_of), dates (after, before), keep_percentile "
+                f"or top_share, and one kind of them, got {sum(kinds)}"
+            )
+        low = -math.inf if self.min is None else self.min
+        if self.max is not None and low > self.max:
+            raise UsageError(f"min: expected at most max ({self.max}), got {self.min}")
+        for name in ("after", "before"):
+            if (value := getattr(self, name)) and not _is_date(pa.array([value]))[0].as_py():
+                raise UsageError(f"{name}: expected a date such as 2023-05-01, got {value!r}")
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"select.{self.column}"
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return tuple(f"{self.column}_{reason}" for reason in ("missing", "low", "high", "other", "early", "late"))
+
+    @property
+    def percentiles(self) -> tuple[str, Percentiles] | None:
+        """The column and the percentiles of it that `with_thresholds` needs."""
+        if self.top_share is not None:
+            return self.column, (100 - 100 * self.top_share, 100.0)
+        return (self.column, self.keep_percentile) if self.keep_percentile else None
+
+    def with_thresholds(self, thresholds: Numbers) -> Stage:
+        return Between(self.column, thresholds[0], thresholds[1], self.missing)
+
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
+        absent = self.missing == "drop"
+        nothing = np.zeros(batch.num_rows, bool)
+        if self.min is not None or self.max is not None:
+            values = number_column(batch, self.column, self.name)
+            low = values < self.min if self.min is not None else nothing
+            high = values > self.max if self.max is not None else nothing
+            return StageResult(batch, first_failing(np.isnan(values) & absent, low, high, *[nothing] * 3))
+        texts = named_column(batch, self.column, self.name).cast(pa.large_string()).fill_null("")
+        if self.one_of or self.none_of:
+            missing = _flags(pc.equal(texts, ""))
+            other = ~_flags(pc.is_in(texts, pa.array(self.one_of, texts.type))) if self.one_of else nothing
+            other = other | _flags(pc.is_in(texts, pa.array(self.none_of, texts.type)))
+            return StageResult(
+                batch, first_failing(missing & absent, nothing, nothing, other & ~missing, *[nothing] * 2)
+            )
+        missing = ~_flags(_is_date(texts))
+        early = _flags(pc.less(texts, self.after)) & ~missing if self.after else nothing
+        late = _flags(pc.greater_equal(texts, self.before)) & ~missing if self.before else nothing
+        return StageResult(batch, first_failing(missing & absent, *[nothing] * 3, early, late))
+
+
+def _is_date(texts: pa.Array) -> pa.Array:
+    return pc.match_substring_regex(texts, _DATE)
+
+
+def _flags(column: pa.Array) -> NDArray[np.bool_]:
+    return np.asarray(column.to_numpy(zero_copy_only=False), bool)
+
+
+@dataclass(frozen=True)
+class Between(Stage):
+    """Documents with `low <= column < high`: a `Select` by percentiles whose thresholds are known."""
+
+    column: str
+    low: float
+    high: float
+    missing: str
+
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        pass
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"select.{self.column}"
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return tuple(f"{self.column}_{reason}" for reason in ("missing", "below_percentile", "above_percentile"))
+
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
+        values = number_column(batch, self.column, self.name)
+        missing = np.isnan(values) & (self.missing == "drop")
+        above = (values >= self.high) & (self.high < math.inf)
+        return StageResult(batch, first_failing(missing, values < self.low, above))
+
+
+@dataclass(frozen=True)
+class Repeat(Stage):
+    """Upweight documents: each is written as many times as a factor says.
+
+    Of a factor such as 2.3 a document is written three times with probability 0.3, by a hash of its text, else twice;
+    with 0.3 it is kept with that probability. Deduplication comes before.
+
+    Args:
+        column: A column of numbers.
+        factors: The factor of each whole number from 0, such as those of buckets; empty: the column is the factor.
+        max_copies: A larger factor is an error of the recipe, and counts as this.
+    """
+
+    column: str = ""
+    factors: tuple[Number, ...] = ()
+    max_copies: Annotated[int, Field(ge=1, le=1000)] = 100
+
+    name: ClassVar[str] = "repeat"
+    version: ClassVar[int] = 1
+    reasons: ClassVar[tuple[str, ...]] = ("repeat_missing", "repeat_none")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.column:
+            raise UsageError("column: expected the name of a column, got none")
+
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
+        values = number_column(batch, self.column, self.name)
+        missing = np.isnan(values)
+        if self.factors:
+            table, index = np.array(self.factors), np.where(missing, 0, values)
+            missing = missing | (index < 0) | (index >= len(table)) | (index != np.floor(index))
+            values = table[np.where(missing, 0, index).astype(np.int64)]
+        factors = np.clip(np.where(missing, 0, values), 0, self.max_copies)
+        copies = np.floor(factors + _draws(batch.column("text"))).astype(np.int64)
+        batch = replace_column(batch, COPIES, pa.array(copies))
+        drop = first_failing(missing, copies == 0)
+        extra = int((copies - 1)[drop < 0].sum())
+        return StageResult(batch, drop, {"copies added": extra} if extra else {})
+
+
+def _draws(texts: pa.Array) -> NDArray[np.float64]:
+    """A number of [0, 1) for each text, by its hash."""
+    offsets, data = text_buffers(texts)
+    hashes = (hashlib.blake2b(data[a:b].data, digest_size=8).digest() for a, b in itertools.pairwise(offsets.tolist()))
+    return np.array([(int.from_bytes(digest, "little") >> 11) * 2.0**-53 for digest in hashes], np.float64)
+
+
+@dataclass(frozen=True)
+class Subset(Stage):
+    """Names the subset of a document by a column: of `[[subset]]` tables the first that fits decides.
+
+    The column `subset` has the name; `--to text` writes a folder for each. Without a table that fits a document stays,
+    in the subset `rest`.
+
+    Args:
+        subset: The name: letters, digits, `-`, `_` and `.`.
+        column: The name of the column.
+        min, max, one_of, none_of, after, before: As of `[[select]]`.
+    """
+
+    subset: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$", max_length=64)] = "rest"
+    column: str = ""
+    min: float | None = None
+    max: float | None = None
+    one_of: Texts = ()
+    none_of: Texts = ()
+    after: str = ""
+    before: str = ""
+
+    name: ClassVar[str] = "subset"
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self._select()
+
+    def _select(self) -> Select:
+        names = ("column", "min", "max", "one_of", "none_of", "after", "before")
+        return Select(**{name: getattr(self, name) for name in names})
+
+    def apply(self, batch: pa.RecordBatch) -> StageResult:
+        result = self._select().apply(batch)
+        fits = pa.array(result.drop < 0)
+        before: Any = pa.array([""] * batch.num_rows, pa.large_string())
+        if "subset" in batch.schema.names:
+            before = batch.column("subset")
+        free = pc.or_(pc.equal(before, ""), pc.equal(before, "rest"))
+        names = pc.if_else(pc.and_(fits, free), self.subset, pc.if_else(free, "rest", before))
+        return StageResult(
+            replace_column(batch, "subset", names.cast(pa.large_string())), np.full(len(fits), -1, np.int16)
+        )

@@ -1,0 +1,218 @@
+"""Scorers with a sequence classifier: `transformers` (FineWeb-Edu's kind) and `onnx`.
+
+The model is a local folder; nothing is downloaded, and no code of a model runs (safetensors or ONNX alone). Documents
+are scored in groups of one padded length and a fixed size, so that a score does not depend on the documents beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import Field
+
+from forebay.errors import UsageError, install_command
+from forebay.prepare.scores.base import Scorer
+from forebay.prepare.settings import Positive, check_fields
+
+_MIN_LENGTH = 32
+_CHARS_PER_TOKEN = 32  # So many characters of a text are tokenized for a token that the model sees.
+
+
+class _Runner(Protocol):
+    def __call__(self, ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Logits, float32 [rows, labels]."""
+
+
+@dataclass(frozen=True)
+class SequenceClassifier(Scorer):
+    """What both scorers have in common.
+
+    Args:
+        model: Folder of the model: `config.json`, `tokenizer.json`, and the weights.
+        label: The column is the probability of this label, by its name in `config.json` or its number. Empty: a model
+            with one output is a regression, whose column is the output.
+        max_tokens: Only so many tokens of a document count.
+        batch: Documents in a group.
+        device: `cpu`, or `cuda`, `cuda:1` (`onnx`: CUDA needs the package onnxruntime-gpu).
+    """
+
+    model: str = ""
+    label: str = ""
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 17)] = 512
+    batch: Positive = 16
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+
+    version: ClassVar[int] = 1
+    seconds_per_mb: ClassVar[float] = 400.0  # BERT-base on a CPU
+    forks: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.model:
+            raise UsageError("model: expected the folder of a model, got none")
+
+    def files(self) -> tuple[str, ...]:
+        folder = Path(self.model)
+        if not folder.is_dir():
+            raise UsageError(f"model: expected a folder with config.json and tokenizer.json, got {self.model!r}")
+        suffixes = (".json", ".safetensors", ".onnx", ".onnx_data")
+        return tuple(str(path) for path in sorted(folder.iterdir()) if path.suffix in suffixes)
+
+    def runner(self) -> _Runner:
+        raise NotImplementedError
+
+    def score(self, batch: pa.RecordBatch) -> Mapping[str, NDArray[np.float32]]:
+        tokenizer, labels = _load_tokenizer(self.model, self.max_tokens), _label_names(self.model)
+        limit = self.max_tokens * _CHARS_PER_TOKEN
+        encoded = tokenizer.encode_batch([text[:limit] for text in batch.column("text").to_pylist()])
+        lengths = np.array([len(item.ids) for item in encoded], np.int64)
+        padded = np.maximum(_MIN_LENGTH, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
+        padded = np.minimum(padded, max(self.max_tokens, 1))
+        run, out = self.runner(), np.full(len(encoded), np.nan, np.float32)
+        for length in np.unique(padded).tolist():
+            rows = np.flatnonzero(padded == length)
+            for start in range(0, len(rows), self.batch):
+                group = rows[start : start + self.batch]
+                ids = np.zeros((self.batch, length), np.int64)
+                mask = np.zeros((self.batch, length), np.int64)
+                mask[:, 0] = 1  # of rows that fill the group
+                for row, document in enumerate(group.tolist()):
+                    ids[row, : lengths[document]] = encoded[document].ids
+                    mask[row, : lengths[document]] = 1
+                out[group] = self._column(run(ids, mask)[: len(group)], labels)
+        return {"": out}
+
+    def _column(self, logits: NDArray[np.float32], labels: Sequence[str]) -> NDArray[np.float32]:
+        if logits.shape[1] == 1:
+            return logits[:, 0]
+        names = [*labels, *map(str, range(logits.shape[1]))]
+        if self.label not in names:
+            raise UsageError(f"label: expected one of {', '.join(names[:20])}, got {self.label!r}")
+        odds = np.exp(logits - logits.max(1, keepdims=True))
+        column = names.index(self.label) % logits.shape[1]
+        return np.asarray(odds[:, column] / odds.sum(1))
+
+
+@dataclass(frozen=True)
+class Transformers(SequenceClassifier):
+    """A sequence classifier of the library transformers, from `model.safetensors`. Keys: as of `score.onnx`.
+
+    Source: Penedo et al. 2024, section 4: FineWeb-Edu's classifier, a regression from 0 to 5.
+    """
+
+    name: ClassVar[str] = "transformers"
+    libraries: ClassVar[tuple[str, ...]] = ("torch", "transformers", "tokenizers")
+
+    def runner(self) -> _Runner:
+        return _load_torch(self.model, self.device)
+
+
+@dataclass(frozen=True)
+class Onnx(SequenceClassifier):
+    """A sequence classifier in `model.onnx`, with inputs `input_ids`, `attention_mask`, and perhaps `token_type_ids`.
+
+    Args:
+        model: Folder of the model: `config.json`, `tokenizer.json`, `model.onnx`.
+        label: The column is the probability of this label, by its name in `config.json` or its number. Empty: a model
+            with one output is a regression, whose column is the output.
+        max_tokens: Only so many tokens of a document count.
+        batch: Documents in a group.
+        device: `cpu` or `cuda`.
+    """
+
+    name: ClassVar[str] = "onnx"
+    libraries: ClassVar[tuple[str, ...]] = ("onnxruntime", "tokenizers")
+
+    def runner(self) -> _Runner:
+        return _load_onnx(self.model, self.device)
+
+
+@lru_cache(4)
+def _load_tokenizer(model: str, max_tokens: int) -> Any:
+    from tokenizers import Tokenizer
+
+    path = Path(model, "tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises Exception itself.
+        raise UsageError(f"model: expected a tokenizer at {path}, got: {error}") from error
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(max_tokens)
+    return tokenizer
+
+
+@lru_cache(4)
+def _label_names(model: str) -> tuple[str, ...]:
+    path = Path(model, "config.json")
+    try:
+        names = json.loads(path.read_bytes()).get("id2label", {})
+        return tuple(str(names[key]) for key in sorted(names, key=int))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UsageError(f"model: expected the settings of a model at {path}, got: {error}") from error
+
+
+@lru_cache(2)
+def _load_torch(model: str, device: str) -> _Runner:
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            f"transformers: expected the packages torch and transformers, got no {error.name}. Install them: "
+            f"{install_command('classifiers')}."
+        ) from error
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if device == "cpu":
+        torch.set_num_threads(1)  # There is a process for each core, and sums do not depend on the machine's cores.
+    try:
+        network = transformers.AutoModelForSequenceClassification.from_pretrained(
+            model, use_safetensors=True, trust_remote_code=False, local_files_only=True, torch_dtype=torch.float32
+        )
+        network = network.to(device).eval()
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise UsageError(f"model: expected a sequence classifier in safetensors at {model}, got: {error}") from error
+
+    def run(ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.float32]:
+        with torch.inference_mode():
+            tensors = (torch.from_numpy(array).to(device) for array in (ids, mask))
+            logits = network(**dict(zip(("input_ids", "attention_mask"), tensors))).logits
+        return np.asarray(logits.float().cpu().numpy())
+
+    return run
+
+
+@lru_cache(2)
+def _load_onnx(model: str, device: str) -> _Runner:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise UsageError(
+            f"onnx: expected the package onnxruntime, got none. Install it: {install_command('classifiers')}."
+        ) from error
+    path = Path(model, "model.onnx")
+    provider_name = "CPUExecutionProvider" if device == "cpu" else "CUDAExecutionProvider"
+    if provider_name not in onnxruntime.get_available_providers():
+        raise UsageError(f"device: expected one that onnxruntime has, got {device}: install onnxruntime-gpu")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    provider = (provider_name, {"device_id": device.partition(":")[2] or "0"}) if device != "cpu" else provider_name
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
+    except Exception as error:  # The library's errors have no common base.
+        raise UsageError(f"model: expected an ONNX model at {path}, got: {error}") from error
+    names = {item.name for item in session.get_inputs()}
+
+    def run(ids: NDArray[np.int64], mask: NDArray[np.int64]) -> NDArray[np.float32]:
+        arrays = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+        (logits, *_) = session.run(None, {name: array for name, array in arrays.items() if name in names})
+        return np.asarray(logits, np.float32)
+
+    return run

@@ -1,0 +1,126 @@
+"""fastText classifiers, beside fastText's own library: every loss, dense and quantised; and files that are damaged."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.errors import UsageError
+from forebay.prepare.documents import SCHEMA
+from forebay.prepare.scores.fasttext import FastText
+from forebay.prepare.scores.fasttext_model import load_model
+from support.shared_data import shared_data
+
+GOLDEN = Path(__file__).parents[3] / "golden/fasttext"
+EXPECTED = json.loads((GOLDEN / "scores.json").read_text("utf-8"))
+TEXTS: list[str] = EXPECTED["texts"]
+MODELS = sorted(EXPECTED["scores"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_are_those_of_the_library(name: str) -> None:
+    model = load_model(str(GOLDEN / name))
+    scores = model.probabilities(pa.array(TEXTS, pa.large_string()))
+    for text, row, expected in zip(TEXTS, scores, EXPECTED["scores"][name], strict=True):
+        if expected:
+            assert dict(zip(model.labels, row.tolist(), strict=True)) == pytest.approx(expected, abs=2e-5), text
+        else:
+            assert np.isnan(row).all(), text
+
+
+@pytest.fixture(scope="module")
+def library() -> Any:
+    return pytest.importorskip("fasttext")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.text(st.characters(exclude_categories=("Cs",)) | st.sampled_from("w12é \n")), name=st.sampled_from(MODELS)
+)
+def test_any_text_scores_as_in_the_library(library: Any, text: str, name: str) -> None:
+    model, theirs = load_model(str(GOLDEN / name)), library.load_model(str(GOLDEN / name))
+    (row,) = model.probabilities(pa.array([text], pa.large_string()))
+    pairs = theirs.f.predict(text.replace("\n", " ") + "\n", -1, 0.0, "replace")
+    expected = {label.removeprefix("__label__"): min(score, 1.0) for score, label in pairs}
+    if expected and text.strip(" \n\r\t\v\f\0"):
+        assert dict(zip(model.labels, row.tolist(), strict=True)) == pytest.approx(expected, abs=2e-5)
+    else:
+        assert np.isnan(row).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_do_not_influence_each_other(name: str) -> None:
+    model = load_model(str(GOLDEN / name))
+    whole = model.probabilities(pa.array(TEXTS, pa.large_string()))
+    alone = [model.probabilities(pa.array([text], pa.large_string()))[0] for text in TEXTS]
+    np.testing.assert_array_equal(whole, np.stack(alone))
+
+
+def test_languages_are_those_of_lid_176(library: Any) -> None:
+    path = str(shared_data("lid/lid.176.ftz"))
+    model = library.load_model(path)
+    texts = []
+    for book in sorted(shared_data("books").rglob("*.txt")):
+        text = book.read_text("utf-8", "replace")
+        texts += [text[i : i + 400] for i in range(1000, 9000, 400)]
+    loaded = load_model(path)
+    scores = loaded.probabilities(pa.array(texts, pa.large_string()))
+    for text, row in zip(texts, scores, strict=True):
+        ((score, label),) = model.f.predict(text.replace("\n", " ") + "\n", 1, 0.0, "replace")
+        assert loaded.labels[row.argmax()] == label.removeprefix("__label__")
+        assert row.max() == pytest.approx(min(score, 1.0), abs=1e-5)
+
+
+def batch(*texts: str) -> pa.RecordBatch:
+    rows = len(texts)
+    columns = [pa.array(range(rows)), *[pa.array([""] * rows)] * 2, pa.array([False] * rows), pa.array(texts)]
+    return pa.record_batch([c.cast(f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA)
+
+
+def test_columns_of_the_scorer() -> None:
+    path = str(GOLDEN / "0.bin")
+    expected = EXPECTED["scores"]["0.bin"]
+    one = FastText(path, label="__label__l0").score(batch(*TEXTS[:2]))
+    assert one[""].tolist() == pytest.approx([scores["l0"] for scores in expected[:2]], abs=1e-5)
+    best = FastText(path).score(batch(*TEXTS[:2], " "))
+    assert best[""].to_pylist() == [max(scores, key=scores.__getitem__) for scores in expected[:2]] + [""]
+    assert best["score"].tolist()[:2] == pytest.approx([max(scores.values()) for scores in expected[:2]], abs=1e-5)
+    with pytest.raises(UsageError, match=r"label: expected one of the model's labels \(l.*, got 'other'"):
+        FastText(path, label="other").score(batch("w1é"))
+
+
+def test_damaged_files_are_errors(tmp_path: Path) -> None:
+    """Cut anywhere, or with any of the numbers of its header and dictionary changed: an error or scores, no crash."""
+    rng = random.Random(0)
+    for model in MODELS:
+        data = (GOLDEN / model).read_bytes()
+        for number in range(60):
+            damaged = bytearray(data)
+            if number < 20:
+                damaged = damaged[: rng.randrange(len(data))]
+            else:
+                start = rng.choice(
+                    [rng.randrange(8, 120), rng.randrange(len(data) - 8), len(data) - rng.randrange(9, 99)]
+                )
+                damaged[start : start + 4] = rng.choice([b"\xff" * 4, b"\0" * 4, b"\xff\xff\xff\x7f", rng.randbytes(4)])
+            file = tmp_path / f"{model}-{number}"
+            file.write_bytes(damaged)
+            try:
+                scores = load_model(str(file)).probabilities(pa.array(TEXTS, pa.large_string()))
+            except UsageError as error:
+                assert str(error).startswith("model: expected a fastText model")
+            else:
+                assert scores.shape[0] == len(TEXTS)
+    for name, content in (("none", None), ("empty", b""), ("other", b"not a model at all")):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(UsageError, match="model: expected a fastText model"):
+            load_model(str(tmp_path / name))

@@ -1,0 +1,322 @@
+"""Scores as columns: recipes with scorers, selection, percentiles, buckets, subsets, repetition, annotation."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import tempfile
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay import prepare_dataset
+from forebay.errors import PrepareError, UsageError
+from forebay.prepare import load_recipe
+from forebay.prepare.config import apply_settings
+from forebay.prepare.scores.base import Score
+from forebay.prepare.scores.columns import Bucket, Combine, Repeat, Select, Subset
+from forebay.prepare.tasks.percentile import column_percentiles
+
+GOLDEN = Path(__file__).parents[3] / "golden/fasttext"
+COLUMNS = {"licence": "text", "day": "text", "quality": "number"}
+LICENCES = ("mit", "cc0", "gpl", "")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    rng = random.Random(5)
+    rows = []
+    for number in range(200):
+        words = " ".join(f"w{rng.randrange(300)}é" for _ in range(20))
+        row = {"text": f"{words}.", "id": f"d{number}", "licence": LICENCES[number % 4], "quality": (number * 37) % 200}
+        rows.append({**row, "day": f"20{number % 30:02d}-0{1 + number % 9}-11"})
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def texts(out: Path) -> list[dict[str, Any]]:
+    files = sorted((out / "text").rglob("*.parquet"))
+    return [row for file in files for row in pq.ParquetFile(file).read().to_pylist()]
+
+
+def run(source: Path, out: str, tables: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+    recipe = load_recipe(settings={"read": {"columns": COLUMNS}, **tables}, allow_code=True)
+    prepare_dataset([source], source.parent / out, recipe=recipe, **{"to": "text", "workers": 1, **options})
+    return texts(source.parent / out)
+
+
+def test_selection_by_input_columns(source: Path) -> None:
+    rows = run(
+        source, "o", {"select": [{"column": "licence", "one_of": ["mit", "cc0"]}, {"column": "quality", "min": 50}]}
+    )
+    assert {row["licence"] for row in rows} == {"mit", "cc0"} and min(row["quality"] for row in rows) == 52
+    assert rows[0].keys() == {"id", "url", "text", *COLUMNS}
+    assert len(run(source, "p", {"select": {"column": "day", "after": "2010", "before": "2020-05-01"}})) == 72
+    assert len(run(source, "q", {"select": {"column": "licence", "none_of": ["gpl"], "missing": "keep"}})) == 150
+    result = prepare_dataset(
+        [source], source.parent / "r", to="text", workers=1,
+        settings={"read": {"columns": COLUMNS}, "select": {"column": "licence", "none_of": ["gpl"]}},
+    )  # fmt: skip
+    assert result.dropped == {"licence_missing": 50, "licence_other": 50}
+    with pytest.raises(PrepareError, match=r"select.other: expected a column 'other', got id, url, licence, day"):
+        run(source, "s", {"select": {"column": "other", "min": 1}})
+
+
+def test_scores_ensemble_buckets_and_subsets(source: Path) -> None:
+    model = {"use": "fasttext", "model": str(GOLDEN / "0.bin")}
+    tables: dict[str, Any] = {
+        "score": {
+            "first": {**model, "label": "l0"},
+            "second": {**model, "model": str(GOLDEN / "2.ftz"), "label": "l1"},
+            "first_bucket": {"use": "bucket", "column": "first", "buckets": 4},
+            "second_bucket": {"use": "bucket", "column": "second", "thresholds": [0.1, 0.5]},
+            "both": {"use": "combine", "columns_of": ["first_bucket", "second_bucket"], "how": "max"},
+            "mean": {"use": "combine", "columns_of": ["first", "quality"], "how": "mean", "weights": [1, 3]},
+        },
+        "subset": [{"subset": "high", "column": "both", "min": 3}, {"subset": "mid", "column": "both", "min": 1}],
+    }
+    rows = run(source, "o", tables)
+    assert len(rows) == 200
+    assert [sum(row["first_bucket"] == n for row in rows) for n in range(4)] == [50, 50, 50, 50]
+    for row in rows:
+        assert row["both"] == max(row["first_bucket"], (row["second"] >= 0.1) + (row["second"] >= 0.5))
+        assert row["mean"] == (row["first"] + 3 * row["quality"]) / 4
+    for name, low, high in (("high", 3, 9), ("mid", 1, 3), ("rest", 0, 1)):
+        for file in (source.parent / "o/text" / name).iterdir():
+            assert all(low <= value < high for value in pq.ParquetFile(file).read()["both"].to_pylist())
+    report = prepare_dataset([source], source.parent / "o", to="text", recipe=load_recipe(
+        settings={"read": {"columns": COLUMNS}, **tables})).report  # fmt: skip
+    assert [t["percentile"] for t in report["thresholds"]] == [25.0, 50.0, 75.0]
+    assert sum(counts["kept"] for counts in report["subsets"].values()) == 200
+    assert sum(report["histograms"]["first"]["read"]) == sum(report["histograms"]["both"]["kept"]) == 200
+    assert "Thresholds" in (source.parent / "o/report.html").read_text()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_top_share_of_any_column_for_any_number_of_processes(source: Path, workers: int) -> None:
+    folder = source.parent / "in"
+    folder.mkdir()
+    lines = source.read_text().splitlines(keepends=True)
+    for part in range(7):
+        (folder / f"{part}.jsonl").write_text("".join(lines[part::7]))
+    tables = {"select": {"column": "quality", "top_share": 0.15}, "length": {"min_chars": 1}, "dedup": {"exact": True}}
+    recipe = load_recipe(settings={"read": {"columns": COLUMNS}, **tables})
+    result = prepare_dataset([folder], source.parent / "o", recipe=recipe, to="text", workers=workers)
+    assert sorted(row["quality"] for row in texts(source.parent / "o")) == list(range(170, 200))
+    assert result.dropped == {"quality_below_percentile": 170}
+    assert [line["stage"] for line in result.report["funnel"]] == ["read", "select.quality", "length", "dedup"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.floats(width=64) | st.sampled_from([0.0, -0.0, 1.0, math.inf, -math.inf, math.nan]), max_size=60),
+    st.lists(st.floats(0, 100), min_size=1, max_size=4),
+    st.integers(1, 4),
+)
+def test_percentiles_are_exact(values: list[float], percentiles: list[float], parts: int) -> None:
+    def count(function: Any, tasks: Any) -> Any:
+        return [function(task, 0) for task in tasks]
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = []
+        for part in range(parts):
+            column = pa.array(np.array(values[part::parts], np.float64))
+            paths.append(f"{folder}/{part}")
+            with pa.OSFile(paths[-1], "wb") as sink, pa.ipc.new_file(sink, pa.schema([("x", pa.float64())])) as writer:
+                writer.write_batch(pa.record_batch([column], ["x"]))
+        found = column_percentiles(paths, "x", percentiles, count)
+    ordered = sorted(value for value in values if not math.isnan(value))
+    for percentile, threshold in zip(percentiles, found, strict=True):
+        if percentile <= 0 or not ordered:
+            assert threshold == -math.inf or percentile >= 100
+        elif percentile >= 100:
+            assert threshold == math.inf
+        else:
+            assert threshold == ordered[int(Fraction(str(percentile)) * len(ordered) / 100)]
+
+
+def test_the_same_bytes_for_any_number_of_processes(source: Path) -> None:
+    folder = source.parent / "in"
+    folder.mkdir()
+    lines = source.read_text().splitlines(keepends=True)
+    for part in range(8):
+        (folder / f"{part}.jsonl").write_text("".join([*lines[part::8], "{damaged\n"]))
+    model = {"use": "fasttext", "model": str(GOLDEN / "4.bin"), "label": "l2"}
+    tables = {
+        "score": {
+            "edu": {**model, "keep_percentile": [10, 100]},
+            "bucket": {"use": "bucket", "column": "edu", "buckets": 3},
+        },
+        "length": {"min_chars": 1}, "subset": {"subset": "top", "column": "bucket", "min": 2},
+        "repeat": {"column": "bucket", "factors": [0.5, 1, 1.5]}, "dedup": {"exact": True, "lines": True},
+    }  # fmt: skip
+    files = set()
+    for workers in (1, 3):
+        recipe = load_recipe(settings={"name": "x", "read": {"columns": COLUMNS}, "max_error_rate": 0.1, **tables})
+        out = source.parent / f"o{workers}"
+        result = prepare_dataset([folder], out, recipe=recipe, to="text", workers=workers)
+        files.add((result.id, (out / "report.html").read_bytes(), (out / "rejects.jsonl").read_bytes()))
+        assert result.report["totals"]["malformed"] == 8 and 18 <= result.dropped["edu_below_percentile"] <= 20
+    assert len(files) == 1
+    with pytest.raises(UsageError, match="subset: expected --to text, got a dataset"):
+        prepare_dataset([folder], source.parent / "d", recipe=recipe, tokenizer="bytes")
+
+
+def test_documents_are_repeated_by_their_bucket(source: Path) -> None:
+    tables = {
+        "score": {"bucket": {"use": "bucket", "column": "quality", "thresholds": [50, 100, 150]}},
+        "repeat": {"column": "bucket", "factors": [0, 0.5, 1, 2.5]},
+    }
+    rows = run(source, "o", tables)
+    counts = {
+        n: [sum(row["id"] == f"d{i}" for row in rows) for i in range(200) if (i * 37) % 200 // 50 == n]
+        for n in range(4)
+    }
+    assert sum(counts[0]) == 0 and counts[2] == [1] * 50
+    assert set(counts[1]) == {0, 1} and 10 <= sum(counts[1]) <= 40
+    assert set(counts[3]) == {2, 3} and 105 <= sum(counts[3]) <= 145
+    recipe = load_recipe(settings={"read": {"columns": COLUMNS}, "slice": {"shuffle": True}, **tables})
+    result = prepare_dataset(
+        [source], source.parent / "d", recipe=recipe, tokenizer="bytes", workers=1, document_ids=True
+    )
+    assert result.documents_out == len(rows)
+    ids = pq.ParquetFile(source.parent / "d/documents.parquet").read()["id"].to_pylist()
+    assert sorted(ids) == sorted(row["id"] for row in rows)
+    neighbours = sum(a == b for a, b in itertools.pairwise(ids))
+    assert neighbours < len(ids) / 10  # copies are shuffled apart
+
+
+def test_annotated_text_is_not_scored_again(source: Path, tmp_path: Path) -> None:
+    model = tmp_path / "good.bin"
+    model.write_bytes((GOLDEN / "0.bin").read_bytes())
+    tables: dict[str, Any] = {
+        "length": {"min_chars": 10_000},
+        "language": {"keep": ["xx"]},
+        "score": {"edu": {"use": "fasttext", "model": str(model), "label": "l0", "min": 0.5}, "s": {"use": "signals"}},
+    }
+    rows = run(source, "scored", tables, annotate=True, to="dataset")
+    assert len(rows) == 200 and {"edu", "s_words", "language", "language_score", "licence"} <= rows[0].keys()
+    model.unlink()
+    del tables["length"], tables["language"]
+    messages: list[str] = []
+    ordered = sorted(row["edu"] for row in rows)
+    for name, low in (("a", ordered[50]), ("b", ordered[150])):
+        tables["score"]["edu"]["min"] = low
+        result = prepare_dataset(
+            [source.parent / "scored/text"], source.parent / name, recipe=load_recipe(settings=tables), to="text",
+            workers=1, on_message=messages.append,
+        )  # fmt: skip
+        assert result.documents_out == sum(row["edu"] >= low for row in rows)
+        assert texts(source.parent / name) == [row for row in rows if row["edu"] >= low]
+    assert not messages
+    tables["score"]["edu"]["label"] = "l1"
+    with pytest.raises(PrepareError, match=r"good.bin: score.edu cannot read it"):
+        prepare_dataset(
+            [source.parent / "scored/text"], source.parent / "c", recipe=load_recipe(settings=tables), to="text",
+            on_message=messages.append,
+        )  # fmt: skip
+    (message,) = messages
+    assert message.startswith("score.edu: the input has its columns, made with other settings")
+
+
+def test_a_column_that_the_recipe_names_is_a_score(source: Path) -> None:
+    tables = {"score": {"quality": {"use": "fasttext", "model": "/none", "label": "x", "min": 100}}}
+    assert min(row["quality"] for row in run(source, "o", tables)) == 100
+
+
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        b"{", b"[]", b'{"text": {"kind": "number"}, "id": {}, "copies": {"kind": "number"}}', b'{"x": 3, "y": []}',
+        b'{"x": {"kind": ["number"]}}', b'{"x": {"kind": "number", "scorer": {}}, "z": {"kind": "text"}}', b"\xff",
+    ],
+)  # fmt: skip
+def test_what_a_file_records_of_its_columns_is_data(tmp_path: Path, recorded: bytes) -> None:
+    table = pa.table({"text": ["one", "two"], "id": ["a", "b"], "x": ["no number", "3"], "copies": [9, 9]})
+    pq.write_table(table.replace_schema_metadata({b"forebay.columns": recorded}), tmp_path / "a.parquet")
+    prepare_dataset([tmp_path / "a.parquet"], tmp_path / "o", to="text", workers=1)
+    assert [row["text"] for row in texts(tmp_path / "o")] == ["one", "two"]
+
+
+OWN = """
+from dataclasses import dataclass
+from typing import ClassVar
+import numpy as np
+from forebay.prepare.scores.base import Scorer
+
+@dataclass(frozen=True)
+class Shout(Scorer):
+    factor: float = 1.0
+    name: ClassVar[str] = "shout"
+    version: ClassVar[int] = 1
+    columns = {"": "number", "first": "text"}
+
+    def score(self, batch):
+        texts = batch["text"].to_pylist()
+        return {"": np.array([self.factor * sum(map(str.isupper, t)) for t in texts]), "first": [t[:1] for t in texts]}
+"""
+
+
+def test_a_scorer_of_ones_own(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_scorer.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    source.write_text('{"text": "LOUD"}\n{"text": "quiet"}\n{"text": "Half"}\n')
+    tables = {"score": {"loud": {"use": "own_scorer:Shout", "factor": 2, "min": 2}}}
+    rows = run(source, "o", tables)
+    assert [(row["loud"], row["loud_first"]) for row in rows] == [(8.0, "L"), (2.0, "H")]
+    with pytest.raises(UsageError, match=r"score.loud.use: names code, 'own_scorer:Shout'.*--allow-code"):
+        load_recipe(settings=tables)
+    for table, message in (
+        ({"use": "none"}, "score.x.use: expected one of fasttext, kenlm"),
+        ({"use": "own_scorer:Shout", "factr": 1}, "score.x.factr: unknown key; did you mean 'factor'"),
+        ({"use": "json:JSONDecoder"}, "score.x.use: expected the class of a scorer"),
+        ({"use": "fasttext"}, "score.x.model: expected the path"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            load_recipe(settings={"score": {"x": table}}, allow_code=True)
+    with pytest.raises(UsageError, match=r"score.url: expected columns of new names, each number or text"):
+        load_recipe(settings={"score": {"url": {"use": "kenlm", "model": "x"}}})
+
+
+def test_tables_of_selection_add_up() -> None:
+    score = {"quality": {"use": "combine", "columns_of": ["x"], "top_share": 0.5}}
+    recipe = load_recipe(settings={"score": score, "select": [{"column": "x", "min": 1}, {"column": "y", "max": 2}]})
+    assert [stage.name for stage in recipe.stages] == ["score.quality", "select.quality", "select.x", "select.y"]
+    changed = apply_settings(recipe, [{"score": {"quality": {"how": "min", "top_share": 0.1}}}], (), ())
+    assert [getattr(stage, "top_share", None) for stage in changed.stages] == [None, 0.1, None, None]
+    (first, *_) = changed.stages
+    assert isinstance(first, Score) and first.scorer == Combine(("x",), how="min")
+    removed = apply_settings(recipe, [{"score": {"quality": False}, "select": False}], (), ())
+    assert removed.stages == ()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Select(), "column: expected the name"),
+        (lambda: Select("x"), "expected bounds"),
+        (lambda: Select("x", min=1, one_of=("a",)), "one kind of them, got 2"),
+        (lambda: Select("x", min=2, max=1), "min: expected at most max"),
+        (lambda: Select("x", after="yesterday"), "after: expected a date"),
+        (lambda: Select("x", keep_percentile=(90, 10)), "keep_percentile: expected"),
+        (lambda: Bucket("x"), "thresholds: expected one of"),
+        (lambda: Bucket("x", thresholds=(2, 1)), "thresholds: expected rising"),
+        (lambda: Combine(), "columns_of: expected at least one"),
+        (lambda: Combine(("a", "b"), weights=(1,), how="mean"), "weights: expected none"),
+        (lambda: Subset("../x", "a", min=1), "subset: "),
+        (lambda: Repeat(), "column: expected the name"),
+    ],
+)
+def test_settings_that_are_wrong(make: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()

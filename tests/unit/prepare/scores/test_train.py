@@ -1,0 +1,78 @@
+"""The classifier that is trained here: its curve on real text, the same bytes again, and fastText's own scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from forebay.cli import main
+from forebay.errors import PrepareError
+from forebay.prepare.scores.fasttext_model import load_model
+from forebay.prepare.scores.train import ClassifierSettings, _curve, train_classifier
+from support.shared_data import shared_data
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> tuple[Path, Path]:
+    """Prose and verse, a passage a document."""
+    books = shared_data("books/gutenberg_en")
+    paths = []
+    for side, names in (
+        ("prose", ("austen-emma", "melville-moby_dick")),
+        ("verse", ("milton-paradise", "whitman-leaves")),
+    ):
+        lines = []
+        for name in names:
+            text = (books / f"{name}.txt").read_text("utf-8", "replace")
+            lines += [json.dumps({"text": text[i : i + 500]}) + "\n" for i in range(1000, 101_000, 500)]
+        paths.append(tmp_path / f"{side}.jsonl")
+        paths[-1].write_text("".join(lines))
+    return paths[0], paths[1]
+
+
+def test_a_classifier_of_real_text(
+    sides: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, other = sides
+    command = ["classifier", "train", "--good", str(good), "--bad", str(other), "--held-out", "0.2"]
+    assert main([*command, "--out", str(tmp_path / "m"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == json.loads((tmp_path / "m/curve.json").read_text())
+    assert result["roc_auc"] > 0.94 and result["average_precision"] > 0.92
+    assert 50 < result["documents"]["good"]["held_out"] < 110
+    recalls = [point["recall"] for point in result["curve"]]
+    assert recalls == sorted(recalls, reverse=True) and recalls[0] > recalls[-1]
+    assert main([*command, "--out", str(tmp_path / "n")]) == 0
+    assert "ROC AUC" in capsys.readouterr().out
+    assert (tmp_path / "m/model.bin").read_bytes() == (tmp_path / "n/model.bin").read_bytes()
+
+
+def test_the_library_reads_it_and_scores_alike(sides: tuple[Path, Path], tmp_path: Path) -> None:
+    fasttext = pytest.importorskip("fasttext")
+    settings = ClassifierSettings(dim=8, bucket=1000, epochs=2, word_ngrams=3)
+    train_classifier([sides[0]], [sides[1]], tmp_path, settings)
+    model, library = load_model(str(tmp_path / "model.bin")), fasttext.load_model(str(tmp_path / "model.bin"))
+    texts = [json.loads(line)["text"] for path in sides for line in path.read_text().splitlines()[:100]]
+    for text, row in zip(texts, model.probabilities(pa.array(texts, pa.large_string())), strict=True):
+        pairs = library.f.predict(text.replace("\n", " ") + "\n", -1, 0.0, "replace")
+        expected = {label.removeprefix("__label__"): min(score, 1.0) for score, label in pairs}
+        assert dict(zip(model.labels, row.tolist(), strict=True)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_areas_under_the_curves() -> None:
+    import numpy as np
+
+    assert _curve(np.array([0.9, 0.8]), np.array([0.1, 0.2]))["roc_auc"] == 1
+    result = _curve(np.array([0.9, 0.5, 0.1]), np.array([0.5, 0.3]))
+    assert result["roc_auc"] == pytest.approx((2 + 1.5 + 0) / 6)
+    assert result["average_precision"] == pytest.approx(1 / 3 * 1 + 1 / 3 * 2 / 3 + 1 / 3 * 3 / 5)
+
+
+def test_too_few_documents_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n')
+    with pytest.raises(PrepareError, match="classifier: expected good documents to train on"):
+        train_classifier([path], [path], tmp_path / "m")

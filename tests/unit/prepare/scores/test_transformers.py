@@ -1,0 +1,134 @@
+"""Sequence classifiers: tiny models that are made here, of the library transformers and of ONNX."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from benchmarks.prepare.batches import to_batches
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from forebay import prepare_dataset
+from forebay.errors import UsageError
+from forebay.formats.records import Record
+from forebay.prepare.scores.transformers import Onnx, Transformers
+
+WORDS = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(62))]
+TEXTS = ["w1 w2 w3", "w9", "w5 " * 30, "w7 " * 200, "nothing known", *(f"w{i} w{i + 1} w{i * 2}" for i in range(30))]
+
+
+def batch(*texts: str) -> pa.RecordBatch:
+    (result,) = to_batches([Record(index, text=text) for index, text in enumerate(texts)])
+    return result
+
+
+def save_tokenizer(folder: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def bert(folder: Path, labels: int) -> Any:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=128, num_labels=labels, initializer_range=0.5,
+        **({"id2label": {0: "low", 1: "high"}, "label2id": {"low": 0, "high": 1}} if labels == 2 else {}),
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(config).eval()
+    folder.mkdir()
+    model.save_pretrained(folder, safe_serialization=True)
+    save_tokenizer(folder)
+    return model
+
+
+def logits(model: Any, text: str) -> Any:
+    import torch
+
+    ids = [WORDS.index(word) if word in WORDS else 1 for word in text.split()][:128]
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([ids])).logits[0].numpy()
+
+
+def test_a_regression_and_a_label(tmp_path: Path) -> None:
+    model = bert(tmp_path / "edu", 1)
+    scorer = Transformers(str(tmp_path / "edu"), max_tokens=128)
+    scores = scorer.score(batch(*TEXTS))[""]
+    assert scores.tolist() == pytest.approx([float(logits(model, text)[0]) for text in TEXTS], abs=1e-5)
+    assert scores.std() > 0.01
+    alone = [scorer.score(batch(text))[""][0] for text in TEXTS]
+    np.testing.assert_array_equal(scores, alone)  # a score does not depend on the documents beside it
+    model = bert(tmp_path / "two", 2)
+    high = Transformers(str(tmp_path / "two"), label="high", max_tokens=128).score(batch(*TEXTS))[""]
+    expected = [np.exp(x[1]) / np.exp(x).sum() for x in (logits(model, text) for text in TEXTS)]
+    assert high.tolist() == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(UsageError, match="label: expected one of low, high, 0, 1, got 'x'"):
+        Transformers(str(tmp_path / "two"), label="x").score(batch("w1"))
+
+
+def test_a_recipe_with_it_is_the_same_for_any_number_of_processes(tmp_path: Path) -> None:
+    bert(tmp_path / "edu", 1)
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        lines = [json.dumps({"text": text + f" w{number}"}) + "\n" for text in TEXTS]
+        (tmp_path / f"in/{number}.jsonl").write_text("".join(lines))
+    settings = {"score": {"edu": {"use": "transformers", "model": str(tmp_path / "edu"), "max_tokens": 64}}}
+    ids = {
+        prepare_dataset([tmp_path / "in"], tmp_path / f"o{n}", settings=settings, to="text", workers=n, name="x").id
+        for n in (1, 2)
+    }
+    assert len(ids) == 1
+
+
+def test_an_onnx_model(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    onnx = pytest.importorskip("onnx")
+    helper, kinds = onnx.helper, onnx.TensorProto
+    # The logit is the mean of a number of each token.
+    weights = np.linspace(-1, 2, len(WORDS), dtype=np.float32).reshape(-1, 1)
+    nodes = [
+        helper.make_node("Gather", ["weights", "input_ids"], ["rows"]),
+        helper.make_node("Cast", ["attention_mask"], ["mask"], to=kinds.FLOAT),
+        helper.make_node("Unsqueeze", ["mask", "last"], ["wide"]),
+        helper.make_node("Mul", ["rows", "wide"], ["masked"]),
+        helper.make_node("ReduceSum", ["masked", "middle"], ["sum"], keepdims=0),
+        helper.make_node("ReduceSum", ["wide", "middle"], ["count"], keepdims=0),
+        helper.make_node("Div", ["sum", "count"], ["logits"]),
+    ]
+    constants = {"weights": weights, "last": np.array([2]), "middle": np.array([1])}
+    graph = helper.make_graph(
+        nodes, "mean",
+        [helper.make_tensor_value_info(n, kinds.INT64, ["b", "t"]) for n in ("input_ids", "attention_mask")],
+        [helper.make_tensor_value_info("logits", kinds.FLOAT, ["b", 1])],
+        [onnx.numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, str(tmp_path / "model.onnx"))
+    save_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    scores = Onnx(str(tmp_path)).score(batch(*TEXTS))[""]
+    expected = [np.mean([weights[WORDS.index(w) if w in WORDS else 1] for w in text.split()]) for text in TEXTS]
+    assert scores.tolist() == pytest.approx(expected, abs=1e-5)
+    (tmp_path / "model.onnx").write_bytes(b"no model")
+    other = tmp_path.with_name("other")
+    tmp_path.rename(other)
+    with pytest.raises(UsageError, match="model: expected an ONNX model"):
+        Onnx(str(other)).score(batch("w1"))
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    for cls in (Onnx, Transformers):
+        with pytest.raises(UsageError, match="model: expected the folder"):
+            cls()
+        with pytest.raises(UsageError, match=r"model: expected a folder with config\.json"):
+            cls(str(tmp_path / "none")).files()
+        with pytest.raises(UsageError, match=r"model: expected a tokenizer at .*tokenizer\.json"):
+            cls(str(tmp_path)).score(batch("text"))
+        with pytest.raises(UsageError, match="device: "):
+            cls(str(tmp_path), device="tpu")
