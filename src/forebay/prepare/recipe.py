@@ -30,6 +30,7 @@ STAGES = {
     "gopher_quality": "forebay.prepare.filters.quality:GopherQuality",
     "gopher_repetition": "forebay.prepare.filters.quality:GopherRepetition",
     "c4": "forebay.prepare.filters.c4:C4",
+    "lines": "forebay.prepare.filters.lines:LineRules",
     "fineweb": "forebay.prepare.filters.quality:FineWeb",
     "language": "forebay.prepare.filters.language:Language",
     "perplexity": "forebay.prepare.filters.perplexity:Perplexity",

@@ -57,7 +57,7 @@ class C4(LanguageStage):
     version: ClassVar[int] = 2
     reasons: ClassVar[tuple[str, ...]] = ("c4_lorem_ipsum", "c4_curly_bracket", "c4_few_sentences")
 
-    def judge(self, batch: pa.RecordBatch) -> StageResult:
+    def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
         """Texts without the lines that break a rule; of a dropped page the text stays as it was."""
         offsets, data = text_buffers(batch.column("text"))
         limits = (self.min_words_per_line, self.max_word_chars, self.min_sentences)
@@ -158,7 +158,7 @@ def _sentences(line, n, table, keys, values, begins, word_ends, tail, kinds):  #
 
 
 @jit()
-def _ends(c, table):  # type: ignore[no-untyped-def]
+def _ends_sentence(c, table):  # type: ignore[no-untyped-def]
     """Whether a character ends sentences of another script than Latin."""
     return c >= 0x0589 and (c < 0x2000 or c > 0x2FFF) and kind(table, c) & TERMINAL != 0
 
@@ -176,9 +176,11 @@ def _check_line(line, n, words, longest, table, rules, phrase_ends, chars):  # t
     last = line[n - 1] if n else np.uint32(0)
     if rules[0]:
         dots = n > 2 and last == 46 and line[n - 2] == 46 and line[n - 3] == 46
-        if n > 1 and _closes(last) and _ends(line[n - 2], table):
+        if n > 1 and _closes(last) and _ends_sentence(line[n - 2], table):
             last = line[n - 2]
-        if dots or not (last == 46 or last == 63 or last == 33 or last == 34 or last == 39 or _ends(last, table)):
+        if dots or not (
+            last == 46 or last == 63 or last == 33 or last == 34 or last == 39 or _ends_sentence(last, table)
+        ):
             return 1
     if words < rules[1]:
         return 2

@@ -6,7 +6,7 @@ with or without a script: `de`, `deu` and `deu_Latn` are one language. `stop_wor
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -43,7 +43,7 @@ def _lists() -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
 
 
 def stop_words(language: str) -> tuple[str, ...]:
-    """The most frequent words of a language, which most of its texts hold; none if it is not known."""
+    """The most frequent words of a language, which most of its texts hold; none if it has no list."""
     return _lists()[0].get(language_code(language), ())
 
 
@@ -53,7 +53,7 @@ def all_stop_words() -> dict[str, tuple[str, ...]]:
 
 
 def language_code(language: str) -> str:
-    """The code that stands for all of a language's: `de` for `deu_Latn`; itself if it is not known."""
+    """The code that stands for all of a language's: `de` for `deu_Latn`; itself if it has no list."""
     name = language.split("_")[0].split("-")[0].lower()
     return _lists()[1].get(name, name)
 
@@ -73,17 +73,16 @@ def language_hash(language: str) -> int:
     return hash_word(language) if language else 0
 
 
-def language_hashes(batch: pa.RecordBatch, known: frozenset[str]) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """uint64 [rows]: the hash of each document's language, 0 if it has none; and which have one that is not known."""
-    hashes, unknown = np.zeros(batch.num_rows, np.uint64), np.zeros(batch.num_rows, np.bool_)
+def language_hashes(batch: pa.RecordBatch, lists: Mapping[str, int]) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
+    """uint64 [rows]: the hash that `lists` has for each document's language, else 0; and which languages have none."""
+    hashes, unlisted = np.zeros(batch.num_rows, np.uint64), np.zeros(batch.num_rows, np.bool_)
     if "language" in batch.schema.names:
         encoded = batch.column("language").dictionary_encode()
         codes = [language_code(code or "") for code in encoded.dictionary.to_pylist()]
         indices = encoded.indices.fill_null(-1).to_numpy()
-        values = np.array([language_hash(code) if code in known else 0 for code in codes] + [0], np.uint64)
-        hashes = values[indices]
-        unknown = np.array([bool(code) and code not in known for code in codes] + [False], np.bool_)[indices]
-    return hashes, unknown
+        hashes = np.array([lists.get(code, 0) for code in codes] + [0], np.uint64)[indices]
+        unlisted = np.array([bool(code) and code not in lists for code in codes] + [False], np.bool_)[indices]
+    return hashes, unlisted
 
 
 class LanguageStage(Stage):
@@ -110,20 +109,20 @@ class LanguageStage(Stage):
             if not same:
                 raise UsageError(f"language: {code}: expected n-grams of the same n as for all languages")
 
-    def judge(self, batch: pa.RecordBatch) -> StageResult:
+    def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
         """The result for a batch, with the same settings for all languages."""
         raise NotImplementedError
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         """The result for a batch, each document with the settings of its language."""
         if not self.language or "language" not in batch.schema.names:
-            return self.judge(batch)
+            return self.filter_batch(batch)
         variants, groups = _variants(self), dict[LanguageStage, list[int]]()
         for row, code in enumerate(batch.column("language").to_pylist()):
             groups.setdefault(variants.get(language_code(code or ""), variants[""]), []).append(row)
         drop, counts, texts = keep_all(batch.num_rows), dict[str, int](), []
         for stage, rows in groups.items():
-            result = stage.judge(batch if len(groups) == 1 else batch.take(pa.array(rows)))
+            result = stage.filter_batch(batch if len(groups) == 1 else batch.take(pa.array(rows)))
             drop[rows] = result.drop
             counts = {key: counts.get(key, 0) + result.counts.get(key, 0) for key in {*counts, *result.counts}}
             texts.append(result.batch.column("text"))

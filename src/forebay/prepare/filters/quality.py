@@ -23,6 +23,7 @@ from forebay.prepare.filters.languages import (
     LanguageStage,
     WordTable,
     all_stop_words,
+    language_hash,
     language_hashes,
     stop_word_table,
     stop_words,
@@ -74,7 +75,7 @@ class Length(LanguageStage):
         for unit in ("chars", "words"):
             check_order(self, f"min_{unit}", f"max_{unit}")
 
-    def judge(self, batch: pa.RecordBatch) -> StageResult:
+    def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
         from forebay.prepare.filters.kernels import measure_length
         from forebay.prepare.filters.word_tables import character_table
 
@@ -139,11 +140,11 @@ class GopherQuality(LanguageStage):
                 f"min_stop_words: expected at most the number of stop_words ({number}), got {self.min_stop_words}"
             )
 
-    def judge(self, batch: pa.RecordBatch) -> StageResult:
+    def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
         from forebay.prepare.filters.kernels import QUALITY, measure_quality
 
-        keys, values, known = _stop_table(self.stop_words)
-        languages, unknown = language_hashes(batch, known)
+        keys, values, listed = _stop_table(self.stop_words)
+        languages, unknown = language_hashes(batch, listed)
         extra = (keys, values, languages)
         m = dict(zip(QUALITY, measure(measure_quality, batch, len(QUALITY), extra), strict=True))
         shortest: Any = self.min_word_chars
@@ -161,19 +162,21 @@ class GopherQuality(LanguageStage):
                 m["bullets"] / m["lines"] > self.max_bullet_lines,
                 m["trails"] / m["lines"] > self.max_ellipsis_lines,
                 m["alpha_words"] / m["words"] < self.min_alpha_words,
-                (m["stops"] < self.min_stop_words) & ~(unknown & bool(known)),
+                (m["stops"] < self.min_stop_words) & ~(unknown & bool(listed)),
             )
         return StageResult(batch, first_failing(*failed))
 
 
 @lru_cache(16)
-def _stop_table(words: tuple[str, ...] | Literal["auto"]) -> tuple[*WordTable, frozenset[str]]:
-    """The table, and the languages that have a list of their own in it."""
+def _stop_table(words: tuple[str, ...] | Literal["auto"]) -> tuple[*WordTable, dict[str, int]]:
+    """The table, and the hash of each language that has a list of its own in it."""
     if words != "auto":
-        return *stop_word_table([("", words)]), frozenset()
+        return *stop_word_table([("", words)]), {}
     unspaced = [word for code in UNSPACED for word in stop_words(code)]
     lists = {code: list(words) for code, words in all_stop_words().items()} | {"en": list(STOP_WORDS)}
-    return *stop_word_table([("", [*STOP_WORDS, *unspaced]), *lists.items()]), frozenset(lists)
+    return *stop_word_table([("", [*STOP_WORDS, *unspaced]), *lists.items()]), {
+        code: language_hash(code) for code in lists
+    }
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,7 @@ class GopherRepetition(LanguageStage):
             *(f"gopher_duplicate_{n}_grams" for n, _ in self.duplicate_ngrams),
         )
 
-    def judge(self, batch: pa.RecordBatch) -> StageResult:
+    def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
         from forebay.prepare.filters.kernels import REPETITION, measure_repetition
 
         grams = (*self.top_ngrams, *self.duplicate_ngrams)
@@ -278,7 +281,7 @@ class FineWeb(LanguageStage):
     )
     shares_words: ClassVar[bool] = True
 
-    def judge(self, batch: pa.RecordBatch) -> StageResult:
+    def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
         from forebay.prepare.filters.kernels import FINEWEB, measure_lines
 
         m = dict(zip(FINEWEB, measure(measure_lines, batch, len(FINEWEB), [self.short_line_chars]), strict=True))

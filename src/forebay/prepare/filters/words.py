@@ -425,10 +425,12 @@ def unspaced_word(points, start, stop, table):  # type: ignore[no-untyped-def]
     alone = kind(table, points[start]) & FUNCTION != 0
     i = start + 1
     if alone or script > _KATAKANA:
-        most = 0
+        max_chars = 0
     else:
-        most = 2 if script == _HAN else 3 if script == _HIRAGANA else 64
-    while i < stop and i - start < most and _script(points[i]) == script and kind(table, points[i]) & FUNCTION == 0:
+        max_chars = 2 if script == _HAN else 3 if script == _HIRAGANA else 64
+    while (
+        i < stop and i - start < max_chars and _script(points[i]) == script and kind(table, points[i]) & FUNCTION == 0
+    ):
         i += 1
     if script > _KATAKANA:
         syllables = 1
