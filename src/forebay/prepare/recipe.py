@@ -32,6 +32,7 @@ STAGES = {
     "c4": "forebay.prepare.filters.c4:C4",
     "lines": "forebay.prepare.filters.lines:LineRules",
     "fineweb": "forebay.prepare.filters.quality:FineWeb",
+    "code": "forebay.prepare.filters.code:Code",
     "language": "forebay.prepare.filters.language:Language",
     "perplexity": "forebay.prepare.filters.perplexity:Perplexity",
 }

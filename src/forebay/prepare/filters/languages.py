@@ -113,12 +113,17 @@ class LanguageStage(Stage):
         """The result for a batch, with the same settings for all languages."""
         raise NotImplementedError
 
+    def codes(self, batch: pa.RecordBatch) -> list[str | None]:
+        """The language of each document; empty if none is known."""
+        return batch.column("language").to_pylist() if "language" in batch.schema.names else []
+
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         """The result for a batch, each document with the settings of its language."""
-        if not self.language or "language" not in batch.schema.names:
+        codes = self.codes(batch) if self.language else []
+        if not codes:
             return self.filter_batch(batch)
         variants, groups = _variants(self), dict[LanguageStage, list[int]]()
-        for row, code in enumerate(batch.column("language").to_pylist()):
+        for row, code in enumerate(codes):
             groups.setdefault(variants.get(language_code(code or ""), variants[""]), []).append(row)
         drop, counts, texts = keep_all(batch.num_rows), dict[str, int](), []
         for stage, rows in groups.items():
