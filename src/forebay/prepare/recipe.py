@@ -18,6 +18,7 @@ from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.settings import Positive, Settings, Share
 from forebay.prepare.tasks.slicing import MIN_SLICE_BYTES
 from forebay.prepare.tokenize.conversations import TEMPLATES, Conversations
+from forebay.prepare.tokenize.fim import FillInTheMiddle
 
 STAGES = {
     "extract": "forebay.prepare.clean.extract:Extract",
@@ -125,6 +126,7 @@ class Recipe(Settings):
     slice: Slicing = field(default_factory=Slicing)
     rows: Rows | None = None
     lm: LanguageModel | None = None
+    fim: FillInTheMiddle | None = None
 
     @property
     def percentiles(self) -> tuple[float, ...]:
@@ -134,13 +136,15 @@ class Recipe(Settings):
 
     def to_json(self) -> dict[str, Any]:
         """Every setting, defaults too, as the lineage has it: `stages` is a list of [name, settings]."""
-        names = [f.name for f in fields(self) if f.name not in ("inputs", "stages", "lm")]
+        names = [f.name for f in fields(self) if f.name not in ("inputs", "stages", "lm", "fim")]
         settings = {name: plain(getattr(self, name)) for name in names}
         own = settings["dedup"].pop("own")
         if own:
             settings["dedup"]["own"] = [[m.name, m.settings] for m in self.dedup.own]
         if self.lm is not None:
             settings["lm"] = plain(self.lm)
+        if self.fim is not None:
+            settings["fim"] = plain(self.fim)
         return {**settings, "stages": [[s.name, plain(without_paths(s))] for s in self.stages]}
 
 
