@@ -5,6 +5,7 @@ Source: Penedo et al. 2023 (RefinedWeb), table G.2, line-wise corrections; Rae e
 on symbols and stop words are for documents.
 """
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -35,7 +36,7 @@ from forebay.prepare.filters.word_tables import (
     hash_word,
     table_of_hashes,
 )
-from forebay.prepare.filters.words import cut_words, decode, hash_points, kind, look_up, split_words, tables, trim
+from forebay.prepare.filters.words import cut_words, decode, hash_points, kind, look_up, tables, trim
 from forebay.prepare.settings import Count, Share, Texts
 
 RULES = ("numbers", "symbols", "one_word", "counter", "prompt", "uppercase", "no_stop_words")
@@ -187,11 +188,10 @@ def _phrase_table() -> WordTable:
     phrases = {hash_word(word): 0 for word in _COUNTERS.split()}
     for position, listed in ((_AT_BEGIN, _BEGIN), (_AT_END, _END), (_SOMEWHERE, _ANYWHERE)):
         for phrase in listed.split(";"):
-            h = 0
-            for word in split_words(phrase):
-                if word[0].isalnum():
-                    h = (h * _FACTOR + hash_word(word)) & (1 << 64) - 1
-            assert sum(word[0].isalnum() for word in split_words(phrase)) <= _PHRASE_WORDS
+            h, words = 0, re.findall(r"\w+", phrase)
+            for word in words:
+                h = (h * _FACTOR + hash_word(word)) & (1 << 64) - 1
+            assert len(words) <= _PHRASE_WORDS
             phrases[h ^ 1] = phrases.get(h ^ 1, 0) | position
     return table_of_hashes(phrases)
 
