@@ -1,8 +1,9 @@
 """Conversations through a chat template, as tokenizer_config.json has it: the text, and which of it is trained on.
 
 A template is a program of strangers: it runs in jinja2's sandbox, without clock, files or attributes of Python, and may
-write `MAX_CHARS`. Trained on is what it writes for each message of the assistant: what rendering one message more adds
-to the same conversation with the prompt for an answer.
+write `MAX_CHARS`. Its loops are not timed: one that never ends blocks its worker, which can be stopped. Trained on is
+what it writes for each message of the assistant: what rendering one message more adds to the same conversation with the
+prompt for an answer.
 """
 
 import json
@@ -126,6 +127,20 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, which limits the length of `range`, with limits of what `*` and `**` make."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        for text, count in ((left, right), (right, left)):
+            if isinstance(text, (str, list, tuple)) and isinstance(count, int) and len(text) * count > MAX_CHARS:
+                raise TemplateError(f"{len(text)} characters {count} times")
+        if operator == "**":
+            raise TemplateError("a power")
+        return super().call_binop(context, operator, left, right)
+
+
 def _refuse(message: str) -> None:
     raise TemplateError(message)
 
@@ -136,9 +151,7 @@ def _no_clock(format: str = "") -> str:
 
 @lru_cache(4)
 def _compiled(template: str) -> Any:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_refuse, strftime_now=_no_clock)
     try:

@@ -78,6 +78,8 @@ def test_templates_that_cannot_be_masked_or_refuse() -> None:
         ("{% for i in range(99999999) %}x{% endfor %}", "refused_by_template"),
         ("{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}", "too_long"),
         ("{% include '/etc/passwd' %}", "refused_by_template"),
+        ("{{ 'x' * 9999999999 }}", "refused_by_template"),
+        ("{{ 9 ** 9999999 }}", "refused_by_template"),
     ):
         with pytest.raises(UnfitConversationError, match=reason):
             spans(MESSAGES, template)
