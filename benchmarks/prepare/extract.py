@@ -187,8 +187,8 @@ def describe_filtered(pages: Sequence[GoldPage], texts: Sequence[str]) -> str:
         for stage in stages:
             result = stage.apply(batch)
             batch = result.batch.filter(pa.array(result.drop < 0))
-        kept = zip(batch["place"].to_pylist(), batch["text"].to_pylist())
-        scores += [word_scores(text, pages[i].text)[1] for i, text in kept]
+        rows_of = zip(batch["place"].to_pylist(), batch["text"].to_pylist())
+        scores += [word_scores(text, pages[i].text)[1] for i, text in rows_of]
     purity = sum(scores) / max(1, len(scores))
     return f"  filters of fineweb keep {len(scores)} of {len(rows)} articles; {purity:.3f} of their words are gold"
 

@@ -91,6 +91,8 @@ class ReadOptions:
         prompt_key, response_key, messages_key: For the rows layout. If `messages_key` is set (a list of
             `{"role", "content"}`), or both others, the text is the turns, each after `records.PROMPT_MARK` or
             `records.RESPONSE_MARK` (an assistant's).
+        keep_roles: Whether a text says the roles and other fields of messages too (tool calls), which a chat template
+            needs; `[rows] template` sets it.
         columns: Fields of the input that stages see as columns, each `number` or `text`:
             `{"quality" = "number"}`. A document without one has NaN, or "".
         options: What only one format knows: `{"namespaces": [0]}` for Wikipedia.
@@ -109,6 +111,7 @@ class ReadOptions:
     prompt_key: str = ""
     response_key: str = ""
     messages_key: str = ""
+    keep_roles: bool = False
     columns: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
 

@@ -3,7 +3,9 @@
 Hides: dotted keys, the shapes in which conversations are stored, and characters that must not be in a text.
 """
 
+import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -12,9 +14,12 @@ from forebay.formats.inputs import ALL_FIELDS, ReadOptions
 
 T = TypeVar("T")
 
-PROMPT_MARK, RESPONSE_MARK = "\ufdd0", "\ufdd1"
+PROMPT_MARK, RESPONSE_MARK, HEADER_MARK = "\ufdd0", "\ufdd1", "\ufdd2"
 """What begins a turn of a conversation whose tokens are masked (a prompt), or learnt (a response), inside `text`.
+With `keep_roles`, a header follows where a message has more than its role and content: JSON between two HEADER_MARKs.
 Unicode reserves these noncharacters for internal use; readers remove them from what they read."""
+_MARKS = re.compile("[\ufdd0-\ufddf]")
+_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
 SHOWN_CHARS = 200  # Of a malformed record.
 _LEARNT_ROLES = ("assistant", "gpt", "model", "bot")
 
@@ -54,9 +59,7 @@ class Record:
 
 def strip_turn_marks(text: str) -> str:
     """Return the text without the noncharacters that begin turns: no input may bring its own."""
-    if PROMPT_MARK in text or RESPONSE_MARK in text:
-        return text.replace(PROMPT_MARK, "").replace(RESPONSE_MARK, "")
-    return text
+    return _MARKS.sub("", text)
 
 
 def shown(data: bytes) -> str:
@@ -115,7 +118,7 @@ def to_record(
     """Return the document in a row, or what is wrong with it."""
     fields: tuple[str, ...] = ()
     if options.messages_key:
-        text, problem = _conversation(row, options.messages_key)
+        text, problem = _conversation(row, options.messages_key, options.keep_roles)
     elif options.prompt_key and options.response_key:
         (prompt, problem), (response, other) = _text(row, options.prompt_key), _text(row, options.response_key)
         text, problem = PROMPT_MARK + prompt + RESPONSE_MARK + response, problem or other
@@ -190,7 +193,7 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(member)
 
 
-def _conversation(row: Mapping[str, object], key: str) -> tuple[str, str]:
+def _conversation(row: Mapping[str, object], key: str, keep_roles: bool) -> tuple[str, str]:
     turns = look_up(row, key)
     if not isinstance(turns, list) or not turns:
         return "", f"expected a list of messages under {key!r}, got {type(turns).__name__ if turns else 'none'}"
@@ -200,7 +203,23 @@ def _conversation(row: Mapping[str, object], key: str) -> tuple[str, str]:
         content = turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else None
         if isinstance(content, list):
             content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+        content = "" if content is None and keep_roles and turn.get("tool_calls") else content
         if not isinstance(role, str) or not isinstance(content, str):
             return "", f"expected a role and a content, two strings, in message {index} under {key!r}"
-        texts.append((RESPONSE_MARK if role in _LEARNT_ROLES else PROMPT_MARK) + strip_turn_marks(content))
+        header = _header(row, turn, role, index == 0) if keep_roles else ""
+        texts.append((RESPONSE_MARK if role in _LEARNT_ROLES else PROMPT_MARK) + header + strip_turn_marks(content))
     return "".join(texts), ""
+
+
+def _header(row: Mapping[str, object], turn: Mapping[str, object], role: str, is_first: bool) -> str:
+    """What a message has beside its content, and in the first the conversation's tools; "" for a plain one."""
+    role = _ROLES.get(role, role)
+    fields = {name: value for name, value in turn.items() if value is not None}
+    for name in ("role", "from", "content", "value"):
+        fields.pop(name, None)
+    if role not in ("user", "assistant"):
+        fields["role"] = role
+    if is_first and row.get("tools"):
+        fields["tools"] = row["tools"]
+    text = json.dumps(fields, ensure_ascii=False, default=str) if fields else ""
+    return HEADER_MARK + strip_turn_marks(text) + HEADER_MARK if text else ""

@@ -27,6 +27,7 @@ class StackExchange(Format):
 
     name = "stackexchange"
     suffixes = ("posts.xml",)
+    is_plain_text = True  # Rows are read one by one, without the XML declaration.
 
     def sniff(self, head: bytes) -> bool:
         start = head[:1024]

@@ -64,6 +64,7 @@ class Wikipedia(Format):
 
     name = "wikipedia"
     suffixes = ("-articles.xml", ".mediawiki.xml")
+    is_plain_text = True  # Pages are parsed one by one, without the XML declaration.
 
     def sniff(self, head: bytes) -> bool:
         return b"<mediawiki" in head[:1024]

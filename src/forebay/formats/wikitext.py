@@ -17,9 +17,15 @@ def _words(text: str) -> frozenset[str]:
 
 MAX_DEPTH = 40  # What is nested deeper is text.
 FILES_AND_CATEGORIES = _words(
-    "file image media category datei bild kategorie fichier catégorie archivo imagen categoría immagine categoria "
-    "ficheiro imagem bestand afbeelding plik grafika файл изображение категория ファイル 画像 文件 分类 fil kategori"
+    "file image media category datei bild kategorie fichier catégorie archivo imagen categoría immagine "
+    "categoria ficheiro imagem bestand afbeelding plik grafika файл изображение категория ファイル 画像 文件 分类 "
+    "fil kategori soubor tiedosto kuva luokka fájl kép kategória fișier categorie dosya resim berkas "
+    "gambar slika datoteka датотека слика категорија картинка зображення категорія fitxer fitxategi irudi "
+    "kategoria ficheru dosiero kategorio pilt kategooria attēls vaizdas súbor obrázok αρχείο εικόνα "
+    "κατηγορία קובץ תמונה קטגוריה ملف صورة تصنيف پرونده رده चित्र श्रेणी চিত্র বিষয়শ্রেণী படிமம் ไฟล์ "
+    "ภาพ หมวดหมู่ 파일 그림 분류 檔案 图像 圖像 分類 talaksan mynd skrá "
 )
+"""Names of two namespaces in other languages; that of a dump's own is in its `<siteinfo>`. Source: MediaWiki."""
 _DROPPED = (
     "ref|gallery|timeline|score|hiero|templatedata|imagemap|inputbox|graph|mapframe|maplink|section|table|style|script|"
     "templatestyles|indicator|references|categorytree|dynamicpagelist|rss|includeonly|tr"
@@ -34,10 +40,11 @@ _NEW_LINE = frozenset(
 _LINK = re.compile(r"\[\[([^\[\]|\n]{0,500})(\|(?:[^\[\]]|\[(?!\[)|\](?!\]))*+)?\]\]")
 _URL = re.compile(r"\[(?:https?:|ftps?:|mailto:|news:|irc:)?//[^\s\[\]<>{}|\"]{0,3000}[ \t]?([^\[\]]*+)\]")
 _TEMPLATE = re.compile(r"\{\{((?:[^{}]|\{(?!\{)|\}(?!\}))*+)\}\}")
+_PARAMETER = re.compile(r"\{\{\{[^{}|]{0,200}(?:\|([^{}]*+))?\}\}\}")
 _TABLE = re.compile(r"(?m)^[ \t:*#]{0,20}\{\|(?:[^{}|]|\{(?!\|)|\|(?!\}))*+\|\}")
 _BRACES = re.compile(r"(?<=\{)(?=\{)|(?<=\})(?=\})")
 _QUOTES = re.compile(r"''+")
-_STRAY = re.compile(r"\[\[|\]\]|\{\{+|\}\}+|(?<!\{)\|\}|__[A-Z]{3,30}__|\[(?=(?:https?:|ftps?:)?//)")
+_STRAY = re.compile(r"\{\|[^\n]*|\[\[|\]\]|\{\{+|\}\}+|(?<!\{)\|\}|__[A-Z]{3,30}__|\[(?=(?:https?:|ftps?:)?//)")
 _FILE = re.compile(
     r"\.(?:jpe?g|png|svg|gif|tiff?|webp|xcf|pdf|djvu|stl|og[agv]|opus|webm|mpe?g|mp[34]|wav|flac|midi?)$", re.IGNORECASE
 )
@@ -97,6 +104,7 @@ def to_text(source: str, dropped_prefixes: frozenset[str] = FILES_AND_CATEGORIES
         before = text
         text = _LINK.sub(lambda link: _link_text(link, dropped_prefixes), text)
         text = _URL.sub(r"\1", text)
+        text = _PARAMETER.sub(lambda parameter: parameter[1] or "", text)
         text = _TABLE.sub("", _TEMPLATE.sub(_template_text, text))
         if text == before:
             break

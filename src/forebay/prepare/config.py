@@ -306,7 +306,7 @@ def _build(cls: Any, table: Any, path: Keys, base: Any = None) -> Any:
         if kind is not None:
             nested[key] = _build(kind, value, (*path, key), getattr(base, key, None))
         elif isinstance(value, Mapping) and typing.get_origin(types_of[key]) is tuple:
-            values[key] = list(value.items())
+            values[key] = _pairs(value)
         else:
             values[key] = _number(types_of[key], value, (*path, key)) if isinstance(value, str) else value
     try:
@@ -317,6 +317,11 @@ def _build(cls: Any, table: Any, path: Keys, base: Any = None) -> Any:
         if key in types_of:
             raise _SettingError((*path, key), message) from error
         raise _SettingError(path, str(error)) from error
+
+
+def _pairs(value: Any) -> Any:
+    """A table as the list of its keys and values, within it too."""
+    return [[key, _pairs(item)] for key, item in value.items()] if isinstance(value, Mapping) else value
 
 
 def _number(kind: Any, value: str, path: Keys) -> Any:

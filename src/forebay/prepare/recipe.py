@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -13,7 +13,9 @@ from forebay.prepare.documents import Stage, without_paths
 from forebay.prepare.engines.sandbox import Limits
 from forebay.prepare.settings import Positive, Settings, Share, plain
 from forebay.prepare.tasks.slicing import MIN_SLICE_BYTES
-from forebay.prepare.tokenize.conversations import TEMPLATES, Conversations
+from forebay.prepare.tokenize.chat_template import load_chat_template
+from forebay.prepare.tokenize.conversations import TEMPLATES, Conversations, Template
+from forebay.prepare.tokenize.fim import FillInTheMiddle
 
 STAGES = {
     "extract": "forebay.prepare.extract.stage:Extract",
@@ -26,7 +28,9 @@ STAGES = {
     "gopher_quality": "forebay.prepare.filters.quality:GopherQuality",
     "gopher_repetition": "forebay.prepare.filters.quality:GopherRepetition",
     "c4": "forebay.prepare.filters.c4:C4",
+    "lines": "forebay.prepare.filters.lines:LineRules",
     "fineweb": "forebay.prepare.filters.quality:FineWeb",
+    "code": "forebay.prepare.filters.code:Code",
     "language": "forebay.prepare.filters.language:Language",
     "perplexity": "forebay.prepare.filters.perplexity:Perplexity",
     "decontaminate": "forebay.prepare.decontaminate.stage:Decontaminate",
@@ -78,20 +82,29 @@ class Rows(Settings):
 
     Args:
         max_tokens: The length of a row.
-        template: The text around turns: `plain` or `chatml`.
+        template: The text around turns: `plain`, `chatml`, or the file of a chat template: Jinja, or a
+            tokenizer_config.json. Only what it writes for the assistant is trained on.
         too_long: A longer conversation is `cut` at its end, or `drop`ped.
         labels: `I64`, as PyTorch expects it, or `I32`.
         packed: Several whole conversations share a row, told apart by `position_ids` and `segment_ids`.
     """
 
     max_tokens: Annotated[int, Field(ge=2)] = 2048
-    template: Literal["plain", "chatml"] = "plain"
+    template: str = "plain"
     too_long: Literal["cut", "drop"] = "cut"
     labels: Literal["I32", "I64"] = "I64"
     packed: bool = False
 
     def conversations(self) -> Conversations:
-        return Conversations(self.max_tokens, TEMPLATES[self.template], self.too_long)
+        if self.template in TEMPLATES:
+            return Conversations(self.max_tokens, TEMPLATES[self.template], self.too_long)
+        chat = load_chat_template(self.template)
+        return Conversations(self.max_tokens, Template(), self.too_long, chat)
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings with the template itself in place of its path."""
+        template = self.template if self.template in TEMPLATES else load_chat_template(self.template)
+        return {**{item.name: getattr(self, item.name) for item in fields(self)}, "template": template}
 
 
 @dataclass(frozen=True)
@@ -123,14 +136,24 @@ class Recipe(Settings):
     slice: Slicing = field(default_factory=Slicing)
     rows: Rows | None = None
     lm: LanguageModel | None = None
+    fim: FillInTheMiddle | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rows is not None and self.rows.template not in TEMPLATES and not self.read.keep_roles:
+            object.__setattr__(self, "read", replace(self.read, keep_roles=True))
 
     def to_json(self) -> dict[str, Any]:
         """Every setting, defaults too, as the lineage has it: `stages` is a list of [name, settings]."""
-        names = [f.name for f in fields(self) if f.name not in ("inputs", "stages", "lm")]
+        names = [f.name for f in fields(self) if f.name not in ("inputs", "stages", "lm", "fim")]
         settings = {name: plain(getattr(self, name)) for name in names}
         own = settings["dedup"].pop("own")
         if own:
             settings["dedup"]["own"] = [[m.name, m.settings] for m in self.dedup.own]
         if self.lm is not None:
             settings["lm"] = plain(self.lm)
+        if self.rows is not None:
+            settings["rows"] = self.rows.to_json()
+        if self.fim is not None:
+            settings["fim"] = plain(self.fim)
         return {**settings, "stages": [[s.name, plain(without_paths(s))] for s in self.stages]}

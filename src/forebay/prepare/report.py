@@ -26,7 +26,7 @@ MAX_INPUTS, MAX_REJECTS, MAX_LANGUAGES, MAX_BINS = 50, 100, 20, 24
 # Control characters by their pictures, halves of surrogate pairs by the replacement character, turns by words.
 _VISIBLE: dict[int, str] = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _VISIBLE |= dict.fromkeys((*range(0x7F, 0xA0), *range(0xD800, 0xE000), *range(0xFFFE, 0x10000)), "�")
-_VISIBLE |= {0xFDD0: "⟨prompt⟩ ", 0xFDD1: "⟨response⟩ "}
+_VISIBLE |= {0xFDD0: "⟨prompt⟩ ", 0xFDD1: "⟨response⟩ ", 0xFDD2: "⟨header⟩ "}
 _PREFIXES = {"stage": "", "dropped": "  − ", "changed": "  ~ "}
 
 

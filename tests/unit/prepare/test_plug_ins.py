@@ -133,7 +133,7 @@ def test_a_function_becomes_a_filter(tmp_path: Path, own: Any) -> None:
     assert by_name.dropped == result.dropped
     recipe = load_recipe(settings={"enough_lines": {"min_lines": 4}})
     assert run(tmp_path, "four", recipe=recipe).dropped == {"enough_lines": 3}
-    table = {"lines": {"use": "my_own:enough_lines", "min_lines": 4}}
+    table = {"mine": {"use": "my_own:enough_lines", "min_lines": 4}}
     assert run(tmp_path, "use", recipe=load_recipe(settings=table, allow_code=True)).documents_out == 2
 
 

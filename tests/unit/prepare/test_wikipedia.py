@@ -11,10 +11,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import forebay
 from forebay.formats import wikipedia
 from forebay.formats.detect import detect
 from forebay.formats.inputs import InputFile, InputSplit, ReadOptions
@@ -183,6 +185,17 @@ def test_pieces_give_each_page_once(tmp_path: Path, size: int) -> None:
     assert [(r.id, r.text, r.url) for r in cut] == [(r.id, r.text, r.url) for r in full]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_dump_in_utf16(tmp_path: Path, packed: bool) -> None:
+    text = HEAD + page(1, "Größe und Länge") + "</mediawiki>"
+    data = text.encode("utf-16")
+    path = tmp_path / ("a-articles.xml" + ".bz2" * packed)
+    path.write_bytes(bz2.compress(data) if packed else data)
+    result = forebay.prepare_dataset([path], tmp_path / "out", tokenizer="bytes", to="text", workers=1)
+    assert result.documents_out == 1
+    assert "Größe und Länge" in pq.read_table(tmp_path / "out/text")["text"][0].as_py()
+
+
 def test_damage_costs_a_page(tmp_path: Path) -> None:
     good = [page(i, f"text {i}") for i in range(6)]
     for damage in ("<text>\x01</text>", "</revision></oops>", "&undefined;", "<page>", "\x00", "<![CDATA["):
@@ -232,6 +245,10 @@ def test_it_is_detected() -> None:
         ('<tr><td style="a">cell</td></tr>after', "after"),
         ("[[Tiedosto:x.JPG|thumb|words]]after [[:Tiedosto:x.jpg|file]]", "after file"),
         ("[[Slika:a.svg]]after [[a.svg]]", "after a.svg"),
+        ("[[Soubor:a|thumb|popis]]a [[ไฟล์:b|thumb]]b [[ファイル:c|thumb]]c", "a b c"),
+        ('before {|style="width:100%"\n| cell\n|}\nafter', "before\n\nafter"),
+        ('text {| class="x" align=right\n| unclosed\nmore', "text\nmore"),
+        ("{{{1|default}}} and {{{2}}}none, {{lang|de|{{{1|Wort}}}}}", "default and none, Wort"),
     ],
 )
 def test_markup_that_stands_alone_leaves_nothing(source: str, text: str) -> None:

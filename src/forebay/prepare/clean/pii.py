@@ -1,28 +1,42 @@
-"""Masks personal data: e-mail, telephone, IP address, IBAN, payment card, keys and tokens.
+"""Masks personal data: e-mail, telephone, IP address, IBAN, payment card, keys and tokens, numbers of persons.
 
-Keys are found by google-re2, in the rows that hold one of their fixed beginnings; all else by the compiled pass of
-`pii_scan`. Chosen by measuring `re`, re2 and hyperscan: `benchmarks/prepare/clean.py`.
+Keys are found by google-re2, in the rows that hold one of their fixed beginnings; numbers that countries give by
+`pii_ids`; all else by the compiled pass of `pii_scan`. Chosen by measuring `re`, re2 and hyperscan:
+`benchmarks/prepare/clean.py`.
 """
 
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
 import re2
+from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.prepare.clean import pii_scan
+from forebay.prepare.clean.pii_ids import find_ids
 from forebay.prepare.clean.spans import splice
 from forebay.prepare.compiled import Ints
-from forebay.prepare.documents import Stage, StageResult, keep_all, replace_column, text_buffers
+from forebay.prepare.documents import Stage, StageResult, first_failing, replace_column, text_buffers
+from forebay.prepare.filters.kernels import measure_length
+from forebay.prepare.filters.word_tables import character_table
+from forebay.prepare.settings import Number
 
-Kind = Literal["email", "ipv4", "ipv6", "iban", "card", "phone", "key"]
-KINDS: tuple[Kind, ...] = get_args(Kind)  # In the order of the numbers of `pii_scan`; `key` is ours.
+Kind = Literal[
+    "email", "ipv4", "ipv6", "iban", "card", "phone", "key", "us_ssn", "us_itin", "uk_nino", "uk_nhs", "de_tax_id",
+    "fr_nir", "es_dni", "it_fiscal_code", "pl_pesel", "nl_bsn", "br_cpf", "br_cnpj", "in_aadhaar", "in_pan", "ca_sin",
+    "cn_resident_id", "se_personal_id", "fi_personal_id", "no_birth_number", "dk_cpr", "be_national_id", "ch_ahv",
+    "pt_nif", "ro_cnp", "tr_identity", "kr_rrn", "jp_my_number", "mx_curp", "au_tfn", "za_id", "passport",
+    "driving_licence", "wallet", "mac", "coordinates",
+]  # fmt: skip
+KINDS: tuple[Kind, ...] = get_args(Kind)  # The first in the order of the numbers of `pii_scan`.
+NOT_PERSONAL: tuple[Kind, ...] = ("wallet", "mac", "coordinates")
+DEFAULT_KINDS = tuple(kind for kind in KINDS if kind not in NOT_PERSONAL)
 assert tuple(range(6)) == (pii_scan.EMAIL, pii_scan.IPV4, pii_scan.IPV6, pii_scan.IBAN, pii_scan.CARD, pii_scan.PHONE)
 FINEWEB_MASKS = {
     "email": (b"email@example.com", b"firstname.lastname@example.org"),
@@ -66,6 +80,14 @@ PEM = r"-----BEGIN (?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----"
 MAX_PEM_BYTES = 1 << 14
 
 Spans = tuple[Ints, Ints, Ints]
+Country = Literal[
+    "us", "uk", "de", "fr", "es", "it", "pl", "nl", "br", "in", "ca", "cn", "se", "fi", "no", "dk", "be", "ch", "pt",
+    "ro", "tr", "kr", "jp", "mx", "au", "za",
+]  # fmt: skip
+SCANNED = KINDS[:6]
+IDS = frozenset(KINDS[7:])
+_NUMBERS: dict[str, int] = {kind: number for number, kind in enumerate(KINDS)}
+_KEY = _NUMBERS["key"]
 
 
 @functools.cache
@@ -77,25 +99,35 @@ def _compiled(pattern: str) -> Any:
 
 @dataclass(frozen=True)
 class Pii(Stage):
-    """Masks personal data, without dropping a document.
+    """Masks personal data, and drops documents with too much of it.
 
     Args:
-        kinds: Which of KINDS.
+        kinds: Which; or `us`, `uk`, `de` …: all numbers of a country. All but `wallet`, `mac` and `coordinates`.
         style: `mask` puts `<kind>` in its place; `fineweb` what FineWeb does for e-mail and IPv4 addresses.
         public_only: Leave private, loopback, documentation and multicast IP addresses, as FineWeb does.
+        max_count: Drop a document with more: any number (Dolma: 5).
+        max_per_1000_words: Drop a document with more by 1000 words: any number.
 
     Source: FineWeb masks e-mail and public IP addresses alone (datatrove's PIIFormatter, its defaults); for that set
-    `kinds = ["email", "ipv4", "ipv6"]` and `style = "fineweb"`. Cost: linear in any text.
+    `kinds = ["email", "ipv4", "ipv6"]` and `style = "fineweb"`. Soldaini et al. 2024 (Dolma), section 3, drop documents
+    with more than 5. Cost: linear in any text.
     """
 
     name: ClassVar[str] = "pii"
-    version: ClassVar[int] = 2
-    kinds: Annotated[tuple[Kind, ...], Field(min_length=1)] = KINDS
+    version: ClassVar[int] = 3
+    reasons: ClassVar[tuple[str, ...]] = ("pii_many", "pii_dense")
+    kinds: Annotated[tuple[Kind | Country, ...], Field(min_length=1)] = DEFAULT_KINDS
     style: Literal["mask", "fineweb"] = "mask"
     public_only: bool = True
+    max_count: Number = math.inf
+    max_per_1000_words: Number = math.inf
+
+    @functools.cached_property
+    def _selected(self) -> frozenset[str]:
+        return frozenset(kind for kind in KINDS if kind in self.kinds or kind.split("_")[0] in self.kinds)
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
-        """The batch with its texts masked, and how many of each kind."""
+        """The batch with its texts masked, and how many of each kind in those that stay."""
         column = batch.column("text")
         offsets, _ = text_buffers(column)
         starts, stops, kinds = self.find(column)
@@ -109,29 +141,33 @@ class Pii(Stage):
             mine = np.flatnonzero(kinds == kind)
             turn = np.arange(len(mine)) - np.searchsorted(rows[mine], rows[mine], side="left")
             which[mine] += turn % len(masks[kind])
+        drop = self._drop(batch, rows - 1)
         column = splice(column, starts, stops, puts, which)
+        kinds = kinds[drop[rows - 1] < 0]
         counts: dict[str, int] = {
             KINDS[kind]: n for kind, n in enumerate(np.bincount(kinds, minlength=len(KINDS)).tolist()) if n
         }
-        return StageResult(replace_column(batch, "text", column), keep_all(len(batch)), counts)
+        return StageResult(replace_column(batch, "text", column), drop, counts)
+
+    def _drop(self, batch: pa.RecordBatch, rows: Ints) -> NDArray[np.int16]:
+        number = np.bincount(rows, minlength=len(batch))
+        dense = np.zeros(len(batch), bool)
+        if self.max_per_1000_words < math.inf:
+            lengths = np.zeros((len(batch), 2), np.int64)
+            measure_length(*text_buffers(batch.column("text")), character_table(), lengths)
+            dense = number * 1000 > self.max_per_1000_words * lengths[:, 1]
+        return first_failing(number > self.max_count, dense)
 
     def find(self, column: pa.LargeStringArray) -> Spans:
         """Starts and stops in the data buffer and indices of KINDS; ascending, not overlapping."""
-        starts, stops, kinds = self._scanned(column)
-        keys = _apart(_keys(column)) if "key" in self.kinds else []
-        if not keys:
-            return starts, stops, kinds
-        # A key wins over what seems to be within it.
-        first, last = (np.array([key[i] for key in keys], np.int64) for i in (0, 1))
-        free = np.searchsorted(last, starts, side="right") == np.searchsorted(first, stops, side="left")
-        starts, stops = np.concatenate((starts[free], first)), np.concatenate((stops[free], last))
-        kinds = np.concatenate((kinds[free], np.full(len(keys), KINDS.index("key"), np.int64)))
-        order = np.argsort(starts, kind="stable")
-        return starts[order], stops[order], kinds[order]
+        spans = self._scanned(column)
+        for entries in (_ids(column, self._selected & IDS), _keys(column) if "key" in self._selected else ()):
+            spans = _over(spans, _apart(entries))
+        return spans
 
     def _scanned(self, column: pa.LargeStringArray) -> Spans:
         offsets, data = text_buffers(column)
-        wanted_bits = sum(1 << KINDS.index(kind) for kind in set(self.kinds) - {"key"})
+        wanted_bits = sum(1 << kind for kind in range(len(SCANNED)) if KINDS[kind] in self._selected)
         size = int(offsets[-1] - offsets[0]) // pii_scan.MIN_SPAN_BYTES + 1
         starts, stops, scanned = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.uint8)
         wanted_bits |= pii_scan.PUBLIC_ONLY if self.public_only else 0
@@ -155,15 +191,35 @@ def _in_turn(numbers: Ints) -> Iterator[int]:
         yield from numbers[start : start + 4096].tolist()
 
 
-def _apart(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    apart: list[tuple[int, int]] = []
+def _over(spans: Spans, entries: Sequence[tuple[int, int, int]]) -> Spans:
+    """The entries, and the spans that touch none of them: a key wins over what seems to be within it."""
+    if not entries:
+        return spans
+    starts, stops, kinds = spans
+    first, last, which = np.array(entries, np.int64).T
+    free = np.searchsorted(last, starts, side="right") == np.searchsorted(first, stops, side="left")
+    starts, stops = np.concatenate((starts[free], first)), np.concatenate((stops[free], last))
+    order = np.argsort(starts, kind="stable")
+    return starts[order], stops[order], np.concatenate((kinds[free], which))[order]
+
+
+def _ids(column: pa.LargeStringArray, kinds: frozenset[str]) -> Iterator[tuple[int, int, int]]:
+    offsets, data = text_buffers(column)
+    if kinds:
+        for first, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
+            for start, end, kind in find_ids(data[first:stop].tobytes(), kinds):
+                yield first + start, first + end, _NUMBERS[kind]
+
+
+def _apart(spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    apart: list[tuple[int, int, int]] = []
     for span in sorted(spans):
         if not apart or span[0] >= apart[-1][1]:
             apart.append(span)
     return apart
 
 
-def _keys(column: pa.LargeStringArray) -> Iterator[tuple[int, int]]:
+def _keys(column: pa.LargeStringArray) -> Iterator[tuple[int, int, int]]:
     offsets, data = text_buffers(column)
     starts = _compiled(STARTS)
     for first, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
@@ -171,15 +227,15 @@ def _keys(column: pa.LargeStringArray) -> Iterator[tuple[int, int]]:
         if not starts.search(text):
             continue
         for start, end in _pem_blocks(text):
-            yield first + start, first + end
+            yield first + start, first + end, _KEY
         for match in _compiled("|".join(KEYS)).finditer(text):
-            yield first + match.start(), first + match.end()
+            yield first + match.start(), first + match.end(), _KEY
         for pattern in RANDOM_KEYS:
             for match in _compiled(pattern).finditer(text):
                 if _random(match.group(1)):
                     quoted = match.group()[-1:] in b"\"'"  # then what was assigned, else with its beginning
                     begin = match.start(1) if quoted else match.start()
-                    yield first + begin, first + match.end(1)
+                    yield first + begin, first + match.end(1), _KEY
 
 
 def _pem_blocks(text: bytes) -> Iterator[tuple[int, int]]:

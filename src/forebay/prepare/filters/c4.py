@@ -11,9 +11,10 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.documents import Stage, StageResult, replace_column, text_buffers, text_column
-from forebay.prepare.filters.word_tables import BREAK, PUNCTUATION, SPACE, TERMINAL
-from forebay.prepare.filters.words import cut_words, decode, encode, kind, room_of, tables, trim
+from forebay.prepare.documents import StageResult, replace_column, text_buffers, text_column
+from forebay.prepare.filters.languages import ByLanguage, LanguageStage
+from forebay.prepare.filters.word_tables import BREAK, PUNCTUATION, TERMINAL
+from forebay.prepare.filters.words import cut_words, decode, encode, kind, room_of, tables, trim, word_runs
 from forebay.prepare.settings import Count
 
 LINES = ("long_word", "unended", "few_words", "javascript", "policy")
@@ -29,17 +30,19 @@ _PHRASE_ENDS = np.cumsum([0, *map(len, (*_PHRASES, *_MORE_PHRASES))])
 
 
 @dataclass(frozen=True)
-class C4(Stage):
+class C4(LanguageStage):
     """Keep the lines that are sentences, and the pages that still have enough of them.
 
     Takes out `[12]`, `[edit]` and `[citation needed]`, and lines that mention JavaScript, cookies or terms of use.
     Drops pages with `lorem ipsum` or a `{`.
 
     Args:
-        terminal_punctuation: Take out lines that do not end with `.`, `!`, `?` or a quotation mark, or end with `...`.
+        terminal_punctuation: Take out lines that do not end with `.`, `!`, `?`, a quotation mark, or a mark that ends
+            sentences of another script than Latin; or that end with `...`.
         min_words_per_line: Take out shorter lines (published: "at least 3 words" since version 3.0.0 of C4; 5 before).
         max_word_chars: Take out lines with a longer word: 1000; 0 for any.
         min_sentences: Drop pages with fewer, in the lines that stay: 5; 0 for any.
+        language: Tables of other settings for languages: `[c4.language.de]`.
 
     Source: Raffel et al. 2020, section 2.2, and c4_utils.py.
     """
@@ -48,12 +51,13 @@ class C4(Stage):
     min_words_per_line: Count = 3
     max_word_chars: Count = 1000
     min_sentences: Count = 5
+    language: ByLanguage = ()
 
     name: ClassVar[str] = "c4"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     reasons: ClassVar[tuple[str, ...]] = ("c4_lorem_ipsum", "c4_curly_bracket", "c4_few_sentences")
 
-    def apply(self, batch: pa.RecordBatch) -> StageResult:
+    def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
         """Texts without the lines that break a rule; of a dropped page the text stays as it was."""
         offsets, data = text_buffers(batch.column("text"))
         limits = (self.min_words_per_line, self.max_word_chars, self.min_sentences)
@@ -154,27 +158,29 @@ def _sentences(line, n, table, keys, values, begins, word_ends, tail, kinds):  #
 
 
 @jit()
-def _line_words(points, start, stop, table):  # type: ignore[no-untyped-def]
-    words = longest = run = 0
-    for i in range(start, stop):
-        if kind(table, points[i]) & SPACE:
-            run = 0
-            continue
-        words += run == 0
-        run += 1
-        longest = max(longest, run)
-    return words, longest
+def _ends_sentence(c, table):  # type: ignore[no-untyped-def]
+    """Whether a character ends sentences of another script than Latin."""
+    return c >= 0x0589 and (c < 0x2000 or c > 0x2FFF) and kind(table, c) & TERMINAL != 0
 
 
 @jit()
-def _check_line(line, n, words, longest, rules, phrase_ends, chars):  # type: ignore[no-untyped-def]
+def _closes(c):  # type: ignore[no-untyped-def]
+    return c == 0x300D or c == 0x300F or c == 0x201D or c == 0xFF09
+
+
+@jit()
+def _check_line(line, n, words, longest, table, rules, phrase_ends, chars):  # type: ignore[no-untyped-def]
     """-1 for a line that stays, i for `LINES[i]`, 100 + i for a page that is dropped."""
     if rules[2] and longest > rules[2]:
         return 0
     last = line[n - 1] if n else np.uint32(0)
     if rules[0]:
         dots = n > 2 and last == 46 and line[n - 2] == 46 and line[n - 3] == 46
-        if dots or not (last == 46 or last == 63 or last == 33 or last == 34 or last == 39):
+        if n > 1 and _closes(last) and _ends_sentence(line[n - 2], table):
+            last = line[n - 2]
+        if dots or not (
+            last == 46 or last == 63 or last == 33 or last == 34 or last == 39 or _ends_sentence(last, table)
+        ):
             return 1
     if words < rules[1]:
         return 2
@@ -209,9 +215,9 @@ def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, dr
             start = i + 1
             if a == b:
                 continue
-            words, longest = _line_words(points, a, b, table)
+            words, longest = word_runs(points, a, b, table)
             size = _cite(points, a, b, line)
-            code = _check_line(line, size, words, longest, rules, phrase_ends, phrases)
+            code = _check_line(line, size, words, longest, table, rules, phrase_ends, phrases)
             if code >= 100:
                 drop[row] = code - 100
                 break

@@ -7,9 +7,10 @@ Lines, paragraphs and n-grams are counted by 64-bit hashes in an open-addressed 
 import numpy as np
 
 from forebay.prepare.compiled import jit
-from forebay.prepare.filters.word_tables import BREAK, SPACE, TERMINAL
+from forebay.prepare.filters.word_tables import BREAK, SPACE, TERMINAL, UNSPACED
 from forebay.prepare.filters.words import (
     HAS_LETTER,
+    IS_DENSE,
     IS_TEXT,
     decode,
     hash_points,
@@ -18,13 +19,16 @@ from forebay.prepare.filters.words import (
     next_point,
     room_of,
     trim,
+    word_runs,
 )
 
 QUALITY = (
     "words", "text_words", "text_chars", "alpha_words", "hashes", "ellipses", "lines", "bullets", "trails", "stops",
+    "dense",
 )  # fmt: skip
 """Columns of `measure_quality`: words; those that are not all symbols, and their characters; with a letter; # signs;
-ellipses; lines; lines that begin with a bullet; that end with an ellipsis; different stop words."""
+ellipses; lines; lines that begin with a bullet; that end with an ellipsis; different stop words; words of Hangul
+or of scripts without spaces."""
 REPETITION = ("chars", "paragraphs", "same_paragraphs", "paragraph_chars", "lines", "same_lines", "line_chars")
 """First columns of `measure_repetition`; then characters in the top n-gram for each n, and in duplicate n-grams."""
 FINEWEB = ("lines", "ended", "short", "same_chars", "chars", "newlines", "words")  # Columns of `measure_lines`.
@@ -63,24 +67,26 @@ def _table_size(entries):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def measure_quality(cut, table, stop_keys, stop_values, out):  # type: ignore[no-untyped-def]
-    """`QUALITY` int64 [rows, 10] of documents `data[offsets[i]:stops[i]]`."""
+def measure_quality(cut, table, stop_keys, stop_values, languages, out):  # type: ignore[no-untyped-def]
+    """`QUALITY` int64 [rows, 11] of documents `data[offsets[i]:stops[i]]`; `languages`: of each the language's hash."""
     points = np.empty(room_of(cut.offsets, cut.stops), np.uint32)
     seen = np.full(len(stop_keys), -1, np.int64)
     for row in range(len(cut.stops)):
         n = decode(cut.data, cut.offsets[row], cut.stops[row], points)
-        text_words = text_chars = alpha_words = num_stops = 0
+        text_words = text_chars = alpha_words = num_stops = dense = 0
         for w in range(cut.starts[row], cut.starts[row + 1]):
             if cut.flags[w] & IS_TEXT:
                 text_words += 1
                 text_chars += cut.chars[w]
+                dense += cut.flags[w] & IS_DENSE != 0
             alpha_words += cut.flags[w] & HAS_LETTER != 0
-            stop = look_up(stop_keys, stop_values, cut.hashes[w])
+            stop = look_up(stop_keys, stop_values, cut.hashes[w] ^ languages[row])
             if stop >= 0 and seen[stop] != row:
                 seen[stop] = row
                 num_stops += 1
         out[row, 0] = cut.starts[row + 1] - cut.starts[row]
         out[row, 1], out[row, 2], out[row, 3], out[row, 9] = text_words, text_chars, alpha_words, num_stops
+        out[row, 10] = dense
         signs = ellipses = lines = bullets = trails = 0
         start, dots = 0, 0
         for i in range(n + 1):
@@ -266,15 +272,22 @@ def measure_lines(cut, table, short, out):  # type: ignore[no-untyped-def]
 
 @jit()
 def measure_length(offsets, data, table, out):  # type: ignore[no-untyped-def]
-    """int64 [rows, 2]: characters, and runs of them without white space."""
+    """int64 [rows, 2]: characters; runs of them without white space, those of scripts without spaces cut into words."""
+    points = np.empty(0, np.uint32)
     for row in range(len(offsets) - 1):
         chars = words = 0
-        inside = False
+        inside, cut = False, False
         i = offsets[row]
         while i < offsets[row + 1]:
             point, i = next_point(data, i)
-            space = kind(table, point) & SPACE != 0
+            bits = kind(table, point)
+            space = bits & SPACE != 0
             words += not space and not inside
             inside = not space
+            cut = cut or bits & UNSPACED != 0
             chars += 1
+        if cut:
+            if len(points) < chars + 2:
+                points = np.empty(chars + 2, np.uint32)
+            words, _ = word_runs(points, 0, decode(data, offsets[row], offsets[row + 1], points), table)
         out[row, 0], out[row, 1] = chars, words

@@ -43,7 +43,7 @@ class Kenlm(Scorer):
     model: str = ""
 
     name: ClassVar[str] = "kenlm"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     seconds_per_mb: ClassVar[float] = 0.04
     libraries: ClassVar[tuple[str, ...]] = ("kenlm",)
 

@@ -8,7 +8,7 @@ open (words, duplicates, top n-grams) is as in datatrove 0.10. The compiler, 0.5
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -16,9 +16,19 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from forebay.errors import UsageError
-from forebay.prepare.documents import Stage, StageResult, first_failing, text_buffers
-from forebay.prepare.filters.word_tables import hash_table
-from forebay.prepare.settings import Count, Number, Share, Texts, check_fields, check_order
+from forebay.prepare.documents import StageResult, first_failing, text_buffers
+from forebay.prepare.filters.languages import (
+    UNSPACED,
+    ByLanguage,
+    LanguageStage,
+    WordTable,
+    all_stop_words,
+    language_hash,
+    language_hashes,
+    stop_word_table,
+    stop_words,
+)
+from forebay.prepare.settings import Count, Number, Share, Texts, check_order
 
 Ngrams = tuple[tuple[Annotated[int, Field(ge=1, le=100)], Number], ...]
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
@@ -38,31 +48,34 @@ def measure(kernel: Any, batch: pa.RecordBatch, columns: int, extra: Sequence[ob
 
 
 @dataclass(frozen=True)
-class Length(Stage):
+class Length(LanguageStage):
     """Keep documents of `min` to `max` characters and words, both included.
 
     Args:
         min_chars, max_chars: Unicode characters.
-        min_words, max_words: Runs of characters without white space between.
+        min_words, max_words: Runs of characters without white space between; Chinese, Japanese, Thai, Lao, Khmer and
+            Burmese are cut into words.
+        language: Tables of other settings for languages: `[length.language.de]`.
     """
 
     min_chars: Number = 1
     max_chars: Number = float("inf")
     min_words: Number = 0
     max_words: Number = float("inf")
+    language: ByLanguage = ()
 
     name: ClassVar[str] = "length"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     reasons: ClassVar[tuple[str, ...]] = tuple(
         f"{amount}_{unit}" for unit in ("chars", "words") for amount in ("few", "many")
     )
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         for unit in ("chars", "words"):
             check_order(self, f"min_{unit}", f"max_{unit}")
 
-    def apply(self, batch: pa.RecordBatch) -> StageResult:
+    def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
         from forebay.prepare.filters.kernels import measure_length
         from forebay.prepare.filters.word_tables import character_table
 
@@ -75,37 +88,41 @@ class Length(Stage):
 
 
 @dataclass(frozen=True)
-class GopherQuality(Stage):
+class GopherQuality(LanguageStage):
     """Drop text that does not look like prose: too short, odd words, lists, teasers, no stop words.
 
     A minimum of 0 or a maximum of `inf` switches its rule off. A value at a threshold is kept.
 
     Args:
         min_words, max_words: Words that are not all symbols: 50 to 100 000.
-        min_word_chars, max_word_chars: Their mean length: 3 to 10.
+        min_word_chars, max_word_chars: Their mean length: 3 to 10. `auto`: 3, or 1 where most words are Korean or of
+            scripts without spaces, as FineWeb-2 has it for Chinese, Japanese and Korean.
         max_symbols_per_word: `#` signs a word, and ellipses a word: 0.1.
         max_bullet_lines, max_ellipsis_lines: Shares of lines that begin with a bullet (0.9), or end with
             an ellipsis (0.3).
         min_alpha_words: Share of words with a letter: 0.8.
-        min_stop_words, stop_words: How many different ones of the list must occur, in that spelling: 2. Give the list
-            of another language for text in it.
+        min_stop_words, stop_words: How many different ones of the list must occur, in that spelling: 2. `auto`: the
+            published list for English and where no language is known, or a list of the document's language, by the
+            column `language`; a language without a list passes.
+        language: Tables of other settings for languages: `[gopher_quality.language.de]`.
 
-    Source: Rae et al. 2021, section A.1.1, "Quality Filtering".
+    Source: Rae et al. 2021, section A.1.1, "Quality Filtering"; Penedo et al. 2025 (FineWeb-2) for other languages.
     """
 
     min_words: Number = 50
     max_words: Number = 100_000
-    min_word_chars: Number = 3
+    min_word_chars: Number | Literal["auto"] = "auto"
     max_word_chars: Number = 10
     max_symbols_per_word: Number = 0.1
     max_bullet_lines: Number = 0.9
     max_ellipsis_lines: Number = 0.3
     min_alpha_words: Share = 0.8
     min_stop_words: Count = 2
-    stop_words: Texts = STOP_WORDS
+    stop_words: Texts | Literal["auto"] = "auto"
+    language: ByLanguage = ()
 
     name: ClassVar[str] = "gopher_quality"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     reasons: ClassVar[tuple[str, ...]] = (
         "gopher_short", "gopher_long", "gopher_short_words", "gopher_long_words", "gopher_hashes", "gopher_ellipses",
         "gopher_bullet_lines", "gopher_ellipsis_lines", "gopher_alpha_words", "gopher_stop_words",
@@ -113,44 +130,57 @@ class GopherQuality(Stage):
     shares_words: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         check_order(self, "min_words", "max_words")
-        check_order(self, "min_word_chars", "max_word_chars")
-        if self.min_stop_words > len(set(self.stop_words)):
-            got = f"got {self.min_stop_words}"
+        if self.min_word_chars != "auto":
+            check_order(self, "min_word_chars", "max_word_chars")
+        number = len(set(STOP_WORDS if self.stop_words == "auto" else self.stop_words))
+        if self.min_stop_words > number:
             raise UsageError(
-                f"min_stop_words: expected at most the number of stop_words ({len(self.stop_words)}), {got}"
+                f"min_stop_words: expected at most the number of stop_words ({number}), got {self.min_stop_words}"
             )
 
-    def apply(self, batch: pa.RecordBatch) -> StageResult:
+    def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
         from forebay.prepare.filters.kernels import QUALITY, measure_quality
 
-        m = dict(zip(QUALITY, measure(measure_quality, batch, len(QUALITY), _stop_table(self.stop_words)), strict=True))
+        keys, values, listed = _stop_table(self.stop_words)
+        languages, unknown = language_hashes(batch, listed)
+        extra = (keys, values, languages)
+        m = dict(zip(QUALITY, measure(measure_quality, batch, len(QUALITY), extra), strict=True))
+        shortest: Any = self.min_word_chars
+        if shortest == "auto":
+            shortest = np.where(2 * m["dense"] > m["text_words"], 1, 3)
         with np.errstate(divide="ignore", invalid="ignore"):
             mean = m["text_chars"] / m["text_words"]  # of no words: no number, which no rule drops
             failed = (
                 m["text_words"] < self.min_words,
                 m["text_words"] > self.max_words,
-                mean < self.min_word_chars,
+                mean < shortest,
                 mean > self.max_word_chars,
                 m["hashes"] / m["words"] > self.max_symbols_per_word,
                 m["ellipses"] / m["words"] > self.max_symbols_per_word,
                 m["bullets"] / m["lines"] > self.max_bullet_lines,
                 m["trails"] / m["lines"] > self.max_ellipsis_lines,
                 m["alpha_words"] / m["words"] < self.min_alpha_words,
-                m["stops"] < self.min_stop_words,
+                (m["stops"] < self.min_stop_words) & ~(unknown & bool(listed)),
             )
         return StageResult(batch, first_failing(*failed))
 
 
 @lru_cache(16)
-def _stop_table(words: tuple[str, ...]) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
-    unique = {word: index for index, word in enumerate(dict.fromkeys(words))}
-    return hash_table(unique, max(16, 1 << (4 * len(unique)).bit_length()))
+def _stop_table(words: tuple[str, ...] | Literal["auto"]) -> tuple[*WordTable, dict[str, int]]:
+    """The table, and the hash of each language that has a list of its own in it."""
+    if words != "auto":
+        return *stop_word_table([("", words)]), {}
+    unspaced = [word for code in UNSPACED for word in stop_words(code)]
+    lists = {code: list(words) for code, words in all_stop_words().items()} | {"en": list(STOP_WORDS)}
+    return *stop_word_table([("", [*STOP_WORDS, *unspaced]), *lists.items()]), {
+        code: language_hash(code) for code in lists
+    }
 
 
 @dataclass(frozen=True)
-class GopherRepetition(Stage):
+class GopherRepetition(LanguageStage):
     """Drop text that repeats its lines, paragraphs or phrases.
 
     A maximum of `inf`, or an empty list, switches a rule off. A value at a threshold is kept.
@@ -161,6 +191,7 @@ class GopherRepetition(Stage):
         max_duplicate_lines, max_duplicate_line_chars: The same for lines.
         top_ngrams: `[n, share]`: most characters that the commonest n-gram may cover.
         duplicate_ngrams: `[n, share]`: most characters that n-grams which came before may cover.
+        language: Tables of other settings for languages: `[gopher_repetition.language.de]`; with n-grams of the same n.
 
     Source: Rae et al. 2021, table A1.
     """
@@ -171,13 +202,14 @@ class GopherRepetition(Stage):
     max_duplicate_line_chars: Number = 0.20
     top_ngrams: Ngrams = TOP_NGRAMS
     duplicate_ngrams: Ngrams = DUPLICATE_NGRAMS
+    language: ByLanguage = ()
 
     name: ClassVar[str] = "gopher_repetition"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     shares_words: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         for name in ("top_ngrams", "duplicate_ngrams"):
             pairs = getattr(self, name)
             if len({n for n, _ in pairs}) != len(pairs):
@@ -195,7 +227,7 @@ class GopherRepetition(Stage):
             *(f"gopher_duplicate_{n}_grams" for n, _ in self.duplicate_ngrams),
         )
 
-    def apply(self, batch: pa.RecordBatch) -> StageResult:
+    def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
         from forebay.prepare.filters.kernels import REPETITION, measure_repetition
 
         grams = (*self.top_ngrams, *self.duplicate_ngrams)
@@ -219,7 +251,7 @@ class GopherRepetition(Stage):
 
 
 @dataclass(frozen=True)
-class FineWeb(Stage):
+class FineWeb(LanguageStage):
     """Drop lists, menus and boilerplate by the shape of their lines (those that are not blank).
 
     A minimum of 0 or a maximum of `inf` switches its rule off. A value at a threshold is kept.
@@ -229,6 +261,7 @@ class FineWeb(Stage):
         max_short_lines, short_line_chars: Share of lines of at most so many characters: 0.67 of 30.
         max_duplicate_chars: Share of characters in lines that came before: 0.01.
         max_newlines_per_word: 0.3.
+        language: Tables of other settings for languages: `[fineweb.language.de]`.
 
     Source: Penedo et al. 2024, section 3.5: 0.12, 0.67 and 0.1 for duplicates; the code that made FineWeb, in
     datatrove, has 0.01 for duplicates, and 0.3 for newlines.
@@ -239,15 +272,16 @@ class FineWeb(Stage):
     short_line_chars: Count = 30
     max_duplicate_chars: Number = 0.01
     max_newlines_per_word: Number = 0.3
+    language: ByLanguage = ()
 
     name: ClassVar[str] = "fineweb"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     reasons: ClassVar[tuple[str, ...]] = tuple(
         f"fineweb_{name}" for name in ("empty", "few_ended_lines", "short_lines", "duplicate_chars", "newlines")
     )
     shares_words: ClassVar[bool] = True
 
-    def apply(self, batch: pa.RecordBatch) -> StageResult:
+    def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
         from forebay.prepare.filters.kernels import FINEWEB, measure_lines
 
         m = dict(zip(FINEWEB, measure(measure_lines, batch, len(FINEWEB), [self.short_line_chars]), strict=True))

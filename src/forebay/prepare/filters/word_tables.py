@@ -9,9 +9,11 @@ from numpy.typing import NDArray
 SPACE, LETTER, SYMBOL, BREAK = 1, 2, 4, 8
 LOWER, UPPER, DIGIT, EDGE = 16, 32, 64, 128
 OPENING, ICON, QUOTE, TERMINAL, PUNCTUATION, CURRENCY = 256, 512, 1024, 2048, 4096, 8192
+UNSPACED, FUNCTION = 16384, 32768
 """Bits of an entry: white space; `str.isalpha`; what a word must not consist of to count; what ends a line for
 `str.splitlines`; small letter, capital (a letter without case is both); 0 to 9; cut off a word at both ends;
-cut off only before it; pictures; quotation marks; ends a sentence; of category P; money."""
+cut off only before it; pictures; quotation marks; ends a sentence; of category P; money; of a script that is written
+without spaces; and there mostly a word by itself."""
 
 ROWS = 0x20001
 
@@ -32,6 +34,17 @@ _TERMINAL = (
     "16b37-16b38 16b44 16e98 1bc9f 1da88"
 )
 """Source: the property Sentence_Terminal of Unicode 15.1, PropList.txt."""
+
+UNSPACED_SCRIPTS = (
+    (0x0E00, 0x0E7F), (0x0E80, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3005, 0x3007), (0x3040, 0x309F),
+    (0x30A0, 0x30FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xA9E0, 0xA9FF), (0xAA60, 0xAA7F), (0xF900, 0xFAFF),
+)  # fmt: skip
+"""Thai, Lao, Burmese, Khmer, kana and Han: first and last code points. Source: Unicode 15.1, Blocks.txt."""
+_FUNCTION = (
+    "的了在是和我他她它你這那都而與与及或之其於于以为為被把將将對对從从到由但若每各某所者则則并並已很更最太又再还還也就"
+    "吗嗎呢吧啊一二三四五六七八九十百千两兩はがをにのともでへ"
+)
+"""Characters of Chinese and Japanese that are mostly words by themselves: particles, pronouns, numerals."""
 
 _EDGE = "…,:;!?¿؟¡()[]{}<>_#*&。？！，、；：～·।،۔؛٪—–"
 _QUOTES = "'\"”“`‘´’‚„»«「」『』（）〔〕【】《》〈〉〈〉⟦⟧"
@@ -66,9 +79,13 @@ def character_table() -> NDArray[np.uint16]:
         (OPENING, list(map(ord, "§%="))),
         (BREAK, list(map(ord, _BREAKS))),
         (DIGIT, list(range(48, 58))),
+        (FUNCTION, list(map(ord, _FUNCTION))),
     ):
         table[chars] |= bits
     table[table & ICON != 0] |= EDGE
+    for first, last in UNSPACED_SCRIPTS:
+        written = np.isin(categories[first : last + 1], ("Lo", "Lm", "Mn", "Mc"))
+        table[first : last + 1][written] |= UNSPACED
     table.flags.writeable = False
     return table
 
@@ -116,9 +133,14 @@ def hash_word(text: str) -> int:
 
 def hash_table(values: dict[str, int], slots: int) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
     """An open-addressed table of words for the compiled code: hashes uint64 [slots] (0: free), values int32 [slots]."""
+    return table_of_hashes({hash_word(word): value for word, value in values.items()}, slots)
+
+
+def table_of_hashes(values: dict[int, int], slots: int = 0) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+    """`hash_table` by hashes; by default with a power of two of slots that leaves at least half of them free."""
+    slots = slots or max(16, 1 << (2 * len(values)).bit_length())
     keys, codes = np.zeros(slots, np.uint64), np.zeros(slots, np.int32)
-    for word, value in values.items():
-        h = hash_word(word)
+    for h, value in values.items():
         slot = h & (slots - 1)
         while keys[slot] not in (0, h):
             slot = (slot + 1) & (slots - 1)

@@ -54,6 +54,8 @@ class DatasetOutput:
             )
         if document_ids and recipe.rows is not None:
             raise UsageError("document ids: expected a dataset of tokens; rows and text keep theirs by --write-ids.")
+        if recipe.fim is not None and recipe.rows is not None:
+            raise UsageError("fim: expected a dataset of tokens, got [rows] too. Leave out one of the two.")
 
     def load(self, out: Path) -> tuple[str, str, Mapping[str, Any]]:
         dataset = open_dataset(out)
@@ -103,7 +105,9 @@ def _encode(run: PrepareRun, corpus: Corpus, tokenizer: TokenizerFile) -> list[E
     atomic_write(run.out / TOKENIZER_FILE, tokenizer.data)
     recipe = run.recipe
     spec = EncoderSpec.of(tokenizer, run.out / TOKENIZER_FILE)
-    rendering = recipe.rows.conversations() if recipe.rows else None
+    rendering = recipe.rows.conversations() if recipe.rows else recipe.fim
+    if recipe.fim is not None:
+        recipe.fim.sentinels(spec)  # fail now rather than in a worker
     occurrences: Counter[str] = Counter()
     tasks = []
     for index, text in enumerate(corpus.texts):

@@ -32,10 +32,12 @@ from forebay.prepare.tokenize.tokenizers import SAMPLE_BYTES
 if TYPE_CHECKING:
     from forebay.prepare.dedup.cutting import Cutter, Flags
     from forebay.prepare.tokenize.conversations import Conversations
+    from forebay.prepare.tokenize.fim import FillInTheMiddle
 
 
 TASK_VERSION = 5  # Changed when the same part would give other tokens, so that old results are not used.
 _BATCH_BYTES = 4 << 20
+_CHANGES = ("truncated", "fill_in_the_middle")  # What a rendering counts of documents that it keeps.
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,12 @@ class EncodeTask:
     dedup_name: str = ""
     shuffle: Shuffle | None = None
     with_ids: bool = False
-    rendering: Conversations | None = None
+    rendering: Conversations | FillInTheMiddle | None = None
 
     @property
     def dtype(self) -> str:
         """`U16` or `U32`: the type of the tokens in its files."""
-        return self.rendering.dtype if self.rendering else self.spec.dtype
+        return (self.rendering.dtype if self.rendering else "") or self.spec.dtype
 
     @cached_property
     def name(self) -> str:
@@ -95,7 +97,7 @@ class EncodeResult:
     """The result of an EncodeTask: counts, and the tokens.
 
     `dropped` is by reason (`duplicate`, `empty`, and the reasons of the rendering); `changed` counts what the rendering
-    keeps (`truncated`); `text_bytes` is what was encoded.
+    keeps (`truncated`, `fill_in_the_middle`); `text_bytes` is what was encoded.
     """
 
     part: EncodedPart
@@ -194,8 +196,8 @@ def _encode_batch(
         return
     if task.rendering is not None:
         tokens, lengths, counts = task.rendering.encode(task.spec, texts)
-        _count(result.changed, {kind: n for kind, n in counts.items() if kind == "truncated"})
-        _count(result.dropped, {kind: n for kind, n in counts.items() if kind != "truncated"})
+        _count(result.changed, {kind: n for kind, n in counts.items() if kind in _CHANGES})
+        _count(result.dropped, {kind: n for kind, n in counts.items() if kind not in _CHANGES})
     else:
         tokens, lengths = encode_column(task.spec, texts)
         _count(result.dropped, {"empty": int((lengths == 0).sum())})

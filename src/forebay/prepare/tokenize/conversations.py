@@ -7,6 +7,7 @@ template are these tokens; in a turn they are ordinary text.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,13 +18,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field
 
-from forebay.formats.records import PROMPT_MARK, RESPONSE_MARK
+from forebay.formats.records import HEADER_MARK, PROMPT_MARK, RESPONSE_MARK
 from forebay.prepare.settings import Settings
+from forebay.prepare.tokenize.chat_template import UnfitConversationError, guarded, pieces, render
 from forebay.prepare.tokenize.encoders import EncoderSpec, encoder_for
 from forebay.prepare.tokenize.tokenizers import parse, special_names
 
 TRAINED = 1 << 31  # The bit of a token that is trained on; ids are below it.
 _MARKS = re.compile(f"([{PROMPT_MARK}{RESPONSE_MARK}])")
+_HEADERS = re.compile(f"{HEADER_MARK}[^{HEADER_MARK}]*{HEADER_MARK}?")
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def split_turns(text: str) -> list[tuple[bool, str]]:
 
     A text without marks is one response; text before the first mark is a prompt.
     """
-    first, *rest = _MARKS.split(text)
+    first, *rest = _MARKS.split(_HEADERS.sub("", text) if HEADER_MARK in text else text)
     if not rest:
         return [(True, text)] if text else []
     turns = [(False, first), *((mark == RESPONSE_MARK, words) for mark, words in zip(rest[::2], rest[1::2]))]
@@ -69,6 +72,7 @@ class Conversations(Settings):
     max_tokens: Annotated[int, Field(ge=2)]
     template: Template = TEMPLATES["plain"]
     too_long: Literal["cut", "drop"] = "cut"
+    chat_template: str = ""
 
     @property
     def dtype(self) -> str:
@@ -78,7 +82,7 @@ class Conversations(Settings):
     @property
     def fields(self) -> list[Any]:
         """All that the result depends on."""
-        return ["conversations", 1, asdict(self)]
+        return ["conversations", 2, asdict(self)]
 
     def encode(
         self, spec: EncoderSpec, texts: pa.LargeStringArray
@@ -87,25 +91,57 @@ class Conversations(Settings):
 
         Dropped: `empty`; `too_long`; `nothing_learnt`, where no token to train on is left.
         """
-        conversations = [split_turns(text) for text in texts.to_pylist()]
-        encoded = iter(encoder_for(spec).encode([words for turns in conversations for _, words in turns]))
         counts = {"empty": 0, "too_long": 0, "nothing_learnt": 0, "truncated": 0}
         tokens: list[NDArray[Any]] = []
-        lengths = np.zeros(len(conversations), np.int64)
-        for row, turns in enumerate(conversations):
-            ids = self._render(spec, [(trained, next(encoded)) for trained, _ in turns])
-            reason = "" if len(turns) else "empty"
-            if len(ids) > self.max_tokens:
+        lengths = np.zeros(len(texts), np.int64)
+        written = self._with_chat_template if self.chat_template else self._with_template
+        for row, (ids, reason) in enumerate(written(spec, texts.to_pylist())):
+            if not reason and len(ids) > self.max_tokens:
                 reason = "too_long" if self.too_long == "drop" else ""
                 ids = ids[: self.max_tokens]
                 counts["truncated"] += bool(not reason and (ids & TRAINED).any())
             reason = reason or ("" if (ids & TRAINED).any() else "nothing_learnt")
             if reason:
-                counts[reason] += 1
+                counts[reason] = counts.get(reason, 0) + 1
             else:
                 tokens.append(ids)
                 lengths[row] = len(ids)
         return np.concatenate([np.empty(0, np.uint32), *tokens]), lengths, counts
+
+    def _with_template(self, spec: EncoderSpec, texts: list[str]) -> Iterator[tuple[NDArray[Any], str]]:
+        """The tokens of each text, or why there are none."""
+        conversations = [split_turns(text) for text in texts]
+        encoded = iter(encoder_for(spec).encode([words for turns in conversations for _, words in turns]))
+        for turns in conversations:
+            yield (
+                self._render(spec, [(trained, next(encoded)) for trained, _ in turns]),
+                "" if len(turns) else "empty",
+            )
+
+    def _with_chat_template(self, spec: EncoderSpec, texts: list[str]) -> Iterator[tuple[NDArray[Any], str]]:
+        vocab = special_tokens(spec)
+        names = {number: name for name, number in vocab.items()}
+        bos, eos = (names.get(-1 if token is None else token, "") for token in (spec.bos_id, spec.eos_id))
+        hide, show = guarded(list(vocab))
+        spans: list[list[tuple[bool, bool, str]]] = []
+        reasons = []
+        for text in texts:
+            parts, reason = list[tuple[bool, bool, str]](), "" if text else "empty"
+            try:
+                for trained, span in render(self.chat_template, text, bos, eos, hide) if text else []:
+                    parts += [(trained, is_name, part) for is_name, part in pieces(span, list(vocab))]
+            except UnfitConversationError as error:
+                parts, reason = [], str(error)
+            spans.append(parts)
+            reasons.append(reason)
+        plain = [show(part) for parts in spans for _, is_name, part in parts if not is_name]
+        encoded = iter(encoder_for(spec).encode(plain))
+        for parts, reason in zip(spans, reasons):
+            ids = [np.empty(0, np.uint32)]
+            for trained, is_name, part in parts:
+                words = np.array([vocab[part]]) if is_name else next(encoded)
+                ids.append(words.astype(np.uint32) | np.uint32(TRAINED if trained else 0))
+            yield np.concatenate(ids), reason
 
     def _render(self, spec: EncoderSpec, turns: list[tuple[bool, NDArray[Any]]]) -> NDArray[Any]:
         parts = [np.array([] if spec.bos_id is None else [spec.bos_id], np.uint32)]
@@ -119,15 +155,23 @@ class Conversations(Settings):
         return np.concatenate(parts)
 
 
+def special_tokens(spec: EncoderSpec) -> dict[str, int]:
+    """The special tokens of a tokenizer.json, and their ids."""
+    return _special_tokens(spec.path, spec.sha256) if spec.has_tokenizer_json else {}
+
+
+@lru_cache(maxsize=4)
+def _special_tokens(path: str, sha256: str) -> dict[str, int]:
+    data = Path(path).read_bytes()
+    vocab = parse(data, path).get_vocab(with_added_tokens=True)
+    return {name: vocab[name] for name in special_names(data)}
+
+
 @lru_cache(maxsize=64)
 def _fixed(spec: EncoderSpec, text: str) -> NDArray[Any]:
     if not text:
         return np.empty(0, np.uint32)
-    special: dict[str, int] = {}
-    if spec.has_tokenizer_json:
-        data = Path(spec.path).read_bytes()
-        vocab = parse(data, spec.path).get_vocab(with_added_tokens=True)
-        special = {name: vocab[name] for name in special_names(data) if name in text}
+    special = {name: number for name, number in special_tokens(spec).items() if name in text}
     names = sorted(special, key=len, reverse=True)
     parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
     encoder = encoder_for(spec)

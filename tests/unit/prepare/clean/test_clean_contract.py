@@ -16,9 +16,16 @@ from forebay.prepare.clean.pii import Pii
 from forebay.prepare.clean.toxic import Toxic
 from forebay.prepare.clean.unicode import Unicode
 from forebay.prepare.documents import SCHEMA, Stage
+from forebay.prepare.filters.c4 import C4
+from forebay.prepare.filters.code import Code
+from forebay.prepare.filters.lines import LineRules
+from forebay.prepare.filters.url import Url
 
 WORDS = Path(__file__)  # any file of lines serves as a list
-STAGES: list[Stage] = [Unicode(), Unicode(form="NFKC"), Pii(), Pii(style="fineweb"), Toxic(str(WORDS)), Boilerplate()]
+STAGES: list[Stage] = [
+    Unicode(), Unicode(form="NFKC"), Pii(), Pii(style="fineweb"), Pii(max_count=1), Toxic(str(WORDS)), Boilerplate(),
+    LineRules(), LineRules(max_removed_words=0.1, language=(("de", (("min_words", 0),)),)), C4(), Code(), Url(),
+]  # fmt: skip
 
 
 def name(stage: Stage) -> str:

@@ -76,7 +76,8 @@ def test_masks(text: str, wanted: str, texts_of: TextsOf) -> None:
         "GB30 NWBK 6016 1331 9268 19, XX29NWBK60161331926819, GB29NWBK6016133192681",
         "4111 1111 1111 1112, 1234567890123456, 411111111111111",
         "2023-01-27 12:30, 27.01.2023, 1990-1995, 1,234,567,890, 3.14159265, 1 000 000, page 12345678",
-        "SSN 123-45-6789, ISBN 978-3-16-148410-0, 0.123456789",
+        "ISBN 978-3-16-148410-0, 0.123456789, DOI 10.1000/182-44-1234, 2001 2002 2003, No. 123-45-6789-1",
+        "Steuer 86095742718, AB1234567, 44051401359, 9434765919, 046454286, 000-12-3456, ABCDE1234FG, 2341 2341 2346",
         'sk-learn-is-a-library-for-machine, desk-top, secret = "aaaaaaaaaaaaaaaaaaaa", token: "your_token_goes_here"',
     ],
 )
@@ -98,7 +99,7 @@ def test_options_and_counts(texts_of: TextsOf) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kinds": ("mail",)}, "kinds: expected 'email', .*'key', got 'mail'"),
+        ({"kinds": ("mail",)}, "kinds: expected 'email', .*'key', .*, got 'mail'"),
         ({"kinds": "email"}, "kinds: expected"),
         ({"style": "x"}, "style: expected 'mask' or 'fineweb', got 'x'"),
         ({"public_only": 1}, "public_only: expected true or false, got 1"),
@@ -115,6 +116,8 @@ FLOORS = {  # precision, recall of labelled spans
     "IBAN_CODE": (("iban",), 0.95, 0.95),
     # The one that is missed, 060426070011, begins as no network's cards do.
     "CREDIT_CARD": (("card",), 0.95, 0.95),
+    "US_SSN": (("us_ssn",), 0.99, 0.99),
+    "US_DRIVER_LICENSE": (("driving_licence",), 0.99, 0.99),
     # What is missed is a line of an address (`416 60 039`), or no number of its country (930.167.3943). The words that
     # CONTEXT knows were chosen with these sentences in view: expect less elsewhere.
     "PHONE_NUMBER": (("phone",), 0.95, 0.88),
@@ -136,7 +139,7 @@ def test_labelled_spans(entity: str, data: Path) -> None:
         covered = sum(any(a <= start and stop <= b for a, b in ours) for start, stop in gold)
         hit, missed = hit + covered, missed + len(gold) - covered
         false += sum(not any(a < stop and start < b for start, stop in gold) for a, b in ours)
-    assert hit > 10
+    assert hit > 5
     assert hit / (hit + false) >= precision and hit / (hit + missed) >= recall
 
 

@@ -97,6 +97,40 @@ def test_real_lists_agree_with_the_rule_of_c4(data: Path) -> None:
         assert dropped(Toxic(str(data / "badwords")), [word, "ok"], [language] * 2) == [0, -1], language
 
 
+def test_lexicon_without_any_setting() -> None:
+    texts = ["You are a fucking moron.", "The blue tit and the cock.", "word " * 600 + "fuck", "Du Arschficker", ""]
+    result = Toxic().apply(batch_of(texts, ["en", "en", "en", "de", "en"]))
+    assert [result.batch["toxic_score"][i].as_py() for i in (0, 4)] == [100.0, 0.0]
+    assert dropped(Toxic(), texts) == [2, -1, -1, -1, -1] and dropped(Toxic(max_score=0.5), texts[2:3]) == [2]
+    assert dropped(Toxic(max_score=0, min_weight=1), texts[1:2]) == [2]
+    assert Toxic(allow=("fucking",)).apply(batch_of(texts[:1])).drop.tolist() == [-1]
+    assert Toxic().apply(batch_of(["Text"], ["la"])).counts == {"no_list": 1}
+    assert dropped(Toxic(), ["这个 傻屄 他妈的 操你妈"], ["cmn_Hani"]) == [2]
+
+
+def test_precision_and_recall_of_the_lexicon() -> None:
+    """The texts are ours, written for this test; so is the judgement. Threats in polite words are beyond a lexicon."""
+    rows = [line.split("\t") for line in (Path(__file__).parent / "toxic_texts.tsv").read_text().splitlines()]
+    toxic = [label == "1" for label, _ in rows]
+    verdicts = {
+        lists: [drop >= 0 for drop in dropped(Toxic(lists), [text for _, text in rows])] for lists in ("", "ldnoobw")
+    }
+    hits = {lists: sum(a and b for a, b in zip(drops, toxic)) for lists, drops in verdicts.items()}
+    assert (len(toxic), sum(toxic)) == (85, 35)
+    assert hits[""] / sum(verdicts[""]) >= 0.95 and hits[""] / sum(toxic) >= 0.7
+    assert hits["ldnoobw"] / sum(verdicts["ldnoobw"]) < 0.5  # what weights are for
+
+
+def test_shipped_lists_are_those_of_ldnoobw(data: Path) -> None:
+    texts = [(data / "books/gutenberg_en/shakespeare-hamlet.txt").read_text("latin-1")]
+    texts = [texts[0][i : i + 500] for i in range(0, len(texts[0]), 500)]
+    shipped = dropped(Toxic("ldnoobw"), texts)
+    assert shipped == dropped(Toxic(str(data / "badwords")), texts) and 0 in shipped
+    for language in ("zh", "ja", "th", "ru", "fil", "fr-CA-u-sd-caqc"):
+        word = (data / "badwords" / language).read_text().splitlines()[-1].strip()
+        assert dropped(Toxic("ldnoobw"), [word, "ok"], [language] * 2) == [0, -1], language
+
+
 def test_fasttext_model(data: Path) -> None:
     pytest.importorskip("fasttext")
     stage = Toxic(model=str(data / "lid/lid.176.ftz"), label="__label__de", threshold=0.6)
@@ -106,7 +140,7 @@ def test_fasttext_model(data: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "lists: expected a file or directory"),
+        ({"min_weight": -1}, "min_weight: expected at least 0, got -1"),
         ({"lists": "/nowhere"}, "lists: .*does not exist"),
         ({"model": "/nowhere"}, "model: expected a fastText model"),
         ({"lists": "/", "threshold": 2}, "threshold: expected at most 1, got 2"),

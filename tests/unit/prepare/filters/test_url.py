@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tarfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,6 +12,7 @@ import pytest
 from forebay.errors import PrepareError, UsageError
 from forebay.prepare.documents import SCHEMA
 from forebay.prepare.filters.url import Url
+from support.shared_data import shared_data
 
 
 def reasons(stage: Url, urls: list[str]) -> list[str]:
@@ -38,8 +41,63 @@ def test_hosts_and_words(tmp_path: Path) -> None:
     assert stage.files() == (str(tmp_path / "hosts"), str(tmp_path / "words"))
 
 
+def test_words_that_come_with_it() -> None:
+    urls = {
+        "https://free-porn.example/": "url_word",
+        "https://a.example/best-xxx_videos": "url_word",
+        "https://freeporn.example": "url_substring",
+        "http://www.x-videos.example/": "url_substring",
+        "https://a.example/online-casino/poker": "url_soft_words",
+        "https://a.example/casino/casino-royale": "",
+        "https://a.example/sex-education/": "",
+        "https://essex.gov.uk/scunthorpe/analysis": "",
+        "https://en.wikipedia.org/wiki/Gay_and_lesbian_studies": "",
+    }
+    expected = list(urls.values())
+    assert reasons(Url(), list(urls)) == expected
+    assert reasons(Url(patterns=("^ftp:",)), list(urls)) == [""] * len(urls)
+    assert reasons(Url(patterns=("^ftp:",), shipped=True), list(urls)) == expected
+
+
+def test_lists_of_the_user(tmp_path: Path) -> None:
+    for name, lines in (
+        ("urls", "https://www.a.org/x/\nb.org/y#z"),
+        ("soft", "one\ntwo\nthree"),
+        ("parts", "bad-word"),
+    ):
+        (tmp_path / name).write_text(lines + "\n")
+    urls, soft, parts = ((str(tmp_path / name),) for name in ("urls", "soft", "parts"))
+    stage = Url(urls=urls, soft_words=soft, substrings=parts, patterns=(r"/\d{8,}$", "[?&]session="))
+    urls_of = {
+        "http://a.org/x": "url_address",
+        "HTTPS://A.org/X/": "url_address",
+        "http://a.org/x/y": "",
+        "http://b.org/y#z": "url_address",
+        "http://c.org/one/one": "",
+        "http://c.org/one-two": "url_soft_words",
+        "http://c.org/abadwords": "url_substring",
+        "http://c.org/a-bad.word": "url_substring",
+        "http://c.org/12345678": "url_pattern",
+        "http://c.org/?Session=1": "url_pattern",
+        "http://c.org/1234567": "",
+    }
+    assert reasons(stage, list(urls_of)) == list(urls_of.values())
+    assert reasons(Url(soft_words=soft, max_soft_words=2), ["http://c/one/two", "http://c/one/two/three"]) == [
+        "", "url_soft_words",
+    ]  # fmt: skip
+
+
+def test_addresses_of_real_pages_stay() -> None:
+    with tarfile.open(shared_data("html/wcxb_dev.tar.xz")) as files:
+        truths = [json.load(files.extractfile(m)) for m in files if m.name.endswith(".json")]  # type: ignore[arg-type]
+    urls = [truth["url"] for truth in truths if truth.get("url")]
+    assert len(urls) > 1400 and [url for url, why in zip(urls, reasons(Url(), urls)) if why] == []
+
+
 def test_wrong_lists(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="hosts: expected files"):
-        Url()
+        Url(shipped=False)
+    with pytest.raises(UsageError, match="patterns: expected an expression of re2, got '\\[a'"):
+        Url(patterns=("[a",))
     with pytest.raises(PrepareError, match="none: expected a list"):
         reasons(Url(hosts=(str(tmp_path / "none"),)), ["https://a.b"])

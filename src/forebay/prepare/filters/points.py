@@ -1,0 +1,97 @@
+"""Code points of UTF-8 text in compiled code: decoding, their kinds, hashes of words and tables of these."""
+
+import numpy as np
+
+from forebay.prepare.compiled import jit
+from forebay.prepare.filters.word_tables import MIX, ROWS, SPACE
+
+_LAST = ROWS - 1
+
+
+@jit(forceinline=True)
+def next_point(data, i):  # type: ignore[no-untyped-def]
+    """The code point that begins at byte i of UTF-8, and where the next one begins."""
+    first = int(data[i])
+    if first < 0x80:
+        return first, i + 1
+    if first < 0xE0:
+        return (first & 0x1F) << 6 | data[i + 1] & 0x3F, i + 2
+    if first < 0xF0:
+        return (first & 0xF) << 12 | (data[i + 1] & 0x3F) << 6 | data[i + 2] & 0x3F, i + 3
+    return (first & 7) << 18 | (data[i + 1] & 0x3F) << 12 | (data[i + 2] & 0x3F) << 6 | data[i + 3] & 0x3F, i + 4
+
+
+@jit()
+def decode(data, start, stop, points):  # type: ignore[no-untyped-def]
+    """Code points of UTF-8 `data[start:stop]` into `points` uint32; how many there are."""
+    n = 0
+    i = start
+    while i < stop:
+        points[n], i = next_point(data, i)
+        n += 1
+    return n
+
+
+@jit()
+def encode(points, start, stop, out, pos):  # type: ignore[no-untyped-def]
+    """UTF-8 of `points[start:stop]` into `out` from byte `at` on; where it ends."""
+    for i in range(start, stop):
+        c = points[i]
+        if c < 0x80:
+            out[pos] = c
+            pos += 1
+            continue
+        width = 1 if c < 0x800 else 2 if c < 0x10000 else 3
+        out[pos] = (0xFF00 >> (width + 1) & 0xFF) | (c >> (6 * width))
+        for k in range(width - 1, -1, -1):
+            out[pos + width - k] = 0x80 | ((c >> (6 * k)) & 0x3F)
+        pos += width + 1
+    return pos
+
+
+@jit(forceinline=True)
+def kind(table, point):  # type: ignore[no-untyped-def]
+    """The bits of a code point."""
+    return table[point] if point < _LAST else table[_LAST]
+
+
+@jit()
+def room_of(offsets, stops):  # type: ignore[no-untyped-def]
+    """Room for the characters of the longest row `[offsets[i], stops[i])`, and two more."""
+    longest = 0
+    for row in range(len(stops)):
+        longest = max(longest, stops[row] - offsets[row])
+    return longest + 2
+
+
+@jit()
+def trim(points, start, stop, table):  # type: ignore[no-untyped-def]
+    """`[start, stop)` without the white space at its ends."""
+    while start < stop and kind(table, points[start]) & SPACE:
+        start += 1
+    while stop > start and kind(table, points[stop - 1]) & SPACE:
+        stop -= 1
+    return start, stop
+
+
+@jit(forceinline=True)
+def hash_points(points, start, stop):  # type: ignore[no-untyped-def]
+    """`hash_word` of `points[start:stop]`."""
+    h = np.uint64(0)
+    for i in range(start, stop):
+        h = (h ^ np.uint64(points[i])) * np.uint64(MIX)
+        h ^= h >> np.uint64(29)
+    h *= np.uint64(MIX)
+    return h if h != 0 else np.uint64(1)
+
+
+@jit(forceinline=True)
+def look_up(keys, values, h):  # type: ignore[no-untyped-def]
+    """The value of a hash in a `hash_table`, or -1."""
+    mask = np.uint64(len(keys) - 1)
+    slot = h & mask
+    while keys[slot] != 0:
+        if keys[slot] == h:
+            return values[slot]
+        slot = (slot + np.uint64(1)) & mask
+    return np.int32(-1)

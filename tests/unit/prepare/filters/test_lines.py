@@ -1,0 +1,162 @@
+"""Each rule that takes lines out, on lines on both sides of its threshold; counts; documents that lose too much."""
+
+import time
+
+import pyarrow as pa
+import pytest
+from benchmarks.prepare.batches import to_batches
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import forebay
+from forebay.errors import UsageError
+from forebay.formats.records import Record
+from forebay.prepare.documents import StageResult
+from forebay.prepare.filters.lines import RULES, LineRules
+from support.calibration import scaled
+
+
+def apply(stage: LineRules, *texts: str, languages: tuple[str | None, ...] = ()) -> StageResult:
+    (batch,) = to_batches([Record(i, text=text) for i, text in enumerate(texts)])
+    if languages:
+        batch = batch.append_column("language", pa.array(languages, pa.string()))
+    return stage.apply(batch)
+
+
+def rule(line: str, code: str | None = None, **fields: object) -> str:
+    """The rule by which a line goes; "" if it stays."""
+    text = f"This is the line before.\n{line}\n\nAnd this is the one after it."
+    result = apply(LineRules(**fields), text, languages=(code,))  # type: ignore[arg-type]
+    expected = text.replace(f"{line}\n", "") if result.counts else text
+    assert result.batch["text"][0].as_py() == expected
+    (name,) = [*result.counts] or [""]
+    return name.removeprefix("lines_")
+
+
+PLAIN = "shoes sale brand online store price discount shipping free"  # nine words, none a function word
+LINES = [
+    ("2023-10-11 12:30", "numbers"),
+    ("1,234 | 5,678 | 9", "numbers"),
+    ("12 o'clock", ""),
+    ("*** === ### $$$", "symbols"),
+    ("ab cd ****", ""),
+    ("ab cd *****", "symbols"),
+    ("(+49) 89 1234567 x 12, y", "symbols"),
+    ("नमस्ते दुनिया, यह एक वाक्य है।", ""),
+    ("สวัสดีชาวโลก ยินดีต้อนรับ", ""),
+    ("word", "one_word"),
+    ("word!", "one_word"),
+    ("two words", ""),
+    ("3 likes", "counter"),
+    ("Likes: 3", "counter"),
+    ("1.2k views · 4 Comments", "counter"),
+    ("3 likes for him", ""),
+    ("I like 3", ""),
+    ("Sign in", "prompt"),
+    ("Sign in or register to read one two three four", "prompt"),
+    ("Sign in or register to read one two three four five", ""),
+    ("The story goes on … Read more »", "prompt"),
+    ("He went to read more books", ""),
+    ("You have 12 items in cart today", "prompt"),
+    ("Leer más", "prompt"),
+    ("ABCD abcd", ""),
+    ("ABCDE abcd", "uppercase"),
+    ("ПРИВЕТ всем", "uppercase"),
+    ("NASA und ESA flogen zum Mond", ""),
+    (PLAIN, ""),
+    (PLAIN + " cheap", "no_stop_words"),
+    (PLAIN + " the", ""),
+    (PLAIN + " The", ""),
+    (PLAIN + " unsere Kinder und", ""),
+    (PLAIN + " 中文的文字", ""),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), LINES)
+def test_rules(line: str, expected: str) -> None:
+    assert rule(line) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ("2023", {"numbers": False, "max_symbols": 1, "min_words": 0}),
+        ("*** ==", {"max_symbols": 1, "min_words": 0}),
+        ("word", {"min_words": 0}),
+        ("3 likes", {"counters": False}),
+        ("Sign in", {"prompts": False}),
+        ("ABC DEF", {"max_uppercase": 1}),
+        (PLAIN + " cheap", {"stop_word_lines": 0}),
+        (PLAIN + " cheap", {"stop_word_lines": 11}),
+        (PLAIN + " cheap", {"stop_words": ("CHEAP",)}),
+    ],
+)
+def test_rules_can_be_off(line: str, fields: dict[str, object]) -> None:
+    assert rule(line) != "" and rule(line, **fields) == ""
+
+
+def test_language_of_the_document() -> None:
+    line = "unsere Kinder spielen gern draußen und lachen laut dabei abends"
+    assert rule(line, "de") == rule(line) == rule(line, "tlh") == ""
+    assert rule(line, "en") == "no_stop_words"
+    assert rule(PLAIN + " cheap", "de") == "no_stop_words" and rule(PLAIN + " cheap", "tlh") == ""
+    by_language = (("de", (("min_words", 0),)),)
+    assert rule("Wort", "de", language=by_language) == "" and rule("word", "en", language=by_language) == "one_word"
+
+
+def test_counts_and_dropped_documents() -> None:
+    half = "This is a line that stays here.\n1 2 3 4 5 6 7 8"
+    texts = (half, "Word\n3 likes\n", "\n\n", "", "All of this stays, and so it is.")
+    result = apply(LineRules(max_removed_words=0.5), *texts)
+    assert result.drop.tolist() == [-1, 0, -1, -1, -1] and result.counts == {"lines_numbers": 1}
+    assert result.batch["text"].to_pylist() == ["This is a line that stays here.", *texts[1:]]
+    result = apply(LineRules(max_removed_words=0.4), *texts)
+    assert result.drop.tolist() == [1, 0, -1, -1, -1] and not result.counts
+    assert result.batch["text"].to_pylist() == list(texts)
+
+
+def test_report_has_the_counts(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "in.txt").write_text("The first line is long enough.\n3 likes\n*** *** ***\nSHOUTED ALOUD\n" * 3)
+    result = forebay.prepare_dataset(
+        [tmp_path / "in.txt"], tmp_path / "out", tokenizer="bytes", filters=["lines"], workers=1
+    )
+    stage = next(stage for stage in result.report["funnel"] if stage["stage"] == "lines")
+    assert stage["changed"] == {"lines_counter": 3, "lines_symbols": 3, "lines_uppercase": 3}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([*(line for line, _ in LINES), "", " ", "\t"]) | st.text(max_size=30), max_size=12))
+def test_lines_stand_alone(lines: list[str]) -> None:
+    """A line goes or stays whatever stands around it; order and bytes of the others are as before."""
+    lines = [line.replace("\n", " ") for line in lines]
+    keep = [not apply(LineRules(), f"{line}\nThis is it.").counts for line in lines]
+    result = apply(LineRules(), "\n".join([*lines, "This is it."]))
+    assert result.batch["text"][0].as_py() == "\n".join([*(line for line, k in zip(lines, keep) if k), "This is it."])
+    assert sum(result.counts.values()) == keep.count(False)
+    assert {*result.counts} <= {f"lines_{name}" for name in RULES}
+
+
+@pytest.mark.parametrize("unit", ["a ", "\n", "1 ", "sign ", "。", "的", "!\n", "ab"])
+def test_a_megabyte_of_anything_takes_linear_time(unit: str) -> None:
+    apply(LineRules(), "warm up")
+    start = time.process_time()
+    apply(LineRules(), unit * (1_000_000 // len(unit)))
+    assert time.process_time() - start < scaled(2)
+
+
+def test_a_line_above_the_limit_stays() -> None:
+    assert not apply(LineRules(), "! " * (1 << 19) + "!").counts
+    assert apply(LineRules(), "! " * (1 << 18) + "\nThis is it.").counts == {"lines_symbols": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        ({"max_symbols": 2}, "max_symbols"),
+        ({"prompt_words": 0}, "prompt_words"),
+        ({"stop_words": "some"}, "stop_words"),
+    ],
+)
+def test_fields_are_checked(fields: dict[str, object], key: str) -> None:
+    with pytest.raises(UsageError, match=f"^{key}: "):
+        LineRules(**fields)  # type: ignore[arg-type]
