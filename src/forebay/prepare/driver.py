@@ -44,12 +44,12 @@ from forebay.prepare.stats import StageStats
 from forebay.prepare.tasks import keys
 from forebay.prepare.tasks.encode import sample_texts
 from forebay.prepare.tasks.percentile import SegmentTask, process_segment, thresholds_of
+from forebay.prepare.tasks.stages import stage_names
 from forebay.prepare.tasks.text import (
     TextResult,
     TextTask,
     finished_text,
     process_split,
-    stage_names,
     task_key,
     write_hits,
     write_rejects,

@@ -28,14 +28,12 @@ from forebay.prepare.scores.base import number_column
 from forebay.prepare.stats import StageStats, float_keys, float_of
 from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json
+from forebay.prepare.tasks.stages import Rejects, json_line, run_stages
 from forebay.prepare.tasks.text import (
-    Rejects,
     TextResult,
     commit_text,
     finished_text,
-    json_line,
     open_documents,
-    run_stages,
 )
 
 SEGMENT_VERSION = 1

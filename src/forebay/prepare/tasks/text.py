@@ -7,45 +7,45 @@ nothing else. Memory: a few batches of 4 MiB, and the largest document.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 
-from forebay.errors import ForebayError, PrepareError
 from forebay.files import atomic_write, open_atomic
 from forebay.formats.inputs import InputSplit, ReadOptions, check_unchanged
 from forebay.formats.parquet import read_metadata
 from forebay.formats.records import Record
 from forebay.prepare.dedup.methods import Dedup
-from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage, StageResult, replace_column
-from forebay.prepare.engines.sandbox import Buffer, Limits, run_in_fork, set_activity, worker_for
+from forebay.prepare.documents import BATCH_BYTES, BATCH_ROWS, SCHEMA, Stage
+from forebay.prepare.engines.sandbox import Limits, run_in_fork, set_activity
 from forebay.prepare.inputs import read_split
-from forebay.prepare.sources import DocumentSource, describe_position, first_rows, read_source, row_position
+from forebay.prepare.sources import DocumentSource, describe_position, first_rows, read_source
 from forebay.prepare.stats import StageStats, mix64, text_bytes
 from forebay.prepare.tasks.encode import TextPart
 from forebay.prepare.tasks.keys import hash_json, hash_source, source_key, versions
+from forebay.prepare.tasks.stages import (
+    MAX_REJECTS,
+    REJECT_CHARACTERS,
+    Reject,
+    Rejects,
+    json_line,
+    run_stages,
+    to_batch,
+)
 
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import Signer
 
 TEXT_VERSION = 2  # Changed when the same split would give other documents, so that old results are not used.
-REJECT_CHARACTERS = 200
-MAX_REJECTS = 10_000  # Malformed records of one split that are listed; the rest are counted.
-_PARTS = 16  # A batch that ends the process of the stages is tried again in so many parts, down to single documents.
-_MAX_FAULTS = 32  # After so many documents of a split that did so, whole batches that do are rejected.
 _ARROW_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
-
-_Reject = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,12 @@ def commit_text(prefix: str, stats: StageStats, result: TextResult) -> TextResul
     return result
 
 
-def write_rejects(path: Path, splits: Sequence[InputSplit], texts: Sequence[TextResult], folder: str) -> list[_Reject]:
+def write_rejects(path: Path, splits: Sequence[InputSplit], texts: Sequence[TextResult], folder: str) -> list[Reject]:
     """Write all malformed records, a JSON line each with `where`, `reason` and the first of the text; returns three.
 
     No file is left if there are none.
     """
-    first: list[_Reject] = []
+    first: list[Reject] = []
 
     def lines() -> Iterator[bytes]:
         for split, text, first_row in zip(splits, texts, first_rows(splits, (text.places for text in texts))):
@@ -178,10 +178,6 @@ def write_hits(path: Path, splits: Sequence[InputSplit], texts: Sequence[TextRes
         atomic_write(path, lines())
     else:
         path.unlink(missing_ok=True)
-
-
-def json_line(record: _Reject) -> bytes:
-    return json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
 def process_split(task: TextTask, scale: int) -> TextResult:
@@ -229,178 +225,6 @@ def _readable(task: TextTask, scale: int) -> tuple[int, str]:
     else:
         return -1, ""
     return (int(activity or 0), f"reading {end}: the rest is left out") if end else (-1, "")
-
-
-class StagesTask(Protocol):
-    """What `run_stages` needs of a task; `earlier` are the names of stages that ran before those of the task."""
-
-    @property
-    def split(self) -> InputSplit: ...
-    @property
-    def stages(self) -> tuple[Stage, ...]: ...
-    @property
-    def limits(self) -> Limits: ...
-    @property
-    def earlier(self) -> tuple[str, ...]: ...
-
-
-def run_stages(task: StagesTask, batch: pa.RecordBatch, stats: StageStats, reader: Rejects) -> Iterator[pa.RecordBatch]:
-    """The documents of a batch that pass the stages of a task, in one batch or in several."""
-    own = any(getattr(s, "is_own", not type(s).__module__.startswith("forebay.")) for s in task.stages)
-    job = (task.stages, task.earlier, reader.seed, task.split)
-    if own or not task.stages:
-        passed, rejects = _apply(job, batch, stats)
-        reader.reject(rejects)
-        yield passed
-        return
-    size = int(text_bytes(batch).sum())
-    seconds, memory_bytes = task.limits.of(size)
-    declared = sum(getattr(s, "seconds_per_mb", 0.0) for s in task.stages)
-    limits = (seconds + 10 * declared * size / 1e6, memory_bytes)
-    outcome = worker_for(task.stages, _warm).call(_apply_packed, job, _packed(batch), limits)
-    if not isinstance(outcome, str):
-        (counted, rejects), data = outcome
-        stats.add(counted)
-        reader.reject(rejects)
-        yield _unpacked(data)
-        return
-    rows = batch.num_rows
-    if rows == 1 or reader.faults >= _MAX_FAULTS:
-        reader.reject_batch(batch, outcome, stats)
-        return
-    step = -(-rows // _PARTS)
-    for start in range(0, rows, step):
-        yield from run_stages(task, batch.slice(start, step), stats, reader)
-
-
-_Job = tuple[tuple[Stage, ...], tuple[str, ...], np.uint64, InputSplit]
-
-
-def _apply_packed(job: _Job, data: Buffer) -> tuple[tuple[StageStats, list[_Reject]], pa.Buffer]:
-    stats = StageStats()
-    passed, rejects = _apply(job, _unpacked(data), stats)
-    return (stats, rejects), _packed(passed)
-
-
-def _packed(batch: pa.RecordBatch) -> pa.Buffer:
-    size = pa.ipc.get_record_batch_size(batch) + batch.schema.serialize().size + 64
-    sink = pa.FixedSizeBufferWriter(buffer := pa.allocate_buffer(size))
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return buffer.slice(0, sink.tell())
-
-
-def _unpacked(data: Buffer) -> pa.RecordBatch:
-    return next(iter(pa.ipc.open_stream(data)))
-
-
-def _warm(stages: tuple[Stage, ...]) -> None:
-    """Have the stages load what they need, on a document without meaning."""
-    batch = _to_batch([Record(0, text="A few words in one line.\nThere are more of them in another.\n")], ReadOptions())
-    for stage in stages:
-        with suppress(Exception):  # raised again where it matters
-            batch = stage.apply(batch).batch
-
-
-def _apply(job: _Job, batch: pa.RecordBatch, stats: StageStats) -> tuple[pa.RecordBatch, list[_Reject]]:
-    """The rows that pass every stage, and what stages found to be malformed.
-
-    Rows that a stage drops are removed before the next one, except between two that share the words of a batch
-    (`shares_words`): cutting words again costs more than examining some rows in vain.
-    """
-    stages, earlier, seed, split = job
-    keys = mix64(batch.column("place").to_numpy().astype(np.uint64), seed + np.uint64(1))
-    alive = np.ones(batch.num_rows, bool)
-    shared = False
-    rejects: list[_Reject] = []
-    for stage, name in zip(stages, stage_names(stages, earlier)):
-        shares = bool(getattr(stage, "shares_words", False))
-        if not alive.all() and not (shares and shared):
-            batch, keys = batch.filter(pa.array(alive)), keys[alive]
-            alive = np.ones(batch.num_rows, bool)
-        if not alive.any():
-            break
-        shared = shares
-        set_activity(f"stage {name} ")
-        position = partial(row_position, split, batch)
-        result = _checked_result(stage, batch, position)
-        stats.add_result(name, stage.reasons, batch, result, keys, position, alive)
-        rejects.extend(_reject(batch, row, problem) for row, problem in result.problems.items())
-        added = set(result.batch.schema.names) - set(batch.schema.names)
-        batch = result.batch
-        if added:
-            stats.add_batch("read", batch.select([n for n in batch.schema.names if n in added - {"subset"}]))
-        alive &= result.drop < 0
-    if not alive.all():
-        batch, keys = batch.filter(pa.array(alive)), keys[alive]
-    if batch.num_rows:
-        stats.add_samples("", "kept", batch, np.arange(batch.num_rows), keys, partial(row_position, split, batch))
-        batch = replace_column(batch, "text_bytes", pa.array(text_bytes(batch)))
-    return batch, rejects
-
-
-def stage_names(stages: Iterable[Stage], earlier: Sequence[str] = ()) -> list[str]:
-    """Names that differ from one another and from `earlier` ones: a stage's second occurrence is `length#2`."""
-    names = list(earlier)
-    for stage in stages:
-        count = sum(name.split("#")[0] == stage.name for name in names)
-        names.append(f"{stage.name}#{count + 1}" if count else stage.name)
-    return names[len(earlier) :]
-
-
-def _reject(batch: pa.RecordBatch, row: int, reason: str) -> _Reject:
-    columns = {name: batch.column(name)[row].as_py() for name in ("place", "where", "text")}
-    return {**columns, "reason": reason, "text": columns["text"][:REJECT_CHARACTERS]}
-
-
-def _checked_result(stage: Stage, batch: pa.RecordBatch, position: Callable[[int], str]) -> StageResult:
-    try:
-        result = stage.apply(batch)
-        rows, marks = result.batch.num_rows, len(result.drop)
-    except (ForebayError, MemoryError, OSError, ImportError):
-        raise
-    except Exception as error:
-        raise PrepareError(
-            f"{position(0)}: stage {stage.name} failed here or up to {batch.num_rows} documents later: "
-            f"{type(error).__name__}: {error}. Fix the stage, or remove it from the recipe."
-        ) from error
-    if rows != batch.num_rows or marks != rows:
-        raise PrepareError(
-            f"{position(0)}: stage {stage.name}: expected a result for each of {batch.num_rows} documents, got a batch "
-            f"of {rows} and {marks} marks. A stage marks rows as dropped and removes none."
-        )
-    return result
-
-
-def _seed_of(split: InputSplit) -> np.uint64:
-    """A hash of the first bytes of the sources, as the rest is not read yet; without paths and times."""
-    values = [*(f"{s.sha256} {s.bytes}" for s in split.files), str(split.start)]
-    return np.uint64(int.from_bytes(hashlib.sha256(" ".join(values).encode()).digest()[:8], "little"))
-
-
-class Rejects:
-    """The malformed documents of a split."""
-
-    def __init__(self, split: InputSplit) -> None:
-        self.seed = _seed_of(split)
-        self.malformed = self.faults = 0
-        self.rejects: list[_Reject] = []
-
-    def reject(self, rejects: Iterable[_Reject]) -> None:
-        """Count malformed documents, and list them up to MAX_REJECTS."""
-        for reject in rejects:
-            self.malformed += 1
-            if self.malformed <= MAX_REJECTS:
-                self.rejects.append(reject)
-
-    def reject_batch(self, batch: pa.RecordBatch, reason: str, stats: StageStats) -> None:
-        """Reject documents over which the process of the stages ended."""
-        self.faults += 1
-        count = stats.stage("read")
-        count.documents_out -= batch.num_rows
-        count.bytes_out -= int(text_bytes(batch).sum())
-        count.dropped["malformed"] += batch.num_rows
-        self.reject(_reject(batch, row, reason) for row in range(batch.num_rows))
 
 
 class _Reader(Rejects):
@@ -454,7 +278,7 @@ class _Reader(Rejects):
         yield Record(index + 1, problem=self._reason)
 
     def _counted(self, records: list[Record], stats: StageStats) -> pa.RecordBatch:
-        batch = _to_batch(records, self._task.read)
+        batch = to_batch(records, self._task.read)
         sizes = text_bytes(batch)
         count = stats.stage("read")
         count.documents_out += batch.num_rows
@@ -469,16 +293,6 @@ class _Reader(Rejects):
             return True
         key = int(mix64(np.array([index], np.uint64), self.seed)[0])
         return key < self._task.sample * 2**64
-
-
-def _to_batch(records: list[Record], options: ReadOptions) -> pa.RecordBatch:
-    attributes = {f.name: "index" if f.name == "place" else f.name for f in SCHEMA}
-    columns = {f.name: pa.array([getattr(r, attributes[f.name]) for r in records], f.type) for f in SCHEMA}
-    columns["where"] = pa.array([r.location for r in records], pa.large_string())
-    for index, (name, kind) in enumerate(options.columns.items()):
-        missing, column_type = (math.nan, pa.float64()) if kind == "number" else ("", pa.large_string())
-        columns[name] = pa.array([r.values[index] if r.values else missing for r in records], column_type)
-    return pa.RecordBatch.from_pydict(columns)
 
 
 class DocumentWriter:
