@@ -169,7 +169,7 @@ def _load_torch(model: str, device: str) -> _Runner:
             f"transformers: expected the packages torch and transformers, got no {error.name}. Install them: "
             f"{install_command('classifiers')}."
         ) from error
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()
     if device == "cpu":
         torch.set_num_threads(1)  # There is a process for each core, and sums do not depend on the machine's cores.
     try:
