@@ -231,7 +231,9 @@ def test_without_any_extra_plain_text_is_prepared(tmp_path: Path, without: Calla
     [
         ("numba", "prepare", ("--filter", "gopher")),
         ("numba", "prepare", ("--dedup", "exact")),
-        ("resiliparse", "prepare", ("--filter", "extract")),
+        ("numba", "prepare", ("--filter", "extract")),
+        ("resiliparse", "prepare", ("--set", "extract.extractor=resiliparse")),
+        ("trafilatura", "trafilatura", ("--set", "extract.extractor=trafilatura")),
         ("kenlm", "lm", ("--set", "perplexity.model=MODEL")),
         ("re2", "prepare", ("--filter", "pii")),
     ],

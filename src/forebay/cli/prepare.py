@@ -133,7 +133,7 @@ def add_verbs(verb: Any, group: Any) -> None:
     p.add("inputs", nargs="*", metavar="INPUT", help="files, folders, URLs, NAME.api.toml (default: the recipe's)")
     p.add("--out", type=Path, metavar="DIR", help="the dataset to write (required)")
     p.add("--tokenizer", metavar="T", help="tokenizer.json, hub name, bytes or train:VOCAB (required)")
-    p.add("--recipe", metavar="NAME", help="fineweb, gopher, c4, wikipedia or sft (default: none)")
+    p.add("--recipe", metavar="NAME", help="fineweb, dclm, dolma …; --explain lists them (default: none)")
     p.add("--config", type=Path, metavar="FILE", help="TOML file with your settings (default: none)")
     add_settings(p, "gopher_quality.min_words=20 or read.text_key=body")
     p.add("--filter", metavar="NAMES", help="filters: gopher,c4,fineweb,language,… (default: the recipe's)")

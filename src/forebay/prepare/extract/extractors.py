@@ -1,5 +1,6 @@
 """Extractors: objects that turn the HTML of a page into its main text."""
 
+import importlib
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -35,6 +36,7 @@ class ForebayExtractor:
     """Forebay's own: compiled, linear in the page, with a learned model of main text."""
 
     def __init__(self) -> None:
+        _library("numba", "prepare")
         from forebay.prepare.extract.model import MODEL_VERSION
 
         self.version = MODEL_VERSION
@@ -54,7 +56,7 @@ class Trafilatura:
     """trafilatura's `extract`; its keyword arguments are the options: `{include_comments = false}`."""
 
     def __init__(self, **options: Any) -> None:
-        self._extract = _library("trafilatura").extract
+        self._extract = _library("trafilatura", "trafilatura").extract
         self._options = options
         self.version = _version("trafilatura")
 
@@ -67,7 +69,7 @@ class Resiliparse:
     """resiliparse's `extract_plain_text` with `main_content`; further arguments are the options."""
 
     def __init__(self, **options: Any) -> None:
-        _library("resiliparse")
+        _library("resiliparse", "prepare")
         self._options = {"main_content": True, "alt_texts": False, **options}
         self.version = _version("resiliparse")
 
@@ -110,14 +112,11 @@ def extract_html(
     return open_extractor(extractor, tuple(options.items())).extract(html, markdown)
 
 
-def _library(name: str) -> Any:
-    import importlib
-
+def _library(name: str, extra: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        extra = "prepare" if name == "resiliparse" else name
-        raise UsageError(f"extractor {name}: {name} is not installed. Install it: {install_command(extra)}.") from error
+        raise UsageError(f"extract: {name} is not installed. Install it: {install_command(extra)}.") from error
 
 
 def _version(name: str) -> str:

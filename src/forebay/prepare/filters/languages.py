@@ -6,6 +6,7 @@ with or without a script: `de`, `deu` and `deu_Latn` are one language. `stop_wor
 """
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
@@ -109,9 +110,9 @@ class LanguageStage(Stage):
             if not same:
                 raise UsageError(f"language: {code}: expected n-grams of the same n as for all languages")
 
+    @abstractmethod
     def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
         """The result for a batch, with the same settings for all languages."""
-        raise NotImplementedError
 
     def codes(self, batch: pa.RecordBatch) -> list[str | None]:
         """The language of each document; empty if none is known."""

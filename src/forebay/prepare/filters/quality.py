@@ -141,12 +141,7 @@ class GopherQuality(LanguageStage):
             )
 
     def filter_batch(self, batch: pa.RecordBatch) -> StageResult:
-        from forebay.prepare.filters.kernels import QUALITY, measure_quality
-
-        keys, values, listed = _stop_table(self.stop_words)
-        languages, unknown = language_hashes(batch, listed)
-        extra = (keys, values, languages)
-        m = dict(zip(QUALITY, measure(measure_quality, batch, len(QUALITY), extra), strict=True))
+        m, has_list = quality_measures(batch, self.stop_words)
         shortest: Any = self.min_word_chars
         if shortest == "auto":
             shortest = np.where(2 * m["dense"] > m["text_words"], 1, 3)
@@ -162,9 +157,21 @@ class GopherQuality(LanguageStage):
                 m["bullets"] / m["lines"] > self.max_bullet_lines,
                 m["trails"] / m["lines"] > self.max_ellipsis_lines,
                 m["alpha_words"] / m["words"] < self.min_alpha_words,
-                (m["stops"] < self.min_stop_words) & ~(unknown & bool(listed)),
+                (m["stops"] < self.min_stop_words) & has_list,
             )
         return StageResult(batch, first_failing(*failed))
+
+
+def quality_measures(
+    batch: pa.RecordBatch, words: tuple[str, ...] | Literal["auto"]
+) -> tuple[dict[str, NDArray[np.int64]], NDArray[np.bool_]]:
+    """The columns of `kernels.QUALITY` by name, and the rows whose language has a list of stop words."""
+    from forebay.prepare.filters.kernels import QUALITY, measure_quality
+
+    keys, values, listed = _stop_table(words)
+    languages, unknown = language_hashes(batch, listed)
+    columns = measure(measure_quality, batch, len(QUALITY), (keys, values, languages))
+    return dict(zip(QUALITY, columns, strict=True)), ~(unknown & bool(listed))
 
 
 @lru_cache(16)

@@ -23,8 +23,8 @@ _COLUMNS = ("words", "lines", "mean_word_chars", "stop_words", *_SHARES)
 class Signals(Scorer):
     """The measures behind `[gopher_quality]`, `[gopher_repetition]` and `[fineweb]`, one column each, NAME_x.
 
-    Counts: words (those not all symbols), lines, stop_words (different ones of eight). All others but mean_word_chars
-    are shares; of nothing, such as words in a text without any, NaN.
+    Counts: words (those not all symbols), lines, stop_words (different ones of the language's list). All others but
+    mean_word_chars are shares; of nothing, such as words in a text without any, NaN.
 
     Source: Weber et al. 2024 (RedPajama-v2), section 4.3, whose signals are those of Gopher and C4.
     """
@@ -39,15 +39,14 @@ class Signals(Scorer):
 
     def score(self, batch: pa.RecordBatch) -> Mapping[str, NDArray[Any]]:
         from forebay.prepare.filters import kernels
-        from forebay.prepare.filters.quality import STOP_WORDS, FineWeb, _stop_table, measure
+        from forebay.prepare.filters.quality import FineWeb, measure, quality_measures
 
         sizes = [(n, len(kernels.REPETITION) + i, n in _TOP) for i, n in enumerate((*_TOP, *_DUPLICATE))]
-        quality = measure(kernels.measure_quality, batch, len(kernels.QUALITY), _stop_table(STOP_WORDS))
+        q, _ = quality_measures(batch, "auto")
         repeats = measure(
             kernels.measure_repetition, batch, len(kernels.REPETITION) + len(sizes), [np.array(sizes, np.int64)]
         )
         shape = measure(kernels.measure_lines, batch, len(kernels.FINEWEB), [FineWeb.short_line_chars])
-        q = dict(zip(kernels.QUALITY, quality, strict=True))
         r, grams = dict(zip(kernels.REPETITION, repeats)), repeats[len(kernels.REPETITION) :]
         f = dict(zip(kernels.FINEWEB, shape, strict=True))
         with np.errstate(divide="ignore", invalid="ignore"):

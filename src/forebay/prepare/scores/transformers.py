@@ -7,11 +7,12 @@ are scored in groups of one padded length and a fixed size, so that a score does
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -39,7 +40,7 @@ class SequenceClassifier(Scorer):
         model: Folder of the model: `config.json`, `tokenizer.json`, and the weights.
         label: The column is the probability of this label, by its name in `config.json` or its number. Empty: a model
             with one output is a regression, whose column is the output.
-        max_tokens: Only so many tokens of a document count.
+        max_tokens: Only so many tokens of a document count, and no more than the model has positions.
         batch: Documents in a group.
         device: `cpu`, or `cuda`, `cuda:1` (`onnx`: CUDA needs the package onnxruntime-gpu).
     """
@@ -66,16 +67,19 @@ class SequenceClassifier(Scorer):
         suffixes = (".json", ".safetensors", ".onnx", ".onnx_data")
         return tuple(str(path) for path in sorted(folder.iterdir()) if path.suffix in suffixes)
 
+    @abstractmethod
     def runner(self) -> _Runner:
-        raise NotImplementedError
+        """The model, loaded once a process."""
 
     def score(self, batch: pa.RecordBatch) -> Mapping[str, NDArray[np.float32]]:
-        tokenizer, labels = _load_tokenizer(self.model, self.max_tokens), _label_names(self.model)
-        limit = self.max_tokens * _CHARS_PER_TOKEN
+        tokenizer, config = _load_tokenizer(self.model), _load_config(self.model)
+        max_tokens, labels = min(self.max_tokens, config.max_tokens), config.labels
+        tokenizer.enable_truncation(max_tokens)
+        limit = max_tokens * _CHARS_PER_TOKEN
         encoded = tokenizer.encode_batch([text[:limit] for text in batch.column("text").to_pylist()])
         lengths = np.array([len(item.ids) for item in encoded], np.int64)
         padded = np.maximum(_MIN_LENGTH, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
-        padded = np.minimum(padded, max(self.max_tokens, 1))
+        padded = np.minimum(padded, max_tokens)
         run, out = self.runner(), np.full(len(encoded), np.nan, np.float32)
         for length in np.unique(padded).tolist():
             rows = np.flatnonzero(padded == length)
@@ -123,7 +127,7 @@ class Onnx(SequenceClassifier):
         model: Folder of the model: `config.json`, `tokenizer.json`, `model.onnx`.
         label: The column is the probability of this label, by its name in `config.json` or its number. Empty: a model
             with one output is a regression, whose column is the output.
-        max_tokens: Only so many tokens of a document count.
+        max_tokens: Only so many tokens of a document count, and no more than the model has positions.
         batch: Documents in a group.
         device: `cpu` or `cuda`.
     """
@@ -136,7 +140,7 @@ class Onnx(SequenceClassifier):
 
 
 @lru_cache(4)
-def _load_tokenizer(model: str, max_tokens: int) -> Any:
+def _load_tokenizer(model: str) -> Any:
     from tokenizers import Tokenizer
 
     path = Path(model, "tokenizer.json")
@@ -145,18 +149,28 @@ def _load_tokenizer(model: str, max_tokens: int) -> Any:
     except Exception as error:  # The library raises Exception itself.
         raise UsageError(f"model: expected a tokenizer at {path}, got: {error}") from error
     tokenizer.no_padding()
-    tokenizer.enable_truncation(max_tokens)
     return tokenizer
 
 
+class _Config(NamedTuple):
+    labels: tuple[str, ...]
+    max_tokens: int
+
+
 @lru_cache(4)
-def _label_names(model: str) -> tuple[str, ...]:
+def _load_config(model: str) -> _Config:
+    """The labels of a model, and how many tokens it has positions for."""
     path = Path(model, "config.json")
     try:
-        names = json.loads(path.read_bytes()).get("id2label", {})
-        return tuple(str(names[key]) for key in sorted(names, key=int))
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+        config = json.loads(path.read_bytes())
+        names = config.get("id2label", {})
+        labels = tuple(str(names[key]) for key in sorted(names, key=int))
+        positions = int(config.get("max_position_embeddings") or 1 << 17)
+        if "roberta" in str(config.get("model_type")):  # Its positions begin after that of the padding.
+            positions -= int(config.get("pad_token_id") or 1) + 1
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise UsageError(f"model: expected the settings of a model at {path}, got: {error}") from error
+    return _Config(labels, max(1, positions))
 
 
 @lru_cache(2)

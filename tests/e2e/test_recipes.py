@@ -1,0 +1,103 @@
+"""Every recipe that comes with Forebay, on real pages: it keeps something, says why it drops, and gives the same bytes
+for any number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from forebay import prepare_dataset
+from forebay.prepare.config import recipe_names
+from support.shared_data import shared_data
+
+pytest.importorskip("numba")
+ROOT = Path(__file__).parents[2]
+ALL = os.environ.get("FOREBAY_HOSTS") == "all"
+PROCESSES = (1, 2, 7) if ALL else (1, 2)
+RECIPES = [name for name in recipe_names() if ALL or name in ("dclm", "dolma", "code")]
+"""The others are run by `make test-all`; tests of their stages run here."""
+REASONS = {  # what each must drop of these inputs
+    "c4": {"c4_few_sentences"},
+    "dclm": {"quality_below_percentile", "gopher_short"},
+    "dolma": {"gopher_short"},
+    "fineweb": {"gopher_short"},
+    "fineweb-edu": {"gopher_short"},
+    "gopher": {"gopher_short"},
+    "code": {"code_mean_line"},
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipes")
+    web, code, chats = folder / "web", folder / "code", folder / "chats"
+    for path in (web, code, chats):
+        path.mkdir()
+    shutil.copy(shared_data("warc/dolma/sample-0000.warc.gz"), web)
+    shutil.copy(shared_data("warc/jwarc/cc.warc.gz"), web)
+    for path in shared_data("jsonl").glob("cc_en_head-0???.jsonl"):
+        shutil.copy(path, web)
+    for path in sorted((ROOT / "src/forebay/order").glob("*.py")):
+        shutil.copy(path, code)
+    (code / "data.js").write_text("var data = [" + "1234567890, " * 3000 + "]\n")
+    rows = [
+        {"messages": [{"role": "user", "content": f"What is {i}?"}, {"role": "assistant", "content": f"{i} it is."}]}
+        for i in range(40)
+    ]
+    (chats / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = Tokenizer(models.BPE({"<unk>": 0}, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.add_tokens(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.add_special_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def _settings(name: str, folder: Path) -> dict[str, Any]:
+    """What a recipe leaves to its user: models and a tokenizer with its tokens."""
+    if name == "dclm":
+        model = ROOT / "tests/golden/fasttext/0.bin"
+        return {"score": {"quality": {"model": str(model), "label": "l1", "top_share": 0.5}}}
+    if name == "fineweb-edu":
+        return {"score": {"edu": {"model": str(_classifier(folder / "classifier")), "min": -100}}}
+    return {}
+
+
+def _classifier(folder: Path) -> Path:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    if not folder.exists():
+        torch.manual_seed(0)
+        config = transformers.BertConfig(
+            vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+            max_position_embeddings=128, num_labels=1,
+        )  # fmt: skip
+        transformers.BertForSequenceClassification(config).save_pretrained(folder, safe_serialization=True)
+        words = {"[PAD]": 0, "[UNK]": 1, "the": 2, "of": 3, "and": 4}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_gives_the_same_bytes_for_any_number_of_processes(name: str, inputs: Path, tmp_path: Path) -> None:
+    source = inputs / {"code": "code", "sft": "chats"}.get(name, "web")
+    tokenizer = str(inputs / "tokenizer.json")
+    results = [
+        prepare_dataset(
+            [source], tmp_path / str(workers), recipe=name, tokenizer=tokenizer, settings=_settings(name, inputs),
+            name="same", workers=workers,
+        )
+        for workers in PROCESSES
+    ]  # fmt: skip
+    assert len({result.id for result in results}) == 1
+    assert results[0].documents_out > 0 and results[0].tokens > 0
+    dropped = results[0].dropped
+    assert sum(dropped.values()) == results[0].documents_in - results[0].documents_out
+    assert REASONS.get(name, set()) <= set(dropped), dropped
