@@ -65,7 +65,9 @@ def stage_files(stages: Iterable[Stage]) -> tuple[tuple[str, str], ...]:
             try:
                 files.append((path, hash_file(Path(path))))
             except OSError as error:
-                raise PrepareError(f"{path}: {stage.name} cannot read it: {error.strerror or error}.") from error
+                raise PrepareError(
+                    f"{path}: {stage.name} cannot read it: {error.strerror or error}. Check its path in the recipe."
+                ) from error
     return tuple(files)
 
 
