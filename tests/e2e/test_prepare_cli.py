@@ -176,7 +176,7 @@ def test_wrong_settings_are_told_where_they_stand(tmp_path: Path) -> None:
     assert refused(*arguments, "--set", "slice.bytes=5").startswith("slice.bytes: expected at least 4096, got 5")
     assert "nonsense" in refused(*arguments, "--filter", "nonsense")
     assert "nonsense" in refused(*arguments, "--dedup", "nonsense")
-    assert "expected one of c4, fineweb" in refused(*arguments, "--recipe", "nonsense")
+    assert "expected one of c4, code" in refused(*arguments, "--recipe", "nonsense")
     assert "KEY=VALUE" in refused(*arguments, "--set", "nonsense")
     assert "sample: expected at most 1, got 2" in refused(*arguments, "--sample", "200%")
     assert "tokenizer" in refused(*arguments[:-2])

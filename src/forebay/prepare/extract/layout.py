@@ -1,5 +1,7 @@
 """The chosen blocks of a page as text: a line each, or as Markdown."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,11 +19,12 @@ from forebay.prepare.extract.page import (
     WORDS,
     ScannedPage,
 )
-from forebay.prepare.extract.tags import PRE, QUOTE, TAGS
+from forebay.prepare.extract.tags import QUOTE, TAGS
 
 _HEADINGS = {TAGS[f"h{level}"]: level for level in range(1, 7)}
 _LISTS = (TAGS["ul"], TAGS["ol"], TAGS["menu"])
 _LI, _OL, _PRE, _TABLE = TAGS["li"], TAGS["ol"], TAGS["pre"], TAGS["table"]
+_MAX_INDENTS = 16
 _COPY_WORDS = 6
 """A block of at least so many words is left out if an equal one stands before it in another kind of element: pages
 have copies for small screens."""
@@ -63,6 +66,7 @@ class _Markdown(_Lines):
         super().__init__(page)
         self.item = self.pre = self.table = self.columns = 0
         self.is_first_row = False
+        self.contexts = {0: _Context()}
 
     def add(self, text: str, element: int) -> None:
         row, cell = int(self.elements[element, ROW]), int(self.elements[element, CELL])
@@ -86,7 +90,7 @@ class _Markdown(_Lines):
         elif heading:
             self.parts += ["\n\n", "#" * heading, " ", " ".join(text.split())]
         elif item:
-            indent = "  " * (depth - 1)
+            indent = "  " * min(depth - 1, _MAX_INDENTS)
             if item == self.item:
                 self.parts += ["\n", indent, "  ", text]
             else:
@@ -108,21 +112,33 @@ class _Markdown(_Lines):
         if self.is_first_row:
             self.parts += ["\n|", " --- |" * self.columns]
 
-    def _ancestors(self, element: int) -> tuple[int, int, int, int, int, bool]:
-        heading = item = pre = table = depth = 0
-        is_numbered = False
-        has_pre = bool(self.elements[element, FLAGS] & PRE)
-        while element:
-            tag, parent = int(self.elements[element, TAG]), int(self.elements[element, PARENT])
+    def _ancestors(self, element: int) -> "_Context":
+        """What is around an element; each is computed once."""
+        chain = []
+        while element not in self.contexts:
+            chain.append(element)
+            element = int(self.elements[element, PARENT])
+        for inner in reversed(chain):
+            tag, around = int(self.elements[inner, TAG]), self.contexts[element]
             if tag in _HEADINGS:
-                heading = heading or _HEADINGS[tag]
-            elif tag == _LI and not item and not table:
-                item, is_numbered = element, int(self.elements[parent, TAG]) == _OL
-            elif tag in _LISTS and not table:
-                depth += 1
+                around = around._replace(heading=_HEADINGS[tag])
+            elif tag == _LI:
+                around = around._replace(item=inner, is_numbered=int(self.elements[element, TAG]) == _OL)
+            elif tag in _LISTS:
+                around = around._replace(depth=around.depth + 1)
             elif tag == _TABLE:
-                table = table or element
-            elif tag == _PRE and has_pre:
-                pre = element
-            element = parent
-        return heading, item, pre, table, max(depth, 1), is_numbered
+                around = _Context(heading=around.heading, pre=around.pre, table=inner)
+            elif tag == _PRE:
+                around = around._replace(pre=around.pre or inner)
+            self.contexts[inner] = around
+            element = inner
+        return self.contexts[element]
+
+
+class _Context(NamedTuple):
+    heading: int = 0
+    item: int = 0
+    pre: int = 0
+    table: int = 0
+    depth: int = 0
+    is_numbered: bool = False
