@@ -25,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.prepare.extract import GoldPage, describe_scores, gold_pages, one_line, words
 
 from forebay.prepare.extract import model as extraction
+from forebay.prepare.extract.attributes import NAMING
 from forebay.prepare.extract.features import block_features, context_features
 from forebay.prepare.extract.layout import page_text
 from forebay.prepare.extract.page import ELEMENT, PARENT, START, STOP, TAG_START, TAG_STOP, ScannedPage
-from forebay.prepare.extract.scan import NAMING, scan_page
+from forebay.prepare.extract.scan import scan_page
 
 OUT = Path(extraction.__file__).with_name("model.npz")
 FOLDS = 4

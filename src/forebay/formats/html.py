@@ -21,6 +21,7 @@ _MAX_REPEATED = 1000
 _MAX_INDENTED = 16  # Blanks that may indent nested lists, for each byte of HTML.
 _MAX_GROWTH = 8
 _SLASH = ord("/")
+_LOOK_CHARS = 65_536
 _SCAN = re.compile(
     rb"""<(?:[a-zA-Z](?:[^\s>"']*+(?:"[^"]*+"|'[^']*+')?+[\s/]++){%d}"""
     rb"""|/?([uUoO][lL]|[bB][oO][dD][yY]|[hH][tT][mM][lL])\b)""" % _MAX_ATTRIBUTES
@@ -46,7 +47,12 @@ class Html(Format):
         for index, file in enumerate(split.files):
             data, record = read_document(index, file, options, html=True)
             if record.problem and data and options.encoding == "auto":
-                record = Record(index, text=strip_turn_marks(body_text(data, "", True)), html=True)
+                text = body_text(data, "", True)
+                damaged = sum(text.count(char, 0, _LOOK_CHARS) for char in "\0\ufffd")
+                if 10 * damaged > min(len(text), _LOOK_CHARS):
+                    record = Record(index, problem="expected HTML, got bytes that are text in no encoding")
+                else:
+                    record = Record(index, text=strip_turn_marks(text), html=True)
             yield record
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import hashlib
 import io
 import json
 import lzma
@@ -139,6 +140,14 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, name: str, named:
     path = tmp_path / (name if named else name.replace(".", "-"))
     WRITERS[name](path)
     assert [(r.id, r.text, r.problem) for r in records(path)] == [(i, t, "") for i, t in DOCUMENTS]
+
+
+def test_bytes_that_are_text_in_no_encoding_are_no_page(tmp_path: Path) -> None:
+    (tmp_path / "binary.html").write_bytes(hashlib.shake_128(b"seed").digest(5000))
+    (tmp_path / "latin.html").write_bytes("<p>Käse für Jürgen".encode("latin-1"))
+    binary, page = records(tmp_path)
+    assert binary.problem == "expected HTML, got bytes that are text in no encoding"
+    assert not page.problem and page.text == "<p>Käse für Jürgen"
 
 
 def test_text_and_html_files_are_documents(tmp_path: Path) -> None:

@@ -70,7 +70,9 @@ class Decontaminate(Stage):
             raise UsageError("sets: expected files, folders or hub names of evaluation sets, got none")
         for entry in self.sets:
             if "://" not in entry and not Path(entry).exists():
-                raise UsageError(f"sets: expected files, folders or hub names, got {entry!r}, which does not exist")
+                raise UsageError(
+                    f"sets: expected files, folders or hub names, got {entry!r}, which does not exist. Check the path."
+                )
 
     @property
     def reasons(self) -> tuple[str, ...]:

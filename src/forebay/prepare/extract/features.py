@@ -237,6 +237,44 @@ def _base(page, tag_bits, chars, features):  # type: ignore[no-untyped-def]
 
 
 @jit()
+def _write_levels(f, column, elements, tag_bits, sums, element, page_words):  # type: ignore[no-untyped-def]
+    """The features of the elements around a block, from the innermost; returns the next column."""
+    e = _block_element(elements, tag_bits, element)
+    for _ in range(_LEVELS):
+        total = sums[e]
+        words, count = max(np.float32(1), total[_SUM_WORDS]), max(np.float32(1), total[_SUM_BLOCKS])
+        f[column] = words
+        f[column + 1] = total[_SUM_LINKS] / words
+        f[column + 2] = count
+        f[column + 3] = words / count
+        f[column + 4] = total[_SUM_GOOD] / words
+        f[column + 5] = elements[e, CHILDREN]
+        f[column + 6] = total[_SUM_INPUTS] + total[_SUM_IMAGES] / 100
+        f[column + 7] = words / page_words
+        column += _PER_LEVEL
+        e = elements[e, BLOCK_PARENT]
+    return column
+
+
+@jit()
+def _write_page(f, column, page, sums, top, shares, num_h1, articles):  # type: ignore[no-untyped-def]
+    num, page_words = len(page.blocks), max(np.float32(1), sums[0, _SUM_WORDS])
+    f[column] = num
+    f[column + 1] = page_words
+    f[column + 2] = sums[0, _SUM_LINKS] / page_words
+    f[column + 3] = sums[0, _SUM_GOOD] / page_words
+    for k in range(5):
+        f[column + 4 + k] = shares[k] / page_words
+    f[column + 9] = num_h1
+    f[column + 10] = sums[top, _SUM_WORDS] / page_words
+    f[column + 11] = sums[top, _SUM_LINKS] / max(np.float32(1), sums[top, _SUM_WORDS])
+    f[column + 12] = articles
+    f[column + 13] = sums[0, _SUM_GOOD]
+    for k in range(NUM_KINDS):
+        f[column + 14 + k] = page.kinds >> k & 1
+
+
+@jit()
 def _block_features(page, tag_bits, chars, sums, features):  # type: ignore[no-untyped-def]
     elements, blocks = page.elements, page.blocks
     num = len(blocks)
@@ -304,20 +342,7 @@ def _block_features(page, tag_bits, chars, sums, features):  # type: ignore[no-u
         f[column + 9] = 1 if b[ELEMENT] < top else 0
         before += b[WORDS]
         column += 10
-        e = _block_element(elements, tag_bits, b[ELEMENT])
-        for _ in range(_LEVELS):
-            total = sums[e]
-            words, count = max(np.float32(1), total[_SUM_WORDS]), max(np.float32(1), total[_SUM_BLOCKS])
-            f[column] = words
-            f[column + 1] = total[_SUM_LINKS] / words
-            f[column + 2] = count
-            f[column + 3] = words / count
-            f[column + 4] = total[_SUM_GOOD] / words
-            f[column + 5] = elements[e, CHILDREN]
-            f[column + 6] = total[_SUM_INPUTS] + total[_SUM_IMAGES] / 100
-            f[column + 7] = words / page_words
-            column += _PER_LEVEL
-            e = elements[e, BLOCK_PARENT]
+        column = _write_levels(f, column, elements, tag_bits, sums, b[ELEMENT], page_words)
         path = path_sums[paths[i]]
         words = max(np.float32(1), path[1])
         f[column] = path[0]
@@ -333,19 +358,7 @@ def _block_features(page, tag_bits, chars, sums, features):  # type: ignore[no-u
             f[column + 1] = (cumulated[high, 1] - cumulated[low, 1]) / words
             f[column + 2] = (cumulated[high, 2] - cumulated[low, 2]) / words
             column += 3
-        f[column] = num
-        f[column + 1] = page_words
-        f[column + 2] = sums[0, _SUM_LINKS] / page_words
-        f[column + 3] = sums[0, _SUM_GOOD] / page_words
-        for k in range(5):
-            f[column + 4 + k] = shares[k] / page_words
-        f[column + 9] = num_h1
-        f[column + 10] = sums[top, _SUM_WORDS] / page_words
-        f[column + 11] = sums[top, _SUM_LINKS] / max(np.float32(1), sums[top, _SUM_WORDS])
-        f[column + 12] = articles
-        f[column + 13] = sums[0, _SUM_GOOD]
-        for k in range(NUM_KINDS):
-            f[column + 14 + k] = page.kinds >> k & 1
+        _write_page(f, column, page, sums, top, shares, num_h1, articles)
 
 
 @jit()

@@ -9,6 +9,7 @@ MAX_ROWS elements or blocks, text goes to the enclosing element and the last blo
 import numpy as np
 
 from forebay.prepare.compiled import jit
+from forebay.prepare.extract.attributes import read_attributes, read_class_words
 from forebay.prepare.extract.page import (
     BLOCK_PARENT,
     BREAKS,
@@ -42,7 +43,6 @@ from forebay.prepare.extract.tags import (
     CUSTOM,
     FOREIGN,
     HEADING,
-    HIDDEN,
     ITEM,
     PRE,
     RAW,
@@ -86,34 +86,6 @@ _P, _A, _BR, _HR, _IMG, _INPUT, _TABLE, _BODY, _HTML, _OPTION, _MATH, _SCRIPT = 
 )
 
 
-def _name(text: str) -> int:
-    """The hash that `_attributes` gives to an attribute's name."""
-    h = 0
-    for char in text.encode():
-        h = (h * 131 + char) & 0xFFFFFFFF
-    return h
-
-
-_CLASS, _HREF, _HIDE, _ARIA_HIDDEN, _STYLE, _ALTTEXT, _TYPE_OF = (
-    _name(n) for n in ("class", "href", "hidden", "aria-hidden", "style", "alttext", "type")
-)
-NAMING = (
-    "class",
-    "id",
-    "role",
-    "itemprop",
-    "itemtype",
-    "aria-label",
-    "data-testid",
-    "data-test-id",
-    "data-component",
-    "data-qa",
-    "data-type",
-)
-"""Attributes whose words say what an element is for."""
-_NAMING = np.array([_name(name) for name in NAMING], np.int64)
-
-
 def scan_page(html: bytes, class_words: Vocabulary, text_words: Vocabulary) -> ScannedPage:
     """Scan a page, which must be valid UTF-8."""
     data = np.frombuffer(html, np.uint8)
@@ -135,29 +107,6 @@ def scan_page(html: bytes, class_words: Vocabulary, text_words: Vocabulary) -> S
 
 
 @jit()
-def _class_words(data, start, stop, words, total):  # type: ignore[no-untyped-def]
-    """Add the words of an attribute's value (`postBody main-text` has four) to `total`: weight, count and flags."""
-    h, n = np.uint64(0), 0
-    before = np.uint8(0)
-    for i in range(start, stop + 1):
-        c = data[i] if i < stop else np.uint8(32)
-        letter = 97 <= c | 32 <= 122
-        if n and (not letter or (c <= 90 and before > 90)):
-            if 2 <= n <= 24:
-                number = look_up(words.keys, words.numbers, h * np.uint64(MIX))
-                if number >= 0:
-                    total[0] += words.weights[number]
-                    total[1] += 1
-                    total[2] = np.float64(np.int64(total[2]) | words.flags[number])
-            h, n = np.uint64(0), 0
-        if letter:
-            h = (h ^ np.uint64(c | 32)) * np.uint64(MIX)
-            h ^= h >> np.uint64(29)
-            n += 1
-        before = c
-
-
-@jit()
 def _find_end(data, i, name_start, name_stop):  # type: ignore[no-untyped-def]
     """Where the end tag of a raw text element begins, or -1."""
     n = len(data)
@@ -174,84 +123,110 @@ def _find_end(data, i, name_start, name_stop):  # type: ignore[no-untyped-def]
 
 
 @jit()
-def _contains(data, start, stop, word):  # type: ignore[no-untyped-def]
-    for i in range(start, stop - len(word) + 1):
-        k = 0
-        while k < len(word) and data[i + k] == word[k]:
-            k += 1
-        if k == len(word):
-            return True
-    return False
-
-
-_NONE, _TEX = np.frombuffer(b"none", np.uint8), np.frombuffer(b"math/tex", np.uint8)
-_TRUE = np.frombuffer(b"true", np.uint8)
+def _skip_declaration(data, i):  # type: ignore[no-untyped-def]
+    """Where a comment, a declaration or a nameless end tag that begins at byte i ends."""
+    n = len(data)
+    if i + 3 < n and data[i + 1] == 33 and data[i + 2] == 45 and data[i + 3] == 45:
+        i += 4
+        if i < n and data[i] == 62:  # <!-->
+            return i + 1
+        i -= 2
+        while i + 2 < n and not (data[i] == 45 and data[i + 1] == 45 and data[i + 2] == 62):
+            i += 1
+        return min(n, i + 3)
+    while i < n and data[i] != 62:
+        i += 1
+    return i + 1
 
 
 @jit()
-def _attributes(data, i, words, total):  # type: ignore[no-untyped-def]
-    """Parse attributes up to `>`; adds class words to `total`; returns flags, whether there is a link, and the end."""
-    n = len(data)
-    flags, link = 0, False
-    while i < n:
-        c = data[i]
-        if c == 62:
-            return flags, link, i + 1
-        if c <= 32 or c == 47:
-            i += 1
-            continue
-        h = 0
-        while i < n and data[i] > 32 and data[i] != 61 and data[i] != 62 and data[i] != 47:
-            h = (h * 131 + (data[i] | 32 if 65 <= data[i] <= 90 else data[i])) & 0xFFFFFFFF
-            i += 1
-        if i < n and data[i] == 61 and h == 0:
-            i += 1
-            continue
-        j = i
-        while j < n and data[j] <= 32:
-            j += 1
-        start = stop = i
-        if j < n and data[j] == 61:
-            j += 1
-            while j < n and data[j] <= 32:
-                j += 1
-            if j < n and (data[j] == 34 or data[j] == 39):
-                quote = data[j]
-                start = stop = j + 1
-                while stop < n and data[stop] != quote:
-                    stop += 1
-                i = stop + 1
-            else:
-                start = stop = j
-                while stop < n and data[stop] > 32 and data[stop] != 62:
-                    stop += 1
-                i = stop
-        naming = False
-        for named in _NAMING:
-            naming = naming or h == named
-        if naming:
-            _class_words(data, start, min(stop, start + 512), words, total)
-            if h == _CLASS:
-                for k in range(start, min(stop, start + 512)):
-                    total[3] = np.float64((np.int64(total[3]) * 31 + data[k]) & 0xFFFFFFFF)
-        elif h == _HREF:
-            link = True
-        elif h == _ALTTEXT:
-            total[4], total[5] = start, stop
-        elif h == _TYPE_OF:
-            total[6] = _contains(data, start, min(stop, start + 8), _TEX)
-        elif h == _HIDE:
-            flags |= HIDDEN
-        elif h == _ARIA_HIDDEN:
-            if _contains(data, start, min(stop, start + 8), _TRUE):
-                flags |= HIDDEN
-        elif h == _STYLE:
-            for k in range(start, min(stop, start + 512) - 8):
-                if data[k] == 100 and data[k + 7] == 58 and data[k + 4] == 108:  # display:
-                    if _contains(data, k + 8, min(stop, k + 14), _NONE):
-                        flags |= HIDDEN
-                    break
-    return flags, link, n
+def _read_tag(data, i, tag_keys, tag_numbers):  # type: ignore[no-untyped-def]
+    """The number of the tag whose name begins at byte i (0: unknown, CUSTOM: with a hyphen), and the name's end."""
+    h, hyphen = np.uint64(0), False
+    while i < len(data) and data[i] > 32 and data[i] != 62 and data[i] != 47:
+        hyphen = hyphen or data[i] == 45
+        h = (h ^ np.uint64(data[i] | 32 if 65 <= data[i] <= 90 else data[i])) * np.uint64(MIX)
+        h ^= h >> np.uint64(29)
+        i += 1
+    tag = np.int64(look_up(tag_keys, tag_numbers, h * np.uint64(MIX)))
+    if tag < 0:
+        tag = np.int64(CUSTOM) if hyphen else np.int64(0)
+    return tag, i
+
+
+@jit()
+def _open_level(tag, tag_bits, stack_tags, top):  # type: ignore[no-untyped-def]
+    """The level of the open element that an end tag closes; 0 if there is none within the same cell or table."""
+    in_table = tag == _TABLE or tag_bits[tag] & (CELLS | ROWS | SECTION)
+    level = top
+    while level > 0 and stack_tags[level] != tag:
+        other = stack_tags[level]
+        if other == _TABLE or (not in_table and tag_bits[other] & CELLS):
+            return 0
+        level -= 1
+    return level
+
+
+@jit()
+def _implied_end(tag, tag_bits, stack_tags, top):  # type: ignore[no-untyped-def]
+    """The level of the open element that the start of a block ends, as its end tag may be left out; 0 if none."""
+    bits = tag_bits[tag]
+    level, first = top, 0
+    if bits & ITEM:
+        while level > max(0, top - 64):
+            other = tag_bits[stack_tags[level]]
+            if stack_tags[level] == tag or (bits & TERM and other & TERM):
+                return level
+            if other & SCOPE:
+                return 0
+            level -= 1
+    elif bits & (CELLS | ROWS | SECTION):
+        while level > 0 and stack_tags[level] != _TABLE:
+            other = tag_bits[stack_tags[level]]
+            if other & CELLS or (other & ROWS and not bits & CELLS) or (other & SECTION and bits & SECTION):
+                first = level
+            level -= 1
+    else:
+        while level > 0 and not tag_bits[stack_tags[level]] & BLOCK:
+            level -= 1
+        if level > 0 and (stack_tags[level] == _P or (bits & HEADING and tag_bits[stack_tags[level]] & HEADING)):
+            first = level
+    return first
+
+
+@jit()
+def _pop(level, top, stack_tags, num_open, s):  # type: ignore[no-untyped-def]
+    """Close the open elements from `level` on; returns the new top of the stack."""
+    while top >= level:
+        if stack_tags[top]:
+            num_open[stack_tags[top]] -= 1
+            if stack_tags[top] == _A:
+                s[IN_LINK] = 0
+        top -= 1
+    return top
+
+
+@jit()
+def _add_element(element, parent, tag, flags, total, tag_bits, tag_flags, elements, weights):  # type: ignore[no-untyped-def]
+    bits = tag_bits[tag]
+    row, up = elements[element], elements[parent]
+    own = np.int64(total[2]) | tag_flags[tag] | flags
+    row[PARENT] = parent
+    row[TAG] = tag
+    row[FLAGS] = up[FLAGS] | own
+    row[DEPTH] = up[DEPTH] + 1
+    row[PATH] = ((up[PATH] * 31 + tag) * 1000003 + np.int64(total[3])) & 0x7FFFFFFFFFFF
+    row[ROW] = element if bits & ROWS else 0 if tag == _TABLE else up[ROW]
+    row[CELL] = element if bits & CELLS else 0 if tag == _TABLE else up[CELL]
+    row[BLOCK_PARENT] = parent if tag_bits[up[TAG]] & BLOCK or parent == 0 else up[BLOCK_PARENT]
+    up[CHILDREN] += 1
+    w, pw = weights[element], weights[parent]
+    weight = np.float32(total[0] / total[1]) if total[1] else np.float32(0)
+    w[OWN_WEIGHT] = weight
+    w[SUM_WEIGHT] = pw[SUM_WEIGHT] * np.float32(0.7) + weight
+    w[MIN_WEIGHT] = min(pw[MIN_WEIGHT], weight)
+    w[MAX_WEIGHT] = max(pw[MAX_WEIGHT], weight)
+    w[LAST_WEIGHT] = weight if total[1] else pw[LAST_WEIGHT]
 
 
 @jit()
@@ -294,39 +269,18 @@ def _scan(  # type: ignore[no-untyped-def]
         name = i + 2 if is_end else i + 1
         first = data[name] | 32 if name < n else 0
         if not 97 <= first <= 122:
-            if following == 33 and i + 3 < n and data[i + 2] == 45 and data[i + 3] == 45:
-                i += 4
-                if i < n and data[i] == 62:  # <!-->
-                    i += 1
-                    continue
-                i -= 2
-                while i + 2 < n and not (data[i] == 45 and data[i + 1] == 45 and data[i + 2] == 62):
-                    i += 1
-                i = min(n, i + 3)
-            elif following == 33 or following == 63 or is_end:
-                while i < n and data[i] != 62:
-                    i += 1
-                i += 1
+            if following == 33 or following == 63 or is_end:
+                i = _skip_declaration(data, i)
             else:
                 if not skip:
                     put(np.int64(60), s, out, blocks, block_weights, words, chars)
                 i += 1
             continue
-        h = np.uint64(0)
-        hyphen = False
-        j = name
-        while j < n and data[j] > 32 and data[j] != 62 and data[j] != 47:
-            hyphen = hyphen or data[j] == 45
-            h = (h ^ np.uint64(data[j] | 32 if 65 <= data[j] <= 90 else data[j])) * np.uint64(MIX)
-            h ^= h >> np.uint64(29)
-            j += 1
-        tag = np.int64(look_up(tag_keys, tag_numbers, h * np.uint64(MIX)))
-        if tag < 0:
-            tag = np.int64(CUSTOM) if hyphen else np.int64(0)
+        tag, j = _read_tag(data, name, tag_keys, tag_numbers)
         total[:] = 0
         if tag == CUSTOM:
-            _class_words(data, name, j, class_words, total)
-        flags, link, i = _attributes(data, j, class_words, total)
+            read_class_words(data, name, j, class_words, total)
+        flags, link, i = read_attributes(data, j, class_words, total)
         bits = tag_bits[tag]
         s[GAP_TAGS] += 1
         if skip:
@@ -345,28 +299,16 @@ def _scan(  # type: ignore[no-untyped-def]
                 continue
             if num_open[tag] == 0 or tag == 0 or bits & ROOT:
                 continue
-            table = bits & (CELLS | ROWS | SECTION)
-            k = top
-            while k > 0 and stack_tags[k] != tag:
-                t = stack_tags[k]
-                if t == _TABLE or (not table and tag != _TABLE and tag_bits[t] & CELLS):
-                    k = 0
-                    break
-                k -= 1
-            if k == 0:
+            level = _open_level(tag, tag_bits, stack_tags, top)
+            if level == 0:
                 continue
-            if not bits & BLOCK:
+            if bits & BLOCK:
+                top = _pop(level, top, stack_tags, num_open, s)
+            else:
                 num_open[tag] -= 1
-                stack_tags[k] = 0
+                stack_tags[level] = 0
                 if tag == _A:
                     s[IN_LINK] = 0
-            else:
-                while top >= k:
-                    if stack_tags[top]:
-                        num_open[stack_tags[top]] -= 1
-                        if stack_tags[top] == _A:
-                            s[IN_LINK] = 0
-                    top -= 1
             while top > 0 and stack_tags[top] == 0:
                 top -= 1
             s[AT_ELEMENT] = stack[top]
@@ -388,35 +330,9 @@ def _scan(  # type: ignore[no-untyped-def]
             continue
         if bits & BLOCK:
             close_block(s, out, blocks, block_weights, words)
-            # Elements whose end tags may be left out.
-            k, first_open = top, 0
-            if bits & ITEM:
-                while k > max(0, top - 64):
-                    other = tag_bits[stack_tags[k]]
-                    if stack_tags[k] == tag or (bits & TERM and other & TERM):
-                        first_open = k
-                        break
-                    if other & SCOPE:
-                        break
-                    k -= 1
-            elif bits & (CELLS | ROWS | SECTION):
-                while k > 0 and stack_tags[k] != _TABLE:
-                    other = tag_bits[stack_tags[k]]
-                    if other & CELLS or (other & ROWS and not bits & CELLS) or (other & SECTION and bits & SECTION):
-                        first_open = k
-                    k -= 1
-            else:
-                while k > 0 and not tag_bits[stack_tags[k]] & BLOCK:
-                    k -= 1
-                if k > 0 and (stack_tags[k] == _P or (bits & HEADING and tag_bits[stack_tags[k]] & HEADING)):
-                    first_open = k
-            if first_open:
-                while top >= first_open:
-                    if stack_tags[top]:
-                        num_open[stack_tags[top]] -= 1
-                        if stack_tags[top] == _A:
-                            s[IN_LINK] = 0
-                    top -= 1
+            implied = _implied_end(tag, tag_bits, stack_tags, top)
+            if implied:
+                top = _pop(implied, top, stack_tags, num_open, s)
         elif tag == _HR:
             close_block(s, out, blocks, block_weights, words)
         parent = stack[top]
@@ -465,30 +381,13 @@ def _scan(  # type: ignore[no-untyped-def]
             continue
         element = num_elements
         num_elements += 1
-        row, up = elements[element], elements[parent]
-        own = np.int64(total[2]) | tag_flags[tag] | flags
-        row[PARENT] = parent
-        row[TAG] = tag
-        row[FLAGS] = up[FLAGS] | own
-        row[TAG_START], row[TAG_STOP] = name, i
-        row[DEPTH] = up[DEPTH] + 1
-        row[PATH] = ((up[PATH] * 31 + tag) * 1000003 + np.int64(total[3])) & 0x7FFFFFFFFFFF
-        row[ROW] = element if bits & ROWS else 0 if tag == _TABLE else up[ROW]
-        row[CELL] = element if bits & CELLS else 0 if tag == _TABLE else up[CELL]
-        row[BLOCK_PARENT] = parent if tag_bits[up[TAG]] & BLOCK or parent == 0 else up[BLOCK_PARENT]
-        up[CHILDREN] += 1
-        w, pw = weights[element], weights[parent]
-        weight = np.float32(total[0] / total[1]) if total[1] else np.float32(0)
-        w[OWN_WEIGHT] = weight
-        w[SUM_WEIGHT] = pw[SUM_WEIGHT] * np.float32(0.7) + weight
-        w[MIN_WEIGHT] = min(pw[MIN_WEIGHT], weight)
-        w[MAX_WEIGHT] = max(pw[MAX_WEIGHT], weight)
-        w[LAST_WEIGHT] = weight if total[1] else pw[LAST_WEIGHT]
+        _add_element(element, parent, tag, flags, total, tag_bits, tag_flags, elements, weights)
+        elements[element, TAG_START], elements[element, TAG_STOP] = name, i
         top += 1
         stack[top], stack_tags[top] = element, tag
         num_open[tag] += 1
         s[AT_ELEMENT] = element
-        s[IN_PRE] = row[FLAGS] & PRE
+        s[IN_PRE] = elements[element, FLAGS] & PRE
         if tag == _A:
             s[IN_LINK] = 1
     close_block(s, out, blocks, block_weights, words)

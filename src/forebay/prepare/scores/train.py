@@ -82,7 +82,7 @@ def train_classifier(
         if not train or len(held_texts) < _MIN_HELD_OUT:
             raise PrepareError(
                 f"classifier: expected {label} documents to train on, and {_MIN_HELD_OUT} or more held out, "
-                f"got {len(train)} and {len(held_texts)}. Give more documents, or raise --held_texts-out."
+                f"got {len(train)} and {len(held_texts)}. Give more documents, or raise --held-out."
             )
     out.mkdir(parents=True, exist_ok=True)
     atomic_write(out / MODEL_FILE, _train([train for train, _ in sides], training))

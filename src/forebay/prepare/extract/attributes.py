@@ -1,0 +1,140 @@
+"""Attributes of a start tag, in compiled code: words that say what an element is for, links, what hides it, TeX."""
+
+import numpy as np
+
+from forebay.prepare.compiled import jit
+from forebay.prepare.extract.tags import HIDDEN
+from forebay.prepare.filters.word_tables import MIX
+from forebay.prepare.filters.words import look_up
+
+
+def _name(text: str) -> int:
+    """The hash that `_attributes` gives to an attribute's name."""
+    h = 0
+    for char in text.encode():
+        h = (h * 131 + char) & 0xFFFFFFFF
+    return h
+
+
+_CLASS, _HREF, _HIDE, _ARIA_HIDDEN, _STYLE, _ALTTEXT, _TYPE_OF = (
+    _name(n) for n in ("class", "href", "hidden", "aria-hidden", "style", "alttext", "type")
+)
+NAMING = (
+    "class",
+    "id",
+    "role",
+    "itemprop",
+    "itemtype",
+    "aria-label",
+    "data-testid",
+    "data-test-id",
+    "data-component",
+    "data-qa",
+    "data-type",
+)
+"""Attributes whose words say what an element is for."""
+_NAMING = np.array([_name(name) for name in NAMING], np.int64)
+
+
+@jit()
+def read_class_words(data, start, stop, words, total):  # type: ignore[no-untyped-def]
+    """Add the words of an attribute's value (`postBody main-text` has four) to `total`: weight, count and flags."""
+    h, n = np.uint64(0), 0
+    before = np.uint8(0)
+    for i in range(start, stop + 1):
+        c = data[i] if i < stop else np.uint8(32)
+        letter = 97 <= c | 32 <= 122
+        if n and (not letter or (c <= 90 and before > 90)):
+            if 2 <= n <= 24:
+                number = look_up(words.keys, words.numbers, h * np.uint64(MIX))
+                if number >= 0:
+                    total[0] += words.weights[number]
+                    total[1] += 1
+                    total[2] = np.float64(np.int64(total[2]) | words.flags[number])
+            h, n = np.uint64(0), 0
+        if letter:
+            h = (h ^ np.uint64(c | 32)) * np.uint64(MIX)
+            h ^= h >> np.uint64(29)
+            n += 1
+        before = c
+
+
+@jit()
+def _contains(data, start, stop, word):  # type: ignore[no-untyped-def]
+    for i in range(start, stop - len(word) + 1):
+        k = 0
+        while k < len(word) and data[i + k] == word[k]:
+            k += 1
+        if k == len(word):
+            return True
+    return False
+
+
+_NONE, _TEX = np.frombuffer(b"none", np.uint8), np.frombuffer(b"math/tex", np.uint8)
+_TRUE = np.frombuffer(b"true", np.uint8)
+
+
+@jit()
+def read_attributes(data, i, words, total):  # type: ignore[no-untyped-def]
+    """Parse attributes up to `>`; adds class words to `total`; returns flags, whether there is a link, and the end."""
+    n = len(data)
+    flags, link = 0, False
+    while i < n:
+        c = data[i]
+        if c == 62:
+            return flags, link, i + 1
+        if c <= 32 or c == 47:
+            i += 1
+            continue
+        h = 0
+        while i < n and data[i] > 32 and data[i] != 61 and data[i] != 62 and data[i] != 47:
+            h = (h * 131 + (data[i] | 32 if 65 <= data[i] <= 90 else data[i])) & 0xFFFFFFFF
+            i += 1
+        if i < n and data[i] == 61 and h == 0:
+            i += 1
+            continue
+        j = i
+        while j < n and data[j] <= 32:
+            j += 1
+        start = stop = i
+        if j < n and data[j] == 61:
+            j += 1
+            while j < n and data[j] <= 32:
+                j += 1
+            if j < n and (data[j] == 34 or data[j] == 39):
+                quote = data[j]
+                start = stop = j + 1
+                while stop < n and data[stop] != quote:
+                    stop += 1
+                i = stop + 1
+            else:
+                start = stop = j
+                while stop < n and data[stop] > 32 and data[stop] != 62:
+                    stop += 1
+                i = stop
+        naming = False
+        for named in _NAMING:
+            naming = naming or h == named
+        if naming:
+            read_class_words(data, start, min(stop, start + 512), words, total)
+            if h == _CLASS:
+                for k in range(start, min(stop, start + 512)):
+                    total[3] = np.float64((np.int64(total[3]) * 31 + data[k]) & 0xFFFFFFFF)
+        elif h == _HREF:
+            link = True
+        elif h == _ALTTEXT:
+            total[4], total[5] = start, stop
+        elif h == _TYPE_OF:
+            total[6] = _contains(data, start, min(stop, start + 8), _TEX)
+        elif h == _HIDE:
+            flags |= HIDDEN
+        elif h == _ARIA_HIDDEN:
+            if _contains(data, start, min(stop, start + 8), _TRUE):
+                flags |= HIDDEN
+        elif h == _STYLE:
+            for k in range(start, min(stop, start + 512) - 8):
+                if data[k] == 100 and data[k + 7] == 58 and data[k + 4] == 108:  # display:
+                    if _contains(data, k + 8, min(stop, k + 14), _NONE):
+                        flags |= HIDDEN
+                    break
+    return flags, link, n
