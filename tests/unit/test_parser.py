@@ -121,7 +121,7 @@ def test_logs_are_lines_of_text_or_json(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_keys_and_presets_of_an_api_file_are_in_the_guide() -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "prepare.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "apis.md").read_text()
     assert all(key in guide for key in [*(field.name for field in fields(ApiSpec)), *PRESETS])
 
 
