@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import textwrap
 from functools import partial
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 def _prepare(args: argparse.Namespace) -> int:
     if args.explain is not None:
         return _explain(args.explain)
+    # Else numpy starts a thread per core in each of the processes, of which there is one per core.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from forebay.observe.progress import PrepareBar
     from forebay.prepare.driver import prepare_dataset
     from forebay.prepare.run import plan

@@ -39,7 +39,7 @@ def _inside(name: str) -> str:
     return name
 
 
-class ShardFile(BaseModel, strict=True):
+class ShardFile(BaseModel, strict=True, defer_build=True):
     """A shard's file, raw or compressed, as the index lists it."""
 
     basename: Annotated[str, AfterValidator(_inside)]
@@ -53,7 +53,7 @@ class ShardFile(BaseModel, strict=True):
         return next((name for name in self.hashes or () if name in available and "shake" not in name), "")
 
 
-class MdsShard(BaseModel, strict=True):
+class MdsShard(BaseModel, strict=True, defer_build=True):
     """One entry of the index."""
 
     format: Literal["mds"]
@@ -67,7 +67,7 @@ class MdsShard(BaseModel, strict=True):
     compression: str | None = None
 
 
-class MdsIndex(BaseModel, strict=True):
+class MdsIndex(BaseModel, strict=True, defer_build=True):
     """index.json."""
 
     version: Literal[2]

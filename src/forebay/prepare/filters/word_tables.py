@@ -61,10 +61,10 @@ def _ranges(text: str) -> list[int]:
 def character_table() -> NDArray[np.uint16]:
     """uint16 [ROWS]: the bits of every code point below ROWS - 1; the last entry is that of all others."""
     table = np.zeros(ROWS, np.uint16)
-    points = [chr(c) for c in range(ROWS)]
-    categories = np.array([unicodedata.category(c) for c in points])
-    table[[c.isspace() for c in points]] |= SPACE
-    table[[c.isalpha() for c in points]] |= LETTER
+    characters = np.arange(ROWS, dtype=np.uint32).view("U1")
+    categories = np.array([unicodedata.category(chr(c)) for c in range(ROWS)])
+    table[np.char.isspace(characters)] |= SPACE
+    table[np.char.isalpha(characters)] |= LETTER
     caseless = (categories == "Lo") | (categories == "Lm")
     table[caseless | (categories == "Ll")] |= LOWER
     table[caseless | (categories == "Lu") | (categories == "Lt")] |= UPPER
