@@ -25,8 +25,9 @@ lint: setup
 	$(VENV)/bin/lint-imports
 	$(PY) scripts/check_names.py src benchmarks examples
 
-test: lint
-	$(PY) -m pytest -n 3 --dist loadgroup
+# Kernels are compiled beside the checks, once: else each process of the tests compiles those that it needs.
+test: setup
+	@$(PY) scripts/compile_kernels.py & $(MAKE) --no-print-directory lint && $(PY) -m pytest -n 3 --dist loadgroup
 
 # What `make test` skips, too: other frameworks, other projects' readers, hosts with networks of their own (root, nftables).
 test-all: lint

@@ -198,6 +198,49 @@ def to_arrays(boosters: Sequence[lightgbm.Booster]) -> extraction.Trees:
     )
 
 
+def train(pages: Iterable[GoldPage]) -> dict[str, np.ndarray]:
+    """The arrays of `model.npz`, learned from these pages."""
+    training = [Example(gold) for gold in pages]
+    print(f"{len(training)} pages to train on, {sum(len(e.texts) for e in training)} blocks", flush=True)
+    folds = np.array([example.fold for example in training])
+    scanned: list[Any] = [None] * len(training)
+    for fold in range(FOLDS):
+        odds = vocabularies([e for e in training if e.fold != fold])
+        rows = np.flatnonzero(folds == fold)
+        for row, result in zip(rows, scan((training[row] for row in rows), odds)):
+            scanned[row] = result
+    features = [result[1] for result in scanned]
+    first: list[Any] = [None] * len(training)
+    for fold in range(FOLDS):
+        rest = np.flatnonzero(folds != fold)
+        trees = to_arrays(fit([training[i] for i in rest], [features[i] for i in rest], "first"))
+        for row in np.flatnonzero(folds == fold):
+            first[row] = extraction.predict(features[row], trees)
+    with_context = [np.hstack([f, context_features(r[0], p)]) for f, r, p in zip(features, scanned, first)]
+    odds = vocabularies(training)
+    passes = {
+        "first": to_arrays(fit(training, features, "first")),
+        "second": to_arrays(fit(training, with_context, "second")),
+    }
+    arrays: dict[str, np.ndarray] = {}
+    for name, weights in zip(("class", "text"), odds):
+        arrays[f"{name}_words"] = np.frombuffer(" ".join(weights).encode(), np.uint8)
+        arrays[f"{name}_weights"] = np.round(np.array(list(weights.values())) * 100).astype(np.int16)
+    for name, trees in passes.items():
+        arrays |= {f"{name}_{field}": getattr(trees, field) for field in trees._fields}
+    return arrays
+
+
+def extract_texts(pages: Iterable[GoldPage], model: extraction.Model) -> list[str]:
+    """The main text of each page."""
+    texts = []
+    for gold in pages:
+        page = scan_page(gold.html.encode("utf-8", "replace"), model.class_words, model.text_words)
+        keep = extraction.choose_blocks(page, extraction.block_probabilities(page, model))
+        texts.append(page_text(page, keep, False))
+    return texts
+
+
 def main() -> None:
     """Train, write the weights, and print the scores of the half that was not trained on."""
     examples, others = [], []
