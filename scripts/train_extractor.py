@@ -1,10 +1,11 @@
 """Trains the model of main text: `python scripts/train_extractor.py`, with lightgbm and rapidfuzz installed.
 
-Data: the first halves, by a hash of the site's name, of the sets that `benchmarks.prepare.extract` reads. A page's
-words are aligned with its gold (longest common subsequence), and a block's label is the share of its words that are in
-the gold; blocks of the set of snippets are labelled where a snippet says so. A page's weight is about one, whatever its
-length. Both word lists are log-odds of words that several sites have; what the trees are trained on was computed from
-other sites' pages (four folds), and so were the first pass's probabilities that the second sees. About 5 minutes.
+Data: the sets that `benchmarks.prepare.extract` reads. Two models are made: of half of the sites, by a hash of their
+names, to be scored on the other half; and of all sites, for the package. A page's words are aligned with its gold
+(longest common subsequence), and a block's label is the share of its words that are in the gold; blocks of the set of
+snippets are labelled where a snippet says so. A page's weight is about one, whatever its length. Both word lists are
+log-odds of words that several sites have; what the trees are trained on was computed from other sites' pages (four
+folds), and so were the first pass's probabilities that the second sees. About 15 minutes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,7 +24,7 @@ import numpy as np
 from rapidfuzz.distance import LCSseq
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.prepare.extract import GoldPage, describe_scores, gold_pages, one_line, words
+from benchmarks.prepare.extract import HALF_MODEL, GoldPage, describe_scores, gold_pages, one_line, words
 
 from forebay.prepare.extract import model as extraction
 from forebay.prepare.extract.attributes import NAMING
@@ -48,6 +50,11 @@ _NO_WORDS = extraction.vocabulary([], np.zeros(0, np.float32))
 Odds = dict[str, float]
 
 
+def fold_of(host: str) -> int:
+    """Of the FOLDS, by the site's name."""
+    return int(hashlib.sha256(f"fold {host}".encode()).hexdigest(), 16) % FOLDS
+
+
 class Example:
     """A page with its labels."""
 
@@ -57,7 +64,7 @@ class Example:
         page = scan_page(self.html, _NO_WORDS, _NO_WORDS)
         data = page.text.tobytes()
         self.texts = [data[block[START] : block[STOP]].decode() for block in page.blocks]
-        self.fold = int(hashlib.sha256(f"fold {gold.host}".encode()).hexdigest(), 16) % FOLDS
+        self.fold = fold_of(gold.host)
         self.sizes = np.array([len(words(text)) for text in self.texts], np.float32)
         self.labels = self._by_snippets() if gold.dataset == "snippets" else self._by_alignment()
         self.is_known = ~np.isnan(self.labels)
@@ -241,49 +248,34 @@ def extract_texts(pages: Iterable[GoldPage], model: extraction.Model) -> list[st
     return texts
 
 
+def save(arrays: dict[str, np.ndarray], path: Path) -> extraction.Model:
+    """Write the arrays, and load them as the package does."""
+    np.savez_compressed(path, **arrays)
+    print(f"{path}: {path.stat().st_size:,} bytes", flush=True)
+    return extraction.load_model(path)
+
+
+def cross_validate(pages: Sequence[GoldPage]) -> None:
+    """Print the scores of all pages, each extracted by a model of three quarters of the sites without its own."""
+    folds = [fold_of(f"of all {page.host.removeprefix('www.')}") for page in pages]
+    texts = [""] * len(pages)
+    for fold in range(FOLDS):
+        with tempfile.TemporaryDirectory() as folder:
+            model = save(train(p for p, f in zip(pages, folds) if f != fold), Path(folder, "model.npz"))
+        for i in (i for i, f in enumerate(folds) if f == fold):
+            (texts[i],) = extract_texts([pages[i]], model)
+    print(describe_scores(pages, texts), flush=True)
+
+
 def main() -> None:
-    """Train, write the weights, and print the scores of the half that was not trained on."""
-    examples, others = [], []
-    for gold in gold_pages():
-        (others if gold.half else examples).append(gold)
-    training = [Example(gold) for gold in examples]
-    print(f"{len(training)} pages to train on, {sum(len(e.texts) for e in training)} blocks", flush=True)
-    folds = np.array([example.fold for example in training])
-    scanned: list[Any] = [None] * len(training)
-    for fold in range(FOLDS):
-        odds = vocabularies([e for e in training if e.fold != fold])
-        rows = np.flatnonzero(folds == fold)
-        for row, result in zip(rows, scan((training[row] for row in rows), odds)):
-            scanned[row] = result
-    features = [result[1] for result in scanned]
-    first: list[Any] = [None] * len(training)
-    for fold in range(FOLDS):
-        rest = np.flatnonzero(folds != fold)
-        trees = to_arrays(fit([training[i] for i in rest], [features[i] for i in rest], "first"))
-        for row in np.flatnonzero(folds == fold):
-            first[row] = extraction.predict(features[row], trees)
-    print("first pass: folds done", flush=True)
-    with_context = [np.hstack([f, context_features(r[0], p)]) for f, r, p in zip(features, scanned, first)]
-    odds = vocabularies(training)
-    passes = {
-        "first": to_arrays(fit(training, features, "first")),
-        "second": to_arrays(fit(training, with_context, "second")),
-    }
-    arrays: dict[str, np.ndarray] = {}
-    for name, weights in zip(("class", "text"), odds):
-        arrays[f"{name}_words"] = np.frombuffer(" ".join(weights).encode(), np.uint8)
-        arrays[f"{name}_weights"] = np.round(np.array(list(weights.values())) * 100).astype(np.int16)
-    for name, trees in passes.items():
-        arrays |= {f"{name}_{field}": getattr(trees, field) for field in trees._fields}
-    np.savez_compressed(OUT, **arrays)
-    print(f"{OUT}: {OUT.stat().st_size:,} bytes", flush=True)
-    model = extraction.load_model()
-    texts = []
-    for gold in others:
-        page = scan_page(gold.html.encode("utf-8", "replace"), model.class_words, model.text_words)
-        keep = extraction.choose_blocks(page, extraction.block_probabilities(page, model))
-        texts.append(page_text(page, keep, False))
-    print(describe_scores(others, texts))
+    """Train on half of the sites, print the scores of the other half; train on all, and write both models."""
+    pages = list(gold_pages())
+    if sys.argv[1:] == ["--cross-validate"]:
+        return cross_validate(pages)
+    half = save(train(page for page in pages if page.half == 0), HALF_MODEL)
+    others = [page for page in pages if page.half == 1]
+    print(describe_scores(others, extract_texts(others, half)), flush=True)
+    save(train(pages), OUT)
 
 
 if __name__ == "__main__":

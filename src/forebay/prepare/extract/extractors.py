@@ -33,13 +33,18 @@ class Extractor(Protocol):
 
 
 class ForebayExtractor:
-    """Forebay's own: compiled, linear in the page, with a learned model of main text."""
+    """Forebay's own: compiled, linear in the page, with a learned model of main text.
 
-    def __init__(self) -> None:
+    Args:
+        favor_precision: Keep what is more surely main text: fewer words of the menu, and fewer of the text.
+    """
+
+    def __init__(self, favor_precision: bool = False) -> None:
         _library("numba", "prepare")
-        from forebay.prepare.extract.model import MODEL_VERSION
+        from forebay.prepare.extract.model import MODEL_VERSION, PRECISE_SHARE, SHARE
 
         self.version = MODEL_VERSION
+        self._share = PRECISE_SHARE if favor_precision else SHARE
 
     def extract(self, html: str, markdown: bool) -> str:
         from forebay.prepare.extract.layout import page_text
@@ -48,7 +53,7 @@ class ForebayExtractor:
 
         model = load_model()
         page = scan_page(html.encode("utf-8", "replace"), model.class_words, model.text_words)
-        keep = choose_blocks(page, block_probabilities(page, model))
+        keep = choose_blocks(page, block_probabilities(page, model), self._share)
         return strip_turn_marks(page_text(page, keep, markdown))
 
 
@@ -81,13 +86,13 @@ class Resiliparse:
         return strip_turn_marks(extract_plain_text(parse_html(html), **self._options))
 
 
-BUILT_IN = {FOREBAY: ForebayExtractor, "trafilatura": Trafilatura, "resiliparse": Resiliparse}
+BUILT_IN: dict[str, Any] = {FOREBAY: ForebayExtractor, "trafilatura": Trafilatura, "resiliparse": Resiliparse}
 
 
 @lru_cache(8)
 def open_extractor(name: str, options: tuple[tuple[str, Any], ...] = ()) -> Extractor:
     """The extractor of that name: a built-in one, an entry point of `forebay.extractors`, or `module:Class`."""
-    cls: Any = BUILT_IN.get(name) or load_plugin("forebay.extractors", name)
+    cls = BUILT_IN.get(name) or load_plugin("forebay.extractors", name)
     try:
         extractor: Extractor = cls(**dict(options))
     except TypeError as error:

@@ -7,6 +7,7 @@ by `scripts/train_extractor.py`. Source: Friedman 2001 for the trees; Lipton, El
 
 from functools import lru_cache
 from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +19,9 @@ from forebay.prepare.extract.page import WORDS, ScannedPage, Vocabulary
 from forebay.prepare.extract.tags import concept_words
 from forebay.prepare.filters.word_tables import hash_table
 
-MODEL_VERSION = 1
+MODEL_VERSION = 2
 """Changed with the weights, as then the same page gives another text."""
-SHARE = 0.6
+SHARE, PRECISE_SHARE = 0.6, 0.7
 """A block is kept if its probability is at least this share of the page's highest expected F1. One half is best for F1
 if probabilities are exact; more rejects more boilerplate for little of F1."""
 
@@ -50,10 +51,10 @@ class Model(NamedTuple):
     second: Trees
 
 
-@lru_cache(1)
-def load_model() -> Model:
-    """Load `model.npz` from the package."""
-    with resources.files(__package__).joinpath("model.npz").open("rb") as file:
+@lru_cache(2)
+def load_model(path: Path | None = None) -> Model:
+    """Load weights that `scripts/train_extractor.py` wrote; without a path, those of the package."""
+    with (path or resources.files(__package__).joinpath("model.npz")).open("rb") as file:
         data = np.load(file, allow_pickle=False)
         arrays: dict[str, Any] = {name: data[name] for name in data.files}
     trees = [Trees(*(arrays[f"{name}_{field}"] for field in Trees._fields)) for name in ("first", "second")]
@@ -83,7 +84,7 @@ def block_probabilities(page: ScannedPage, model: Model) -> NDArray[np.float32]:
     return predict(np.hstack([features, context_features(page, first)]), model.second)
 
 
-def choose_blocks(page: ScannedPage, probability: NDArray[np.float32]) -> NDArray[np.bool_]:
+def choose_blocks(page: ScannedPage, probability: NDArray[np.float32], share: float = SHARE) -> NDArray[np.bool_]:
     """bool [blocks]: those to keep; at least one if there are any."""
     if not len(probability):
         return np.zeros(0, np.bool_)
@@ -91,7 +92,7 @@ def choose_blocks(page: ScannedPage, probability: NDArray[np.float32]) -> NDArra
     order = np.argsort(-probability, kind="stable")
     expected = np.cumsum((words * probability)[order])
     best = np.max(2 * expected / (np.cumsum(words[order]) + expected[-1] + 1e-9))
-    return np.asarray(probability >= min(SHARE * best, probability.max()))
+    return np.asarray(probability >= min(share * best, probability.max()))
 
 
 _LN2 = 0.6931471805599453
