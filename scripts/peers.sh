@@ -26,7 +26,7 @@ prepare() {
   retry install 'datatrove[processing,io]>=0.6' spacy datasketch rensa trafilatura readability-lxml lxml_html_clean \
     jusText tokenizers tiktoken orjson zstandard
   # Not wheels everywhere: where one does not install, its line is missing from the tables.
-  for package in hyperscan pyahocorasick ahocorasick-rs; do
+  for package in hyperscan pyahocorasick ahocorasick-rs presidio-analyzer py3langid alt-profanity-check; do
     install "$package" 2>/dev/null || echo "peers: $package did not install; it is not measured" >&2
   done
   touch "$peers/.ready"

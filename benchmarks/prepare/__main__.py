@@ -1,8 +1,9 @@
 """Every part of preparation beside its peers, and in the end one table of ratios beside what they should be.
 
-    python -m benchmarks.prepare [whole] [filters] [dedup] [decontaminate] [tokens] [clean] [extract]
+    python -m benchmarks.prepare [whole] [filters] [dedup] [copies] [decontaminate] [tokens] [clean]
+        [personal_data] [language] [leftovers] [extract]
 
-Without names all, in less than ten minutes on two cores. Peers run with the interpreter in FOREBAY_PEERS; without it
+Without names all, in a quarter of an hour on two cores. Peers run with the interpreter in FOREBAY_PEERS; without it
 scripts/peers.sh makes .venv-peers. Real text is found by FOREBAY_TEST_DATA.
 """
 
@@ -26,6 +27,7 @@ TARGETS = {
     "MinHash / rensa, hashes given": 1.0,
     "forebay / datatrove": 5.0,
     "forebay, tokenizers as coder / datatrove": 5.0,
+    "language / fastText library": 2.0,
     "contaminated found": 100.0,
     "decontaminate / datatrove": 25.0,
     "encode / tokenizers": 0.9,
@@ -47,7 +49,19 @@ def prepare_peers() -> None:
 
 def parts() -> dict[str, Callable[[], Sequence[Figure]]]:
     """What can be measured, by name. Imported late: the modules read FOREBAY_PEERS when they are."""
-    from benchmarks.prepare import clean, decontaminate, dedup, extract, filters, tokens, whole
+    from benchmarks.prepare import (
+        clean,
+        copies,
+        decontaminate,
+        dedup,
+        extract,
+        filters,
+        language,
+        leftovers,
+        personal_data,
+        tokens,
+        whole,
+    )  # fmt: skip
 
     def plain(main: Callable[[], object]) -> Callable[[], Sequence[Figure]]:
         def run() -> Sequence[Figure]:
@@ -63,6 +77,10 @@ def parts() -> dict[str, Callable[[], Sequence[Figure]]]:
         "decontaminate": decontaminate.measure,
         "tokens": lambda: tokens.measure(rounds=2),
         "clean": plain(clean.main),
+        "copies": plain(copies.main),
+        "personal_data": plain(personal_data.main),
+        "language": language.measure,
+        "leftovers": plain(leftovers.main),
         "extract": plain(extract.main),
     }
 

@@ -7,14 +7,13 @@ The texts: crawled pages, Wikipedia, Stack Exchange, news, books and plays cut i
 that lie near a threshold on purpose (about 50 words, about 80 % of words with a letter, lines and phrases repeated).
 Both keep the words that they cut last (datatrove of a text, ours of a batch), so that Gopher's first filter pays for
 all that look at words: the ratio to look at is that of both Gopher filters. The peer runs with the interpreter in
-FOREBAY_PEERS, which has datatrove and spaCy installed.
+FOREBAY_PEERS, which has datatrove and spaCy installed; NeMo Curator's is FOREBAY_NEMO.
 """
 
 from __future__ import annotations
 
 import collections
 import json
-import os
 import random
 import subprocess
 import sys
@@ -25,12 +24,12 @@ from pathlib import Path
 from benchmarks.measure import Figure, show
 from benchmarks.prepare.batches import to_batches
 from benchmarks.prepare.corpus import data_folder, passages
+from benchmarks.prepare.peers import NEMO, PEERS, ask
 from forebay.formats.records import Record
 from forebay.prepare.documents import Stage
 from forebay.prepare.filters.c4 import C4
 from forebay.prepare.filters.quality import FineWeb, GopherQuality, GopherRepetition
 
-PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
 STAGES: tuple[Stage, ...] = (GopherQuality(), GopherRepetition(), FineWeb(), C4())
 
 PEER = r"""
@@ -57,6 +56,27 @@ for text in texts:
     reasons.append(row)
 json.dump([reasons, spent], open(sys.argv[2], "w"))
 """
+
+
+NEMO_PEER = """
+from nemo_curator.stages.text.filters.heuristic import repetition as r, string as s
+quality = [s.WordCountFilter(50, 100_000), s.MeanWordLengthFilter(3, 10), s.SymbolsToWordsFilter(0.1),
+           s.BulletsFilter(0.9), s.EllipsisFilter(0.3), s.WordsWithoutAlphabetsFilter(0.8),
+           s.CommonEnglishWordsFilter(2)]
+shares = (0.15, 0.14, 0.13, 0.12, 0.11, 0.1)
+repetition = [r.RepeatedLinesFilter(0.7), r.RepeatedParagraphsFilter(0.7), r.RepeatedLinesByCharFilter(0.8),
+              r.RepeatedParagraphsByCharFilter(0.8),
+              *(r.RepeatingTopNGramsFilter(n, share) for n, share in ((2, 0.2), (3, 0.18), (4, 0.16))),
+              *(r.RepeatingDuplicateNGramsFilter(n, share) for n, share in zip(range(5, 11), shares))]
+def keeps(f, text):
+    try: return bool(f.keep_document(f.score_document(text)))
+    except ZeroDivisionError: return False
+answer = []
+for filters in (quality, repetition):
+    begun = time.process_time()
+    answer.append([[all(keeps(f, text) for f in filters) for text in request], time.process_time() - begun])
+"""
+"""NeMo Curator's own filters with Gopher's thresholds: its words are `text.split()`, and its symbols are others."""
 
 
 def real_texts() -> list[str]:
@@ -155,6 +175,11 @@ def measure(num_texts: int | None = 900) -> list[Figure]:
         print(f"  {stage.name:18} {megabytes / a:8.2f} {megabytes / b:8.2f} {b / a:6.1f}x")
     a, b = sum(spent[:2]), sum(peer_spent[:2])
     print(f"  {'both Gopher':18} {megabytes / a:8.2f} {megabytes / b:8.2f} {b / a:6.1f}x")
+    for stage, cost, own, (keeps, nemo_s) in zip(
+        STAGES, spent, zip(*mine), ask(NEMO_PEER, texts + near_texts, NEMO) or []
+    ):
+        alike = sum((not reason) == keep for reason, keep in zip(own, keeps)) / len(own)
+        print(f"  {stage.name:18} NeMo Curator {megabytes / nemo_s:8.2f} {nemo_s / cost:6.1f}x, alike {alike:.3%}")
     real = show_differences("Real text", mine[: len(texts)], peer[: len(texts)])
     near = show_differences("Near a threshold on purpose", mine[len(texts) :], peer[len(texts) :])
     return [

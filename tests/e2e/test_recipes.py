@@ -20,7 +20,7 @@ pytest.importorskip("numba")
 ROOT = Path(__file__).parents[2]
 ALL = os.environ.get("FOREBAY_HOSTS") == "all"
 PROCESSES = (1, 2, 7) if ALL else (1, 2)
-RECIPES = [name for name in recipe_names() if ALL or name in ("dclm", "dolma", "code")]
+RECIPES = [name for name in recipe_names() if ALL or name in ("code", "dclm", "dolma", "fineweb-2")]
 """The others are run by `make test-all`; tests of their stages run here."""
 REASONS = {  # what each must drop of these inputs
     "c4": {"c4_few_sentences"},
@@ -28,7 +28,9 @@ REASONS = {  # what each must drop of these inputs
     "dolma": {"gopher_short"},
     "fineweb": {"gopher_short"},
     "fineweb-edu": {"gopher_short"},
+    "fineweb-2": {"language_other", "gopher_short"},
     "gopher": {"gopher_short"},
+    "web": {"gopher_short"},
     "code": {"code_mean_line"},
 }
 
@@ -36,13 +38,19 @@ REASONS = {  # what each must drop of these inputs
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recipes")
-    web, code, chats = folder / "web", folder / "code", folder / "chats"
-    for path in (web, code, chats):
+    web, code, chats, foreign = (folder / name for name in ("web", "code", "chats", "foreign"))
+    for path in (web, code, chats, foreign):
         path.mkdir()
     shutil.copy(shared_data("warc/dolma/sample-0000.warc.gz"), web)
     shutil.copy(shared_data("warc/jwarc/cc.warc.gz"), web)
     for path in shared_data("jsonl").glob("cc_en_head-0???.jsonl"):
         shutil.copy(path, web)
+    for code_, path in (("de", "de/kafka_verwandlung.txt"), ("en", "gutenberg_en/carroll-alice.txt")):
+        text = shared_data(f"books/{path}").read_text("utf-8")
+        passages = [
+            {"text": text[start : start + length]} for start, length in zip(range(0, 90_000, 3000), [200, 3000] * 15)
+        ]
+        (foreign / f"{code_}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in passages))
     for path in sorted((ROOT / "src/forebay/order").glob("*.py")):
         shutil.copy(path, code)
     (code / "data.js").write_text("var data = [" + "1234567890, " * 3000 + "]\n")
@@ -64,6 +72,9 @@ def _settings(name: str, folder: Path) -> dict[str, Any]:
     if name == "dclm":
         model = ROOT / "tests/golden/fasttext/0.bin"
         return {"score": {"quality": {"model": str(model), "label": "l1", "top_share": 0.5}}}
+    if name == "nemotron-cc":
+        model = {"use": "fasttext", "model": str(ROOT / "tests/golden/fasttext/0.bin"), "label": "l1"}
+        return {"score": {"mixtral": model, "nemotron": model, "dclm": model}}
     if name == "fineweb-edu":
         return {"score": {"edu": {"model": str(_classifier(folder / "classifier")), "min": -100}}}
     return {}
@@ -87,17 +98,24 @@ def _classifier(folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_gives_the_same_bytes_for_any_number_of_processes(name: str, inputs: Path, tmp_path: Path) -> None:
-    source = inputs / {"code": "code", "sft": "chats"}.get(name, "web")
+    source = inputs / {"code": "code", "sft": "chats", "fineweb-2": "foreign"}.get(name, "web")
     tokenizer = str(inputs / "tokenizer.json")
     results = [
         prepare_dataset(
             [source], tmp_path / str(workers), recipe=name, tokenizer=tokenizer, settings=_settings(name, inputs),
-            name="same", workers=workers,
+            name="same", workers=workers, to="text" if name == "nemotron-cc" else "dataset",
         )
         for workers in PROCESSES
     ]  # fmt: skip
-    assert len({result.id for result in results}) == 1
-    assert results[0].documents_out > 0 and results[0].tokens > 0
+    assert results[0].documents_out > 0
+    if name == "nemotron-cc":
+        texts = [
+            {p.relative_to(out): p.read_bytes() for p in out.rglob("*.parquet")} for out in tmp_path.glob("*/text")
+        ]
+        assert all(files == texts[0] for files in texts)
+        assert {"high", "medium", "medium-low", "low"} <= {path.parts[0] for path in texts[0]}
+    else:
+        assert len({result.id for result in results}) == 1 and results[0].tokens > 0
     dropped = results[0].dropped
     assert sum(dropped.values()) == results[0].documents_in - results[0].documents_out
     assert REASONS.get(name, set()) <= set(dropped), dropped

@@ -19,6 +19,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba.core import entrypoints
 from numpy.typing import NDArray
 
 config: Any = numba.config
@@ -35,11 +36,30 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         before = config.CACHE_DIR
         try:  # numba looks where to keep a function when it is decorated
             config.CACHE_DIR = directory
-            return numba.njit(nogil=True, cache=bool(directory), **options)(function)
+            return _without_extensions(numba.njit(nogil=True, cache=bool(directory), **options)(function))
         finally:
             config.CACHE_DIR = before
 
     return decorate
+
+
+def _without_extensions(kernel: Any) -> Any:
+    """The kernel, whose first call does not import every package that extends numba.
+
+    gigatoken brings awkward, whose import takes 0.3 s in each process; kernels take arrays of NumPy alone. numba
+    imports them still for the first function of anybody else.
+    """
+    load = kernel._compile_for_args
+
+    def load_alone(*args: Any, **kwargs: Any) -> Any:
+        before, entrypoints._already_initialized = entrypoints._already_initialized, True
+        try:
+            return load(*args, **kwargs)
+        finally:
+            entrypoints._already_initialized = before
+
+    kernel._compile_for_args = load_alone
+    return kernel
 
 
 @functools.cache

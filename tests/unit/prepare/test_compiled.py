@@ -79,3 +79,15 @@ def test_what_others_may_write_is_not_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert result.parent == tmp_path / "forebay"
     result.chmod(0o777)
     assert Path(inner()).parent != tmp_path / "forebay"
+
+
+def test_kernels_do_not_import_what_extends_numba(package: Path) -> None:
+    """Somebody else's functions still do."""
+    distribution = package / "slow_extension-1.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: slow_extension\nVersion: 1\n")
+    (distribution / "entry_points.txt").write_text("[numba_extensions]\ninit = slow_extension:init\n")
+    (package / "slow_extension.py").write_text("def init():\n    print('imported')\n")
+    program = f"{PROGRAM}\nimport numba\nnumba.njit(lambda x: x + 1)(1)\n"
+    assert run(program, package).splitlines()[0].startswith("True False ")
+    assert run(program, package).splitlines()[1:] == ["imported"]

@@ -6,8 +6,9 @@ languages (CC-BY-4.0), with weights of ours; `scripts/make_toxic_lists.py` made 
 
 import functools
 import gzip
+import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -25,6 +26,7 @@ from forebay.prepare.documents import Stage, StageResult, keep_all, replace_colu
 from forebay.prepare.filters.kernels import measure_length
 from forebay.prepare.filters.languages import language_code
 from forebay.prepare.filters.word_tables import character_table
+from forebay.prepare.scores.base import Score
 from forebay.prepare.scores.fasttext import FastText
 from forebay.prepare.settings import Count, Number, Share, check_fields
 
@@ -115,6 +117,12 @@ class Toxic(Stage):
             path = Path(self.lists)
             matches += [str(p) for p in sorted(path.iterdir()) if p.is_file()] if path.is_dir() else [self.lists]
         return tuple(matches)
+
+    def annotation(self) -> Stage:
+        """The same column, and nothing is dropped."""
+        if self.model:
+            return Score("toxic_score", "fasttext", FastText(self.model, self.label))
+        return replace(self, max_matches=-1, max_score=math.inf)
 
     def apply(self, batch: pa.RecordBatch) -> StageResult:
         """Drops as configured; counts `matches` (in what is kept) and `no_list`."""

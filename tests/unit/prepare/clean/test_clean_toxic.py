@@ -54,6 +54,13 @@ def test_words_stand_apart(lists: Path, texts_of: TextsOf) -> None:
     assert texts_of(Toxic(str(lists)), texts) == texts
 
 
+def test_annotation_scores_and_drops_nothing(lists: Path) -> None:
+    for stage in (Toxic(), Toxic(str(lists))):
+        result = stage.annotation().apply(batch_of(["fuck " * 20, "A walk by the river."]))
+        assert result.drop.tolist() == [-1, -1]
+    assert Toxic().annotation().apply(batch_of(["fuck " * 20, "A walk."])).batch["toxic_score"].to_pylist()[0] > 1
+
+
 def test_languages_choose_the_list(lists: Path) -> None:
     texts, languages = ["说坏话的人", "darn", "坏话", "darn", "गधा", "गधाा"], ["zh", "zh", "en", "xx", "hi", "hi"]
     verdict = Toxic(str(lists)).apply(batch_of(texts, languages))

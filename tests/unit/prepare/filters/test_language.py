@@ -49,6 +49,14 @@ def test_thresholds_and_labels_alone() -> None:
     assert labelled(Language(keep=()), list(SAMPLES.values()))[2] == [""] * 5
 
 
+def test_languages_have_thresholds_of_their_own_and_codes_of_other_standards() -> None:
+    de = Language(keep=("deu", "fr"), min_scores=(("de", 1.0), ("fra_Latn", 0.9)))
+    assert labelled(de, list(SAMPLES.values()))[2] == [
+        "language_other", "language_unsure", "", "language_other", "language_other",
+    ]  # fmt: skip
+    assert labelled(Language(keep=("deu_Cyrl",)), [SAMPLES["de"]])[2] == ["language_other"]
+
+
 def test_text_without_a_language() -> None:
     result, scores, reasons = labelled(Language(), ["", "\n\0 ", "🎉" * 9, "x" * (1 << 20), "a\r\n\x85b\u2028"])
     assert result[0] == "" and scores[0] == 0 and reasons[0] == "language_other"
