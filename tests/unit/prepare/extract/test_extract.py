@@ -263,6 +263,9 @@ def test_quality_on_pages_that_were_not_trained_on(monkeypatch: pytest.MonkeyPat
     assert len(pages) == 70
     assert sum(score[0] for score in scores) / len(scores) > 0.955
     assert min(score[2] for score in scores) > 0.1  # no article is lost
+    precise = [word_scores(extract_html(p.html, options={"favor_precision": True}), p.text) for p in pages]
+    assert sum(score[1] - before[1] for score, before in zip(precise, scores)) / len(pages) > 0.005
+    assert min(score[2] for score in precise) > 0.1
 
 
 @pytest.mark.parametrize("name", ["trafilatura", "resiliparse"])
