@@ -63,7 +63,7 @@ def ours(texts: list[str]) -> list[list[int]]:
     return [row.tolist() for row in MinHash().sign_texts(pa.array(texts, pa.large_string()))]
 
 
-def components(bands: list[list[int]]) -> set[frozenset[int]]:
+def candidate_pairs(bands: list[list[int]]) -> set[frozenset[int]]:
     """All pairs of texts that share a band."""
     places: dict[tuple[int, int], list[int]] = {}
     for index, row in enumerate(bands):
@@ -92,7 +92,7 @@ def main() -> None:
         + "".join(f"{f'J {low:.1f}-{low + 0.1:.1f}':>12}" for low in np.arange(0.5, 1, 0.1))
     )
     for name, rows in {"forebay": ours(texts), **(ask(PEER, texts) or {})}.items():
-        pairs = components(rows[: len(articles)])
+        pairs = candidate_pairs(rows[: len(articles)])
         a, b = np.array(rows[len(articles) : -PAIRS], object), np.array(rows[-PAIRS:], object)
         met = (a == b).any(1)
         shares = []

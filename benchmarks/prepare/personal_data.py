@@ -2,9 +2,10 @@
 
     python -m benchmarks.prepare.personal_data
 
-Presidio is its pattern recognizers alone (no model of names), with the score it asks for by default; datatrove its
-PIIFormatter, which knows e-mail and IP addresses. A span counts as found if something of the kind overlaps it. The
-sentences are synthetic, and the words that `[pii]` expects around telephone numbers were chosen with them in view.
+Presidio is its pattern recognizers alone (no model of names, no words around), with scores above 0.3, below which are
+patterns that match any number; datatrove its PIIFormatter, which knows e-mail and IP addresses. A span counts as found
+if something of the kind overlaps it. The sentences are synthetic, and the words that `[pii]` expects around telephone
+numbers were chosen with them in view.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def make_inputs(folder: Path) -> None:
 def main() -> None:
     """Print a table for each recipe."""
     names = sys.argv[1:] or [
-        name for name in recipe_names() if name not in ("sft", "nemotron-cc", "redpajama-v2-signals")
+        name for name in recipe_names() if name not in ("sft", "nemotron-cc", "redpajama-v2-signals", "dolma-3")
     ]
     with tempfile.TemporaryDirectory() as folder:
         make_inputs(Path(folder))

@@ -1,6 +1,6 @@
-"""The whole of preparation beside datatrove's: JSON lines → Gopher's filters → MinHash → tokens, on two processes.
+"""The whole of preparation beside datatrove's: JSON lines → Gopher's filters → MinHash → tokens.
 
-    python -m benchmarks.prepare.whole [--mb 12]
+    python -m benchmarks.prepare.whole [--mb 12] [--workers 2]
 
 Processor and wall seconds of the whole tree of processes, from start to exit, on the same corpus in one run, at two
 sizes: what the larger takes beyond the smaller is free of fixed costs (imports, kernels, models). Both have compiled
@@ -31,7 +31,6 @@ from benchmarks.measure import Figure, show
 from benchmarks.prepare.corpus import data_folder, make_corpus
 
 PEERS = os.environ.get("FOREBAY_PEERS", ".venv-peers/bin/python")
-WORKERS = 2
 FILES = 4
 TARGET = 5.0
 PR_SET_CHILD_SUBREAPER = 36
@@ -74,27 +73,27 @@ def timed(command: list[str], **more: str) -> tuple[float, float, str]:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall, done.stdout
 
 
-def run_ours(corpus: Path, tokenizer: Path, **more: str) -> Outcome:
+def run_ours(corpus: Path, tokenizer: Path, workers: int, **more: str) -> Outcome:
     """One `forebay prepare` from nothing."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "forebay", "prepare", str(corpus), "--out", f"{out}/dataset", "--json"]
         command += ["--filter", "gopher", "--dedup", "minhash", "--tokenizer", str(tokenizer), "--quiet"]
-        cpu, wall, printed = timed([*command, "--workers", str(WORKERS)], **more)
+        cpu, wall, printed = timed([*command, "--workers", str(workers)], **more)
     results = json.loads(printed)
     filtered = results["documents_out"] + results["dropped"].get("near_duplicate", 0)
     return Outcome(cpu, wall, filtered, results["documents_out"], results["tokens"])
 
 
-def better_ours(corpus: Path, tokenizer: Path, **more: str) -> Outcome:
+def better_ours(corpus: Path, tokenizer: Path, workers: int, **more: str) -> Outcome:
     """The better of two runs: seconds long, they are at the mercy of what else the machine does."""
-    return min((run_ours(corpus, tokenizer, **more) for _ in range(2)), key=lambda run: run.cpu_s)
+    return min((run_ours(corpus, tokenizer, workers, **more) for _ in range(2)), key=lambda run: run.cpu_s)
 
 
-def run_datatrove(corpus: Path, tokenizer: Path) -> Outcome:
+def run_datatrove(corpus: Path, tokenizer: Path, workers: int) -> Outcome:
     """Its own pipeline; what it kept is counted in its files, where a token has two bytes and a document eight."""
     with tempfile.TemporaryDirectory() as work:
         script = Path(__file__).with_name("peer_datatrove.py")
-        cpu, wall, _ = timed([PEERS, str(script), str(corpus), work, str(tokenizer), str(WORKERS)])
+        cpu, wall, _ = timed([PEERS, str(script), str(corpus), work, str(tokenizer), str(workers)])
         tokens = sum(path.stat().st_size for path in Path(work, "tokens").glob("*.ds")) // 2
         documents = sum(path.stat().st_size for path in Path(work, "tokens").glob("*.ds.index")) // 8
         filtered = sum(gzip.decompress(path.read_bytes()).count(b"\n") for path in Path(work, "kept").glob("*.gz"))
@@ -118,7 +117,7 @@ def row(name: str, run: Outcome, megabytes: float) -> None:
     print(f"  {name:30}{run.cpu_s:9.2f}{run.wall_s:9.2f}{megabytes / run.cpu_s:10.2f}{counts}")
 
 
-def measure(megabytes: float = 12) -> list[Figure]:
+def measure(megabytes: float = 12, workers: int = 2) -> list[Figure]:
     """The table, printed, and the ratios; two to three minutes, nearly all of them the peer's."""
     tokenizer = data_folder() / "tokenizers/gpt-neo-test-tokenizer.json"
     sizes = (megabytes / 4, megabytes)
@@ -126,20 +125,21 @@ def measure(megabytes: float = 12) -> list[Figure]:
     with tempfile.TemporaryDirectory() as name:
         folders = [make_folder(Path(name, str(i)), size) for i, size in enumerate(sizes)]
         tiny = make_folder(Path(name, "tiny"), 0.05)
-        run_ours(tiny, tokenizer)
-        cold = run_ours(tiny, tokenizer, NUMBA_CACHE_DIR=f"{name}/kernels")
+        run_ours(tiny, tokenizer, workers)
+        cold = run_ours(tiny, tokenizer, workers, NUMBA_CACHE_DIR=f"{name}/kernels")
         if Path(PEERS).exists():
-            run_datatrove(tiny, tokenizer)
+            run_datatrove(tiny, tokenizer, workers)
             results["datatrove"] = []
         else:
             print(f"No peer: expected an interpreter with datatrove at {PEERS} (FOREBAY_PEERS).")
         for folder in folders:
-            results["forebay"].append(better_ours(folder, tokenizer))
-            results["forebay, tokenizers as coder"].append(better_ours(folder, tokenizer, FOREBAY_CODER="reference"))
+            results["forebay"].append(better_ours(folder, tokenizer, workers))
+            slow = better_ours(folder, tokenizer, workers, FOREBAY_CODER="reference")
+            results["forebay, tokenizers as coder"].append(slow)
             if "datatrove" in results:
-                results["datatrove"].append(run_datatrove(folder, tokenizer))
+                results["datatrove"].append(run_datatrove(folder, tokenizer, workers))
     for i, size in enumerate(sizes):
-        print(f"\n{size:.0f} MB of JSON lines, {WORKERS} processes")
+        print(f"\n{size:.0f} MB of JSON lines, --workers {workers}")
         print(f"  {'':30}{'CPU s':>9}{'wall s':>9}{'MB/CPU s':>10}{'filtered':>10}{'documents':>11}{'tokens':>12}")
         for what, runs in results.items():
             row(what, runs[i], size)
@@ -151,7 +151,7 @@ def _figures(results: dict[str, list[Outcome]], sizes: tuple[float, float]) -> l
     per_mb = {what: (runs[1].cpu_s - runs[0].cpu_s) / (sizes[1] - sizes[0]) for what, runs in results.items()}
     figures = [Figure(f"{what}, beyond fixed costs", 1 / cost, "MB/CPU s") for what, cost in per_mb.items()]
     fixed = results["forebay"][0].cpu_s - per_mb["forebay"] * sizes[0]
-    figures.append(Figure("forebay, fixed", fixed, "CPU s", "starts, imports, kernels and models of 3 processes"))
+    figures.append(Figure("forebay, fixed", fixed, "CPU s", "starts, imports, kernels and models of all processes"))
     if "datatrove" in results:
         theirs = results["datatrove"][1]
         for what in ("forebay", "forebay, tokenizers as coder"):
@@ -165,7 +165,9 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=float, default=12, help="the larger of the two corpora")
-    show("prepare: the whole", measure(parser.parse_args().mb))
+    parser.add_argument("--workers", type=int, default=2)
+    arguments = parser.parse_args()
+    show("prepare: the whole", measure(arguments.mb, arguments.workers))
 
 
 if __name__ == "__main__":
