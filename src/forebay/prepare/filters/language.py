@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.errors import UsageError, install_command
-from forebay.prepare.documents import Stage, StageResult, first_failing, replace_column
+from forebay.prepare.documents import Measure, Stage, StageResult, first_failing, replace_column
 from forebay.prepare.scores.base import COLUMN, named_column, number_column
 from forebay.prepare.scores.fasttext import FastText
 from forebay.prepare.settings import Share, Texts
@@ -74,7 +74,8 @@ class Language(Stage):
             batch = replace_column(batch, "language_score", pa.array(scores))
         other = np.array([bool(self.keep) and label not in self.keep for label in labels], bool)
         unsure = ~(scores >= np.float32(self.min_score)) & bool(self.keep)
-        return StageResult(batch, first_failing(other, unsure))
+        measures = {"language_unsure": Measure(scores, low=np.float32(self.min_score))} if self.keep else {}
+        return StageResult(batch, first_failing(other, unsure), measures=measures)
 
 
 def default_model() -> str:

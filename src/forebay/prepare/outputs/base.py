@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Protocol
 
 from forebay.errors import PrepareError
 from forebay.prepare.corpus import Corpus
+from forebay.prepare.histograms import bars
 from forebay.prepare.recipe import Recipe
 from forebay.prepare.report import write_report
 from forebay.prepare.run import PrepareResult, PrepareRun
-from forebay.prepare.stats import bars
 from forebay.prepare.tokenize.tokenizers import TokenizerFile
 from forebay.storage.listing import count_reasons, shown_path
 
@@ -99,6 +99,7 @@ def report_data(run: PrepareRun, corpus: Corpus, id: str, counts: dict[str, Any]
         "funnel": [{"stage": name, **vars(count)} for name, count in funnel],
         "histograms": {name: bars(sides) for name, sides in stats.histograms.items()},
         "thresholds": stats.thresholds,
+        "rules": stats.measured.report(list(stats.funnel)),
         "languages": stats.languages,
         "subsets": stats.subsets,
         "samples": [

@@ -44,7 +44,7 @@ from forebay.prepare.tasks.stages import (
 if TYPE_CHECKING:
     from forebay.prepare.dedup.deduplicate import Signer
 
-TEXT_VERSION = 2  # Changed when the same split would give other documents, so that old results are not used.
+TEXT_VERSION = 3  # Changed when the same split would give other documents or statistics: old results are not used.
 _ARROW_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
