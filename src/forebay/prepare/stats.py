@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from forebay.prepare.documents import StageResult, text_buffers
 from forebay.prepare.histograms import count_bins
+from forebay.prepare.sampling import Usage
 from forebay.prepare.thresholds import ThresholdTable
 
 SAMPLES = 5  # Samples of each stage and reason, and of what is kept.
@@ -69,6 +70,7 @@ class StageStats:
         self.histograms: dict[str, dict[str, Counter[int]]] = {}
         self.thresholds: list[dict[str, Any]] = []  # Chosen by percentiles.
         self.measured = ThresholdTable()
+        self.usage = Usage()
         self.languages: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.subsets: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.samples: dict[tuple[str, str], list[Sample]] = {}
@@ -154,6 +156,7 @@ class StageStats:
                 own[value].update(by_side)
         self.hits += other.hits
         self.measured.add(other.measured)
+        self.usage.add(other.usage)
         for key, samples in other.samples.items():
             self.samples[key] = heapq.nsmallest(SAMPLES, [*self.samples.get(key, ()), *samples])
 
@@ -170,6 +173,7 @@ class StageStats:
             "subsets": self.subsets,
             "samples": [[*key, [asdict(s) for s in samples]] for key, samples in self.samples.items()],
             "measured": self.measured.to_json(),
+            "usage": vars(self.usage),
         }
 
     @classmethod
@@ -185,6 +189,7 @@ class StageStats:
             counts.update({value: Counter(sides) for value, sides in data[name].items()})
         stats.samples = {(stage, reason): [Sample(**s) for s in rows] for stage, reason, rows in data["samples"]}
         stats.measured = ThresholdTable.from_json(data["measured"])
+        stats.usage = Usage(**data["usage"])
         return stats
 
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from forebay.errors import PrepareError
-from forebay.prepare.documents import Measure
+from forebay.prepare.documents import Measure, text_buffers
 from forebay.prepare.histograms import bars, count_bins
 
 NEAREST = 3  # Examples on each side of a threshold.
@@ -37,7 +36,7 @@ class Example:
 
     distance: float
     key: int
-    where: str
+    location: str
     value: float
     url: str
     text: str
@@ -89,6 +88,7 @@ class ThresholdTable:
         """Add what a rule (stage, number of the reason, reason) measured of the rows of a batch that reached it."""
         values = np.asarray(measure.values, np.float64)
         reached = reached & ~np.isnan(values)
+        offsets, data = text_buffers(batch.column("text"))
         for kind, limits in (("low", measure.low), ("high", measure.high)):
             of_rows = np.broadcast_to(np.asarray(limits, np.float64), values.shape)
             distinct = np.unique(of_rows[reached])
@@ -97,7 +97,7 @@ class ThresholdTable:
                 stats = _stats_of(values[rows], kind, limit)
                 for side, number in _nearest(values[rows], kind, limit, keys[rows]):
                     row = int(rows[number])
-                    text = pc.utf8_slice_codeunits(batch.column("text")[row], 0, NEAREST_CHARACTERS).as_py()
+                    text = _beginning(data[offsets[row] : offsets[row + 1]])
                     value, url = float(values[row]), batch.column("url")[row].as_py()
                     example = Example(abs(value - limit), int(keys[row]), position(row), value, url, text)
                     stats.nearest[side].append(example)
@@ -174,6 +174,11 @@ def _nearest(values: NDArray[np.float64], kind: str, limit: float, keys: NDArray
     return [(side, index) for side, indices in sides for index in indices[:NEAREST].tolist()]
 
 
+def _beginning(data: NDArray[np.uint8]) -> str:
+    return data[: 4 * NEAREST_CHARACTERS].tobytes().decode("utf-8", "ignore")[:NEAREST_CHARACTERS]
+
+
 def _shown(example: Example) -> dict[str, Any]:
     entry = {name: value for name, value in asdict(example).items() if name not in ("distance", "key")}
+    entry["where"] = entry.pop("location")
     return entry | {"value": example.value if math.isfinite(example.value) else str(example.value)}

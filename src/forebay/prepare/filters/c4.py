@@ -197,7 +197,7 @@ def _check_line(line, n, words, longest, table, rules, phrase_ends, chars):  # t
 
 
 @jit()
-def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, drop, counts, found, out, stops):  # type: ignore[no-untyped-def]
+def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, drop, counts, totals, out, stops):  # type: ignore[no-untyped-def]
     capacity = room_of(offsets, offsets[1:])
     points, line = np.empty(capacity, np.uint32), np.empty(capacity, np.uint32)
     words_capacity = min(capacity, _SENTENCE_CHARS + 2)
@@ -230,7 +230,7 @@ def _rewrite(offsets, data, table, keys, values, phrase_ends, phrases, rules, dr
                 out[written] = 10
                 written += 1
             written = encode(line, 0, size, out, written)
-        found[row] = sentences
+        totals[row] = sentences
         if drop[row] < 0 and sentences < rules[3]:
             drop[row] = _FEW
         if drop[row] >= 0:

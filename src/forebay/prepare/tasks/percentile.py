@@ -145,6 +145,7 @@ def process_segment(task: SegmentTask, scale: int) -> TextResult:
         for _, batch in part_batches(task.part.arrow):
             for kept_rows in run_stages(task, batch, stats, rejects):
                 out.add(kept_rows)
+    stats.usage.count("dedup", out.signing_s)
     try:
         before = Path(f"{task.folder}/{task.text.name}.rejects").read_bytes()
     except OSError as error:
