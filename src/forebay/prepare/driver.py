@@ -388,7 +388,7 @@ def _run(
     splits, sample = sampling.splits, sampling.share
     content = keys.content_key(run.recipe.read, run.recipe.stages, keys.stage_files(run.recipe.stages), sample)
     steps = segments(run.recipe.stages)
-    texts = _process_splits(run, splits, own, sample, steps)
+    texts = _process_splits(run, splits, own, sample, steps, hashes=bool(output.marker))
     failed = _failed(splits, texts)
     sources = dataclasses.replace(sources, skipped=(*sources.skipped, *failed))
     write_skipped(run.out, sources.skipped)
@@ -407,7 +407,8 @@ def _run(
         for split, text in zip(splits, texts)
         for index, sha256 in text.sha256s.items()
     }
-    lineage = _with_hashes(run, sources, lineage, hashed)
+    if output.marker:
+        lineage = _with_hashes(run, sources, lineage, hashed)
     sha256s = {source.path: entry["sha256"] for source, entry in zip(sources.files, lineage["inputs"])}
     texts = [
         dataclasses.replace(text, key=keys.random_key(content, split, sha256s)) for split, text in zip(splits, texts)
@@ -428,6 +429,7 @@ def _process_splits(
     own: Mapping[str, DocumentSource],
     sample: float,
     steps: Sequence[tuple[Stage, ...]],
+    hashes: bool,
 ) -> list[TextResult]:
     recipe, stages = run.recipe, steps[0]
     dedup = recipe.dedup if recipe.dedup.active and len(steps) == 1 else None
@@ -436,7 +438,7 @@ def _process_splits(
     task_keys = {format: task_key(content, format, stages, dedup) for format in formats}
     options = (recipe.read, stages, dedup, sample, str(run.tasks))
     tasks = [
-        TextTask(split, *options, task_keys[split.format], recipe.limits, own.get(split.files[0].path))
+        TextTask(split, *options, task_keys[split.format], recipe.limits, own.get(split.files[0].path), hashes)
         for split in splits
     ]
     sizes = [split.bytes for split in splits]

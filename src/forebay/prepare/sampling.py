@@ -49,12 +49,16 @@ class Sampling:
 
     @classmethod
     def of(cls, splits: list[InputSplit], fraction: float) -> Sampling:
-        """About that share of the splits, spread evenly, and the share of their documents that makes it exact."""
+        """About that share of the splits, and the share of their documents that makes it exact.
+
+        Splits are taken evenly over their formats and sizes, and over the input where these are alike.
+        """
         num_bytes, number = sum(split.bytes for split in splits), len(splits)
         if fraction >= 1 or not splits:
             return cls(splits, 1.0, number, num_bytes)
         count = min(number, max(1, round(number * fraction + 0.5)))
-        chosen = [splits[index * number // count] for index in range(count)]
+        order = sorted(range(number), key=lambda index: (*_kind(splits[index]), index))
+        chosen = [splits[index] for index in sorted(order[(2 * i + 1) * number // (2 * count)] for i in range(count))]
         return cls(chosen, min(1.0, fraction * number / count), number, num_bytes)
 
     @property
@@ -85,6 +89,11 @@ class Sampling:
     def scale(self) -> float:
         """How many times the documents that are processed there are in the whole input."""
         return self.read_scale / self.share
+
+
+def _kind(split: InputSplit) -> tuple[str, str, int]:
+    compression = split.files[0].compression if split.files else ""
+    return split.format if split.files else "", compression, split.bytes.bit_length()
 
 
 @dataclass
@@ -140,6 +149,17 @@ class SplitSums:
         """The standard error in proportion to the ratio; 0 if it is not known."""
         return (self.error(name) or 0.0) * self._total / self._sums[name][0] if self._sums[name][0] else 0.0
 
+    @property
+    def quantile(self) -> float:
+        """Standard errors from the middle of an interval of 95 % to its ends: Student's t.
+
+        Source: Abramowitz and Stegun 1964, 26.7.5.
+        """
+        n, z = self._splits - 1, _Z
+        if n < 2:
+            return 12.7 if n == 1 else z
+        return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n * n)
+
     def error(self, name: str) -> float | None:
         """The standard error of the ratio of a count to the total; None for one split."""
         if self._splits < 2 or not self._total:
@@ -150,12 +170,15 @@ class SplitSums:
         return math.sqrt(between * self._splits / (self._splits - 1)) / self._total
 
 
-def interval(dropped: int, documents: int, error: float | None, splits: float, documents_share: float) -> list[float]:
+def interval(
+    dropped: int, documents: int, error: float | None, splits: float, documents_share: float, z: float = _Z
+) -> list[float]:
     """The interval of 95 % of the rate `dropped / documents` in the whole input.
 
     Args:
         error: Of `SplitSums`: the standard error of the rate between splits.
         splits, documents_share: The share of splits that was read, and of their documents.
+        z: Standard errors of the interval.
     """
     if not documents:
         return [0.0, 1.0]
@@ -166,8 +189,8 @@ def interval(dropped: int, documents: int, error: float | None, splits: float, d
     if splits >= 1 and documents_share >= 1:
         return [rate, rate]
     number = min(rate * (1 - rate) / variance, 1e15) if variance else float(documents)
-    center = (rate + _Z**2 / (2 * number)) / (1 + _Z**2 / number)
-    half = _Z / (1 + _Z**2 / number) * math.sqrt(rate * (1 - rate) / number + _Z**2 / (4 * number * number))
+    center = (rate + z**2 / (2 * number)) / (1 + z**2 / number)
+    half = z / (1 + z**2 / number) * math.sqrt(rate * (1 - rate) / number + z**2 / (4 * number * number))
     return [max(0.0, center - half), min(1.0, center + half)]
 
 
@@ -192,7 +215,10 @@ def describe_sample(
         for reason, dropped in sorted(count.dropped.items()):
             # What deduplication drops depends on documents that are not in the sample: its rates have no interval.
             error = by_documents.error(f"{stage}\n{reason}")
-            bounds = interval(dropped, documents, error, share, sampling.share) if stage not in _CORPUS_STAGES else None
+            bounds = None
+            if stage not in _CORPUS_STAGES:
+                z = by_documents.quantile if share < 1 else _Z
+                bounds = interval(dropped, documents, error, share, sampling.share, z)
             rates.append({"stage": stage, "reason": reason, "dropped": dropped, "interval": bounds})
     return {
         "sample": {
@@ -213,7 +239,7 @@ def _estimate(sampling: Sampling, sums: SplitSums, name: str, figures: Mapping[s
     if not count or (unread and sums.error(kind) is None):
         return [round(expected)]
     variance = unread * sums.relative(kind) ** 2 + (1 - sampling.share) / count
-    half = _Z * expected * math.sqrt(variance)
+    half = (sums.quantile if unread else _Z) * expected * math.sqrt(variance)
     return [round(expected), round(max(0.0, expected - half)), round(expected + half)]
 
 
@@ -229,7 +255,7 @@ def _cost(sampling: Sampling, sums: SplitSums, usage: Usage) -> dict[str, Any]:
     }
     total_s, start = sum(seconds for _, seconds in stages.values()), usage.seconds.get("start", 0.0)
     expected = total_s / cores() + start
-    error = math.hypot(_CLOCK_ERROR, _Z * sums.relative(SECONDS))
+    error = math.hypot(_CLOCK_ERROR, sums.quantile * sums.relative(SECONDS))
     return {
         "cpu_s": stages, "whole_cpu_s": round(total_s, 2), "processes": cores(),
         "wall_s": [round(value, 2) for value in (expected, expected / (1 + error), expected * (1 + error))],

@@ -31,7 +31,8 @@ class Output(Protocol):
     name: ClassVar[str]
     """The value of `--to`."""
     marker: ClassVar[str]
-    """The file that is written last: where it exists, the output is complete. "" if each run makes it again."""
+    """The file that is written last: where it exists, the output is complete. "" if each run makes it again; then the
+    inputs are not hashed."""
     needs_tokenizer: ClassVar[bool]
 
     def check(self, recipe: Recipe, document_ids: bool) -> None:

@@ -67,6 +67,7 @@ class TextTask:
     recipe_key: str
     limits: Limits = field(default_factory=Limits)
     source: DocumentSource | None = None
+    hashes: bool = True  # Whether the files that begin in it are hashed, which reads all of them.
     earlier: tuple[str, ...] = ()
 
     @cached_property
@@ -197,7 +198,7 @@ def process_split(task: TextTask, scale: int) -> TextResult:
             del batch
     stats.usage.count("dedup", out.signing_s)
     stats.usage.count("read", time.process_time() - started - reader.counted_s - out.signing_s)
-    sources = enumerate(task.split.files if task.split.start == 0 else ())
+    sources = enumerate(task.split.files if task.hashes and task.split.start == 0 else ())
     sha256s = {str(index): sha256 for index, source in sources if (sha256 := hash_source(source))}
     for source in task.split.files:
         check_unchanged(source)  # since it was read
